@@ -1,0 +1,178 @@
+"""Every error weightsync raises.
+
+WeightSyncError
++- ConfigError                wrong arguments, nothing moved (also a ValueError)
++- BackendUnavailableError    a missing extra, no CUDA, another host or GPU
++- ProtocolError              the two sides disagree
+|  +- ManifestMismatchError   .missing .unexpected .mismatched
+|  +- StaleVersionError       .held .offered
+|  +- UpdateConflictError     .state .update_id: this step does not fit the receiver's state
++- NotReadyError              the receiver may not generate now: .state .update_id
++- TransportError             the control plane failed
+|  +- ConnectError
+|  +- TransportTimeout
++- TransferError              the data plane failed; the update is aborted
+|  +- HandleError
+|  +- SegmentError
+|  +- TransferTimeout
+|  +- VerificationError       .names
++- AuthError                  401 or 403
++- RemoteError                the peer raised something foreign: .remote_type .remote_message
+
+What to do: ConfigError, fix the call; BackendUnavailableError, install what is named or take
+another road; ProtocolError, fix versions, names or order; TransportError, try again;
+TransferError, send the whole update again; NotReadyError, wait for the update or send one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+SHOWN_NAMES = 10
+
+
+def shorten(names: Iterable[str], limit: int = SHOWN_NAMES) -> str:
+    """Return `names` joined for a message, cut after `limit`."""
+    listed = list(names)
+    shown = ", ".join(listed[:limit])
+    hidden = len(listed) - limit
+    return f"{shown} and {hidden} more" if hidden > 0 else shown
+
+
+class WeightSyncError(Exception):
+    """The base of every error that weightsync raises."""
+
+
+class ConfigError(WeightSyncError, ValueError):
+    """The arguments of a call are wrong; nothing moved. Fix the call."""
+
+
+class BackendUnavailableError(WeightSyncError):
+    """A road or an extra cannot work here. Install what the message names, or take another road."""
+
+
+class ProtocolError(WeightSyncError):
+    """The two sides disagree on versions, names or the order of calls."""
+
+
+class ManifestMismatchError(ProtocolError):
+    """The tensors offered are not the tensors wanted.
+
+    `missing` are wanted and not offered, `unexpected` are offered and not wanted, `mismatched`
+    say `name: offered …, wanted …`.
+    """
+
+    def __init__(
+        self,
+        message: str = "",
+        *,
+        missing: Sequence[str] = (),
+        unexpected: Sequence[str] = (),
+        mismatched: Sequence[str] = (),
+    ) -> None:
+        self.missing = tuple(missing)
+        self.unexpected = tuple(unexpected)
+        self.mismatched = tuple(mismatched)
+        super().__init__(message or self._describe())
+
+    def _describe(self) -> str:
+        groups = (
+            ("missing", self.missing),
+            ("unexpected", self.unexpected),
+            ("mismatched", self.mismatched),
+        )
+        found = [f"{len(names)} {kind}: {shorten(names)}" for kind, names in groups if names]
+        return (
+            f"the tensors offered do not fit the receiver; {'; '.join(found)}. "
+            "Map names with rename=, cast with dtype=, or send a subset with partial=True."
+        )
+
+
+class StaleVersionError(ProtocolError):
+    """The version offered is not newer than the one held, or builds on another base."""
+
+    def __init__(self, message: str = "", *, held: int = -1, offered: int = -1) -> None:
+        self.held = held
+        self.offered = offered
+        super().__init__(
+            message
+            or f"version {offered} is offered, but version {held} is held and versions grow; "
+            "after resuming from an older checkpoint use send_weights(rewind=True)"
+        )
+
+
+class UpdateConflictError(ProtocolError):
+    """The step does not fit the receiver's state: `state` it is in, `update_id` that holds it."""
+
+    def __init__(self, message: str, *, state: str = "", update_id: str = "") -> None:
+        self.state = state
+        self.update_id = update_id
+        super().__init__(message)
+
+
+class NotReadyError(WeightSyncError):
+    """The receiver may not generate now; `update_id` is the update that broke or holds it."""
+
+    def __init__(self, message: str, *, state: str = "", update_id: str = "") -> None:
+        self.state = state
+        self.update_id = update_id
+        super().__init__(message)
+
+
+class TransportError(WeightSyncError):
+    """A control message did not get through. Try again."""
+
+
+class ConnectError(TransportError):
+    """The peer could not be reached, or the connection broke."""
+
+
+class TransportTimeout(TransportError):
+    """The peer did not answer in time."""
+
+
+class TransferError(WeightSyncError):
+    """Bytes did not arrive. The update is aborted; send it again."""
+
+
+class HandleError(TransferError):
+    """A handle is malformed, or cannot be opened by this process."""
+
+
+class SegmentError(TransferError):
+    """A shared-memory segment cannot be made, opened or trusted."""
+
+
+class TransferTimeout(TransferError):
+    """The other side of a transfer made no progress in time."""
+
+
+class VerificationError(TransferError):
+    """What arrived, or what is held, is not what was sent; `names` are the tensors that differ."""
+
+    def __init__(self, message: str = "", *, names: Sequence[str] = ()) -> None:
+        self.names = tuple(names)
+        super().__init__(
+            message
+            or f"{len(self.names)} tensors differ from what was sent: {shorten(self.names)}; "
+            "the update is not applied, send it again"
+        )
+
+
+class AuthError(WeightSyncError):
+    """The token is missing (401) or wrong (403)."""
+
+    def __init__(self, message: str, *, status: int = 403) -> None:
+        self.status = status
+        super().__init__(message)
+
+
+class RemoteError(WeightSyncError):
+    """The peer raised an error that is not one of ours."""
+
+    def __init__(
+        self, message: str = "", *, remote_type: str = "", remote_message: str = ""
+    ) -> None:
+        self.remote_type = remote_type
+        self.remote_message = remote_message
+        super().__init__(message or f"the peer raised {remote_type}: {remote_message}")
