@@ -1,0 +1,67 @@
+"""What an update did: the report that `send_weights` returns on every rank."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReceiverReport:
+    """What one receiver did with an update."""
+
+    target: str
+    road: str
+    apply: str
+    verified: str
+    stall_s: float
+    seconds: Mapping[str, float] = field(default_factory=dict)
+    peak_extra_nbytes: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SyncReport:
+    """What one update moved, where the time went, and what was checked.
+
+    `nbytes` are bytes of weights; `seconds` has a value per phase and `total`; `stall_s` is the
+    longest time any receiver held generation up; `road` is `cuda_ipc`, `shared_memory` or
+    `distributed`; `verified` is `none`, `arrived` or `held`, the weakest of all receivers;
+    `apply` is `staged` or `in_place`; `control_nbytes` and `control_messages` count what the
+    control plane sent to all receivers; `peak_extra_nbytes` is what the sender held beyond the
+    model; `skipped_roads` says for each faster road why it was not taken.
+    """
+
+    version: int
+    label: str | None
+    update_id: str
+    tensors: int
+    nbytes: int
+    packed: bool
+    road: str
+    apply: str
+    verified: str
+    stall_s: float
+    seconds: Mapping[str, float]
+    control_nbytes: int
+    control_messages: int
+    peak_extra_nbytes: int
+    receivers: tuple[ReceiverReport, ...]
+    skipped_roads: Mapping[str, str] = field(default_factory=dict)
+    rule: str = "two-phase"
+
+    @property
+    def gbps(self) -> float:
+        """Gigabytes (1e9) of weights a second, over the whole update."""
+        return self.nbytes / self.seconds["total"] / 1e9 if self.seconds["total"] else 0.0
+
+    def to_dict(self) -> dict[str, object]:
+        """Return the report as plain data, `gbps` included."""
+        return {**asdict(self), "gbps": self.gbps}
+
+    def __str__(self) -> str:
+        phases = ", ".join(f"{k} {v * 1e3:.1f} ms" for k, v in self.seconds.items())
+        return (
+            f"version {self.version}: {self.nbytes / 1e6:.1f} MB in {self.tensors} tensors by "
+            f"{self.road} ({'packed' if self.packed else 'unpacked'}, {self.apply}, verified: "
+            f"{self.verified}), {self.gbps:.2f} GB/s, stall {self.stall_s * 1e3:.2f} ms; {phases}"
+        )

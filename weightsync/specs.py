@@ -1,0 +1,202 @@
+"""What a model's weights are called, and how large they are: specs and manifests."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+
+from weightsync.errors import ConfigError, ManifestMismatchError
+
+DTYPE_NBYTES: Mapping[str, int] = {
+    "float64": 8,
+    "float32": 4,
+    "float16": 2,
+    "bfloat16": 2,
+    "float8_e4m3fn": 1,
+    "float8_e4m3fnuz": 1,
+    "float8_e5m2": 1,
+    "float8_e5m2fnuz": 1,
+    "int64": 8,
+    "int32": 4,
+    "int16": 2,
+    "int8": 1,
+    "uint8": 1,
+    "bool": 1,
+}
+"""Bytes of one element, by the dtype's name without `torch.`."""
+
+MAX_NAME_LENGTH = 1024
+MAX_DIMENSIONS = 16
+MAX_TENSOR_NBYTES = 1 << 46
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSpec:
+    """Name, dtype and shape of one tensor. Raises ConfigError when they make no tensor."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    nbytes: int = field(init=False, compare=False)
+
+    def __post_init__(self) -> None:
+        if not 0 < len(self.name) <= MAX_NAME_LENGTH:
+            raise ConfigError(
+                f"a tensor name must have 1 to {MAX_NAME_LENGTH} characters, "
+                f"this has {len(self.name)}: {self.name[:40]!r}"
+            )
+        itemsize = DTYPE_NBYTES.get(self.dtype)
+        if itemsize is None:
+            raise ConfigError(
+                f"{self.name}: unknown dtype {self.dtype!r}; known: {', '.join(DTYPE_NBYTES)}"
+            )
+        if len(self.shape) > MAX_DIMENSIONS or any(size < 0 for size in self.shape):
+            raise ConfigError(
+                f"{self.name}: a shape has at most {MAX_DIMENSIONS} sizes, none negative; "
+                f"this is {self.shape[: MAX_DIMENSIONS + 1]}"
+            )
+        nbytes = math.prod(self.shape) * itemsize
+        if nbytes > MAX_TENSOR_NBYTES:
+            raise ConfigError(f"{self.name}: {nbytes} bytes are too many for one tensor")
+        object.__setattr__(self, "nbytes", nbytes)
+
+    def __str__(self) -> str:
+        return f"{self.dtype}{list(self.shape)}"
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """The ordered specs of a model; `aliases` maps a tied name to the spec that carries its bytes.
+
+    Raises ConfigError for a name that stands twice or an alias that points nowhere.
+    """
+
+    specs: tuple[TensorSpec, ...]
+    aliases: Mapping[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        names = {spec.name for spec in self.specs}
+        if len(names) != len(self.specs):
+            raise ConfigError(f"a name stands twice in the manifest: {self._first_repeated()!r}")
+        for alias, name in self.aliases.items():
+            if alias in names:
+                raise ConfigError(f"{alias!r} is both a tensor and an alias of {name!r}")
+            if name not in names:
+                raise ConfigError(f"alias {alias!r} points to {name!r}, which is no tensor here")
+
+    @classmethod
+    def from_columns(
+        cls,
+        names: Sequence[str],
+        dtype_names: Sequence[str],
+        shapes: Sequence[Sequence[int]],
+        aliases: Mapping[str, str] | None = None,
+    ) -> Manifest:
+        """Build a manifest from parallel lists. Raises ConfigError naming unequal lengths."""
+        for label, column in (("dtype_names", dtype_names), ("shapes", shapes)):
+            if len(column) != len(names):
+                raise ConfigError(
+                    f"names has {len(names)} entries, {label} has {len(column)}; "
+                    "they must be equally long"
+                )
+        specs = tuple(
+            TensorSpec(name, dtype, tuple(shape))
+            for name, dtype, shape in zip(names, dtype_names, shapes, strict=True)
+        )
+        return cls(specs, dict(aliases or {}))
+
+    @cached_property
+    def nbytes(self) -> int:
+        """Bytes of all tensors, each once."""
+        return sum(spec.nbytes for spec in self.specs)
+
+    @cached_property
+    def index(self) -> Mapping[str, int]:
+        """Position of the spec that carries each name, aliases included."""
+        positions = {spec.name: i for i, spec in enumerate(self.specs)}
+        positions.update({alias: positions[name] for alias, name in self.aliases.items()})
+        return positions
+
+    @cached_property
+    def digest(self) -> str:
+        """32 hex digits that name this manifest: order, names, dtypes, shapes and aliases."""
+        state = hashlib.blake2b(digest_size=16)
+        for spec in self.specs:
+            state.update(f"{spec.name}\0{spec.dtype}\0{spec.shape}\0".encode())
+        for alias in sorted(self.aliases):
+            state.update(f"{alias}\0{self.aliases[alias]}\1".encode())
+        return state.hexdigest()
+
+    def places(self) -> dict[str, tuple[str, ...]]:
+        """Every name by the spec that carries it: `{name: (name, alias, …)}`."""
+        grouped: dict[str, list[str]] = {spec.name: [spec.name] for spec in self.specs}
+        for alias, name in self.aliases.items():
+            grouped[name].append(alias)
+        return {name: tuple(group) for name, group in grouped.items()}
+
+    def subset(self, names: Iterable[str]) -> Manifest:
+        """Return the manifest of `names` alone, in this order. ManifestMismatchError if unknown."""
+        wanted = {self.index[name] for name in self._known(names)}
+        specs = tuple(spec for i, spec in enumerate(self.specs) if i in wanted)
+        kept = {spec.name for spec in specs}
+        return Manifest(specs, {a: name for a, name in self.aliases.items() if name in kept})
+
+    def _known(self, names: Iterable[str]) -> list[str]:
+        listed = list(names)
+        unknown = [name for name in listed if name not in self.index]
+        if unknown:
+            raise ManifestMismatchError(unexpected=unknown)
+        return listed
+
+    def _first_repeated(self) -> str:
+        seen: set[str] = set()
+        for spec in self.specs:
+            if spec.name in seen:
+                return spec.name
+            seen.add(spec.name)
+        return ""
+
+
+@dataclass(frozen=True, slots=True)
+class ManifestDifference:
+    """How the tensors `offered` by a sender differ from those a receiver `wanted`."""
+
+    missing: tuple[str, ...] = ()
+    unexpected: tuple[str, ...] = ()
+    mismatched: tuple[str, ...] = ()
+
+    def check(self, *, partial: bool) -> None:
+        """Raise ManifestMismatchError with all names at once; `partial` allows missing ones."""
+        missing = () if partial else self.missing
+        if missing or self.unexpected or self.mismatched:
+            raise ManifestMismatchError(
+                missing=missing, unexpected=self.unexpected, mismatched=self.mismatched
+            )
+
+
+def compare(offered: Manifest, wanted: Manifest, *, cast: bool = False) -> ManifestDifference:
+    """Compare two manifests in time linear in their tensors.
+
+    A wanted tensor is there when any of its tied names is offered. Two offered tensors that the
+    receiver ties together are a mismatch, since one place cannot hold both. With `cast` dtypes
+    may differ.
+    """
+    unexpected = [name for name in offered.index if name not in wanted.index]
+    missing: list[str] = []
+    mismatched: list[str] = []
+    places = wanted.places()
+    for want in wanted.specs:
+        sources = {offered.index[name] for name in places[want.name] if name in offered.index}
+        if not sources:
+            missing.append(want.name)
+            continue
+        if len(sources) > 1:
+            tied = " and ".join(offered.specs[i].name for i in sorted(sources))
+            mismatched.append(f"{want.name}: offered as {tied}, wanted as one tied tensor")
+        have = offered.specs[min(sources)]
+        if have.shape != want.shape or (have.dtype != want.dtype and not cast):
+            mismatched.append(f"{want.name}: offered {have}, wanted {want}")
+    return ManifestDifference(tuple(missing), tuple(unexpected), tuple(mismatched))

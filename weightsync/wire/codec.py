@@ -1,0 +1,210 @@
+"""Messages to and from bytes (JSON) and plain data. Nothing here can run foreign code."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, TypeVar, cast
+
+import msgspec
+
+from weightsync.errors import ProtocolError
+from weightsync.specs import Manifest
+from weightsync.wire.messages import (
+    CALL_OF,
+    CALLS,
+    REPLIES,
+    EmptyUpdate,
+    InitRequest,
+    IpcInit,
+    ManifestMessage,
+    Message,
+    PackedUpdate,
+    RegisteredUpdate,
+    Reply,
+    Request,
+    StartTerms,
+    UnpackedUpdate,
+    UpdateId,
+    UpdateInfo,
+    UpdateRequest,
+)
+
+T = TypeVar("T")
+
+
+class _InitEnvelope(msgspec.Struct, forbid_unknown_fields=True):
+    init_info: msgspec.Raw = msgspec.Raw(b"{}")
+
+
+class _UpdateEnvelope(msgspec.Struct, forbid_unknown_fields=True):
+    update_info: msgspec.Raw
+    update_id: UpdateId | None = None
+    start: StartTerms | None = None
+    prepare: bool = False
+
+
+class _UpdateShape(msgspec.Struct):
+    """Just enough of an update_info to know which struct it must be."""
+
+    registered: bool = False
+    packed: bool = False
+    names: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
+    ipc_handles_pickled: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
+
+
+class _InitShape(msgspec.Struct):
+    backend: str | None = None
+
+
+def encode(message: Message) -> bytes:
+    """Return the JSON of a request or a reply."""
+    return msgspec.json.encode(message)
+
+
+def decode_request(call: str, body: bytes) -> Request:
+    """Return the request of `call` that the JSON `body` holds; an empty body is `{}`.
+
+    Raises ProtocolError with the path of what is wrong.
+    """
+    kind = CALLS.get(call)
+    if kind is None:
+        raise ProtocolError(f"there is no call {call!r}; known: {', '.join(CALLS)}")
+    body = body or b"{}"
+    if kind is InitRequest:
+        return _decode_init(body)
+    if kind is UpdateRequest:
+        return _decode_update(body)
+    return cast(Request, _decode(body, kind))
+
+
+def decode_reply(call: str, body: bytes) -> Reply:
+    """Return the reply to `call`. Raises ProtocolError when the JSON is not one."""
+    return cast(Reply, _decode(body, REPLIES[call]))
+
+
+def to_plain(message: Request) -> dict[str, object]:
+    """Return a request as plain data: `{"call": name, "body": {…}}` of str, int, list, dict."""
+    call = CALL_OF[type(message)]
+    return {"call": call, "body": msgspec.to_builtins(message)}
+
+
+def from_plain(message: Mapping[str, object]) -> Request:
+    """Return the request that `to_plain` made. Raises ProtocolError when it is none."""
+    if set(message) != {"call", "body"}:
+        raise ProtocolError(
+            f"a plain message has the keys call and body, this has {sorted(message)}; "
+            "pass on what the transport was given"
+        )
+    try:
+        body = msgspec.json.encode(message["body"])
+    except (TypeError, ValueError) as exc:
+        raise ProtocolError(f"the body is not plain data: {exc}") from exc
+    return decode_request(str(message["call"]), body)
+
+
+def reply_to_plain(reply: Reply) -> dict[str, object]:
+    """Return a reply as plain data."""
+    return cast(dict[str, object], msgspec.to_builtins(reply))
+
+
+def reply_from_plain(call: str, reply: object) -> Reply:
+    """Return the reply that `reply_to_plain` made. Raises ProtocolError when it is none."""
+    try:
+        return cast(Reply, msgspec.convert(reply, REPLIES[call]))
+    except msgspec.ValidationError as exc:
+        raise ProtocolError(f"the peer's answer to {call} is not one of ours: {exc}") from exc
+
+
+def manifest_to_wire(manifest: Manifest) -> ManifestMessage:
+    """Return a manifest as columns."""
+    return ManifestMessage(
+        names=[spec.name for spec in manifest.specs],
+        dtype_names=[spec.dtype for spec in manifest.specs],
+        shapes=[list(spec.shape) for spec in manifest.specs],
+        aliases=dict(manifest.aliases),
+    )
+
+
+def manifest_from_wire(
+    message: ManifestMessage | UnpackedUpdate | PackedUpdate,
+) -> Manifest:
+    """Return the manifest that columns describe. Raises ConfigError naming the wrong entry."""
+    aliases = message.aliases if isinstance(message, ManifestMessage) else {}
+    return Manifest.from_columns(message.names, message.dtype_names, message.shapes, aliases)
+
+
+def parse_init_info(data: Mapping[str, object] | bytes) -> IpcInit | None:
+    """Return the typed init info of a dict or JSON; None when it is empty (IPC needs none)."""
+    raw = data if isinstance(data, bytes) else msgspec.json.encode(data)
+    shape = _decode(raw, _InitShape)
+    if shape.backend is None:
+        if raw.strip() not in (b"{}", b"null"):
+            raise ProtocolError("init_info has no backend; send {} or a whole init_info")
+        return None
+    if shape.backend != "ipc":
+        raise ProtocolError(f"init_info: backend {shape.backend!r} is not known here; known: ipc")
+    return _decode(raw, IpcInit)
+
+
+def parse_update_info(data: Mapping[str, Any] | bytes) -> UpdateInfo:
+    """Return the typed update info of a dict or JSON. Raises ProtocolError saying what is wrong."""
+    raw = data if isinstance(data, bytes) else msgspec.json.encode(data)
+    if raw.strip() in (b"{}", b"null"):
+        return EmptyUpdate()
+    shape = _decode(raw, _UpdateShape)
+    if shape.ipc_handles_pickled is not msgspec.UNSET:
+        raise ProtocolError(
+            "update_info.ipc_handles_pickled: pickled handles are never read here, since a pickle "
+            "runs code; send with weightsync: ws.send_weights(named_tensors, to=this_server)"
+        )
+    kind: type[UpdateInfo]
+    if shape.registered:
+        kind = RegisteredUpdate
+    else:
+        kind = PackedUpdate if shape.packed else UnpackedUpdate
+    info: UpdateInfo = _decode(raw, kind)
+    _check_lengths(info)
+    return info
+
+
+def _check_lengths(info: UpdateInfo) -> None:
+    if not isinstance(info, UnpackedUpdate | PackedUpdate):
+        return
+    columns: dict[str, list[Any] | None] = {
+        "dtype_names": info.dtype_names,
+        "shapes": info.shapes,
+        "fingerprints": info.fingerprints,
+    }
+    if isinstance(info, PackedUpdate):
+        columns["tensor_sizes"] = info.tensor_sizes
+    else:
+        columns["ipc_handles"] = info.ipc_handles
+    for label, column in columns.items():
+        if column is not None and len(column) != len(info.names):
+            raise ProtocolError(
+                f"update_info: names has {len(info.names)} entries, {label} has {len(column)}; "
+                "they must be equally long"
+            )
+
+
+def _decode_init(body: bytes) -> InitRequest:
+    envelope = _decode(body, _InitEnvelope)
+    return InitRequest(init_info=parse_init_info(bytes(envelope.init_info)))
+
+
+def _decode_update(body: bytes) -> UpdateRequest:
+    envelope = _decode(body, _UpdateEnvelope)
+    return UpdateRequest(
+        update_info=parse_update_info(bytes(envelope.update_info)),
+        update_id=envelope.update_id,
+        start=envelope.start,
+        prepare=envelope.prepare,
+    )
+
+
+def _decode(body: bytes, kind: type[T]) -> T:
+    try:
+        return msgspec.json.decode(body, type=kind)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as exc:
+        name = kind.__name__.strip("_")
+        raise ProtocolError(f"the message is not a valid {name}: {exc}") from exc

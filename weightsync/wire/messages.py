@@ -1,0 +1,389 @@
+"""The control messages: frozen structs, unknown fields refused.
+
+A steady update is two of them, UpdateRequest (carrying start and prepare) and FinishRequest.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from msgspec import UNSET, Meta, Struct, UnsetType, field
+
+PROTOCOL = 1
+"""The protocol this package speaks; `init` compares ranges."""
+
+MAX_TENSORS = 1_000_000
+
+Name = Annotated[str, Meta(min_length=1, max_length=1024)]
+UpdateId = Annotated[str, Meta(min_length=1, max_length=128)]
+Size = Annotated[int, Meta(ge=0, le=1 << 62)]
+Shape = Annotated[list[Size], Meta(max_length=16)]
+Seconds = Annotated[float, Meta(gt=0, le=86_400)]
+
+
+class Message(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+    """Base of everything on the wire."""
+
+
+# Handles: plain data with which another process opens memory.
+
+
+class SegmentHandle(Message, tag="segment", tag_field="kind"):
+    """A shared-memory segment of `nbytes` bytes; a tensor lies `offset` bytes into it."""
+
+    name: Annotated[str, Meta(max_length=128)]
+    nbytes: Size
+    offset: Size = 0
+
+
+class CudaHandle(Message, tag="cuda", tag_field="kind"):
+    """A CUDA IPC export of one storage of `nbytes` bytes on the GPU `device` (its UUID).
+
+    The other fields are what torch needs to open it and to count its release.
+    """
+
+    device: Annotated[str, Meta(max_length=128)]
+    nbytes: Size
+    handle: bytes
+    base_offset: Size
+    ref_counter_handle: bytes
+    ref_counter_offset: Size
+    event_handle: bytes
+    event_sync_required: bool
+    offset: Size = 0
+
+
+Handle = SegmentHandle | CudaHandle
+KeyedHandle = dict[Name, Handle]
+"""One memory, by the device key of those who can open it."""
+
+
+class ManifestMessage(Message):
+    """A manifest as columns."""
+
+    names: Annotated[list[Name], Meta(max_length=MAX_TENSORS)]
+    dtype_names: Annotated[list[str], Meta(max_length=MAX_TENSORS)]
+    shapes: Annotated[list[Shape], Meta(max_length=MAX_TENSORS)]
+    aliases: dict[Name, Name] = {}
+
+
+# Init
+
+
+class RingInfo(Message):
+    """Where the packed road's buckets are."""
+
+    data: KeyedHandle
+    num_slots: Annotated[int, Meta(ge=1, le=1024)]
+    slot_nbytes: Annotated[int, Meta(ge=64, le=1 << 40)]
+
+
+class StorageInfo(Message):
+    """The registered storages of the unpacked road, and where in them each tensor of the manifest is.
+
+    `strides` are in elements, None for a contiguous tensor.
+    """
+
+    handles: list[KeyedHandle]
+    storage: list[Size]
+    offset: list[Size]
+    strides: list[Shape | None]
+
+
+class ProbeInfo(Message):
+    """Known bytes that a receiver opens and checks before a road counts as usable."""
+
+    handle: KeyedHandle
+    nbytes: Annotated[int, Meta(ge=1, le=1 << 16)]
+    digest: str
+
+
+class IpcInit(Message, tag="ipc", tag_field="backend"):
+    """Everything a receiver needs once: manifest, probe, ring or storages, and its reader place.
+
+    `lease_s`: how long the receiver waits for progress before it gives an update up.
+    """
+
+    protocol_min: int
+    protocol_max: int
+    sender: Name
+    road: Literal["cuda_ipc", "shared_memory"]
+    manifest: ManifestMessage
+    probe: ProbeInfo
+    control: SegmentHandle
+    reader: Annotated[int, Meta(ge=0, le=4096)]
+    num_readers: Annotated[int, Meta(ge=1, le=4096)]
+    run_nbytes: Annotated[int, Meta(ge=4096, le=1 << 40)]
+    fingerprint: Literal["xxh3", "mix64"]
+    lease_s: Seconds
+    ring: RingInfo | None = None
+    storages: StorageInfo | None = None
+
+
+class InitRequest(Message):
+    """`init_weight_transfer_engine`; an empty `init_info` only asks who is there."""
+
+    init_info: IpcInit | None = None
+
+
+class ShutdownRequest(Message):
+    """`shutdown_weight_transfer_engine`: close what `init` opened for `sender` (None: for all)."""
+
+    sender: str | None = None
+
+
+# Updates
+
+
+class StartTerms(Message):
+    """What a sender asks for; see weightsync.lifecycle.Terms."""
+
+    version: Annotated[int, Meta(ge=0, le=1 << 62)] | None = None
+    label: Annotated[str, Meta(max_length=256)] | None = None
+    base_version: Annotated[int, Meta(ge=0, le=1 << 62)] | None = None
+    partial: bool = False
+    rewind: bool = False
+    manifest_digest: str | None = None
+
+
+class StartRequest(StartTerms):
+    """`start_weight_update`; without `update_id` it opens an anonymous session."""
+
+    update_id: UpdateId | None = None
+
+
+class RegisteredUpdate(Message):
+    """Bytes come by what `init` registered: `base` is the ring's sequence number before this update.
+
+    `manifest` is given when other tensors than the registered ones are sent, by the ring.
+    """
+
+    sender: Name
+    epoch: Annotated[int, Meta(ge=1, le=1 << 62)]
+    base: Annotated[int, Meta(ge=0, le=1 << 62)]
+    packed: bool
+    verify: bool = True
+    manifest: ManifestMessage | None = None
+    registered: Literal[True] = field(default=True)
+
+
+class UnpackedUpdate(Message):
+    """One handle per tensor. `fingerprints` are mix64 of each tensor, 16 hex digits."""
+
+    names: list[Name]
+    dtype_names: list[str]
+    shapes: list[Shape]
+    ipc_handles: list[KeyedHandle]
+    fingerprints: list[str] | None = None
+    packed: Literal[False] = False
+
+
+class PackedUpdate(Message):
+    """One handle for a buffer in which the tensors lie one after another, `tensor_sizes` bytes each."""
+
+    names: list[Name]
+    dtype_names: list[str]
+    shapes: list[Shape]
+    ipc_handles: KeyedHandle
+    tensor_sizes: list[Size]
+    fingerprints: list[str] | None = None
+    packed: Literal[True]
+
+
+class EmptyUpdate(Message):
+    """`{}`: nothing new to load."""
+
+
+UpdateInfo = RegisteredUpdate | UnpackedUpdate | PackedUpdate | EmptyUpdate
+
+
+class UpdateRequest(Message):
+    """`update_weights`: load; with `start` it begins the update, with `prepare` it also ends loading.
+
+    Outside a session and without `update_id` it is a whole update of its own.
+    """
+
+    update_info: UpdateInfo
+    update_id: UpdateId | None = None
+    start: StartTerms | None = None
+    prepare: bool = False
+
+
+class PrepareRequest(Message):
+    """`prepare_weight_update`: everything was sent; check it."""
+
+    update_id: UpdateId | None = None
+
+
+class FinishRequest(Message):
+    """`finish_weight_update`: put the prepared weights to use."""
+
+    update_id: UpdateId | None = None
+    table_digest: str | None = None
+    clear_cache: bool = True
+    weight_version: Annotated[str, Meta(max_length=256)] | None = None
+
+
+class AbortRequest(Message):
+    """`abort_weight_update`: forget the update; returns when the loader has stopped."""
+
+    update_id: UpdateId | None = None
+    reason: Annotated[str, Meta(max_length=4096)] = ""
+
+
+class LabelRequest(Message):
+    """`update_weight_version`: name the weights in use."""
+
+    new_version: Annotated[str, Meta(max_length=256)]
+
+
+class CheckRequest(Message):
+    """`weight_checker`: `checksum` answers, `compare` names what differs from `checksums`."""
+
+    action: Literal["checksum", "compare"] = "checksum"
+    names: list[Name] | None = None
+    checksums: dict[Name, str] | UnsetType = UNSET
+
+
+class StatusRequest(Message):
+    """`weight_info`."""
+
+
+class ResetCacheRequest(Message):
+    """`reset_prefix_cache`."""
+
+
+class PauseRequest(Message):
+    """`pause`: what happens to requests in flight is `mode`."""
+
+    mode: Literal["abort", "wait", "keep"] = "keep"
+
+
+class ResumeRequest(Message):
+    """`resume`."""
+
+
+Request = (
+    InitRequest
+    | ShutdownRequest
+    | StartRequest
+    | UpdateRequest
+    | PrepareRequest
+    | FinishRequest
+    | AbortRequest
+    | LabelRequest
+    | CheckRequest
+    | StatusRequest
+    | ResetCacheRequest
+    | PauseRequest
+    | ResumeRequest
+)
+
+CALLS: dict[str, type[Message]] = {
+    "init_weight_transfer_engine": InitRequest,
+    "shutdown_weight_transfer_engine": ShutdownRequest,
+    "start_weight_update": StartRequest,
+    "update_weights": UpdateRequest,
+    "prepare_weight_update": PrepareRequest,
+    "finish_weight_update": FinishRequest,
+    "abort_weight_update": AbortRequest,
+    "update_weight_version": LabelRequest,
+    "weight_checker": CheckRequest,
+    "weight_info": StatusRequest,
+    "reset_prefix_cache": ResetCacheRequest,
+    "pause": PauseRequest,
+    "resume": ResumeRequest,
+}
+"""The name of each call; over HTTP it is the path."""
+
+CALL_OF: dict[type[Message], str] = {kind: call for call, kind in CALLS.items()}
+
+
+# Replies
+
+
+class LedgerEntry(Message):
+    """One live export, mapping or ring."""
+
+    kind: str
+    name: str
+    nbytes: int
+    owner: bool
+    age_s: float
+
+
+class Status(Message):
+    """The state of one receiver. `prepared_version` is the version that `finish` would commit."""
+
+    instance: str
+    protocol: int
+    state: str
+    version: int
+    may_generate: bool
+    apply: str
+    verification: str
+    label: str | None = None
+    update_id: str | None = None
+    last_finished: str | None = None
+    prepared_version: int | None = None
+    manifest_digest: str | None = None
+    busy: bool = False
+    paused: bool = False
+    detail: str = ""
+    device_keys: list[str] = []
+    ledger: list[LedgerEntry] = []
+
+
+class InitReply(Message):
+    """What the receiver is, and the road that proved itself (None: nothing was asked)."""
+
+    status: Status
+    road: str | None = None
+    takes_pieces: bool = True
+    extra_nbytes: int = 0
+
+
+class StepReply(Message):
+    """Where the receiver stands after a step, what it cost and what was checked.
+
+    `table_digest` names the fingerprints of what arrived.
+    """
+
+    state: str
+    version: int
+    update_id: str | None = None
+    apply: str = ""
+    verified: str = "none"
+    nbytes: int = 0
+    stall_s: float = 0.0
+    peak_extra_nbytes: int = 0
+    seconds: dict[str, float] = {}
+    table_digest: str | None = None
+
+
+class CheckReply(Message):
+    """Fingerprints of the weights in use (mix64, 16 hex digits), or the names that differ."""
+
+    version: int
+    checksums: dict[str, str] = {}
+    different: list[str] = []
+    equal: bool | None = None
+
+
+Reply = InitReply | StepReply | Status | CheckReply
+
+REPLIES: dict[str, type[Message]] = {
+    "init_weight_transfer_engine": InitReply,
+    "weight_checker": CheckReply,
+    "weight_info": Status,
+    "update_weight_version": Status,
+    "reset_prefix_cache": Status,
+    "pause": Status,
+    "resume": Status,
+    "shutdown_weight_transfer_engine": Status,
+    "start_weight_update": StepReply,
+    "update_weights": StepReply,
+    "prepare_weight_update": StepReply,
+    "finish_weight_update": StepReply,
+    "abort_weight_update": StepReply,
+}

@@ -1,0 +1,120 @@
+"""Errors over the wire: problem documents (RFC 9457) that raise the same class on the other side."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import msgspec
+
+from weightsync import errors
+from weightsync.errors import (
+    AuthError,
+    BackendUnavailableError,
+    ConfigError,
+    NotReadyError,
+    ProtocolError,
+    RemoteError,
+    TransferError,
+    TransferTimeout,
+    UpdateConflictError,
+    WeightSyncError,
+)
+
+MEDIA_TYPE = "application/problem+json"
+
+_CLASSES: dict[str, type[WeightSyncError]] = {
+    name: kind
+    for name, kind in inspect.getmembers(errors, inspect.isclass)
+    if issubclass(kind, WeightSyncError)
+}
+
+_ATTRIBUTES: dict[str, tuple[str, ...]] = {
+    "ManifestMismatchError": ("missing", "unexpected", "mismatched"),
+    "StaleVersionError": ("held", "offered"),
+    "UpdateConflictError": ("state", "update_id"),
+    "NotReadyError": ("state", "update_id"),
+    "VerificationError": ("names",),
+    "AuthError": ("status",),
+    "RemoteError": ("remote_type", "remote_message"),
+}
+
+_STATUS: tuple[tuple[type[WeightSyncError], int], ...] = (
+    (NotReadyError, 503),
+    (errors.StaleVersionError, 409),
+    (UpdateConflictError, 409),
+    (errors.ManifestMismatchError, 422),
+    (ProtocolError, 400),
+    (ConfigError, 400),
+    (TransferTimeout, 408),
+    (TransferError, 422),
+    (BackendUnavailableError, 422),
+)
+
+MAX_LISTED = 1000
+
+
+class Problem(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """A problem document; `error` is the class to raise, `attributes` its keyword arguments."""
+
+    title: str
+    status: int
+    detail: str
+    error: str
+    type: str = "about:blank"
+    attributes: dict[str, int | str | list[str]] = {}
+
+
+def to_problem(exc: BaseException) -> Problem:
+    """Describe an error for the other side. A foreign error keeps its type's name and message."""
+    if not isinstance(exc, WeightSyncError):
+        remote = RemoteError(remote_type=type(exc).__name__, remote_message=str(exc))
+        return _describe(remote, status=500)
+    return _describe(exc, status=status_of(exc))
+
+
+def status_of(exc: WeightSyncError) -> int:
+    """Return the HTTP status of an error: the caller's fault is 4xx."""
+    if isinstance(exc, AuthError):
+        return exc.status
+    return next((status for kind, status in _STATUS if isinstance(exc, kind)), 500)
+
+
+def encode_problem(problem: Problem) -> bytes:
+    """Return the JSON of a problem document."""
+    return msgspec.json.encode(problem)
+
+
+def raise_problem(body: bytes, *, status: int, peer: str) -> None:
+    """Raise the error that a failed answer of `peer` describes."""
+    try:
+        problem = msgspec.json.decode(body, type=Problem)
+    except msgspec.DecodeError:
+        text = body[:300].decode("utf-8", "replace")
+        raise RemoteError(
+            f"{peer} answered {status}, not a problem document: {text!r}",
+            remote_type=f"HTTP {status}",
+            remote_message=text,
+        ) from None
+    raise from_problem(problem, peer=peer)
+
+
+def from_problem(problem: Problem, *, peer: str = "") -> WeightSyncError:
+    """Return the error that a problem document describes, attributes included."""
+    kind = _CLASSES.get(problem.error, RemoteError)
+    allowed = _ATTRIBUTES.get(kind.__name__, ())
+    attributes: dict[str, Any] = {k: v for k, v in problem.attributes.items() if k in allowed}
+    detail = f"{peer}: {problem.detail}" if peer else problem.detail
+    return kind(detail, **attributes)
+
+
+def _describe(exc: WeightSyncError, *, status: int) -> Problem:
+    name = type(exc).__name__ if type(exc).__name__ in _CLASSES else "WeightSyncError"
+    attributes = {key: _plain(getattr(exc, key)) for key in _ATTRIBUTES.get(name, ())}
+    return Problem(title=name, status=status, detail=str(exc), error=name, attributes=attributes)
+
+
+def _plain(value: Any) -> int | str | list[str]:
+    if isinstance(value, tuple):
+        return [str(item) for item in value[:MAX_LISTED]]
+    return value if isinstance(value, int) else str(value)
