@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from msgspec import UNSET, Meta, Struct, UnsetType, field
+from msgspec import UNSET, Meta, Struct, UnsetType
 
 PROTOCOL = 1
 """The protocol this package speaks; `init` compares ranges."""
@@ -28,7 +28,7 @@ class Message(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omi
 # Handles: plain data with which another process opens memory.
 
 
-class SegmentHandle(Message, tag="segment", tag_field="kind"):
+class SegmentHandle(Message, frozen=True, kw_only=True, tag="segment", tag_field="kind"):
     """A shared-memory segment of `nbytes` bytes; a tensor lies `offset` bytes into it."""
 
     name: Annotated[str, Meta(max_length=128)]
@@ -36,7 +36,7 @@ class SegmentHandle(Message, tag="segment", tag_field="kind"):
     offset: Size = 0
 
 
-class CudaHandle(Message, tag="cuda", tag_field="kind"):
+class CudaHandle(Message, frozen=True, kw_only=True, tag="cuda", tag_field="kind"):
     """A CUDA IPC export of one storage of `nbytes` bytes on the GPU `device` (its UUID).
 
     The other fields are what torch needs to open it and to count its release.
@@ -58,7 +58,7 @@ KeyedHandle = dict[Name, Handle]
 """One memory, by the device key of those who can open it."""
 
 
-class ManifestMessage(Message):
+class ManifestMessage(Message, frozen=True, kw_only=True):
     """A manifest as columns."""
 
     names: Annotated[list[Name], Meta(max_length=MAX_TENSORS)]
@@ -70,7 +70,7 @@ class ManifestMessage(Message):
 # Init
 
 
-class RingInfo(Message):
+class RingInfo(Message, frozen=True, kw_only=True):
     """Where the packed road's buckets are."""
 
     data: KeyedHandle
@@ -78,7 +78,7 @@ class RingInfo(Message):
     slot_nbytes: Annotated[int, Meta(ge=64, le=1 << 40)]
 
 
-class StorageInfo(Message):
+class StorageInfo(Message, frozen=True, kw_only=True):
     """The registered storages of the unpacked road, and where in them each tensor of the manifest is.
 
     `strides` are in elements, None for a contiguous tensor.
@@ -90,7 +90,7 @@ class StorageInfo(Message):
     strides: list[Shape | None]
 
 
-class ProbeInfo(Message):
+class ProbeInfo(Message, frozen=True, kw_only=True):
     """Known bytes that a receiver opens and checks before a road counts as usable."""
 
     handle: KeyedHandle
@@ -98,7 +98,7 @@ class ProbeInfo(Message):
     digest: str
 
 
-class IpcInit(Message, tag="ipc", tag_field="backend"):
+class IpcInit(Message, frozen=True, kw_only=True, tag="ipc", tag_field="backend"):
     """Everything a receiver needs once: manifest, probe, ring or storages, and its reader place.
 
     `lease_s`: how long the receiver waits for progress before it gives an update up.
@@ -120,13 +120,13 @@ class IpcInit(Message, tag="ipc", tag_field="backend"):
     storages: StorageInfo | None = None
 
 
-class InitRequest(Message):
+class InitRequest(Message, frozen=True, kw_only=True):
     """`init_weight_transfer_engine`; an empty `init_info` only asks who is there."""
 
     init_info: IpcInit | None = None
 
 
-class ShutdownRequest(Message):
+class ShutdownRequest(Message, frozen=True, kw_only=True):
     """`shutdown_weight_transfer_engine`: close what `init` opened for `sender` (None: for all)."""
 
     sender: str | None = None
@@ -135,7 +135,7 @@ class ShutdownRequest(Message):
 # Updates
 
 
-class StartTerms(Message):
+class StartTerms(Message, frozen=True, kw_only=True):
     """What a sender asks for; see weightsync.lifecycle.Terms."""
 
     version: Annotated[int, Meta(ge=0, le=1 << 62)] | None = None
@@ -146,13 +146,13 @@ class StartTerms(Message):
     manifest_digest: str | None = None
 
 
-class StartRequest(StartTerms):
+class StartRequest(StartTerms, frozen=True, kw_only=True):
     """`start_weight_update`; without `update_id` it opens an anonymous session."""
 
     update_id: UpdateId | None = None
 
 
-class RegisteredUpdate(Message):
+class RegisteredUpdate(Message, frozen=True, kw_only=True):
     """Bytes come by what `init` registered: `base` is the ring's sequence number before this update.
 
     `manifest` is given when other tensors than the registered ones are sent, by the ring.
@@ -164,10 +164,10 @@ class RegisteredUpdate(Message):
     packed: bool
     verify: bool = True
     manifest: ManifestMessage | None = None
-    registered: Literal[True] = field(default=True)
+    registered: Literal[True]
 
 
-class UnpackedUpdate(Message):
+class UnpackedUpdate(Message, frozen=True, kw_only=True):
     """One handle per tensor. `fingerprints` are mix64 of each tensor, 16 hex digits."""
 
     names: list[Name]
@@ -178,7 +178,7 @@ class UnpackedUpdate(Message):
     packed: Literal[False] = False
 
 
-class PackedUpdate(Message):
+class PackedUpdate(Message, frozen=True, kw_only=True):
     """One handle for a buffer in which the tensors lie one after another, `tensor_sizes` bytes each."""
 
     names: list[Name]
@@ -190,14 +190,14 @@ class PackedUpdate(Message):
     packed: Literal[True]
 
 
-class EmptyUpdate(Message):
+class EmptyUpdate(Message, frozen=True, kw_only=True):
     """`{}`: nothing new to load."""
 
 
 UpdateInfo = RegisteredUpdate | UnpackedUpdate | PackedUpdate | EmptyUpdate
 
 
-class UpdateRequest(Message):
+class UpdateRequest(Message, frozen=True, kw_only=True):
     """`update_weights`: load; with `start` it begins the update, with `prepare` it also ends loading.
 
     Outside a session and without `update_id` it is a whole update of its own.
@@ -209,13 +209,13 @@ class UpdateRequest(Message):
     prepare: bool = False
 
 
-class PrepareRequest(Message):
+class PrepareRequest(Message, frozen=True, kw_only=True):
     """`prepare_weight_update`: everything was sent; check it."""
 
     update_id: UpdateId | None = None
 
 
-class FinishRequest(Message):
+class FinishRequest(Message, frozen=True, kw_only=True):
     """`finish_weight_update`: put the prepared weights to use."""
 
     update_id: UpdateId | None = None
@@ -224,20 +224,20 @@ class FinishRequest(Message):
     weight_version: Annotated[str, Meta(max_length=256)] | None = None
 
 
-class AbortRequest(Message):
+class AbortRequest(Message, frozen=True, kw_only=True):
     """`abort_weight_update`: forget the update; returns when the loader has stopped."""
 
     update_id: UpdateId | None = None
     reason: Annotated[str, Meta(max_length=4096)] = ""
 
 
-class LabelRequest(Message):
+class LabelRequest(Message, frozen=True, kw_only=True):
     """`update_weight_version`: name the weights in use."""
 
     new_version: Annotated[str, Meta(max_length=256)]
 
 
-class CheckRequest(Message):
+class CheckRequest(Message, frozen=True, kw_only=True):
     """`weight_checker`: `checksum` answers, `compare` names what differs from `checksums`."""
 
     action: Literal["checksum", "compare"] = "checksum"
@@ -245,21 +245,21 @@ class CheckRequest(Message):
     checksums: dict[Name, str] | UnsetType = UNSET
 
 
-class StatusRequest(Message):
+class StatusRequest(Message, frozen=True, kw_only=True):
     """`weight_info`."""
 
 
-class ResetCacheRequest(Message):
+class ResetCacheRequest(Message, frozen=True, kw_only=True):
     """`reset_prefix_cache`."""
 
 
-class PauseRequest(Message):
+class PauseRequest(Message, frozen=True, kw_only=True):
     """`pause`: what happens to requests in flight is `mode`."""
 
     mode: Literal["abort", "wait", "keep"] = "keep"
 
 
-class ResumeRequest(Message):
+class ResumeRequest(Message, frozen=True, kw_only=True):
     """`resume`."""
 
 
@@ -302,7 +302,7 @@ CALL_OF: dict[type[Message], str] = {kind: call for call, kind in CALLS.items()}
 # Replies
 
 
-class LedgerEntry(Message):
+class LedgerEntry(Message, frozen=True, kw_only=True):
     """One live export, mapping or ring."""
 
     kind: str
@@ -312,7 +312,7 @@ class LedgerEntry(Message):
     age_s: float
 
 
-class Status(Message):
+class Status(Message, frozen=True, kw_only=True):
     """The state of one receiver. `prepared_version` is the version that `finish` would commit."""
 
     instance: str
@@ -334,7 +334,7 @@ class Status(Message):
     ledger: list[LedgerEntry] = []
 
 
-class InitReply(Message):
+class InitReply(Message, frozen=True, kw_only=True):
     """What the receiver is, and the road that proved itself (None: nothing was asked)."""
 
     status: Status
@@ -343,7 +343,7 @@ class InitReply(Message):
     extra_nbytes: int = 0
 
 
-class StepReply(Message):
+class StepReply(Message, frozen=True, kw_only=True):
     """Where the receiver stands after a step, what it cost and what was checked.
 
     `table_digest` names the fingerprints of what arrived.
@@ -361,7 +361,7 @@ class StepReply(Message):
     table_digest: str | None = None
 
 
-class CheckReply(Message):
+class CheckReply(Message, frozen=True, kw_only=True):
     """Fingerprints of the weights in use (mix64, 16 hex digits), or the names that differ."""
 
     version: int
