@@ -1,0 +1,456 @@
+"""Named shared-memory segments: made whole, opened with suspicion, told apart from leftovers.
+
+A segment is a file in `/dev/shm`. It gets its name only when it is complete and its creator holds
+an exclusive `flock` on it, so a name that can be locked belongs to a creator that is dead. Process
+ids say nothing here, since two containers that share `/dev/shm` may not share a pid namespace.
+
+The kernel keeps a flock until the last reference to the *open file description* is gone, and both a
+mapping and the descriptor that `mmap.mmap` duplicates are such references, which a forked child
+inherits. So the lock has a description of its own, on one descriptor that children close.
+"""
+
+from __future__ import annotations
+
+import atexit
+import errno
+import fcntl
+import functools
+import logging
+import mmap
+import os
+import re
+import secrets
+import stat
+import sys
+import threading
+import warnings
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+
+import torch
+
+from weightsync.errors import ConfigError, HandleError, SegmentError
+
+logger = logging.getLogger(__name__)
+
+DIRECTORY = Path("/dev/shm")
+PATTERN = re.compile(r"weightsync-[0-9a-f]{32}")
+
+# From linux/mman.h (5.14); the mmap module does not name them.
+_MADV_POPULATE_READ = 22
+_MADV_POPULATE_WRITE = 23
+# mmap.madvise keeps the interpreter lock: heartbeats of other threads get a turn between pieces.
+_PREFAULT_PIECE = 64 << 20
+
+_ENLARGE = (
+    "enlarge it (docker run --shm-size=…, an emptyDir of medium Memory in Kubernetes, or "
+    "mount -o remount,size=…) or ask for fewer or smaller buckets"
+)
+
+# Held over every fork, so that a child never inherits a lock descriptor that is not in the set.
+# Reentrant, because garbage collection may close a segment while its thread is inside.
+_guard = threading.RLock()
+_lock_fds: set[int] = set()
+_live: dict[int, Segment] = {}
+
+# torch warns once per process when it is shown read-only memory; that once is spent here.
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    torch.frombuffer(b"\0", dtype=torch.uint8)
+
+
+class Segment:
+    """Shared memory of `nbytes` bytes under `name`, mapped at `address` until `close`.
+
+    `owner` is true in the process that created it, and there only: not in its forked children.
+    The owner frees the name, at the latest when its interpreter exits; readers only unmap.
+    """
+
+    def __init__(
+        self, path: Path, mapping: mmap.mmap, fd: int, *, writable: bool, lock_fd: int | None = None
+    ) -> None:
+        """Take over `mapping`, `fd` and `lock_fd`; called by `create` and `open` alone."""
+        self.name = path.name
+        self.nbytes = len(mapping)
+        self.writable = writable
+        self.owner = lock_fd is not None
+        self.address: int = torch.frombuffer(memoryview(mapping), dtype=torch.uint8).data_ptr()
+        self._path = path
+        self._mapping: mmap.mmap | None = mapping
+        self._fd = fd
+        self._lock_fd = lock_fd
+        with _guard:
+            _live[id(self)] = self
+
+    @classmethod
+    def create(cls, nbytes: int, *, directory: Path = DIRECTORY, prefault: bool = True) -> Segment:
+        """Make a zeroed, locked, writable segment of exactly `nbytes` bytes and own it.
+
+        Its memory is reserved here: a full `directory` is a SegmentError now, never a SIGBUS
+        later. Raises ConfigError for sizes that cannot be.
+        """
+        _check_nbytes(nbytes)
+        directory = directory.absolute()
+        path = directory / f"weightsync-{secrets.token_hex(16)}"
+        with ExitStack() as undo, _mapped_errors(f"cannot create a segment in {directory}"):
+            lock_fd = _open_lock(directory)
+            undo.callback(_close_lock, lock_fd)
+            fcntl.flock(lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            _reserve(lock_fd, nbytes, directory)
+            fd = _reopen(lock_fd, os.O_RDWR)
+            undo.callback(os.close, fd)
+            mapping = _map(fd, nbytes, writable=True, prefault=prefault)
+            _link(lock_fd, path)
+            undo.pop_all()
+        return cls(path, mapping, fd, writable=True, lock_fd=lock_fd)
+
+    @classmethod
+    def open(
+        cls, name: str, *, nbytes: int, writable: bool = False, directory: Path = DIRECTORY
+    ) -> Segment:
+        """Map the segment `name` of another process, read-only unless `writable`.
+
+        Raises HandleError if `name` is none of ours (nothing is opened then), and SegmentError
+        unless it is a regular file of our own user with exactly `nbytes` bytes.
+        """
+        _check_name(name)
+        _check_nbytes(nbytes)
+        path = directory.absolute() / name
+        with ExitStack() as undo, _mapped_errors(f"cannot open segment {path}"):
+            fd = _open_existing(path, os.O_RDWR if writable else os.O_RDONLY)
+            undo.callback(os.close, fd)
+            _check_trusted(os.fstat(fd), path, nbytes)
+            mapping = _map(fd, nbytes, writable=writable, prefault=True)
+            undo.pop_all()
+        return cls(path, mapping, fd, writable=writable)
+
+    @property
+    def buffer(self) -> memoryview:
+        """A view `uint8[nbytes]`, read-only unless `writable`; it keeps the memory mapped."""
+        return memoryview(self._open_mapping())
+
+    def tensor(self, offset: int = 0, nbytes: int | None = None) -> torch.Tensor:
+        """Return `uint8[nbytes]` from `offset`, to the end by default; it keeps the memory mapped.
+
+        Each call makes a storage of its own. Writing through a view of a read-only segment is a
+        SIGSEGV: torch has no read-only tensors. Raises SegmentError for ranges outside.
+        """
+        view = self.buffer
+        count = self.nbytes - offset if nbytes is None else nbytes
+        if offset < 0 or count < 0 or offset + count > self.nbytes:
+            raise SegmentError(
+                f"bytes {offset} to {offset + count} are wanted of segment {self.name}, "
+                f"which has {self.nbytes}; the handle does not fit the segment"
+            )
+        if count == 0:
+            return torch.empty(0, dtype=torch.uint8)
+        # torch keeps the object but not its buffer export, which is what stops an early unmapping;
+        # the private memoryview holds that export as long as the tensor lives.
+        return torch.frombuffer(view, dtype=torch.uint8, count=count, offset=offset)
+
+    def owner_alive(self) -> bool:
+        """Say whether the creator still holds its lock, whatever became of the name.
+
+        Safe to call at any time from any number of readers: they share the lock they try for.
+        """
+        if self.owner:
+            return self._mapping is not None
+        self._open_mapping()
+        with _mapped_errors(f"cannot look at the lock of segment {self._path}"):
+            probe = _reopen(self._fd, os.O_RDONLY)
+            try:
+                return not _try_shared_lock(probe)
+            finally:
+                _unlock_and_close(probe)
+
+    def unlink(self) -> None:
+        """Remove the name, so that nobody else can open it; open mappings stay. Idempotent.
+
+        Raises ConfigError in a process that does not own the segment.
+        """
+        if not self.owner:
+            raise ConfigError(
+                f"segment {self.name} belongs to another process, and only its owner unlinks it; "
+                "names of dead owners are removed with remove_leftovers()"
+            )
+        with _mapped_errors(f"cannot unlink segment {self._path}"), suppress(FileNotFoundError):
+            os.unlink(self._path)
+
+    def close(self) -> None:
+        """Unmap, and unlink if this is the owner; idempotent.
+
+        Memory that tensors or buffers still view is unmapped when the last of them is collected.
+        """
+        with _guard:
+            mapping, self._mapping = self._mapping, None
+            _live.pop(id(self), None)
+        if mapping is None:
+            return
+        with ExitStack() as last:
+            last.callback(self._close_fds)
+            with suppress(BufferError):
+                mapping.close()
+            if self.owner:
+                self.unlink()
+
+    def _close_fds(self) -> None:
+        os.close(self._fd)
+        if self._lock_fd is not None:
+            _close_lock(self._lock_fd)
+            self._lock_fd = None
+
+    def _disown(self) -> None:
+        """Turn the copy in a forked child into a reader's; its lock descriptor is closed."""
+        self.owner = False
+        self._lock_fd = None
+
+    def _open_mapping(self) -> mmap.mmap:
+        if self._mapping is None:
+            raise SegmentError(f"segment {self.name} is closed in this process; open it again")
+        return self._mapping
+
+    def __enter__(self) -> Segment:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        role = "owner" if self.owner else "writer" if self.writable else "reader"
+        return f"<Segment {self.name} {self.nbytes} bytes, {role}>"
+
+
+@dataclass(frozen=True)
+class Leftover:
+    """A segment of `nbytes` bytes whose owner died without unlinking `name`."""
+
+    name: str
+    nbytes: int
+
+
+def live_segments() -> list[Segment]:
+    """Return the segments this process has open, created or opened, oldest first."""
+    with _guard:
+        return list(_live.values())
+
+
+def find_leftovers(directory: Path = DIRECTORY) -> list[Leftover]:
+    """Return our own user's segments in `directory` whose owner is dead, by name."""
+    found = []
+    for path in _candidates(directory):
+        with _dead(path) as info:
+            if info is not None:
+                found.append(Leftover(path.name, info.st_size))
+    return found
+
+
+def remove_leftovers(directory: Path = DIRECTORY) -> list[Leftover]:
+    """Unlink what `find_leftovers` finds and return what was removed; never a living owner's.
+
+    Safe to run in several processes at once: each name is reported by the one that removed it.
+    """
+    removed = []
+    for path in _candidates(directory):
+        with _dead(path) as info, suppress(OSError):
+            if info is not None and os.path.samestat(info, os.lstat(path)):
+                os.unlink(path)
+                removed.append(Leftover(path.name, info.st_size))
+    return removed
+
+
+def _candidates(directory: Path) -> list[Path]:
+    """List the paths that may be our segments, without opening anything."""
+    with _mapped_errors(f"cannot list {directory}"), os.scandir(directory) as entries:
+        names = [entry.name for entry in entries if PATTERN.fullmatch(entry.name)]
+    return [directory / name for name in sorted(names)]
+
+
+@contextmanager
+def _dead(path: Path) -> Iterator[os.stat_result | None]:
+    """Yield the segment's stat under its lock if its owner is dead, else None.
+
+    The lock is the shared one that readers probe with. It is enough, because a dead owner's lock
+    never comes back, and an exclusive one would look like a living owner to those readers.
+    """
+    fd = None
+    try:
+        with suppress(OSError):
+            if _ours(os.lstat(path)):
+                fd = _open_existing(path, os.O_RDONLY)
+        info = None if fd is None else os.fstat(fd)
+        dead = fd is not None and info is not None and _ours(info) and _try_shared_lock(fd)
+        yield info if dead else None
+    finally:
+        if fd is not None:
+            _unlock_and_close(fd)
+
+
+def _ours(info: os.stat_result) -> bool:
+    return stat.S_ISREG(info.st_mode) and info.st_uid == os.geteuid()
+
+
+def _try_shared_lock(fd: int) -> bool:
+    try:
+        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def _unlock_and_close(fd: int) -> None:
+    # Unlocking first, since a child forked meanwhile has a copy of this descriptor.
+    with suppress(OSError):
+        fcntl.flock(fd, fcntl.LOCK_UN)
+    os.close(fd)
+
+
+def _check_name(name: str) -> None:
+    if not PATTERN.fullmatch(name):
+        raise HandleError(
+            f"{name[:80]!r} is not the name of a segment, which is 'weightsync-' and 32 lower-case "
+            "hex digits; the handle is damaged or not ours"
+        )
+
+
+def _check_nbytes(nbytes: int) -> None:
+    if not 0 < nbytes <= sys.maxsize:
+        raise ConfigError(f"a segment of {nbytes} bytes is asked for; give a positive size")
+
+
+def _check_trusted(info: os.stat_result, path: Path, nbytes: int) -> None:
+    if not stat.S_ISREG(info.st_mode):
+        raise SegmentError(f"{path} is not a regular file but {stat.filemode(info.st_mode)}")
+    if info.st_uid != os.geteuid():
+        raise SegmentError(
+            f"{path} belongs to uid {info.st_uid}, and this process runs as {os.geteuid()}; "
+            "run both sides as the same user"
+        )
+    if info.st_size != nbytes:
+        raise SegmentError(
+            f"{path} has {info.st_size} bytes where the handle says {nbytes}; "
+            "the segment was changed, or the handle is of another one"
+        )
+
+
+@contextmanager
+def _mapped_errors(doing: str) -> Iterator[None]:
+    try:
+        yield
+    except OSError as exc:
+        raise SegmentError(f"{doing}: {exc.strerror or exc}") from exc
+
+
+def _open_lock(directory: Path) -> int:
+    """Open a nameless file in `directory` on a descriptor that forked children close."""
+    with _guard:
+        fd = os.open(directory, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
+        _lock_fds.add(fd)
+    os.fchmod(fd, 0o600)  # whatever the umask left
+    return fd
+
+
+def _close_lock(fd: int) -> None:
+    with _guard:
+        _lock_fds.discard(fd)
+        os.close(fd)
+
+
+def _open_existing(path: Path, access: int) -> int:
+    # O_NONBLOCK, because opening a FIFO would otherwise wait for its other end.
+    return os.open(path, access | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY)
+
+
+def _reopen(fd: int, access: int) -> int:
+    """Open the file behind `fd` once more: a new description, which shares no lock with it."""
+    return os.open(f"/proc/self/fd/{fd}", access | os.O_CLOEXEC)
+
+
+def _reserve(fd: int, nbytes: int, directory: Path) -> None:
+    """Give the file its size and its memory, or raise SegmentError."""
+    space = os.statvfs(directory)
+    free = space.f_bavail * space.f_frsize
+    # Looked at first, since fallocate would fill the memory that is left before it gives up.
+    if space.f_blocks and nbytes > free:
+        raise _no_space(nbytes, free, directory)
+    try:
+        os.posix_fallocate(fd, 0, nbytes)
+    except OSError as exc:
+        if exc.errno != errno.ENOSPC:
+            raise
+        raise _no_space(nbytes, free, directory) from exc
+
+
+def _no_space(nbytes: int, free: int, directory: Path) -> SegmentError:
+    return SegmentError(
+        f"a segment of {nbytes} bytes is wanted and {directory} has {free} bytes free; {_ENLARGE}"
+    )
+
+
+def _link(fd: int, path: Path) -> None:
+    """Name the nameless file behind `fd`."""
+    directory_fd = os.open(path.parent, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        # Only with a directory descriptor does os.link call linkat, which follows the link.
+        os.link(f"/proc/self/fd/{fd}", path.name, dst_dir_fd=directory_fd, follow_symlinks=True)
+    finally:
+        os.close(directory_fd)
+
+
+def _map(fd: int, nbytes: int, *, writable: bool, prefault: bool) -> mmap.mmap:
+    access = mmap.ACCESS_WRITE if writable else mmap.ACCESS_READ
+    mapping = mmap.mmap(fd, nbytes, access=access)
+    _advise(mapping, mmap.MADV_HUGEPAGE, 0, nbytes)
+    if prefault:
+        advice = _MADV_POPULATE_WRITE if writable else _MADV_POPULATE_READ
+        for start in range(0, nbytes, _PREFAULT_PIECE):
+            if not _advise(mapping, advice, start, min(_PREFAULT_PIECE, nbytes - start)):
+                break
+    return mapping
+
+
+def _advise(mapping: mmap.mmap, advice: int, start: int, nbytes: int) -> bool:
+    try:
+        mapping.madvise(advice, start, nbytes)
+    except OSError as exc:
+        _say_once(advice, exc.strerror)
+        return False
+    return True
+
+
+@functools.cache
+def _say_once(advice: int, reason: str) -> None:
+    what = "huge pages" if advice == mmap.MADV_HUGEPAGE else "pre-faulting"
+    logger.warning("%s cannot be had for shared memory (%s); going on without", what, reason)
+
+
+def _after_fork_in_child() -> None:
+    # Closing leaves the parent's lock alone; LOCK_UN would take it away.
+    for fd in _lock_fds:
+        os.close(fd)
+    _lock_fds.clear()
+    for segment in _live.values():
+        segment._disown()
+    _guard.release()
+
+
+def _unlink_at_exit() -> None:
+    for segment in live_segments():
+        if segment.owner:
+            with suppress(SegmentError):
+                segment.unlink()
+
+
+os.register_at_fork(
+    before=_guard.acquire,
+    after_in_parent=_guard.release,
+    after_in_child=_after_fork_in_child,
+)
+atexit.register(_unlink_at_exit)
