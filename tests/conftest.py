@@ -1,0 +1,49 @@
+"""One thread per process, GPU tests skipped where there is no GPU, and a watch on /dev/shm."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+# Set before torch loads, and inherited by every process that a test starts.
+os.environ["OMP_NUM_THREADS"] = "1"
+
+import pytest
+import torch
+
+torch.set_num_threads(1)
+
+SHM = Path("/dev/shm")
+SEGMENT_PATTERN = "weightsync-*"
+GRACE_S = 5.0
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skip the tests marked gpu where torch finds no CUDA GPU."""
+    if torch.cuda.is_available():
+        return
+    skip = pytest.mark.skip(reason="needs a CUDA GPU")
+    for item in items:
+        if item.get_closest_marker("gpu") is not None:
+            item.add_marker(skip)
+
+
+def segments() -> set[str]:
+    """Return the names of the weightsync segments that exist now."""
+    return {path.name for path in SHM.glob(SEGMENT_PATTERN)}
+
+
+@pytest.fixture
+def shm_clean() -> Iterator[None]:
+    """Fail the test if a segment made while it ran outlives it.
+
+    Processes that the test ended may need a moment to let go, hence a bounded grace.
+    """
+    before = segments()
+    yield
+    deadline = time.monotonic() + GRACE_S
+    while (left := segments() - before) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not left, f"the test left {sorted(left)} in {SHM}"
