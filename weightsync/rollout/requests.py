@@ -1,0 +1,84 @@
+"""What `/generate` takes and gives: JSON structs, checked before anything is generated."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+import msgspec
+
+from weightsync.errors import ConfigError
+
+MAX_PROMPTS = 256
+MAX_PROMPT_CHARACTERS = 1 << 20
+
+PromptText = Annotated[str, msgspec.Meta(max_length=MAX_PROMPT_CHARACTERS)]
+TokenId = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
+PromptTokens = Annotated[list[TokenId], msgspec.Meta(min_length=1, max_length=1 << 17)]
+StopText = Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
+
+
+class Sampling(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How to choose tokens; temperature 0 takes the likeliest, `seed=None` differs each time."""
+
+    max_new_tokens: Annotated[int, msgspec.Meta(ge=1, le=1 << 16)] = 16
+    temperature: Annotated[float, msgspec.Meta(ge=0.0, le=100.0)] = 1.0
+    top_p: Annotated[float, msgspec.Meta(gt=0.0, le=1.0)] = 1.0
+    seed: Annotated[int, msgspec.Meta(ge=0, lt=2**63)] | None = None
+    n: Annotated[int, msgspec.Meta(ge=1, le=256)] = 1
+    logprobs: bool = False
+    stop: Annotated[tuple[StopText, ...], msgspec.Meta(max_length=16)] = ()
+
+
+class GenerateRequest(Sampling, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The body of `POST /generate`: `n` completions of every prompt, text or token ids."""
+
+    prompts: Annotated[
+        list[PromptText | PromptTokens], msgspec.Meta(min_length=1, max_length=MAX_PROMPTS)
+    ]
+
+
+class VersionSpan(msgspec.Struct, frozen=True, kw_only=True):
+    """The tokens `start` up to `stop` of a completion were made with weights of `version`."""
+
+    version: int
+    start: int
+    stop: int
+
+
+class Completion(msgspec.Struct, frozen=True, kw_only=True):
+    """One completion of prompt `prompt_index`.
+
+    `token_ids` hold the end token where one was made, `text` does not, nor a stop text.
+    `logprobs` are of the model's own distribution, before temperature and top_p; None if not asked.
+    """
+
+    prompt_index: int
+    text: str
+    token_ids: list[int]
+    logprobs: list[float] | None
+    weight_versions: list[VersionSpan]
+    finish_reason: Literal["stop", "length", "abort"]
+
+
+class GenerateResponse(msgspec.Struct, frozen=True, kw_only=True):
+    """The answer of `/generate`: prompt by prompt, `n` completions of each."""
+
+    completions: list[Completion]
+
+
+def decode_request(body: bytes) -> GenerateRequest:
+    """Read the body of `/generate`; ConfigError names the field that is wrong."""
+    try:
+        return msgspec.json.decode(body, type=GenerateRequest)
+    except (msgspec.DecodeError, UnicodeDecodeError) as exc:
+        raise ConfigError(f"the body of /generate is not a request: {exc}") from exc
+
+
+def encode_response(response: GenerateResponse) -> bytes:
+    """Write the answer of `/generate` as JSON."""
+    return msgspec.json.encode(response)
+
+
+def decode_response(body: bytes) -> GenerateResponse:
+    """Read the answer of `/generate`; called by trainers that sample from the server."""
+    return msgspec.json.decode(body, type=GenerateResponse)
