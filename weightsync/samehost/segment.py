@@ -3,17 +3,12 @@
 A segment is a file in `/dev/shm`. It gets its name only when it is complete and its creator holds
 an exclusive `flock` on it, so a name that can be locked belongs to a creator that is dead. Process
 ids say nothing here, since two containers that share `/dev/shm` may not share a pid namespace.
-
-The kernel keeps a flock until the last reference to the *open file description* is gone, and both a
-mapping and the descriptor that `mmap.mmap` duplicates are such references, which a forked child
-inherits. So the lock has a description of its own, on one descriptor that children close.
 """
 
 from __future__ import annotations
 
 import atexit
 import errno
-import fcntl
 import functools
 import logging
 import mmap
@@ -22,17 +17,19 @@ import re
 import secrets
 import stat
 import sys
-import threading
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
+from multiprocessing.util import Finalize, register_after_fork
 from pathlib import Path
 from types import TracebackType
+from typing import Self
 
 import torch
 
 from weightsync.errors import ConfigError, HandleError, SegmentError
+from weightsync.samehost.owner_lock import OwnerLock, reopen, try_shared, unlock_and_close
 
 logger = logging.getLogger(__name__)
 
@@ -50,10 +47,6 @@ _ENLARGE = (
     "mount -o remount,size=…) or ask for fewer or smaller buckets"
 )
 
-# Held over every fork, so that a child never inherits a lock descriptor that is not in the set.
-# Reentrant, because garbage collection may close a segment while its thread is inside.
-_guard = threading.RLock()
-_lock_fds: set[int] = set()
 _live: dict[int, Segment] = {}
 
 # torch warns once per process when it is shown read-only memory; that once is spent here.
@@ -65,25 +58,28 @@ with warnings.catch_warnings():
 class Segment:
     """Shared memory of `nbytes` bytes under `name`, mapped at `address` until `close`.
 
-    `owner` is true in the process that created it, and there only: not in its forked children.
     The owner frees the name, at the latest when its interpreter exits; readers only unmap.
     """
 
     def __init__(
-        self, path: Path, mapping: mmap.mmap, fd: int, *, writable: bool, lock_fd: int | None = None
+        self,
+        path: Path,
+        mapping: mmap.mmap,
+        fd: int,
+        *,
+        writable: bool,
+        lock: OwnerLock | None = None,
     ) -> None:
-        """Take over `mapping`, `fd` and `lock_fd`; called by `create` and `open` alone."""
+        """Take over `mapping`, `fd` and `lock`; called by `create` and `open` alone."""
         self.name = path.name
         self.nbytes = len(mapping)
         self.writable = writable
-        self.owner = lock_fd is not None
         self.address: int = torch.frombuffer(memoryview(mapping), dtype=torch.uint8).data_ptr()
         self._path = path
         self._mapping: mmap.mmap | None = mapping
         self._fd = fd
-        self._lock_fd = lock_fd
-        with _guard:
-            _live[id(self)] = self
+        self._lock = lock
+        _live[id(self)] = self
 
     @classmethod
     def create(cls, nbytes: int, *, directory: Path = DIRECTORY, prefault: bool = True) -> Segment:
@@ -96,16 +92,15 @@ class Segment:
         directory = directory.absolute()
         path = directory / f"weightsync-{secrets.token_hex(16)}"
         with ExitStack() as undo, _mapped_errors(f"cannot create a segment in {directory}"):
-            lock_fd = _open_lock(directory)
-            undo.callback(_close_lock, lock_fd)
-            fcntl.flock(lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            _reserve(lock_fd, nbytes, directory)
-            fd = _reopen(lock_fd, os.O_RDWR)
+            lock = OwnerLock(directory)
+            undo.callback(lock.release)
+            _reserve(lock.fd, nbytes, directory)
+            fd = reopen(lock.fd, os.O_RDWR)
             undo.callback(os.close, fd)
             mapping = _map(fd, nbytes, writable=True, prefault=prefault)
-            _link(lock_fd, path)
+            lock.link(path)
             undo.pop_all()
-        return cls(path, mapping, fd, writable=True, lock_fd=lock_fd)
+        return cls(path, mapping, fd, writable=True, lock=lock)
 
     @classmethod
     def open(
@@ -126,6 +121,11 @@ class Segment:
             mapping = _map(fd, nbytes, writable=writable, prefault=True)
             undo.pop_all()
         return cls(path, mapping, fd, writable=writable)
+
+    @property
+    def owner(self) -> bool:
+        """True in the process that created the segment, also once closed; false in its forks."""
+        return self._lock is not None and self._lock.ours
 
     @property
     def buffer(self) -> memoryview:
@@ -160,11 +160,11 @@ class Segment:
             return self._mapping is not None
         self._open_mapping()
         with _mapped_errors(f"cannot look at the lock of segment {self._path}"):
-            probe = _reopen(self._fd, os.O_RDONLY)
+            probe = reopen(self._fd, os.O_RDONLY)
             try:
-                return not _try_shared_lock(probe)
+                return not try_shared(probe)
             finally:
-                _unlock_and_close(probe)
+                unlock_and_close(probe)
 
     def unlink(self) -> None:
         """Remove the name, so that nobody else can open it; open mappings stay. Idempotent.
@@ -184,35 +184,24 @@ class Segment:
 
         Memory that tensors or buffers still view is unmapped when the last of them is collected.
         """
-        with _guard:
-            mapping, self._mapping = self._mapping, None
-            _live.pop(id(self), None)
-        if mapping is None:
+        if _live.pop(id(self), None) is None or self._mapping is None:
             return
         with ExitStack() as last:
-            last.callback(self._close_fds)
+            last.callback(os.close, self._fd)
+            if self._lock is not None:
+                last.callback(self._lock.release)
             with suppress(BufferError):
-                mapping.close()
+                self._mapping.close()
+            self._mapping = None
             if self.owner:
                 self.unlink()
-
-    def _close_fds(self) -> None:
-        os.close(self._fd)
-        if self._lock_fd is not None:
-            _close_lock(self._lock_fd)
-            self._lock_fd = None
-
-    def _disown(self) -> None:
-        """Turn the copy in a forked child into a reader's; its lock descriptor is closed."""
-        self.owner = False
-        self._lock_fd = None
 
     def _open_mapping(self) -> mmap.mmap:
         if self._mapping is None:
             raise SegmentError(f"segment {self.name} is closed in this process; open it again")
         return self._mapping
 
-    def __enter__(self) -> Segment:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(
@@ -238,8 +227,7 @@ class Leftover:
 
 def live_segments() -> list[Segment]:
     """Return the segments this process has open, created or opened, oldest first."""
-    with _guard:
-        return list(_live.values())
+    return list(_live.values())
 
 
 def find_leftovers(directory: Path = DIRECTORY) -> list[Leftover]:
@@ -277,39 +265,20 @@ def _candidates(directory: Path) -> list[Path]:
 def _dead(path: Path) -> Iterator[os.stat_result | None]:
     """Yield the segment's stat under its lock if its owner is dead, else None.
 
-    The lock is the shared one that readers probe with. It is enough, because a dead owner's lock
-    never comes back, and an exclusive one would look like a living owner to those readers.
+    It is the shared lock of the readers' own probes, so neither misleads the other.
     """
-    fd = None
-    try:
+    with ExitStack() as undo:
+        info = None
         with suppress(OSError):
             if _ours(os.lstat(path)):
                 fd = _open_existing(path, os.O_RDONLY)
-        info = None if fd is None else os.fstat(fd)
-        dead = fd is not None and info is not None and _ours(info) and _try_shared_lock(fd)
-        yield info if dead else None
-    finally:
-        if fd is not None:
-            _unlock_and_close(fd)
+                undo.callback(unlock_and_close, fd)
+                info = os.fstat(fd) if try_shared(fd) else None
+        yield info if info is not None and _ours(info) else None
 
 
 def _ours(info: os.stat_result) -> bool:
     return stat.S_ISREG(info.st_mode) and info.st_uid == os.geteuid()
-
-
-def _try_shared_lock(fd: int) -> bool:
-    try:
-        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
-
-
-def _unlock_and_close(fd: int) -> None:
-    # Unlocking first, since a child forked meanwhile has a copy of this descriptor.
-    with suppress(OSError):
-        fcntl.flock(fd, fcntl.LOCK_UN)
-    os.close(fd)
 
 
 def _check_name(name: str) -> None:
@@ -344,33 +313,13 @@ def _check_trusted(info: os.stat_result, path: Path, nbytes: int) -> None:
 def _mapped_errors(doing: str) -> Iterator[None]:
     try:
         yield
-    except OSError as exc:
-        raise SegmentError(f"{doing}: {exc.strerror or exc}") from exc
-
-
-def _open_lock(directory: Path) -> int:
-    """Open a nameless file in `directory` on a descriptor that forked children close."""
-    with _guard:
-        fd = os.open(directory, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
-        _lock_fds.add(fd)
-    os.fchmod(fd, 0o600)  # whatever the umask left
-    return fd
-
-
-def _close_lock(fd: int) -> None:
-    with _guard:
-        _lock_fds.discard(fd)
-        os.close(fd)
+    except (OSError, ValueError) as exc:  # mmap's own size check raises a ValueError
+        raise SegmentError(f"{doing}: {exc}") from exc
 
 
 def _open_existing(path: Path, access: int) -> int:
     # O_NONBLOCK, because opening a FIFO would otherwise wait for its other end.
     return os.open(path, access | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY)
-
-
-def _reopen(fd: int, access: int) -> int:
-    """Open the file behind `fd` once more: a new description, which shares no lock with it."""
-    return os.open(f"/proc/self/fd/{fd}", access | os.O_CLOEXEC)
 
 
 def _reserve(fd: int, nbytes: int, directory: Path) -> None:
@@ -392,16 +341,6 @@ def _no_space(nbytes: int, free: int, directory: Path) -> SegmentError:
     return SegmentError(
         f"a segment of {nbytes} bytes is wanted and {directory} has {free} bytes free; {_ENLARGE}"
     )
-
-
-def _link(fd: int, path: Path) -> None:
-    """Name the nameless file behind `fd`."""
-    directory_fd = os.open(path.parent, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        # Only with a directory descriptor does os.link call linkat, which follows the link.
-        os.link(f"/proc/self/fd/{fd}", path.name, dst_dir_fd=directory_fd, follow_symlinks=True)
-    finally:
-        os.close(directory_fd)
 
 
 def _map(fd: int, nbytes: int, *, writable: bool, prefault: bool) -> mmap.mmap:
@@ -431,16 +370,6 @@ def _say_once(advice: int, reason: str) -> None:
     logger.warning("%s cannot be had for shared memory (%s); going on without", what, reason)
 
 
-def _after_fork_in_child() -> None:
-    # Closing leaves the parent's lock alone; LOCK_UN would take it away.
-    for fd in _lock_fds:
-        os.close(fd)
-    _lock_fds.clear()
-    for segment in _live.values():
-        segment._disown()
-    _guard.release()
-
-
 def _unlink_at_exit() -> None:
     for segment in live_segments():
         if segment.owner:
@@ -448,9 +377,12 @@ def _unlink_at_exit() -> None:
                 segment.unlink()
 
 
-os.register_at_fork(
-    before=_guard.acquire,
-    after_in_parent=_guard.release,
-    after_in_child=_after_fork_in_child,
-)
+def _unlink_at_exit_of_worker(unlink: Callable[[], None]) -> None:
+    Finalize(None, unlink, exitpriority=-100)
+
+
 atexit.register(_unlink_at_exit)
+# Forked multiprocessing workers leave through os._exit and run these instead of atexit; forked
+# children forget the registration, and a lower priority than 0 lets them end their work first.
+_unlink_at_exit_of_worker(_unlink_at_exit)
+register_after_fork(_unlink_at_exit, _unlink_at_exit_of_worker)
