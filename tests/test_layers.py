@@ -1,0 +1,244 @@
+"""Every import in weightsync/ goes down a layer, never beside or up."""
+
+from __future__ import annotations
+
+import ast
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from graphlib import CycleError, TopologicalSorter
+from pathlib import Path
+
+import pytest
+
+PACKAGE = "weightsync"
+ROOT = Path(__file__).resolve().parent.parent / PACKAGE
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layer:
+    """Top-level modules of one height; `mutual` ones may import each other, without a cycle."""
+
+    units: frozenset[str]
+    mutual: bool = False
+    stdlib_only: bool = False
+    banned: frozenset[str] = frozenset()
+
+
+def layer(*units: str, mutual: bool = False, stdlib_only: bool = False, ban: str = "") -> Layer:
+    return Layer(
+        units=frozenset(units),
+        mutual=mutual,
+        stdlib_only=stdlib_only,
+        banned=frozenset(ban.split()),
+    )
+
+
+# The empty name is weightsync/__init__.py: it stands on L4, and L5 and above may import it.
+LAYERS = (
+    layer("errors", "specs", "report", "lifecycle", mutual=True, stdlib_only=True),
+    layer("wire", ban="torch"),
+    layer("weights", "samehost"),
+    layer("backends", "transports"),
+    layer("trainer", "receiver", "profiling", "fleet", "options", "oneshot", "compat", mutual=True),
+    layer(""),
+    layer("server"),
+    layer("rollout", "integrations", "testing"),
+    layer("cli", "__main__", mutual=True),
+)
+HEIGHT = {unit: height for height, row in enumerate(LAYERS) for unit in row.units}
+
+
+def unit_of(module: str) -> str:
+    """Return the second part of `weightsync.unit.rest`, or "" for the package itself."""
+    return module.partition(".")[2].partition(".")[0]
+
+
+def is_ours(module: str) -> bool:
+    return module.split(".", maxsplit=1)[0] == PACKAGE
+
+
+def absolute(node: ast.ImportFrom, module: str, *, is_package: bool) -> str:
+    """Return the full name of what `from … import` in `module` reads from."""
+    if not node.level:
+        return node.module or ""
+    parts = module.split(".")
+    kept = len(parts) - node.level + is_package
+    return ".".join([*parts[:kept], *([node.module] if node.module else [])])
+
+
+def from_targets(node: ast.ImportFrom, module: str, *, is_package: bool) -> Iterator[str]:
+    base = absolute(node, module, is_package=is_package)
+    for alias in node.names:
+        # `from weightsync import errors` reads a module, `from weightsync import connect` the top.
+        names_module = base == PACKAGE and alias.name in HEIGHT
+        yield f"{PACKAGE}.{alias.name}" if names_module else base
+
+
+def imported_by_name(node: ast.Call) -> str | None:
+    """Return the module that a call `import_module("…")` or `__import__("…")` names literally."""
+    name = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
+    if name not in {"import_module", "__import__"} or not node.args:
+        return None
+    first = node.args[0]
+    if isinstance(first, ast.Constant) and isinstance(first.value, str):
+        return first.value
+    return None
+
+
+def imports(source: str, module: str, *, is_package: bool) -> Iterator[tuple[int, str]]:
+    """Yield line and full name of every import, inside functions and type checks too."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            yield from ((node.lineno, alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            targets = from_targets(node, module, is_package=is_package)
+            yield from ((node.lineno, target) for target in targets)
+        # The top reaches the layers above it lazily, by name, and may.
+        elif isinstance(node, ast.Call) and module != PACKAGE and (named := imported_by_name(node)):
+            yield node.lineno, named
+
+
+def fault(unit: str, target: str) -> str | None:
+    """Return what is wrong when a module of `unit` imports `target`, None when nothing is."""
+    own = LAYERS[HEIGHT[unit]]
+    if not is_ours(target):
+        return foreign_fault(own, target.split(".", maxsplit=1)[0])
+    other = unit_of(target)
+    if other == unit:
+        return None
+    if other not in HEIGHT:
+        return "is in no layer"
+    if HEIGHT[other] > HEIGHT[unit]:
+        return "is above it"
+    if HEIGHT[other] == HEIGHT[unit] and not own.mutual:
+        return "is beside it"
+    return None
+
+
+def foreign_fault(own: Layer, top: str) -> str | None:
+    if own.stdlib_only and top not in sys.stdlib_module_names:
+        return "is not in the standard library"
+    return "is banned there" if top in own.banned else None
+
+
+def violations(source: str, module: str, *, is_package: bool = False) -> list[str]:
+    """Return one line per import of `module` that breaks the layers."""
+    unit = unit_of(module)
+    if unit not in HEIGHT:
+        return [f"{module} is in no layer: give it a place in LAYERS"]
+    return [
+        f"{module}:{line} imports {target}, which {reason}"
+        for line, target in imports(source, module, is_package=is_package)
+        if (reason := fault(unit, target)) is not None
+    ]
+
+
+def cycle(sources: Mapping[str, str]) -> list[str]:
+    """Return the top-level modules that import each other in a ring, or nothing."""
+    graph: dict[str, set[str]] = {}
+    for module, source in sources.items():
+        unit = unit_of(module)
+        found = {unit_of(t) for _, t in imports(source, module, is_package=False) if is_ours(t)}
+        graph.setdefault(unit, set()).update(found - {unit})
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as exc:
+        return list(exc.args[1])
+    return []
+
+
+def module_name(path: Path) -> str:
+    parts = path.relative_to(ROOT.parent).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+FILES = sorted(ROOT.rglob("*.py"))
+
+
+@pytest.mark.parametrize("path", FILES, ids=module_name)
+def test_imports_only_from_below(path: Path) -> None:
+    is_package = path.name == "__init__.py"
+    assert violations(path.read_text(), module_name(path), is_package=is_package) == []
+
+
+def test_modules_of_one_layer_form_no_cycle() -> None:
+    mutual = {unit for row in LAYERS if row.mutual for unit in row.units}
+    sources = {module_name(path): path.read_text() for path in FILES}
+    assert cycle({name: text for name, text in sources.items() if unit_of(name) in mutual}) == []
+
+
+def test_the_package_is_there() -> None:
+    assert ROOT / "errors.py" in FILES
+
+
+@pytest.mark.parametrize(
+    ("module", "source", "reason"),
+    [
+        ("weightsync.wire.codec", "from weightsync.weights.source import X", "is above it"),
+        ("weightsync.wire.codec", "def f():\n    import weightsync.trainer", "is above it"),
+        (
+            "weightsync.wire.codec",
+            "if TYPE_CHECKING:\n    from weightsync import receiver",
+            "is above it",
+        ),
+        ("weightsync.wire.codec", "from ..weights import source", "is above it"),
+        ("weightsync.wire.codec", "import torch.nn", "is banned there"),
+        ("weightsync.weights.sink", "from weightsync.samehost import ring", "is beside it"),
+        ("weightsync.samehost.ring", "import weightsync.weights.sink", "is beside it"),
+        ("weightsync.backends.ipc", "import weightsync.transports.base as b", "is beside it"),
+        (
+            "weightsync.backends.registry",
+            "import_module('weightsync.transports.base')",
+            "is beside it",
+        ),
+        ("weightsync.transports.base", "from weightsync import connect", "is above it"),
+        ("weightsync.trainer", "import weightsync", "is above it"),
+        ("weightsync.testing.faults", "from weightsync.rollout import model", "is beside it"),
+        ("weightsync", "from weightsync.server import weight_router", "is above it"),
+        ("weightsync.specs", "import msgspec", "is not in the standard library"),
+        ("weightsync.trainer", "from weightsync.magic import x", "is in no layer"),
+    ],
+)
+def test_a_planted_violation_is_caught(module: str, source: str, reason: str) -> None:
+    (found,) = violations(source, module)
+    assert module in found
+    assert found.endswith(f"which {reason}")
+
+
+def test_a_module_of_no_layer_is_refused() -> None:
+    (found,) = violations("import os", "weightsync.magic")
+    assert found == "weightsync.magic is in no layer: give it a place in LAYERS"
+
+
+@pytest.mark.parametrize(
+    ("module", "source"),
+    [
+        ("weightsync.wire.codec", "import msgspec\nfrom weightsync.errors import ProtocolError"),
+        ("weightsync.specs", "import math\nfrom weightsync.errors import ConfigError"),
+        ("weightsync.weights.sink", "import torch\nfrom weightsync.weights import buckets"),
+        ("weightsync.trainer", "from weightsync.fleet import Fleet"),
+        ("weightsync.server.router", "import fastapi\nimport weightsync as ws"),
+        ("weightsync.cli.demo", "from weightsync.rollout.model import load"),
+        ("weightsync", "from weightsync.receiver import WeightReceiver"),
+        ("weightsync", "def __getattr__(n):\n    return import_module('weightsync.server')"),
+    ],
+)
+def test_an_import_from_below_passes(module: str, source: str) -> None:
+    assert violations(source, module) == []
+
+
+def test_relative_imports_of_a_package_start_inside_it() -> None:
+    source = "from . import codec\nfrom .. import errors\nfrom ..trainer import connect"
+    (found,) = violations(source, "weightsync.wire", is_package=True)
+    assert found == "weightsync.wire:3 imports weightsync.trainer, which is above it"
+
+
+def test_a_planted_cycle_is_caught() -> None:
+    ring = {
+        "weightsync.trainer": "from weightsync.fleet import Fleet",
+        "weightsync.fleet": "from weightsync.oneshot import send",
+        "weightsync.oneshot": "def f():\n    from weightsync import trainer",
+    }
+    assert set(cycle(ring)) == {"trainer", "fleet", "oneshot"}
+    assert cycle({**ring, "weightsync.oneshot": "import weightsync.report"}) == []

@@ -1,0 +1,93 @@
+"""`import weightsync` offers exactly what it names, and loads no optional package."""
+
+from __future__ import annotations
+import __future__
+
+import json
+import subprocess
+import sys
+from types import ModuleType
+
+import weightsync
+from weightsync import errors
+
+OPTIONAL = (
+    "accelerate",
+    "cuda",
+    "fastapi",
+    "gguf",
+    "matplotlib",
+    "prometheus_client",
+    "ray",
+    "rich",
+    "safetensors",
+    "sglang",
+    "transformers",
+    "trl",
+    "typer",
+    "uvicorn",
+    "vllm",
+    "zmq",
+)
+# Typing's own names and `annotations` are bound by imports that every module makes.
+UNNAMED = {"TYPE_CHECKING", "Any"}
+
+IMPORT_AND_LIST = """
+import json, sys
+import torch, msgspec, requests, xxhash  # what these bring by themselves is not ours to judge
+before = set(sys.modules)
+import weightsync
+print(json.dumps(sorted(set(sys.modules) - before)))
+"""
+
+
+def bound() -> set[str]:
+    return {
+        name
+        for name, value in vars(weightsync).items()
+        if not name.startswith("_")
+        and not isinstance(value, ModuleType | __future__._Feature)
+        and name not in UNNAMED
+    }
+
+
+def test_all_names_what_is_bound() -> None:
+    assert bound() - set(weightsync.__all__) == set()
+
+
+def failure(name: str) -> str | None:
+    """Return why `weightsync.name` cannot be had, None where it can."""
+    try:
+        getattr(weightsync, name)
+    except errors.BackendUnavailableError as exc:
+        # A lazy name whose extra is not installed says how to install it.
+        return None if "pip install 'weightsync[" in str(exc) else f"{name}: {exc}"
+    except AttributeError as exc:
+        return str(exc)
+    return None
+
+
+def test_every_name_of_all_resolves() -> None:
+    assert [why for name in weightsync.__all__ if (why := failure(name))] == []
+
+
+def test_all_names_nothing_twice() -> None:
+    assert len(weightsync.__all__) == len(set(weightsync.__all__))
+
+
+def test_an_unknown_name_is_an_attribute_error() -> None:
+    assert not hasattr(weightsync, "no_such_name")
+
+
+def test_the_import_loads_no_optional_package() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", IMPORT_AND_LIST],
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    loaded = json.loads(done.stdout)
+    assert "weightsync" in loaded
+    assert [name for name in loaded if name.split(".")[0] in OPTIONAL] == []
