@@ -1,0 +1,91 @@
+"""Other processes that use segments, and a place in shared memory for one test alone."""
+
+from __future__ import annotations
+
+import os
+import select
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import weightsync
+from weightsync.samehost.segment import DIRECTORY, live_segments
+
+ROOT = Path(weightsync.__path__[0]).parent
+PRELUDE = """
+import os, signal, sys
+from pathlib import Path
+from weightsync.errors import SegmentError
+from weightsync.samehost.segment import *
+from weightsync.samehost.segment import Segment, Leftover
+directory, *args = Path(sys.argv[1]), *sys.argv[2:]
+"""
+WAIT_S = 60.0
+OWNER = """
+segment = Segment.create(4096, directory=directory)
+print(segment.name, flush=True)
+signal.pause()
+"""
+
+
+@contextmanager
+def private_directory() -> Iterator[Path]:
+    """Make a directory in shared memory that no other test sees; every segment must be closed."""
+    path = Path(tempfile.mkdtemp(prefix="segment-test-", dir=DIRECTORY))
+    before = live_segments()
+    try:
+        yield path
+        assert live_segments() == before
+    finally:
+        for segment in live_segments():
+            if segment not in before:
+                segment.close()
+        shutil.rmtree(path)
+
+
+def python(script: str, *args: object) -> list[str]:
+    return [sys.executable, "-c", PRELUDE + script, *map(str, args)]
+
+
+def environment() -> dict[str, str]:
+    return {**os.environ, "PYTHONPATH": str(ROOT)}
+
+
+def run(command: list[str]) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        command, capture_output=True, text=True, timeout=WAIT_S, env=environment(), check=False
+    )
+
+
+def output(command: list[str]) -> str:
+    done = run(command)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@contextmanager
+def running(command: list[str]) -> Iterator[subprocess.Popen[str]]:
+    process = subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment()
+    )
+    with process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+def line_of(process: subprocess.Popen[str]) -> str:
+    assert process.stdout is not None
+    ready, _, _ = select.select([process.stdout], [], [], WAIT_S)
+    assert ready, "the process said nothing in time"
+    return process.stdout.readline().strip()
+
+
+def kill(process: subprocess.Popen[str]) -> None:
+    process.kill()
+    process.wait(WAIT_S)
