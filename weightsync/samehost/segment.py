@@ -138,13 +138,13 @@ class Segment:
         Each call makes a storage of its own. Writing through a view of a read-only segment is a
         SIGSEGV: torch has no read-only tensors. Raises SegmentError for ranges outside.
         """
-        view = self.buffer
         count = self.nbytes - offset if nbytes is None else nbytes
         if offset < 0 or count < 0 or offset + count > self.nbytes:
             raise SegmentError(
                 f"bytes {offset} to {offset + count} are wanted of segment {self.name}, "
                 f"which has {self.nbytes}; the handle does not fit the segment"
             )
+        view = self.buffer
         if count == 0:
             return torch.empty(0, dtype=torch.uint8)
         # torch keeps the object but not its buffer export, which is what stops an early unmapping;
