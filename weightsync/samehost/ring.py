@@ -1,0 +1,306 @@
+"""The per-chunk handshake between one writer and several readers, in shared memory.
+
+The control segment is an array of 64-byte lines, each a u64 that one side alone writes and nobody
+ever clears; then the fingerprints of chunks. Chunk *j* of an update with base *b* has the sequence
+number *b + j + 1* and lies in slot *j mod slots*. The writer sets `published[slot]` when the slot
+holds it; a reader sets `released[reader]` when it needs it no more. Before it does, it looks again
+at sequence and epoch: a reader that slept through an abort and the slot's reuse must not release a
+chunk that it never saw.
+
+Aligned 8-byte stores of x86-64 are atomic and seen in order, which is what this relies on; on
+other machines the ring refuses to work.
+"""
+
+from __future__ import annotations
+
+import platform
+import struct
+import time
+from collections.abc import Callable, Iterable, Sequence
+
+from weightsync.errors import BackendUnavailableError, HandleError, TransferError, TransferTimeout
+from weightsync.samehost.segment import Segment
+
+_MAGIC = 0x7773_7269_6E67_0001
+_LINE_WORDS = 8
+_LINE_NBYTES = 64
+_FIXED_LINES = 5
+_HEADER, _EPOCH, _WRITER_BEAT, _TABLE, _PROBE = range(_FIXED_LINES)
+
+SPIN_S = 0.002
+"""How long a wait spins before it sleeps: about one large chunk."""
+_NAP_S = 50e-6
+_LONG_NAP_S = 1e-3
+
+Check = Callable[[], None]
+"""Called during waits; raises when waiting has become pointless."""
+
+
+def require_ordered_stores() -> None:
+    """Raise BackendUnavailableError on processors whose stores other cores may see out of order."""
+    machine = platform.machine()
+    if machine not in ("x86_64", "AMD64"):
+        raise BackendUnavailableError(
+            f"the shared-memory ring relies on x86-64's store order; this machine is {machine}"
+        )
+
+
+class Control:
+    """The control segment: counters by name. `slots`, `readers` and `entries` are its dimensions."""
+
+    def __init__(self, segment: Segment, *, slots: int, readers: int, entries: int) -> None:
+        require_ordered_stores()
+        if segment.nbytes != control_nbytes(slots=slots, readers=readers, entries=entries):
+            raise HandleError(
+                f"control segment {segment.name} has {segment.nbytes} bytes, which does not fit "
+                f"{slots} slots, {readers} readers and {entries} fingerprints"
+            )
+        self.segment = segment
+        self.slots = slots
+        self.readers = readers
+        self.entries = entries
+        self._words = segment.buffer.cast("Q")
+        self._published = _FIXED_LINES
+        self._released = self._published + slots
+        self._beats = self._released + readers
+        self._entries = (self._beats + readers) * _LINE_WORDS
+
+    @classmethod
+    def create(cls, *, slots: int, readers: int, entries: int) -> Control:
+        """Make and own a control segment."""
+        nbytes = control_nbytes(slots=slots, readers=readers, entries=entries)
+        control = cls(Segment.create(nbytes), slots=slots, readers=readers, entries=entries)
+        control._set(_HEADER, _MAGIC)
+        return control
+
+    @classmethod
+    def open(cls, name: str, nbytes: int, *, slots: int, readers: int, entries: int) -> Control:
+        """Open another process's control segment for reading and releasing. Raises HandleError."""
+        expected = control_nbytes(slots=slots, readers=readers, entries=entries)
+        if nbytes != expected:
+            raise HandleError(f"a control segment of {expected} bytes is needed, not {nbytes}")
+        segment = Segment.open(name, nbytes=nbytes, writable=True)
+        control = cls(segment, slots=slots, readers=readers, entries=entries)
+        if control._get(_HEADER) != _MAGIC:
+            segment.close()
+            raise HandleError(f"segment {name} is not a control segment of this version")
+        return control
+
+    @property
+    def epoch(self) -> int:
+        """The update that the counters belong to; grows with each."""
+        return self._get(_EPOCH)
+
+    @epoch.setter
+    def epoch(self, value: int) -> None:
+        self._set(_EPOCH, value)
+
+    @property
+    def table_ready(self) -> int:
+        """How many fingerprints of the unpacked road were written, ever."""
+        return self._get(_TABLE)
+
+    @table_ready.setter
+    def table_ready(self, value: int) -> None:
+        self._set(_TABLE, value)
+
+    @property
+    def writer_beat(self) -> int:
+        """Grows while the writer lives and works."""
+        return self._get(_WRITER_BEAT)
+
+    def beat_writer(self) -> None:
+        """Called by the writer alone."""
+        self._set(_WRITER_BEAT, self.writer_beat + 1)
+
+    def reader_beat(self, reader: int) -> int:
+        """Grows while this reader lives and works."""
+        return self._get(self._beats + reader)
+
+    def beat_reader(self, reader: int) -> None:
+        """Called by this reader alone."""
+        self._set(self._beats + reader, self.reader_beat(reader) + 1)
+
+    def published(self, slot: int) -> int:
+        """Sequence number of the chunk in `slot`."""
+        return self._get(self._published + slot)
+
+    def publish(self, slot: int, sequence: int) -> None:
+        """Called by the writer alone, after the last byte is in place."""
+        self._set(self._published + slot, sequence)
+
+    def released(self, reader: int) -> int:
+        """Sequence number up to which `reader` is done."""
+        return self._get(self._released + reader)
+
+    def release(self, reader: int, sequence: int) -> None:
+        """Called by this reader alone."""
+        self._set(self._released + reader, sequence)
+
+    def write_fingerprints(self, at: int, values: Sequence[int]) -> None:
+        """Store fingerprints from entry `at` on, before their chunk is published."""
+        if at + len(values) > self.entries:
+            raise TransferError(f"{len(values)} fingerprints at {at} exceed {self.entries} entries")
+        for i, value in enumerate(values, self._entries + at):
+            self._words[i] = value
+
+    def fingerprints(self, at: int, count: int) -> list[int]:
+        """Return `count` fingerprints from entry `at` on."""
+        start = self._entries + at
+        return self._words[start : start + count].tolist()
+
+    def close(self) -> None:
+        """Unmap; the owner also removes the segment. Idempotent."""
+        self._words.release()
+        self.segment.close()
+
+    def _get(self, line: int) -> int:
+        return self._words[line * _LINE_WORDS]
+
+    def _set(self, line: int, value: int) -> None:
+        self._words[line * _LINE_WORDS] = value
+
+
+def control_nbytes(*, slots: int, readers: int, entries: int) -> int:
+    """Bytes of a control segment."""
+    lines = _FIXED_LINES + slots + 2 * readers
+    return lines * _LINE_NBYTES + -(-entries * struct.calcsize("Q") // _LINE_NBYTES) * _LINE_NBYTES
+
+
+class RingWriter:
+    """The writing end. Updates follow one another: `begin`, then per chunk `acquire`, `publish`."""
+
+    def __init__(self, control: Control) -> None:
+        self.control = control
+        self._sequence = 0
+        self._base = 0
+        self._active: tuple[int, ...] = ()
+
+    @property
+    def base(self) -> int:
+        """Sequence number before the first chunk of this update."""
+        return self._base
+
+    def begin(self, readers: Iterable[int], chunks: int) -> int:
+        """Start an update of `chunks` chunks for these readers; return its epoch."""
+        self._active = tuple(readers)
+        self._base = self._sequence
+        self._sequence += chunks
+        self.control.epoch += 1
+        return self.control.epoch
+
+    def extend(self, chunks: int) -> None:
+        """Reserve more sequence numbers for an update whose length was not known."""
+        self._sequence += chunks
+
+    def acquire(self, chunk: int, *, check: Check, timeout_s: float) -> int:
+        """Return the slot of `chunk` once every reader has released what was in it.
+
+        Raises TransferTimeout naming the readers that were waited for.
+        """
+        slot = chunk % self.control.slots
+        if chunk < self.control.slots:
+            return slot
+        wanted = self._base + chunk - self.control.slots + 1
+        self._wait_released(wanted, check=check, timeout_s=timeout_s)
+        return slot
+
+    def publish(self, chunk: int) -> None:
+        """Give `chunk` to the readers; its bytes and fingerprints are in place."""
+        self.control.publish(chunk % self.control.slots, self._base + chunk + 1)
+
+    def drain(self, chunks: int, *, check: Check, timeout_s: float) -> None:
+        """Return when every reader has released all `chunks`."""
+        self._wait_released(self._base + chunks, check=check, timeout_s=timeout_s)
+
+    def waiting_for(self, sequence: int) -> list[int]:
+        """Readers that have not released `sequence`."""
+        return [r for r in self._active if self.control.released(r) < sequence]
+
+    def _wait_released(self, sequence: int, *, check: Check, timeout_s: float) -> None:
+        released = self.control.released
+        active = self._active
+
+        def ready() -> bool:
+            return all(released(reader) >= sequence for reader in active)
+
+        def progress() -> int:
+            return sum(released(reader) for reader in active)
+
+        if not wait_until(ready, check=check, timeout_s=timeout_s, progress=progress):
+            late = ", ".join(str(reader) for reader in self.waiting_for(sequence))
+            raise TransferTimeout(
+                f"no progress for {timeout_s:g} s while waiting for reader {late} to release chunk "
+                f"{sequence - self._base} of this update; the update is aborted"
+            )
+
+
+class RingReader:
+    """The reading end of reader place `reader`, for one update."""
+
+    def __init__(self, control: Control, reader: int, *, epoch: int, base: int) -> None:
+        self._control = control
+        self._reader = reader
+        self._epoch = epoch
+        self._base = base
+
+    def wait(self, chunk: int, *, check: Check, timeout_s: float) -> int:
+        """Return the slot of `chunk` once it is published. Raises TransferTimeout."""
+        slot = chunk % self._control.slots
+        sequence = self._base + chunk + 1
+        published = self._control.published
+
+        def ready() -> bool:
+            return published(slot) >= sequence
+
+        if not wait_until(ready, check=check, timeout_s=timeout_s):
+            raise TransferTimeout(
+                f"the sender published no chunk {chunk + 1} of this update for {timeout_s:g} s; "
+                "the update is given up"
+            )
+        self.check_current(chunk)
+        return slot
+
+    def release(self, chunk: int) -> None:
+        """Give the slot back, if what was read is still what was published."""
+        self.check_current(chunk)
+        self._control.release(self._reader, self._base + chunk + 1)
+
+    def check_current(self, chunk: int) -> None:
+        """Raise TransferError when the slot was reused or the update replaced meanwhile."""
+        sequence = self._control.published(chunk % self._control.slots)
+        if sequence != self._base + chunk + 1 or self._control.epoch != self._epoch:
+            raise TransferError(
+                f"chunk {chunk + 1} of this update was overwritten while it was read (epoch "
+                f"{self._epoch}, now {self._control.epoch}); its sender went on without this reader"
+            )
+
+
+def wait_until(
+    ready: Callable[[], bool],
+    *,
+    check: Check,
+    timeout_s: float,
+    progress: Callable[[], int] | None = None,
+) -> bool:
+    """Wait for `ready`: spin briefly, then sleep. Return False after `timeout_s` without progress.
+
+    `check` is called on the way and ends the wait by raising.
+    """
+    if ready():
+        return True
+    started = now = time.monotonic()
+    last = progress() if progress else 0
+    while not ready():
+        now = time.monotonic()
+        waited = now - started
+        if waited < SPIN_S:
+            time.sleep(0)
+            continue
+        check()
+        if waited > timeout_s:
+            if progress is None or progress() == last:
+                return False
+            started, last = now, progress()
+        time.sleep(_NAP_S if waited < 20 * SPIN_S else _LONG_NAP_S)
+    return True

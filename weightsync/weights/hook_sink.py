@@ -1,0 +1,130 @@
+"""A bare `load_weights` hook as a sink."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from weightsync.errors import ManifestMismatchError, shorten
+from weightsync.specs import Manifest
+from weightsync.weights import slab
+from weightsync.weights.buckets import Plan
+from weightsync.weights.copier import Memory
+from weightsync.weights.dtypes import from_bytes
+from weightsync.weights.sink import Apply, Landing, LoadWeights, NamedTensor, WeightSink
+
+
+class HookSink(WeightSink):
+    """A bare `load_weights` hook. What it returned is checked if it returns names.
+
+    `keeps_views`: the hook keeps the tensors it is given (vLLM's layerwise reload does), so it is
+    given clones. `device`: where the hook wants its tensors.
+    """
+
+    def __init__(
+        self,
+        load_weights: LoadWeights,
+        *,
+        manifest: Manifest | None = None,
+        keeps_views: bool = False,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        self.load_weights = load_weights
+        self.manifest = manifest
+        self.keeps_views = keeps_views
+        self._device = torch.device(device)
+
+    @property
+    def device(self) -> torch.device:
+        """Where staged tensors are kept aside."""
+        return self._device
+
+    def land(self, plan: Plan, apply: Apply) -> Landing:
+        """Keep the stream aside until `commit`, or hand tensors over as they come."""
+        return _AsideLanding(self, plan) if apply == "staged" else _HookLanding(self, plan.manifest)
+
+    def staged_nbytes(self, plan: Plan) -> int:
+        """The whole stream is kept aside."""
+        return plan.nbytes
+
+    def commits_in_place(self) -> bool:
+        """The hook runs in commit."""
+        return True
+
+    def call(self, pairs: Sequence[NamedTensor]) -> set[str] | None:
+        """Call the hook; return the names it says it loaded, or None when it says nothing."""
+        given = [(n, t.clone()) for n, t in pairs] if self.keeps_views else list(pairs)
+        loaded = self.load_weights(given)
+        return (
+            {str(name) for name in loaded} if isinstance(loaded, set | frozenset | list) else None
+        )
+
+
+class _NamesLoaded:
+    """Compares what a hook says it loaded with what it was given."""
+
+    def __init__(self, manifest: Manifest) -> None:
+        self._manifest = manifest
+        self._said = False
+        self._loaded: set[str] = set()
+
+    def note(self, loaded: set[str] | None) -> None:
+        if loaded is not None:
+            self._said = True
+            self._loaded |= loaded
+
+    def check(self) -> None:
+        """Hooks may rename (fused layers), so only counts of nothing at all and misses are errors."""
+        if not self._said:
+            return
+        given = {spec.name for spec in self._manifest.specs}
+        skipped = [name for name in given if name not in self._loaded]
+        foreign = self._loaded - set(self._manifest.index)
+        if skipped and not foreign:
+            raise ManifestMismatchError(
+                f"load_weights did not load {len(skipped)} of {len(given)} tensors: "
+                f"{shorten(sorted(skipped))}; its model has no place for these names",
+                missing=sorted(skipped),
+            )
+
+
+class _HookLanding(Landing):
+    def __init__(self, sink: HookSink, manifest: Manifest) -> None:
+        self._sink = sink
+        self._manifest = manifest
+        self._names = _NamesLoaded(manifest)
+        self.peak_extra_nbytes = max((spec.nbytes for spec in manifest.specs), default=0)
+
+    def begin(self) -> None:
+        self._names = _NamesLoaded(self._manifest)
+
+    def load(self, pairs: Sequence[NamedTensor]) -> None:
+        self._names.note(self._sink.call(pairs))
+
+    def settle(self) -> None:
+        self._names.check()
+
+    def commit(self) -> None:
+        pass
+
+
+class _AsideLanding(Landing):
+    def __init__(self, sink: HookSink, plan: Plan) -> None:
+        self._sink = sink
+        self._plan = plan
+        buffer = slab.allocate(plan.nbytes, sink.device)
+        self.memory = Memory.of_stream(plan, buffer)
+        self.peak_extra_nbytes = plan.nbytes
+
+    def commit(self) -> None:
+        memory = self.memory
+        if memory is None:
+            return
+        names = _NamesLoaded(self._plan.manifest)
+        pairs = [
+            (spec.name, from_bytes(flat, spec))
+            for spec, flat in zip(self._plan.manifest.specs, memory.tensors, strict=True)
+        ]
+        names.note(self._sink.call(pairs))
+        names.check()

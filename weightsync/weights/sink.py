@@ -1,0 +1,97 @@
+"""Where weights go on a receiver.
+
+A sink is asked once per manifest for a *landing*: the memory that the bytes of an update are
+copied into, or, without memory of its own, a hook that takes whole tensors. Landings are kept and
+reused; the receiver calls `begin`, then `commit` or `discard`, for every update.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Sequence
+from typing import Literal
+
+import torch
+
+from weightsync.errors import ConfigError
+from weightsync.specs import Manifest, compare
+from weightsync.weights.buckets import Plan
+from weightsync.weights.copier import Memory
+
+Apply = Literal["staged", "in_place"]
+Verification = Literal["none", "arrived", "held"]
+NamedTensor = tuple[str, torch.Tensor]
+LoadWeights = Callable[[Iterable[NamedTensor]], object]
+"""vLLM's signature: takes `(name, tensor)` pairs, may return the set of names it loaded."""
+
+
+class Landing(ABC):
+    """The place of one manifest's updates in one sink.
+
+    `memory` holds `uint8[nbytes]` per tensor of the manifest, or is None where the sink takes whole
+    tensors (`load`). `peak_extra_nbytes` is what the landing keeps beside the model.
+    """
+
+    memory: Memory | None = None
+    peak_extra_nbytes: int = 0
+
+    def begin(self) -> None:
+        """An update starts; nothing in use has changed yet."""
+
+    def load(self, pairs: Sequence[NamedTensor]) -> None:
+        """Take whole tensors, valid until this returns. Called where `memory` is None."""
+        raise NotImplementedError
+
+    def settle(self) -> None:
+        """Every byte has arrived. Raises what proves that the weights are not all there."""
+
+    @abstractmethod
+    def commit(self) -> None:
+        """Put the weights to use; no decode step runs meanwhile. Once begun it must not be cut."""
+
+    def discard(self) -> None:
+        """The update is given up; staged memory may be overwritten by the next."""
+
+
+class WeightSink(ABC):
+    """Receives weights. `manifest` declares what it wants, None when only a hook knows.
+
+    `verification` is what can be proved: `held`, read back from the destination, or `arrived`.
+    """
+
+    manifest: Manifest | None = None
+    verification: Verification = "arrived"
+    casts: bool = False
+
+    @property
+    @abstractmethod
+    def device(self) -> torch.device:
+        """Where the weights live."""
+
+    @abstractmethod
+    def land(self, plan: Plan, apply: Apply) -> Landing:
+        """Make room for the tensors of `plan.manifest`. Called once per manifest, before bytes move.
+
+        Raises ManifestMismatchError for tensors that have no place here.
+        """
+
+    @abstractmethod
+    def staged_nbytes(self, plan: Plan) -> int:
+        """Bytes that a staged landing allocates."""
+
+    def commits_in_place(self) -> bool:
+        """Whether `commit` itself can fail half way, so that its failure leaves the sink TORN."""
+        return False
+
+    def checksums(self, names: Iterable[str] | None = None) -> dict[str, str]:
+        """Return mix64 of the weights in use, aliases included. Raises ConfigError if unknown."""
+        raise ConfigError(
+            f"{type(self).__name__} cannot read its weights back; pass the nn.Module itself to "
+            "WeightReceiver, or a sink that implements checksums()"
+        )
+
+
+def check_manifest(sink: WeightSink, offered: Manifest, *, partial: bool) -> None:
+    """Raise ManifestMismatchError unless `offered` fits what the sink declares."""
+    if sink.manifest is not None:
+        compare(offered, sink.manifest, cast=sink.casts).check(partial=partial)
