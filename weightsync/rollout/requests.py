@@ -12,7 +12,7 @@ MAX_PROMPTS = 256
 MAX_PROMPT_CHARACTERS = 1 << 20
 
 PromptText = Annotated[str, msgspec.Meta(max_length=MAX_PROMPT_CHARACTERS)]
-TokenId = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
+TokenId = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
 PromptTokens = Annotated[list[TokenId], msgspec.Meta(min_length=1, max_length=1 << 17)]
 StopText = Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
 
@@ -23,7 +23,7 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     max_new_tokens: Annotated[int, msgspec.Meta(ge=1, le=1 << 16)] = 16
     temperature: Annotated[float, msgspec.Meta(ge=0.0, le=100.0)] = 1.0
     top_p: Annotated[float, msgspec.Meta(gt=0.0, le=1.0)] = 1.0
-    seed: Annotated[int, msgspec.Meta(ge=0, lt=2**63)] | None = None
+    seed: Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)] | None = None
     n: Annotated[int, msgspec.Meta(ge=1, le=256)] = 1
     logprobs: bool = False
     stop: Annotated[tuple[StopText, ...], msgspec.Meta(max_length=16)] = ()
