@@ -11,7 +11,7 @@ import msgspec
 import pytest
 import torch
 
-from weightsync.errors import ConfigError, NotReadyError
+from weightsync.errors import ConfigError, NotReadyError, ProtocolError
 from weightsync.rollout.generation import Generator
 from weightsync.rollout.model import LoadedModel, make_tiny_model
 from weightsync.rollout.requests import (
@@ -331,5 +331,10 @@ def test_a_request_body_is_answered_with_json(tiny: LoadedModel) -> None:
 def test_a_body_that_is_no_request_names_the_field(
     tiny: LoadedModel, body: bytes, message: str
 ) -> None:
-    with pytest.raises(ConfigError, match=message):
+    with pytest.raises(ProtocolError, match=message):
         generator(tiny).handle_generate(body)
+
+
+def test_an_answer_that_is_none_of_ours_is_a_protocol_error() -> None:
+    with pytest.raises(ProtocolError, match=r"no answer of /generate: .*`completions`"):
+        decode_response(b"{}")

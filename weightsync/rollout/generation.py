@@ -57,7 +57,7 @@ class Generator:
         self._pad_id = _first(tokenizer.pad_token_id, tokenizer.eos_token_id, 0)
 
     def handle_generate(self, body: bytes, *, should_stop: ShouldStop = _never) -> bytes:
-        """Answer the body of a `POST /generate`; ConfigError for one that is not a request."""
+        """Answer the body of a `POST /generate`; ProtocolError for one that is no request."""
         request = decode_request(body)
         return encode_response(self.answer(request, should_stop=should_stop))
 

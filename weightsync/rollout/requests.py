@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 import msgspec
 
-from weightsync.errors import ConfigError
+from weightsync.errors import ProtocolError
 
 MAX_PROMPTS = 256
 MAX_PROMPT_CHARACTERS = 1 << 20
@@ -67,11 +67,11 @@ class GenerateResponse(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def decode_request(body: bytes) -> GenerateRequest:
-    """Read the body of `/generate`; ConfigError names the field that is wrong."""
+    """Read the body of `/generate`; ProtocolError names the field that is wrong."""
     try:
         return msgspec.json.decode(body, type=GenerateRequest)
-    except (msgspec.DecodeError, UnicodeDecodeError) as exc:
-        raise ConfigError(f"the body of /generate is not a request: {exc}") from exc
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as exc:
+        raise ProtocolError(f"the body of /generate is not a request: {exc}") from exc
 
 
 def encode_response(response: GenerateResponse) -> bytes:
@@ -80,5 +80,11 @@ def encode_response(response: GenerateResponse) -> bytes:
 
 
 def decode_response(body: bytes) -> GenerateResponse:
-    """Read the answer of `/generate`; called by trainers that sample from the server."""
-    return msgspec.json.decode(body, type=GenerateResponse)
+    """Read the answer of `/generate`, for trainers that sample from the server.
+
+    Raises ProtocolError when it is none.
+    """
+    try:
+        return msgspec.json.decode(body, type=GenerateResponse)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as exc:
+        raise ProtocolError(f"this is no answer of /generate: {exc}") from exc
