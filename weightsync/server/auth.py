@@ -1,0 +1,123 @@
+"""Who may change weights: a bearer token, looked at before the body of a request is read."""
+
+from __future__ import annotations
+
+import hmac
+import os
+import secrets
+from dataclasses import dataclass, field
+
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from weightsync.errors import AuthError, ConfigError
+from weightsync.wire import problem
+
+TOKEN_VARIABLE = "WEIGHTSYNC_TOKEN"  # noqa: S105 - the name of a variable, not a secret
+MAX_TOKEN_LENGTH = 4096
+
+_READING_METHODS = frozenset({"GET", "HEAD", "OPTIONS"})
+
+
+@dataclass(frozen=True)
+class Token:
+    """A token; `made` is True when nobody gave it, so that somebody has to be told."""
+
+    text: str = field(repr=False)
+    made: bool = False
+
+
+def resolve_token(token: str | None = None) -> Token:
+    """Return the token given, else that in WEIGHTSYNC_TOKEN, else one made at random.
+
+    Raises ConfigError for a token that cannot stand in a header.
+    """
+    given = token if token is not None else os.environ.get(TOKEN_VARIABLE) or None
+    if given is None:
+        return Token(secrets.token_urlsafe(32), made=True)
+    return Token(check_token_text(given))
+
+
+def check_token_text(token: str) -> str:
+    """Return `token`. Raises ConfigError when it is empty or cannot stand in a header."""
+    sendable = token.isascii() and token.isprintable() and " " not in token
+    if not sendable or not 0 < len(token) <= MAX_TOKEN_LENGTH:
+        raise ConfigError(
+            f"a token has 1 to {MAX_TOKEN_LENGTH} printable ASCII characters and no spaces; "
+            "leave it out to have one made"
+        )
+    return token
+
+
+def check_authorization(scope: Scope, token: str) -> None:
+    """Raise AuthError unless the headers of `scope` carry `token`: 401 for none, 403 for another.
+
+    Compares in constant time. Looks at headers alone, so it can run before the body is read.
+    """
+    values = [value for name, value in scope["headers"] if name.lower() == b"authorization"]
+    if not values:
+        raise AuthError(
+            "this call needs the server's token, and has none; send Authorization: Bearer TOKEN "
+            f"(token= of the sender, or {TOKEN_VARIABLE})",
+            status=401,
+        )
+    scheme, _, offered = values[0].partition(b" ")
+    right = hmac.compare_digest(offered.strip(), token.encode())
+    if len(values) > 1 or scheme.lower() != b"bearer" or not right:
+        raise AuthError(
+            "the token is not the server's; use the one it printed when it started, or the "
+            f"{TOKEN_VARIABLE} it was given",
+            status=403,
+        )
+
+
+def is_protected(method: str, path: str) -> bool:
+    """Whether a request needs the token: all but reading, `/generate` and `/v1/…`.
+
+    Those two generate and change nothing; whatever else is added later is protected unasked.
+    """
+    generates = path == "/generate" or path.startswith("/v1/")
+    return method not in _READING_METHODS and not generates
+
+
+class TokenAuth:
+    """ASGI middleware over a whole app: answers 401 or 403 before the body is read.
+
+    Websockets are refused without the token, too. Raises ConfigError for a bad token.
+    """
+
+    def __init__(self, app: ASGIApp, token: str) -> None:
+        self._app = app
+        self._token = check_token_text(token)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass on what may pass. Called by the ASGI server."""
+        try:
+            self._check(scope)
+        except AuthError as exc:
+            await _refuse(scope, send, exc)
+        else:
+            await self._app(scope, receive, send)
+
+    def _check(self, scope: Scope) -> None:
+        kind = scope["type"]
+        if kind == "websocket" or (kind == "http" and is_protected(scope["method"], scope["path"])):
+            check_authorization(scope, self._token)
+
+
+async def _refuse(scope: Scope, send: Send, exc: AuthError) -> None:
+    if scope["type"] == "websocket":
+        await send({"type": "websocket.close", "code": 1008})
+        return
+    body = problem.encode_problem(problem.to_problem(exc))
+    headers = [
+        (b"content-type", problem.MEDIA_TYPE.encode()),
+        (b"content-length", str(len(body)).encode()),
+        *challenge(exc),
+    ]
+    await send({"type": "http.response.start", "status": exc.status, "headers": headers})
+    await send({"type": "http.response.body", "body": body})
+
+
+def challenge(exc: AuthError) -> list[tuple[bytes, bytes]]:
+    """Return the header that a 401 must have."""
+    return [(b"www-authenticate", b"Bearer")] if exc.status == 401 else []

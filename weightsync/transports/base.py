@@ -1,0 +1,42 @@
+"""What a transport is: the way one sender's control messages take to one receiver."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from weightsync.wire.messages import Reply, Request
+
+
+class Transport(Protocol):
+    """Carries the calls of one sender to one receiver, and raises what the receiver raised.
+
+    The sender makes one transport per receiver, calls it from any thread, and closes it last.
+    A call may be made while another is in flight: an abort beside a long update.
+    """
+
+    @property
+    def target(self) -> str:
+        """How messages to a user name the receiver: its URL, for instance. Holds no secret."""
+
+    @property
+    def sent_nbytes(self) -> int:
+        """Bytes of all request bodies so far, retries included."""
+
+    @property
+    def sent_messages(self) -> int:
+        """Requests sent so far, retries included."""
+
+    def call(self, request: Request, *, timeout_s: float) -> Reply:
+        """Send one request and return its reply, at the latest `timeout_s` seconds later.
+
+        Called by the sender, for every step of an update; blocks. Raises the error the receiver
+        raised, as the same class; ConnectError when the receiver cannot be reached or the
+        connection breaks, TransportTimeout when no answer comes in time, AuthError when the token
+        is refused, RemoteError for a foreign error of the other side. After ConnectError and
+        TransportTimeout it is unknown whether the step was made: the same request may be sent
+        again, since every step is idempotent by its update and a retry joins the call in flight.
+        The transport stays usable after every error.
+        """
+
+    def close(self) -> None:
+        """Let connections go; may be called twice. Calls afterwards raise ConnectError."""

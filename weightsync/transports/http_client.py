@@ -1,0 +1,260 @@
+"""Messages over HTTP, on kept-alive connections."""
+
+from __future__ import annotations
+
+import os
+import threading
+from typing import Any, NoReturn
+from urllib.parse import SplitResult, urlsplit
+
+import urllib3
+from urllib3.connection import HTTPConnection, HTTPSConnection
+from urllib3.exceptions import (
+    ClosedPoolError,
+    ConnectTimeoutError,
+    HTTPError,
+    NewConnectionError,
+    ReadTimeoutError,
+)
+
+from weightsync.errors import (
+    AuthError,
+    ConfigError,
+    ConnectError,
+    ProtocolError,
+    RemoteError,
+    TransportTimeout,
+)
+from weightsync.wire import codec, problem
+from weightsync.wire.messages import CALL_OF, Reply, Request
+
+TOKEN_VARIABLE = "WEIGHTSYNC_TOKEN"  # noqa: S105 - the name of a variable, not a secret
+POOL_SIZE = 4
+MAX_REPLY_NBYTES = 256 << 20
+CONNECT_TIMEOUT_S = 10.0
+
+_GET_CALLS = frozenset({"weight_info"})
+
+
+class _StaleConnectionError(Exception):
+    """A connection that had served before was closed by the peer, and nothing was answered."""
+
+
+class _OneSegment:
+    """Sends header and body of a request in one piece, and knows whether it answered before.
+
+    Two small segments would wait for each other where Nagle's algorithm meets delayed ACKs.
+    """
+
+    _held: list[Any] | None = None
+    _answered = False
+
+    def request(self, *args: Any, **kwargs: Any) -> None:
+        held: list[Any] = []
+        self._held = held
+        try:
+            super().request(*args, **kwargs)  # type: ignore[misc]  # of the class mixed with
+        finally:
+            self._held = None
+        super().send(b"".join(held))  # type: ignore[misc]  # same
+
+    def send(self, data: Any) -> None:
+        if self._held is None:
+            super().send(data)  # type: ignore[misc]  # same
+        else:
+            self._held.append(data)
+
+    def getresponse(self) -> Any:
+        try:
+            response = super().getresponse()  # type: ignore[misc]  # same
+        except ConnectionError as exc:  # RemoteDisconnected, too
+            if self._answered:
+                raise _StaleConnectionError(str(exc)) from exc
+            raise
+        self._answered = True
+        return response
+
+    def connect(self) -> None:
+        self._answered = False
+        super().connect()  # type: ignore[misc]  # same
+
+
+class _HttpConnection(_OneSegment, HTTPConnection):
+    pass
+
+
+class _HttpsConnection(_OneSegment, HTTPSConnection):
+    pass
+
+
+class _HttpPool(urllib3.HTTPConnectionPool):
+    ConnectionCls = _HttpConnection
+
+
+class _HttpsPool(urllib3.HTTPSConnectionPool):
+    ConnectionCls = _HttpsConnection
+
+
+class HttpTransport:
+    """A Transport to the server at `url`; each call is `POST {url}/{call}`, `weight_info` a GET.
+
+    `token` is sent as a bearer token; None takes WEIGHTSYNC_TOKEN from the environment, "" sends
+    none. `verify_tls` may be the path of a file with certificates to trust; False trusts anyone.
+    Connections are kept alive and shared by threads. Proxies that the environment names are not
+    used, redirects are not followed. Raises ConfigError for anything but an http or https URL.
+    """
+
+    def __init__(
+        self, url: str, token: str | None = None, *, verify_tls: bool | str = True
+    ) -> None:
+        self._target = url.rstrip("/")
+        self._parts = _split(self._target)
+        self._path = self._parts.path
+        self._verify_tls = verify_tls
+        self._pool = self._make_pool()
+        self._headers = _headers(os.environ.get(TOKEN_VARIABLE) if token is None else token)
+        self._lock = threading.Lock()
+        self._sent_nbytes = 0
+        self._sent_messages = 0
+
+    @property
+    def target(self) -> str:
+        """The URL."""
+        return self._target
+
+    @property
+    def sent_nbytes(self) -> int:
+        """Bytes of all request bodies so far, retries included."""
+        return self._sent_nbytes
+
+    @property
+    def sent_messages(self) -> int:
+        """Requests sent so far, retries included."""
+        return self._sent_messages
+
+    def call(self, request: Request, *, timeout_s: float) -> Reply:
+        """Send one request and return its reply; see Transport.call."""
+        call = CALL_OF[type(request)]
+        status, answer = self._exchange(call, codec.encode(request), timeout_s)
+        if status != 200:
+            self._refuse(call, status, answer)
+        try:
+            return codec.decode_reply(call, answer)
+        except ProtocolError as exc:
+            raise ProtocolError(
+                f"{self._target} answered {call} with something else than its reply ({exc}); "
+                "is this a weightsync server of the same version?"
+            ) from exc
+
+    def close(self) -> None:
+        """Close the connections that are not in use; those in use close after their call."""
+        self._pool.close()
+
+    def _make_pool(self) -> urllib3.HTTPConnectionPool:
+        host, port = self._parts.hostname or "", self._parts.port
+        if self._parts.scheme == "http":
+            return _HttpPool(host, port or 80, maxsize=POOL_SIZE)
+        trusted = self._verify_tls if isinstance(self._verify_tls, str) else None
+        return _HttpsPool(
+            host,
+            port or 443,
+            maxsize=POOL_SIZE,
+            cert_reqs="CERT_REQUIRED" if self._verify_tls else "CERT_NONE",
+            ca_certs=trusted,
+        )
+
+    def _refuse(self, call: str, status: int, answer: bytes) -> NoReturn:
+        try:
+            problem.raise_problem(answer, status=status, peer=f"{self._target}: {call}")
+        except RemoteError as exc:
+            if status in (401, 403):
+                raise AuthError(
+                    f"{self._target} refused {call} with {status}; give its token as token= or "
+                    f"in {TOKEN_VARIABLE}",
+                    status=status,
+                ) from exc
+            raise
+        raise AssertionError("raise_problem returned")
+
+    def _exchange(self, call: str, body: bytes, timeout_s: float) -> tuple[int, bytes]:
+        try:
+            try:
+                return self._send(self._pool, call, body, timeout_s)
+            except _StaleConnectionError:
+                # Its own pool, since other idle connections may be as stale as this one was.
+                with self._make_pool() as fresh:
+                    return self._send(fresh, call, body, timeout_s)
+        except ClosedPoolError as exc:
+            raise ConnectError(f"{self._target}: this transport is closed; connect again") from exc
+        except (NewConnectionError, ConnectTimeoutError) as exc:
+            raise ConnectError(
+                f"{self._target} cannot be reached for {call}: {exc}; is the server running?"
+            ) from exc
+        except ReadTimeoutError as exc:
+            raise TransportTimeout(
+                f"{self._target} did not answer {call} within {timeout_s:g} s; "
+                "send it again, or give more time with timeout_s="
+            ) from exc
+        except (HTTPError, OSError) as exc:
+            raise ConnectError(
+                f"the connection to {self._target} broke during {call}: {exc}; try again"
+            ) from exc
+
+    def _send(
+        self, pool: urllib3.HTTPConnectionPool, call: str, body: bytes, timeout_s: float
+    ) -> tuple[int, bytes]:
+        reads = call in _GET_CALLS
+        self._count(0 if reads else len(body))
+        response = pool.urlopen(
+            "GET" if reads else "POST",
+            f"{self._path}/{call}",
+            body=None if reads else body,
+            headers=self._headers,
+            timeout=urllib3.Timeout(connect=min(timeout_s, CONNECT_TIMEOUT_S), read=timeout_s),
+            retries=False,
+            redirect=False,
+            preload_content=False,
+        )
+        try:
+            answer = response.read(MAX_REPLY_NBYTES + 1)
+            if len(answer) > MAX_REPLY_NBYTES:
+                raise ProtocolError(
+                    f"{self._target} answered {call} with over {MAX_REPLY_NBYTES} bytes"
+                )
+        except BaseException:
+            response.close()
+            raise
+        if response.status >= 500:
+            response.close()
+        response.release_conn()
+        return response.status, answer
+
+    def _count(self, nbytes: int) -> None:
+        with self._lock:
+            self._sent_nbytes += nbytes
+            self._sent_messages += 1
+
+
+def _split(url: str) -> SplitResult:
+    try:
+        parts = urlsplit(url)
+        valid = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError as exc:
+        raise ConfigError(f"{url!r} is no URL: {exc}") from exc
+    if not valid or parts.query or parts.fragment or parts.username is not None:
+        # What stands before an @ may be a password, and is not repeated.
+        raise ConfigError(
+            f"{parts.scheme}://{parts.netloc.rpartition('@')[2]} cannot be a target; give "
+            "http://host:port or https://host:port, without user, query and fragment, and the "
+            "token as token="
+        )
+    return parts
+
+
+def _headers(token: str | None) -> dict[str, str]:
+    headers = {"Content-Type": "application/json", "Accept": "application/json"}
+    if token:
+        if not (token.isascii() and token.isprintable()) or " " in token:
+            raise ConfigError("a token has printable ASCII characters only, and no spaces")
+        headers["Authorization"] = f"Bearer {token}"
+    return headers
