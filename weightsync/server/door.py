@@ -1,0 +1,144 @@
+"""The way from a handler of the event loop to a receiver that blocks, and back as HTTP."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from typing import Protocol, TypeVar
+
+import anyio
+import anyio.to_thread
+from fastapi import Request as HttpRequest
+from fastapi import Response
+from msgspec import structs
+from starlette.requests import ClientDisconnect
+
+from weightsync.errors import AuthError, ConfigError, WeightSyncError
+from weightsync.server.auth import challenge
+from weightsync.wire import codec, problem
+from weightsync.wire.messages import Reply, Request, Status, StepReply
+
+T = TypeVar("T")
+
+logger = logging.getLogger(__name__)
+
+DEFAULT_MAX_BODY_NBYTES = 64 << 20
+BODY_TIMEOUT_S = 60.0
+
+_READS = frozenset({"weight_info"})
+_INTERRUPTS = frozenset({"abort_weight_update", "resume"})
+
+
+class Receiver(Protocol):
+    """What the routes need of a WeightReceiver, or of something that stands for several."""
+
+    def dispatch(self, request: Request) -> Reply:
+        """Make one step; blocks, and is called from several threads at once."""
+
+    def status(self) -> Status:
+        """Return the state now; does not wait for a step in progress."""
+
+    @property
+    def updates_total(self) -> Mapping[str, int]:
+        """Updates so far, by result."""
+
+    @property
+    def last_reply(self) -> StepReply | None:
+        """The reply to the last finished update."""
+
+
+class BodyError(ConfigError):
+    """The body of a request did not arrive as it must; `status` is the answer's."""
+
+    def __init__(self, message: str, *, status: int) -> None:
+        self.status = status
+        super().__init__(message)
+
+
+class Door:
+    """Runs the steps of one receiver in threads of their own.
+
+    Long loads can use up neither the threads of an abort or a resume nor those of status reads.
+    A step goes on when its client goes away; the client's retry joins it.
+    """
+
+    def __init__(self, receiver: Receiver) -> None:
+        self.receiver = receiver
+        self._loads = anyio.CapacityLimiter(32)
+        self._interrupts = anyio.CapacityLimiter(8)
+        self._reads = anyio.CapacityLimiter(8)
+
+    async def step(self, call: str, body: bytes) -> Response:
+        """Decode, dispatch and encode one call. Raises what decoding and the receiver raise."""
+        limiter = self._loads
+        if call in _READS:
+            limiter = self._reads
+        elif call in _INTERRUPTS:
+            limiter = self._interrupts
+        answer = await _in_thread(lambda: self._step(call, body), limiter)
+        return Response(answer, media_type="application/json")
+
+    async def read(self, reading: Callable[[], T]) -> T:
+        """Run something short that may wait for a lock of the receiver."""
+        return await _in_thread(reading, self._reads)
+
+    def _step(self, call: str, body: bytes) -> bytes:
+        return codec.encode(self.receiver.dispatch(codec.decode_request(call, body)))
+
+
+async def _in_thread(work: Callable[[], T], limiter: anyio.CapacityLimiter) -> T:
+    return await anyio.to_thread.run_sync(work, limiter=limiter, abandon_on_cancel=True)
+
+
+async def read_body(request: HttpRequest, max_nbytes: int) -> bytes:
+    """Return the body. Raises BodyError as soon as it is known to be too long, or takes too long.
+
+    A length announced is believed when it is too long, and counted when it is not; chunked
+    bodies announce none.
+    """
+    announced = request.headers.get("content-length", "")
+    if announced.isdecimal() and int(announced[:20]) > max_nbytes:
+        raise _too_long(max_nbytes)
+    received = bytearray()
+    try:
+        with anyio.fail_after(BODY_TIMEOUT_S):
+            async for chunk in request.stream():
+                received += chunk
+                if len(received) > max_nbytes:
+                    raise _too_long(max_nbytes)
+    except TimeoutError as exc:
+        raise BodyError(
+            f"the body did not arrive within {BODY_TIMEOUT_S:g} s; send it again", status=408
+        ) from exc
+    except ClientDisconnect as exc:
+        raise BodyError("the client went away while it sent the body", status=400) from exc
+    return bytes(received)
+
+
+def error_response(exc: Exception) -> Response:
+    """Return the problem document of an error; one that is not ours is logged, too."""
+    if not isinstance(exc, WeightSyncError):
+        logger.error("a request failed", exc_info=exc)
+    document = problem.to_problem(exc)
+    headers: dict[str, str] = {}
+    if isinstance(exc, BodyError):
+        document = structs.replace(
+            document, status=exc.status, error="ConfigError", title="ConfigError"
+        )
+        headers["connection"] = "close"
+    if isinstance(exc, AuthError):
+        headers.update((name.decode(), value.decode()) for name, value in challenge(exc))
+    return Response(
+        problem.encode_problem(document),
+        status_code=document.status,
+        headers=headers,
+        media_type=problem.MEDIA_TYPE,
+    )
+
+
+def _too_long(max_nbytes: int) -> BodyError:
+    return BodyError(
+        f"the body is longer than {max_nbytes} bytes; weights travel in shared memory, not in "
+        "messages, so this is either not for this server or needs a larger max_body_nbytes",
+        status=413,
+    )

@@ -1,0 +1,76 @@
+"""What `/metrics` shows of a receiver, in Prometheus' text format."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.metrics_core import Metric
+
+from weightsync.lifecycle import State
+from weightsync.server.door import Receiver
+from weightsync.wire.messages import Status, StepReply
+
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+
+
+class ReceiverMetrics:
+    """Reads a receiver whenever it is asked; keeps no numbers, and has its own registry."""
+
+    def __init__(self, receiver: Receiver) -> None:
+        self._receiver = receiver
+        self._registry = CollectorRegistry(auto_describe=False)
+        self._registry.register(self)
+
+    def render(self) -> bytes:
+        """Return the text. Called for every GET of `/metrics`."""
+        return generate_latest(self._registry)
+
+    def describe(self) -> list[Metric]:
+        """Return nothing, so that registering does not read the receiver."""
+        return []
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield the metrics. Called by the registry."""
+        yield from _of_status(self._receiver.status())
+        updates = CounterMetricFamily(
+            "weightsync_updates", "Updates by how they ended.", labels=["result"]
+        )
+        for result, count in sorted(self._receiver.updates_total.items()):
+            updates.add_metric([result], count)
+        yield updates
+        if (reply := self._receiver.last_reply) is not None:
+            yield from _of_reply(reply)
+
+
+def _of_status(status: Status) -> Iterator[Metric]:
+    yield GaugeMetricFamily(
+        "weightsync_version", "Version of the weights in use.", value=status.version
+    )
+    yield GaugeMetricFamily(
+        "weightsync_may_generate",
+        "1 where the weights in use are one whole version.",
+        value=int(status.may_generate),
+    )
+    state = GaugeMetricFamily("weightsync_state", "1 for the state now.", labels=["state"])
+    for one in State:
+        state.add_metric([one.value], int(one.value == status.state))
+    yield state
+
+
+def _of_reply(reply: StepReply) -> Iterator[Metric]:
+    seconds = GaugeMetricFamily(
+        "weightsync_last_update_seconds", "Seconds of the last update.", labels=["phase"]
+    )
+    for phase, value in sorted(reply.seconds.items()):
+        seconds.add_metric([phase], value)
+    yield seconds
+    yield GaugeMetricFamily(
+        "weightsync_last_update_bytes", "Bytes of the last update.", value=reply.nbytes
+    )
+    yield GaugeMetricFamily(
+        "weightsync_last_update_stall_seconds",
+        "Seconds for which the last update held generation up.",
+        value=reply.stall_s,
+    )

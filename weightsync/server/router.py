@@ -1,0 +1,153 @@
+"""The control routes of a receiver, for any FastAPI app."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+
+import msgspec
+from fastapi import APIRouter, Response
+from fastapi import Request as HttpRequest
+
+from weightsync.errors import NotReadyError, ProtocolError
+from weightsync.server.auth import check_authorization, check_token_text
+from weightsync.server.door import (
+    DEFAULT_MAX_BODY_NBYTES,
+    Door,
+    Receiver,
+    error_response,
+    read_body,
+)
+from weightsync.server.metrics import CONTENT_TYPE, ReceiverMetrics
+from weightsync.server.schemas import describe_answers, describe_body
+from weightsync.wire.messages import CALLS, Status, StatusRequest
+
+Handler = Callable[[HttpRequest], Awaitable[Response]]
+
+
+def weight_router(
+    receiver: Receiver,
+    *,
+    token: str | None,
+    max_body_nbytes: int = DEFAULT_MAX_BODY_NBYTES,
+) -> APIRouter:
+    """Return the routes of DESIGN.md section 9 for `receiver`.
+
+    Every POST wants `token` as a bearer token, which is looked at before the body is read: the
+    handlers take the raw request, since a router carries no middleware and a typed body would be
+    read first. `token=None` lets everyone in who reaches the app; a whole app may be guarded by
+    `TokenAuth` instead. Raises ConfigError for a token that cannot be sent.
+    """
+    if token is not None:
+        check_token_text(token)
+    door = Door(receiver)
+    router = APIRouter(tags=["weights"])
+    for call, kind in CALLS.items():
+        if kind is not StatusRequest:
+            _add_call(router, call, _call_handler(door, call, token, max_body_nbytes))
+    _add_readings(router, _Readings(door))
+    return router
+
+
+def _add_call(router: APIRouter, call: str, handler: Handler) -> None:
+    router.add_api_route(
+        f"/{call}",
+        _guarded(handler),
+        methods=["POST"],
+        name=call,
+        summary=(CALLS[call].__doc__ or "").partition("\n")[0],
+        response_class=Response,
+        responses=describe_answers(call),
+        openapi_extra=describe_body(call),
+    )
+
+
+def _call_handler(door: Door, call: str, token: str | None, max_body_nbytes: int) -> Handler:
+    async def handler(request: HttpRequest) -> Response:
+        if token is not None:
+            check_authorization(request.scope, token)
+        body = await read_body(request, max_body_nbytes)
+        if call == "pause" and "mode" in request.query_params:
+            body = _pause_body(request.query_params["mode"], body)
+        return await door.step(call, body)
+
+    return handler
+
+
+def _pause_body(mode: str, body: bytes) -> bytes:
+    if body.strip() not in (b"", b"{}"):
+        raise ProtocolError("pause has a mode in its URL and a body as well; give the mode once")
+    return msgspec.json.encode({"mode": mode})
+
+
+class _Readings:
+    """The GET routes: nothing here changes anything, and nothing wants the token."""
+
+    def __init__(self, door: Door) -> None:
+        self._door = door
+        self._metrics = ReceiverMetrics(door.receiver)
+
+    async def weight_info(self, request: HttpRequest) -> Response:
+        """State, version, label, digest and ledger."""
+        return await self._door.step("weight_info", b"")
+
+    async def health(self, request: HttpRequest) -> Response:
+        """200 where the server may generate, else 503."""
+        status = await self._status()
+        if not status.may_generate:
+            raise NotReadyError(
+                f"the weights are not whole: {status.state} at version {status.version}, update "
+                f"{status.update_id}; wait for it to finish, or send a full update",
+                state=status.state,
+                update_id=status.update_id or "",
+            )
+        return _json({"status": "ok", "state": status.state, "version": status.version})
+
+    async def get_world_size(self, request: HttpRequest) -> Response:
+        """The number of workers."""
+        return _json({"world_size": 1})
+
+    async def is_paused(self, request: HttpRequest) -> Response:
+        """Whether generation is paused."""
+        return _json({"is_paused": (await self._status()).paused})
+
+    async def metrics(self, request: HttpRequest) -> Response:
+        """Prometheus metrics."""
+        text = await self._door.read(self._metrics.render)
+        return Response(text, media_type=CONTENT_TYPE)
+
+    async def _status(self) -> Status:
+        return await self._door.read(self._door.receiver.status)
+
+
+def _add_readings(router: APIRouter, readings: _Readings) -> None:
+    for handler in (
+        readings.weight_info,
+        readings.health,
+        readings.get_world_size,
+        readings.is_paused,
+        readings.metrics,
+    ):
+        name = handler.__name__
+        router.add_api_route(
+            f"/{name}",
+            _guarded(handler),
+            methods=["GET"],
+            name=name,
+            summary=handler.__doc__,
+            response_class=Response,
+            responses=describe_answers(name) if name in CALLS else None,
+        )
+
+
+def _json(data: dict[str, object]) -> Response:
+    return Response(msgspec.json.encode(data), media_type="application/json")
+
+
+def _guarded(handler: Handler) -> Handler:
+    async def guarded(request: HttpRequest) -> Response:
+        try:
+            return await handler(request)
+        except Exception as exc:  # noqa: BLE001 - the edge: each error becomes a problem document
+            return error_response(exc)
+
+    return guarded
