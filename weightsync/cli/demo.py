@@ -23,6 +23,7 @@ from weightsync.cli.demo_report import (
     Proof,
     Ready,
     Step,
+    check_plotting,
     decode_event,
     write_plot,
     write_report,
@@ -62,6 +63,7 @@ def demo(
     out.mkdir(parents=True, exist_ok=True)
     signal.signal(signal.SIGTERM, _raise_exit)
     try:
+        check_plotting()
         report = _Demo(console, model.value, steps, port).run()
     except WeightSyncError as exc:
         console.print(f"the demo failed: {exc}", style="red", markup=False)

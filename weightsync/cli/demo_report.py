@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from importlib import util as import_util
 from pathlib import Path
 
 import msgspec
+
+from weightsync.errors import BackendUnavailableError
 
 
 class Event(msgspec.Struct, frozen=True, kw_only=True, tag_field="event"):
@@ -77,6 +80,12 @@ def decode_event(line: bytes) -> Ready | Step | Proof:
 def write_report(report: DemoReport, file: Path) -> None:
     """Write the report as readable JSON."""
     file.write_bytes(msgspec.json.format(msgspec.json.encode(report), indent=2) + b"\n")
+
+
+def check_plotting() -> None:
+    """Raise BackendUnavailableError when `write_plot` would not work; called before the work."""
+    if import_util.find_spec("matplotlib") is None:
+        raise BackendUnavailableError("the plot needs matplotlib; pip install 'weightsync[demo]'")
 
 
 def write_plot(steps: Sequence[Step], file: Path) -> None:

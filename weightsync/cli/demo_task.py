@@ -130,12 +130,18 @@ class Learner:
         and the trainer's own: with equal weights on both sides it is rounding error.
         """
         rewards = torch.tensor([self._task.reward(c.text) for c in completions])
-        groups = rewards.view(len(self._prompts), self._task.group)
-        logprobs, rows = completion_logprobs(self._model, self._prompts, completions)
-        loss = -(logprobs * advantages(groups).flatten()[rows]).mean()
-        loss.backward()  # type: ignore[no-untyped-call]  # torch leaves it untyped
+        weights = advantages(rewards.view(len(self._prompts), self._task.group))
+        num_tokens = sum(len(c.token_ids) for c in completions)
+        gap = 0.0
+        for prompt, weight in enumerate(weights):
+            group = [c for c in completions if c.prompt_index == prompt]
+            logprobs, rows = completion_logprobs(self._model, self._prompts, group)
+            # Group by group: the activations of all at once would outweigh the model.
+            loss = -(logprobs * weight[rows]).sum() / num_tokens
+            loss.backward()
+            server = torch.tensor([p for c in group for p in c.logprobs or ()])
+            gap = max(gap, float((logprobs.detach() - server).abs().max()))
         torch.nn.utils.clip_grad_norm_(self._model.parameters(), MAX_GRAD_NORM)
         self._optimizer.step()
         self._optimizer.zero_grad(set_to_none=True)
-        server = torch.tensor([p for c in completions for p in c.logprobs or ()])
-        return float(rewards.mean()), float((logprobs.detach() - server).abs().max())
+        return float(rewards.mean()), gap
