@@ -1,0 +1,152 @@
+"""Trainer and receiver as two processes, written once for every device."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from typing import Any, Literal
+
+import torch
+
+import weightsync as ws
+from tests.gpu.receiver_process import (
+    EveryDtype,
+    ReceiverProcess,
+    digests,
+    fill,
+    footprint,
+    receiver_process,
+)
+from weightsync.samehost.cuda_handle import collect
+
+Apply = Literal["staged", "in_place"]
+WARM = 10
+UPDATES = 50
+
+
+def fast_road(device: str) -> str:
+    return "cuda_ipc" if device == "cuda" else "shared_memory"
+
+
+def several_updates(device: str, *, packed: bool, apply: Apply, verify: bool = True) -> None:
+    """Every dtype and shape arrives bit for bit, update after update, by the fast road."""
+    model = EveryDtype(device)
+    with (
+        receiver_process(device, apply=apply) as receiver,
+        ws.connect(model, to=receiver, packed=packed, verify=verify) as sender,
+    ):
+        for version in (1, 2, 3):
+            fill(model, seed=version)
+            report = sender.send_weights()
+            assert report.version == version
+            assert report.road == fast_road(device), report.skipped_roads
+            assert report.packed is packed
+            assert report.apply == apply
+            assert (report.verified != "none") is verify
+            assert receiver.digests() == digests(model)
+
+
+def memory_moved(device: str) -> None:
+    """Tensors that the trainer replaced by others, elsewhere, are found and sent."""
+    model = EveryDtype(device)
+    with (
+        receiver_process(device) as receiver,
+        ws.connect(model, to=receiver, packed=False) as sender,
+    ):
+        fill(model, seed=1)
+        sender.send_weights()
+        model.inner.weight.data = torch.empty_like(model.inner.weight)
+        fill(model, seed=2)
+        sender.send_weights()
+        assert receiver.digests() == digests(model)
+
+
+def no_growth(device: str, *, packed: bool) -> None:
+    """Once warm, updates take no GPU memory, no descriptor and no segment on either side."""
+    model = EveryDtype(device)
+    with (
+        receiver_process(device) as receiver,
+        ws.connect(model, to=receiver, packed=packed) as sender,
+    ):
+        for seed in range(WARM):
+            fill(model, seed)
+            sender.send_weights()
+        before = footprint(), receiver.footprint()
+        for seed in range(UPDATES):
+            fill(model, seed)
+            sender.send_weights()
+        assert (footprint(), receiver.footprint()) == before
+        assert receiver.digests() == digests(model)
+
+
+def memory_comes_back(device: str) -> None:
+    """After close, the trainer's GPU memory can be freed: no export outlives its connection."""
+    before = footprint()["gpu_allocated"]
+    model = EveryDtype(device)
+    with (
+        receiver_process(device) as receiver,
+        ws.connect(model, to=receiver, packed=False) as sender,
+    ):
+        fill(model, seed=1)
+        sender.send_weights()
+    del model, sender
+    if device == "cuda":
+        collect()
+    assert footprint()["gpu_allocated"] <= before
+
+
+def receiver_without_the_gpu(device: str) -> None:
+    """The receiver's model is on the CPU: no GPU key fits, bytes are staged through the host."""
+    model = EveryDtype(device)
+    with receiver_process("cpu") as receiver, ws.connect(model, to=receiver) as sender:
+        for seed in (1, 2):
+            fill(model, seed)
+            report = sender.send_weights()
+            assert report.road == "shared_memory"
+            assert receiver.digests() == digests(model)
+    if device == "cuda":
+        assert report.skipped_roads["cuda_ipc"]
+
+
+class BrokenProbe:
+    """A callback that spoils every CUDA handle of a probe on its way."""
+
+    def __init__(self, receiver: ReceiverProcess) -> None:
+        self.receiver = receiver
+        self.spoiled = 0
+
+    def __call__(self, message: Mapping[str, object]) -> object:
+        spoiled: Any = copy.deepcopy(dict(message))
+        info = spoiled["body"].get("init_info") or {}
+        for handle in info.get("probe", {}).get("handle", {}).values():
+            if handle["kind"] == "cuda":
+                handle["handle"] = "AAAA"
+                self.spoiled += 1
+        return self.receiver(spoiled)
+
+
+def refused_probe(device: str, *, packed: bool | None) -> None:
+    """A probe that cannot be opened costs the road, not the update; the report says why."""
+    model = EveryDtype(device)
+    with receiver_process(device) as receiver:
+        callback = BrokenProbe(receiver)
+        with ws.connect(model, to=callback, packed=packed) as sender:
+            for seed in (1, 2):
+                fill(model, seed)
+                report = sender.send_weights()
+                assert report.road == "shared_memory"
+                assert receiver.digests() == digests(model)
+    if device == "cuda":
+        assert callback.spoiled > 0
+        assert "malformed CUDA handle" in report.skipped_roads["cuda_ipc"]
+
+
+def whatever_road(device: str) -> tuple[str, dict[str, str]]:
+    """Updates arrive by the road that works here; return it, and why others were passed over."""
+    model = EveryDtype(device)
+    with receiver_process(device) as receiver, ws.connect(model, to=receiver) as sender:
+        for seed in (1, 2):
+            fill(model, seed)
+            report = sender.send_weights()
+            assert receiver.digests() == digests(model)
+    return report.road, dict(report.skipped_roads)
