@@ -1,0 +1,110 @@
+"""weightsync moves the weights of a model from its trainer to the servers that generate with it.
+
+    sender = weightsync.connect(model, to="http://127.0.0.1:8000")
+    report = sender.send_weights()
+
+On the other side, `weightsync.WeightReceiver(model)` and `weightsync.server.weight_router`.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from weightsync.compat import (
+    IPCTrainerSendWeightsArgs,
+    IPCWeightTransferEngine,
+    IPCWeightTransferInitInfo,
+    IPCWeightTransferUpdateInfo,
+)
+from weightsync.errors import (
+    AuthError,
+    BackendUnavailableError,
+    ConfigError,
+    ConnectError,
+    HandleError,
+    ManifestMismatchError,
+    NotReadyError,
+    ProtocolError,
+    RemoteError,
+    SegmentError,
+    StaleVersionError,
+    TransferError,
+    TransferTimeout,
+    TransportError,
+    TransportTimeout,
+    UpdateConflictError,
+    VerificationError,
+    WeightSyncError,
+)
+from weightsync.oneshot import close, send_weights
+from weightsync.receiver import WeightReceiver
+from weightsync.report import ReceiverReport, SyncReport
+from weightsync.specs import Manifest, TensorSpec
+from weightsync.trainer import WeightSender, connect
+from weightsync.weights.hook_sink import HookSink
+from weightsync.weights.module_sink import ModuleSink
+from weightsync.weights.sink import WeightSink
+from weightsync.weights.source import ModuleSource, StateDictSource, WeightSource
+
+if TYPE_CHECKING:
+    from weightsync import server
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "AuthError",
+    "BackendUnavailableError",
+    "ConfigError",
+    "ConnectError",
+    "HandleError",
+    "HookSink",
+    "IPCTrainerSendWeightsArgs",
+    "IPCWeightTransferEngine",
+    "IPCWeightTransferInitInfo",
+    "IPCWeightTransferUpdateInfo",
+    "Manifest",
+    "ManifestMismatchError",
+    "ModuleSink",
+    "ModuleSource",
+    "NotReadyError",
+    "ProtocolError",
+    "ReceiverReport",
+    "RemoteError",
+    "SegmentError",
+    "StaleVersionError",
+    "StateDictSource",
+    "SyncReport",
+    "TensorSpec",
+    "TransferError",
+    "TransferTimeout",
+    "TransportError",
+    "TransportTimeout",
+    "UpdateConflictError",
+    "VerificationError",
+    "WeightReceiver",
+    "WeightSender",
+    "WeightSink",
+    "WeightSource",
+    "WeightSyncError",
+    "__version__",
+    "close",
+    "connect",
+    "send_weights",
+    "server",
+]
+
+_LAZY = {"server": "server"}
+"""Modules that need an extra, by the extra that brings it."""
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _LAZY:
+        raise AttributeError(f"module 'weightsync' has no attribute {name!r}")
+    try:
+        return import_module(f"weightsync.{name}")
+    except ImportError as exc:
+        raise BackendUnavailableError(
+            f"weightsync.{name} needs more packages ({exc}): "
+            f"pip install 'weightsync[{_LAZY[name]}]'"
+        ) from exc

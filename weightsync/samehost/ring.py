@@ -46,7 +46,7 @@ def require_ordered_stores() -> None:
 
 
 class Control:
-    """The control segment: counters by name. `slots`, `readers` and `entries` are its dimensions."""
+    """The control segment: its counters by name, and room for `entries` fingerprints."""
 
     def __init__(self, segment: Segment, *, slots: int, readers: int, entries: int) -> None:
         require_ordered_stores()
@@ -188,10 +188,6 @@ class RingWriter:
         self._sequence += chunks
         self.control.epoch += 1
         return self.control.epoch
-
-    def extend(self, chunks: int) -> None:
-        """Reserve more sequence numbers for an update whose length was not known."""
-        self._sequence += chunks
 
     def acquire(self, chunk: int, *, check: Check, timeout_s: float) -> int:
         """Return the slot of `chunk` once every reader has released what was in it.

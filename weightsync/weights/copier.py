@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
-from weightsync.weights.buckets import ALIGNMENT, Plan, Run
+from weightsync.weights.buckets import ALIGNMENT, Piece, Plan, Run
 from weightsync.weights.fingerprint import mix64, xxh3, xxh3_parts
 
 
@@ -72,60 +72,50 @@ class HostRun:
         return xxh3_parts(self.held)
 
 
-class RunSource:
-    """Addresses of the source of one run: either its place in a slot, or one per tensor."""
+class Places:
+    """Host addresses of a stream: one per tensor, or a slot that carries it from `chunk_start`."""
 
     def __init__(self, memory: Memory | None, slot: int = 0, chunk_start: int = 0) -> None:
-        """`memory`, or the address of a `slot` that carries the stream from `chunk_start`."""
         self._addresses = [t.data_ptr() for t in memory.tensors] if memory else None
         self._slot = slot - chunk_start
         self.flat = memory is None or memory.flat
 
-    def address(self, index: int, begin: int, start: int) -> int:
-        """Where byte `begin` of tensor `index` is; it lies at `start` in the stream."""
+    def address(self, piece: Piece) -> int:
+        """Where the first byte of `piece` is."""
         if self._addresses is None:
-            return self._slot + start
-        return self._addresses[index] + begin
+            return self._slot + piece.start
+        return self._addresses[piece.index] + piece.begin
 
 
-class HostCompiler:
-    """Turns runs into memmoves for one source and one destination, both host memory."""
+def compile_host(plan: Plan, run: Run, target: Places, source: Places) -> HostRun:
+    """Plan one run between host memories."""
+    copies: list[Copy] = []
+    parts: list[tuple[int, int, int]] = []
+    for piece in plan.pieces(run.start, run.stop):
+        address = target.address(piece)
+        copy = Copy(address, source.address(piece), piece.nbytes)
+        _append(copies, copy, padded=target.flat and source.flat)
+        parts.append((piece.start, address, piece.nbytes))
+    return HostRun(tuple(copies), _views(run, parts, flat=target.flat))
 
-    def __init__(self, plan: Plan, destination: Memory) -> None:
-        self._plan = plan
-        self._targets = [t.data_ptr() for t in destination.tensors]
-        self._flat = destination.flat
 
-    def compile(self, run: Run, source: RunSource) -> HostRun:
-        """Plan one run."""
-        copies: list[Copy] = []
-        held: list[tuple[int, int]] = []
-        for piece in self._plan.pieces(run.start, run.stop):
-            target = self._targets[piece.index] + piece.begin
-            _append(
-                copies,
-                Copy(target, source.address(piece.index, piece.begin, piece.start), piece.nbytes),
-                padded=self._flat and source.flat,
-            )
-            held.append((target, piece.nbytes))
-        return HostRun(tuple(copies), self._held(run, held))
-
-    def _held(self, run: Run, places: list[tuple[int, int]]) -> tuple[memoryview | bytes, ...]:
-        if self._flat and places:
-            first = next(self._plan.pieces(run.start, run.stop))
-            return (host_view(places[0][0] - (first.start - run.start), run.stop - run.start),)
-        views: list[memoryview | bytes] = []
-        at = run.start
-        for piece, (address, nbytes) in zip(
-            self._plan.pieces(run.start, run.stop), places, strict=True
-        ):
-            if piece.start > at:
-                views.append(bytes(piece.start - at))
-            views.append(host_view(address, nbytes))
-            at = piece.start + piece.nbytes
-        if run.stop > at:
-            views.append(bytes(run.stop - at))
-        return tuple(views)
+def _views(
+    run: Run, parts: list[tuple[int, int, int]], *, flat: bool
+) -> tuple[memoryview | bytes, ...]:
+    """The bytes of a run in stream order, with the zeros between its tensors."""
+    if flat:
+        start, address, _ = parts[0]
+        return (host_view(address - (start - run.start), run.stop - run.start),)
+    views: list[memoryview | bytes] = []
+    at = run.start
+    for start, address, nbytes in parts:
+        if start > at:
+            views.append(bytes(start - at))
+        views.append(host_view(address, nbytes))
+        at = start + nbytes
+    if run.stop > at:
+        views.append(bytes(run.stop - at))
+    return tuple(views)
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,25 +142,15 @@ class DeviceRun:
 
     def _joined(self) -> torch.Tensor:
         device = self.targets[0].device
-        parts: list[torch.Tensor] = []
-        gaps = dict(self.gaps)
-        for i, target in enumerate(self.targets):
-            if i in gaps:
-                parts.append(torch.zeros(gaps[i], dtype=torch.uint8, device=device))
-            parts.append(target)
-        if len(self.targets) in gaps:
-            parts.append(torch.zeros(gaps[len(self.targets)], dtype=torch.uint8, device=device))
+        parts = list(self.targets)
+        for i, nbytes in reversed(self.gaps):
+            parts.insert(i, torch.zeros(nbytes, dtype=torch.uint8, device=device))
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def _interleaved(self) -> list[memoryview | bytes]:
-        gaps = dict(self.gaps)
-        parts: list[memoryview | bytes] = []
-        for i, source in enumerate(self.sources):
-            if i in gaps:
-                parts.append(bytes(gaps[i]))
-            parts.append(host_view(source.data_ptr(), source.numel()))
-        if len(self.sources) in gaps:
-            parts.append(bytes(gaps[len(self.sources)]))
+        parts: list[memoryview | bytes] = [host_view(s.data_ptr(), s.numel()) for s in self.sources]
+        for i, nbytes in reversed(self.gaps):
+            parts.insert(i, bytes(nbytes))
         return parts
 
 
@@ -188,7 +168,7 @@ class DeviceCompiler:
         slot: torch.Tensor | None = None,
         chunk_start: int = 0,
     ) -> DeviceRun:
-        """Plan one run from `memory`, or from a `slot` that carries the stream from `chunk_start`."""
+        """Plan one run from `memory`, or from a `slot` with the stream from `chunk_start` on."""
         targets, sources, gaps = [], [], []
         at = run.start
         for i, piece in enumerate(self._plan.pieces(run.start, run.stop)):
@@ -217,20 +197,21 @@ class RunCompiler:
     """
 
     def __init__(self, plan: Plan, destination: Memory, memory: Memory | None = None) -> None:
-        self._memory = memory
-        self._source = RunSource(memory) if memory else None
+        self._plan = plan
         self._on_host = destination.on_host() and (memory is None or memory.on_host())
-        self._host = HostCompiler(plan, destination)
+        self._memory = memory
+        self._target = Places(destination) if self._on_host else None
+        self._source = Places(memory) if self._on_host and memory else None
         self._device = DeviceCompiler(plan, destination)
 
     def compile(
         self, run: Run, slot: torch.Tensor | None = None, chunk_start: int = 0
     ) -> CompiledRun:
         """Plan one run; `slot` carries the stream from `chunk_start` on."""
-        if self._on_host and (slot is None or slot.device.type == "cpu"):
+        if self._target is not None and (slot is None or slot.device.type == "cpu"):
             address = slot.data_ptr() if slot is not None else 0
-            source = self._source or RunSource(None, address, chunk_start)
-            return self._host.compile(run, source)
+            source = self._source or Places(None, address, chunk_start)
+            return compile_host(self._plan, run, self._target, source)
         return self._device.compile(run, self._memory, slot, chunk_start)
 
 

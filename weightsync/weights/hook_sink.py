@@ -75,7 +75,7 @@ class _NamesLoaded:
             self._loaded |= loaded
 
     def check(self) -> None:
-        """Hooks may rename (fused layers), so only counts of nothing at all and misses are errors."""
+        """Raise for names given and not loaded; a hook that renames (fused layers) is believed."""
         if not self._said:
             return
         given = {spec.name for spec in self._manifest.specs}

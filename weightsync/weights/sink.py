@@ -70,7 +70,7 @@ class WeightSink(ABC):
 
     @abstractmethod
     def land(self, plan: Plan, apply: Apply) -> Landing:
-        """Make room for the tensors of `plan.manifest`. Called once per manifest, before bytes move.
+        """Make room for the tensors of `plan.manifest`, once per manifest, before bytes move.
 
         Raises ManifestMismatchError for tensors that have no place here.
         """

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import mmap
+from pathlib import Path
 
 import torch
 
@@ -41,7 +42,7 @@ def available(device: torch.device) -> int:
     """Return the bytes of `device` that are free, as the system estimates them."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
-    with open("/proc/meminfo", encoding="ascii") as lines:
+    with Path("/proc/meminfo").open(encoding="ascii") as lines:
         for line in lines:
             if line.startswith("MemAvailable:"):
                 return int(line.split()[1]) * 1024

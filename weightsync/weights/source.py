@@ -198,8 +198,8 @@ class ModuleSource:
 class IterableSource:
     """A callable that returns a fresh iterable of `(name, full tensor)` for every update.
 
-    It is iterated once at `connect` for the manifest. Every later iteration is compared with that
-    as it flows: ManifestMismatchError names the first tensor that differs, instead of a hang.
+    It is iterated once at `connect` for the manifest; the sender compares every later iteration
+    with that as it flows.
     """
 
     def __init__(
@@ -211,7 +211,6 @@ class IterableSource:
     ) -> None:
         self._factory = factory
         self._rename = rename_with(rename)
-        self._dtype = dtype
         self._manifest = Manifest(
             tuple(spec_of(self._rename(name), tensor, dtype) for name, tensor in factory())
         )
@@ -222,9 +221,9 @@ class IterableSource:
         return self._manifest
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield a fresh iteration, checked against the manifest."""
-        pairs = ((self._rename(name), tensor) for name, tensor in self._factory())
-        yield from checked(pairs, self._manifest, self._dtype)
+        """Yield a fresh iteration."""
+        for name, tensor in self._factory():
+            yield self._rename(name), tensor
 
     def stable_tensors(self) -> list[torch.Tensor] | None:
         """None: the tensors may be new ones every time."""
@@ -241,29 +240,31 @@ class StateDictSource(IterableSource):
         dtype: torch.dtype | None = None,
         rename: Rename | None = None,
     ) -> None:
-        super().__init__(lambda: state_dict.items(), dtype=dtype, rename=rename)
+        super().__init__(state_dict.items, dtype=dtype, rename=rename)
 
 
-def checked(
-    pairs: NamedTensors, manifest: Manifest, dtype: torch.dtype | None = None
-) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the pairs while they are those of `manifest`; else ManifestMismatchError."""
+def checked(pairs: NamedTensors, manifest: Manifest) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the pairs while names and shapes are those of `manifest`; else ManifestMismatchError.
+
+    So a source that disagrees with what it announced is an error that names the first divergent
+    tensor, and not wrong bytes or a receiver that waits for ever.
+    """
     specs = iter(manifest.specs)
     for position, (name, tensor) in enumerate(pairs):
         spec = next(specs, None)
-        found = spec_of(name, tensor, dtype)
         if spec is None:
             raise ManifestMismatchError(
                 f"the source yields {name!r} at position {position}, after its manifest's last "
                 "tensor; connect again if the model has changed",
                 unexpected=[name],
             )
-        if found != spec:
+        if name != spec.name or tensor.shape != spec.shape:
+            found = f"{name!r} {list(tensor.shape)}"
             raise ManifestMismatchError(
                 f"the source diverges from its manifest at position {position}: it yields "
-                f"{name!r} {found}, the manifest has {spec.name!r} {spec}; "
+                f"{found}, the manifest has {spec.name!r} {list(spec.shape)}; "
                 "connect again if the model has changed",
-                mismatched=[f"{spec.name}: {spec}, yielded {name} {found}"],
+                mismatched=[f"{spec.name}: {spec}, yielded {found}"],
             )
         yield name, tensor
     left: TensorSpec | None = next(specs, None)
@@ -294,6 +295,6 @@ def as_source(
     if callable(source):
         return IterableSource(source, dtype=dtype, rename=rename)
     raise ConfigError(
-        f"cannot send from a {type(source).__name__}; give an nn.Module, a state dict, a WeightSource "
-        "or a callable that returns a fresh iterable of (name, tensor) for every update"
+        f"cannot send from a {type(source).__name__}; give an nn.Module, a state dict, a "
+        "WeightSource or a callable that returns fresh (name, tensor) pairs for every update"
     )

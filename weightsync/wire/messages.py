@@ -79,15 +79,14 @@ class RingInfo(Message, frozen=True, kw_only=True):
 
 
 class StorageInfo(Message, frozen=True, kw_only=True):
-    """The registered storages of the unpacked road, and where in them each tensor of the manifest is.
+    """The registered memory of the unpacked road.
 
-    `strides` are in elements, None for a contiguous tensor.
+    Tensor i lies `offset[i]` bytes into `storage[i]`. Every tensor is contiguous there.
     """
 
-    handles: list[KeyedHandle]
-    storage: list[Size]
-    offset: list[Size]
-    strides: list[Shape | None]
+    handles: Annotated[list[KeyedHandle], Meta(max_length=MAX_TENSORS)]
+    storage: Annotated[list[Size], Meta(max_length=MAX_TENSORS)]
+    offset: Annotated[list[Size], Meta(max_length=MAX_TENSORS)]
 
 
 class ProbeInfo(Message, frozen=True, kw_only=True):
@@ -99,9 +98,10 @@ class ProbeInfo(Message, frozen=True, kw_only=True):
 
 
 class IpcInit(Message, frozen=True, kw_only=True, tag="ipc", tag_field="backend"):
-    """Everything a receiver needs once: manifest, probe, ring or storages, and its reader place.
+    """All that a receiver needs once: manifest, probe, ring, storages, and its reader place.
 
-    `lease_s`: how long the receiver waits for progress before it gives an update up.
+    `entries` is the room for fingerprints in the control segment, `lease_s` how long the receiver
+    waits for progress before it gives an update up.
     """
 
     protocol_min: int
@@ -113,10 +113,10 @@ class IpcInit(Message, frozen=True, kw_only=True, tag="ipc", tag_field="backend"
     control: SegmentHandle
     reader: Annotated[int, Meta(ge=0, le=4096)]
     num_readers: Annotated[int, Meta(ge=1, le=4096)]
+    entries: Annotated[int, Meta(ge=1, le=1 << 32)]
     run_nbytes: Annotated[int, Meta(ge=4096, le=1 << 40)]
-    fingerprint: Literal["xxh3", "mix64"]
     lease_s: Seconds
-    ring: RingInfo | None = None
+    ring: RingInfo
     storages: StorageInfo | None = None
 
 
@@ -153,7 +153,7 @@ class StartRequest(StartTerms, frozen=True, kw_only=True):
 
 
 class RegisteredUpdate(Message, frozen=True, kw_only=True):
-    """Bytes come by what `init` registered: `base` is the ring's sequence number before this update.
+    """Bytes come by what `init` registered; `base` counts what the ring carried before.
 
     `manifest` is given when other tensors than the registered ones are sent, by the ring.
     """
@@ -179,7 +179,10 @@ class UnpackedUpdate(Message, frozen=True, kw_only=True):
 
 
 class PackedUpdate(Message, frozen=True, kw_only=True):
-    """One handle for a buffer in which the tensors lie one after another, `tensor_sizes` bytes each."""
+    """One handle for a buffer in which the tensors lie one after another.
+
+    `tensor_sizes` are their bytes.
+    """
 
     names: list[Name]
     dtype_names: list[str]
@@ -198,7 +201,7 @@ UpdateInfo = RegisteredUpdate | UnpackedUpdate | PackedUpdate | EmptyUpdate
 
 
 class UpdateRequest(Message, frozen=True, kw_only=True):
-    """`update_weights`: load; with `start` it begins the update, with `prepare` it also ends loading.
+    """`update_weights`: load. With `start` it begins the update, with `prepare` it ends it.
 
     Outside a session and without `update_id` it is a whole update of its own.
     """
@@ -313,7 +316,11 @@ class LedgerEntry(Message, frozen=True, kw_only=True):
 
 
 class Status(Message, frozen=True, kw_only=True):
-    """The state of one receiver. `prepared_version` is the version that `finish` would commit."""
+    """The state of one receiver.
+
+    `prepared_version` is the version that `finish` would commit; `orphaned` says that the sender
+    of the open update is dead.
+    """
 
     instance: str
     protocol: int
@@ -328,6 +335,7 @@ class Status(Message, frozen=True, kw_only=True):
     prepared_version: int | None = None
     manifest_digest: str | None = None
     busy: bool = False
+    orphaned: bool = False
     paused: bool = False
     detail: str = ""
     device_keys: list[str] = []

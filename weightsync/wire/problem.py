@@ -1,4 +1,4 @@
-"""Errors over the wire: problem documents (RFC 9457) that raise the same class on the other side."""
+"""Errors over the wire: problem documents (RFC 9457), raised as the same class on arrival."""
 
 from __future__ import annotations
 

@@ -1,0 +1,132 @@
+"""What every backend does, on both sides.
+
+An engine is one half of a backend, live in a process. It moves bytes and proves them; it knows
+nothing of how messages travel, of versions or of who may generate.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+
+from weightsync.specs import Manifest
+from weightsync.weights.buckets import Plan
+from weightsync.weights.sink import Landing, Verification
+from weightsync.weights.source import NamedTensors
+from weightsync.wire.messages import IpcInit, LedgerEntry, UpdateInfo
+
+Check = Callable[[], None]
+"""Called between chunks and during waits; raises when the transfer must stop."""
+
+
+@dataclass(frozen=True, slots=True)
+class Received:
+    """What one transfer brought: bytes of weights, the fingerprints seen, and what they prove."""
+
+    nbytes: int
+    fingerprints: list[int] = field(default_factory=list)
+    verified: Verification = "none"
+    names: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reception:
+    """What the receiving state machine lends an engine for one transfer.
+
+    `land` returns where a plan's tensors go; `touch` is called before the first byte of weights in
+    use changes; `check` raises when the update was aborted.
+    """
+
+    land: Callable[[Plan], Landing]
+    touch: Callable[[], None]
+    check: Check
+    verification: Verification
+    lends_views: bool = True
+
+
+class WeightTransferEngine(ABC):
+    """The receiving half. One per sender that has called `init`.
+
+    Called by the receiver alone, from one thread at a time, in this order: `init_transfer_engine`
+    once, then for each update `start_weight_update`, `receive_weights` once or more, and
+    `finish_weight_update`; `shutdown` at any time between updates.
+    """
+
+    @abstractmethod
+    def init_transfer_engine(self, init_info: IpcInit) -> None:
+        """Open everything and prove the road by its probe. Raises HandleError or SegmentError."""
+
+    def start_weight_update(self) -> None:
+        """An update begins."""
+
+    @abstractmethod
+    def receive_weights(self, update_info: UpdateInfo, reception: Reception) -> Received:
+        """Bring every tensor of one message to its landing.
+
+        Returns when the last byte is in place and checked; the sender may overwrite its buffers
+        then. Raises VerificationError naming tensors, TransferError, TransferTimeout.
+        """
+
+    def finish_weight_update(self) -> None:
+        """The update is in use, or given up."""
+
+    @abstractmethod
+    def sender_alive(self) -> bool:
+        """Whether the process that called `init` still lives."""
+
+    def ledger(self) -> list[LedgerEntry]:
+        """What this engine holds open."""
+        return []
+
+    @abstractmethod
+    def shutdown(self) -> None:
+        """Close everything. Idempotent; safe after a failed init."""
+
+
+class TrainerWeightTransferEngine(ABC):
+    """The sending half. One per sender.
+
+    Called by the sender alone: `init_info` for each receiver once, then for each update `begin`,
+    `transfer` (which returns when everything was handed over) and `end`.
+    """
+
+    road: str
+    manifest: Manifest
+
+    @abstractmethod
+    def init_info(self, reader: int) -> IpcInit:
+        """What receiver place `reader` needs once."""
+
+    @abstractmethod
+    def begin(
+        self, readers: Iterable[int], *, verify: bool, pairs: NamedTensors | None = None
+    ) -> UpdateInfo:
+        """Start an update of these readers; `pairs` is a subset of the model made on the fly."""
+
+    @abstractmethod
+    def transfer(self, check: Check) -> None:
+        """Hand every byte over, and the fingerprints. Raises TransferTimeout naming who is late."""
+
+    @abstractmethod
+    def end(self) -> None:
+        """The update is over, well or not: forget the tensors of it."""
+
+    @property
+    @abstractmethod
+    def table_digest(self) -> str | None:
+        """Names the fingerprints of what was handed over; None when verification is off."""
+
+    @property
+    @abstractmethod
+    def needs_init(self) -> bool:
+        """Whether memory has moved so that receivers must be given handles again."""
+
+    @property
+    @abstractmethod
+    def extra_nbytes(self) -> int:
+        """Bytes held beside the model."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Free everything; adopted memory is moved back. Idempotent."""

@@ -1,0 +1,112 @@
+"""Updates that carry their own handles: nothing was registered before, nothing stays open after."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate
+
+import torch
+
+from weightsync.backends.base import Received, Reception
+from weightsync.backends.lending import Lender
+from weightsync.errors import ConfigError, HandleError, ProtocolError, VerificationError
+from weightsync.samehost.device_keys import pick
+from weightsync.samehost.memory import OpenMemory
+from weightsync.specs import Manifest
+from weightsync.weights.buckets import Plan
+from weightsync.weights.copier import Memory, RunCompiler
+from weightsync.weights.fingerprint import mix64, to_hex
+from weightsync.wire.codec import manifest_from_wire
+from weightsync.wire.messages import KeyedHandle, PackedUpdate, UnpackedUpdate
+
+
+def receive_handles(
+    info: UnpackedUpdate | PackedUpdate, keys: list[str], reception: Reception
+) -> Received:
+    """Open the handles for `keys`, bring the tensors to their landing, close.
+
+    Raises HandleError before anything is touched when a handle does not fit its tensor, and
+    VerificationError naming tensors where fingerprints were sent along.
+    """
+    try:
+        manifest = manifest_from_wire(info)
+    except ConfigError as exc:
+        raise ProtocolError(f"update_info: {exc}") from exc
+    opened: dict[str, OpenMemory] = {}
+    try:
+        tensors = _tensors(info, manifest, keys, opened)
+        _check_fingerprints(info, manifest, tensors)
+        plan = Plan(manifest)
+        landing = reception.land(plan)
+        reception.touch()
+        memory = Memory(tensors)
+        if landing.memory is None:
+            lender = Lender(plan, landing, reception)
+            lender.deliver_whole(memory)
+            lender.finish()
+        else:
+            _copy(plan, landing.memory, memory, reception)
+            _check_fingerprints(info, manifest, landing.memory.tensors)
+        names = tuple(spec.name for spec in manifest.specs)
+        held = landing.memory is not None
+        level = reception.verification if held else "arrived"
+        return Received(manifest.nbytes, [], level if info.fingerprints else "none", names)
+    finally:
+        del tensors
+        for handle in opened.values():
+            handle.close()
+
+
+def _copy(plan: Plan, target: Memory, source: Memory, reception: Reception) -> None:
+    compiler = RunCompiler(plan, target, source)
+    for run in plan.runs:
+        reception.check()
+        compiler.compile(run).copy()
+    if not (target.on_host() and source.on_host()):
+        torch.cuda.synchronize()
+
+
+def _tensors(
+    info: UnpackedUpdate | PackedUpdate,
+    manifest: Manifest,
+    keys: list[str],
+    opened: dict[str, OpenMemory],
+) -> list[torch.Tensor]:
+    """Return `uint8[nbytes]` per tensor, every range checked."""
+    sizes = [spec.nbytes for spec in manifest.specs]
+    if isinstance(info, PackedUpdate):
+        if info.tensor_sizes != sizes:
+            wrong = next(i for i, n in enumerate(sizes) if n != info.tensor_sizes[i])
+            raise HandleError(
+                f"{info.names[wrong]}: tensor_sizes says {info.tensor_sizes[wrong]} bytes, its "
+                f"dtype and shape make {sizes[wrong]}"
+            )
+        buffer = _open(info.ipc_handles, keys, opened)
+        starts = [0, *accumulate(sizes)]
+        return [buffer.part(start, n) for start, n in zip(starts, sizes, strict=False)]
+    return [
+        _open(handle, keys, opened).part(0, n)
+        for handle, n in zip(info.ipc_handles, sizes, strict=True)
+    ]
+
+
+def _open(handles: KeyedHandle, keys: list[str], opened: dict[str, OpenMemory]) -> OpenMemory:
+    handle = pick(handles, keys)
+    key = repr(handle)
+    if key not in opened:
+        opened[key] = OpenMemory(handle)
+    return opened[key]
+
+
+def _check_fingerprints(
+    info: UnpackedUpdate | PackedUpdate, manifest: Manifest, tensors: Sequence[torch.Tensor]
+) -> None:
+    if info.fingerprints is None:
+        return
+    wrong = [
+        spec.name
+        for spec, tensor, expected in zip(manifest.specs, tensors, info.fingerprints, strict=True)
+        if to_hex(mix64(tensor)) != expected
+    ]
+    if wrong:
+        raise VerificationError(names=wrong)

@@ -1,0 +1,380 @@
+"""The `ipc` backend's sending half: ring and registered memory, on a host or on one GPU."""
+
+from __future__ import annotations
+
+import os
+import secrets
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Literal, Protocol, TypeVar
+
+import torch
+
+from weightsync.backends.base import Check, TrainerWeightTransferEngine
+from weightsync.errors import ConfigError
+from weightsync.samehost import cuda_handle
+from weightsync.samehost.device_keys import host_key
+from weightsync.samehost.device_stream import DeviceStream
+from weightsync.samehost.probe import PROBE_NBYTES, probe_digest
+from weightsync.samehost.ring import Control, RingWriter
+from weightsync.samehost.segment import Segment
+from weightsync.samehost.shared_stream import SharedStream
+from weightsync.specs import Manifest
+from weightsync.weights.buckets import RUN_NBYTES, Plan, runs_per_chunk
+from weightsync.weights.copier import Memory, RunCompiler
+from weightsync.weights.dtypes import TORCH_DTYPES, spec_of
+from weightsync.weights.fingerprint import table_digest
+from weightsync.weights.packer import Packer
+from weightsync.weights.source import NamedTensors, WeightSource, checked
+from weightsync.wire.codec import manifest_to_wire
+from weightsync.wire.messages import (
+    PROTOCOL,
+    IpcInit,
+    KeyedHandle,
+    ManifestMessage,
+    ProbeInfo,
+    RegisteredUpdate,
+    RingInfo,
+    SegmentHandle,
+    StorageInfo,
+)
+
+Road = Literal["cuda_ipc", "shared_memory"]
+
+HOST_BUCKET_NBYTES = 4 << 20
+HOST_BUCKETS = 4
+CUDA_BUCKET_NBYTES = 256 << 20
+CUDA_BUCKETS = 2
+CUDA_RUN_NBYTES = 32 << 20
+READER_PLACES = 64
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class IpcOptions:
+    """How to move: `packed` None lets the source decide; sizes None take the road's defaults."""
+
+    road: Road = "shared_memory"
+    packed: bool | None = None
+    bucket_nbytes: int | None = None
+    num_buckets: int | None = None
+    adopt: bool = True
+    timeout_s: float = 300.0
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+
+
+class Ring:
+    """The buckets: a segment on the host, or device memory; `tensors` are `uint8[slot_nbytes]`."""
+
+    def __init__(self, slots: int, slot_nbytes: int, device: torch.device) -> None:
+        self.nbytes = slots * slot_nbytes
+        self._segment = Segment.create(self.nbytes) if device.type == "cpu" else None
+        buffer = (
+            self._segment.tensor()
+            if self._segment
+            else torch.zeros(self.nbytes, dtype=torch.uint8, device=device)
+        )
+        self._buffer: torch.Tensor | None = buffer
+        self.slot_nbytes = slot_nbytes
+        self.tensors = [buffer[i * slot_nbytes : (i + 1) * slot_nbytes] for i in range(slots)]
+
+    def handle(self) -> KeyedHandle:
+        """Export the buckets, once per reader."""
+        return keyed_handle(self._segment, self._buffer)
+
+    def close(self) -> None:
+        """Free the buckets."""
+        self.tensors = []
+        self._buffer = None
+        if self._segment:
+            self._segment.close()
+
+
+def keyed_handle(segment: Segment | None, memory: torch.Tensor | None = None) -> KeyedHandle:
+    """Return the handle of a segment, or of GPU memory, by who can open it."""
+    if segment is not None:
+        return {host_key(): SegmentHandle(name=segment.name, nbytes=segment.nbytes)}
+    if memory is None:
+        raise ConfigError("there is no memory to make a handle of")
+    exported = cuda_handle.export(memory)
+    return {exported.device: exported}
+
+
+class _Closable(Protocol):
+    def close(self) -> None: ...
+
+
+Kept = TypeVar("Kept", bound=_Closable)
+
+
+class IpcTrainerEngine(TrainerWeightTransferEngine):
+    """Moves a source through a ring (packed) or lets receivers read it where it is (unpacked).
+
+    Raises SegmentError at construction when `/dev/shm` has no room, naming the size needed.
+    """
+
+    def __init__(self, source: WeightSource, options: IpcOptions) -> None:
+        self.road = options.road
+        self.sender_id = secrets.token_hex(8)
+        self._source = source
+        self._options = options
+        self.manifest = source.manifest
+        on_gpu = options.road == "cuda_ipc"
+        stable = source.stable_tensors()
+        packed = stable is None or not options.adopt if options.packed is None else options.packed
+        self.packed = packed
+        ring_on_gpu = on_gpu and packed
+        self._run_nbytes = CUDA_RUN_NBYTES if on_gpu else RUN_NBYTES
+        bucket, slots = _ring_size(options, on_gpu=ring_on_gpu)
+        self._bucket_nbytes = bucket
+        self._whole = Plan(self.manifest, run_nbytes=self._run_nbytes)
+        entries = max(slots * runs_per_chunk(bucket, self._run_nbytes), len(self._whole.runs), 1)
+        self._probe = os.urandom(PROBE_NBYTES)
+        self._closers: list[Callable[[], None]] = []
+        try:
+            self._control = self._keep(
+                Control.create(slots=slots, readers=READER_PLACES, entries=entries)
+            )
+            device = options.device if ring_on_gpu else torch.device("cpu")
+            self._ring = self._keep(Ring(slots, bucket, device))
+            self._probe_memory = self._keep(_Probe(self._probe, options))
+            self._memory = None if packed else self._keep(self._register(stable))
+        except BaseException:
+            self.close()
+            raise
+        self._writer = RingWriter(self._control)
+        self._packer = Packer(self._chunked(self.manifest), self._ring.tensors)
+        self._hashers: list[Callable[[], int]] | None = None
+        self._table: list[int] = []
+        self._verify = True
+        self._update: Callable[[Check], None] | None = None
+
+    def init_info(self, reader: int) -> IpcInit:
+        """Return what receiver place `reader` needs; GPU memory is exported once per call."""
+        if reader >= READER_PLACES:
+            raise ConfigError(f"one sender has {READER_PLACES} reader places; {reader} is too many")
+        return IpcInit(
+            protocol_min=PROTOCOL,
+            protocol_max=PROTOCOL,
+            sender=self.sender_id,
+            road=self._options.road,
+            manifest=manifest_to_wire(self.manifest),
+            probe=ProbeInfo(
+                handle=self._probe_memory.handle(),
+                nbytes=PROBE_NBYTES,
+                digest=probe_digest(self._probe),
+            ),
+            control=SegmentHandle(
+                name=self._control.segment.name, nbytes=self._control.segment.nbytes
+            ),
+            reader=reader,
+            num_readers=READER_PLACES,
+            entries=self._control.entries,
+            run_nbytes=self._run_nbytes,
+            lease_s=self._options.timeout_s,
+            ring=RingInfo(
+                data=self._ring.handle(),
+                num_slots=self._control.slots,
+                slot_nbytes=self._bucket_nbytes,
+            ),
+            storages=self._storages(),
+        )
+
+    def begin(
+        self, readers: Iterable[int], *, verify: bool, pairs: NamedTensors | None = None
+    ) -> RegisteredUpdate:
+        """Start an update; nothing is read from the source yet, except to see if it has moved."""
+        self._verify = verify
+        self._table = []
+        if pairs is not None:
+            return self._begin_pairs(list(readers), list(pairs))
+        if self.packed:
+            return self._begin_packed(list(readers), self._packer, self._source.tensors, None)
+        return self._begin_unpacked(list(readers))
+
+    def transfer(self, check: Check) -> None:
+        """Pack and publish every chunk, or publish the fingerprints of registered memory."""
+        if self._update is None:
+            raise ConfigError("transfer without begin")
+        self._update(check)
+
+    def end(self) -> None:
+        """Forget this update's tensors."""
+        self._update = None
+
+    @property
+    def table_digest(self) -> str | None:
+        """Names the fingerprints, in order."""
+        return table_digest(self._table) if self._verify else None
+
+    @property
+    def needs_init(self) -> bool:
+        """Only GPU storages that moved need new handles: on a host every tensor has its place."""
+        return isinstance(self._memory, DeviceStream) and self._memory.moved(
+            self._source.stable_tensors() or []
+        )
+
+    @property
+    def extra_nbytes(self) -> int:
+        """Ring, control and what registered memory holds beside adopted tensors."""
+        beside = 0
+        if isinstance(self._memory, SharedStream):
+            sizes = [spec.nbytes for spec in self.manifest.specs]
+            beside = sum(n for i, n in enumerate(sizes) if i not in self._memory.adopted)
+        elif isinstance(self._memory, DeviceStream):
+            beside = self._memory.copied_nbytes
+        return self._ring.nbytes + self._control.segment.nbytes + beside
+
+    def beat(self) -> None:
+        """Show readers that this process lives and works."""
+        self._control.beat_writer()
+
+    def close(self) -> None:
+        """Free everything, in the reverse order."""
+        self._update = None
+        while self._closers:
+            self._closers.pop()()
+
+    def _keep(self, thing: Kept) -> Kept:
+        self._closers.append(thing.close)
+        return thing
+
+    def _chunked(self, manifest: Manifest) -> Plan:
+        return Plan(manifest, bucket_nbytes=self._bucket_nbytes, run_nbytes=self._run_nbytes)
+
+    def _register(self, stable: list[torch.Tensor] | None) -> SharedStream | DeviceStream:
+        specs = self.manifest.specs
+        dtypes = [TORCH_DTYPES[spec.dtype] for spec in specs]
+        shapes = [spec.shape for spec in specs]
+        if self._options.road == "cuda_ipc":
+            return DeviceStream(dtypes, shapes, self._options.device, stable)
+        return SharedStream(
+            self._whole.offsets, dtypes, shapes, self._whole.nbytes, adopt=self._options.adopt
+        )
+
+    def _storages(self) -> StorageInfo | None:
+        if self._memory is None:
+            return None
+        if isinstance(self._memory, SharedStream):
+            return StorageInfo(
+                handles=[keyed_handle(self._memory.segment)],
+                storage=[0] * len(self._whole.offsets),
+                offset=self._whole.offsets,
+            )
+        storages, where, offsets = self._memory.storages()
+        handles = [keyed_handle(None, storage) for storage in storages]
+        return StorageInfo(handles=handles, storage=where, offset=offsets)
+
+    def _begin_pairs(
+        self, readers: list[int], pairs: list[tuple[str, torch.Tensor]]
+    ) -> RegisteredUpdate:
+        manifest = Manifest(tuple(spec_of(name, tensor) for name, tensor in pairs))
+        packer = Packer(self._chunked(manifest), self._ring.tensors)
+        wire = manifest_to_wire(manifest)
+        return self._begin_packed(readers, packer, lambda: iter(pairs), wire)
+
+    def _begin_packed(
+        self,
+        readers: list[int],
+        packer: Packer,
+        tensors: Callable[[], NamedTensors],
+        manifest: ManifestMessage | None,
+    ) -> RegisteredUpdate:
+        chunks = len(packer.plan.chunks)
+        epoch = self._writer.begin(readers, chunks)
+
+        def pack(check: Check) -> None:
+            timeout_s = self._options.timeout_s
+
+            def acquire(j: int) -> int:
+                check()
+                return self._writer.acquire(j, check=check, timeout_s=timeout_s)
+
+            stable = self._source.stable_tensors() if manifest is None else None
+            if stable is not None:
+                filled = packer.pack_stable(stable, acquire, verify=self._verify)
+            else:
+                pairs = checked(tensors(), packer.plan.manifest)
+                filled = packer.pack(pairs, acquire, verify=self._verify)
+            room = self._control.entries // self._control.slots
+            for j, fingerprints in filled:
+                self._control.write_fingerprints(j % self._control.slots * room, fingerprints)
+                self._table += fingerprints
+                self._writer.publish(j)
+            self._writer.drain(chunks, check=check, timeout_s=timeout_s)
+
+        self._update = pack
+        return RegisteredUpdate(
+            sender=self.sender_id,
+            epoch=epoch,
+            base=self._writer.base,
+            packed=True,
+            verify=self._verify,
+            manifest=manifest,
+            registered=True,
+        )
+
+    def _begin_unpacked(self, readers: list[int]) -> RegisteredUpdate:
+        if self._memory is None:
+            raise ConfigError("nothing is registered")
+        memory = self._memory
+        epoch = self._writer.begin(readers, 0)
+        stable = self._source.stable_tensors()
+        if stable is None:
+            for i, (_, tensor) in enumerate(self._source.tensors()):
+                memory.write(i, tensor)
+        else:
+            memory.refresh(stable)
+        base = self._control.table_ready
+        self._update = self._publish_table
+        return RegisteredUpdate(
+            sender=self.sender_id,
+            epoch=epoch,
+            base=base,
+            packed=False,
+            verify=self._verify,
+            registered=True,
+        )
+
+    def _publish_table(self, check: Check) -> None:
+        """Fingerprint while the receivers copy: both only read."""
+        if not self._verify or self._memory is None:
+            return
+        if self._hashers is None:
+            memory = Memory(self._memory.tensors, flat=isinstance(self._memory, SharedStream))
+            compiler = RunCompiler(self._whole, memory, memory)
+            self._hashers = [compiler.compile(run).fingerprint for run in self._whole.runs]
+        for hasher in self._hashers:
+            check()
+            self._table.append(hasher())
+        self._control.write_fingerprints(0, self._table)
+        self._control.table_ready += len(self._table)
+
+
+class _Probe:
+    """Known bytes in the kind of memory that a road uses."""
+
+    def __init__(self, content: bytes, options: IpcOptions) -> None:
+        self._segment: Segment | None = None
+        self._tensor: torch.Tensor | None = None
+        if options.road == "cuda_ipc":
+            self._tensor = torch.frombuffer(bytearray(content), dtype=torch.uint8).to(
+                options.device
+            )
+            torch.cuda.synchronize(options.device)
+        else:
+            self._segment = Segment.create(len(content))
+            self._segment.buffer[:] = content
+
+    def handle(self) -> KeyedHandle:
+        return keyed_handle(self._segment, self._tensor)
+
+    def close(self) -> None:
+        self._tensor = None
+        if self._segment:
+            self._segment.close()
+
+
+def _ring_size(options: IpcOptions, *, on_gpu: bool) -> tuple[int, int]:
+    bucket = options.bucket_nbytes or (CUDA_BUCKET_NBYTES if on_gpu else HOST_BUCKET_NBYTES)
+    slots = options.num_buckets or (CUDA_BUCKETS if on_gpu else HOST_BUCKETS)
+    return bucket, slots

@@ -1,0 +1,145 @@
+"""Whole tensors for hooks: views of a bucket where a tensor is whole in it, assembled otherwise."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from weightsync.backends.base import Reception
+from weightsync.errors import TransferError, shorten
+from weightsync.weights.buckets import Chunk, Piece, Plan, Run
+from weightsync.weights.copier import Memory, Places, host_view
+from weightsync.weights.dtypes import from_bytes
+from weightsync.weights.fingerprint import mix64, xxh3, xxh3_parts
+from weightsync.weights.packer import slot_views
+from weightsync.weights.sink import Landing
+
+
+class Lender:
+    """Lends tensors to `landing.load`, in the manifest's order, each valid until that returns.
+
+    A tensor larger than a bucket is assembled in one buffer of the largest such tensor's size. A
+    hook that kept a view is found out by its storage's use count: TransferError names the tensors.
+    """
+
+    def __init__(self, plan: Plan, landing: Landing, reception: Reception) -> None:
+        self._plan = plan
+        self._landing = landing
+        self._checks_views = reception.lends_views
+        self._assembly: torch.Tensor | None = None
+        self._next = 0
+
+    def fingerprints(self, chunk: Chunk, slot: torch.Tensor, *, verify: bool) -> list[int]:
+        """Fingerprint what arrived in a slot."""
+        if not verify:
+            return []
+        if slot.device.type == "cpu":
+            return [xxh3(view) for view in slot_views(self._plan, chunk, slot)]
+        runs = self._plan.runs[chunk.first_run : chunk.last_run]
+        return [mix64(slot[r.start - chunk.start : r.stop - chunk.start]) for r in runs]
+
+    def fingerprints_of(self, memory: Memory) -> list[int]:
+        """Fingerprint registered memory where it lies."""
+        return [self._fingerprint(memory, run) for run in self._plan.runs]
+
+    def deliver(self, chunk: Chunk, slot: torch.Tensor) -> None:
+        """Lend every tensor that this chunk completes."""
+        pairs: list[tuple[int, torch.Tensor]] = []
+        for piece in self._plan.pieces(chunk.start, chunk.stop):
+            spec = self._plan.manifest.specs[piece.index]
+            begin = piece.start - chunk.start
+            flat = slot[begin : begin + piece.nbytes]
+            if piece.nbytes < spec.nbytes:
+                whole = self._assemble(piece, flat)
+                if whole is None:
+                    continue
+                flat = whole
+            pairs.append((piece.index, flat))
+        self._lend(pairs, upto=pairs[-1][0] + 1 if pairs else self._next)
+
+    def deliver_whole(self, memory: Memory) -> None:
+        """Lend every tensor of registered memory at once."""
+        self._lend(list(enumerate(memory.tensors)), upto=len(memory.tensors))
+
+    def finish(self) -> None:
+        """Lend the tensors without bytes that no chunk completed."""
+        self._lend([], upto=len(self._plan.manifest.specs))
+        self._assembly = None
+
+    def _lend(self, filled: Sequence[tuple[int, torch.Tensor]], *, upto: int) -> None:
+        """Lend these tensors, and those without bytes that stand before `upto` in the manifest."""
+        given = dict(filled)
+        indices = range(self._next, upto)
+        self._next = upto
+        lent = [self._loan(i, given.get(i)) for i in indices]
+        if not lent:
+            return
+        counts = [_uses(base) for _, base, _ in lent]
+        self._landing.load([(name, tensor) for name, _, tensor in lent])
+        bases = [(name, base) for name, base, _ in lent]
+        del lent
+        if self._checks_views:
+            _find_kept(bases, counts)
+
+    def _loan(
+        self, index: int, flat: torch.Tensor | None
+    ) -> tuple[str, torch.Tensor, torch.Tensor]:
+        spec = self._plan.manifest.specs[index]
+        if flat is None:
+            flat = torch.empty(0, dtype=torch.uint8)
+        elif flat.device.type == "cpu" and flat.numel():
+            # A storage of its own for each, so that the count of its uses names this tensor.
+            flat = torch.frombuffer(host_view(flat.data_ptr(), flat.numel()), dtype=torch.uint8)
+        return spec.name, flat, from_bytes(flat, spec)
+
+    def _assemble(self, piece: Piece, flat: torch.Tensor) -> torch.Tensor | None:
+        spec = self._plan.manifest.specs[piece.index]
+        if self._assembly is None:
+            largest = max(spec.nbytes for spec in self._plan.manifest.specs)
+            self._assembly = torch.empty(largest, dtype=torch.uint8, device=flat.device)
+        whole = self._assembly[: spec.nbytes]
+        whole[piece.begin : piece.begin + piece.nbytes].copy_(flat)
+        return whole if piece.begin + piece.nbytes == spec.nbytes else None
+
+    def _fingerprint(self, memory: Memory, run: Run) -> int:
+        pieces = list(self._plan.pieces(run.start, run.stop))
+        if memory.tensors[pieces[0].index].device.type != "cpu":
+            return mix64(self._joined(memory, run, pieces))
+        places = Places(memory)
+        parts: list[memoryview | bytes] = []
+        at = run.start
+        for piece in pieces:
+            parts.append(bytes(piece.start - at))
+            parts.append(host_view(places.address(piece), piece.nbytes))
+            at = piece.start + piece.nbytes
+        parts.append(bytes(run.stop - at))
+        return xxh3_parts(parts)
+
+    def _joined(self, memory: Memory, run: Run, pieces: list[Piece]) -> torch.Tensor:
+        device = memory.tensors[pieces[0].index].device
+        joined = torch.zeros(run.stop - run.start, dtype=torch.uint8, device=device)
+        for piece in pieces:
+            at = piece.start - run.start
+            source = memory.tensors[piece.index][piece.begin : piece.begin + piece.nbytes]
+            joined[at : at + piece.nbytes].copy_(source)
+        return joined
+
+
+def _uses(tensor: torch.Tensor) -> int:
+    return int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata))
+
+
+def _find_kept(lent: Sequence[tuple[str, torch.Tensor]], counts: Sequence[int]) -> None:
+    """Every lent tensor's own view is gone by now: a count that did not fall was kept."""
+    kept = [
+        name
+        for (name, base), count in zip(lent, counts, strict=True)
+        if base.numel() and _uses(base) >= count
+    ]
+    if kept:
+        raise TransferError(
+            f"load_weights kept views of {len(kept)} tensors after it returned: {shorten(kept)}; "
+            "their memory is about to be overwritten. Copy them in the hook, or give "
+            "HookSink(hook, keeps_views=True), which hands out clones"
+        )

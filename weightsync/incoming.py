@@ -1,0 +1,90 @@
+"""One update as a receiver lives it: its landings, what arrived, and how it ends."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+
+from weightsync.backends.base import Received
+from weightsync.errors import ManifestMismatchError, VerificationError
+from weightsync.specs import Manifest, compare
+from weightsync.weights.fingerprint import table_digest
+from weightsync.weights.sink import Landing, Verification, WeightSink
+
+_STRENGTH: tuple[Verification, ...] = ("none", "arrived", "held")
+
+
+@dataclass(slots=True)
+class Incoming:
+    """What one update has brought so far."""
+
+    update_id: str
+    sender: str | None
+    partial: bool
+    landings: list[Landing] = field(default_factory=list)
+    fingerprints: list[int] = field(default_factory=list)
+    nbytes: int = 0
+    names: set[str] = field(default_factory=set)
+    levels: set[Verification] = field(default_factory=set)
+    seconds: dict[str, float] = field(default_factory=dict)
+
+    def use(self, landing: Landing) -> Landing:
+        """Take part in this update; the first time it begins."""
+        if landing not in self.landings:
+            landing.begin()
+            self.landings.append(landing)
+        return landing
+
+    def note(self, received: Received) -> None:
+        """Add what one message brought."""
+        self.nbytes += received.nbytes
+        self.fingerprints += received.fingerprints
+        self.names.update(received.names)
+        self.levels.add(received.verified)
+
+    @property
+    def verified(self) -> Verification:
+        """The weakest proof of any part."""
+        return min(self.levels, key=_STRENGTH.index, default="none")
+
+    @property
+    def table_digest(self) -> str | None:
+        """Names the fingerprints of everything that arrived, in order; None without any."""
+        return table_digest(self.fingerprints) if self.fingerprints else None
+
+    @property
+    def extra_nbytes(self) -> int:
+        """What the landings hold beside the model."""
+        return sum(landing.peak_extra_nbytes for landing in self.landings)
+
+    def settle(self, sink: WeightSink, offered: Manifest | None) -> None:
+        """Everything was sent: raise ManifestMismatchError for tensors that never came."""
+        for landing in self.landings:
+            landing.settle()
+        wanted = sink.manifest or offered
+        if wanted is None or self.partial:
+            return
+        places = wanted.places()
+        missing = [
+            name for name, names in places.items() if not any(n in self.names for n in names)
+        ]
+        if missing and not self._covered(wanted, offered):
+            raise ManifestMismatchError(missing=missing)
+
+    def check_digest(self, expected: str | None) -> None:
+        """Raise VerificationError unless the sender's table is the one that was compared with."""
+        if expected is not None and self.table_digest not in (None, expected):
+            raise VerificationError(
+                f"the sender's fingerprints are named {expected}, those found beside the data "
+                f"{self.table_digest}: the table was changed on the way; send the update again"
+            )
+
+    def _covered(self, wanted: Manifest, offered: Manifest | None) -> bool:
+        """Whether tied names of the sender cover what the receiver wants."""
+        if offered is None or not self.names >= {spec.name for spec in offered.specs}:
+            return False
+        return not compare(offered, wanted, cast=True).missing
+
+    def timed(self, phase: str, started: float) -> None:
+        """Add the seconds since `started` to a phase."""
+        self.seconds[phase] = self.seconds.get(phase, 0.0) + time.perf_counter() - started

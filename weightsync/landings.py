@@ -1,0 +1,53 @@
+"""Which landings a receiver keeps, and whether its updates are staged."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from typing import Literal
+
+from weightsync.errors import ConfigError
+from weightsync.weights import slab
+from weightsync.weights.buckets import Plan
+from weightsync.weights.sink import Apply, Landing, WeightSink
+
+ApplyChoice = Literal["auto", "staged", "in_place"]
+
+_KEPT_SUBSETS = 2
+
+
+class Landings:
+    """The landings of one sink, by manifest: the last whole model's, and a few subsets'."""
+
+    def __init__(self, sink: WeightSink, choice: ApplyChoice) -> None:
+        if choice not in ("auto", "staged", "in_place"):
+            raise ConfigError(f"apply must be auto, staged or in_place, not {choice!r}")
+        self._sink = sink
+        self._choice = choice
+        self._whole: tuple[str, Landing] | None = None
+        self._subsets: OrderedDict[str, Landing] = OrderedDict()
+        self.apply: Apply = "in_place" if choice == "in_place" else "staged"
+
+    def get(self, plan: Plan, *, whole: bool) -> Landing:
+        """Return where the tensors of `plan` go, made now if it is not known."""
+        digest = plan.manifest.digest
+        if self._whole and self._whole[0] == digest:
+            return self._whole[1]
+        if digest in self._subsets:
+            self._subsets.move_to_end(digest)
+            return self._subsets[digest]
+        if whole:
+            self.apply = self._choose(plan)
+        landing = self._sink.land(plan, self.apply)
+        if whole:
+            self._whole = (digest, landing)
+        else:
+            self._subsets[digest] = landing
+            while len(self._subsets) > _KEPT_SUBSETS:
+                self._subsets.popitem(last=False)
+        return landing
+
+    def _choose(self, plan: Plan) -> Apply:
+        if self._choice != "auto":
+            return self._choice
+        fits = slab.fits(self._sink.staged_nbytes(plan), self._sink.device)
+        return "staged" if fits else "in_place"

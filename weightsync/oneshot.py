@@ -1,0 +1,131 @@
+"""One call a step, for loops that do not want to hold a sender."""
+
+from __future__ import annotations
+
+import atexit
+import threading
+from collections.abc import Hashable, Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from weightsync.errors import ConfigError
+from weightsync.report import SyncReport
+from weightsync.specs import Manifest
+from weightsync.trainer import DEFAULT_TIMEOUT_S, Targets, WeightSender, connect
+from weightsync.weights.dtypes import spec_of
+from weightsync.weights.source import NamedTensors
+
+Settings = tuple[object, ...]
+
+
+class _LatestTensors:
+    """A WeightSource of whatever the last call was given; holds it no longer than the call."""
+
+    def __init__(self, manifest: Manifest) -> None:
+        self.manifest = manifest
+        self.pairs: list[tuple[str, torch.Tensor]] = []
+
+    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        yield from self.pairs
+
+    def stable_tensors(self) -> list[torch.Tensor] | None:
+        return None
+
+
+@dataclass(slots=True)
+class _Kept:
+    """The connection of one target: what it was made for, and its sender."""
+
+    settings: Settings
+    sender: WeightSender
+    latest: _LatestTensors | None
+
+
+_lock = threading.RLock()
+_kept: dict[Hashable, _Kept] = {}
+
+
+def send_weights(  # noqa: PLR0913  # the settings of a connection, all keyword-only
+    named_tensors: NamedTensors | Mapping[str, torch.Tensor] | nn.Module,
+    to: Targets,
+    *,
+    packed: bool = True,
+    version: int | None = None,
+    label: str | None = None,
+    rewind: bool = False,
+    dtype: torch.dtype | None = None,
+    verify: bool = True,
+    token: str | None = None,
+    timeout_s: float = DEFAULT_TIMEOUT_S,
+) -> SyncReport:
+    """Send a module, a mapping or `(name, tensor)` pairs to `to`, as one whole update.
+
+    The connection is made by the first call and kept per target; other names, shapes or settings
+    make a new one; `close()` ends it. A generator is drained before anything moves: pass a module,
+    or use `connect` with a callable, where all tensors at once are too much. Raises what
+    `connect` and `WeightSender.send_weights` raise.
+    """
+    with _lock:
+        settings: Settings = (packed, dtype, verify, token, timeout_s)
+        key = _key(to)
+        if isinstance(named_tensors, nn.Module):
+            source: object = named_tensors
+            settings += (id(named_tensors),)
+            pairs = None
+        else:
+            is_mapping = isinstance(named_tensors, Mapping)
+            pairs = list(named_tensors.items() if is_mapping else named_tensors)  # type: ignore[union-attr]  # the isinstance above
+            manifest = Manifest(tuple(spec_of(name, tensor, dtype) for name, tensor in pairs))
+            source = _LatestTensors(manifest)
+            settings += (manifest.digest,)
+        kept = _kept.get(key)
+        if kept is None or kept.settings != settings:
+            kept = _reconnect(key, settings, source, to)
+        if kept.latest is not None and pairs is not None:
+            kept.latest.pairs = pairs
+        try:
+            return kept.sender.send_weights(version, label=label, rewind=rewind)
+        finally:
+            if kept.latest is not None:
+                kept.latest.pairs = []
+
+
+def close() -> None:
+    """End every connection that `send_weights` keeps; adopted parameters are moved back."""
+    with _lock:
+        while _kept:
+            _, kept = _kept.popitem()
+            kept.sender.close()
+
+
+def _reconnect(key: Hashable, settings: Settings, source: object, to: Targets) -> _Kept:
+    old = _kept.pop(key, None)
+    if old is not None:
+        old.sender.close()
+    packed, dtype, verify, token, timeout_s, *_ = settings
+    latest = source if isinstance(source, _LatestTensors) else None
+    sender = connect(
+        source,
+        to,
+        dtype=None if latest else dtype,  # type: ignore[arg-type]  # unpacked from the tuple above
+        packed=bool(packed),
+        verify=bool(verify),
+        token=token,  # type: ignore[arg-type]
+        timeout_s=timeout_s,  # type: ignore[arg-type]
+    )
+    kept = _kept[key] = _Kept(settings, sender, latest)
+    return kept
+
+
+def _key(to: Targets) -> Hashable:
+    if isinstance(to, str) or callable(to):
+        return to
+    targets = tuple(to) if not hasattr(to, "call") else (to,)
+    if not targets:
+        raise ConfigError("to= names no receiver")
+    return targets
+
+
+atexit.register(close)

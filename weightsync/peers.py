@@ -1,0 +1,71 @@
+"""The senders that a receiver knows, each with its engine."""
+
+from __future__ import annotations
+
+import logging
+
+from weightsync.backends.ipc import IpcWeightTransferEngine
+from weightsync.errors import ProtocolError
+from weightsync.specs import Manifest
+from weightsync.wire.messages import IpcInit, LedgerEntry
+
+logger = logging.getLogger(__name__)
+
+MAX_PEERS = 64
+
+
+class Peers:
+    """Engines by sender id; `keys` are the device keys that they open handles with."""
+
+    def __init__(self, keys: list[str]) -> None:
+        self.keys = keys
+        self._engines: dict[str, IpcWeightTransferEngine] = {}
+
+    def open(self, info: IpcInit) -> IpcWeightTransferEngine:
+        """Open what a sender offers; what it offered before is closed."""
+        if info.sender not in self._engines and len(self._engines) >= MAX_PEERS:
+            raise ProtocolError(f"{MAX_PEERS} senders are connected already; shut one down")
+        engine = IpcWeightTransferEngine(self.keys)
+        engine.init_transfer_engine(info)
+        self.close(info.sender)
+        self._engines[info.sender] = engine
+        return engine
+
+    def get(self, sender: str) -> IpcWeightTransferEngine:
+        """Return a sender's engine. Raises ProtocolError when it has not called init here."""
+        if sender not in self._engines:
+            raise ProtocolError(
+                f"sender {sender} is not known here (was this server restarted?); "
+                "call init_weight_transfer_engine first"
+            )
+        return self._engines[sender]
+
+    def manifest(self, sender: str | None) -> Manifest | None:
+        """What a sender said it sends."""
+        return self._engines[sender].manifest if sender in self._engines else None
+
+    def alive(self, sender: str | None) -> bool:
+        """Whether a sender lives; one that never called init counts as alive: its lease decides."""
+        return sender not in self._engines or self._engines[sender].sender_alive()
+
+    def forget_dead(self, *, keep: str | None) -> None:
+        """Close what dead senders left, except of `keep`, whose update is still open."""
+        for sender in list(self._engines):
+            if sender != keep and not self.alive(sender):
+                logger.info("sender %s is dead; closing what it had opened", sender)
+                self.close(sender)
+
+    def close(self, sender: str) -> None:
+        """Close one sender's engine, if there is one."""
+        engine = self._engines.pop(sender, None)
+        if engine is not None:
+            engine.shutdown()
+
+    def close_all(self) -> None:
+        """Close every engine."""
+        for sender in list(self._engines):
+            self.close(sender)
+
+    def ledger(self) -> list[LedgerEntry]:
+        """Everything that the engines hold open."""
+        return [entry for engine in list(self._engines.values()) for entry in engine.ledger()]

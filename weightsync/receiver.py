@@ -1,0 +1,325 @@
+"""The receiving side: one door for every message, one state machine, weights that never tear."""
+
+from __future__ import annotations
+
+import secrets
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import TypeVar
+
+from torch import nn
+
+from weightsync.errors import ConfigError, ProtocolError
+from weightsync.landings import ApplyChoice
+from weightsync.lifecycle import State
+from weightsync.peers import Peers
+from weightsync.replay import Replay
+from weightsync.samehost.cuda_handle import gpu_key
+from weightsync.samehost.device_keys import host_key
+from weightsync.specs import Manifest
+from weightsync.updates import Updates, check_protocol, new_update_id
+from weightsync.weights.hook_sink import HookSink
+from weightsync.weights.module_sink import ModuleSink
+from weightsync.weights.sink import LoadWeights, WeightSink
+from weightsync.wire import codec
+from weightsync.wire.messages import (
+    PROTOCOL,
+    AbortRequest,
+    CheckReply,
+    CheckRequest,
+    FinishRequest,
+    InitReply,
+    InitRequest,
+    LabelRequest,
+    LedgerEntry,
+    Message,
+    PauseRequest,
+    PrepareRequest,
+    RegisteredUpdate,
+    Reply,
+    Request,
+    ResetCacheRequest,
+    ResumeRequest,
+    ShutdownRequest,
+    StartRequest,
+    StartTerms,
+    Status,
+    StatusRequest,
+    StepReply,
+    UpdateRequest,
+)
+
+R = TypeVar("R", bound=Message)
+DEFAULT_LEASE_S = 300.0
+
+
+class WeightReceiver:
+    """Receives weights into `sink`: an nn.Module, a `load_weights` hook, or a WeightSink.
+
+    `apply`: `staged` lands weights beside those in use and swaps them in at finish, `in_place`
+    writes into those in use while generation waits, `auto` stages where memory allows. `manifest`
+    declares what a hook wants. `on_pause(mode)`, `on_resume()` and `on_clear_cache()` are called
+    for the requests of those names; `lease_s` is how long an update may go without progress.
+    Every method is thread-safe. Raises ConfigError for a sink that is none.
+    """
+
+    def __init__(
+        self,
+        sink: nn.Module | LoadWeights | WeightSink,
+        *,
+        apply: ApplyChoice = "auto",
+        manifest: Manifest | None = None,
+        on_pause: Callable[[str], None] | None = None,
+        on_resume: Callable[[], None] | None = None,
+        on_clear_cache: Callable[[], None] | None = None,
+        lease_s: float = DEFAULT_LEASE_S,
+    ) -> None:
+        self.sink = as_sink(sink, manifest=manifest)
+        self.instance = secrets.token_hex(8)
+        self._updates = Updates(
+            self.sink,
+            Peers(device_keys(self.sink)),
+            apply=apply,
+            lease_s=lease_s,
+            clear_cache=on_clear_cache,
+        )
+        self._replay = Replay()
+        self._lease_s = lease_s
+        self._on_pause = on_pause
+        self._on_resume = on_resume
+        self._on_clear_cache = on_clear_cache
+        self._paused = threading.Event()
+        self._answers: dict[type[Message], Callable[..., Reply]] = {
+            InitRequest: self._init,
+            ShutdownRequest: self._shutdown,
+            StartRequest: self._start,
+            UpdateRequest: self._update,
+            PrepareRequest: self._prepare,
+            FinishRequest: self._finish,
+            AbortRequest: self._abort,
+            LabelRequest: self._label,
+            CheckRequest: self._check,
+            StatusRequest: lambda _: self.status(),
+            ResetCacheRequest: self._reset_cache,
+            PauseRequest: self._pause,
+            ResumeRequest: self._resume,
+        }
+
+    @property
+    def version(self) -> int:
+        """The version of the weights in use; 0 before the first update."""
+        return self._updates.lifecycle.version
+
+    @property
+    def label(self) -> str | None:
+        """The free name of the weights in use."""
+        return self._updates.lifecycle.label
+
+    @property
+    def may_generate(self) -> bool:
+        """False while weights in use are being written, or after that failed (TORN)."""
+        return self._updates.lifecycle.may_generate
+
+    @property
+    def paused(self) -> bool:
+        """Whether `pause` was asked for and `resume` was not."""
+        return self._paused.is_set()
+
+    @property
+    def updates_total(self) -> Mapping[str, int]:
+        """Updates by result: `committed`, `aborted`, `torn`."""
+        return dict(self._updates.totals)
+
+    @property
+    def last_reply(self) -> StepReply | None:
+        """What the last committed update said."""
+        return self._updates.last_reply
+
+    @contextmanager
+    def reading(self, *, timeout_s: float = DEFAULT_LEASE_S) -> Iterator[int]:
+        """Be inside for one decode step: no swap happens meanwhile. Yields the version in use.
+
+        Raises NotReadyError when the weights are torn, or an update holds them for `timeout_s`.
+        """
+        with self._updates.gate.reading(timeout_s):
+            yield self.version
+
+    def handle(self, message: Mapping[str, object]) -> dict[str, object]:
+        """The single door: answer a plain message `{"call": …, "body": {…}}` with plain data.
+
+        Every transport ends here. Raises the errors of weightsync.errors.
+        """
+        return codec.reply_to_plain(self.dispatch(codec.from_plain(message)))
+
+    def dispatch(self, request: Request) -> Reply:
+        """Answer a typed message; may block for as long as the step takes."""
+        answer = self._answers.get(type(request))
+        if answer is None:
+            raise ProtocolError(f"{type(request).__name__} is no request")
+        return answer(request)
+
+    def status(self) -> Status:
+        """Return the state; never waits for an update at work."""
+        updates = self._updates
+        lifecycle = updates.lifecycle
+        prepared = lifecycle.state is State.PREPARED
+        manifest = self.sink.manifest
+        return Status(
+            instance=self.instance,
+            protocol=PROTOCOL,
+            state=lifecycle.state.value,
+            version=lifecycle.version,
+            may_generate=lifecycle.may_generate,
+            apply=updates.landings.apply,
+            verification=self.sink.verification,
+            label=lifecycle.label,
+            update_id=lifecycle.update_id or None,
+            last_finished=lifecycle.last_finished or None,
+            prepared_version=lifecycle.next_version if prepared else None,
+            manifest_digest=manifest.digest if manifest else None,
+            busy=updates.busy,
+            orphaned=updates.orphaned,
+            paused=self.paused,
+            device_keys=updates.peers.keys,
+            ledger=self.ledger(),
+        )
+
+    def ledger(self) -> list[LedgerEntry]:
+        """Every mapping that senders made this receiver open, with size and age."""
+        return self._updates.peers.ledger()
+
+    def close(self) -> None:
+        """Close every mapping. The weights in use stay as they are."""
+        self._updates.close()
+
+    def _init(self, request: InitRequest) -> InitReply:
+        info = request.init_info
+        if info is not None:
+            check_protocol(info, PROTOCOL)
+            self._updates.init(info)
+        return InitReply(
+            status=self.status(),
+            road=info.road if info else None,
+            takes_pieces=not isinstance(self.sink, HookSink),
+        )
+
+    def _shutdown(self, request: ShutdownRequest) -> Status:
+        self._updates.shutdown(request.sender)
+        return self.status()
+
+    def _start(self, request: StartRequest) -> StepReply:
+        update_id = request.update_id or new_update_id()
+        return self._once(
+            request.update_id,
+            "start",
+            lambda: self._updates.start(update_id, request, sender=None),
+        )
+
+    def _update(self, request: UpdateRequest) -> StepReply:
+        info = request.update_info
+        epoch = (info.sender, info.epoch) if isinstance(info, RegisteredUpdate) else None
+        # Handles that a message carries itself have no number, so a repeat is simply done again.
+        key = request.update_id if epoch else None
+        return self._once(key, ("update", epoch), lambda: self._run_update(request))
+
+    def _run_update(self, request: UpdateRequest) -> StepReply:
+        info = request.update_info
+        sender = info.sender if isinstance(info, RegisteredUpdate) else None
+        alone = request.update_id is None and request.start is None and not self._updates.is_open
+        if alone or request.start is not None:
+            update_id = request.update_id or new_update_id()
+            if sender is not None:
+                self._updates.check_start(sender, request.start)
+            self._updates.start(update_id, request.start or StartTerms(), sender=sender)
+        else:
+            update_id = self._updates.open_id(request.update_id, "update_weights")
+        reply = self._updates.load(update_id, info)
+        if alone or request.prepare:
+            reply = self._updates.prepare(update_id)
+        if alone:
+            reply = self._updates.finish(update_id, digest=None, label=None, clear_cache=True)
+        return reply
+
+    def _prepare(self, request: PrepareRequest) -> StepReply:
+        update_id = self._updates.open_id(request.update_id, "prepare_weight_update")
+        return self._once(request.update_id, "prepare", lambda: self._updates.prepare(update_id))
+
+    def _finish(self, request: FinishRequest) -> StepReply:
+        update_id = self._updates.open_id(request.update_id, "finish_weight_update")
+
+        def finish() -> StepReply:
+            if request.update_id is None:
+                self._updates.prepare(update_id)
+            return self._updates.finish(
+                update_id,
+                digest=request.table_digest,
+                label=request.weight_version,
+                clear_cache=request.clear_cache,
+            )
+
+        return self._once(request.update_id, "finish", finish)
+
+    def _abort(self, request: AbortRequest) -> StepReply:
+        return self._updates.abort(request.update_id, request.reason)
+
+    def _once(
+        self, update_id: str | None, step: object, call: Callable[[], StepReply]
+    ) -> StepReply:
+        """Answer a retry with the first answer; anonymous steps cannot be told apart."""
+        if update_id is None:
+            return call()
+        return self._replay.once((update_id, step), call, timeout_s=self._lease_s)
+
+    def _label(self, request: LabelRequest) -> Status:
+        self._updates.lifecycle.label = request.new_version
+        return self.status()
+
+    def _check(self, request: CheckRequest) -> CheckReply:
+        names = request.names
+        given = request.checksums
+        with self.reading() as version:
+            if not isinstance(given, dict):
+                if request.action == "compare":
+                    raise ProtocolError("compare needs checksums: {name: 16 hex digits}")
+                return CheckReply(version=version, checksums=self.sink.checksums(names))
+            held = self.sink.checksums(names or list(given))
+        different = [name for name, value in held.items() if given.get(name) != value]
+        return CheckReply(version=version, different=different, equal=not different)
+
+    def _reset_cache(self, _: ResetCacheRequest) -> Status:
+        if self._on_clear_cache is not None:
+            self._on_clear_cache()
+        return self.status()
+
+    def _pause(self, request: PauseRequest) -> Status:
+        self._paused.set()
+        if self._on_pause is not None:
+            self._on_pause(request.mode)
+        return self.status()
+
+    def _resume(self, _: ResumeRequest) -> Status:
+        self._paused.clear()
+        if self._on_resume is not None:
+            self._on_resume()
+        return self.status()
+
+
+def as_sink(sink: object, *, manifest: Manifest | None = None) -> WeightSink:
+    """Return a WeightSink for an nn.Module, a `load_weights` hook or a WeightSink."""
+    if isinstance(sink, WeightSink):
+        return sink
+    if isinstance(sink, nn.Module):
+        return ModuleSink(sink)
+    if callable(sink):
+        return HookSink(sink, manifest=manifest)
+    raise ConfigError(
+        f"cannot load weights into a {type(sink).__name__}; give an nn.Module, a load_weights hook "
+        "or a WeightSink"
+    )
+
+
+def device_keys(sink: WeightSink) -> list[str]:
+    """Who this receiver is: the GPU that its weights live on, if any, then the host."""
+    keys = [gpu_key(sink.device)] if sink.device.type == "cuda" else []
+    return [*keys, host_key()]

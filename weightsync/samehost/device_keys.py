@@ -1,0 +1,38 @@
+"""Who can open a handle: the host's id for shared memory, a GPU's UUID for CUDA memory.
+
+Both are hints. They can repeat (cloned machines, several containers), so a probe decides.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import os
+from pathlib import Path
+
+from weightsync.errors import HandleError
+from weightsync.wire.messages import Handle, KeyedHandle
+
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+_SHM = Path("/dev/shm")
+
+
+@functools.cache
+def host_key() -> str:
+    """Return `HOST-…`: the boot of this kernel and the `/dev/shm` that this process sees."""
+    boot = (
+        _BOOT_ID.read_text(encoding="ascii").strip() if _BOOT_ID.exists() else os.uname().nodename
+    )
+    device = _SHM.stat().st_dev if _SHM.exists() else 0
+    return f"HOST-{hashlib.blake2b(f'{boot}/{device}'.encode(), digest_size=12).hexdigest()}"
+
+
+def pick(handles: KeyedHandle, keys: list[str]) -> Handle:
+    """Return the handle that one of `keys` opens. Raises HandleError listing what was offered."""
+    for key in keys:
+        if key in handles:
+            return handles[key]
+    raise HandleError(
+        f"no handle for this process: offered for {', '.join(sorted(handles)) or 'nobody'}, "
+        f"this process is {', '.join(keys)}; sender and receiver see different hosts or GPUs"
+    )

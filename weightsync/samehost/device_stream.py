@@ -1,0 +1,96 @@
+"""A trainer's tensors on a GPU, registered where they are: what the unpacked road reads there.
+
+A contiguous tensor of the dtype it is sent in is exported as it lies; another is copied into a
+buffer of its own before each update.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+
+class DeviceStream:
+    """Tensors on `device`; `dtypes` and `shapes` are those in which they are sent.
+
+    Holds a strong reference to every registered storage, so that its address cannot come to mean
+    something else while receivers have it open.
+    """
+
+    def __init__(
+        self,
+        dtypes: Sequence[torch.dtype],
+        shapes: Sequence[Sequence[int]],
+        device: torch.device,
+        stable: Sequence[torch.Tensor] | None,
+    ) -> None:
+        self._device = device
+        self._dtypes = dtypes
+        self._buffers: dict[int, torch.Tensor] = {}
+        self._storages: list[torch.Tensor] = []
+        self._where: list[int] = []
+        self._offsets: list[int] = []
+        self.tensors: list[torch.Tensor] = []
+        self._seen = self._identities(stable or [])
+        known: dict[int, int] = {}
+        for i, (dtype, shape) in enumerate(zip(dtypes, shapes, strict=True)):
+            own = stable is None or not self._lies_here(stable[i], dtype)
+            if own:
+                self._buffers[i] = torch.empty(tuple(shape), dtype=dtype, device=device)
+            tensor = self._buffers[i] if stable is None or own else stable[i]
+            self._register(tensor.detach(), known)
+
+    @property
+    def copied_nbytes(self) -> int:
+        """Bytes of the buffers that this holds beside the model."""
+        return sum(b.numel() * b.element_size() for b in self._buffers.values())
+
+    def storages(self) -> tuple[list[torch.Tensor], list[int], list[int]]:
+        """Return the storages as `uint8[…]`, and each tensor's storage and offset in bytes."""
+        return self._storages, self._where, self._offsets
+
+    def moved(self, tensors: Sequence[torch.Tensor]) -> bool:
+        """Whether a tensor now has another storage, offset, stride or shape."""
+        return bool(self._seen) and self._identities(tensors) != self._seen
+
+    def refresh(self, tensors: Sequence[torch.Tensor]) -> int:
+        """Bring the copied tensors up to date and wait for the trainer's own kernels."""
+        copied = 0
+        for i, buffer in self._buffers.items():
+            buffer.copy_(tensors[i].detach())
+            copied += buffer.numel() * buffer.element_size()
+        torch.cuda.current_stream(self._device).synchronize()
+        return copied
+
+    def write(self, index: int, tensor: torch.Tensor) -> None:
+        """Copy one tensor to its buffer and wait until it is there."""
+        self._buffers[index].copy_(tensor.detach())
+        torch.cuda.current_stream(self._device).synchronize()
+
+    def close(self) -> None:
+        """Forget everything. Receivers have closed before."""
+        self._buffers.clear()
+        self._storages.clear()
+        self.tensors.clear()
+
+    def _lies_here(self, tensor: torch.Tensor, dtype: torch.dtype) -> bool:
+        return tensor.device == self._device and tensor.dtype is dtype and tensor.is_contiguous()
+
+    def _register(self, tensor: torch.Tensor, known: dict[int, int]) -> None:
+        storage = tensor.untyped_storage()
+        key = storage.data_ptr()
+        if key not in known:
+            known[key] = len(self._storages)
+            whole = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage)
+            self._storages.append(whole)
+        self._where.append(known[key])
+        self._offsets.append(int(tensor.storage_offset()) * tensor.element_size())
+        self.tensors.append(tensor.reshape(-1).view(torch.uint8))
+
+    @staticmethod
+    def _identities(tensors: Sequence[torch.Tensor]) -> list[object]:
+        return [
+            (t.untyped_storage()._cdata, t.data_ptr(), t.storage_offset(), t.stride(), t.shape)
+            for t in tensors
+        ]

@@ -1,0 +1,27 @@
+"""A thread that shows the other side that this process lives, however long its work takes."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+INTERVAL_S = 0.25
+
+
+@contextmanager
+def beating(beat: Callable[[], None]) -> Iterator[None]:
+    """Call `beat` now and then from another thread until the block ends."""
+    done = threading.Event()
+
+    def run() -> None:
+        while not done.wait(INTERVAL_S):
+            beat()
+
+    thread = threading.Thread(target=run, name="weightsync-heartbeat", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join()

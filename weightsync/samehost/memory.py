@@ -1,0 +1,66 @@
+"""Memory of another process, whichever kind: opened from its handle as `uint8[nbytes]`."""
+
+from __future__ import annotations
+
+from types import TracebackType
+from typing import Self
+
+import torch
+
+from weightsync.errors import HandleError
+from weightsync.samehost import cuda_handle
+from weightsync.samehost.segment import Segment
+from weightsync.wire.messages import Handle, SegmentHandle
+
+
+class OpenMemory:
+    """A handle, opened: `tensor` is `uint8[…]`, valid until `close`."""
+
+    def __init__(self, handle: Handle) -> None:
+        self._segment: Segment | None = None
+        if isinstance(handle, SegmentHandle):
+            if handle.offset > handle.nbytes:
+                raise HandleError(
+                    f"offset {handle.offset} lies outside segment {handle.name} "
+                    f"of {handle.nbytes} bytes"
+                )
+            self._segment = Segment.open(handle.name, nbytes=handle.nbytes)
+            tensor = self._segment.tensor(handle.offset)
+        else:
+            tensor = cuda_handle.open_handle(handle)
+        self._tensor: torch.Tensor | None = tensor
+
+    @property
+    def tensor(self) -> torch.Tensor:
+        """The memory. Raises HandleError after `close`."""
+        if self._tensor is None:
+            raise HandleError("this memory was closed")
+        return self._tensor
+
+    def part(self, offset: int, nbytes: int) -> torch.Tensor:
+        """Return bytes `offset` to `offset + nbytes`. Raises HandleError for a range outside."""
+        if offset < 0 or nbytes < 0 or offset + nbytes > self.tensor.numel():
+            raise HandleError(
+                f"bytes {offset} to {offset + nbytes} are outside this memory of "
+                f"{self.tensor.numel()} bytes; the handle does not fit its tensors"
+            )
+        return self.tensor[offset : offset + nbytes]
+
+    def close(self) -> None:
+        """Give the memory back. Idempotent."""
+        self._tensor = None
+        if self._segment is not None:
+            self._segment.close()
+        else:
+            cuda_handle.collect()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        value: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()

@@ -1,0 +1,124 @@
+"""A trainer's parameters in shared memory, moved there once: the unpacked road on a host.
+
+Every tensor has its fixed place in one segment. A tensor that is alone in its storage is *moved*
+there (adopted): from then on the trainer's optimizer writes where the receivers read, and an update
+copies nothing on this side. A tensor that cannot be moved (a view of something larger, a cast, an
+odd stride) is copied to its place before each update.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+
+import torch
+
+from weightsync.errors import ManifestMismatchError
+from weightsync.samehost.segment import Segment, live_segments
+
+logger = logging.getLogger(__name__)
+
+_OWN_REFERENCES = 2
+"""Uses of a storage that only one tensor has: that tensor, and Python's wrapper of the storage."""
+
+
+class SharedStream:
+    """Tensors at `offsets` of a segment of `nbytes` bytes.
+
+    `dtypes` and `shapes` are those in which the tensors are sent. The segment is made here, so a
+    `/dev/shm` too small is a SegmentError now.
+    """
+
+    def __init__(
+        self,
+        offsets: Sequence[int],
+        dtypes: Sequence[torch.dtype],
+        shapes: Sequence[Sequence[int]],
+        nbytes: int,
+        *,
+        adopt: bool,
+    ) -> None:
+        self.segment = Segment.create(max(nbytes, 1))
+        self._adopt = adopt
+        self._adopted: dict[int, torch.Tensor] = {}
+        self._views: list[torch.Tensor] = []
+        self.tensors: list[torch.Tensor] = []
+        for offset, dtype, shape in zip(offsets, dtypes, shapes, strict=True):
+            size = torch.Size(shape)
+            flat = self.segment.tensor(offset, size.numel() * dtype.itemsize)
+            self.tensors.append(flat)
+            self._views.append(flat.view(dtype).view(size))
+        self._addresses = [view.data_ptr() for view in self._views]
+
+    @property
+    def adopted(self) -> frozenset[int]:
+        """Which tensors live here."""
+        return frozenset(self._adopted)
+
+    def refresh(self, tensors: Sequence[torch.Tensor]) -> int:
+        """Bring every place up to date; return the bytes that had to be copied.
+
+        A tensor that was moved elsewhere since (another storage, shape or stride) is copied and
+        moved here again.
+        """
+        copied = 0
+        places = zip(tensors, self._addresses, self._views, strict=True)
+        for i, (tensor, address, view) in enumerate(places):
+            stays = tensor.data_ptr() == address and tensor.shape == view.shape
+            if not (stays and tensor.is_contiguous() and i in self._adopted):
+                copied += self._bring(i, tensor)
+        return copied
+
+    def write(self, index: int, tensor: torch.Tensor) -> None:
+        """Copy one tensor to its place."""
+        self._views[index].copy_(tensor.detach())
+
+    def close(self) -> None:
+        """Move adopted tensors back into their own memory, remove the segment. Idempotent."""
+        for i, tensor in self._adopted.items():
+            if tensor.data_ptr() == self._addresses[i]:
+                tensor.data = tensor.detach().clone()
+        self._adopted.clear()
+        self._views.clear()
+        self.tensors.clear()
+        self.segment.close()
+
+    def _bring(self, index: int, tensor: torch.Tensor) -> int:
+        view = self._views[index]
+        if tensor.shape != view.shape:
+            raise ManifestMismatchError(
+                f"tensor {index} has become {list(tensor.shape)} and was {list(view.shape)} at "
+                "connect(); connect again"
+            )
+        if tensor.numel() == 0:
+            return 0
+        view.copy_(tensor.detach())
+        if self._adopt and _alone_in_its_storage(tensor, view):
+            tensor.data = view
+            self._adopted[index] = tensor
+        else:
+            self._adopted.pop(index, None)
+        return view.numel() * view.element_size()
+
+
+def _alone_in_its_storage(tensor: torch.Tensor, view: torch.Tensor) -> bool:
+    """Whether nothing but `tensor` sees its memory, so that moving it moves all there is."""
+    if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or tensor.device.type != "cpu":
+        return False
+    if tensor.dtype is not view.dtype or not tensor.is_contiguous() or not tensor.is_leaf:
+        return False
+    storage = tensor.untyped_storage()
+    if storage.nbytes() != tensor.numel() * tensor.element_size():
+        return False
+    if torch._C._storage_Use_Count(storage._cdata) > _OWN_REFERENCES:
+        return False
+    return not _in_shared_memory(tensor)
+
+
+def _in_shared_memory(tensor: torch.Tensor) -> bool:
+    """Another sender of this process has adopted it; taking it away would go back and forth."""
+    address = tensor.data_ptr()
+    return tensor.is_shared() or any(  # type: ignore[no-untyped-call]  # torch leaves it untyped
+        segment.owner and segment.address <= address < segment.address + segment.nbytes
+        for segment in live_segments()
+    )

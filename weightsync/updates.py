@@ -1,0 +1,426 @@
+"""The steps of an update on the receiving side: every change of state happens here."""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from weightsync.backends.base import Received, Reception
+from weightsync.backends.ipc_handles import receive_handles
+from weightsync.errors import (
+    NotReadyError,
+    ProtocolError,
+    StaleVersionError,
+    TransferError,
+    UpdateConflictError,
+)
+from weightsync.gate import Gate
+from weightsync.incoming import Incoming
+from weightsync.landings import ApplyChoice, Landings
+from weightsync.lifecycle import State, Terms, UpdateLifecycle
+from weightsync.peers import Peers
+from weightsync.samehost.heartbeat import beating
+from weightsync.specs import compare
+from weightsync.weights.buckets import Plan
+from weightsync.weights.sink import Landing, WeightSink, check_manifest
+from weightsync.wire.messages import (
+    EmptyUpdate,
+    IpcInit,
+    RegisteredUpdate,
+    StartTerms,
+    StepReply,
+    UpdateInfo,
+)
+
+logger = logging.getLogger(__name__)
+
+
+class Updates:
+    """Owns the state of one receiver. Thread-safe; loading and committing take turns.
+
+    `lease_s`: how long an update may go without progress before it is given up.
+    """
+
+    def __init__(
+        self,
+        sink: WeightSink,
+        peers: Peers,
+        *,
+        apply: ApplyChoice,
+        lease_s: float,
+        clear_cache: Callable[[], None] | None,
+    ) -> None:
+        self.sink = sink
+        self.peers = peers
+        self.lifecycle = UpdateLifecycle()
+        self.landings = Landings(sink, apply)
+        self.gate = Gate(self.refuse)
+        self.totals: Counter[str] = Counter()
+        self.last_reply: StepReply | None = None
+        self._incoming: Incoming | None = None
+        self._state = threading.RLock()
+        self._work = threading.Lock()
+        self._lease_s = lease_s
+        self._lease: threading.Timer | None = None
+        self._clear_cache = clear_cache
+        self._abort_reason = ""
+
+    @property
+    def busy(self) -> bool:
+        """Whether a step is at work now."""
+        return self._work.locked()
+
+    @property
+    def orphaned(self) -> bool:
+        """Whether the sender of the open update is dead."""
+        incoming = self._incoming
+        return incoming is not None and not self.peers.alive(incoming.sender)
+
+    def refuse(self) -> None:
+        """Raise NotReadyError when the weights in use are not one whole version."""
+        if not self.lifecycle.may_generate:
+            state, update_id = self.lifecycle.state.value, self.lifecycle.update_id
+            raise NotReadyError(
+                f"the weights are {state}: update {update_id} changed them and did not finish; "
+                "a full update heals this: call send_weights() again",
+                state=state,
+                update_id=update_id,
+            )
+
+    def init(self, info: IpcInit) -> None:
+        """Open what a sender offers, check its names, and make room. Raises what does not fit."""
+        with self._working("init"):
+            self.peers.forget_dead(keep=self._incoming.sender if self._incoming else None)
+            engine = self.peers.open(info)
+            try:
+                difference = None
+                if self.sink.manifest is not None:
+                    difference = compare(engine.manifest, self.sink.manifest, cast=self.sink.casts)
+                    if difference.unexpected or difference.mismatched:
+                        difference.check(partial=False)
+                if difference is None or not difference.missing:
+                    self._make_room(engine.whole_plan)
+            except BaseException:
+                self.peers.close(info.sender)
+                raise
+
+    def shutdown(self, sender: str | None) -> None:
+        """Close what a sender (None: every sender) had opened. Refused while its update is open."""
+        with self._working("shutdown"):
+            holder = self._incoming
+            if holder is not None and sender in (None, holder.sender):
+                raise UpdateConflictError(
+                    f"update {holder.update_id} is open; finish or abort it first",
+                    state=self.lifecycle.state.value,
+                    update_id=holder.update_id,
+                )
+            if sender is None:
+                self.peers.close_all()
+            else:
+                self.peers.close(sender)
+
+    @property
+    def is_open(self) -> bool:
+        """Whether an update is open."""
+        return self._incoming is not None
+
+    def check_start(self, sender: str, terms: StartTerms | None) -> None:
+        """Before anything starts: the sender is known, and sends the model that it announced."""
+        digest = self.peers.get(sender).manifest.digest
+        if terms is not None and terms.manifest_digest not in (None, digest):
+            raise ProtocolError(
+                f"the update is of manifest {terms.manifest_digest}, init announced {digest}; "
+                "init again with the new manifest"
+            )
+
+    def start(self, update_id: str, terms: StartTerms, *, sender: str | None) -> StepReply:
+        """READY becomes UPDATING."""
+        with self._state:
+            self.lifecycle.start(
+                Terms(
+                    update_id=update_id,
+                    version=terms.version,
+                    label=terms.label,
+                    base_version=terms.base_version,
+                    partial=terms.partial,
+                    rewind=terms.rewind,
+                )
+            )
+            if self._incoming is None or self._incoming.update_id != update_id:
+                self._abort_reason = ""
+                self._incoming = Incoming(update_id, sender, terms.partial)
+        self._renew_lease()
+        return self.reply()
+
+    def open_id(self, update_id: str | None, step: str) -> str:
+        """Return the update that a message means: the one it names, or the one that is open."""
+        incoming = self._incoming
+        if update_id is not None:
+            return update_id
+        if incoming is None:
+            raise UpdateConflictError(
+                f"{step}: no update is open; start one with start_weight_update",
+                state=self.lifecycle.state.value,
+            )
+        return incoming.update_id
+
+    def load(self, update_id: str, info: UpdateInfo) -> StepReply:
+        """Bring in the tensors of one message. What fails gives the whole update up."""
+        self._stop_lease()
+        try:
+            with self._working("load"), self._giving_up(update_id):
+                incoming = self._expect(update_id)
+                started = time.perf_counter()
+                incoming.note(self._receive(incoming, info))
+                incoming.timed("load", started)
+        finally:
+            self._renew_lease()
+        return self.reply()
+
+    def prepare(self, update_id: str) -> StepReply:
+        """UPDATING becomes PREPARED, if everything is there. Done already: nothing happens."""
+        self._stop_lease()
+        if self.lifecycle.state is State.PREPARED and self.lifecycle.update_id == update_id:
+            return self.reply()
+        with self._working("prepare"), self._giving_up(update_id):
+            incoming = self._expect(update_id)
+            started = time.perf_counter()
+            incoming.settle(self.sink, self.peers.manifest(incoming.sender))
+            incoming.timed("settle", started)
+            with self._state:
+                self.lifecycle.prepared(update_id)
+        return self.reply()
+
+    def finish(
+        self, update_id: str, *, digest: str | None, label: str | None, clear_cache: bool
+    ) -> StepReply:
+        """PREPARED becomes READY: the new weights are in use when this returns."""
+        with self._working("finish"):
+            if update_id == self.lifecycle.last_finished and self.last_reply is not None:
+                return self.last_reply
+            with self._giving_up(update_id):
+                incoming = self._expect(update_id, State.PREPARED)
+                incoming.check_digest(digest)
+                stall_s = self._commit(incoming, clear_cache=clear_cache)
+            with self._state:
+                if label is not None:
+                    self.lifecycle.label = label
+                self._incoming = None
+                self.last_reply = self.reply(incoming, stall_s=stall_s)
+                self.totals["committed"] += 1
+            return self.last_reply
+
+    def abort(self, update_id: str | None, reason: str) -> StepReply:
+        """Forget the update. Returns when the loader has stopped, or ABORTING while it has not."""
+        with self._state:
+            if self.lifecycle.terms is None or self._incoming is None:
+                return self.reply()
+            self._abort_reason = reason or "its sender aborted it"
+            update_id = update_id or self._incoming.update_id
+            self.lifecycle.begin_abort(update_id)
+        if self._work.acquire(timeout=self._lease_s):
+            try:
+                self._give_up(update_id)
+            finally:
+                self._work.release()
+        return self.reply()
+
+    def reply(self, incoming: Incoming | None = None, *, stall_s: float = 0.0) -> StepReply:
+        """Say where the receiver stands."""
+        incoming = incoming or self._incoming
+        lifecycle = self.lifecycle
+        if incoming is None:
+            return StepReply(
+                state=lifecycle.state.value, version=lifecycle.version, apply=self.landings.apply
+            )
+        return StepReply(
+            state=lifecycle.state.value,
+            version=lifecycle.version,
+            update_id=incoming.update_id,
+            apply=self.landings.apply,
+            verified=incoming.verified,
+            nbytes=incoming.nbytes,
+            stall_s=stall_s,
+            peak_extra_nbytes=incoming.extra_nbytes,
+            seconds=dict(incoming.seconds),
+            table_digest=incoming.table_digest,
+        )
+
+    def close(self) -> None:
+        """End the lease timer and every engine."""
+        self._stop_lease()
+        self.peers.close_all()
+
+    def _receive(self, incoming: Incoming, info: UpdateInfo) -> Received:
+        reception = self._reception(incoming)
+        if isinstance(info, EmptyUpdate):
+            return Received(0)
+        if not isinstance(info, RegisteredUpdate):
+            return receive_handles(info, self.peers.keys, reception)
+        engine = self.peers.get(info.sender)
+        incoming.sender = info.sender
+        if info.manifest is None:
+            check_manifest(self.sink, engine.manifest, partial=incoming.partial)
+        with beating(engine.beat):
+            return engine.receive_weights(info, reception)
+
+    def _reception(self, incoming: Incoming) -> Reception:
+        def land(plan: Plan) -> Landing:
+            check_manifest(self.sink, plan.manifest, partial=True)
+            whole = not incoming.partial and self._is_whole(plan)
+            return incoming.use(self.landings.get(plan, whole=whole))
+
+        def touch() -> None:
+            if self.landings.apply == "in_place" and not self.lifecycle.touched:
+                self.gate.hold(self._lease_s)
+                with self._state:
+                    self.lifecycle.touch(incoming.update_id)
+
+        def check() -> None:
+            if self.lifecycle.state is State.ABORTING:
+                raise TransferError(f"update {incoming.update_id} ends: {self._abort_reason}")
+
+        return Reception(
+            land=land,
+            touch=touch,
+            check=check,
+            verification=self.sink.verification,
+            lends_views=not getattr(self.sink, "keeps_views", False),
+        )
+
+    def _is_whole(self, plan: Plan) -> bool:
+        wanted = self.sink.manifest
+        return wanted is None or not compare(plan.manifest, wanted, cast=True).missing
+
+    def _make_room(self, plan: Plan) -> None:
+        """Allocate before the first update; the model may move into a slab, so nobody reads."""
+        self.gate.hold(self._lease_s)
+        try:
+            self.landings.get(plan, whole=True)
+        finally:
+            self.gate.release()
+
+    def _commit(self, incoming: Incoming, *, clear_cache: bool) -> float:
+        """Swap the weights in while nobody reads; return how long that kept readers out."""
+        started = time.perf_counter()
+        if not self.lifecycle.touched:
+            self.gate.hold(self._lease_s)
+        try:
+            for landing in incoming.landings:
+                with self._state:
+                    # From here a failure leaves the sink between two versions.
+                    self.lifecycle.touched = True
+                landing.commit()
+            with self._state:
+                self.lifecycle.finish(incoming.update_id)
+        except BaseException:
+            self._give_up(incoming.update_id)
+            raise
+        try:
+            if clear_cache and self._clear_cache is not None:
+                self._clear_cache()
+        finally:
+            incoming.timed("swap", started)
+            stall_s = self.gate.release()
+        return stall_s
+
+    @contextmanager
+    def _working(self, step: str) -> Iterator[None]:
+        if not self._work.acquire(timeout=self._lease_s):
+            raise UpdateConflictError(
+                f"{step}: the receiver has been busy for {self._lease_s:g} s with update "
+                f"{self.lifecycle.update_id}",
+                state=self.lifecycle.state.value,
+                update_id=self.lifecycle.update_id,
+            )
+        try:
+            yield
+        finally:
+            self._work.release()
+
+    @contextmanager
+    def _giving_up(self, update_id: str) -> Iterator[None]:
+        """A step that fails ends its update, unless it was refused for not being of this update."""
+        try:
+            yield
+        except (UpdateConflictError, StaleVersionError):
+            if self.lifecycle.state is State.ABORTING:
+                self._give_up(update_id)
+            raise
+        except BaseException as exc:
+            logger.warning("update %s failed and is given up: %s", update_id, exc)
+            self._give_up(update_id)
+            raise
+
+    def _give_up(self, update_id: str) -> None:
+        """Back to READY(v), or TORN. Called with the work lock; nothing to do when it is over."""
+        with self._state:
+            incoming = self._incoming
+            if incoming is None or incoming.update_id != update_id:
+                return
+            self.lifecycle.begin_abort(update_id)
+            for landing in incoming.landings:
+                landing.discard()
+            self.lifecycle.end_abort()
+            self._incoming = None
+            self.totals["torn" if self.lifecycle.state is State.TORN else "aborted"] += 1
+        if self.gate.held:
+            self.gate.release()
+
+    def _expect(self, update_id: str, state: State = State.UPDATING) -> Incoming:
+        with self._state:
+            incoming, now = self._incoming, self.lifecycle.state
+            if incoming is None or incoming.update_id != update_id or now is not state:
+                open_id = incoming.update_id if incoming else ""
+                raise UpdateConflictError(
+                    f"update {update_id} is not {state.value} here: the receiver is {now.value} "
+                    f"at version {self.lifecycle.version}, with "
+                    f"{f'update {open_id} open' if open_id else 'no update open'}",
+                    state=now.value,
+                    update_id=open_id,
+                )
+            return incoming
+
+    def _renew_lease(self) -> None:
+        self._stop_lease()
+        with self._state:
+            if self.lifecycle.state is not State.UPDATING or self._incoming is None:
+                return
+            update_id = self._incoming.update_id
+            reason = f"nothing was heard of its sender for {self._lease_s:g} s"
+            self._lease = threading.Timer(self._lease_s, self._expire, (update_id, reason))
+            self._lease.daemon = True
+            self._lease.start()
+
+    def _expire(self, update_id: str, reason: str) -> None:
+        with self._state:
+            current = self._incoming is not None and self._incoming.update_id == update_id
+            if not current or self.lifecycle.state is not State.UPDATING or self.busy:
+                return
+        logger.warning("update %s is given up: %s", update_id, reason)
+        self.abort(update_id, reason)
+
+    def _stop_lease(self) -> None:
+        with self._state:
+            if self._lease is not None:
+                self._lease.cancel()
+                self._lease = None
+
+
+def new_update_id(prefix: str = "anonymous") -> str:
+    """Return a fresh id for an update."""
+    return f"{prefix}-{secrets.token_hex(8)}"
+
+
+def check_protocol(info: IpcInit, protocol: int) -> None:
+    """Raise ProtocolError unless the sender speaks our protocol too."""
+    if not info.protocol_min <= protocol <= info.protocol_max:
+        raise ProtocolError(
+            f"the sender speaks protocols {info.protocol_min} to {info.protocol_max}, this "
+            f"receiver {protocol}; install the same version of weightsync on both sides"
+        )

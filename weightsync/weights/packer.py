@@ -1,0 +1,166 @@
+"""Tensors into buckets: the writing half of the packed road."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Iterator, Sequence
+from functools import cache
+
+import torch
+
+from weightsync.specs import TensorSpec
+from weightsync.weights.buckets import Chunk, Plan
+from weightsync.weights.copier import HostRun, Memory, Places, compile_host, host_view, zero
+from weightsync.weights.dtypes import TORCH_DTYPES, as_bytes, from_bytes
+from weightsync.weights.fingerprint import mix64, xxh3
+from weightsync.weights.source import NamedTensors
+
+Acquire = Callable[[int], int]
+"""Returns the slot for a chunk once it is free."""
+
+Packed = tuple[int, list[int]]
+"""A chunk that is complete in its slot, and the fingerprints of its runs."""
+
+
+class Packer:
+    """Writes the stream of `plan` into `slots` (`uint8[slot_nbytes]` each), chunk by chunk.
+
+    Every method yields a chunk once its bytes are in place, on a GPU too, so that it may be
+    published.
+    """
+
+    def __init__(self, plan: Plan, slots: Sequence[torch.Tensor]) -> None:
+        self.plan = plan
+        self._slots = slots
+        self._on_host = slots[0].device.type == "cpu"
+        self._replayed: list[list[HostRun]] = []
+        self._replayed_from: list[int] = []
+        self._gaps = cache(lambda j: list(plan.gaps(plan.chunks[j].start, plan.chunks[j].stop)))
+        self._views = cache(self._make_views)
+
+    def pack_stable(
+        self, tensors: Sequence[torch.Tensor], acquire: Acquire, *, verify: bool
+    ) -> Iterator[Packed]:
+        """Pack tensors that stay where they are: the copies are planned once and replayed.
+
+        Falls back to `pack` for tensors that need more than a copy of bytes.
+        """
+        if not (self._on_host and all(map(_is_bytes, self.plan.manifest.specs, tensors))):
+            specs = self.plan.manifest.specs
+            pairs = ((spec.name, t) for spec, t in zip(specs, tensors, strict=True))
+            yield from self.pack(pairs, acquire, verify=verify)
+            return
+        addresses = [tensor.data_ptr() for tensor in tensors]
+        if addresses != self._replayed_from:
+            self._replayed = self._compile(tensors)
+            self._replayed_from = addresses
+        for j, runs in enumerate(self._replayed):
+            slot = acquire(j)
+            self._clear_gaps(j, slot)
+            for run in runs:
+                run.copy()
+            yield j, self._fingerprints(j) if verify else []
+
+    def pack(self, pairs: NamedTensors, acquire: Acquire, *, verify: bool) -> Iterator[Packed]:
+        """Pack tensors as they come, in the manifest's order: cast, gathered, on any device."""
+        j = -1
+        for index, (_, tensor) in enumerate(pairs):
+            spec = self.plan.manifest.specs[index]
+            position = self.plan.offsets[index]
+            end = position + spec.nbytes
+            flat: torch.Tensor | None = None
+            while position < end:
+                if j < 0 or position >= self.plan.chunks[j].stop:
+                    if j >= 0:
+                        yield j, self._complete(j, verify=verify)
+                    j += 1
+                    self._clear_gaps(j, acquire(j))
+                chunk = self.plan.chunks[j]
+                take = min(end, chunk.stop) - position
+                if take < spec.nbytes and flat is None:
+                    flat = _flatten(tensor, spec)
+                self._write(j, position, take, tensor if flat is None else flat, spec, end)
+                position += take
+        if j >= 0:
+            yield j, self._complete(j, verify=verify)
+
+    def _write(
+        self, j: int, position: int, take: int, tensor: torch.Tensor, spec: TensorSpec, end: int
+    ) -> None:
+        """Copy a whole tensor, or `take` bytes of its flat bytes, to its place in the slot."""
+        at = position - self.plan.chunks[j].start
+        target = self._slot(j)[at : at + take]
+        if take < spec.nbytes:
+            begin = spec.nbytes - (end - position)
+            source = tensor[begin : begin + take]
+        else:
+            source = tensor.detach()
+        if self._on_host and _is_bytes_like(source, take, spec):
+            ctypes.memmove(target.data_ptr(), source.data_ptr(), take)
+        elif take < spec.nbytes:
+            target.copy_(source, non_blocking=not self._on_host)
+        else:
+            from_bytes(target, spec).copy_(source, non_blocking=not self._on_host)
+
+    def _complete(self, j: int, *, verify: bool) -> list[int]:
+        fingerprints = self._fingerprints(j) if verify else []
+        if not self._on_host:
+            torch.cuda.current_stream(self._slots[0].device).synchronize()
+        return fingerprints
+
+    def _compile(self, tensors: Sequence[torch.Tensor]) -> list[list[HostRun]]:
+        source = Places(Memory([as_bytes(tensor) for tensor in tensors]))
+        compiled = []
+        for j, chunk in enumerate(self.plan.chunks):
+            target = Places(None, self._slot(j).data_ptr(), chunk.start)
+            runs = self.plan.runs[chunk.first_run : chunk.last_run]
+            compiled.append([compile_host(self.plan, run, target, source) for run in runs])
+        return compiled
+
+    def _slot(self, j: int) -> torch.Tensor:
+        return self._slots[j % len(self._slots)]
+
+    def _clear_gaps(self, j: int, slot: int) -> None:
+        chunk = self.plan.chunks[j]
+        for position, nbytes in self._gaps(j):
+            at = position - chunk.start
+            if self._on_host:
+                zero(self._slots[slot].data_ptr() + at, nbytes)
+            else:
+                self._slots[slot][at : at + nbytes].zero_()
+
+    def _fingerprints(self, j: int) -> list[int]:
+        if self._on_host:
+            return [xxh3(view) for view in self._views(j)]
+        chunk, slot = self.plan.chunks[j], self._slot(j)
+        runs = self.plan.runs[chunk.first_run : chunk.last_run]
+        return [mix64(slot[run.start - chunk.start : run.stop - chunk.start]) for run in runs]
+
+    def _make_views(self, j: int) -> list[memoryview]:
+        return slot_views(self.plan, self.plan.chunks[j], self._slot(j))
+
+
+def slot_views(plan: Plan, chunk: Chunk, slot: torch.Tensor) -> list[memoryview]:
+    """View the runs of a chunk in its slot (host memory, kept alive by the caller)."""
+    address = slot.data_ptr() - chunk.start
+    return [
+        host_view(address + run.start, run.stop - run.start)
+        for run in plan.runs[chunk.first_run : chunk.last_run]
+    ]
+
+
+def _is_bytes(spec: TensorSpec, tensor: torch.Tensor) -> bool:
+    return (
+        tensor.device.type == "cpu"
+        and tensor.dtype is TORCH_DTYPES[spec.dtype]
+        and tensor.is_contiguous()
+    )
+
+
+def _is_bytes_like(source: torch.Tensor, take: int, spec: TensorSpec) -> bool:
+    flat = take < spec.nbytes and source.device.type == "cpu"
+    return flat or (take == spec.nbytes and _is_bytes(spec, source))
+
+
+def _flatten(tensor: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
+    return as_bytes(tensor.detach().to(TORCH_DTYPES[spec.dtype]).contiguous())
