@@ -1,0 +1,59 @@
+"""The verbs, each imported only when it may be run: what one lacks does not stop another."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from importlib import import_module
+from typing import Any
+
+from weightsync.errors import BackendUnavailableError
+
+try:
+    import typer
+except ImportError as exc:
+    raise BackendUnavailableError(
+        f"the command line needs typer ({exc}); pip install 'weightsync[cli]'"
+    ) from exc
+
+VERBS = {
+    "serve": "Serve a model over HTTP, while a trainer replaces its weights.",
+    "demo": "Train a model by reinforcement and send its weights to a live server.",
+    "bench": "Measure how fast weights move between two processes.",
+}
+
+
+def make_app(arguments: Sequence[str]) -> typer.Typer:
+    """Return the command line for `arguments`: the verb they name, or all where they name none."""
+    app = typer.Typer(
+        name="weightsync",
+        help="Moves a model's weights from training to inference.",
+        add_completion=False,
+        no_args_is_help=True,
+        pretty_exceptions_enable=False,
+    )
+    app.callback()(_no_options)  # or a single verb would not be named
+    named = arguments[0] if arguments and arguments[0] in VERBS else None
+    for verb, text in VERBS.items():
+        run = _load(verb) if verb == named else _unloaded
+        # Only the verb named shows its own options: the others need not even be importable.
+        app.command(name=verb, help=text)(run)
+    return app
+
+
+def _load(verb: str) -> Callable[..., Any]:
+    try:
+        module = import_module(f"weightsync.cli.{verb}")
+    except ModuleNotFoundError as exc:
+        raise BackendUnavailableError(
+            f"weightsync {verb} needs {exc.name}; pip install 'weightsync[demo]'"
+        ) from exc
+    run: Callable[..., Any] = getattr(module, verb)
+    return run
+
+
+def _unloaded() -> None:
+    raise AssertionError("a verb that is not named is not run")
+
+
+def _no_options() -> None:
+    pass
