@@ -1,0 +1,78 @@
+"""A real server on a real socket, in a thread of the test."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from urllib.parse import urlsplit
+
+import uvicorn
+from fastapi import FastAPI
+
+from weightsync.rollout.api_server import listen, url_of
+from weightsync.server import weight_router
+from weightsync.server.door import DEFAULT_MAX_BODY_NBYTES, Receiver
+
+TOKEN = "the-token"
+
+
+def make_app(
+    receiver: Receiver,
+    token: str | None = TOKEN,
+    max_body_nbytes: int = DEFAULT_MAX_BODY_NBYTES,
+) -> FastAPI:
+    app = FastAPI()
+    app.include_router(weight_router(receiver, token=token, max_body_nbytes=max_body_nbytes))
+    return app
+
+
+@contextmanager
+def serving(app: Callable[..., object], *, keep_alive_s: int = 60, port: int = 0) -> Iterator[str]:
+    """Serve `app` while the block lasts; yields its URL."""
+    config = uvicorn.Config(
+        app,  # type: ignore[arg-type]  # any ASGI callable
+        log_level="error",
+        access_log=False,
+        lifespan="off",
+        ws="none",
+        timeout_keep_alive=keep_alive_s,
+        timeout_graceful_shutdown=2,
+    )
+    server = uvicorn.Server(config)
+    with listen("127.0.0.1", port) as listener:
+        thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
+        thread.start()
+        try:
+            yield url_of(listener)
+        finally:
+            server.should_exit = True
+            thread.join(20)
+            assert not thread.is_alive()
+
+
+@contextmanager
+def raw(url: str) -> Iterator[socket.socket]:
+    """A plain connection to the server at `url`."""
+    parts = urlsplit(url)
+    assert parts.hostname
+    assert parts.port
+    with socket.create_connection((parts.hostname, parts.port), timeout=10) as connection:
+        yield connection
+
+
+def read_answer(connection: socket.socket) -> tuple[int, bytes]:
+    """Read one answer with a Content-Length."""
+    received = b""
+    while b"\r\n\r\n" not in received:
+        piece = connection.recv(65536)
+        assert piece, f"the server closed after {received!r}"
+        received += piece
+    head, _, body = received.partition(b"\r\n\r\n")
+    fields = dict(line.lower().split(b": ", 1) for line in head.split(b"\r\n")[1:])
+    while len(body) < int(fields[b"content-length"]):
+        piece = connection.recv(65536)
+        assert piece, "the server closed within the body"
+        body += piece
+    return int(head.split()[1]), body

@@ -1,0 +1,80 @@
+"""A receiver that does as it is told: answers, raises, or holds a call until let go."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping
+
+from weightsync.wire import codec
+from weightsync.wire.messages import (
+    CALL_OF,
+    REPLIES,
+    CheckReply,
+    InitReply,
+    LedgerEntry,
+    Message,
+    Reply,
+    Request,
+    Status,
+    StepReply,
+)
+
+STATUS = Status(
+    instance="scripted",
+    protocol=1,
+    state="READY",
+    version=7,
+    may_generate=True,
+    apply="staged",
+    verification="held",
+    label="step 7",
+    device_keys=["HOST-1"],
+    ledger=[LedgerEntry(kind="ring", name="weightsync-1", nbytes=64, owner=False, age_s=0.5)],
+)
+
+
+class ScriptedReceiver:
+    """Stands where a WeightReceiver stands, for what a real one cannot be made to do at will."""
+
+    def __init__(
+        self, *, error: Exception | None = None, hold: type[Message] | None = None
+    ) -> None:
+        self.error = error
+        self.hold = hold
+        self.seen: list[Request] = []
+        self.entered = threading.Event()
+        self.let_go = threading.Event()
+        self.state = STATUS
+        self.updates_total: Mapping[str, int] = {"committed": 3, "aborted": 1}
+        self.last_reply: StepReply | None = None
+
+    def dispatch(self, request: Request) -> Reply:
+        self.seen.append(request)
+        if self.hold is type(request):
+            self.entered.set()
+            assert self.let_go.wait(30)
+        if self.error is not None:
+            raise self.error
+        return self.answer(request)
+
+    def handle(self, message: Mapping[str, object]) -> dict[str, object]:
+        return codec.reply_to_plain(self.dispatch(codec.from_plain(message)))
+
+    def status(self) -> Status:
+        return self.state
+
+    def answer(self, request: Request) -> Reply:
+        kind = REPLIES[CALL_OF[type(request)]]
+        if kind is InitReply:
+            return InitReply(status=self.state, road="shared_memory", extra_nbytes=5)
+        if kind is CheckReply:
+            return CheckReply(version=7, different=["a"], equal=False)
+        if kind is Status:
+            return self.state
+        return StepReply(
+            state="READY",
+            version=7,
+            update_id=getattr(request, "update_id", None),
+            seconds={"load": 0.25},
+            verified="held",
+        )
