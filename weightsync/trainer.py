@@ -109,7 +109,7 @@ def _make_transport(target: object, token: str | None) -> Transport:
 class WeightSender:
     """Keeps receivers in step with a source. Made by `connect`; use it from one thread.
 
-    `version` is the last version that receivers hold.
+    `version` is the last version that receivers hold; `verify` may be changed between updates.
     """
 
     def __init__(
@@ -125,7 +125,7 @@ class WeightSender:
         self._fleet = fleet
         self._options = options
         self._backend = backend
-        self._verify = verify
+        self.verify = verify
         self._closed = False
         self._released = False
         self.version = 0
@@ -155,14 +155,14 @@ class WeightSender:
             rewind=rewind,
             manifest_digest=self._connection.engine.manifest.digest,
         )
-        update = Update(self._fleet, self._connection.engine, self._options, verify=self._verify)
+        update = Update(self._fleet, self._connection.engine, self._options, verify=self.verify)
         try:
             update.send_whole(terms)
         except WeightSyncError:
             if not self._meet_restarted():
                 raise
             update = Update(
-                self._fleet, self._connection.engine, self._options, verify=self._verify
+                self._fleet, self._connection.engine, self._options, verify=self.verify
             )
             update.send_whole(terms)
         self.version = version
@@ -190,7 +190,7 @@ class WeightSender:
         """
         self._ready()
         version = self.version + 1 if version is None else version
-        update = Update(self._fleet, self._connection.engine, self._options, verify=self._verify)
+        update = Update(self._fleet, self._connection.engine, self._options, verify=self.verify)
         base = self.version if partial else None
         update.start(
             StartTerms(

@@ -1,0 +1,104 @@
+"""`weightsync bench`: how fast weights move between two processes of this machine."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+
+from weightsync.cli.bench_measure import BenchSetup, Measured, Series, measure
+from weightsync.errors import ConfigError
+
+
+def bench(  # noqa: PLR0913  # one parameter per option
+    nbytes: Annotated[str, typer.Option(help="Bytes of the model: 512M, 1G, 1048576.")] = "512M",
+    tensors: Annotated[int, typer.Option(min=1, help="Into how many tensors.")] = 300,
+    dtype: Annotated[str, typer.Option(help="Their dtype, without torch.")] = "bfloat16",
+    shapes: Annotated[str | None, typer.Option(help="Real shapes instead: smollm2.")] = None,
+    packed: Annotated[
+        bool, typer.Option("--packed/--unpacked", help="Through buckets, or read in place.")
+    ] = False,
+    transport: Annotated[str, typer.Option(help="Control messages by: http, callback.")] = "http",
+    readers: Annotated[int, typer.Option(min=1, max=16, help="Receiving processes.")] = 1,
+    sink: Annotated[str, typer.Option(help="Load into a: module, hook.")] = "module",
+    apply: Annotated[str, typer.Option(help="auto, staged, in_place.")] = "auto",
+    rounds: Annotated[int, typer.Option(min=1, help="Rounds that count.")] = 7,
+    json_file: Annotated[
+        Path | None, typer.Option("--json", help="Write the figures there as well.")
+    ] = None,
+) -> None:
+    """Measure how fast weights move between two processes, beside a plain copy in one."""
+    _check(transport, ("http", "callback"), "--transport")
+    _check(sink, ("module", "hook"), "--sink")
+    _check(apply, ("auto", "staged", "in_place"), "--apply")
+    setup = BenchSetup(
+        nbytes=parse_size(nbytes),
+        tensors=tensors,
+        dtype=dtype,
+        shapes=shapes,
+        packed=packed,
+        transport=transport,  # type: ignore[arg-type]  # checked above
+        readers=readers,
+        sink=sink,  # type: ignore[arg-type]
+        apply=apply,  # type: ignore[arg-type]
+        rounds=rounds,
+    )
+    console = Console()
+    with Progress(console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task("measuring", total=None)
+        measured = measure(setup, lambda done, total: bar.update(task, completed=done, total=total))
+    console.print(make_table(measured))
+    if json_file is not None:
+        json_file.write_text(json.dumps(measured.to_dict(), indent=2) + "\n", encoding="utf-8")
+
+
+def parse_size(text: str) -> int:
+    """Return the bytes that `512M` or `1G` or `4096` mean (powers of 1024)."""
+    factors = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
+    factor = factors.get(text[-1:].upper(), 1)
+    digits = text[:-1] if factor > 1 else text
+    if not digits.isdigit():
+        raise ConfigError(f"{text!r} is no size; write 512M, 1G or a number of bytes")
+    return int(digits) * factor
+
+
+def make_table(measured: Measured) -> Table:
+    """Return the figures of one run as a table."""
+    setup = measured.setup
+    mode = "packed" if setup.packed else "unpacked"
+    last = measured.plain.reports[-1]
+    table = Table(
+        title=f"{measured.nbytes / 1e6:.0f} MB in {measured.tensors} {setup.dtype} tensors, {mode}, "
+        f"{setup.transport}, {setup.readers} reader(s), {setup.sink} sink, {last.apply}, "
+        f"road {last.road}",
+        caption=f"medians of {setup.rounds} rounds; an update sends {last.control_messages} messages, "
+        f"{last.control_nbytes} bytes; the sender holds {last.peak_extra_nbytes / 1e6:.1f} MB "
+        f"beside the model; stall {last.stall_s * 1e3:.2f} ms",
+    )
+    for title in ("", "ms", "min", "max", "GB/s", "x memcpy"):
+        table.add_column(title, justify="left" if not title else "right")
+    rows: tuple[tuple[str, Series], ...] = (
+        ("memcpy in one process", measured.memcpy),
+        ("update, not verified", measured.plain),
+        (f"update, verified ({measured.verified.reports[-1].verified})", measured.verified),
+    )
+    for name, series in rows:
+        table.add_row(
+            name,
+            f"{series.median * 1e3:.1f}",
+            f"{min(series.seconds) * 1e3:.1f}",
+            f"{max(series.seconds) * 1e3:.1f}",
+            f"{measured.nbytes / series.median / 1e9:.2f}",
+            f"{measured.ratio(series):.2f}",
+        )
+    return table
+
+
+def _check(value: str, known: tuple[str, ...], option: str) -> None:
+    if value not in known:
+        raise ConfigError(f"{option} is one of {', '.join(known)}, not {value!r}")

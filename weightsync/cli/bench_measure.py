@@ -1,0 +1,191 @@
+"""What `weightsync bench` measures: whole updates beside plain copies, in one run."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import secrets
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Literal
+
+import torch
+
+from weightsync.cli.bench_model import make_model, shapes_of, total_nbytes
+from weightsync.cli.bench_receiver import Carrier, PipeCallback, SinkKind, receive
+from weightsync.errors import ConnectError
+from weightsync.report import SyncReport
+from weightsync.trainer import WeightSender, connect
+from weightsync.weights.dtypes import TORCH_DTYPES
+
+START_TIMEOUT_S = 120.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BenchSetup:
+    """What to move and how. `warmup` updates are not counted: the first ones touch memory."""
+
+    nbytes: int = 512 << 20
+    tensors: int = 300
+    dtype: str = "bfloat16"
+    shapes: str | None = None
+    packed: bool = False
+    transport: Carrier = "http"
+    readers: int = 1
+    sink: SinkKind = "module"
+    apply: Literal["auto", "staged", "in_place"] = "auto"
+    rounds: int = 7
+    warmup: int = 2
+    bucket_nbytes: int | None = None
+    num_buckets: int | None = None
+
+
+@dataclass(slots=True)
+class Series:
+    """Seconds of one kind of work, round by round, and the last report."""
+
+    seconds: list[float] = field(default_factory=list)
+    reports: list[SyncReport] = field(default_factory=list)
+
+    @property
+    def median(self) -> float:
+        """The median second."""
+        return statistics.median(self.seconds)
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """One run: copies inside one process, updates without and with verification."""
+
+    setup: BenchSetup
+    nbytes: int
+    tensors: int
+    memcpy: Series
+    plain: Series
+    verified: Series
+
+    def ratio(self, series: Series) -> float:
+        """A series as a multiple of the copies."""
+        return series.median / self.memcpy.median
+
+    def to_dict(self) -> dict[str, object]:
+        """The figures as plain data; the keys of issue trackers and of `--json`."""
+        report = self.plain.reports[-1]
+        phases = [phase for phase in report.seconds if phase != "total"]
+        seconds = {
+            phase: statistics.median(r.seconds[phase] for r in self.plain.reports)
+            for phase in phases
+        }
+        return {
+            "ratio_to_memcpy": self.ratio(self.plain),
+            "ratio_verified": self.ratio(self.verified),
+            "seconds": {**seconds, "total": self.plain.median, "memcpy": self.memcpy.median},
+            "seconds_verified": self.verified.median,
+            "gbps": self.nbytes / self.plain.median / 1e9,
+            "control_nbytes": report.control_nbytes,
+            "control_messages": report.control_messages,
+            "peak_extra_nbytes": report.peak_extra_nbytes,
+            "stall_s": statistics.median(r.stall_s for r in self.plain.reports),
+            "road": report.road,
+            "apply": report.apply,
+            "verified": self.verified.reports[-1].verified,
+            "nbytes": self.nbytes,
+            "tensors": self.tensors,
+            "dtype": self.setup.dtype,
+            "packed": self.setup.packed,
+            "transport": self.setup.transport,
+            "readers": self.setup.readers,
+            "sink": self.setup.sink,
+            "rounds": {
+                "memcpy": self.memcpy.seconds,
+                "plain": self.plain.seconds,
+                "verified": self.verified.seconds,
+            },
+        }
+
+
+def measure(
+    setup: BenchSetup, progress: Callable[[int, int], None] = lambda done, all_: None
+) -> Measured:
+    """Run the bench: in every round one copy, one update without and one with verification."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    dtype = TORCH_DTYPES[setup.dtype]
+    shapes = shapes_of(setup.shapes, nbytes=setup.nbytes, tensors=setup.tensors, dtype=dtype)
+    try:
+        with ExitStack() as stack:
+            targets = [
+                stack.enter_context(_receiver_process(setup, shapes)) for _ in range(setup.readers)
+            ]
+            model = make_model(shapes, setup.dtype, value=1)
+            copied = [torch.ones_like(p) for p in model.parameters()]
+            sender = stack.enter_context(
+                connect(
+                    model,
+                    to=targets,
+                    packed=setup.packed,
+                    bucket_nbytes=setup.bucket_nbytes,
+                    num_buckets=setup.num_buckets,
+                )
+            )
+            series = (Series(), Series(), Series())
+            for i in range(setup.warmup + setup.rounds):
+                progress(i, setup.warmup + setup.rounds)
+                _round(sender, model, copied, series if i >= setup.warmup else None)
+    finally:
+        torch.set_num_threads(threads)
+    return Measured(setup, total_nbytes(shapes, dtype), len(shapes), *series)
+
+
+def _round(
+    sender: WeightSender,
+    model: torch.nn.Module,
+    copied: list[torch.Tensor],
+    series: tuple[Series, Series, Series] | None,
+) -> None:
+    parameters = list(model.parameters())
+    started = time.perf_counter()
+    for target, source in zip(copied, parameters, strict=True):
+        target.copy_(source)
+    if series:
+        series[0].seconds.append(time.perf_counter() - started)
+    for verify in (False, True):
+        for parameter in parameters[:: max(1, len(parameters) // 16)]:
+            parameter.view(-1)[0] += 1
+        sender.verify = verify
+        started = time.perf_counter()
+        report = sender.send_weights()
+        if series:
+            chosen = series[1 + verify]
+            chosen.seconds.append(time.perf_counter() - started)
+            chosen.reports.append(report)
+
+
+@contextmanager
+def _receiver_process(setup: BenchSetup, shapes: list[tuple[int, ...]]) -> Iterator[object]:
+    """Run a receiver; yield what `connect(to=…)` wants."""
+    spawn = multiprocessing.get_context("spawn")
+    ours, theirs = spawn.Pipe()
+    os.environ.setdefault("WEIGHTSYNC_TOKEN", secrets.token_urlsafe(16))
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    arguments = (theirs, shapes, setup.dtype, setup.transport, setup.sink, setup.apply)
+    process = spawn.Process(target=receive, args=arguments, daemon=True)
+    process.start()
+    theirs.close()
+    try:
+        if not ours.poll(START_TIMEOUT_S):
+            raise ConnectError(f"the receiving process did not start in {START_TIMEOUT_S:g} s")
+        said = ours.recv_bytes().decode()
+        yield said if setup.transport == "http" else PipeCallback(ours)
+    except EOFError as exc:
+        raise ConnectError("the receiving process ended before it was ready") from exc
+    finally:
+        ours.close()
+        process.terminate()
+        process.join(10)
+        if process.is_alive():
+            process.kill()
+            process.join()
