@@ -89,8 +89,9 @@ class Child:
         self._lines.put(None)
 
     def _tail(self) -> str:
-        lines = [*self._said, *self._log.read_bytes().splitlines(keepends=True)][-LOG_LINES:]
-        return "; its last lines:\n" + b"".join(lines).decode(errors="replace") if lines else ""
+        said = self._log.read_bytes().splitlines(keepends=True) or self._said
+        text = b"".join(said[-LOG_LINES:]).decode(errors="replace").rstrip()
+        return f"; its last lines:\n{text}" if text else ""
 
 
 @contextmanager

@@ -66,7 +66,7 @@ def demo(
         check_plotting()
         report = _Demo(console, model.value, steps, port).run()
     except WeightSyncError as exc:
-        console.print(f"the demo failed: {exc}", style="red", markup=False)
+        console.print(f"the demo failed: {exc}", style="red", markup=False, soft_wrap=True)
         raise typer.Exit(1) from exc
     write_report(report, out / REPORT_FILE)
     write_plot(report.steps, out / PLOT_FILE)
@@ -125,6 +125,7 @@ class _Demo:
                 steps.append(step := self._expect(trainer, Step))
                 progress.console.print(_describe(number, step), markup=False, highlight=False)
                 progress.advance(task)
+        print_line(f"road: {steps[-1].road}, every update verified: {steps[-1].verified}")
         proof = self._expect(trainer, Proof)
         print_line(_describe_proof(proof), markup=False, style=None if proof.holds else "red")
         return ready, steps, proof
@@ -157,9 +158,9 @@ def _progress(console: Console) -> Progress:
 
 def _describe(number: int, step: Step) -> str:
     return (
-        f"step {number:>3}  reward {step.reward:.3f}  version {step.version}  "
-        f"{step.nbytes / 1e6:.1f} MB in {step.sync_s * 1e3:.1f} ms = {step.gbps:.2f} GB/s  "
-        f"stall {step.stall_s * 1e3:.2f} ms  {step.road}"
+        f"step {number:>2}  reward {step.reward:.3f}  version {step.version:>2}  "
+        f"{step.nbytes / 1e6:.1f} MB  {step.sync_s * 1e3:.1f} ms  {step.gbps:.2f} GB/s  "
+        f"stall {step.stall_s * 1e3:.2f} ms"
     )
 
 

@@ -18,13 +18,12 @@ import torch
 import weightsync as ws
 from weightsync.cli.demo_report import Event, Proof, Ready, Step, encode_event
 from weightsync.cli.demo_task import TASKS, Learner, Task
-from weightsync.errors import ConnectError, ProtocolError
+from weightsync.errors import ConnectError, ProtocolError, WeightSyncError
 from weightsync.rollout.generation import Generator
 from weightsync.rollout.model import LoadedModel, load_model
 from weightsync.rollout.requests import (
     Completion,
     GenerateRequest,
-    Sampling,
     decode_response,
 )
 from weightsync.weights.fingerprint import mix64, to_hex
@@ -35,6 +34,7 @@ from weightsync.wire.problem import raise_problem
 TOKEN_VARIABLE = "WEIGHTSYNC_TOKEN"  # noqa: S105 - the variable's name
 REQUEST_TIMEOUT_S = 300.0
 PROOF_TOKENS = 24
+PROOF_PROMPTS = ("Once upon a time", "The sea is", "def main():", "1, 2, 3,")
 
 Emit = Callable[[Event], None]
 
@@ -79,7 +79,7 @@ def train(server: Server, loaded: LoadedModel, task: Task, *, steps: int, emit: 
             step = _step(server, sender, learner, _request(task, prompts, number), version)
             version = step.version
             emit(step)
-        emit(_prove(server, loaded, prompts))
+        emit(_prove(server, loaded))
 
 
 def _request(task: Task, prompts: list[list[int]], seed: int) -> GenerateRequest:
@@ -94,7 +94,7 @@ def _request(task: Task, prompts: list[list[int]], seed: int) -> GenerateRequest
 
 def _step(
     server: Server,
-    sender: ws.Sender,
+    sender: ws.WeightSender,
     learner: Learner,
     request: GenerateRequest,
     version: int | None,
@@ -130,22 +130,27 @@ def _check_versions(completions: Sequence[Completion], version: int | None) -> N
         )
 
 
-def _prove(server: Server, loaded: LoadedModel, prompts: list[list[int]]) -> Proof:
-    ours = {
-        name: to_hex(mix64(tensor.detach().contiguous().flatten().view(torch.uint8)))
-        for name, tensor in ModuleSource(loaded.model).tensors()
-    }
-    theirs = server.checksums()
+def _prove(server: Server, loaded: LoadedModel) -> Proof:
+    ours, theirs = _checksums(ModuleSource(loaded.model)), server.checksums()
     different = {name for name in ours.keys() & theirs.keys() if ours[name] != theirs[name]}
-    greedy = Sampling(temperature=0, max_new_tokens=PROOF_TOKENS)
-    asked = GenerateRequest(prompts=list(prompts), temperature=0, max_new_tokens=PROOF_TOKENS)
-    own = Generator(loaded.model, loaded.tokenizer).generate(prompts, greedy)
+    asked = GenerateRequest(prompts=list(PROOF_PROMPTS), temperature=0, max_new_tokens=PROOF_TOKENS)
+    own = Generator(loaded.model, loaded.tokenizer).answer(asked).completions
     return Proof(
         tensors_checked=len(ours),
         different=sorted(different | (ours.keys() ^ theirs.keys())),
         server_tokens=[c.token_ids for c in server.generate(asked)],
         trainer_tokens=[c.token_ids for c in own],
     )
+
+
+def _checksums(source: ModuleSource) -> dict[str, str]:
+    found = {
+        name: to_hex(mix64(tensor.detach().contiguous().flatten().view(torch.uint8)))
+        for name, tensor in source.tensors()
+    }
+    # The server answers for the other names of tied tensors, too.
+    aliases = source.manifest.aliases
+    return found | {alias: found[name] for alias, name in aliases.items()}
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -163,8 +168,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
         sys.stdout.buffer.flush()
 
     server = Server(options.server, os.environ.get(TOKEN_VARIABLE, ""))
-    loaded = load_model(options.model)
-    train(server, loaded, TASKS[options.model], steps=options.steps, emit=emit)
+    try:
+        loaded = load_model(options.model)
+        train(server, loaded, TASKS[options.model], steps=options.steps, emit=emit)
+    except WeightSyncError as exc:
+        sys.exit(f"{type(exc).__name__}: {exc}")
 
 
 if __name__ == "__main__":

@@ -1,0 +1,121 @@
+"""The demo as users start it: a server, a trainer, a proof; and nothing left behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import msgspec
+import psutil
+import pytest
+
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("shm_clean")]
+
+RUN_TIMEOUT_S = 100
+END_TIMEOUT_S = 40
+STEP_KEYS = {"version", "reward", "nbytes", "sync_s", "gbps", "stall_s", "road"}
+
+
+def demo_command(out: Path, steps: int) -> list[str]:
+    options = ["--model", "tiny", "--steps", str(steps), "--out", str(out)]
+    return [sys.executable, "-m", "weightsync", "demo", *options]
+
+
+@contextmanager
+def running_demo(out: Path) -> Iterator[tuple[subprocess.Popen[str], list[psutil.Process]]]:
+    """A demo in the middle of its steps, and its two children."""
+    process = subprocess.Popen(
+        demo_command(out, steps=1000),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env={**os.environ, "COLUMNS": "200"},
+        start_new_session=True,
+    )
+    try:
+        assert process.stdout is not None
+        for line in process.stdout:
+            if line.startswith("step  2"):
+                break
+        else:
+            pytest.fail("the demo ended before its second step")
+        yield process, psutil.Process(process.pid).children()
+    finally:
+        process.kill()
+        process.communicate(timeout=END_TIMEOUT_S)
+
+
+def assert_ended(processes: list[psutil.Process]) -> None:
+    _, alive = psutil.wait_procs(processes, timeout=END_TIMEOUT_S)
+    assert alive == []
+
+
+def test_the_demo_trains_sends_and_proves(tmp_path: Path) -> None:
+    ended = subprocess.run(
+        demo_command(tmp_path, steps=10),
+        capture_output=True,
+        text=True,
+        timeout=RUN_TIMEOUT_S,
+        check=False,
+        env={**os.environ, "COLUMNS": "200"},
+    )
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    assert "verified: " in ended.stdout
+    assert sum(line.startswith("step ") for line in ended.stdout.splitlines()) == 10
+    report = msgspec.json.decode((tmp_path / "demo-report.json").read_bytes())
+    assert (report["model"], report["verified"]) == ("tiny", True)
+    assert report["params"] > 0
+    steps = report["steps"]
+    assert all(set(step) >= STEP_KEYS for step in steps)
+    versions = [step["version"] for step in steps]
+    assert versions == list(range(versions[0], versions[0] + 10))
+    assert {step["nbytes"] for step in steps} == {4 * report["params"]}
+    assert {step["verified"] for step in steps} == {"held"}
+    assert max(step["logprob_gap"] for step in steps) < 1e-2
+    assert steps[-1]["reward"] > 2 * steps[0]["reward"]
+    assert (tmp_path / "demo.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_a_demo_that_is_ended_ends_its_children(tmp_path: Path, signum: signal.Signals) -> None:
+    with running_demo(tmp_path) as (process, children):
+        assert len(children) == 2
+        process.send_signal(signum)
+        process.communicate(timeout=END_TIMEOUT_S)
+        assert process.returncode != 0
+        assert_ended(children)
+
+
+@pytest.mark.parametrize("victim", ["weightsync.cli.demo_trainer", "serve"])
+def test_a_child_that_dies_ends_the_demo_with_a_reason(tmp_path: Path, victim: str) -> None:
+    with running_demo(tmp_path) as (process, children):
+        (target,) = [child for child in children if victim in child.cmdline()]
+        target.kill()
+        output, _ = process.communicate(timeout=RUN_TIMEOUT_S)
+        assert process.returncode == 1
+        assert "the demo failed: the trainer ended with status" in output
+        assert_ended(children)
+
+
+def test_an_unknown_model_is_refused_before_anything_starts(tmp_path: Path) -> None:
+    command = [
+        sys.executable,
+        "-m",
+        "weightsync",
+        "demo",
+        "--model",
+        "huge",
+        "--out",
+        str(tmp_path),
+    ]
+    ended = subprocess.run(
+        command, capture_output=True, text=True, timeout=RUN_TIMEOUT_S, check=False
+    )
+    assert ended.returncode == 2, ended.stderr
+    assert "huge" in ended.stderr
+    assert list(tmp_path.iterdir()) == []
