@@ -9,7 +9,7 @@ On the other side, `weightsync.WeightReceiver(model)` and `weightsync.server.wei
 from __future__ import annotations
 
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from weightsync.compat import (
     IPCTrainerSendWeightsArgs,
@@ -46,9 +46,6 @@ from weightsync.weights.hook_sink import HookSink
 from weightsync.weights.module_sink import ModuleSink
 from weightsync.weights.sink import WeightSink
 from weightsync.weights.source import ModuleSource, StateDictSource, WeightSource
-
-if TYPE_CHECKING:
-    from weightsync import server
 
 __version__ = "0.1.0"
 

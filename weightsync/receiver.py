@@ -17,6 +17,7 @@ from weightsync.peers import Peers
 from weightsync.replay import Replay
 from weightsync.samehost.cuda_handle import gpu_key
 from weightsync.samehost.device_keys import host_key
+from weightsync.samehost.probe import check_probe
 from weightsync.specs import Manifest
 from weightsync.updates import Updates, check_protocol, new_update_id
 from weightsync.weights.hook_sink import HookSink
@@ -195,6 +196,8 @@ class WeightReceiver:
 
     def _init(self, request: InitRequest) -> InitReply:
         info = request.init_info
+        if request.probe is not None:
+            check_probe(request.probe, self._updates.peers.keys)
         if info is not None:
             check_protocol(info, PROTOCOL)
             self._updates.init(info)

@@ -103,6 +103,13 @@ def offer(
 ) -> list[Answer]:
     """Give members the engine's handles. Raises what the first of them raised."""
 
+    if engine.road == "cuda_ipc":
+        # An export that nobody opens is never freed: only a probe is risked on an unproved road.
+        probes = fleet.ask(
+            lambda _: InitRequest(probe=engine.probe_info()), timeout_s=timeout_s, members=members
+        )
+        raise_first(probes, "probe")
+
     def request(member: Member) -> Request:
         return InitRequest(init_info=engine.init_info(member.reader))
 

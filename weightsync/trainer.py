@@ -161,9 +161,7 @@ class WeightSender:
         except WeightSyncError:
             if not self._meet_restarted():
                 raise
-            update = Update(
-                self._fleet, self._connection.engine, self._options, verify=self.verify
-            )
+            update = Update(self._fleet, self._connection.engine, self._options, verify=self.verify)
             update.send_whole(terms)
         self.version = version
         return update.report(version, label, dict(self._connection.skipped))

@@ -148,6 +148,14 @@ class IpcTrainerEngine(TrainerWeightTransferEngine):
         self._verify = True
         self._update: Callable[[Check], None] | None = None
 
+    def probe_info(self) -> ProbeInfo:
+        """Return the probe alone, exported once per call."""
+        return ProbeInfo(
+            handle=self._probe_memory.handle(),
+            nbytes=PROBE_NBYTES,
+            digest=probe_digest(self._probe),
+        )
+
     def init_info(self, reader: int) -> IpcInit:
         """Return what receiver place `reader` needs; GPU memory is exported once per call."""
         if reader >= READER_PLACES:
@@ -158,11 +166,7 @@ class IpcTrainerEngine(TrainerWeightTransferEngine):
             sender=self.sender_id,
             road=self._options.road,
             manifest=manifest_to_wire(self.manifest),
-            probe=ProbeInfo(
-                handle=self._probe_memory.handle(),
-                nbytes=PROBE_NBYTES,
-                digest=probe_digest(self._probe),
-            ),
+            probe=self.probe_info(),
             control=SegmentHandle(
                 name=self._control.segment.name, nbytes=self._control.segment.nbytes
             ),

@@ -19,6 +19,7 @@ from weightsync.wire.messages import (
     ManifestMessage,
     Message,
     PackedUpdate,
+    ProbeInfo,
     RegisteredUpdate,
     Reply,
     Request,
@@ -34,6 +35,7 @@ T = TypeVar("T")
 
 class _InitEnvelope(msgspec.Struct, forbid_unknown_fields=True):
     init_info: msgspec.Raw = msgspec.Raw(b"{}")
+    probe: ProbeInfo | None = None
 
 
 class _UpdateEnvelope(msgspec.Struct, forbid_unknown_fields=True):
@@ -189,7 +191,7 @@ def _check_lengths(info: UpdateInfo) -> None:
 
 def _decode_init(body: bytes) -> InitRequest:
     envelope = _decode(body, _InitEnvelope)
-    return InitRequest(init_info=parse_init_info(bytes(envelope.init_info)))
+    return InitRequest(init_info=parse_init_info(bytes(envelope.init_info)), probe=envelope.probe)
 
 
 def _decode_update(body: bytes) -> UpdateRequest:

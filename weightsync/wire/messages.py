@@ -121,9 +121,13 @@ class IpcInit(Message, frozen=True, kw_only=True, tag="ipc", tag_field="backend"
 
 
 class InitRequest(Message, frozen=True, kw_only=True):
-    """`init_weight_transfer_engine`; an empty `init_info` only asks who is there."""
+    """`init_weight_transfer_engine`; an empty `init_info` only asks who is there.
+
+    `probe` alone tries a road before anything else is exported for it.
+    """
 
     init_info: IpcInit | None = None
+    probe: ProbeInfo | None = None
 
 
 class ShutdownRequest(Message, frozen=True, kw_only=True):
