@@ -106,7 +106,7 @@ def write_plot(steps: Sequence[Step], file: Path) -> None:
     reward_axis.set_xlabel("step")
     reward_axis.set_xticks(list(numbers))
     reward_axis.set_ylabel("reward", color="tab:blue")
-    reward_axis.set_ylim(0, 1)
+    reward_axis.set_ylim(0, 1.05)
     reward_axis.set_zorder(sync_axis.get_zorder() + 1)
     reward_axis.patch.set_visible(False)
     reward_axis.set_title("Reward, and the time to send the weights after each step")
