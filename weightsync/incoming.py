@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from weightsync.backends.base import Received
 from weightsync.errors import ManifestMismatchError, VerificationError
-from weightsync.specs import Manifest, compare
+from weightsync.specs import Manifest
 from weightsync.weights.fingerprint import table_digest
 from weightsync.weights.sink import Landing, Verification, WeightSink
 
@@ -23,8 +23,7 @@ class Incoming:
     partial: bool
     landings: list[Landing] = field(default_factory=list)
     fingerprints: list[int] = field(default_factory=list)
-    nbytes: int = 0
-    names: set[str] = field(default_factory=set)
+    manifests: list[Manifest] = field(default_factory=list)
     levels: set[Verification] = field(default_factory=set)
     seconds: dict[str, float] = field(default_factory=dict)
 
@@ -37,10 +36,14 @@ class Incoming:
 
     def note(self, received: Received) -> None:
         """Add what one message brought."""
-        self.nbytes += received.nbytes
+        self.manifests.append(received.manifest)
         self.fingerprints += received.fingerprints
-        self.names.update(received.names)
         self.levels.add(received.verified)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of weights that arrived."""
+        return sum(manifest.nbytes for manifest in self.manifests)
 
     @property
     def verified(self) -> Verification:
@@ -64,12 +67,16 @@ class Incoming:
         wanted = sink.manifest or offered
         if wanted is None or self.partial:
             return
-        places = wanted.places()
-        missing = [
-            name for name, names in places.items() if not any(n in self.names for n in names)
-        ]
-        if missing and not self._covered(wanted, offered):
+        if any(not sink.difference(m).missing for m in self._whole_ones(sink)):
+            return
+        arrived = {name for manifest in self.manifests for name in manifest.index}
+        missing = [name for name, names in wanted.places().items() if arrived.isdisjoint(names)]
+        if missing:
             raise ManifestMismatchError(missing=missing)
+
+    def _whole_ones(self, sink: WeightSink) -> list[Manifest]:
+        """Without a declared manifest no single message can be known to be whole."""
+        return self.manifests if sink.manifest is not None else []
 
     def check_digest(self, expected: str | None) -> None:
         """Raise VerificationError unless the sender's table is the one that was compared with."""
@@ -78,12 +85,6 @@ class Incoming:
                 f"the sender's fingerprints are named {expected}, those found beside the data "
                 f"{self.table_digest}: the table was changed on the way; send the update again"
             )
-
-    def _covered(self, wanted: Manifest, offered: Manifest | None) -> bool:
-        """Whether tied names of the sender cover what the receiver wants."""
-        if offered is None or not self.names >= {spec.name for spec in offered.specs}:
-            return False
-        return not compare(offered, wanted, cast=True).missing
 
     def timed(self, phase: str, started: float) -> None:
         """Add the seconds since `started` to a phase."""

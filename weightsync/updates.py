@@ -25,7 +25,7 @@ from weightsync.landings import ApplyChoice, Landings
 from weightsync.lifecycle import State, Terms, UpdateLifecycle
 from weightsync.peers import Peers
 from weightsync.samehost.heartbeat import beating
-from weightsync.specs import compare
+from weightsync.specs import Manifest
 from weightsync.weights.buckets import Plan
 from weightsync.weights.sink import Landing, WeightSink, check_manifest
 from weightsync.wire.messages import (
@@ -98,12 +98,10 @@ class Updates:
             self.peers.forget_dead(keep=self._incoming.sender if self._incoming else None)
             engine = self.peers.open(info)
             try:
-                difference = None
-                if self.sink.manifest is not None:
-                    difference = compare(engine.manifest, self.sink.manifest, cast=self.sink.casts)
-                    if difference.unexpected or difference.mismatched:
-                        difference.check(partial=False)
-                if difference is None or not difference.missing:
+                difference = self.sink.difference(engine.manifest)
+                if difference.unexpected or difference.mismatched:
+                    difference.check(partial=False)
+                if not difference.missing:
                     self._make_room(engine.whole_plan)
             except BaseException:
                 self.peers.close(info.sender)
@@ -259,7 +257,7 @@ class Updates:
     def _receive(self, incoming: Incoming, info: UpdateInfo) -> Received:
         reception = self._reception(incoming)
         if isinstance(info, EmptyUpdate):
-            return Received(0)
+            return Received(Manifest(()))
         if not isinstance(info, RegisteredUpdate):
             return receive_handles(info, self.peers.keys, reception)
         engine = self.peers.get(info.sender)
@@ -294,8 +292,7 @@ class Updates:
         )
 
     def _is_whole(self, plan: Plan) -> bool:
-        wanted = self.sink.manifest
-        return wanted is None or not compare(plan.manifest, wanted, cast=True).missing
+        return not self.sink.difference(plan.manifest).missing
 
     def _make_room(self, plan: Plan) -> None:
         """Allocate before the first update; the model may move into a slab, so nobody reads."""

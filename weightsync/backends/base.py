@@ -22,12 +22,11 @@ Check = Callable[[], None]
 
 @dataclass(frozen=True, slots=True)
 class Received:
-    """What one transfer brought: bytes of weights, the fingerprints seen, and what they prove."""
+    """What one transfer brought: tensors, the fingerprints seen, and what they prove."""
 
-    nbytes: int
+    manifest: Manifest
     fingerprints: list[int] = field(default_factory=list)
     verified: Verification = "none"
-    names: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

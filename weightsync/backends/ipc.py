@@ -206,12 +206,7 @@ class _Transfer:
             self._from_storages(landing)
         if self._wrong:
             raise VerificationError(names=self._wrong_names())
-        return Received(
-            self._plan.manifest.nbytes,
-            self._got,
-            self._level(landing),
-            tuple(spec.name for spec in self._plan.manifest.specs),
-        )
+        return Received(self._plan.manifest, self._got, self._level(landing))
 
     def _through_ring(self, landing: Landing) -> None:
         lender = Lender(self._plan, landing, self._reception) if landing.memory is None else None

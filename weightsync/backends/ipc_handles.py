@@ -47,10 +47,9 @@ def receive_handles(
         else:
             _copy(plan, landing.memory, memory, reception)
             _check_fingerprints(info, manifest, landing.memory.tensors)
-        names = tuple(spec.name for spec in manifest.specs)
         held = landing.memory is not None
         level = reception.verification if held else "arrived"
-        return Received(manifest.nbytes, [], level if info.fingerprints else "none", names)
+        return Received(manifest, [], level if info.fingerprints else "none")
     finally:
         del tensors
         for handle in opened.values():

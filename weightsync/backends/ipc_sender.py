@@ -222,8 +222,9 @@ class IpcTrainerEngine(TrainerWeightTransferEngine):
         """Ring, control and what registered memory holds beside adopted tensors."""
         beside = 0
         if isinstance(self._memory, SharedStream):
-            sizes = [spec.nbytes for spec in self.manifest.specs]
-            beside = sum(n for i, n in enumerate(sizes) if i not in self._memory.adopted)
+            adopted = self._memory.adopted
+            sizes = enumerate(spec.nbytes for spec in self.manifest.specs)
+            beside = sum(nbytes for i, nbytes in sizes if i not in adopted)
         elif isinstance(self._memory, DeviceStream):
             beside = self._memory.copied_nbytes
         return self._ring.nbytes + self._control.segment.nbytes + beside

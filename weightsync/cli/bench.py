@@ -15,7 +15,7 @@ from weightsync.cli.bench_measure import BenchSetup, Measured, Series, measure
 from weightsync.errors import ConfigError
 
 
-def bench(  # noqa: PLR0913  # one parameter per option
+def bench(  # noqa: PLR0913, PLR0917  # one parameter per option
     nbytes: Annotated[str, typer.Option(help="Bytes of the model: 512M, 1G, 1048576.")] = "512M",
     tensors: Annotated[int, typer.Option(min=1, help="Into how many tensors.")] = 300,
     dtype: Annotated[str, typer.Option(help="Their dtype, without torch.")] = "bfloat16",

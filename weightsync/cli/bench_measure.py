@@ -107,9 +107,7 @@ class Measured:
         }
 
 
-def measure(
-    setup: BenchSetup, progress: Callable[[int, int], None] = lambda done, all_: None
-) -> Measured:
+def measure(setup: BenchSetup, progress: Callable[[int, int], None] | None = None) -> Measured:
     """Run the bench: in every round one copy, one update without and one with verification."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -133,7 +131,8 @@ def measure(
             )
             series = (Series(), Series(), Series())
             for i in range(setup.warmup + setup.rounds):
-                progress(i, setup.warmup + setup.rounds)
+                if progress is not None:
+                    progress(i, setup.warmup + setup.rounds)
                 _round(sender, model, copied, series if i >= setup.warmup else None)
     finally:
         torch.set_num_threads(threads)
@@ -165,7 +164,9 @@ def _round(
 
 
 @contextmanager
-def _receiver_process(setup: BenchSetup, shapes: list[tuple[int, ...]]) -> Iterator[object]:
+def _receiver_process(
+    setup: BenchSetup, shapes: list[tuple[int, ...]]
+) -> Iterator[str | PipeCallback]:
     """Run a receiver; yield what `connect(to=…)` wants."""
     spawn = multiprocessing.get_context("spawn")
     ours, theirs = spawn.Pipe()

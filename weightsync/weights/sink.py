@@ -9,17 +9,18 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
-from typing import Literal
+from typing import Literal, cast
 
 import torch
 
 from weightsync.errors import ConfigError
-from weightsync.specs import Manifest, compare
+from weightsync.specs import Manifest, ManifestDifference, compare
 from weightsync.weights.buckets import Plan
 from weightsync.weights.copier import Memory
 
 Apply = Literal["staged", "in_place"]
 Verification = Literal["none", "arrived", "held"]
+_KEPT_DIFFERENCES = 8
 NamedTensor = tuple[str, torch.Tensor]
 LoadWeights = Callable[[Iterable[NamedTensor]], object]
 """vLLM's signature: takes `(name, tensor)` pairs, may return the set of names it loaded."""
@@ -79,6 +80,20 @@ class WeightSink(ABC):
     def staged_nbytes(self, plan: Plan) -> int:
         """Bytes that a staged landing allocates."""
 
+    def difference(self, offered: Manifest) -> ManifestDifference:
+        """How `offered` differs from what this sink declares; nothing where it declares nothing.
+
+        Remembered for the last few manifests, since an update asks more than once.
+        """
+        if self.manifest is None:
+            return ManifestDifference()
+        known = self.__dict__.setdefault("_differences", {})
+        if offered.digest not in known:
+            if len(known) >= _KEPT_DIFFERENCES:
+                known.clear()
+            known[offered.digest] = compare(offered, self.manifest, cast=self.casts)
+        return cast(ManifestDifference, known[offered.digest])
+
     def commits_in_place(self) -> bool:
         """Whether `commit` itself can fail half way, so that its failure leaves the sink TORN."""
         return False
@@ -93,5 +108,4 @@ class WeightSink(ABC):
 
 def check_manifest(sink: WeightSink, offered: Manifest, *, partial: bool) -> None:
     """Raise ManifestMismatchError unless `offered` fits what the sink declares."""
-    if sink.manifest is not None:
-        compare(offered, sink.manifest, cast=sink.casts).check(partial=partial)
+    sink.difference(offered).check(partial=partial)
