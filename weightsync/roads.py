@@ -102,7 +102,6 @@ def offer(
     members: list[Member] | None = None,
 ) -> list[Answer]:
     """Give members the engine's handles. Raises what the first of them raised."""
-
     if engine.road == "cuda_ipc":
         # An export that nobody opens is never freed: only a probe is risked on an unproved road.
         probes = fleet.ask(

@@ -72,14 +72,16 @@ def make_table(measured: Measured) -> Table:
     setup = measured.setup
     mode = "packed" if setup.packed else "unpacked"
     last = measured.plain.reports[-1]
-    table = Table(
-        title=f"{measured.nbytes / 1e6:.0f} MB in {measured.tensors} {setup.dtype} tensors, {mode}, "
-        f"{setup.transport}, {setup.readers} reader(s), {setup.sink} sink, {last.apply}, "
-        f"road {last.road}",
-        caption=f"medians of {setup.rounds} rounds; an update sends {last.control_messages} messages, "
-        f"{last.control_nbytes} bytes; the sender holds {last.peak_extra_nbytes / 1e6:.1f} MB "
-        f"beside the model; stall {last.stall_s * 1e3:.2f} ms",
+    title = (
+        f"{measured.nbytes / 1e6:.0f} MB in {measured.tensors} {setup.dtype} tensors, {mode}, "
+        f"{setup.transport}, {setup.readers} reader(s), {setup.sink} sink, {last.apply}, {last.road}"
     )
+    caption = (
+        f"medians of {setup.rounds} rounds; an update sends {last.control_messages} messages, "
+        f"{last.control_nbytes} bytes; the sender holds {last.peak_extra_nbytes / 1e6:.1f} MB "
+        f"beside the model; stall {last.stall_s * 1e3:.2f} ms"
+    )
+    table = Table(title=title, caption=caption)
     for title in ("", "ms", "min", "max", "GB/s", "x memcpy"):
         table.add_column(title, justify="left" if not title else "right")
     rows: tuple[tuple[str, Series], ...] = (

@@ -15,7 +15,7 @@ Shape = tuple[int, ...]
 
 
 def shapes_of(name: str | None, *, nbytes: int, tensors: int, dtype: torch.dtype) -> list[Shape]:
-    """Return the shapes of `tensors` equal tensors of `nbytes` bytes in all, or of a named model."""
+    """Return the shapes of `tensors` equal tensors, `nbytes` in all, or of a named model."""
     if name is None:
         numel = nbytes // tensors // dtype.itemsize
         if numel < 1:
@@ -28,7 +28,7 @@ def shapes_of(name: str | None, *, nbytes: int, tensors: int, dtype: torch.dtype
 
 
 def smollm2() -> list[Shape]:
-    """The 272 tensors of SmolLM2-135M: 30 layers of width 576, grouped-query attention, tied head."""
+    """The 272 tensors of SmolLM2-135M: 30 layers of width 576, three key heads, tied head."""
     hidden, inner, keys, layers, vocabulary = 576, 1536, 192, 30, 49_152
     layer: Sequence[Shape] = (
         (hidden, hidden),
