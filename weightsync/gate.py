@@ -35,15 +35,15 @@ class Gate:
 
         May be nested: an inner block never waits for a holder that waits for the outer one.
         """
-        depth = getattr(self._inside, "depth", 0)
-        if depth == 0:
+        if self._depth == 0:
             self._enter(timeout_s)
-        self._inside.depth = depth + 1
+        self._depth += 1
         try:
             yield
         finally:
-            self._inside.depth = depth
-            if depth == 0:
+            # Blocks of one thread (coroutines) may end in any order; the last one leaves.
+            self._depth -= 1
+            if self._depth == 0:
                 self._leave()
 
     def hold(self, timeout_s: float) -> None:
@@ -64,6 +64,14 @@ class Gate:
             since, self._held_since = self._held_since, None
             self._condition.notify_all()
             return time.perf_counter() - since if since is not None else 0.0
+
+    @property
+    def _depth(self) -> int:
+        return getattr(self._inside, "depth", 0)
+
+    @_depth.setter
+    def _depth(self, depth: int) -> None:
+        self._inside.depth = depth
 
     def _enter(self, timeout_s: float) -> None:
         with self._condition:

@@ -63,7 +63,7 @@ class UpdateLifecycle:
     @property
     def may_generate(self) -> bool:
         """Whether the weights in use are one whole version right now."""
-        return self.state is not State.TORN and not self.touched
+        return not self.torn_by and not self.touched
 
     def start(self, terms: Terms) -> None:
         """READY or TORN becomes UPDATING. The same update may start twice; another is refused."""

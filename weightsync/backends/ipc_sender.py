@@ -41,7 +41,7 @@ from weightsync.wire.messages import (
 
 Road = Literal["cuda_ipc", "shared_memory"]
 
-HOST_BUCKET_NBYTES = 4 << 20
+HOST_BUCKET_NBYTES = 2 << 20
 HOST_BUCKETS = 4
 CUDA_BUCKET_NBYTES = 256 << 20
 CUDA_BUCKETS = 2

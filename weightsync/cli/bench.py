@@ -74,7 +74,8 @@ def make_table(measured: Measured) -> Table:
     last = measured.plain.reports[-1]
     title = (
         f"{measured.nbytes / 1e6:.0f} MB in {measured.tensors} {setup.dtype} tensors, {mode}, "
-        f"{setup.transport}, {setup.readers} reader(s), {setup.sink} sink, {last.apply}, {last.road}"
+        f"{setup.transport}, {setup.readers} reader(s), {setup.sink} sink, {last.apply}, "
+        f"{last.road}"
     )
     caption = (
         f"medians of {setup.rounds} rounds; an update sends {last.control_messages} messages, "
