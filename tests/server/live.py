@@ -32,7 +32,7 @@ def make_app(
 def serving(app: Callable[..., object], *, keep_alive_s: int = 60, port: int = 0) -> Iterator[str]:
     """Serve `app` while the block lasts; yields its URL."""
     config = uvicorn.Config(
-        app,  # type: ignore[arg-type]  # any ASGI callable
+        app,
         log_level="error",
         access_log=False,
         lifespan="off",

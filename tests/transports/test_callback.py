@@ -14,7 +14,7 @@ from weightsync.wire.messages import FinishRequest, StatusRequest
 
 class TestCallback(TransportContract):
     @pytest.fixture
-    def connect(self) -> Connect:  # type: ignore[override]  # nothing to tear down
+    def connect(self) -> Connect:
         def connect(receiver: ScriptedReceiver) -> Transport:
             return CallbackTransport(receiver.handle, "the receiver")
 

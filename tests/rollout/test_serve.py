@@ -1,0 +1,222 @@
+from __future__ import annotations
+
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import requests
+import torch
+
+import weightsync as ws
+from weightsync.rollout.api_server import listen, url_of
+from weightsync.rollout.model import make_tiny_model
+
+START_S = 60.0
+END_S = 20.0
+LINE = re.compile(r"weightsync serve: (listening on|token) (\S+)\n")
+
+
+def command(*options: str) -> list[str]:
+    return [sys.executable, "-m", "weightsync", "serve", "--model", "tiny", "--port", "0", *options]
+
+
+def environment(**extra: str) -> dict[str, str]:
+    kept = {k: v for k, v in os.environ.items() if k != "WEIGHTSYNC_TOKEN"}
+    return kept | {"OMP_NUM_THREADS": "1"} | extra
+
+
+@contextmanager
+def server(
+    *options: str, want_token: bool = True, **extra: str
+) -> Iterator[tuple[str, str, subprocess.Popen[str]]]:
+    process = subprocess.Popen(
+        command(*options), stdout=subprocess.PIPE, text=True, env=environment(**extra)
+    )
+    watchdog = threading.Timer(START_S, process.kill)
+    watchdog.start()
+    try:
+        assert process.stdout is not None
+        first = LINE.fullmatch(process.stdout.readline())
+        assert first
+        second = LINE.fullmatch(process.stdout.readline()) if want_token else None
+        assert bool(second) is want_token
+        watchdog.cancel()
+        yield first[2], second[2] if second else "", process
+    finally:
+        watchdog.cancel()
+        process.kill()
+        process.wait(END_S)
+        if process.stdout is not None:
+            process.stdout.close()
+
+
+def generate(url: str, **fields: Any) -> requests.Response:
+    body = {"prompts": ["hello"], "max_new_tokens": 8, "temperature": 0.0} | fields
+    return requests.post(f"{url}/generate", json=body, timeout=60)
+
+
+# So many rows of random tokens that some are sure to be without an end token for a while.
+LONG: dict[str, Any] = {"n": 64, "temperature": 1.0, "max_new_tokens": 2000}
+
+
+@pytest.fixture(scope="module")
+def running() -> Iterator[tuple[str, str]]:
+    with server() as (url, token, _):
+        yield url, token
+
+
+def post(running: tuple[str, str], call: str, **json: Any) -> requests.Response:
+    url, token = running
+    headers = {"Authorization": f"Bearer {token}"}
+    return requests.post(f"{url}/{call}", json=json, headers=headers, timeout=60)
+
+
+@pytest.mark.usefixtures("shm_clean")
+def test_it_generates_with_the_weights_it_was_sent(running: tuple[str, str]) -> None:
+    url, token = running
+    before = generate(url).json()["completions"][0]
+    model = make_tiny_model(seed=99).model
+    with ws.connect(model, to=url, token=token) as sender:
+        for _ in range(3):
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter.mul_(1.5)
+            report = sender.send_weights()
+        after = generate(url).json()["completions"][0]
+        checked = post(running, "weight_checker").json()
+        # Back to the weights of the start, whose completions are long: the next tests need it.
+        model.load_state_dict(make_tiny_model().model.state_dict())
+        last = sender.send_weights()
+    assert after["token_ids"] != before["token_ids"]
+    assert {span["version"] for span in after["weight_versions"]} == {report.version}
+    assert checked["version"] == report.version
+    health = requests.get(f"{url}/health", timeout=10).json()
+    assert health == {"status": "ok", "state": "READY", "version": last.version}
+    assert generate(url).json()["completions"][0]["token_ids"] == before["token_ids"]
+
+
+def test_keep_pauses_a_completion_and_resume_goes_on(running: tuple[str, str]) -> None:
+    url, _ = running
+    with ThreadPoolExecutor(1) as pool:
+        answer = pool.submit(generate, url, **LONG | {"max_new_tokens": 600})
+        time.sleep(0.3)
+        assert post(running, "pause").json()["paused"] is True
+        time.sleep(0.3)
+        done_early = answer.done()
+        assert requests.get(f"{url}/is_paused", timeout=10).json() == {"is_paused": True}
+        post(running, "resume")
+        completions = answer.result(60).json()["completions"]
+    assert not done_early
+    assert {c["finish_reason"] for c in completions} <= {"length", "stop"}
+
+
+def test_abort_returns_what_is_there(running: tuple[str, str]) -> None:
+    url, _ = running
+    with ThreadPoolExecutor(1) as pool:
+        answer = pool.submit(generate, url, **LONG)
+        time.sleep(0.3)
+        assert post(running, "pause", mode="abort").status_code == 200
+        completions = answer.result(60).json()["completions"]
+        post(running, "resume")
+    assert "abort" in {c["finish_reason"] for c in completions}
+    assert "length" not in {c["finish_reason"] for c in completions}
+
+
+def test_a_client_that_leaves_stops_its_completion(running: tuple[str, str]) -> None:
+    url, _ = running
+    with pytest.raises(requests.exceptions.ReadTimeout):
+        requests.post(f"{url}/generate", json={"prompts": ["x"], **LONG}, timeout=0.3)
+    assert generate(url, max_new_tokens=1).status_code == 200
+
+
+def test_bad_requests_are_problem_documents(running: tuple[str, str]) -> None:
+    url, _ = running
+    for body in (
+        b"",
+        b"[" * 100_000,
+        b'{"prompts":[]}',
+        b'{"prompts":["\xff"]}',
+        b"{}",
+        b"9" * 9999,
+    ):
+        answer = requests.post(f"{url}/generate", data=body, timeout=10)
+        assert answer.status_code == 400, body[:20]
+        assert answer.headers["content-type"] == "application/problem+json"
+    assert generate(url, max_new_tokens=60_000).status_code == 400
+
+
+def test_changing_needs_the_token(running: tuple[str, str]) -> None:
+    url, _ = running
+    for path in ("update_weights", "pause", "abort_weight_update", "no_such_route"):
+        assert requests.post(f"{url}/{path}", timeout=10).status_code == 401
+    assert requests.get(f"{url}/openapi.json", timeout=10).json()["paths"]["/generate"]["post"]
+
+
+@pytest.mark.usefixtures("shm_clean")
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_ends_it_in_the_middle_of_work(number: signal.Signals) -> None:
+    token = "from-the-environment"
+    model = make_tiny_model().model
+    with server(want_token=False, WEIGHTSYNC_TOKEN=token) as (url, _, process):
+        with ThreadPoolExecutor(1) as pool, ws.connect(model, to=url, token=token) as sender:
+            sender.send_weights()
+            answer = pool.submit(generate, url, **LONG)
+            time.sleep(0.3)
+            process.send_signal(number)
+            assert process.wait(END_S) == 0
+            completions = answer.result(END_S).json()["completions"]
+            assert "abort" in {c["finish_reason"] for c in completions}
+        assert process.stdout is not None
+        assert process.stdout.read() == ""
+
+
+def test_no_auth_works_on_loopback() -> None:
+    with server("--no-auth", want_token=False) as (url, _, _process):
+        assert requests.post(f"{url}/resume", timeout=10).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        (("--no-auth", "--host", "0.0.0.0"), "--no-auth on 0.0.0.0"),
+        (("--no-auth", "--token", "x"), "exclude each other"),
+        (("--token", "two words"), "printable ASCII"),
+        (("--model", "no/such/model"), "no/such/model"),
+        (("--host", "no-such-host.invalid"), "no address to listen on"),
+    ],
+)
+def test_wrong_options_are_one_line_and_exit_code_2(options: tuple[str, ...], text: str) -> None:
+    done = subprocess.run(
+        command(*options),
+        capture_output=True,
+        text=True,
+        timeout=START_S,
+        env=environment(),
+        check=False,
+    )
+    assert done.returncode == 2
+    assert text in done.stderr
+    assert done.stderr.count("\n") == 1
+    assert done.stdout == ""
+
+
+def test_a_port_that_is_taken() -> None:
+    with listen("127.0.0.1", 0) as listener:
+        port = url_of(listener).rpartition(":")[2]
+        with pytest.raises(ws.ConfigError, match=f"port {port}"):
+            listen("127.0.0.1", int(port))
+
+
+def test_answers_do_not_wait_for_acknowledgements() -> None:
+    with listen("127.0.0.1", 0) as listener:
+        assert listener.proto == socket.IPPROTO_TCP  # or asyncio leaves Nagle's algorithm on

@@ -1,0 +1,176 @@
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+import pytest
+
+from tests.transports.contract import REQUESTS, UPDATE
+from weightsync.errors import ConfigError, ProtocolError
+from weightsync.specs import Manifest, TensorSpec
+from weightsync.wire import codec
+from weightsync.wire.messages import (
+    CALL_OF,
+    CALLS,
+    REPLIES,
+    EmptyUpdate,
+    FinishRequest,
+    ManifestMessage,
+    PackedUpdate,
+    RegisteredUpdate,
+    Request,
+    StepReply,
+    UnpackedUpdate,
+    UpdateRequest,
+)
+
+SEGMENT = {"kind": "segment", "name": "weightsync-1", "nbytes": 64}
+UNPACKED: dict[str, Any] = {
+    "names": ["a", "b"],
+    "dtype_names": ["float32", "int8"],
+    "shapes": [[2], [3]],
+    "ipc_handles": [{"HOST-1": SEGMENT}, {"HOST-1": SEGMENT}],
+}
+PACKED = UNPACKED | {
+    "ipc_handles": {"HOST-1": SEGMENT},
+    "tensor_sizes": [8, 3],
+    "packed": True,
+}
+REGISTERED = {"sender": "s", "epoch": 1, "base": 0, "packed": False, "registered": True}
+
+
+@pytest.mark.parametrize("request_", REQUESTS, ids=lambda r: type(r).__name__)
+def test_requests_come_back_whole(request_: Request) -> None:
+    call = CALL_OF[type(request_)]
+    assert codec.decode_request(call, codec.encode(request_)) == request_
+    plain = codec.to_plain(request_)
+    assert codec.from_plain(plain) == request_
+    assert codec.from_plain(json.loads(json.dumps(plain))) == request_
+
+
+def test_every_call_has_one_request_and_one_reply() -> None:
+    assert set(REPLIES) == set(CALLS)
+    assert len(CALL_OF) == len(CALLS)
+    assert {type(request) for request in REQUESTS} == set(CALL_OF)
+
+
+def test_a_steady_update_is_short() -> None:
+    info = RegisteredUpdate(sender="s" * 16, epoch=200, base=1 << 40, packed=True, registered=True)
+    update = UpdateRequest(update_info=info, update_id="u" * 16, prepare=True)
+    finish = FinishRequest(update_id="u" * 16, table_digest="d" * 32)
+    assert len(codec.encode(update)) + len(codec.encode(finish)) < 1024
+
+
+@pytest.mark.parametrize(
+    ("info", "kind"),
+    [
+        ({}, EmptyUpdate),
+        (UNPACKED, UnpackedUpdate),
+        (UNPACKED | {"packed": False}, UnpackedUpdate),
+        (PACKED, PackedUpdate),
+        (REGISTERED, RegisteredUpdate),
+    ],
+)
+def test_the_fields_tell_the_kinds_of_update_apart(info: dict[str, Any], kind: type) -> None:
+    assert type(codec.parse_update_info(info)) is kind
+    body = json.dumps({"update_info": info}).encode()
+    request = codec.decode_request("update_weights", body)
+    assert isinstance(request, UpdateRequest)
+    assert type(request.update_info) is kind
+
+
+@pytest.mark.parametrize(
+    ("info", "text"),
+    [
+        (UNPACKED | {"shapes": [[2]]}, "names has 2 entries, shapes has 1"),
+        (UNPACKED | {"dtype_names": []}, "names has 2 entries, dtype_names has 0"),
+        (UNPACKED | {"ipc_handles": []}, "names has 2 entries, ipc_handles has 0"),
+        (UNPACKED | {"fingerprints": ["0"]}, "names has 2 entries, fingerprints has 1"),
+        (PACKED | {"tensor_sizes": [8]}, "names has 2 entries, tensor_sizes has 1"),
+        (UNPACKED | {"shapes": [[2], [-3]]}, "$.shapes[1][0]"),
+        (UNPACKED | {"shapes": [[2], [1 << 63]]}, "$.shapes[1][0]"),
+        (UNPACKED | {"shapes": [[2], [1] * 17]}, "$.shapes[1]"),
+        (UNPACKED | {"names": ["a", ""]}, "$.names[1]"),
+        (UNPACKED | {"names": ["a", "n" * 2000]}, "$.names[1]"),
+        (UNPACKED | {"names": "ab"}, "$.names"),
+        (UNPACKED | {"extra": 1}, "unknown field `extra`"),
+        (UNPACKED | {"tensor_sizes": [8, 3]}, "unknown field `tensor_sizes`"),
+        (UNPACKED | {"ipc_handles": [{}, {"HOST-1": {"kind": "pickle"}}]}, "$.ipc_handles[1]"),
+        (UNPACKED | {"ipc_handles": [{}, {"HOST-1": SEGMENT | {"nbytes": -1}}]}, ".nbytes"),
+        (UNPACKED | {"ipc_handles_pickled": "gASV"}, "pickle runs code"),
+        ({"names": ["a"]}, "missing required field"),
+        (REGISTERED | {"epoch": 0}, "$.epoch"),
+        (REGISTERED | {"base": -1}, "$.base"),
+    ],
+)
+def test_a_bad_update_info_says_where(info: dict[str, Any], text: str) -> None:
+    with pytest.raises(ProtocolError, match=re.escape(text)):
+        codec.parse_update_info(info)
+    with pytest.raises(ProtocolError, match=re.escape(text)):
+        codec.decode_request("update_weights", json.dumps({"update_info": info}).encode())
+
+
+@pytest.mark.parametrize(
+    "info", [{"backend": "nccl"}, {"names": []}, {"backend": "ipc"}, {"backend": 3}]
+)
+def test_a_bad_init_info_is_refused(info: dict[str, object]) -> None:
+    with pytest.raises(ProtocolError):
+        codec.parse_init_info(info)
+
+
+def test_an_empty_init_info_asks_who_is_there() -> None:
+    assert codec.parse_init_info({}) is None
+
+
+def test_an_unknown_call_names_the_known_ones() -> None:
+    with pytest.raises(ProtocolError, match="known: init_weight_transfer_engine"):
+        codec.decode_request("load_pickle", b"")
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        {},
+        {"call": "resume"},
+        {"call": "resume", "body": {}, "more": 1},
+        {"call": "resume", "body": object()},
+        {"call": "resume", "body": [1]},
+        {"call": 3, "body": {}},
+    ],
+)
+def test_a_plain_message_that_is_none_is_refused(message: dict[str, object]) -> None:
+    with pytest.raises(ProtocolError):
+        codec.from_plain(message)
+
+
+def test_replies_are_checked_too() -> None:
+    reply = StepReply(state="READY", version=3, seconds={"load": 0.5})
+    assert codec.decode_reply("finish_weight_update", codec.encode(reply)) == reply
+    plain = codec.reply_to_plain(reply)
+    assert codec.reply_from_plain("finish_weight_update", plain) == reply
+    with pytest.raises(ProtocolError, match=r"\$\.version"):
+        codec.decode_reply("finish_weight_update", b'{"state":"READY","version":"3"}')
+    with pytest.raises(ProtocolError, match="not one of ours"):
+        codec.reply_from_plain("weight_checker", plain)
+
+
+def test_a_manifest_comes_back_with_its_digest() -> None:
+    specs = (TensorSpec("a", "bfloat16", (2, 0)), TensorSpec("größe", "bool", ()))
+    manifest = Manifest(specs, {"tied": "a"})
+    again = codec.manifest_from_wire(codec.manifest_to_wire(manifest))
+    assert again == manifest
+    assert again.digest == manifest.digest
+
+
+def test_a_manifest_that_makes_no_sense_is_refused() -> None:
+    message = ManifestMessage(names=["a"], dtype_names=["float99"], shapes=[[1]])
+    with pytest.raises(ConfigError, match="float99"):
+        codec.manifest_from_wire(message)
+
+
+def test_the_codec_reads_what_it_wrote_last() -> None:
+    # The whole-model message is the longest: nothing of it is lost on the way.
+    body = json.loads(codec.encode(UPDATE))
+    assert body["update_info"]["names"] == ["layer.weight", "größe"]
+    assert body["start"] == {"version": 3, "label": "step 3"}

@@ -1,0 +1,98 @@
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from tests.transports.contract import ERRORS
+from weightsync.errors import (
+    ManifestMismatchError,
+    RemoteError,
+    StaleVersionError,
+    WeightSyncError,
+)
+from weightsync.wire import problem
+
+
+def through_the_wire(exc: BaseException) -> WeightSyncError:
+    document = problem.to_problem(exc)
+    with pytest.raises(WeightSyncError) as caught:
+        problem.raise_problem(
+            problem.encode_problem(document), status=document.status, peer="http://peer"
+        )
+    return caught.value
+
+
+@pytest.mark.parametrize("error", ERRORS, ids=lambda e: type(e).__name__)
+def test_an_error_arrives_as_its_own_class(error: WeightSyncError) -> None:
+    arrived = through_the_wire(error)
+    assert type(arrived) is type(error)
+    assert str(arrived) == f"http://peer: {error}"
+    assert vars(arrived).keys() == vars(error).keys()
+
+
+@pytest.mark.parametrize("error", ERRORS, ids=lambda e: type(e).__name__)
+def test_the_status_says_whose_fault_it_is(error: WeightSyncError) -> None:
+    status = problem.status_of(error)
+    wanted = {"NotReadyError": 503, "WeightSyncError": 500}.get(type(error).__name__)
+    assert status == wanted if wanted else 400 <= status < 500
+
+
+def test_a_subclass_from_elsewhere_keeps_what_is_known() -> None:
+    class LocalError(StaleVersionError):
+        pass
+
+    document = problem.to_problem(LocalError(held=2, offered=1))
+    assert document.status == 409
+    assert isinstance(problem.from_problem(document), WeightSyncError)
+
+
+def test_a_foreign_error_keeps_type_and_message() -> None:
+    arrived = through_the_wire(MemoryError("no room"))
+    assert isinstance(arrived, RemoteError)
+    assert (arrived.remote_type, arrived.remote_message) == ("MemoryError", "no room")
+
+
+def test_many_names_are_cut() -> None:
+    names = [f"layer.{i}" for i in range(5000)]
+    arrived = through_the_wire(ManifestMismatchError(missing=names))
+    assert isinstance(arrived, ManifestMismatchError)
+    assert list(arrived.missing) == names[: problem.MAX_LISTED]
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"",
+        b"<html>",
+        b"[]",
+        b'{"title":1}',
+        b'{"title":"x","status":"y"}',
+        b"\xff\xfe",
+        b"[" * 9999,
+    ],
+)
+def test_what_is_no_problem_document_is_quoted(body: bytes) -> None:
+    with pytest.raises(RemoteError, match="answered 502, not a problem document") as caught:
+        problem.raise_problem(body, status=502, peer="http://peer")
+    assert caught.value.remote_type == "HTTP 502"
+
+
+@pytest.mark.parametrize("error", ["SystemExit", "KeyboardInterrupt", "__class__", "", "Exception"])
+def test_a_document_cannot_raise_what_is_not_ours(error: str) -> None:
+    body = json.dumps({"title": "t", "status": 500, "detail": "d", "error": error}).encode()
+    with pytest.raises(RemoteError, match="d"):
+        problem.raise_problem(body, status=500, peer="p")
+
+
+def test_attributes_that_do_not_belong_are_dropped() -> None:
+    document = problem.Problem(
+        title="t",
+        status=409,
+        detail="d",
+        error="StaleVersionError",
+        attributes={"held": 3, "offered": 2, "args": "x", "message": "y"},
+    )
+    arrived = problem.from_problem(document)
+    assert isinstance(arrived, StaleVersionError)
+    assert (arrived.held, arrived.offered, str(arrived)) == (3, 2, "d")
