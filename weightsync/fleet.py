@@ -60,7 +60,7 @@ class Fleet:
 
     def __init__(self, transports: Sequence[Transport]) -> None:
         self.members = [Member(transport, i) for i, transport in enumerate(transports)]
-        self._pool = ThreadPoolExecutor(max_workers=len(self.members) + 1)
+        self._pool = ThreadPoolExecutor(max_workers=2 * len(self.members))
 
     @property
     def sent_nbytes(self) -> int:

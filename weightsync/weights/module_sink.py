@@ -64,11 +64,11 @@ class ModuleSink(WeightSink):
         check_manifest(self, plan.manifest, partial=True)
         targets = self.targets(plan.manifest)
         if apply == "in_place":
-            return _InPlaceLanding(plan, targets)
+            return _InPlaceLanding(self, plan)
         whole = sum(len(group) for group in targets) == len(self.tensors)
         if self.swap == "pointer" and whole:
-            return _PointerLanding(plan, targets, self.device)
-        return _CopyLanding(plan, targets, self.device)
+            return _PointerLanding(self, plan)
+        return _CopyLanding(self, plan)
 
     def staged_nbytes(self, plan: Plan) -> int:
         """One slab beside the model."""
@@ -127,13 +127,24 @@ def _is_plain(tensor: torch.Tensor, spec: TensorSpec, device: torch.device) -> b
     )
 
 
-class _PointerLanding(Landing):
+class _ModuleLanding(Landing):
+    """A landing that knows its module's tensors."""
+
+    def __init__(self, sink: ModuleSink) -> None:
+        self._sink = sink
+
+    def begin(self) -> None:
+        """Raise ConfigError when the module has other parameters now: these would be stale."""
+        _ = self._sink.tensors
+
+
+class _PointerLanding(_ModuleLanding):
     """Two slabs take turns: one is in use, the other takes the next update."""
 
-    def __init__(
-        self, plan: Plan, targets: Sequence[Sequence[torch.Tensor]], device: torch.device
-    ) -> None:
-        self._slabs = [_Slab(plan, targets, device) for _ in range(2)]
+    def __init__(self, sink: ModuleSink, plan: Plan) -> None:
+        super().__init__(sink)
+        targets = sink.targets(plan.manifest)
+        self._slabs = [_Slab(plan, targets, sink.device) for _ in range(2)]
         self._slabs[0].adopt_current()
         self._slabs[0].point()
         self._spare = 1
@@ -180,18 +191,17 @@ class _Slab:
                 tensor.copy_(view)
 
 
-class _CopyLanding(Landing):
+class _CopyLanding(_ModuleLanding):
     """One slab beside the model, copied over at commit."""
 
-    def __init__(
-        self, plan: Plan, targets: Sequence[Sequence[torch.Tensor]], device: torch.device
-    ) -> None:
-        self.memory = Memory.of_stream(plan, slab.allocate(plan.nbytes, device))
+    def __init__(self, sink: ModuleSink, plan: Plan) -> None:
+        super().__init__(sink)
+        self.memory = Memory.of_stream(plan, slab.allocate(plan.nbytes, sink.device))
         self.peak_extra_nbytes = plan.nbytes
         self._pairs = [
             (tensor, from_bytes(flat, spec))
             for spec, flat, group in zip(
-                plan.manifest.specs, self.memory.tensors, targets, strict=True
+                plan.manifest.specs, self.memory.tensors, sink.targets(plan.manifest), strict=True
             )
             for tensor in group
         ]
@@ -203,13 +213,28 @@ class _CopyLanding(Landing):
             )
 
 
-class _InPlaceLanding(Landing):
+class _InPlaceLanding(_ModuleLanding):
     """Bytes go straight into the module; unusual tensors through a buffer of their own."""
 
-    def __init__(self, plan: Plan, targets: Sequence[Sequence[torch.Tensor]]) -> None:
+    def __init__(self, sink: ModuleSink, plan: Plan) -> None:
+        super().__init__(sink)
+        self._plan = plan
+        self._addresses: list[int] = []
+        self._find_places()
+
+    def begin(self) -> None:
+        """Look again where the module's tensors are: somebody may have moved them."""
+        super().begin()
+        if [tensor.data_ptr() for tensor in self._sink.tensors] != self._addresses:
+            self._find_places()
+
+    def _find_places(self) -> None:
         self._copied: list[tuple[str, torch.Tensor, torch.Tensor]] = []
+        self.peak_extra_nbytes = 0
+        self._addresses = [tensor.data_ptr() for tensor in self._sink.tensors]
         places: list[torch.Tensor] = []
-        for spec, group in zip(plan.manifest.specs, targets, strict=True):
+        groups = self._sink.targets(self._plan.manifest)
+        for spec, group in zip(self._plan.manifest.specs, groups, strict=True):
             first = group[0].detach()
             if _is_plain(group[0], spec, first.device):
                 places.append(as_bytes(first))
