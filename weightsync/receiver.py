@@ -17,6 +17,7 @@ from weightsync.peers import Peers
 from weightsync.replay import Replay
 from weightsync.samehost.cuda_handle import gpu_key
 from weightsync.samehost.device_keys import host_key
+from weightsync.samehost.janitor import sweep
 from weightsync.samehost.probe import check_probe
 from weightsync.specs import Manifest
 from weightsync.updates import Updates, check_protocol, new_update_id
@@ -76,6 +77,7 @@ class WeightReceiver:
         on_clear_cache: Callable[[], None] | None = None,
         lease_s: float = DEFAULT_LEASE_S,
     ) -> None:
+        sweep()
         self.sink = as_sink(sink, manifest=manifest)
         self.instance = secrets.token_hex(8)
         self._updates = Updates(

@@ -17,6 +17,7 @@ from weightsync.fleet import Answer, Fleet, Member, raise_first
 from weightsync.outgoing import Update
 from weightsync.report import SyncReport
 from weightsync.roads import offer, take_road, withdraw
+from weightsync.samehost.janitor import sweep
 from weightsync.transports.base import Transport
 from weightsync.transports.callback import CallbackTransport
 from weightsync.transports.http_client import HttpTransport
@@ -69,6 +70,7 @@ def connect(  # noqa: PLR0913  # the settings of a connection, all keyword-only
     """
     if timeout_s <= 0:
         raise ConfigError(f"timeout_s must be positive, not {timeout_s}")
+    sweep()
     fleet = Fleet(make_transports(to, token=token))
     try:
         options = IpcOptions(

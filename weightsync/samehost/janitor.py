@@ -1,0 +1,22 @@
+"""Whoever starts next removes the segments that dead owners left behind, and only those."""
+
+from __future__ import annotations
+
+import logging
+
+from weightsync.errors import SegmentError
+from weightsync.samehost.segment import remove_leftovers
+
+logger = logging.getLogger(__name__)
+
+
+def sweep() -> None:
+    """Remove leftovers, and say so; a start never fails for it."""
+    try:
+        removed = remove_leftovers()
+    except SegmentError as exc:
+        logger.warning("leftover segments could not be looked for: %s", exc)
+        return
+    if removed:
+        nbytes = sum(leftover.nbytes for leftover in removed)
+        logger.info("removed %d segments of dead owners, %d bytes", len(removed), nbytes)
