@@ -96,25 +96,9 @@ json_values = st.recursive(
     lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=12), inner),
     max_leaves=12,
 )
-field_names = st.sampled_from(
-    [
-        "update_info",
-        "update_id",
-        "start",
-        "prepare",
-        "init_info",
-        "version",
-        "names",
-        "packed",
-        "registered",
-        "ipc_handles",
-        "shapes",
-        "dtype_names",
-        "backend",
-        "mode",
-        "checksums",
-    ]
-)
+UPDATE_FIELDS = ["update_info", "update_id", "start", "prepare", "version", "registered"]
+INFO_FIELDS = ["names", "shapes", "dtype_names", "ipc_handles", "packed", "checksums"]
+field_names = st.sampled_from([*UPDATE_FIELDS, *INFO_FIELDS, "init_info", "backend", "mode"])
 shaped = st.dictionaries(
     field_names, json_values | st.dictionaries(field_names, json_values, max_size=5), max_size=4
 )
