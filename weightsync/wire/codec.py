@@ -138,11 +138,11 @@ def manifest_from_wire(
 def parse_init_info(data: Mapping[str, object] | bytes) -> IpcInit | None:
     """Return the typed init info of a dict or JSON; None when it is empty (IPC needs none)."""
     raw = data if isinstance(data, bytes) else msgspec.json.encode(data)
+    if raw.strip() in (b"{}", b"null"):
+        return None
     shape = _decode(raw, _InitShape)
     if shape.backend is None:
-        if raw.strip() not in (b"{}", b"null"):
-            raise ProtocolError("init_info has no backend; send {} or a whole init_info")
-        return None
+        raise ProtocolError("init_info has no backend; send {} or a whole init_info")
     if shape.backend != "ipc":
         raise ProtocolError(f"init_info: backend {shape.backend!r} is not known here; known: ipc")
     return _decode(raw, IpcInit)
