@@ -9,7 +9,7 @@ from typing import Protocol
 import torch
 from torch import nn
 
-from weightsync.errors import ConfigError, ManifestMismatchError
+from weightsync.errors import ConfigError, ManifestMismatchError, shorten
 from weightsync.specs import Manifest, TensorSpec
 from weightsync.weights.dtypes import spec_of
 
@@ -188,6 +188,16 @@ class ModuleSource:
             )
 
     def _describe(self) -> Manifest:
+        sharded = [
+            n
+            for n, t in zip(self._found.names, self._found.tensors, strict=True)
+            if hasattr(t, "full_tensor")
+        ]
+        if sharded:
+            raise ConfigError(
+                f"{len(sharded)} parameters are sharded (DTensor): {shorten(sharded)}; give a "
+                "callable that yields (name, parameter.full_tensor()), and send from rank 0"
+            )
         specs = tuple(
             spec_of(name, tensor, self._dtype)
             for name, tensor in zip(self._found.names, self._found.tensors, strict=True)
