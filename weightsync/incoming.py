@@ -6,7 +6,7 @@ import time
 from dataclasses import dataclass, field
 
 from weightsync.backends.base import Received
-from weightsync.errors import ManifestMismatchError, VerificationError
+from weightsync.errors import ManifestMismatchError, ProtocolError, VerificationError
 from weightsync.specs import Manifest
 from weightsync.weights.fingerprint import table_digest
 from weightsync.weights.sink import Landing, Verification, WeightSink
@@ -65,7 +65,14 @@ class Incoming:
         for landing in self.landings:
             landing.settle()
         wanted = sink.manifest or offered
-        if wanted is None or self.partial:
+        if self.partial:
+            return
+        if wanted is None:
+            if not any(manifest.specs for manifest in self.manifests):
+                raise ProtocolError(
+                    f"update {self.update_id} brought no tensors; send them with update_weights "
+                    "before it is finished"
+                )
             return
         if any(not sink.difference(m).missing for m in self._whole_ones(sink)):
             return

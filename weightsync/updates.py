@@ -185,13 +185,17 @@ class Updates:
         self._stop_lease()
         if self.lifecycle.state is State.PREPARED and self.lifecycle.update_id == update_id:
             return self.reply()
-        with self._working("prepare"), self._giving_up(update_id):
-            incoming = self._expect(update_id)
-            started = time.perf_counter()
-            incoming.settle(self.sink, self.peers.manifest(incoming.sender))
-            incoming.timed("settle", started)
-            with self._state:
-                self.lifecycle.prepared(update_id)
+        try:
+            with self._working("prepare"), self._giving_up(update_id):
+                incoming = self._expect(update_id)
+                started = time.perf_counter()
+                incoming.settle(self.sink, self.peers.manifest(incoming.sender))
+                incoming.timed("settle", started)
+                with self._state:
+                    self.lifecycle.prepared(update_id)
+        finally:
+            # Only another update, whose turn this was not, is still UPDATING here.
+            self._renew_lease()
         return self.reply()
 
     def finish(
@@ -296,6 +300,9 @@ class Updates:
 
     def _make_room(self, plan: Plan) -> None:
         """Allocate before the first update; the model may move into a slab, so nobody reads."""
+        if self.gate.held:  # by an update in place, which releases it when it ends
+            self.landings.get(plan, whole=True)
+            return
         self.gate.hold(self._lease_s)
         try:
             self.landings.get(plan, whole=True)
@@ -313,18 +320,16 @@ class Updates:
                     # From here a failure leaves the sink between two versions.
                     self.lifecycle.touched = True
                 landing.commit()
+            # Before the commit counts: new weights over a stale cache are not one whole version.
+            if clear_cache and self._clear_cache is not None:
+                self._clear_cache()
             with self._state:
                 self.lifecycle.finish(incoming.update_id)
         except BaseException:
             self._give_up(incoming.update_id)
             raise
-        try:
-            if clear_cache and self._clear_cache is not None:
-                self._clear_cache()
-        finally:
-            incoming.timed("swap", started)
-            stall_s = self.gate.release()
-        return stall_s
+        incoming.timed("swap", started)
+        return self.gate.release()
 
     @contextmanager
     def _working(self, step: str) -> Iterator[None]:

@@ -33,6 +33,7 @@ def receive_handles(
     except ConfigError as exc:
         raise ProtocolError(f"update_info: {exc}") from exc
     opened: dict[str, OpenMemory] = {}
+    tensors: list[torch.Tensor] = []
     try:
         tensors = _tensors(info, manifest, keys, opened)
         _check_fingerprints(info, manifest, tensors)

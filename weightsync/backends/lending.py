@@ -7,11 +7,11 @@ from collections.abc import Sequence
 import torch
 
 from weightsync.backends.base import Reception
-from weightsync.errors import TransferError, shorten
 from weightsync.weights.buckets import Chunk, Piece, Plan, Run
 from weightsync.weights.copier import Memory, Places, host_view
 from weightsync.weights.dtypes import from_bytes
 from weightsync.weights.fingerprint import mix64, xxh3, xxh3_parts
+from weightsync.weights.loans import own_storage, refuse_kept, uses
 from weightsync.weights.packer import slot_views
 from weightsync.weights.sink import Landing
 
@@ -75,12 +75,12 @@ class Lender:
         lent = [self._loan(i, given.get(i)) for i in indices]
         if not lent:
             return
-        counts = [_uses(base) for _, base, _ in lent]
+        counts = [uses(base) for _, base, _ in lent]
         self._landing.load([(name, tensor) for name, _, tensor in lent])
         bases = [(name, base) for name, base, _ in lent]
         del lent
         if self._checks_views:
-            _find_kept(bases, counts)
+            refuse_kept(bases, counts)
 
     def _loan(
         self, index: int, flat: torch.Tensor | None
@@ -90,7 +90,7 @@ class Lender:
             flat = torch.empty(0, dtype=torch.uint8)
         elif flat.device.type == "cpu" and flat.numel():
             # A storage of its own for each, so that the count of its uses names this tensor.
-            flat = torch.frombuffer(host_view(flat.data_ptr(), flat.numel()), dtype=torch.uint8)
+            flat = own_storage(flat)
         return spec.name, flat, from_bytes(flat, spec)
 
     def _assemble(self, piece: Piece, flat: torch.Tensor) -> torch.Tensor | None:
@@ -124,22 +124,3 @@ class Lender:
             source = memory.tensors[piece.index][piece.begin : piece.begin + piece.nbytes]
             joined[at : at + piece.nbytes].copy_(source)
         return joined
-
-
-def _uses(tensor: torch.Tensor) -> int:
-    return int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata))
-
-
-def _find_kept(lent: Sequence[tuple[str, torch.Tensor]], counts: Sequence[int]) -> None:
-    """Every lent tensor's own view is gone by now: a count that did not fall was kept."""
-    kept = [
-        name
-        for (name, base), count in zip(lent, counts, strict=True)
-        if base.numel() and _uses(base) >= count
-    ]
-    if kept:
-        raise TransferError(
-            f"load_weights kept views of {len(kept)} tensors after it returned: {shorten(kept)}; "
-            "their memory is about to be overwritten. Copy them in the hook, or give "
-            "HookSink(hook, keeps_views=True), which hands out clones"
-        )

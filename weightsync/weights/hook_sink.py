@@ -12,6 +12,7 @@ from weightsync.weights import slab
 from weightsync.weights.buckets import Plan
 from weightsync.weights.copier import Memory
 from weightsync.weights.dtypes import from_bytes
+from weightsync.weights.loans import own_storage, refuse_kept, uses
 from weightsync.weights.sink import Apply, Landing, LoadWeights, NamedTensor, WeightSink
 
 
@@ -122,9 +123,16 @@ class _AsideLanding(Landing):
         if memory is None:
             return
         names = _NamesLoaded(self._plan.manifest)
-        pairs = [
-            (spec.name, from_bytes(flat, spec))
-            for spec, flat in zip(self._plan.manifest.specs, memory.tensors, strict=True)
+        specs = self._plan.manifest.specs
+        lent = [
+            (spec.name, own_storage(flat)) for spec, flat in zip(specs, memory.tensors, strict=True)
         ]
+        pairs = [
+            (name, from_bytes(flat, spec)) for spec, (name, flat) in zip(specs, lent, strict=True)
+        ]
+        counts = [uses(flat) for _, flat in lent]
         names.note(self._sink.call(pairs))
         names.check()
+        pairs.clear()
+        if not self._sink.keeps_views:
+            refuse_kept(lent, counts)
