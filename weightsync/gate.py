@@ -76,6 +76,7 @@ class Gate:
     def _enter(self, timeout_s: float) -> None:
         with self._condition:
             if not self._condition.wait_for(lambda: self._held_since is None, timeout_s):
+                self._refuse()  # knows which update it is, where weights in use have changed
                 raise NotReadyError(
                     f"an update has held generation for {timeout_s:g} s; see weight_info",
                     state="UPDATING",

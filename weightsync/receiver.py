@@ -17,6 +17,7 @@ from weightsync.peers import Peers
 from weightsync.replay import Replay
 from weightsync.samehost.cuda_handle import gpu_key
 from weightsync.samehost.device_keys import host_key
+from weightsync.samehost.segment import remove_leftovers
 from weightsync.samehost.janitor import sweep
 from weightsync.samehost.probe import check_probe
 from weightsync.specs import Manifest
@@ -79,6 +80,7 @@ class WeightReceiver:
     ) -> None:
         sweep()
         self.sink = as_sink(sink, manifest=manifest)
+        remove_leftovers()
         self.instance = secrets.token_hex(8)
         self._updates = Updates(
             self.sink,

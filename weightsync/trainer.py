@@ -18,6 +18,7 @@ from weightsync.outgoing import Update
 from weightsync.report import SyncReport
 from weightsync.roads import offer, take_road, withdraw
 from weightsync.samehost.janitor import sweep
+from weightsync.samehost.segment import remove_leftovers
 from weightsync.transports.base import Transport
 from weightsync.transports.callback import CallbackTransport
 from weightsync.transports.http_client import HttpTransport
@@ -72,6 +73,7 @@ def connect(  # noqa: PLR0913  # the settings of a connection, all keyword-only
         raise ConfigError(f"timeout_s must be positive, not {timeout_s}")
     sweep()
     fleet = Fleet(make_transports(to, token=token))
+    remove_leftovers()
     try:
         options = IpcOptions(
             packed=packed,

@@ -63,6 +63,11 @@ class IpcWeightTransferEngine(WeightTransferEngine):
         check_probe(init_info.probe, self._keys)
         manifest = manifest_from_wire(init_info.manifest)
         ring = init_info.ring
+        if init_info.reader >= init_info.num_readers:
+            raise HandleError(
+                f"reader place {init_info.reader} is outside the {init_info.num_readers} places of "
+                "this ring; the init_info is damaged"
+            )
         opened: list[Callable[[], None]] = []
         try:
             control = Control.open(

@@ -146,7 +146,6 @@ class _PointerLanding(_ModuleLanding):
         targets = sink.targets(plan.manifest)
         self._slabs = [_Slab(plan, targets, sink.device) for _ in range(2)]
         self._slabs[0].adopt_current()
-        self._slabs[0].point()
         self._spare = 1
         self.peak_extra_nbytes = plan.nbytes
 
@@ -177,10 +176,12 @@ class _Slab:
                 pairs.append((tensor, view))
 
     def adopt_current(self) -> None:
-        """Copy what is in use into this slab."""
+        """Move what is in use into this slab; unusual tensors stay as they are."""
         with torch.no_grad():
             for tensor, view in self._plain:
                 view.copy_(tensor)
+        for tensor, view in self._plain:
+            tensor.data = view
 
     def point(self) -> None:
         """Make the module use this slab: one pointer a tensor, a copy for unusual ones."""

@@ -1,0 +1,107 @@
+"""A model with every kind of tensor that weights come in, and its bytes."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterable, Mapping
+
+import torch
+from torch import nn
+
+DTYPES = (
+    torch.float64,
+    torch.float32,
+    torch.float16,
+    torch.bfloat16,
+    torch.float8_e4m3fn,
+    torch.float8_e5m2,
+    torch.int8,
+    torch.int16,
+    torch.int32,
+    torch.int64,
+    torch.uint8,
+    torch.bool,
+)
+SHAPES = {"matrix": (33, 7), "scalar": (), "empty": (0, 3), "one": (1,)}
+BUCKET_NBYTES = 128 << 10
+"""Small, so that a model of a megabyte fills many chunks and has a tensor larger than one."""
+LARGE = (211, 701)
+
+
+class Everything(nn.Module):
+    """Every dtype in every shape, and each way in which tensors share memory or lie oddly."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for dtype in DTYPES:
+            for label, shape in SHAPES.items():
+                name = f"{str(dtype).removeprefix('torch.')}_{label}"
+                self.register_buffer(name, torch.zeros(shape, dtype=dtype))
+        self.large = nn.Parameter(torch.zeros(LARGE))
+        self.turned = nn.Parameter(torch.zeros(40, 31).t())
+        pool = torch.zeros(900)
+        self.left, self.right = nn.Parameter(pool[:400]), nn.Parameter(pool[400:].view(20, 25))
+        self.register_buffer("every_other", torch.zeros(50, 2)[:, 0])
+        self.embedding = nn.Embedding(64, 24)
+        self.head = nn.Linear(24, 64, bias=False)
+        self.head.weight = self.embedding.weight
+        self.register_buffer("scratch", torch.zeros(5), persistent=False)
+
+
+class Plain(nn.Module):
+    """Float parameters alone, many small ones and one that no bucket holds."""
+
+    def __init__(self, layers: int = 12, dtype: torch.dtype = torch.float32) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(40, 50, dtype=dtype) for _ in range(layers))
+        self.large = nn.Parameter(torch.zeros(LARGE, dtype=dtype))
+
+
+MODELS: Mapping[str, Callable[[], nn.Module]] = {
+    "everything": Everything,
+    "plain": Plain,
+    "bfloat16": lambda: Plain(dtype=torch.bfloat16),
+    "untied": lambda: nn.ModuleDict(
+        {"embedding": nn.Embedding(64, 24), "head": nn.Linear(24, 64, bias=False)}
+    ),
+}
+
+
+def make(name: str, seed: int = 0) -> nn.Module:
+    """Return a model of MODELS, filled."""
+    model = MODELS[name]()
+    fill(model, seed)
+    return model
+
+
+def fill(model: nn.Module, seed: int) -> None:
+    """Overwrite every tensor, where it lies, with bits of its own: NaNs and denormals as well."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for tensor in model.state_dict().values():
+            top = 2 if tensor.dtype is torch.bool else 256
+            nbytes = tensor.numel() * tensor.element_size()
+            bits = torch.randint(top, (nbytes,), dtype=torch.uint8, generator=generator)
+            tensor.copy_(bits.view(tensor.dtype).view(tensor.shape))
+
+
+def soften(model: nn.Module, seed: int) -> None:
+    """Overwrite every tensor with ordinary numbers, for casts."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for tensor in model.state_dict().values():
+            tensor.copy_(torch.randn(tensor.shape, generator=generator))
+
+
+def digest(tensor: torch.Tensor) -> str:
+    """Name dtype, shape and every byte."""
+    flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+    state = hashlib.sha256(f"{tensor.dtype} {tuple(tensor.shape)} ".encode())
+    state.update(flat.numpy().tobytes())
+    return state.hexdigest()
+
+
+def digests(tensors: nn.Module | Iterable[tuple[str, torch.Tensor]]) -> dict[str, str]:
+    """Return the digest of every tensor, tied names included."""
+    pairs = tensors.state_dict().items() if isinstance(tensors, nn.Module) else tensors
+    return {name: digest(tensor) for name, tensor in pairs}

@@ -1,0 +1,32 @@
+"""The receivers of a host process behind one HTTP server, each under a path of its own."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Callable
+
+import uvicorn
+from fastapi import FastAPI
+
+from weightsync.receiver import WeightReceiver
+from weightsync.server import weight_router
+
+Mount = Callable[[str, WeightReceiver], None]
+
+
+def serve_http(listener: socket.socket) -> tuple[Mount, Callable[[], None]]:
+    """Serve on a bound socket; return what adds a receiver, and what ends the server."""
+    app = FastAPI()
+    server = uvicorn.Server(uvicorn.Config(app, log_level="error", lifespan="off"))
+    thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
+    thread.start()
+
+    def mount(name: str, receiver: WeightReceiver) -> None:
+        app.include_router(weight_router(receiver, token=None), prefix=f"/{name}")
+
+    def stop() -> None:
+        server.should_exit = True
+        thread.join(10)
+
+    return mount, stop

@@ -1,0 +1,97 @@
+"""Trainers that run in processes of their own, and die at a chosen moment."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable, Iterator
+from typing import NoReturn
+
+import torch
+from torch import nn
+
+import weightsync as ws
+from tests.e2e import models
+from tests.e2e.models import BUCKET_NBYTES
+from weightsync.transports.http_client import HttpTransport
+from weightsync.wire.messages import FinishRequest, Reply, Request, UpdateRequest
+
+
+def die() -> NoReturn:
+    os.kill(os.getpid(), signal.SIGKILL)
+    raise AssertionError("still alive")
+
+
+class DiesBefore(HttpTransport):
+    """Kills its own process instead of sending one kind of message."""
+
+    def __init__(self, url: str, kind: type) -> None:
+        super().__init__(url)
+        self._kind = kind
+
+    def call(self, request: Request, *, timeout_s: float) -> Reply:
+        if isinstance(request, self._kind):
+            die()
+        return super().call(request, timeout_s=timeout_s)
+
+
+class DyingSource:
+    """A model's tensors, made anew for each update; the process dies after `tensors` of them."""
+
+    def __init__(self, model: nn.Module, tensors: int) -> None:
+        self._model = model
+        self._tensors = tensors
+        self._iterations = 0
+
+    def __call__(self) -> Iterator[tuple[str, torch.Tensor]]:
+        self._iterations += 1
+        for i, (name, tensor) in enumerate(self._model.named_parameters()):
+            if self._iterations > 1 and i == self._tensors:
+                die()
+            yield name, tensor.detach().clone()
+
+
+def before_its_message(url: str) -> None:
+    with ws.connect(models.make("plain", 7), to=DiesBefore(url, UpdateRequest)) as sender:
+        sender.send_weights()
+
+
+def _in_the_middle(url: str, tensors: int) -> None:
+    source = DyingSource(models.make("plain", 7), tensors)
+    with ws.connect(source, to=url, bucket_nbytes=16 << 10, num_buckets=2) as sender:
+        sender.send_weights()
+
+
+def at_its_first_tensor(url: str) -> None:
+    _in_the_middle(url, 0)
+
+
+def in_the_middle_of_chunks(url: str) -> None:
+    _in_the_middle(url, 9)
+
+
+def while_its_memory_is_read(url: str) -> None:
+    """Unpacked: the receivers copy while the sender computes its fingerprints, and it never does."""
+    with ws.connect(models.make("plain", 7), to=url, packed=False) as sender:
+        control = sender._connection.engine._control
+        control.write_fingerprints = lambda *_: die()  # type: ignore[method-assign]  # on purpose
+        sender.send_weights()
+
+
+def after_prepared(url: str) -> None:
+    with ws.connect(
+        models.make("plain", 7),
+        to=DiesBefore(url, FinishRequest),
+        packed=True,
+        bucket_nbytes=BUCKET_NBYTES,
+    ) as sender:
+        sender.send_weights()
+
+
+DEATHS: tuple[Callable[[str], None], ...] = (
+    before_its_message,
+    at_its_first_tensor,
+    in_the_middle_of_chunks,
+    while_its_memory_is_read,
+    after_prepared,
+)
