@@ -94,11 +94,21 @@ class SharedStream:
             return 0
         view.copy_(tensor.detach())
         if self._adopt and _alone_in_its_storage(tensor, view):
-            tensor.data = view
+            tensor.data = self._lend(index)
             self._adopted[index] = tensor
         else:
             self._adopted.pop(index, None)
         return view.numel() * view.element_size()
+
+    def _lend(self, index: int) -> torch.Tensor:
+        """A view through a storage of its own: `share_memory()` moves a storage with all its views.
+
+        What is written here and what receivers read must stay in the segment then.
+        """
+        view = self._views[index]
+        offset = self._addresses[index] - self.segment.address
+        flat = self.segment.tensor(offset, view.numel() * view.element_size())
+        return flat.view(view.dtype).view(view.shape)
 
 
 def _alone_in_its_storage(tensor: torch.Tensor, view: torch.Tensor) -> bool:
