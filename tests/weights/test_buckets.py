@@ -1,0 +1,111 @@
+"""Cutting a model: nothing twice, nothing left out, nothing larger than it may be."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.weights.streams import manifests, sizes
+from weightsync.errors import ConfigError
+from weightsync.specs import Manifest, TensorSpec
+from weightsync.weights.buckets import ALIGNMENT, Plan, aligned, runs_per_chunk
+
+BUCKETS = st.none() | sizes(20)
+
+
+@given(manifests(), BUCKETS, sizes(20))
+def test_every_byte_is_in_one_chunk_one_run_and_one_piece(
+    manifest: Manifest, bucket: int | None, run_nbytes: int
+) -> None:
+    plan = Plan(manifest, bucket_nbytes=bucket, run_nbytes=run_nbytes)
+    at = 0
+    carried = [bytearray(spec.nbytes) for spec in manifest.specs]
+    for chunk in plan.chunks:
+        assert chunk.start == at
+        assert bucket is None or chunk.stop - chunk.start <= bucket
+        for run in plan.runs[chunk.first_run : chunk.last_run]:
+            assert run.start == at
+            assert 0 < run.stop - run.start <= run_nbytes
+            at = run.stop
+            for piece in plan.pieces(run.start, run.stop):
+                assert run.start <= piece.start
+                assert piece.start + piece.nbytes <= run.stop
+                assert piece.start == plan.offsets[piece.index] + piece.begin
+                for i in range(piece.begin, piece.begin + piece.nbytes):
+                    carried[piece.index][i] += 1
+        assert chunk.stop == at
+    assert at == plan.nbytes
+    assert all(count == 1 for counts in carried for count in counts)
+    assert [chunk.first_run for chunk in plan.chunks[1:]] == [c.last_run for c in plan.chunks[:-1]]
+
+
+@given(manifests(), sizes(20), sizes(20))
+def test_a_tensor_that_fits_a_bucket_is_not_cut(
+    manifest: Manifest, bucket: int, run_nbytes: int
+) -> None:
+    plan = Plan(manifest, bucket_nbytes=bucket, run_nbytes=run_nbytes)
+    for chunk in plan.chunks:
+        for piece in plan.pieces(chunk.start, chunk.stop):
+            spec = manifest.specs[piece.index]
+            assert piece.nbytes == spec.nbytes or aligned(spec.nbytes) > bucket
+
+
+@given(manifests(), sizes(30), sizes(20))
+def test_the_room_for_fingerprints_is_enough(
+    manifest: Manifest, bucket: int, run_nbytes: int
+) -> None:
+    plan = Plan(manifest, bucket_nbytes=bucket, run_nbytes=run_nbytes)
+    most = max((chunk.last_run - chunk.first_run for chunk in plan.chunks), default=0)
+    assert most <= runs_per_chunk(bucket, run_nbytes)
+
+
+@given(manifests(), st.data())
+def test_gaps_are_exactly_what_pieces_leave(manifest: Manifest, data: st.DataObject) -> None:
+    plan = Plan(manifest)
+    start = data.draw(st.integers(0, plan.nbytes))
+    stop = data.draw(st.integers(start, plan.nbytes))
+    parts = [(p.start, p.nbytes) for p in plan.pieces(start, stop)] + list(plan.gaps(start, stop))
+    at = start
+    for begin, nbytes in sorted(parts):
+        assert begin == at
+        assert nbytes > 0
+        at += nbytes
+    assert at == stop
+
+
+@given(manifests())
+def test_tensors_lie_aligned_and_in_order(manifest: Manifest) -> None:
+    plan = Plan(manifest)
+    assert all(offset % ALIGNMENT == 0 for offset in plan.offsets)
+    assert plan.offsets == sorted(plan.offsets)
+    assert plan.nbytes == sum(aligned(spec.nbytes) for spec in manifest.specs)
+    names = [name for run in plan.runs for name in plan.names(run)]
+    assert list(dict.fromkeys(names)) == [s.name for s in manifest.specs if s.nbytes]
+
+
+def test_a_tensor_larger_than_a_bucket_comes_in_full_buckets() -> None:
+    manifest = Manifest((TensorSpec("a", "uint8", (64,)), TensorSpec("b", "uint8", (300,))))
+    plan = Plan(manifest, bucket_nbytes=128, run_nbytes=128)
+    assert [(c.start, c.stop) for c in plan.chunks] == [(0, 128), (128, 256), (256, 384)]
+    pieces = [p for c in plan.chunks for p in plan.pieces(c.start, c.stop)]
+    assert [(p.index, p.begin, p.nbytes) for p in pieces] == [
+        (0, 0, 64),
+        (1, 0, 64),
+        (1, 64, 128),
+        (1, 192, 108),
+    ]
+
+
+@pytest.mark.parametrize("size", [0, -64, 63, 100])
+def test_odd_sizes_are_refused(size: int) -> None:
+    manifest = Manifest((TensorSpec("a", "uint8", (64,)),))
+    with pytest.raises(ConfigError, match=f"bucket_nbytes must be .* not {size}"):
+        Plan(manifest, bucket_nbytes=size)
+    with pytest.raises(ConfigError, match="run_nbytes must be"):
+        Plan(manifest, run_nbytes=size)
+
+
+def test_nothing_makes_no_chunks() -> None:
+    empty = Manifest((TensorSpec("e", "float32", (0,)),))
+    assert Plan(empty).chunks == Plan(empty, bucket_nbytes=64).chunks == Plan(Manifest(())).runs

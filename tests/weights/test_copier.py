@@ -1,0 +1,132 @@
+"""Runs between memories: every byte arrives, and what is fingerprinted is the stream."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.weights.streams import (
+    every_dtype,
+    flat_memory,
+    manifests,
+    random_tensors,
+    scattered_memory,
+    sizes,
+    stream_bytes,
+)
+from weightsync.specs import Manifest
+from weightsync.weights.buckets import Plan
+from weightsync.weights.copier import DeviceCompiler, HostRun, Memory, RunCompiler
+from weightsync.weights.dtypes import as_bytes
+from weightsync.weights.fingerprint import mix64, xxh3
+
+
+def place(plan: Plan, *, flat: bool, seed: int | None) -> Memory:
+    if not flat:
+        return scattered_memory(plan.manifest, seed)
+    buffer, memory = flat_memory(plan)
+    if seed is not None:
+        content = stream_bytes(plan, random_tensors(plan.manifest, seed))
+        buffer.copy_(torch.tensor(list(content), dtype=torch.uint8))
+    return memory
+
+
+def check(plan: Plan, *, source_flat: bool, target_flat: bool) -> None:
+    source = place(plan, flat=source_flat, seed=1)
+    target = place(plan, flat=target_flat, seed=None)
+    compiler = RunCompiler(plan, target, source)
+    wanted = stream_bytes(plan, random_tensors(plan.manifest, 1))
+    for run in plan.runs:
+        program = compiler.compile(run)
+        assert isinstance(program, HostRun)
+        program.copy()
+        assert program.fingerprint() == xxh3(memoryview(wanted[run.start : run.stop]))
+    for have, want in zip(target.tensors, source.tensors, strict=True):
+        assert torch.equal(have, want)
+
+
+@pytest.mark.parametrize("source_flat", [True, False])
+@pytest.mark.parametrize("target_flat", [True, False])
+@pytest.mark.parametrize("run_nbytes", [64, 512, 1 << 20])
+def test_every_dtype(source_flat: bool, target_flat: bool, run_nbytes: int) -> None:
+    plan = Plan(every_dtype(), run_nbytes=run_nbytes)
+    check(plan, source_flat=source_flat, target_flat=target_flat)
+
+
+@given(manifests(), sizes(10), sizes(10), st.booleans(), st.booleans())
+def test_any_model(
+    manifest: Manifest, bucket: int, run_nbytes: int, source_flat: bool, target_flat: bool
+) -> None:
+    plan = Plan(manifest, bucket_nbytes=bucket, run_nbytes=run_nbytes)
+    check(plan, source_flat=source_flat, target_flat=target_flat)
+
+
+@pytest.mark.parametrize("target_flat", [True, False])
+def test_from_a_slot_that_carries_one_chunk(target_flat: bool) -> None:
+    plan = Plan(every_dtype(), bucket_nbytes=1024, run_nbytes=256)
+    target = place(plan, flat=target_flat, seed=None)
+    compiler = RunCompiler(plan, target)
+    tensors = random_tensors(plan.manifest, 3)
+    content = torch.tensor(list(stream_bytes(plan, tensors)), dtype=torch.uint8)
+    for chunk in plan.chunks:
+        slot = torch.full((1024,), 255, dtype=torch.uint8)
+        slot[: chunk.stop - chunk.start] = content[chunk.start : chunk.stop]
+        for run in plan.runs[chunk.first_run : chunk.last_run]:
+            compiler.compile(run, slot, chunk.start).copy()
+    for have, want in zip(target.tensors, tensors, strict=True):
+        assert torch.equal(have, as_bytes(want))
+
+
+def test_scattered_targets_keep_what_lies_around_them() -> None:
+    """Tensors of a module may be neighbours of memory that is not theirs."""
+    manifest = Manifest(every_dtype().specs[:3])
+    plan = Plan(manifest)
+    around = [torch.full((spec.nbytes + 128,), 9, dtype=torch.uint8) for spec in manifest.specs]
+    target = Memory([whole[64 : 64 + spec.nbytes] for whole, spec in zip(around, manifest.specs, strict=True)])  # fmt: skip
+    _, source = flat_memory(plan)
+    compiler = RunCompiler(plan, target, source)
+    for run in plan.runs:
+        compiler.compile(run).copy()
+    for whole in around:
+        assert set(whole[:64].tolist()) == set(whole[-64:].tolist()) == {9}
+        assert set(whole[64:-64].tolist()) == {0}
+
+
+def test_neighbours_are_copied_together() -> None:
+    plan = Plan(every_dtype(), run_nbytes=1 << 20)
+    _, source = flat_memory(plan)
+    _, target = flat_memory(plan)
+    program = RunCompiler(plan, target, source).compile(plan.runs[0])
+    assert isinstance(program, HostRun)
+    assert len(program.copies) == 1
+    scattered = RunCompiler(plan, scattered_memory(plan.manifest), source).compile(plan.runs[0])
+    assert isinstance(scattered, HostRun)
+    assert len(scattered.copies) == sum(1 for spec in plan.manifest.specs if spec.nbytes)
+
+
+def test_a_changed_target_is_seen_when_it_is_read_back() -> None:
+    plan = Plan(every_dtype())
+    source, target = place(plan, flat=False, seed=1), place(plan, flat=False, seed=None)
+    program = RunCompiler(plan, target, source).compile(plan.runs[0])
+    program.copy()
+    before = program.fingerprint()
+    target.tensors[2][5] ^= 1
+    assert program.fingerprint() != before
+
+
+@given(manifests(), sizes(10))
+def test_torch_copies_what_memmove_copies(manifest: Manifest, run_nbytes: int) -> None:
+    """The code for GPUs, on host memory: same bytes, and the host's fingerprint of the source."""
+    plan = Plan(manifest, run_nbytes=run_nbytes)
+    source, target = place(plan, flat=False, seed=1), place(plan, flat=False, seed=None)
+    wanted = stream_bytes(plan, random_tensors(manifest, 1))
+    for run in plan.runs:
+        program = DeviceCompiler(plan, target).compile(run, source)
+        program.copy()
+        part = wanted[run.start : run.stop]
+        assert program.fingerprint() == xxh3(memoryview(part))
+        assert mix64(program._joined()) == mix64(torch.tensor(list(part), dtype=torch.uint8))
+    for have, want in zip(target.tensors, source.tensors, strict=True):
+        assert torch.equal(have, want)

@@ -1,0 +1,118 @@
+"""Both ways of packing write the same slots and the same fingerprints."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+import pytest
+import torch
+from hypothesis import given
+
+from tests.weights.streams import every_dtype, manifests, random_tensors, sizes, stream_bytes
+from weightsync.specs import Manifest, TensorSpec
+from weightsync.weights.buckets import Plan
+from weightsync.weights.dtypes import TORCH_DTYPES
+from weightsync.weights.fingerprint import xxh3
+from weightsync.weights.packer import Packed, Packer
+
+SLOTS = 3
+DIRT = 0xAB
+
+
+class Slots:
+    """Buckets that are dirty before each use, and copied when a chunk is said to be complete."""
+
+    def __init__(self, plan: Plan, nbytes: int) -> None:
+        self.plan = plan
+        self.slots = [torch.full((nbytes,), DIRT, dtype=torch.uint8) for _ in range(SLOTS)]
+        self.packer = Packer(plan, self.slots)
+        self.acquired: list[int] = []
+
+    def acquire(self, chunk: int) -> int:
+        self.acquired.append(chunk)
+        self.slots[chunk % SLOTS].fill_(DIRT)
+        return chunk % SLOTS
+
+    def collect(self, packed: Iterable[Packed]) -> tuple[bytes, list[int]]:
+        stream, table = bytearray(), []
+        for position, (j, fingerprints) in enumerate(packed):
+            assert position == j == self.acquired[-1]
+            chunk = self.plan.chunks[j]
+            stream += bytes(self.slots[j % SLOTS][: chunk.stop - chunk.start].tolist())
+            table += fingerprints
+        assert self.acquired == list(range(len(self.plan.chunks)))
+        self.acquired = []
+        return bytes(stream), table
+
+
+def named(manifest: Manifest, tensors: list[torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
+    return zip((spec.name for spec in manifest.specs), tensors, strict=True)
+
+
+def check(plan: Plan, bucket: int) -> None:
+    slots = Slots(plan, bucket)
+    for seed in (1, 2):
+        tensors = random_tensors(plan.manifest, seed)
+        wanted = stream_bytes(plan, tensors)
+        table = [xxh3(memoryview(wanted[run.start : run.stop])) for run in plan.runs]
+        flowing = slots.collect(
+            slots.packer.pack(named(plan.manifest, tensors), slots.acquire, verify=True)
+        )
+        stable = slots.collect(slots.packer.pack_stable(tensors, slots.acquire, verify=True))
+        assert flowing == stable == (wanted, table)
+
+
+@pytest.mark.parametrize("bucket", [64, 256, 4096, 1 << 20])
+def test_every_dtype(bucket: int) -> None:
+    check(Plan(every_dtype(), bucket_nbytes=bucket, run_nbytes=192), bucket)
+
+
+@given(manifests(), sizes(12), sizes(12))
+def test_any_model(manifest: Manifest, bucket: int, run_nbytes: int) -> None:
+    check(Plan(manifest, bucket_nbytes=bucket, run_nbytes=run_nbytes), bucket)
+
+
+def test_replayed_copies_see_new_values_and_new_places() -> None:
+    plan = Plan(every_dtype(), bucket_nbytes=256)
+    slots = Slots(plan, 256)
+    tensors = random_tensors(plan.manifest, 1)
+    slots.collect(slots.packer.pack_stable(tensors, slots.acquire, verify=False))
+    tensors[1].fill_(3)
+    tensors[2] = random_tensors(plan.manifest, 5)[2]
+    stream, table = slots.collect(slots.packer.pack_stable(tensors, slots.acquire, verify=False))
+    assert stream == stream_bytes(plan, tensors)
+    assert table == []
+
+
+@pytest.mark.parametrize("bucket", [64, 4096])
+@pytest.mark.parametrize("stable", [True, False])
+def test_casts_and_odd_strides(bucket: int, stable: bool) -> None:
+    manifest = Manifest(
+        (
+            TensorSpec("cast", "bfloat16", (9, 7)),
+            TensorSpec("turned", "float32", (7, 9)),
+            TensorSpec("strided", "int32", (50,)),
+            TensorSpec("expanded", "float16", (4, 30)),
+            TensorSpec("both", "float8_e5m2", (10, 10)),
+        )
+    )
+    tensors = [
+        torch.randn(9, 7, requires_grad=True),
+        torch.randn(9, 7).t(),
+        torch.arange(100, dtype=torch.int32)[::2],
+        torch.randn(1, 30).half().expand(4, 30),
+        torch.randn(10, 10).t(),
+    ]
+    plan = Plan(manifest, bucket_nbytes=bucket)
+    sent = [
+        t.detach().to(TORCH_DTYPES[spec.dtype]).contiguous()
+        for t, spec in zip(tensors, manifest.specs, strict=True)
+    ]
+    slots = Slots(plan, bucket)
+    packer = slots.packer
+    packed = (
+        packer.pack_stable(tensors, slots.acquire, verify=True)
+        if stable
+        else packer.pack(named(manifest, tensors), slots.acquire, verify=True)
+    )
+    assert slots.collect(packed)[0] == stream_bytes(plan, sent)
