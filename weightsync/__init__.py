@@ -8,7 +8,7 @@ On the other side, `weightsync.WeightReceiver(model)` and `weightsync.server.wei
 
 from __future__ import annotations
 
-from importlib import import_module
+import importlib
 from typing import Any
 
 from weightsync.compat import (
@@ -99,7 +99,7 @@ def __getattr__(name: str) -> Any:
     if name not in _LAZY:
         raise AttributeError(f"module 'weightsync' has no attribute {name!r}")
     try:
-        return import_module(f"weightsync.{name}")
+        return importlib.import_module(f"weightsync.{name}")
     except ImportError as exc:
         raise BackendUnavailableError(
             f"weightsync.{name} needs more packages ({exc}): "

@@ -11,17 +11,16 @@ from typing import TypeVar
 from torch import nn
 
 from weightsync.errors import ConfigError, ProtocolError
-from weightsync.landings import ApplyChoice
 from weightsync.lifecycle import State
-from weightsync.peers import Peers
-from weightsync.replay import Replay
+from weightsync.receiving.landings import ApplyChoice
+from weightsync.receiving.peers import Peers
+from weightsync.receiving.replay import Replay
+from weightsync.receiving.updates import Updates, check_protocol, new_update_id
 from weightsync.samehost.cuda_handle import gpu_key
 from weightsync.samehost.device_keys import host_key
-from weightsync.samehost.segment import remove_leftovers
 from weightsync.samehost.janitor import sweep
 from weightsync.samehost.probe import check_probe
 from weightsync.specs import Manifest
-from weightsync.updates import Updates, check_protocol, new_update_id
 from weightsync.weights.hook_sink import HookSink
 from weightsync.weights.module_sink import ModuleSink
 from weightsync.weights.sink import LoadWeights, WeightSink
@@ -80,7 +79,6 @@ class WeightReceiver:
     ) -> None:
         sweep()
         self.sink = as_sink(sink, manifest=manifest)
-        remove_leftovers()
         self.instance = secrets.token_hex(8)
         self._updates = Updates(
             self.sink,

@@ -13,12 +13,11 @@ import torch
 
 from weightsync.backends.ipc_sender import IpcOptions
 from weightsync.errors import ConfigError, UpdateConflictError, WeightSyncError
-from weightsync.fleet import Answer, Fleet, Member, raise_first
-from weightsync.outgoing import Update
 from weightsync.report import SyncReport
-from weightsync.roads import offer, take_road, withdraw
 from weightsync.samehost.janitor import sweep
-from weightsync.samehost.segment import remove_leftovers
+from weightsync.sending.fleet import Answer, Fleet, Member, raise_first
+from weightsync.sending.outgoing import Update
+from weightsync.sending.roads import offer, take_road, withdraw
 from weightsync.transports.base import Transport
 from weightsync.transports.callback import CallbackTransport
 from weightsync.transports.http_client import HttpTransport
@@ -73,7 +72,6 @@ def connect(  # noqa: PLR0913  # the settings of a connection, all keyword-only
         raise ConfigError(f"timeout_s must be positive, not {timeout_s}")
     sweep()
     fleet = Fleet(make_transports(to, token=token))
-    remove_leftovers()
     try:
         options = IpcOptions(
             packed=packed,

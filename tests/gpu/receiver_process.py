@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import hashlib
 import json
 import multiprocessing
@@ -76,6 +77,7 @@ def digests(model: nn.Module) -> dict[str, str]:
 
 def footprint() -> dict[str, int]:
     """Return what this process holds: GPU memory, file descriptors, mapped segments."""
+    gc.collect()  # what earlier tests left must not go in the middle of this one
     maps = Path("/proc/self/maps").read_text(encoding="utf-8")
     held = {
         "fds": len(list(Path("/proc/self/fd").iterdir())),

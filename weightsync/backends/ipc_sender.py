@@ -212,10 +212,14 @@ class IpcTrainerEngine(TrainerWeightTransferEngine):
 
     @property
     def needs_init(self) -> bool:
-        """Only GPU storages that moved need new handles: on a host every tensor has its place."""
-        return isinstance(self._memory, DeviceStream) and self._memory.moved(
-            self._source.stable_tensors() or []
-        )
+        """GPU storages that moved need new handles; on a host every tensor has its place.
+
+        Unless another tensor has stayed in that place, which must not be overwritten.
+        """
+        stable = self._source.stable_tensors() if self._memory else None
+        if isinstance(self._memory, DeviceStream):
+            return self._memory.moved(stable or [])
+        return self._memory is not None and stable is not None and self._memory.occupied(stable)
 
     @property
     def extra_nbytes(self) -> int:

@@ -12,6 +12,7 @@ import logging
 from collections.abc import Sequence
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from weightsync.errors import ManifestMismatchError
 from weightsync.samehost.segment import Segment, live_segments
@@ -41,6 +42,7 @@ class SharedStream:
         self.segment = Segment.create(max(nbytes, 1))
         self._adopt = adopt
         self._adopted: dict[int, torch.Tensor] = {}
+        self._lent: dict[int, StorageWeakRef] = {}
         self._views: list[torch.Tensor] = []
         self.tensors: list[torch.Tensor] = []
         for offset, dtype, shape in zip(offsets, dtypes, shapes, strict=True):
@@ -68,6 +70,21 @@ class SharedStream:
             if not (stays and tensor.is_contiguous() and i in self._adopted):
                 copied += self._bring(i, tensor)
         return copied
+
+    def occupied(self, tensors: Sequence[torch.Tensor]) -> bool:
+        """Whether something else still uses the place of a tensor that moved elsewhere since.
+
+        `aside = p.data; p.data = averaged` leaves `aside` in the place of `p`: to bring `p` there
+        would overwrite it, so another stream has to be made. Asked before `refresh`.
+        """
+        for i, adopted in self._adopted.items():
+            if tensors[i].data_ptr() == self._addresses[i]:
+                continue
+            if adopted is not tensors[i] and adopted.data_ptr() == self._addresses[i]:
+                adopted.data = adopted.detach().clone()
+            if not self._lent[i].expired():  # type: ignore[no-untyped-call]  # torch's
+                return True
+        return False
 
     def write(self, index: int, tensor: torch.Tensor) -> None:
         """Copy one tensor to its place."""
@@ -108,6 +125,7 @@ class SharedStream:
         view = self._views[index]
         offset = self._addresses[index] - self.segment.address
         flat = self.segment.tensor(offset, view.numel() * view.element_size())
+        self._lent[index] = StorageWeakRef(flat.untyped_storage())  # type: ignore[no-untyped-call]
         return flat.view(view.dtype).view(view.shape)
 
 

@@ -65,7 +65,8 @@ class ModuleSink(WeightSink):
         targets = self.targets(plan.manifest)
         if apply == "in_place":
             return _InPlaceLanding(self, plan)
-        whole = sum(len(group) for group in targets) == len(self.tensors)
+        twins = sum(map(len, self._found.twins.values()))
+        whole = sum(map(len, targets)) == len(self.tensors) + twins
         if self.swap == "pointer" and whole:
             return _PointerLanding(self, plan)
         return _CopyLanding(self, plan)
@@ -78,10 +79,10 @@ class ModuleSink(WeightSink):
         """For each offered tensor the module's tensors that it goes to."""
         wanted = self._wanted()
         groups: list[list[torch.Tensor]] = [[] for _ in offered.specs]
-        for (_, names), tensor in zip(wanted, self.tensors, strict=True):
+        for i, ((_, names), tensor) in enumerate(zip(wanted, self.tensors, strict=True)):
             source = next((offered.index[n] for n in names if n in offered.index), None)
             if source is not None:
-                groups[source].append(tensor)
+                groups[source] += [tensor, *self._found.twins.get(i, [])]
         return groups
 
     def checksums(self, names: Iterable[str] | None = None) -> dict[str, str]:

@@ -15,7 +15,7 @@ from weightsync.weights.dtypes import spec_of
 
 NamedTensors = Iterable[tuple[str, torch.Tensor]]
 
-WRAPPER_PREFIXES = ("module.", "_orig_mod.", "_checkpoint_wrapped_module.")
+WRAPPERS = frozenset({"module", "_orig_mod", "_checkpoint_wrapped_module"})
 
 
 class WeightSource(Protocol):
@@ -40,9 +40,7 @@ Rename = Callable[[str], str] | Mapping[str, str]
 
 def strip_wrappers(name: str) -> str:
     """Drop what DDP, torch.compile and activation checkpointing put into parameter names."""
-    for prefix in WRAPPER_PREFIXES:
-        name = name.replace(prefix, "") if prefix in name else name
-    return name
+    return ".".join(part for part in name.split(".") if part not in WRAPPERS)
 
 
 def rename_with(rename: Rename | None) -> Callable[[str], str]:
@@ -69,6 +67,7 @@ class ModuleTensors:
 
     The walk over the module is planned once; `refresh` looks at every place again and walks anew
     only if one holds another tensor, since a walk over 37,000 parameters takes longer than a copy.
+    `twins` are further tensor objects over the memory of `tensors[index]`.
     """
 
     def __init__(self, module: nn.Module, *, rename: Rename | None = None) -> None:
@@ -90,21 +89,29 @@ class ModuleTensors:
     def _walk(self) -> None:
         self.names: list[str] = []
         self.tensors: list[torch.Tensor] = []
+        self.twins: dict[int, list[torch.Tensor]] = {}
         self.aliases: dict[str, str] = {}
         self._places: list[tuple[dict[str, torch.Tensor | None], str, torch.Tensor]] = []
         self._children: list[tuple[dict[str, nn.Module | None], str, nn.Module]] = []
         self._modules: list[tuple[nn.Module, tuple[int, int, int]]] = []
-        first_name: dict[object, str] = {}
+        first: dict[object, int] = {}
         for prefix, module in self.module.named_modules(remove_duplicate=False):
             self._note_module(module)
             for key, tensor in self._own_tensors(module):
                 name = self._rename(strip_wrappers(f"{prefix}.{key}" if prefix else key))
-                known = first_name.setdefault(_identity(tensor), name)
-                if known == name:
+                known = first.setdefault(_identity(tensor), len(self.names))
+                if known == len(self.names):
                     self.names.append(name)
                     self.tensors.append(tensor)
-                else:
-                    self.aliases[name] = known
+                elif name != self.names[known]:
+                    self.aliases[name] = self.names[known]
+                    self._note_twin(known, tensor)
+
+    def _note_twin(self, index: int, tensor: torch.Tensor) -> None:
+        """Keep a tensor that is tied by its memory alone: it has a pointer of its own."""
+        known = [self.tensors[index], *self.twins.get(index, [])]
+        if all(tensor is not other for other in known):
+            self.twins.setdefault(index, []).append(tensor)
 
     def _note_module(self, module: nn.Module) -> None:
         sizes = (len(module._parameters), len(module._buffers), len(module._modules))

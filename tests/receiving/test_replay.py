@@ -14,7 +14,7 @@ from weightsync.errors import (
     UpdateConflictError,
     WeightSyncError,
 )
-from weightsync.replay import Replay
+from weightsync.receiving.replay import Replay
 from weightsync.wire.messages import StepReply
 
 WAIT_S = 20.0

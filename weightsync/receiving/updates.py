@@ -19,11 +19,11 @@ from weightsync.errors import (
     TransferError,
     UpdateConflictError,
 )
-from weightsync.gate import Gate
-from weightsync.incoming import Incoming
-from weightsync.landings import ApplyChoice, Landings
 from weightsync.lifecycle import State, Terms, UpdateLifecycle
-from weightsync.peers import Peers
+from weightsync.receiving.gate import Gate
+from weightsync.receiving.incoming import Incoming
+from weightsync.receiving.landings import ApplyChoice, Landings
+from weightsync.receiving.peers import Peers
 from weightsync.samehost.heartbeat import beating
 from weightsync.specs import Manifest
 from weightsync.weights.buckets import Plan

@@ -9,7 +9,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import pytest
 
 from weightsync.errors import NotReadyError, TransferTimeout
-from weightsync.gate import Gate
+from weightsync.receiving.gate import Gate
 
 SHORT_S = 0.05
 WAIT_S = 20.0

@@ -16,8 +16,8 @@ from weightsync.errors import (
     SegmentError,
     WeightSyncError,
 )
-from weightsync.fleet import Answer, Fleet, Member, failures, raise_first
 from weightsync.samehost import cuda_handle
+from weightsync.sending.fleet import Answer, Fleet, Member, failures, raise_first
 from weightsync.weights.source import WeightSource
 from weightsync.wire.messages import InitRequest, Request, ShutdownRequest
 

@@ -9,9 +9,9 @@ from concurrent.futures import Future
 
 from weightsync.backends.ipc_sender import IpcOptions, IpcTrainerEngine
 from weightsync.errors import TransportError, WeightSyncError
-from weightsync.fleet import Answer, Fleet, Member, failures, raise_first
 from weightsync.report import ReceiverReport, SyncReport
 from weightsync.samehost.heartbeat import beating
+from weightsync.sending.fleet import Answer, Fleet, Member, failures, raise_first
 from weightsync.weights.source import NamedTensors
 from weightsync.wire.messages import (
     AbortRequest,

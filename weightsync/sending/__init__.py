@@ -1,0 +1,1 @@
+"""One update as its sender lives it: the fleet, the road, the transaction."""
