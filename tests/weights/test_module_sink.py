@@ -1,0 +1,252 @@
+"""Where tensors go in a module: swapped by pointer, by copy, or written in place."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import pytest
+import torch
+from torch import nn
+
+from tests.weights.streams import random_tensors
+from weightsync.errors import ConfigError, ManifestMismatchError
+from weightsync.specs import Manifest, TensorSpec
+from weightsync.weights.buckets import Plan
+from weightsync.weights.dtypes import TORCH_DTYPES, as_bytes, spec_of
+from weightsync.weights.fingerprint import mix64, to_hex
+from weightsync.weights.module_sink import ModuleSink
+from weightsync.weights.sink import Landing
+
+Way = Literal["pointer", "copy", "in_place"]
+every_way = pytest.mark.parametrize("way", ["pointer", "copy", "in_place"])
+
+
+class Model(nn.Module):
+    def __init__(self, *, tied: bool = False) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(5, 4)
+        self.norm = nn.BatchNorm1d(4)
+        self.scale = nn.Parameter(torch.tensor(1.0))
+        self.empty = nn.Parameter(torch.zeros(0, 4))
+        self.head = nn.Linear(4, 5, bias=False)
+        if tied:
+            self.head.weight = self.embed.weight
+
+
+def sink_of(module: nn.Module, way: Way, *, cast: bool = False) -> ModuleSink:
+    return ModuleSink(module, cast=cast, swap="copy" if way == "copy" else "pointer")
+
+
+def land(sink: ModuleSink, manifest: Manifest, way: Way) -> Landing:
+    return sink.land(Plan(manifest), "in_place" if way == "in_place" else "staged")
+
+
+def deliver(landing: Landing, tensors: list[torch.Tensor], *, commit: bool = True) -> None:
+    landing.begin()
+    assert landing.memory is not None
+    for place, tensor in zip(landing.memory.tensors, tensors, strict=True):
+        place.copy_(as_bytes(tensor.contiguous()))
+    landing.settle()
+    if commit:
+        landing.commit()
+    else:
+        landing.discard()
+
+
+def manifest_of(sink: ModuleSink) -> Manifest:
+    assert sink.manifest is not None
+    return sink.manifest
+
+
+def equal_bits(have: torch.Tensor, want: torch.Tensor) -> bool:
+    return torch.equal(as_bytes(have.contiguous()), as_bytes(want.contiguous()))
+
+
+@every_way
+@pytest.mark.parametrize("tied", [True, False])
+def test_update_after_update(way: Way, tied: bool) -> None:
+    module = Model(tied=tied)
+    sink = sink_of(module, way)
+    parameters = dict(module.named_parameters())
+    landing = land(sink, manifest_of(sink), way)
+    for seed in range(4):
+        tensors = random_tensors(manifest_of(sink), seed)
+        deliver(landing, tensors)
+        state = module.state_dict()
+        for spec, tensor in zip(manifest_of(sink).specs, tensors, strict=True):
+            assert equal_bits(state[spec.name], tensor)
+        assert (module.head.weight is module.embed.weight) is tied
+    assert all(parameters[name] is p for name, p in module.named_parameters())
+
+
+@pytest.mark.parametrize("way", ["pointer", "copy"])
+def test_staged_weights_are_unseen_until_commit_and_after_discard(way: Way) -> None:
+    module = Model()
+    sink = sink_of(module, way)
+    landing = land(sink, manifest_of(sink), way)
+    first, second = (random_tensors(manifest_of(sink), seed) for seed in (1, 2))
+    deliver(landing, first)
+    held = sink.checksums()
+    deliver(landing, second, commit=False)
+    assert sink.checksums() == held
+    deliver(landing, second)
+    assert sink.checksums() != held
+
+
+def test_making_room_changes_no_value() -> None:
+    module = Model()
+    sink = sink_of(module, "pointer")
+    before = {name: tensor.clone() for name, tensor in module.state_dict().items()}
+    land(sink, manifest_of(sink), "pointer")
+    assert all(equal_bits(tensor, before[name]) for name, tensor in module.state_dict().items())
+
+
+def test_a_swap_by_copy_leaves_every_address() -> None:
+    module = Model()
+    sink = sink_of(module, "copy")
+    addresses = [t.data_ptr() for t in module.state_dict().values()]
+    deliver(land(sink, manifest_of(sink), "copy"), random_tensors(manifest_of(sink), 1))
+    assert [t.data_ptr() for t in module.state_dict().values()] == addresses
+
+
+def test_compiled_modules_are_swapped_by_copy() -> None:
+    assert ModuleSink(Model()).swap == "pointer"
+    part = nn.Linear(2, 2)
+    part.compile(backend="eager")
+    assert ModuleSink(nn.Sequential(part)).swap == "copy"
+
+
+class TestTied:
+    """The two sides need not tie alike: every place gets its tensor."""
+
+    tensors = random_tensors(
+        Manifest((TensorSpec("e", "float32", (5, 4)), TensorSpec("h", "float32", (5, 4)))), 1
+    )
+
+    @every_way
+    def test_tied_there_and_not_here(self, way: Way) -> None:
+        module = nn.ModuleDict({"embed": nn.Embedding(5, 4), "head": nn.Linear(4, 5, bias=False)})
+        sink = sink_of(module, way)
+        offered = Manifest(
+            (spec_of("embed.weight", self.tensors[0]),), {"head.weight": "embed.weight"}
+        )
+        for seed in (1, 2):
+            tensor = random_tensors(offered, seed)[0]
+            deliver(land(sink, offered, way), [tensor])
+            assert equal_bits(module.get_parameter("embed.weight"), tensor)
+            assert equal_bits(module.get_parameter("head.weight"), tensor)
+
+    @every_way
+    @pytest.mark.parametrize("name", ["embed.weight", "head.weight"])
+    def test_tied_here_and_sent_once_under_either_name(self, way: Way, name: str) -> None:
+        module = nn.ModuleDict({"embed": nn.Embedding(5, 4), "head": nn.Linear(4, 5, bias=False)})
+        module["head"].weight = module["embed"].weight
+        sink = sink_of(module, way)
+        offered = Manifest((spec_of(name, self.tensors[0]),))
+        deliver(land(sink, offered, way), [self.tensors[0]])
+        assert equal_bits(module.get_parameter("head.weight"), self.tensors[0])
+        assert module["head"].weight is module["embed"].weight
+
+    def test_two_tensors_for_one_tied_place_are_refused(self) -> None:
+        module = nn.ModuleDict({"embed": nn.Embedding(5, 4), "head": nn.Linear(4, 5, bias=False)})
+        module["head"].weight = module["embed"].weight
+        specs = tuple(
+            spec_of(name, tensor)
+            for name, tensor in zip(("embed.weight", "head.weight"), self.tensors, strict=True)
+        )
+        with pytest.raises(ManifestMismatchError, match="wanted as one tied tensor"):
+            land(ModuleSink(module), Manifest(specs), "pointer")
+
+    @every_way
+    def test_tied_by_memory_alone(self, way: Way) -> None:
+        module = nn.ModuleDict({"embed": nn.Embedding(5, 4), "head": nn.Linear(4, 5, bias=False)})
+        module["head"].weight.data = module["embed"].weight.data
+        sink = sink_of(module, way)
+        landing = land(sink, manifest_of(sink), way)
+        for seed in (1, 2):
+            tensors = random_tensors(manifest_of(sink), seed)
+            deliver(landing, tensors)
+            assert equal_bits(module.get_parameter("embed.weight"), tensors[0])
+            assert equal_bits(module.get_parameter("head.weight"), tensors[0])
+
+
+class TestUnusual:
+    @every_way
+    def test_a_cast(self, way: Way) -> None:
+        module = nn.Linear(4, 3).bfloat16()
+        sink = sink_of(module, way, cast=True)
+        offered = Manifest(
+            (TensorSpec("weight", "float32", (3, 4)), TensorSpec("bias", "bfloat16", (3,)))
+        )
+        for value in (1.0, 2.5):
+            weight = torch.full((3, 4), value)
+            deliver(land(sink, offered, way), [weight, torch.full((3,), value).bfloat16()])
+            assert equal_bits(module.weight, weight.bfloat16())
+            assert module.weight.dtype is torch.bfloat16
+            assert module.bias.tolist() == [value] * 3
+
+    def test_no_cast_unless_it_is_asked_for(self) -> None:
+        offered = Manifest((TensorSpec("weight", "bfloat16", (3, 4)),))
+        with pytest.raises(
+            ManifestMismatchError, match=r"offered bfloat16\[3, 4\], wanted float32"
+        ):
+            land(ModuleSink(nn.Linear(4, 3)), offered, "pointer")
+
+    @every_way
+    def test_other_strides_are_kept(self, way: Way) -> None:
+        module = nn.Linear(4, 3, bias=False)
+        module.weight.data = torch.zeros(4, 3).t()
+        sink = sink_of(module, way)
+        landing = land(sink, manifest_of(sink), way)
+        for seed in (1, 2):
+            tensors = random_tensors(manifest_of(sink), seed)
+            deliver(landing, tensors)
+            assert equal_bits(module.weight, tensors[0])
+        assert module.weight.stride() == (1, 3)
+
+    @every_way
+    @pytest.mark.parametrize("dtype", TORCH_DTYPES)
+    def test_every_dtype(self, way: Way, dtype: str) -> None:
+        module = nn.Module()
+        module.register_buffer("t", torch.zeros(3, 5).to(TORCH_DTYPES[dtype]))
+        sink = sink_of(module, way)
+        tensors = random_tensors(manifest_of(sink), 4)
+        deliver(land(sink, manifest_of(sink), way), tensors)
+        assert equal_bits(module.get_buffer("t"), tensors[0])
+
+    @every_way
+    def test_a_part_changes_nothing_else(self, way: Way) -> None:
+        module = Model()
+        sink = sink_of(module, way)
+        whole = land(sink, manifest_of(sink), way)
+        part = Manifest((TensorSpec("head.weight", "float32", (5, 4)),))
+        for seed in (1, 2):
+            tensors = random_tensors(manifest_of(sink), seed)
+            deliver(whole, tensors)
+            before = sink.checksums()
+            tensor = random_tensors(part, seed + 10)
+            deliver(land(sink, part, way), tensor)
+            after = sink.checksums()
+            assert {name for name in after if after[name] != before[name]} == {"head.weight"}
+            assert equal_bits(module.head.weight, tensor[0])
+
+
+class TestChecksums:
+    def test_all_or_some_aliases_included(self) -> None:
+        module = Model(tied=True)
+        sums = ModuleSink(module).checksums()
+        assert set(sums) == set(module.state_dict())
+        assert sums["head.weight"] == sums["embed.weight"]
+        wanted = to_hex(mix64(as_bytes(module.embed.weight)))
+        assert ModuleSink(module).checksums(["head.weight"]) == {"head.weight": wanted}
+
+    def test_unknown_names(self) -> None:
+        with pytest.raises(ConfigError, match="no such tensors here: x, y"):
+            ModuleSink(Model()).checksums(["x", "scale", "y"])
+
+    def test_a_module_with_other_parameters_now(self) -> None:
+        module = Model()
+        sink = ModuleSink(module)
+        module.scale = nn.Parameter(torch.zeros(1))
+        with pytest.raises(ConfigError, match="make a new WeightReceiver"):
+            sink.checksums()
