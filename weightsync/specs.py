@@ -59,8 +59,10 @@ class TensorSpec:
                 f"this is {self.shape[: MAX_DIMENSIONS + 1]}"
             )
         nbytes = math.prod(self.shape) * itemsize
-        if nbytes > MAX_TENSOR_NBYTES:
-            raise ConfigError(f"{self.name}: {nbytes} bytes are too many for one tensor")
+        # A zero among the sizes hides the others, whose product overflows inside torch.
+        extent = math.prod(max(size, 1) for size in self.shape) * itemsize
+        if extent > MAX_TENSOR_NBYTES:
+            raise ConfigError(f"{self.name}: {extent} bytes are too many for one tensor")
         object.__setattr__(self, "nbytes", nbytes)
 
     def __str__(self) -> str:

@@ -57,10 +57,17 @@ class Plain(nn.Module):
         self.large = nn.Parameter(torch.zeros(LARGE, dtype=dtype))
 
 
+def _tied() -> nn.Module:
+    model = nn.ModuleDict({"embedding": nn.Embedding(64, 24), "head": nn.Linear(24, 64, False)})
+    model["head"].weight = model["embedding"].weight
+    return model
+
+
 MODELS: Mapping[str, Callable[[], nn.Module]] = {
     "everything": Everything,
     "plain": Plain,
     "bfloat16": lambda: Plain(dtype=torch.bfloat16),
+    "tied": _tied,
     "untied": lambda: nn.ModuleDict(
         {"embedding": nn.Embedding(64, 24), "head": nn.Linear(24, 64, bias=False)}
     ),

@@ -109,7 +109,7 @@ def test_a_restarted_receiver_is_met_again(shm_clean: None) -> None:
     now: list[Any] = []
     with processes.host() as first:
         now.append(first.receiver())
-        with ws.connect(model, to=lambda message: now[-1](message)) as sender:
+        with ws.connect(model, to=lambda m: now[-1](m)) as sender:  # noqa: PLW0108 # the last
             sender.send_weights()
             assert now[-1].digests() == digests(model)
             first.kill()
@@ -187,8 +187,8 @@ def test_vllm_51258_two_hundred_updates_leak_nothing(host: Host, packed: bool) -
         sender.send_weights()
         assert receiver.digests() == digests(model)
     for old, new in zip(before, after, strict=True):
-        assert new["fds"] == old["fds"]
-        assert new["segments"] == old["segments"]
+        assert new["fds"] <= old["fds"]
+        assert new["segments"] <= old["segments"]
         assert new["rss"] - old["rss"] < 200 * BUCKET_NBYTES / 2
 
 

@@ -71,7 +71,7 @@ def in_the_middle_of_chunks(url: str) -> None:
 
 
 def while_its_memory_is_read(url: str) -> None:
-    """Unpacked: the receivers copy while the sender computes its fingerprints, and it never does."""
+    """Unpacked: the receivers copy, and wait for fingerprints that never come."""
     with ws.connect(models.make("plain", 7), to=url, packed=False) as sender:
         control = sender._connection.engine._control
         control.write_fingerprints = lambda *_: die()  # type: ignore[method-assign]  # on purpose
