@@ -9,7 +9,7 @@ import torch
 from weightsync.backends.base import Reception
 from weightsync.weights.buckets import Chunk, Piece, Plan, Run
 from weightsync.weights.copier import Memory, Places, host_view
-from weightsync.weights.dtypes import from_bytes
+from weightsync.weights.dtypes import TORCH_DTYPES, from_bytes
 from weightsync.weights.fingerprint import mix64, xxh3, xxh3_parts
 from weightsync.weights.loans import own_storage, refuse_kept, uses
 from weightsync.weights.packer import slot_views
@@ -91,6 +91,8 @@ class Lender:
         elif flat.device.type == "cpu" and flat.numel():
             # A storage of its own for each, so that the count of its uses names this tensor.
             flat = own_storage(flat)
+        elif flat.storage_offset() % TORCH_DTYPES[spec.dtype].itemsize:
+            flat = flat.clone()  # tensors that lie one after another need not be aligned
         return spec.name, flat, from_bytes(flat, spec)
 
     def _assemble(self, piece: Piece, flat: torch.Tensor) -> torch.Tensor | None:
