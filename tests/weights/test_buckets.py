@@ -60,6 +60,14 @@ def test_the_room_for_fingerprints_is_enough(
     assert most <= runs_per_chunk(bucket, run_nbytes)
 
 
+def test_more_runs_than_bytes_alone_would_need() -> None:
+    """Tensors of a little more than half a run each take a run of their own."""
+    specs = tuple(TensorSpec(f"t{i}", "uint8", (192,)) for i in range(40))
+    plan = Plan(Manifest(specs), bucket_nbytes=1920, run_nbytes=256)
+    most = max(chunk.last_run - chunk.first_run for chunk in plan.chunks)
+    assert -(-1920 // 256) < most == 10 <= runs_per_chunk(1920, 256)
+
+
 @given(manifests(), st.data())
 def test_gaps_are_exactly_what_pieces_leave(manifest: Manifest, data: st.DataObject) -> None:
     plan = Plan(manifest)

@@ -80,18 +80,20 @@ def test_from_a_slot_that_carries_one_chunk(target_flat: bool) -> None:
 
 
 def test_scattered_targets_keep_what_lies_around_them() -> None:
-    """Tensors of a module may be neighbours of memory that is not theirs."""
-    manifest = Manifest(every_dtype().specs[:3])
-    plan = Plan(manifest)
-    around = [torch.full((spec.nbytes + 128,), 9, dtype=torch.uint8) for spec in manifest.specs]
-    target = Memory([whole[64:-64] for whole in around])
+    """Tensors of a module may be neighbours of memory that is not theirs, spaced as a stream is."""
+    plan = Plan(every_dtype())
+    whole = torch.full((plan.nbytes,), 9, dtype=torch.uint8)
+    target = Memory(Memory.of_stream(plan, whole).tensors, flat=False)
     _, source = flat_memory(plan)
     compiler = RunCompiler(plan, target, source)
     for run in plan.runs:
         compiler.compile(run).copy()
-    for whole in around:
-        assert set(whole[:64].tolist()) == set(whole[-64:].tolist()) == {9}
-        assert set(whole[64:-64].tolist()) == {0}
+    gaps = list(plan.gaps(0, plan.nbytes))
+    assert gaps
+    for position, nbytes in gaps:
+        assert set(whole[position : position + nbytes].tolist()) == {9}
+        whole[position : position + nbytes] = 0
+    assert not whole.any()
 
 
 def test_neighbours_are_copied_together() -> None:
