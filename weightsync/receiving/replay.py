@@ -10,6 +10,7 @@ from concurrent.futures import TimeoutError as FutureTimeout
 
 from weightsync.errors import StaleVersionError, TransportTimeout, UpdateConflictError
 from weightsync.wire.messages import StepReply
+from weightsync.wire.problem import from_problem, to_problem
 
 _KEPT = 256
 _REFUSALS = (UpdateConflictError, StaleVersionError)
@@ -46,7 +47,8 @@ class Replay:
             answer = call()
         except BaseException as exc:
             self._settle(key, keep=not isinstance(exc, _REFUSALS))
-            future.set_exception(exc)
+            # Without its traceback, whose frames would keep the update's tensors alive.
+            future.set_exception(from_problem(to_problem(exc)))
             raise
         self._settle(key, keep=True)
         future.set_result(answer)

@@ -23,6 +23,7 @@ from weightsync.lifecycle import State, Terms, UpdateLifecycle
 from weightsync.receiving.gate import Gate
 from weightsync.receiving.incoming import Incoming
 from weightsync.receiving.landings import ApplyChoice, Landings
+from weightsync.receiving.lease import Lease
 from weightsync.receiving.peers import Peers
 from weightsync.samehost.heartbeat import beating
 from weightsync.specs import Manifest
@@ -66,7 +67,7 @@ class Updates:
         self._state = threading.RLock()
         self._work = threading.Lock()
         self._lease_s = lease_s
-        self._lease: threading.Timer | None = None
+        self._lease = Lease(lease_s, self._expire)
         self._clear_cache = clear_cache
         self._abort_reason = ""
 
@@ -169,7 +170,7 @@ class Updates:
 
     def load(self, update_id: str, info: UpdateInfo) -> StepReply:
         """Bring in the tensors of one message. What fails gives the whole update up."""
-        self._stop_lease()
+        self._lease.stop()
         try:
             with self._working("load"), self._giving_up(update_id):
                 incoming = self._expect(update_id)
@@ -182,7 +183,7 @@ class Updates:
 
     def prepare(self, update_id: str) -> StepReply:
         """UPDATING becomes PREPARED, if everything is there. Done already: nothing happens."""
-        self._stop_lease()
+        self._lease.stop()
         if self.lifecycle.state is State.PREPARED and self.lifecycle.update_id == update_id:
             return self.reply()
         try:
@@ -255,7 +256,7 @@ class Updates:
 
     def close(self) -> None:
         """End the lease timer and every engine."""
-        self._stop_lease()
+        self._lease.stop()
         self.peers.close_all()
 
     def _receive(self, incoming: Incoming, info: UpdateInfo) -> Received:
@@ -389,29 +390,19 @@ class Updates:
             return incoming
 
     def _renew_lease(self) -> None:
-        self._stop_lease()
         with self._state:
-            if self.lifecycle.state is not State.UPDATING or self._incoming is None:
-                return
-            update_id = self._incoming.update_id
-            reason = f"nothing was heard of its sender for {self._lease_s:g} s"
-            self._lease = threading.Timer(self._lease_s, self._expire, (update_id, reason))
-            self._lease.daemon = True
-            self._lease.start()
+            self._lease.stop()
+            if self.lifecycle.state is State.UPDATING and self._incoming is not None:
+                self._lease.renew(self._incoming.update_id)
 
-    def _expire(self, update_id: str, reason: str) -> None:
+    def _expire(self, update_id: str) -> None:
         with self._state:
             current = self._incoming is not None and self._incoming.update_id == update_id
             if not current or self.lifecycle.state is not State.UPDATING or self.busy:
                 return
+        reason = f"nothing was heard of its sender for {self._lease_s:g} s"
         logger.warning("update %s is given up: %s", update_id, reason)
         self.abort(update_id, reason)
-
-    def _stop_lease(self) -> None:
-        with self._state:
-            if self._lease is not None:
-                self._lease.cancel()
-                self._lease = None
 
 
 def new_update_id(prefix: str = "anonymous") -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -53,15 +52,6 @@ def rename_with(rename: Rename | None) -> Callable[[str], str]:
     return lambda name: table.get(name, name)
 
 
-@dataclass(frozen=True, slots=True)
-class Slot:
-    """A place in a module that holds a tensor: `table[key]`, one of `_parameters` or `_buffers`."""
-
-    table: dict[str, torch.Tensor | None]
-    key: str
-    tensor: torch.Tensor
-
-
 class ModuleTensors:
     """The parameters and persistent buffers of a module, tied ones once, with their names.
 
@@ -82,6 +72,11 @@ class ModuleTensors:
             for m, sizes in self._modules
         )
         same = same and all(table.get(key) is child for table, key, child in self._children)
+        same = same and all(
+            twin.data_ptr() == self.tensors[i].data_ptr()
+            for i, twins in self.twins.items()
+            for twin in twins
+        )
         if not same:
             self._walk()
         return not same
