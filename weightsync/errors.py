@@ -6,6 +6,7 @@ WeightSyncError
 +- ProtocolError              the two sides disagree
 |  +- ManifestMismatchError   .missing .unexpected .mismatched
 |  +- StaleVersionError       .held .offered
+|  +- UnknownSenderError      the receiver has not met this sender: init again
 |  +- UpdateConflictError     .state .update_id: this step does not fit the receiver's state
 +- NotReadyError              the receiver may not generate now: .state .update_id
 +- TransportError             the control plane failed
@@ -97,8 +98,13 @@ class StaleVersionError(ProtocolError):
         super().__init__(
             message
             or f"version {offered} is offered, but version {held} is held and versions grow; "
-            "after resuming from an older checkpoint use send_weights(rewind=True)"
+            "leave version out to follow the receiver, or use send_weights(rewind=True) after "
+            "resuming from an older checkpoint"
         )
+
+
+class UnknownSenderError(ProtocolError):
+    """The receiver does not know this sender, or has closed what it offered. Init again."""
 
 
 class UpdateConflictError(ProtocolError):

@@ -15,7 +15,7 @@ from weightsync.report import SyncReport
 from weightsync.specs import Manifest
 from weightsync.trainer import DEFAULT_TIMEOUT_S, Targets, WeightSender, connect
 from weightsync.weights.dtypes import spec_of
-from weightsync.weights.source import NamedTensors
+from weightsync.weights.source import NamedTensors, find_ties
 
 Settings = tuple[object, ...]
 
@@ -77,7 +77,10 @@ def send_weights(  # noqa: PLR0913  # the settings of a connection, all keyword-
         else:
             is_mapping = isinstance(named_tensors, Mapping)
             pairs = list(named_tensors.items() if is_mapping else named_tensors)  # type: ignore[union-attr]  # the isinstance above
-            manifest = Manifest(tuple(spec_of(name, tensor, dtype) for name, tensor in pairs))
+            aliases = find_ties(pairs)
+            pairs = [(name, tensor) for name, tensor in pairs if name not in aliases]
+            specs = tuple(spec_of(name, tensor, dtype) for name, tensor in pairs)
+            manifest = Manifest(specs, aliases)
             source = _LatestTensors(manifest)
             settings += (manifest.digest,)
         kept = _kept.get(key)

@@ -12,10 +12,11 @@ from torch import nn
 
 from weightsync.errors import ConfigError, ProtocolError
 from weightsync.lifecycle import State
+from weightsync.receiving.incoming import new_update_id
 from weightsync.receiving.landings import ApplyChoice
-from weightsync.receiving.peers import Peers
+from weightsync.receiving.peers import Peers, check_protocol
 from weightsync.receiving.replay import Replay
-from weightsync.receiving.updates import Updates, check_protocol, new_update_id
+from weightsync.receiving.updates import Updates
 from weightsync.samehost.cuda_handle import gpu_key
 from weightsync.samehost.device_keys import host_key
 from weightsync.samehost.janitor import sweep
@@ -193,7 +194,7 @@ class WeightReceiver:
         return self._updates.peers.ledger()
 
     def close(self) -> None:
-        """Close every mapping. The weights in use stay as they are."""
+        """Give up an open update and close every mapping. The weights in use stay as they are."""
         self._updates.close()
 
     def _init(self, request: InitRequest) -> InitReply:
@@ -218,7 +219,9 @@ class WeightReceiver:
         return self._once(
             request.update_id,
             "start",
-            lambda: self._updates.start(update_id, request, sender=None),
+            lambda: self._updates.start(
+                update_id, request, sender=None, anonymous=request.update_id is None
+            ),
         )
 
     def _update(self, request: UpdateRequest) -> StepReply:
@@ -266,7 +269,11 @@ class WeightReceiver:
         return self._once(request.update_id, "finish", finish)
 
     def _abort(self, request: AbortRequest) -> StepReply:
-        return self._updates.abort(request.update_id, request.reason)
+        if request.update_id is None and self._updates.is_open:
+            self._updates.open_id(None, "abort_weight_update")
+        reply = self._updates.abort(request.update_id, request.reason)
+        self._replay.forget(request.update_id)
+        return reply
 
     def _once(
         self, update_id: str | None, step: object, call: Callable[[], StepReply]

@@ -4,20 +4,28 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
+import threading
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import TracebackType
 from typing import Self
 
 import torch
 
 from weightsync.backends.ipc_sender import IpcOptions
-from weightsync.errors import ConfigError, UpdateConflictError, WeightSyncError
+from weightsync.errors import (
+    ConfigError,
+    ProtocolError,
+    StaleVersionError,
+    UnknownSenderError,
+    WeightSyncError,
+)
 from weightsync.report import SyncReport
 from weightsync.samehost.janitor import sweep
 from weightsync.sending.fleet import Answer, Fleet, Member, raise_first
 from weightsync.sending.outgoing import Update
-from weightsync.sending.roads import offer, take_road, withdraw
+from weightsync.sending.roads import Connection, offer, take_road, withdraw
 from weightsync.transports.base import Transport
 from weightsync.transports.callback import CallbackTransport
 from weightsync.transports.http_client import HttpTransport
@@ -27,6 +35,7 @@ from weightsync.wire.messages import (
     FinishRequest,
     Request,
     StartTerms,
+    Status,
     StatusRequest,
 )
 
@@ -37,6 +46,7 @@ Targets = (
 )
 
 DEFAULT_TIMEOUT_S = 300.0
+_STATUS_TIMEOUT_S = 10.0
 
 
 def connect(  # noqa: PLR0913  # the settings of a connection, all keyword-only
@@ -89,7 +99,10 @@ def connect(  # noqa: PLR0913  # the settings of a connection, all keyword-only
 
 def make_transports(to: Targets, *, token: str | None) -> list[Transport]:
     """Return a transport per receiver. Raises ConfigError for a target of no known kind."""
-    targets = [to] if isinstance(to, str) or callable(to) or hasattr(to, "call") else list(to)
+    alone = (
+        isinstance(to, str) or callable(to) or hasattr(to, "call") or not isinstance(to, Iterable)
+    )
+    targets = [to] if alone else list(to)  # type: ignore[arg-type]  # the line above
     if not targets:
         raise ConfigError("to= names no receiver")
     return [_make_transport(target, token) for target in targets]
@@ -129,15 +142,16 @@ class WeightSender:
         self._backend = backend
         self.verify = verify
         self._closed = False
-        self._released = False
+        self._turn = threading.Lock()
+        self._pid = os.getpid()
         self.version = 0
-        self._connection = take_road(source, fleet, options, backend=backend)
-        self._greet(self._connection.answers)
+        self._connection: Connection | None = None
+        self._connect()
 
     @property
     def road(self) -> str:
         """How the bytes go."""
-        return self._connection.engine.road
+        return self._connected().engine.road
 
     def send_weights(
         self, version: int | None = None, *, label: str | None = None, rewind: bool = False
@@ -149,30 +163,25 @@ class WeightSender:
         Raises VerificationError, TransferError, TransportError or ProtocolError; the receivers are
         then as they were, except those that errors or their status call TORN.
         """
-        self._ready()
-        version = self.version + 1 if version is None else version
-        terms = StartTerms(
-            version=version,
-            label=label,
-            rewind=rewind,
-            manifest_digest=self._connection.engine.manifest.digest,
-        )
-        update = Update(self._fleet, self._connection.engine, self._options, verify=self.verify)
-        try:
-            update.send_whole(terms)
-        except WeightSyncError:
-            if not self._meet_restarted():
-                raise
-            update = Update(self._fleet, self._connection.engine, self._options, verify=self.verify)
-            update.send_whole(terms)
-        self.version = version
-        return update.report(version, label, dict(self._connection.skipped))
+        return self._send_weights(version, label, rewind, threading.Event())
 
     async def asend_weights(
         self, version: int | None = None, *, label: str | None = None, rewind: bool = False
     ) -> SyncReport:
-        """`send_weights` without blocking the event loop."""
-        return await asyncio.to_thread(self.send_weights, version, label=label, rewind=rewind)
+        """`send_weights` without blocking the event loop.
+
+        Cancelled, it stops the transfer and returns when nothing reads the source any more.
+        """
+        stop = threading.Event()
+        work = asyncio.to_thread(self._send_weights, version, label, rewind, stop)
+        task = asyncio.ensure_future(work)
+        try:
+            return await asyncio.shield(task)
+        except asyncio.CancelledError:
+            stop.set()
+            with suppress(WeightSyncError):
+                await task
+            raise
 
     @contextmanager
     def update(
@@ -188,40 +197,45 @@ class WeightSender:
         `partial` allows a subset of the model (LoRA): it builds on the version held. The report is
         `update.last_report` afterwards.
         """
-        self._ready()
-        version = self.version + 1 if version is None else version
-        update = Update(self._fleet, self._connection.engine, self._options, verify=self.verify)
-        base = self.version if partial else None
-        update.start(
-            StartTerms(
+        with self._taking_turn():
+            connection = self._ready()
+            version = self.version + 1 if version is None else version
+            update = Update(self._fleet, connection.engine, self._options, verify=self.verify)
+            base = self.version if partial else None
+            terms = StartTerms(
                 version=version, label=label, rewind=rewind, partial=partial, base_version=base
             )
-        )
-        try:
-            yield update
-            update.prepare()
-            update.finish()
-        except BaseException as exc:
-            update.abort(f"the sender's block ended with {type(exc).__name__}")
-            raise
-        self.version = version
-        update.last_report = update.report(version, label, dict(self._connection.skipped))
+            try:
+                update.start(terms)
+                yield update
+                update.prepare()
+                update.finish()
+            except BaseException as exc:
+                update.abort(f"the sender's block ended with {type(exc).__name__}")
+                if isinstance(exc, WeightSyncError):
+                    self._recover(exc)
+                raise
+            self.version = version
+            update.last_report = update.report(version, label, dict(connection.skipped))
 
     def release(self) -> None:
         """Unregister all memory, so that it may be offloaded or freed; the next send connects."""
-        withdraw(self._connection.engine, self._fleet, self._options.timeout_s)
-        self._released = True
+        with self._taking_turn():
+            self._disconnect()
 
     def close(self) -> None:
-        """Have receivers close what they opened, move adopted parameters back, free everything."""
-        if self._closed:
+        """Have receivers close what they opened, move adopted parameters back, free everything.
+
+        Does nothing in a forked child: everything belongs to the parent.
+        """
+        if self._closed or os.getpid() != self._pid:
             return
-        self._closed = True
-        try:
-            if not self._released:
-                withdraw(self._connection.engine, self._fleet, self._options.timeout_s)
-        finally:
-            self._fleet.close()
+        with self._taking_turn():
+            self._closed = True
+            try:
+                self._disconnect()
+            finally:
+                self._fleet.close()
 
     def __enter__(self) -> Self:
         return self
@@ -234,21 +248,82 @@ class WeightSender:
     ) -> None:
         self.close()
 
-    def _ready(self) -> None:
-        """Connect again after `release`, or where registered GPU memory has moved."""
+    def _send_weights(
+        self, version: int | None, label: str | None, rewind: bool, stop: threading.Event
+    ) -> SyncReport:
+        with self._taking_turn():
+            self._ready()
+            try:
+                return self._send_once(version, label, rewind, stop)
+            except WeightSyncError as exc:
+                met = self._recover(exc)
+                follows = version is None and isinstance(exc, StaleVersionError)
+                if stop.is_set() or not (met or follows):
+                    raise
+            return self._send_once(version, label, rewind, stop)
+
+    def _send_once(
+        self, version: int | None, label: str | None, rewind: bool, stop: threading.Event
+    ) -> SyncReport:
+        connection = self._connected()
+        version = self.version + 1 if version is None else version
+        terms = StartTerms(
+            version=version,
+            label=label,
+            rewind=rewind,
+            manifest_digest=connection.engine.manifest.digest,
+        )
+        update = Update(
+            self._fleet, connection.engine, self._options, verify=self.verify, stop=stop
+        )
+        update.send_whole(terms)
+        self.version = version
+        return update.report(version, label, dict(connection.skipped))
+
+    @contextmanager
+    def _taking_turn(self) -> Iterator[None]:
+        """One update at a time: its ring has one writer. Raises ConfigError when one is at work."""
+        if not self._turn.acquire(blocking=False):
+            raise ConfigError(
+                "this sender is at work already, in another thread or in an update() block around "
+                "this call; use it from one thread, one update after another"
+            )
+        try:
+            yield
+        finally:
+            self._turn.release()
+
+    def _connected(self) -> Connection:
+        if self._closed or self._connection is None:
+            raise ConfigError("this sender is closed or released; send_weights() connects again")
+        return self._connection
+
+    def _connect(self) -> Connection:
+        """Take a road to everyone, and take over what a dead sender left."""
+        connection = take_road(self._source, self._fleet, self._options, backend=self._backend)
+        self._connection = connection
+        try:
+            self._greet(connection.answers)
+        except BaseException:
+            self._disconnect()
+            raise
+        return connection
+
+    def _disconnect(self) -> None:
+        connection, self._connection = self._connection, None
+        if connection is not None:
+            withdraw(connection.engine, self._fleet, self._options.timeout_s)
+
+    def _ready(self) -> Connection:
+        """Connect after `release`, or where registered memory moved; end what is still open."""
         if self._closed:
             raise ConfigError("this sender is closed; connect again")
-        if not self._released and self._connection.engine.needs_init:
-            self.release()
-        if self._released:
-            self._connection = take_road(
-                self._source, self._fleet, self._options, backend=self._backend
-            )
-            self._released = False
-            self._greet(self._connection.answers)
+        if self._connection is not None and self._connection.engine.needs_init:
+            self._disconnect()
+        connection = self._connection or self._connect()
         for member in self._fleet.members:
-            if member.unfinished is not None:
-                self._settle(member)
+            self._settle(member)
+        return connection
 
     def _greet(self, answers: list[Answer]) -> None:
         """Take over the fleet: learn its version, and end what a dead sender left open."""
@@ -273,24 +348,35 @@ class WeightSender:
             self.version = max([self.version, *versions])
 
     def _settle(self, member: Member) -> None:
-        """Finish what this member could not be told to finish the last time."""
-        request = FinishRequest(update_id=member.unfinished)
-        answer = self._fleet.ask(request, timeout_s=self._options.timeout_s, members=[member])[0]
-        if answer.error is not None and not isinstance(answer.error, UpdateConflictError):
-            raise answer.error
-        member.unfinished = None
+        """Tell a member again what it could not be told the last time."""
+        requests: list[Request] = []
+        if member.unfinished is not None:
+            requests.append(FinishRequest(update_id=member.unfinished))
+        if member.unaborted is not None:
+            requests.append(AbortRequest(update_id=member.unaborted, reason="as told before"))
+        for request in requests:
+            answer = self._fleet.ask(request, timeout_s=self._options.timeout_s, members=[member])[
+                0
+            ]
+            if answer.error is not None and not isinstance(answer.error, ProtocolError):
+                raise answer.error
+            if answer.error is None:
+                self.version = max(self.version, answer.step.version)
+        member.unfinished = member.unaborted = None
 
-    def _meet_restarted(self) -> bool:
-        """Connect members again that were restarted; return whether there were any."""
-        answers = self._fleet.ask(StatusRequest(), timeout_s=self._options.timeout_s)
-        strangers = [
-            a.member
-            for a in answers
-            if a.error is None and getattr(a.reply, "instance", "") != a.member.instance
-        ]
-        if not strangers:
-            return False
-        logger.warning("restarted, connecting again: %s", ", ".join(m.target for m in strangers))
+    def _recover(self, failure: WeightSyncError) -> bool:
+        """After a failed update: learn what receivers hold, connect those who do not know us.
+
+        Returns whether there were such.
+        """
         timeout_s = self._options.timeout_s
+        answers = self._fleet.ask(StatusRequest(), timeout_s=min(timeout_s, _STATUS_TIMEOUT_S))
+        known = [(a.member, a.reply) for a in answers if isinstance(a.reply, Status)]
+        self.version = max([self.version, *(status.version for _, status in known)])
+        unknown = isinstance(failure, UnknownSenderError)
+        strangers = [m for m, status in known if unknown or status.instance != m.instance]
+        if not strangers or self._connection is None:
+            return False
+        logger.warning("connecting again: %s", ", ".join(member.target for member in strangers))
         offer(self._connection.engine, self._fleet, timeout_s, members=strangers)
         return True

@@ -5,6 +5,7 @@ from __future__ import annotations
 import platform
 import subprocess
 import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
@@ -177,11 +178,19 @@ class TestWaiting:
             lambda: not ends.is_alive(),
             check=nothing,
             timeout_s=SHORT_S,
-            progress=lambda: next(steps),
+            progress=lambda: (next(steps), 0),
         )
 
+    def test_heartbeats_alone_are_waited_for_longer_but_not_for_ever(self) -> None:
+        beats = iter(range(1_000_000))
+        started = time.monotonic()
+        assert not wait_until(
+            lambda: False, check=nothing, timeout_s=SHORT_S, progress=lambda: (0, next(beats))
+        )
+        assert time.monotonic() - started > 2 * SHORT_S
+
     def test_without_progress_it_ends(self) -> None:
-        assert not wait_until(lambda: False, check=nothing, timeout_s=SHORT_S, progress=lambda: 1)
+        assert not wait_until(lambda: False, check=nothing, timeout_s=SHORT_S)
 
     def test_what_is_ready_needs_no_time(self) -> None:
         def never() -> None:

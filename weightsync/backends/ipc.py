@@ -307,6 +307,7 @@ class _Transfer:
             lambda: self._control.table_ready >= wanted,
             check=self._check,
             timeout_s=self._opened.info.lease_s,
+            progress=lambda: (0, self._control.writer_beat),
         )
         if not ready:
             raise TransferTimeout(

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from weightsync.backends.base import Reception
+from weightsync.specs import TensorSpec
 from weightsync.weights.buckets import Chunk, Piece, Plan, Run
 from weightsync.weights.copier import Memory, Places, host_view
 from weightsync.weights.dtypes import TORCH_DTYPES, from_bytes
@@ -72,20 +73,21 @@ class Lender:
         given = dict(filled)
         indices = range(self._next, upto)
         self._next = upto
-        lent = [self._loan(i, given.get(i)) for i in indices]
+        specs = self._plan.manifest.specs
+        lent = [(specs[i].name, self._loan(specs[i], given.get(i))) for i in indices]
         if not lent:
             return
-        counts = [uses(base) for _, base, _ in lent]
-        self._landing.load([(name, tensor) for name, _, tensor in lent])
-        bases = [(name, base) for name, base, _ in lent]
-        del lent
+        counts = [uses(base) for _, base in lent]
+        self._landing.load(
+            [
+                (name, from_bytes(base, specs[i]))
+                for i, (name, base) in zip(indices, lent, strict=True)
+            ]
+        )
         if self._checks_views:
-            refuse_kept(bases, counts)
+            refuse_kept(lent, counts)
 
-    def _loan(
-        self, index: int, flat: torch.Tensor | None
-    ) -> tuple[str, torch.Tensor, torch.Tensor]:
-        spec = self._plan.manifest.specs[index]
+    def _loan(self, spec: TensorSpec, flat: torch.Tensor | None) -> torch.Tensor:
         if flat is None:
             flat = torch.empty(0, dtype=torch.uint8)
         elif flat.device.type == "cpu" and flat.numel():
@@ -93,7 +95,7 @@ class Lender:
             flat = own_storage(flat)
         elif flat.storage_offset() % TORCH_DTYPES[spec.dtype].itemsize:
             flat = flat.clone()  # tensors that lie one after another need not be aligned
-        return spec.name, flat, from_bytes(flat, spec)
+        return flat
 
     def _assemble(self, piece: Piece, flat: torch.Tensor) -> torch.Tensor | None:
         spec = self._plan.manifest.specs[piece.index]

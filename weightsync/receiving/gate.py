@@ -6,8 +6,17 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
 
 from weightsync.errors import NotReadyError, TransferTimeout
+
+
+@dataclass(slots=True, eq=False)
+class _Stay:
+    """One reader inside, with its nested blocks."""
+
+    blocks: int = 1
 
 
 class Gate:
@@ -22,7 +31,7 @@ class Gate:
         self._condition = threading.Condition()
         self._readers = 0
         self._held_since: float | None = None
-        self._inside = threading.local()
+        self._inside: ContextVar[_Stay | None] = ContextVar("weightsync_stay", default=None)
 
     @property
     def held(self) -> bool:
@@ -33,18 +42,18 @@ class Gate:
     def reading(self, timeout_s: float) -> Iterator[None]:
         """Be inside for one decode step. Raises NotReadyError when refused or kept out too long.
 
-        May be nested: an inner block never waits for a holder that waits for the outer one.
+        May be nested in one thread or task: an inner block never waits for a holder that waits for
+        the outer one. Blocks may end in any order and in any thread; the last one leaves.
         """
-        if self._depth == 0:
+        stay = self._inside.get()
+        if stay is None or not self._join(stay):
             self._enter(timeout_s)
-        self._depth += 1
+            stay = _Stay()
+            self._inside.set(stay)
         try:
             yield
         finally:
-            # Blocks of one thread (coroutines) may end in any order; the last one leaves.
-            self._depth -= 1
-            if self._depth == 0:
-                self._leave()
+            self._leave(stay)
 
     def hold(self, timeout_s: float) -> None:
         """Keep readers out and wait until none is inside. On TransferTimeout all go on."""
@@ -65,13 +74,13 @@ class Gate:
             self._condition.notify_all()
             return time.perf_counter() - since if since is not None else 0.0
 
-    @property
-    def _depth(self) -> int:
-        return getattr(self._inside, "depth", 0)
-
-    @_depth.setter
-    def _depth(self, depth: int) -> None:
-        self._inside.depth = depth
+    def _join(self, stay: _Stay) -> bool:
+        """Count one more block of a stay that has not ended; a task inherits ended ones too."""
+        with self._condition:
+            if not stay.blocks:
+                return False
+            stay.blocks += 1
+            return True
 
     def _enter(self, timeout_s: float) -> None:
         with self._condition:
@@ -84,8 +93,11 @@ class Gate:
             self._refuse()
             self._readers += 1
 
-    def _leave(self) -> None:
+    def _leave(self, stay: _Stay) -> None:
         with self._condition:
+            stay.blocks -= 1
+            if stay.blocks:
+                return
             self._readers -= 1
             if not self._readers:
                 self._condition.notify_all()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 import time
 from dataclasses import dataclass, field
 
@@ -9,7 +10,7 @@ from weightsync.backends.base import Received
 from weightsync.errors import ManifestMismatchError, ProtocolError, VerificationError
 from weightsync.specs import Manifest
 from weightsync.weights.fingerprint import table_digest
-from weightsync.weights.sink import Landing, Verification, WeightSink
+from weightsync.weights.sink import Apply, Landing, Verification, WeightSink
 
 _STRENGTH: tuple[Verification, ...] = ("none", "arrived", "held")
 
@@ -21,6 +22,9 @@ class Incoming:
     update_id: str
     sender: str | None
     partial: bool
+    anonymous: bool = False
+    manifest_digest: str | None = None
+    committing: bool = False
     landings: list[Landing] = field(default_factory=list)
     fingerprints: list[int] = field(default_factory=list)
     manifests: list[Manifest] = field(default_factory=list)
@@ -29,9 +33,11 @@ class Incoming:
 
     def use(self, landing: Landing) -> Landing:
         """Take part in this update; the first time it begins."""
-        if landing not in self.landings:
+        if landing in self.landings:
+            self.landings.remove(landing)  # what came last is committed last
+        else:
             landing.begin()
-            self.landings.append(landing)
+        self.landings.append(landing)
         return landing
 
     def note(self, received: Received) -> None:
@@ -56,6 +62,11 @@ class Incoming:
         return table_digest(self.fingerprints) if self.fingerprints else None
 
     @property
+    def apply(self) -> Apply:
+        """How the weights land: in place if any of them does."""
+        return "in_place" if any(landing.in_place for landing in self.landings) else "staged"
+
+    @property
     def extra_nbytes(self) -> int:
         """What the landings hold beside the model."""
         return sum(landing.peak_extra_nbytes for landing in self.landings)
@@ -64,6 +75,14 @@ class Incoming:
         """Everything was sent: raise ManifestMismatchError for tensors that never came."""
         for landing in self.landings:
             landing.settle()
+        announced = self.manifest_digest
+        if announced is not None and len(self.manifests) == 1 and not self.partial:
+            digest = self.manifests[0].digest
+            if digest != announced:
+                raise ProtocolError(
+                    f"update {self.update_id} was announced with manifest {announced}, what came "
+                    f"is {digest}; send what was announced"
+                )
         wanted = sink.manifest or offered
         if self.partial:
             return
@@ -96,3 +115,8 @@ class Incoming:
     def timed(self, phase: str, started: float) -> None:
         """Add the seconds since `started` to a phase."""
         self.seconds[phase] = self.seconds.get(phase, 0.0) + time.perf_counter() - started
+
+
+def new_update_id(prefix: str = "anonymous") -> str:
+    """Return a fresh id for an update."""
+    return f"{prefix}-{secrets.token_hex(8)}"

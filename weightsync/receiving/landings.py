@@ -25,16 +25,28 @@ class Landings:
         self._choice = choice
         self._whole: tuple[str, Landing] | None = None
         self._subsets: OrderedDict[str, Landing] = OrderedDict()
+        self._generation = 0
         self.apply: Apply = "in_place" if choice == "in_place" else "staged"
 
-    def get(self, plan: Plan, *, whole: bool) -> Landing:
-        """Return where the tensors of `plan` go, made now if it is not known."""
+    def find(self, plan: Plan) -> Landing | None:
+        """Return the landing of `plan` if there is one that still fits the sink."""
+        generation = self._sink.refresh()
+        if generation != self._generation:
+            self._generation, self._whole = generation, None
+            self._subsets.clear()
         digest = plan.manifest.digest
         if self._whole and self._whole[0] == digest:
             return self._whole[1]
         if digest in self._subsets:
             self._subsets.move_to_end(digest)
-            return self._subsets[digest]
+        return self._subsets.get(digest)
+
+    def get(self, plan: Plan, *, whole: bool) -> Landing:
+        """Return where the tensors of `plan` go, made now if it is not known."""
+        known = self.find(plan)
+        if known is not None:
+            return known
+        digest = plan.manifest.digest
         if whole:
             self.apply = self._choose(plan)
         landing = self._sink.land(plan, self.apply)

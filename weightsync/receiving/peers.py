@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 
 from weightsync.backends.ipc import IpcWeightTransferEngine
-from weightsync.errors import ProtocolError
+from weightsync.errors import ProtocolError, UnknownSenderError
 from weightsync.specs import Manifest
 from weightsync.wire.messages import IpcInit, LedgerEntry
 
@@ -34,7 +34,7 @@ class Peers:
     def get(self, sender: str) -> IpcWeightTransferEngine:
         """Return a sender's engine. Raises ProtocolError when it has not called init here."""
         if sender not in self._engines:
-            raise ProtocolError(
+            raise UnknownSenderError(
                 f"sender {sender} is not known here (was this server restarted?); "
                 "call init_weight_transfer_engine first"
             )
@@ -69,3 +69,12 @@ class Peers:
     def ledger(self) -> list[LedgerEntry]:
         """Everything that the engines hold open."""
         return [entry for engine in list(self._engines.values()) for entry in engine.ledger()]
+
+
+def check_protocol(info: IpcInit, protocol: int) -> None:
+    """Raise ProtocolError unless the sender speaks our protocol too."""
+    if not info.protocol_min <= protocol <= info.protocol_max:
+        raise ProtocolError(
+            f"the sender speaks protocols {info.protocol_min} to {info.protocol_max}, this "
+            f"receiver {protocol}; install the same version of weightsync on both sides"
+        )

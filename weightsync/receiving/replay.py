@@ -40,6 +40,13 @@ class Replay:
                 ) from None
         return self._make(key, future, call)
 
+    def forget(self, update_id: str | None) -> None:
+        """Drop the answers of an update that was aborted: they are not true any more."""
+        with self._lock:
+            for key in [k for k, future in self._answers.items() if future.done()]:
+                if isinstance(key, tuple) and key[0] == update_id:
+                    del self._answers[key]
+
     def _make(
         self, key: Hashable, future: Future[StepReply], call: Callable[[], StepReply]
     ) -> StepReply:

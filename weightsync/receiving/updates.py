@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import secrets
 import threading
 import time
 from collections import Counter
@@ -102,8 +101,9 @@ class Updates:
                 difference = self.sink.difference(engine.manifest)
                 if difference.unexpected or difference.mismatched:
                     difference.check(partial=False)
-                if not difference.missing:
-                    self._make_room(engine.whole_plan)
+                if not difference.missing and self._incoming is None:
+                    # While an update is open its landings must stay where they are.
+                    self._landing(engine.whole_plan, whole=True)
             except BaseException:
                 self.peers.close(info.sender)
                 raise
@@ -137,8 +137,10 @@ class Updates:
                 "init again with the new manifest"
             )
 
-    def start(self, update_id: str, terms: StartTerms, *, sender: str | None) -> StepReply:
-        """READY becomes UPDATING."""
+    def start(
+        self, update_id: str, terms: StartTerms, *, sender: str | None, anonymous: bool = False
+    ) -> StepReply:
+        """READY becomes UPDATING. Messages without an id belong to an `anonymous` update only."""
         with self._state:
             self.lifecycle.start(
                 Terms(
@@ -152,19 +154,28 @@ class Updates:
             )
             if self._incoming is None or self._incoming.update_id != update_id:
                 self._abort_reason = ""
-                self._incoming = Incoming(update_id, sender, terms.partial)
+                self._incoming = Incoming(
+                    update_id,
+                    sender,
+                    terms.partial,
+                    anonymous=anonymous,
+                    manifest_digest=terms.manifest_digest,
+                )
         self._renew_lease()
         return self.reply()
 
     def open_id(self, update_id: str | None, step: str) -> str:
-        """Return the update that a message means: the one it names, or the one that is open."""
+        """Return the update that a message means: the one it names, or the anonymous session."""
         incoming = self._incoming
         if update_id is not None:
             return update_id
-        if incoming is None:
+        if incoming is None or not incoming.anonymous:
+            holder = f"update {incoming.update_id} is" if incoming else "no update is"
             raise UpdateConflictError(
-                f"{step}: no update is open; start one with start_weight_update",
+                f"{step} without update_id: {holder} open, and no anonymous session; name the "
+                "update, or start a session with start_weight_update",
                 state=self.lifecycle.state.value,
+                update_id=incoming.update_id if incoming else "",
             )
         return incoming.update_id
 
@@ -177,6 +188,7 @@ class Updates:
                 started = time.perf_counter()
                 incoming.note(self._receive(incoming, info))
                 incoming.timed("load", started)
+                self._check_not_aborted(incoming)
         finally:
             self._renew_lease()
         return self.reply()
@@ -195,7 +207,6 @@ class Updates:
                 with self._state:
                     self.lifecycle.prepared(update_id)
         finally:
-            # Only another update, whose turn this was not, is still UPDATING here.
             self._renew_lease()
         return self.reply()
 
@@ -219,16 +230,21 @@ class Updates:
             return self.last_reply
 
     def abort(self, update_id: str | None, reason: str) -> StepReply:
-        """Forget the update. Returns when the loader has stopped, or ABORTING while it has not."""
+        """Forget the update. Returns when the loader has stopped, or ABORTING while it has not.
+
+        It is too late for one that is being committed: the answer says what became of it.
+        """
         with self._state:
             if self.lifecycle.terms is None or self._incoming is None:
                 return self.reply()
-            self._abort_reason = reason or "its sender aborted it"
             update_id = update_id or self._incoming.update_id
-            self.lifecycle.begin_abort(update_id)
+            if not (self._incoming.committing and self._incoming.update_id == update_id):
+                self.lifecycle.begin_abort(update_id)
+                self._abort_reason = reason or "its sender aborted it"
         if self._work.acquire(timeout=self._lease_s):
             try:
-                self._give_up(update_id)
+                if self.lifecycle.state is State.ABORTING:
+                    self._give_up(update_id)
             finally:
                 self._work.release()
         return self.reply()
@@ -245,7 +261,7 @@ class Updates:
             state=lifecycle.state.value,
             version=lifecycle.version,
             update_id=incoming.update_id,
-            apply=self.landings.apply,
+            apply=incoming.apply if incoming.landings else self.landings.apply,
             verified=incoming.verified,
             nbytes=incoming.nbytes,
             stall_s=stall_s,
@@ -255,9 +271,19 @@ class Updates:
         )
 
     def close(self) -> None:
-        """End the lease timer and every engine."""
+        """Give up the open update, wait for its loader, and close every engine.
+
+        A loader that does not stop in time keeps what it reads: unmapping it would be a crash.
+        """
         self._lease.stop()
-        self.peers.close_all()
+        self.abort(None, "the receiver closes")
+        if self._work.acquire(timeout=self._lease_s):
+            try:
+                self.peers.close_all()
+            finally:
+                self._work.release()
+        else:
+            logger.warning("a loader is still at work; what it reads stays mapped")
 
     def _receive(self, incoming: Incoming, info: UpdateInfo) -> Received:
         reception = self._reception(incoming)
@@ -275,44 +301,44 @@ class Updates:
     def _reception(self, incoming: Incoming) -> Reception:
         def land(plan: Plan) -> Landing:
             check_manifest(self.sink, plan.manifest, partial=True)
-            whole = not incoming.partial and self._is_whole(plan)
-            return incoming.use(self.landings.get(plan, whole=whole))
+            whole = not incoming.partial and not self.sink.difference(plan.manifest).missing
+            return incoming.use(self._landing(plan, whole=whole))
 
         def touch() -> None:
-            if self.landings.apply == "in_place" and not self.lifecycle.touched:
+            if incoming.landings[-1].in_place and not self.lifecycle.touched:
                 self.gate.hold(self._lease_s)
                 with self._state:
                     self.lifecycle.touch(incoming.update_id)
 
-        def check() -> None:
-            if self.lifecycle.state is State.ABORTING:
-                raise TransferError(f"update {incoming.update_id} ends: {self._abort_reason}")
-
         return Reception(
             land=land,
             touch=touch,
-            check=check,
+            check=lambda: self._check_not_aborted(incoming),
             verification=self.sink.verification,
             lends_views=not getattr(self.sink, "keeps_views", False),
         )
 
-    def _is_whole(self, plan: Plan) -> bool:
-        return not self.sink.difference(plan.manifest).missing
+    def _check_not_aborted(self, incoming: Incoming) -> None:
+        if self.lifecycle.state is State.ABORTING:
+            raise TransferError(f"update {incoming.update_id} ends: {self._abort_reason}")
 
-    def _make_room(self, plan: Plan) -> None:
-        """Allocate before the first update; the model may move into a slab, so nobody reads."""
-        if self.gate.held:  # by an update in place, which releases it when it ends
-            self.landings.get(plan, whole=True)
-            return
+    def _landing(self, plan: Plan, *, whole: bool) -> Landing:
+        """Return the plan's landing; to make one may move the model, so nobody reads meanwhile."""
+        known = self.landings.find(plan)
+        if known is not None or self.gate.held:  # by an update in place, which releases it itself
+            return known or self.landings.get(plan, whole=whole)
         self.gate.hold(self._lease_s)
         try:
-            self.landings.get(plan, whole=True)
+            return self.landings.get(plan, whole=whole)
         finally:
             self.gate.release()
 
     def _commit(self, incoming: Incoming, *, clear_cache: bool) -> float:
         """Swap the weights in while nobody reads; return how long that kept readers out."""
         started = time.perf_counter()
+        with self._state:
+            self._check_not_aborted(incoming)
+            incoming.committing = True
         if not self.lifecycle.touched:
             self.gate.hold(self._lease_s)
         try:
@@ -392,28 +418,21 @@ class Updates:
     def _renew_lease(self) -> None:
         with self._state:
             self._lease.stop()
-            if self.lifecycle.state is State.UPDATING and self._incoming is not None:
-                self._lease.renew(self._incoming.update_id)
+            if self._may_expire(self._incoming):
+                self._lease.renew(self.lifecycle.update_id)
+
+    def _may_expire(self, incoming: Incoming | None) -> bool:
+        """PREPARED waits for its sender's successor; where none can know of it, it expires too."""
+        if incoming is None:
+            return False
+        state = self.lifecycle.state
+        return state is State.UPDATING or (state is State.PREPARED and incoming.sender is None)
 
     def _expire(self, update_id: str) -> None:
         with self._state:
             current = self._incoming is not None and self._incoming.update_id == update_id
-            if not current or self.lifecycle.state is not State.UPDATING or self.busy:
+            if not current or not self._may_expire(self._incoming) or self.busy:
                 return
         reason = f"nothing was heard of its sender for {self._lease_s:g} s"
         logger.warning("update %s is given up: %s", update_id, reason)
         self.abort(update_id, reason)
-
-
-def new_update_id(prefix: str = "anonymous") -> str:
-    """Return a fresh id for an update."""
-    return f"{prefix}-{secrets.token_hex(8)}"
-
-
-def check_protocol(info: IpcInit, protocol: int) -> None:
-    """Raise ProtocolError unless the sender speaks our protocol too."""
-    if not info.protocol_min <= protocol <= info.protocol_max:
-        raise ProtocolError(
-            f"the sender speaks protocols {info.protocol_min} to {info.protocol_max}, this "
-            f"receiver {protocol}; install the same version of weightsync on both sides"
-        )

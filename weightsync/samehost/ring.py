@@ -29,6 +29,8 @@ _HEADER, _EPOCH, _WRITER_BEAT, _TABLE, _PROBE = range(_FIXED_LINES)
 
 SPIN_S = 0.002
 """How long a wait spins before it sleeps: about one large chunk."""
+PATIENCE = 5
+"""A peer that beats but makes no progress is waited for this many times as long as a silent one."""
 _NAP_S = 50e-6
 _LONG_NAP_S = 1e-3
 
@@ -220,8 +222,11 @@ class RingWriter:
         def ready() -> bool:
             return all(released(reader) >= sequence for reader in active)
 
-        def progress() -> int:
-            return sum(released(reader) for reader in active)
+        beat = self.control.reader_beat
+
+        def progress() -> tuple[int, int]:
+            done = sum(released(reader) for reader in active)
+            return done, sum(beat(reader) for reader in active)
 
         if not wait_until(ready, check=check, timeout_s=timeout_s, progress=progress):
             late = ", ".join(str(reader) for reader in self.waiting_for(sequence))
@@ -249,7 +254,10 @@ class RingReader:
         def ready() -> bool:
             return published(slot) >= sequence
 
-        if not wait_until(ready, check=check, timeout_s=timeout_s):
+        def progress() -> tuple[int, int]:
+            return 0, self._control.writer_beat
+
+        if not wait_until(ready, check=check, timeout_s=timeout_s, progress=progress):
             raise TransferTimeout(
                 f"the sender published no chunk {chunk + 1} of this update for {timeout_s:g} s; "
                 "the update is given up"
@@ -277,26 +285,31 @@ def wait_until(
     *,
     check: Check,
     timeout_s: float,
-    progress: Callable[[], int] | None = None,
+    progress: Callable[[], tuple[int, int]] = lambda: (0, 0),
 ) -> bool:
-    """Wait for `ready`: spin briefly, then sleep. Return False after `timeout_s` without progress.
+    """Wait for `ready`: spin briefly, then sleep. Return False when it is not to be expected.
 
-    `check` is called on the way and ends the wait by raising.
+    `progress` returns what was done, and the heartbeats: without either for `timeout_s`, or with
+    heartbeats alone for `PATIENCE` times as long, the wait ends. `check` is called on the way and
+    ends the wait by raising.
     """
     if ready():
         return True
-    started = now = time.monotonic()
-    last = progress() if progress else 0
+    started = moved = beaten = time.monotonic()
+    last = progress()
     while not ready():
         now = time.monotonic()
-        waited = now - started
-        if waited < SPIN_S:
+        if now - started < SPIN_S:
             time.sleep(0)
             continue
         check()
-        if waited > timeout_s:
-            if progress is None or progress() == last:
-                return False
-            started, last = now, progress()
-        time.sleep(_NAP_S if waited < 20 * SPIN_S else _LONG_NAP_S)
+        done, beats = progress()
+        if done != last[0]:
+            moved = beaten = now
+        elif beats != last[1]:
+            beaten = now
+        last = done, beats
+        if now - beaten > timeout_s or now - moved > PATIENCE * timeout_s:
+            return False
+        time.sleep(_NAP_S if now - moved < 20 * SPIN_S else _LONG_NAP_S)
     return True

@@ -17,13 +17,18 @@ logger = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class Member:
-    """One receiver: its transport, its place in the ring, and who it was when it was last asked."""
+    """One receiver: its transport, its place in the ring, and who it was when it was last asked.
+
+    `unfinished` and `unaborted` are updates whose end it has not answered for: it is told again
+    before the next one.
+    """
 
     transport: Transport
     reader: int
     instance: str = ""
     apply: str = ""
     unfinished: str | None = None
+    unaborted: str | None = None
 
     @property
     def target(self) -> str:

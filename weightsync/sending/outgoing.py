@@ -4,13 +4,20 @@ from __future__ import annotations
 
 import logging
 import secrets
+import threading
 import time
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 
 from weightsync.backends.ipc_sender import IpcOptions, IpcTrainerEngine
-from weightsync.errors import TransportError, WeightSyncError
+from weightsync.errors import (
+    TransferError,
+    TransportError,
+    VerificationError,
+    WeightSyncError,
+)
 from weightsync.report import ReceiverReport, SyncReport
 from weightsync.samehost.heartbeat import beating
+from weightsync.samehost.ring import PATIENCE
 from weightsync.sending.fleet import Answer, Fleet, Member, failures, raise_first
 from weightsync.weights.source import NamedTensors
 from weightsync.wire.messages import (
@@ -26,6 +33,7 @@ from weightsync.wire.messages import (
 logger = logging.getLogger(__name__)
 
 _FINISH_TRIES = 3
+_LOOK_S = 0.5
 _ABORT_TIMEOUT_S = 30.0
 _STRENGTH = ("none", "arrived", "held")
 
@@ -39,7 +47,13 @@ class Update:
     """
 
     def __init__(
-        self, fleet: Fleet, engine: IpcTrainerEngine, options: IpcOptions, *, verify: bool
+        self,
+        fleet: Fleet,
+        engine: IpcTrainerEngine,
+        options: IpcOptions,
+        *,
+        verify: bool,
+        stop: threading.Event | None = None,
     ) -> None:
         self.update_id = secrets.token_hex(8)
         self.rule = "two-phase"
@@ -48,6 +62,8 @@ class Update:
         self._engine = engine
         self._timeout_s = options.timeout_s
         self._verify = verify
+        self._stop_asked = stop or threading.Event()
+        self._finishing = False
         self._started = time.perf_counter()
         self._before = (fleet.sent_nbytes, fleet.sent_messages)
         self._seconds: dict[str, float] = {}
@@ -75,6 +91,7 @@ class Update:
             base_version=terms.base_version,
             partial=terms.partial,
             rewind=terms.rewind,
+            manifest_digest=terms.manifest_digest,
         )
         answers = self._fleet.ask(request, timeout_s=self._timeout_s)
         if failures(answers):
@@ -96,6 +113,10 @@ class Update:
     def finish(self) -> None:
         """Put the weights to use everywhere. A receiver out of reach is asked again next time."""
         started = time.perf_counter()
+        self._check_verified()
+        self._finishing = True
+        for member in self._fleet.members:
+            member.unfinished = self.update_id
         request = FinishRequest(update_id=self.update_id, table_digest=self._digest)
         answers = self._fleet.ask(request, timeout_s=self._timeout_s)
         for _ in range(_FINISH_TRIES - 1):
@@ -104,22 +125,23 @@ class Update:
                 break
             answers = [a for a in answers if a.member not in again]
             answers += self._fleet.ask(request, timeout_s=self._timeout_s, members=again)
-        for answer in failures(answers):
-            if isinstance(answer.error, TransportError):
-                answer.member.unfinished = self.update_id
+        for answer in answers:
+            if not isinstance(answer.error, TransportError):
+                answer.member.unfinished = None
         self._note(answers)
         self._seconds["finish"] = time.perf_counter() - started
         raise_first(answers, "finish")
 
     def abort(self, reason: str) -> None:
-        """Have every receiver forget the update, except those already committed to finish it."""
-        members = [m for m in self._fleet.members if m.unfinished != self.update_id]
+        """Have every receiver forget the update; not once any was told to finish it."""
+        if self._finishing:
+            return
         request = AbortRequest(update_id=self.update_id, reason=reason)
-        answers = self._fleet.ask(
-            request, timeout_s=min(_ABORT_TIMEOUT_S, self._timeout_s), members=members
-        )
+        answers = self._fleet.ask(request, timeout_s=min(_ABORT_TIMEOUT_S, self._timeout_s))
         for answer in failures(answers):
             logger.warning("abort at %s: %s", answer.member.target, answer.error)
+            if isinstance(answer.error, TransportError):
+                answer.member.unaborted = self.update_id
 
     def report(self, version: int, label: str | None, skipped_roads: dict[str, str]) -> SyncReport:
         """Say what this update did."""
@@ -166,8 +188,10 @@ class Update:
         begun = self._fleet.begin(request, timeout_s=self._patience)
         try:
             with beating(engine.beat):
-                engine.transfer(lambda: _raise_early(begun))
-            self._seconds["transfer"] = time.perf_counter() - started
+                engine.transfer(lambda: self._raise_early(begun))
+                self._seconds["transfer"] = time.perf_counter() - started
+                while wait(begun, timeout=_LOOK_S).not_done:
+                    self._raise_if_cancelled()
         except BaseException:
             self._stop(begun)
             raise
@@ -181,7 +205,7 @@ class Update:
     @property
     def _patience(self) -> float:
         """A call outlasts the receiver's own limits, so that its reason is what is seen."""
-        return self._timeout_s * 2 + 10
+        return self._timeout_s * (PATIENCE + 1) + 10
 
     def _stop(self, begun: list[Future[Answer]]) -> None:
         """The bytes stopped: tell the readers, and wait until none of them reads any more."""
@@ -209,6 +233,29 @@ class Update:
         logger.warning("update %s: rolled forward on %s", self.update_id, names)
         raise_first(answers, "roll forward")
 
+    def _check_verified(self) -> None:
+        """What was to be verified has been, by everyone."""
+        if not self._verify:
+            return
+        unverified = [t for t, reply in self._replies.items() if reply.verified == "none"]
+        if unverified and self._engine.manifest.nbytes:
+            raise VerificationError(
+                f"not verified by {', '.join(unverified)}: other tensors came into the update"
+            )
+
+    def _raise_if_cancelled(self) -> None:
+        if self._stop_asked.is_set():
+            raise TransferError("the update was cancelled by its caller")
+
+    def _raise_early(self, begun: list[Future[Answer]]) -> None:
+        """Stop when asked to; a receiver that has answered with an error ends the transfer too."""
+        self._raise_if_cancelled()
+        for future in begun:
+            if future.done():
+                error: WeightSyncError | None = future.result().error
+                if error is not None:
+                    raise error
+
     def _note(self, answers: list[Answer]) -> None:
         for answer in answers:
             if answer.error is None:
@@ -224,12 +271,3 @@ class Update:
             seconds=reply.seconds,
             peak_extra_nbytes=reply.peak_extra_nbytes,
         )
-
-
-def _raise_early(begun: list[Future[Answer]]) -> None:
-    """A receiver that answered while bytes still flow has failed: stop."""
-    for future in begun:
-        if future.done():
-            error: WeightSyncError | None = future.result().error
-            if error is not None:
-                raise error

@@ -91,6 +91,8 @@ class _NamesLoaded:
 
 
 class _HookLanding(Landing):
+    in_place = True
+
     def __init__(self, sink: HookSink, manifest: Manifest) -> None:
         self._sink = sink
         self._manifest = manifest
@@ -127,10 +129,10 @@ class _AsideLanding(Landing):
         lent = [
             (spec.name, own_storage(flat)) for spec, flat in zip(specs, memory.tensors, strict=True)
         ]
+        counts = [uses(flat) for _, flat in lent]
         pairs = [
             (name, from_bytes(flat, spec)) for spec, (name, flat) in zip(specs, lent, strict=True)
         ]
-        counts = [uses(flat) for _, flat in lent]
         names.note(self._sink.call(pairs))
         names.check()
         pairs.clear()

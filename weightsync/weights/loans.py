@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Sequence
 
 import torch
 
 from weightsync.errors import TransferError, shorten
-from weightsync.weights.copier import host_view
 
 
 def own_storage(flat: torch.Tensor) -> torch.Tensor:
     """View `uint8[nbytes]` of the host through a storage of its own, whose uses can be counted.
 
-    The caller keeps the memory alive.
+    It keeps the memory of `flat` alive: a view that a hook keeps may go stale, but never dangles.
     """
     if flat.device.type != "cpu" or not flat.numel():
         return flat
-    return torch.frombuffer(host_view(flat.data_ptr(), flat.numel()), dtype=torch.uint8)
+    array = (ctypes.c_ubyte * flat.numel()).from_address(flat.data_ptr())
+    array.keeps = flat  # type: ignore[attr-defined]  # ctypes instances take attributes
+    return torch.frombuffer(array, dtype=torch.uint8)
 
 
 def uses(tensor: torch.Tensor) -> int:
@@ -28,12 +30,12 @@ def uses(tensor: torch.Tensor) -> int:
 def refuse_kept(lent: Sequence[tuple[str, torch.Tensor]], counts: Sequence[int]) -> None:
     """Raise TransferError naming the bases in `lent` whose views outlive the call.
 
-    `counts` are their uses while the views were lent: a count that did not fall was kept.
+    `counts` are their uses before any view of them was made: a larger one means a view lives on.
     """
     kept = [
         name
         for (name, base), count in zip(lent, counts, strict=True)
-        if base.numel() and uses(base) >= count
+        if base.numel() and uses(base) > count
     ]
     if kept:
         raise TransferError(

@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Literal
 
 import torch
 from torch import nn
 
-from weightsync.errors import ConfigError, VerificationError
+from weightsync.errors import (
+    ConfigError,
+    ManifestMismatchError,
+    TransferError,
+    VerificationError,
+    shorten,
+)
 from weightsync.specs import Manifest, TensorSpec
 from weightsync.weights import slab
 from weightsync.weights.buckets import Plan
 from weightsync.weights.copier import Memory
 from weightsync.weights.dtypes import TORCH_DTYPES, as_bytes, from_bytes, spec_of
 from weightsync.weights.fingerprint import mix64, to_hex
+from weightsync.weights.loans import uses
 from weightsync.weights.sink import Apply, Landing, Verification, WeightSink, check_manifest
 from weightsync.weights.source import ModuleTensors
 
@@ -35,14 +42,12 @@ class ModuleSink(WeightSink):
         self.module = module
         self.casts = cast
         self._found = ModuleTensors(module)
-        self.manifest = Manifest(
-            tuple(
-                spec_of(name, tensor)
-                for name, tensor in zip(self._found.names, self._found.tensors, strict=True)
-            ),
-            self._found.aliases,
-        )
+        self._described = self._describe()
+        self.manifest = self._described
         self.swap = _choose_swap(module) if swap == "auto" else swap
+        self._generation = 0
+        self.settled()
+        self._alone = self._find_alone()
 
     @property
     def device(self) -> torch.device:
@@ -52,12 +57,37 @@ class ModuleSink(WeightSink):
     @property
     def tensors(self) -> list[torch.Tensor]:
         """The module's tensors, in the manifest's order."""
-        if self._found.refresh():
-            raise ConfigError(
-                "the receiving module has other parameters than when WeightReceiver was made; "
+        self.refresh()
+        return self._found.tensors
+
+    def refresh(self) -> int:
+        """Notice parameters that were replaced, moved, cast or offloaded by somebody else."""
+        replaced = self._found.refresh()
+        if replaced or [t.data_ptr() for t in self._found.tensors] != self._addresses:
+            self._described = self._describe()
+            self._generation += 1
+            self._alone = self._find_alone()
+            self.settled()
+        if self.manifest is not None and self._described.digest != self.manifest.digest:
+            changed = set(self._described.specs) ^ set(self.manifest.specs)
+            raise ManifestMismatchError(
+                "the receiving module is no longer the one that WeightReceiver was made with: "
+                f"{shorten(sorted(f'{spec.name} {spec}' for spec in changed))}; bring it back, or "
                 "make a new WeightReceiver"
             )
-        return self._found.tensors
+        return self._generation
+
+    def settled(self) -> None:
+        """Remember where the tensors are: whatever moves them later is somebody else."""
+        self._addresses = [tensor.data_ptr() for tensor in self._found.tensors]
+
+    def is_alone(self, tensor: torch.Tensor) -> bool:
+        """Whether nothing else saw the memory of `tensor` when this sink first looked at it.
+
+        A view that the module keeps of a parameter would show the old weights after a swap by
+        pointer, so such tensors are copied over.
+        """
+        return id(tensor) in self._alone
 
     def land(self, plan: Plan, apply: Apply) -> Landing:
         """A pair of slabs (staged) or the module's own memory (in place)."""
@@ -100,6 +130,19 @@ class ModuleSink(WeightSink):
                 known[i] = to_hex(mix64(_bytes_of(tensors[i].detach())))
         return {name: known[index[name]] for name in wanted}
 
+    def _describe(self) -> Manifest:
+        found = zip(self._found.names, self._found.tensors, strict=True)
+        specs = tuple(spec_of(name, tensor) for name, tensor in found)
+        return Manifest(specs, self._found.aliases)
+
+    def _find_alone(self) -> set[int]:
+        alone: set[int] = set()
+        for i, tensor in enumerate(self._found.tensors):
+            twins = self._found.twins.get(i, [])
+            if _uses_alone(tensor, others=len(twins)):
+                alone.update(map(id, [tensor, *twins]))
+        return alone
+
     def _index(self) -> dict[str, int]:
         return dict(self.manifest.index) if self.manifest else {}
 
@@ -118,6 +161,16 @@ def _choose_swap(module: nn.Module) -> Swap:
     return "copy" if compiled else "pointer"
 
 
+def _uses_alone(tensor: torch.Tensor, *, others: int) -> bool:
+    """Whether the tensor and `others` tied to it are all that uses its storage."""
+    if type(tensor) not in (torch.Tensor, nn.Parameter):
+        return False
+    storage = tensor.untyped_storage()
+    whole = storage.nbytes() == tensor.numel() * tensor.element_size()
+    # One use is Python's own wrapper of the storage.
+    return whole and uses(tensor) <= 2 + others
+
+
 def _is_plain(tensor: torch.Tensor, spec: TensorSpec, device: torch.device) -> bool:
     """Whether the tensor may simply point at bytes of the stream."""
     return (
@@ -133,10 +186,15 @@ class _ModuleLanding(Landing):
 
     def __init__(self, sink: ModuleSink) -> None:
         self._sink = sink
+        self._generation = sink.refresh()
 
-    def begin(self) -> None:
-        """Raise ConfigError when the module has other parameters now: these would be stale."""
-        _ = self._sink.tensors
+    def settle(self) -> None:
+        """Raise TransferError when the module changed while the update came in."""
+        if self._sink.refresh() != self._generation:
+            raise TransferError(
+                "the receiving module's tensors were moved or replaced during the update; "
+                "send it again"
+            )
 
 
 class _PointerLanding(_ModuleLanding):
@@ -144,9 +202,9 @@ class _PointerLanding(_ModuleLanding):
 
     def __init__(self, sink: ModuleSink, plan: Plan) -> None:
         super().__init__(sink)
-        targets = sink.targets(plan.manifest)
-        self._slabs = [_Slab(plan, targets, sink.device) for _ in range(2)]
+        self._slabs = [_Slab(plan, sink) for _ in range(2)]
         self._slabs[0].adopt_current()
+        sink.settled()
         self._spare = 1
         self.peak_extra_nbytes = plan.nbytes
 
@@ -156,25 +214,25 @@ class _PointerLanding(_ModuleLanding):
 
     def commit(self) -> None:
         self._slabs[self._spare].point()
+        self._sink.settled()
         self._spare = 1 - self._spare
 
 
 class _Slab:
     """A whole stream, and the views of it that the module's tensors can point at."""
 
-    def __init__(
-        self, plan: Plan, targets: Sequence[Sequence[torch.Tensor]], device: torch.device
-    ) -> None:
+    def __init__(self, plan: Plan, sink: ModuleSink) -> None:
+        device = sink.device
         self.memory = Memory.of_stream(plan, slab.allocate(plan.nbytes, device))
         self._plain: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._other: list[tuple[torch.Tensor, torch.Tensor]] = []
         for spec, flat, group in zip(
-            plan.manifest.specs, self.memory.tensors, targets, strict=True
+            plan.manifest.specs, self.memory.tensors, sink.targets(plan.manifest), strict=True
         ):
             view = from_bytes(flat, spec)
             for tensor in group:
-                pairs = self._plain if _is_plain(tensor, spec, device) else self._other
-                pairs.append((tensor, view))
+                plain = _is_plain(tensor, spec, device) and sink.is_alone(tensor)
+                (self._plain if plain else self._other).append((tensor, view))
 
     def adopt_current(self) -> None:
         """Move what is in use into this slab; unusual tensors stay as they are."""
@@ -218,25 +276,13 @@ class _CopyLanding(_ModuleLanding):
 class _InPlaceLanding(_ModuleLanding):
     """Bytes go straight into the module; unusual tensors through a buffer of their own."""
 
+    in_place = True
+
     def __init__(self, sink: ModuleSink, plan: Plan) -> None:
         super().__init__(sink)
-        self._plan = plan
-        self._addresses: list[int] = []
-        self._find_places()
-
-    def begin(self) -> None:
-        """Look again where the module's tensors are: somebody may have moved them."""
-        super().begin()
-        if [tensor.data_ptr() for tensor in self._sink.tensors] != self._addresses:
-            self._find_places()
-
-    def _find_places(self) -> None:
         self._copied: list[tuple[str, torch.Tensor, torch.Tensor]] = []
-        self.peak_extra_nbytes = 0
-        self._addresses = [tensor.data_ptr() for tensor in self._sink.tensors]
         places: list[torch.Tensor] = []
-        groups = self._sink.targets(self._plan.manifest)
-        for spec, group in zip(self._plan.manifest.specs, groups, strict=True):
+        for spec, group in zip(plan.manifest.specs, sink.targets(plan.manifest), strict=True):
             first = group[0].detach()
             if _is_plain(group[0], spec, first.device):
                 places.append(as_bytes(first))
@@ -251,6 +297,7 @@ class _InPlaceLanding(_ModuleLanding):
 
     def settle(self) -> None:
         """Copy unusual tensors and second places, and read those back."""
+        super().settle()
         different = []
         for name, tensor, view in self._copied:
             tensor.copy_(view)

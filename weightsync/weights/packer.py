@@ -8,6 +8,7 @@ from functools import cache
 
 import torch
 
+from weightsync.errors import ManifestMismatchError, shorten
 from weightsync.specs import TensorSpec
 from weightsync.weights.buckets import Chunk, Plan
 from weightsync.weights.copier import HostRun, Memory, Places, compile_host, host_view, zero
@@ -47,9 +48,11 @@ class Packer:
         """
         if not (self._on_host and all(map(_is_bytes, self.plan.manifest.specs, tensors))):
             specs = self.plan.manifest.specs
+            _check_whole(specs, tensors)
             pairs = ((spec.name, t) for spec, t in zip(specs, tensors, strict=True))
             yield from self.pack(pairs, acquire, verify=verify)
             return
+        _check_whole(self.plan.manifest.specs, tensors)
         addresses = [tensor.data_ptr() for tensor in tensors]
         if addresses != self._replayed_from:
             self._replayed = self._compile(tensors)
@@ -147,6 +150,24 @@ def slot_views(plan: Plan, chunk: Chunk, slot: torch.Tensor) -> list[memoryview]
         host_view(address + run.start, run.stop - run.start)
         for run in plan.runs[chunk.first_run : chunk.last_run]
     ]
+
+
+def _check_whole(specs: Sequence[TensorSpec], tensors: Sequence[torch.Tensor]) -> None:
+    """Raise ManifestMismatchError for tensors whose memory is gone or of another shape.
+
+    `parameter.data = torch.empty(0)` is how trainers offload; a copy would read past its end.
+    """
+    wrong = [
+        f"{spec.name}: {spec}, now {list(tensor.shape)}"
+        for spec, tensor in zip(specs, tensors, strict=True)
+        if tensor.shape != spec.shape or (spec.nbytes and not tensor.data_ptr())
+    ]
+    if wrong:
+        raise ManifestMismatchError(
+            f"{len(wrong)} tensors are not what they were at connect() (offloaded?): "
+            f"{shorten(wrong)}; bring them back before send_weights(), or connect again",
+            mismatched=wrong,
+        )
 
 
 def _is_bytes(spec: TensorSpec, tensor: torch.Tensor) -> bool:

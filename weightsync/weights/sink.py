@@ -30,10 +30,12 @@ class Landing(ABC):
     """The place of one manifest's updates in one sink.
 
     `memory` holds `uint8[nbytes]` per tensor of the manifest, or is None where the sink takes whole
-    tensors (`load`). `peak_extra_nbytes` is what the landing keeps beside the model.
+    tensors (`load`). `in_place` says that bytes change weights in use,
+    `peak_extra_nbytes` is what the landing keeps beside the model.
     """
 
     memory: Memory | None = None
+    in_place: bool = False
     peak_extra_nbytes: int = 0
 
     def begin(self) -> None:
@@ -93,6 +95,13 @@ class WeightSink(ABC):
                 known.clear()
             known[offered.digest] = compare(offered, self.manifest, cast=self.casts)
         return cast(ManifestDifference, known[offered.digest])
+
+    def refresh(self) -> int:
+        """Look at the destination again; landings made under another answer are of no use any more.
+
+        Raises ManifestMismatchError when it is not what it was.
+        """
+        return 0
 
     def commits_in_place(self) -> bool:
         """Whether `commit` itself can fail half way, so that its failure leaves the sink TORN."""

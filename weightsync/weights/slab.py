@@ -23,14 +23,17 @@ def allocate(nbytes: int, device: torch.device) -> torch.Tensor:
     asked for and done without where the kernel refuses.
     """
     if device.type != "cpu":
-        return torch.zeros(max(nbytes, ALIGNMENT), dtype=torch.uint8, device=device)[:nbytes]
+        # Parameters will point here: an inference tensor could never be trained again.
+        with torch.inference_mode(False):
+            return torch.zeros(max(nbytes, ALIGNMENT), dtype=torch.uint8, device=device)[:nbytes]
     memory = mmap.mmap(-1, max(nbytes, mmap.PAGESIZE))
     for advice in (mmap.MADV_HUGEPAGE, _MADV_POPULATE_WRITE):
         try:
             memory.madvise(advice)
         except OSError as exc:
             logger.debug("madvise(%d) of %d bytes refused: %s", advice, nbytes, exc)
-    return torch.frombuffer(memory, dtype=torch.uint8)[:nbytes]
+    with torch.inference_mode(False):
+        return torch.frombuffer(memory, dtype=torch.uint8)[:nbytes]
 
 
 def fits(nbytes: int, device: torch.device) -> bool:

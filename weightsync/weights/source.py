@@ -243,7 +243,7 @@ class IterableSource:
 
 
 class StateDictSource(IterableSource):
-    """A mapping of names to tensors, read anew for every update; tied tensors are sent twice."""
+    """A mapping of names to tensors, read anew for every update; tied tensors once, as aliases."""
 
     def __init__(
         self,
@@ -252,7 +252,21 @@ class StateDictSource(IterableSource):
         dtype: torch.dtype | None = None,
         rename: Rename | None = None,
     ) -> None:
-        super().__init__(state_dict.items, dtype=dtype, rename=rename)
+        self._aliases = find_ties(state_dict.items())
+        super().__init__(
+            lambda: ((n, t) for n, t in state_dict.items() if n not in self._aliases),
+            dtype=dtype,
+            rename=rename,
+        )
+        aliases = {self._rename(a): self._rename(name) for a, name in self._aliases.items()}
+        self._manifest = Manifest(self._manifest.specs, aliases)
+
+
+def find_ties(pairs: NamedTensors) -> dict[str, str]:
+    """Map each name to the first of the same memory. Only for tensors that all live at once."""
+    first: dict[object, str] = {}
+    names = {name: first.setdefault(_identity(tensor), name) for name, tensor in pairs}
+    return {name: known for name, known in names.items() if name != known}
 
 
 def checked(pairs: NamedTensors, manifest: Manifest) -> Iterator[tuple[str, torch.Tensor]]:

@@ -90,11 +90,12 @@ def to_plain(message: Request) -> dict[str, object]:
     return {"call": call, "body": msgspec.to_builtins(message)}
 
 
-def from_plain(message: Mapping[str, object]) -> Request:
+def from_plain(message: object) -> Request:
     """Return the request that `to_plain` made. Raises ProtocolError when it is none."""
-    if set(message) != {"call", "body"}:
+    if not isinstance(message, Mapping) or set(message) != {"call", "body"}:
+        seen = sorted(map(str, message)) if isinstance(message, Mapping) else type(message).__name__
         raise ProtocolError(
-            f"a plain message has the keys call and body, this has {sorted(message)}; "
+            f"a plain message has the keys call and body, this is {seen}; "
             "pass on what the transport was given"
         )
     try:
@@ -138,7 +139,7 @@ def manifest_from_wire(
 def parse_init_info(data: Mapping[str, object] | bytes) -> IpcInit | None:
     """Return the typed init info of a dict or JSON; None when it is empty (IPC needs none)."""
     raw = data if isinstance(data, bytes) else msgspec.json.encode(data)
-    if raw.strip() in (b"{}", b"null"):
+    if _is_empty(raw):
         return None
     shape = _decode(raw, _InitShape)
     if shape.backend is None:
@@ -151,7 +152,7 @@ def parse_init_info(data: Mapping[str, object] | bytes) -> IpcInit | None:
 def parse_update_info(data: Mapping[str, Any] | bytes) -> UpdateInfo:
     """Return the typed update info of a dict or JSON. Raises ProtocolError saying what is wrong."""
     raw = data if isinstance(data, bytes) else msgspec.json.encode(data)
-    if raw.strip() in (b"{}", b"null"):
+    if _is_empty(raw):
         return EmptyUpdate()
     shape = _decode(raw, _UpdateShape)
     if shape.ipc_handles_pickled is not msgspec.UNSET:
@@ -167,6 +168,10 @@ def parse_update_info(data: Mapping[str, Any] | bytes) -> UpdateInfo:
     info: UpdateInfo = _decode(raw, kind)
     _check_lengths(info)
     return info
+
+
+def _is_empty(raw: bytes) -> bool:
+    return raw.translate(None, b" \t\r\n") in (b"{}", b"null")
 
 
 def _check_lengths(info: UpdateInfo) -> None:

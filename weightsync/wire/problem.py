@@ -43,6 +43,7 @@ _STATUS: tuple[tuple[type[WeightSyncError], int], ...] = (
     (NotReadyError, 503),
     (errors.StaleVersionError, 409),
     (UpdateConflictError, 409),
+    (errors.UnknownSenderError, 409),
     (errors.ManifestMismatchError, 422),
     (ProtocolError, 400),
     (ConfigError, 400),

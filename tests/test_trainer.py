@@ -1,0 +1,335 @@
+"""The sender and the receiver together, in one process: what may go wrong between them."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+
+import pytest
+import torch
+from torch import nn
+
+import weightsync as ws
+from weightsync.wire.messages import (
+    AbortRequest,
+    FinishRequest,
+    PrepareRequest,
+    ShutdownRequest,
+    StartRequest,
+    UpdateRequest,
+)
+
+BUCKET = {"packed": True, "bucket_nbytes": 4096, "num_buckets": 2}
+TIMEOUT_S = 20.0
+
+
+def make(value: float = 0.0) -> nn.Linear:
+    model = nn.Linear(64, 64)
+    fill(model, value)
+    return model
+
+
+def fill(model: nn.Module, value: float) -> None:
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(value)
+
+
+def values(model: nn.Module) -> set[float]:
+    return {float(v) for p in model.parameters() for v in p.detach().unique()}
+
+
+def in_thread(call: Callable[[], object]) -> threading.Thread:
+    thread = threading.Thread(target=call, daemon=True)
+    thread.start()
+    return thread
+
+
+class TestTurns:
+    def test_two_senders_take_turns(self) -> None:
+        server, ours, theirs = make(), make(1), make(2)
+        receiver = ws.WeightReceiver(server)
+        with ws.connect(ours, to=receiver.handle) as a, ws.connect(theirs, receiver.handle) as b:
+            for version in range(1, 7, 2):
+                assert a.send_weights().version == version
+                assert values(server) == {1}
+                assert b.send_weights().version == version + 1
+                assert values(server) == {2}
+
+    def test_a_sender_that_was_shut_down_connects_again(self) -> None:
+        server, model = make(), make(1)
+        receiver = ws.WeightReceiver(server)
+        with ws.connect(model, to=receiver.handle) as sender:
+            sender.send_weights()
+            receiver.dispatch(ShutdownRequest())
+            fill(model, 2)
+            sender.send_weights()
+        assert values(server) == {2}
+
+    def test_one_update_at_a_time(self) -> None:
+        receiver = ws.WeightReceiver(make())
+        model = make(1)
+        with (
+            ws.connect(model, to=receiver.handle) as sender,
+            sender.update() as update,
+        ):
+            with pytest.raises(ws.ConfigError, match="at work already"):
+                sender.send_weights()
+            update.send(model.named_parameters())
+        assert receiver.version == 1
+
+    def test_messages_without_an_id_do_not_join_a_named_update(self) -> None:
+        server, model = make(), make(1)
+        receiver = ws.WeightReceiver(server)
+        with ws.connect(model, to=receiver.handle) as sender, sender.update() as update:
+            for message in (PrepareRequest(), FinishRequest(), AbortRequest()):
+                with pytest.raises(ws.UpdateConflictError, match="without update_id"):
+                    receiver.dispatch(message)
+            update.send(model.named_parameters())
+        assert values(server) == {1}
+        assert receiver.version == 1
+
+
+class TestEnds:
+    def test_an_abort_during_finish_comes_too_late(self) -> None:
+        server, model = make(), make(1)
+        receiver = ws.WeightReceiver(server)
+        with ws.connect(model, to=receiver.handle) as sender:
+            sender.send_weights()
+            fill(model, 2)
+            with receiver.reading():
+                sending = in_thread(sender.send_weights)
+                deadline = time.monotonic() + TIMEOUT_S
+                while receiver.status().prepared_version is None and time.monotonic() < deadline:
+                    time.sleep(0.01)
+                time.sleep(0.05)
+                update_id = receiver.status().update_id
+                abort = in_thread(lambda: receiver.dispatch(AbortRequest(update_id=update_id)))
+                time.sleep(0.05)
+            sending.join(TIMEOUT_S)
+            abort.join(TIMEOUT_S)
+        assert receiver.status().state == "READY"
+        assert receiver.version == 2
+        assert values(server) == {2}
+
+    def test_a_prepared_session_without_a_sender_expires(self) -> None:
+        server = make()
+        receiver = ws.WeightReceiver(server, lease_s=0.2)
+        receiver.dispatch(StartRequest(partial=True))
+        receiver.dispatch(PrepareRequest())
+        assert receiver.status().state == "PREPARED"
+        deadline = time.monotonic() + TIMEOUT_S
+        while receiver.status().state != "READY" and time.monotonic() < deadline:
+            time.sleep(0.02)
+        with ws.connect(make(1), to=receiver.handle) as sender:
+            sender.send_weights()
+        assert values(server) == {1}
+
+    def test_a_cancelled_send_has_stopped_reading_when_it_returns(self) -> None:
+        entered = threading.Event()
+
+        def slow(pairs: Iterable[tuple[str, torch.Tensor]]) -> None:
+            list(pairs)
+            entered.set()
+            time.sleep(0.2)
+
+        receiver = ws.WeightReceiver(slow, apply="in_place")
+        model = make(1)
+
+        async def cancelled(sender: ws.WeightSender) -> None:
+            task = asyncio.ensure_future(sender.asend_weights())
+            await asyncio.to_thread(entered.wait, TIMEOUT_S)
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+
+        with ws.connect(model, to=receiver.handle, **BUCKET) as sender:
+            asyncio.run(cancelled(sender))
+            assert receiver.version == 0
+            assert not receiver.status().busy
+            sender.send_weights()
+        assert receiver.version == 1
+
+    def test_closing_waits_for_the_loader(self) -> None:
+        entered, gone = threading.Event(), threading.Event()
+
+        def slow(pairs: Iterable[tuple[str, torch.Tensor]]) -> None:
+            entered.set()
+            time.sleep(0.2)
+            sum(float(t.float().sum()) for _, t in pairs)
+            gone.set()
+
+        receiver = ws.WeightReceiver(slow, apply="in_place")
+        failed: list[Exception] = []
+
+        def send() -> None:
+            try:
+                sender.send_weights()
+            except ws.WeightSyncError as exc:
+                failed.append(exc)
+
+        with ws.connect(make(1), to=receiver.handle, **BUCKET) as sender:
+            sending = in_thread(send)
+            assert entered.wait(TIMEOUT_S)
+            receiver.close()
+            assert gone.is_set()
+            sending.join(TIMEOUT_S)
+        assert len(failed) == 1
+
+    def test_a_failed_greeting_leaves_no_segment(self) -> None:
+        receiver = ws.WeightReceiver(make())
+
+        def handle(message: dict[str, object]) -> dict[str, object]:
+            reply = receiver.handle(message)
+            if message["call"] == "init_weight_transfer_engine":
+                reply["status"]["orphaned"] = True  # type: ignore[index]
+                reply["status"]["update_id"] = "of-a-dead-sender"  # type: ignore[index]
+            if message["call"] == "abort_weight_update":
+                raise ws.ConnectError("lost")
+            return reply
+
+        before = set(ws_segments())
+        with pytest.raises(ws.ConnectError):
+            ws.connect(make(1), to=handle)
+        assert set(ws_segments()) == before
+
+
+class TestSinks:
+    @pytest.mark.parametrize("apply", ["staged", "in_place"])
+    @pytest.mark.parametrize(
+        "keep",
+        [
+            lambda kept, t: kept.append(t),
+            lambda kept, t: kept.append(t.detach()),
+            lambda kept, t: kept.append(nn.Parameter(t)),
+            lambda kept, t: kept.append(t[:1]),
+        ],
+    )
+    def test_kept_views_are_found(
+        self, apply: str, keep: Callable[[list[torch.Tensor], torch.Tensor], None]
+    ) -> None:
+        kept: list[torch.Tensor] = []
+
+        def hook(pairs: Iterable[tuple[str, torch.Tensor]]) -> None:
+            for _, tensor in pairs:
+                keep(kept, tensor)
+
+        receiver = ws.WeightReceiver(hook, apply=apply)  # type: ignore[arg-type]
+        with (
+            ws.connect(make(3), to=receiver.handle, packed=True) as sender,
+            pytest.raises(ws.TransferError, match="kept views of 2 tensors"),
+        ):
+            sender.send_weights()
+        receiver.close()
+        assert {float(v) for t in kept for v in t.detach().unique()} == {
+            3
+        }  # stale perhaps, never dangling
+
+    @pytest.mark.parametrize("apply", ["staged", "in_place"])
+    def test_a_replaced_parameter_receives(self, apply: str) -> None:
+        server, model = make(), make(1)
+        receiver = ws.WeightReceiver(server, apply=apply)  # type: ignore[arg-type]
+        with ws.connect(model, to=receiver.handle) as sender:
+            sender.send_weights()
+            server.weight = nn.Parameter(torch.zeros(64, 64))
+            server.bias.data = torch.zeros(64)
+            fill(model, 2)
+            for _ in range(2):
+                sender.send_weights()
+                assert values(server) == {2}
+
+    def test_a_receiver_of_another_dtype_now_is_refused_every_time(self) -> None:
+        server = make()
+        receiver = ws.WeightReceiver(server)
+        with ws.connect(make(1), to=receiver.handle) as sender:
+            sender.send_weights()
+            server.to(torch.bfloat16)
+            for _ in range(2):
+                with pytest.raises(ws.ManifestMismatchError, match="no longer the one"):
+                    sender.send_weights()
+            assert server.weight.dtype is torch.bfloat16
+
+    def test_a_view_that_the_module_keeps_is_updated_too(self) -> None:
+        server = make()
+        server.transposed = server.weight.detach().t()
+        receiver = ws.WeightReceiver(server, apply="staged")
+        with ws.connect(make(1), to=receiver.handle) as sender:
+            sender.send_weights()
+        assert float(server.transposed.unique()) == 1
+
+
+class TestSources:
+    @pytest.mark.parametrize("packed", [True, False])
+    def test_offloaded_parameters_are_an_error(self, packed: bool) -> None:
+        server, model = make(), make(1)
+        receiver = ws.WeightReceiver(server)
+        with ws.connect(model, to=receiver.handle, packed=packed) as sender:
+            sender.send_weights()
+            whole = model.weight.data
+            model.weight.data = torch.empty(0)
+            with pytest.raises(ws.ManifestMismatchError):
+                sender.send_weights()
+            assert values(server) == {1}
+            model.weight.data = whole
+            assert sender.send_weights().verified == "held"
+
+    def test_a_tied_state_dict(self) -> None:
+        def tied() -> nn.Module:
+            module = nn.Module()
+            module.embed = nn.Embedding(8, 4)
+            module.head = nn.Linear(4, 8, bias=False)
+            module.head.weight = module.embed.weight
+            return module
+
+        server, model = tied(), tied()
+        receiver = ws.WeightReceiver(server)
+        try:
+            ws.send_weights(model.state_dict(), to=receiver.handle)
+            assert torch.equal(server.head.weight, model.embed.weight)
+        finally:
+            ws.close()
+        with ws.connect(model.state_dict(), to=receiver.handle) as sender:
+            fill(model, 3)
+            sender.send_weights()
+        assert values(server) == {3}
+
+
+def test_a_wrong_table_digest_is_refused() -> None:
+    server = make()
+    receiver = ws.WeightReceiver(server)
+
+    def handle(message: dict[str, dict[str, object]]) -> dict[str, object]:
+        if message["call"] == "finish_weight_update":
+            message["body"]["table_digest"] = "0" * 32
+        return receiver.handle(message)
+
+    with (
+        ws.connect(make(1), to=handle) as sender,
+        pytest.raises(ws.VerificationError, match="fingerprints are named"),
+    ):
+        sender.send_weights()
+    assert values(server) == {0}
+    assert receiver.status().state == "READY"
+
+
+def test_a_bare_update_with_a_whole_model() -> None:
+    server, model = make(), make(5)
+    receiver = ws.WeightReceiver(server)
+
+    def post(info: ws.IPCWeightTransferUpdateInfo) -> None:
+        receiver.dispatch(UpdateRequest(update_info=info))
+
+    args = ws.IPCTrainerSendWeightsArgs(send_mode=post)
+    ws.IPCWeightTransferEngine.trainer_send_weights(model.named_parameters(), args)
+    assert values(server) == {5}
+    assert receiver.version == 1
+    assert receiver.last_reply is not None
+    assert receiver.last_reply.verified == "held"
+
+
+def ws_segments() -> Iterator[str]:
+    from weightsync.samehost.segment import live_segments  # beside its only use
+
+    yield from (segment.name for segment in live_segments())
