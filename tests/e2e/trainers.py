@@ -73,7 +73,7 @@ def in_the_middle_of_chunks(url: str) -> None:
 def while_its_memory_is_read(url: str) -> None:
     """Unpacked: the receivers copy, and wait for fingerprints that never come."""
     with ws.connect(models.make("plain", 7), to=url, packed=False) as sender:
-        control = sender._connection.engine._control
+        control = sender._connected().engine._control
         control.write_fingerprints = lambda *_: die()  # type: ignore[method-assign]  # on purpose
         sender.send_weights()
 

@@ -14,6 +14,8 @@ def main() -> None:
         from weightsync.cli.app import make_app  # noqa: PLC0415
 
         make_app(sys.argv[1:])(prog_name="weightsync")
+    except KeyboardInterrupt:
+        raise SystemExit(130) from None
     except WeightSyncError as exc:
         print(f"weightsync: {' '.join(str(exc).split())}", file=sys.stderr)
         raise SystemExit(2 if isinstance(exc, ConfigError) else 1) from None

@@ -13,6 +13,7 @@ from rich.table import Table
 
 from weightsync.cli.bench_measure import BenchSetup, Measured, Series, measure
 from weightsync.errors import ConfigError
+from weightsync.specs import DTYPE_NBYTES
 
 
 def bench(  # noqa: PLR0913, PLR0917  # one parameter per option
@@ -36,6 +37,9 @@ def bench(  # noqa: PLR0913, PLR0917  # one parameter per option
     _check(transport, ("http", "callback"), "--transport")
     _check(sink, ("module", "hook"), "--sink")
     _check(apply, ("auto", "staged", "in_place"), "--apply")
+    _check(dtype, tuple(DTYPE_NBYTES), "--dtype")
+    if json_file is not None and (json_file.is_dir() or not json_file.parent.is_dir()):
+        raise ConfigError(f"--json {json_file} is not a file in a directory that exists")
     setup = BenchSetup(
         nbytes=parse_size(nbytes),
         tensors=tensors,
@@ -62,7 +66,7 @@ def parse_size(text: str) -> int:
     factors = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
     factor = factors.get(text[-1:].upper(), 1)
     digits = text[:-1] if factor > 1 else text
-    if not digits.isdigit():
+    if not (digits.isascii() and digits.isdigit()):
         raise ConfigError(f"{text!r} is no size; write 512M, 1G or a number of bytes")
     return int(digits) * factor
 

@@ -15,11 +15,11 @@ from typing import Literal
 import torch
 
 from weightsync.cli.bench_model import make_model, shapes_of, total_nbytes
-from weightsync.cli.bench_receiver import Carrier, PipeCallback, SinkKind, receive
+from weightsync.cli.bench_receiver import Carrier, PipeCallback, Place, SinkKind, receive
 from weightsync.errors import ConnectError
 from weightsync.report import SyncReport
 from weightsync.trainer import WeightSender, connect
-from weightsync.weights.dtypes import TORCH_DTYPES
+from weightsync.weights.dtypes import TORCH_DTYPES, as_bytes
 
 START_TIMEOUT_S = 120.0
 
@@ -111,12 +111,14 @@ def measure(setup: BenchSetup, progress: Callable[[int, int], None] | None = Non
     """Run the bench: in every round one copy, one update without and one with verification."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
+    token = secrets.token_urlsafe(16)
     dtype = TORCH_DTYPES[setup.dtype]
     shapes = shapes_of(setup.shapes, nbytes=setup.nbytes, tensors=setup.tensors, dtype=dtype)
     try:
         with ExitStack() as stack:
             targets = [
-                stack.enter_context(_receiver_process(setup, shapes)) for _ in range(setup.readers)
+                stack.enter_context(_receiver_process(setup, shapes, token))
+                for _ in range(setup.readers)
             ]
             model = make_model(shapes, setup.dtype, value=1)
             copied = [torch.ones_like(p) for p in model.parameters()]
@@ -124,6 +126,7 @@ def measure(setup: BenchSetup, progress: Callable[[int, int], None] | None = Non
                 connect(
                     model,
                     to=targets,
+                    token=token,
                     packed=setup.packed,
                     bucket_nbytes=setup.bucket_nbytes,
                     num_buckets=setup.num_buckets,
@@ -153,7 +156,7 @@ def _round(
         series[0].seconds.append(time.perf_counter() - started)
     for verify in (False, True):
         for parameter in parameters[:: max(1, len(parameters) // 16)]:
-            parameter.view(-1)[0] += 1
+            as_bytes(parameter)[0] ^= 1
         sender.verify = verify
         started = time.perf_counter()
         report = sender.send_weights()
@@ -165,14 +168,14 @@ def _round(
 
 @contextmanager
 def _receiver_process(
-    setup: BenchSetup, shapes: list[tuple[int, ...]]
+    setup: BenchSetup, shapes: list[tuple[int, ...]], token: str
 ) -> Iterator[str | PipeCallback]:
     """Run a receiver; yield what `connect(to=…)` wants."""
     spawn = multiprocessing.get_context("spawn")
     ours, theirs = spawn.Pipe()
-    os.environ.setdefault("WEIGHTSYNC_TOKEN", secrets.token_urlsafe(16))
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    arguments = (theirs, shapes, setup.dtype, setup.transport, setup.sink, setup.apply)
+    place = Place(setup.transport, setup.sink, setup.apply, token)
+    arguments = (theirs, shapes, setup.dtype, place)
     process = spawn.Process(target=receive, args=arguments, daemon=True)
     process.start()
     theirs.close()

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import os
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Literal
 
@@ -20,13 +20,21 @@ Carrier = Literal["http", "callback"]
 SinkKind = Literal["module", "hook"]
 
 
+@dataclass(frozen=True, slots=True)
+class Place:
+    """How one receiving process is reached, and what it loads into."""
+
+    carrier: Carrier
+    sink: SinkKind
+    apply: Literal["auto", "staged", "in_place"]
+    token: str
+
+
 def receive(
     parent: Connection,
     shapes: Sequence[Shape],
     dtype_name: str,
-    carrier: Carrier,
-    sink: SinkKind,
-    apply: Literal["auto", "staged", "in_place"],
+    place: Place,
 ) -> None:
     """Serve a receiver until the parent hangs up or ends this process."""
     torch.set_num_threads(1)
@@ -40,17 +48,17 @@ def receive(
             names.add(name)
         return names
 
-    receiver = WeightReceiver(model if sink == "module" else load_weights, apply=apply)
+    receiver = WeightReceiver(model if place.sink == "module" else load_weights, apply=place.apply)
     try:
-        if carrier == "http":
-            _serve(parent, receiver)
+        if place.carrier == "http":
+            _serve(parent, receiver, place.token)
         else:
             _answer(parent, receiver)
     finally:
         receiver.close()
 
 
-def _serve(parent: Connection, receiver: WeightReceiver) -> None:
+def _serve(parent: Connection, receiver: WeightReceiver, token: str) -> None:
     # Only this carrier needs the server extra.
     import uvicorn  # noqa: PLC0415
     from fastapi import FastAPI  # noqa: PLC0415
@@ -60,7 +68,7 @@ def _serve(parent: Connection, receiver: WeightReceiver) -> None:
 
     listener = listen("127.0.0.1", 0)
     app = FastAPI()
-    app.include_router(weight_router(receiver, token=os.environ["WEIGHTSYNC_TOKEN"]))
+    app.include_router(weight_router(receiver, token=token))
     parent.send_bytes(url_of(listener).encode())
     config = uvicorn.Config(app, log_level="warning", access_log=False, lifespan="off", ws="none")
     uvicorn.Server(config).run(sockets=[listener])

@@ -28,7 +28,7 @@ from weightsync.cli.demo_report import (
     write_plot,
     write_report,
 )
-from weightsync.errors import RemoteError, WeightSyncError
+from weightsync.errors import ConfigError, RemoteError, WeightSyncError
 from weightsync.samehost.segment import remove_leftovers
 
 START_TIMEOUT_S = 180.0
@@ -60,7 +60,10 @@ def demo(
 ) -> None:
     """Train a model by reinforcement and send its weights to a live server after every step."""
     console = Console()
-    out.mkdir(parents=True, exist_ok=True)
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as exc:
+        raise ConfigError(f"--out {out} cannot be made a directory: {exc.strerror}") from exc
     signal.signal(signal.SIGTERM, _raise_exit)
     try:
         check_plotting()

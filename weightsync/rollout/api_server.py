@@ -26,7 +26,7 @@ from weightsync.server.door import error_response, read_body
 from weightsync.server.router import weight_router
 from weightsync.server.schemas import schema_of
 
-MAX_GENERATE_NBYTES = 64 << 20
+MAX_GENERATE_NBYTES = 8 << 20
 MAX_GENERATE_THREADS = 64
 KEEP_ALIVE_S = 600
 SHUTDOWN_S = 3
@@ -89,7 +89,7 @@ class RolloutServer:
             yield version
 
     def _make_app(self, token: str | None) -> FastAPI:
-        app = FastAPI(title="weightsync serve")
+        app = FastAPI(title="weightsync serve", docs_url=None, redoc_url=None)
         app.include_router(weight_router(self.receiver, token=token))
         content = {"application/json": {"schema": schema_of(GenerateRequest)}}
         answer = {"application/json": {"schema": schema_of(GenerateResponse)}}

@@ -21,6 +21,8 @@ from weightsync.rollout.requests import (
     encode_response,
 )
 
+_COLDEST = 1e-4
+"""Below it a softmax overflows; the likeliest token is what it would choose."""
 MAX_ROWS = 1024
 
 Reading = Callable[[], AbstractContextManager[int]]
@@ -279,7 +281,7 @@ class _Chooser:
         return chosen, logprobs.gather(1, chosen[:, None])[:, 0].tolist()
 
     def _choose(self, logits: torch.Tensor) -> torch.Tensor:
-        if self._sampling.temperature == 0:
+        if self._sampling.temperature < _COLDEST:
             return logits.argmax(dim=-1)
         probabilities = torch.softmax(logits / self._sampling.temperature, dim=-1)
         if self._sampling.top_p < 1:

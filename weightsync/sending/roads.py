@@ -78,7 +78,7 @@ def source_device(source: WeightSource) -> torch.device:
     stable = source.stable_tensors()
     if stable:
         return stable[0].device
-    if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+    if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]  # torch's
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")
 

@@ -112,6 +112,7 @@ async def _refuse(scope: Scope, send: Send, exc: AuthError) -> None:
     headers = [
         (b"content-type", problem.MEDIA_TYPE.encode()),
         (b"content-length", str(len(body)).encode()),
+        (b"connection", b"close"),  # or the body that was not looked at would be read after all
         *challenge(exc),
     ]
     await send({"type": "http.response.start", "status": exc.status, "headers": headers})

@@ -128,6 +128,7 @@ def error_response(exc: Exception) -> Response:
         headers["connection"] = "close"
     if isinstance(exc, AuthError):
         headers.update((name.decode(), value.decode()) for name, value in challenge(exc))
+        headers["connection"] = "close"
     return Response(
         problem.encode_problem(document),
         status_code=document.status,

@@ -30,7 +30,7 @@ def weight_router(
     token: str | None,
     max_body_nbytes: int = DEFAULT_MAX_BODY_NBYTES,
 ) -> APIRouter:
-    """Return the routes of DESIGN.md section 9 for `receiver`.
+    """Return the routes of the control plane for `receiver`.
 
     Every POST wants `token` as a bearer token, which is looked at before the body is read: the
     handlers take the raw request, since a router carries no middleware and a typed body would be
