@@ -7,6 +7,7 @@ makes. `weightsync.send_weights` does all of that, and more, in two messages.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
@@ -15,7 +16,7 @@ import torch
 
 from weightsync.backends.base import Received, Reception
 from weightsync.backends.ipc_handles import receive_handles
-from weightsync.errors import BackendUnavailableError, ConfigError
+from weightsync.errors import BackendUnavailableError, ConfigError, ProtocolError
 from weightsync.samehost import cuda_handle
 from weightsync.samehost.cuda_handle import local_gpu_keys
 from weightsync.samehost.device_keys import host_key
@@ -102,13 +103,18 @@ class IPCWeightTransferEngine:
 
     @staticmethod
     def parse_init_info(data: Mapping[str, object]) -> IpcInit | None:
-        """Return the typed init info; `{}` is None, since IPC needs no rendezvous."""
-        return codec.parse_init_info(data)
+        """Return the typed init info; `{}` is None, since IPC needs no rendezvous.
+
+        Raises ConfigError (a ValueError) saying what is invalid.
+        """
+        with _value_errors():
+            return codec.parse_init_info(data)
 
     @staticmethod
     def parse_update_info(data: Mapping[str, object]) -> UpdateInfo:
-        """Return the typed update info. Raises ProtocolError saying what is wrong."""
-        return codec.parse_update_info(data)
+        """Return the typed update info. Raises ConfigError (a ValueError) saying what is wrong."""
+        with _value_errors():
+            return codec.parse_update_info(data)
 
     def init_transfer_engine(self, init_info: object = None) -> None:
         """Nothing to do: handles come with each update."""
@@ -143,6 +149,15 @@ class IPCWeightTransferEngine:
 
     def shutdown(self) -> None:
         """Nothing stays open."""
+
+
+@contextmanager
+def _value_errors() -> Iterator[None]:
+    """A wrong argument is a ValueError here, as users of these names expect."""
+    try:
+        yield
+    except ProtocolError as exc:
+        raise ConfigError(str(exc)) from exc
 
 
 class _Export:

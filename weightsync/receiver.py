@@ -166,6 +166,7 @@ class WeightReceiver:
     def status(self) -> Status:
         """Return the state; never waits for an update at work."""
         updates = self._updates
+        updates.forget_dead()
         lifecycle = updates.lifecycle
         prepared = lifecycle.state is State.PREPARED
         manifest = self.sink.manifest

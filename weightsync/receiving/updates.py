@@ -108,6 +108,14 @@ class Updates:
                 self.peers.close(info.sender)
                 raise
 
+    def forget_dead(self) -> None:
+        """Let go of what dead senders had shared, unless a step is at work."""
+        if self._work.acquire(blocking=False):
+            try:
+                self.peers.forget_dead(keep=self._incoming.sender if self._incoming else None)
+            finally:
+                self._work.release()
+
     def shutdown(self, sender: str | None) -> None:
         """Close what a sender (None: every sender) had opened. Refused while its update is open."""
         with self._working("shutdown"):
