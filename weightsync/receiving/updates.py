@@ -9,13 +9,10 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from weightsync.backends.base import Received, Reception
-from weightsync.backends.ipc_handles import receive_handles
 from weightsync.errors import (
     NotReadyError,
     ProtocolError,
     StaleVersionError,
-    TransferError,
     UpdateConflictError,
 )
 from weightsync.lifecycle import State, Terms, UpdateLifecycle
@@ -23,15 +20,11 @@ from weightsync.receiving.gate import Gate
 from weightsync.receiving.incoming import Incoming
 from weightsync.receiving.landings import ApplyChoice, Landings
 from weightsync.receiving.lease import Lease
+from weightsync.receiving.loading import Loader
 from weightsync.receiving.peers import Peers
-from weightsync.samehost.heartbeat import beating
-from weightsync.specs import Manifest
-from weightsync.weights.buckets import Plan
-from weightsync.weights.sink import Landing, WeightSink, check_manifest
+from weightsync.weights.sink import WeightSink
 from weightsync.wire.messages import (
-    EmptyUpdate,
     IpcInit,
-    RegisteredUpdate,
     StartTerms,
     StepReply,
     UpdateInfo,
@@ -67,8 +60,10 @@ class Updates:
         self._work = threading.Lock()
         self._lease_s = lease_s
         self._lease = Lease(lease_s, self._expire)
+        self._loader = Loader(
+            sink, peers, self.landings, self.gate, self.lifecycle, self._state, lease_s
+        )
         self._clear_cache = clear_cache
-        self._abort_reason = ""
 
     @property
     def busy(self) -> bool:
@@ -103,7 +98,7 @@ class Updates:
                     difference.check(partial=False)
                 if not difference.missing and self._incoming is None:
                     # While an update is open its landings must stay where they are.
-                    self._landing(engine.whole_plan, whole=True)
+                    self._loader.landing(engine.whole_plan, whole=True)
             except BaseException:
                 self.peers.close(info.sender)
                 raise
@@ -161,7 +156,7 @@ class Updates:
                 )
             )
             if self._incoming is None or self._incoming.update_id != update_id:
-                self._abort_reason = ""
+                self._loader.abort_reason = ""
                 self._incoming = Incoming(
                     update_id,
                     sender,
@@ -194,9 +189,9 @@ class Updates:
             with self._working("load"), self._giving_up(update_id):
                 incoming = self._expect(update_id)
                 started = time.perf_counter()
-                incoming.note(self._receive(incoming, info))
+                incoming.note(self._loader.receive(incoming, info))
                 incoming.timed("load", started)
-                self._check_not_aborted(incoming)
+                self._loader.check_not_aborted(incoming)
         finally:
             self._renew_lease()
         return self.reply()
@@ -248,7 +243,7 @@ class Updates:
             update_id = update_id or self._incoming.update_id
             if not (self._incoming.committing and self._incoming.update_id == update_id):
                 self.lifecycle.begin_abort(update_id)
-                self._abort_reason = reason or "its sender aborted it"
+                self._loader.abort_reason = reason or "its sender aborted it"
         if self._work.acquire(timeout=self._lease_s):
             try:
                 if self.lifecycle.state is State.ABORTING:
@@ -293,59 +288,11 @@ class Updates:
         else:
             logger.warning("a loader is still at work; what it reads stays mapped")
 
-    def _receive(self, incoming: Incoming, info: UpdateInfo) -> Received:
-        reception = self._reception(incoming)
-        if isinstance(info, EmptyUpdate):
-            return Received(Manifest(()))
-        if not isinstance(info, RegisteredUpdate):
-            return receive_handles(info, self.peers.keys, reception)
-        engine = self.peers.get(info.sender)
-        incoming.sender = info.sender
-        if info.manifest is None:
-            check_manifest(self.sink, engine.manifest, partial=incoming.partial)
-        with beating(engine.beat):
-            return engine.receive_weights(info, reception)
-
-    def _reception(self, incoming: Incoming) -> Reception:
-        def land(plan: Plan) -> Landing:
-            check_manifest(self.sink, plan.manifest, partial=True)
-            whole = not incoming.partial and not self.sink.difference(plan.manifest).missing
-            return incoming.use(self._landing(plan, whole=whole))
-
-        def touch() -> None:
-            if incoming.landings[-1].in_place and not self.lifecycle.touched:
-                self.gate.hold(self._lease_s)
-                with self._state:
-                    self.lifecycle.touch(incoming.update_id)
-
-        return Reception(
-            land=land,
-            touch=touch,
-            check=lambda: self._check_not_aborted(incoming),
-            verification=self.sink.verification,
-            lends_views=not getattr(self.sink, "keeps_views", False),
-        )
-
-    def _check_not_aborted(self, incoming: Incoming) -> None:
-        if self.lifecycle.state is State.ABORTING:
-            raise TransferError(f"update {incoming.update_id} ends: {self._abort_reason}")
-
-    def _landing(self, plan: Plan, *, whole: bool) -> Landing:
-        """Return the plan's landing; to make one may move the model, so nobody reads meanwhile."""
-        known = self.landings.find(plan)
-        if known is not None or self.gate.held:  # by an update in place, which releases it itself
-            return known or self.landings.get(plan, whole=whole)
-        self.gate.hold(self._lease_s)
-        try:
-            return self.landings.get(plan, whole=whole)
-        finally:
-            self.gate.release()
-
     def _commit(self, incoming: Incoming, *, clear_cache: bool) -> float:
         """Swap the weights in while nobody reads; return how long that kept readers out."""
         started = time.perf_counter()
         with self._state:
-            self._check_not_aborted(incoming)
+            self._loader.check_not_aborted(incoming)
             incoming.committing = True
         if not self.lifecycle.touched:
             self.gate.hold(self._lease_s)

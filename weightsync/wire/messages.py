@@ -9,8 +9,7 @@ from typing import Annotated, Literal
 
 from msgspec import UNSET, Meta, Struct, UnsetType
 
-PROTOCOL = 1
-"""The protocol this package speaks; `init` compares ranges."""
+PROTOCOL = 1  # `init` compares ranges
 
 MAX_TENSORS = 1_000_000
 
@@ -54,8 +53,7 @@ class CudaHandle(Message, frozen=True, kw_only=True, tag="cuda", tag_field="kind
 
 
 Handle = SegmentHandle | CudaHandle
-KeyedHandle = dict[Name, Handle]
-"""One memory, by the device key of those who can open it."""
+KeyedHandle = dict[Name, Handle]  # one memory, by the device key of those who can open it
 
 
 class ManifestMessage(Message, frozen=True, kw_only=True):

@@ -1,0 +1,92 @@
+"""How the tensors of one message get to their landing."""
+
+from __future__ import annotations
+
+import threading
+
+from weightsync.backends.base import Received, Reception
+from weightsync.backends.ipc_handles import receive_handles
+from weightsync.errors import TransferError
+from weightsync.lifecycle import State, UpdateLifecycle
+from weightsync.receiving.gate import Gate
+from weightsync.receiving.incoming import Incoming
+from weightsync.receiving.landings import Landings
+from weightsync.receiving.peers import Peers
+from weightsync.samehost.heartbeat import beating
+from weightsync.specs import Manifest
+from weightsync.weights.buckets import Plan
+from weightsync.weights.sink import Landing, WeightSink, check_manifest
+from weightsync.wire.messages import EmptyUpdate, RegisteredUpdate, UpdateInfo
+
+
+class Loader:
+    """Loads for one receiver; called with its work lock. `state` guards `lifecycle`."""
+
+    def __init__(
+        self,
+        sink: WeightSink,
+        peers: Peers,
+        landings: Landings,
+        gate: Gate,
+        lifecycle: UpdateLifecycle,
+        state: threading.RLock,
+        lease_s: float,
+    ) -> None:
+        self._sink = sink
+        self._peers = peers
+        self._landings = landings
+        self._gate = gate
+        self._lifecycle = lifecycle
+        self._state = state
+        self._lease_s = lease_s
+        self.abort_reason = ""
+
+    def receive(self, incoming: Incoming, info: UpdateInfo) -> Received:
+        """Bring the tensors of one message to their landing. Raises what the engine raises."""
+        reception = self._reception(incoming)
+        if isinstance(info, EmptyUpdate):
+            return Received(Manifest(()))
+        if not isinstance(info, RegisteredUpdate):
+            return receive_handles(info, self._peers.keys, reception)
+        engine = self._peers.get(info.sender)
+        incoming.sender = info.sender
+        if info.manifest is None:
+            check_manifest(self._sink, engine.manifest, partial=incoming.partial)
+        with beating(engine.beat):
+            return engine.receive_weights(info, reception)
+
+    def _reception(self, incoming: Incoming) -> Reception:
+        def land(plan: Plan) -> Landing:
+            check_manifest(self._sink, plan.manifest, partial=True)
+            whole = not incoming.partial and not self._sink.difference(plan.manifest).missing
+            return incoming.use(self.landing(plan, whole=whole))
+
+        def touch() -> None:
+            if incoming.landings[-1].in_place and not self._lifecycle.touched:
+                self._gate.hold(self._lease_s)
+                with self._state:
+                    self._lifecycle.touch(incoming.update_id)
+
+        return Reception(
+            land=land,
+            touch=touch,
+            check=lambda: self.check_not_aborted(incoming),
+            verification=self._sink.verification,
+            lends_views=not getattr(self._sink, "keeps_views", False),
+        )
+
+    def check_not_aborted(self, incoming: Incoming) -> None:
+        """Raise TransferError when the update is being aborted."""
+        if self._lifecycle.state is State.ABORTING:
+            raise TransferError(f"update {incoming.update_id} ends: {self.abort_reason}")
+
+    def landing(self, plan: Plan, *, whole: bool) -> Landing:
+        """Return the plan's landing; to make one may move the model, so nobody reads meanwhile."""
+        known = self._landings.find(plan)
+        if known is not None or self._gate.held:  # by an update in place, which releases it itself
+            return known or self._landings.get(plan, whole=whole)
+        self._gate.hold(self._lease_s)
+        try:
+            return self._landings.get(plan, whole=whole)
+        finally:
+            self._gate.release()
