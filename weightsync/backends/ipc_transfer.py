@@ -1,0 +1,235 @@
+"""One message's worth of bytes, from a sender's ring or registered memory to a landing."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from weightsync.backends.base import Received, Reception
+from weightsync.backends.lending import Lender
+from weightsync.errors import (
+    ProtocolError,
+    SegmentError,
+    TransferError,
+    TransferTimeout,
+    VerificationError,
+)
+from weightsync.samehost.memory import OpenMemory
+from weightsync.samehost.ring import Control, RingReader, wait_until
+from weightsync.specs import Manifest
+from weightsync.weights.buckets import Plan, Run
+from weightsync.weights.copier import CompiledRun, HostRun, Memory, RunCompiler
+from weightsync.weights.sink import Landing, Verification
+from weightsync.wire.codec import manifest_from_wire
+from weightsync.wire.messages import IpcInit, RegisteredUpdate
+
+_LIVENESS_INTERVAL_S = 0.05
+
+
+@dataclass(frozen=True, slots=True)
+class Opened:
+    """What `init` opened: control, buckets, the unpacked road's tensors, and both plans."""
+
+    info: IpcInit
+    manifest: Manifest
+    control: Control
+    ring: OpenMemory
+    slots: list[torch.Tensor]
+    storages: list[OpenMemory]
+    whole: Plan
+    chunked: Plan
+    registered: Memory | None
+
+
+def chunked_plan(manifest: Manifest, info: IpcInit) -> Plan:
+    """The stream of `manifest` as a sender's ring cuts it."""
+    return Plan(manifest, bucket_nbytes=info.ring.slot_nbytes, run_nbytes=info.run_nbytes)
+
+
+class Transfer:
+    """One message's worth of bytes: packed or unpacked, into memory or through a hook."""
+
+    def __init__(
+        self,
+        opened: Opened,
+        info: RegisteredUpdate,
+        reception: Reception,
+        programs: dict[tuple[int, int, int], tuple[object, list[list[CompiledRun]]]],
+    ) -> None:
+        self._opened = opened
+        self._info = info
+        self._reception = reception
+        self._programs = programs
+        self._control = opened.control
+        self._got: list[int] = []
+        self._wrong: list[Run] = []
+        self._looked = 0.0
+        if info.manifest is not None:
+            manifest = manifest_from_wire(info.manifest)
+            self._plan = chunked_plan(manifest, opened.info)
+        else:
+            self._plan = opened.chunked if info.packed else opened.whole
+        self._reader = RingReader(
+            self._control, opened.info.reader, epoch=info.epoch, base=info.base
+        )
+
+    def run(self) -> Received:
+        """Move, compare, report."""
+        if self._control.epoch != self._info.epoch:
+            raise TransferError(
+                f"the message is of epoch {self._info.epoch}, the ring is at "
+                f"{self._control.epoch}; this update is over"
+            )
+        landing = self._reception.land(self._plan)
+        self._reception.touch()
+        if self._info.packed:
+            self._through_ring(landing)
+        else:
+            self._from_storages(landing)
+        if self._wrong:
+            raise VerificationError(names=self._wrong_names())
+        return Received(self._plan.manifest, self._got, self._level(landing))
+
+    def _through_ring(self, landing: Landing) -> None:
+        lender = Lender(self._plan, landing, self._reception) if landing.memory is None else None
+        programs = None if lender else self._compile(landing, ring=True)
+        for j, chunk in enumerate(self._plan.chunks):
+            self._check()
+            slot = self._reader.wait(j, check=self._check, timeout_s=self._opened.info.lease_s)
+            runs = self._plan.runs[chunk.first_run : chunk.last_run]
+            expected = self._expected_of(j, len(runs))
+            if lender:
+                buffer = self._opened.slots[slot]
+                self._compare(
+                    runs, lender.fingerprints(chunk, buffer, verify=self._info.verify), expected
+                )
+                self._reader.check_current(j)
+                self._refuse_wrong()
+                lender.deliver(chunk, buffer)
+            elif programs:
+                self._run_all(programs[j], runs, expected)
+            self._reader.release(j)
+        if lender:
+            lender.finish()
+
+    def _from_storages(self, landing: Landing) -> None:
+        registered = self._opened.registered
+        if registered is None:
+            raise ProtocolError(
+                "an unpacked update needs storages, and init gave none; init again with them"
+            )
+        if landing.memory is None:
+            lender = Lender(self._plan, landing, self._reception)
+            got = lender.fingerprints_of(registered) if self._info.verify else []
+            self._compare(self._plan.runs, got, self._published_table())
+            self._refuse_wrong()
+            lender.deliver_whole(registered)
+        else:
+            runs = [run for chunk in self._compile(landing, ring=False) for run in chunk]
+            got = []
+            for i, run in enumerate(runs):
+                if i % 64 == 0:
+                    self._check()
+                run.copy()
+                if self._info.verify:
+                    got.append(run.fingerprint())
+            _settle(runs)
+            self._compare(self._plan.runs, got, self._published_table())
+        if self._control.epoch != self._info.epoch:
+            raise TransferError("the sender went on to another update while this one was read")
+
+    def _run_all(self, programs: list[CompiledRun], runs: list[Run], expected: list[int]) -> None:
+        got = []
+        for program in programs:
+            program.copy()
+            if self._info.verify:
+                got.append(program.fingerprint())
+        _settle(programs)
+        self._compare(runs, got, expected)
+
+    def _compile(self, landing: Landing, *, ring: bool) -> list[list[CompiledRun]]:
+        memory = landing.memory
+        if memory is None:
+            raise TransferError("this landing has no memory of its own")
+        key = (id(self._plan), id(memory), int(ring))
+        kept = self._programs.get(key)
+        if kept is not None:
+            return kept[1]
+        registered = None if ring else self._opened.registered
+        compiler = RunCompiler(self._plan, memory, registered)
+        slots = self._opened.slots
+        programs: list[list[CompiledRun]] = []
+        for j, chunk in enumerate(self._plan.chunks):
+            slot = slots[j % len(slots)] if ring else None
+            runs = self._plan.runs[chunk.first_run : chunk.last_run]
+            programs.append([compiler.compile(run, slot, chunk.start) for run in runs])
+        if self._info.manifest is None:
+            # The plan and the memory ride along: while they live, their ids are theirs alone.
+            self._programs[key] = ((self._plan, memory), programs)
+        return programs
+
+    def _expected_of(self, j: int, count: int) -> list[int]:
+        if not self._info.verify:
+            return []
+        room = self._control.entries // self._control.slots
+        return self._control.fingerprints(j % self._control.slots * room, count)
+
+    def _published_table(self) -> list[int]:
+        """Wait for the sender's fingerprints of registered memory."""
+        if not self._info.verify:
+            return []
+        count = len(self._plan.runs)
+        wanted = self._info.base + count
+        ready = wait_until(
+            lambda: self._control.table_ready >= wanted,
+            check=self._check,
+            timeout_s=self._opened.info.lease_s,
+            progress=lambda: (0, self._control.writer_beat),
+        )
+        if not ready:
+            raise TransferTimeout(
+                f"the sender published no fingerprints for {self._opened.info.lease_s:g} s"
+            )
+        return self._control.fingerprints(0, count)
+
+    def _compare(self, runs: Sequence[Run], got: list[int], expected: list[int]) -> None:
+        self._got += got
+        if got != expected:
+            pairs = zip(runs, got, expected, strict=True)
+            self._wrong += [run for run, have, want in pairs if have != want]
+
+    def _refuse_wrong(self) -> None:
+        """Before a hook is given anything: it cannot take it back."""
+        if self._wrong:
+            raise VerificationError(names=self._wrong_names())
+
+    def _wrong_names(self) -> list[str]:
+        return list(dict.fromkeys(name for run in self._wrong for name in self._plan.names(run)))
+
+    def _level(self, landing: Landing) -> Verification:
+        if not self._info.verify:
+            return "none"
+        reads_back = landing.memory is not None and self._same_side(landing.memory)
+        return self._reception.verification if reads_back else "arrived"
+
+    def _same_side(self, memory: Memory) -> bool:
+        """A slot on the host that a GPU reads from is fingerprinted itself, not what was held."""
+        on_gpu = any(t.device.type != "cpu" for t in memory.tensors)
+        return not (on_gpu and self._opened.slots[0].device.type == "cpu")
+
+    def _check(self) -> None:
+        self._reception.check()
+        now = time.monotonic()
+        if now - self._looked > _LIVENESS_INTERVAL_S:
+            self._looked = now
+            if not self._control.segment.owner_alive():
+                raise SegmentError("the sender died in the middle of the update")
+
+
+def _settle(runs: Sequence[CompiledRun]) -> None:
+    """Wait for copies that a GPU still makes; the sender may overwrite their source afterwards."""
+    if runs and not isinstance(runs[0], HostRun):
+        torch.cuda.synchronize()
