@@ -41,14 +41,12 @@ from weightsync.wire.messages import (
     EmptyUpdate,
     FinishRequest,
     InitRequest,
-    KeyedHandle,
     LabelRequest,
     PauseRequest,
     PrepareRequest,
     RegisteredUpdate,
     ResetCacheRequest,
     ResumeRequest,
-    SegmentHandle,
     ShutdownRequest,
     StartRequest,
     StartTerms,
@@ -56,6 +54,7 @@ from weightsync.wire.messages import (
     UnpackedUpdate,
     UpdateRequest,
 )
+from weightsync.wire.offers import KeyedHandle, SegmentHandle
 
 WAIT_S = 20.0
 SHORT_S = 0.1

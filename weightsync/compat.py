@@ -29,15 +29,8 @@ from weightsync.weights.fingerprint import mix64, to_hex
 from weightsync.weights.hook_sink import HookSink
 from weightsync.weights.sink import LoadWeights
 from weightsync.wire import codec
-from weightsync.wire.messages import (
-    IpcInit,
-    KeyedHandle,
-    PackedUpdate,
-    SegmentHandle,
-    UnpackedUpdate,
-    UpdateInfo,
-    UpdateRequest,
-)
+from weightsync.wire.messages import PackedUpdate, UnpackedUpdate, UpdateInfo, UpdateRequest
+from weightsync.wire.offers import Init, IpcInit, KeyedHandle, SegmentHandle
 
 IPCWeightTransferInitInfo = IpcInit
 IPCWeightTransferUpdateInfo = UnpackedUpdate | PackedUpdate
@@ -102,7 +95,7 @@ class IPCWeightTransferEngine:
                 deliver(info)
 
     @staticmethod
-    def parse_init_info(data: Mapping[str, object]) -> IpcInit | None:
+    def parse_init_info(data: Mapping[str, object]) -> Init | None:
         """Return the typed init info; `{}` is None, since IPC needs no rendezvous.
 
         Raises ConfigError (a ValueError) saying what is invalid.

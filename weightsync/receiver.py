@@ -36,7 +36,6 @@ from weightsync.wire.messages import (
     InitRequest,
     LabelRequest,
     LedgerEntry,
-    Message,
     PauseRequest,
     PrepareRequest,
     RegisteredUpdate,
@@ -52,6 +51,7 @@ from weightsync.wire.messages import (
     StepReply,
     UpdateRequest,
 )
+from weightsync.wire.offers import Message
 
 R = TypeVar("R", bound=Message)
 DEFAULT_LEASE_S = 300.0

@@ -22,7 +22,7 @@ from weightsync.samehost.cuda_handle import (
     why_not,
     withdraw,
 )
-from weightsync.wire.messages import CudaHandle
+from weightsync.wire.offers import CudaHandle
 
 pytestmark = pytest.mark.gpu
 

@@ -26,7 +26,7 @@ from weightsync.samehost.cuda_handle import (
     why_not,
     withdraw,
 )
-from weightsync.wire.messages import CudaHandle
+from weightsync.wire.offers import CudaHandle
 
 UUID = "a8f1c3d2-0b4e-4f6a-9c7d-1e2f3a4b5c6d"
 KEY = f"GPU-{UUID}"

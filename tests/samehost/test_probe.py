@@ -11,7 +11,7 @@ from weightsync.errors import HandleError, SegmentError
 from weightsync.samehost.device_keys import host_key, pick
 from weightsync.samehost.probe import PROBE_NBYTES, check_probe, probe_digest
 from weightsync.samehost.segment import Segment
-from weightsync.wire.messages import KeyedHandle, ProbeInfo, SegmentHandle
+from weightsync.wire.offers import KeyedHandle, ProbeInfo, SegmentHandle
 
 CONTENT = bytes(range(PROBE_NBYTES))
 

@@ -31,7 +31,6 @@ from weightsync.wire.messages import (
     AbortRequest,
     CheckReply,
     CheckRequest,
-    CudaHandle,
     FinishRequest,
     InitReply,
     InitRequest,
@@ -50,6 +49,7 @@ from weightsync.wire.messages import (
     UnpackedUpdate,
     UpdateRequest,
 )
+from weightsync.wire.offers import CudaHandle
 
 Connect = Callable[[ScriptedReceiver], Transport]
 

@@ -12,12 +12,12 @@ from weightsync.wire.messages import (
     CheckReply,
     InitReply,
     LedgerEntry,
-    Message,
     Reply,
     Request,
     Status,
     StepReply,
 )
+from weightsync.wire.offers import Message
 
 STATUS = Status(
     instance="scripted",

@@ -16,7 +16,6 @@ from weightsync.wire.messages import (
     REPLIES,
     EmptyUpdate,
     FinishRequest,
-    ManifestMessage,
     PackedUpdate,
     RegisteredUpdate,
     Request,
@@ -24,6 +23,7 @@ from weightsync.wire.messages import (
     UnpackedUpdate,
     UpdateRequest,
 )
+from weightsync.wire.offers import ManifestMessage
 
 SEGMENT = {"kind": "segment", "name": "weightsync-1", "nbytes": 64}
 UNPACKED: dict[str, Any] = {

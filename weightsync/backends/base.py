@@ -14,7 +14,8 @@ from weightsync.specs import Manifest
 from weightsync.weights.buckets import Plan
 from weightsync.weights.sink import Landing, Verification
 from weightsync.weights.source import NamedTensors
-from weightsync.wire.messages import IpcInit, LedgerEntry, UpdateInfo
+from weightsync.wire.messages import LedgerEntry, UpdateInfo
+from weightsync.wire.offers import Init, IpcInit
 
 Check = Callable[[], None]
 """Called between chunks and during waits; raises when the transfer must stop."""
@@ -53,8 +54,11 @@ class WeightTransferEngine(ABC):
     """
 
     @abstractmethod
-    def init_transfer_engine(self, init_info: IpcInit) -> None:
-        """Open everything and prove the road by its probe. Raises HandleError or SegmentError."""
+    def init_transfer_engine(self, init_info: Init) -> None:
+        """Open everything and prove the road by its probe.
+
+        Raises HandleError or SegmentError, ProtocolError for the init of another backend.
+        """
 
     def start_weight_update(self) -> None:
         """An update begins."""

@@ -19,7 +19,8 @@ from weightsync.specs import Manifest
 from weightsync.weights.buckets import Plan, runs_per_chunk
 from weightsync.weights.copier import CompiledRun, Memory
 from weightsync.wire.codec import manifest_from_wire
-from weightsync.wire.messages import IpcInit, LedgerEntry, RegisteredUpdate, UpdateInfo
+from weightsync.wire.messages import LedgerEntry, RegisteredUpdate, UpdateInfo
+from weightsync.wire.offers import Init, IpcInit
 
 _KEPT_PROGRAMS = 4
 """Two slabs in turn, for the ring and for registered memory."""
@@ -34,8 +35,10 @@ class IpcWeightTransferEngine(WeightTransferEngine):
         self._programs: dict[tuple[int, int, int], tuple[object, list[list[CompiledRun]]]] = {}
         self._since = time.monotonic()
 
-    def init_transfer_engine(self, init_info: IpcInit) -> None:
+    def init_transfer_engine(self, init_info: Init) -> None:
         """Check the probe, then open everything. Raises HandleError or SegmentError."""
+        if not isinstance(init_info, IpcInit):
+            raise ProtocolError("this engine reads rings of its own host; it got another init_info")
         check_probe(init_info.probe, self._keys)
         manifest = manifest_from_wire(init_info.manifest)
         ring = init_info.ring

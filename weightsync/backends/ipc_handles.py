@@ -17,7 +17,8 @@ from weightsync.weights.buckets import Plan
 from weightsync.weights.copier import Memory, RunCompiler
 from weightsync.weights.fingerprint import mix64, to_hex
 from weightsync.wire.codec import manifest_from_wire
-from weightsync.wire.messages import KeyedHandle, PackedUpdate, UnpackedUpdate
+from weightsync.wire.messages import PackedUpdate, UnpackedUpdate
+from weightsync.wire.offers import KeyedHandle
 
 
 def receive_handles(

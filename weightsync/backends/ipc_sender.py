@@ -27,13 +27,12 @@ from weightsync.weights.fingerprint import table_digest
 from weightsync.weights.packer import Packer
 from weightsync.weights.source import NamedTensors, WeightSource, checked
 from weightsync.wire.codec import manifest_to_wire
-from weightsync.wire.messages import (
-    PROTOCOL,
+from weightsync.wire.messages import PROTOCOL, RegisteredUpdate
+from weightsync.wire.offers import (
     IpcInit,
     KeyedHandle,
     ManifestMessage,
     ProbeInfo,
-    RegisteredUpdate,
     RingInfo,
     SegmentHandle,
     StorageInfo,

@@ -24,7 +24,8 @@ from weightsync.weights.buckets import Plan, Run
 from weightsync.weights.copier import CompiledRun, HostRun, Memory, RunCompiler
 from weightsync.weights.sink import Landing, Verification
 from weightsync.wire.codec import manifest_from_wire
-from weightsync.wire.messages import IpcInit, RegisteredUpdate
+from weightsync.wire.messages import RegisteredUpdate
+from weightsync.wire.offers import IpcInit
 
 _LIVENESS_INTERVAL_S = 0.05
 

@@ -7,7 +7,8 @@ import logging
 from weightsync.backends.ipc import IpcWeightTransferEngine
 from weightsync.errors import ProtocolError, UnknownSenderError
 from weightsync.specs import Manifest
-from weightsync.wire.messages import IpcInit, LedgerEntry
+from weightsync.wire.messages import LedgerEntry
+from weightsync.wire.offers import Init, Offer
 
 logger = logging.getLogger(__name__)
 
@@ -21,7 +22,7 @@ class Peers:
         self.keys = keys
         self._engines: dict[str, IpcWeightTransferEngine] = {}
 
-    def open(self, info: IpcInit) -> IpcWeightTransferEngine:
+    def open(self, info: Init) -> IpcWeightTransferEngine:
         """Open what a sender offers; what it offered before is closed."""
         if info.sender not in self._engines and len(self._engines) >= MAX_PEERS:
             raise ProtocolError(f"{MAX_PEERS} senders are connected already; shut one down")
@@ -71,7 +72,7 @@ class Peers:
         return [entry for engine in list(self._engines.values()) for entry in engine.ledger()]
 
 
-def check_protocol(info: IpcInit, protocol: int) -> None:
+def check_protocol(info: Offer, protocol: int) -> None:
     """Raise ProtocolError unless the sender speaks our protocol too."""
     if not info.protocol_min <= protocol <= info.protocol_max:
         raise ProtocolError(

@@ -23,12 +23,8 @@ from weightsync.receiving.lease import Lease
 from weightsync.receiving.loading import Loader
 from weightsync.receiving.peers import Peers
 from weightsync.weights.sink import WeightSink
-from weightsync.wire.messages import (
-    IpcInit,
-    StartTerms,
-    StepReply,
-    UpdateInfo,
-)
+from weightsync.wire.messages import StartTerms, StepReply, UpdateInfo
+from weightsync.wire.offers import Init
 
 logger = logging.getLogger(__name__)
 
@@ -87,7 +83,7 @@ class Updates:
                 update_id=update_id,
             )
 
-    def init(self, info: IpcInit) -> None:
+    def init(self, info: Init) -> None:
         """Open what a sender offers, check its names, and make room. Raises what does not fit."""
         with self._working("init"):
             self.peers.forget_dead(keep=self._incoming.sender if self._incoming else None)

@@ -19,7 +19,7 @@ import torch
 from torch.multiprocessing.reductions import rebuild_cuda_tensor
 
 from weightsync.errors import BackendUnavailableError, ConfigError, HandleError
-from weightsync.wire.messages import CudaHandle
+from weightsync.wire.offers import CudaHandle
 
 _SHARED_FIELDS = (
     "storage_device",

@@ -11,7 +11,7 @@ import os
 from pathlib import Path
 
 from weightsync.errors import HandleError
-from weightsync.wire.messages import Handle, KeyedHandle
+from weightsync.wire.offers import Handle, KeyedHandle
 
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _SHM = Path("/dev/shm")

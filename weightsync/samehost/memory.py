@@ -10,7 +10,7 @@ import torch
 from weightsync.errors import HandleError
 from weightsync.samehost import cuda_handle
 from weightsync.samehost.segment import Segment
-from weightsync.wire.messages import Handle, SegmentHandle
+from weightsync.wire.offers import Handle, SegmentHandle
 
 
 class OpenMemory:

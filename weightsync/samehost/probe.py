@@ -7,7 +7,7 @@ import hashlib
 from weightsync.errors import HandleError
 from weightsync.samehost.device_keys import pick
 from weightsync.samehost.memory import OpenMemory
-from weightsync.wire.messages import ProbeInfo
+from weightsync.wire.offers import ProbeInfo
 
 PROBE_NBYTES = 64
 

@@ -15,19 +15,22 @@ from weightsync.wire.messages import (
     REPLIES,
     EmptyUpdate,
     InitRequest,
-    IpcInit,
-    ManifestMessage,
-    Message,
     PackedUpdate,
-    ProbeInfo,
     RegisteredUpdate,
     Reply,
     Request,
     StartTerms,
     UnpackedUpdate,
-    UpdateId,
     UpdateInfo,
     UpdateRequest,
+)
+from weightsync.wire.offers import (
+    DistributedInit,
+    IpcInit,
+    ManifestMessage,
+    Message,
+    ProbeInfo,
+    UpdateId,
 )
 
 T = TypeVar("T")
@@ -136,7 +139,13 @@ def manifest_from_wire(
     return Manifest.from_columns(message.names, message.dtype_names, message.shapes, aliases)
 
 
-def parse_init_info(data: Mapping[str, object] | bytes) -> IpcInit | None:
+_INITS: dict[str, type[IpcInit | DistributedInit]] = {
+    "ipc": IpcInit,
+    "distributed": DistributedInit,
+}
+
+
+def parse_init_info(data: Mapping[str, object] | bytes) -> IpcInit | DistributedInit | None:
     """Return the typed init info of a dict or JSON; None when it is empty (IPC needs none)."""
     raw = data if isinstance(data, bytes) else msgspec.json.encode(data)
     if _is_empty(raw):
@@ -144,9 +153,12 @@ def parse_init_info(data: Mapping[str, object] | bytes) -> IpcInit | None:
     shape = _decode(raw, _InitShape)
     if shape.backend is None:
         raise ProtocolError("init_info has no backend; send {} or a whole init_info")
-    if shape.backend != "ipc":
-        raise ProtocolError(f"init_info: backend {shape.backend!r} is not known here; known: ipc")
-    return _decode(raw, IpcInit)
+    if shape.backend not in _INITS:
+        known = ", ".join(_INITS)
+        raise ProtocolError(
+            f"init_info: backend {shape.backend!r} is not known here; known: {known}"
+        )
+    return _decode(raw, _INITS[shape.backend])
 
 
 def parse_update_info(data: Mapping[str, Any] | bytes) -> UpdateInfo:

@@ -7,115 +7,24 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from msgspec import UNSET, Meta, Struct, UnsetType
+from msgspec import UNSET, Meta, UnsetType
+
+from weightsync.wire.offers import (
+    DistributedInit,
+    HostRing,
+    IpcInit,
+    KeyedHandle,
+    ManifestMessage,
+    Message,
+    Name,
+    ProbeInfo,
+    Shape,
+    Size,
+    UpdateId,
+    Version,
+)
 
 PROTOCOL = 1  # `init` compares ranges
-
-MAX_TENSORS = 1_000_000
-
-Name = Annotated[str, Meta(min_length=1, max_length=1024)]
-UpdateId = Annotated[str, Meta(min_length=1, max_length=128)]
-Size = Annotated[int, Meta(ge=0, le=1 << 62)]
-Shape = Annotated[list[Size], Meta(max_length=16)]
-Seconds = Annotated[float, Meta(gt=0, le=86_400)]
-
-
-class Message(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
-    """Base of everything on the wire."""
-
-
-# Handles: plain data with which another process opens memory.
-
-
-class SegmentHandle(Message, frozen=True, kw_only=True, tag="segment", tag_field="kind"):
-    """A shared-memory segment of `nbytes` bytes; a tensor lies `offset` bytes into it."""
-
-    name: Annotated[str, Meta(max_length=128)]
-    nbytes: Size
-    offset: Size = 0
-
-
-class CudaHandle(Message, frozen=True, kw_only=True, tag="cuda", tag_field="kind"):
-    """A CUDA IPC export of one storage of `nbytes` bytes on the GPU `device` (its UUID).
-
-    The other fields are what torch needs to open it and to count its release.
-    """
-
-    device: Annotated[str, Meta(max_length=128)]
-    nbytes: Size
-    handle: bytes
-    base_offset: Size
-    ref_counter_handle: bytes
-    ref_counter_offset: Size
-    event_handle: bytes
-    event_sync_required: bool
-    offset: Size = 0
-
-
-Handle = SegmentHandle | CudaHandle
-KeyedHandle = dict[Name, Handle]  # one memory, by the device key of those who can open it
-
-
-class ManifestMessage(Message, frozen=True, kw_only=True):
-    """A manifest as columns."""
-
-    names: Annotated[list[Name], Meta(max_length=MAX_TENSORS)]
-    dtype_names: Annotated[list[str], Meta(max_length=MAX_TENSORS)]
-    shapes: Annotated[list[Shape], Meta(max_length=MAX_TENSORS)]
-    aliases: dict[Name, Name] = {}
-
-
-# Init
-
-
-class RingInfo(Message, frozen=True, kw_only=True):
-    """Where the packed road's buckets are."""
-
-    data: KeyedHandle
-    num_slots: Annotated[int, Meta(ge=1, le=1024)]
-    slot_nbytes: Annotated[int, Meta(ge=64, le=1 << 40)]
-
-
-class StorageInfo(Message, frozen=True, kw_only=True):
-    """The registered memory of the unpacked road.
-
-    Tensor i lies `offset[i]` bytes into `storage[i]`. Every tensor is contiguous there.
-    """
-
-    handles: Annotated[list[KeyedHandle], Meta(max_length=MAX_TENSORS)]
-    storage: Annotated[list[Size], Meta(max_length=MAX_TENSORS)]
-    offset: Annotated[list[Size], Meta(max_length=MAX_TENSORS)]
-
-
-class ProbeInfo(Message, frozen=True, kw_only=True):
-    """Known bytes that a receiver opens and checks before a road counts as usable."""
-
-    handle: KeyedHandle
-    nbytes: Annotated[int, Meta(ge=1, le=1 << 16)]
-    digest: str
-
-
-class IpcInit(Message, frozen=True, kw_only=True, tag="ipc", tag_field="backend"):
-    """All that a receiver needs once: manifest, probe, ring, storages, and its reader place.
-
-    `entries` is the room for fingerprints in the control segment, `lease_s` how long the receiver
-    waits for progress before it gives an update up.
-    """
-
-    protocol_min: int
-    protocol_max: int
-    sender: Name
-    road: Literal["cuda_ipc", "shared_memory"]
-    manifest: ManifestMessage
-    probe: ProbeInfo
-    control: SegmentHandle
-    reader: Annotated[int, Meta(ge=0, le=4096)]
-    num_readers: Annotated[int, Meta(ge=1, le=4096)]
-    entries: Annotated[int, Meta(ge=1, le=1 << 32)]
-    run_nbytes: Annotated[int, Meta(ge=4096, le=1 << 40)]
-    lease_s: Seconds
-    ring: RingInfo
-    storages: StorageInfo | None = None
 
 
 class InitRequest(Message, frozen=True, kw_only=True):
@@ -124,7 +33,7 @@ class InitRequest(Message, frozen=True, kw_only=True):
     `probe` alone tries a road before anything else is exported for it.
     """
 
-    init_info: IpcInit | None = None
+    init_info: IpcInit | DistributedInit | None = None
     probe: ProbeInfo | None = None
 
 
@@ -140,9 +49,9 @@ class ShutdownRequest(Message, frozen=True, kw_only=True):
 class StartTerms(Message, frozen=True, kw_only=True):
     """What a sender asks for; see weightsync.lifecycle.Terms."""
 
-    version: Annotated[int, Meta(ge=0, le=1 << 62)] | None = None
+    version: Version | None = None
     label: Annotated[str, Meta(max_length=256)] | None = None
-    base_version: Annotated[int, Meta(ge=0, le=1 << 62)] | None = None
+    base_version: Version | None = None
     partial: bool = False
     rewind: bool = False
     manifest_digest: str | None = None
@@ -158,6 +67,7 @@ class RegisteredUpdate(Message, frozen=True, kw_only=True):
     """Bytes come by what `init` registered; `base` counts what the ring carried before.
 
     `manifest` is given when other tensors than the registered ones are sent, by the ring.
+    `readers` goes to the member of the private group alone: the places on its host's ring.
     """
 
     sender: Name
@@ -166,6 +76,7 @@ class RegisteredUpdate(Message, frozen=True, kw_only=True):
     packed: bool
     verify: bool = True
     manifest: ManifestMessage | None = None
+    readers: Annotated[list[Size], Meta(max_length=4096)] | None = None
     registered: Literal[True]
 
 
@@ -345,10 +256,14 @@ class Status(Message, frozen=True, kw_only=True):
 
 
 class InitReply(Message, frozen=True, kw_only=True):
-    """What the receiver is, and the road that proved itself (None: nothing was asked)."""
+    """What the receiver is, and the road that proved itself (None: nothing was asked).
+
+    `ring` is what a member of the private group made for its host.
+    """
 
     status: Status
     road: str | None = None
+    ring: HostRing | None = None
     takes_pieces: bool = True
     extra_nbytes: int = 0
 

@@ -1,0 +1,163 @@
+"""What a sender offers a receiver once: handles, manifest, ring, group; and the fields' limits.
+
+A handle is plain data with which another process opens memory.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from msgspec import Meta, Struct
+
+MAX_TENSORS = 1_000_000
+
+Name = Annotated[str, Meta(min_length=1, max_length=1024)]
+UpdateId = Annotated[str, Meta(min_length=1, max_length=128)]
+Size = Annotated[int, Meta(ge=0, le=1 << 62)]
+Shape = Annotated[list[Size], Meta(max_length=16)]
+Version = Annotated[int, Meta(ge=0, le=1 << 62)]
+Seconds = Annotated[float, Meta(gt=0, le=86_400)]
+
+
+class Message(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+    """Base of everything on the wire."""
+
+
+# Handles: plain data with which another process opens memory.
+
+
+class SegmentHandle(Message, frozen=True, kw_only=True, tag="segment", tag_field="kind"):
+    """A shared-memory segment of `nbytes` bytes; a tensor lies `offset` bytes into it."""
+
+    name: Annotated[str, Meta(max_length=128)]
+    nbytes: Size
+    offset: Size = 0
+
+
+class CudaHandle(Message, frozen=True, kw_only=True, tag="cuda", tag_field="kind"):
+    """A CUDA IPC export of one storage of `nbytes` bytes on the GPU `device` (its UUID).
+
+    The other fields are what torch needs to open it and to count its release.
+    """
+
+    device: Annotated[str, Meta(max_length=128)]
+    nbytes: Size
+    handle: bytes
+    base_offset: Size
+    ref_counter_handle: bytes
+    ref_counter_offset: Size
+    event_handle: bytes
+    event_sync_required: bool
+    offset: Size = 0
+
+
+Handle = SegmentHandle | CudaHandle
+KeyedHandle = dict[Name, Handle]  # one memory, by the device key of those who can open it
+
+
+class ManifestMessage(Message, frozen=True, kw_only=True):
+    """A manifest as columns."""
+
+    names: Annotated[list[Name], Meta(max_length=MAX_TENSORS)]
+    dtype_names: Annotated[list[str], Meta(max_length=MAX_TENSORS)]
+    shapes: Annotated[list[Shape], Meta(max_length=MAX_TENSORS)]
+    aliases: dict[Name, Name] = {}
+
+
+# Init
+
+
+class RingInfo(Message, frozen=True, kw_only=True):
+    """Where the packed road's buckets are."""
+
+    data: KeyedHandle
+    num_slots: Annotated[int, Meta(ge=1, le=1024)]
+    slot_nbytes: Annotated[int, Meta(ge=64, le=1 << 40)]
+
+
+class StorageInfo(Message, frozen=True, kw_only=True):
+    """The registered memory of the unpacked road.
+
+    Tensor i lies `offset[i]` bytes into `storage[i]`. Every tensor is contiguous there.
+    """
+
+    handles: Annotated[list[KeyedHandle], Meta(max_length=MAX_TENSORS)]
+    storage: Annotated[list[Size], Meta(max_length=MAX_TENSORS)]
+    offset: Annotated[list[Size], Meta(max_length=MAX_TENSORS)]
+
+
+class ProbeInfo(Message, frozen=True, kw_only=True):
+    """Known bytes that a receiver opens and checks before a road counts as usable."""
+
+    handle: KeyedHandle
+    nbytes: Annotated[int, Meta(ge=1, le=1 << 16)]
+    digest: str
+
+
+class Offer(Message, frozen=True, kw_only=True):
+    """What every road's init says.
+
+    `entries` is the room for fingerprints in the control segment, `lease_s` how long the receiver
+    waits for progress before it gives an update up. `fleet_version` is the version that the other
+    receivers hold: one that holds an older one must not generate before it was brought up to date.
+    """
+
+    protocol_min: int
+    protocol_max: int
+    sender: Name
+    manifest: ManifestMessage
+    num_readers: Annotated[int, Meta(ge=1, le=4096)]
+    entries: Annotated[int, Meta(ge=1, le=1 << 32)]
+    run_nbytes: Annotated[int, Meta(ge=4096, le=1 << 40)]
+    lease_s: Seconds
+    fleet_version: Version | None = None
+
+
+class IpcInit(Offer, frozen=True, kw_only=True, tag="ipc", tag_field="backend"):
+    """A ring in memory that the receiver can open, and its reader place there.
+
+    On the road `distributed` it is the ring of the receiver's own host, fed by the one among its
+    workers that is a member of the sender's private group.
+    """
+
+    road: Literal["cuda_ipc", "shared_memory", "distributed"]
+    probe: ProbeInfo
+    control: SegmentHandle
+    reader: Annotated[int, Meta(ge=0, le=4096)]
+    ring: RingInfo
+    storages: StorageInfo | None = None
+
+
+class GroupInfo(Message, frozen=True, kw_only=True):
+    """A private torch.distributed group, and the place of one receiving host in it.
+
+    Its store listens on `address`; `epoch` counts the groups of one sender. `members` names every
+    rank for messages, the sender (rank 0) first.
+    """
+
+    address: Annotated[str, Meta(min_length=1, max_length=256)]
+    port: Annotated[int, Meta(ge=1, le=65535)]
+    epoch: Annotated[int, Meta(ge=1, le=1 << 62)]
+    rank: Annotated[int, Meta(ge=1, le=4096)]
+    members: Annotated[list[str], Meta(min_length=2, max_length=4096)]
+    timeout_s: Seconds
+
+
+class DistributedInit(Offer, frozen=True, kw_only=True, tag="distributed", tag_field="backend"):
+    """A place in the sender's private group: the receiver makes a ring for its host."""
+
+    road: Literal["distributed"] = "distributed"
+    group: GroupInfo
+    num_slots: Annotated[int, Meta(ge=1, le=1024)]
+    slot_nbytes: Annotated[int, Meta(ge=64, le=1 << 40)]
+
+
+class HostRing(Message, frozen=True, kw_only=True):
+    """The ring that a group member made for the workers of its host; itself reads at place 0."""
+
+    control: SegmentHandle
+    data: KeyedHandle
+    probe: ProbeInfo
+
+
+Init = IpcInit | DistributedInit
