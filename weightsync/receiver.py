@@ -24,6 +24,8 @@ from weightsync.samehost.probe import check_probe
 from weightsync.specs import Manifest
 from weightsync.weights.hook_sink import HookSink
 from weightsync.weights.module_sink import ModuleSink
+from weightsync.weights.sharded_sink import ShardedModuleSink
+from weightsync.weights.shards import holds_shards
 from weightsync.weights.sink import LoadWeights, WeightSink
 from weightsync.wire import codec
 from weightsync.wire.messages import (
@@ -323,7 +325,7 @@ def as_sink(sink: object, *, manifest: Manifest | None = None) -> WeightSink:
     if isinstance(sink, WeightSink):
         return sink
     if isinstance(sink, nn.Module):
-        return ModuleSink(sink)
+        return ShardedModuleSink(sink) if holds_shards(sink) else ModuleSink(sink)
     if callable(sink):
         return HookSink(sink, manifest=manifest)
     raise ConfigError(

@@ -14,8 +14,9 @@ from weightsync.samehost.device_keys import pick
 from weightsync.samehost.memory import OpenMemory
 from weightsync.specs import Manifest
 from weightsync.weights.buckets import Plan
-from weightsync.weights.copier import Memory, RunCompiler
+from weightsync.weights.copier import CompiledRun, Memory
 from weightsync.weights.fingerprint import mix64, to_hex
+from weightsync.weights.shard_copier import DeviceShardRun, HostShardRun, ShardMemory, compiler_for
 from weightsync.wire.codec import manifest_from_wire
 from weightsync.wire.messages import PackedUpdate, UnpackedUpdate
 from weightsync.wire.offers import KeyedHandle
@@ -47,8 +48,8 @@ def receive_handles(
             lender.deliver_whole(memory)
             lender.finish()
         else:
-            _copy(plan, landing.memory, memory, reception)
-            _check_fingerprints(info, manifest, landing.memory.tensors)
+            runs = _copy(plan, landing.memory, memory, reception)
+            _check_held(info, plan, landing.memory, runs)
         held = landing.memory is not None
         level = reception.verification if held else "arrived"
         return Received(manifest, [], level if info.fingerprints else "none")
@@ -58,13 +59,33 @@ def receive_handles(
             handle.close()
 
 
-def _copy(plan: Plan, target: Memory, source: Memory, reception: Reception) -> None:
-    compiler = RunCompiler(plan, target, source)
+def _copy(plan: Plan, target: Memory, source: Memory, reception: Reception) -> list[CompiledRun]:
+    compiler = compiler_for(plan, target, source)
+    runs: list[CompiledRun] = []
     for run in plan.runs:
         reception.check()
-        compiler.compile(run).copy()
+        runs.append(compiler.compile(run))
+        runs[-1].copy()
     if not (target.on_host() and source.on_host()):
         torch.cuda.synchronize()
+    return runs
+
+
+def _check_held(
+    info: UnpackedUpdate | PackedUpdate, plan: Plan, target: Memory, runs: Sequence[CompiledRun]
+) -> None:
+    """Read what was copied back: the fingerprints are of whole tensors, shards are compared."""
+    if not isinstance(target, ShardMemory):
+        _check_fingerprints(info, plan.manifest, target.tensors)
+    elif info.fingerprints is not None:
+        wrong = [
+            name
+            for run, program in zip(plan.runs, runs, strict=True)
+            if isinstance(program, HostShardRun | DeviceShardRun) and not program.holds()
+            for name in plan.names(run)
+        ]
+        if wrong:
+            raise VerificationError(names=list(dict.fromkeys(wrong)))
 
 
 def _tensors(

@@ -21,7 +21,8 @@ from weightsync.samehost.memory import OpenMemory
 from weightsync.samehost.ring import Control, RingReader, wait_until
 from weightsync.specs import Manifest
 from weightsync.weights.buckets import Plan, Run
-from weightsync.weights.copier import CompiledRun, HostRun, Memory, RunCompiler
+from weightsync.weights.copier import CompiledRun, Memory
+from weightsync.weights.shard_copier import compiler_for
 from weightsync.weights.sink import Landing, Verification
 from weightsync.wire.codec import manifest_from_wire
 from weightsync.wire.messages import RegisteredUpdate
@@ -160,7 +161,7 @@ class Transfer:
         if kept is not None:
             return kept[1]
         registered = None if ring else self._opened.registered
-        compiler = RunCompiler(self._plan, memory, registered)
+        compiler = compiler_for(self._plan, memory, registered)
         slots = self._opened.slots
         programs: list[list[CompiledRun]] = []
         for j, chunk in enumerate(self._plan.chunks):
@@ -232,5 +233,5 @@ class Transfer:
 
 def _settle(runs: Sequence[CompiledRun]) -> None:
     """Wait for copies that a GPU still makes; the sender may overwrite their source afterwards."""
-    if runs and not isinstance(runs[0], HostRun):
+    if runs and not runs[0].on_host:
         torch.cuda.synchronize()

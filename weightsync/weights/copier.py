@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import ClassVar, Protocol
 
 import torch
 
@@ -57,6 +58,7 @@ class Copy:
 class HostRun:
     """What one run copies, and the destination's bytes in stream order."""
 
+    on_host: ClassVar[bool] = True
     copies: tuple[Copy, ...]
     held: tuple[memoryview | bytes, ...]
 
@@ -67,9 +69,7 @@ class HostRun:
 
     def fingerprint(self) -> int:
         """Read the destination back and return its xxh3."""
-        if len(self.held) == 1 and isinstance(self.held[0], memoryview):
-            return xxh3(self.held[0])
-        return xxh3_parts(self.held)
+        return stream_xxh3(self.held)
 
 
 class Places:
@@ -94,12 +94,12 @@ def compile_host(plan: Plan, run: Run, target: Places, source: Places) -> HostRu
     for piece in plan.pieces(run.start, run.stop):
         address = target.address(piece)
         copy = Copy(address, source.address(piece), piece.nbytes)
-        _append(copies, copy, padded=target.flat and source.flat)
+        append_copy(copies, copy, padded=target.flat and source.flat)
         parts.append((piece.start, address, piece.nbytes))
-    return HostRun(tuple(copies), _views(run, parts, flat=target.flat))
+    return HostRun(tuple(copies), stream_views(run, parts, flat=target.flat))
 
 
-def _views(
+def stream_views(
     run: Run, parts: list[tuple[int, int, int]], *, flat: bool
 ) -> tuple[memoryview | bytes, ...]:
     """The bytes of a run in stream order, with the zeros between its tensors."""
@@ -118,6 +118,13 @@ def _views(
     return tuple(views)
 
 
+def stream_xxh3(views: tuple[memoryview | bytes, ...]) -> int:
+    """Return the xxh3 of what `stream_views` gave."""
+    if len(views) == 1 and isinstance(views[0], memoryview):
+        return xxh3(views[0])
+    return xxh3_parts(views)
+
+
 @dataclass(frozen=True, slots=True)
 class DeviceRun:
     """A run with a GPU on at least one end: torch copies, in order on the current stream.
@@ -126,6 +133,7 @@ class DeviceRun:
     on the host (a slot that a GPU reads from).
     """
 
+    on_host: ClassVar[bool] = False
     targets: tuple[torch.Tensor, ...]
     sources: tuple[torch.Tensor, ...]
     gaps: tuple[tuple[int, int], ...]
@@ -137,21 +145,26 @@ class DeviceRun:
     def fingerprint(self) -> int:
         """Wait for the copies and fingerprint."""
         if self.sources and self.sources[0].device.type == "cpu":
-            return xxh3_parts(self._interleaved())
-        return mix64(self._joined())
+            return xxh3_parts(interleaved(self.sources, self.gaps))
+        return mix64(joined(self.targets, self.gaps))
 
-    def _joined(self) -> torch.Tensor:
-        device = self.targets[0].device
-        parts = list(self.targets)
-        for i, nbytes in reversed(self.gaps):
-            parts.insert(i, torch.zeros(nbytes, dtype=torch.uint8, device=device))
-        return parts[0] if len(parts) == 1 else torch.cat(parts)
 
-    def _interleaved(self) -> list[memoryview | bytes]:
-        parts: list[memoryview | bytes] = [host_view(s.data_ptr(), s.numel()) for s in self.sources]
-        for i, nbytes in reversed(self.gaps):
-            parts.insert(i, bytes(nbytes))
-        return parts
+def joined(tensors: Sequence[torch.Tensor], gaps: Sequence[tuple[int, int]]) -> torch.Tensor:
+    """Return the bytes of a run in one tensor; gaps are zeros (before which tensor, how many)."""
+    parts = list(tensors)
+    for i, nbytes in reversed(gaps):
+        parts.insert(i, torch.zeros(nbytes, dtype=torch.uint8, device=tensors[0].device))
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def interleaved(
+    tensors: Sequence[torch.Tensor], gaps: Sequence[tuple[int, int]]
+) -> list[memoryview | bytes]:
+    """Return the bytes of a run on the host, part after part; gaps as in `joined`."""
+    parts: list[memoryview | bytes] = [host_view(t.data_ptr(), t.numel()) for t in tensors]
+    for i, nbytes in reversed(gaps):
+        parts.insert(i, bytes(nbytes))
+    return parts
 
 
 class DeviceCompiler:
@@ -187,7 +200,14 @@ class DeviceCompiler:
         return DeviceRun(tuple(targets), tuple(sources), tuple(gaps))
 
 
-CompiledRun = HostRun | DeviceRun
+class CompiledRun(Protocol):
+    """A run whose copies are planned; one that is not `on_host` must be waited for."""
+
+    on_host: ClassVar[bool]
+
+    def copy(self) -> None: ...
+
+    def fingerprint(self) -> int: ...
 
 
 class RunCompiler:
@@ -206,7 +226,7 @@ class RunCompiler:
 
     def compile(
         self, run: Run, slot: torch.Tensor | None = None, chunk_start: int = 0
-    ) -> CompiledRun:
+    ) -> HostRun | DeviceRun:
         """Plan one run; `slot` carries the stream from `chunk_start` on."""
         if self._target is not None and (slot is None or slot.device.type == "cpu"):
             address = slot.data_ptr() if slot is not None else 0
@@ -225,7 +245,7 @@ def zero(address: int, nbytes: int) -> None:
     ctypes.memset(address, 0, nbytes)
 
 
-def _append(copies: list[Copy], copy: Copy, *, padded: bool) -> None:
+def append_copy(copies: list[Copy], copy: Copy, *, padded: bool) -> None:
     """Add a copy, joined to the one before where both ends follow on."""
     if copies:
         last = copies[-1]

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
@@ -17,15 +18,56 @@ from weightsync.errors import (
 )
 from weightsync.specs import Manifest, TensorSpec
 from weightsync.weights import slab
-from weightsync.weights.buckets import Plan
+from weightsync.weights.buckets import Plan, aligned
 from weightsync.weights.copier import Memory
 from weightsync.weights.dtypes import TORCH_DTYPES, as_bytes, from_bytes, spec_of
 from weightsync.weights.fingerprint import mix64, to_hex
 from weightsync.weights.loans import uses
+from weightsync.weights.shard_copier import ShardMemory, Share
+from weightsync.weights.shards import is_sharded
 from weightsync.weights.sink import Apply, Landing, Verification, WeightSink, check_manifest
 from weightsync.weights.source import ModuleTensors
 
 Swap = Literal["auto", "pointer", "copy"]
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """One tensor as it is landed here: its spec, and the module's tensors that it goes to."""
+
+    spec: TensorSpec
+    targets: list[torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Layout:
+    """What a sink lands for one plan; `shares` say what of the stream each place takes, if not all.
+
+    Whole tensors lie as they lie in the stream.
+    """
+
+    places: list[Place]
+    shares: Sequence[Share] | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of a slab that holds every place."""
+        return sum(aligned(place.spec.nbytes) for place in self.places)
+
+    def memory(self, tensors: Sequence[torch.Tensor], *, flat: bool = False) -> Memory:
+        """Memory of `uint8[nbytes]` for each place."""
+        if self.shares is None:
+            return Memory(tensors, flat)
+        return ShardMemory(tensors, flat, self.shares)
+
+    def in_slab(self, device: torch.device) -> Memory:
+        """Allocate one slab for all places."""
+        buffer = slab.allocate(self.nbytes, device)
+        tensors, at = [], 0
+        for place in self.places:
+            tensors.append(buffer[at : at + place.spec.nbytes])
+            at += aligned(place.spec.nbytes)
+        return self.memory(tensors, flat=True)
 
 
 class ModuleSink(WeightSink):
@@ -42,6 +84,7 @@ class ModuleSink(WeightSink):
         self.module = module
         self.casts = cast
         self._found = ModuleTensors(module)
+        self._held = self._hold()
         self._described = self._describe()
         self.manifest = self._described
         self.swap = _choose_swap(module) if swap == "auto" else swap
@@ -52,18 +95,19 @@ class ModuleSink(WeightSink):
     @property
     def device(self) -> torch.device:
         """The device of the first tensor."""
-        return next((t.device for t in self._found.tensors), torch.device("cpu"))
+        return next((t.device for t in self._held), torch.device("cpu"))
 
     @property
     def tensors(self) -> list[torch.Tensor]:
-        """The module's tensors, in the manifest's order."""
+        """What this process holds of the module's tensors, in the manifest's order."""
         self.refresh()
-        return self._found.tensors
+        return self._held
 
     def refresh(self) -> int:
         """Notice parameters that were replaced, moved, cast or offloaded by somebody else."""
         replaced = self._found.refresh()
-        if replaced or [t.data_ptr() for t in self._found.tensors] != self._addresses:
+        self._held = self._hold()
+        if replaced or [t.data_ptr() for t in self._held] != self._addresses:
             self._described = self._describe()
             self._generation += 1
             self._alone = self._find_alone()
@@ -79,7 +123,7 @@ class ModuleSink(WeightSink):
 
     def settled(self) -> None:
         """Remember where the tensors are: whatever moves them later is somebody else."""
-        self._addresses = [tensor.data_ptr() for tensor in self._found.tensors]
+        self._addresses = [tensor.data_ptr() for tensor in self._held]
 
     def is_alone(self, tensor: torch.Tensor) -> bool:
         """Whether nothing else saw the memory of `tensor` when this sink first looked at it.
@@ -92,18 +136,23 @@ class ModuleSink(WeightSink):
     def land(self, plan: Plan, apply: Apply) -> Landing:
         """A pair of slabs (staged) or the module's own memory (in place)."""
         check_manifest(self, plan.manifest, partial=True)
-        targets = self.targets(plan.manifest)
+        layout = self.layout(plan)
         if apply == "in_place":
-            return _InPlaceLanding(self, plan)
+            return _InPlaceLanding(self, layout)
         twins = sum(map(len, self._found.twins.values()))
-        whole = sum(map(len, targets)) == len(self.tensors) + twins
+        whole = sum(len(place.targets) for place in layout.places) == len(self.tensors) + twins
         if self.swap == "pointer" and whole:
-            return _PointerLanding(self, plan)
-        return _CopyLanding(self, plan)
+            return _PointerLanding(self, layout)
+        return _CopyLanding(self, layout)
 
     def staged_nbytes(self, plan: Plan) -> int:
         """One slab beside the model."""
-        return plan.nbytes
+        return self.layout(plan).nbytes
+
+    def layout(self, plan: Plan) -> Layout:
+        """What is landed of each tensor of `plan`."""
+        groups = self.targets(plan.manifest)
+        return Layout([Place(*pair) for pair in zip(plan.manifest.specs, groups, strict=True)])
 
     def targets(self, offered: Manifest) -> list[list[torch.Tensor]]:
         """For each offered tensor the module's tensors that it goes to."""
@@ -130,6 +179,20 @@ class ModuleSink(WeightSink):
                 known[i] = to_hex(mix64(_bytes_of(tensors[i].detach())))
         return {name: known[index[name]] for name in wanted}
 
+    def _hold(self) -> list[torch.Tensor]:
+        """What this process holds of each tensor that was found."""
+        sharded = [
+            name
+            for name, tensor in zip(self._found.names, self._found.tensors, strict=True)
+            if is_sharded(tensor)
+        ]
+        if sharded:
+            raise ConfigError(
+                f"{len(sharded)} tensors of the module are sharded (DTensor): {shorten(sharded)}; "
+                "give the module itself to WeightReceiver, or a ShardedModuleSink"
+            )
+        return self._found.tensors
+
     def _describe(self) -> Manifest:
         found = zip(self._found.names, self._found.tensors, strict=True)
         specs = tuple(spec_of(name, tensor) for name, tensor in found)
@@ -137,7 +200,7 @@ class ModuleSink(WeightSink):
 
     def _find_alone(self) -> set[int]:
         alone: set[int] = set()
-        for i, tensor in enumerate(self._found.tensors):
+        for i, tensor in enumerate(self._held):
             twins = self._found.twins.get(i, [])
             if _uses_alone(tensor, others=len(twins)):
                 alone.update(map(id, [tensor, *twins]))
@@ -200,13 +263,13 @@ class _ModuleLanding(Landing):
 class _PointerLanding(_ModuleLanding):
     """Two slabs take turns: one is in use, the other takes the next update."""
 
-    def __init__(self, sink: ModuleSink, plan: Plan) -> None:
+    def __init__(self, sink: ModuleSink, layout: Layout) -> None:
         super().__init__(sink)
-        self._slabs = [_Slab(plan, sink) for _ in range(2)]
+        self._slabs = [_Slab(layout, sink) for _ in range(2)]
         self._slabs[0].adopt_current()
         sink.settled()
         self._spare = 1
-        self.peak_extra_nbytes = plan.nbytes
+        self.peak_extra_nbytes = layout.nbytes
 
     @property
     def memory(self) -> Memory:  # type: ignore[override]  # two memories in turn, read-only here
@@ -219,19 +282,17 @@ class _PointerLanding(_ModuleLanding):
 
 
 class _Slab:
-    """A whole stream, and the views of it that the module's tensors can point at."""
+    """All places, and the views of them that the module's tensors can point at."""
 
-    def __init__(self, plan: Plan, sink: ModuleSink) -> None:
+    def __init__(self, layout: Layout, sink: ModuleSink) -> None:
         device = sink.device
-        self.memory = Memory.of_stream(plan, slab.allocate(plan.nbytes, device))
+        self.memory = layout.in_slab(device)
         self._plain: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._other: list[tuple[torch.Tensor, torch.Tensor]] = []
-        for spec, flat, group in zip(
-            plan.manifest.specs, self.memory.tensors, sink.targets(plan.manifest), strict=True
-        ):
-            view = from_bytes(flat, spec)
-            for tensor in group:
-                plain = _is_plain(tensor, spec, device) and sink.is_alone(tensor)
+        for place, flat in zip(layout.places, self.memory.tensors, strict=True):
+            view = from_bytes(flat, place.spec)
+            for tensor in place.targets:
+                plain = _is_plain(tensor, place.spec, device) and sink.is_alone(tensor)
                 (self._plain if plain else self._other).append((tensor, view))
 
     def adopt_current(self) -> None:
@@ -254,16 +315,14 @@ class _Slab:
 class _CopyLanding(_ModuleLanding):
     """One slab beside the model, copied over at commit."""
 
-    def __init__(self, sink: ModuleSink, plan: Plan) -> None:
+    def __init__(self, sink: ModuleSink, layout: Layout) -> None:
         super().__init__(sink)
-        self.memory = Memory.of_stream(plan, slab.allocate(plan.nbytes, sink.device))
-        self.peak_extra_nbytes = plan.nbytes
+        self.memory = layout.in_slab(sink.device)
+        self.peak_extra_nbytes = layout.nbytes
         self._pairs = [
-            (tensor, from_bytes(flat, spec))
-            for spec, flat, group in zip(
-                plan.manifest.specs, self.memory.tensors, sink.targets(plan.manifest), strict=True
-            )
-            for tensor in group
+            (tensor, from_bytes(flat, place.spec))
+            for place, flat in zip(layout.places, self.memory.tensors, strict=True)
+            for tensor in place.targets
         ]
 
     def commit(self) -> None:
@@ -278,22 +337,22 @@ class _InPlaceLanding(_ModuleLanding):
 
     in_place = True
 
-    def __init__(self, sink: ModuleSink, plan: Plan) -> None:
+    def __init__(self, sink: ModuleSink, layout: Layout) -> None:
         super().__init__(sink)
         self._copied: list[tuple[str, torch.Tensor, torch.Tensor]] = []
-        places: list[torch.Tensor] = []
-        for spec, group in zip(plan.manifest.specs, sink.targets(plan.manifest), strict=True):
-            first = group[0].detach()
-            if _is_plain(group[0], spec, first.device):
-                places.append(as_bytes(first))
-                rest = group[1:]
+        parts: list[torch.Tensor] = []
+        for place in layout.places:
+            spec, rest = place.spec, place.targets
+            first = rest[0].detach()
+            if _is_plain(rest[0], spec, first.device):
+                parts.append(as_bytes(first))
+                rest = rest[1:]
             else:
-                places.append(torch.zeros(spec.nbytes, dtype=torch.uint8, device=first.device))
+                parts.append(torch.zeros(spec.nbytes, dtype=torch.uint8, device=first.device))
                 self.peak_extra_nbytes += spec.nbytes
-                rest = group
-            view = from_bytes(places[-1], spec)
+            view = from_bytes(parts[-1], spec)
             self._copied += [(spec.name, tensor.detach(), view) for tensor in rest]
-        self.memory = Memory(places)
+        self.memory = layout.memory(parts)
 
     def settle(self) -> None:
         """Copy unusual tensors and second places, and read those back."""

@@ -1,0 +1,247 @@
+"""Which bytes of a full tensor a sharded parameter holds: arithmetic alone, nothing is moved.
+
+A DTensor is known here by what it offers (`placements`, `device_mesh`), so that models without
+shards never load torch.distributed. Where its rows lie is asked of its placements: each splits an
+index of the dimension with the code that splits tensors, mesh dimension by mesh dimension. The
+usual offset helper gives the wrong rows for fused projections, which lie in several ranges.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from weightsync.errors import ConfigError
+
+Span = tuple[int, int]
+"""Begin and end along one dimension."""
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """`height` rows of `width` bytes: from `source` on in a full tensor to `target` on in a shard.
+
+    Strides are bytes from row to row.
+    """
+
+    source: int
+    target: int
+    width: int
+    height: int
+    source_stride: int
+    target_stride: int
+
+    def within(self, begin: int, end: int) -> Iterator[Block]:
+        """Yield what lies between two bytes of the full tensor: cut rows, and whole ones."""
+        first = max(0, (begin - self.source - self.width) // self.source_stride + 1)
+        last = min(self.height, -((self.source - end) // self.source_stride))
+        if first < last and self.source + first * self.source_stride < begin:
+            yield self._row(first, begin, end)
+            first += 1
+        tail = first < last and self.source + (last - 1) * self.source_stride + self.width > end
+        whole = last - first - tail
+        if whole > 0:
+            yield self._rows(first, whole)
+        if tail:
+            yield self._row(last - 1, begin, end)
+
+    def _rows(self, first: int, height: int) -> Block:
+        source = self.source + first * self.source_stride
+        target = self.target + first * self.target_stride
+        return Block(source, target, self.width, height, self.source_stride, self.target_stride)
+
+    def _row(self, i: int, begin: int, end: int) -> Block:
+        row = self._rows(i, 1)
+        start, stop = max(row.source, begin), min(row.source + self.width, end)
+        target, width = row.target + start - row.source, stop - start
+        return Block(start, target, width, 1, self.source_stride, self.target_stride)
+
+
+@dataclass(frozen=True, slots=True)
+class Slice:
+    """The part of a full tensor of `shape` that is held here: for each dimension its spans.
+
+    Spans stand in the order in which the shard holds them.
+    """
+
+    shape: tuple[int, ...]
+    spans: tuple[tuple[Span, ...], ...]
+
+    @classmethod
+    def whole_of(cls, shape: tuple[int, ...]) -> Slice:
+        """All of a tensor."""
+        return cls(shape, tuple(((0, size),) for size in shape))
+
+    @property
+    def local_shape(self) -> tuple[int, ...]:
+        """The shape of the shard."""
+        return tuple(sum(end - begin for begin, end in spans) for spans in self.spans)
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the shard is the full tensor."""
+        return all(map(self._is_whole, range(len(self.shape))))
+
+    def blocks(self, itemsize: int) -> tuple[Block, ...]:
+        """Where the bytes of the shard lie in the full tensor, both contiguous."""
+        local = self.local_shape
+        if not math.prod(local):
+            return ()
+        dim = self._last_cut(len(self.shape))
+        if dim is None:
+            nbytes = math.prod(self.shape) * itemsize
+            return (Block(0, 0, nbytes, 1, nbytes, nbytes),)
+        inner = math.prod(self.shape[dim + 1 :]) * itemsize
+        strides = self.shape[dim] * inner, local[dim] * inner
+        columns = [(a * inner, b * inner, n * inner) for a, b, n in self._placed(dim)]
+        return tuple(
+            Block(row * strides[0] + a, at * strides[1] + b, width, height, *strides)
+            for row, at, height in self._rows(dim)
+            for a, b, width in columns
+        )
+
+    def _rows(self, upto: int) -> list[tuple[int, int, int]]:
+        """Leading dimensions as one: (place in the tensor, in the shard, length) of each run."""
+        dim = self._last_cut(upto)
+        if dim is None:
+            return [(0, 0, math.prod(self.shape[:upto]))]
+        inner = math.prod(self.shape[dim + 1 : upto])
+        size, held = self.shape[dim], self.local_shape[dim]
+        return [
+            (((row + i) * size + a) * inner, ((at + i) * held + b) * inner, n * inner)
+            for row, at, count in self._rows(dim)
+            for i in range(count)
+            for a, b, n in self._placed(dim)
+        ]
+
+    def _placed(self, dim: int) -> Iterator[tuple[int, int, int]]:
+        at = 0
+        for begin, end in self.spans[dim]:
+            yield begin, at, end - begin
+            at += end - begin
+
+    def _last_cut(self, upto: int) -> int | None:
+        return next((d for d in reversed(range(upto)) if not self._is_whole(d)), None)
+
+    def _is_whole(self, dim: int) -> bool:
+        return self.spans[dim] == ((0, self.shape[dim]),)
+
+
+def is_sharded(tensor: torch.Tensor) -> bool:
+    """Whether this is a DTensor, be it split or replicated."""
+    return hasattr(tensor, "placements") and hasattr(tensor, "device_mesh")
+
+
+def holds_shards(module: nn.Module) -> bool:
+    """Whether a parameter or buffer of `module` is a DTensor."""
+    return any(map(is_sharded, module.parameters())) or any(map(is_sharded, module.buffers()))
+
+
+def local_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Return what a DTensor holds here, the very object that it computes with; others as is.
+
+    `to_local()` would do, but it makes a new tensor where gradients are recorded.
+    """
+    return tensor._local_tensor if is_sharded(tensor) else tensor  # type: ignore[attr-defined]  # a DTensor's
+
+
+class Slicer:
+    """Derives slices; equal splits are derived once, since models repeat their layers."""
+
+    def __init__(self) -> None:
+        self._known: dict[object, tuple[Span, ...]] = {}
+
+    def slice_of(self, name: str, tensor: torch.Tensor) -> Slice:
+        """Return what `tensor` holds of the full tensor.
+
+        Raises ConfigError naming tensor and placement where that cannot be told.
+        """
+        shape = tuple(tensor.shape)
+        if not is_sharded(tensor):
+            return Slice.whole_of(shape)
+        splits = _splits(name, tensor)
+        found = Slice(shape, tuple(map(self._spans, [len(shape)] * len(shape), shape, splits)))
+        held = tuple(local_of(tensor).shape)
+        if found.local_shape != held:
+            raise ConfigError(
+                f"{name}: {tensor.placements} of {list(shape)} hold {list(found.local_shape)} "  # type: ignore[attr-defined]  # a DTensor's
+                f"here, but its local tensor is {list(held)}; shard it with distribute_tensor"
+            )
+        return found
+
+    def _spans(self, ndim: int, size: int, splits: list[_Split]) -> tuple[Span, ...]:
+        if not splits:
+            return ((0, size),)
+        key = (ndim, size, *((type(s.placement), repr(s.placement), s.parts, s.at) for s in splits))
+        if key not in self._known:
+            self._known[key] = tuple(_consecutive(_indices(ndim, size, splits)))
+        return self._known[key]
+
+
+@dataclass(frozen=True, slots=True)
+class _Split:
+    """A dimension cut by `placement` into `parts`, of which part `at` is held here."""
+
+    placement: Any
+    parts: int
+    at: int
+
+
+def _splits(name: str, tensor: Any) -> list[list[_Split]]:
+    """For each dimension the splits that are made of it, in their order."""
+    mesh = tensor.device_mesh
+    coordinate = mesh.get_coordinate()
+    if coordinate is None:
+        raise ConfigError(f"{name}: this process is no member of the tensor's mesh {mesh}")
+    splits: list[list[_Split]] = [[] for _ in tensor.shape]
+    for mesh_dim in _in_order(tensor):
+        placement = tensor.placements[mesh_dim]
+        if _is(placement, "is_replicate"):
+            continue
+        if _is(placement, "is_partial") or not hasattr(placement, "_split_tensor"):
+            kind = "partial sums" if _is(placement, "is_partial") else "an unknown placement"
+            raise ConfigError(
+                f"{name}: {placement!r} is {kind}, so this process holds no known rows of it; "
+                "redistribute it to Shard or Replicate, or receive through a load_weights hook"
+            )
+        parts, at = mesh.size(mesh_dim), coordinate[mesh_dim]
+        splits[placement.dim % tensor.ndim].append(_Split(placement, parts, at))
+    return splits
+
+
+def _in_order(tensor: Any) -> list[int]:
+    """Mesh dimensions in the order in which they cut; newer torch may keep another than theirs."""
+    order = getattr(getattr(tensor, "_spec", None), "shard_order", None) or ()
+    named = [mesh_dim for entry in order for mesh_dim in entry.mesh_dims]
+    return [*named, *(d for d in range(len(tensor.placements)) if d not in named)]
+
+
+def _is(placement: object, question: str) -> bool:
+    ask = getattr(placement, question, None)
+    return bool(ask and ask())
+
+
+def _indices(ndim: int, size: int, splits: list[_Split]) -> list[int]:
+    """Let the placements split an index of the dimension as they split tensors."""
+    indices = torch.arange(size)
+    for split in splits:
+        shape = [1] * ndim
+        shape[split.placement.dim] = indices.numel()
+        shards, _ = split.placement._split_tensor(
+            indices.view(shape), split.parts, with_padding=False, contiguous=False
+        )
+        indices = shards[split.at].reshape(-1)
+    return [int(i) for i in indices.tolist()]
+
+
+def _consecutive(indices: list[int]) -> Iterator[Span]:
+    begin = 0
+    for i in range(1, len(indices) + 1):
+        if i == len(indices) or indices[i] != indices[i - 1] + 1:
+            yield indices[begin], indices[i - 1] + 1
+            begin = i
