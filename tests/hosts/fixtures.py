@@ -1,0 +1,26 @@
+"""Hosts as a fixture; a conftest.py or test file imports the name from here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+
+import pytest
+
+from tests.hosts.namespaces import SHM_NBYTES, HostNetwork, host_network, netns_problem
+
+MakeNetwork = Callable[..., HostNetwork]
+
+
+@pytest.fixture
+def make_network() -> Iterator[MakeNetwork]:
+    """What makes a network of so many hosts for one test; skips where hosts cannot be made."""
+    problem = netns_problem()
+    if problem is not None:
+        pytest.skip(f"hosts cannot be made here: {problem}")
+    with ExitStack() as stack:
+
+        def make(count: int, *, shm_nbytes: int = SHM_NBYTES) -> HostNetwork:
+            return stack.enter_context(host_network(count, shm_nbytes=shm_nbytes))
+
+        yield make
