@@ -1,0 +1,338 @@
+"""What the ranks of one trainer tell each other: a private Gloo group beside the trainer's own."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import time
+from collections.abc import Callable, Iterable, Sequence
+from datetime import timedelta
+from typing import NoReturn, Protocol, cast
+
+import msgspec
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore
+
+from weightsync.errors import (
+    ConfigError,
+    ProtocolError,
+    RemoteError,
+    TransferError,
+    TransferTimeout,
+    WeightSyncError,
+)
+from weightsync.sending.checkin import CheckIn
+from weightsync.wire.problem import Problem, encode_problem, from_problem, to_problem
+
+logger = logging.getLogger(__name__)
+
+JOIN_TIMEOUT_S = 300.0
+NAMING_TIMEOUT_S = 5.0
+_WAIT_SLICE = timedelta(seconds=0.2)
+
+# Every call begins by summing one word over the ranks: each adds one to the field of its call.
+_FIELD_BITS = 15
+_CALLS = ("agree", "failed agree", "exchange", "broadcast")
+_MASK = (1 << _FIELD_BITS) - 1
+MAX_RANKS = _MASK
+
+
+class _Gloo(Protocol):
+    """What is used of `dist.ProcessGroupGloo`, whose stub lacks it."""
+
+    def allreduce(self, tensors: list[torch.Tensor], /) -> dist.Work: ...
+
+    def allgather(
+        self, outputs: list[list[torch.Tensor]], inputs: list[torch.Tensor], /
+    ) -> dist.Work: ...
+
+    def broadcast(self, tensor: torch.Tensor, root: int, /) -> dist.Work: ...
+
+    def set_timeout(self, timeout: timedelta, /) -> None: ...
+
+
+class Ranks:
+    """The ranks of a trainer; every rank calls the same methods in the same order.
+
+    `rank` and `size` are those of the trainer's process group; messages name a rank as the whole
+    job knows it (`names`). A call that ranks do not share raises ProtocolError on all of them. A
+    rank that dies, or stays away for longer than the group's timeout, is a TransferError on all
+    others that names it; the group is then broken and every further call raises the same again.
+    """
+
+    def __init__(
+        self,
+        group: _Gloo,
+        check_in: CheckIn,
+        *,
+        rank: int,
+        names: Sequence[int],
+        timeout_s: float,
+    ) -> None:
+        self.rank = rank
+        self.size = len(names)
+        self.names = tuple(names)
+        self.timeout_s = timeout_s
+        self._group: _Gloo | None = group
+        self._check_in = check_in
+        self._broken: str | None = None
+
+    def exchange(self, payload: bytes) -> list[bytes]:
+        """Return every rank's payload, in rank order. Collective; payloads may differ in length."""
+        self._meet("exchange")
+        return self._gather(payload)
+
+    def broadcast(self, payload: bytes | None = None) -> bytes:
+        """Return the payload of rank 0, which alone gives one. Collective.
+
+        The others wait for rank 0 as long as the group's timeout.
+        """
+        if self.rank == 0 and payload is None:
+            raise ConfigError("rank 0 has to give the payload that it broadcasts")
+        self._meet("broadcast")
+        data = payload if self.rank == 0 and payload is not None else b""
+        length = torch.tensor([len(data)], dtype=torch.int64)
+        self._run(lambda group: group.broadcast(length, 0))
+        buffer = _tensor_of(data, int(length.item()))
+        if buffer.numel():
+            self._run(lambda group: group.broadcast(buffer, 0))
+        return _bytes_of(buffer)
+
+    def agree(self, error: BaseException | None = None) -> None:
+        """Raise on every rank if any rank brings an error: the same class, naming the rank.
+
+        One small word where all is well. A foreign exception becomes a RemoteError. Of several
+        errors the one of the lowest rank is raised. Collective.
+        """
+        if self._meet("agree" if error is None else "failed agree") == 0:
+            return
+        told = self._gather(b"" if error is None else _encode(error))
+        failed = [rank for rank, body in enumerate(told) if body]
+        if error is not None and self.rank != failed[0]:
+            logger.warning("rank %d failed too: %r", self.names[self.rank], error)
+        raise self._decode(told[failed[0]], failed) from error
+
+    def close(self) -> None:
+        """Leave the group; not collective, may be called twice."""
+        self._group = None
+
+    def _decode(self, body: bytes, failed: list[int]) -> WeightSyncError:
+        problem = msgspec.json.decode(body, type=Problem)
+        if len(failed) > 1:
+            others = name_ranks(self.names[rank] for rank in failed[1:])
+            problem = msgspec.structs.replace(problem, detail=f"{problem.detail} ({others} too)")
+        return from_problem(problem, peer=f"rank {self.names[failed[0]]}")
+
+    def _meet(self, call: str) -> int:
+        """Wait until every rank is here, in the same call; return how many bring an error."""
+        own = _CALLS.index(call)
+        word = torch.tensor([1 << own * _FIELD_BITS], dtype=torch.int64)
+        self._run(lambda group: group.allreduce([word]))
+        total = int(word.item())
+        counts = [total >> i * _FIELD_BITS & _MASK for i in range(len(_CALLS))]
+        shared = counts[0] + counts[1] if own < 2 else counts[own]
+        if shared != self.size:
+            self._raise_parted(call)
+        return counts[1]
+
+    def _raise_parted(self, call: str) -> NoReturn:
+        calls = [body.decode() for body in self._gather(call.removeprefix("failed ").encode())]
+        where = (
+            f"{name_ranks(n for n, at in zip(self.names, calls, strict=True) if at == there)} "
+            f"in {there}()"
+            for there in sorted(set(calls))
+        )
+        self._give_up(
+            ProtocolError(
+                f"the trainer's ranks are not in step: {', '.join(where)}; every rank has to make "
+                "the same calls on its sender, in the same order"
+            )
+        )
+
+    def _gather(self, payload: bytes) -> list[bytes]:
+        own = torch.tensor([len(payload)], dtype=torch.int64)
+        sizes = [torch.zeros_like(own) for _ in range(self.size)]
+        self._run(lambda group: group.allgather([sizes], [own]))
+        lengths = [int(size.item()) for size in sizes]
+        longest = max(lengths)
+        if not longest:
+            return [b""] * self.size
+        padded = _tensor_of(payload, longest)
+        buffers = [torch.empty_like(padded) for _ in range(self.size)]
+        self._run(lambda group: group.allgather([buffers], [padded]))
+        pairs = zip(buffers, lengths, strict=True)
+        return [_bytes_of(buffer[:length]) for buffer, length in pairs]
+
+    def _run(self, start: Callable[[_Gloo], dist.Work]) -> None:
+        if self._broken is not None:
+            raise TransferError(f"{self._broken}; connect again")
+        if self._group is None:
+            raise ConfigError("the group of the trainer's ranks is closed")
+        began = time.monotonic()
+        failure = _outcome(start(self._group))
+        if failure is not None:
+            self._lose(failure, time.monotonic() - began)
+
+    def _lose(self, cause: RuntimeError, waited_s: float) -> NoReturn:
+        """Leave the broken group, so that all others notice too, and find out who is gone."""
+        self._group = None
+        gone = who_is_gone(self._check_in, self.names)
+        late = waited_s >= self.timeout_s * 0.9
+        error = TransferTimeout if late else TransferError
+        spent = f" within {self.timeout_s:g} s" if late else ""
+        self._broken = f"{gone} did not answer the trainer's other ranks{spent}"
+        raise error(f"{self._broken}; start what died again, and connect again") from cause
+
+    def _give_up(self, error: ProtocolError) -> NoReturn:
+        self._broken = str(error)
+        self._group = None
+        raise error
+
+
+class Alone(Ranks):
+    """A trainer of one rank: the same interface, and no torch.distributed."""
+
+    def __init__(self) -> None:
+        self.rank = 0
+        self.size = 1
+        self.names = (0,)
+        self.timeout_s = 0.0
+
+    def exchange(self, payload: bytes) -> list[bytes]:
+        """Return the own payload."""
+        return [payload]
+
+    def broadcast(self, payload: bytes | None = None) -> bytes:
+        """Return the own payload."""
+        if payload is None:
+            raise ConfigError("rank 0 has to give the payload that it broadcasts")
+        return payload
+
+    def agree(self, error: BaseException | None = None) -> None:
+        """Raise `error` as it is."""
+        if error is not None:
+            raise error
+
+    def close(self) -> None:
+        """Do nothing."""
+
+
+def alone() -> Ranks:
+    """Return the ranks of a trainer that is one process."""
+    return Alone()
+
+
+def join_ranks(
+    process_group: dist.ProcessGroup | None,
+    *,
+    timeout_s: float,
+    join_timeout_s: float = JOIN_TIMEOUT_S,
+) -> Ranks:
+    """Make the private group over the ranks of `process_group`; each of them has to call this.
+
+    None means the default group where there is one of more than one rank, else `alone()`.
+    `timeout_s` bounds every later wait for another rank, so it has to cover the longest time that
+    rank 0 may wait for receivers. Raises TransferTimeout naming the ranks that did not call this
+    within the shorter of the two times.
+    """
+    if process_group is None and not (dist.is_available() and dist.is_initialized()):
+        return alone()
+    names = dist.get_process_group_ranks(process_group)
+    rank = dist.get_rank(process_group)
+    if rank < 0:
+        raise ConfigError("this process is no member of the process_group that connect() was given")
+    if len(names) == 1:
+        return alone()
+    if len(names) > MAX_RANKS:
+        raise ConfigError(f"one sender has at most {MAX_RANKS} ranks, not {len(names)}")
+    bound_s = min(join_timeout_s, timeout_s)
+    check_in = _check_in(names, rank, bound_s)
+    group = _make_group(check_in, rank, names, bound_s)
+    group.set_timeout(timedelta(seconds=timeout_s))
+    return Ranks(group, check_in, rank=rank, names=names, timeout_s=timeout_s)
+
+
+def name_ranks(names: Iterable[int]) -> str:
+    """Return `rank 1` or `ranks 1, 2 and 3`."""
+    listed = [str(name) for name in sorted(names)]
+    if len(listed) == 1:
+        return f"rank {listed[0]}"
+    return f"ranks {', '.join(listed[:-1])} and {listed[-1]}"
+
+
+def who_is_gone(check_in: CheckIn, names: Sequence[int]) -> str:
+    """Ask through the store who is still there; return the others by name."""
+    try:
+        missing = check_in.survivors_miss(NAMING_TIMEOUT_S)
+    except RuntimeError:
+        return "the process that holds the trainer's store (rank 0, or torchrun's agent)"
+    if not missing:
+        return "a rank (all of them are still alive, so look at the network between them)"
+    return f"{name_ranks(names[rank] for rank in missing)} of {len(names)}"
+
+
+def _check_in(names: Sequence[int], rank: int, timeout_s: float) -> CheckIn:
+    """Meet the other ranks in the trainer's store."""
+    digest = hashlib.blake2b(repr(list(names)).encode(), digest_size=8).hexdigest()
+    store = PrefixStore(f"weightsync/{digest}", dist.distributed_c10d._get_default_store())
+    try:
+        check_in, missing = CheckIn.arrive(store, rank=rank, size=len(names), timeout_s=timeout_s)
+    except RuntimeError as exc:
+        raise TransferError(
+            "the trainer's store (held by rank 0, or by torchrun's agent) does not answer; it has "
+            "to live as long as the trainer"
+        ) from exc
+    if missing:
+        late = name_ranks(names[rank] for rank in missing)
+        raise TransferTimeout(
+            f"{late} of {len(names)} did not call connect() within {timeout_s:g} s; every rank of "
+            "the process group has to call it"
+        )
+    return check_in
+
+
+def _make_group(check_in: CheckIn, rank: int, names: Sequence[int], timeout_s: float) -> _Gloo:
+    # Not dist.new_group: its names depend on what this process made before, and ranks that
+    # recover from an error at different times would wait for each other under different names.
+    try:
+        store = PrefixStore("gloo", check_in.store)
+        group = dist.ProcessGroupGloo(store, rank, len(names), timedelta(seconds=timeout_s))
+        return cast(_Gloo, group)
+    except RuntimeError as exc:
+        gone = who_is_gone(check_in, names)
+        raise TransferError(f"the trainer's ranks could not connect: {gone} stayed away") from exc
+
+
+def _outcome(work: dist.Work) -> RuntimeError | None:
+    """Wait for a collective in slices, so that Ctrl-C is heard; return how it failed.
+
+    Without a traceback, whose frames would keep the group's sockets open, and the others waiting.
+    """
+    while True:
+        completed = work.is_completed()
+        try:
+            work.wait(_WAIT_SLICE)
+        except RuntimeError as exc:
+            if completed:
+                return exc.with_traceback(None)
+        else:
+            return None
+
+
+def _encode(error: BaseException) -> bytes:
+    if not isinstance(error, WeightSyncError):
+        kind, said = type(error).__name__, str(error)
+        text = f"{kind}: {said}" if said else kind
+        error = RemoteError(text, remote_type=kind, remote_message=said)
+    return encode_problem(to_problem(error))
+
+
+def _tensor_of(payload: bytes, length: int) -> torch.Tensor:
+    buffer = bytearray(length)
+    buffer[: len(payload)] = payload
+    return torch.frombuffer(buffer, dtype=torch.uint8) if length else torch.empty(0)
+
+
+def _bytes_of(tensor: torch.Tensor) -> bytes:
+    return tensor.numpy().tobytes() if tensor.numel() else b""
