@@ -43,7 +43,7 @@ LAYERS = (
     layer("sending", "receiving"),
     layer("trainer", "receiver", "profiling", "oneshot", "compat", mutual=True),
     layer(""),
-    layer("server"),
+    layer("server", "ray"),
     layer("rollout", "integrations", "testing"),
     layer("cli", "__main__", mutual=True),
 )

@@ -89,11 +89,12 @@ __all__ = [
     "__version__",
     "close",
     "connect",
+    "ray",
     "send_weights",
     "server",
 ]
 
-_LAZY = {"server": "server"}
+_LAZY = {"ray": "ray", "server": "server"}
 """Modules that need an extra, by the extra that brings it."""
 
 

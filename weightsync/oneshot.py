@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import atexit
 import threading
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -125,7 +125,7 @@ def _reconnect(key: Hashable, settings: Settings, source: object, to: Targets) -
 def _key(to: Targets) -> Hashable:
     if isinstance(to, str) or callable(to):
         return to
-    targets = tuple(to) if not hasattr(to, "call") else (to,)
+    targets = tuple(to) if isinstance(to, Iterable) and not hasattr(to, "call") else (to,)
     if not targets:
         raise ConfigError("to= names no receiver")
     return targets

@@ -8,6 +8,7 @@ import os
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
+from importlib import import_module
 from types import TracebackType
 from typing import Self
 
@@ -67,12 +68,12 @@ def connect(  # noqa: PLR0913  # the settings of a connection, all keyword-only
     """Return a sender of `source` to every receiver in `to`; everything large is allocated now.
 
     `source`: an nn.Module, a state dict, a callable that returns fresh `(name, tensor)` pairs, or a
-    WeightSource. `to`: a URL, a callable that carries plain dicts (`receiver.handle`), a Transport,
-    or several. `dtype` casts floating-point tensors on the way; `rename` maps names. `packed` None
-    lets receivers read stable parameters where they are and streams others through buckets;
-    `bucket_nbytes` and `num_buckets` size those. `adopt` allows parameters in host memory to be
-    moved into shared memory. `verify` fingerprints what arrives; `timeout_s` bounds every wait for
-    progress.
+    WeightSource. `to`: a URL, a Ray actor, a callable that carries plain dicts
+    (`receiver.handle`), a Transport, or several. `dtype` casts floating-point tensors on the way;
+    `rename` maps names. `packed` None lets receivers read stable parameters where they are and
+    streams others through buckets; `bucket_nbytes` and `num_buckets` size those. `adopt` allows
+    parameters in host memory to be moved into shared memory. `verify` fingerprints what arrives;
+    `timeout_s` bounds every wait for progress.
 
     Raises ConfigError, ManifestMismatchError when the tensors do not fit a receiver, SegmentError
     when `/dev/shm` has no room, BackendUnavailableError when no road works, ConnectError or
@@ -111,13 +112,16 @@ def make_transports(to: Targets, *, token: str | None) -> list[Transport]:
 def _make_transport(target: object, token: str | None) -> Transport:
     if isinstance(target, str):
         return HttpTransport(target, token)
+    if type(target).__module__.partition(".")[0] == "ray":  # an actor's handle, so Ray is there
+        made: Transport = import_module("weightsync.transports.ray_actor").RayActorTransport(target)
+        return made
     if hasattr(target, "call") and hasattr(target, "target"):
         return target  # type: ignore[return-value]  # a protocol, checked by its members
     if callable(target):
         return CallbackTransport(target, getattr(target, "__qualname__", "callback"))
     raise ConfigError(
-        f"cannot send to a {type(target).__name__}; give a URL, a callable that takes and returns "
-        "dicts, or a Transport"
+        f"cannot send to a {type(target).__name__}; give a URL, a Ray actor, a callable that takes "
+        "and returns dicts, or a Transport"
     )
 
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Mapping
 
 from weightsync.errors import ConnectError, RemoteError, WeightSyncError
+from weightsync.transports.counting import CountingTransport
 from weightsync.wire import codec
 from weightsync.wire.messages import CALL_OF, Reply, Request
 
@@ -13,7 +13,7 @@ Callback = Callable[[Mapping[str, object]], object]
 """Takes `{"call": name, "body": {…}}` to a `WeightReceiver.handle` and returns its answer."""
 
 
-class CallbackTransport:
+class CallbackTransport(CountingTransport):
     """A Transport that hands each request, as plain data, to `callback`.
 
     `callback` is called in the thread of the caller, in several threads at once when calls are
@@ -21,27 +21,9 @@ class CallbackTransport:
     """
 
     def __init__(self, callback: Callback, target: str = "callback") -> None:
+        super().__init__(target)
         self._callback = callback
-        self._target = target
-        self._lock = threading.Lock()
         self._closed = False
-        self._sent_nbytes = 0
-        self._sent_messages = 0
-
-    @property
-    def target(self) -> str:
-        """The name given when this was made."""
-        return self._target
-
-    @property
-    def sent_nbytes(self) -> int:
-        """Bytes that the bodies so far take as JSON."""
-        return self._sent_nbytes
-
-    @property
-    def sent_messages(self) -> int:
-        """Requests handed to the callback so far."""
-        return self._sent_messages
 
     def call(self, request: Request, *, timeout_s: float) -> Reply:
         """Hand over one request. Errors that are not ours become RemoteError."""
@@ -63,8 +45,3 @@ class CallbackTransport:
     def close(self) -> None:
         """Refuse further calls."""
         self._closed = True
-
-    def _count(self, nbytes: int) -> None:
-        with self._lock:
-            self._sent_nbytes += nbytes
-            self._sent_messages += 1

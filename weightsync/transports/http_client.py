@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import threading
 from typing import Any, NoReturn
 from urllib.parse import SplitResult, urlsplit
 
@@ -25,6 +24,7 @@ from weightsync.errors import (
     RemoteError,
     TransportTimeout,
 )
+from weightsync.transports.counting import CountingTransport
 from weightsync.wire import codec, problem
 from weightsync.wire.messages import CALL_OF, Reply, Request
 
@@ -95,7 +95,7 @@ class _HttpsPool(urllib3.HTTPSConnectionPool):
     ConnectionCls = _HttpsConnection
 
 
-class HttpTransport:
+class HttpTransport(CountingTransport):
     """A Transport to the server at `url`; each call is `POST {url}/{call}`, `weight_info` a GET.
 
     `token` is sent as a bearer token; None takes WEIGHTSYNC_TOKEN from the environment, "" sends
@@ -107,30 +107,12 @@ class HttpTransport:
     def __init__(
         self, url: str, token: str | None = None, *, verify_tls: bool | str = True
     ) -> None:
-        self._target = url.rstrip("/")
+        super().__init__(url.rstrip("/"))
         self._parts = _split(self._target)
         self._path = self._parts.path
         self._verify_tls = verify_tls
         self._pool = self._make_pool()
         self._headers = _headers(os.environ.get(TOKEN_VARIABLE) if token is None else token)
-        self._lock = threading.Lock()
-        self._sent_nbytes = 0
-        self._sent_messages = 0
-
-    @property
-    def target(self) -> str:
-        """The URL."""
-        return self._target
-
-    @property
-    def sent_nbytes(self) -> int:
-        """Bytes of all request bodies so far, retries included."""
-        return self._sent_nbytes
-
-    @property
-    def sent_messages(self) -> int:
-        """Requests sent so far, retries included."""
-        return self._sent_messages
 
     def call(self, request: Request, *, timeout_s: float) -> Reply:
         """Send one request and return its reply; see Transport.call."""
@@ -228,11 +210,6 @@ class HttpTransport:
             response.close()
         response.release_conn()
         return response.status, answer
-
-    def _count(self, nbytes: int) -> None:
-        with self._lock:
-            self._sent_nbytes += nbytes
-            self._sent_messages += 1
 
 
 def _split(url: str) -> SplitResult:

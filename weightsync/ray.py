@@ -1,0 +1,164 @@
+"""Receivers inside Ray actors: `ws.ray.WeightSyncActor` and `@ws.ray.remote`.
+
+    @ws.ray.remote(num_cpus=1)
+    class Rollout(ws.ray.WeightSyncActor):
+        def __init__(self):
+            self.weightsync_receiver = ws.WeightReceiver(make_model())
+
+Then `ws.connect(model, to=[actor, actor])` on the trainer's side.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, ClassVar
+
+import msgspec
+import ray
+
+from weightsync.errors import ConfigError
+from weightsync.receiver import WeightReceiver
+from weightsync.transports.ray_actor import DOOR, RayActorTransport
+from weightsync.wire import problem
+from weightsync.wire.messages import CALLS
+
+__all__ = ["GROUP", "RayActorTransport", "WeightSyncActor", "remote"]
+
+GROUP = "weightsync"
+"""The concurrency group of the verbs."""
+GROUP_SIZE = 8  # an update, its retries, and room for an abort and a status beside them
+
+Verb = Callable[..., Any]
+
+_grouped: Any = ray.method(concurrency_group=GROUP)
+
+# Ray runs the plain methods of an async actor on an event loop, where one would block the others.
+_workers = ThreadPoolExecutor(GROUP_SIZE, thread_name_prefix="weightsync")
+
+
+def _verb(call: str) -> Verb:
+    """Return the actor method `call`: it takes the plain body and returns the plain reply."""
+
+    def verb(self: WeightSyncActor, body: Mapping[str, object] | None = None) -> dict[str, object]:
+        return self._receiver().handle({"call": call, "body": body or {}})
+
+    return _named(verb, call, "WeightSyncActor")
+
+
+def _async_verb(call: str) -> Verb:
+    """Return the same method for an async actor; its event loop stays free."""
+    answer: Verb = getattr(WeightSyncActor, call)
+
+    async def verb(self: WeightSyncActor, *args: object, **kwargs: object) -> dict[str, object]:
+        loop = asyncio.get_running_loop()
+        done: dict[str, object] = await loop.run_in_executor(
+            _workers, lambda: answer(self, *args, **kwargs)
+        )
+        return done
+
+    return _named(verb, call, "_AsyncVerbs")
+
+
+def _named(verb: Verb, call: str, owner: str) -> Verb:
+    """Put it in the group, and name it by where it is found: so it is pickled by reference."""
+    verb.__name__, verb.__qualname__ = call, f"{owner}.{call}"
+    verb.__doc__ = CALLS[call].__doc__ if call in CALLS else verb.__doc__
+    grouped: Verb = _grouped(verb)
+    return grouped
+
+
+class WeightSyncActor:
+    """Gives an actor class the verbs, beside whatever else the actor does.
+
+    The class, plain or with async methods, is decorated with `@ws.ray.remote` and assigns
+    `self.weightsync_receiver`; until then every verb answers with a ConfigError. Each verb takes
+    the plain body of its message and raises what the receiver raises. All run in a concurrency
+    group of their own, so none waits for the class's other methods, nor an abort for an update.
+    A class may define methods of these names for itself: senders only use `weightsync_handle`.
+    """
+
+    weightsync_receiver: WeightReceiver | None = None
+    _weightsync_grouped: ClassVar[bool] = False
+
+    init_weight_transfer_engine = _verb("init_weight_transfer_engine")
+    shutdown_weight_transfer_engine = _verb("shutdown_weight_transfer_engine")
+    start_weight_update = _verb("start_weight_update")
+    update_weights = _verb("update_weights")
+    prepare_weight_update = _verb("prepare_weight_update")
+    finish_weight_update = _verb("finish_weight_update")
+    abort_weight_update = _verb("abort_weight_update")
+    update_weight_version = _verb("update_weight_version")
+    weight_checker = _verb("weight_checker")
+    weight_info = _verb("weight_info")
+    reset_prefix_cache = _verb("reset_prefix_cache")
+    pause = _verb("pause")
+    resume = _verb("resume")
+
+    @_grouped
+    def weightsync_handle(self, message: Mapping[str, object]) -> dict[str, object]:
+        """Answer a plain message with `{"reply": …}` or `{"problem": …}`; raises nothing.
+
+        Called by RayActorTransport.
+        """
+        try:
+            return {"reply": self._receiver().handle(message)}
+        except Exception as exc:  # noqa: BLE001  # the other side raises it
+            return {"problem": msgspec.to_builtins(problem.to_problem(exc))}
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        """Refuse plain `ray.remote`, which subclasses the class that it decorates."""
+        super().__init_subclass__(**kwargs)
+        decorated = vars(cls).get("__ray_actor_class__")
+        if decorated is not None and not vars(decorated).get("_weightsync_grouped"):
+            raise ConfigError(
+                f"{decorated.__name__} is decorated with ray.remote, which would make its weight "
+                "verbs wait for its other methods; write @ws.ray.remote(…), with the same options"
+            )
+
+    def _receiver(self) -> WeightReceiver:
+        if self.weightsync_receiver is None:
+            raise ConfigError(
+                f"the actor {type(self).__name__} has no receiver; assign self.weightsync_receiver "
+                "= ws.WeightReceiver(model) in its __init__"
+            )
+        return self.weightsync_receiver
+
+
+VERBS = (*CALLS, DOOR)
+_AsyncVerbs = type("_AsyncVerbs", (), {call: _async_verb(call) for call in VERBS})
+
+
+def remote(*args: type, **options: Any) -> Any:
+    """Do what `ray.remote` does for a subclass of WeightSyncActor; takes the same options.
+
+    `@ws.ray.remote` or `@ws.ray.remote(num_cpus=1, …)`. Adds the concurrency group of the verbs to
+    those that `concurrency_groups` names. Raises ConfigError for any other class.
+    """
+    if args and (options or len(args) > 1 or not inspect.isclass(args[0])):
+        raise ConfigError(
+            "write @ws.ray.remote, or @ws.ray.remote(num_cpus=…) with options by name"
+        )
+    if args:
+        return _make_actor_class(args[0], {})
+    return lambda cls: _make_actor_class(cls, options)
+
+
+def _make_actor_class(cls: type, options: dict[str, Any]) -> Any:
+    if not inspect.isclass(cls) or not issubclass(cls, WeightSyncActor):
+        raise ConfigError(f"{cls!r} does not derive from ws.ray.WeightSyncActor; make it do so")
+    if _is_async(cls):
+        for call in VERBS:
+            if getattr(cls, call) is getattr(WeightSyncActor, call):
+                setattr(cls, call, getattr(_AsyncVerbs, call))
+    cls._weightsync_grouped = True
+    groups = {GROUP: GROUP_SIZE, **(options.get("concurrency_groups") or {})}
+    return ray.remote(**{**options, "concurrency_groups": groups})(cls)
+
+
+def _is_async(cls: type) -> bool:
+    """Whether Ray will run the methods of `cls` on event loops."""
+    members = inspect.getmembers(cls)
+    return any(inspect.iscoroutinefunction(m) or inspect.isasyncgenfunction(m) for _, m in members)

@@ -1,0 +1,149 @@
+"""Messages to Ray actors, as plain data: dicts, lists, text, numbers."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import msgspec
+import ray
+from ray.exceptions import GetTimeoutError, RayError, RayTaskError
+
+from weightsync.errors import (
+    ConfigError,
+    ConnectError,
+    ProtocolError,
+    TransportTimeout,
+    WeightSyncError,
+)
+from weightsync.transports.counting import CountingTransport
+from weightsync.wire import codec, problem
+from weightsync.wire.messages import CALL_OF, Reply, Request
+
+DOOR = "weightsync_handle"
+"""The actor method that every message goes through; answers `{"reply"}` or `{"problem"}`."""
+
+
+class RayActorTransport(CountingTransport):
+    """A Transport to `actor`, a handle whose class derives from `ws.ray.WeightSyncActor`.
+
+    Errors come back as problem documents, never as pickled exceptions. `target` names the actor in
+    messages; None takes its class and id. Raises ConfigError for an actor without the verbs.
+    """
+
+    def __init__(self, actor: Any, target: str | None = None) -> None:
+        super().__init__(target or actor_name(actor))
+        door = getattr(actor, DOOR, None)
+        if door is None:
+            raise ConfigError(
+                f"{self.target} has no method {DOOR}; derive its class from ws.ray.WeightSyncActor "
+                "and decorate it with @ws.ray.remote"
+            )
+        self._door = door
+        self._closed = False
+
+    def call(self, request: Request, *, timeout_s: float) -> Reply:
+        """Send one request and return its reply; see Transport.call."""
+        if self._closed:
+            raise ConnectError(f"{self.target}: this transport is closed; connect again")
+        call = CALL_OF[type(request)]
+        self._count(len(codec.encode(request)))
+        ref = _submit(self._door, codec.to_plain(request), self.target, call)
+        return _open(_get(ref, timeout_s, self.target, call), self.target, call)
+
+    def close(self) -> None:
+        """Refuse further calls. The actor lives as long as others hold its handle."""
+        self._closed = True
+
+
+def actor_name(actor: object) -> str:
+    """Name an actor for messages: its class and id."""
+    return " ".join(re.split(r"[(), ]+", repr(actor))).strip()
+
+
+def tell_all(
+    actors: Sequence[Any], call: str, body: Mapping[str, object], *, timeout_s: float
+) -> None:
+    """Call the method `call` of every actor at once with the plain `body`; wait for all.
+
+    For actors of any class with a method of that name. Raises the first error, with a note for
+    every actor that failed.
+    """
+    deadline = time.monotonic() + timeout_s
+    refs = [
+        (name := actor_name(actor), _attempt(_submit, _method(actor, call), body, name, call))
+        for actor in actors
+    ]
+    failed: list[tuple[str, WeightSyncError]] = []
+    for name, ref in refs:
+        left = max(deadline - time.monotonic(), 0.0)
+        done = ref if isinstance(ref, WeightSyncError) else _attempt(_get, ref, left, name, call)
+        if isinstance(done, WeightSyncError):
+            failed.append((name, done))
+    if failed:
+        for name, error in failed:
+            failed[0][1].add_note(f"{call}: {name}: {error}")
+        raise failed[0][1]
+
+
+def _method(actor: object, call: str) -> Any:
+    method = getattr(actor, call, None)
+    if method is None:
+        raise ConfigError(
+            f"{actor_name(actor)} has no method {call}; give it one that takes a dict"
+        )
+    return method
+
+
+def _attempt(function: Any, *args: object) -> Any:
+    try:
+        return function(*args)
+    except WeightSyncError as exc:
+        return exc
+
+
+def _submit(method: Any, message: Mapping[str, object], target: str, call: str) -> Any:
+    if not ray.is_initialized():  # `remote` would start a cluster of its own
+        raise ConnectError(f"{target}: {call} needs Ray, which has been shut down; connect again")
+    try:
+        return method.remote(message)
+    except Exception as exc:
+        raise ConnectError(
+            f"{target} cannot be reached for {call}: {exc}; is it alive, and of this cluster?"
+        ) from exc
+
+
+def _get(ref: Any, timeout_s: float, target: str, call: str) -> Any:
+    try:
+        return ray.get(ref, timeout=timeout_s)
+    except GetTimeoutError as exc:
+        raise TransportTimeout(
+            f"{target} did not answer {call} within {timeout_s:g} s; send it again, or give more "
+            "time with timeout_s="
+        ) from exc
+    except RayTaskError as exc:
+        cause = exc.cause if isinstance(exc.cause, Exception) else exc
+        raise problem.from_problem(problem.to_problem(cause), peer=f"{target}: {call}") from exc
+    except RayError as exc:  # the actor died, was killed, cannot be placed or was cut off
+        raise ConnectError(
+            f"{target} went away during {call}: {exc}; start it again, and connect to the new one"
+        ) from exc
+
+
+def _open(answer: object, target: str, call: str) -> Reply:
+    if isinstance(answer, Mapping) and "problem" in answer:
+        try:
+            said = msgspec.convert(answer["problem"], problem.Problem)
+        except msgspec.ValidationError as exc:
+            raise ProtocolError(
+                f"{target} answered {call} with no problem document: {exc}"
+            ) from exc
+        raise problem.from_problem(said, peer=f"{target}: {call}")
+    if not isinstance(answer, Mapping) or set(answer) != {"reply"}:
+        raise ProtocolError(
+            f"{target} answered {call} with {answer!r:.200}, not with a reply or a problem; is it "
+            "a weightsync actor of the same version?"
+        )
+    return codec.reply_from_plain(call, answer["reply"])
