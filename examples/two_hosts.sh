@@ -1,0 +1,94 @@
+#!/usr/bin/env bash
+# A trainer on one host sends its weights to an inference server on another, and both hosts are this
+# machine: two network namespaces with a cable between them. Linux, root, iproute2.
+#
+#     sudo PYTHON=.venv/bin/python examples/two_hosts.sh
+#
+# Nothing on the machine's own network changes, no packet leaves it, and all is removed at the end.
+set -euo pipefail
+
+PYTHON=${PYTHON:-python3}
+TRAINER=weightsync-trainer-$$
+SERVER=weightsync-server-$$
+TRAINER_ADDRESS=10.83.7.1
+SERVER_ADDRESS=10.83.7.2
+URL=http://$SERVER_ADDRESS:8000
+# Both sides read the token from here; without it the server would make one and print it.
+WEIGHTSYNC_TOKEN=${WEIGHTSYNC_TOKEN:-$(od -An -N16 -tx1 /dev/urandom | tr -d ' \n')}
+export WEIGHTSYNC_TOKEN
+
+pids=()
+
+clean_up() {
+    trap - EXIT
+    for pid in "${pids[@]}"; do
+        kill "$pid" 2>/dev/null || true
+        wait "$pid" 2>/dev/null || true
+    done
+    for host in "$TRAINER" "$SERVER"; do
+        ip netns del "$host" 2>/dev/null || true   # the cable goes with its ends
+    done
+}
+trap clean_up EXIT
+trap 'exit 130' INT
+trap 'exit 143' TERM
+
+# Two hosts, and a cable from one to the other.
+ip netns add "$TRAINER"
+ip netns add "$SERVER"
+ip link add eth0 netns "$TRAINER" type veth peer name eth0 netns "$SERVER"
+ip -n "$TRAINER" address add "$TRAINER_ADDRESS/24" dev eth0
+ip -n "$SERVER" address add "$SERVER_ADDRESS/24" dev eth0
+for host in "$TRAINER" "$SERVER"; do
+    ip -n "$host" link set lo up
+    ip -n "$host" link set eth0 up
+done
+
+# The inference server. Hosts share no memory, so it gets a /dev/shm of its own: that is how
+# weightsync knows that this is another host. (`ip netns exec` makes the mount private.)
+ip netns exec "$SERVER" sh -c 'mount -t tmpfs -o size=256m tmpfs /dev/shm && exec "$@"' sh \
+    "$PYTHON" -m weightsync serve --model tiny --host "$SERVER_ADDRESS" --port 8000 &
+pids+=($!)
+
+# The trainer. It waits for the server, sends three updates, and asks what the server holds.
+ip netns exec "$TRAINER" "$PYTHON" - "$URL" <<'TRAIN' &
+import json
+import sys
+import time
+import urllib.error
+import urllib.request
+
+import torch
+
+import weightsync as ws
+from weightsync.rollout.model import load_model
+
+url = sys.argv[1]
+deadline = time.monotonic() + 60
+while True:
+    try:
+        urllib.request.urlopen(f"{url}/health", timeout=5).close()
+        break
+    except urllib.error.URLError:
+        if time.monotonic() > deadline:
+            sys.exit(f"{url} does not answer")
+        time.sleep(0.2)
+
+model = load_model("tiny").model
+with ws.connect(model, to=url) as sender:
+    for _ in range(3):
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.mul_(1.01)  # where a trainer would step its optimizer
+        report = sender.send_weights()
+        print(report)
+    print("road", report.road)
+
+with urllib.request.urlopen(f"{url}/weight_info", timeout=5) as reply:
+    held = json.load(reply)
+print("the server holds version", held["version"], "and is", held["state"])
+if held["version"] != report.version:
+    sys.exit(f"it should hold version {report.version}")
+TRAIN
+pids+=($!)
+wait $! # in the background, so that Ctrl-C and kill reach this script at once
