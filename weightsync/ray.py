@@ -14,7 +14,7 @@ import asyncio
 import inspect
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar, cast
 
 import msgspec
 import ray
@@ -32,11 +32,15 @@ GROUP = "weightsync"
 GROUP_SIZE = 8  # an update, its retries, and room for an abort and a status beside them
 
 Verb = Callable[..., Any]
-
-_grouped: Any = ray.method(concurrency_group=GROUP)
+F = TypeVar("F", bound=Verb)
 
 # Ray runs the plain methods of an async actor on an event loop, where one would block the others.
 _workers = ThreadPoolExecutor(GROUP_SIZE, thread_name_prefix="weightsync")
+
+
+def _grouped(method: F) -> F:
+    marked: F = cast(Any, ray).method(concurrency_group=GROUP)(method)
+    return marked
 
 
 def _verb(call: str) -> Verb:
@@ -66,8 +70,7 @@ def _named(verb: Verb, call: str, owner: str) -> Verb:
     """Put it in the group, and name it by where it is found: so it is pickled by reference."""
     verb.__name__, verb.__qualname__ = call, f"{owner}.{call}"
     verb.__doc__ = CALLS[call].__doc__ if call in CALLS else verb.__doc__
-    grouped: Verb = _grouped(verb)
-    return grouped
+    return _grouped(verb)
 
 
 class WeightSyncActor:
