@@ -89,7 +89,7 @@ def test_nothing_outlives_the_process_that_made_it(kill: signal.Signals) -> None
         said = maker.communicate(timeout=WAIT_S)[1]
     finally:
         maker.kill()
-        maker.communicate()
+        maker.communicate(timeout=WAIT_S)
     assert maker.returncode == -kill
     assert "ResourceWarning" not in said
     wait_until_empty(networks)
