@@ -228,10 +228,8 @@ def _uses_alone(tensor: torch.Tensor, *, others: int) -> bool:
     """Whether the tensor and `others` tied to it are all that uses its storage."""
     if type(tensor) not in (torch.Tensor, nn.Parameter):
         return False
-    storage = tensor.untyped_storage()
-    whole = storage.nbytes() == tensor.numel() * tensor.element_size()
     # One use is Python's own wrapper of the storage.
-    return whole and uses(tensor) <= 2 + others
+    return uses(tensor) <= 2 + others
 
 
 def _is_plain(tensor: torch.Tensor, spec: TensorSpec, device: torch.device) -> bool:

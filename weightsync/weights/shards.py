@@ -129,7 +129,7 @@ class Slice:
         return next((d for d in reversed(range(upto)) if not self._is_whole(d)), None)
 
     def _is_whole(self, dim: int) -> bool:
-        return self.spans[dim] == ((0, self.shape[dim]),)
+        return not self.shape[dim] or self.spans[dim] == ((0, self.shape[dim]),)
 
 
 def is_sharded(tensor: torch.Tensor) -> bool:

@@ -1,0 +1,33 @@
+"""DTensors of any rank in one process: a process group that never talks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Placement, distribute_tensor
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+
+@contextmanager
+def member(rank: int, shape: Sequence[int]) -> Iterator[DeviceMesh]:
+    """Be process `rank` of a mesh of `shape`."""
+    world = 1
+    for size in shape:
+        world *= size
+    dist.init_process_group("fake", rank=rank, world_size=world, store=FakeStore())
+    try:
+        # Equal meshes are one to these caches, whoever of their members asks.
+        _clear_sharding_prop_cache()
+        yield init_device_mesh("cpu", tuple(shape))
+    finally:
+        dist.destroy_process_group()
+
+
+def shard(tensor: torch.Tensor, mesh: DeviceMesh, *placements: Placement) -> DTensor:
+    """Return this rank's shard, cut by torch itself."""
+    return distribute_tensor(tensor, mesh, list(placements), src_data_rank=None)

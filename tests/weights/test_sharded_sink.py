@@ -1,0 +1,430 @@
+"""Full tensors into a module of shards: each rank gets its slice, and what it holds is proved."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
+from torch.distributed.tensor.placement_types import _StridedShard
+
+from tests.weights.meshes import member, shard
+from tests.weights.streams import random_tensors, stream_bytes
+from weightsync.errors import ConfigError, ManifestMismatchError, TransferError
+from weightsync.receiver import as_sink
+from weightsync.specs import Manifest, TensorSpec
+from weightsync.weights.buckets import Plan
+from weightsync.weights.copier import Memory
+from weightsync.weights.dtypes import TORCH_DTYPES, as_bytes
+from weightsync.weights.fingerprint import mix64, to_hex, xxh3
+from weightsync.weights.module_sink import ModuleSink
+from weightsync.weights.shard_copier import (
+    DeviceShardRun,
+    HostShardRun,
+    ShardCompiler,
+    ShardMemory,
+    compiler_for,
+)
+from weightsync.weights.sharded_sink import ShardedModuleSink
+from weightsync.weights.shards import local_of
+from weightsync.weights.sink import Landing
+
+Way = Literal["pointer", "copy", "in_place"]
+Road = Literal["slots", "memory", "devices"]
+every_way = pytest.mark.parametrize("way", ["pointer", "copy", "in_place"])
+every_road = pytest.mark.parametrize("road", ["slots", "memory", "devices"])
+
+TENSORS: dict[str, tuple[tuple[int, ...], list[Placement], list[Placement]]] = {
+    "rows": ((10, 37), [Shard(0)], [Replicate(), Shard(0)]),
+    "uneven": ((7, 5), [Shard(0)], [Shard(0), Shard(0)]),
+    "columns": ((40, 22), [Shard(1)], [Shard(1), Replicate()]),
+    "fused": ((16, 9), [_StridedShard(0, split_factor=2)], [_StridedShard(0, split_factor=2)] * 2),
+    "experts": ((3, 8, 6), [_StridedShard(1, split_factor=2)], [Shard(2), Shard(1)]),
+    "inner": ((3, 40, 6), [Shard(2)], [Shard(0), Shard(2)]),
+    "few": ((1, 3), [Shard(0)], [Shard(0), Shard(1)]),
+    "everywhere": ((5,), [Replicate()], [Replicate(), Replicate()]),
+    "scalar": ((), [Replicate()], [Replicate(), Replicate()]),
+}
+"""Full shape, and placements on a mesh of one and of two dimensions."""
+MESHES = [(0, (2,)), (1, (2,)), (2, (3,)), (0, (2, 2)), (3, (2, 2))]
+every_member = pytest.mark.parametrize(("rank", "shape"), MESHES)
+
+
+def sharded(mesh: DeviceMesh, dtype: torch.dtype = torch.float32) -> nn.Module:
+    """A module of every kind of shard, plain tensors between them and one that is tied."""
+    module = nn.Module()
+    module.before = nn.Linear(5, 3)
+    for name, (size, on_line, on_grid) in TENSORS.items():
+        placements = on_line if mesh.ndim == 1 else on_grid
+        full = torch.zeros(size, dtype=dtype)
+        setattr(module, name, nn.Parameter(shard(full, mesh, *placements)))
+    module.register_buffer("after", torch.zeros(3, 3))
+    module.tied = module.columns
+    return module
+
+
+def cut(full: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """What torch itself gives this rank of `full`."""
+    if not isinstance(like, DTensor):
+        return full
+    return local_of(shard(full, like.device_mesh, *like.placements))
+
+
+def equal_bits(have: torch.Tensor, want: torch.Tensor) -> bool:
+    return torch.equal(as_bytes(have.contiguous()), as_bytes(want.contiguous()))
+
+
+@dataclass
+class Sender:
+    """Replays runs as a receiving engine does: from slots of a ring, or from whole tensors."""
+
+    road: Road
+    bucket_nbytes: int = 1024
+    run_nbytes: int = 192
+    kept: list[torch.Tensor] = field(default_factory=list)
+    """Programs know addresses alone: the first tensor or slot of the source, then the rest."""
+
+    def plan(self, manifest: Manifest) -> Plan:
+        bucket = self.bucket_nbytes if self.road == "slots" else None
+        return Plan(manifest, bucket_nbytes=bucket, run_nbytes=self.run_nbytes)
+
+    def deliver(self, plan: Plan, landing: Landing, tensors: list[torch.Tensor]) -> None:
+        """Bring the tensors; every run must prove itself."""
+        landing.begin()
+        stream = stream_bytes(plan, tensors)
+        for run, program in self.programs(plan, landing, tensors):
+            program.copy()
+            assert program.fingerprint() == xxh3(memoryview(stream[run.start : run.stop]))
+        landing.settle()
+        landing.commit()
+
+    def programs(self, plan: Plan, landing: Landing, tensors: list[torch.Tensor]) -> list[Any]:
+        memory = landing.memory
+        assert memory is not None
+        source = Memory([as_bytes(t.contiguous()) for t in tensors])
+        compiler: Any = compiler_for(plan, memory, None if self.road == "slots" else source)
+        if self.road == "devices":
+            compiler._on_host = False
+        made: list[Any] = []
+        content = torch.frombuffer(bytearray(stream_bytes(plan, tensors)), dtype=torch.uint8)
+        self.kept = [source.tensors[0]]
+        for chunk in plan.chunks:
+            slot = content[chunk.start : chunk.stop].clone() if self.road == "slots" else None
+            runs = plan.runs[chunk.first_run : chunk.last_run]
+            made += [(run, compiler.compile(run, slot, chunk.start)) for run in runs]
+            self.kept.append(source.tensors[0] if slot is None else slot)
+        self.kept += source.tensors
+        return made
+
+
+def land(module: nn.Module, way: Way, sender: Sender) -> tuple[ShardedModuleSink, Plan, Landing]:
+    sink = ShardedModuleSink(module, swap="copy" if way == "copy" else "pointer")
+    assert sink.manifest is not None
+    plan = sender.plan(sink.manifest)
+    return sink, plan, sink.land(plan, "in_place" if way == "in_place" else "staged")
+
+
+@every_way
+@every_road
+@every_member
+def test_every_shard_is_what_torch_cuts(
+    way: Way, road: Road, rank: int, shape: tuple[int, ...]
+) -> None:
+    with member(rank, shape) as mesh:
+        module = sharded(mesh)
+        sender = Sender(road)
+        _, plan, landing = land(module, way, sender)
+        held = {name: local_of(p) for name, p in module.named_parameters()}
+        for seed in range(3):
+            tensors = random_tensors(plan.manifest, seed)
+            sender.deliver(plan, landing, tensors)
+            for spec, tensor in zip(plan.manifest.specs, tensors, strict=True):
+                here = module.state_dict()[spec.name]
+                assert equal_bits(local_of(here), cut(tensor, here)), spec.name
+        assert all(local_of(p) is held[name] for name, p in module.named_parameters())
+        assert module.tied is module.columns
+
+
+@every_road
+@pytest.mark.parametrize("run_nbytes", [64, 128, 1 << 20])
+@pytest.mark.parametrize("dtype", ["uint8", "bfloat16", "float32", "int64"])
+def test_runs_cut_rows_anywhere(road: Road, run_nbytes: int, dtype: str) -> None:
+    with member(1, (2,)) as mesh:
+        module = nn.Module()
+        for name, (size, placements, _) in TENSORS.items():
+            full = torch.zeros(size, dtype=TORCH_DTYPES[dtype])
+            module.register_buffer(name, shard(full, mesh, *placements))
+        sender = Sender(road, run_nbytes=run_nbytes, bucket_nbytes=max(run_nbytes, 256))
+        _, plan, landing = land(module, "in_place", sender)
+        tensors = random_tensors(plan.manifest, 5)
+        sender.deliver(plan, landing, tensors)
+        for spec, tensor in zip(plan.manifest.specs, tensors, strict=True):
+            here = module.state_dict()[spec.name]
+            assert equal_bits(local_of(here), cut(tensor, here)), spec.name
+
+
+def test_manifests_are_those_of_the_full_model() -> None:
+    with member(0, (2,)) as mesh:
+        sink = as_sink(sharded(mesh))
+    assert isinstance(sink, ShardedModuleSink)
+    assert sink.manifest is not None
+    shapes = {spec.name: spec.shape for spec in sink.manifest.specs}
+    assert shapes == {
+        "before.weight": (3, 5),
+        "before.bias": (3,),
+        **{name: size for name, (size, *_) in TENSORS.items()},
+        "after": (3, 3),
+    }
+    assert sink.manifest.aliases == {"tied": "columns"}
+    assert type(as_sink(nn.Linear(2, 2))) is ModuleSink
+
+
+def test_only_the_shard_is_staged() -> None:
+    with member(0, (4,)) as mesh:
+        module = nn.Module()
+        module.w = nn.Parameter(shard(torch.zeros(64, 256), mesh, Shard(1)))
+        sink, plan, landing = land(module, "pointer", Sender("memory"))
+    assert sink.staged_nbytes(plan) == 64 * 64 * 4
+    assert landing.peak_extra_nbytes == 64 * 64 * 4
+    assert landing.memory is not None
+    assert sum(t.numel() for t in landing.memory.tensors) == 64 * 64 * 4
+
+
+@every_way
+def test_a_swap_points_at_new_shards_where_nothing_else_sees_them(way: Way) -> None:
+    with member(0, (2,)) as mesh:
+        module = nn.Module()
+        own = shard(torch.zeros(8, 4), mesh, Shard(0))
+        module.w = nn.Parameter(own)
+        module.view = nn.Parameter(shard(torch.zeros(8, 4), mesh, Shard(0)))
+        del own
+        seen = local_of(module.view)[1:]
+        sender = Sender("memory")
+        _, plan, landing = land(module, way, sender)
+        before = local_of(module.w).data_ptr()
+        tensors = random_tensors(plan.manifest, 1)
+        sender.deliver(plan, landing, tensors)
+        assert (local_of(module.w).data_ptr() != before) is (way == "pointer")
+        assert equal_bits(seen, tensors[1][1:4])
+
+
+class TestProof:
+    """A byte that is wrong is seen, in what arrived and in what is held."""
+
+    @staticmethod
+    def _prepare(road: Road) -> tuple[Sender, Plan, Landing, list[Any], bytes]:
+        with member(1, (2,)) as mesh:
+            sender = Sender(road)
+            _, plan, landing = land(sharded(mesh), "pointer", sender)
+            tensors = random_tensors(plan.manifest, 2)
+            made = sender.programs(plan, landing, tensors)
+            for _, program in made:
+                program.copy()
+            return sender, plan, landing, made, stream_bytes(plan, tensors)
+
+    @every_road
+    def test_every_byte_that_is_held(self, road: Road) -> None:
+        sender, _, landing, made, stream = self._prepare(road)
+        assert isinstance(landing.memory, ShardMemory)
+        for tensor in landing.memory.tensors:
+            for at in {0, tensor.numel() // 2, tensor.numel() - 1} if tensor.numel() else ():
+                tensor[at] ^= 1
+                assert sum(not program.holds() for _, program in made) == 1
+                if road != "devices":  # whose source is on the host here: arrived alone
+                    wrong = [
+                        run
+                        for run, program in made
+                        if program.fingerprint() != xxh3(memoryview(stream[run.start : run.stop]))
+                    ]
+                    assert len(wrong) == 1
+                tensor[at] ^= 1
+        assert all(program.holds() for _, program in made)
+        assert sender.road == road
+
+    @every_road
+    def test_bytes_of_other_ranks_are_part_of_what_arrived(self, road: Road) -> None:
+        with member(1, (2,)) as mesh:
+            module = nn.Module()
+            module.w = nn.Parameter(shard(torch.zeros(8, 4), mesh, Shard(0)))
+            sender = Sender(road)
+            _, plan, landing = land(module, "in_place", sender)
+            ((_, program),) = sender.programs(plan, landing, [torch.zeros(8, 4)])
+            program.copy()
+            before = program.fingerprint()
+            sender.kept[1][0] = 1  # a row of rank 0
+            assert program.fingerprint() != before
+
+    def test_runs_by_kind(self) -> None:
+        for road, kind in (("slots", HostShardRun), ("devices", DeviceShardRun)):
+            assert all(isinstance(p, kind) for _, p in self._prepare(road)[3])  # type: ignore[arg-type]  # roads
+
+
+class TestTied:
+    @every_way
+    def test_one_offered_tensor_goes_to_slices_of_several_kinds(self, way: Way) -> None:
+        """The sender ties what the receiver cuts in two ways, or not at all."""
+        with member(1, (2,)) as mesh:
+            module = nn.Module()
+            for name, placement in (("a", Shard(0)), ("b", Shard(1)), ("c", Replicate())):
+                setattr(module, name, nn.Parameter(shard(torch.zeros(6, 8), mesh, placement)))
+            module.plain = nn.Parameter(torch.zeros(6, 8))
+            sink = ShardedModuleSink(module, swap="copy" if way == "copy" else "pointer")
+            offered = Manifest(
+                (TensorSpec("a", "float32", (6, 8)),), dict.fromkeys(["b", "c", "plain"], "a")
+            )
+            sender = Sender("slots")
+            plan = sender.plan(offered)
+            landing = sink.land(plan, "in_place" if way == "in_place" else "staged")
+            for seed in (1, 2):
+                (full,) = random_tensors(offered, seed)
+                sender.deliver(plan, landing, [full])
+                for _, parameter in module.named_parameters():
+                    assert equal_bits(local_of(parameter), cut(full, parameter))
+
+
+class TestUnusual:
+    @every_way
+    def test_a_cast(self, way: Way) -> None:
+        with member(1, (2,)) as mesh:
+            module = sharded(mesh, torch.bfloat16)
+            sink = ShardedModuleSink(module, cast=True, swap="copy" if way == "copy" else "pointer")
+            assert sink.manifest is not None
+            specs = (TensorSpec(s.name, "float32", s.shape) for s in sink.manifest.specs)
+            offered = Manifest(tuple(specs), sink.manifest.aliases)
+            sender = Sender("slots")
+            plan = sender.plan(offered)
+            landing = sink.land(plan, "in_place" if way == "in_place" else "staged")
+            tensors = [torch.randn(s.shape) for s in offered.specs]
+            sender.deliver(plan, landing, tensors)
+            for spec, tensor in zip(offered.specs, tensors, strict=True):
+                here = module.state_dict()[spec.name]
+                assert equal_bits(local_of(here), cut(tensor.to(here.dtype), here)), spec.name
+
+    @every_way
+    def test_shards_that_are_not_contiguous_keep_their_strides(self, way: Way) -> None:
+        with member(0, (2,)) as mesh:
+            module = nn.Module()
+            local = torch.zeros(5, 4).t()
+            given = DTensor.from_local(local, mesh, [Shard(0)], run_check=False)
+            module.w = nn.Parameter(given)
+            sender = Sender("memory")
+            _, plan, landing = land(module, way, sender)
+            for seed in (1, 2):
+                (full,) = random_tensors(plan.manifest, seed)
+                sender.deliver(plan, landing, [full])
+                assert equal_bits(local_of(module.w), full[:4])
+            assert local_of(module.w).stride() == (1, 4)
+
+    def test_a_part_changes_nothing_else(self) -> None:
+        with member(0, (2,)) as mesh:
+            module = sharded(mesh)
+            sink = ShardedModuleSink(module)
+            offered = Manifest((TensorSpec("columns", "float32", (40, 22)),))
+            sender = Sender("slots")
+            plan = sender.plan(offered)
+            before = {name: local_of(t).clone() for name, t in module.state_dict().items()}
+            (full,) = random_tensors(offered, 1)
+            sender.deliver(plan, sink.land(plan, "staged"), [full])
+            for name, tensor in module.state_dict().items():
+                want = cut(full, tensor) if name in ("columns", "tied") else before[name]
+                assert equal_bits(local_of(tensor), want), name
+
+
+class TestReplaced:
+    def test_a_new_parameter_with_another_placement(self) -> None:
+        with member(1, (2,)) as mesh:
+            module = sharded(mesh)
+            sender = Sender("slots")
+            sink, plan, landing = land(module, "pointer", sender)
+            full = torch.zeros(10, 37)
+            module.rows = nn.Parameter(shard(full, mesh, Shard(1)))
+            with pytest.raises(TransferError, match="moved or replaced during the update"):
+                landing.settle()
+            tensors = random_tensors(plan.manifest, 1)
+            sender.deliver(plan, sink.land(plan, "staged"), tensors)
+            full = tensors[plan.manifest.index["rows"]]
+            assert equal_bits(local_of(module.rows), cut(full, module.rows))
+
+    def test_a_local_tensor_that_moved(self) -> None:
+        with member(1, (2,)) as mesh:
+            module = sharded(mesh)
+            sink, _, _ = land(module, "copy", Sender("slots"))
+            before = sink.refresh()
+            assert sink.refresh() == before
+            local_of(module.rows).data = local_of(module.rows).clone()
+            assert sink.refresh() == before + 1
+
+    def test_a_module_that_was_sharded_behind_a_plain_sink(self) -> None:
+        module = nn.Linear(4, 4)
+        sink = ModuleSink(module)
+        with member(0, (2,)) as mesh:
+            module.weight = nn.Parameter(shard(module.weight.detach(), mesh, Shard(0)))
+            with pytest.raises(ConfigError, match="1 tensors of the module are sharded"):
+                sink.refresh()
+
+
+def test_full_shapes_are_wanted() -> None:
+    with member(0, (2,)) as mesh:
+        sink = ShardedModuleSink(sharded(mesh))
+        offered = Manifest((TensorSpec("rows", "float32", (5, 37)),))
+        with pytest.raises(ManifestMismatchError, match=r"wanted float32\[10, 37\]"):
+            sink.land(Plan(offered), "staged")
+
+
+def test_partial_sums_are_refused_by_name() -> None:
+    with member(0, (2,)) as mesh:
+        module = nn.Module()
+        given = DTensor.from_local(torch.zeros(4), mesh, [Partial()], run_check=False)
+        module.register_buffer("sums", given)
+        with pytest.raises(ConfigError, match=r"sums: Partial\(sum\)"):
+            as_sink(module)
+
+
+def test_checksums_of_what_is_whole_here() -> None:
+    with member(0, (2,)) as mesh:
+        module: Any = sharded(mesh)
+        sink = ShardedModuleSink(module)
+        whole = ["before.bias", "everywhere"]
+        want: Callable[[torch.Tensor], str] = lambda t: to_hex(mix64(as_bytes(t)))  # noqa: E731
+        assert sink.checksums(whole) == {
+            "before.bias": want(module.before.bias),
+            "everywhere": want(local_of(module.everywhere)),
+        }
+        with pytest.raises(
+            ConfigError, match=r"2 tensors are sharded, .* slice of each: rows, tied"
+        ):
+            sink.checksums([*whole, "rows", "tied"])
+        with pytest.raises(ConfigError, match="7 tensors are sharded"):
+            sink.checksums()
+        with pytest.raises(ConfigError, match="no such tensors here: x"):
+            sink.checksums(["x"])
+
+
+@pytest.mark.parametrize("flat", [True, False])
+def test_neighbours_that_are_whole_are_copied_together(flat: bool) -> None:
+    """37,000 small replicated tensors must not cost 37,000 copies."""
+    with member(0, (2,)) as mesh:
+        module = nn.Module()
+        for i in range(20):
+            module.register_buffer(f"b{i}", torch.zeros(5))
+        module.w = nn.Parameter(shard(torch.zeros(8, 4), mesh, Shard(0)))
+        _, plan, landing = land(module, "pointer" if flat else "in_place", Sender("slots"))
+        sender = Sender("slots", bucket_nbytes=1 << 20, run_nbytes=1 << 20)
+        plan = sender.plan(plan.manifest)
+        ((_, program),) = sender.programs(plan, landing, random_tensors(plan.manifest))
+        assert len(program.copies) == (2 if flat else 21)
+
+
+def test_a_run_without_a_source_is_a_mistake() -> None:
+    with member(0, (2,)) as mesh:
+        _, plan, landing = land(sharded(mesh), "pointer", Sender("slots"))
+    assert isinstance(landing.memory, ShardMemory)
+    compiler = ShardCompiler(plan, landing.memory)
+    compiler._on_host = False
+    with pytest.raises(ValueError, match="needs a slot"):
+        compiler.compile(plan.runs[0])
