@@ -30,7 +30,8 @@ from weightsync.sending.roads import Connection, offer, take_road, withdraw
 from weightsync.transports.base import Transport
 from weightsync.transports.callback import CallbackTransport
 from weightsync.transports.http_client import HttpTransport
-from weightsync.weights.source import Rename, WeightSource, as_source
+from weightsync.weights.module_tensors import Rename
+from weightsync.weights.source import WeightSource, as_source
 from weightsync.wire.messages import (
     AbortRequest,
     FinishRequest,

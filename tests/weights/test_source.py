@@ -11,15 +11,14 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 
 from weightsync.errors import ConfigError, ManifestMismatchError
 from weightsync.specs import Manifest, TensorSpec
+from weightsync.weights.module_tensors import ModuleTensors, strip_wrappers
 from weightsync.weights.source import (
     IterableSource,
     ModuleSource,
-    ModuleTensors,
     StateDictSource,
     WeightSource,
     as_source,
     checked,
-    strip_wrappers,
 )
 
 
@@ -218,6 +217,15 @@ class TestChecked:
         with pytest.raises(ManifestMismatchError, match=r"the manifest has 'b' \[3\]") as caught:
             list(checked([self.a, wrong], self.manifest))
         assert caught.value.mismatched == ("b: float32[3], yielded 'b' [4]",)
+
+    def test_another_dtype(self) -> None:
+        wrong = ("b", torch.zeros(3, dtype=torch.int32))
+        with pytest.raises(ManifestMismatchError, match=r"'b' int32\[3\].*'b' float32\[3\]"):
+            list(checked([self.a, wrong], self.manifest))
+
+    def test_what_is_only_to_be_cast_passes(self) -> None:
+        master = ("b", torch.zeros(3, dtype=torch.float64))
+        assert len(list(checked([self.a, master], self.manifest))) == 2
 
     def test_one_too_few(self) -> None:
         with pytest.raises(ManifestMismatchError, match="ended before 'a'") as caught:

@@ -12,7 +12,7 @@ from typing import NoReturn, Protocol, cast
 import msgspec
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import PrefixStore
+from torch._C._distributed_c10d import PrefixStore, Store
 
 from weightsync.errors import (
     ConfigError,
@@ -56,7 +56,7 @@ class Ranks:
     """The ranks of a trainer; every rank calls the same methods in the same order.
 
     `rank` and `size` are those of the trainer's process group; messages name a rank as the whole
-    job knows it (`names`). A call that ranks do not share raises ProtocolError on all of them. A
+    job knows it (`names`). `store` is for short notes, None where there is one rank. A call that ranks do not share raises ProtocolError on all of them. A
     rank that dies, or stays away for longer than the group's timeout, is a TransferError on all
     others that names it; the group is then broken and every further call raises the same again.
     """
@@ -74,6 +74,7 @@ class Ranks:
         self.size = len(names)
         self.names = tuple(names)
         self.timeout_s = timeout_s
+        self.store: Store | None = PrefixStore("notes", check_in.store)
         self._group: _Gloo | None = group
         self._check_in = check_in
         self._broken: str | None = None
@@ -198,6 +199,7 @@ class Alone(Ranks):
         self.size = 1
         self.names = (0,)
         self.timeout_s = 0.0
+        self.store = None
 
     def exchange(self, payload: bytes) -> list[bytes]:
         """Return the own payload."""

@@ -23,10 +23,10 @@ from weightsync.weights.copier import Memory
 from weightsync.weights.dtypes import TORCH_DTYPES, as_bytes, from_bytes, spec_of
 from weightsync.weights.fingerprint import mix64, to_hex
 from weightsync.weights.loans import uses
+from weightsync.weights.module_tensors import ModuleTensors
 from weightsync.weights.shard_copier import ShardMemory, Share
 from weightsync.weights.shards import is_sharded
 from weightsync.weights.sink import Apply, Landing, Verification, WeightSink, check_manifest
-from weightsync.weights.source import ModuleTensors
 
 Swap = Literal["auto", "pointer", "copy"]
 

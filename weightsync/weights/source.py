@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Protocol
+from typing import Any, Protocol, cast
 
 import torch
 from torch import nn
 
-from weightsync.errors import ConfigError, ManifestMismatchError, shorten
+from weightsync.errors import ConfigError, ManifestMismatchError
 from weightsync.specs import Manifest, TensorSpec
-from weightsync.weights.dtypes import spec_of
+from weightsync.weights.dtypes import TORCH_DTYPES, dtype_name, spec_of
+from weightsync.weights.groups import groups_of
+from weightsync.weights.module_tensors import ModuleTensors, Rename, identity, rename_with
+from weightsync.weights.sharded_source import find_fsdp, gather, gather_groups
+from weightsync.weights.shards import is_sharded
 
 NamedTensors = Iterable[tuple[str, torch.Tensor]]
-
-WRAPPERS = frozenset({"module", "_orig_mod", "_checkpoint_wrapped_module"})
 
 
 class WeightSource(Protocol):
@@ -34,111 +36,12 @@ class WeightSource(Protocol):
     def stable_tensors(self) -> list[torch.Tensor] | None: ...
 
 
-Rename = Callable[[str], str] | Mapping[str, str]
-
-
-def strip_wrappers(name: str) -> str:
-    """Drop what DDP, torch.compile and activation checkpointing put into parameter names."""
-    return ".".join(part for part in name.split(".") if part not in WRAPPERS)
-
-
-def rename_with(rename: Rename | None) -> Callable[[str], str]:
-    """Return a function that maps names; a mapping leaves names it lacks as they are."""
-    if rename is None:
-        return lambda name: name
-    if callable(rename):
-        return rename
-    table = dict(rename)
-    return lambda name: table.get(name, name)
-
-
-class ModuleTensors:
-    """The parameters and persistent buffers of a module, tied ones once, with their names.
-
-    The walk over the module is planned once; `refresh` looks at every place again and walks anew
-    only if one holds another tensor, since a walk over 37,000 parameters takes longer than a copy.
-    `twins` are further tensor objects over the memory of `tensors[index]`.
-    """
-
-    def __init__(self, module: nn.Module, *, rename: Rename | None = None) -> None:
-        self.module = module
-        self._rename = rename_with(rename)
-        self._walk()
-
-    def refresh(self) -> bool:
-        """Return True when the module changed since the last look; names are then new too."""
-        same = all(table.get(key) is tensor for table, key, tensor in self._places) and all(
-            (len(m._parameters), len(m._buffers), len(m._modules)) == sizes
-            for m, sizes in self._modules
-        )
-        same = same and all(table.get(key) is child for table, key, child in self._children)
-        same = same and all(
-            twin.data_ptr() == self.tensors[i].data_ptr()
-            for i, twins in self.twins.items()
-            for twin in twins
-        )
-        if not same:
-            self._walk()
-        return not same
-
-    def _walk(self) -> None:
-        self.names: list[str] = []
-        self.tensors: list[torch.Tensor] = []
-        self.twins: dict[int, list[torch.Tensor]] = {}
-        self.aliases: dict[str, str] = {}
-        self._places: list[tuple[dict[str, torch.Tensor | None], str, torch.Tensor]] = []
-        self._children: list[tuple[dict[str, nn.Module | None], str, nn.Module]] = []
-        self._modules: list[tuple[nn.Module, tuple[int, int, int]]] = []
-        first: dict[object, int] = {}
-        for prefix, module in self.module.named_modules(remove_duplicate=False):
-            self._note_module(module)
-            for key, tensor in self._own_tensors(module):
-                name = self._rename(strip_wrappers(f"{prefix}.{key}" if prefix else key))
-                known = first.setdefault(_identity(tensor), len(self.names))
-                if known == len(self.names):
-                    self.names.append(name)
-                    self.tensors.append(tensor)
-                elif name != self.names[known]:
-                    self.aliases[name] = self.names[known]
-                    self._note_twin(known, tensor)
-
-    def _note_twin(self, index: int, tensor: torch.Tensor) -> None:
-        """Keep a tensor that is tied by its memory alone: it has a pointer of its own."""
-        known = [self.tensors[index], *self.twins.get(index, [])]
-        if all(tensor is not other for other in known):
-            self.twins.setdefault(index, []).append(tensor)
-
-    def _note_module(self, module: nn.Module) -> None:
-        sizes = (len(module._parameters), len(module._buffers), len(module._modules))
-        self._modules.append((module, sizes))
-        for key, child in module._modules.items():
-            if child is not None:
-                self._children.append((module._modules, key, child))
-
-    def _own_tensors(self, module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-        transient = module._non_persistent_buffers_set
-        tables: tuple[dict[str, torch.Tensor | None], ...] = (
-            module._parameters,  # type: ignore[assignment]  # Parameter is a Tensor; dict is invariant
-            module._buffers,
-        )
-        for table in tables:
-            for key, tensor in table.items():
-                if tensor is not None and not (table is module._buffers and key in transient):
-                    self._places.append((table, key, tensor))
-                    yield key, tensor
-
-
-def _identity(tensor: torch.Tensor) -> object:
-    """The same for tensors that are tied: one object, or two of one shape over the same memory."""
-    if type(tensor) not in (torch.Tensor, nn.Parameter) or tensor.is_meta or not tensor.numel():
-        return id(tensor)
-    return tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
-
-
 class ModuleSource:
     """Parameters and persistent buffers of an `nn.Module`; tied parameters once, as aliases.
 
-    `dtype` casts floating-point tensors on the way, `rename` maps names. Raises
+    `dtype` casts floating-point tensors on the way, `rename` maps names. Parameters that are
+    sharded over ranks (DTensor, as `fully_shard` makes them) are gathered one decoder layer at a
+    time, on every rank of their mesh, and `fully_shard` modules are resharded first. Raises
     ManifestMismatchError when the module's tensors are no longer those of `connect`.
     """
 
@@ -151,36 +54,54 @@ class ModuleSource:
     ) -> None:
         self.module = module
         self._dtype = dtype
+        self._fsdp = find_fsdp(module)
+        self._reshard()
         self._found = ModuleTensors(module, rename=rename)
+        self._sharded = any(map(is_sharded, self._found.tensors))
         self._manifest = self._describe()
+        self._groups = groups_of(self._manifest)
 
     @property
     def manifest(self) -> Manifest:
-        """Names, dtypes as sent, and shapes."""
+        """Names, dtypes as sent, and full shapes."""
         return self._manifest
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield the tensors as they are, not yet cast."""
+        """Yield the tensors as they are, not yet cast; sharded ones cast and gathered.
+
+        A group is gathered when its first tensor is asked for.
+        """
         self._look_again()
-        for name, tensor in zip(self._found.names, self._found.tensors, strict=True):
+        names, tensors = self._found.names, self._found.tensors
+        if self._sharded:
+            yield from gather_groups(names, tensors, self._groups, self._dtype)
+            return
+        for name, tensor in zip(names, tensors, strict=True):
             yield name, tensor.detach()
 
     def stable_tensors(self) -> list[torch.Tensor] | None:
-        """The module's own tensors, unless a cast makes new ones."""
+        """The module's own tensors, unless a cast or a gather makes new ones."""
         self._look_again()
-        casts = (
-            any(
-                spec.dtype != spec_of(spec.name, tensor).dtype
-                for spec, tensor in zip(self._manifest.specs, self._found.tensors, strict=True)
-            )
-            if self._dtype
-            else False
+        return None if self._sharded or self._casts() else self._found.tensors
+
+    def _casts(self) -> bool:
+        return self._dtype is not None and any(
+            spec.dtype != spec_of(spec.name, tensor).dtype
+            for spec, tensor in zip(self._manifest.specs, self._found.tensors, strict=True)
         )
-        return None if casts else self._found.tensors
+
+    def _reshard(self) -> None:
+        for part in self._fsdp:
+            part.reshard()
 
     def _look_again(self) -> None:
+        self._reshard()
         if not self._found.refresh():
             return
+        self._fsdp = find_fsdp(self.module)
+        self._reshard()
+        self._found.refresh()
+        self._sharded = any(map(is_sharded, self._found.tensors))
         now = self._describe()
         if now.digest != self._manifest.digest:
             changed = set(now.specs) ^ set(self._manifest.specs)
@@ -190,16 +111,6 @@ class ModuleSource:
             )
 
     def _describe(self) -> Manifest:
-        sharded = [
-            n
-            for n, t in zip(self._found.names, self._found.tensors, strict=True)
-            if hasattr(t, "full_tensor")
-        ]
-        if sharded:
-            raise ConfigError(
-                f"{len(sharded)} parameters are sharded (DTensor): {shorten(sharded)}; give a "
-                "callable that yields (name, parameter.full_tensor()), and send from rank 0"
-            )
         specs = tuple(
             spec_of(name, tensor, self._dtype)
             for name, tensor in zip(self._found.names, self._found.tensors, strict=True)
@@ -211,7 +122,8 @@ class IterableSource:
     """A callable that returns a fresh iterable of `(name, full tensor)` for every update.
 
     It is iterated once at `connect` for the manifest; the sender compares every later iteration
-    with that as it flows.
+    with that as it flows. A DTensor is gathered when it is asked for, so every rank has to
+    yield the same names in the same order.
     """
 
     def __init__(
@@ -223,6 +135,7 @@ class IterableSource:
     ) -> None:
         self._factory = factory
         self._rename = rename_with(rename)
+        self._dtype = dtype
         self._manifest = Manifest(
             tuple(spec_of(self._rename(name), tensor, dtype) for name, tensor in factory())
         )
@@ -235,7 +148,7 @@ class IterableSource:
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield a fresh iteration."""
         for name, tensor in self._factory():
-            yield self._rename(name), tensor
+            yield self._rename(name), gather(tensor, self._dtype)
 
     def stable_tensors(self) -> list[torch.Tensor] | None:
         """None: the tensors may be new ones every time."""
@@ -265,12 +178,21 @@ class StateDictSource(IterableSource):
 def find_ties(pairs: NamedTensors) -> dict[str, str]:
     """Map each name to the first of the same memory. Only for tensors that all live at once."""
     first: dict[object, str] = {}
-    names = {name: first.setdefault(_identity(tensor), name) for name, tensor in pairs}
+    names = {name: first.setdefault(_memory(tensor), name) for name, tensor in pairs}
     return {name: known for name, known in names.items() if name != known}
 
 
+def _memory(tensor: torch.Tensor) -> object:
+    """The same for tied tensors of a state dict, where each has an object of its own."""
+    if not is_sharded(tensor):
+        return identity(tensor)
+    shard = cast("Any", tensor)
+    local = identity(shard.to_local())
+    return local, tensor.shape, shard.placements, shard.device_mesh
+
+
 def checked(pairs: NamedTensors, manifest: Manifest) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the pairs while names and shapes are those of `manifest`; else ManifestMismatchError.
+    """Yield the pairs while they are those of `manifest`; else raise ManifestMismatchError.
 
     So a source that disagrees with what it announced is an error that names the first divergent
     tensor, and not wrong bytes or a receiver that waits for ever.
@@ -284,14 +206,8 @@ def checked(pairs: NamedTensors, manifest: Manifest) -> Iterator[tuple[str, torc
                 "tensor; connect again if the model has changed",
                 unexpected=[name],
             )
-        if name != spec.name or tensor.shape != spec.shape:
-            found = f"{name!r} {list(tensor.shape)}"
-            raise ManifestMismatchError(
-                f"the source diverges from its manifest at position {position}: it yields "
-                f"{found}, the manifest has {spec.name!r} {list(spec.shape)}; "
-                "connect again if the model has changed",
-                mismatched=[f"{spec.name}: {spec}, yielded {found}"],
-            )
+        if name != spec.name or tensor.shape != spec.shape or not _fits(tensor.dtype, spec):
+            raise _diverges(position, spec, name, tensor)
         yield name, tensor
     left: TensorSpec | None = next(specs, None)
     if left is not None:
@@ -299,6 +215,26 @@ def checked(pairs: NamedTensors, manifest: Manifest) -> Iterator[tuple[str, torc
             f"the source ended before {left.name!r}, which its manifest has",
             missing=[left.name, *(spec.name for spec in specs)],
         )
+
+
+def _fits(dtype: torch.dtype, spec: TensorSpec) -> bool:
+    """Floating-point tensors are cast to what was announced as they are packed; others never."""
+    target = TORCH_DTYPES[spec.dtype]
+    return dtype is target or (dtype.is_floating_point and target.is_floating_point)
+
+
+def _diverges(
+    position: int, spec: TensorSpec, name: str, tensor: torch.Tensor
+) -> ManifestMismatchError:
+    shape = list(tensor.shape)
+    found, wanted = f"{name!r} {shape}", f"{spec.name!r} {list(spec.shape)}"
+    if name == spec.name and tensor.shape == spec.shape:
+        found, wanted = f"{name!r} {dtype_name(tensor.dtype)}{shape}", f"{spec.name!r} {spec}"
+    return ManifestMismatchError(
+        f"the source diverges from its manifest at position {position}: it yields {found}, the "
+        f"manifest has {wanted}; connect again if the model has changed",
+        mismatched=[f"{spec.name}: {spec}, yielded {found}"],
+    )
 
 
 def as_source(
