@@ -36,7 +36,7 @@ IPCWeightTransferInitInfo = IpcInit
 IPCWeightTransferUpdateInfo = UnpackedUpdate | PackedUpdate
 
 NamedTensors = Sequence[tuple[str, torch.Tensor]]
-_HTTP_TIMEOUT_S = 300.0
+_TIMEOUT_S = 300.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -252,7 +252,7 @@ def _deliverer(
         transport = HttpTransport(str(args.url), args.token)
 
         def post(info: IPCWeightTransferUpdateInfo) -> None:
-            transport.call(UpdateRequest(update_info=info), timeout_s=_HTTP_TIMEOUT_S)
+            transport.call(UpdateRequest(update_info=info), timeout_s=_TIMEOUT_S)
 
         return post
     return _ray_deliverer(args.llm_handle)
@@ -260,7 +260,7 @@ def _deliverer(
 
 def _ray_deliverer(handle: Any) -> Callable[[IPCWeightTransferUpdateInfo], object]:
     try:
-        ray = import_module("ray")
+        tell_all = import_module("weightsync.transports.ray_actor").tell_all
     except ImportError as exc:
         raise BackendUnavailableError(
             "send_mode='ray' needs Ray: pip install 'weightsync[ray]'"
@@ -268,7 +268,7 @@ def _ray_deliverer(handle: Any) -> Callable[[IPCWeightTransferUpdateInfo], objec
     actors = list(handle) if isinstance(handle, list | tuple) else [handle]
 
     def send(info: IPCWeightTransferUpdateInfo) -> None:
-        message = codec.to_plain(UpdateRequest(update_info=info))["body"]
-        ray.get([actor.update_weights.remote(message) for actor in actors])
+        body = codec.to_plain(UpdateRequest(update_info=info))["body"]
+        tell_all(actors, "update_weights", body, timeout_s=_TIMEOUT_S)
 
     return send

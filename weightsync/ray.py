@@ -83,7 +83,7 @@ class WeightSyncActor:
     A class may define methods of these names for itself: senders only use `weightsync_handle`.
     """
 
-    weightsync_receiver: WeightReceiver | None = None
+    weightsync_receiver: WeightReceiver
     _weightsync_grouped: ClassVar[bool] = False
 
     init_weight_transfer_engine = _verb("init_weight_transfer_engine")
@@ -122,12 +122,13 @@ class WeightSyncActor:
             )
 
     def _receiver(self) -> WeightReceiver:
-        if self.weightsync_receiver is None:
+        receiver: WeightReceiver | None = getattr(self, "weightsync_receiver", None)
+        if receiver is None:
             raise ConfigError(
                 f"the actor {type(self).__name__} has no receiver; assign self.weightsync_receiver "
                 "= ws.WeightReceiver(model) in its __init__"
             )
-        return self.weightsync_receiver
+        return receiver
 
 
 VERBS = (*CALLS, DOOR)
