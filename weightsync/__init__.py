@@ -45,6 +45,7 @@ from weightsync.specs import Manifest, TensorSpec
 from weightsync.trainer import WeightSender, connect
 from weightsync.weights.hook_sink import HookSink
 from weightsync.weights.module_sink import ModuleSink
+from weightsync.weights.sharded_sink import ShardedModuleSink
 from weightsync.weights.sink import WeightSink
 from weightsync.weights.source import ModuleSource, StateDictSource, WeightSource
 
@@ -70,6 +71,7 @@ __all__ = [
     "ReceiverReport",
     "RemoteError",
     "SegmentError",
+    "ShardedModuleSink",
     "StaleVersionError",
     "StateDictSource",
     "SyncReport",

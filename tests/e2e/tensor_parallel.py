@@ -147,7 +147,7 @@ class _Served:
 
 def _load(path: str) -> Any:
     from transformers import AutoModelForCausalLM
-    from transformers.distributed import DistributedConfig
+    from transformers.distributed.configuration_utils import DistributedConfig
 
     plan = DistributedConfig(tp_plan="auto")
     return AutoModelForCausalLM.from_pretrained(path, distributed_config=plan)

@@ -22,7 +22,7 @@ def member(rank: int, shape: Sequence[int]) -> Iterator[DeviceMesh]:
     dist.init_process_group("fake", rank=rank, world_size=world, store=FakeStore())
     try:
         # Equal meshes are one to these caches, whoever of their members asks.
-        _clear_sharding_prop_cache()
+        _clear_sharding_prop_cache()  # type: ignore[no-untyped-call]  # torch leaves it untyped
         yield init_device_mesh("cpu", tuple(shape))
     finally:
         dist.destroy_process_group()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -15,8 +16,15 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 from tests.weights.meshes import member, shard
 from tests.weights.streams import random_tensors, stream_bytes
-from weightsync.errors import ConfigError, ManifestMismatchError, TransferError
-from weightsync.receiver import as_sink
+from weightsync.errors import (
+    ConfigError,
+    ManifestMismatchError,
+    TransferError,
+    VerificationError,
+)
+from weightsync.receiver import WeightReceiver, as_sink
+from weightsync.samehost.device_keys import host_key
+from weightsync.samehost.segment import Segment
 from weightsync.specs import Manifest, TensorSpec
 from weightsync.weights.buckets import Plan
 from weightsync.weights.copier import Memory
@@ -32,7 +40,9 @@ from weightsync.weights.shard_copier import (
 )
 from weightsync.weights.sharded_sink import ShardedModuleSink
 from weightsync.weights.shards import local_of
-from weightsync.weights.sink import Landing
+from weightsync.weights.sink import Apply, Landing
+from weightsync.wire.messages import StepReply, UnpackedUpdate, UpdateRequest
+from weightsync.wire.offers import SegmentHandle
 
 Way = Literal["pointer", "copy", "in_place"]
 Road = Literal["slots", "memory", "devices"]
@@ -264,6 +274,63 @@ class TestProof:
             assert all(isinstance(p, kind) for _, p in self._prepare(road)[3])  # type: ignore[arg-type]  # roads
 
 
+class TestUpdatesWithHandlesOfTheirOwn:
+    """What a message carries itself is fingerprinted tensor by tensor, not run by run."""
+
+    def _update(
+        self, stack: ExitStack, pairs: list[tuple[str, torch.Tensor]], spoilt: str = ""
+    ) -> UpdateRequest:
+        handles: list[dict[str, Any]] = []
+        for _, tensor in pairs:
+            segment = stack.enter_context(Segment.create(as_bytes(tensor).numel()))
+            segment.tensor().copy_(as_bytes(tensor))
+            handles.append({host_key(): SegmentHandle(name=segment.name, nbytes=segment.nbytes)})
+        prints = [mix64(as_bytes(t)) ^ (name == spoilt) for name, t in pairs]
+        info = UnpackedUpdate(
+            names=[name for name, _ in pairs],
+            dtype_names=["float32"] * len(pairs),
+            shapes=[list(tensor.shape) for _, tensor in pairs],
+            ipc_handles=handles,
+            fingerprints=[to_hex(value) for value in prints],
+        )
+        return UpdateRequest(update_info=info)
+
+    @pytest.mark.parametrize("apply", ["staged", "in_place"])
+    def test_slices_of_them_arrive(self, apply: Apply) -> None:
+        with member(1, (2,)) as mesh, ExitStack() as stack:
+            module = sharded(mesh)
+            receiver = WeightReceiver(module, apply=apply)
+            stack.callback(receiver.close)
+            manifest = receiver.sink.manifest
+            assert manifest is not None
+            names = [spec.name for spec in manifest.specs]
+            tensors = random_tensors(manifest, 3)
+            reply = receiver.dispatch(self._update(stack, list(zip(names, tensors, strict=True))))
+            assert isinstance(reply, StepReply)
+            assert (receiver.version, reply.verified) == (1, "held")
+            for name, tensor in zip(names, tensors, strict=True):
+                here = module.state_dict()[name]
+                assert equal_bits(local_of(here), cut(tensor, here)), name
+
+    def test_what_did_not_arrive_or_is_not_held_is_named(self) -> None:
+        with member(1, (2,)) as mesh, ExitStack() as stack:
+            module = nn.Module()
+            module.a = nn.Parameter(shard(torch.zeros(8, 4), mesh, Shard(0)))
+            local = local_of(module.a)
+            given = DTensor.from_local(local, mesh, [Shard(0)], run_check=False)
+            module.b = nn.Parameter(given)  # over the same memory, unknown to anybody
+            local_of(module.b).data = local.data
+            receiver = WeightReceiver(module, apply="in_place")
+            stack.callback(receiver.close)
+            pairs = [("a", torch.randn(8, 4)), ("b", torch.randn(8, 4))]
+            with pytest.raises(VerificationError) as arrived:
+                receiver.dispatch(self._update(stack, pairs, spoilt="b"))
+            assert arrived.value.names == ("b",)
+            with pytest.raises(VerificationError) as held:
+                receiver.dispatch(self._update(stack, pairs))
+            assert "a" in held.value.names
+
+
 class TestTied:
     @every_way
     def test_one_offered_tensor_goes_to_slices_of_several_kinds(self, way: Way) -> None:
@@ -352,7 +419,7 @@ class TestReplaced:
 
     def test_a_local_tensor_that_moved(self) -> None:
         with member(1, (2,)) as mesh:
-            module = sharded(mesh)
+            module: Any = sharded(mesh)
             sink, _, _ = land(module, "copy", Sender("slots"))
             before = sink.refresh()
             assert sink.refresh() == before

@@ -173,7 +173,12 @@ class TestRefused:
     def test_local_tensors_of_another_shape(self) -> None:
         with member(0, (2,)) as mesh:
             tensor = DTensor.from_local(
-                torch.zeros(3, 4), mesh, [Shard(0)], run_check=False, shape=(9, 4), stride=(4, 1)
+                torch.zeros(3, 4),
+                mesh,
+                [Shard(0)],
+                run_check=False,
+                shape=torch.Size((9, 4)),
+                stride=(4, 1),
             )
             with pytest.raises(ConfigError, match=r"w: .* hold \[5, 4\] here, but its local"):
                 Slicer().slice_of("w", tensor)
