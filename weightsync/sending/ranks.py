@@ -28,7 +28,7 @@ from weightsync.wire.problem import Problem, encode_problem, from_problem, to_pr
 logger = logging.getLogger(__name__)
 
 JOIN_TIMEOUT_S = 300.0
-NAMING_TIMEOUT_S = 5.0
+NAMING_TIMEOUT_S = 3.0
 _WAIT_SLICE = timedelta(seconds=0.2)
 
 # Every call begins by summing one word over the ranks: each adds one to the field of its call.

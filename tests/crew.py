@@ -1,0 +1,103 @@
+"""The ranks of a trainer, each a process of its own with a Gloo group over loopback."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import socket
+import traceback
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import TCPStore
+
+WAIT_S = 60.0
+GROUP_TIMEOUT = timedelta(seconds=40)
+
+
+class Died:
+    """Stands for the result of a rank whose process has ended."""
+
+
+class Crew:
+    """Processes that run the same function, each with its rank; results come in rank order."""
+
+    def __init__(self, size: int) -> None:
+        context = multiprocessing.get_context("spawn")
+        listener = socket.create_server(("127.0.0.1", 0), backlog=size)
+        port = listener.getsockname()[1]
+        # Held by the parent, so that it outlives a rank that is made to die.
+        self._store: TCPStore | None = TCPStore(
+            "127.0.0.1",
+            port,
+            None,
+            True,
+            wait_for_workers=False,
+            master_listen_fd=listener.detach(),
+        )
+        self._ends: list[Connection] = []
+        self._processes: list[Any] = []
+        for rank in range(size):
+            ours, theirs = context.Pipe()
+            args = (theirs, rank, size, port)
+            process = context.Process(target=_serve, args=args, daemon=True)
+            process.start()
+            theirs.close()
+            self._ends.append(ours)
+            self._processes.append(process)
+
+    def run(self, work: Callable[..., Any], *args: Any) -> list[Any]:
+        """Return what `work(rank, *args)` returned on every rank, or Died; raise what it raised."""
+        for end in self._ends:
+            end.send((work, args))
+        return [self._result(rank) for rank in range(len(self._ends))]
+
+    def close(self) -> None:
+        for process in self._processes:
+            process.kill()
+            process.join(WAIT_S)
+        for end in self._ends:
+            end.close()
+        self._store = None
+
+    def _result(self, rank: int) -> Any:
+        end = self._ends[rank]
+        assert end.poll(WAIT_S), f"rank {rank} is stuck"
+        try:
+            done, result = end.recv()
+        except EOFError:
+            return Died()
+        assert done, f"rank {rank} raised:\n{result}"
+        return result
+
+
+@contextmanager
+def crew(size: int) -> Iterator[Crew]:
+    made = Crew(size)
+    try:
+        yield made
+    finally:
+        made.close()
+
+
+def _serve(end: Connection, rank: int, size: int, port: int) -> None:
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    warnings.simplefilter("error")
+    torch.set_num_threads(1)
+    store = TCPStore("127.0.0.1", port, None, is_master=False, wait_for_workers=False)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=GROUP_TIMEOUT)
+    while True:
+        try:
+            work, args = end.recv()
+        except EOFError:
+            return
+        try:
+            end.send((True, work(rank, *args)))
+        except BaseException:  # noqa: BLE001  # it is raised again by the test
+            end.send((False, traceback.format_exc()))
