@@ -111,7 +111,7 @@ def _submit(method: Any, message: Mapping[str, object], target: str, call: str) 
         return method.remote(message)
     except Exception as exc:
         raise ConnectError(
-            f"{target} cannot be reached for {call}: {exc}; is it alive, and of this cluster?"
+            f"{target} cannot be reached for {call}: {_one_line(exc)}; is it alive, and of this cluster?"
         ) from exc
 
 
@@ -128,8 +128,14 @@ def _get(ref: Any, timeout_s: float, target: str, call: str) -> Any:
         raise problem.from_problem(problem.to_problem(cause), peer=f"{target}: {call}") from exc
     except RayError as exc:  # the actor died, was killed, cannot be placed or was cut off
         raise ConnectError(
-            f"{target} went away during {call}: {exc}; start it again, and connect to the new one"
+            f"{target} went away during {call}: {_one_line(exc)} Start it again, and connect to the "
+            "new one."
         ) from exc
+
+
+def _one_line(exc: Exception) -> str:
+    """Ray's message, which is a table."""
+    return " ".join(str(exc).split())
 
 
 def _open(answer: object, target: str, call: str) -> Reply:

@@ -1,0 +1,122 @@
+"""Runs programs that use Ray where nobody can reach them and nothing of them stays.
+
+Ray opens ports on every address of its node, without asking who calls. So a program gets a network
+of its own in which there is only loopback, and a process tree of its own that the kernel ends with
+it. Where neither root nor user namespaces permit that, there remains that these programs give their
+node the address 127.0.0.1, to which Ray then binds its ports, and what is left is ended by pid.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import psutil
+import ray
+
+ROOT = Path(__file__).parents[2]
+NAMESPACES = ("--net", "--pid", "--fork", "--kill-child", "--mount-proc")
+LOOPBACK_ONLY = ("sh", "-c", 'ip link set lo up && "$@"', "sh")
+SHM = Path("/dev/shm")
+LOOPBACK = "127.0.0.1"
+OBJECT_STORE_NBYTES = 80 << 20
+
+
+def start() -> None:
+    """Start a node of Ray in a program that `run` runs, as small as it gets."""
+    ray.init(
+        num_cpus=2,
+        object_store_memory=OBJECT_STORE_NBYTES,
+        include_dashboard=False,
+        _node_ip_address=LOOPBACK,
+    )
+
+
+def run(*arguments: str | Path, timeout_s: float) -> str:
+    """Run `python ARGUMENTS` from the root of the project; return what it printed.
+
+    Fails where it fails, takes longer, or leaves anything behind.
+    """
+    before = _left_in_shm()
+    # Unix sockets have short names, so this is not pytest's deep directory.
+    with tempfile.TemporaryDirectory(prefix="wsr-", dir="/tmp") as home:
+        try:
+            done = subprocess.run(
+                [*_wrapper(), sys.executable, *map(str, arguments)],
+                cwd=ROOT,
+                env=_environment(home),
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+                timeout=timeout_s,
+                check=False,
+            )
+        finally:
+            left = _end_all(home)
+    assert done.returncode == 0, done.stdout[-20_000:]
+    assert not left, f"Ray left {left}"
+    assert _left_in_shm() - before == set()
+    return done.stdout
+
+
+def run_pytest(path: Path, *, timeout_s: float) -> int:
+    """Run the tests of one file, which pytest does not collect by itself; return how many passed.
+
+    None may be skipped.
+    """
+    said = run("-m", "pytest", "-p", "no:cacheprovider", "-q", path, timeout_s=timeout_s)
+    summary = re.search(r"^(\d+) passed in .*$", said, re.MULTILINE)
+    assert summary is not None, said
+    return int(summary[1])
+
+
+@functools.cache
+def _wrapper() -> tuple[str, ...]:
+    """Return the start of a command line that gives a program namespaces of its own, if any may."""
+    for how in (("unshare", *NAMESPACES), ("unshare", "--map-root-user", *NAMESPACES)):
+        command = (*how, *LOOPBACK_ONLY)
+        try:
+            tried = subprocess.run([*command, "true"], capture_output=True, timeout=20, check=False)
+        except FileNotFoundError:
+            break
+        if tried.returncode == 0:
+            return command
+    return ()
+
+
+def _environment(home: str) -> dict[str, str]:
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
+    return {
+        **kept,
+        "HOME": home,  # where Ray writes the token of the cluster
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": str(ROOT),
+        "RAY_TMPDIR": home,
+        "RAY_USAGE_STATS_ENABLED": "0",
+        "RAY_prestart_worker_first_driver": "0",
+    }
+
+
+def _end_all(home: str) -> list[str]:
+    """End by pid every process that was started with this `home`; return what they were."""
+    found = [process for process in psutil.process_iter() if _home_of(process) == home]
+    for process in found:
+        process.kill()
+    psutil.wait_procs(found, timeout=20)
+    return [str(process) for process in found]
+
+
+def _home_of(process: psutil.Process) -> str | None:
+    try:
+        return process.environ().get("RAY_TMPDIR")
+    except psutil.Error:
+        return None
+
+
+def _left_in_shm() -> set[str]:
+    return {path.name for path in SHM.glob("plasma*")}
