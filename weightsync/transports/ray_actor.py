@@ -111,7 +111,8 @@ def _submit(method: Any, message: Mapping[str, object], target: str, call: str) 
         return method.remote(message)
     except Exception as exc:
         raise ConnectError(
-            f"{target} cannot be reached for {call}: {_one_line(exc)}; is it alive, and of this cluster?"
+            f"{target} cannot be reached for {call}: {_one_line(exc)}; is it alive, and "
+            "of this cluster?"
         ) from exc
 
 
@@ -128,8 +129,8 @@ def _get(ref: Any, timeout_s: float, target: str, call: str) -> Any:
         raise problem.from_problem(problem.to_problem(cause), peer=f"{target}: {call}") from exc
     except RayError as exc:  # the actor died, was killed, cannot be placed or was cut off
         raise ConnectError(
-            f"{target} went away during {call}: {_one_line(exc)} Start it again, and connect to the "
-            "new one."
+            f"{target} went away during {call}: {_one_line(exc)} Start it again, and connect to "
+            "the new one."
         ) from exc
 
 
