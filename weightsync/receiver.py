@@ -210,6 +210,7 @@ class WeightReceiver:
         return InitReply(
             status=self.status(),
             road=info.road if info else None,
+            ring=self._updates.peers.host_ring(info.sender) if info else None,
             takes_pieces=not isinstance(self.sink, HookSink),
         )
 

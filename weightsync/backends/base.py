@@ -7,7 +7,7 @@ nothing of how messages travel, of versions or of who may generate.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from weightsync.specs import Manifest
@@ -15,7 +15,7 @@ from weightsync.weights.buckets import Plan
 from weightsync.weights.sink import Landing, Verification
 from weightsync.weights.source import NamedTensors
 from weightsync.wire.messages import LedgerEntry, UpdateInfo
-from weightsync.wire.offers import Init, IpcInit
+from weightsync.wire.offers import HostRing, Init, IpcInit
 
 Check = Callable[[], None]
 """Called between chunks and during waits; raises when the transfer must stop."""
@@ -50,8 +50,12 @@ class WeightTransferEngine(ABC):
 
     Called by the receiver alone, from one thread at a time, in this order: `init_transfer_engine`
     once, then for each update `start_weight_update`, `receive_weights` once or more, and
-    `finish_weight_update`; `shutdown` at any time between updates.
+    `finish_weight_update`; `shutdown` at any time between updates. `device_keys` say what memory
+    of others this process can open.
     """
+
+    def __init__(self, device_keys: Sequence[str]) -> None:
+        self._keys = list(device_keys)
 
     @abstractmethod
     def init_transfer_engine(self, init_info: Init) -> None:
@@ -59,6 +63,20 @@ class WeightTransferEngine(ABC):
 
         Raises HandleError or SegmentError, ProtocolError for the init of another backend.
         """
+
+    @property
+    @abstractmethod
+    def manifest(self) -> Manifest:
+        """What the sender sends. Raises ProtocolError before init."""
+
+    @property
+    @abstractmethod
+    def whole_plan(self) -> Plan:
+        """The stream of the whole model."""
+
+    def host_ring(self) -> HostRing | None:
+        """The ring that this engine made for the other workers of its host, if it makes one."""
+        return None
 
     def start_weight_update(self) -> None:
         """An update begins."""
@@ -77,6 +95,10 @@ class WeightTransferEngine(ABC):
     @abstractmethod
     def sender_alive(self) -> bool:
         """Whether the process that called `init` still lives."""
+
+    @abstractmethod
+    def beat(self) -> None:
+        """Show the sender that this process lives and works; called from a thread of its own."""
 
     def ledger(self) -> list[LedgerEntry]:
         """What this engine holds open."""
@@ -98,7 +120,7 @@ class TrainerWeightTransferEngine(ABC):
     manifest: Manifest
 
     @abstractmethod
-    def init_info(self, reader: int) -> IpcInit:
+    def init_info(self, reader: int, *, fleet_version: int | None = None) -> IpcInit:
         """What receiver place `reader` needs once."""
 
     @abstractmethod

@@ -30,7 +30,7 @@ class IpcWeightTransferEngine(WeightTransferEngine):
     """Reads one sender's ring and registered memory. `device_keys` say what it can open."""
 
     def __init__(self, device_keys: Sequence[str]) -> None:
-        self._keys = list(device_keys)
+        super().__init__(device_keys)
         self._opened: Opened | None = None
         self._programs: dict[tuple[int, int, int], tuple[object, list[list[CompiledRun]]]] = {}
         self._since = time.monotonic()

@@ -98,6 +98,19 @@ def keyed_handle(segment: Segment | None, memory: torch.Tensor | None = None) ->
     return {exported.device: exported}
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PackedStream:
+    """An update on its way through the ring, for a reader in the sender's own process."""
+
+    control: Control
+    slots: list[torch.Tensor]
+    plan: Plan
+    epoch: int
+    base: int
+    verify: bool
+    timeout_s: float
+
+
 class _Closable(Protocol):
     def close(self) -> None: ...
 
@@ -145,7 +158,16 @@ class IpcTrainerEngine(TrainerWeightTransferEngine):
         self._hashers: list[Callable[[], int]] | None = None
         self._table: list[int] = []
         self._verify = True
+        self._written_nbytes = 0
         self._update: Callable[[Check], None] | None = None
+        self._stream: PackedStream | None = None
+
+    @property
+    def stream(self) -> PackedStream:
+        """The packed update that `begin` began. Raises ConfigError when there is none."""
+        if self._stream is None:
+            raise ConfigError("no packed update is at work")
+        return self._stream
 
     def probe_info(self) -> ProbeInfo:
         """Return the probe alone, exported once per call."""
@@ -155,7 +177,7 @@ class IpcTrainerEngine(TrainerWeightTransferEngine):
             digest=probe_digest(self._probe),
         )
 
-    def init_info(self, reader: int) -> IpcInit:
+    def init_info(self, reader: int, *, fleet_version: int | None = None) -> IpcInit:
         """Return what receiver place `reader` needs; GPU memory is exported once per call."""
         if reader >= READER_PLACES:
             raise ConfigError(f"one sender has {READER_PLACES} reader places; {reader} is too many")
@@ -174,6 +196,7 @@ class IpcTrainerEngine(TrainerWeightTransferEngine):
             entries=self._control.entries,
             run_nbytes=self._run_nbytes,
             lease_s=self._options.timeout_s,
+            fleet_version=fleet_version,
             ring=RingInfo(
                 data=self._ring.handle(),
                 num_slots=self._control.slots,
@@ -188,6 +211,7 @@ class IpcTrainerEngine(TrainerWeightTransferEngine):
         """Start an update; nothing is read from the source yet, except to see if it has moved."""
         self._verify = verify
         self._table = []
+        self._written_nbytes = 0
         if pairs is not None:
             return self._begin_pairs(list(readers), list(pairs))
         if self.packed:
@@ -203,6 +227,7 @@ class IpcTrainerEngine(TrainerWeightTransferEngine):
     def end(self) -> None:
         """Forget this update's tensors."""
         self._update = None
+        self._stream = None
 
     @property
     def table_digest(self) -> str | None:
@@ -232,13 +257,18 @@ class IpcTrainerEngine(TrainerWeightTransferEngine):
             beside = self._memory.copied_nbytes
         return self._ring.nbytes + self._control.segment.nbytes + beside
 
+    @property
+    def written_nbytes(self) -> int:
+        """Bytes that this update has written into buckets so far."""
+        return self._written_nbytes
+
     def beat(self) -> None:
         """Show readers that this process lives and works."""
         self._control.beat_writer()
 
     def close(self) -> None:
         """Free everything, in the reverse order."""
-        self._update = None
+        self._update = self._stream = None
         while self._closers:
             self._closers.pop()()
 
@@ -289,6 +319,15 @@ class IpcTrainerEngine(TrainerWeightTransferEngine):
     ) -> RegisteredUpdate:
         chunks = len(packer.plan.chunks)
         epoch = self._writer.begin(readers, chunks)
+        self._stream = PackedStream(
+            control=self._control,
+            slots=self._ring.tensors,
+            plan=packer.plan,
+            epoch=epoch,
+            base=self._writer.base,
+            verify=self._verify,
+            timeout_s=self._options.timeout_s,
+        )
 
         def pack(check: Check) -> None:
             timeout_s = self._options.timeout_s
@@ -308,6 +347,7 @@ class IpcTrainerEngine(TrainerWeightTransferEngine):
                 self._control.write_fingerprints(j % self._control.slots * room, fingerprints)
                 self._table += fingerprints
                 self._writer.publish(j)
+                self._written_nbytes += packer.plan.chunks[j].stop - packer.plan.chunks[j].start
             self._writer.drain(chunks, check=check, timeout_s=timeout_s)
 
         self._update = pack

@@ -80,11 +80,7 @@ class Transfer:
 
     def run(self) -> Received:
         """Move, compare, report."""
-        if self._control.epoch != self._info.epoch:
-            raise TransferError(
-                f"the message is of epoch {self._info.epoch}, the ring is at "
-                f"{self._control.epoch}; this update is over"
-            )
+        self._await_epoch()
         landing = self._reception.land(self._plan)
         self._reception.touch()
         if self._info.packed:
@@ -94,6 +90,26 @@ class Transfer:
         if self._wrong:
             raise VerificationError(names=self._wrong_names())
         return Received(self._plan.manifest, self._got, self._level(landing))
+
+    def _await_epoch(self) -> None:
+        """A ring that is fed from another host may learn of an update after its readers."""
+        control, epoch = self._control, self._info.epoch
+        begun = wait_until(
+            lambda: control.epoch >= epoch,
+            check=self._check,
+            timeout_s=self._opened.info.lease_s,
+            progress=lambda: (0, control.writer_beat),
+        )
+        if not begun:
+            raise TransferTimeout(
+                f"the update of epoch {epoch} did not begin for {self._opened.info.lease_s:g} s; "
+                f"the ring is at {control.epoch}"
+            )
+        if control.epoch != epoch:
+            raise TransferError(
+                f"the message is of epoch {epoch}, the ring is at {control.epoch}; this update "
+                "is over"
+            )
 
     def _through_ring(self, landing: Landing) -> None:
         lender = Lender(self._plan, landing, self._reception) if landing.memory is None else None

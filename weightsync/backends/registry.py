@@ -17,7 +17,14 @@ def _ipc() -> Engines:
     return sender.IpcTrainerEngine, receiver.IpcWeightTransferEngine
 
 
-_BUILTIN: dict[str, Callable[[], Engines]] = {"ipc": _ipc}
+def _distributed() -> Engines:
+    """The sender packs into the ring of its own host; a Chain reads it beside local receivers."""
+    sender, _ = _ipc()
+    receiver = import_module("weightsync.backends.distributed")
+    return sender, receiver.DistributedWeightTransferEngine
+
+
+_BUILTIN: dict[str, Callable[[], Engines]] = {"ipc": _ipc, "distributed": _distributed}
 _loaded: dict[str, Engines] = {}
 
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import logging
 
-from weightsync.backends.ipc import IpcWeightTransferEngine
+from weightsync.backends.base import WeightTransferEngine
+from weightsync.backends.registry import load_backend
 from weightsync.errors import ProtocolError, UnknownSenderError
 from weightsync.specs import Manifest
 from weightsync.wire.messages import LedgerEntry
-from weightsync.wire.offers import Init, Offer
+from weightsync.wire.offers import DistributedInit, HostRing, Init, Offer
 
 logger = logging.getLogger(__name__)
 
@@ -20,19 +21,22 @@ class Peers:
 
     def __init__(self, keys: list[str]) -> None:
         self.keys = keys
-        self._engines: dict[str, IpcWeightTransferEngine] = {}
+        self._engines: dict[str, WeightTransferEngine] = {}
 
-    def open(self, info: Init) -> IpcWeightTransferEngine:
+    def open(self, info: Init) -> WeightTransferEngine:
         """Open what a sender offers; what it offered before is closed."""
         if info.sender not in self._engines and len(self._engines) >= MAX_PEERS:
             raise ProtocolError(f"{MAX_PEERS} senders are connected already; shut one down")
-        engine = IpcWeightTransferEngine(self.keys)
+        remote = isinstance(info, DistributedInit)
+        engine = load_backend("distributed" if remote else "ipc")[1](self.keys)
+        if remote:
+            self.close(info.sender)  # its group is over, and /dev/shm may not hold two rings
         engine.init_transfer_engine(info)
         self.close(info.sender)
         self._engines[info.sender] = engine
         return engine
 
-    def get(self, sender: str) -> IpcWeightTransferEngine:
+    def get(self, sender: str) -> WeightTransferEngine:
         """Return a sender's engine. Raises ProtocolError when it has not called init here."""
         if sender not in self._engines:
             raise UnknownSenderError(
@@ -40,6 +44,10 @@ class Peers:
                 "call init_weight_transfer_engine first"
             )
         return self._engines[sender]
+
+    def host_ring(self, sender: str) -> HostRing | None:
+        """What a sender's engine made for the other workers of this host."""
+        return self.get(sender).host_ring()
 
     def manifest(self, sender: str | None) -> Manifest | None:
         """What a sender said it sends."""

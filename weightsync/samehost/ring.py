@@ -191,6 +191,18 @@ class RingWriter:
         self.control.epoch += 1
         return self.control.epoch
 
+    def follow(self, readers: Iterable[int], chunks: int, *, epoch: int, base: int) -> None:
+        """Start an update that was numbered elsewhere: by the ring of another host."""
+        if epoch <= self.control.epoch:
+            raise TransferError(
+                f"the update of epoch {epoch} comes after that of epoch {self.control.epoch}; "
+                "epochs grow"
+            )
+        self._active = tuple(readers)
+        self._base = base
+        self._sequence = base + chunks
+        self.control.epoch = epoch
+
     def acquire(self, chunk: int, *, check: Check, timeout_s: float) -> int:
         """Return the slot of `chunk` once every reader has released what was in it.
 

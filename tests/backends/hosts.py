@@ -1,0 +1,409 @@
+"""A sender in this process, and hosts of workers in others, joined by a private group on loopback.
+
+Every worker is a process of its own with a real WeightReceiver; the first of each host is the
+member. Control messages travel over pipes as JSON.
+"""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import queue
+import signal
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager, suppress
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+
+import weightsync as ws
+from weightsync.backends.distributed import place_on
+from weightsync.backends.distributed_sender import Chain, RingFeed
+from weightsync.backends.ipc_sender import READER_PLACES, IpcOptions, IpcTrainerEngine
+from weightsync.samehost.heartbeat import beating
+from weightsync.weights.source import ModuleSource, NamedTensors
+from weightsync.wire import codec
+from weightsync.wire.messages import (
+    AbortRequest,
+    FinishRequest,
+    InitReply,
+    InitRequest,
+    Reply,
+    Request,
+    StartTerms,
+    UpdateRequest,
+)
+from weightsync.wire.offers import DistributedInit
+from weightsync.wire.problem import Problem, encode_problem, from_problem, to_problem
+
+WAIT_S = 60.0
+FEED_PLACE = READER_PLACES - 1
+BUCKET_NBYTES = 64 << 10
+
+_context = multiprocessing.get_context("forkserver")
+_context.set_forkserver_preload(["tests.backends.hosts"])
+
+
+class Model(torch.nn.Module):
+    """Small tensors, one that no bucket holds, a scalar and an empty one."""
+
+    def __init__(self, layers: int = 24) -> None:
+        super().__init__()
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(64, 80) for _ in range(layers))
+        self.large = torch.nn.Parameter(torch.zeros(301, 211))
+        self.scale = torch.nn.Parameter(torch.zeros(()))
+        self.register_buffer("nothing", torch.zeros(0, 3))
+        self.register_buffer("counts", torch.zeros(77, dtype=torch.int16))
+
+    def fill(self, seed: int) -> Model:
+        generator = torch.Generator().manual_seed(seed)
+        with torch.no_grad():
+            for tensor in (*self.parameters(), *self.buffers()):
+                tensor.copy_(torch.rand(tensor.shape, generator=generator) * 1000)
+        return self
+
+    def content(self) -> dict[str, list[float]]:
+        return {
+            name: tensor.double().flatten().tolist() for name, tensor in self.state_dict().items()
+        }
+
+
+class Worker:
+    """The parent's end of one worker process; calls may be in flight together."""
+
+    def __init__(self, name: str, process: BaseProcess, pipe: Connection) -> None:
+        self.name = name
+        self.process = process
+        self._pipe = pipe
+        self._lock = threading.Lock()
+        self._turns = 0
+        self._waiting: dict[int, queue.SimpleQueue[dict[str, Any]]] = {}
+        self._gone = False
+        threading.Thread(target=self._read, daemon=True).start()
+
+    def ask(self, what: str, argument: object = None) -> Any:
+        answers: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
+        with self._lock:
+            if self._gone:
+                raise ws.ConnectError(f"{self.name}: the process is gone")
+            self._turns += 1
+            self._waiting[self._turns] = answers
+            try:
+                self._pipe.send_bytes(json.dumps([self._turns, what, argument]).encode())
+            except OSError as exc:
+                raise ws.ConnectError(f"{self.name}: the process is gone") from exc
+        answer = answers.get(timeout=WAIT_S)
+        if not answer:
+            raise ws.ConnectError(f"{self.name}: the process is gone")
+        if "problem" in answer:
+            problem = msgspec.json.decode(answer["problem"], type=Problem)
+            raise from_problem(problem, peer=self.name)
+        return answer["result"]
+
+    def _read(self) -> None:
+        while True:
+            try:
+                turn, answer = json.loads(self._pipe.recv_bytes())
+            except (EOFError, OSError):
+                break
+            self._waiting.pop(turn).put(answer)
+        with self._lock:
+            self._gone = True
+        for waiting in self._waiting.values():
+            waiting.put({})
+
+    def handle(self, request: Request) -> Reply:
+        plain = codec.to_plain(request)
+        return codec.decode_reply(
+            str(plain["call"]), json.dumps(self.ask("handle", plain)).encode()
+        )
+
+    def signal(self, number: int) -> None:
+        assert self.process.pid is not None
+        os.kill(self.process.pid, number)
+
+
+class Party:
+    """A sender and its hosts. `hosts[i]` are the workers of host i, the member first."""
+
+    def __init__(
+        self,
+        hosts: Sequence[Sequence[Worker]],
+        *,
+        timeout_s: float = WAIT_S / 2,
+        num_buckets: int = 4,
+        address: str = "127.0.0.1",
+    ) -> None:
+        self.hosts = [list(host) for host in hosts]
+        self.model = Model()
+        self._timeout_s = timeout_s
+        self._address = address
+        self.engine = IpcTrainerEngine(
+            ModuleSource(self.model),
+            IpcOptions(
+                packed=True,
+                bucket_nbytes=BUCKET_NBYTES,
+                num_buckets=num_buckets,
+                timeout_s=timeout_s,
+            ),
+        )
+        self.epoch = 0
+        self.updates = 0
+        self.chain: Chain | None = None
+
+    @property
+    def workers(self) -> list[Worker]:
+        return [worker for host in self.hosts for worker in host]
+
+    def build(self, *, absent: Sequence[str] = ()) -> None:
+        """Make the group anew; members in `absent` are not told of it."""
+        if self.chain is not None:
+            self.chain.close()
+        self.epoch += 1
+        names = [host[0].name for host in self.hosts]
+        chain = Chain(self._address, names, epoch=self.epoch, timeout_s=self._timeout_s)
+        self.chain = chain
+        members = [host[0] for host in self.hosts]
+        with ThreadPoolExecutor(len(members) + 1) as pool:
+            joined = pool.submit(chain.join)
+            asked = [
+                pool.submit(member.handle, InitRequest(init_info=self.offer(rank)))
+                for rank, member in enumerate(members, 1)
+                if member.name not in absent
+            ]
+            joined.result()
+            replies = [reply.result() for reply in asked]
+        for host, reply in zip(self.hosts, replies, strict=True):
+            assert isinstance(reply, InitReply)
+            assert reply.ring is not None
+            for place, worker in enumerate(host[1:], 1):
+                worker.handle(InitRequest(init_info=place_on(reply.ring, self.offer(1), place)))
+
+    def offer(self, rank: int) -> DistributedInit:
+        base = self.engine.init_info(FEED_PLACE)
+        assert self.chain is not None
+        return DistributedInit(
+            protocol_min=base.protocol_min,
+            protocol_max=base.protocol_max,
+            sender=base.sender,
+            manifest=base.manifest,
+            num_readers=base.num_readers,
+            entries=base.entries,
+            run_nbytes=base.run_nbytes,
+            lease_s=base.lease_s,
+            group=self.chain.info(rank),
+            num_slots=base.ring.num_slots,
+            slot_nbytes=base.ring.slot_nbytes,
+        )
+
+    def send(
+        self,
+        *,
+        pairs: NamedTensors | None = None,
+        verify: bool = True,
+        on_chunk: Callable[[int], None] = lambda _: None,
+        silent: Sequence[Worker] = (),
+    ) -> list[BaseException]:
+        """One update of everybody; aborted everywhere when anything fails. Returns what failed."""
+        chain = self.chain
+        assert chain is not None
+        self.updates += 1
+        update_id = f"update-{self.updates}"
+        message = self.engine.begin([FEED_PLACE], verify=verify, pairs=pairs)
+        terms = StartTerms(partial=pairs is not None)
+        failed: list[BaseException] = []
+        lock = threading.Lock()
+
+        def ask(worker: Worker, readers: list[int] | None) -> None:
+            info = msgspec.structs.replace(message, readers=readers)
+            request = UpdateRequest(
+                update_info=info, update_id=update_id, start=terms, prepare=True
+            )
+            try:
+                worker.handle(request)
+            except ws.WeightSyncError as exc:
+                with lock:
+                    failed.append(exc)
+
+        def check() -> None:
+            with lock:
+                if failed:
+                    raise ws.TransferError("a receiver failed")
+
+        feed = _Watched(RingFeed(self.engine, FEED_PLACE), on_chunk)
+        with ThreadPoolExecutor(len(self.workers)) as pool, beating(self.engine.beat):
+            for host in self.hosts:
+                for place, worker in enumerate(host):
+                    if worker not in silent:
+                        readers = list(range(len(host))) if place == 0 else None
+                        pool.submit(ask, worker, readers)
+            try:
+                chain.start(feed)
+                self.engine.transfer(check)
+                chain.finish(check)
+            except ws.WeightSyncError as exc:
+                with lock:
+                    failed.append(exc)
+                chain.stop()
+                self._each(lambda w: w.handle(AbortRequest(update_id=update_id)))
+        self.engine.end()
+        if not failed:
+            self._each(lambda w: w.handle(FinishRequest(update_id=update_id)))
+        else:
+            self._each(lambda w: w.handle(AbortRequest(update_id=update_id)))
+        return failed
+
+    def _each(self, call: Callable[[Worker], object]) -> None:
+        for worker in self.workers:
+            try:
+                call(worker)
+            except ws.ConnectError:
+                continue
+
+    def close(self) -> None:
+        if self.chain is not None:
+            self.chain.close()
+        self.engine.close()
+
+
+class _Watched:
+    """A feed that tells when a chunk is taken."""
+
+    def __init__(self, feed: RingFeed, on_chunk: Callable[[int], None]) -> None:
+        self._feed = feed
+        self._on_chunk = on_chunk
+        self.epoch, self.chunks, self.depth = feed.epoch, feed.chunks, feed.depth
+        self.fingerprint_room = feed.fingerprint_room
+
+    def take(self, j: int, check: Callable[[], None]) -> tuple[torch.Tensor, list[int]]:
+        self._on_chunk(j)
+        return self._feed.take(j, check)
+
+    def done(self, j: int) -> None:
+        self._feed.done(j)
+
+
+@contextmanager
+def workers(*hosts: int, hook: bool = False) -> Iterator[list[list[Worker]]]:
+    """Start `hosts[i]` workers for each host; all end with the block."""
+    with ExitStack() as stack:
+        yield [
+            [stack.enter_context(_worker(f"h{i}w{k}", hook=hook)) for k in range(count)]
+            for i, count in enumerate(hosts)
+        ]
+
+
+@contextmanager
+def party(*hosts: int, hook: bool = False, **options: Any) -> Iterator[Party]:
+    """Workers on `len(hosts)` hosts, and a sender whose group they are in."""
+    with workers(*hosts, hook=hook) as started:
+        made = Party(started, **options)
+        try:
+            made.build()
+            yield made
+        finally:
+            made.close()
+
+
+@contextmanager
+def _worker(name: str, *, hook: bool) -> Iterator[Worker]:
+    parent, child = _context.Pipe()
+    process = _context.Process(target=_work, args=(child, hook), name=name)
+    process.start()
+    child.close()
+    try:
+        yield Worker(name, process, parent)
+    finally:
+        with suppress(OSError):
+            parent.send_bytes(b"null")
+        process.join(WAIT_S / 4)
+        if process.is_alive():
+            process.kill()
+            process.join(WAIT_S)
+            raise AssertionError(f"{name} did not end")
+        parent.close()
+
+
+class _Work:
+    """A worker as itself: a model, or a hook that can be made slow, or made to raise."""
+
+    def __init__(self, *, hook: bool) -> None:
+        self.model = Model()
+        self.delay_s = 0.0
+        self.raise_at = -1
+        self.calls = 0
+        self.receiver = ws.WeightReceiver(self._load if hook else self.model, lease_s=WAIT_S / 2)
+
+    def _load(self, pairs: Any) -> None:
+        self.calls += 1
+        if self.calls == self.raise_at:
+            raise RuntimeError("the hook does not want this")
+        threading.Event().wait(self.delay_s)
+        state = self.model.state_dict()
+        for name, tensor in pairs:
+            state[name].copy_(tensor)
+
+    def behave(self, argument: dict[str, float]) -> None:
+        self.calls = 0
+        self.delay_s = argument.get("delay_s", 0.0)
+        self.raise_at = int(argument.get("raise_at", -1))
+
+    def answer(self, what: str, argument: Any) -> object:
+        match what:
+            case "handle":
+                return self.receiver.handle(argument)
+            case "content":
+                return self.model.content()
+            case "version":
+                return self.receiver.version
+            case "footprint":
+                return footprint()
+            case "behave":
+                return self.behave(argument)
+            case "alive":
+                return [self.receiver._updates.peers.alive(argument)]
+            case _:
+                raise AssertionError(what)
+
+
+def footprint() -> dict[str, int]:
+    """Descriptors, threads and mapped segments of this process."""
+    maps = Path("/proc/self/maps").read_text(encoding="utf-8")
+    return {
+        "fds": len(list(Path("/proc/self/fd").iterdir())),
+        "threads": len(list(Path("/proc/self/task").iterdir())),
+        "segments": sum("/dev/shm/weightsync-" in line for line in maps.splitlines()),
+    }
+
+
+def _work(pipe: Connection, hook: bool) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    torch.set_num_threads(1)
+    work = _Work(hook=hook)
+    lock = threading.Lock()
+
+    def answer(turn: Any) -> None:
+        number, what, argument = turn
+        try:
+            reply: dict[str, object] = {"result": work.answer(what, argument)}
+        except Exception as exc:  # noqa: BLE001 # whatever it is, the parent raises it
+            reply = {"problem": encode_problem(to_problem(exc)).decode()}
+        with lock:
+            pipe.send_bytes(json.dumps([number, reply]).encode())
+
+    while True:
+        try:
+            turn = json.loads(pipe.recv_bytes())
+        except (EOFError, OSError):
+            break
+        if turn is None:
+            break
+        threading.Thread(target=answer, args=(turn,), daemon=True).start()
+    work.receiver.close()

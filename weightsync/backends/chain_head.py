@@ -1,0 +1,82 @@
+"""What goes before each chunk down the chain of hosts: which it is, and its fingerprints."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from enum import IntEnum
+
+import torch
+
+from weightsync.errors import TransferError
+
+_WORD_NBYTES = 8
+_FIXED_WORDS = 6
+_STATUS, _EPOCH, _CHUNK, _CHUNKS, _NBYTES, _COUNT = range(_FIXED_WORDS)
+
+
+class HeadStatus(IntEnum):
+    """CHUNK: `nbytes` bytes follow on the other lane. ABORT: nothing does, the update is over."""
+
+    CHUNK = 1
+    ABORT = 2
+
+
+class Head:
+    """One head in memory of its own: `buffer` is `uint8[…]`, of the same size for all of a group.
+
+    It says: chunk `chunk` of `chunks` of the update `epoch`, and the fingerprints of its runs.
+    """
+
+    def __init__(self, fingerprints: int) -> None:
+        memory = bytearray((_FIXED_WORDS + fingerprints) * _WORD_NBYTES)
+        self.buffer = torch.frombuffer(memory, dtype=torch.uint8)
+        self._words = memoryview(memory).cast("Q")
+
+    def fill(
+        self,
+        status: HeadStatus,
+        epoch: int,
+        *,
+        chunk: int = 0,
+        chunks: int = 0,
+        nbytes: int = 0,
+        fingerprints: Sequence[int] = (),
+    ) -> None:
+        """Say it all anew. Raises TransferError for more fingerprints than there is room for."""
+        room = len(self._words) - _FIXED_WORDS
+        if len(fingerprints) > room:
+            raise TransferError(f"{len(fingerprints)} fingerprints do not fit a head of {room}")
+        fixed = (status, epoch, chunk, chunks, nbytes, len(fingerprints))
+        for i, value in enumerate((*fixed, *fingerprints)):
+            self._words[i] = value
+
+    @property
+    def aborts(self) -> bool:
+        """Whether the update is over before its last chunk."""
+        return self._words[_STATUS] == HeadStatus.ABORT
+
+    @property
+    def epoch(self) -> int:
+        """The update that it is of."""
+        return self._words[_EPOCH]
+
+    @property
+    def chunk(self) -> int:
+        """Counts from 0 within the update."""
+        return self._words[_CHUNK]
+
+    @property
+    def nbytes(self) -> int:
+        """How many bytes follow."""
+        return self._words[_NBYTES]
+
+    @property
+    def last(self) -> bool:
+        """Whether this update has no further chunk."""
+        return self._words[_CHUNK] + 1 >= self._words[_CHUNKS]
+
+    @property
+    def fingerprints(self) -> list[int]:
+        """Of the chunk's runs; empty when verification is off."""
+        count = min(self._words[_COUNT], len(self._words) - _FIXED_WORDS)
+        return self._words[_FIXED_WORDS : _FIXED_WORDS + count].tolist()

@@ -1,0 +1,379 @@
+"""A receiving host's place in the chain: chunks from the rank before, into the ring, to the next.
+
+The stream is always read to its end, so that the hosts behind do not wait for one that has given
+an update up: what it does not want goes through a scratch buffer. Only a connection that breaks,
+or stands still for too long, breaks the group.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from weightsync.backends.chain_head import Head
+from weightsync.backends.private_group import DATA, HEADS, Meeting, Pending, PrivateGroup
+from weightsync.errors import ProtocolError, TransferError, TransferTimeout, WeightSyncError
+from weightsync.samehost.ring import Control, RingWriter
+from weightsync.weights.buckets import runs_per_chunk
+from weightsync.wire.offers import GroupInfo
+
+logger = logging.getLogger(__name__)
+
+_HEADS = 4
+_IN_FLIGHT = 2
+_POLL_S = 0.02
+_JOIN_S = 5.0
+_ASK_S = 0.05
+
+
+@dataclass(slots=True, eq=False)
+class Intake:
+    """One update as this host wants it: `sizes` of its chunks, reader places, the sender's count.
+
+    `done` is set when all of it was read here and sent on, or when `error` says why not.
+    """
+
+    epoch: int
+    base: int
+    readers: Sequence[int]
+    sizes: Sequence[int]
+    done: threading.Event = field(default_factory=threading.Event)
+    error: WeightSyncError | None = None
+
+    def fail(self, error: WeightSyncError) -> None:
+        """The first failure counts."""
+        self.error = self.error or error
+        self.done.set()
+
+
+@dataclass(slots=True)
+class _Arrival:
+    """A chunk on its way in; `slot` None: into a scratch buffer."""
+
+    chunk: int
+    last: bool
+    fingerprints: list[int]
+    memory: torch.Tensor
+    place: int
+    intake: Intake | None
+    pending: Pending
+
+
+class Link:
+    """The thread of one member; from its construction until `close`."""
+
+    def __init__(
+        self,
+        meeting: Meeting,
+        group: PrivateGroup,
+        info: GroupInfo,
+        control: Control,
+        slots: Sequence[torch.Tensor],
+        run_nbytes: int,
+    ) -> None:
+        self.failure: WeightSyncError | None = None
+        self._meeting = meeting
+        self._group = group
+        self._rank = info.rank
+        self._size = len(info.members)
+        self._members = info.members
+        self._timeout_s = info.timeout_s
+        self._next: int | None = info.rank + 1 if info.rank + 1 < self._size else None
+        self._control = control
+        self._writer = RingWriter(control)
+        self._slots = list(slots)
+        self._slot_nbytes = slots[0].numel()
+        self._scratch: list[torch.Tensor] = []
+        room = runs_per_chunk(self._slot_nbytes, run_nbytes)
+        self._heads = [Head(room) for _ in range(_HEADS)]
+        self._head_forwards: list[Pending | None] = [None] * _HEADS
+        self._forwards: dict[int, Pending] = {}
+        self._arriving: deque[_Arrival] = deque()
+        self._changed = threading.Condition()
+        self._wanted: Intake | None = None
+        self._current: Intake | None = None
+        self._epoch = 0
+        self._closing = False
+        self._progress = time.monotonic()
+        self._asked = 0.0
+        self._thread = threading.Thread(target=self._run, name="weightsync-link", daemon=True)
+        self._thread.start()
+
+    def take_in(self, intake: Intake) -> None:
+        """Put the update that comes next into the ring. Raises what broke the group."""
+        with self._changed:
+            if self.failure is not None:
+                raise self.failure
+            if self._wanted is not None:
+                self._wanted.fail(TransferError("another update took its place"))
+            self._wanted = intake
+            self._progress = time.monotonic()
+            self._changed.notify_all()
+
+    def check(self, intake: Intake) -> None:
+        """Raise why `intake` cannot be completed: it failed, or nothing has come for too long."""
+        if intake.error is not None:
+            raise intake.error
+        silent = time.monotonic() - self._progress
+        if silent > self._timeout_s and not intake.done.is_set():
+            raise TransferTimeout(
+                f"{self._who(self._rank - 1)} sent nothing for {silent:.3g} s; the update is "
+                "given up"
+            )
+
+    def close(self) -> bool:
+        """Leave the group and end the thread; return False when it does not end. Idempotent."""
+        with self._changed:
+            self._closing = True
+            self._changed.notify_all()
+        self._group.sever()
+        self._thread.join(_JOIN_S)
+        if self._thread.is_alive():
+            logger.warning("the thread of a private group does not end; its ring stays mapped")
+            return False
+        self._group.close()
+        self._slots.clear()
+        self._scratch.clear()
+        return True
+
+    def _run(self) -> None:
+        try:
+            posted = self._post_head(0)
+            turn = 0
+            while True:
+                head = self._heads[turn % _HEADS]
+                self._from_before(posted)
+                self._progress = time.monotonic()
+                posted = self._post_head(turn + 1)
+                self._forward_head(turn % _HEADS)
+                self._handle(head)
+                turn += 1
+        except WeightSyncError as exc:
+            self._end(exc)
+        except Exception as exc:  # noqa: BLE001 # whatever it is, who waits must hear of it
+            self._end(TransferError(f"the private group's thread failed: {exc!r}"))
+
+    def _end(self, error: WeightSyncError) -> None:
+        if not self._closing:
+            logger.info("epoch %d of the private group ends: %s", self._epoch, error)
+            self._meeting.report(str(error))
+        with self._changed:
+            self.failure = error
+            for intake in (self._current, self._wanted):
+                if intake is not None and not intake.done.is_set():
+                    intake.fail(error)
+        self._arriving.clear()
+        self._forwards.clear()
+        self._group.sever()
+
+    def _handle(self, head: Head) -> None:
+        if head.epoch != self._epoch:
+            self._land(0)
+            self._turn_to(head.epoch)
+        if head.aborts:
+            self._land(0)
+            self._drop(TransferError("the update was given up by its sender"))
+            return
+        if head.nbytes > self._slot_nbytes:
+            raise ProtocolError(f"a chunk of {head.nbytes} bytes does not fit the ring")
+        if head.nbytes == 0:
+            self._complete(self._current)
+            return
+        last = head.last
+        self._accept(head)
+        self._land(0 if last else 1)
+
+    def _accept(self, head: Head) -> None:
+        """Make the next chunk's room known to the rank before."""
+        if len(self._slots) < _IN_FLIGHT:
+            self._land(0)
+        place = self._place(head)
+        buffer = self._slots[place] if place >= 0 else self._scratch[-place - 1]
+        memory = buffer[: head.nbytes]
+        pending = self._start_receiving(memory)
+        self._arriving.append(
+            _Arrival(
+                chunk=head.chunk,
+                last=head.last,
+                fingerprints=head.fingerprints,
+                memory=memory,
+                place=place,
+                intake=self._current if place >= 0 else None,
+                pending=pending,
+            )
+        )
+
+    def _land(self, left: int) -> None:
+        """Wait until only `left` chunks are on their way."""
+        while len(self._arriving) > left:
+            arrival = self._arriving.popleft()
+            self._from_before(arrival.pending, self._timeout_s)
+            self._progress = time.monotonic()
+            intake = arrival.intake
+            if intake is not None and intake.error is None:
+                room = self._control.entries // self._control.slots
+                self._control.write_fingerprints(arrival.place * room, arrival.fingerprints)
+                self._writer.publish(arrival.chunk)
+            self._forward(arrival.place, arrival.memory)
+            if arrival.last:
+                self._complete(intake)
+
+    def _turn_to(self, epoch: int) -> None:
+        """The stream is at another update: find out what this host wants of it."""
+        self._drop(TransferError("the sender went on to another update"))
+        self._epoch = epoch
+        deadline = time.monotonic() + self._patience(0.5)
+        with self._changed:
+            while not self._closing and time.monotonic() < deadline:
+                wanted = self._wanted
+                if wanted is not None and wanted.epoch >= epoch:
+                    break
+                self._changed.wait(_POLL_S)
+                if self._meeting.given_up(epoch):
+                    return
+            wanted = self._wanted
+            if wanted is None or wanted.epoch != epoch:
+                return
+            self._wanted = None
+            self._current = wanted
+        try:
+            self._writer.follow(
+                wanted.readers, len(wanted.sizes), epoch=wanted.epoch, base=wanted.base
+            )
+        except TransferError as exc:
+            self._drop(exc)
+
+    def _drop(self, error: WeightSyncError) -> None:
+        current, self._current = self._current, None
+        if current is not None and not current.done.is_set():
+            current.fail(error)
+
+    def _place(self, head: Head) -> int:
+        """Return the slot of a chunk once it is free, or the scratch buffer as -1, -2."""
+        intake = self._current
+        if intake is not None and intake.error is None:
+            try:
+                self._check_fits(intake, head)
+                slot = self._writer.acquire(
+                    head.chunk,
+                    check=lambda: self._check_wanted(intake),
+                    timeout_s=self._patience(0.5),
+                )
+                self._settle_forward(slot)
+                return slot
+            except WeightSyncError as exc:
+                self._drop(exc)
+        if not self._scratch:
+            self._scratch = [torch.empty_like(self._slots[0]) for _ in range(_IN_FLIGHT)]
+        place = -1 - head.chunk % _IN_FLIGHT
+        self._settle_forward(place)
+        return place
+
+    def _check_fits(self, intake: Intake, head: Head) -> None:
+        sizes = intake.sizes
+        if head.chunk >= len(sizes) or head.nbytes != sizes[head.chunk]:
+            raise ProtocolError(
+                f"chunk {head.chunk + 1} has {head.nbytes} bytes, which is not how this host cuts "
+                f"the model into {len(sizes)} chunks; both sides need one manifest and version"
+            )
+
+    def _check_wanted(self, intake: Intake) -> None:
+        if intake.error is not None:
+            raise intake.error
+        now = time.monotonic()
+        if now - self._asked > _ASK_S:
+            self._asked = now
+            if self._closing or self._meeting.given_up(intake.epoch):
+                raise TransferError("the update was given up by its sender")
+
+    def _complete(self, intake: Intake | None) -> None:
+        """Everything has come: it is read by all of this host, and sent on."""
+        for place in list(self._forwards):
+            self._settle_forward(place)
+        if intake is None or intake is not self._current:
+            return
+        try:
+            self._writer.drain(
+                len(intake.sizes),
+                check=lambda: self._check_wanted(intake),
+                timeout_s=self._patience(0.5),
+            )
+        except WeightSyncError as exc:
+            intake.fail(exc)
+        self._current = None
+        intake.done.set()
+
+    def _post_head(self, turn: int) -> Pending:
+        index = turn % _HEADS
+        forward, self._head_forwards[index] = self._head_forwards[index], None
+        self._to_next(forward)
+        return self._receive(self._heads[index].buffer, HEADS)
+
+    def _start_receiving(self, memory: torch.Tensor) -> Pending:
+        return self._receive(memory, DATA)
+
+    def _receive(self, memory: torch.Tensor, lane: int) -> Pending:
+        try:
+            return self._group.receive(memory, self._rank - 1, lane)
+        except TransferError as exc:
+            raise self._lost(exc) from exc
+
+    def _from_before(self, pending: Pending, timeout_s: float | None = None) -> None:
+        try:
+            pending.wait(timeout_s)
+        except TransferError as exc:
+            raise self._lost(exc) from exc
+
+    def _lost(self, exc: TransferError) -> TransferError:
+        return type(exc)(f"{self._who(self._rank - 1)} is lost to the next host: {exc}")
+
+    def _forward_head(self, index: int) -> None:
+        if self._next is not None:
+            self._head_forwards[index] = self._send(self._heads[index].buffer, HEADS)
+
+    def _forward(self, place: int, memory: torch.Tensor) -> None:
+        if self._next is not None:
+            pending = self._send(memory, DATA)
+            if pending is not None:
+                self._forwards[place] = pending
+
+    def _send(self, memory: torch.Tensor, lane: int) -> Pending | None:
+        try:
+            return self._group.send(memory, self._rank + 1, lane)
+        except TransferError as exc:
+            self._cut_off(exc)
+            return None
+
+    def _settle_forward(self, place: int) -> None:
+        self._to_next(self._forwards.pop(place, None))
+
+    def _to_next(self, pending: Pending | None) -> None:
+        if pending is None or self._next is None:
+            return
+        try:
+            pending.wait(self._patience(0.0))
+        except TransferError as exc:
+            self._cut_off(exc)
+
+    def _cut_off(self, exc: TransferError) -> None:
+        """The next host takes no more: say so, and let nobody before it wait."""
+        error = type(exc)(f"{self._who(self._rank + 1)} did not take what was sent to it: {exc}")
+        self._next = None
+        self._meeting.report(str(error))
+        self.failure = error
+        for intake in (self._current, self._wanted):
+            if intake is not None:
+                intake.fail(error)
+
+    def _patience(self, step: float) -> float:
+        """Those at the end of the chain run out of patience first: they know whom they wait for."""
+        return self._timeout_s * (1 - (self._rank + step) / (2 * self._size))
+
+    def _who(self, rank: int) -> str:
+        return self._members[0] if rank == 0 else f"the host of {self._members[rank]}"

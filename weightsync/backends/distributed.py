@@ -1,0 +1,215 @@
+"""The `distributed` backend's receiving half: a member of the sender's private group.
+
+It makes a ring for its host, which its Link feeds and from which all workers of the host read: this
+one at place 0, the others as readers of an ordinary ring.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import torch
+
+from weightsync.backends.base import Received, Reception, WeightTransferEngine
+from weightsync.backends.chain_link import Intake, Link
+from weightsync.backends.ipc import IpcWeightTransferEngine
+from weightsync.backends.ipc_sender import Ring, keyed_handle
+from weightsync.backends.private_group import Lifeline, Meeting, PrivateGroup
+from weightsync.errors import ProtocolError, WeightSyncError
+from weightsync.samehost.probe import PROBE_NBYTES, probe_digest
+from weightsync.samehost.ring import Control
+from weightsync.samehost.segment import Segment
+from weightsync.specs import Manifest
+from weightsync.weights.buckets import Plan
+from weightsync.wire.codec import manifest_from_wire
+from weightsync.wire.messages import LedgerEntry, RegisteredUpdate, UpdateInfo
+from weightsync.wire.offers import (
+    DistributedInit,
+    HostRing,
+    Init,
+    IpcInit,
+    ProbeInfo,
+    RingInfo,
+    SegmentHandle,
+)
+
+MEMBER_PLACE = 0
+_WAIT_S = 0.05
+
+
+class DistributedWeightTransferEngine(WeightTransferEngine):
+    """Takes a sender's chunks off the network for a whole host, and reads them at place 0."""
+
+    def __init__(self, device_keys: Sequence[str]) -> None:
+        super().__init__(device_keys)
+        self._inner = IpcWeightTransferEngine(device_keys)
+        self._closers: list[Callable[[], None]] = []
+        self._init: DistributedInit | None = None
+        self._ring: HostRing | None = None
+        self._control: Control | None = None
+        self._link: Link | None = None
+        self._lifeline: Lifeline | None = None
+
+    def init_transfer_engine(self, init_info: Init) -> None:
+        """Make the host's ring, then join the group, within its timeout.
+
+        Raises SegmentError where `/dev/shm` has no room, ConnectError where the sender cannot be
+        reached, TransferTimeout when the group is not complete in time.
+        """
+        if not isinstance(init_info, DistributedInit):
+            raise ProtocolError("this engine joins a private group; it got another init_info")
+        _check_place(init_info)
+        try:
+            self._open(init_info)
+        except BaseException:
+            self.shutdown()
+            raise
+
+    @property
+    def manifest(self) -> Manifest:
+        return self._inner.manifest
+
+    @property
+    def whole_plan(self) -> Plan:
+        return self._inner.whole_plan
+
+    def host_ring(self) -> HostRing | None:
+        """The ring that this engine made, for the other workers of this host."""
+        return self._ring
+
+    def receive_weights(self, update_info: UpdateInfo, reception: Reception) -> Received:
+        """Bring an update to its landing, and to the rings of this host and those behind it.
+
+        Raises what broke the chain, naming the host, before what this caused here.
+        """
+        link, init = self._link, self._init
+        if link is None or init is None:
+            raise ProtocolError("the transfer engine is not initialised; call init first")
+        intake = _intake(update_info, init, self.manifest)
+        link.take_in(intake)
+
+        def check() -> None:
+            reception.check()
+            link.check(intake)
+
+        try:
+            received = self._inner.receive_weights(update_info, replace(reception, check=check))
+            while not intake.done.wait(_WAIT_S):
+                check()
+            check()
+        except BaseException as exc:
+            cause = intake.error
+            intake.fail(exc if isinstance(exc, WeightSyncError) else ProtocolError(repr(exc)))
+            if cause is not None and cause is not exc:
+                raise cause from exc
+            raise
+        return received
+
+    def sender_alive(self) -> bool:
+        """Look at the connection to the sender's store: the sender is on another host."""
+        return self._lifeline is not None and self._lifeline.holds()
+
+    def beat(self) -> None:
+        self._inner.beat()
+        link, control = self._link, self._control
+        if link is not None and control is not None and link.failure is None:
+            control.beat_writer()
+
+    def ledger(self) -> list[LedgerEntry]:
+        """The mappings of this engine; it owns the ring."""
+        return [
+            LedgerEntry(
+                kind=entry.kind, name=entry.name, nbytes=entry.nbytes, owner=True, age_s=entry.age_s
+            )
+            for entry in self._inner.ledger()
+        ]
+
+    def shutdown(self) -> None:
+        """Leave the group, free the ring. Idempotent."""
+        link, self._link = self._link, None
+        self._ring = None
+        ended = link is None or link.close()
+        self._inner.shutdown()
+        closers, self._closers = self._closers, []
+        for close in reversed(closers if ended else []):
+            close()
+        self._control = self._lifeline = None
+
+    def _open(self, init: DistributedInit) -> None:
+        control = Control.create(
+            slots=init.num_slots, readers=init.num_readers, entries=init.entries
+        )
+        self._closers.append(control.close)
+        ring = Ring(init.num_slots, init.slot_nbytes, torch.device("cpu"))
+        self._closers.append(ring.close)
+        content = os.urandom(PROBE_NBYTES)
+        probe = Segment.create(PROBE_NBYTES)
+        self._closers.append(probe.close)
+        probe.buffer[:] = content
+        self._ring = HostRing(
+            control=SegmentHandle(name=control.segment.name, nbytes=control.segment.nbytes),
+            data=ring.handle(),
+            probe=ProbeInfo(
+                handle=keyed_handle(probe), nbytes=PROBE_NBYTES, digest=probe_digest(content)
+            ),
+        )
+        self._control = control
+        self._inner.init_transfer_engine(place_on(self._ring, init, MEMBER_PLACE))
+        self._join(init, control, ring)
+        self._init = init
+
+    def _join(self, init: DistributedInit, control: Control, ring: Ring) -> None:
+        info = init.group
+        self._lifeline = Lifeline(info.address, info.port, info.timeout_s)
+        self._closers.append(self._lifeline.close)
+        meeting = Meeting.reach(info.address, info.port, epoch=info.epoch, timeout_s=info.timeout_s)
+        meeting.enter(info.rank, info.timeout_s)
+        group = PrivateGroup(meeting, info.rank, len(info.members), info.timeout_s)
+        self._link = Link(meeting, group, info, control, ring.tensors, init.run_nbytes)
+
+
+def place_on(ring: HostRing, init: DistributedInit, reader: int) -> IpcInit:
+    """Return the init of a worker of the host whose member made `ring`, at place `reader`."""
+    return IpcInit(
+        protocol_min=init.protocol_min,
+        protocol_max=init.protocol_max,
+        sender=init.sender,
+        manifest=init.manifest,
+        num_readers=init.num_readers,
+        entries=init.entries,
+        run_nbytes=init.run_nbytes,
+        lease_s=init.lease_s,
+        fleet_version=init.fleet_version,
+        road="distributed",
+        probe=ring.probe,
+        control=ring.control,
+        reader=reader,
+        ring=RingInfo(data=ring.data, num_slots=init.num_slots, slot_nbytes=init.slot_nbytes),
+    )
+
+
+def _check_place(init: DistributedInit) -> None:
+    if init.group.rank >= len(init.group.members):
+        raise ProtocolError(
+            f"rank {init.group.rank} is outside a group of {len(init.group.members)}; the "
+            "init_info is damaged"
+        )
+
+
+def _intake(info: UpdateInfo, init: DistributedInit, manifest: Manifest) -> Intake:
+    if not isinstance(info, RegisteredUpdate) or not info.packed or info.readers is None:
+        raise ProtocolError(
+            "the member of a private group takes packed updates of its own sender, with the reader "
+            "places of its host"
+        )
+    if info.manifest is not None:
+        manifest = manifest_from_wire(info.manifest)
+    plan = Plan(manifest, bucket_nbytes=init.slot_nbytes, run_nbytes=init.run_nbytes)
+    return Intake(
+        epoch=info.epoch,
+        base=info.base,
+        readers=sorted({MEMBER_PLACE, *info.readers}),
+        sizes=[chunk.stop - chunk.start for chunk in plan.chunks],
+    )

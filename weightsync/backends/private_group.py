@@ -1,0 +1,280 @@
+"""A private torch.distributed group: the only file that knows ProcessGroupGloo and TCPStore.
+
+The group is made directly, beside whatever default group the process has. Its store listens on a
+socket that was bound before it was announced; Gloo's own sockets are bound to the address by which
+the store is reached. Nothing of it is authenticated: it belongs on a private network.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import socket
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from datetime import timedelta
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, TCPStore, Work
+
+from weightsync.errors import BackendUnavailableError, ConnectError, TransferError, TransferTimeout
+
+HEADS, DATA = 1, 0
+"""Two lanes, each a connection and a thread of Gloo's own: heads overtake the bytes before them."""
+
+_LANES = 2
+_POLL_S = 0.01
+_BREAK_S = 0.001
+_FOREVER = timedelta(days=365)
+_KEEPALIVE_S = 10
+
+
+class _PointToPoint(Protocol):
+    """What torch's own types leave out of ProcessGroupGloo."""
+
+    def send(self, tensors: list[torch.Tensor], rank: int, tag: int) -> Work: ...
+
+    def recv(self, tensors: list[torch.Tensor], rank: int, tag: int) -> Work: ...
+
+
+class Pending:
+    """A send or receive at work; its tensor is in use until `wait` returned."""
+
+    def __init__(self, work: Work) -> None:
+        self._work = work
+
+    def wait(self, timeout_s: float | None = None) -> None:
+        """Return when it is done. A timeout breaks the whole group, as every failure does.
+
+        Raises TransferTimeout or TransferError without a name: the caller knows whose it was.
+        """
+        limit = _FOREVER if timeout_s is None else timedelta(seconds=timeout_s)
+        try:
+            self._work.wait(limit)
+        except RuntimeError as exc:
+            text = str(exc).partition("\n")[0]
+            if "Timed out" in text:
+                raise TransferTimeout(f"nothing moved for {timeout_s:g} s") from exc
+            raise TransferError(_reason(text)) from exc
+
+
+class Meeting:
+    """Where the members of one epoch find each other: a store, and who has come.
+
+    `host` binds and serves it; `reach` connects to it. Keys of another epoch are never seen.
+    """
+
+    def __init__(self, store: TCPStore, address: str, port: int, epoch: int) -> None:
+        self.address = address
+        self.port = port
+        self._server = store
+        self._epoch = epoch
+        self.store = PrefixStore(f"weightsync/{epoch}", store)
+
+    @classmethod
+    def host(cls, address: str, *, epoch: int, timeout_s: float) -> Meeting:
+        """Bind a free port of `address`, and serve the store there. Raises ConnectError."""
+        require_gloo()
+        family = socket.AF_INET6 if _is_v6(address) else socket.AF_INET
+        try:
+            with socket.socket(family, socket.SOCK_STREAM | socket.SOCK_CLOEXEC) as bound:
+                bound.bind((address, 0))
+                bound.listen(1024)
+                port = bound.getsockname()[1]
+                store = _store(address, port, timeout_s, listen_fd=bound.detach())
+        except OSError as exc:
+            raise ConnectError(
+                f"cannot listen on {address}: {exc}; give an address of this host"
+            ) from exc
+        return cls(store, address, port, epoch)
+
+    @classmethod
+    def reach(cls, address: str, port: int, *, epoch: int, timeout_s: float) -> Meeting:
+        """Connect to the store of another host. Raises ConnectError within `timeout_s`."""
+        require_gloo()
+        return cls(_store(address, port, timeout_s), address, port, epoch)
+
+    def enter(self, rank: int, timeout_s: float) -> None:
+        """Say that `rank` is here, and wait until everybody is. Raises TransferTimeout."""
+        try:
+            self.store.set(f"here/{rank}", "")
+            self.store.wait(["complete"], timedelta(seconds=timeout_s))
+        except RuntimeError as exc:
+            raise TransferTimeout(
+                f"the private group (epoch {self._epoch}) at {self.address}:{self.port} was not "
+                f"complete within {timeout_s:g} s, or its sender is gone: {_reason(str(exc))}"
+            ) from exc
+
+    def gather(
+        self, ranks: Sequence[int], timeout_s: float, *, given_up: Callable[[], bool]
+    ) -> list[int]:
+        """Wait until all `ranks` are here, and let them go on; return who is missing."""
+        deadline = time.monotonic() + timeout_s
+        missing = list(ranks)
+        while missing and not given_up() and time.monotonic() < deadline:
+            missing = [rank for rank in missing if not self.store.check([f"here/{rank}"])]
+            time.sleep(_POLL_S if missing else 0)
+        if not missing:
+            self.store.set("complete", "")
+        return missing
+
+    def give_up(self, update: int) -> None:
+        """Let members know that updates up to this one end, whatever of them they wait for."""
+        with suppress(RuntimeError):
+            self.store.set("over", str(update))
+
+    def given_up(self, update: int) -> bool:
+        """Whether `give_up` was called for this update, or the store is gone."""
+        try:
+            return self.store.check(["over"]) and int(self.store.get("over")) >= update
+        except RuntimeError:
+            return True
+
+    def report(self, text: str) -> None:
+        """Leave word of what broke the group, unless somebody else was first."""
+        with suppress(RuntimeError):
+            self.store.compare_set("broken", "", text)
+
+    def reported(self) -> str | None:
+        """Return what broke the group, as its first witness told it."""
+        with suppress(RuntimeError):
+            if self.store.check(["broken"]):
+                return self.store.get("broken").decode(errors="replace")
+        return None
+
+
+class PrivateGroup:
+    """One process's place in the group of a Meeting whose members are all there.
+
+    Raises TransferError when the connections cannot be made within `timeout_s`.
+    """
+
+    def __init__(self, meeting: Meeting, rank: int, size: int, timeout_s: float) -> None:
+        own = meeting.address if rank == 0 else _own_address(meeting.address, meeting.port)
+        gloo: Any = dist.ProcessGroupGloo  # torch types half of what its own code uses of it
+        options = gloo._Options()
+        options._devices = [gloo.create_device(hostname=own) for _ in range(_LANES)]
+        options._timeout = timedelta(seconds=timeout_s)
+        options._threads = 1  # of collectives, of which there are none
+        try:
+            self._group: _PointToPoint | None = gloo(meeting.store, rank, size, options)
+        except RuntimeError as exc:
+            raise TransferError(
+                f"the private group could not be connected from {own}: {_reason(str(exc))}"
+            ) from exc
+        self._anybody = 0 if rank else 1
+        self._scratch = torch.zeros(1, dtype=torch.uint8)
+
+    def send(self, tensor: torch.Tensor, rank: int, lane: int) -> Pending:
+        """Send `uint8[n]` of host memory; the same lane keeps its order."""
+        return self._start(lambda group: group.send([tensor], rank, lane))
+
+    def receive(self, tensor: torch.Tensor, rank: int, lane: int) -> Pending:
+        """Receive exactly `uint8[n]` into host memory."""
+        return self._start(lambda group: group.recv([tensor], rank, lane))
+
+    def sever(self) -> None:
+        """Make every operation fail, here at once and at the others as they notice. Idempotent."""
+        if self._group is None:
+            return
+        # A wait that runs out closes all connections of its lane, and wakes whoever waits there.
+        for lane in range(_LANES):
+            with suppress(TransferError):
+                tag = _LANES + lane  # nobody sends on it
+                self.receive(self._scratch, self._anybody, tag).wait(_BREAK_S)
+
+    def close(self) -> None:
+        """End it; nobody may wait any more (`sever` sees to that). Idempotent."""
+        self._group = None
+
+    def _start(self, call: Callable[[_PointToPoint], Work]) -> Pending:
+        group = self._group
+        if group is None:
+            raise TransferError("the private group was closed")
+        try:
+            return Pending(call(group))
+        except RuntimeError as exc:
+            raise TransferError(_reason(str(exc))) from exc
+
+
+class Lifeline:
+    """A connection to the sender's store that carries nothing: it ends when the sender does."""
+
+    def __init__(self, address: str, port: int, timeout_s: float) -> None:
+        try:
+            self._socket = socket.create_connection((address, port), timeout=timeout_s)
+        except OSError as exc:
+            raise ConnectError(f"{address}:{port} cannot be reached: {exc}") from exc
+        for option, value in (
+            (socket.TCP_KEEPIDLE, _KEEPALIVE_S),
+            (socket.TCP_KEEPINTVL, _KEEPALIVE_S),
+            (socket.TCP_KEEPCNT, 3),
+        ):
+            self._socket.setsockopt(socket.IPPROTO_TCP, option, value)
+        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        self._socket.setblocking(False)
+
+    def holds(self) -> bool:
+        """Whether the other end is there, as far as is known; never waits."""
+        try:
+            return bool(self._socket.recv(1, socket.MSG_PEEK))
+        except BlockingIOError:
+            return True
+        except OSError:
+            return False
+
+    def close(self) -> None:
+        """Let go. Idempotent."""
+        self._socket.close()
+
+
+def require_gloo() -> None:
+    """Raise BackendUnavailableError where torch was built without Gloo."""
+    if not (dist.is_available() and dist.is_gloo_available()):
+        raise BackendUnavailableError(
+            f"torch {torch.__version__} is built without Gloo, which the distributed road needs"
+        )
+
+
+def _store(address: str, port: int, timeout_s: float, *, listen_fd: int | None = None) -> TCPStore:
+    try:
+        return TCPStore(
+            address,
+            port,
+            is_master=listen_fd is not None,
+            wait_for_workers=False,
+            timeout=timedelta(seconds=timeout_s),
+            master_listen_fd=listen_fd,
+        )
+    except RuntimeError as exc:
+        raise ConnectError(
+            f"the private group's store at {address}:{port} cannot be reached: {_reason(str(exc))}"
+        ) from exc
+
+
+def _own_address(address: str, port: int) -> str:
+    """Return the address from which this host reaches `address`."""
+    family = socket.AF_INET6 if _is_v6(address) else socket.AF_INET
+    # A datagram socket learns its route without sending anything.
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect((address, port))
+        except OSError as exc:
+            raise ConnectError(f"there is no way from here to {address}: {exc}") from exc
+        return str(probe.getsockname()[0])
+
+
+def _is_v6(address: str) -> bool:
+    try:
+        return ipaddress.ip_address(address).version == 6
+    except ValueError:
+        return False
+
+
+def _reason(text: str) -> str:
+    """Return what a person wants to know of torch's message."""
+    line = text.partition("\n")[0]
+    line = line.partition("] ")[2] if line.startswith("[") else line
+    return line.partition(". This is typically")[0][:300] or "the connection broke"
