@@ -487,6 +487,21 @@ def test_neighbours_that_are_whole_are_copied_together(flat: bool) -> None:
         assert len(program.copies) == (2 if flat else 21)
 
 
+def test_what_lies_between_neighbours_of_a_module_is_kept() -> None:
+    """Parameters may be spaced in foreign memory as they are in the stream."""
+    with member(0, (2,)) as mesh:
+        pool = torch.full((21,), 7.0)
+        module = nn.Module()
+        module.a, module.b = nn.Parameter(pool[:5]), nn.Parameter(pool[16:])
+        module.w = nn.Parameter(shard(torch.zeros(8, 4), mesh, Shard(0)))
+        sender = Sender("slots")
+        _, plan, landing = land(module, "in_place", sender)
+        tensors = random_tensors(plan.manifest)
+        sender.deliver(plan, landing, tensors)
+        assert pool[5:16].tolist() == [7.0] * 11
+        assert equal_bits(pool[16:], tensors[1])
+
+
 def test_a_run_without_a_source_is_a_mistake() -> None:
     with member(0, (2,)) as mesh:
         _, plan, landing = land(sharded(mesh), "pointer", Sender("slots"))

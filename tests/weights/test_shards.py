@@ -11,6 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, ShardOrderEntry
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from tests.weights.meshes import member, shard
@@ -113,6 +114,26 @@ def test_negative_dimensions_count_from_the_end() -> None:
         tensor = DTensor.from_local(torch.zeros(4, 3), mesh, [Shard(-1)], run_check=False)
         held = Slicer().slice_of("t", tensor)
     assert held.spans == (((0, 4),), ((3, 6),))
+
+
+def test_the_order_of_cuts_is_followed() -> None:
+    """Newer torch can say that a later dimension of the mesh cut first."""
+    full = numbered((8, 3))
+    with member(1, (2, 2)) as mesh:
+        # For even sizes torch's strided split is that very order, told in another way.
+        strided = shard(full, mesh, _StridedShard(0, split_factor=2), Shard(0))
+        plain = shard(full, mesh, Shard(0), Shard(0))
+        spec = DTensorSpec(
+            mesh,
+            (Shard(0), Shard(0)),
+            tensor_meta=plain._spec.tensor_meta,
+            shard_order=(ShardOrderEntry(tensor_dim=0, mesh_dims=(1, 0)),),
+        )
+        turned = DTensor(local_of(strided), spec, requires_grad=False)  # type: ignore[no-untyped-call]  # torch leaves it untyped
+        held = Slicer().slice_of("t", turned)
+        assert held == Slicer().slice_of("t", strided)
+        assert held != Slicer().slice_of("t", plain)
+    assert torch.equal(full[held.spans[0][0][0] : held.spans[0][0][1]], local_of(turned))
 
 
 def test_equal_splits_are_derived_once() -> None:
