@@ -81,6 +81,10 @@ class WeightSyncActor:
     the plain body of its message and raises what the receiver raises. All run in a concurrency
     group of their own, so none waits for the class's other methods, nor an abort for an update.
     A class may define methods of these names for itself: senders only use `weightsync_handle`.
+
+    Ray starts the calls of one caller in the order in which they were made, so a call whose
+    arguments are still being computed holds up that caller's later ones, verbs too. Where a
+    trainer makes such calls, give `@ws.ray.remote` a `max_concurrency` of two or more.
     """
 
     weightsync_receiver: WeightReceiver

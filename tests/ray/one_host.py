@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 
 import pytest
 import ray
+from ray.exceptions import RayActorError
 
 import weightsync as ws
 from tests.e2e.models import digests, fill, make
@@ -40,6 +42,11 @@ def cluster() -> Iterator[None]:
 @pytest.fixture(scope="module")
 def three(cluster: None) -> list[Any]:
     return [actors.Rollout.remote(seed=seed) for seed in (1, 2, 3)]
+
+
+@pytest.fixture(scope="module")
+def pair(cluster: None) -> list[Any]:
+    return [actors.Rollout.remote("plain", seed) for seed in (1, 2)]
 
 
 def held(handles: list[Any]) -> list[Any]:
@@ -89,16 +96,15 @@ def test_only_plain_types_travel() -> None:
     assert seen <= {"dict", "list", "str", "int", "float", "bool", "NoneType", "bytes"}
 
 
-def test_the_known_names_send_to_actors(three: list[Any]) -> None:
+def test_the_known_names_send_to_actors(three: list[Any], pair: list[Any]) -> None:
     model = make("plain", seed=41)
-    rollouts = [actors.Rollout.remote("plain", seed) for seed in (1, 2)]
     for packed in (False, True):
         fill(model, 41 + packed)
         ws.IPCWeightTransferEngine.trainer_send_weights(
             model.named_parameters(),
-            {"send_mode": "ray", "llm_handle": rollouts, "packed": packed},
+            {"send_mode": "ray", "llm_handle": pair, "packed": packed},
         )
-        assert [tensors for _, tensors in held(rollouts)] == [digests(model)] * 2
+        assert [tensors for _, tensors in held(pair)] == [digests(model)] * 2
     with pytest.raises(ManifestMismatchError) as caught:
         ws.IPCWeightTransferEngine.trainer_send_weights(
             model.named_parameters(), {"send_mode": "ray", "llm_handle": three}
@@ -117,13 +123,12 @@ def test_verbs_are_methods_and_raise_what_the_receiver_raises(three: list[Any]) 
     assert caught.value.state == "READY"
 
 
-def test_the_errors_of_all_peers_are_gathered(three: list[Any]) -> None:
-    others = [actors.Rollout.remote("plain") for _ in range(2)]
+def test_the_errors_of_all_peers_are_gathered(three: list[Any], pair: list[Any]) -> None:
     before = held(three[:1])
     with pytest.raises(ManifestMismatchError) as caught:
-        ws.connect(make("everything"), to=[*others, three[0]])
+        ws.connect(make("everything"), to=[*pair, three[0]])
     notes = "".join(caught.value.__notes__)
-    assert all(actor_name(handle) in notes for handle in others)
+    assert all(actor_name(handle) in notes for handle in pair)
     assert actor_name(three[0]) not in notes
     assert held(three[:1]) == before
 
@@ -195,32 +200,56 @@ def test_no_verb_waits_for_the_methods_of_the_class(tmp_path: Path) -> None:
     assert held([busy]) == [(1, digests(model))]
 
 
+def wait_until_restarted(handle: Any) -> None:
+    deadline = time.monotonic() + WAIT_S
+    while True:
+        try:
+            assert ray.get(handle.weight_info.remote(), timeout=WAIT_S)["version"] == 0
+        except RayActorError:
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+        else:
+            return
+
+
+def test_an_actor_that_ray_restarts_is_met_again() -> None:
+    model = make("plain", seed=71)
+    both = [actors.Rollout.options(max_restarts=1).remote("plain", seed) for seed in (1, 2)]
+    with ws.connect(model, to=both) as sender:
+        sender.send_weights()
+        ray.kill(both[0], no_restart=False)
+        wait_until_restarted(both[0])
+        fill(model, 72)
+        report = sender.send_weights()
+    assert report.version == 2
+    assert held(both) == [(2, digests(model))] * 2
+
+
 def test_an_actor_that_dies_in_the_middle_is_named_and_the_others_agree(
-    three: list[Any], tmp_path: Path
+    pair: list[Any], tmp_path: Path
 ) -> None:
     gate = Holding(tmp_path)
     model = make("plain", seed=61)
     doomed = actors.Slow.remote(tmp_path)
-    others = [actors.Rollout.remote("plain", seed) for seed in (1, 2)]
     gate.let_go("load0")
     with ThreadPoolExecutor(1) as pool:
-        sender = ws.connect(model, to=[doomed, *others], timeout_s=WAIT_S)
-        sender.send_weights()
+        sender = ws.connect(model, to=[doomed, *pair], timeout_s=WAIT_S)
+        version = sender.send_weights().version
         fill(model, 62)
         update = pool.submit(sender.send_weights)
-        gate.wait_until_stands("load1")
+        gate.wait_until_stands(f"load{version}")
         ray.kill(doomed)
         with pytest.raises(TransportError) as caught:
             update.result(WAIT_S)
         assert isinstance(caught.value, ConnectError)
         notes: list[str] = getattr(caught.value, "__notes__", [])
         assert actor_name(doomed) in "".join([str(caught.value), *notes])
-        states = [ray.get(other.weight_info.remote(), timeout=WAIT_S) for other in others]
+        states = [ray.get(other.weight_info.remote(), timeout=WAIT_S) for other in pair]
         assert len({(state["version"], state["state"]) for state in states}) == 1
         assert states[0]["state"] == "READY"
         sender.close()
-    with ws.connect(model, to=others) as sender:
+    with ws.connect(model, to=pair) as sender:
         report = sender.send_weights()
-    assert held(others) == [(report.version, digests(model))] * 2
+    assert held(pair) == [(report.version, digests(model))] * 2
     with pytest.raises(ConnectError, match=actor_name(doomed)):
         RayActorTransport(doomed).call(StatusRequest(), timeout_s=WAIT_S)
