@@ -56,7 +56,12 @@ class Crew:
         """Return what `work(rank, *args)` returned on every rank, or Died; raise what it raised."""
         for end in self._ends:
             end.send((work, args))
-        return [self._result(rank) for rank in range(len(self._ends))]
+        outcomes = [self._outcome(rank) for rank in range(len(self._ends))]
+        failed = [
+            f"rank {rank} raised:\n{r}" for rank, (done, r) in enumerate(outcomes) if not done
+        ]
+        assert not failed, "\n".join(failed)
+        return [result for _, result in outcomes]
 
     def close(self) -> None:
         for process in self._processes:
@@ -66,15 +71,15 @@ class Crew:
             end.close()
         self._store = None
 
-    def _result(self, rank: int) -> Any:
+    def _outcome(self, rank: int) -> tuple[bool, Any]:
         end = self._ends[rank]
-        assert end.poll(WAIT_S), f"rank {rank} is stuck"
+        if not end.poll(WAIT_S):
+            return False, "nothing: it is stuck"
         try:
             done, result = end.recv()
         except EOFError:
-            return Died()
-        assert done, f"rank {rank} raised:\n{result}"
-        return result
+            return True, Died()
+        return done, result
 
 
 @contextmanager

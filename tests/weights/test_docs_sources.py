@@ -1,0 +1,167 @@
+"""Every example of docs/sources.md, run as it stands."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any, Self
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+
+import weightsync as ws
+from tests.crew import crew
+from weightsync.weights.source import as_source
+
+Tensors = dict[str, torch.Tensor]
+PAGE = Path(__file__).parents[2] / "docs" / "sources.md"
+FOUND = re.findall(
+    r"^## ([^\n]+)\n(?:(?!^## ).)*?```python\n(.*?)```", PAGE.read_text(), re.MULTILINE | re.DOTALL
+)
+EXAMPLES: dict[str, str] = dict(FOUND)
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        for name in ("q_proj", "k_proj", "v_proj"):
+            setattr(self, name, nn.Linear(5, 3))
+        self.gate_up_proj = nn.Linear(5, 6, bias=False)
+        self.norm = nn.LayerNorm(5)
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([Layer(), Layer()])
+
+
+def make_model() -> Model:
+    torch.manual_seed(3)
+    return Model()
+
+
+def casted(state: Tensors) -> Tensors:
+    return {n: t.to(torch.bfloat16) for n, t in state.items()}
+
+
+def renamed(state: Tensors) -> Tensors:
+    return {f"model.{n}": t for n, t in state.items()}
+
+
+def fused(state: Tensors) -> Tensors:
+    wanted = {n: t for n, t in state.items() if not re.search("[qkv]_proj", n)}
+    for i in range(2):
+        for kind in ("weight", "bias"):
+            prefix = f"layers.{i}."
+            parts = [state[f"{prefix}{part}_proj.{kind}"] for part in "qkv"]
+            wanted[f"{prefix}qkv_proj.{kind}"] = torch.cat(parts)
+    return wanted
+
+
+def split(state: Tensors) -> Tensors:
+    wanted = {n: t for n, t in state.items() if "gate_up" not in n}
+    for i in range(2):
+        whole = state[f"layers.{i}.gate_up_proj.weight"]
+        wanted[f"layers.{i}.gate_proj.weight"] = whole[:3]
+        wanted[f"layers.{i}.up_proj.weight"] = whole[3:]
+    return wanted
+
+
+def partly_cast(state: Tensors) -> Tensors:
+    return {n: t if "norm" in n else t.to(torch.bfloat16) for n, t in state.items()}
+
+
+def same(state: Tensors) -> Tensors:
+    return state
+
+
+WANTED: dict[str, Callable[[Tensors], Tensors]] = {
+    "What happens by itself": casted,
+    "Other names": renamed,
+    "One tensor made from several": fused,
+    "Several tensors made from one": split,
+    "A cast for some of them": partly_cast,
+    "A source of your own": same,
+}
+
+
+def check(found: Tensors, wanted: Tensors) -> None:
+    assert set(found) == set(wanted)
+    for name, tensor in wanted.items():
+        assert found[name].dtype is tensor.dtype
+        assert torch.equal(found[name], tensor), name
+
+
+def test_every_example_is_run() -> None:
+    assert set(EXAMPLES) == set(WANTED)
+    assert PAGE.read_text().count("```python") == len(WANTED)
+
+
+@pytest.mark.parametrize("title", WANTED)
+@pytest.mark.usefixtures("shm_clean")
+def test_example(title: str) -> None:
+    model, received = make_model(), {}
+
+    def load(weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        received.update({name: tensor.clone() for name, tensor in weights})
+
+    wanted = WANTED[title]({n: t.clone() for n, t in model.state_dict().items()})
+    run(title, model, ws=ws, url=ws.WeightReceiver(load).handle)
+    check(received, wanted)
+
+
+def run(title: str, model: nn.Module, **names: Any) -> dict[str, Any]:
+    namespace = {"torch": torch, "model": model, **names}
+    exec(compile(EXAMPLES[title], f"{PAGE.name}: {title}", "exec"), namespace)  # our own page
+    return namespace
+
+
+class OnlySource:
+    """In the place of weightsync, where the ranks of a trainer are to make tensors alone."""
+
+    def __init__(self) -> None:
+        self.found: Tensors = {}
+
+    def connect(self, source: object, **_: object) -> OnlySource:
+        self.found = {n: t.clone() for n, t in as_source(source).tensors()}
+        return self
+
+    def send_weights(self) -> None:
+        pass
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+
+SHARDED = (
+    "One tensor made from several",
+    "Several tensors made from one",
+    "A cast for some of them",
+)
+
+
+def on_a_rank(_: int) -> None:
+    for title in SHARDED:
+        model, only = make_model(), OnlySource()
+        wanted = WANTED[title]({n: t.clone() for n, t in model.state_dict().items()})
+        for layer in model.layers:
+            fully_shard(layer)
+        run(title, model, ws=only, url="")
+        check(only.found, wanted)
+
+
+@pytest.fixture
+def two_ranks() -> Iterator[Any]:
+    with crew(2) as made:
+        yield made
+
+
+def test_callables_work_on_sharded_models_as_they_stand(two_ranks: Any) -> None:
+    two_ranks.run(on_a_rank)
