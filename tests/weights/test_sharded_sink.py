@@ -54,7 +54,8 @@ TENSORS: dict[str, tuple[tuple[int, ...], list[Placement], list[Placement]]] = {
     "uneven": ((7, 5), [Shard(0)], [Shard(0), Shard(0)]),
     "columns": ((40, 22), [Shard(1)], [Shard(1), Replicate()]),
     "fused": ((16, 9), [_StridedShard(0, split_factor=2)], [_StridedShard(0, split_factor=2)] * 2),
-    "experts": ((3, 8, 6), [_StridedShard(1, split_factor=2)], [Shard(2), Shard(1)]),
+    "experts": ((6, 8, 6), [_StridedShard(1, split_factor=2)], [Shard(2), Shard(1)]),
+    "striped": ((9, 12), [_StridedShard(1, split_factor=2)], [Replicate(), Shard(1)]),
     "inner": ((3, 40, 6), [Shard(2)], [Shard(0), Shard(2)]),
     "few": ((1, 3), [Shard(0)], [Shard(0), Shard(1)]),
     "everywhere": ((5,), [Replicate()], [Replicate(), Replicate()]),
@@ -227,9 +228,11 @@ class TestProof:
     """A byte that is wrong is seen, in what arrived and in what is held."""
 
     @staticmethod
-    def _prepare(road: Road) -> tuple[Sender, Plan, Landing, list[Any], bytes]:
+    def _prepare(
+        road: Road, run_nbytes: int = 192
+    ) -> tuple[Sender, Plan, Landing, list[Any], bytes]:
         with member(1, (2,)) as mesh:
-            sender = Sender(road)
+            sender = Sender(road, run_nbytes=run_nbytes, bucket_nbytes=max(run_nbytes, 1024))
             _, plan, landing = land(sharded(mesh), "pointer", sender)
             tensors = random_tensors(plan.manifest, 2)
             made = sender.programs(plan, landing, tensors)
@@ -238,8 +241,9 @@ class TestProof:
             return sender, plan, landing, made, stream_bytes(plan, tensors)
 
     @every_road
-    def test_every_byte_that_is_held(self, road: Road) -> None:
-        sender, _, landing, made, stream = self._prepare(road)
+    @pytest.mark.parametrize("run_nbytes", [192, 1 << 20])
+    def test_every_byte_that_is_held(self, road: Road, run_nbytes: int) -> None:
+        sender, _, landing, made, stream = self._prepare(road, run_nbytes)
         assert isinstance(landing.memory, ShardMemory)
         for tensor in landing.memory.tensors:
             for at in {0, tensor.numel() // 2, tensor.numel() - 1} if tensor.numel() else ():
@@ -466,7 +470,7 @@ def test_checksums_of_what_is_whole_here() -> None:
             ConfigError, match=r"2 tensors are sharded, .* slice of each: rows, tied"
         ):
             sink.checksums([*whole, "rows", "tied"])
-        with pytest.raises(ConfigError, match="7 tensors are sharded"):
+        with pytest.raises(ConfigError, match="8 tensors are sharded"):
             sink.checksums()
         with pytest.raises(ConfigError, match="no such tensors here: x"):
             sink.checksums(["x"])
