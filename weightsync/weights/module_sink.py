@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -106,7 +107,8 @@ class ModuleSink(WeightSink):
     def refresh(self) -> int:
         """Notice parameters that were replaced, moved, cast or offloaded by somebody else."""
         replaced = self._found.refresh()
-        self._held = self._hold()
+        before, self._held = self._held, self._hold()
+        replaced = replaced or not all(map(operator.is_, before, self._held))
         if replaced or [t.data_ptr() for t in self._held] != self._addresses:
             self._described = self._describe()
             self._generation += 1
@@ -181,6 +183,10 @@ class ModuleSink(WeightSink):
 
     def _hold(self) -> list[torch.Tensor]:
         """What this process holds of each tensor that was found."""
+        return self._found.tensors
+
+    def _inspect(self) -> None:
+        """Look at tensors that are new. Raises ConfigError where this sink cannot hold them."""
         sharded = [
             name
             for name, tensor in zip(self._found.names, self._found.tensors, strict=True)
@@ -191,9 +197,9 @@ class ModuleSink(WeightSink):
                 f"{len(sharded)} tensors of the module are sharded (DTensor): {shorten(sharded)}; "
                 "give the module itself to WeightReceiver, or a ShardedModuleSink"
             )
-        return self._found.tensors
 
     def _describe(self) -> Manifest:
+        self._inspect()
         found = zip(self._found.names, self._found.tensors, strict=True)
         specs = tuple(spec_of(name, tensor) for name, tensor in found)
         return Manifest(specs, self._found.aliases)

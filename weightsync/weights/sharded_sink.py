@@ -7,7 +7,7 @@ from collections.abc import Iterable
 import torch
 
 from weightsync.errors import ConfigError, shorten
-from weightsync.specs import Manifest, TensorSpec
+from weightsync.specs import TensorSpec
 from weightsync.weights.buckets import Plan
 from weightsync.weights.dtypes import TORCH_DTYPES
 from weightsync.weights.module_sink import Layout, ModuleSink, Place
@@ -55,8 +55,8 @@ class ShardedModuleSink(ModuleSink):
     def _hold(self) -> list[torch.Tensor]:
         return [local_of(tensor) for tensor in self._found.tensors]
 
-    def _describe(self) -> Manifest:
-        """Describe full tensors, and find the slice of each that is held."""
+    def _inspect(self) -> None:
+        """Find the slice of each tensor that is held."""
         slicer = Slicer()
         found = zip(self._found.names, self._found.tensors, self._held, strict=True)
         self._slices = {
@@ -64,7 +64,6 @@ class ShardedModuleSink(ModuleSink):
             for name, tensor, held in found
             if is_sharded(tensor)
         }
-        return super()._describe()
 
     def _slice(self, held: torch.Tensor) -> Slice:
         return self._slices.get(id(held)) or Slice.whole_of(tuple(held.shape))

@@ -134,7 +134,8 @@ class Slice:
 
 def is_sharded(tensor: torch.Tensor) -> bool:
     """Whether this is a DTensor, be it split or replicated."""
-    return hasattr(tensor, "placements") and hasattr(tensor, "device_mesh")
+    plain = type(tensor) in (torch.Tensor, nn.Parameter)  # asked of every tensor, every update
+    return not plain and hasattr(tensor, "placements") and hasattr(tensor, "device_mesh")
 
 
 def holds_shards(module: nn.Module) -> bool:
