@@ -68,6 +68,15 @@ def bring(rank: int, bringers: dict[int, Exception]) -> tuple[Seen, tuple[str, .
     return error, missing
 
 
+def bring_elsewhere(rank: int) -> tuple[Seen, Seen, list[bytes]]:
+    """One rank fails while the others are on their way into a call that it will not make."""
+    ranks = joined()
+    error = ConfigError("no such target") if rank == 1 else None
+    first = seen(lambda: ranks.agree(error) if error else ranks.broadcast(b"x"))
+    second = seen(lambda: ranks.agree(error) if error else ranks.exchange(b"x"))
+    return first, second, ranks.exchange(b"on")
+
+
 def out_of_step(rank: int) -> list[Seen]:
     ranks = joined()
     first = seen(ranks.agree) if rank == 0 else seen(lambda: ranks.exchange(b""))
@@ -121,6 +130,12 @@ class TestTogether:
         assert {error[:2] for error, _ in results} == {
             ("ConfigError", "rank 0: wrong (rank 1 too)")
         }
+
+    def test_an_error_reaches_ranks_in_another_call(self, ranks_of: tuple[int, Crew]) -> None:
+        size, crew = ranks_of
+        for first, second, later in crew.run(bring_elsewhere):
+            assert first[:2] == second[:2] == ("ConfigError", "rank 1: no such target")
+            assert later == [b"on"] * size
 
     def test_ranks_in_different_calls_are_told(self, ranks_of: tuple[int, Crew]) -> None:
         size, crew = ranks_of

@@ -56,9 +56,11 @@ class Ranks:
     """The ranks of a trainer; every rank calls the same methods in the same order.
 
     `rank` and `size` are those of the trainer's process group; messages name a rank as the whole
-    job knows it (`names`). `store` is for short notes, None where there is one rank. A call that ranks do not share raises ProtocolError on all of them. A
-    rank that dies, or stays away for longer than the group's timeout, is a TransferError on all
-    others that names it; the group is then broken and every further call raises the same again.
+    job knows it (`names`). `store` is for short notes, None where there is one rank.
+
+    A call that ranks do not share raises ProtocolError on all of them. A rank that dies, or stays
+    away for longer than the group's timeout, is a TransferError on all others that names it. The
+    group is then broken: every further call raises TransferError.
     """
 
     def __init__(
@@ -103,42 +105,41 @@ class Ranks:
     def agree(self, error: BaseException | None = None) -> None:
         """Raise on every rank if any rank brings an error: the same class, naming the rank.
 
-        One small word where all is well. A foreign exception becomes a RemoteError. Of several
-        errors the one of the lowest rank is raised. Collective.
+        One small word where all is well. Ranks that are in another call raise too. A foreign
+        exception becomes a RemoteError. Of several errors the one of the lowest rank is raised.
+        Collective.
         """
-        if self._meet("agree" if error is None else "failed agree") == 0:
-            return
-        told = self._gather(b"" if error is None else _encode(error))
-        failed = [rank for rank, body in enumerate(told) if body]
-        if error is not None and self.rank != failed[0]:
-            logger.warning("rank %d failed too: %r", self.names[self.rank], error)
-        raise self._decode(told[failed[0]], failed) from error
+        self._meet("agree" if error is None else "failed agree", error)
 
     def close(self) -> None:
         """Leave the group; not collective, may be called twice."""
         self._group = None
 
-    def _decode(self, body: bytes, failed: list[int]) -> WeightSyncError:
-        problem = msgspec.json.decode(body, type=Problem)
-        if len(failed) > 1:
-            others = name_ranks(self.names[rank] for rank in failed[1:])
-            problem = msgspec.structs.replace(problem, detail=f"{problem.detail} ({others} too)")
-        return from_problem(problem, peer=f"rank {self.names[failed[0]]}")
-
-    def _meet(self, call: str) -> int:
-        """Wait until every rank is here, in the same call; return how many bring an error."""
+    def _meet(self, call: str, error: BaseException | None = None) -> None:
+        """Wait until every rank is here, in the same call; raise if any of them brings an error."""
         own = _CALLS.index(call)
         word = torch.tensor([1 << own * _FIELD_BITS], dtype=torch.int64)
         self._run(lambda group: group.allreduce([word]))
         total = int(word.item())
         counts = [total >> i * _FIELD_BITS & _MASK for i in range(len(_CALLS))]
-        shared = counts[0] + counts[1] if own < 2 else counts[own]
-        if shared != self.size:
+        if counts[_CALLS.index("failed agree")]:
+            raise self._first_error(error) from error
+        if counts[own] != self.size:
             self._raise_parted(call)
-        return counts[1]
+
+    def _first_error(self, error: BaseException | None) -> WeightSyncError:
+        told = self._gather(b"" if error is None else _encode(error))
+        failed = [rank for rank, body in enumerate(told) if body]
+        if error is not None and self.rank != failed[0]:
+            logger.warning("rank %d failed too: %r", self.names[self.rank], error)
+        problem = msgspec.json.decode(told[failed[0]], type=Problem)
+        if len(failed) > 1:
+            others = name_ranks(self.names[rank] for rank in failed[1:])
+            problem = msgspec.structs.replace(problem, detail=f"{problem.detail} ({others} too)")
+        return from_problem(problem, peer=f"rank {self.names[failed[0]]}")
 
     def _raise_parted(self, call: str) -> NoReturn:
-        calls = [body.decode() for body in self._gather(call.removeprefix("failed ").encode())]
+        calls = [body.decode() for body in self._gather(call.encode())]
         where = (
             f"{name_ranks(n for n, at in zip(self.names, calls, strict=True) if at == there)} "
             f"in {there}()"
