@@ -122,6 +122,26 @@ def test_a_cast_on_the_way(ranks: Group, tmp_path: Path) -> None:
         assert rank["different"] == []
 
 
+@pytest.mark.timeout(180)
+def test_ranks_need_not_be_in_step(ranks: Group, tmp_path: Path) -> None:
+    """No collective runs: a rank gets its slice while the other one waits for a message."""
+    trained = make("fused and strided")
+    start = {"path": save(trained, tmp_path, "start"), "apply": "staged"}
+    ranks.ask("load", start)
+    for seed, rank in enumerate(ranks.ranks, start=1):
+        with ws.connect(trained, to=rank, packed=True, bucket_nbytes=BUCKET_NBYTES) as sender:
+            soften(trained, seed)
+            sender.send_weights()
+            assert [other.ask("status")["version"] for other in ranks.ranks] == [1, seed - 1]
+    soften(trained, seed=1)
+    first = ranks.ask("compare", save(trained, tmp_path, "first"))
+    soften(trained, seed=2)
+    second = ranks.ask("compare", save(trained, tmp_path, "second"))
+    assert (first[0]["different"], second[1]["different"]) == ([], [])
+    assert first[1]["different"]
+    assert second[0]["different"]
+
+
 def test_sums_of_shards_are_refused_in_words(ranks: Group, tmp_path: Path) -> None:
     ranks.ask("load", {"path": save(make("qwen3"), tmp_path, "start"), "apply": "staged"})
     rank = ranks.ranks[0]

@@ -27,7 +27,7 @@ from weightsync.samehost.device_keys import host_key
 from weightsync.samehost.segment import Segment
 from weightsync.specs import Manifest, TensorSpec
 from weightsync.weights.buckets import Plan
-from weightsync.weights.copier import Memory
+from weightsync.weights.copier import Memory, RunCompiler
 from weightsync.weights.dtypes import TORCH_DTYPES, as_bytes
 from weightsync.weights.fingerprint import mix64, to_hex, xxh3
 from weightsync.weights.module_sink import ModuleSink
@@ -517,3 +517,11 @@ def test_a_run_without_a_source_is_a_mistake() -> None:
     compiler._on_host = False
     with pytest.raises(ValueError, match="needs a slot"):
         compiler.compile(plan.runs[0])
+
+
+def test_shards_are_not_for_the_compiler_of_whole_tensors() -> None:
+    with member(0, (2,)) as mesh:
+        _, plan, landing = land(sharded(mesh), "pointer", Sender("slots"))
+    assert landing.memory is not None
+    with pytest.raises(ValueError, match="holds shards of tensors"):
+        RunCompiler(plan, landing.memory)

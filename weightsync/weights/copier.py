@@ -25,6 +25,7 @@ class Memory:
     its zeros between them, so that neighbours may be copied together.
     """
 
+    holds_whole: ClassVar[bool] = True
     tensors: Sequence[torch.Tensor]
     flat: bool = False
 
@@ -217,6 +218,8 @@ class RunCompiler:
     """
 
     def __init__(self, plan: Plan, destination: Memory, memory: Memory | None = None) -> None:
+        if not destination.holds_whole:
+            raise ValueError("this memory holds shards of tensors; compile with compiler_for()")
         self._plan = plan
         self._on_host = destination.on_host() and (memory is None or memory.on_host())
         self._memory = memory
