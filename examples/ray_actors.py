@@ -60,8 +60,7 @@ class Trainer:
 
 
 def main() -> None:
-    # On a cluster, ray.init() alone. This one only this machine can reach.
-    ray.init(num_cpus=1, include_dashboard=False, _node_ip_address="127.0.0.1")
+    ray.init(num_cpus=1, include_dashboard=False)  # on a cluster: ray.init()
     rollouts = [Rollout.remote() for _ in range(2)]
     trainer = Trainer.remote(rollouts)
     for _ in range(3):

@@ -12,18 +12,14 @@ from ray.cluster_utils import Cluster
 import weightsync as ws
 from tests.e2e.models import digests, fill, make
 from tests.ray.actors import Rollout
-from tests.ray.sandbox import LOOPBACK, OBJECT_STORE_NBYTES
+from tests.ray.sandbox import OBJECT_STORE_NBYTES
 from weightsync.errors import ConnectError
 from weightsync.ray import RayActorTransport
 from weightsync.transports.ray_actor import actor_name
 from weightsync.wire.messages import StatusRequest
 
 WAIT_S = 60.0
-NODE: dict[str, Any] = {
-    "num_cpus": 1,
-    "object_store_memory": OBJECT_STORE_NBYTES,
-    "node_ip_address": LOOPBACK,
-}
+NODE: dict[str, Any] = {"num_cpus": 1, "object_store_memory": OBJECT_STORE_NBYTES}
 
 
 @pytest.fixture(scope="module")
@@ -34,7 +30,7 @@ def cluster() -> Iterator[Any]:
         shutdown_at_exit=False,
     )
     try:
-        ray.init(address=made.address, _node_ip_address=LOOPBACK)
+        ray.init(address=made.address)
         yield made
     finally:
         ray.shutdown()

@@ -2,8 +2,9 @@
 
 Ray opens ports on every address of its node, without asking who calls. So a program gets a network
 of its own in which there is only loopback, and a process tree of its own that the kernel ends with
-it. Where neither root nor user namespaces permit that, there remains that these programs give their
-node the address 127.0.0.1, to which Ray then binds its ports, and what is left is ended by pid.
+it. Where neither root nor user namespaces permit that, Ray listens on the machine's own address,
+since `ray.init` turns 127.0.0.1 into it; there remains that callers need the token that Ray makes
+for each run, and what is left is ended by pid.
 """
 
 from __future__ import annotations
@@ -23,18 +24,12 @@ ROOT = Path(__file__).parents[2]
 NAMESPACES = ("--net", "--pid", "--fork", "--kill-child", "--mount-proc")
 LOOPBACK_ONLY = ("sh", "-c", 'ip link set lo up && "$@"', "sh")
 SHM = Path("/dev/shm")
-LOOPBACK = "127.0.0.1"
 OBJECT_STORE_NBYTES = 80 << 20
 
 
 def start() -> None:
     """Start a node of Ray in a program that `run` runs, as small as it gets."""
-    ray.init(
-        num_cpus=2,
-        object_store_memory=OBJECT_STORE_NBYTES,
-        include_dashboard=False,
-        _node_ip_address=LOOPBACK,
-    )
+    ray.init(num_cpus=2, object_store_memory=OBJECT_STORE_NBYTES, include_dashboard=False)
 
 
 def run(*arguments: str | Path, timeout_s: float) -> str:
@@ -69,7 +64,9 @@ def run_pytest(path: Path, *, timeout_s: float) -> int:
 
     None may be skipped.
     """
-    said = run("-m", "pytest", "-p", "no:cacheprovider", "-q", path, timeout_s=timeout_s)
+    # Ray forgets the Popen objects of its processes before these have ended.
+    options = ("-p", "no:cacheprovider", "-q", "-W", "ignore::ResourceWarning")
+    said = run("-m", "pytest", *options, path, timeout_s=timeout_s)
     summary = re.search(r"^(\d+) passed in .*$", said, re.MULTILINE)
     assert summary is not None, said
     return int(summary[1])
@@ -95,6 +92,7 @@ def _environment(home: str) -> dict[str, str]:
         **kept,
         "HOME": home,  # where Ray writes the token of the cluster
         "OMP_NUM_THREADS": "1",
+        "RAY_AUTH_MODE": "token",
         "PYTHONPATH": str(ROOT),
         "RAY_TMPDIR": home,
         "RAY_USAGE_STATS_ENABLED": "0",
