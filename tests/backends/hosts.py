@@ -12,6 +12,7 @@ import os
 import queue
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
@@ -28,6 +29,7 @@ from weightsync.backends.distributed import place_on
 from weightsync.backends.distributed_sender import Chain, RingFeed
 from weightsync.backends.ipc_sender import READER_PLACES, IpcOptions, IpcTrainerEngine
 from weightsync.samehost.heartbeat import beating
+from weightsync.samehost.segment import remove_leftovers
 from weightsync.weights.source import ModuleSource, NamedTensors
 from weightsync.wire import codec
 from weightsync.wire.messages import (
@@ -209,7 +211,10 @@ class Party:
         pairs: NamedTensors | None = None,
         verify: bool = True,
         on_chunk: Callable[[int], None] = lambda _: None,
+        on_data: Callable[[int, torch.Tensor], None] = lambda *_: None,
         silent: Sequence[Worker] = (),
+        stop_after_s: float = WAIT_S,
+        on_failure: Callable[[], None] = lambda: None,
     ) -> list[BaseException]:
         """One update of everybody; aborted everywhere when anything fails. Returns what failed."""
         chain = self.chain
@@ -232,12 +237,16 @@ class Party:
                 with lock:
                     failed.append(exc)
 
+        deadline = time.monotonic() + stop_after_s
+
         def check() -> None:
             with lock:
-                if failed:
-                    raise ws.TransferError("a receiver failed")
+                over = bool(failed) or time.monotonic() > deadline
+            if over:
+                raise ws.TransferError("a receiver failed, or the sender changed its mind")
+            chain.check()
 
-        feed = _Watched(RingFeed(self.engine, FEED_PLACE), on_chunk)
+        feed = _Watched(RingFeed(self.engine, FEED_PLACE), on_chunk, on_data)
         with ThreadPoolExecutor(len(self.workers)) as pool, beating(self.engine.beat):
             for host in self.hosts:
                 for place, worker in enumerate(host):
@@ -252,13 +261,15 @@ class Party:
                 with lock:
                     failed.append(exc)
                 chain.stop()
-                self._each(lambda w: w.handle(AbortRequest(update_id=update_id)))
+                on_failure()
+                self._conclude(update_id, well=False)
         self.engine.end()
-        if not failed:
-            self._each(lambda w: w.handle(FinishRequest(update_id=update_id)))
-        else:
-            self._each(lambda w: w.handle(AbortRequest(update_id=update_id)))
+        self._conclude(update_id, well=not failed)
         return failed
+
+    def _conclude(self, update_id: str, *, well: bool) -> None:
+        kind = FinishRequest if well else AbortRequest
+        self._each(lambda worker: worker.handle(kind(update_id=update_id)))
 
     def _each(self, call: Callable[[Worker], object]) -> None:
         for worker in self.workers:
@@ -274,9 +285,15 @@ class Party:
 
 
 class _Watched:
-    """A feed that tells when a chunk is taken."""
+    """A feed that tells when a chunk is about to be taken, and shows it before it is sent."""
 
-    def __init__(self, feed: RingFeed, on_chunk: Callable[[int], None]) -> None:
+    def __init__(
+        self,
+        feed: RingFeed,
+        on_chunk: Callable[[int], None],
+        on_data: Callable[[int, torch.Tensor], None],
+    ) -> None:
+        self._on_data = on_data
         self._feed = feed
         self._on_chunk = on_chunk
         self.epoch, self.chunks, self.depth = feed.epoch, feed.chunks, feed.depth
@@ -284,7 +301,9 @@ class _Watched:
 
     def take(self, j: int, check: Callable[[], None]) -> tuple[torch.Tensor, list[int]]:
         self._on_chunk(j)
-        return self._feed.take(j, check)
+        data, fingerprints = self._feed.take(j, check)
+        self._on_data(j, data)
+        return data, fingerprints
 
     def done(self, j: int) -> None:
         self._feed.done(j)
@@ -310,6 +329,7 @@ def party(*hosts: int, hook: bool = False, **options: Any) -> Iterator[Party]:
             yield made
         finally:
             made.close()
+    remove_leftovers()  # of workers that a test killed
 
 
 @contextmanager
@@ -339,7 +359,11 @@ class _Work:
         self.delay_s = 0.0
         self.raise_at = -1
         self.calls = 0
-        self.receiver = ws.WeightReceiver(self._load if hook else self.model, lease_s=WAIT_S / 2)
+        self.receiver = ws.WeightReceiver(
+            self._load if hook else self.model,
+            apply="in_place" if hook else "staged",
+            lease_s=WAIT_S / 2,
+        )
 
     def _load(self, pairs: Any) -> None:
         self.calls += 1
@@ -368,9 +392,14 @@ class _Work:
             case "behave":
                 return self.behave(argument)
             case "alive":
-                return [self.receiver._updates.peers.alive(argument)]
+                return self.receiver._updates.peers.alive(argument)
             case _:
                 raise AssertionError(what)
+
+
+def segments() -> set[str]:
+    """The segments that exist on this machine."""
+    return {path.name for path in Path("/dev/shm").glob("weightsync-*")}
 
 
 def footprint() -> dict[str, int]:

@@ -15,10 +15,14 @@ _STATUS, _EPOCH, _CHUNK, _CHUNKS, _NBYTES, _COUNT = range(_FIXED_WORDS)
 
 
 class HeadStatus(IntEnum):
-    """CHUNK: `nbytes` bytes follow on the other lane. ABORT: nothing does, the update is over."""
+    """CHUNK: `nbytes` bytes follow on the other lane. ABORT: nothing does, the update is over.
+
+    LEAVE: the sender leaves the group, which is over.
+    """
 
     CHUNK = 1
     ABORT = 2
+    LEAVE = 3
 
 
 class Head:
@@ -56,6 +60,11 @@ class Head:
         return self._words[_STATUS] == HeadStatus.ABORT
 
     @property
+    def leaves(self) -> bool:
+        """Whether the group is over."""
+        return self._words[_STATUS] == HeadStatus.LEAVE
+
+    @property
     def epoch(self) -> int:
         """The update that it is of."""
         return self._words[_EPOCH]
@@ -80,3 +89,11 @@ class Head:
         """Of the chunk's runs; empty when verification is off."""
         count = min(self._words[_COUNT], len(self._words) - _FIXED_WORDS)
         return self._words[_FIXED_WORDS : _FIXED_WORDS + count].tolist()
+
+
+def patience_s(timeout_s: float, rank: int, size: int, *, at_ring: bool = False) -> float:
+    """How long rank `rank` of a chain waits for the next host, or for the readers of its own.
+
+    Those at the end run out of patience first: they know whom everybody is waiting for.
+    """
+    return timeout_s * (1 - (rank + (0.75 if at_ring else 0.25)) / (2 * size))

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from weightsync.backends.chain_head import Head
+from weightsync.backends.chain_head import Head, patience_s
 from weightsync.backends.private_group import DATA, HEADS, Meeting, Pending, PrivateGroup
 from weightsync.errors import ProtocolError, TransferError, TransferTimeout, WeightSyncError
 from weightsync.samehost.ring import Control, RingWriter
@@ -152,17 +152,29 @@ class Link:
                 self._progress = time.monotonic()
                 posted = self._post_head(turn + 1)
                 self._forward_head(turn % _HEADS)
+                if head.leaves:
+                    self._leave()
+                    return
                 self._handle(head)
                 turn += 1
+        except TransferError as exc:
+            self._end(exc if self._closing else self._meeting.report(exc))
         except WeightSyncError as exc:
             self._end(exc)
         except Exception as exc:  # noqa: BLE001 # whatever it is, who waits must hear of it
             self._end(TransferError(f"the private group's thread failed: {exc!r}"))
 
+    def _leave(self) -> None:
+        """Orderly: the next host is told before the connections end."""
+        self._land(0)
+        for forward in self._head_forwards:
+            self._to_next(forward)
+        self._closing = True
+        self._end(TransferError("the sender left its private group"))
+
     def _end(self, error: WeightSyncError) -> None:
         if not self._closing:
             logger.info("epoch %d of the private group ends: %s", self._epoch, error)
-            self._meeting.report(str(error))
         with self._changed:
             self.failure = error
             for intake in (self._current, self._wanted):
@@ -228,7 +240,7 @@ class Link:
         """The stream is at another update: find out what this host wants of it."""
         self._drop(TransferError("the sender went on to another update"))
         self._epoch = epoch
-        deadline = time.monotonic() + self._patience(0.5)
+        deadline = time.monotonic() + self._patience(at_ring=True)
         with self._changed:
             while not self._closing and time.monotonic() < deadline:
                 wanted = self._wanted
@@ -263,7 +275,7 @@ class Link:
                 slot = self._writer.acquire(
                     head.chunk,
                     check=lambda: self._check_wanted(intake),
-                    timeout_s=self._patience(0.5),
+                    timeout_s=self._patience(at_ring=True),
                 )
                 self._settle_forward(slot)
                 return slot
@@ -302,7 +314,7 @@ class Link:
             self._writer.drain(
                 len(intake.sizes),
                 check=lambda: self._check_wanted(intake),
-                timeout_s=self._patience(0.5),
+                timeout_s=self._patience(at_ring=True),
             )
         except WeightSyncError as exc:
             intake.fail(exc)
@@ -357,23 +369,23 @@ class Link:
         if pending is None or self._next is None:
             return
         try:
-            pending.wait(self._patience(0.0))
+            pending.wait(self._patience(at_ring=False))
         except TransferError as exc:
             self._cut_off(exc)
 
     def _cut_off(self, exc: TransferError) -> None:
         """The next host takes no more: say so, and let nobody before it wait."""
-        error = type(exc)(f"{self._who(self._rank + 1)} did not take what was sent to it: {exc}")
         self._next = None
-        self._meeting.report(str(error))
+        error = type(exc)(f"{self._who(self._rank + 1)} did not take what was sent to it: {exc}")
+        if not self._closing:
+            error = self._meeting.report(error)
         self.failure = error
         for intake in (self._current, self._wanted):
             if intake is not None:
                 intake.fail(error)
 
-    def _patience(self, step: float) -> float:
-        """Those at the end of the chain run out of patience first: they know whom they wait for."""
-        return self._timeout_s * (1 - (self._rank + step) / (2 * self._size))
+    def _patience(self, *, at_ring: bool) -> float:
+        return patience_s(self._timeout_s, self._rank, self._size, at_ring=at_ring)
 
     def _who(self, rank: int) -> str:
         return self._members[0] if rank == 0 else f"the host of {self._members[rank]}"

@@ -162,9 +162,9 @@ class DistributedWeightTransferEngine(WeightTransferEngine):
 
     def _join(self, init: DistributedInit, control: Control, ring: Ring) -> None:
         info = init.group
-        self._lifeline = Lifeline(info.address, info.port, info.timeout_s)
-        self._closers.append(self._lifeline.close)
         meeting = Meeting.reach(info.address, info.port, epoch=info.epoch, timeout_s=info.timeout_s)
+        self._closers.append(meeting.close)
+        self._lifeline = meeting.lifeline
         meeting.enter(info.rank, info.timeout_s)
         group = PrivateGroup(meeting, info.rank, len(info.members), info.timeout_s)
         self._link = Link(meeting, group, info, control, ring.tensors, init.run_nbytes)

@@ -10,13 +10,14 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Protocol
 
 import torch
 
 from weightsync.backends.base import Check
-from weightsync.backends.chain_head import Head, HeadStatus
+from weightsync.backends.chain_head import Head, HeadStatus, patience_s
 from weightsync.backends.ipc_sender import IpcTrainerEngine
 from weightsync.backends.private_group import DATA, HEADS, Meeting, Pending, PrivateGroup
 from weightsync.errors import (
@@ -33,6 +34,7 @@ from weightsync.wire.offers import GroupInfo
 SENDER = "the sender"
 _FIRST = 1
 _CHECK_S = 0.05
+_GOODBYE_S = 1.0
 _IN_FLIGHT = 2
 
 
@@ -154,7 +156,7 @@ class Chain:
         if self._failure is None and self._meeting is not None:
             reported = self._meeting.reported()
             if reported is not None:
-                self._failure = TransferError(f"{reported}; the private group is rebuilt")
+                self._failure = TransferError(reported)
         return self._failure
 
     def start(self, feed: Feed) -> None:
@@ -163,7 +165,8 @@ class Chain:
         if self._group is None or failure is not None:
             raise failure or TransferError("the private group is not joined")
         self._update = feed.epoch
-        self._sending = _Sending(self._group, feed, self.members[_FIRST], self._timeout_s)
+        patience = patience_s(self._timeout_s, 0, len(self.members))
+        self._sending = _Sending(self._group, feed, self.members[_FIRST], patience, self._report)
 
     def check(self) -> None:
         """Raise what went wrong with the update at work; cheap enough for every wait."""
@@ -207,6 +210,8 @@ class Chain:
 
     def close(self) -> None:
         """Leave the group at once; whoever waits in it gets an error. Idempotent."""
+        if not self._closed.is_set():
+            self._say_goodbye()
         self._closed.set()
         self._failure = self._failure or TransferError("the private group was closed")
         if self._sending is not None:
@@ -219,6 +224,15 @@ class Chain:
             self._group.close()
         self._group = None
         self._meeting = None
+
+    def _say_goodbye(self) -> None:
+        """So that no member takes the end of the group for the death of another."""
+        if self._group is None or self._sending is not None or self.broken:
+            return
+        head = Head(0)  # shorter than what is waited for, which does no harm
+        head.fill(HeadStatus.LEAVE, 0)
+        with suppress(TransferError):
+            self._group.send(head.buffer, _FIRST, HEADS).wait(_GOODBYE_S)
 
     def _join(self) -> None:
         meeting = self._meeting
@@ -248,6 +262,10 @@ class Chain:
             self._failure = self.failure or sending.error
         self._sending = None
 
+    def _report(self, error: TransferError) -> TransferError:
+        meeting = self._meeting
+        return error if self._closed.is_set() or meeting is None else meeting.report(error)
+
     def _raise_failure(self) -> None:
         if self.failure is not None:
             raise self.failure
@@ -266,7 +284,9 @@ class _Sending:
         feed: Feed,
         first: str,
         timeout_s: float,
+        report: Callable[[TransferError], TransferError],
     ) -> None:
+        self._report = report
         self.error: WeightSyncError | None = None
         self.broke = False
         self.stop = threading.Event()
@@ -323,8 +343,8 @@ class _Sending:
                 work.wait(self._timeout_s)
         except TransferError as exc:
             self.broke = True
-            kind = type(exc)
-            raise kind(f"the host of {self._first} did not take chunk {j + 1}: {exc}") from exc
+            error = type(exc)(f"the host of {self._first} did not take chunk {j + 1}: {exc}")
+            raise self._report(error) from exc
         self._feed.done(j)
 
     def _abort(self) -> None:
@@ -338,7 +358,7 @@ class _Sending:
             self._send_head(HeadStatus.ABORT)
         except TransferError as exc:
             self.broke = True
-            self.error = TransferError(f"the host of {self._first} is lost: {exc}")
+            self.error = self._report(TransferError(f"the host of {self._first} is lost: {exc}"))
 
     def _send_head(self, status: HeadStatus) -> None:
         head = self._heads[0]
@@ -350,7 +370,8 @@ class _Sending:
             return self._group.send(tensor, _FIRST, lane)
         except TransferError as exc:
             self.broke = True
-            raise TransferError(f"the host of {self._first} cannot be reached: {exc}") from exc
+            error = TransferError(f"the host of {self._first} cannot be reached: {exc}")
+            raise self._report(error) from exc
 
     def _check(self) -> None:
         if self.stop.is_set():

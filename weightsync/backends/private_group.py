@@ -27,6 +27,8 @@ HEADS, DATA = 1, 0
 _LANES = 2
 _POLL_S = 0.01
 _BREAK_S = 0.001
+_GRACE_S = 0.3
+_BROKEN = "broken"
 _FOREVER = timedelta(days=365)
 _KEEPALIVE_S = 10
 
@@ -60,145 +62,6 @@ class Pending:
             raise TransferError(_reason(text)) from exc
 
 
-class Meeting:
-    """Where the members of one epoch find each other: a store, and who has come.
-
-    `host` binds and serves it; `reach` connects to it. Keys of another epoch are never seen.
-    """
-
-    def __init__(self, store: TCPStore, address: str, port: int, epoch: int) -> None:
-        self.address = address
-        self.port = port
-        self._server = store
-        self._epoch = epoch
-        self.store = PrefixStore(f"weightsync/{epoch}", store)
-
-    @classmethod
-    def host(cls, address: str, *, epoch: int, timeout_s: float) -> Meeting:
-        """Bind a free port of `address`, and serve the store there. Raises ConnectError."""
-        require_gloo()
-        family = socket.AF_INET6 if _is_v6(address) else socket.AF_INET
-        try:
-            with socket.socket(family, socket.SOCK_STREAM | socket.SOCK_CLOEXEC) as bound:
-                bound.bind((address, 0))
-                bound.listen(1024)
-                port = bound.getsockname()[1]
-                store = _store(address, port, timeout_s, listen_fd=bound.detach())
-        except OSError as exc:
-            raise ConnectError(
-                f"cannot listen on {address}: {exc}; give an address of this host"
-            ) from exc
-        return cls(store, address, port, epoch)
-
-    @classmethod
-    def reach(cls, address: str, port: int, *, epoch: int, timeout_s: float) -> Meeting:
-        """Connect to the store of another host. Raises ConnectError within `timeout_s`."""
-        require_gloo()
-        return cls(_store(address, port, timeout_s), address, port, epoch)
-
-    def enter(self, rank: int, timeout_s: float) -> None:
-        """Say that `rank` is here, and wait until everybody is. Raises TransferTimeout."""
-        try:
-            self.store.set(f"here/{rank}", "")
-            self.store.wait(["complete"], timedelta(seconds=timeout_s))
-        except RuntimeError as exc:
-            raise TransferTimeout(
-                f"the private group (epoch {self._epoch}) at {self.address}:{self.port} was not "
-                f"complete within {timeout_s:g} s, or its sender is gone: {_reason(str(exc))}"
-            ) from exc
-
-    def gather(
-        self, ranks: Sequence[int], timeout_s: float, *, given_up: Callable[[], bool]
-    ) -> list[int]:
-        """Wait until all `ranks` are here, and let them go on; return who is missing."""
-        deadline = time.monotonic() + timeout_s
-        missing = list(ranks)
-        while missing and not given_up() and time.monotonic() < deadline:
-            missing = [rank for rank in missing if not self.store.check([f"here/{rank}"])]
-            time.sleep(_POLL_S if missing else 0)
-        if not missing:
-            self.store.set("complete", "")
-        return missing
-
-    def give_up(self, update: int) -> None:
-        """Let members know that updates up to this one end, whatever of them they wait for."""
-        with suppress(RuntimeError):
-            self.store.set("over", str(update))
-
-    def given_up(self, update: int) -> bool:
-        """Whether `give_up` was called for this update, or the store is gone."""
-        try:
-            return self.store.check(["over"]) and int(self.store.get("over")) >= update
-        except RuntimeError:
-            return True
-
-    def report(self, text: str) -> None:
-        """Leave word of what broke the group, unless somebody else was first."""
-        with suppress(RuntimeError):
-            self.store.compare_set("broken", "", text)
-
-    def reported(self) -> str | None:
-        """Return what broke the group, as its first witness told it."""
-        with suppress(RuntimeError):
-            if self.store.check(["broken"]):
-                return self.store.get("broken").decode(errors="replace")
-        return None
-
-
-class PrivateGroup:
-    """One process's place in the group of a Meeting whose members are all there.
-
-    Raises TransferError when the connections cannot be made within `timeout_s`.
-    """
-
-    def __init__(self, meeting: Meeting, rank: int, size: int, timeout_s: float) -> None:
-        own = meeting.address if rank == 0 else _own_address(meeting.address, meeting.port)
-        gloo: Any = dist.ProcessGroupGloo  # torch types half of what its own code uses of it
-        options = gloo._Options()
-        options._devices = [gloo.create_device(hostname=own) for _ in range(_LANES)]
-        options._timeout = timedelta(seconds=timeout_s)
-        options._threads = 1  # of collectives, of which there are none
-        try:
-            self._group: _PointToPoint | None = gloo(meeting.store, rank, size, options)
-        except RuntimeError as exc:
-            raise TransferError(
-                f"the private group could not be connected from {own}: {_reason(str(exc))}"
-            ) from exc
-        self._anybody = 0 if rank else 1
-        self._scratch = torch.zeros(1, dtype=torch.uint8)
-
-    def send(self, tensor: torch.Tensor, rank: int, lane: int) -> Pending:
-        """Send `uint8[n]` of host memory; the same lane keeps its order."""
-        return self._start(lambda group: group.send([tensor], rank, lane))
-
-    def receive(self, tensor: torch.Tensor, rank: int, lane: int) -> Pending:
-        """Receive exactly `uint8[n]` into host memory."""
-        return self._start(lambda group: group.recv([tensor], rank, lane))
-
-    def sever(self) -> None:
-        """Make every operation fail, here at once and at the others as they notice. Idempotent."""
-        if self._group is None:
-            return
-        # A wait that runs out closes all connections of its lane, and wakes whoever waits there.
-        for lane in range(_LANES):
-            with suppress(TransferError):
-                tag = _LANES + lane  # nobody sends on it
-                self.receive(self._scratch, self._anybody, tag).wait(_BREAK_S)
-
-    def close(self) -> None:
-        """End it; nobody may wait any more (`sever` sees to that). Idempotent."""
-        self._group = None
-
-    def _start(self, call: Callable[[_PointToPoint], Work]) -> Pending:
-        group = self._group
-        if group is None:
-            raise TransferError("the private group was closed")
-        try:
-            return Pending(call(group))
-        except RuntimeError as exc:
-            raise TransferError(_reason(str(exc))) from exc
-
-
 class Lifeline:
     """A connection to the sender's store that carries nothing: it ends when the sender does."""
 
@@ -228,6 +91,198 @@ class Lifeline:
     def close(self) -> None:
         """Let go. Idempotent."""
         self._socket.close()
+
+
+class Meeting:
+    """Where the members of one epoch find each other: a store, and who has come.
+
+    `host` binds and serves it; `reach` connects to it. Keys of another epoch are never seen. torch
+    writes a page to stderr when it finds the server gone, so the lifeline is looked at before.
+    """
+
+    def __init__(
+        self,
+        store: TCPStore,
+        address: str,
+        port: int,
+        epoch: int,
+        lifeline: Lifeline | None = None,
+    ) -> None:
+        self.lifeline = lifeline
+        self.address = address
+        self.port = port
+        self._server = store
+        self._epoch = epoch
+        self.store = PrefixStore(f"weightsync/{epoch}", store)
+
+    @classmethod
+    def host(cls, address: str, *, epoch: int, timeout_s: float) -> Meeting:
+        """Bind a free port of `address`, and serve the store there. Raises ConnectError."""
+        require_gloo()
+        family = socket.AF_INET6 if _is_v6(address) else socket.AF_INET
+        try:
+            with socket.socket(family, socket.SOCK_STREAM | socket.SOCK_CLOEXEC) as bound:
+                bound.bind((address, 0))
+                bound.listen(1024)
+                port = bound.getsockname()[1]
+                store = _store(address, port, timeout_s, listen_fd=bound.detach())
+        except OSError as exc:
+            raise ConnectError(
+                f"cannot listen on {address}: {exc}; give an address of this host"
+            ) from exc
+        return cls(store, address, port, epoch)
+
+    @classmethod
+    def reach(cls, address: str, port: int, *, epoch: int, timeout_s: float) -> Meeting:
+        """Connect to the store of another host. Raises ConnectError within `timeout_s`."""
+        require_gloo()
+        lifeline = Lifeline(address, port, timeout_s)
+        try:
+            return cls(_store(address, port, timeout_s), address, port, epoch, lifeline)
+        except BaseException:
+            lifeline.close()
+            raise
+
+    def enter(self, rank: int, timeout_s: float) -> None:
+        """Say that `rank` is here, and wait until everybody is. Raises TransferTimeout."""
+        deadline = time.monotonic() + timeout_s
+        if self._served():
+            self.store.set(f"here/{rank}", "")
+        while self._served() and not self.store.check(["complete"]):
+            if time.monotonic() > deadline:
+                raise TransferTimeout(
+                    f"the private group (epoch {self._epoch}) at {self.address}:{self.port} was "
+                    f"not complete within {timeout_s:g} s"
+                )
+            time.sleep(_POLL_S)
+        if not self._served():
+            raise TransferError(
+                f"the sender at {self.address}:{self.port} gave its private group (epoch "
+                f"{self._epoch}) up before all members were in"
+            )
+
+    def gather(
+        self, ranks: Sequence[int], timeout_s: float, *, given_up: Callable[[], bool]
+    ) -> list[int]:
+        """Wait until all `ranks` are here, and let them go on; return who is missing."""
+        deadline = time.monotonic() + timeout_s
+        missing = list(ranks)
+        while missing and not given_up() and time.monotonic() < deadline:
+            missing = [rank for rank in missing if not self.store.check([f"here/{rank}"])]
+            time.sleep(_POLL_S if missing else 0)
+        if not missing:
+            self.store.set("complete", "")
+        return missing
+
+    def give_up(self, update: int) -> None:
+        """Let members know that updates up to this one end, whatever of them they wait for."""
+        if self._served():
+            self.store.set("over", str(update))
+
+    def given_up(self, update: int) -> bool:
+        """Whether `give_up` was called for this update, or the store is gone."""
+        over = self._read("over")
+        return not self._served() or (over is not None and int(over) >= update)
+
+    def report(self, error: TransferError) -> TransferError:
+        """Leave word of what broke the group; return what its first witness said.
+
+        A connection that broke may have been closed by somebody who knows better, and who is
+        given a moment to say so; a timeout is first-hand.
+        """
+        if not isinstance(error, TransferTimeout):
+            deadline = time.monotonic() + _GRACE_S
+            time.sleep(_POLL_S)
+            while self._served() and self.reported() is None and time.monotonic() < deadline:
+                time.sleep(_POLL_S)
+        if self._served():
+            with suppress(RuntimeError):
+                self.store.compare_set(_BROKEN, "", str(error))
+        first = self.reported()
+        return error if first in {None, str(error)} else TransferError(first)
+
+    def reported(self) -> str | None:
+        """Return what broke the group, as its first witness told it."""
+        return self._read(_BROKEN)
+
+    def close(self) -> None:
+        """Let go of the connection that shows the sender's life. Idempotent."""
+        if self.lifeline is not None:
+            self.lifeline.close()
+
+    def _served(self) -> bool:
+        return self.lifeline is None or self.lifeline.holds()
+
+    def _read(self, key: str) -> str | None:
+        if self._served():
+            with suppress(RuntimeError):
+                if self.store.check([key]):
+                    return self.store.get(key).decode(errors="replace")
+        return None
+
+
+class PrivateGroup:
+    """One process's place in the group of a Meeting whose members are all there.
+
+    Raises TransferError when the connections cannot be made within `timeout_s`.
+    """
+
+    def __init__(self, meeting: Meeting, rank: int, size: int, timeout_s: float) -> None:
+        own = meeting.address if rank == 0 else _own_address(meeting.address, meeting.port)
+        gloo: Any = dist.ProcessGroupGloo  # torch types half of what its own code uses of it
+        options = gloo._Options()
+        options._devices = [gloo.create_device(hostname=own) for _ in range(_LANES)]
+        options._timeout = timedelta(seconds=timeout_s)
+        options._threads = 1  # of collectives, of which there are none
+        try:
+            self._group: _PointToPoint | None = gloo(meeting.store, rank, size, options)
+        except RuntimeError as exc:
+            raise TransferError(
+                f"the private group could not be connected from {own}: {_reason(str(exc))}"
+            ) from exc
+        self._others = [other for other in range(size) if other != rank]
+        self._scratch = torch.zeros(1, dtype=torch.uint8)
+
+    def send(self, tensor: torch.Tensor, rank: int, lane: int) -> Pending:
+        """Send `uint8[n]` of host memory; the same lane keeps its order."""
+        return self._start(lambda group: group.send([tensor], rank, lane))
+
+    def receive(self, tensor: torch.Tensor, rank: int, lane: int) -> Pending:
+        """Receive exactly `uint8[n]` into host memory."""
+        return self._start(lambda group: group.recv([tensor], rank, lane))
+
+    def sever(self) -> None:
+        """Make every operation fail, here at once and at the others as they notice. Idempotent."""
+        if self._group is None:
+            return
+        for lane in range(_LANES):
+            self._sever(_LANES + lane)  # a tag on which nobody sends
+
+    def _sever(self, tag: int) -> None:
+        """A wait that runs out closes all connections of its lane, and wakes whoever waits there.
+
+        One whose own connection broke before ends at once and closes none.
+        """
+        for rank in self._others:
+            try:
+                self.receive(self._scratch, rank, tag).wait(_BREAK_S)
+            except TransferTimeout:
+                return
+            except TransferError:
+                continue
+
+    def close(self) -> None:
+        """End it; nobody may wait any more (`sever` sees to that). Idempotent."""
+        self._group = None
+
+    def _start(self, call: Callable[[_PointToPoint], Work]) -> Pending:
+        group = self._group
+        if group is None:
+            raise TransferError("the private group was closed")
+        try:
+            return Pending(call(group))
+        except RuntimeError as exc:
+            raise TransferError(_reason(str(exc))) from exc
 
 
 def require_gloo() -> None:
