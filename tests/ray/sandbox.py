@@ -3,8 +3,8 @@
 Ray opens ports on every address of its node, without asking who calls. So a program gets a network
 of its own in which there is only loopback, and a process tree of its own that the kernel ends with
 it. Where neither root nor user namespaces permit that, Ray listens on the machine's own address,
-since `ray.init` turns 127.0.0.1 into it; there remains that callers need the token that Ray makes
-for each run, and what is left is ended by pid.
+since `ray.init` turns 127.0.0.1 into it; there remains that callers need the token that newer Ray
+makes for each run, and what is left is ended by pid.
 """
 
 from __future__ import annotations
@@ -15,15 +15,19 @@ import re
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 
 import psutil
 import ray
 
+from weightsync.samehost.segment import find_leftovers
+
 ROOT = Path(__file__).parents[2]
 NAMESPACES = ("--net", "--pid", "--fork", "--kill-child", "--mount-proc")
 LOOPBACK_ONLY = ("sh", "-c", 'ip link set lo up && "$@"', "sh")
 SHM = Path("/dev/shm")
+GRACE_S = 5.0
 OBJECT_STORE_NBYTES = 80 << 20
 
 
@@ -55,7 +59,10 @@ def run(*arguments: str | Path, timeout_s: float) -> str:
             left = _end_all(home)
     assert done.returncode == 0, done.stdout[-20_000:]
     assert not left, f"Ray left {left}"
-    assert _left_in_shm() - before == set()
+    deadline = time.monotonic() + GRACE_S
+    while (segments := _left_in_shm() - before) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not segments, f"{segments} are left in {SHM}"
     return done.stdout
 
 
@@ -92,7 +99,6 @@ def _environment(home: str) -> dict[str, str]:
         **kept,
         "HOME": home,  # where Ray writes the token of the cluster
         "OMP_NUM_THREADS": "1",
-        "RAY_AUTH_MODE": "token",
         "PYTHONPATH": str(ROOT),
         "RAY_TMPDIR": home,
         "RAY_USAGE_STATS_ENABLED": "0",
@@ -117,4 +123,6 @@ def _home_of(process: psutil.Process) -> str | None:
 
 
 def _left_in_shm() -> set[str]:
-    return {path.name for path in SHM.glob("plasma*")}
+    """Return the names of Ray's files and of segments whose owners are dead."""
+    plasma = {path.name for path in SHM.glob("plasma*")}
+    return plasma | {leftover.name for leftover in find_leftovers()}

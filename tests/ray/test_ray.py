@@ -31,7 +31,6 @@ except weightsync.BackendUnavailableError as exc:
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("shm_clean")
 @pytest.mark.parametrize("file", ["one_host.py", "cluster.py"])
 def test_with_real_actors(file: str) -> None:
     assert sandbox.run_pytest(HERE / file, timeout_s=110) > 0
