@@ -188,9 +188,9 @@ class TestEnds:
 
         def handle(message: dict[str, object]) -> dict[str, object]:
             reply = receiver.handle(message)
-            if message["call"] == "init_weight_transfer_engine":
-                reply["status"]["orphaned"] = True  # type: ignore[index]
-                reply["status"]["update_id"] = "of-a-dead-sender"  # type: ignore[index]
+            if message["call"] == "weight_info":
+                reply["orphaned"] = True
+                reply["update_id"] = "of-a-dead-sender"
             if message["call"] == "abort_weight_update":
                 raise ws.ConnectError("lost")
             return reply

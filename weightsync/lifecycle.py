@@ -4,6 +4,9 @@
        ^                    |                      |
        '------ ABORTING <---'----------------------'      in place and already touched: TORN
 
+A receiver that holds an older version than the fleet that it is taken into is JOINING instead of
+READY until a whole update commits: it may not generate.
+
 Callers hold their own lock; every method either makes the whole step or raises and changes nothing.
 """
 
@@ -19,6 +22,7 @@ class State(StrEnum):
     """What a receiver is doing."""
 
     READY = "READY"
+    JOINING = "JOINING"
     UPDATING = "UPDATING"
     PREPARED = "PREPARED"
     ABORTING = "ABORTING"
@@ -53,6 +57,7 @@ class UpdateLifecycle:
         self.next_version = version
         self.touched = False
         self.torn_by = ""
+        self.awaited = 0
         self.last_finished = ""
 
     @property
@@ -63,10 +68,20 @@ class UpdateLifecycle:
     @property
     def may_generate(self) -> bool:
         """Whether the weights in use are one whole version right now."""
-        return not self.torn_by and not self.touched
+        return not self.torn_by and not self.touched and not self.awaited
+
+    def join(self, fleet_version: int) -> None:
+        """READY becomes JOINING where the fleet holds a newer version."""
+        self.awaited = fleet_version if fleet_version > self.version else 0
+        if self.state in (State.READY, State.JOINING):
+            self._settle(State.READY)
+
+    def leave(self) -> None:
+        """There is no fleet any more: JOINING becomes READY with what is held."""
+        self.join(0)
 
     def start(self, terms: Terms) -> None:
-        """READY or TORN becomes UPDATING. The same update may start twice; another is refused."""
+        """READY, JOINING or TORN becomes UPDATING. The same update may start twice; another is refused."""
         if self.terms is not None:
             if self.terms.update_id == terms.update_id and self.state is State.UPDATING:
                 return
@@ -92,6 +107,7 @@ class UpdateLifecycle:
         terms = self._expect(update_id, State.PREPARED, step="finish")
         self.version = self.next_version
         self.label = terms.label
+        self.awaited = 0
         self.last_finished = update_id
         self._settle(State.READY)
 
@@ -114,7 +130,7 @@ class UpdateLifecycle:
         self._settle(State.TORN if self.touched or was_torn else State.READY)
 
     def _settle(self, state: State) -> None:
-        self.state = state
+        self.state = State.JOINING if state is State.READY and self.awaited else state
         self.terms = None
         self.touched = False
         if state is State.READY:

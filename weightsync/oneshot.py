@@ -12,8 +12,9 @@ from torch import nn
 
 from weightsync.errors import ConfigError
 from weightsync.report import SyncReport
+from weightsync.sending.targets import Targets
 from weightsync.specs import Manifest
-from weightsync.trainer import DEFAULT_TIMEOUT_S, Targets, WeightSender, connect
+from weightsync.trainer import DEFAULT_TIMEOUT_S, WeightSender, connect
 from weightsync.weights.dtypes import spec_of
 from weightsync.weights.source import NamedTensors, find_ties
 

@@ -17,6 +17,7 @@ class ReceiverReport:
     stall_s: float
     seconds: Mapping[str, float] = field(default_factory=dict)
     peak_extra_nbytes: int = 0
+    skipped_roads: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,10 +26,14 @@ class SyncReport:
 
     `nbytes` are bytes of weights; `seconds` has a value per phase and `total`; `stall_s` is the
     longest time any receiver held generation up; `road` is `cuda_ipc`, `shared_memory` or
-    `distributed`; `verified` is `none`, `arrived` or `held`, the weakest of all receivers;
+    `distributed`, joined by `+` where receivers differ; `verified` is `none`, `arrived` or `held`, the weakest of all receivers;
     `apply` is `staged` or `in_place`; `control_nbytes` and `control_messages` count what the
     control plane sent to all receivers; `peak_extra_nbytes` is what the sender held beyond the
-    model; `skipped_roads` says for each faster road why it was not taken.
+    model, `written_nbytes` what it wrote into buckets, once however many receivers read them;
+    `skipped_roads` says for each faster road why it was not taken. `connect_seconds` is what
+    finding the receivers took, by phase, where this update had to. `rule` is `two-phase`, or
+    `roll-forward` where a receiver failed that had no version to return to; `dropped` says who is
+    no longer in the fleet, and why.
     """
 
     version: int
@@ -45,9 +50,12 @@ class SyncReport:
     control_nbytes: int
     control_messages: int
     peak_extra_nbytes: int
-    receivers: tuple[ReceiverReport, ...]
+    written_nbytes: int = 0
+    receivers: tuple[ReceiverReport, ...] = ()
     skipped_roads: Mapping[str, str] = field(default_factory=dict)
+    connect_seconds: Mapping[str, float] = field(default_factory=dict)
     rule: str = "two-phase"
+    dropped: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def gbps(self) -> float:

@@ -1,4 +1,4 @@
-"""The sending side: one update after another, to every receiver at once."""
+"""The sending side: one update after another, from every rank, to every receiver at once."""
 
 from __future__ import annotations
 
@@ -6,49 +6,36 @@ import asyncio
 import logging
 import os
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from importlib import import_module
 from types import TracebackType
-from typing import Self
+from typing import Self, TypeVar
 
 import torch
+import torch.distributed as dist
 
 from weightsync.backends.ipc_sender import IpcOptions
-from weightsync.errors import (
-    ConfigError,
-    ProtocolError,
-    StaleVersionError,
-    UnknownSenderError,
-    WeightSyncError,
-)
+from weightsync.errors import ConfigError, ProtocolError, WeightSyncError
 from weightsync.report import SyncReport
 from weightsync.samehost.janitor import sweep
-from weightsync.sending.fleet import Answer, Fleet, Member, raise_first
+from weightsync.samehost.ring import PATIENCE
+from weightsync.sending.ensemble import Ensemble
+from weightsync.sending.feeder import Feeder
+from weightsync.sending.fleet import Fleet
+from weightsync.sending.following import FollowedUpdate
+from weightsync.sending.lead import Lead, OnFailure
 from weightsync.sending.outgoing import Update
-from weightsync.sending.roads import Connection, offer, take_road, withdraw
-from weightsync.transports.base import Transport
-from weightsync.transports.callback import CallbackTransport
-from weightsync.transports.http_client import HttpTransport
+from weightsync.sending.ranks import Ranks, join_ranks
+from weightsync.sending.targets import Target, Targets, make_transport, make_transports
 from weightsync.weights.module_tensors import Rename
-from weightsync.weights.source import WeightSource, as_source
-from weightsync.wire.messages import (
-    AbortRequest,
-    FinishRequest,
-    Request,
-    StartTerms,
-    Status,
-    StatusRequest,
-)
+from weightsync.weights.source import as_source
 
 logger = logging.getLogger(__name__)
 
-Targets = (
-    str | Callable[..., object] | Transport | Iterable[str | Callable[..., object] | Transport]
-)
+T = TypeVar("T")
 
 DEFAULT_TIMEOUT_S = 300.0
-_STATUS_TIMEOUT_S = 10.0
+_RANKS_SLACK_S = 60.0
 
 
 def connect(  # noqa: PLR0913  # the settings of a connection, all keyword-only
@@ -64,99 +51,109 @@ def connect(  # noqa: PLR0913  # the settings of a connection, all keyword-only
     verify: bool = True,
     token: str | None = None,
     timeout_s: float = DEFAULT_TIMEOUT_S,
+    process_group: dist.ProcessGroup | None = None,
     adopt: bool = True,
+    on_failure: OnFailure = "abort",
 ) -> WeightSender:
     """Return a sender of `source` to every receiver in `to`; everything large is allocated now.
 
-    `source`: an nn.Module, a state dict, a callable that returns fresh `(name, tensor)` pairs, or a
-    WeightSource. `to`: a URL, a Ray actor, a callable that carries plain dicts
-    (`receiver.handle`), a Transport, or several. `dtype` casts floating-point tensors on the way;
-    `rename` maps names. `packed` None lets receivers read stable parameters where they are and
-    streams others through buckets; `bucket_nbytes` and `num_buckets` size those. `adopt` allows
-    parameters in host memory to be moved into shared memory. `verify` fingerprints what arrives;
-    `timeout_s` bounds every wait for progress.
+    `source`: an nn.Module (plain, DDP or FSDP2), a state dict, a callable that returns fresh
+    `(name, tensor)` pairs, or a WeightSource. `to`: a URL, a Ray actor, a callable that carries
+    plain dicts (`receiver.handle`), a Transport, or several. `dtype` casts floating-point tensors
+    on the way; `rename` maps names. `backend`: `auto` takes for each receiver the fastest road that
+    works, `ipc` only those of the same host, `distributed` the one that crosses hosts. `packed`
+    None lets receivers read stable parameters where they are and streams others through buckets;
+    `bucket_nbytes` and `num_buckets` size those. `adopt` allows parameters in host memory to be
+    moved into shared memory. `verify` fingerprints what arrives; `timeout_s` bounds every wait for
+    progress. `on_failure`: `abort` leaves all receivers as they were when one fails, `drop` goes on
+    without it.
 
-    Raises ConfigError, ManifestMismatchError when the tensors do not fit a receiver, SegmentError
-    when `/dev/shm` has no room, BackendUnavailableError when no road works, ConnectError or
-    AuthError.
+    Under torch.distributed every rank of `process_group` (None: the default group) calls this, and
+    every method of the sender after it, in step; rank 0 alone talks to the receivers.
+
+    Raises ConfigError, ManifestMismatchError when the tensors do not fit a receiver or another
+    rank's, SegmentError when `/dev/shm` has no room, BackendUnavailableError when no road works,
+    TransferTimeout naming ranks that did not call, ConnectError or AuthError.
     """
     if timeout_s <= 0:
         raise ConfigError(f"timeout_s must be positive, not {timeout_s}")
+    if on_failure not in ("abort", "drop"):
+        raise ConfigError(f"on_failure must be abort or drop, not {on_failure!r}")
     sweep()
-    fleet = Fleet(make_transports(to, token=token))
-    try:
-        options = IpcOptions(
-            packed=packed,
-            bucket_nbytes=bucket_nbytes,
-            num_buckets=num_buckets,
-            adopt=adopt,
-            timeout_s=timeout_s,
-        )
-        made = as_source(source, dtype=dtype, rename=rename)
-        return WeightSender(made, fleet, options, backend=backend, verify=verify)
-    except BaseException:
-        fleet.close()
-        raise
-
-
-def make_transports(to: Targets, *, token: str | None) -> list[Transport]:
-    """Return a transport per receiver. Raises ConfigError for a target of no known kind."""
-    alone = (
-        isinstance(to, str) or callable(to) or hasattr(to, "call") or not isinstance(to, Iterable)
+    options = IpcOptions(
+        packed=packed,
+        bucket_nbytes=bucket_nbytes,
+        num_buckets=num_buckets,
+        adopt=adopt,
+        timeout_s=timeout_s,
     )
-    targets = [to] if alone else list(to)  # type: ignore[arg-type]  # the line above
-    if not targets:
-        raise ConfigError("to= names no receiver")
-    return [_make_transport(target, token) for target in targets]
+    # Rank 0 waits for receivers as long as they beat; the others wait for rank 0.
+    patience_s = timeout_s * (PATIENCE + 1) + _RANKS_SLACK_S
+    ranks = join_ranks(process_group, timeout_s=patience_s, join_timeout_s=timeout_s)
 
+    def feed() -> Feeder:
+        return Feeder(as_source(source, dtype=dtype, rename=rename), options, ranks)
 
-def _make_transport(target: object, token: str | None) -> Transport:
-    if isinstance(target, str):
-        return HttpTransport(target, token)
-    if type(target).__module__.partition(".")[0] == "ray":  # an actor's handle, so Ray is there
-        made: Transport = import_module("weightsync.transports.ray_actor").RayActorTransport(target)
-        return made
-    if hasattr(target, "call") and hasattr(target, "target"):
-        return target  # type: ignore[return-value]  # a protocol, checked by its members
-    if callable(target):
-        return CallbackTransport(target, getattr(target, "__qualname__", "callback"))
-    raise ConfigError(
-        f"cannot send to a {type(target).__name__}; give a URL, a Ray actor, a callable that takes "
-        "and returns dicts, or a Transport"
-    )
+    def lead(ensemble: Ensemble) -> Lead:
+        fleet = Fleet(make_transports(to, token=token))
+        return Lead(ensemble, fleet, options, backend=backend, on_failure=on_failure)
+
+    return WeightSender(ranks, feed, lead, verify=verify, token=token)
 
 
 class WeightSender:
     """Keeps receivers in step with a source. Made by `connect`; use it from one thread.
 
-    `version` is the last version that receivers hold; `verify` may be changed between updates.
+    Under several ranks each has one, and makes the same calls in the same order. `version` is the
+    last version that receivers hold; `verify` may be changed between updates.
     """
 
     def __init__(
         self,
-        source: WeightSource,
-        fleet: Fleet,
-        options: IpcOptions,
+        ranks: Ranks,
+        feed: Callable[[], Feeder],
+        lead: Callable[[Ensemble], Lead],
         *,
-        backend: str,
         verify: bool,
+        token: str | None,
     ) -> None:
-        self._source = source
-        self._fleet = fleet
-        self._options = options
-        self._backend = backend
         self.verify = verify
+        self.version = 0
+        self._token = token
         self._closed = False
         self._turn = threading.Lock()
         self._pid = os.getpid()
-        self.version = 0
-        self._connection: Connection | None = None
-        self._connect()
+        self._lead: Lead | None = None
+        try:
+            self._ensemble = _assemble(ranks, feed)
+            self._lead = _make_lead(self._ensemble, lead)
+        except BaseException:
+            ranks.close()
+            raise
+        try:
+            self._together("connect", lambda leading: leading.connect())
+        except BaseException:
+            self._free()
+            raise
+
+    @property
+    def targets(self) -> list[str]:
+        """The receivers, as messages name them; nobody on ranks other than 0."""
+        return [member.target for member in self._lead.fleet.members] if self._lead else []
 
     @property
     def road(self) -> str:
-        """How the bytes go."""
-        return self._connected().engine.road
+        """How the bytes go; several roads are joined by `+`. Empty on ranks other than 0."""
+        if self._closed or self._lead is None or not self._lead.connected:
+            if self._lead is None and not self._closed:
+                return ""
+            raise ConfigError("this sender is closed or released; send_weights() connects again")
+        return "+".join(sorted({member.road for member in self._lead.fleet.members}))
+
+    @property
+    def connect_seconds(self) -> Mapping[str, float]:
+        """What finding the receivers took the last time, by phase; empty on ranks other than 0."""
+        return dict(self._lead.roads.seconds) if self._lead else {}
 
     def send_weights(
         self, version: int | None = None, *, label: str | None = None, rewind: bool = False
@@ -166,7 +163,8 @@ class WeightSender:
         `version` None is one more than the last. Versions grow, unless `rewind` says that the
         trainer went back to an older checkpoint. The source may change again when this returns.
         Raises VerificationError, TransferError, TransportError or ProtocolError; the receivers are
-        then as they were, except those that errors or their status call TORN.
+        then as they were, except those that errors or their status call TORN. What any rank raises
+        is raised on all.
         """
         return self._send_weights(version, label, rewind, threading.Event())
 
@@ -196,37 +194,61 @@ class WeightSender:
         label: str | None = None,
         rewind: bool = False,
         partial: bool = False,
-    ) -> Iterator[Update]:
+    ) -> Iterator[Update | FollowedUpdate]:
         """An update whose tensors you send yourself; it commits at the end of the block, or aborts.
 
         `partial` allows a subset of the model (LoRA): it builds on the version held. The report is
         `update.last_report` afterwards.
         """
         with self._taking_turn():
-            connection = self._ready()
-            version = self.version + 1 if version is None else version
-            update = Update(self._fleet, connection.engine, self._options, verify=self.verify)
-            base = self.version if partial else None
-            terms = StartTerms(
-                version=version, label=label, rewind=rewind, partial=partial, base_version=base
-            )
+            self._check_open()
+            self._meet(f"update({version}, partial={partial})")
+            if self._lead is None:
+                with self._following() as followed:
+                    yield followed
+                return
+            self._lead.verify = self.verify
             try:
-                update.start(terms)
-                yield update
-                update.prepare()
-                update.finish()
+                with self._lead.updating(version, label, rewind=rewind, partial=partial) as update:
+                    yield update
             except BaseException as exc:
-                update.abort(f"the sender's block ended with {type(exc).__name__}")
-                if isinstance(exc, WeightSyncError):
-                    self._recover(exc)
+                self.version = self._lead.version
+                self._tell_done(error=exc)
                 raise
-            self.version = version
-            update.last_report = update.report(version, label, dict(connection.skipped))
+            self.version = self._lead.version
+            self._tell_done(report=update.last_report)
+
+    def add(self, target: Target) -> SyncReport | None:
+        """Take a receiver in, and bring it up to date where a version was sent already.
+
+        The source must still hold what was sent as that version. Raises what `connect` and
+        `resync` raise; the fleet is then as it was.
+        """
+        transport = make_transport(target, self._token) if self._lead else None
+
+        def add(lead: Lead) -> SyncReport | None:
+            if transport is None:
+                raise ConfigError("only rank 0 adds receivers")
+            return lead.add(transport)
+
+        return self._together("add", add)
+
+    def remove(self, target: str) -> None:
+        """Let the receiver of that name (`targets`) go; it keeps the weights that it holds."""
+        self._together("remove", lambda lead: lead.remove(target))
+
+    def resync(self, target: str) -> SyncReport:
+        """Send the current version to one receiver that missed it, and to no other.
+
+        The source must still hold what was sent as that version. Raises TransferError when it has
+        changed since, ConfigError for an unknown target or before the first update.
+        """
+        report = self._together("resync", lambda lead: lead.resync(lead.member(target)))
+        return _required(report)
 
     def release(self) -> None:
         """Unregister all memory, so that it may be offloaded or freed; the next send connects."""
-        with self._taking_turn():
-            self._disconnect()
+        self._together("release", lambda lead: lead.disconnect())
 
     def close(self) -> None:
         """Have receivers close what they opened, move adopted parameters back, free everything.
@@ -235,12 +257,11 @@ class WeightSender:
         """
         if self._closed or os.getpid() != self._pid:
             return
-        with self._taking_turn():
+        try:
+            self._together("close", lambda lead: lead.disconnect())
+        finally:
             self._closed = True
-            try:
-                self._disconnect()
-            finally:
-                self._fleet.close()
+            self._free()
 
     def __enter__(self) -> Self:
         return self
@@ -256,34 +277,81 @@ class WeightSender:
     def _send_weights(
         self, version: int | None, label: str | None, rewind: bool, stop: threading.Event
     ) -> SyncReport:
-        with self._taking_turn():
-            self._ready()
-            try:
-                return self._send_once(version, label, rewind, stop)
-            except WeightSyncError as exc:
-                met = self._recover(exc)
-                follows = version is None and isinstance(exc, StaleVersionError)
-                if stop.is_set() or not (met or follows):
-                    raise
-            return self._send_once(version, label, rewind, stop)
+        report = self._together(
+            f"send_weights({version}, rewind={rewind})",
+            lambda lead: lead.send(version, label, rewind=rewind),
+            stop,
+        )
+        return _required(report)
 
-    def _send_once(
-        self, version: int | None, label: str | None, rewind: bool, stop: threading.Event
-    ) -> SyncReport:
-        connection = self._connected()
-        version = self.version + 1 if version is None else version
-        terms = StartTerms(
-            version=version,
-            label=label,
-            rewind=rewind,
-            manifest_digest=connection.engine.manifest.digest,
-        )
-        update = Update(
-            self._fleet, connection.engine, self._options, verify=self.verify, stop=stop
-        )
-        update.send_whole(terms)
-        self.version = version
-        return update.report(version, label, dict(connection.skipped))
+    def _together(
+        self, call: str, do: Callable[[Lead], T], stop: threading.Event | None = None
+    ) -> T | SyncReport | None:
+        """Make one call on every rank: rank 0 does it, the others do what it tells them."""
+        with self._taking_turn():
+            self._check_open()
+            self._meet(call)
+            self._ensemble.feeder.stop = stop or threading.Event()
+            if self._lead is None:
+                done = self._ensemble.follow()
+                self.version = done.version
+                return done.report
+            self._lead.verify = self.verify
+            try:
+                result = do(self._lead)
+            except BaseException as exc:
+                self.version = self._lead.version
+                self._tell_done(error=exc)
+                raise
+            self.version = self._lead.version
+            self._tell_done(report=result if isinstance(result, SyncReport) else None)
+            return result
+
+    def _meet(self, call: str) -> None:
+        """Raise ProtocolError on all ranks unless all make the same call."""
+        ranks = self._ensemble.ranks
+        if ranks.size == 1:
+            return
+        calls = [body.decode() for body in ranks.exchange(call.encode())]
+        if len(set(calls)) > 1:
+            made = ", ".join(f"rank {n} {c}" for n, c in zip(ranks.names, calls, strict=True))
+            raise ProtocolError(
+                f"the trainer's ranks make different calls: {made}; every rank has to make the "
+                "same calls on its sender, in the same order"
+            )
+
+    def _tell_done(
+        self, *, report: SyncReport | None = None, error: BaseException | None = None
+    ) -> None:
+        try:
+            self._ensemble.done(self.version, report=report, error=error)
+        except WeightSyncError:
+            if error is None:
+                raise
+            logger.debug("the other ranks could not be told", exc_info=True)
+
+    @contextmanager
+    def _following(self) -> Iterator[FollowedUpdate]:
+        followed = FollowedUpdate(self._ensemble)
+        try:
+            yield followed
+        except BaseException as exc:
+            followed.fail(exc)
+            raise
+        followed.finish()
+        self.version = followed.version
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise ConfigError("this sender is closed; connect again")
+
+    def _free(self) -> None:
+        self._closed = True
+        try:
+            if self._lead is not None:
+                self._lead.fleet.close()
+        finally:
+            self._ensemble.close()
 
     @contextmanager
     def _taking_turn(self) -> Iterator[None]:
@@ -298,90 +366,31 @@ class WeightSender:
         finally:
             self._turn.release()
 
-    def _connected(self) -> Connection:
-        if self._closed or self._connection is None:
-            raise ConfigError("this sender is closed or released; send_weights() connects again")
-        return self._connection
 
-    def _connect(self) -> Connection:
-        """Take a road to everyone, and take over what a dead sender left."""
-        connection = take_road(self._source, self._fleet, self._options, backend=self._backend)
-        self._connection = connection
-        try:
-            self._greet(connection.answers)
-        except BaseException:
-            self._disconnect()
-            raise
-        return connection
+def _assemble(ranks: Ranks, feed: Callable[[], Feeder]) -> Ensemble:
+    """Make every rank's feeder; a source that is wrong on one rank is wrong on all."""
+    try:
+        feeder = feed()
+    except BaseException as exc:
+        ranks.agree(exc)
+        raise
+    ranks.agree()
+    return Ensemble(feeder, ranks)
 
-    def _disconnect(self) -> None:
-        connection, self._connection = self._connection, None
-        if connection is not None:
-            withdraw(connection.engine, self._fleet, self._options.timeout_s)
 
-    def _ready(self) -> Connection:
-        """Connect after `release`, or where registered memory moved; end what is still open."""
-        if self._closed:
-            raise ConfigError("this sender is closed; connect again")
-        if self._connection is not None and self._connection.engine.needs_init:
-            self._disconnect()
-        connection = self._connection or self._connect()
-        for member in self._fleet.members:
-            self._settle(member)
-        return connection
+def _make_lead(ensemble: Ensemble, lead: Callable[[Ensemble], Lead]) -> Lead | None:
+    """Make rank 0's side; what is wrong with it is wrong on all ranks."""
+    made = None
+    try:
+        made = lead(ensemble) if ensemble.leads else None
+    except BaseException as exc:
+        ensemble.ranks.agree(exc)
+        raise
+    ensemble.ranks.agree()
+    return made
 
-    def _greet(self, answers: list[Answer]) -> None:
-        """Take over the fleet: learn its version, and end what a dead sender left open."""
-        self.version = max([self.version, *(answer.status.version for answer in answers)])
-        orphans = {a.status.update_id for a in answers if a.status.orphaned and a.status.update_id}
-        for update_id in orphans:
-            committed = any(a.status.last_finished == update_id for a in answers)
-            holders = [a.member for a in answers if a.status.update_id == update_id]
-            logger.warning(
-                "update %s of a dead sender is %s",
-                update_id,
-                "finished" if committed else "aborted",
-            )
-            request: Request = (
-                FinishRequest(update_id=update_id)
-                if committed
-                else AbortRequest(update_id=update_id, reason="its sender died")
-            )
-            done = self._fleet.ask(request, timeout_s=self._options.timeout_s, members=holders)
-            raise_first(done, f"ending update {update_id} of a dead sender")
-            versions = [a.step.version for a in done]
-            self.version = max([self.version, *versions])
 
-    def _settle(self, member: Member) -> None:
-        """Tell a member again what it could not be told the last time."""
-        requests: list[Request] = []
-        if member.unfinished is not None:
-            requests.append(FinishRequest(update_id=member.unfinished))
-        if member.unaborted is not None:
-            requests.append(AbortRequest(update_id=member.unaborted, reason="as told before"))
-        for request in requests:
-            answer = self._fleet.ask(request, timeout_s=self._options.timeout_s, members=[member])[
-                0
-            ]
-            if answer.error is not None and not isinstance(answer.error, ProtocolError):
-                raise answer.error
-            if answer.error is None:
-                self.version = max(self.version, answer.step.version)
-        member.unfinished = member.unaborted = None
-
-    def _recover(self, failure: WeightSyncError) -> bool:
-        """After a failed update: learn what receivers hold, connect those who do not know us.
-
-        Returns whether there were such.
-        """
-        timeout_s = self._options.timeout_s
-        answers = self._fleet.ask(StatusRequest(), timeout_s=min(timeout_s, _STATUS_TIMEOUT_S))
-        known = [(a.member, a.reply) for a in answers if isinstance(a.reply, Status)]
-        self.version = max([self.version, *(status.version for _, status in known)])
-        unknown = isinstance(failure, UnknownSenderError)
-        strangers = [m for m, status in known if unknown or status.instance != m.instance]
-        if not strangers or self._connection is None:
-            return False
-        logger.warning("connecting again: %s", ", ".join(member.target for member in strangers))
-        offer(self._connection.engine, self._fleet, timeout_s, members=strangers)
-        return True
+def _required(report: SyncReport | None) -> SyncReport:
+    if report is None:
+        raise ProtocolError("rank 0 gave no report of the update")
+    return report

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from collections.abc import Callable, Iterator
-from typing import NoReturn
+from contextlib import closing
+from typing import NoReturn, cast
 
 import torch
 from torch import nn
@@ -14,12 +16,31 @@ import weightsync as ws
 from tests.e2e import models
 from tests.e2e.models import BUCKET_NBYTES
 from weightsync.transports.http_client import HttpTransport
-from weightsync.wire.messages import FinishRequest, Reply, Request, UpdateRequest
+from weightsync.wire.messages import (
+    FinishRequest,
+    Reply,
+    Request,
+    Status,
+    StatusRequest,
+    UpdateRequest,
+)
 
 
 def die() -> NoReturn:
     os.kill(os.getpid(), signal.SIGKILL)
     raise AssertionError("still alive")
+
+
+def die_while_it_loads(url: str) -> NoReturn:
+    """Die once the receiver is in the middle of this update."""
+    with closing(HttpTransport(url)) as transport:
+        deadline = time.monotonic() + 20
+        while time.monotonic() < deadline:
+            status = cast(Status, transport.call(StatusRequest(), timeout_s=5))
+            if status.state == "UPDATING" and (status.apply == "staged" or not status.may_generate):
+                die()
+            time.sleep(0.005)
+    raise AssertionError("the receiver never began to load")
 
 
 class DiesBefore(HttpTransport):
@@ -38,8 +59,9 @@ class DiesBefore(HttpTransport):
 class DyingSource:
     """A model's tensors, made anew for each update; the process dies after `tensors` of them."""
 
-    def __init__(self, model: nn.Module, tensors: int) -> None:
+    def __init__(self, model: nn.Module, tensors: int, url: str) -> None:
         self._model = model
+        self._url = url
         self._tensors = tensors
         self._iterations = 0
 
@@ -47,7 +69,7 @@ class DyingSource:
         self._iterations += 1
         for i, (name, tensor) in enumerate(self._model.named_parameters()):
             if self._iterations > 1 and i == self._tensors:
-                die()
+                die_while_it_loads(self._url)
             yield name, tensor.detach().clone()
 
 
@@ -57,7 +79,7 @@ def before_its_message(url: str) -> None:
 
 
 def _in_the_middle(url: str, tensors: int) -> None:
-    source = DyingSource(models.make("plain", 7), tensors)
+    source = DyingSource(models.make("plain", 7), tensors, url)
     with ws.connect(source, to=url, bucket_nbytes=16 << 10, num_buckets=2) as sender:
         sender.send_weights()
 
@@ -73,8 +95,8 @@ def in_the_middle_of_chunks(url: str) -> None:
 def while_its_memory_is_read(url: str) -> None:
     """Unpacked: the receivers copy, and wait for fingerprints that never come."""
     with ws.connect(models.make("plain", 7), to=url, packed=False) as sender:
-        control = sender._connected().engine._control
-        control.write_fingerprints = lambda *_: die()  # type: ignore[method-assign]  # on purpose
+        control = sender._ensemble.feeder.engine._control
+        control.write_fingerprints = lambda *_: die_while_it_loads(url)  # type: ignore[method-assign]  # on purpose
         sender.send_weights()
 
 

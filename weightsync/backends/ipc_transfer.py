@@ -18,7 +18,7 @@ from weightsync.errors import (
     VerificationError,
 )
 from weightsync.samehost.memory import OpenMemory
-from weightsync.samehost.ring import Control, RingReader, wait_until
+from weightsync.samehost.ring import LOCAL, NETWORK, Control, RingReader, wait_until
 from weightsync.specs import Manifest
 from weightsync.weights.buckets import Plan, Run
 from weightsync.weights.copier import CompiledRun, Memory
@@ -75,7 +75,11 @@ class Transfer:
         else:
             self._plan = opened.chunked if info.packed else opened.whole
         self._reader = RingReader(
-            self._control, opened.info.reader, epoch=info.epoch, base=info.base
+            self._control,
+            opened.info.reader,
+            epoch=info.epoch,
+            base=info.base,
+            pace=NETWORK if opened.info.road == "distributed" else LOCAL,
         )
 
     def run(self) -> Received:
@@ -94,7 +98,8 @@ class Transfer:
     def _await_epoch(self) -> None:
         """A ring that is fed from another host may learn of an update after its readers."""
         control, epoch = self._control, self._info.epoch
-        begun = wait_until(
+        fed = self._opened.info.road == "distributed"
+        begun = not fed or wait_until(
             lambda: control.epoch >= epoch,
             check=self._check,
             timeout_s=self._opened.info.lease_s,

@@ -49,6 +49,11 @@ class Peers:
         """What a sender's engine made for the other workers of this host."""
         return self.get(sender).host_ring()
 
+    @property
+    def connected(self) -> bool:
+        """Whether any sender is known."""
+        return bool(self._engines)
+
     def manifest(self, sender: str | None) -> Manifest | None:
         """What a sender said it sends."""
         return self._engines[sender].manifest if sender in self._engines else None

@@ -21,6 +21,7 @@ from weightsync.receiving.incoming import Incoming
 from weightsync.receiving.landings import ApplyChoice, Landings
 from weightsync.receiving.lease import Lease
 from weightsync.receiving.loading import Loader
+from weightsync.receiving.overtaken import Overtaken
 from weightsync.receiving.peers import Peers
 from weightsync.weights.sink import WeightSink
 from weightsync.wire.messages import StartTerms, StepReply, UpdateInfo
@@ -55,6 +56,7 @@ class Updates:
         self._state = threading.RLock()
         self._work = threading.Lock()
         self._lease_s = lease_s
+        self._overtaken = Overtaken(lease_s)
         self._lease = Lease(lease_s, self._expire)
         self._loader = Loader(
             sink, peers, self.landings, self.gate, self.lifecycle, self._state, lease_s
@@ -74,6 +76,13 @@ class Updates:
 
     def refuse(self) -> None:
         """Raise NotReadyError when the weights in use are not one whole version."""
+        if self.lifecycle.awaited:
+            raise NotReadyError(
+                f"this receiver holds version {self.lifecycle.version} and joined a fleet that "
+                f"holds version {self.lifecycle.awaited}; its sender has to bring it up to date",
+                state=self.lifecycle.state.value,
+                update_id=self.lifecycle.update_id,
+            )
         if not self.lifecycle.may_generate:
             state, update_id = self.lifecycle.state.value, self.lifecycle.update_id
             raise NotReadyError(
@@ -98,12 +107,16 @@ class Updates:
             except BaseException:
                 self.peers.close(info.sender)
                 raise
+            if info.fleet_version is not None:
+                with self._state:
+                    self.lifecycle.join(info.fleet_version)
 
     def forget_dead(self) -> None:
         """Let go of what dead senders had shared, unless a step is at work."""
         if self._work.acquire(blocking=False):
             try:
                 self.peers.forget_dead(keep=self._incoming.sender if self._incoming else None)
+                self._leave_fleet()
             finally:
                 self._work.release()
 
@@ -121,6 +134,13 @@ class Updates:
                 self.peers.close_all()
             else:
                 self.peers.close(sender)
+            self._leave_fleet()
+
+    def _leave_fleet(self) -> None:
+        """Without a sender there is no fleet whose version has to be waited for."""
+        if not self.peers.connected:
+            with self._state:
+                self.lifecycle.leave()
 
     @property
     def is_open(self) -> bool:
@@ -141,6 +161,7 @@ class Updates:
     ) -> StepReply:
         """READY becomes UPDATING. Messages without an id belong to an `anonymous` update only."""
         with self._state:
+            self._overtaken.check(update_id)
             self.lifecycle.start(
                 Terms(
                     update_id=update_id,
@@ -234,6 +255,8 @@ class Updates:
         It is too late for one that is being committed: the answer says what became of it.
         """
         with self._state:
+            if update_id not in (None, self.lifecycle.update_id, self.lifecycle.last_finished):
+                self._overtaken.note(str(update_id))
             if self.lifecycle.terms is None or self._incoming is None:
                 return self.reply()
             update_id = update_id or self._incoming.update_id

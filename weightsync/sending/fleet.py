@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import cast
 
 from weightsync.errors import WeightSyncError
@@ -14,19 +14,31 @@ from weightsync.wire.messages import InitReply, Reply, Request, Status, StepRepl
 
 logger = logging.getLogger(__name__)
 
+MAX_CALLS = 128
+"""Calls in flight at once: a load and an abort beside it for every reader place."""
 
-@dataclass(slots=True)
+
+@dataclass(slots=True, eq=False)
 class Member:
-    """One receiver: its transport, its place in the ring, and who it was when it was last asked.
+    """One receiver: its transport, how it is fed, and who it was when it was last asked.
 
-    `unfinished` and `unaborted` are updates whose end it has not answered for: it is told again
-    before the next one.
+    Rank `rank` of the trainer feeds it, on `road`; `skipped` says why not on a faster one. It reads
+    at place `reader` of that rank's ring or, on the road `distributed`, of the ring of its own
+    host, which the one of `group_rank` (1 or more) fills. `unfinished` and `unaborted` are updates
+    whose end it has not answered for: it is told again before the next one.
     """
 
     transport: Transport
-    reader: int
+    rank: int = 0
+    road: str = ""
+    reader: int = 0
+    group_rank: int = 0
+    sender: str = ""
+    skipped: dict[str, str] = field(default_factory=dict)
     instance: str = ""
+    version: int = 0
     apply: str = ""
+    keys: list[str] = field(default_factory=list)
     unfinished: str | None = None
     unaborted: str | None = None
 
@@ -35,10 +47,17 @@ class Member:
         """How messages name it."""
         return self.transport.target
 
-    def met(self, reply: InitReply) -> None:
+    @property
+    def host(self) -> str:
+        """The key of the host that it runs on."""
+        return self.keys[-1] if self.keys else ""
+
+    def met(self, status: Status) -> None:
         """Remember who answered."""
-        self.instance = reply.status.instance
-        self.apply = reply.status.apply
+        self.instance = status.instance
+        self.version = status.version
+        self.apply = status.apply
+        self.keys = status.device_keys
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,26 +75,41 @@ class Answer:
 
     @property
     def status(self) -> Status:
-        """The status of a member that answered an init."""
-        return cast(InitReply, self.reply).status
+        """The status that a member answered, alone or with an init."""
+        return self.reply.status if isinstance(self.reply, InitReply) else cast(Status, self.reply)
 
 
 class Fleet:
     """Members that are called at once. Safe to call from one thread; close it last."""
 
     def __init__(self, transports: Sequence[Transport]) -> None:
-        self.members = [Member(transport, i) for i, transport in enumerate(transports)]
-        self._pool = ThreadPoolExecutor(max_workers=2 * len(self.members))
+        self.members = [Member(transport) for transport in transports]
+        self._pool = ThreadPoolExecutor(max_workers=MAX_CALLS)
+        self._gone_nbytes = 0
+        self._gone_messages = 0
+
+    def add(self, transport: Transport) -> Member:
+        """Take one more member in."""
+        member = Member(transport)
+        self.members.append(member)
+        return member
+
+    def remove(self, member: Member) -> None:
+        """Let a member go, and close its transport."""
+        self.members.remove(member)
+        self._gone_nbytes += member.transport.sent_nbytes
+        self._gone_messages += member.transport.sent_messages
+        member.transport.close()
 
     @property
     def sent_nbytes(self) -> int:
         """Bytes of all requests so far."""
-        return sum(member.transport.sent_nbytes for member in self.members)
+        return self._gone_nbytes + sum(m.transport.sent_nbytes for m in self.members)
 
     @property
     def sent_messages(self) -> int:
         """Requests so far."""
-        return sum(member.transport.sent_messages for member in self.members)
+        return self._gone_messages + sum(m.transport.sent_messages for m in self.members)
 
     def ask(
         self,
@@ -117,7 +151,14 @@ def _ask(
         message = request(member) if callable(request) else request
         return Answer(member, reply=member.transport.call(message, timeout_s=timeout_s))
     except WeightSyncError as exc:
-        return Answer(member, error=exc)
+        return Answer(member, error=_named(exc, member.target))
+
+
+def _named(error: WeightSyncError, target: str) -> WeightSyncError:
+    """Have the error say which receiver it is about."""
+    if target not in str(error):
+        error.args = (f"{target}: {error}", *error.args[1:])
+    return error
 
 
 def failures(answers: Sequence[Answer]) -> list[Answer]:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import logging
 import secrets
-import threading
 import time
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
 
-from weightsync.backends.ipc_sender import IpcOptions, IpcTrainerEngine
+from msgspec.structs import replace
+
 from weightsync.errors import (
     TransferError,
     TransportError,
@@ -16,14 +17,19 @@ from weightsync.errors import (
     WeightSyncError,
 )
 from weightsync.report import ReceiverReport, SyncReport
-from weightsync.samehost.heartbeat import beating
 from weightsync.samehost.ring import PATIENCE
+from weightsync.sending.commands import Answer as RankAnswer
+from weightsync.sending.commands import Begin, End, Transfer
+from weightsync.sending.ensemble import Ensemble
 from weightsync.sending.fleet import Answer, Fleet, Member, failures, raise_first
+from weightsync.sending.roads import Roads
 from weightsync.weights.source import NamedTensors
 from weightsync.wire.messages import (
     AbortRequest,
     FinishRequest,
     PrepareRequest,
+    RegisteredUpdate,
+    Request,
     StartRequest,
     StartTerms,
     StepReply,
@@ -39,44 +45,72 @@ _STRENGTH = ("none", "arrived", "held")
 
 
 class Update:
-    """A transaction over the fleet. Made by the sender; `send` adds tensors to it.
+    """A transaction over members of the fleet. Made by the sender; `send` adds tensors to it.
 
     Only when every staged receiver is PREPARED does any finish. Receivers that load in place have
-    no version to return to: once one of them is PREPARED, all that are PREPARED finish, and the
-    error names those that are not.
+    no version to return to: once one of them is PREPARED, all that are PREPARED finish, and
+    `failed` names those that are not.
     """
 
     def __init__(
         self,
         fleet: Fleet,
-        engine: IpcTrainerEngine,
-        options: IpcOptions,
+        ensemble: Ensemble,
+        roads: Roads,
         *,
+        timeout_s: float,
         verify: bool,
-        stop: threading.Event | None = None,
+        drops: bool = False,
+        members: Sequence[Member] | None = None,
     ) -> None:
         self.update_id = secrets.token_hex(8)
         self.rule = "two-phase"
         self.last_report: SyncReport | None = None
+        self.failed: dict[Member, WeightSyncError] = {}
+        self.touched = False
+        self.drops = drops
+        self.members = list(fleet.members if members is None else members)
         self._fleet = fleet
-        self._engine = engine
-        self._timeout_s = options.timeout_s
+        self._ensemble = ensemble
+        self._roads = roads
+        self._timeout_s = timeout_s
         self._verify = verify
-        self._stop_asked = stop or threading.Event()
         self._finishing = False
         self._started = time.perf_counter()
         self._before = (fleet.sent_nbytes, fleet.sent_messages)
         self._seconds: dict[str, float] = {}
-        self._replies: dict[str, StepReply] = {}
-        self._digest: str | None = None
-        self._packed = False
-        self._largest = 0
+        self._replies: dict[Member, StepReply] = {}
+        self._begun: list[RankAnswer] = []
+        self._told: list[RankAnswer] = []
+        self._whole = False
 
-    def send_whole(self, terms: StartTerms) -> None:
-        """The steady update, two messages a receiver: start, load, prepare in one, then finish."""
+    @property
+    def finishing(self) -> bool:
+        """Whether any receiver may have been told to finish: there is no abort any more."""
+        return self._finishing
+
+    def absorb(self, other: Update) -> None:
+        """Take in what a second update of the same version did for members that failed here."""
+        self._replies.update(other._replies)
+        for member in other._replies:
+            self.failed.pop(member, None)
+
+    @property
+    def table_digests(self) -> list[str | None]:
+        """What names the fingerprints of all that was handed over, for each rank's ring."""
+        return [told.table_digest for told in self._told]
+
+    def send_whole(
+        self, terms: StartTerms, *, before_finish: Callable[[Update], None] = lambda _: None
+    ) -> None:
+        """The steady update, two messages a receiver: start, load, prepare in one, then finish.
+
+        `before_finish` sees what was handed over, and may still refuse it by raising.
+        """
         try:
+            self._whole = True
             self._transfer(terms=terms, prepare=True)
-            self._digest = self._engine.table_digest
+            before_finish(self)
             self.finish()
         except BaseException as exc:
             self.abort(f"the sender gave up: {type(exc).__name__}")
@@ -93,20 +127,21 @@ class Update:
             rewind=terms.rewind,
             manifest_digest=terms.manifest_digest,
         )
-        answers = self._fleet.ask(request, timeout_s=self._timeout_s)
+        answers = self._ask(request)
         if failures(answers):
+            self._note(answers)
             self.abort("a receiver refused to start")
         raise_first(answers, "start")
 
     def send(self, named_tensors: NamedTensors) -> None:
         """Send these tensors to every receiver; returns when all have taken them."""
-        self._transfer(pairs=named_tensors)
+        self._ensemble.feeder.pairs = named_tensors
+        self._transfer(pairs=True)
+        self._ensemble.done(0)
 
     def prepare(self) -> None:
         """Have every receiver check that it has everything."""
-        answers = self._fleet.ask(
-            PrepareRequest(update_id=self.update_id), timeout_s=self._timeout_s
-        )
+        answers = self._ask(PrepareRequest(update_id=self.update_id))
         self._note(answers)
         self._raise_unless_all(answers, "prepare")
 
@@ -115,16 +150,17 @@ class Update:
         started = time.perf_counter()
         self._check_verified()
         self._finishing = True
-        for member in self._fleet.members:
+        self._abort([member for member in self.members if member in self.failed], "it failed here")
+        staying = [member for member in self.members if member not in self.failed]
+        for member in staying:
             member.unfinished = self.update_id
-        request = FinishRequest(update_id=self.update_id, table_digest=self._digest)
-        answers = self._fleet.ask(request, timeout_s=self._timeout_s)
+        answers = self._ask(self._finish_request, staying)
         for _ in range(_FINISH_TRIES - 1):
             again = [a.member for a in answers if isinstance(a.error, TransportError)]
             if not again:
                 break
             answers = [a for a in answers if a.member not in again]
-            answers += self._fleet.ask(request, timeout_s=self._timeout_s, members=again)
+            answers += self._ask(self._finish_request, again)
         for answer in answers:
             if not isinstance(answer.error, TransportError):
                 answer.member.unfinished = None
@@ -134,73 +170,101 @@ class Update:
 
     def abort(self, reason: str) -> None:
         """Have every receiver forget the update; not once any was told to finish it."""
-        if self._finishing:
-            return
+        if not self._finishing:
+            self._abort(self.members, reason)
+
+    def _abort(self, members: Sequence[Member], reason: str) -> None:
+        timeout_s = min(_ABORT_TIMEOUT_S, self._timeout_s)
         request = AbortRequest(update_id=self.update_id, reason=reason)
-        answers = self._fleet.ask(request, timeout_s=min(_ABORT_TIMEOUT_S, self._timeout_s))
-        for answer in failures(answers):
+        for answer in self._fleet.ask(request, timeout_s=timeout_s, members=members):
+            if answer.error is None:
+                self.touched = self.touched or answer.step.state == "TORN"
+                continue
             logger.warning("abort at %s: %s", answer.member.target, answer.error)
             if isinstance(answer.error, TransportError):
                 answer.member.unaborted = self.update_id
 
-    def report(self, version: int, label: str | None, skipped_roads: dict[str, str]) -> SyncReport:
+    def report(self, version: int, label: str | None) -> SyncReport:
         """Say what this update did."""
         seconds = {**self._seconds, "total": time.perf_counter() - self._started}
-        receivers = tuple(self._receiver(target, r) for target, r in self._replies.items())
+        replies = self._replies
+        receivers = tuple(self._receiver(member, reply) for member, reply in replies.items())
         nbytes, messages = self._before
-        weakest = min((r.verified for r in receivers), key=_STRENGTH.index, default="none")
+        skipped = {road: why for member in replies for road, why in member.skipped.items()}
         return SyncReport(
             version=version,
             label=label,
             update_id=self.update_id,
-            tensors=len(self._engine.manifest.specs),
-            nbytes=max((r.nbytes for r in self._replies.values()), default=0),
+            tensors=len(self._ensemble.manifest.specs),
+            nbytes=max((r.nbytes for r in replies.values()), default=0),
             packed=self._packed,
-            road=self._engine.road,
+            road="+".join(sorted({r.road for r in receivers})),
             apply="in_place" if any(r.apply == "in_place" for r in receivers) else "staged",
-            verified=weakest,
+            verified=min((r.verified for r in receivers), key=_STRENGTH.index, default="none"),
             stall_s=max((r.stall_s for r in receivers), default=0.0),
             seconds=seconds,
             control_nbytes=self._fleet.sent_nbytes - nbytes,
             control_messages=self._fleet.sent_messages - messages,
-            peak_extra_nbytes=self._engine.extra_nbytes,
+            peak_extra_nbytes=max((told.extra_nbytes for told in self._told), default=0),
+            written_nbytes=sum(told.written_nbytes for told in self._told),
             receivers=receivers,
-            skipped_roads=skipped_roads,
+            skipped_roads=skipped,
             rule=self.rule,
         )
 
+    @property
+    def _packed(self) -> bool:
+        return any(told.update is not None and told.update.packed for told in self._begun)
+
     def _transfer(
-        self,
-        *,
-        terms: StartTerms | None = None,
-        prepare: bool = False,
-        pairs: NamedTensors | None = None,
+        self, *, terms: StartTerms | None = None, prepare: bool = False, pairs: bool = False
     ) -> None:
-        """Send one message to all, and the bytes that belong to it while they read."""
+        """Send one message to each, and the bytes that belong to it while they read."""
         started = time.perf_counter()
-        engine = self._engine
-        readers = [member.reader for member in self._fleet.members]
-        info = engine.begin(readers, verify=self._verify, pairs=pairs)
-        self._packed = info.packed
-        request = UpdateRequest(
-            update_id=self.update_id, start=terms, update_info=info, prepare=prepare
-        )
-        begun = self._fleet.begin(request, timeout_s=self._patience)
+        places = self._roads.places(self.members)
+        self._begun = self._ensemble.tell(Begin(places=places, verify=self._verify, pairs=pairs))
+
+        def request(member: Member) -> Request:
+            info = self._info(member)
+            return UpdateRequest(
+                update_id=self.update_id, start=terms, update_info=info, prepare=prepare
+            )
+
+        begun = self._fleet.begin(request, timeout_s=self._patience, members=self.members)
         try:
-            with beating(engine.beat):
-                engine.transfer(lambda: self._raise_early(begun))
-                self._seconds["transfer"] = time.perf_counter() - started
-                while wait(begun, timeout=_LOOK_S).not_done:
-                    self._raise_if_cancelled()
+            self._ensemble.tell(Transfer(), check=lambda: self._raise_early(begun))
+            self._seconds["transfer"] = time.perf_counter() - started
+            while wait(begun, timeout=_LOOK_S).not_done:
+                self._raise_if_cancelled()
         except BaseException:
             self._stop(begun)
             raise
         finally:
-            engine.end()
+            self._told = self._ensemble.tell(End())
         answers = [future.result() for future in begun]
         self._note(answers)
         self._seconds["load"] = time.perf_counter() - started
         self._raise_unless_all(answers, "update_weights")
+
+    def _info(self, member: Member) -> RegisteredUpdate:
+        """What one member is told: the ring of its rank, and whom it feeds itself."""
+        info = self._begun[member.rank].update
+        if info is None:
+            raise TransferError(f"rank {member.rank} began no update for {member.target}")
+        feeds = self._roads.feeds(member, self.members)
+        return info if feeds is None else replace(info, readers=feeds)
+
+    def _ask(
+        self,
+        request: Request | Callable[[Member], Request],
+        members: Sequence[Member] | None = None,
+    ) -> list[Answer]:
+        chosen = self.members if members is None else members
+        return self._fleet.ask(request, timeout_s=self._timeout_s, members=chosen)
+
+    def _finish_request(self, member: Member) -> FinishRequest:
+        digest = self._told[member.rank].table_digest if self._whole and self._told else None
+        return FinishRequest(update_id=self.update_id, table_digest=digest)
 
     @property
     def _patience(self) -> float:
@@ -208,43 +272,44 @@ class Update:
         return self._timeout_s * (PATIENCE + 1) + 10
 
     def _stop(self, begun: list[Future[Answer]]) -> None:
-        """The bytes stopped: tell the readers, and wait until none of them reads any more."""
+        """The bytes stopped: tell the readers, and wait until none of them reads any more.
+
+        Only who failed before the stop is to blame for it.
+        """
+        self._note([future.result() for future in begun if future.done()])
         self.abort("the sender stopped in the middle")
         for future in begun:
-            error = future.result().error
-            if error is not None:
-                logger.debug("after the stop: %s", error)
+            answer = future.result()
+            if answer.error is not None:
+                logger.debug("after the stop: %s: %s", answer.member.target, answer.error)
 
     def _raise_unless_all(self, answers: list[Answer], doing: str) -> None:
         """One refusal aborts all, unless a receiver in place has nothing to return to."""
         failed = failures(answers)
         if not failed:
             return
-        forward = [a.member for a in answers if a.error is None and a.step.apply == "in_place"]
-        if forward:
-            self._roll_forward([a.member for a in answers if a.error is None])
+        prepared = [a for a in answers if a.error is None]
+        if self.drops and prepared:
+            return
+        if any(a.step.apply == "in_place" for a in prepared):
+            self.rule = "roll-forward"
+            names = ", ".join(answer.member.target for answer in prepared)
+            logger.warning("update %s: rolling forward on %s", self.update_id, names)
+            return
         raise_first(answers, doing)
-
-    def _roll_forward(self, members: list[Member]) -> None:
-        self.rule = "roll-forward"
-        request = FinishRequest(update_id=self.update_id, table_digest=self._engine.table_digest)
-        answers = self._fleet.ask(request, timeout_s=self._timeout_s, members=members)
-        names = ", ".join(member.target for member in members)
-        logger.warning("update %s: rolled forward on %s", self.update_id, names)
-        raise_first(answers, "roll forward")
 
     def _check_verified(self) -> None:
         """What was to be verified has been, by everyone."""
         if not self._verify:
             return
-        unverified = [t for t, reply in self._replies.items() if reply.verified == "none"]
-        if unverified and self._engine.manifest.nbytes:
+        unverified = [m.target for m, reply in self._replies.items() if reply.verified == "none"]
+        if unverified and self._ensemble.manifest.nbytes:
             raise VerificationError(
                 f"not verified by {', '.join(unverified)}: other tensors came into the update"
             )
 
     def _raise_if_cancelled(self) -> None:
-        if self._stop_asked.is_set():
+        if self._ensemble.feeder.stop.is_set():
             raise TransferError("the update was cancelled by its caller")
 
     def _raise_early(self, begun: list[Future[Answer]]) -> None:
@@ -259,15 +324,19 @@ class Update:
     def _note(self, answers: list[Answer]) -> None:
         for answer in answers:
             if answer.error is None:
-                self._replies[answer.member.target] = answer.step
+                self._replies[answer.member] = answer.step
+            else:
+                self.failed[answer.member] = answer.error
+                self._replies.pop(answer.member, None)
 
-    def _receiver(self, target: str, reply: StepReply) -> ReceiverReport:
+    def _receiver(self, member: Member, reply: StepReply) -> ReceiverReport:
         return ReceiverReport(
-            target=target,
-            road=self._engine.road,
+            target=member.target,
+            road=member.road,
             apply=reply.apply,
             verified=reply.verified,
             stall_s=reply.stall_s,
             seconds=reply.seconds,
             peak_extra_nbytes=reply.peak_extra_nbytes,
+            skipped_roads=member.skipped,
         )

@@ -1,134 +1,337 @@
-"""Which way the bytes go: roads are tried with a probe, the first that proves itself is taken."""
+"""Which way the bytes go: for every receiver the first road that proves itself by its probe."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Literal, cast
 
-import torch
-
-from weightsync.backends.ipc_sender import IpcOptions, IpcTrainerEngine, Road
+from weightsync.backends.ipc_sender import READER_PLACES, IpcOptions
 from weightsync.errors import (
     BackendUnavailableError,
     ConfigError,
     HandleError,
+    ProtocolError,
     SegmentError,
     WeightSyncError,
 )
-from weightsync.samehost import cuda_handle
+from weightsync.sending.commands import Offers, Open, Places, Probe, Withdraw
+from weightsync.sending.ensemble import Ensemble
+from weightsync.sending.feeder import RELAY_PLACE
 from weightsync.sending.fleet import Answer, Fleet, Member, failures, raise_first
-from weightsync.weights.source import WeightSource
-from weightsync.wire.messages import InitRequest, Request, ShutdownRequest
+from weightsync.sending.placement import Way, check_backend, settle, ways
+from weightsync.sending.rendezvous import Rendezvous
+from weightsync.wire.messages import PROTOCOL, InitRequest, Request, ShutdownRequest, StatusRequest
+from weightsync.wire.offers import IpcInit, ProbeInfo
 
 logger = logging.getLogger(__name__)
 
 _ROAD_ERRORS = (HandleError, SegmentError, BackendUnavailableError)
 """What says that a road cannot work, and not that the call was wrong."""
-
-
 _GOODBYE_S = 10.0
 
 
-@dataclass(frozen=True, slots=True)
-class Connection:
-    """An engine whose road every member has proved; `skipped` says why not a faster one."""
+class Roads:
+    """The way to every member of a fleet, on rank 0.
 
-    engine: IpcTrainerEngine
-    answers: list[Answer]
-    skipped: dict[str, str] = field(default_factory=dict)
-
-
-def take_road(
-    source: WeightSource, fleet: Fleet, options: IpcOptions, *, backend: str
-) -> Connection:
-    """Connect every member by the fastest road that works for all of them.
-
-    Raises BackendUnavailableError with the reason of each road when none does, and what a member
-    raised when the tensors do not fit it.
+    `take` finds it, `offer` gives members that do not know this sender what they need again,
+    `withdraw` ends it. `seconds` is what finding it took, by phase.
     """
-    skipped: dict[str, str] = {}
-    last: WeightSyncError | None = None
-    for road, reason in _candidates(source, backend):
-        if reason is not None:
-            skipped[road] = reason
-            continue
-        try:
-            return Connection(*_try(source, fleet, replace(options, road=road)), skipped)
-        except _ROAD_ERRORS as exc:
-            skipped[road] = str(exc)
-            logger.warning("road %s cannot be taken: %s", road, exc)
-            last = exc
-    if len(skipped) == 1 and isinstance(last, SegmentError):
-        raise last
-    reasons = "; ".join(f"{road}: {reason}" for road, reason in skipped.items())
-    raise BackendUnavailableError(f"no road to {_targets(fleet)} works: {reasons}") from last
 
+    def __init__(
+        self, ensemble: Ensemble, fleet: Fleet, options: IpcOptions, *, backend: str
+    ) -> None:
+        check_backend(backend)
+        if backend == "distributed" and options.packed is False:
+            raise ConfigError("the distributed backend streams: leave packed out, or say True")
+        self.seconds: dict[str, float] = {}
+        self.packed = False
+        self._ensemble = ensemble
+        self._fleet = fleet
+        self._options = options
+        self._backend = backend
+        self._rendezvous = Rendezvous(ensemble.feeder, fleet, options)
+        self._rings: dict[int, Literal["cuda_ipc", "shared_memory"]] = {}
+        self._next_reader: dict[int, int] = {}
 
-def _candidates(source: WeightSource, backend: str) -> Iterator[tuple[Road, str | None]]:
-    if backend not in ("auto", "ipc"):
-        raise ConfigError(f"backend must be auto or ipc, not {backend!r}")
-    if source_device(source).type == "cuda":
-        yield "cuda_ipc", cuda_handle.why_not()
-    yield "shared_memory", None
+    def take(self, fleet_version: int | None) -> None:
+        """Connect every member by the fastest road that works for it.
 
+        Raises BackendUnavailableError with the reason of each road when none does, and what a
+        member raised when the tensors do not fit it.
+        """
+        members = self._fleet.members
+        wishes: dict[Member, list[Way]] = {}
+        for member in members:
+            member.skipped = {}
+            wishes[member] = ways(member, self._ensemble.cards, self._backend)
+        while True:
+            self._refuse_lost(wishes)
+            chosen = settle(wishes)
+            try:
+                failed = self._try(chosen, fleet_version)
+            except BaseException:
+                self.withdraw()
+                raise
+            if not failed:
+                return
+            self.withdraw()
+            for answer in failed:
+                way = chosen[answer.member]
+                logger.warning("%s: road %s: %s", answer.member.target, way.road, answer.error)
+                wishes[answer.member].remove(way)
 
-def source_device(source: WeightSource) -> torch.device:
-    """Where the source's tensors are, as far as that is known without making them."""
-    stable = source.stable_tensors()
-    if stable:
-        return stable[0].device
-    if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]  # torch's
-        return torch.device("cuda", torch.cuda.current_device())
-    return torch.device("cpu")
+    def offer(self, members: Sequence[Member], fleet_version: int | None) -> None:
+        """Give members all they need, by the road that they have. Raises what the first raised.
 
+        One member of the private group more or less is another group, so all of it meets again.
+        """
+        local = [member for member in members if member.road != "distributed"]
+        for member in local:
+            self._give_place(member)
+        answers = self._offer_local(local, fleet_version)
+        if len(local) != len(members):
+            answers += self._meet(fleet_version)
+        raise_first(answers, "init")
 
-def _try(
-    source: WeightSource, fleet: Fleet, options: IpcOptions
-) -> tuple[IpcTrainerEngine, list[Answer]]:
-    engine = IpcTrainerEngine(source, replace(options, device=source_device(source)))
-    try:
-        answers = offer(engine, fleet, options.timeout_s)
-    except BaseException:
-        withdraw(engine, fleet, options.timeout_s)
-        raise
-    return engine, answers
+    def extend(self, member: Member, fleet_version: int | None) -> bool:
+        """Connect one member more; False when that takes other rings than there are."""
+        for way in ways(member, self._ensemble.cards, self._backend):
+            if not self._serves(way):
+                return False
+            member.rank, member.road = way.rank, way.road
+            try:
+                self.offer([member], fleet_version)
+            except _ROAD_ERRORS as exc:
+                logger.warning("%s: road %s: %s", member.target, way.road, exc)
+                member.skipped[way.road] = str(exc)
+            else:
+                return True
+        raise _unavailable([member])
 
+    @property
+    def broken(self) -> bool:
+        """Whether the private group has to be made anew before the next update."""
+        return self._rendezvous.broken
 
-def offer(
-    engine: IpcTrainerEngine,
-    fleet: Fleet,
-    timeout_s: float,
-    members: list[Member] | None = None,
-) -> list[Answer]:
-    """Give members the engine's handles. Raises what the first of them raised."""
-    if engine.road == "cuda_ipc":
-        # An export that nobody opens is never freed: only a probe is risked on an unproved road.
-        probes = fleet.ask(
-            lambda _: InitRequest(probe=engine.probe_info()), timeout_s=timeout_s, members=members
+    def mend(
+        self, fleet_version: int | None, members: Sequence[Member] | None = None
+    ) -> list[Answer]:
+        """Make the private group anew, of these members; return what each of them answered."""
+        return self._meet(fleet_version, members)
+
+    def forget(self, member: Member) -> None:
+        """A member left the fleet; without it the private group is another one."""
+        if member.road == "distributed":
+            self._rendezvous.parted = True
+
+    def places(self, members: Sequence[Member]) -> Places:
+        """Return the reader places of an update of these members."""
+        places: Places = {}
+        for member in members:
+            if member.road == "distributed":
+                if RELAY_PLACE not in places.setdefault(0, []):
+                    places[0].append(RELAY_PLACE)
+            else:
+                places.setdefault(member.rank, []).append(member.reader)
+        return places
+
+    def feeds(self, member: Member, members: Sequence[Member]) -> list[int] | None:
+        """Return the places that a member of the private group feeds on its host, of `members`."""
+        if member.road != "distributed" or member.reader != 0:
+            return None
+        return [other.reader for other in members if other.group_rank == member.group_rank]
+
+    def withdraw(self, members: Sequence[Member] | None = None) -> None:
+        """Have members (None: all) close what they opened; with all of them, free everything.
+
+        Who is gone is not missed.
+        """
+        leaving = [m for m in (self._fleet.members if members is None else members) if m.sender]
+        answers = self._fleet.ask(
+            lambda member: ShutdownRequest(sender=member.sender),
+            timeout_s=min(self._options.timeout_s, _GOODBYE_S),
+            members=leaving,
         )
-        raise_first(probes, "probe")
+        for answer in failures(answers):
+            logger.debug("shutdown at %s: %s", answer.member.target, answer.error)
+        for member in leaving:
+            member.sender = ""
+        if members is None:
+            self._rings.clear()
+            self._ensemble.tell(Withdraw())
 
-    def request(member: Member) -> Request:
-        return InitRequest(init_info=engine.init_info(member.reader))
+    def _try(self, chosen: dict[Member, Way], fleet_version: int | None) -> list[Answer]:
+        """Open what the chosen ways need, and offer it; return whose road does not work."""
+        self._next_reader.clear()
+        self._open(chosen)
+        with self._timed("offer"):
+            local = [member for member in chosen if member.road != "distributed"]
+            for member in local:
+                self._give_place(member)
+            answers = self._offer_local(local, fleet_version)
+        failed = _road_failures(answers)
+        if not failed and len(local) != len(chosen):
+            failed = _road_failures(self._meet(fleet_version))
+        return failed
 
-    answers = fleet.ask(request, timeout_s=timeout_s, members=members)
-    raise_first(answers, "init")
+    def _open(self, chosen: dict[Member, Way]) -> None:
+        self._rings.clear()
+        for member, way in chosen.items():
+            member.rank, member.road = way.rank, way.road
+            ring = "cuda_ipc" if way.road == "cuda_ipc" else "shared_memory"
+            self._rings[way.rank] = cast(Literal["cuda_ipc", "shared_memory"], ring)
+        relayed = any(way.road == "distributed" for way in chosen.values())
+        stable = self._ensemble.cards[0].stable
+        wanted = self._options.packed
+        self.packed = relayed or (
+            not stable or not self._options.adopt if wanted is None else wanted
+        )
+        with self._timed("open"):
+            self._ensemble.tell(Open(roads=self._rings, packed=self.packed, relayed=relayed))
+
+    def _offer_local(self, members: Sequence[Member], fleet_version: int | None) -> list[Answer]:
+        """Probe where an export that nobody opens would never be freed, then offer everything."""
+        if not members:
+            return []
+        refused = self._probe([member for member in members if member.road == "cuda_ipc"])
+        if refused:
+            return refused
+        places = _places_of(members)
+        told = self._ensemble.tell(Offers(places=places, fleet_version=fleet_version))
+        inits: dict[Member, IpcInit] = {}
+        for rank, answer in enumerate(told):
+            there = [member for member in members if member.rank == rank]
+            inits.update(zip(there, answer.inits, strict=True))
+        return self._init(members, inits)
+
+    def _probe(self, members: Sequence[Member]) -> list[Answer]:
+        if not members:
+            return []
+        told = self._ensemble.tell(Probe(places=_places_of(members)))
+        probes: dict[Member, ProbeInfo] = {}
+        for rank, answer in enumerate(told):
+            there = [member for member in members if member.rank == rank]
+            probes.update(zip(there, answer.probes, strict=True))
+        return failures(
+            self._fleet.ask(
+                lambda member: InitRequest(probe=probes[member]),
+                timeout_s=self._options.timeout_s,
+                members=members,
+            )
+        )
+
+    def _init(self, members: Sequence[Member], inits: dict[Member, IpcInit]) -> list[Answer]:
+        def request(member: Member) -> Request:
+            return InitRequest(init_info=inits[member])
+
+        answers = self._fleet.ask(request, timeout_s=self._options.timeout_s, members=members)
+        for answer in answers:
+            if answer.error is None:
+                answer.member.met(answer.status)
+                answer.member.sender = inits[answer.member].sender
+        return answers
+
+    def _meet(
+        self, fleet_version: int | None, among: Sequence[Member] | None = None
+    ) -> list[Answer]:
+        engine = self._ensemble.feeder.engine
+        chosen = self._fleet.members if among is None else among
+        members = [member for member in chosen if member.road == "distributed"]
+        if not members:
+            self._rendezvous.leave()
+            return []
+        with self._timed("rendezvous"):
+            answers = self._rendezvous.meet(members, fleet_version)
+        for answer in answers:
+            if answer.error is None and engine is not None:
+                answer.member.met(answer.status)
+                answer.member.sender = engine.sender_id
+        return answers
+
+    def _give_place(self, member: Member) -> None:
+        """Places are never given twice: who held one before may not have noticed yet."""
+        place = self._next_reader.get(member.rank, 0)
+        if place >= RELAY_PLACE:
+            raise ConfigError(
+                f"one sender has {READER_PLACES - 1} reader places a ring, and all were given; "
+                "call release(), so that the next send makes new ones"
+            )
+        self._next_reader[member.rank] = place + 1
+        member.reader = place
+        member.group_rank = 0
+
+    def _serves(self, way: Way) -> bool:
+        ring = self._rings.get(way.rank)
+        if way.road == "distributed":
+            return self._ensemble.feeder.relay is not None and ring == "shared_memory"
+        return ring == way.road
+
+    def _refuse_lost(self, wishes: dict[Member, list[Way]]) -> None:
+        lost = [member for member, left in wishes.items() if not left]
+        if lost:
+            raise _unavailable(lost)
+
+    @contextmanager
+    def _timed(self, phase: str) -> Iterator[None]:
+        started = time.perf_counter()
+        try:
+            yield
+        finally:
+            took = time.perf_counter() - started
+            self.seconds[phase] = self.seconds.get(phase, 0.0) + took
+
+
+def meet_fleet(
+    fleet: Fleet, timeout_s: float, newcomers: Sequence[Member] | None = None
+) -> list[Answer]:
+    """Ask everyone, or newcomers, who they are; before anything is made for them.
+
+    Raises what the first could not say, ConfigError when two targets are one receiver, and
+    ProtocolError for a receiver of another protocol.
+    """
+    answers = fleet.ask(StatusRequest(), timeout_s=timeout_s, members=newcomers)
+    raise_first(answers, "status")
+    seen = {m.instance: m for m in fleet.members if newcomers and m not in newcomers}
     for answer in answers:
-        if answer.reply is not None:
-            answer.member.met(answer.reply)  # type: ignore[arg-type]  # an init's reply
+        answer.member.met(answer.status)
+        if answer.status.protocol != PROTOCOL:
+            raise ProtocolError(
+                f"{answer.member.target} speaks protocol {answer.status.protocol}, this sender "
+                f"{PROTOCOL}; install the same version of weightsync on both sides"
+            )
+        known = seen.setdefault(answer.status.instance, answer.member)
+        if known is not answer.member:
+            raise ConfigError(
+                f"{known.target} and {answer.member.target} are the same receiver (instance "
+                f"{answer.status.instance}); name every receiver once"
+            )
     return answers
 
 
-def withdraw(engine: IpcTrainerEngine, fleet: Fleet, timeout_s: float) -> None:
-    """Have every member close what it opened, then free it; who is gone is not missed."""
-    answers = fleet.ask(
-        ShutdownRequest(sender=engine.sender_id), timeout_s=min(timeout_s, _GOODBYE_S)
+def _road_failures(answers: Sequence[Answer]) -> list[Answer]:
+    """Return the answers that say that a road cannot work; raise any other error."""
+    failed = failures(answers)
+    others = [answer for answer in failed if not isinstance(answer.error, _ROAD_ERRORS)]
+    raise_first(others, "init")
+    for answer in failed:
+        answer.member.skipped[answer.member.road] = str(answer.error)
+    return failed
+
+
+def _places_of(members: Sequence[Member]) -> Places:
+    places: Places = {}
+    for member in members:
+        places.setdefault(member.rank, []).append(member.reader)
+    return places
+
+
+def _unavailable(members: Sequence[Member]) -> WeightSyncError:
+    reasons = "; ".join(
+        f"{member.target}: {road}: {reason}"
+        for member in members
+        for road, reason in member.skipped.items()
     )
-    for answer in failures(answers):
-        logger.debug("shutdown at %s: %s", answer.member.target, answer.error)
-    engine.close()
-
-
-def _targets(fleet: Fleet) -> str:
-    return ", ".join(member.target for member in fleet.members)
+    return BackendUnavailableError(f"no road works to {reasons or 'anyone'}")

@@ -1,0 +1,44 @@
+"""A word from a rank that failed to ranks that wait for a receiver, and not for each other."""
+
+from __future__ import annotations
+
+import time
+
+from weightsync.sending.ranks import Ranks
+
+_INTERVAL_S = 0.2
+
+
+class CalledOff(Exception):  # no error of its own: the ranks agree on the real one
+    """Another rank failed in this step; meet the others to learn why."""
+
+
+class CallOff:
+    """One flag per step in the trainer's store, looked at now and then."""
+
+    def __init__(self, ranks: Ranks) -> None:
+        self._store = ranks.store
+        self._turn = 0
+        self._looked = 0.0
+
+    def next_turn(self) -> None:
+        """Another step begins, on every rank."""
+        self._turn += 1
+
+    def call(self) -> None:
+        """Say that this rank leaves the step."""
+        if self._store is not None:
+            self._store.set(self._key, "1")
+
+    def look(self) -> None:
+        """Raise CalledOff when a rank has left the step."""
+        now = time.monotonic()
+        if self._store is None or now - self._looked < _INTERVAL_S:
+            return
+        self._looked = now
+        if self._store.check([self._key]):
+            raise CalledOff
+
+    @property
+    def _key(self) -> str:
+        return f"called-off/{self._turn}"

@@ -1,0 +1,125 @@
+"""What rank 0 has the other ranks of its trainer do, and what they answer."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+from weightsync.report import SyncReport
+from weightsync.wire.messages import RegisteredUpdate
+from weightsync.wire.offers import IpcInit, ProbeInfo
+from weightsync.wire.problem import Problem
+
+Places = dict[int, list[int]]
+"""Reader places by the rank whose ring they belong to."""
+
+
+class Command(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Base of what rank 0 broadcasts; every rank does it and answers."""
+
+
+class Open(Command, frozen=True, kw_only=True):
+    """Make an engine of this road on each of these ranks; the others have none.
+
+    `relayed` says that rank 0's ring also feeds receivers on other hosts.
+    """
+
+    roads: dict[int, Literal["cuda_ipc", "shared_memory"]]
+    packed: bool
+    relayed: bool
+
+
+class Probe(Command, frozen=True, kw_only=True):
+    """Export a probe for each of these places."""
+
+    places: Places
+
+
+class Offers(Command, frozen=True, kw_only=True):
+    """Export everything for each of these places; `fleet_version` goes along."""
+
+    places: Places
+    fleet_version: int | None = None
+
+
+class Look(Command, frozen=True, kw_only=True):
+    """Say whether registered memory has moved."""
+
+
+class Begin(Command, frozen=True, kw_only=True):
+    """Start an update of these places, of other tensors than the model's where `pairs`."""
+
+    places: Places
+    verify: bool
+    pairs: bool = False
+
+
+class Transfer(Command, frozen=True, kw_only=True):
+    """Hand every byte over."""
+
+
+class End(Command, frozen=True, kw_only=True):
+    """The update is over, well or not."""
+
+
+class Withdraw(Command, frozen=True, kw_only=True):
+    """Free everything that was made for receivers."""
+
+
+class Done(Command, frozen=True, kw_only=True):
+    """The call that rank 0 made is over: return, or raise `problem`."""
+
+    version: int
+    report: SyncReport | None = None
+    problem: Problem | None = None
+
+
+AnyCommand = Open | Probe | Offers | Look | Begin | Transfer | End | Withdraw | Done
+
+
+class Answer(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What one rank answers: the fields that belong to the command, or `problem`."""
+
+    problem: Problem | None = None
+    probes: list[ProbeInfo] = []
+    inits: list[IpcInit] = []
+    moved: bool = False
+    update: RegisteredUpdate | None = None
+    table_digest: str | None = None
+    extra_nbytes: int = 0
+    written_nbytes: int = 0
+
+
+class Card(msgspec.Struct, frozen=True, kw_only=True):
+    """Who a rank is: its device keys, and what it sends."""
+
+    keys: list[str]
+    manifest_digest: str
+    stable: bool
+    on_gpu: bool
+    no_cuda_ipc: str | None = None
+
+
+_commands: msgspec.msgpack.Decoder[AnyCommand] = msgspec.msgpack.Decoder(AnyCommand)
+_answers = msgspec.msgpack.Decoder(Answer)
+
+
+def encode(message: Command | Answer | Card) -> bytes:
+    """Return the MessagePack of anything here."""
+    return msgspec.msgpack.encode(message)
+
+
+def decode_command(data: bytes) -> AnyCommand:
+    """Return the command that rank 0 sent."""
+    return _commands.decode(data)
+
+
+def decode_answer(data: bytes) -> Answer:
+    """Return what a rank answered."""
+    return _answers.decode(data)
+
+
+def decode_card(data: bytes) -> Card:
+    """Return a rank's card."""
+    return msgspec.msgpack.decode(data, type=Card)

@@ -1,0 +1,238 @@
+"""One rank's part in sending: its source, and the ring or memory that its receivers read."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import replace
+
+import torch
+
+from weightsync.backends.distributed_sender import Chain, RingFeed
+from weightsync.backends.ipc_sender import READER_PLACES, IpcOptions, IpcTrainerEngine
+from weightsync.errors import ConfigError, TransferError
+from weightsync.samehost import cuda_handle
+from weightsync.samehost.device_keys import host_key
+from weightsync.samehost.heartbeat import beating
+from weightsync.sending.commands import (
+    Answer,
+    AnyCommand,
+    Begin,
+    Card,
+    End,
+    Look,
+    Offers,
+    Open,
+    Probe,
+    Transfer,
+    Withdraw,
+)
+from weightsync.sending.lockstep import Lockstep
+from weightsync.sending.ranks import Ranks
+from weightsync.weights.source import NamedTensors, WeightSource
+from weightsync.wire.messages import RegisteredUpdate
+from weightsync.wire.offers import IpcInit
+
+RELAY_PLACE = READER_PLACES - 1
+"""The place on rank 0's ring from which other hosts are fed."""
+RELAYED_BUCKET_NBYTES = 16 << 20
+RELAYED_BUCKETS = 4
+
+
+class Feeder:
+    """Does on one rank what rank 0 commands. `relay` is the way to other hosts, on rank 0 alone.
+
+    `stop` ends a transfer of this rank, and with it that of all. `pairs` are the tensors of the
+    next Begin that sends other tensors than the model's. `fault` makes every further step fail:
+    this rank's caller has given the update up.
+    """
+
+    def __init__(self, source: WeightSource, options: IpcOptions, ranks: Ranks) -> None:
+        self._ranks = ranks
+        self._alone = ranks.size == 1
+        self._steps = Lockstep(source, ranks)
+        self.source: WeightSource = source if self._alone else self._steps
+        self._options = replace(options, device=source_device(source))
+        self._gathers = source.stable_tensors() is None
+        self.engine: IpcTrainerEngine | None = None
+        self.relay: Chain | None = None
+        self.pairs: NamedTensors | None = None
+        self.stop = threading.Event()
+        self.fault: BaseException | None = None
+        self._check: Callable[[], None] = lambda: None
+        self._during = ExitStack()
+        self._packed = False
+        self._relaying = False
+        self._active = False
+        self._moves_model = True
+
+    def card(self) -> Card:
+        """Who this rank is."""
+        on_gpu = self._options.device.type == "cuda"
+        gpu = [cuda_handle.gpu_key(self._options.device)] if on_gpu else []
+        return Card(
+            keys=[*gpu, host_key()],
+            manifest_digest=self.source.manifest.digest,
+            stable=not self._gathers,
+            on_gpu=on_gpu,
+            no_cuda_ipc=cuda_handle.why_not() if on_gpu else None,
+        )
+
+    def do(self, command: AnyCommand, check: Callable[[], None]) -> Answer:  # one line a command
+        """Do one command; `check` raises when a transfer must stop. Raises what went wrong."""
+        self._check = check
+        match command:
+            case Open():
+                return self._open(command)
+            case Probe():
+                engine, places = self._own(command.places)
+                return Answer(probes=[engine.probe_info() for _ in places] if engine else [])
+            case Offers():
+                engine, places = self._own(command.places)
+                return Answer(inits=_inits(engine, places, command) if engine else [])
+            case Look():
+                self._check_own()
+                return Answer(moved=self.engine is not None and self.engine.needs_init)
+            case Begin():
+                return self._begin(command)
+            case Transfer():
+                return self._transfer()
+            case End():
+                return self._end()
+            case Withdraw():
+                self.close()
+                return Answer()
+            case _:
+                raise ConfigError(f"{type(command).__name__} is no command for a feeder")
+
+    def close(self) -> None:
+        """Free everything. Idempotent."""
+        self._during.close()
+        relay, self.relay = self.relay, None
+        engine, self.engine = self.engine, None
+        if relay is not None:
+            relay.close()
+        if engine is not None:
+            engine.close()
+
+    def _own(self, places: dict[int, list[int]]) -> tuple[IpcTrainerEngine | None, list[int]]:
+        return self.engine, places.get(self._ranks.rank, [])
+
+    def _open(self, command: Open) -> Answer:
+        self.close()
+        self._packed = command.packed
+        road = command.roads.get(self._ranks.rank)
+        if road is None:
+            return Answer()
+        options = replace(self._options, road=road, packed=command.packed)
+        if command.relayed:
+            # Every ring of one sender has the same buckets, so that one table fits them all.
+            options = replace(
+                options,
+                bucket_nbytes=options.bucket_nbytes or RELAYED_BUCKET_NBYTES,
+                num_buckets=options.num_buckets or RELAYED_BUCKETS,
+            )
+        self.engine = IpcTrainerEngine(self.source, options)
+        return Answer(extra_nbytes=self.engine.extra_nbytes)
+
+    def _begin(self, command: Begin) -> Answer:
+        engine, places = self._own(command.places)
+        self._active = engine is not None and bool(places)
+        self._moves_model = not command.pairs
+        update: RegisteredUpdate | None = None
+
+        def begin() -> None:
+            nonlocal update
+            pairs = list(self.pairs or ()) if command.pairs else None
+            if engine is not None and self._active:
+                update = engine.begin(places, verify=command.verify, pairs=pairs)
+                self._feed_relay(engine, places)
+            elif self._gathers_in(packed=False):
+                self._steps.drain()
+
+        try:
+            self._in_step(begin)
+        finally:
+            self.pairs = None
+        if engine is not None:
+            self._during.enter_context(beating(engine.beat))
+        return Answer(update=update)
+
+    def _feed_relay(self, engine: IpcTrainerEngine, places: list[int]) -> None:
+        self._relaying = self.relay is not None and RELAY_PLACE in places
+        if self._relaying and self.relay is not None:
+            self.relay.start(RingFeed(engine, RELAY_PLACE))
+
+    def _transfer(self) -> Answer:
+        self._in_step(self._hand_over)
+        return Answer()
+
+    def _hand_over(self) -> None:
+        relay = self.relay if self._relaying else None
+        try:
+            if self.engine is not None and self._active:
+                self.engine.transfer(self._check_all)
+                if relay is not None:
+                    relay.finish(self._check_all)
+            elif self._gathers_in(packed=True):
+                self._steps.drain()
+        except BaseException:
+            if relay is not None:
+                relay.stop()
+            raise
+
+    def _end(self) -> Answer:
+        self._during.close()
+        engine, relaying = self.engine, self._relaying
+        self._relaying = False
+        if relaying and self.relay is not None:
+            self.relay.stop()
+        if engine is None:
+            return Answer()
+        engine.end()
+        return Answer(
+            table_digest=engine.table_digest if self._active else None,
+            extra_nbytes=engine.extra_nbytes,
+            written_nbytes=engine.written_nbytes if self._active else 0,
+        )
+
+    def _gathers_in(self, *, packed: bool) -> bool:
+        """Whether the ranks make the model's tensors in this step: packed ones while they go."""
+        return self._gathers and self._moves_model and self._packed == packed
+
+    def _in_step(self, work: Callable[[], None]) -> None:
+        if self._alone:
+            work()
+        else:
+            self._steps.run(work, check=self._check_own)
+
+    def _check_all(self) -> None:
+        """For waits: this rank should stop, or another one has."""
+        if self._alone:
+            self._check_own()
+        else:
+            self._steps.check()
+
+    def _check_own(self) -> None:
+        self._check()
+        if self.fault is not None:
+            raise self.fault
+        if self.stop.is_set():
+            raise TransferError("the update was cancelled by its caller")
+        if self._relaying and self.relay is not None:
+            self.relay.check()
+
+
+def _inits(engine: IpcTrainerEngine, places: list[int], command: Offers) -> list[IpcInit]:
+    return [engine.init_info(place, fleet_version=command.fleet_version) for place in places]
+
+
+def source_device(source: WeightSource) -> torch.device:
+    """Where the source's tensors are, as far as that is known without making them."""
+    stable = source.stable_tensors()
+    if stable:
+        return stable[0].device
+    if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]  # torch's
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")

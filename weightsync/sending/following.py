@@ -1,0 +1,53 @@
+"""An update whose tensors the caller sends, as ranks other than 0 live it."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+
+from weightsync.errors import WeightSyncError
+from weightsync.report import SyncReport
+from weightsync.sending.ensemble import Ensemble
+from weightsync.weights.source import NamedTensors
+
+
+class FollowedUpdate:
+    """Takes part in what rank 0 sends. `send` is called as often as on rank 0.
+
+    `last_report` is rank 0's, after the block.
+    """
+
+    def __init__(self, ensemble: Ensemble) -> None:
+        self.last_report: SyncReport | None = None
+        self.version = 0
+        self._ensemble = ensemble
+        self._over = False
+        self._follow()
+
+    def send(self, named_tensors: NamedTensors) -> None:
+        """Make these tensors, which rank 0 or this rank's own receivers are sent."""
+        self._ensemble.feeder.pairs = named_tensors
+        self._follow()
+
+    def finish(self) -> None:
+        """The block ended well here; raises what rank 0's raises."""
+        self._follow()
+
+    def fail(self, error: BaseException) -> None:
+        """The block ended with an error here: no rank's update commits."""
+        if self._over:
+            return
+        self._ensemble.feeder.fault = error
+        try:
+            with suppress(WeightSyncError):
+                self._follow()
+        finally:
+            self._ensemble.feeder.fault = None
+
+    def _follow(self) -> None:
+        try:
+            done = self._ensemble.follow()
+        except BaseException:
+            self._over = True
+            raise
+        self.version = done.version
+        self.last_report = done.report

@@ -1,0 +1,90 @@
+"""Which rank could feed which receiver, and how: every way, the fastest first."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from weightsync.errors import ConfigError
+from weightsync.sending.commands import Card
+from weightsync.sending.fleet import Member
+
+Backend = Literal["auto", "ipc", "distributed"]
+Road = Literal["cuda_ipc", "shared_memory", "distributed"]
+BACKENDS: tuple[Backend, ...] = ("auto", "ipc", "distributed")
+
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    """The rank that feeds a receiver, and the road."""
+
+    rank: int
+    road: Road
+
+
+def check_backend(backend: str) -> None:
+    """Raise ConfigError for a backend that there is not."""
+    if backend not in BACKENDS:
+        raise ConfigError(f"backend must be one of {', '.join(BACKENDS)}, not {backend!r}")
+
+
+def ways(member: Member, cards: Sequence[Card], backend: str) -> list[Way]:
+    """Return the ways to a member, fastest first; why one is not among them goes to `skipped`.
+
+    The keys are hints: a probe decides.
+    """
+    found: list[Way] = []
+    if backend != "distributed":
+        found += _cuda_ipc(member, cards)
+        found += _shared_memory(member, cards)
+    if backend != "ipc":
+        found.append(Way(0, "distributed"))
+    return found
+
+
+def _cuda_ipc(member: Member, cards: Sequence[Card]) -> list[Way]:
+    on_gpu = [rank for rank, card in enumerate(cards) if card.on_gpu]
+    if not on_gpu:
+        return []
+    same = [rank for rank in on_gpu if cards[rank].keys[0] in member.keys]
+    if not same:
+        member.skipped["cuda_ipc"] = (
+            f"the receiver is on {', '.join(member.keys)}, the trainer's GPUs are "
+            f"{', '.join(cards[rank].keys[0] for rank in on_gpu)}"
+        )
+        return []
+    refused = cards[same[0]].no_cuda_ipc
+    if refused is not None:
+        member.skipped["cuda_ipc"] = refused
+        return []
+    return [Way(same[0], "cuda_ipc")]
+
+
+def _shared_memory(member: Member, cards: Sequence[Card]) -> list[Way]:
+    same_host = [rank for rank, card in enumerate(cards) if card.keys[-1] in member.keys]
+    if not same_host:
+        hosts = sorted({card.keys[-1] for card in cards})
+        member.skipped["shared_memory"] = (
+            f"the receiver is on host {member.host or 'unknown'}, the trainer on {', '.join(hosts)}"
+        )
+        return []
+    same_gpu = [rank for rank in same_host if cards[rank].keys[0] in member.keys]
+    return [Way((same_gpu or same_host)[0], "shared_memory")]
+
+
+def settle(wishes: dict[Member, list[Way]]) -> dict[Member, Way]:
+    """Choose for every member the first of its ways that its rank can offer to all it feeds.
+
+    A rank has one ring: on the GPU for `cuda_ipc`, on the host for the other two.
+    """
+    chosen = {member: left[0] for member, left in wishes.items()}
+    on_host = {way.rank for way in chosen.values() if way.road != "cuda_ipc"}
+    for member, way in chosen.items():
+        others = [other for other in wishes[member] if other.road == "shared_memory"]
+        if way.road == "cuda_ipc" and way.rank in on_host and others:
+            member.skipped["cuda_ipc"] = (
+                f"rank {way.rank} feeds another receiver from host memory, and one ring serves all"
+            )
+            chosen[member] = others[0]
+    return chosen

@@ -1,0 +1,185 @@
+"""Receivers on other hosts: one member of a private group a host, and the workers beside it."""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+from collections.abc import Sequence
+from typing import cast
+from urllib.parse import urlsplit
+
+from msgspec.structs import replace
+
+from weightsync.backends.distributed_sender import Chain
+from weightsync.backends.ipc_sender import IpcOptions
+from weightsync.errors import ConfigError, ConnectError, TransferError, WeightSyncError
+from weightsync.sending.feeder import RELAY_PLACE, Feeder
+from weightsync.sending.fleet import Answer, Fleet, Member, failures
+from weightsync.wire.messages import InitReply, InitRequest, Request
+from weightsync.wire.offers import DistributedInit, HostRing, IpcInit
+
+ADDRESS_VARIABLE = "WEIGHTSYNC_ADDRESS"
+"""The address under which receivers on other hosts reach this one, where it cannot be found out."""
+
+
+class Rendezvous:
+    """Makes the private group of one sender, on rank 0. Every membership is a group of its own."""
+
+    def __init__(self, feeder: Feeder, fleet: Fleet, options: IpcOptions) -> None:
+        self._feeder = feeder
+        self._fleet = fleet
+        self._timeout_s = options.timeout_s
+        self._epoch = 0
+        self.parted = False
+
+    @property
+    def broken(self) -> bool:
+        """Whether the group must be made anew: a connection broke, or a member left."""
+        relay = self._feeder.relay
+        return self.parted or (relay is not None and relay.broken)
+
+    def meet(self, members: Sequence[Member], fleet_version: int | None) -> list[Answer]:
+        """Make a group of these members' hosts; return what each answered, errors included.
+
+        Raises TransferTimeout naming members that answered, but did not join.
+        """
+        engine = self._feeder.engine
+        if engine is None:
+            raise ConfigError("rank 0 has no ring from which other hosts could be fed")
+        self.leave()
+        hosts = _by_host(members)
+        leaders = [workers[0] for workers in hosts]
+        base = engine.init_info(RELAY_PLACE, fleet_version=fleet_version)
+        answers = self._gather_leaders(leaders, base)
+        if failures(answers):
+            return answers
+        rings = {a.member.host: cast(InitReply, a.reply).ring for a in answers}
+        others = [worker for workers in hosts for worker in workers[1:]]
+
+        def request(worker: Member) -> Request:
+            return InitRequest(init_info=_worker_init(base, rings[worker.host], worker))
+
+        return answers + self._fleet.ask(request, timeout_s=self._timeout_s, members=others)
+
+    def leave(self) -> None:
+        """End the group."""
+        self.parted = False
+        relay, self._feeder.relay = self._feeder.relay, None
+        if relay is not None:
+            relay.close()
+
+    def _gather_leaders(self, leaders: list[Member], base: IpcInit) -> list[Answer]:
+        self._epoch += 1
+        chain = Chain(
+            address_for(leaders[0].target),
+            [leader.target for leader in leaders],
+            epoch=self._epoch,
+            timeout_s=self._timeout_s,
+        )
+        joining = _Joining(chain)
+
+        def request(leader: Member) -> Request:
+            return InitRequest(init_info=_leader_init(base, chain, leader))
+
+        try:
+            answers = self._fleet.ask(request, timeout_s=2 * self._timeout_s, members=leaders)
+            if failures(answers):
+                chain.close()
+                return answers
+            joining.finish()
+        except BaseException:
+            chain.close()
+            raise
+        self._feeder.relay = chain
+        return answers
+
+
+class _Joining:
+    """Rank 0 joins its own group while the others are asked to."""
+
+    def __init__(self, chain: Chain) -> None:
+        self._chain = chain
+        self._error: BaseException | None = None
+        self._thread = threading.Thread(target=self._join, name="weightsync-join", daemon=True)
+        self._thread.start()
+
+    def finish(self) -> None:
+        self._thread.join()
+        if self._error is not None:
+            raise self._error
+
+    def _join(self) -> None:
+        try:
+            self._chain.join()
+        except WeightSyncError as exc:
+            self._error = exc
+
+
+def _by_host(members: Sequence[Member]) -> list[list[Member]]:
+    """Group members by host, and number hosts and the places on their rings."""
+    hosts: dict[str, list[Member]] = {}
+    for member in members:
+        workers = hosts.setdefault(member.host or member.target, [])
+        member.reader = len(workers)
+        workers.append(member)
+        member.group_rank = list(hosts).index(member.host or member.target) + 1
+    return list(hosts.values())
+
+
+def _leader_init(base: IpcInit, chain: Chain, leader: Member) -> DistributedInit:
+    return DistributedInit(
+        protocol_min=base.protocol_min,
+        protocol_max=base.protocol_max,
+        sender=base.sender,
+        manifest=base.manifest,
+        num_readers=base.num_readers,
+        entries=base.entries,
+        run_nbytes=base.run_nbytes,
+        lease_s=base.lease_s,
+        fleet_version=base.fleet_version,
+        group=chain.info(leader.group_rank),
+        num_slots=base.ring.num_slots,
+        slot_nbytes=base.ring.slot_nbytes,
+    )
+
+
+def _worker_init(base: IpcInit, ring: HostRing | None, worker: Member) -> IpcInit:
+    if ring is None:
+        raise TransferError(f"{worker.target}: the member of its host made no ring for it")
+    return replace(
+        base,
+        road="distributed",
+        probe=ring.probe,
+        control=ring.control,
+        reader=worker.reader,
+        ring=replace(base.ring, data=ring.data),
+        storages=None,
+    )
+
+
+def address_for(target: str) -> str:
+    """Return the address of this host that `target`, on another host, can reach.
+
+    It is WEIGHTSYNC_ADDRESS where that is set, else the source address of the route to the
+    target's URL, or of the default route. Raises ConnectError when there is none.
+    """
+    said = os.environ.get(ADDRESS_VARIABLE)
+    if said:
+        return said
+    host = urlsplit(target).hostname if "://" in target else None
+    try:
+        return _route_to(host or "192.0.2.1")  # an address for documentation, on no network
+    except OSError as exc:
+        raise ConnectError(
+            f"cannot find the address under which {target} reaches this host: {exc}; "
+            f"set {ADDRESS_VARIABLE}"
+        ) from exc
+
+
+def _route_to(host: str) -> str:
+    """Ask the kernel: connecting a datagram socket sends nothing."""
+    family, kind, proto, _, address = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, kind, proto) as probe:
+        probe.connect(address)
+        return str(probe.getsockname()[0])

@@ -1,0 +1,35 @@
+"""What a dead sender left open in a fleet, ended by its successor."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+
+from weightsync.sending.fleet import Answer, Fleet, raise_first
+from weightsync.wire.messages import AbortRequest, FinishRequest, Request
+
+logger = logging.getLogger(__name__)
+
+
+def end_orphans(fleet: Fleet, answers: Sequence[Answer], timeout_s: float) -> list[int]:
+    """End the open updates of dead senders; return the versions that receivers hold then.
+
+    `answers` are what the fleet said when it was met. An update that anyone has committed is
+    finished everywhere, any other is aborted.
+    """
+    orphans = {a.status.update_id for a in answers if a.status.orphaned and a.status.update_id}
+    versions: list[int] = []
+    for update_id in orphans:
+        committed = any(a.status.last_finished == update_id for a in answers)
+        holders = [a.member for a in answers if a.status.update_id == update_id]
+        end = "finished" if committed else "aborted"
+        logger.warning("update %s of a dead sender is %s", update_id, end)
+        request: Request = (
+            FinishRequest(update_id=update_id)
+            if committed
+            else AbortRequest(update_id=update_id, reason="its sender died")
+        )
+        done = fleet.ask(request, timeout_s=timeout_s, members=holders)
+        raise_first(done, f"ending update {update_id} of a dead sender")
+        versions += [answer.step.version for answer in done]
+    return versions
