@@ -24,6 +24,9 @@ def bench(  # noqa: PLR0913, PLR0917  # one parameter per option
     packed: Annotated[
         bool, typer.Option("--packed/--unpacked", help="Through buckets, or read in place.")
     ] = False,
+    backend: Annotated[
+        str, typer.Option(help="Road: auto, ipc, distributed (as if to another host).")
+    ] = "auto",
     transport: Annotated[str, typer.Option(help="Control messages by: http, callback.")] = "http",
     readers: Annotated[int, typer.Option(min=1, max=16, help="Receiving processes.")] = 1,
     sink: Annotated[str, typer.Option(help="Load into a: module, hook.")] = "module",
@@ -34,6 +37,7 @@ def bench(  # noqa: PLR0913, PLR0917  # one parameter per option
     ] = None,
 ) -> None:
     """Measure how fast weights move between two processes, beside a plain copy in one."""
+    _check(backend, ("auto", "ipc", "distributed"), "--backend")
     _check(transport, ("http", "callback"), "--transport")
     _check(sink, ("module", "hook"), "--sink")
     _check(apply, ("auto", "staged", "in_place"), "--apply")
@@ -46,6 +50,7 @@ def bench(  # noqa: PLR0913, PLR0917  # one parameter per option
         dtype=dtype,
         shapes=shapes,
         packed=packed,
+        backend=backend,  # type: ignore[arg-type]  # checked above
         transport=transport,  # type: ignore[arg-type]  # checked above
         readers=readers,
         sink=sink,  # type: ignore[arg-type]
@@ -74,8 +79,8 @@ def parse_size(text: str) -> int:
 def make_table(measured: Measured) -> Table:
     """Return the figures of one run as a table."""
     setup = measured.setup
-    mode = "packed" if setup.packed else "unpacked"
     last = measured.plain.reports[-1]
+    mode = "packed" if last.packed else "unpacked"
     title = (
         f"{measured.nbytes / 1e6:.0f} MB in {measured.tensors} {setup.dtype} tensors, {mode}, "
         f"{setup.transport}, {setup.readers} reader(s), {setup.sink} sink, {last.apply}, "
@@ -84,15 +89,18 @@ def make_table(measured: Measured) -> Table:
     caption = (
         f"medians of {setup.rounds} rounds; an update sends {last.control_messages} messages, "
         f"{last.control_nbytes} bytes; the sender holds {last.peak_extra_nbytes / 1e6:.1f} MB "
-        f"beside the model; stall {last.stall_s * 1e3:.2f} ms"
+        f"beside the model; stall {last.stall_s * 1e3:.2f} ms; it connected once, in "
+        f"{sum(measured.connect_seconds.values()) * 1e3:.0f} ms"
     )
     table = Table(title=title, caption=caption)
     for title in ("", "ms", "min", "max", "GB/s", "x memcpy"):
         table.add_column(title, justify="left" if not title else "right")
+    broadcast = (("one raw Gloo broadcast", measured.broadcast),)
     rows: tuple[tuple[str, Series], ...] = (
         ("memcpy in one process", measured.memcpy),
         ("update, not verified", measured.plain),
         (f"update, verified ({measured.verified.reports[-1].verified})", measured.verified),
+        *(broadcast if measured.broadcast.seconds else ()),
     )
     for name, series in rows:
         table.add_row(

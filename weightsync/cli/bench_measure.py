@@ -7,13 +7,14 @@ import os
 import secrets
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Literal
 
 import torch
 
+from weightsync.cli.bench_broadcast import raw_broadcast
 from weightsync.cli.bench_model import make_model, shapes_of, total_nbytes
 from weightsync.cli.bench_receiver import Carrier, PipeCallback, Place, SinkKind, receive
 from weightsync.errors import ConnectError
@@ -33,6 +34,7 @@ class BenchSetup:
     dtype: str = "bfloat16"
     shapes: str | None = None
     packed: bool = False
+    backend: Literal["auto", "ipc", "distributed"] = "auto"
     transport: Carrier = "http"
     readers: int = 1
     sink: SinkKind = "module"
@@ -45,9 +47,10 @@ class BenchSetup:
 
 @dataclass(slots=True)
 class Series:
-    """Seconds of one kind of work, round by round, and the last report."""
+    """Seconds of one kind of work, round by round, the trainer's share of a CPU, and reports."""
 
     seconds: list[float] = field(default_factory=list)
+    cpu_seconds: list[float] = field(default_factory=list)
     reports: list[SyncReport] = field(default_factory=list)
 
     @property
@@ -66,6 +69,8 @@ class Measured:
     memcpy: Series
     plain: Series
     verified: Series
+    broadcast: Series
+    connect_seconds: Mapping[str, float]
 
     def ratio(self, series: Series) -> float:
         """A series as a multiple of the copies."""
@@ -84,6 +89,10 @@ class Measured:
             "ratio_verified": self.ratio(self.verified),
             "seconds": {**seconds, "total": self.plain.median, "memcpy": self.memcpy.median},
             "seconds_verified": self.verified.median,
+            "connect_seconds": dict(self.connect_seconds),
+            "trainer_cpu_s": statistics.median(self.plain.cpu_seconds),
+            "written_nbytes": report.written_nbytes,
+            **self._beside_broadcast(),
             "gbps": self.nbytes / self.plain.median / 1e9,
             "control_nbytes": report.control_nbytes,
             "control_messages": report.control_messages,
@@ -95,7 +104,8 @@ class Measured:
             "nbytes": self.nbytes,
             "tensors": self.tensors,
             "dtype": self.setup.dtype,
-            "packed": self.setup.packed,
+            "packed": self.plain.reports[-1].packed,
+            "backend": self.setup.backend,
             "transport": self.setup.transport,
             "readers": self.setup.readers,
             "sink": self.setup.sink,
@@ -104,6 +114,15 @@ class Measured:
                 "plain": self.plain.seconds,
                 "verified": self.verified.seconds,
             },
+        }
+
+    def _beside_broadcast(self) -> dict[str, object]:
+        if not self.broadcast.seconds:
+            return {}
+        return {
+            "ratio_to_broadcast": self.plain.median / self.broadcast.median,
+            "seconds_broadcast": self.broadcast.median,
+            "rounds_broadcast": self.broadcast.seconds,
         }
 
 
@@ -122,31 +141,41 @@ def measure(setup: BenchSetup, progress: Callable[[int, int], None] | None = Non
             ]
             model = make_model(shapes, setup.dtype, value=1)
             copied = [torch.ones_like(p) for p in model.parameters()]
+            raw = None
+            if setup.backend == "distributed":
+                raw = stack.enter_context(raw_broadcast(total_nbytes(shapes, dtype)))
             sender = stack.enter_context(
                 connect(
                     model,
                     to=targets,
                     token=token,
-                    packed=setup.packed,
+                    backend=setup.backend,
+                    packed=setup.packed or None if raw else setup.packed,
                     bucket_nbytes=setup.bucket_nbytes,
                     num_buckets=setup.num_buckets,
                 )
             )
-            series = (Series(), Series(), Series())
+            series = (Series(), Series(), Series(), Series())
+            connect_seconds = sender.connect_seconds
             for i in range(setup.warmup + setup.rounds):
                 if progress is not None:
                     progress(i, setup.warmup + setup.rounds)
-                _round(sender, model, copied, series if i >= setup.warmup else None)
+                counted = series if i >= setup.warmup else None
+                _round(sender, model, copied, counted)
+                if raw is not None:
+                    seconds = raw()
+                    series[3].seconds += [seconds] if counted else []
     finally:
         torch.set_num_threads(threads)
-    return Measured(setup, total_nbytes(shapes, dtype), len(shapes), *series)
+    nbytes = total_nbytes(shapes, dtype)
+    return Measured(setup, nbytes, len(shapes), *series, connect_seconds=connect_seconds)
 
 
 def _round(
     sender: WeightSender,
     model: torch.nn.Module,
     copied: list[torch.Tensor],
-    series: tuple[Series, Series, Series] | None,
+    series: tuple[Series, ...] | None,
 ) -> None:
     parameters = list(model.parameters())
     started = time.perf_counter()
@@ -158,10 +187,11 @@ def _round(
         for parameter in parameters[:: max(1, len(parameters) // 16)]:
             as_bytes(parameter)[0] ^= 1
         sender.verify = verify
-        started = time.perf_counter()
+        cpu, started = time.process_time(), time.perf_counter()
         report = sender.send_weights()
         if series:
             chosen = series[1 + verify]
+            chosen.cpu_seconds.append(time.process_time() - cpu)
             chosen.seconds.append(time.perf_counter() - started)
             chosen.reports.append(report)
 

@@ -14,6 +14,7 @@ from msgspec.structs import replace
 from weightsync.backends.distributed_sender import Chain
 from weightsync.backends.ipc_sender import IpcOptions
 from weightsync.errors import ConfigError, ConnectError, TransferError, WeightSyncError
+from weightsync.samehost.device_keys import host_key
 from weightsync.sending.feeder import RELAY_PLACE, Feeder
 from weightsync.sending.fleet import Answer, Fleet, Member, failures
 from weightsync.wire.messages import InitReply, InitRequest, Request
@@ -72,7 +73,7 @@ class Rendezvous:
     def _gather_leaders(self, leaders: list[Member], base: IpcInit) -> list[Answer]:
         self._epoch += 1
         chain = Chain(
-            address_for(leaders[0].target),
+            _address_for_all(leaders),
             [leader.target for leader in leaders],
             epoch=self._epoch,
             timeout_s=self._timeout_s,
@@ -156,6 +157,12 @@ def _worker_init(base: IpcInit, ring: HostRing | None, worker: Member) -> IpcIni
         ring=replace(base.ring, data=ring.data),
         storages=None,
     )
+
+
+def _address_for_all(leaders: Sequence[Member]) -> str:
+    """Return one address that all of them reach: loopback where none is on another host."""
+    elsewhere = [leader for leader in leaders if leader.host != host_key()]
+    return address_for(elsewhere[0].target) if elsewhere else "127.0.0.1"
 
 
 def address_for(target: str) -> str:
