@@ -1,0 +1,332 @@
+"""Receivers and trainers on several hosts: the processes of this folder, put into namespaces.
+
+A forked process leaves for its host before it does anything, and ends with the process that
+started it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import ipaddress
+import multiprocessing
+import os
+import signal
+import socket
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+import weightsync as ws
+from tests.e2e import models, processes
+from tests.e2e.processes import WAIT_S, Remote
+from tests.hosts.isolation import TOOL_PATH
+from tests.hosts.namespaces import DEVICE, Host
+from weightsync.transports.http_client import HttpTransport
+from weightsync.wire.messages import FinishRequest, Reply, Request, Status, StatusRequest
+from weightsync.wire.problem import Problem, from_problem, to_problem
+
+_NAMESPACES = 0x00020000 | 0x04000000 | 0x08000000 | 0x20000000 | 0x40000000
+_DIES_WITH_PARENT = 1
+_LISTENING = "0A"
+
+_context = multiprocessing.get_context("forkserver")
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+@contextmanager
+def started(host: Host, target: Callable[..., None], *args: object) -> Iterator[BaseProcess]:
+    """Run `target` on a host, in a process that does not outlive the block."""
+    space, _, _ = next(iter(host.ends()))
+    with processes.started(_on_host, space.pid, target, args) as process:
+        yield process
+
+
+@contextmanager
+def receivers(host: Host, *, port: int = 0, address: str | None = None) -> Iterator[processes.Host]:
+    """A process of receivers on a host, which serves at `address` (the host's IPv4 one)."""
+    address = address or host.address
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    pairs = [_context.Pipe() for _ in range(processes.PIPES)]
+    listener = host.call(lambda: _listener(family, address, port))
+    theirs = [there for _, there in pairs]
+    with started(host, processes._serve, theirs, listener) as process:
+        bound = listener.getsockname()[1]
+        listener.close()
+        for there in theirs:
+            there.close()
+        made = processes.Host(process, [here for here, _ in pairs], bound)
+        made.url = f"http://[{address}]:{bound}" if family == socket.AF_INET6 else (
+            f"http://{address}:{bound}"
+        )
+        try:
+            yield made
+        finally:
+            for here, _ in pairs:
+                here.close()
+            process.join(WAIT_S)
+
+
+def port_of(remote: Remote) -> int:
+    return int(remote.url.rpartition("/")[0].rpartition(":")[2])
+
+
+class Trainer:
+    """One rank of a trainer, in a process on a host; what it raises is raised here."""
+
+    def __init__(self, host: Host, process: BaseProcess, end: Connection) -> None:
+        self.host = host
+        self.process = process
+        self._end = end
+
+    def begin(self, what: str, *args: object, **options: object) -> None:
+        """Start a call of `_Work`."""
+        self._end.send((what, args, options))
+
+    def end(self, *, timeout_s: float = WAIT_S) -> Any:
+        """Return what it returned, or raise what it raised."""
+        assert self._end.poll(timeout_s), f"no answer within {timeout_s} s"
+        result, problem, notes = self._end.recv()
+        if problem is None:
+            return result
+        error = from_problem(problem)
+        for note in notes:
+            error.add_note(note)
+        raise error
+
+    def do(self, what: str, *args: object, **options: object) -> Any:
+        self.begin(what, *args, **options)
+        return self.end()
+
+    def send(self, seed: int | None = None, **options: object) -> ws.SyncReport:
+        return cast(ws.SyncReport, self.do("send", seed, **options))
+
+    def kill(self) -> None:
+        processes.kill(self.process)
+
+
+@contextmanager
+def trainer(host: Host) -> Iterator[Trainer]:
+    here, there = _context.Pipe()
+    with started(host, _work, there) as process:
+        there.close()
+        try:
+            yield Trainer(host, process, here)
+        finally:
+            here.close()
+            process.join(WAIT_S)
+
+
+@contextmanager
+def ranks(*hosts: Host) -> Iterator[list[Trainer]]:
+    """A trainer with one rank on each of these hosts, joined by Gloo over their network."""
+    listener = hosts[0].call(lambda: _listener(socket.AF_INET, hosts[0].address, 0))
+    port = listener.getsockname()[1]
+    listener.close()
+    with trainer(hosts[0]) as first, trainer(hosts[1]) as second:
+        made = [first, second]
+        for rank, each in enumerate(made):
+            each.begin("join", rank, len(made), hosts[0].address, port)
+        for each in made:
+            each.end()
+        yield made
+
+
+def together(crew: Sequence[Trainer], what: str, *args: object, **options: object) -> list[Any]:
+    """Make one call on every rank; return what each returned or raised."""
+    for each in crew:
+        each.begin(what, *args, **options)
+    return [_outcome(each) for each in crew]
+
+
+def told(error: BaseException) -> str:
+    """Return all that an error says."""
+    return "\n".join([str(error), *getattr(error, "__notes__", [])])
+
+
+@dataclass(frozen=True)
+class Listening:
+    """A TCP socket that listens: where, and on which port."""
+
+    address: str
+    port: int
+
+
+def listening(host: Host) -> set[Listening]:
+    """Return everything that listens on a host."""
+    files = ["cat", "/proc/net/tcp", "/proc/net/tcp6"]
+    said = host.run(files, timeout_s=WAIT_S, env={"PATH": TOOL_PATH}, check=False).stdout
+    rows = [line.split() for line in said.splitlines()]
+    return {_listening(row[1]) for row in rows if len(row) > 3 and row[3] == _LISTENING}
+
+
+def segments(host: Host) -> list[str]:
+    """Return the names of the segments in a host's /dev/shm."""
+    return host.call(lambda: [p.name for p in Path("/dev/shm").glob("weightsync-*")])
+
+
+def _listening(place: str) -> Listening:
+    address, _, port = place.partition(":")
+    words = [bytes.fromhex(address[i : i + 8])[::-1] for i in range(0, len(address), 8)]
+    return Listening(str(ipaddress.ip_address(b"".join(words))), int(port, 16))
+
+
+def _listener(family: socket.AddressFamily, address: str, port: int) -> socket.socket:
+    # asyncio turns Nagle's algorithm off only where the protocol is spelled out.
+    made = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
+    made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    made.bind((address, port))
+    made.listen(64)
+    return made
+
+
+def _outcome(each: Trainer) -> Any:
+    try:
+        return each.end()
+    except ws.WeightSyncError as exc:
+        return exc
+
+
+def _on_host(holder: int, target: Callable[..., None], args: Sequence[object]) -> None:
+    """Enter the namespaces that `holder` keeps; only a child is in the new pid namespace."""
+    here = Path.cwd()
+    if _libc.setns(os.pidfd_open(holder), _NAMESPACES) != 0:
+        raise OSError(ctypes.get_errno(), "setns")
+    child = os.fork()
+    if child:
+        os._exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) & 0xFF)
+    _libc.prctl(_DIES_WITH_PARENT, signal.SIGKILL)
+    code = 1
+    try:
+        os.chdir(here)
+        target(*args)
+        code = 0
+    except BaseException:  # noqa: BLE001 # a forked child returns to nobody
+        traceback.print_exc()
+    finally:
+        os._exit(code)
+
+
+def _work(end: Connection) -> None:
+    torch.set_num_threads(1)
+    work = _Work()
+    while True:
+        try:
+            what, args, options = end.recv()
+        except EOFError:
+            return
+        result, problem, notes = None, cast("Problem | None", None), cast("list[str]", [])
+        try:
+            result = getattr(work, what)(*args, **options)
+        except Exception as exc:  # noqa: BLE001 # whatever it is, the test raises it
+            if not isinstance(exc, ws.WeightSyncError):
+                traceback.print_exc()
+            problem, notes = to_problem(exc), list(getattr(exc, "__notes__", []))
+        end.send((result, problem, notes))
+
+
+class DiesBetweenFinishes(HttpTransport):
+    """Kills its own process instead of telling this receiver to finish, once the other did."""
+
+    def __init__(self, url: str, other: str) -> None:
+        super().__init__(url)
+        self._other = other
+
+    def call(self, request: Request, *, timeout_s: float) -> Reply:
+        if isinstance(request, FinishRequest):
+            other = HttpTransport(self._other)
+            asked = StatusRequest()
+            while cast(Status, other.call(asked, timeout_s=5)).last_finished != request.update_id:
+                time.sleep(0.01)
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().call(request, timeout_s=timeout_s)
+
+
+class _Work:
+    """What a trainer's process is asked to do; one method a call."""
+
+    def __init__(self) -> None:
+        self.twin = models.make("plain")
+        self.model: nn.Module = self.twin
+        self.sender: Any = None
+
+    def join(self, rank: int, size: int, address: str, port: int) -> None:
+        os.environ["GLOO_SOCKET_IFNAME"] = DEVICE
+        dist.init_process_group(
+            "gloo",
+            init_method=f"tcp://{address}:{port}",
+            rank=rank,
+            world_size=size,
+            timeout=timedelta(seconds=WAIT_S / 2),
+        )
+        self.model = models.make("plain")
+        mesh = init_device_mesh("cpu", (size,))
+        for layer in self.model.get_submodule("layers").children():
+            fully_shard(layer, mesh=mesh)
+        fully_shard(self.model, mesh=mesh)
+
+    def environ(self, name: str, value: str) -> None:
+        os.environ[name] = value
+
+    def connect(self, to: Sequence[str], model: str = "plain", **options: Any) -> str:
+        if not dist.is_initialized():
+            self.model = self.twin = models.make(model)
+        options = {"bucket_nbytes": models.BUCKET_NBYTES, **options}
+        self.sender = ws.connect(self.model, to=list(to), **options)
+        return str(self.sender.road)
+
+    def connect_to_die(self, dies: str, first: str) -> None:
+        self.model = self.twin = models.make("plain")
+        targets = [HttpTransport(first), DiesBetweenFinishes(dies, first)]
+        self.sender = ws.connect(self.model, to=targets, packed=True)
+
+    def fill(self, seed: int) -> None:
+        models.fill(self.twin, seed)
+        if self.twin is self.model:
+            return
+        whole = dict(self.twin.named_parameters())
+        with torch.no_grad():
+            for name, parameter in self.model.named_parameters():
+                assert isinstance(parameter, DTensor)
+                mesh, placements = parameter.device_mesh, parameter.placements
+                cut = distribute_tensor(whole[name].data, mesh, placements, src_data_rank=None)
+                parameter.to_local().copy_(cut.to_local())
+
+    def send(self, seed: int | None, **options: Any) -> ws.SyncReport:
+        if seed is not None:
+            self.fill(seed)
+        return cast(ws.SyncReport, self.sender.send_weights(**options))
+
+    def send_part(self, seed: int, names: Sequence[str]) -> ws.SyncReport:
+        self.fill(seed)
+        state = self.model.state_dict()
+        with self.sender.update(partial=True) as update:
+            update.send([(name, state[name]) for name in names])
+        return cast(ws.SyncReport, update.last_report)
+
+    def call(self, what: str, *args: Any) -> Any:
+        """Call a method of the sender."""
+        return getattr(self.sender, what)(*args)
+
+    def targets(self) -> list[str]:
+        return list(self.sender.targets)
+
+    def digests(self) -> dict[str, str]:
+        return models.digests(self.twin)
+
+    def footprint(self) -> dict[str, int]:
+        return {**processes.footprint(), "threads": threading.active_count()}
