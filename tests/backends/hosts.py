@@ -390,7 +390,8 @@ class _Work:
             case "footprint":
                 return footprint()
             case "behave":
-                return self.behave(argument)
+                self.behave(argument)
+                return None
             case "alive":
                 return self.receiver._updates.peers.alive(argument)
             case _:

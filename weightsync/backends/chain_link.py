@@ -17,16 +17,16 @@ from dataclasses import dataclass, field
 import torch
 
 from weightsync.backends.chain_head import Head, patience_s
-from weightsync.backends.private_group import DATA, HEADS, Meeting, Pending, PrivateGroup
+from weightsync.backends.private_group import HEADS, Meeting, Pending, PrivateGroup, data_lane
 from weightsync.errors import ProtocolError, TransferError, TransferTimeout, WeightSyncError
-from weightsync.samehost.ring import Control, RingWriter
+from weightsync.samehost.ring import NETWORK, Control, RingWriter
 from weightsync.weights.buckets import runs_per_chunk
 from weightsync.wire.offers import GroupInfo
 
 logger = logging.getLogger(__name__)
 
-_HEADS = 4
-_IN_FLIGHT = 2
+_HEADS = 6
+_IN_FLIGHT = 3
 _POLL_S = 0.02
 _JOIN_S = 5.0
 _ASK_S = 0.05
@@ -86,9 +86,10 @@ class Link:
         self._timeout_s = info.timeout_s
         self._next: int | None = info.rank + 1 if info.rank + 1 < self._size else None
         self._control = control
-        self._writer = RingWriter(control)
+        self._writer = RingWriter(control, pace=NETWORK)
         self._slots = list(slots)
         self._slot_nbytes = slots[0].numel()
+        self._depth = min(_IN_FLIGHT, len(slots))
         self._scratch: list[torch.Tensor] = []
         room = runs_per_chunk(self._slot_nbytes, run_nbytes)
         self._heads = [Head(room) for _ in range(_HEADS)]
@@ -199,16 +200,14 @@ class Link:
             return
         last = head.last
         self._accept(head)
-        self._land(0 if last else 1)
+        self._land(0 if last else self._depth - 1)
 
     def _accept(self, head: Head) -> None:
         """Make the next chunk's room known to the rank before."""
-        if len(self._slots) < _IN_FLIGHT:
-            self._land(0)
         place = self._place(head)
         buffer = self._slots[place] if place >= 0 else self._scratch[-place - 1]
         memory = buffer[: head.nbytes]
-        pending = self._start_receiving(memory)
+        pending = self._receive(memory, data_lane(head.chunk))
         self._arriving.append(
             _Arrival(
                 chunk=head.chunk,
@@ -232,7 +231,7 @@ class Link:
                 room = self._control.entries // self._control.slots
                 self._control.write_fingerprints(arrival.place * room, arrival.fingerprints)
                 self._writer.publish(arrival.chunk)
-            self._forward(arrival.place, arrival.memory)
+            self._forward(arrival)
             if arrival.last:
                 self._complete(intake)
 
@@ -327,9 +326,6 @@ class Link:
         self._to_next(forward)
         return self._receive(self._heads[index].buffer, HEADS)
 
-    def _start_receiving(self, memory: torch.Tensor) -> Pending:
-        return self._receive(memory, DATA)
-
     def _receive(self, memory: torch.Tensor, lane: int) -> Pending:
         try:
             return self._group.receive(memory, self._rank - 1, lane)
@@ -349,11 +345,11 @@ class Link:
         if self._next is not None:
             self._head_forwards[index] = self._send(self._heads[index].buffer, HEADS)
 
-    def _forward(self, place: int, memory: torch.Tensor) -> None:
+    def _forward(self, arrival: _Arrival) -> None:
         if self._next is not None:
-            pending = self._send(memory, DATA)
+            pending = self._send(arrival.memory, data_lane(arrival.chunk))
             if pending is not None:
-                self._forwards[place] = pending
+                self._forwards[arrival.place] = pending
 
     def _send(self, memory: torch.Tensor, lane: int) -> Pending | None:
         try:

@@ -19,7 +19,7 @@ import torch
 from weightsync.backends.base import Check
 from weightsync.backends.chain_head import Head, HeadStatus, patience_s
 from weightsync.backends.ipc_sender import IpcTrainerEngine
-from weightsync.backends.private_group import DATA, HEADS, Meeting, Pending, PrivateGroup
+from weightsync.backends.private_group import HEADS, Meeting, Pending, PrivateGroup, data_lane
 from weightsync.errors import (
     BackendUnavailableError,
     TransferError,
@@ -27,7 +27,7 @@ from weightsync.errors import (
     WeightSyncError,
     shorten,
 )
-from weightsync.samehost.ring import RingReader
+from weightsync.samehost.ring import NETWORK, RingReader
 from weightsync.weights.buckets import runs_per_chunk
 from weightsync.wire.offers import GroupInfo
 
@@ -35,19 +35,27 @@ SENDER = "the sender"
 _FIRST = 1
 _CHECK_S = 0.05
 _GOODBYE_S = 1.0
-_IN_FLIGHT = 2
+_IN_FLIGHT = 3
 
 
 class Feed(Protocol):
-    """One update as the chain reads it; called by the chain's thread alone."""
+    """One update as the chain reads it; called by the chain's thread alone.
 
-    epoch: int
-    chunks: Sequence[int]
-    """Bytes of each chunk."""
-    depth: int
-    """How many chunks may be taken and not yet done."""
-    fingerprint_room: int
-    """The most fingerprints that a chunk of this ring can have, in any update."""
+    `chunks` are the bytes of each chunk; `depth` is how many may be taken and not yet done;
+    `fingerprint_room` is the most fingerprints that a chunk of this ring has, in any update.
+    """
+
+    @property
+    def epoch(self) -> int: ...
+
+    @property
+    def chunks(self) -> Sequence[int]: ...
+
+    @property
+    def depth(self) -> int: ...
+
+    @property
+    def fingerprint_room(self) -> int: ...
 
     def take(self, j: int, check: Check) -> tuple[torch.Tensor, list[int]]:
         """Return chunk `j` (`uint8[nbytes]`, host memory) and its fingerprints once it is there.
@@ -75,7 +83,10 @@ class RingFeed:
         plan = stream.plan
         self._stream = stream
         self._runs = [chunk.last_run - chunk.first_run for chunk in plan.chunks]
-        self._reader = RingReader(stream.control, reader, epoch=stream.epoch, base=stream.base)
+        self._reader = RingReader(
+            stream.control, reader, epoch=stream.epoch, base=stream.base, pace=NETWORK
+        )
+        engine.feeds_network()
         self.epoch = stream.epoch
         self.depth = len(stream.slots)
         self.chunks = [chunk.stop - chunk.start for chunk in plan.chunks]
@@ -328,7 +339,9 @@ class _Sending:
                 nbytes=nbytes,
                 fingerprints=fingerprints,
             )
-            self._flying.append((j, [self._send(head.buffer, HEADS), self._send(data, DATA)]))
+            self._flying.append(
+                (j, [self._send(head.buffer, HEADS), self._send(data, data_lane(j))])
+            )
             while len(self._flying) >= depth:
                 self._land()
         while self._flying:

@@ -16,7 +16,7 @@ from weightsync.samehost import cuda_handle
 from weightsync.samehost.device_keys import host_key
 from weightsync.samehost.device_stream import DeviceStream
 from weightsync.samehost.probe import PROBE_NBYTES, probe_digest
-from weightsync.samehost.ring import Control, RingWriter
+from weightsync.samehost.ring import NETWORK, Control, RingWriter
 from weightsync.samehost.segment import Segment
 from weightsync.samehost.shared_stream import SharedStream
 from weightsync.specs import Manifest
@@ -168,6 +168,10 @@ class IpcTrainerEngine(TrainerWeightTransferEngine):
         if self._stream is None:
             raise ConfigError("no packed update is at work")
         return self._stream
+
+    def feeds_network(self) -> None:
+        """One of the readers sends on what it reads: waits must leave it the processor."""
+        self._writer.pace = NETWORK
 
     def probe_info(self) -> ProbeInfo:
         """Return the probe alone, exported once per call."""

@@ -17,6 +17,7 @@ import platform
 import struct
 import time
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 
 from weightsync.errors import BackendUnavailableError, HandleError, TransferError, TransferTimeout
 from weightsync.samehost.segment import Segment
@@ -31,8 +32,20 @@ SPIN_S = 0.002
 """How long a wait spins before it sleeps: about one large chunk."""
 PATIENCE = 5
 """A peer that beats but makes no progress is waited for this many times as long as a silent one."""
-_NAP_S = 50e-6
 _LONG_NAP_S = 1e-3
+
+
+@dataclass(frozen=True, slots=True)
+class Pace:
+    """How a wait passes its time: it spins for `spin_s`, then naps for `nap_s` at a time."""
+
+    spin_s: float
+    nap_s: float
+
+
+LOCAL = Pace(SPIN_S, 50e-6)
+NETWORK = Pace(0.0, 500e-6)
+"""Between chunks that travel: whoever spins takes the processor from the threads that move them."""
 
 Check = Callable[[], None]
 """Called during waits; raises when waiting has become pointless."""
@@ -172,8 +185,9 @@ def control_nbytes(*, slots: int, readers: int, entries: int) -> int:
 class RingWriter:
     """The writing end. Updates follow one another: `begin`, then per chunk `acquire`, `publish`."""
 
-    def __init__(self, control: Control) -> None:
+    def __init__(self, control: Control, *, pace: Pace = LOCAL) -> None:
         self.control = control
+        self.pace = pace
         self._sequence = 0
         self._base = 0
         self._active: tuple[int, ...] = ()
@@ -240,7 +254,9 @@ class RingWriter:
             done = sum(released(reader) for reader in active)
             return done, sum(beat(reader) for reader in active)
 
-        if not wait_until(ready, check=check, timeout_s=timeout_s, progress=progress):
+        if not wait_until(
+            ready, check=check, timeout_s=timeout_s, progress=progress, pace=self.pace
+        ):
             late = ", ".join(str(reader) for reader in self.waiting_for(sequence))
             raise TransferTimeout(
                 f"no progress for {timeout_s:g} s while waiting for reader {late} to release chunk "
@@ -251,8 +267,11 @@ class RingWriter:
 class RingReader:
     """The reading end of reader place `reader`, for one update."""
 
-    def __init__(self, control: Control, reader: int, *, epoch: int, base: int) -> None:
+    def __init__(
+        self, control: Control, reader: int, *, epoch: int, base: int, pace: Pace = LOCAL
+    ) -> None:
         self._control = control
+        self._pace = pace
         self._reader = reader
         self._epoch = epoch
         self._base = base
@@ -269,7 +288,9 @@ class RingReader:
         def progress() -> tuple[int, int]:
             return 0, self._control.writer_beat
 
-        if not wait_until(ready, check=check, timeout_s=timeout_s, progress=progress):
+        if not wait_until(
+            ready, check=check, timeout_s=timeout_s, progress=progress, pace=self._pace
+        ):
             raise TransferTimeout(
                 f"the sender published no chunk {chunk + 1} of this update for {timeout_s:g} s; "
                 "the update is given up"
@@ -298,6 +319,7 @@ def wait_until(
     check: Check,
     timeout_s: float,
     progress: Callable[[], tuple[int, int]] = lambda: (0, 0),
+    pace: Pace = LOCAL,
 ) -> bool:
     """Wait for `ready`: spin briefly, then sleep. Return False when it is not to be expected.
 
@@ -311,7 +333,7 @@ def wait_until(
     last = progress()
     while not ready():
         now = time.monotonic()
-        if now - started < SPIN_S:
+        if now - started < pace.spin_s:
             time.sleep(0)
             continue
         check()
@@ -323,5 +345,5 @@ def wait_until(
         last = done, beats
         if now - beaten > timeout_s or now - moved > PATIENCE * timeout_s:
             return False
-        time.sleep(_NAP_S if now - moved < 20 * SPIN_S else _LONG_NAP_S)
+        time.sleep(pace.nap_s if now - moved < 20 * SPIN_S else _LONG_NAP_S)
     return True
