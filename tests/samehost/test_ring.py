@@ -121,6 +121,21 @@ class TestHandshake:
         with pytest.raises(TransferError, match="aborted"):
             writer.drain(1, check=stop, timeout_s=WAIT_S)
 
+    def test_an_update_numbered_elsewhere_goes_by_those_numbers(
+        self, control: Control, writer: RingWriter
+    ) -> None:
+        writer.follow([0], 3, epoch=40, base=900)
+        mine = RingReader(control, 0, epoch=40, base=900)
+        for chunk in range(3):
+            writer.acquire(chunk, check=nothing, timeout_s=WAIT_S)
+            writer.publish(chunk)
+            mine.wait(chunk, check=nothing, timeout_s=WAIT_S)
+            mine.release(chunk)
+        writer.drain(3, check=nothing, timeout_s=WAIT_S)
+        assert control.released(0) == 903
+        with pytest.raises(TransferError, match="epoch 40 comes after that of epoch 40"):
+            writer.follow([0], 1, epoch=40, base=903)
+
 
 class TestDelayedReader:
     """A reader that slept must not release, or believe, what it never saw."""
