@@ -195,12 +195,13 @@ def wait_until(ready: Callable[[], bool], what: str) -> None:
 
 
 def footprint() -> dict[str, int]:
-    """Return this process's resident bytes, descriptors and mapped segments."""
+    """Return this process's resident bytes, descriptors, threads and mapped segments."""
     maps = Path("/proc/self/maps").read_text(encoding="utf-8")
     pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1])
     return {
         "rss": pages * os.sysconf("SC_PAGE_SIZE"),
         "fds": len(list(Path("/proc/self/fd").iterdir())),
+        "threads": len(list(Path("/proc/self/task").iterdir())),
         "segments": sum("/dev/shm/weightsync-" in line for line in maps.splitlines()),
     }
 

@@ -12,7 +12,6 @@ import multiprocessing
 import os
 import signal
 import socket
-import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
@@ -322,6 +321,12 @@ class _Work:
         """Call a method of the sender."""
         return getattr(self.sender, what)(*args)
 
+    def end_sender(self) -> None:
+        """Close the sender, if there is one."""
+        sender, self.sender = self.sender, None
+        if sender is not None:
+            sender.close()
+
     def targets(self) -> list[str]:
         return list(self.sender.targets)
 
@@ -329,4 +334,4 @@ class _Work:
         return models.digests(self.twin)
 
     def footprint(self) -> dict[str, int]:
-        return {**processes.footprint(), "threads": threading.active_count()}
+        return processes.footprint()

@@ -1,18 +1,22 @@
-"""Fleets over several hosts: roads, membership, and what listens where."""
+"""Fleets over several hosts: roads, membership, addresses, and what is left afterwards."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import gc
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import pytest
 
 import weightsync as ws
-from tests.e2e import models, several_hosts
-from tests.e2e.processes import Apply, Remote
-from tests.e2e.several_hosts import Trainer
-from tests.hosts.namespaces import HostNetwork, host_network, netns_problem
+from tests.e2e import processes, several_hosts
+from tests.e2e.processes import Apply, Remote, Sink, wait_until
+from tests.e2e.several_hosts import Trainer, listening, segments, told
+from tests.hosts.namespaces import Host, HostNetwork, host_network, netns_problem
+
+A, B, C = range(3)
+CHANGES = 20
 
 
 @pytest.fixture(scope="module")
@@ -25,38 +29,280 @@ def network() -> Iterator[HostNetwork]:
 
 
 @dataclass
-class Fleet:
-    """A trainer on the first host, and on each host a process of receivers."""
+class Site:
+    """Three hosts: a trainer on A, and processes of receivers, of which C has two."""
 
+    hosts: tuple[Host, ...]
     trainer: Trainer
-    workers: list[list[Remote]]
+    served: list[list[processes.Host]]
+    made: list[Remote] = field(default_factory=list)
 
-    @property
-    def urls(self) -> list[str]:
-        return [worker.url for workers in self.workers for worker in workers]
+    def receiver(self, host: int, process: int = 0, **place: object) -> Remote:
+        self.made.append(self.served[host][process].receiver("http", **{"model": "plain", **place}))
+        return self.made[-1]
 
-    @property
-    def all(self) -> list[Remote]:
-        return [worker for workers in self.workers for worker in workers]
+    def connect(self, *to: Remote, **options: object) -> str:
+        return str(self.trainer.do("connect", [remote.url for remote in to], **options))
+
+    def check_all_hold(self, version: int, *, on: list[Remote] | None = None) -> None:
+        wanted = self.trainer.do("digests")
+        for remote in self.made if on is None else on:
+            assert remote.digests() == wanted, remote.url
+            assert remote.reading() == version, remote.url
+
+    def left(self) -> list[str]:
+        return [name for host in self.hosts for name in segments(host)]
+
+    def footprints(self) -> list[Mapping[str, int]]:
+        served = [process.footprint() for each in self.served for process in each]
+        return [{**self.trainer.do("footprint")}, *served]
 
 
-def test_start(network: HostNetwork) -> None:
-    import time
-    t = time.monotonic()
+@pytest.fixture(scope="module")
+def started_site(network: HostNetwork) -> Iterator[Site]:
+    a, b, c = network.hosts
     with ExitStack() as stack:
-        a, b, c = network.hosts
-        tr = stack.enter_context(several_hosts.trainer(a))
-        hs = [stack.enter_context(several_hosts.receivers(h)) for h in (a, b, c)]
-        print(time.monotonic() - t)
-        rs = [hs[0].receiver("http", model="plain"), hs[1].receiver("http", model="plain"), hs[2].receiver("http", model="plain"), hs[2].receiver("http", model="plain")]
-        print(time.monotonic() - t)
-        print(tr.do("connect", [r.url for r in rs]))
-        for seed in (1, 2):
-            report = tr.send(seed)
-            print(report, report.receivers, report.control_messages)
-            wanted = tr.do("digests")
-            assert all(r.digests() == wanted for r in rs)
-        print(several_hosts.listening(a), several_hosts.listening(b))
-        print(time.monotonic() - t)
-        tr.do("call", "close")
-    print(time.monotonic() - t)
+        trainer = stack.enter_context(several_hosts.trainer(a))
+        served = [
+            [stack.enter_context(several_hosts.receivers(host))] for host in (a, b, c)
+        ]
+        served[C].append(stack.enter_context(several_hosts.receivers(c)))
+        yield Site(network.hosts, trainer, served)
+
+
+@pytest.fixture
+def site(started_site: Site) -> Iterator[Site]:
+    """The site without receivers and sender; nothing may be left in any host's /dev/shm."""
+    started_site.made.clear()
+    yield started_site
+    started_site.trainer.do("end_sender")
+    for process in (process for each in started_site.served for process in each):
+        process.forget()
+    assert started_site.left() == []
+
+
+@pytest.mark.parametrize("sink", ["module", "hook"])
+@pytest.mark.parametrize("apply", ["staged", "in_place"])
+def test_each_receiver_gets_the_fastest_road_that_works(
+    site: Site, sink: Sink, apply: Apply
+) -> None:
+    model = "everything"
+    places = [(A, 0), (B, 0), (C, 0), (C, 1)]
+    at = [site.receiver(*where, sink=sink, apply=apply, model=model) for where in places]
+    assert site.connect(*at, model=model) == "distributed+shared_memory"
+    for version in (1, 2, 3):
+        report = site.trainer.send(seed=version)
+        wanted = site.trainer.do("digests")
+        if sink == "hook":
+            del wanted["head.weight"]
+        for remote in at:
+            assert remote.digests() == wanted
+            assert remote.reading() == version
+        roads = [receiver.road for receiver in report.receivers]
+        assert roads == ["shared_memory", "distributed", "distributed", "distributed"]
+        assert [receiver.target for receiver in report.receivers] == [r.url for r in at]
+        assert [set(receiver.skipped_roads) for receiver in report.receivers] == [
+            set(),
+            {"shared_memory"},
+            {"shared_memory"},
+            {"shared_memory"},
+        ]
+        assert "HOST-" in report.skipped_roads["shared_memory"]
+        assert report.road == "distributed+shared_memory"
+        assert (report.packed, report.apply) == (True, apply)
+        assert report.verified == ("held" if sink == "module" else "arrived")
+        assert report.control_messages == 2 * len(at)
+        # Once, for four receivers on three hosts: what lies between tensors is never written.
+        assert report.nbytes <= report.written_nbytes < 1.1 * report.nbytes
+        assert ("rendezvous" in report.connect_seconds) is (version == 1)
+
+
+def test_the_trainer_packs_once_however_many_hosts_there_are(site: Site) -> None:
+    one = site.receiver(B)
+    site.connect(one)
+    alone = site.trainer.send(seed=1)
+    site.trainer.do("end_sender")
+    site.connect(one, site.receiver(A), site.receiver(C), site.receiver(C, 1))
+    assert site.trainer.send(seed=2).written_nbytes == alone.written_nbytes
+    site.check_all_hold(2)
+
+
+def test_a_part_of_the_model(site: Site) -> None:
+    for where in ((A, 0), (B, 0), (C, 0), (C, 1)):
+        site.receiver(*where)
+    site.connect(*site.made)
+    site.trainer.send(seed=1)
+    before = site.trainer.do("digests")
+    names = ["layers.3.weight", "large"]
+    report = site.trainer.do("send_part", 2, names)
+    after = site.trainer.do("digests")
+    wanted = {**before, **{name: after[name] for name in names}}
+    assert wanted != after
+    for remote in site.made:
+        assert remote.digests() == wanted
+        assert remote.reading() == 2 == report.version
+    assert site.trainer.send().version == 3
+    site.check_all_hold(3)
+
+
+def test_ipc_does_not_leave_its_host(site: Site) -> None:
+    here, there = site.receiver(A), site.receiver(B)
+    with pytest.raises(ws.BackendUnavailableError) as refused:
+        site.connect(here, there, backend="ipc")
+    assert there.url in str(refused.value)
+    assert "shared_memory: the receiver is on host HOST-" in str(refused.value)
+    assert here.url not in str(refused.value)
+    assert site.left() == []
+    site.connect(here, there)
+    site.trainer.send(seed=1)
+    site.check_all_hold(1)
+
+
+def test_distributed_on_the_trainers_own_host_when_asked_for(site: Site) -> None:
+    for where in ((A, 0), (A, 0), (B, 0)):
+        site.receiver(*where)
+    assert site.connect(*site.made, backend="distributed") == "distributed"
+    for version in (1, 2):
+        report = site.trainer.send(seed=version)
+        assert {receiver.road for receiver in report.receivers} == {"distributed"}
+        site.check_all_hold(version)
+
+
+def test_distributed_streams(site: Site) -> None:
+    remote = site.receiver(B)
+    with pytest.raises(ws.ConfigError, match="packed"):
+        site.connect(remote, backend="distributed", packed=False)
+    assert remote.status()["state"] == "READY"
+
+
+def test_an_unpacked_fleet_becomes_packed_for_a_remote_member(site: Site) -> None:
+    here = site.receiver(A)
+    site.connect(here)
+    assert not site.trainer.send(seed=1).packed
+    there = site.receiver(B)
+    added = site.trainer.do("call", "add", there.url)
+    assert [receiver.target for receiver in added.receivers] == [there.url]
+    site.check_all_hold(1)
+    report = site.trainer.send(seed=2)
+    assert report.packed
+    assert report.control_messages == 4
+    site.check_all_hold(2)
+    site.trainer.do("call", "remove", there.url)
+    assert site.trainer.send(seed=3).road == "shared_memory"
+    site.check_all_hold(3, on=[here])
+    assert there.reading() == 2
+    assert segments(site.hosts[B]) == []
+
+
+def test_another_worker_leads_when_the_member_of_its_host_is_removed(site: Site) -> None:
+    here, first, second = site.receiver(A), site.receiver(C), site.receiver(C, 1)
+    site.connect(here, first, second)
+    site.trainer.send(seed=1)
+    site.trainer.do("call", "remove", first.url)
+    report = site.trainer.send(seed=2)
+    assert [receiver.target for receiver in report.receivers] == [here.url, second.url]
+    site.check_all_hold(2, on=[here, second])
+    assert first.reading() == 1
+    site.trainer.do("call", "add", first.url)
+    site.check_all_hold(2)
+    site.trainer.send(seed=3)
+    site.check_all_hold(3)
+
+
+def test_a_late_joiner_on_a_third_host_disturbs_nobody(site: Site) -> None:
+    here, there = site.receiver(A), site.receiver(B)
+    site.connect(here, there)
+    site.trainer.send(seed=1)
+    before = [remote.status() for remote in (here, there)]
+    late = site.receiver(C)
+    report = site.trainer.do("call", "add", late.url)
+    assert [receiver.target for receiver in report.receivers] == [late.url]
+    site.check_all_hold(1)
+    for status, remote in zip(before, (here, there), strict=True):
+        now = remote.status()
+        assert now["last_finished"] == status["last_finished"]
+        assert now["state"] == "READY"
+    again = site.trainer.do("call", "resync", late.url)
+    assert [receiver.target for receiver in again.receivers] == [late.url]
+    assert again.control_messages == 2
+    site.trainer.send(seed=2)
+    site.check_all_hold(2)
+
+
+def test_targets_with_ipv6_addresses(network: HostNetwork) -> None:
+    a, b, _ = network.hosts
+    if a.address6 is None:
+        pytest.skip("this kernel has no IPv6")
+    with (
+        several_hosts.trainer(a) as trainer,
+        several_hosts.receivers(a, address=a.address6) as near,
+        several_hosts.receivers(b, address=b.address6) as far,
+    ):
+        fleet = [each.receiver("http", model="plain") for each in (near, far, far)]
+        assert fleet[1].url.startswith(f"http://[{b.address6}]:")
+        trainer.do("connect", [remote.url for remote in fleet])
+        for version in (1, 2):
+            trainer.send(seed=version)
+            wanted = trainer.do("digests")
+            assert all(remote.digests() == wanted for remote in fleet)
+        assert {place.address for place in listening(a)} == {a.address6}
+        trainer.do("end_sender")
+
+
+def test_an_address_that_was_said(network: HostNetwork) -> None:
+    a, b, _ = network.hosts
+    said = a.address6 or a.address
+    with several_hosts.trainer(a) as trainer, several_hosts.receivers(b) as far:
+        remote = far.receiver("http", model="plain")
+        trainer.do("environ", "WEIGHTSYNC_ADDRESS", b.address)
+        with pytest.raises(ws.ConnectError, match="give an address of this host") as refused:
+            trainer.do("connect", [remote.url])
+        assert b.address in told(refused.value)
+        trainer.do("environ", "WEIGHTSYNC_ADDRESS", said)
+        trainer.do("connect", [remote.url])
+        trainer.send(seed=1)
+        assert remote.digests() == trainer.do("digests")
+        assert {place.address for place in listening(a)} == {said}
+        trainer.do("end_sender")
+        assert listening(a) == set()
+
+
+def test_everything_listens_at_the_hosts_address_alone(site: Site) -> None:
+    for where in ((A, 0), (B, 0), (C, 0), (C, 1)):
+        site.receiver(*where, sink="hook", delay_s=0.05)
+    before = [listening(host) for host in site.hosts]
+    site.connect(*site.made)
+    site.trainer.begin("send", 1)
+    wait_until(lambda: site.made[1].status()["state"] == "UPDATING", "the update to begin")
+    during = [listening(host) for host in site.hosts]
+    assert site.made[1].status()["state"] == "UPDATING"
+    site.trainer.end()
+    for host, old, new in zip(site.hosts, before, during, strict=True):
+        assert new > old
+        assert {place.address for place in new} == {host.address}
+    site.trainer.do("end_sender")
+    assert [listening(host) for host in site.hosts] == before
+
+
+def test_changes_of_membership_leave_nothing_behind(site: Site) -> None:
+    here, there, third = site.receiver(A), site.receiver(B), site.receiver(C)
+    site.connect(here, there)
+
+    def change() -> None:
+        site.trainer.do("call", "add", third.url)
+        site.trainer.do("call", "remove", third.url)
+
+    site.trainer.send(seed=1)
+    for _ in range(2):
+        change()
+    gc.collect()
+    fields = ("fds", "threads", "segments")
+    before, left = site.footprints(), sorted(site.left())
+    for _ in range(CHANGES // 2):
+        change()
+    after = site.footprints()
+    for old, new in zip(before, after, strict=True):
+        assert {k: new[k] for k in fields} == {k: old[k] for k in fields}
+    assert len(site.left()) == len(left)
+    site.trainer.send(seed=2)
+    site.check_all_hold(2, on=[here, there])
