@@ -125,8 +125,8 @@ class WeightSender:
         self._pid = os.getpid()
         self._lead: Lead | None = None
         try:
-            self._ensemble = _assemble(ranks, feed)
-            self._lead = _make_lead(self._ensemble, lead)
+            ensemble = self._ensemble = Ensemble(ranks.together(feed), ranks)
+            self._lead = ranks.together(lambda: lead(ensemble) if ensemble.leads else None)
         except BaseException:
             ranks.close()
             raise
@@ -203,6 +203,7 @@ class WeightSender:
         with self._taking_turn():
             self._check_open()
             self._meet(f"update({version}, partial={partial})")
+            self._ensemble.feeder.stop = threading.Event()
             if self._lead is None:
                 with self._following() as followed:
                     yield followed
@@ -253,15 +254,28 @@ class WeightSender:
     def close(self) -> None:
         """Have receivers close what they opened, move adopted parameters back, free everything.
 
-        Does nothing in a forked child: everything belongs to the parent.
+        Does nothing in a forked child: everything belongs to the parent. Under several ranks it
+        raises where one of them is gone, or makes another call; all is freed here then, too. Once
+        any call has said that a rank is gone, close() works alone and does not say it again.
         """
         if self._closed or os.getpid() != self._pid:
             return
+        known = self._ensemble.ranks.broken
         try:
             self._together("close", lambda lead: lead.disconnect())
+        except WeightSyncError:
+            self._part()
+            if not known:
+                raise
         finally:
-            self._closed = True
             self._free()
+
+    def _part(self) -> None:
+        """Tell the receivers, as far as that goes without the other ranks."""
+        self._ensemble.ranks.close()
+        if self._lead is not None:
+            with suppress(WeightSyncError):
+                self._lead.disconnect()
 
     def __enter__(self) -> Self:
         return self
@@ -293,9 +307,10 @@ class WeightSender:
             self._meet(call)
             self._ensemble.feeder.stop = stop or threading.Event()
             if self._lead is None:
-                done = self._ensemble.follow()
-                self.version = done.version
-                return done.report
+                try:
+                    return self._ensemble.follow().report
+                finally:
+                    self.version = self._ensemble.version
             self._lead.verify = self.verify
             try:
                 result = do(self._lead)
@@ -332,14 +347,16 @@ class WeightSender:
 
     @contextmanager
     def _following(self) -> Iterator[FollowedUpdate]:
-        followed = FollowedUpdate(self._ensemble)
         try:
-            yield followed
-        except BaseException as exc:
-            followed.fail(exc)
-            raise
-        followed.finish()
-        self.version = followed.version
+            followed = FollowedUpdate(self._ensemble)
+            try:
+                yield followed
+            except BaseException as exc:
+                followed.fail(exc)
+                raise
+            followed.finish()
+        finally:
+            self.version = self._ensemble.version
 
     def _check_open(self) -> None:
         if self._closed:
@@ -365,29 +382,6 @@ class WeightSender:
             yield
         finally:
             self._turn.release()
-
-
-def _assemble(ranks: Ranks, feed: Callable[[], Feeder]) -> Ensemble:
-    """Make every rank's feeder; a source that is wrong on one rank is wrong on all."""
-    try:
-        feeder = feed()
-    except BaseException as exc:
-        ranks.agree(exc)
-        raise
-    ranks.agree()
-    return Ensemble(feeder, ranks)
-
-
-def _make_lead(ensemble: Ensemble, lead: Callable[[Ensemble], Lead]) -> Lead | None:
-    """Make rank 0's side; what is wrong with it is wrong on all ranks."""
-    made = None
-    try:
-        made = lead(ensemble) if ensemble.leads else None
-    except BaseException as exc:
-        ensemble.ranks.agree(exc)
-        raise
-    ensemble.ranks.agree()
-    return made
 
 
 def _required(report: SyncReport | None) -> SyncReport:

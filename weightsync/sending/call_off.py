@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from contextlib import suppress
 
 from weightsync.sending.ranks import Ranks
 
@@ -14,7 +15,10 @@ class CalledOff(Exception):  # no error of its own: the ranks agree on the real 
 
 
 class CallOff:
-    """One flag per step in the trainer's store, looked at now and then."""
+    """One flag per step in the trainer's store, looked at now and then.
+
+    A store that is gone says nothing: the ranks' group notices that its holder died.
+    """
 
     def __init__(self, ranks: Ranks) -> None:
         self._store = ranks.store
@@ -24,11 +28,13 @@ class CallOff:
     def next_turn(self) -> None:
         """Another step begins, on every rank."""
         self._turn += 1
+        self._looked = time.monotonic()
 
     def call(self) -> None:
         """Say that this rank leaves the step."""
         if self._store is not None:
-            self._store.set(self._key, "1")
+            with suppress(RuntimeError):
+                self._store.set(self._key, "1")
 
     def look(self) -> None:
         """Raise CalledOff when a rank has left the step."""
@@ -36,7 +42,10 @@ class CallOff:
         if self._store is None or now - self._looked < _INTERVAL_S:
             return
         self._looked = now
-        if self._store.check([self._key]):
+        called = False
+        with suppress(RuntimeError):
+            called = self._store.check([self._key])
+        if called:
             raise CalledOff
 
     @property

@@ -44,7 +44,7 @@ class Offers(Command, frozen=True, kw_only=True):
 
 
 class Look(Command, frozen=True, kw_only=True):
-    """Say whether registered memory has moved."""
+    """Say whether registered memory has moved. Nothing else is on its way."""
 
 
 class Begin(Command, frozen=True, kw_only=True):
@@ -57,6 +57,10 @@ class Begin(Command, frozen=True, kw_only=True):
 
 class Transfer(Command, frozen=True, kw_only=True):
     """Hand every byte over."""
+
+
+class Stay(Command, frozen=True, kw_only=True):
+    """Rank 0 waits for receivers: say that this rank is there, and still wants the update."""
 
 
 class End(Command, frozen=True, kw_only=True):
@@ -75,7 +79,7 @@ class Done(Command, frozen=True, kw_only=True):
     problem: Problem | None = None
 
 
-AnyCommand = Open | Probe | Offers | Look | Begin | Transfer | End | Withdraw | Done
+AnyCommand = Open | Probe | Offers | Look | Begin | Transfer | Stay | End | Withdraw | Done
 
 
 class Answer(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -92,10 +96,9 @@ class Answer(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class Card(msgspec.Struct, frozen=True, kw_only=True):
-    """Who a rank is: its device keys, and what it sends."""
+    """Who a rank is: its device keys, and whether its tensors stay where they are."""
 
     keys: list[str]
-    manifest_digest: str
     stable: bool
     on_gpu: bool
     no_cuda_ipc: str | None = None

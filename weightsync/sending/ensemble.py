@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 
-from weightsync.errors import ManifestMismatchError, ProtocolError
+from weightsync.errors import ProtocolError
 from weightsync.report import SyncReport
+from weightsync.sending.agreement import compare
 from weightsync.sending.commands import (
     Answer,
     AnyCommand,
@@ -26,7 +26,8 @@ from weightsync.wire.problem import from_problem, to_problem
 class Ensemble:
     """The feeders of all ranks. Made on every rank, by all of them together.
 
-    Rank 0 calls `tell` as often as it needs and then `done`; the others call `follow` meanwhile.
+    Rank 0 calls `tell` as often as it needs and then `done`; the others call `follow` meanwhile,
+    and know from `version` what rank 0 said last.
     Raises ManifestMismatchError when the ranks do not send the same tensors.
     """
 
@@ -34,6 +35,7 @@ class Ensemble:
         self.feeder = feeder
         self.ranks = ranks
         self.leads = ranks.rank == 0
+        self.version = 0
         card = feeder.card()
         self.cards = [card] if ranks.size == 1 else self._exchange_cards(card)
 
@@ -69,13 +71,14 @@ class Ensemble:
         error: BaseException | None = None,
     ) -> None:
         """Let the other ranks return from `follow`, with the report or the error."""
+        self.version = version
         if self.ranks.size > 1:
             problem = to_problem(error) if error is not None else None
             self.ranks.broadcast(encode(Done(version=version, report=report, problem=problem)))
 
-    def follow(self, stop: threading.Event | None = None) -> Done:
+    def follow(self) -> Done:
         """Do what rank 0 tells until its call is over. Raises what rank 0's caller sees raised."""
-        self.feeder.stop = stop or threading.Event()
+        own: BaseException | None = None
         while True:
             command = decode_command(self.ranks.broadcast())
             if isinstance(command, Done):
@@ -83,8 +86,10 @@ class Ensemble:
             _, error = self._do(command, lambda: None)
             if error is not None and not isinstance(error, Exception):
                 raise error
+            own = error or own
+        self.version = command.version
         if command.problem is not None:
-            raise from_problem(command.problem)
+            raise from_problem(command.problem) from own
         return command
 
     def close(self) -> None:
@@ -104,30 +109,11 @@ class Ensemble:
         return [decode_answer(data) for data in self.ranks.exchange(encode(answer))], error
 
     def _exchange_cards(self, card: Card) -> list[Card]:
+        compare(self.manifest, self.ranks, advice="every rank must give connect() the same model")
         cards = [decode_card(data) for data in self.ranks.exchange(encode(card))]
-        if len({card.manifest_digest for card in cards}) > 1:
-            self._raise_divergence(cards)
         if len({card.stable for card in cards}) > 1:
             raise ProtocolError(
                 "some ranks send tensors that stay where they are, others make them on the fly; "
                 "give connect() the same kind of source on every rank"
             )
         return cards
-
-    def _raise_divergence(self, cards: list[Card]) -> None:
-        """Name the first tensor in which a rank differs from rank 0."""
-        at = next(i for i, c in enumerate(cards) if c.manifest_digest != cards[0].manifest_digest)
-        lines = [f"{spec.name} {spec}" for spec in self.manifest.specs]
-        lines += [f"{alias} = {name}" for alias, name in sorted(self.manifest.aliases.items())]
-        bodies = self.ranks.exchange("\n".join(lines).encode())
-        told = [body.decode().split("\n") for body in bodies]
-        ours, theirs = told[0], told[at]
-        shared = min(len(ours), len(theirs))
-        i = next((i for i in range(shared) if ours[i] != theirs[i]), shared)
-        ours_i, theirs_i = ((side[i : i + 1] or ["nothing"])[0] for side in (ours, theirs))
-        raise ManifestMismatchError(
-            f"the trainer's ranks send different tensors: at position {i} rank "
-            f"{self.ranks.names[at]} has {theirs_i}, rank {self.ranks.names[0]} has {ours_i}; "
-            "every rank must give connect() the same model",
-            mismatched=[f"{theirs_i} on rank {self.ranks.names[at]}, {ours_i} on rank 0"],
-        )

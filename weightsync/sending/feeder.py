@@ -11,10 +11,11 @@ import torch
 
 from weightsync.backends.distributed_sender import Chain, RingFeed
 from weightsync.backends.ipc_sender import READER_PLACES, IpcOptions, IpcTrainerEngine
-from weightsync.errors import ConfigError, TransferError
+from weightsync.errors import ConfigError, ProtocolError, TransferError
 from weightsync.samehost import cuda_handle
 from weightsync.samehost.device_keys import host_key
 from weightsync.samehost.heartbeat import beating
+from weightsync.sending.agreement import compare
 from weightsync.sending.commands import (
     Answer,
     AnyCommand,
@@ -25,11 +26,15 @@ from weightsync.sending.commands import (
     Offers,
     Open,
     Probe,
+    Stay,
     Transfer,
     Withdraw,
 )
 from weightsync.sending.lockstep import Lockstep
 from weightsync.sending.ranks import Ranks
+from weightsync.specs import Manifest
+from weightsync.weights.dtypes import spec_of
+from weightsync.weights.sharded_source import gather
 from weightsync.weights.source import NamedTensors, WeightSource
 from weightsync.wire.messages import RegisteredUpdate
 from weightsync.wire.offers import IpcInit
@@ -73,7 +78,6 @@ class Feeder:
         gpu = [cuda_handle.gpu_key(self._options.device)] if on_gpu else []
         return Card(
             keys=[*gpu, host_key()],
-            manifest_digest=self.source.manifest.digest,
             stable=not self._gathers,
             on_gpu=on_gpu,
             no_cuda_ipc=cuda_handle.why_not() if on_gpu else None,
@@ -91,9 +95,8 @@ class Feeder:
             case Offers():
                 engine, places = self._own(command.places)
                 return Answer(inits=_inits(engine, places, command) if engine else [])
-            case Look():
-                self._check_own()
-                return Answer(moved=self.engine is not None and self.engine.needs_init)
+            case Look() | Stay():
+                return self._look(command)
             case Begin():
                 return self._begin(command)
             case Transfer():
@@ -140,24 +143,44 @@ class Feeder:
         engine, places = self._own(command.places)
         self._active = engine is not None and bool(places)
         self._moves_model = not command.pairs
+        pairs = self._take_pairs() if command.pairs else None
         update: RegisteredUpdate | None = None
 
         def begin() -> None:
             nonlocal update
-            pairs = list(self.pairs or ()) if command.pairs else None
+            whole = None if pairs is None else [(name, gather(tensor)) for name, tensor in pairs]
             if engine is not None and self._active:
-                update = engine.begin(places, verify=command.verify, pairs=pairs)
+                update = engine.begin(places, verify=command.verify, pairs=whole)
                 self._feed_relay(engine, places)
             elif self._gathers_in(packed=False):
                 self._steps.drain()
 
-        try:
-            self._in_step(begin)
-        finally:
-            self.pairs = None
+        self._in_step(begin)
         if engine is not None:
             self._during.enter_context(beating(engine.beat))
         return Answer(update=update)
+
+    def _take_pairs(self) -> list[tuple[str, torch.Tensor]]:
+        """Return this rank's tensors, shards ungathered, once all ranks have the same."""
+        given, self.pairs = self.pairs, None
+        taken: list[tuple[str, torch.Tensor]] = []
+        self._in_step(lambda: taken.extend(given or ()))
+        if not self._alone:
+            manifest = Manifest(tuple(spec_of(name, tensor) for name, tensor in taken))
+            compare(manifest, self._ranks, advice="every rank has to send() the same")
+        return taken
+
+    def _look(self, command: Look | Stay) -> Answer:
+        self._check_own()
+        if isinstance(command, Stay):
+            return Answer()
+        if self.pairs is not None:
+            self.pairs = None
+            raise ProtocolError(
+                "this rank sends tensors that rank 0 does not; every rank has to call send() as "
+                "often as rank 0"
+            )
+        return Answer(moved=self.engine is not None and self.engine.needs_init)
 
     def _feed_relay(self, engine: IpcTrainerEngine, places: list[int]) -> None:
         self._relaying = self.relay is not None and RELAY_PLACE in places

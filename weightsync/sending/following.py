@@ -18,7 +18,6 @@ class FollowedUpdate:
 
     def __init__(self, ensemble: Ensemble) -> None:
         self.last_report: SyncReport | None = None
-        self.version = 0
         self._ensemble = ensemble
         self._over = False
         self._follow()
@@ -36,6 +35,7 @@ class FollowedUpdate:
         """The block ended with an error here: no rank's update commits."""
         if self._over:
             return
+        self._ensemble.feeder.pairs = None
         self._ensemble.feeder.fault = error
         try:
             with suppress(WeightSyncError):
@@ -49,5 +49,4 @@ class FollowedUpdate:
         except BaseException:
             self._over = True
             raise
-        self.version = done.version
         self.last_report = done.report

@@ -19,7 +19,7 @@ from weightsync.errors import (
 from weightsync.report import ReceiverReport, SyncReport
 from weightsync.samehost.ring import PATIENCE
 from weightsync.sending.commands import Answer as RankAnswer
-from weightsync.sending.commands import Begin, End, Transfer
+from weightsync.sending.commands import Begin, End, Stay, Transfer
 from weightsync.sending.ensemble import Ensemble
 from weightsync.sending.fleet import Answer, Fleet, Member, failures, raise_first
 from weightsync.sending.roads import Roads
@@ -137,7 +137,7 @@ class Update:
         """Send these tensors to every receiver; returns when all have taken them."""
         self._ensemble.feeder.pairs = named_tensors
         self._transfer(pairs=True)
-        self._ensemble.done(0)
+        self._ensemble.done(self._ensemble.version)
 
     def prepare(self) -> None:
         """Have every receiver check that it has everything."""
@@ -235,7 +235,7 @@ class Update:
             self._ensemble.tell(Transfer(), check=lambda: self._raise_early(begun))
             self._seconds["transfer"] = time.perf_counter() - started
             while wait(begun, timeout=_LOOK_S).not_done:
-                self._raise_if_cancelled()
+                self._ensemble.tell(Stay())
         except BaseException:
             self._stop(begun)
             raise

@@ -7,7 +7,7 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
-from typing import NoReturn, Protocol, cast
+from typing import NoReturn, Protocol, TypeVar, cast
 
 import msgspec
 import torch
@@ -26,6 +26,8 @@ from weightsync.sending.checkin import CheckIn
 from weightsync.wire.problem import Problem, encode_problem, from_problem, to_problem
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 JOIN_TIMEOUT_S = 300.0
 NAMING_TIMEOUT_S = 3.0
@@ -81,6 +83,11 @@ class Ranks:
         self._check_in = check_in
         self._broken: str | None = None
 
+    @property
+    def broken(self) -> bool:
+        """Whether a rank was lost, so that every further call raises."""
+        return self._broken is not None
+
     def exchange(self, payload: bytes) -> list[bytes]:
         """Return every rank's payload, in rank order. Collective; payloads may differ in length."""
         self._meet("exchange")
@@ -102,24 +109,41 @@ class Ranks:
             self._run(lambda group: group.broadcast(buffer, 0))
         return _bytes_of(buffer)
 
-    def agree(self, error: BaseException | None = None) -> None:
+    def agree(
+        self, error: BaseException | None = None, *, look: Callable[[], None] | None = None
+    ) -> None:
         """Raise on every rank if any rank brings an error: the same class, naming the rank.
 
         One small word where all is well. Ranks that are in another call raise too. A foreign
         exception becomes a RemoteError. Of several errors the one of the lowest rank is raised.
-        Collective.
+        `look` is called now and then during a long wait, and must not raise. Collective.
         """
-        self._meet("agree" if error is None else "failed agree", error)
+        self._meet("agree" if error is None else "failed agree", error, look)
+
+    def together(self, make: Callable[[], T]) -> T:
+        """Return what `make` makes on this rank; what it raises on one is raised on all."""
+        try:
+            made = make()
+        except BaseException as exc:
+            self.agree(exc)
+            raise
+        self.agree()
+        return made
 
     def close(self) -> None:
         """Leave the group; not collective, may be called twice."""
         self._group = None
 
-    def _meet(self, call: str, error: BaseException | None = None) -> None:
+    def _meet(
+        self,
+        call: str,
+        error: BaseException | None = None,
+        look: Callable[[], None] | None = None,
+    ) -> None:
         """Wait until every rank is here, in the same call; raise if any of them brings an error."""
         own = _CALLS.index(call)
         word = torch.tensor([1 << own * _FIELD_BITS], dtype=torch.int64)
-        self._run(lambda group: group.allreduce([word]))
+        self._run(lambda group: group.allreduce([word]), look)
         total = int(word.item())
         counts = [total >> i * _FIELD_BITS & _MASK for i in range(len(_CALLS))]
         if counts[_CALLS.index("failed agree")]:
@@ -166,13 +190,15 @@ class Ranks:
         pairs = zip(buffers, lengths, strict=True)
         return [_bytes_of(buffer[:length]) for buffer, length in pairs]
 
-    def _run(self, start: Callable[[_Gloo], dist.Work]) -> None:
+    def _run(
+        self, start: Callable[[_Gloo], dist.Work], look: Callable[[], None] | None = None
+    ) -> None:
         if self._broken is not None:
             raise TransferError(f"{self._broken}; connect again")
         if self._group is None:
             raise ConfigError("the group of the trainer's ranks is closed")
         began = time.monotonic()
-        failure = _outcome(start(self._group))
+        failure = _outcome(start(self._group), look)
         if failure is not None:
             self._lose(failure, time.monotonic() - began)
 
@@ -201,6 +227,7 @@ class Alone(Ranks):
         self.names = (0,)
         self.timeout_s = 0.0
         self.store = None
+        self._broken = None
 
     def exchange(self, payload: bytes) -> list[bytes]:
         """Return the own payload."""
@@ -212,7 +239,9 @@ class Alone(Ranks):
             raise ConfigError("rank 0 has to give the payload that it broadcasts")
         return payload
 
-    def agree(self, error: BaseException | None = None) -> None:
+    def agree(
+        self, error: BaseException | None = None, *, look: Callable[[], None] | None = None
+    ) -> None:
         """Raise `error` as it is."""
         if error is not None:
             raise error
@@ -307,7 +336,7 @@ def _make_group(check_in: CheckIn, rank: int, names: Sequence[int], timeout_s: f
         raise TransferError(f"the trainer's ranks could not connect: {gone} stayed away") from exc
 
 
-def _outcome(work: dist.Work) -> RuntimeError | None:
+def _outcome(work: dist.Work, look: Callable[[], None] | None = None) -> RuntimeError | None:
     """Wait for a collective in slices, so that Ctrl-C is heard; return how it failed.
 
     Without a traceback, whose frames would keep the group's sockets open, and the others waiting.
@@ -319,6 +348,8 @@ def _outcome(work: dist.Work) -> RuntimeError | None:
         except RuntimeError as exc:
             if completed:
                 return exc.with_traceback(None)
+            if look is not None:
+                look()
         else:
             return None
 

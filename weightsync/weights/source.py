@@ -146,9 +146,18 @@ class IterableSource:
         return self._manifest
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield a fresh iteration."""
+        """Yield a fresh iteration, shards gathered."""
+        for name, tensor in self.shards():
+            yield name, self.gather(tensor)
+
+    def shards(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield a fresh iteration as it is; `gather` makes its shards whole."""
         for name, tensor in self._factory():
-            yield self._rename(name), gather(tensor, self._dtype)
+            yield self._rename(name), tensor
+
+    def gather(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return the full tensor of a shard, cast; others as they are. Collective over its mesh."""
+        return gather(tensor, self._dtype)
 
     def stable_tensors(self) -> list[torch.Tensor] | None:
         """None: the tensors may be new ones every time."""
