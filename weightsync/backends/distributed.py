@@ -6,7 +6,6 @@ one at place 0, the others as readers of an ordinary ring.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
@@ -14,13 +13,11 @@ import torch
 
 from weightsync.backends.base import Received, Reception, WeightTransferEngine
 from weightsync.backends.chain_link import Intake, Link
+from weightsync.backends.exported import Probe, Ring
 from weightsync.backends.ipc import IpcWeightTransferEngine
-from weightsync.backends.ipc_sender import Ring, keyed_handle
 from weightsync.backends.private_group import Lifeline, Meeting, PrivateGroup
 from weightsync.errors import ProtocolError, WeightSyncError
-from weightsync.samehost.probe import PROBE_NBYTES, probe_digest
 from weightsync.samehost.ring import Control
-from weightsync.samehost.segment import Segment
 from weightsync.specs import Manifest
 from weightsync.weights.buckets import Plan
 from weightsync.wire.codec import manifest_from_wire
@@ -30,7 +27,6 @@ from weightsync.wire.offers import (
     HostRing,
     Init,
     IpcInit,
-    ProbeInfo,
     RingInfo,
     SegmentHandle,
 )
@@ -144,16 +140,12 @@ class DistributedWeightTransferEngine(WeightTransferEngine):
         self._closers.append(control.close)
         ring = Ring(init.num_slots, init.slot_nbytes, torch.device("cpu"))
         self._closers.append(ring.close)
-        content = os.urandom(PROBE_NBYTES)
-        probe = Segment.create(PROBE_NBYTES)
+        probe = Probe()
         self._closers.append(probe.close)
-        probe.buffer[:] = content
         self._ring = HostRing(
             control=SegmentHandle(name=control.segment.name, nbytes=control.segment.nbytes),
             data=ring.handle(),
-            probe=ProbeInfo(
-                handle=keyed_handle(probe), nbytes=PROBE_NBYTES, digest=probe_digest(content)
-            ),
+            probe=probe.info(),
         )
         self._control = control
         self._inner.init_transfer_engine(place_on(self._ring, init, MEMBER_PLACE))

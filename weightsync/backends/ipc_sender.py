@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import secrets
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -11,13 +10,10 @@ from typing import Literal, Protocol, TypeVar
 import torch
 
 from weightsync.backends.base import Check, TrainerWeightTransferEngine
+from weightsync.backends.exported import PackedStream, Probe, Ring, keyed_handle
 from weightsync.errors import ConfigError
-from weightsync.samehost import cuda_handle
-from weightsync.samehost.device_keys import host_key
 from weightsync.samehost.device_stream import DeviceStream
-from weightsync.samehost.probe import PROBE_NBYTES, probe_digest
 from weightsync.samehost.ring import NETWORK, Control, RingWriter
-from weightsync.samehost.segment import Segment
 from weightsync.samehost.shared_stream import SharedStream
 from weightsync.specs import Manifest
 from weightsync.weights.buckets import RUN_NBYTES, Plan, runs_per_chunk
@@ -30,7 +26,6 @@ from weightsync.wire.codec import manifest_to_wire
 from weightsync.wire.messages import PROTOCOL, RegisteredUpdate
 from weightsync.wire.offers import (
     IpcInit,
-    KeyedHandle,
     ManifestMessage,
     ProbeInfo,
     RingInfo,
@@ -59,56 +54,6 @@ class IpcOptions:
     adopt: bool = True
     timeout_s: float = 300.0
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
-
-
-class Ring:
-    """The buckets: a segment on the host, or device memory; `tensors` are `uint8[slot_nbytes]`."""
-
-    def __init__(self, slots: int, slot_nbytes: int, device: torch.device) -> None:
-        self.nbytes = slots * slot_nbytes
-        self._segment = Segment.create(self.nbytes) if device.type == "cpu" else None
-        buffer = (
-            self._segment.tensor()
-            if self._segment
-            else torch.zeros(self.nbytes, dtype=torch.uint8, device=device)
-        )
-        self._buffer: torch.Tensor | None = buffer
-        self.slot_nbytes = slot_nbytes
-        self.tensors = [buffer[i * slot_nbytes : (i + 1) * slot_nbytes] for i in range(slots)]
-
-    def handle(self) -> KeyedHandle:
-        """Export the buckets, once per reader."""
-        return keyed_handle(self._segment, self._buffer)
-
-    def close(self) -> None:
-        """Free the buckets."""
-        self.tensors = []
-        self._buffer = None
-        if self._segment:
-            self._segment.close()
-
-
-def keyed_handle(segment: Segment | None, memory: torch.Tensor | None = None) -> KeyedHandle:
-    """Return the handle of a segment, or of GPU memory, by who can open it."""
-    if segment is not None:
-        return {host_key(): SegmentHandle(name=segment.name, nbytes=segment.nbytes)}
-    if memory is None:
-        raise ConfigError("there is no memory to make a handle of")
-    exported = cuda_handle.export(memory)
-    return {exported.device: exported}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PackedStream:
-    """An update on its way through the ring, for a reader in the sender's own process."""
-
-    control: Control
-    slots: list[torch.Tensor]
-    plan: Plan
-    epoch: int
-    base: int
-    verify: bool
-    timeout_s: float
 
 
 class _Closable(Protocol):
@@ -140,7 +85,6 @@ class IpcTrainerEngine(TrainerWeightTransferEngine):
         self._bucket_nbytes = bucket
         self._whole = Plan(self.manifest, run_nbytes=self._run_nbytes)
         entries = max(slots * runs_per_chunk(bucket, self._run_nbytes), len(self._whole.runs), 1)
-        self._probe = os.urandom(PROBE_NBYTES)
         self._closers: list[Callable[[], None]] = []
         try:
             self._control = self._keep(
@@ -148,7 +92,7 @@ class IpcTrainerEngine(TrainerWeightTransferEngine):
             )
             device = options.device if ring_on_gpu else torch.device("cpu")
             self._ring = self._keep(Ring(slots, bucket, device))
-            self._probe_memory = self._keep(_Probe(self._probe, options))
+            self._probe_memory = self._keep(Probe(options.device if on_gpu else None))
             self._memory = None if packed else self._keep(self._register(stable))
         except BaseException:
             self.close()
@@ -175,11 +119,7 @@ class IpcTrainerEngine(TrainerWeightTransferEngine):
 
     def probe_info(self) -> ProbeInfo:
         """Return the probe alone, exported once per call."""
-        return ProbeInfo(
-            handle=self._probe_memory.handle(),
-            nbytes=PROBE_NBYTES,
-            digest=probe_digest(self._probe),
-        )
+        return self._probe_memory.info()
 
     def init_info(self, reader: int, *, fleet_version: int | None = None) -> IpcInit:
         """Return what receiver place `reader` needs; GPU memory is exported once per call."""
@@ -400,30 +340,6 @@ class IpcTrainerEngine(TrainerWeightTransferEngine):
             self._table.append(hasher())
         self._control.write_fingerprints(0, self._table)
         self._control.table_ready += len(self._table)
-
-
-class _Probe:
-    """Known bytes in the kind of memory that a road uses."""
-
-    def __init__(self, content: bytes, options: IpcOptions) -> None:
-        self._segment: Segment | None = None
-        self._tensor: torch.Tensor | None = None
-        if options.road == "cuda_ipc":
-            self._tensor = torch.frombuffer(bytearray(content), dtype=torch.uint8).to(
-                options.device
-            )
-            torch.cuda.synchronize(options.device)
-        else:
-            self._segment = Segment.create(len(content))
-            self._segment.buffer[:] = content
-
-    def handle(self) -> KeyedHandle:
-        return keyed_handle(self._segment, self._tensor)
-
-    def close(self) -> None:
-        self._tensor = None
-        if self._segment:
-            self._segment.close()
 
 
 def _ring_size(options: IpcOptions, *, on_gpu: bool) -> tuple[int, int]:

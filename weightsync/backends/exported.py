@@ -1,0 +1,94 @@
+"""Memory that a process makes for others to read: a ring's buckets, a probe, their handles."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+import torch
+
+from weightsync.errors import ConfigError
+from weightsync.samehost import cuda_handle
+from weightsync.samehost.device_keys import host_key
+from weightsync.samehost.probe import PROBE_NBYTES, probe_digest
+from weightsync.samehost.ring import Control
+from weightsync.samehost.segment import Segment
+from weightsync.weights.buckets import Plan
+from weightsync.wire.offers import KeyedHandle, ProbeInfo, SegmentHandle
+
+
+class Ring:
+    """The buckets: a segment on the host, or device memory; `tensors` are `uint8[slot_nbytes]`."""
+
+    def __init__(self, slots: int, slot_nbytes: int, device: torch.device) -> None:
+        self.nbytes = slots * slot_nbytes
+        self._segment = Segment.create(self.nbytes) if device.type == "cpu" else None
+        buffer = (
+            self._segment.tensor()
+            if self._segment
+            else torch.zeros(self.nbytes, dtype=torch.uint8, device=device)
+        )
+        self._buffer: torch.Tensor | None = buffer
+        self.slot_nbytes = slot_nbytes
+        self.tensors = [buffer[i * slot_nbytes : (i + 1) * slot_nbytes] for i in range(slots)]
+
+    def handle(self) -> KeyedHandle:
+        """Export the buckets, once per reader."""
+        return keyed_handle(self._segment, self._buffer)
+
+    def close(self) -> None:
+        """Free the buckets."""
+        self.tensors = []
+        self._buffer = None
+        if self._segment:
+            self._segment.close()
+
+
+def keyed_handle(segment: Segment | None, memory: torch.Tensor | None = None) -> KeyedHandle:
+    """Return the handle of a segment, or of GPU memory, by who can open it."""
+    if segment is not None:
+        return {host_key(): SegmentHandle(name=segment.name, nbytes=segment.nbytes)}
+    if memory is None:
+        raise ConfigError("there is no memory to make a handle of")
+    exported = cuda_handle.export(memory)
+    return {exported.device: exported}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PackedStream:
+    """An update on its way through the ring, for a reader in the sender's own process."""
+
+    control: Control
+    slots: list[torch.Tensor]
+    plan: Plan
+    epoch: int
+    base: int
+    verify: bool
+    timeout_s: float
+
+
+class Probe:
+    """Known bytes in the kind of memory that a road uses: on the host, or on the GPU `device`."""
+
+    def __init__(self, device: torch.device | None = None) -> None:
+        content = os.urandom(PROBE_NBYTES)
+        self._digest = probe_digest(content)
+        self._segment: Segment | None = None
+        self._tensor: torch.Tensor | None = None
+        if device is not None:
+            self._tensor = torch.frombuffer(bytearray(content), dtype=torch.uint8).to(device)
+            torch.cuda.synchronize(device)
+        else:
+            self._segment = Segment.create(PROBE_NBYTES)
+            self._segment.buffer[:] = content
+
+    def info(self) -> ProbeInfo:
+        """Return what a reader needs to check it; GPU memory is exported once per call."""
+        handle = keyed_handle(self._segment, self._tensor)
+        return ProbeInfo(handle=handle, nbytes=PROBE_NBYTES, digest=self._digest)
+
+    def close(self) -> None:
+        """Free it."""
+        self._tensor = None
+        if self._segment:
+            self._segment.close()
