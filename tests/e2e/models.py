@@ -63,11 +63,19 @@ def _tied() -> nn.Module:
     return model
 
 
+def _decoder() -> nn.Module:
+    from tests.weights.trainer_models import plain
+
+    return plain()
+
+
 MODELS: Mapping[str, Callable[[], nn.Module]] = {
     "everything": Everything,
     "plain": Plain,
     "bfloat16": lambda: Plain(dtype=torch.bfloat16),
     "tied": _tied,
+    "decoder": _decoder,
+    "decoder-bfloat16": lambda: _decoder().bfloat16(),
     "untied": lambda: nn.ModuleDict(
         {"embedding": nn.Embedding(64, 24), "head": nn.Linear(24, 64, bias=False)}
     ),

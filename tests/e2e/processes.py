@@ -81,6 +81,10 @@ class Remote:
         """Be inside for a step; the version. Raises what `reading` raises."""
         return int(self._host.ask(self.name, "reading", timeout_s))
 
+    def hinder(self, *, delay_s: float = 0.0, failing_calls: int = 0) -> None:
+        """Have every call of its hook sleep from now on, and the next ones raise in the middle."""
+        self._host.ask(self.name, "hinder", [delay_s, failing_calls])
+
     def status(self) -> dict[str, Any]:
         return dict(self._host.ask(self.name, "status"))
 
@@ -213,15 +217,23 @@ class _Held:
         self.model = models.make(place.model)
         self.got: dict[str, torch.Tensor] = {}
         self._place = place
+        self._hindered: tuple[float, int] = (place.delay_s, 0)
         sink: Any = ws.ModuleSink(self.model, cast=True) if place.cast else self.model
         self.receiver = ws.WeightReceiver(
             self._load if place.sink == "hook" else sink, apply=place.apply, lease_s=place.lease_s
         )
 
     def _load(self, pairs: Any) -> None:
+        delay_s, failing_calls = self._hindered
         for name, tensor in pairs:
             self.got[name] = tensor.clone()
-        time.sleep(self._place.delay_s)
+            if failing_calls:
+                self._hindered = (delay_s, failing_calls - 1)
+                raise ValueError(f"no room for {name}")
+        time.sleep(delay_s)
+
+    def hinder(self, how: tuple[float, int]) -> None:
+        self._hindered = how
 
     def digests(self, _: object) -> dict[str, str]:
         hooked = self._place.sink == "hook"
