@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import FrozenInstanceError, fields
+from dataclasses import FrozenInstanceError, fields, replace
 
 import pytest
 
@@ -56,6 +56,12 @@ def test_reads_as_one_line() -> None:
     for part in ("version 7", "2000.0 MB in 3 tensors", "unpacked, staged", "verified: held"):
         assert part in text
     assert "4.00 GB/s, stall 2.00 ms; transfer 300.0 ms, total 500.0 ms" in text
+
+
+def test_says_who_was_dropped_and_that_it_rolled_forward() -> None:
+    assert "rolled forward" not in str(report())
+    text = str(replace(report(), rule="roll-forward", dropped={"http://b": "no answer"}))
+    assert text.endswith("; rolled forward; dropped http://b: no answer")
 
 
 def test_cannot_be_changed_afterwards() -> None:

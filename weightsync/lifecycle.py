@@ -71,17 +71,13 @@ class UpdateLifecycle:
         return not self.torn_by and not self.touched and not self.awaited
 
     def join(self, fleet_version: int) -> None:
-        """READY becomes JOINING where the fleet holds a newer version."""
+        """READY becomes JOINING where the fleet holds a newer version, and READY where not (0)."""
         self.awaited = fleet_version if fleet_version > self.version else 0
         if self.state in (State.READY, State.JOINING):
             self._settle(State.READY)
 
-    def leave(self) -> None:
-        """There is no fleet any more: JOINING becomes READY with what is held."""
-        self.join(0)
-
     def start(self, terms: Terms) -> None:
-        """READY, JOINING or TORN becomes UPDATING. The same update may start twice; another is refused."""
+        """READY, JOINING or TORN becomes UPDATING. The same update may start again; no other."""
         if self.terms is not None:
             if self.terms.update_id == terms.update_id and self.state is State.UPDATING:
                 return
@@ -107,7 +103,8 @@ class UpdateLifecycle:
         terms = self._expect(update_id, State.PREPARED, step="finish")
         self.version = self.next_version
         self.label = terms.label
-        self.awaited = 0
+        if not terms.partial:
+            self.awaited = 0
         self.last_finished = update_id
         self._settle(State.READY)
 
@@ -143,6 +140,12 @@ class UpdateLifecycle:
                     f"the receiver is TORN by update {self.torn_by}; only a full update heals it",
                     state=self.state,
                     update_id=self.torn_by,
+                )
+            if self.awaited:
+                raise UpdateConflictError(
+                    f"the receiver is JOINING: it holds version {self.version}, its fleet "
+                    f"{self.awaited}; only a full update brings it up to date",
+                    state=self.state,
                 )
             if terms.base_version is not None and terms.base_version != self.version:
                 raise StaleVersionError(

@@ -188,6 +188,7 @@ class WeightReceiver:
             busy=updates.busy,
             orphaned=updates.orphaned,
             paused=self.paused,
+            detail=updates.readiness.reason(),
             device_keys=updates.peers.keys,
             ledger=self.ledger(),
         )

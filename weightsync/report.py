@@ -26,8 +26,8 @@ class SyncReport:
 
     `nbytes` are bytes of weights; `seconds` has a value per phase and `total`; `stall_s` is the
     longest time any receiver held generation up; `road` is `cuda_ipc`, `shared_memory` or
-    `distributed`, joined by `+` where receivers differ; `verified` is `none`, `arrived` or `held`, the weakest of all receivers;
-    `apply` is `staged` or `in_place`; `control_nbytes` and `control_messages` count what the
+    `distributed`, joined by `+` where receivers differ; `verified` is `none`, `arrived` or `held`,
+    the weakest of all receivers; `apply` is `staged` or `in_place`; `control_nbytes` and `control_messages` count what the
     control plane sent to all receivers; `peak_extra_nbytes` is what the sender held beyond the
     model, `written_nbytes` what it wrote into buckets, once however many receivers read them;
     `skipped_roads` says for each faster road why it was not taken. `connect_seconds` is what
@@ -72,4 +72,11 @@ class SyncReport:
             f"version {self.version}: {self.nbytes / 1e6:.1f} MB in {self.tensors} tensors by "
             f"{self.road} ({'packed' if self.packed else 'unpacked'}, {self.apply}, verified: "
             f"{self.verified}), {self.gbps:.2f} GB/s, stall {self.stall_s * 1e3:.2f} ms; {phases}"
+            f"{self._exceptions}"
         )
+
+    @property
+    def _exceptions(self) -> str:
+        rolled = "; rolled forward" if self.rule == "roll-forward" else ""
+        dropped = "".join(f"; dropped {target}: {why}" for target, why in self.dropped.items())
+        return rolled + dropped

@@ -49,10 +49,9 @@ class Peers:
         """What a sender's engine made for the other workers of this host."""
         return self.get(sender).host_ring()
 
-    @property
-    def connected(self) -> bool:
-        """Whether any sender is known."""
-        return bool(self._engines)
+    def knows(self, sender: str) -> bool:
+        """Whether a sender is connected."""
+        return sender in self._engines
 
     def manifest(self, sender: str | None) -> Manifest | None:
         """What a sender said it sends."""

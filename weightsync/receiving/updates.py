@@ -9,12 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from weightsync.errors import (
-    NotReadyError,
-    ProtocolError,
-    StaleVersionError,
-    UpdateConflictError,
-)
+from weightsync.errors import ProtocolError, StaleVersionError, UpdateConflictError
 from weightsync.lifecycle import State, Terms, UpdateLifecycle
 from weightsync.receiving.gate import Gate
 from weightsync.receiving.incoming import Incoming
@@ -23,6 +18,7 @@ from weightsync.receiving.lease import Lease
 from weightsync.receiving.loading import Loader
 from weightsync.receiving.overtaken import Overtaken
 from weightsync.receiving.peers import Peers
+from weightsync.receiving.readiness import Readiness
 from weightsync.weights.sink import WeightSink
 from weightsync.wire.messages import StartTerms, StepReply, UpdateInfo
 from weightsync.wire.offers import Init
@@ -49,11 +45,12 @@ class Updates:
         self.peers = peers
         self.lifecycle = UpdateLifecycle()
         self.landings = Landings(sink, apply)
-        self.gate = Gate(self.refuse)
+        self._state = threading.RLock()
+        self.readiness = Readiness(self.lifecycle, peers, self._state, self.forget_dead)
+        self.gate = Gate(self.readiness.refuse)
         self.totals: Counter[str] = Counter()
         self.last_reply: StepReply | None = None
         self._incoming: Incoming | None = None
-        self._state = threading.RLock()
         self._work = threading.Lock()
         self._lease_s = lease_s
         self._overtaken = Overtaken(lease_s)
@@ -74,24 +71,6 @@ class Updates:
         incoming = self._incoming
         return incoming is not None and not self.peers.alive(incoming.sender)
 
-    def refuse(self) -> None:
-        """Raise NotReadyError when the weights in use are not one whole version."""
-        if self.lifecycle.awaited:
-            raise NotReadyError(
-                f"this receiver holds version {self.lifecycle.version} and joined a fleet that "
-                f"holds version {self.lifecycle.awaited}; its sender has to bring it up to date",
-                state=self.lifecycle.state.value,
-                update_id=self.lifecycle.update_id,
-            )
-        if not self.lifecycle.may_generate:
-            state, update_id = self.lifecycle.state.value, self.lifecycle.update_id
-            raise NotReadyError(
-                f"the weights are {state}: update {update_id} changed them and did not finish; "
-                "a full update heals this: call send_weights() again",
-                state=state,
-                update_id=update_id,
-            )
-
     def init(self, info: Init) -> None:
         """Open what a sender offers, check its names, and make room. Raises what does not fit."""
         with self._working("init"):
@@ -108,15 +87,14 @@ class Updates:
                 self.peers.close(info.sender)
                 raise
             if info.fleet_version is not None:
-                with self._state:
-                    self.lifecycle.join(info.fleet_version)
+                self.readiness.joined(info.sender, info.fleet_version)
 
     def forget_dead(self) -> None:
         """Let go of what dead senders had shared, unless a step is at work."""
         if self._work.acquire(blocking=False):
             try:
                 self.peers.forget_dead(keep=self._incoming.sender if self._incoming else None)
-                self._leave_fleet()
+                self.readiness.parted()
             finally:
                 self._work.release()
 
@@ -134,13 +112,7 @@ class Updates:
                 self.peers.close_all()
             else:
                 self.peers.close(sender)
-            self._leave_fleet()
-
-    def _leave_fleet(self) -> None:
-        """Without a sender there is no fleet whose version has to be waited for."""
-        if not self.peers.connected:
-            with self._state:
-                self.lifecycle.leave()
+            self.readiness.parted()
 
     @property
     def is_open(self) -> bool:
@@ -277,7 +249,10 @@ class Updates:
         lifecycle = self.lifecycle
         if incoming is None:
             return StepReply(
-                state=lifecycle.state.value, version=lifecycle.version, apply=self.landings.apply
+                state=lifecycle.state.value,
+                version=lifecycle.version,
+                update_id=lifecycle.torn_by or None,
+                apply=self.landings.apply,
             )
         return StepReply(
             state=lifecycle.state.value,

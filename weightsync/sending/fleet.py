@@ -8,14 +8,14 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import cast
 
-from weightsync.errors import WeightSyncError
+from weightsync.errors import RemoteError, WeightSyncError
 from weightsync.transports.base import Transport
 from weightsync.wire.messages import InitReply, Reply, Request, Status, StepReply
 
 logger = logging.getLogger(__name__)
 
-MAX_CALLS = 128
-"""Calls in flight at once: a load and an abort beside it for every reader place."""
+MAX_CALLS = 4096
+"""Calls in flight at once: a load and an abort beside it for every member. Threads start late."""
 
 
 @dataclass(slots=True, eq=False)
@@ -25,10 +25,12 @@ class Member:
     Rank `rank` of the trainer feeds it, on `road`; `skipped` says why not on a faster one. It reads
     at place `reader` of that rank's ring or, on the road `distributed`, of the ring of its own
     host, which the one of `group_rank` (1 or more) fills. `unfinished` and `unaborted` are updates
-    whose end it has not answered for: it is told again before the next one.
+    whose end it has not answered for: it is told again before the next one. `name` is where another
+    member's transport has the same target.
     """
 
     transport: Transport
+    name: str = ""
     rank: int = 0
     road: str = ""
     reader: int = 0
@@ -45,7 +47,7 @@ class Member:
     @property
     def target(self) -> str:
         """How messages name it."""
-        return self.transport.target
+        return self.name or self.transport.target
 
     @property
     def host(self) -> str:
@@ -83,14 +85,20 @@ class Fleet:
     """Members that are called at once. Safe to call from one thread; close it last."""
 
     def __init__(self, transports: Sequence[Transport]) -> None:
-        self.members = [Member(transport) for transport in transports]
+        self.members: list[Member] = []
+        for transport in transports:
+            self.add(transport)
         self._pool = ThreadPoolExecutor(max_workers=MAX_CALLS)
         self._gone_nbytes = 0
         self._gone_messages = 0
 
     def add(self, transport: Transport) -> Member:
-        """Take one more member in."""
+        """Take one more member in. A second one of the same name is called name#2."""
         member = Member(transport)
+        names = {other.target for other in self.members}
+        if member.target in names:
+            numbered = (f"{transport.target}#{n}" for n in range(2, len(names) + 3))
+            member.name = next(name for name in numbered if name not in names)
         self.members.append(member)
         return member
 
@@ -151,10 +159,18 @@ def _ask(
         message = request(member) if callable(request) else request
         return Answer(member, reply=member.transport.call(message, timeout_s=timeout_s))
     except WeightSyncError as exc:
-        return Answer(member, error=_named(exc, member.target))
+        return Answer(member, error=named(exc, member.target))
+    except Exception as exc:  # noqa: BLE001  # a transport of the user's, which may raise anything
+        foreign = RemoteError(
+            f"{member.target}: its transport raised {type(exc).__name__}: {exc}",
+            remote_type=type(exc).__name__,
+            remote_message=str(exc),
+        )
+        foreign.__cause__ = exc
+        return Answer(member, error=foreign)
 
 
-def _named(error: WeightSyncError, target: str) -> WeightSyncError:
+def named(error: WeightSyncError, target: str) -> WeightSyncError:
     """Have the error say which receiver it is about."""
     if target not in str(error):
         error.args = (f"{target}: {error}", *error.args[1:])

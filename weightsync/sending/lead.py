@@ -4,40 +4,26 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Literal
 
 from weightsync.backends.ipc_sender import IpcOptions
-from weightsync.errors import (
-    ConfigError,
-    ProtocolError,
-    StaleVersionError,
-    TransferError,
-    UnknownSenderError,
-    WeightSyncError,
-)
+from weightsync.errors import ConfigError, StaleVersionError, TransferError, WeightSyncError
 from weightsync.report import SyncReport
 from weightsync.sending.commands import Look
 from weightsync.sending.ensemble import Ensemble
-from weightsync.sending.fleet import Fleet, Member, failures, raise_first
+from weightsync.sending.fleet import Fleet, Member
+from weightsync.sending.membership import Membership, names
 from weightsync.sending.outgoing import Update
-from weightsync.sending.roads import Roads, meet_fleet
-from weightsync.sending.takeover import end_orphans
+from weightsync.sending.roads import Roads
 from weightsync.transports.base import Transport
-from weightsync.wire.messages import (
-    AbortRequest,
-    FinishRequest,
-    Request,
-    StartTerms,
-    Status,
-    StatusRequest,
-)
+from weightsync.wire.messages import StartTerms, StepReply
 
 logger = logging.getLogger(__name__)
 
 OnFailure = Literal["abort", "drop"]
-_STATUS_TIMEOUT_S = 10.0
+_GOODBYE_S = 10.0
 
 
 class Lead:
@@ -57,119 +43,103 @@ class Lead:
     ) -> None:
         self.fleet = fleet
         self.roads = Roads(ensemble, fleet, options, backend=backend)
-        self.version = 0
         self.verify = True
         self._ensemble = ensemble
         self._timeout_s = options.timeout_s
         self._drops = on_failure == "drop"
-        self._connected = False
-        self._fresh = False
-        self._dropped: dict[str, str] = {}
-        self._sent_digests: list[str | None] = []
+        self._membership = Membership(
+            ensemble, fleet, self.roads, timeout_s=options.timeout_s, drops=self._drops
+        )
+        self._sent = _Sent()
+
+    @property
+    def version(self) -> int:
+        """The last version that receivers hold."""
+        return self._membership.version
 
     @property
     def connected(self) -> bool:
         """Whether every member has what it needs for an update."""
-        return self._connected
+        return self._membership.connected
 
     def connect(self) -> None:
         """Take a road to everyone, and take over what a dead sender left."""
-        answers = meet_fleet(self.fleet, self._timeout_s)
-        self._learn([answer.status.version for answer in answers])
-        self.roads.seconds.clear()
-        self.roads.take(self.version)
-        self._connected = self._fresh = True
-        try:
-            self._learn(end_orphans(self.fleet, answers, self._timeout_s))
-        except BaseException:
-            self.disconnect()
-            raise
+        self._membership.connect()
 
     def disconnect(self) -> None:
         """Unregister all memory; the next send connects."""
-        if self._connected:
-            self._connected = False
-            self.roads.withdraw()
+        self._membership.disconnect()
 
     def send(self, version: int | None, label: str | None, *, rewind: bool) -> SyncReport:
         """Bring every receiver to the source's current weights."""
-        self._ready()
-        asked = version
-        tried = False
-        while True:
-            version = self.version + 1 if asked is None else asked
-            terms = StartTerms(
-                version=version,
-                label=label,
-                rewind=rewind,
-                manifest_digest=self._ensemble.manifest.digest,
-            )
-            update = self._update(self.fleet.members)
-            try:
-                update.send_whole(terms)
-            except WeightSyncError as exc:
-                met = self._recover(exc)
-                follows = asked is None and isinstance(exc, StaleVersionError)
-                stopped = self._ensemble.feeder.stop.is_set()
-                if not (tried or stopped) and (met or follows):
-                    tried = True
-                    continue
-                if stopped:
-                    raise
-                update = self._go_on_without(update, terms, exc)
-            return self._close_round(update, terms, label)
+        self._membership.ready()
+        update, terms = self._reach_most(version, label, rewind=rewind)
+        sent = terms.version or 0
+        self._membership.version = sent
+        self._sent = _Sent(sent, label, self.roads.layout, update.table_digests)
+        self._reach_rest(update, terms)
+        return self._report(update, sent, label)
 
     def resync(self, member: Member) -> SyncReport:
-        """Send the current version to one member that does not hold it.
+        """Send the current version to one member, and nothing to any other.
 
-        Raises TransferError when the source has changed since that version was sent.
+        Raises TransferError when the source has changed since that version was sent, ConfigError
+        when this sender has not sent that version as a whole.
         """
         if not self.version:
             raise ConfigError("no version was sent yet: send_weights() brings everyone up to date")
-        self._ready()
-        terms = StartTerms(
-            version=self.version, rewind=True, manifest_digest=self._ensemble.manifest.digest
-        )
+        if self._sent.version != self.version:
+            raise ConfigError(
+                f"this sender has not sent version {self.version} as a whole, so it cannot send "
+                "it again; send_weights() brings everyone up to date"
+            )
+        self._membership.ready([member])
+        terms = self._terms(self.version, self._sent.label, rewind=True)
         update = self._update([member])
-        update.send_whole(terms, before_finish=self._check_unchanged)
-        return self._report(update, self.version, None)
+        try:
+            update.send_whole(terms, before_finish=self._check_unchanged)
+        except WeightSyncError:
+            if not self._membership.meet_again(update.failed, [member]):
+                raise
+            update = self._update([member])
+            update.send_whole(terms, before_finish=self._check_unchanged)
+        return self._report(update, self.version, self._sent.label)
 
     def add(self, transport: Transport) -> SyncReport | None:
-        """Take a receiver in, and bring it up to date where a version was sent."""
-        self._ready()
-        member = self.fleet.add(transport)
+        """Take a receiver in, and bring it up to date where this sender has sent a version.
+
+        What fails leaves the fleet as it was.
+        """
+        member = self._membership.add(transport)
+        if member.version == self.version or self._sent.version != self.version:
+            return None
         try:
-            meet_fleet(self.fleet, self._timeout_s, newcomers=[member])
-            if not self.roads.extend(member, self.version):
-                self.disconnect()
-                self.connect()
+            return self.resync(member)
         except BaseException:
-            self.fleet.remove(member)
+            self._membership.let_go(member)
             raise
-        behind = self.version and member.version != self.version
-        return self.resync(member) if behind else None
 
     def remove(self, target: str) -> None:
         """Let a receiver go; it keeps what it holds."""
         member = self.member(target)
         if len(self.fleet.members) == 1:
             raise ConfigError(f"{target} is the last receiver; close() the sender instead")
-        self._let_go(member)
+        try:
+            self._membership.settle([member], timeout_s=min(self._timeout_s, _GOODBYE_S))
+        except WeightSyncError as exc:
+            logger.warning("%s leaves without an answer: %s", target, exc)
+        self._membership.let_go(member)
 
     def member(self, target: str) -> Member:
         """Return the member of that name. Raises ConfigError listing the fleet."""
-        for member in self.fleet.members:
-            if member.target == target:
-                return member
-        names = ", ".join(member.target for member in self.fleet.members)
-        raise ConfigError(f"no receiver {target} in the fleet: {names}")
+        return self._membership.find(target)
 
     @contextmanager
     def updating(
         self, version: int | None, label: str | None, *, rewind: bool, partial: bool
     ) -> Iterator[Update]:
         """An update whose tensors the caller sends: it commits, or is aborted on every receiver."""
-        self._ready()
+        self._membership.ready()
         version = self.version + 1 if version is None else version
         base = self.version if partial else None
         terms = StartTerms(
@@ -186,26 +156,107 @@ class Lead:
         except BaseException as exc:
             update.abort(f"the sender's block ended with {type(exc).__name__}")
             if isinstance(exc, WeightSyncError):
-                self._recover(exc)
+                self._membership.meet_again(update.failed)
+                self._drop_all(update.failed)
             raise
-        self.version = version
-        self._sent_digests = []
-        for member, error in list(update.failed.items()):
-            if not self._drops:
-                raise _left_behind(member, error, version) from error
-            self._drop(member, error)
+        self._membership.version = version
+        self._sent = _Sent()  # what the caller sent cannot be sent again
+        if update.failed and not self._drops:
+            raise _left_behind(update.failed, version) from next(iter(update.failed.values()))
+        self._drop_all(update.failed)
         update.last_report = self._report(update, version, label)
 
-    def _ready(self) -> None:
-        """Connect after `release`, or where registered memory moved; end what is still open."""
-        if self._connected and any(told.moved for told in self._ensemble.tell(Look())):
-            self.disconnect()
-        if not self._connected:
-            self.connect()
-        for member in list(self.fleet.members):
-            self._settle(member)
-        if self.roads.broken:
-            self._mend()
+    def _reach_most(
+        self, version: int | None, label: str | None, *, rewind: bool
+    ) -> tuple[Update, StartTerms]:
+        """Send until those who can go on hold the version; `failed` of the update are the others.
+
+        One that was met again gets another try with everyone, once. Without those who failed it
+        goes on where they are dropped, or where there is no way back: an update in place was cut.
+        """
+        without: dict[Member, WeightSyncError] = {}
+        tried = touched = False
+        while True:
+            terms = self._terms(
+                self.version + 1 if version is None else version, label, rewind=rewind
+            )
+            update = self._update([m for m in self.fleet.members if m not in without])
+            try:
+                update.send_whole(terms)
+            except WeightSyncError as exc:
+                touched = touched or update.touched
+                again = self._try_again(update, exc, follows=version is None)
+                if self._ensemble.feeder.stop.is_set():
+                    raise
+                if again and not tried:
+                    tried = True
+                    continue
+                without.update(update.failed)
+                if not self._may_go_on(update, without, touched=touched):
+                    raise
+                logger.warning("sending version %s without %s", terms.version, names(without))
+                self._membership.mend([m for m in self.fleet.members if m not in without])
+            else:
+                update.failed.update(without)
+                update.rule = "roll-forward" if touched else update.rule
+                return update, terms
+
+    def _try_again(self, update: Update, failure: WeightSyncError, *, follows: bool) -> bool:
+        """Whether a second try may go better: someone was met again, or holds a newer version."""
+        met = self._membership.meet_again(update.failed)
+        return met or (follows and isinstance(failure, StaleVersionError))
+
+    def _may_go_on(
+        self, update: Update, without: Mapping[Member, WeightSyncError], *, touched: bool
+    ) -> bool:
+        rest = [member for member in self.fleet.members if member not in without]
+        return bool(update.failed and rest and not update.finishing and (self._drops or touched))
+
+    def _reach_rest(self, update: Update, terms: StartTerms) -> None:
+        """The others hold the version: bring those who failed to it one by one, or drop them."""
+        left: dict[Member, WeightSyncError] = {}
+        for member, error in list(update.failed.items()):
+            try:
+                update.absorb(self._send_again(member, terms, error))
+                update.rule = "roll-forward"
+            except WeightSyncError as exc:
+                left[member] = exc
+        if left and not self._drops:
+            update.rule = "roll-forward"
+            raise _left_behind(left, self.version) from next(iter(left.values()))
+        self._drop_all(left)
+
+    def _send_again(
+        self, member: Member, terms: StartTerms, failure: WeightSyncError
+    ) -> Mapping[Member, StepReply]:
+        """Roll one receiver forward by itself: the others cannot go back.
+
+        Where members are dropped, only one that was restarted meanwhile is.
+        """
+        finished = self._membership.settle([member])
+        if finished:
+            return finished
+        met = self._membership.meet_again({member: failure}, [member])
+        if self._drops and not met:
+            raise failure
+        self._membership.mend(self.fleet.members)
+        again = self._update([member])
+        again.send_whole(terms)
+        return again.replies
+
+    def _drop_all(self, failed: Mapping[Member, WeightSyncError]) -> None:
+        """Where failed members are dropped: drop them, but never the last one."""
+        if self._drops and len(failed) < len(self.fleet.members):
+            for member, error in failed.items():
+                self._membership.drop(member, error)
+
+    def _terms(self, version: int, label: str | None, *, rewind: bool) -> StartTerms:
+        return StartTerms(
+            version=version,
+            label=label,
+            rewind=rewind,
+            manifest_digest=self._ensemble.manifest.digest,
+        )
 
     def _update(self, members: Sequence[Member]) -> Update:
         return Update(
@@ -218,138 +269,42 @@ class Lead:
             members=members,
         )
 
-    def _close_round(self, update: Update, terms: StartTerms, label: str | None) -> SyncReport:
-        """Those who could go on did; bring the others up to date, or let them go."""
-        version = terms.version or 0
-        self.version = version
-        self._sent_digests = update.table_digests
-        for member, error in list(update.failed.items()):
-            if self._drops:
-                self._drop(member, error)
-            else:
-                self._send_again(member, update, terms, error)
-        return self._report(update, version, label)
-
-    def _go_on_without(self, cut: Update, terms: StartTerms, failure: WeightSyncError) -> Update:
-        """Send to all but those who failed, where they are dropped or there is no way back."""
-        blamed = dict(cut.failed)
-        rest = [member for member in self.fleet.members if member not in blamed]
-        if not blamed or not rest or not (self._drops or cut.touched):
-            raise failure
-        if cut.finishing:
-            if not self._drops:
-                raise failure
-            return cut
-        logger.warning("sending version %s without %s", terms.version, _names(blamed))
-        if self.roads.broken:
-            raise_first(self.roads.mend(self.version, rest), "rendezvous")
-        update = self._update(rest)
-        update.rule = "roll-forward" if cut.touched else update.rule
-        update.send_whole(terms)
-        update.failed.update(blamed)
-        return update
-
-    def _send_again(
-        self, member: Member, update: Update, terms: StartTerms, failure: WeightSyncError
-    ) -> None:
-        """Roll one receiver forward by itself: the others cannot go back."""
-        update.rule = "roll-forward"
-        try:
-            self._recover(failure, [member])
-            if self.roads.broken:
-                raise_first(self.roads.mend(self.version), "rendezvous")
-            again = self._update([member])
-            again.send_whole(terms)
-        except WeightSyncError as exc:
-            raise _left_behind(member, exc, self.version) from failure
-        update.absorb(again)
-
-    def _drop(self, member: Member, reason: WeightSyncError) -> None:
-        logger.warning("%s is dropped from the fleet: %s", member.target, reason)
-        self._dropped[member.target] = str(reason)
-        self._let_go(member)
-
-    def _let_go(self, member: Member) -> None:
-        self.roads.withdraw([member])
-        self.roads.forget(member)
-        self.fleet.remove(member)
-
-    def _mend(self) -> None:
-        """Make the private group anew; who cannot join is dropped, or named."""
-        while True:
-            failed = failures(self.roads.mend(self.version))
-            if not failed:
-                return
-            if not self._drops or len(failed) == len(self.fleet.members):
-                raise_first(failed, "rendezvous")
-            for answer in failed:
-                self._drop(answer.member, answer.error or TransferError("it did not join"))
-
-    def _settle(self, member: Member) -> None:
-        """Tell a member again what it could not be told the last time."""
-        requests: list[Request] = []
-        if member.unfinished is not None:
-            requests.append(FinishRequest(update_id=member.unfinished))
-        if member.unaborted is not None:
-            requests.append(AbortRequest(update_id=member.unaborted, reason="as told before"))
-        for request in requests:
-            answer = self.fleet.ask(request, timeout_s=self._timeout_s, members=[member])[0]
-            if answer.error is not None and not isinstance(answer.error, ProtocolError):
-                if self._drops and len(self.fleet.members) > 1:
-                    self._drop(member, answer.error)
-                    return
-                raise answer.error
-            if answer.error is None:
-                self._learn([answer.step.version])
-        member.unfinished = member.unaborted = None
-
-    def _recover(self, failure: WeightSyncError, members: Sequence[Member] | None = None) -> bool:
-        """After a failed update: learn what receivers hold, connect those who do not know us.
-
-        Returns whether there were such.
-        """
-        timeout_s = min(self._timeout_s, _STATUS_TIMEOUT_S)
-        answers = self.fleet.ask(StatusRequest(), timeout_s=timeout_s, members=members)
-        known = [(a.member, a.reply) for a in answers if isinstance(a.reply, Status)]
-        self._learn([status.version for _, status in known])
-        unknown = isinstance(failure, UnknownSenderError)
-        strangers = [m for m, status in known if unknown or status.instance != m.instance]
-        if not strangers or not self._connected:
-            return False
-        logger.warning("connecting again: %s", _names(strangers))
-        self.roads.offer(strangers, self.version)
-        return True
-
-    def _learn(self, versions: Sequence[int]) -> None:
-        self.version = max([self.version, *versions])
-
     def _check_unchanged(self, update: Update) -> None:
         """What goes out again as a version must be what went out as that version before."""
-        before, now = self._sent_digests, update.table_digests
-        comparable = [
-            (a, b) for a, b in zip(before, now, strict=False) if a is not None and b is not None
-        ]
-        if any(a != b for a, b in comparable):
+        if self._sent.layout != self.roads.layout:
+            logger.warning("the roads have changed: whether the weights have cannot be seen")
+            return
+        pairs = zip(self._sent.digests, update.table_digests, strict=False)
+        if any(a != b for a, b in pairs if a is not None and b is not None):
             raise TransferError(
                 f"the weights have changed since version {self.version} was sent; "
                 "send_weights() brings everyone up to date"
             )
 
     def _report(self, update: Update, version: int, label: str | None) -> SyncReport:
-        connect_seconds = dict(self.roads.seconds) if self._fresh else {}
-        dropped, self._dropped, self._fresh = self._dropped, {}, False
+        membership = self._membership
+        connect_seconds = dict(self.roads.seconds) if membership.fresh else {}
+        dropped, membership.dropped, membership.fresh = membership.dropped, {}, False
         return dataclasses.replace(
             update.report(version, label), connect_seconds=connect_seconds, dropped=dropped
         )
 
 
-def _names(members: Iterable[Member]) -> str:
-    return ", ".join(member.target for member in members)
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Sent:
+    """What this sender last sent as a whole, so that it can be sent again."""
+
+    version: int = 0
+    label: str | None = None
+    layout: str = ""
+    digests: Sequence[str | None] = ()
 
 
-def _left_behind(member: Member, error: WeightSyncError, version: int) -> WeightSyncError:
-    """Return the error of one receiver, saying that the others went on."""
-    return type(error)(
-        f"{member.target} failed and is left behind, while the others hold version {version}: "
-        f"{error}; send_weights() tries it again, sender.remove() lets it go"
+def _left_behind(failed: Mapping[Member, WeightSyncError], version: int) -> WeightSyncError:
+    """Return the error of those who failed, saying that the others went on."""
+    first = next(iter(failed.values()))
+    reasons = "; ".join(str(error) for error in failed.values())
+    return type(first)(
+        f"{names(failed)} failed and is left behind, while the others hold version {version}: "
+        f"{reasons}; send_weights() tries again, sender.remove() lets a receiver go"
     )

@@ -5,13 +5,14 @@ from __future__ import annotations
 import logging
 import secrets
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, wait
 
 from msgspec.structs import replace
 
 from weightsync.errors import (
     TransferError,
+    TransferTimeout,
     TransportError,
     VerificationError,
     WeightSyncError,
@@ -21,7 +22,7 @@ from weightsync.samehost.ring import PATIENCE
 from weightsync.sending.commands import Answer as RankAnswer
 from weightsync.sending.commands import Begin, End, Stay, Transfer
 from weightsync.sending.ensemble import Ensemble
-from weightsync.sending.fleet import Answer, Fleet, Member, failures, raise_first
+from weightsync.sending.fleet import Answer, Fleet, Member, failures, named, raise_first
 from weightsync.sending.roads import Roads
 from weightsync.weights.source import NamedTensors
 from weightsync.wire.messages import (
@@ -48,8 +49,9 @@ class Update:
     """A transaction over members of the fleet. Made by the sender; `send` adds tensors to it.
 
     Only when every staged receiver is PREPARED does any finish. Receivers that load in place have
-    no version to return to: once one of them is PREPARED, all that are PREPARED finish, and
-    `failed` names those that are not.
+    no version to return to: once one of them is PREPARED, all that are PREPARED finish. `failed`
+    are those that did not, `touched` says that an abort left one of them TORN. With `drops`, one
+    that fails does not keep the others from finishing.
     """
 
     def __init__(
@@ -89,10 +91,15 @@ class Update:
         """Whether any receiver may have been told to finish: there is no abort any more."""
         return self._finishing
 
-    def absorb(self, other: Update) -> None:
-        """Take in what a second update of the same version did for members that failed here."""
-        self._replies.update(other._replies)
-        for member in other._replies:
+    @property
+    def replies(self) -> dict[Member, StepReply]:
+        """What those said who went along so far."""
+        return dict(self._replies)
+
+    def absorb(self, replies: Mapping[Member, StepReply]) -> None:
+        """Take in members that failed here and were brought to the same version afterwards."""
+        self._replies.update(replies)
+        for member in replies:
             self.failed.pop(member, None)
 
     @property
@@ -128,10 +135,10 @@ class Update:
             manifest_digest=terms.manifest_digest,
         )
         answers = self._ask(request)
-        if failures(answers):
-            self._note(answers)
+        self._note(answers)
+        if failures(answers) and not (self.drops and self._staying):
             self.abort("a receiver refused to start")
-        raise_first(answers, "start")
+            raise_first(answers, "start")
 
     def send(self, named_tensors: NamedTensors) -> None:
         """Send these tensors to every receiver; returns when all have taken them."""
@@ -141,17 +148,21 @@ class Update:
 
     def prepare(self) -> None:
         """Have every receiver check that it has everything."""
-        answers = self._ask(PrepareRequest(update_id=self.update_id))
+        answers = self._ask(PrepareRequest(update_id=self.update_id), self._staying)
         self._note(answers)
         self._raise_unless_all(answers, "prepare")
 
     def finish(self) -> None:
-        """Put the weights to use everywhere. A receiver out of reach is asked again next time."""
+        """Put the weights to use everywhere. A receiver out of reach is asked again next time.
+
+        Who fails now is left to the caller, since others have the new version: raises only when
+        nobody has.
+        """
         started = time.perf_counter()
         self._check_verified()
         self._finishing = True
         self._abort([member for member in self.members if member in self.failed], "it failed here")
-        staying = [member for member in self.members if member not in self.failed]
+        staying = self._staying
         for member in staying:
             member.unfinished = self.update_id
         answers = self._ask(self._finish_request, staying)
@@ -166,7 +177,8 @@ class Update:
                 answer.member.unfinished = None
         self._note(answers)
         self._seconds["finish"] = time.perf_counter() - started
-        raise_first(answers, "finish")
+        if not self._staying:
+            raise_first(answers, "finish")
 
     def abort(self, reason: str) -> None:
         """Have every receiver forget the update; not once any was told to finish it."""
@@ -178,7 +190,8 @@ class Update:
         request = AbortRequest(update_id=self.update_id, reason=reason)
         for answer in self._fleet.ask(request, timeout_s=timeout_s, members=members):
             if answer.error is None:
-                self.touched = self.touched or answer.step.state == "TORN"
+                torn = answer.step.state == "TORN" and answer.step.update_id == self.update_id
+                self.touched = self.touched or torn
                 continue
             logger.warning("abort at %s: %s", answer.member.target, answer.error)
             if isinstance(answer.error, TransportError):
@@ -213,6 +226,10 @@ class Update:
         )
 
     @property
+    def _staying(self) -> list[Member]:
+        return [member for member in self.members if member not in self.failed]
+
+    @property
     def _packed(self) -> bool:
         return any(told.update is not None and told.update.packed for told in self._begun)
 
@@ -221,7 +238,8 @@ class Update:
     ) -> None:
         """Send one message to each, and the bytes that belong to it while they read."""
         started = time.perf_counter()
-        places = self._roads.places(self.members)
+        members = self._staying
+        places = self._roads.places(members)
         self._begun = self._ensemble.tell(Begin(places=places, verify=self._verify, pairs=pairs))
 
         def request(member: Member) -> Request:
@@ -230,14 +248,14 @@ class Update:
                 update_id=self.update_id, start=terms, update_info=info, prepare=prepare
             )
 
-        begun = self._fleet.begin(request, timeout_s=self._patience, members=self.members)
+        begun = self._fleet.begin(request, timeout_s=self._patience, members=members)
         try:
             self._ensemble.tell(Transfer(), check=lambda: self._raise_early(begun))
             self._seconds["transfer"] = time.perf_counter() - started
             while wait(begun, timeout=_LOOK_S).not_done:
                 self._ensemble.tell(Stay())
-        except BaseException:
-            self._stop(begun)
+        except BaseException as exc:
+            self._stop(dict(zip(members, begun, strict=True)), exc)
             raise
         finally:
             self._told = self._ensemble.tell(End())
@@ -251,7 +269,7 @@ class Update:
         info = self._begun[member.rank].update
         if info is None:
             raise TransferError(f"rank {member.rank} began no update for {member.target}")
-        feeds = self._roads.feeds(member, self.members)
+        feeds = self._roads.feeds(member, self._staying)
         return info if feeds is None else replace(info, readers=feeds)
 
     def _ask(
@@ -271,17 +289,24 @@ class Update:
         """A call outlasts the receiver's own limits, so that its reason is what is seen."""
         return self._timeout_s * (PATIENCE + 1) + 10
 
-    def _stop(self, begun: list[Future[Answer]]) -> None:
+    def _stop(self, begun: Mapping[Member, Future[Answer]], why: BaseException) -> None:
         """The bytes stopped: tell the readers, and wait until none of them reads any more.
 
-        Only who failed before the stop is to blame for it.
+        Only who failed before the stop is to blame for it; where nobody had, who kept the sender
+        waiting.
         """
-        self._note([future.result() for future in begun if future.done()])
+        self._note([future.result() for future in begun.values() if future.done()])
+        if isinstance(why, TransferTimeout) and not self.failed:
+            late = self._roads.late(list(begun))
+            named(why, ", ".join(member.target for member in late))
+            self.failed.update(dict.fromkeys(late, why))
         self.abort("the sender stopped in the middle")
-        for future in begun:
+        for member, future in begun.items():
+            if self._packed and member.unaborted == self.update_id:
+                continue  # out of reach, and it reads buckets, not the source
             answer = future.result()
             if answer.error is not None:
-                logger.debug("after the stop: %s: %s", answer.member.target, answer.error)
+                logger.debug("after the stop: %s: %s", member.target, answer.error)
 
     def _raise_unless_all(self, answers: list[Answer], doing: str) -> None:
         """One refusal aborts all, unless a receiver in place has nothing to return to."""

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Literal, cast
 
-from weightsync.backends.ipc_sender import READER_PLACES, IpcOptions
+from weightsync.backends.ipc_sender import IpcOptions
 from weightsync.errors import (
     BackendUnavailableError,
     ConfigError,
@@ -23,7 +23,7 @@ from weightsync.sending.feeder import RELAY_PLACE
 from weightsync.sending.fleet import Answer, Fleet, Member, failures, raise_first
 from weightsync.sending.placement import Way, check_backend, settle, ways
 from weightsync.sending.rendezvous import Rendezvous
-from weightsync.wire.messages import PROTOCOL, InitRequest, Request, ShutdownRequest, StatusRequest
+from weightsync.wire.messages import PROTOCOL, InitRequest, Request, ShutdownRequest
 from weightsync.wire.offers import IpcInit, ProbeInfo
 
 logger = logging.getLogger(__name__)
@@ -55,6 +55,13 @@ class Roads:
         self._rendezvous = Rendezvous(ensemble.feeder, fleet, options)
         self._rings: dict[int, Literal["cuda_ipc", "shared_memory"]] = {}
         self._next_reader: dict[int, int] = {}
+        self._relayed = False
+        self._joined: set[Member] = set()
+
+    @property
+    def layout(self) -> str:
+        """Names how the stream is cut: the same weights have the same table in one layout alone."""
+        return f"packed={self.packed} relayed={self._relayed}"
 
     def take(self, fleet_version: int | None) -> None:
         """Connect every member by the fastest road that works for it.
@@ -97,7 +104,8 @@ class Roads:
         raise_first(answers, "init")
 
     def extend(self, member: Member, fleet_version: int | None) -> bool:
-        """Connect one member more; False when that takes other rings than there are."""
+        """Connect one member more, or again; False when that takes other rings than there are."""
+        member.skipped = {}
         for way in ways(member, self._ensemble.cards, self._backend):
             if not self._serves(way):
                 return False
@@ -111,10 +119,10 @@ class Roads:
                 return True
         raise _unavailable([member])
 
-    @property
-    def broken(self) -> bool:
-        """Whether the private group has to be made anew before the next update."""
-        return self._rendezvous.broken
+    def apart(self, members: Sequence[Member]) -> bool:
+        """Whether the private group has to be made anew before an update of these members."""
+        remote = {member for member in members if member.road == "distributed"}
+        return bool(remote) and (self._rendezvous.broken or not remote <= self._joined)
 
     def mend(
         self, fleet_version: int | None, members: Sequence[Member] | None = None
@@ -124,6 +132,7 @@ class Roads:
 
     def forget(self, member: Member) -> None:
         """A member left the fleet; without it the private group is another one."""
+        self._joined.discard(member)
         if member.road == "distributed":
             self._rendezvous.parted = True
 
@@ -144,6 +153,15 @@ class Roads:
             return None
         return [other.reader for other in members if other.group_rank == member.group_rank]
 
+    def late(self, members: Sequence[Member]) -> list[Member]:
+        """Return those of rank 0's readers in this process' ring that are behind all others."""
+        engine = self._ensemble.feeder.engine
+        own = [m for m in members if m.rank == 0 and m.road != "distributed"]
+        if engine is None or not self.packed or not own:
+            return []
+        released = {member: engine.stream.control.released(member.reader) for member in own}
+        return [member for member in own if released[member] == min(released.values())]
+
     def withdraw(self, members: Sequence[Member] | None = None) -> None:
         """Have members (None: all) close what they opened; with all of them, free everything.
 
@@ -161,6 +179,7 @@ class Roads:
             member.sender = ""
         if members is None:
             self._rings.clear()
+            self._joined.clear()
             self._ensemble.tell(Withdraw())
 
     def _try(self, chosen: dict[Member, Way], fleet_version: int | None) -> list[Answer]:
@@ -184,6 +203,7 @@ class Roads:
             ring = "cuda_ipc" if way.road == "cuda_ipc" else "shared_memory"
             self._rings[way.rank] = cast(Literal["cuda_ipc", "shared_memory"], ring)
         relayed = any(way.road == "distributed" for way in chosen.values())
+        self._relayed = relayed
         stable = self._ensemble.cards[0].stable
         wanted = self._options.packed
         self.packed = relayed or (
@@ -240,6 +260,7 @@ class Roads:
         engine = self._ensemble.feeder.engine
         chosen = self._fleet.members if among is None else among
         members = [member for member in chosen if member.road == "distributed"]
+        self._joined.clear()
         if not members:
             self._rendezvous.leave()
             return []
@@ -249,6 +270,8 @@ class Roads:
             if answer.error is None and engine is not None:
                 answer.member.met(answer.status)
                 answer.member.sender = engine.sender_id
+        if not failures(answers):
+            self._joined.update(members)
         return answers
 
     def _give_place(self, member: Member) -> None:
@@ -256,18 +279,19 @@ class Roads:
         place = self._next_reader.get(member.rank, 0)
         if place >= RELAY_PLACE:
             raise ConfigError(
-                f"one sender has {READER_PLACES - 1} reader places a ring, and all were given; "
-                "call release(), so that the next send makes new ones"
+                f"rank {member.rank} would feed more than the {RELAY_PLACE} receivers for which "
+                f"its ring has places; {member.target} is one too many"
             )
         self._next_reader[member.rank] = place + 1
         member.reader = place
         member.group_rank = 0
 
     def _serves(self, way: Way) -> bool:
+        """Whether there is a ring for it, with a place: new rings have all their places again."""
         ring = self._rings.get(way.rank)
         if way.road == "distributed":
             return self._ensemble.feeder.relay is not None and ring == "shared_memory"
-        return ring == way.road
+        return ring == way.road and self._next_reader.get(way.rank, 0) < RELAY_PLACE
 
     def _refuse_lost(self, wishes: dict[Member, list[Way]]) -> None:
         lost = [member for member, left in wishes.items() if not left]
@@ -284,17 +308,14 @@ class Roads:
             self.seconds[phase] = self.seconds.get(phase, 0.0) + took
 
 
-def meet_fleet(
-    fleet: Fleet, timeout_s: float, newcomers: Sequence[Member] | None = None
-) -> list[Answer]:
-    """Ask everyone, or newcomers, who they are; before anything is made for them.
+def check_fleet(fleet: Fleet, answers: Sequence[Answer]) -> None:
+    """Take note of who members are, before anything is made for them.
 
-    Raises what the first could not say, ConfigError when two targets are one receiver, and
-    ProtocolError for a receiver of another protocol.
+    Raises ConfigError when two targets are one receiver, and ProtocolError for a receiver of
+    another protocol.
     """
-    answers = fleet.ask(StatusRequest(), timeout_s=timeout_s, members=newcomers)
-    raise_first(answers, "status")
-    seen = {m.instance: m for m in fleet.members if newcomers and m not in newcomers}
+    asked = {answer.member for answer in answers}
+    seen = {member.instance: member for member in fleet.members if member not in asked}
     for answer in answers:
         answer.member.met(answer.status)
         if answer.status.protocol != PROTOCOL:
@@ -308,7 +329,6 @@ def meet_fleet(
                 f"{known.target} and {answer.member.target} are the same receiver (instance "
                 f"{answer.status.instance}); name every receiver once"
             )
-    return answers
 
 
 def _road_failures(answers: Sequence[Answer]) -> list[Answer]:

@@ -95,8 +95,8 @@ class _Readings:
         status = await self._status()
         if not status.may_generate:
             raise NotReadyError(
-                f"the weights are not whole: {status.state} at version {status.version}, update "
-                f"{status.update_id}; wait for it to finish, or send a full update",
+                f"{status.state} at version {status.version}, update {status.update_id}: "
+                f"{status.detail or 'the weights are not whole; wait, or send a full update'}",
                 state=status.state,
                 update_id=status.update_id or "",
             )

@@ -232,7 +232,7 @@ class Status(Message, frozen=True, kw_only=True):
     """The state of one receiver.
 
     `prepared_version` is the version that `finish` would commit; `orphaned` says that the sender
-    of the open update is dead.
+    of the open update is dead, `detail` why the receiver may not generate.
     """
 
     instance: str

@@ -1,0 +1,224 @@
+"""Who is in the fleet, and connected: taking in, meeting again, letting go."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Mapping, Sequence
+
+from weightsync.errors import (
+    ConfigError,
+    TransferError,
+    TransportError,
+    UnknownSenderError,
+    WeightSyncError,
+)
+from weightsync.sending.commands import Look
+from weightsync.sending.ensemble import Ensemble
+from weightsync.sending.fleet import Answer, Fleet, Member, failures, raise_first
+from weightsync.sending.roads import Roads, check_fleet
+from weightsync.sending.takeover import end_orphans
+from weightsync.transports.base import Transport
+from weightsync.wire.messages import AbortRequest, FinishRequest, Status, StatusRequest, StepReply
+
+logger = logging.getLogger(__name__)
+
+_STATUS_TIMEOUT_S = 10.0
+
+
+class Membership:
+    """The fleet of one sender, on rank 0.
+
+    `version` is the last version that receivers hold. With `drops`, a member that was connected
+    once and is out of reach is dropped instead of raised about, unless it is the last; `dropped`
+    says who and why, and is taken by the next report.
+    """
+
+    def __init__(
+        self, ensemble: Ensemble, fleet: Fleet, roads: Roads, *, timeout_s: float, drops: bool
+    ) -> None:
+        self.fleet = fleet
+        self.roads = roads
+        self.version = 0
+        self.connected = False
+        self.fresh = False
+        self.dropped: dict[str, str] = {}
+        self._drops = drops
+        self._ensemble = ensemble
+        self._timeout_s = timeout_s
+        self._met = False
+
+    def connect(self) -> None:
+        """Take a road to everyone, and end what a dead sender left open.
+
+        The first time everyone has to be there: a wrong address is no failure to go on without.
+        """
+        answers = self._greet(self.fleet.members, drops=self._drops and self._met)
+        check_fleet(self.fleet, answers)
+        self.learn(answer.status.version for answer in answers)
+        self.roads.seconds.clear()
+        self.roads.take(self.version)
+        self.connected = self.fresh = self._met = True
+        try:
+            self.learn(end_orphans(self.fleet, answers, self._timeout_s))
+        except BaseException:
+            self.disconnect()
+            raise
+
+    def disconnect(self) -> None:
+        """Unregister all memory; the next call that needs it connects."""
+        if self.connected:
+            self.connected = False
+            self.roads.withdraw()
+
+    def ready(self, members: Sequence[Member] | None = None) -> None:
+        """Have members (None: all) connected and free of updates that are over.
+
+        Connects after `release`, or where registered memory has moved.
+        """
+        if self.connected and any(told.moved for told in self._ensemble.tell(Look())):
+            self.disconnect()
+        if not self.connected:
+            self.connect()
+        self.settle(self.fleet.members if members is None else members, drops=self._drops)
+        self.mend(self.fleet.members if members is None else members)
+
+    def add(self, transport: Transport) -> Member:
+        """Take a receiver in and connect it. What fails leaves the fleet as it was."""
+        if any(member.transport is transport for member in self.fleet.members):
+            raise ConfigError(f"{transport.target} is in the fleet already")
+        self.ready()
+        member = self.fleet.add(transport)
+        try:
+            check_fleet(self.fleet, self._greet([member], drops=False))
+            if not self.roads.extend(member, self.version):
+                self.disconnect()
+                self.connect()
+        except BaseException:
+            self.let_go(member)
+            raise
+        return member
+
+    def find(self, target: str) -> Member:
+        """Return the member of that name. Raises ConfigError listing the fleet."""
+        for member in self.fleet.members:
+            if member.target == target:
+                return member
+        raise ConfigError(f"no receiver {target} in the fleet: {names(self.fleet.members)}")
+
+    def drop(self, member: Member, reason: WeightSyncError) -> None:
+        """Go on without a member that failed."""
+        logger.warning("%s is dropped from the fleet: %s", member.target, reason)
+        self.dropped[member.target] = str(reason)
+        self.let_go(member)
+
+    def let_go(self, member: Member) -> None:
+        """Have a member close what it opened, and forget it. It need not answer."""
+        self.roads.withdraw([member])
+        self.roads.forget(member)
+        self.fleet.remove(member)
+
+    def settle(
+        self, members: Sequence[Member], *, drops: bool = False, timeout_s: float | None = None
+    ) -> dict[Member, StepReply]:
+        """Tell members again what they could not be told the last time.
+
+        Returns what those said who had still to finish. Raises the error of one that is out of
+        reach; any other error means that the update is over there.
+        """
+        finished: dict[Member, StepReply] = {}
+        owing = [m for m in members if m.unfinished is not None]
+        answers = self.fleet.ask(
+            lambda m: FinishRequest(update_id=m.unfinished),
+            timeout_s=timeout_s or self._timeout_s,
+            members=owing,
+        )
+        self._refuse_unreachable(answers, "finish", drops=drops)
+        for answer in answers:
+            answer.member.unfinished = None
+            if answer.error is None:
+                finished[answer.member] = answer.step
+        owing = [m for m in members if m.unaborted is not None and m in self.fleet.members]
+        answers = self.fleet.ask(
+            lambda m: AbortRequest(update_id=m.unaborted, reason="as told before"),
+            timeout_s=timeout_s or self._timeout_s,
+            members=owing,
+        )
+        self._refuse_unreachable(answers, "abort", drops=drops)
+        for answer in answers:
+            answer.member.unaborted = None
+        self.learn(reply.version for reply in finished.values())
+        return finished
+
+    def mend(self, members: Sequence[Member]) -> None:
+        """Make the private group anew where one of the members is not in a whole one."""
+        while self.roads.apart([m for m in members if m in self.fleet.members]):
+            staying = [m for m in members if m in self.fleet.members]
+            failed = failures(self.roads.mend(self.version, staying))
+            if not failed:
+                return
+            if not self._drops or len(failed) == len(self.fleet.members):
+                raise_first(failed, "rendezvous")
+            for answer in failed:
+                self.drop(answer.member, answer.error or TransferError("it did not join"))
+
+    def meet_again(
+        self,
+        failed: Mapping[Member, WeightSyncError],
+        members: Sequence[Member] | None = None,
+    ) -> bool:
+        """After a failed update: learn what members hold, connect those who do not know us.
+
+        They are a new instance behind a known target, or have closed what was offered. Returns
+        whether there were such.
+        """
+        timeout_s = min(self._timeout_s, _STATUS_TIMEOUT_S)
+        answers = self.fleet.ask(StatusRequest(), timeout_s=timeout_s, members=members)
+        known = [answer for answer in answers if isinstance(answer.reply, Status)]
+        self.learn(answer.status.version for answer in known)
+        strangers = [
+            answer
+            for answer in known
+            if answer.status.instance != answer.member.instance
+            or isinstance(failed.get(answer.member), UnknownSenderError)
+        ]
+        if not strangers or not self.connected:
+            return False
+        logger.warning("connecting again: %s", names(a.member for a in strangers))
+        check_fleet(self.fleet, strangers)
+        self._offer([answer.member for answer in strangers])
+        return True
+
+    def learn(self, versions: Iterable[int]) -> None:
+        """Some receiver holds these versions."""
+        self.version = max([self.version, *versions])
+
+    def _greet(self, members: Sequence[Member], *, drops: bool) -> list[Answer]:
+        """Ask members who they are. Raises what the first could not say."""
+        answers = self.fleet.ask(StatusRequest(), timeout_s=self._timeout_s, members=list(members))
+        self._refuse_unreachable(answers, "status", drops=drops)
+        answers = [answer for answer in answers if answer.member in self.fleet.members]
+        raise_first(answers, "status")
+        return answers
+
+    def _refuse_unreachable(self, answers: Sequence[Answer], doing: str, *, drops: bool) -> None:
+        lost = [answer for answer in answers if isinstance(answer.error, TransportError)]
+        if not drops or len(lost) == len(self.fleet.members):
+            raise_first(lost, doing)
+        for answer in lost:
+            self.drop(answer.member, answer.error or TransferError(doing))
+
+    def _offer(self, members: Sequence[Member]) -> None:
+        """Connect members again, by the road that works for them now."""
+        remote = [member for member in members if member.road == "distributed"]
+        for member in members:
+            if member not in remote and not self.roads.extend(member, self.version):
+                self.disconnect()
+                self.connect()
+                return
+        if remote:
+            self.roads.offer(remote, self.version)
+
+
+def names(members: Iterable[Member]) -> str:
+    """Name members for a message."""
+    return ", ".join(member.target for member in members)
