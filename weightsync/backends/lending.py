@@ -52,6 +52,9 @@ class Lender:
             begin = piece.start - chunk.start
             flat = slot[begin : begin + piece.nbytes]
             if piece.nbytes < spec.nbytes:
+                if piece.begin == 0 and pairs:  # the tensor before it may lie in the assembly
+                    self._lend(pairs, upto=piece.index)
+                    pairs.clear()
                 whole = self._assemble(piece, flat)
                 if whole is None:
                     continue
