@@ -16,6 +16,8 @@ WeightSyncError
 |  +- HandleError
 |  +- SegmentError
 |  +- TransferTimeout
+|  +- TransferCancelled       the caller itself called the wait off
+|  +- PeerLostError           .ranks: a process at the other end died or left
 |  +- VerificationError       .names
 +- AuthError                  401 or 403
 +- RemoteError                the peer raised something foreign: .remote_type .remote_message
@@ -151,6 +153,18 @@ class SegmentError(TransferError):
 
 class TransferTimeout(TransferError):
     """The other side of a transfer made no progress in time."""
+
+
+class TransferCancelled(TransferError):
+    """The caller called its own wait off; nothing was moved by it."""
+
+
+class PeerLostError(TransferError):
+    """Processes at the other end died, or closed their end; `ranks` are theirs."""
+
+    def __init__(self, message: str, *, ranks: Sequence[int] = ()) -> None:
+        self.ranks = tuple(ranks)
+        super().__init__(message)
 
 
 class VerificationError(TransferError):
