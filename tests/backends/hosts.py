@@ -14,7 +14,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack, contextmanager, suppress
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
@@ -247,16 +247,19 @@ class Party:
             chain.check()
 
         feed = _Watched(RingFeed(self.engine, FEED_PLACE), on_chunk, on_data)
+        asked: list[Future[None]] = []
         with ThreadPoolExecutor(len(self.workers)) as pool, beating(self.engine.beat):
             for host in self.hosts:
                 for place, worker in enumerate(host):
                     if worker not in silent:
                         readers = list(range(len(host))) if place == 0 else None
-                        pool.submit(ask, worker, readers)
+                        asked.append(pool.submit(ask, worker, readers))
             try:
                 chain.start(feed)
                 self.engine.transfer(check)
                 chain.finish(check)
+                while wait(asked, timeout=0.02).not_done:
+                    check()
             except ws.WeightSyncError as exc:
                 with lock:
                     failed.append(exc)

@@ -1,8 +1,7 @@
 """A receiving host's place in the chain: chunks from the rank before, into the ring, to the next.
 
-The stream is always read to its end, so that the hosts behind do not wait for one that has given
-an update up: what it does not want goes through a scratch buffer. Only a connection that breaks,
-or stands still for too long, breaks the group.
+A host that has given an update up still reads the stream to its end, into a scratch buffer, so
+that those behind it need not wait. Only a connection that breaks or stands still ends the group.
 """
 
 from __future__ import annotations
@@ -16,6 +15,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from weightsync.backends.base import Check
 from weightsync.backends.chain_head import Head, patience_s
 from weightsync.backends.private_group import HEADS, Meeting, Pending, PrivateGroup, data_lane
 from weightsync.errors import ProtocolError, TransferError, TransferTimeout, WeightSyncError
@@ -113,8 +113,7 @@ class Link:
                 raise self.failure
             if self._wanted is not None:
                 self._wanted.fail(TransferError("another update took its place"))
-            self._wanted = intake
-            self._progress = time.monotonic()
+            self._wanted, self._progress = intake, time.monotonic()
             self._changed.notify_all()
 
     def check(self, intake: Intake) -> None:
@@ -154,8 +153,7 @@ class Link:
                 posted = self._post_head(turn + 1)
                 self._forward_head(turn % _HEADS)
                 if head.leaves:
-                    self._leave()
-                    return
+                    return self._leave()
                 self._handle(head)
                 turn += 1
         except TransferError as exc:
@@ -198,9 +196,8 @@ class Link:
         if head.nbytes == 0:
             self._complete(self._current)
             return
-        last = head.last
         self._accept(head)
-        self._land(0 if last else self._depth - 1)
+        self._land(0 if head.last else self._depth - 1)
 
     def _accept(self, head: Head) -> None:
         """Make the next chunk's room known to the rank before."""
@@ -261,9 +258,9 @@ class Link:
             self._drop(exc)
 
     def _drop(self, error: WeightSyncError) -> None:
-        current, self._current = self._current, None
-        if current is not None and not current.done.is_set():
-            current.fail(error)
+        if self._current is not None and not self._current.done.is_set():
+            self._current.fail(error)
+        self._current = None
 
     def _place(self, head: Head) -> int:
         """Return the slot of a chunk once it is free, or the scratch buffer as -1, -2."""
@@ -273,7 +270,7 @@ class Link:
                 self._check_fits(intake, head)
                 slot = self._writer.acquire(
                     head.chunk,
-                    check=lambda: self._check_wanted(intake),
+                    check=self._watch(intake),
                     timeout_s=self._patience(at_ring=True),
                 )
                 self._settle_forward(slot)
@@ -294,12 +291,27 @@ class Link:
                 f"the model into {len(sizes)} chunks; both sides need one manifest and version"
             )
 
+    def _watch(self, intake: Intake) -> Check:
+        """Heartbeats of a reader that makes no progress must not outlast the rank before."""
+        released, patience = self._control.released, self._patience(at_ring=True)
+        done, moved = -1, time.monotonic()
+
+        def check() -> None:
+            nonlocal done, moved
+            self._check_wanted(intake)
+            now, total = time.monotonic(), sum(map(released, intake.readers))
+            if total != done:
+                done, moved = total, now
+            if now - moved > patience:
+                raise TransferTimeout(f"a reader of this host released nothing for {patience:g} s")
+
+        return check
+
     def _check_wanted(self, intake: Intake) -> None:
         if intake.error is not None:
             raise intake.error
-        now = time.monotonic()
-        if now - self._asked > _ASK_S:
-            self._asked = now
+        if time.monotonic() - self._asked > _ASK_S:
+            self._asked = time.monotonic()
             if self._closing or self._meeting.given_up(intake.epoch):
                 raise TransferError("the update was given up by its sender")
 
@@ -312,7 +324,7 @@ class Link:
         try:
             self._writer.drain(
                 len(intake.sizes),
-                check=lambda: self._check_wanted(intake),
+                check=self._watch(intake),
                 timeout_s=self._patience(at_ring=True),
             )
         except WeightSyncError as exc:
@@ -339,7 +351,7 @@ class Link:
             raise self._lost(exc) from exc
 
     def _lost(self, exc: TransferError) -> TransferError:
-        return type(exc)(f"{self._who(self._rank - 1)} is lost to the next host: {exc}")
+        return type(exc)(f"{self._who(self._rank - 1)} is lost: {exc}")
 
     def _forward_head(self, index: int) -> None:
         if self._next is not None:
