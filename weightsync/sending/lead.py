@@ -101,6 +101,7 @@ class Lead:
         except WeightSyncError:
             if not self._membership.meet_again(update.failed, [member]):
                 raise
+            self._membership.mend([member])
             update = self._update([member])
             update.send_whole(terms, before_finish=self._check_unchanged)
         return self._report(update, self.version, self._sent.label)
@@ -239,7 +240,7 @@ class Lead:
         met = self._membership.meet_again({member: failure}, [member])
         if self._drops and not met:
             raise failure
-        self._membership.mend(self.fleet.members)
+        self._membership.mend([member])
         again = self._update([member])
         again.send_whole(terms)
         return again.replies

@@ -120,9 +120,12 @@ class Roads:
         raise _unavailable([member])
 
     def apart(self, members: Sequence[Member]) -> bool:
-        """Whether the private group has to be made anew before an update of these members."""
+        """Whether the private group has to be made anew before an update of these members.
+
+        A group of others too would wait for them: all of it takes part in every update.
+        """
         remote = {member for member in members if member.road == "distributed"}
-        return bool(remote) and (self._rendezvous.broken or not remote <= self._joined)
+        return bool(remote) and (self._rendezvous.broken or remote != self._joined)
 
     def mend(
         self, fleet_version: int | None, members: Sequence[Member] | None = None
