@@ -63,6 +63,10 @@ class Crew:
         assert not failed, "\n".join(failed)
         return [result for _, result in outcomes]
 
+    def lose(self, rank: int) -> None:
+        """Go on without a rank that has died."""
+        self._ends.pop(rank).close()
+
     def close(self) -> None:
         for process in self._processes:
             process.kill()

@@ -23,9 +23,10 @@ from weightsync.sending.ensemble import Ensemble
 from weightsync.sending.feeder import Feeder
 from weightsync.sending.fleet import Fleet
 from weightsync.sending.following import FollowedUpdate
+from weightsync.sending.joining import join_ranks
 from weightsync.sending.lead import Lead, OnFailure
 from weightsync.sending.outgoing import Update
-from weightsync.sending.ranks import Ranks, join_ranks
+from weightsync.sending.ranks import Ranks
 from weightsync.sending.targets import Target, Targets, make_transport, make_transports
 from weightsync.weights.module_tensors import Rename
 from weightsync.weights.source import as_source

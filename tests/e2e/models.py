@@ -69,12 +69,19 @@ def _decoder() -> nn.Module:
     return plain()
 
 
+def _equal() -> nn.Module:
+    from tests.e2e.ranks_at_work import Equal
+
+    return Equal()
+
+
 MODELS: Mapping[str, Callable[[], nn.Module]] = {
     "everything": Everything,
     "plain": Plain,
     "bfloat16": lambda: Plain(dtype=torch.bfloat16),
     "tied": _tied,
     "decoder": _decoder,
+    "equal": _equal,
     "decoder-bfloat16": lambda: _decoder().bfloat16(),
     "untied": lambda: nn.ModuleDict(
         {"embedding": nn.Embedding(64, 24), "head": nn.Linear(24, 64, bias=False)}

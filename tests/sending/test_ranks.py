@@ -13,7 +13,8 @@ import torch.distributed as dist
 
 from tests.crew import Crew, Died, crew
 from weightsync.errors import ConfigError, ManifestMismatchError
-from weightsync.sending.ranks import Alone, Ranks, alone, join_ranks
+from weightsync.sending.joining import join_ranks
+from weightsync.sending.ranks import Alone, Ranks, alone
 
 TIMEOUT_S = 20.0
 Seen = tuple[str, str, str]

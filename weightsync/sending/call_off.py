@@ -21,6 +21,7 @@ class CallOff:
     """
 
     def __init__(self, ranks: Ranks) -> None:
+        self._ranks = ranks
         self._store = ranks.store
         self._turn = 0
         self._looked = 0.0
@@ -37,14 +38,14 @@ class CallOff:
                 self._store.set(self._key, "1")
 
     def look(self) -> None:
-        """Raise CalledOff when a rank has left the step."""
+        """Raise CalledOff when a rank has left the step, or is gone."""
         now = time.monotonic()
         if self._store is None or now - self._looked < _INTERVAL_S:
             return
         self._looked = now
-        called = False
+        called = self._ranks.is_losing()
         with suppress(RuntimeError):
-            called = self._store.check([self._key])
+            called = called or self._store.check([self._key])
         if called:
             raise CalledOff
 

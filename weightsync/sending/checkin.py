@@ -39,8 +39,12 @@ class CheckIn:
 
     def survivors_miss(self, timeout_s: float) -> list[int]:
         """Return the ranks that do not call this too, within `timeout_s`. Called after a loss."""
-        self.store.set(f"survivor/{self._rank}", "1")
+        self.survive()
         return self._missing("survivor", time.monotonic() + timeout_s)
+
+    def survive(self) -> None:
+        """Say that this rank is left."""
+        self.store.set(f"survivor/{self._rank}", "1")
 
     def _enter(self) -> bytes:
         self.store.set(f"rank/{self._rank}", "1")

@@ -89,7 +89,7 @@ class Ensemble:
             own = error or own
         self.version = command.version
         if command.problem is not None:
-            raise from_problem(command.problem) from own
+            raise from_problem(command.problem) from (own and own.__cause__)
         return command
 
     def close(self) -> None:

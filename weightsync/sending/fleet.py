@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from typing import cast
 
@@ -13,6 +13,8 @@ from weightsync.transports.base import Transport
 from weightsync.wire.messages import InitReply, Reply, Request, Status, StepReply
 
 logger = logging.getLogger(__name__)
+
+_IDLE_S = 0.5
 
 MAX_CALLS = 4096
 """Calls in flight at once: a load and an abort beside it for every member. Threads start late."""
@@ -82,7 +84,10 @@ class Answer:
 
 
 class Fleet:
-    """Members that are called at once. Safe to call from one thread; close it last."""
+    """Members that are called at once. Safe to call from one thread; close it last.
+
+    `idle` is called now and then while `ask` waits.
+    """
 
     def __init__(self, transports: Sequence[Transport]) -> None:
         self.members: list[Member] = []
@@ -91,6 +96,7 @@ class Fleet:
         self._pool = ThreadPoolExecutor(max_workers=MAX_CALLS)
         self._gone_nbytes = 0
         self._gone_messages = 0
+        self.idle: Callable[[], None] | None = None
 
     def add(self, transport: Transport) -> Member:
         """Take one more member in. A second one of the same name is called name#2."""
@@ -128,11 +134,12 @@ class Fleet:
     ) -> list[Answer]:
         """Call members (all by default) and wait for every answer; errors come as answers."""
         chosen = self.members if members is None else members
-        if len(chosen) == 1:
+        if len(chosen) == 1 and self.idle is None:
             return [_ask(chosen[0], request, timeout_s)]
-        return [
-            future.result() for future in self.begin(request, timeout_s=timeout_s, members=chosen)
-        ]
+        begun = self.begin(request, timeout_s=timeout_s, members=chosen)
+        while self.idle and wait(begun, timeout=_IDLE_S).not_done:
+            self.idle()
+        return [future.result() for future in begun]
 
     def begin(
         self,

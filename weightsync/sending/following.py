@@ -25,7 +25,10 @@ class FollowedUpdate:
     def send(self, named_tensors: NamedTensors) -> None:
         """Make these tensors, which rank 0 or this rank's own receivers are sent."""
         self._ensemble.feeder.pairs = named_tensors
-        self._follow()
+        try:
+            self._follow()
+        finally:
+            self._ensemble.feeder.pairs = None
 
     def finish(self) -> None:
         """The block ended well here; raises what rank 0's raises."""
@@ -35,7 +38,6 @@ class FollowedUpdate:
         """The block ended with an error here: no rank's update commits."""
         if self._over:
             return
-        self._ensemble.feeder.pairs = None
         self._ensemble.feeder.fault = error
         try:
             with suppress(WeightSyncError):

@@ -45,6 +45,8 @@ class Lead:
         self.roads = Roads(ensemble, fleet, options, backend=backend)
         self.verify = True
         self._ensemble = ensemble
+        if ensemble.ranks.size > 1:
+            fleet.idle = ensemble.ranks.attend
         self._timeout_s = options.timeout_s
         self._drops = on_failure == "drop"
         self._membership = Membership(

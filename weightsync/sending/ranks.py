@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import time
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from datetime import timedelta
-from typing import NoReturn, Protocol, TypeVar, cast
+from typing import NoReturn, Protocol, TypeVar
 
 import msgspec
 import torch
@@ -29,8 +29,8 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-JOIN_TIMEOUT_S = 300.0
 NAMING_TIMEOUT_S = 3.0
+_LOST = "lost"
 _WAIT_SLICE = timedelta(seconds=0.2)
 
 # Every call begins by summing one word over the ranks: each adds one to the field of its call.
@@ -38,9 +38,10 @@ _FIELD_BITS = 15
 _CALLS = ("agree", "failed agree", "exchange", "broadcast")
 _MASK = (1 << _FIELD_BITS) - 1
 MAX_RANKS = _MASK
+"""The most that one word can count."""
 
 
-class _Gloo(Protocol):
+class Gloo(Protocol):
     """What is used of `dist.ProcessGroupGloo`, whose stub lacks it."""
 
     def allreduce(self, tensors: list[torch.Tensor], /) -> dist.Work: ...
@@ -67,7 +68,7 @@ class Ranks:
 
     def __init__(
         self,
-        group: _Gloo,
+        group: Gloo,
         check_in: CheckIn,
         *,
         rank: int,
@@ -78,8 +79,9 @@ class Ranks:
         self.size = len(names)
         self.names = tuple(names)
         self.timeout_s = timeout_s
-        self.store: Store | None = PrefixStore("notes", check_in.store)
-        self._group: _Gloo | None = group
+        self._notes = PrefixStore("notes", check_in.store)
+        self.store: Store | None = self._notes
+        self._group: Gloo | None = group
         self._check_in = check_in
         self._broken: str | None = None
 
@@ -129,6 +131,18 @@ class Ranks:
             raise
         self.agree()
         return made
+
+    def attend(self) -> None:
+        """Answer ranks that have lost one and ask who is left; for waits outside of these calls."""
+        if self.size > 1 and self.is_losing():
+            with suppress(RuntimeError):
+                self._check_in.survive()
+
+    def is_losing(self) -> bool:
+        """Whether a rank has noticed that another one is gone."""
+        with suppress(RuntimeError):
+            return self.store is not None and self.store.check([_LOST])
+        return False
 
     def close(self) -> None:
         """Leave the group; not collective, may be called twice."""
@@ -191,7 +205,7 @@ class Ranks:
         return [_bytes_of(buffer[:length]) for buffer, length in pairs]
 
     def _run(
-        self, start: Callable[[_Gloo], dist.Work], look: Callable[[], None] | None = None
+        self, start: Callable[[Gloo], dist.Work], look: Callable[[], None] | None = None
     ) -> None:
         if self._broken is not None:
             raise TransferError(f"{self._broken}; connect again")
@@ -205,6 +219,8 @@ class Ranks:
     def _lose(self, cause: RuntimeError, waited_s: float) -> NoReturn:
         """Leave the broken group, so that all others notice too, and find out who is gone."""
         self._group = None
+        with suppress(RuntimeError):
+            self._notes.set(_LOST, "1")
         gone = who_is_gone(self._check_in, self.names)
         late = waited_s >= self.timeout_s * 0.9
         error = TransferTimeout if late else TransferError
@@ -226,7 +242,7 @@ class Alone(Ranks):
         self.size = 1
         self.names = (0,)
         self.timeout_s = 0.0
-        self.store = None
+        self.store: Store | None = None
         self._broken = None
 
     def exchange(self, payload: bytes) -> list[bytes]:
@@ -255,36 +271,6 @@ def alone() -> Ranks:
     return Alone()
 
 
-def join_ranks(
-    process_group: dist.ProcessGroup | None,
-    *,
-    timeout_s: float,
-    join_timeout_s: float = JOIN_TIMEOUT_S,
-) -> Ranks:
-    """Make the private group over the ranks of `process_group`; each of them has to call this.
-
-    None means the default group where there is one of more than one rank, else `alone()`.
-    `timeout_s` bounds every later wait for another rank, so it has to cover the longest time that
-    rank 0 may wait for receivers. Raises TransferTimeout naming the ranks that did not call this
-    within the shorter of the two times.
-    """
-    if process_group is None and not (dist.is_available() and dist.is_initialized()):
-        return alone()
-    names = dist.get_process_group_ranks(process_group)
-    rank = dist.get_rank(process_group)
-    if rank < 0:
-        raise ConfigError("this process is no member of the process_group that connect() was given")
-    if len(names) == 1:
-        return alone()
-    if len(names) > MAX_RANKS:
-        raise ConfigError(f"one sender has at most {MAX_RANKS} ranks, not {len(names)}")
-    bound_s = min(join_timeout_s, timeout_s)
-    check_in = _check_in(names, rank, bound_s)
-    group = _make_group(check_in, rank, names, bound_s)
-    group.set_timeout(timedelta(seconds=timeout_s))
-    return Ranks(group, check_in, rank=rank, names=names, timeout_s=timeout_s)
-
-
 def name_ranks(names: Iterable[int]) -> str:
     """Return `rank 1` or `ranks 1, 2 and 3`."""
     listed = [str(name) for name in sorted(names)]
@@ -302,38 +288,6 @@ def who_is_gone(check_in: CheckIn, names: Sequence[int]) -> str:
     if not missing:
         return "a rank (all of them are still alive, so look at the network between them)"
     return f"{name_ranks(names[rank] for rank in missing)} of {len(names)}"
-
-
-def _check_in(names: Sequence[int], rank: int, timeout_s: float) -> CheckIn:
-    """Meet the other ranks in the trainer's store."""
-    digest = hashlib.blake2b(repr(list(names)).encode(), digest_size=8).hexdigest()
-    store = PrefixStore(f"weightsync/{digest}", dist.distributed_c10d._get_default_store())
-    try:
-        check_in, missing = CheckIn.arrive(store, rank=rank, size=len(names), timeout_s=timeout_s)
-    except RuntimeError as exc:
-        raise TransferError(
-            "the trainer's store (held by rank 0, or by torchrun's agent) does not answer; it has "
-            "to live as long as the trainer"
-        ) from exc
-    if missing:
-        late = name_ranks(names[rank] for rank in missing)
-        raise TransferTimeout(
-            f"{late} of {len(names)} did not call connect() within {timeout_s:g} s; every rank of "
-            "the process group has to call it"
-        )
-    return check_in
-
-
-def _make_group(check_in: CheckIn, rank: int, names: Sequence[int], timeout_s: float) -> _Gloo:
-    # Not dist.new_group: its names depend on what this process made before, and ranks that
-    # recover from an error at different times would wait for each other under different names.
-    try:
-        store = PrefixStore("gloo", check_in.store)
-        group = dist.ProcessGroupGloo(store, rank, len(names), timedelta(seconds=timeout_s))
-        return cast(_Gloo, group)
-    except RuntimeError as exc:
-        gone = who_is_gone(check_in, names)
-        raise TransferError(f"the trainer's ranks could not connect: {gone} stayed away") from exc
 
 
 def _outcome(work: dist.Work, look: Callable[[], None] | None = None) -> RuntimeError | None:

@@ -1,0 +1,318 @@
+"""What the ranks of a trainer do in the tests, each in a process of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import threading
+import time
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any, cast
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+
+import weightsync as ws
+from tests.e2e.models import digests
+from tests.weights import trainer_models
+from weightsync.samehost.device_keys import host_key
+from weightsync.sending import feeder, ranks
+from weightsync.weights import sharded_source
+from weightsync.weights.module_tensors import strip_wrappers
+
+TOKENS = torch.arange(6).view(2, 3)
+TIMEOUT_S = 30.0
+Digests = dict[str, str]
+
+
+@dataclass
+class Seen:
+    """How a call ended on one rank."""
+
+    kind: str = ""
+    text: str = ""
+    cause: str = ""
+    attributes: dict[str, Any] = field(default_factory=dict)
+    took_s: float = 0.0
+    result: Any = None
+
+
+def seen(act: Callable[[], Any]) -> Seen:
+    started = time.monotonic()
+    try:
+        result = act()
+    except Exception as exc:  # noqa: BLE001  # every error is what is asked about
+        return Seen(
+            kind=type(exc).__name__,
+            text=str(exc),
+            cause=type(exc.__cause__).__name__,
+            attributes=dict(vars(exc)),
+            took_s=time.monotonic() - started,
+        )
+    return Seen(result=result, took_s=time.monotonic() - started)
+
+
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    "fsdp": trainer_models.fsdp,
+    "ddp": trainer_models.replicated,
+    "plain": trainer_models.plain,
+}
+
+
+class Trainer:
+    """One rank: its model and its sender. `ends` are faults of its source."""
+
+    def __init__(self, rank: int, kind: str, to: list[str], **options: Any) -> None:
+        self.rank = rank
+        self.model = MODELS[kind]()
+        self.source: Any = self.model
+        fault = options.pop("fault", None)
+        if fault is not None:
+            self.source = Faulty(rank, self.model, fault)
+        if "host" in options:
+            move(rank, options.pop("host"))
+        group = options.pop("members", None)
+        if group is not None:
+            options["process_group"] = dist.new_group(group, use_local_synchronization=True)
+        self.sender = ws.connect(self.source, to=to, timeout_s=TIMEOUT_S, **options)
+
+    def step(self) -> None:
+        """One step of an optimizer."""
+        optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
+        self.model(TOKENS).float().square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    def full(self, dtype: torch.dtype | None = None) -> Digests:
+        """Digests of the unsharded model, tied names included."""
+        pairs = (
+            (strip_wrappers(name), sharded_source.gather(tensor))
+            for name, tensor in self.model.state_dict().items()
+        )
+        cast_to = (
+            (name, tensor.to(dtype) if dtype and tensor.is_floating_point() else tensor)
+            for name, tensor in pairs
+        )
+        return digests(cast_to)
+
+
+def move(rank: int, moved: int) -> None:
+    """Have one rank believe that it is on another host than the receivers."""
+    if rank == moved:
+        vars(feeder)["host_key"] = lambda: "HOST-elsewhere"
+
+
+class Faulty:
+    """A model's tensors, shards as they are; what goes wrong, where and in which iteration."""
+
+    def __init__(self, rank: int, model: nn.Module, fault: dict[str, Any]) -> None:
+        self.model = model
+        self.at_work = threading.Event()
+        self.rank = rank
+        self.fault = fault
+
+    def __call__(self) -> Iterator[tuple[str, torch.Tensor]]:
+        pairs = [(n, t) for n, t in self.model.state_dict().items() if n != "head.weight"]
+        fault = self.fault if self.rank == self.fault.get("rank") else {}
+        kind = fault.get("kind", "")
+        if kind == "order":
+            pairs[4:6] = reversed(pairs[4:6])
+        if kind == "missing":
+            del pairs[4]
+        if kind == "surplus":
+            pairs.append(("extra", torch.ones(2)))
+        if kind == "shape":
+            pairs[4] = (pairs[4][0], torch.ones(3))
+        for i, pair in enumerate(pairs):
+            self.fail(kind, fault.get("at") == i)
+            yield pair
+            self.at_work.set()
+        self.fail(kind, fault.get("at") == len(pairs))
+
+    def fail(self, kind: str, here: bool) -> None:
+        if here and kind == "raises":
+            raise ZeroDivisionError("in the source")
+        if here and kind == "dies":
+            time.sleep(0.5)
+            die()
+
+
+KEPT: list[Trainer] = []
+
+
+def kept() -> Trainer:
+    return KEPT[-1]
+
+
+def start(rank: int, kind: str, to: list[str], options: dict[str, Any]) -> Seen:
+    def make() -> None:
+        KEPT[:] = [Trainer(rank, kind, to, **options)]
+
+    return seen(make)
+
+
+def step_and_send(rank: int, dtype: torch.dtype | None = None) -> tuple[Seen, Digests]:
+    kept().step()
+    return seen(kept().sender.send_weights), kept().full(dtype)
+
+
+def set_fault(rank: int, fault: dict[str, Any]) -> None:
+    cast(Faulty, kept().source).fault = fault
+
+
+def connect_without(rank: int, absent: int, to: str) -> Seen | None:
+    if rank == absent:
+        return None
+    return seen(lambda: ws.connect(trainer_models.plain(), to=to, timeout_s=1))
+
+
+def die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def send_with(rank: int, fault: dict[str, Any]) -> Seen:
+    set_fault(rank, fault)
+    if fault == {"rank": rank, "kind": "dies later"}:
+        threading.Timer(1.0, die).start()
+    return seen(kept().sender.send_weights)
+
+
+def release_and_send(rank: int) -> tuple[Seen, Digests]:
+    kept().sender.release()
+    return step_and_send(rank)
+
+
+def send_part(rank: int, fault: str = "") -> Seen:
+    """A partial update in two calls of `send`: a shard, and a plain tensor."""
+
+    def send() -> Any:
+        with kept().sender.update(partial=True) as update:
+            name, tensor = next(iter(kept().model.state_dict().items()))
+            if not (fault == "name" and rank == 1):
+                update.send([(strip_wrappers(name), tensor)])
+            else:
+                update.send([("layers.0.up.weight", tensor)])
+            if fault == "block" and rank == 1:
+                raise KeyError("in the block")
+            if fault == "leading block" and rank == 0:
+                raise KeyError("in the block")
+            if not (fault == "fewer" and rank == 1):
+                update.send([("norm.bias", torch.full((10,), 4.0))])
+            if fault == "more" and rank == 1:
+                update.send([("norm.bias", torch.full((10,), 5.0))])
+        return update.last_report
+
+    return seen(send)
+
+
+def close(rank: int) -> Seen:
+    outcome = seen(KEPT.pop().sender.close) if KEPT else Seen()
+    vars(feeder)["host_key"] = host_key
+    return outcome
+
+
+def part_ways(rank: int) -> list[Seen]:
+    """Rank 1 closes, the others send."""
+    sender = kept().sender
+    first = seen(sender.close if rank == 1 else sender.send_weights)
+    return [first, close(rank)]
+
+
+def cancelled(rank: int, canceller: int) -> tuple[Seen, bool]:
+    """Cancel one rank's send in its middle; the flag says that it saw its CancelledError."""
+    trainer = kept()
+    at_work = cast(Faulty, trainer.source).at_work
+    at_work.clear()
+
+    async def send() -> bool:
+        task = asyncio.create_task(trainer.sender.asend_weights())
+        if rank == canceller:
+            assert await asyncio.to_thread(at_work.wait, TIMEOUT_S)
+            task.cancel()
+        try:
+            await task
+        except asyncio.CancelledError:
+            return True
+        return False
+
+    outcome = seen(lambda: asyncio.run(send()))
+    return outcome, outcome.result is True
+
+
+def count_calls(rank: int, to: list[str], bucket_nbytes: int) -> tuple[int, int]:
+    """Return the private group's collectives of one update, and its status words."""
+    sender = ws.connect(
+        trainer_models.fsdp(), to=to, bucket_nbytes=bucket_nbytes, timeout_s=TIMEOUT_S
+    )
+    counts: Counter[str] = Counter()
+    run, meet = ranks.Ranks._run, ranks.Ranks._meet
+
+    def counted_run(self: Any, *args: Any) -> None:
+        counts["run"] += 1
+        run(self, *args)
+
+    def counted_meet(self: Any, call: str, *args: Any) -> None:
+        counts[call] += 1
+        meet(self, call, *args)
+
+    counting = (
+        mock.patch.object(ranks.Ranks, "_run", counted_run),
+        mock.patch.object(ranks.Ranks, "_meet", counted_meet),
+    )
+    with sender, counting[0], counting[1]:
+        sender.send_weights()
+    return counts["run"], counts["agree"]
+
+
+EQUAL_LAYERS = 24
+EQUAL_WIDTH = 64
+
+
+class Equal(nn.Module):
+    """Many layers of one size."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(
+            nn.Sequential(*(nn.Linear(EQUAL_WIDTH, EQUAL_WIDTH, bias=False) for _ in range(4)))
+            for _ in range(EQUAL_LAYERS)
+        )
+
+
+def watch_memory(rank: int, to: list[str], bucket_nbytes: int) -> tuple[int, int, int, int]:
+    """Send equal layers; return gathered bytes: at the peak, in all, and of one layer; the ring."""
+    model = Equal()
+    for layer in model.layers:
+        fully_shard(layer)
+    live = peak = total = 0
+    gather = sharded_source.gather
+
+    def freed(nbytes: int) -> None:
+        nonlocal live
+        live -= nbytes
+
+    def watched(tensor: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
+        nonlocal live, peak, total
+        full = gather(tensor, dtype)
+        weakref.finalize(full, freed, full.nbytes)
+        live += full.nbytes
+        total += full.nbytes
+        peak = max(peak, live)
+        return full
+
+    with ws.connect(
+        model, to=to, timeout_s=TIMEOUT_S, bucket_nbytes=bucket_nbytes, num_buckets=2
+    ) as sender:
+        sharded_source.gather = watched
+        try:
+            report = sender.send_weights()
+        finally:
+            sharded_source.gather = gather
+    return peak, total, 4 * 4 * EQUAL_WIDTH**2, report.peak_extra_nbytes
