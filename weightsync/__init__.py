@@ -70,6 +70,7 @@ __all__ = [
     "ProtocolError",
     "ReceiverReport",
     "RemoteError",
+    "SafetensorsSource",
     "SegmentError",
     "ShardedModuleSink",
     "StaleVersionError",
@@ -96,17 +97,22 @@ __all__ = [
     "server",
 ]
 
-_LAZY = {"ray": "ray", "server": "server"}
-"""Modules that need an extra, by the extra that brings it."""
+_LAZY = {
+    "SafetensorsSource": ("weights.safetensors_source", "hf"),
+    "ray": ("ray", "ray"),
+    "server": ("server", "server"),
+}
+"""What needs an extra: the module that is it, or has it, and the extra that brings it."""
 
 
 def __getattr__(name: str) -> Any:
     if name not in _LAZY:
         raise AttributeError(f"module 'weightsync' has no attribute {name!r}")
+    module, extra = _LAZY[name]
     try:
-        return importlib.import_module(f"weightsync.{name}")
+        loaded = importlib.import_module(f"weightsync.{module}")
     except ImportError as exc:
         raise BackendUnavailableError(
-            f"weightsync.{name} needs more packages ({exc}): "
-            f"pip install 'weightsync[{_LAZY[name]}]'"
+            f"weightsync.{name} needs more packages ({exc}): pip install 'weightsync[{extra}]'"
         ) from exc
+    return loaded if module == name else getattr(loaded, name)

@@ -1,0 +1,286 @@
+"""A checkpoint in safetensors files as a source: mapped, read one tensor at a time, no pickle."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from weightsync.errors import (
+    BackendUnavailableError,
+    ConfigError,
+    ManifestMismatchError,
+    shorten,
+)
+from weightsync.specs import Manifest, TensorSpec
+from weightsync.weights.dtypes import TORCH_DTYPES, dtype_name, sent_dtype
+from weightsync.weights.module_tensors import Rename, rename_with
+
+try:
+    from safetensors import SafetensorError, safe_open
+except ImportError as exc:
+    raise BackendUnavailableError(
+        f"reading a checkpoint needs safetensors ({exc}); pip install 'weightsync[hf]'"
+    ) from exc
+
+_DTYPES: Mapping[str, str] = {
+    "F64": "float64",
+    "F32": "float32",
+    "F16": "float16",
+    "BF16": "bfloat16",
+    "F8_E4M3": "float8_e4m3fn",
+    "F8_E4M3FNUZ": "float8_e4m3fnuz",
+    "F8_E5M2": "float8_e5m2",
+    "I64": "int64",
+    "I32": "int32",
+    "I16": "int16",
+    "I8": "int8",
+    "U8": "uint8",
+    "BOOL": "bool",
+}
+"""The dtypes of the file format, by our names."""
+
+_INDEX = "model.safetensors.index.json"
+_SINGLE = "model.safetensors"
+_PICKLES = ("*.bin", "*.pt", "*.pth")
+_HEAD = "lm_head.weight"
+_EMBEDDINGS = (
+    "embed_tokens.weight",
+    "wte.weight",
+    "word_embeddings.weight",
+    "embed_in.weight",
+    "tok_embeddings.weight",
+)
+_WANTED = f"give a directory with {_SINGLE} or {_INDEX}, or one .safetensors file"
+
+
+@dataclass(frozen=True, slots=True)
+class _Stored:
+    """One tensor as a file has it."""
+
+    name: str
+    file: Path
+    spec: TensorSpec
+
+
+class SafetensorsSource:
+    """The tensors of `path`: a directory, sharded or not, or one `.safetensors` file.
+
+    Files are mapped, and a tensor is read when it is asked for. `dtype` casts floating-point
+    tensors on the way; `rename` maps names. A head that is tied to the embeddings, by the
+    directory's `config.json` or because both hold the same bytes, is an alias of them. Files that
+    were replaced are read anew for the next update, and have to describe the same tensors. Raises
+    ConfigError for what is no such checkpoint.
+    """
+
+    def __init__(
+        self,
+        path: Path | str,
+        *,
+        dtype: torch.dtype | None = None,
+        rename: Rename | None = None,
+    ) -> None:
+        self.path = Path(path).expanduser()
+        self._dtype = dtype
+        self._rename = rename_with(rename)
+        self._read()
+
+    @property
+    def manifest(self) -> Manifest:
+        """Names, dtypes as sent, and shapes, in the order of the files."""
+        return self._manifest
+
+    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield the tensors as stored, not yet cast: views of mapped files.
+
+        Raises ManifestMismatchError when the files were replaced by those of another model.
+        """
+        self._look_again()
+        for file, group in groupby(self._sent, key=lambda stored: stored.file):
+            with _open(file) as opened:
+                for stored in group:
+                    yield self._rename(stored.name), opened.get_tensor(stored.name)
+
+    def stable_tensors(self) -> list[torch.Tensor] | None:
+        """None: the tensors are made on the fly."""
+        return None
+
+    def _read(self) -> None:
+        files = _find_files(self.path)
+        self._seen = _stamps(files)
+        stored = [tensor for file in files for tensor in _list_tensors(file)]
+        _check_index(self.path, stored)
+        aliases = _find_aliases(self.path, stored)
+        self._sent = [tensor for tensor in stored if tensor.name not in aliases]
+        self._manifest = Manifest(
+            tuple(self._describe(tensor.spec) for tensor in self._sent),
+            {self._rename(alias): self._rename(name) for alias, name in aliases.items()},
+        )
+
+    def _describe(self, spec: TensorSpec) -> TensorSpec:
+        dtype = dtype_name(sent_dtype(TORCH_DTYPES[spec.dtype], self._dtype))
+        return TensorSpec(self._rename(spec.name), dtype, spec.shape)
+
+    def _look_again(self) -> None:
+        if _stamps(_find_files(self.path)) == self._seen:
+            return
+        before = self._manifest
+        self._read()
+        if self._manifest.digest != before.digest:
+            changed = set(before.specs) ^ set(self._manifest.specs)
+            names = shorten(sorted({spec.name for spec in changed}))
+            raise ManifestMismatchError(
+                f"the files of {self.path} no longer describe the tensors of connect(): "
+                f"{names or 'their order or their ties changed'}; connect again"
+            )
+
+
+def _find_files(path: Path) -> list[Path]:
+    """Return the files of a checkpoint, in order. Raises ConfigError where there is none."""
+    if path.is_file():
+        if path.suffix != ".safetensors":
+            raise ConfigError(f"{path} is no .safetensors file; {_WANTED}")
+        return [path]
+    if not path.is_dir():
+        raise ConfigError(f"{path} does not exist; {_WANTED}")
+    if (path / _INDEX).is_file():
+        return sorted({path / name for name in _read_index(path).values()})
+    if (path / _SINGLE).is_file():
+        return [path / _SINGLE]
+    found = sorted(path.glob("*.safetensors"))
+    if len(found) == 1:
+        return found
+    raise ConfigError(f"{path} holds {_what_else(path, found)}; {_WANTED}")
+
+
+def _what_else(path: Path, found: list[Path]) -> str:
+    if found:
+        return f"{len(found)} .safetensors files and no {_INDEX}"
+    pickles = [file.name for pattern in _PICKLES for file in path.glob(pattern)]
+    if pickles:
+        return (
+            f"no safetensors file, but {shorten(sorted(pickles))}, which may be pickles and are "
+            "never read (save_pretrained writes safetensors)"
+        )
+    return "no safetensors file"
+
+
+def _read_index(path: Path) -> dict[str, str]:
+    """Return the file of each tensor as a sharded checkpoint's index has it."""
+    index = path / _INDEX
+    table = _read_json(index).get("weight_map")
+    if not isinstance(table, dict) or not table:
+        raise ConfigError(f"{index} has no weight_map; write the checkpoint again")
+    # A name with a directory in it could leave the checkpoint's own.
+    strange = [str(v) for v in table.values() if not isinstance(v, str) or Path(v).name != v]
+    if strange:
+        raise ConfigError(f"{index} names files outside its directory: {shorten(strange)}")
+    return table
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_bytes())
+    except (OSError, ValueError) as exc:
+        raise ConfigError(f"{path} cannot be read as JSON: {exc}") from exc
+    if not isinstance(content, dict):
+        raise ConfigError(f"{path} holds a {type(content).__name__}, not an object")
+    return content
+
+
+def _check_index(path: Path, stored: list[_Stored]) -> None:
+    """Raise ConfigError unless every tensor lies in the one file that the index names."""
+    found = {(tensor.name, tensor.file.name) for tensor in stored}
+    names = [tensor.name for tensor in stored]
+    if not (path / _INDEX).is_file():
+        return
+    wanted = set(_read_index(path).items())
+    lacking = sorted({name for name, _ in wanted - found})
+    surplus = sorted({name for name, _ in found - wanted})
+    if lacking or surplus or len(names) != len(set(names)):
+        raise ConfigError(
+            f"{path / _INDEX} and its files disagree (in the index alone: "
+            f"{shorten(lacking) or 'none'}; in the files alone: {shorten(surplus) or 'none'}); "
+            "the checkpoint is not complete, or a file is of another one"
+        )
+
+
+def _list_tensors(file: Path) -> list[_Stored]:
+    """Return what the header of a file says, in the order of the bytes."""
+    with _open(file) as opened:
+        return [
+            _describe_stored(file, name, opened.get_slice(name)) for name in opened.offset_keys()
+        ]
+
+
+def _describe_stored(file: Path, name: str, header: Any) -> _Stored:
+    dtype = _DTYPES.get(header.get_dtype())
+    if dtype is None:
+        raise ConfigError(
+            f"{file}: {name} has dtype {header.get_dtype()}, which cannot be sent; known: "
+            f"{', '.join(_DTYPES)}"
+        )
+    return _Stored(name, file, TensorSpec(name, dtype, tuple(header.get_shape())))
+
+
+def _open(file: Path) -> Any:
+    try:
+        return safe_open(file, framework="pt", device="cpu")
+    except (OSError, SafetensorError) as exc:
+        raise ConfigError(f"{file} cannot be read as a safetensors file: {exc}") from exc
+
+
+def _stamps(files: list[Path]) -> list[tuple[str, int, int, int]]:
+    stamps = []
+    for file in files:
+        try:
+            info = file.stat()
+        except OSError as exc:
+            raise ConfigError(f"{file} is part of the checkpoint and is not there: {exc}") from exc
+        stamps.append((file.name, info.st_ino, info.st_size, info.st_mtime_ns))
+    return stamps
+
+
+def _find_aliases(path: Path, stored: list[_Stored]) -> dict[str, str]:
+    """Return `{head: embeddings}` where they are tied, nothing where they are not."""
+    by_name = {tensor.name: tensor for tensor in stored}
+    embeddings = [name for name in by_name if name.endswith(_EMBEDDINGS)]
+    if len(embeddings) != 1:
+        return {}
+    tied, (name,) = _says_tied(path), embeddings
+    heads = [held for held in by_name if held == _HEAD or held.endswith(f".{_HEAD}")]
+    if not heads:
+        return {_HEAD: name} if tied else {}
+    if tied is False or len(heads) > 1 or not _same(by_name[heads[0]], by_name[name]):
+        return {}
+    return {heads[0]: name}
+
+
+def _says_tied(path: Path) -> bool | None:
+    """Return what config.json says of a tied head; None where it says nothing."""
+    config = (path if path.is_dir() else path.parent) / "config.json"
+    if not config.is_file():
+        return None
+    content = _read_json(config)
+    inner = content.get("text_config")
+    places = (content, inner if isinstance(inner, dict) else {})
+    said = [place["tie_word_embeddings"] for place in places if "tie_word_embeddings" in place]
+    return bool(said[0]) if said else None
+
+
+def _same(one: _Stored, other: _Stored) -> bool:
+    if (one.spec.dtype, one.spec.shape) != (other.spec.dtype, other.spec.shape):
+        return False
+    first, second = (_bytes(stored) for stored in (one, other))
+    return torch.equal(first, second)
+
+
+def _bytes(stored: _Stored) -> torch.Tensor:
+    with _open(stored.file) as opened:
+        tensor: torch.Tensor = opened.get_tensor(stored.name)
+    return tensor.reshape(-1).view(torch.uint8)
