@@ -28,7 +28,7 @@ import msgspec
 import torch
 
 import weightsync as ws
-from tests.e2e import models
+from tests.e2e import models, sabotage
 from weightsync.wire.problem import Problem, encode_problem, from_problem, to_problem
 
 WAIT_S = 60.0
@@ -87,6 +87,10 @@ class Remote:
 
     def status(self) -> dict[str, Any]:
         return dict(self._host.ask(self.name, "status"))
+
+    def sabotage(self, step: sabotage.Step, act: sabotage.Act) -> None:
+        """Have its next `step` raise, or be the last of its process."""
+        self._host.ask(self.name, "sabotage", [step, act])
 
     def call(self, call: str, body: object) -> Any:
         """Send a message as it is."""
@@ -238,6 +242,9 @@ class _Held:
     def digests(self, _: object) -> dict[str, str]:
         hooked = self._place.sink == "hook"
         return models.digests(self.got.items() if hooked else self.model)
+
+    def sabotage(self, argument: tuple[sabotage.Step, sabotage.Act]) -> None:
+        sabotage.arm(self.receiver, *argument)
 
     def reading(self, timeout_s: float) -> int:
         with self.receiver.reading(timeout_s=timeout_s) as version:

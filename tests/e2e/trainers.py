@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing
@@ -18,6 +19,7 @@ from tests.e2e.models import BUCKET_NBYTES
 from weightsync.transports.http_client import HttpTransport
 from weightsync.wire.messages import (
     FinishRequest,
+    InitRequest,
     Reply,
     Request,
     Status,
@@ -117,3 +119,87 @@ DEATHS: tuple[Callable[[str], None], ...] = (
     while_its_memory_is_read,
     after_prepared,
 )
+
+
+def _fleet_that_dies(urls: list[str], kind: type) -> None:
+    """The last receiver's transport kills the process before one kind of message."""
+    to = [*urls[:-1], DiesBefore(urls[-1], kind)]
+    with ws.connect(models.make("plain", 7), to=to, packed=True, bucket_nbytes=16 << 10) as sender:
+        sender.send_weights()
+
+
+def in_a_fleet_at_init(urls: list[str]) -> None:
+    _fleet_that_dies(urls, InitRequest)
+
+
+def in_a_fleet_at_start(urls: list[str]) -> None:
+    to = [DiesBefore(url, UpdateRequest) for url in urls]
+    with ws.connect(models.make("plain", 7), to=to) as sender:
+        sender.send_weights()
+
+
+def in_a_fleet_in_the_middle(urls: list[str]) -> None:
+    source = DyingSource(models.make("plain", 7), 9, urls[0])
+    with ws.connect(source, to=urls, bucket_nbytes=16 << 10, num_buckets=2) as sender:
+        sender.send_weights()
+
+
+def in_a_fleet_while_read(urls: list[str]) -> None:
+    with ws.connect(models.make("plain", 7), to=urls, packed=False) as sender:
+        control = sender._ensemble.feeder.engine._control
+        control.write_fingerprints = lambda *_: die_while_it_loads(urls[0])  # type: ignore[method-assign]  # on purpose
+        sender.send_weights()
+
+
+def in_a_fleet_after_prepared(urls: list[str]) -> None:
+    to = [DiesBefore(url, FinishRequest) for url in urls]
+    with ws.connect(models.make("plain", 7), to=to) as sender:
+        sender.send_weights()
+
+
+class DiesOnceOthersHave(HttpTransport):
+    """Holds its `finish` back until others have finished, then kills its process."""
+
+    def __init__(self, url: str, others: list[str]) -> None:
+        super().__init__(url)
+        self._others = others
+
+    def call(self, request: Request, *, timeout_s: float) -> Reply:
+        if isinstance(request, FinishRequest):
+            for other in self._others:
+                await_version(other, 2)
+            die()
+        return super().call(request, timeout_s=timeout_s)
+
+
+class DiesWhenItHas(HttpTransport):
+    """Sends its `finish`, and kills its process as soon as that has come to be."""
+
+    def call(self, request: Request, *, timeout_s: float) -> Reply:
+        if isinstance(request, FinishRequest):
+            threading.Thread(target=super().call, args=(request,), kwargs={"timeout_s": 5}).start()
+            await_version(self.target, 2)
+            die()
+        return super().call(request, timeout_s=timeout_s)
+
+
+def await_version(url: str, version: int) -> None:
+    with closing(HttpTransport(url)) as transport:
+        deadline = time.monotonic() + 20
+        while time.monotonic() < deadline:
+            if cast(Status, transport.call(StatusRequest(), timeout_s=5)).version == version:
+                return
+            time.sleep(0.005)
+    raise AssertionError(f"{url} never held version {version}")
+
+
+def in_a_fleet_during_finish(urls: list[str]) -> None:
+    to = [DiesWhenItHas(urls[0]), *urls[1:]]
+    with ws.connect(models.make("plain", 7), to=to) as sender:
+        sender.send_weights()
+
+
+def in_a_fleet_between_finishes(urls: list[str]) -> None:
+    to = [urls[0], *(DiesOnceOthersHave(url, urls[:1]) for url in urls[1:])]
+    with ws.connect(models.make("plain", 7), to=to) as sender:
+        sender.send_weights()

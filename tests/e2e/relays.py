@@ -1,0 +1,84 @@
+"""A transport between a sender and one receiver, on which tests listen, cut and act."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import weightsync as ws
+from tests.e2e.processes import Remote
+from weightsync.sending.targets import make_transport
+from weightsync.transports.base import Transport
+from weightsync.wire.messages import Reply, Request
+
+Act = Callable[[], None]
+
+
+class Relay:
+    """A Transport to `remote`, or to another later: a restart behind one name.
+
+    `before` and `after` act once, at the first message of a kind. `cut` loses every message;
+    `deaf` delivers them and loses the answers. `seen` are the kinds of all messages sent.
+    """
+
+    def __init__(self, remote: Remote, name: str) -> None:
+        self.name = name
+        self.seen: list[type] = []
+        self.before: dict[type, Act] = {}
+        self.after: dict[type, Act] = {}
+        self.cut = False
+        self.deaf = False
+        self.closed = False
+        self.redirect(remote)
+
+    def redirect(self, remote: Remote) -> None:
+        """Go to another receiver from now on."""
+        self.remote = remote
+        self._inner: Transport = make_transport(remote.to, None)
+
+    @property
+    def target(self) -> str:
+        return self.name
+
+    @property
+    def sent_nbytes(self) -> int:
+        return self._inner.sent_nbytes
+
+    @property
+    def sent_messages(self) -> int:
+        return len(self.seen)
+
+    def call(self, request: Request, *, timeout_s: float) -> Reply:
+        kind = type(request)
+        self.seen.append(kind)
+        self._act(self.before, kind)
+        self._refuse(self.cut)
+        if self.deaf:
+            threading.Thread(target=self._lose, args=(request, timeout_s), daemon=True).start()
+            self._refuse(True)
+        reply = self._inner.call(request, timeout_s=timeout_s)
+        self._act(self.after, kind)
+        self._refuse(self.cut)
+        return reply
+
+    def close(self) -> None:
+        """Let go; unlike other transports this one may be used again."""
+        self.closed = True
+        self._inner.close()
+        self.redirect(self.remote)
+
+    def _act(self, acts: dict[type, Act], kind: type) -> None:
+        act = acts.pop(kind, None)
+        if act is not None:
+            act()
+
+    def _refuse(self, lost: Any) -> None:
+        if lost:
+            raise ws.ConnectError(f"{self.name} is cut off")
+
+    def _lose(self, request: Request, timeout_s: float) -> None:
+        try:
+            self._inner.call(request, timeout_s=timeout_s)
+        except ws.WeightSyncError:
+            return

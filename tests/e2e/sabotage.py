@@ -1,0 +1,37 @@
+"""Faults inside a receiver's process: one step of it raises once, or is the process' last."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import signal
+from typing import Any, Literal
+
+import weightsync as ws
+
+Step = Literal["init", "start", "load", "finish"]
+Act = Literal["raise", "die"]
+LOOKS_BEFORE = 1
+
+
+def arm(receiver: ws.WeightReceiver, step: Step, act: Act) -> None:
+    """Have the next `step` fail: `load` after its first look around, `finish` when the weights are in."""
+    updates: Any = receiver._updates
+    owner, name = {
+        "init": (updates, "init"),
+        "start": (updates, "check_start"),
+        "load": (updates._loader, "check_not_aborted"),
+        "finish": (updates, "_clear_cache"),
+    }[step]
+    genuine = getattr(owner, name)
+    calls = itertools.count()
+
+    def fail(*args: object) -> object:
+        if step == "load" and next(calls) < LOOKS_BEFORE:
+            return genuine(*args)
+        if act == "die":
+            os.kill(os.getpid(), signal.SIGKILL)
+        setattr(owner, name, genuine)
+        raise RuntimeError(f"sabotage of {step}")
+
+    setattr(owner, name, fail)

@@ -1,0 +1,260 @@
+"""Phase by phase, who dies or fails: the survivors hold one known version, and the next update heals.
+
+Three receivers: the victim and one more load as the case says, the third is staged. All
+fleets mix callbacks and HTTP.
+"""
+
+from __future__ import annotations
+
+import itertools
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import pytest
+
+import weightsync as ws
+from tests.e2e import models, processes, trainers
+from tests.e2e.models import digests, fill
+from tests.e2e.processes import Apply, Host, Remote, wait_until
+from tests.e2e.relays import Relay
+from weightsync.wire.messages import FinishRequest, InitRequest, UpdateRequest
+
+Phase = Literal["init", "start", "middle", "prepared", "finish", "between"]
+Fault = Literal["receiver dies", "receiver raises", "receiver cut off"]
+PHASES: tuple[Phase, ...] = ("init", "start", "middle", "prepared", "finish", "between")
+FAULTS: tuple[Fault, ...] = ("receiver dies", "receiver raises", "receiver cut off")
+PACKED: dict[str, Any] = {"packed": True, "bucket_nbytes": 16 << 10, "num_buckets": 2}
+UNPACKED: dict[str, Any] = {"packed": False}
+TIMEOUT_S = 15.0
+KILLED = -signal.SIGKILL
+
+
+@dataclass(frozen=True)
+class Case:
+    """One cell: `holds` are the versions that survivors may hold after the fault, 1 is the old."""
+
+    phase: Phase
+    fault: Fault
+    apply: Apply
+    packed: bool
+
+    @property
+    def name(self) -> str:
+        road = "packed" if self.packed else "unpacked"
+        return f"{self.phase}-{self.fault}-{self.apply}-{road}".replace(" ", "_")
+
+    @property
+    def holds(self) -> set[int]:
+        if self.phase == "init":
+            return {1}
+        if self.phase in ("finish", "between"):
+            return {2}
+        if self.phase == "prepared":
+            return {2}
+        # Before the end of the bytes staged ones go back; in place they may have been touched.
+        return {1} if self.apply == "staged" else {1, 2}
+
+    @property
+    def heals_itself(self) -> bool:
+        """Who raises once in an update that cannot go back is sent it again, by itself."""
+        late = self.phase in ("finish", "between")
+        return self.fault == "receiver raises" and (late or self.apply == "in_place")
+
+
+def cases() -> Iterator[Case]:
+    for phase, fault, apply in itertools.product(PHASES, FAULTS, ("staged", "in_place")):
+        if fault == "receiver raises" and phase == "prepared":
+            continue  # nothing runs in a receiver then
+        yield Case(phase, fault, apply, packed=True)
+        if phase == "middle":
+            yield Case(phase, fault, apply, packed=False)
+
+
+class Fleet:
+    """Three receivers of version 1, the victim in a process of its own."""
+
+    def __init__(self, case: Case, ours: Host, theirs: Host) -> None:
+        first = theirs.receiver("http", apply=case.apply, model="plain")
+        self.victim = Relay(first, "the-victim")
+        second = ours.receiver("callback", apply=case.apply, model="plain")
+        third = ours.receiver("http", apply="staged", model="plain")
+        self.survivors = [Relay(second, "second"), Relay(third, "third")]
+        self.relays = [self.survivors[0], self.victim, self.survivors[1]]
+        self.model = models.make("plain", seed=1)
+        self.known = {1: digests(self.model)}
+
+    def fill(self, version: int) -> None:
+        fill(self.model, seed=version)
+        self.known[version] = digests(self.model)
+
+    def versions(self, relays: list[Relay]) -> set[int]:
+        """The versions in use; each is whole, and the bytes are those that were sent as it."""
+        held = set()
+        for relay in relays:
+            version = relay.remote.reading(timeout_s=1.0)
+            assert relay.remote.digests() == self.known[version], f"{relay.name} at {version}"
+            held.add(version)
+        return held
+
+
+def arrange(case: Case, fleet: Fleet, host: Host) -> None:
+    """Set the fault up."""
+    victim = fleet.victim
+    if case.fault == "receiver raises" or (case.fault, case.phase) in (
+        ("receiver dies", "middle"),
+        ("receiver dies", "finish"),
+    ):
+        step = {"middle": "load", "between": "finish"}.get(case.phase, case.phase)
+        victim.remote.sabotage(step, "raise" if "raises" in case.fault else "die")  # type: ignore[arg-type]  # one of Step
+    else:
+        act = host.kill if case.fault == "receiver dies" else lambda: setattr(victim, "cut", True)
+        if case.phase == "middle":
+            victim.deaf = True
+        elif case.phase == "finish":
+            victim.before[FinishRequest] = lambda: setattr(victim, "deaf", True)
+        elif case.phase == "prepared":
+            dies = case.fault == "receiver dies"
+            (victim.after if dies else victim.before)[UpdateRequest if dies else FinishRequest] = (
+                act
+            )
+        else:
+            kind = {"init": InitRequest, "start": UpdateRequest, "between": FinishRequest}
+            victim.before[kind[case.phase]] = act
+    if case.phase == "between":
+        do = victim.before.pop(FinishRequest, lambda: None)
+        others = [relay.remote for relay in fleet.survivors]
+
+        def once_they_have_it() -> None:
+            wait_until(lambda: all(r.status()["version"] == 2 for r in others), "their finish")
+            do()
+
+        victim.before[FinishRequest] = once_they_have_it
+
+
+def bounded(call: Callable[[], object]) -> BaseException | None:
+    """Return what `call` raised, within bounds."""
+    raised: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            call()
+        except BaseException as exc:  # noqa: BLE001  # handed to the test
+            raised.append(exc)
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    thread.join(processes.WAIT_S)
+    assert not thread.is_alive(), "it hangs"
+    return raised[0] if raised else None
+
+
+@contextmanager
+def connected(case: Case, fleet: Fleet) -> Iterator[ws.WeightSender]:
+    with ws.connect(
+        fleet.model, to=fleet.relays, timeout_s=TIMEOUT_S, **(PACKED if case.packed else UNPACKED)
+    ) as sender:
+        yield sender
+
+
+@pytest.mark.parametrize("case", list(cases()), ids=lambda case: case.name)
+def test_a_receiver_fails(host: Host, case: Case) -> None:
+    with processes.host() as theirs, ExitStack() as stack:
+        fleet = Fleet(case, host, theirs)
+        with connected(case, fleet) as sender:
+            sender.send_weights()
+        if case.phase == "init":
+            arrange(case, fleet, theirs)
+            error = bounded(lambda: stack.enter_context(connected(case, fleet)))
+        else:
+            sender = stack.enter_context(connected(case, fleet))
+            fleet.fill(2)
+            arrange(case, fleet, theirs)
+            error = bounded(sender.send_weights)
+
+        if case.heals_itself and error is None:
+            assert fleet.versions(fleet.relays) == {2}
+        else:
+            assert isinstance(
+                error, ws.TransportError | ws.TransferError | ws.RemoteError | ws.ProtocolError
+            ), error
+            assert fleet.victim.name in str(error)
+            held = fleet.versions(fleet.survivors)
+            assert len(held) == 1
+            assert held <= case.holds
+
+        if case.fault == "receiver dies":
+            again = stack.enter_context(processes.host())
+            fleet.victim.redirect(again.receiver("callback", apply=case.apply, model="plain"))
+        fleet.victim.cut = fleet.victim.deaf = False
+        if case.phase == "init":
+            sender = stack.enter_context(connected(case, fleet))
+        fleet.fill(9)
+        report = sender.send_weights(version=9)
+        assert report.version == 9
+        assert fleet.versions(fleet.relays) == {9}
+        assert report.rule == "two-phase" or case.apply == "in_place"
+
+
+TRAINERS: dict[str, tuple[Callable[..., None], set[str]]] = {
+    "init": (trainers.in_a_fleet_at_init, {"READY"}),
+    "start": (trainers.in_a_fleet_at_start, {"READY"}),
+    "middle-packed": (trainers.in_a_fleet_in_the_middle, {"READY", "TORN"}),
+    "middle-unpacked": (trainers.in_a_fleet_while_read, {"READY", "TORN"}),
+    "prepared": (trainers.in_a_fleet_after_prepared, {"PREPARED"}),
+    "finish": (trainers.in_a_fleet_during_finish, {"READY", "PREPARED"}),
+    "between": (trainers.in_a_fleet_between_finishes, {"READY", "PREPARED"}),
+}
+
+
+@pytest.mark.parametrize("apply", ["staged", "in_place"])
+@pytest.mark.parametrize("phase", TRAINERS)
+def test_the_trainer_is_killed(host: Host, phase: str, apply: Apply) -> None:
+    die, states = TRAINERS[phase]
+    receivers = [
+        host.receiver("http", apply=apply, model="plain"),
+        host.receiver("http", apply="staged", model="plain"),
+        host.receiver("http", apply=apply, model="plain"),
+    ]
+    first, theirs = models.make("plain", seed=1), models.make("plain", seed=7)
+    known = {1: digests(first), 2: digests(theirs)}
+    urls = [receiver.url for receiver in receivers]
+    with ws.connect(first, to=urls) as sender:
+        sender.send_weights()
+    assert processes.ended(die, urls) == KILLED
+
+    settled = {"READY", "TORN", "PREPARED"}
+    wait_until(lambda: {r.status()["state"] for r in receivers} <= settled, "the update's end")
+    assert {r.status()["state"] for r in receivers} <= states
+    for receiver in receivers:
+        whole(receiver, known, may_be_torn=apply == "in_place")
+    committed = any(r.status()["version"] == 2 for r in receivers)
+    assert committed is (phase in ("finish", "between"))
+    if committed:
+        waiting = [r.status() for r in receivers if r.status()["state"] == "PREPARED"]
+        assert phase == "finish" or waiting
+        assert all((s["version"], s["prepared_version"]) == (1, 2) for s in waiting)
+
+    with ws.connect(first, to=urls) as sender:
+        for receiver in receivers:
+            whole(receiver, known, may_be_torn=apply == "in_place" and not committed)
+        assert {r.status()["version"] for r in receivers} == {2 if committed else 1}
+        fill(first, seed=3)
+        known[3] = digests(first)
+        assert sender.send_weights(version=3).rule == "two-phase"
+        assert [receiver.reading() for receiver in receivers] == [3, 3, 3]
+        assert all(receiver.digests() == known[3] for receiver in receivers)
+
+
+def whole(receiver: Remote, known: dict[int, dict[str, str]], *, may_be_torn: bool) -> None:
+    """It holds one whole version, or says that it does not and refuses."""
+    try:
+        version = receiver.reading(timeout_s=0.3)
+    except ws.NotReadyError:
+        assert may_be_torn
+        assert receiver.status()["may_generate"] is False
+        return
+    assert receiver.digests() == known[version]
