@@ -1,0 +1,61 @@
+"""Named stretches of work for profilers: torch's own, Nsight's, or none at all."""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+
+from weightsync.errors import BackendUnavailableError, ConfigError
+
+SETTING = "WEIGHTSYNC_PROFILE"
+"""Environment variable: `record_function` (torch.profiler), `nvtx` (Nsight Systems) or `off`."""
+
+Scope = Callable[[str], AbstractContextManager[object]]
+
+
+def scope(name: str) -> AbstractContextManager[object]:
+    """Return a context that profilers show as `name`; by default it does nothing.
+
+    What WEIGHTSYNC_PROFILE says when the first scope is made holds for the process. Raises
+    ConfigError for a word that it does not know, BackendUnavailableError for nvtx without CUDA.
+    """
+    return _chosen()(name)
+
+
+def scope_for(setting: str) -> Scope:
+    """Return what makes the scopes that `setting` asks for; see `scope` for what is raised."""
+    kind = setting.strip().lower() or "off"
+    if kind not in _SCOPES:
+        raise ConfigError(f"{SETTING} is {setting!r}; wanted {', '.join(_SCOPES)} or nothing")
+    if kind == "nvtx" and not torch.cuda.is_available():
+        raise BackendUnavailableError(
+            f"{SETTING} is nvtx, and torch finds no CUDA GPU; use record_function"
+        )
+    return _SCOPES[kind]
+
+
+def _recorded(name: str) -> AbstractContextManager[object]:
+    return torch.profiler.record_function(name)
+
+
+@contextmanager
+def _nvtx(name: str) -> Iterator[None]:
+    nvtx: Any = torch.cuda.nvtx  # torch types nothing of it
+    nvtx.range_push(name)
+    try:
+        yield
+    finally:
+        nvtx.range_pop()
+
+
+_SCOPES: dict[str, Scope] = {"off": nullcontext, "record_function": _recorded, "nvtx": _nvtx}
+
+
+@functools.cache
+def _chosen() -> Scope:
+    return scope_for(os.environ.get(SETTING, ""))

@@ -1,0 +1,60 @@
+"""Where the processes of a server find each other's sockets."""
+
+from __future__ import annotations
+
+import ipaddress
+import re
+import secrets
+import tempfile
+from pathlib import Path
+
+from weightsync.errors import ConfigError
+
+IPC_PATH_LIMIT = 107
+"""Bytes of the longest path that a Unix socket can have."""
+
+_HOST_NAME = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]{0,251}[A-Za-z0-9.])?")
+
+
+def socket_address(
+    *, local_only: bool, host: str = "127.0.0.1", port: int = 0, directory: Path | None = None
+) -> str:
+    """Return an address to bind a ZeroMQ socket to: `ipc://…` if all its peers are local.
+
+    Else `tcp://host:port`, IPv6 addresses in brackets; port 0 binds to any free one, which the
+    socket's LAST_ENDPOINT then tells. IPC paths are fresh, and lie in `directory` (the temporary
+    one by default). Raises ConfigError.
+    """
+    if local_only:
+        return ipc_address(directory)
+    return tcp_address(host, port)
+
+
+def ipc_address(directory: Path | None = None) -> str:
+    """Return `ipc://` and a fresh path. Raises ConfigError for paths that no socket can have."""
+    path = (directory or Path(tempfile.gettempdir())) / f"weightsync-{secrets.token_hex(8)}.sock"
+    if len(bytes(path.absolute())) > IPC_PATH_LIMIT:
+        raise ConfigError(
+            f"{path.absolute()} is longer than the {IPC_PATH_LIMIT} bytes that a socket's path "
+            "may have; set TMPDIR to a shorter directory"
+        )
+    return f"ipc://{path.absolute()}"
+
+
+def tcp_address(host: str, port: int) -> str:
+    """Return `tcp://host:port`, IPv6 addresses in brackets. Raises ConfigError."""
+    if not 0 <= port <= 65535:
+        raise ConfigError(f"{port} is no port; wanted 1 to 65535, or 0 for any free one")
+    return f"tcp://{bracketed(host)}:{port}"
+
+
+def bracketed(host: str) -> str:
+    """Return a host as it stands before a port. Raises ConfigError for what is no host."""
+    bare = host.removeprefix("[").removesuffix("]")
+    try:
+        address = ipaddress.ip_address(bare)
+    except ValueError:
+        if _HOST_NAME.fullmatch(host) is None:
+            raise ConfigError(f"{host!r} is no host name and no IP address") from None
+        return host
+    return f"[{bare}]" if address.version == 6 else host

@@ -1,0 +1,397 @@
+"""Request objects with tensors in them, to and from multipart messages (msgpack).
+
+A tensor takes one of three ways: in line in the message when it is small; as an auxiliary frame of
+the same message; through a carrier, usually a tensor queue, with an opaque handle in the message.
+In the message each is a msgpack extension, so tensors may stand anywhere: in fields of structs and
+dataclasses, in lists and dicts within each other. Nothing here knows what a request is.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from typing import Annotated, Any, Generic, Literal, Protocol, TypeVar, cast, get_args
+
+import msgspec
+import torch
+from msgspec import Meta, Struct
+from msgspec.msgpack import Ext
+
+from weightsync.errors import (
+    BackendUnavailableError,
+    ConfigError,
+    ProtocolError,
+    TransferError,
+    TransportError,
+    WeightSyncError,
+    shorten,
+)
+from weightsync.samehost.tensor_bytes import (
+    DTYPES,
+    checked_spec,
+    dtype_name,
+    from_bytes,
+    nbytes_of,
+    tensor_data,
+)
+from weightsync.wire.offers import Shape
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+TensorIpc = Literal["direct_rpc", "torch_shm"]
+Frame = bytes | bytearray | memoryview
+
+SETTING = "WEIGHTSYNC_TENSOR_IPC"
+"""Environment variable that chooses the way of tensors where the caller does not."""
+INLINE_NBYTES = 4096
+MAX_TENSORS = 1 << 16
+MAX_MESSAGE_NBYTES = 1 << 28
+"""Bytes of a message without its auxiliary frames, in line tensors included."""
+
+_IN_LINE, _IN_FRAME, _CARRIED = 1, 2, 3
+_Dtype = Annotated[str, Meta(max_length=32)]
+
+
+class _InLine(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    dtype: _Dtype
+    shape: Shape
+    data: bytearray
+
+
+class _InFrame(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    dtype: _Dtype
+    shape: Shape
+    frame: Annotated[int, Meta(ge=1, le=MAX_TENSORS)]
+
+
+class TensorPutter(Protocol):
+    """Takes tensors out of messages: `TensorIpcSender` is one."""
+
+    def put(self, tensor: torch.Tensor, key: str | None) -> bytes:
+        """Send a tensor under `key` and return a handle that means nothing to the codec.
+
+        Raises BackendUnavailableError or TransportError when it will not work again, TransferError
+        when it does not for this tensor.
+        """
+
+    def take_back(self, handle: bytes) -> None:
+        """Undo a `put` whose message will not be sent."""
+
+
+class TensorTaker(Protocol):
+    """Gives tensors back to messages: `TensorIpcReceiver` is one."""
+
+    def take(self, handle: bytes) -> torch.Tensor:
+        """Return the tensor of a handle that the other side's `put` returned."""
+
+    def drop(self, handle: bytes) -> None:
+        """Give up the tensor of a handle whose message could not be read."""
+
+
+def chosen_tensor_ipc(setting: str | None = None) -> TensorIpc:
+    """Return `setting`, or what WEIGHTSYNC_TENSOR_IPC says, or "torch_shm".
+
+    Raises ConfigError for another word.
+    """
+    word = setting or os.environ.get(SETTING) or "torch_shm"
+    if word not in get_args(TensorIpc):
+        where = "tensor_ipc" if setting else SETTING
+        raise ConfigError(f'{where} is {word!r}; wanted "direct_rpc" or "torch_shm"')
+    return cast(TensorIpc, word)
+
+
+class TensorEncoder:
+    """Makes messages; any thread may call.
+
+    With `torch_shm`, `open_carrier` is called once, here. If it or a later `put` shows that shared
+    memory does not work, tensors travel in the message from then on: a warning says so once, and
+    `tensor_ipc` and `fallback_reason` tell. `enc_hook` turns other foreign types into plain data.
+    """
+
+    def __init__(
+        self,
+        tensor_ipc: str | None = None,
+        open_carrier: Callable[[], TensorPutter] | None = None,
+        *,
+        inline_nbytes: int = INLINE_NBYTES,
+        enc_hook: Callable[[Any], Any] | None = None,
+    ) -> None:
+        self._tensor_ipc = chosen_tensor_ipc(tensor_ipc)
+        self._inline_nbytes = inline_nbytes
+        self._enc_hook = enc_hook
+        self._carrier: TensorPutter | None = None
+        self._warned = False
+        self.fallback_reason: str | None = None
+        self.crowded_out = 0
+        """Tensors that travelled in the message because there was no room for them just then."""
+        if self._tensor_ipc == "torch_shm":
+            self._open(open_carrier)
+
+    @property
+    def tensor_ipc(self) -> TensorIpc:
+        """The way that large tensors take now, which a fallback makes "direct_rpc"."""
+        return self._tensor_ipc
+
+    def encode(self, message: object, key: str | None = None) -> list[Frame]:
+        """Return the frames of a message: itself, then auxiliary ones in order.
+
+        `key` goes to the carrier with each tensor, for whoever cleans up. Frames may view the
+        message's own tensors: change none of them until the frames are sent. Raises ConfigError
+        for what cannot be encoded; nothing stays in the carrier then.
+        """
+        call = _Encoding(self, key)
+        try:
+            main = msgspec.msgpack.encode(message, enc_hook=call.replace)
+        except BaseException as exc:
+            call.take_back()
+            if isinstance(exc, TypeError | ValueError | OverflowError | RecursionError):
+                raise ConfigError(f"this message cannot be encoded: {exc}") from exc
+            raise
+        return [main, *call.frames]
+
+    def replace_foreign(self, value: object) -> object:
+        """Return plain data for what is no tensor. Raises TypeError."""
+        if self._enc_hook is None:
+            raise TypeError(f"{type(value).__name__} is neither plain data nor a tensor")
+        return self._enc_hook(value)
+
+    def fits_in_line(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor is small enough to stand in the message."""
+        return nbytes_of(tensor) <= self._inline_nbytes
+
+    def carry(self, tensor: torch.Tensor, key: str | None) -> tuple[TensorPutter, bytes] | None:
+        """Return the carrier and the handle it gave, None where it could not take the tensor."""
+        carrier = self._carrier
+        if carrier is None:
+            return None
+        try:
+            return carrier, carrier.put(tensor, key)
+        except (BackendUnavailableError, TransportError) as exc:
+            self._fall_back(str(exc))
+        except TransferError as exc:
+            self.crowded_out += 1
+            self._warn_once(f"a tensor travels in its message, not in shared memory: {exc}")
+        return None
+
+    def _open(self, open_carrier: Callable[[], TensorPutter] | None) -> None:
+        if open_carrier is None:
+            self._fall_back("no tensor queue was given")
+            return
+        try:
+            self._carrier = open_carrier()
+        except (BackendUnavailableError, TransportError, TransferError) as exc:
+            self._fall_back(str(exc))
+
+    def _fall_back(self, reason: str) -> None:
+        self._carrier = None
+        self._tensor_ipc = "direct_rpc"
+        if self.fallback_reason is None:
+            self.fallback_reason = reason
+            logger.warning("tensors travel in their messages, not in shared memory: %s", reason)
+
+    def _warn_once(self, text: str) -> None:
+        if not self._warned:
+            self._warned = True
+            logger.warning("%s", text)
+
+
+class _Encoding:
+    """One message on its way: its frames so far, and what was given to the carrier."""
+
+    def __init__(self, encoder: TensorEncoder, key: str | None) -> None:
+        self._encoder = encoder
+        self._key = key
+        self._carried: list[tuple[TensorPutter, bytes]] = []
+        self._tensors = 0
+        self.frames: list[Frame] = []
+
+    def replace(self, value: object) -> object:
+        """Return what stands in the message for a value that msgpack does not know."""
+        if not isinstance(value, torch.Tensor):
+            return self._encoder.replace_foreign(value)
+        self._tensors += 1
+        if self._tensors > MAX_TENSORS:
+            raise ConfigError(f"a message has at most {MAX_TENSORS} tensors, this has more")
+        dtype, shape = dtype_name(value), list(value.shape)
+        if self._encoder.fits_in_line(value):
+            data = bytearray(tensor_data(value))
+            return Ext(_IN_LINE, msgspec.msgpack.encode(_InLine(dtype, shape, data)))
+        carried = self._encoder.carry(value, self._key)
+        if carried is not None:
+            self._carried.append(carried)
+            return Ext(_CARRIED, carried[1])
+        self.frames.append(tensor_data(value))
+        return Ext(_IN_FRAME, msgspec.msgpack.encode(_InFrame(dtype, shape, len(self.frames))))
+
+    def take_back(self) -> None:
+        """Undo what the carrier was given."""
+        for carrier, handle in self._carried:
+            with suppress(WeightSyncError):
+                carrier.take_back(handle)
+
+
+class TensorDecoder(Generic[T]):
+    """Reads messages as `kind`; any thread may call.
+
+    Fields may be typed `torch.Tensor`, also within lists and dicts; where a field holds tensors or
+    lists of them, type it `Any`. `pin_memory` pins tensors on the CPU where there is CUDA.
+    `dec_hook` makes other foreign types from plain data.
+    """
+
+    def __init__(
+        self,
+        kind: type[T] | Any = Any,
+        carrier: TensorTaker | None = None,
+        *,
+        pin_memory: bool = False,
+        dec_hook: Callable[[type, Any], Any] | None = None,
+        max_message_nbytes: int = MAX_MESSAGE_NBYTES,
+    ) -> None:
+        self._carrier = carrier
+        self._pin = pin_memory and torch.cuda.is_available()
+        self._dec_hook = dec_hook
+        self._max_nbytes = max_message_nbytes
+        self._call = threading.local()
+        self._decoder = msgspec.msgpack.Decoder(
+            kind, ext_hook=self._restore, dec_hook=self._convert
+        )
+
+    def decode(self, frames: Sequence[Frame] | Frame) -> T:
+        """Return the message of `frames`, as `encode` made them.
+
+        Tensors view auxiliary frames that are writable, and copy others. Raises ProtocolError for
+        what is no such message, and what the carrier raises; either way no tensor of the message
+        stays behind in the carrier.
+        """
+        parts = [frames] if isinstance(frames, bytes | bytearray | memoryview) else list(frames)
+        if not parts:
+            raise ProtocolError("a message has at least one frame")
+        if memoryview(parts[0]).nbytes > self._max_nbytes:
+            raise ProtocolError(
+                f"a message may have {self._max_nbytes} bytes, this has "
+                f"{memoryview(parts[0]).nbytes}"
+            )
+        call = self._call.state = _Decoding(parts, self._carrier, pin=self._pin)
+        try:
+            message = cast(T, self._decoder.decode(parts[0]))
+            call.check_all_used()
+        except BaseException as exc:
+            call.drop_rest()
+            if isinstance(exc, msgspec.DecodeError | UnicodeDecodeError | RecursionError):
+                raise ProtocolError(f"this message cannot be read: {exc}") from exc
+            raise
+        finally:
+            del self._call.state
+        return message
+
+    def _restore(self, code: int, data: memoryview) -> object:
+        call: _Decoding = self._call.state
+        return call.restore(code, data)
+
+    def _convert(self, kind: Any, value: Any) -> Any:
+        if isinstance(kind, type) and issubclass(kind, torch.Tensor):
+            if isinstance(value, torch.Tensor):
+                return value
+            raise ValueError(f"Expected a tensor, got `{type(value).__name__}`")
+        if self._dec_hook is None:
+            raise ValueError(f"{kind} can be read with a dec_hook alone")
+        return self._dec_hook(kind, value)
+
+
+class _Decoding:
+    """One message being read: its frames, and which of them were used."""
+
+    def __init__(self, frames: list[Frame], carrier: TensorTaker | None, *, pin: bool) -> None:
+        self._frames = frames
+        self._unused = set(range(1, len(frames)))
+        self._carrier = carrier
+        self._pin = pin
+        self._tensors = 0
+        self._taken: set[bytes] = set()
+
+    def restore(self, code: int, data: memoryview) -> torch.Tensor:
+        """Return the tensor of an extension. Raises ProtocolError and what the carrier raises."""
+        self._tensors += 1
+        if self._tensors > MAX_TENSORS:
+            raise ProtocolError(f"a message has at most {MAX_TENSORS} tensors, this has more")
+        if code == _IN_LINE:
+            inline = _decode(data, _InLine)
+            tensor = _tensor_of(inline.data, inline.dtype, inline.shape)
+        elif code == _IN_FRAME:
+            place = _decode(data, _InFrame)
+            tensor = _tensor_of(self._frame(place.frame), place.dtype, place.shape)
+        elif code == _CARRIED:
+            tensor = self._take(bytes(data))
+        else:
+            raise ProtocolError(f"extension {code} of a message is no tensor of ours")
+        return tensor.pin_memory() if self._pin and pinnable(tensor) else tensor
+
+    def check_all_used(self) -> None:
+        """Raise ProtocolError for frames that no tensor named."""
+        if self._unused:
+            raise ProtocolError(
+                f"the message has {len(self._frames) - 1} auxiliary frames, and no tensor is in "
+                f"number {shorten(map(str, sorted(self._unused)))}"
+            )
+
+    def drop_rest(self) -> None:
+        """Have the carrier drop the tensors of a message that could not be read to its end."""
+        carrier = self._carrier
+        if carrier is None:
+            return
+
+        def drop(code: int, data: memoryview) -> None:
+            if code == _CARRIED and bytes(data) not in self._taken:
+                with suppress(WeightSyncError):
+                    carrier.drop(bytes(data))
+
+        with suppress(msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+            msgspec.msgpack.Decoder(ext_hook=drop).decode(self._frames[0])
+
+    def _take(self, handle: bytes) -> torch.Tensor:
+        if self._carrier is None:
+            raise ProtocolError(
+                "a tensor of this message is in shared memory, and no tensor queue was given to "
+                'read it from; give the decoder one, or set tensor_ipc to "direct_rpc"'
+            )
+        tensor = self._carrier.take(handle)
+        self._taken.add(handle)
+        return tensor
+
+    def _frame(self, number: int) -> Frame:
+        if number not in self._unused:
+            raise ProtocolError(
+                f"a tensor is in auxiliary frame {number}, which is missing or another tensor's; "
+                f"the message has {len(self._frames) - 1}"
+            )
+        self._unused.remove(number)
+        return self._frames[number]
+
+
+def pinnable(tensor: torch.Tensor) -> bool:
+    """Whether a tensor can be pinned: only memory of the CPU can, and only if there is some."""
+    return tensor.device.type == "cpu" and tensor.numel() > 0
+
+
+def _decode(data: memoryview, kind: type[T]) -> T:
+    try:
+        return msgspec.msgpack.decode(data, type=kind)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as exc:
+        raise ProtocolError(f"a tensor of this message cannot be read: {exc}") from exc
+
+
+def _tensor_of(data: Frame, dtype: str, shape: list[int]) -> torch.Tensor:
+    spec = checked_spec("tensor", dtype, shape)
+    view = memoryview(data)
+    if view.nbytes != spec.nbytes:
+        raise ProtocolError(f"{spec} takes {spec.nbytes} bytes, and {view.nbytes} came")
+    if not spec.nbytes:
+        return from_bytes(torch.empty(0, dtype=torch.uint8), dtype, spec.shape)
+    flat = torch.frombuffer(view, dtype=torch.uint8)
+    # Whoever wrote the frame chose its alignment.
+    usable = not view.readonly and flat.data_ptr() % DTYPES[dtype].itemsize == 0
+    return from_bytes(flat if usable else flat.clone(), dtype, spec.shape)
