@@ -13,21 +13,28 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import socket
 import statistics
+import subprocess
 import sys
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 os.environ["OMP_NUM_THREADS"] = "1"
 
 import torch
 import torch.distributed as dist
+import uvicorn
+from fastapi import FastAPI
 from torch import nn
 
+import weightsync as ws
 from tests.hosts.namespaces import Host, HostNetwork, host_network, limit_problem, netns_problem
+from weightsync.sending.feeder import RELAYED_BUCKET_NBYTES
 
 PORT = 8600
 STORE_PORT = 8700
@@ -50,9 +57,10 @@ class Point:
     messages: int
 
     @property
-    def efficiency(self) -> float:
-        """Bytes over link rate, as a part of the update's time."""
-        return self.link_s / self.update_s
+    def model_s(self) -> float:
+        """What docs/scaling.md says: the bytes, and one bucket for every host but the first."""
+        bucket_s = (RELAYED_BUCKET_NBYTES << 3) / (self.rate_mbit * 1e6)
+        return self.link_s + (self.hosts - 1) * bucket_s
 
 
 def model_of(mib: int, tensors: int) -> nn.Module:
@@ -68,13 +76,6 @@ def model_of(mib: int, tensors: int) -> nn.Module:
 
 def receive(address: str, mib: int, tensors: int) -> None:
     """Serve one worker until killed."""
-    import socket
-
-    import uvicorn
-    from fastapi import FastAPI
-
-    import weightsync as ws
-
     receiver = ws.WeightReceiver(model_of(mib, tensors))
     app = FastAPI()
     app.include_router(ws.server.weight_router(receiver, token=TOKEN))
@@ -89,8 +90,6 @@ def receive(address: str, mib: int, tensors: int) -> None:
 
 def send(urls: Sequence[str], mib: int, tensors: int, rounds: int) -> None:
     """Send `rounds` updates; print the medians as JSON."""
-    import weightsync as ws
-
     model = model_of(mib, tensors)
     started = time.perf_counter()
     with ws.connect(model, to=urls, token=TOKEN, timeout_s=WAIT_S) as sender:
@@ -105,13 +104,14 @@ def send(urls: Sequence[str], mib: int, tensors: int, rounds: int) -> None:
 def broadcast(rank: int, size: int, address: str, mib: int, rounds: int) -> None:
     """Broadcast one flat tensor from rank 0; rank 0 prints the median as JSON."""
     own = os.environ["OWN_ADDRESS"]
-    store = dist.TCPStore(
+    c10d: Any = dist  # torch types half of what it exports
+    store = c10d.TCPStore(
         address, STORE_PORT, size, is_master=rank == 0, timeout=timedelta(seconds=WAIT_S)
     )
-    options = dist.ProcessGroupGloo._Options()
-    options._devices = [dist.ProcessGroupGloo.create_device(hostname=own)]
+    options = c10d.ProcessGroupGloo._Options()
+    options._devices = [c10d.ProcessGroupGloo.create_device(hostname=own)]
     options._timeout = timedelta(seconds=WAIT_S)
-    group = dist.ProcessGroupGloo(store, rank, size, options)
+    group = c10d.ProcessGroupGloo(store, rank, size, options)
     flat = torch.ones(mib << 20, dtype=torch.uint8)
     taken = []
     for _ in range(rounds + 1):
@@ -124,9 +124,7 @@ def broadcast(rank: int, size: int, address: str, mib: int, rounds: int) -> None
         print(json.dumps({"broadcast_s": statistics.median(taken[1:])}))
 
 
-def measure(
-    network: HostNetwork, count: int, rate_mbit: float, args: argparse.Namespace
-) -> Point:
+def measure(network: HostNetwork, count: int, rate_mbit: float, args: argparse.Namespace) -> Point:
     """Measure one point: `count` receiving hosts behind links of `rate_mbit`."""
     trainer, receivers = network.hosts[0], network.hosts[1 : count + 1]
     size = [str(args.mib), str(args.tensors)]
@@ -153,7 +151,7 @@ def measure(
         )
         for rank, host in enumerate([trainer, *receivers])
     ]
-    raw = [finish(process) for process in ranks][0]
+    raw, *_ = [finish(process) for process in ranks]
     return Point(
         hosts=count,
         rate_mbit=rate_mbit,
@@ -161,14 +159,14 @@ def measure(
         tensors=args.tensors,
         link_s=(args.mib << 23) / (rate_mbit * 1e6),
         broadcast_s=raw["broadcast_s"],
-        **told,
+        update_s=told["update_s"],
+        connect_s=told["connect_s"],
+        messages=int(told["messages"]),
     )
 
 
-def start(host: Host, *argv: str):  # type: ignore[no-untyped-def]  # a Popen of text
+def start(host: Host, *argv: str) -> subprocess.Popen[str]:
     """Run this module's `argv` on a host."""
-    import subprocess
-
     root = str(Path(__file__).resolve().parent.parent)
     env = {**os.environ, "PYTHONPATH": root, "OWN_ADDRESS": host.address}
     return host.popen(
@@ -176,13 +174,14 @@ def start(host: Host, *argv: str):  # type: ignore[no-untyped-def]  # a Popen of
     )
 
 
-def finish(process):  # type: ignore[no-untyped-def]  # a Popen of text
+def finish(process: subprocess.Popen[str]) -> dict[str, float]:
     """Wait for a process; return the JSON that it printed last, if any."""
     out, _ = process.communicate(timeout=WAIT_S * 3)
     if process.returncode:
-        raise RuntimeError(f"{process.args} ended with {process.returncode}")
+        raise RuntimeError(f"{process.args!r} ended with {process.returncode}")
     lines = out.strip().splitlines()
-    return json.loads(lines[-1]) if lines else {}
+    told: dict[str, float] = json.loads(lines[-1]) if lines else {}
+    return told
 
 
 def mbit(rate: str) -> float:
@@ -193,13 +192,14 @@ def mbit(rate: str) -> float:
 def table(points: Sequence[Point]) -> str:
     """Return the points as a Markdown table."""
     lines = [
-        "| receiving hosts | link | bytes over link | update | of the link | one raw broadcast "
-        "| update / broadcast | connect, once |",
-        "|---|---|---|---|---|---|---|---|",
+        "| receiving hosts | link | bytes over link | model | update | update / model "
+        "| one raw broadcast | update / broadcast | connect, once |",
+        "|---|---|---|---|---|---|---|---|---|",
     ]
     lines += [
-        f"| {p.hosts} | {p.rate_mbit:g} Mbit/s | {p.link_s:.2f} s | {p.update_s:.2f} s | "
-        f"{p.efficiency:.0%} | {p.broadcast_s:.2f} s | {p.update_s / p.broadcast_s:.2f} | "
+        f"| {p.hosts} | {p.rate_mbit:g} Mbit/s | {p.link_s:.2f} s | {p.model_s:.2f} s | "
+        f"{p.update_s:.2f} s | {p.update_s / p.model_s:.2f} | {p.broadcast_s:.2f} s | "
+        f"{p.update_s / p.broadcast_s:.2f} | "
         f"{p.connect_s:.2f} s |"
         for p in points
     ]
