@@ -126,6 +126,16 @@ class Host:
         """SIGKILL, and wait until it is dead."""
         kill(self.process)
 
+    @contextmanager
+    def stopped(self) -> Iterator[None]:
+        """No thread of it runs during the block."""
+        assert self.process.pid is not None
+        os.kill(self.process.pid, signal.SIGSTOP)
+        try:
+            yield
+        finally:
+            os.kill(self.process.pid, signal.SIGCONT)
+
     def ask(self, name: str, what: str, argument: object = None) -> Any:
         pipe = self._free.get(timeout=WAIT_S)
         try:

@@ -15,7 +15,7 @@ LOOKS_BEFORE = 1
 
 
 def arm(receiver: ws.WeightReceiver, step: Step, act: Act) -> None:
-    """Have the next `step` fail: `load` after its first look around, `finish` when the weights are in."""
+    """Have the next `step` fail: `load` after a first look around, `finish` with the weights in."""
     updates: Any = receiver._updates
     owner, name = {
         "init": (updates, "init"),

@@ -1,7 +1,7 @@
-"""Phase by phase, who dies or fails: the survivors hold one known version, and the next update heals.
+"""Phase by phase, who dies or fails: survivors hold one known version, and the next update heals.
 
-Three receivers: the victim and one more load as the case says, the third is staged. All
-fleets mix callbacks and HTTP.
+Three receivers: the victim and one more load as the case says, the third is staged. Every fleet
+mixes callbacks and HTTP.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from weightsync.wire.messages import FinishRequest, InitRequest, UpdateRequest
 Phase = Literal["init", "start", "middle", "prepared", "finish", "between"]
 Fault = Literal["receiver dies", "receiver raises", "receiver cut off"]
 PHASES: tuple[Phase, ...] = ("init", "start", "middle", "prepared", "finish", "between")
+APPLIES: tuple[Apply, ...] = ("staged", "in_place")
 FAULTS: tuple[Fault, ...] = ("receiver dies", "receiver raises", "receiver cut off")
 PACKED: dict[str, Any] = {"packed": True, "bucket_nbytes": 16 << 10, "num_buckets": 2}
 UNPACKED: dict[str, Any] = {"packed": False}
@@ -66,7 +67,7 @@ class Case:
 
 
 def cases() -> Iterator[Case]:
-    for phase, fault, apply in itertools.product(PHASES, FAULTS, ("staged", "in_place")):
+    for phase, fault, apply in itertools.product(PHASES, FAULTS, APPLIES):
         if fault == "receiver raises" and phase == "prepared":
             continue  # nothing runs in a receiver then
         yield Case(phase, fault, apply, packed=True)

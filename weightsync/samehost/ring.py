@@ -252,7 +252,7 @@ class RingWriter:
 
         def progress() -> tuple[int, int]:
             done = sum(released(reader) for reader in active)
-            return done, sum(beat(reader) for reader in active)
+            return done, sum(beat(reader) for reader in self.waiting_for(sequence))
 
         if not wait_until(
             ready, check=check, timeout_s=timeout_s, progress=progress, pace=self.pace

@@ -11,6 +11,7 @@ from concurrent.futures import Future, wait
 from msgspec.structs import replace
 
 from weightsync.errors import (
+    ProtocolError,
     TransferError,
     TransferTimeout,
     TransportError,
@@ -85,6 +86,8 @@ class Update:
         self._begun: list[RankAnswer] = []
         self._told: list[RankAnswer] = []
         self._whole = False
+        self._aborted = False
+        self._first: Member | None = None
 
     @property
     def finishing(self) -> bool:
@@ -182,7 +185,8 @@ class Update:
 
     def abort(self, reason: str) -> None:
         """Have every receiver forget the update; not once any was told to finish it."""
-        if not self._finishing:
+        if not (self._finishing or self._aborted):
+            self._aborted = True
             self._abort(self.members, reason)
 
     def _abort(self, members: Sequence[Member], reason: str) -> None:
@@ -196,6 +200,7 @@ class Update:
             logger.warning("abort at %s: %s", answer.member.target, answer.error)
             if isinstance(answer.error, TransportError):
                 answer.member.unaborted = self.update_id
+                self.failed.setdefault(answer.member, answer.error)
 
     def report(self, version: int, label: str | None) -> SyncReport:
         """Say what this update did."""
@@ -249,13 +254,14 @@ class Update:
             )
 
         begun = self._fleet.begin(request, timeout_s=self._patience, members=members)
+        calls = dict(zip(members, begun, strict=True))
         try:
-            self._ensemble.tell(Transfer(), check=lambda: self._raise_early(begun))
+            self._ensemble.tell(Transfer(), check=lambda: self._raise_early(calls))
             self._seconds["transfer"] = time.perf_counter() - started
             while wait(begun, timeout=_LOOK_S).not_done:
                 self._ensemble.tell(Stay())
         except BaseException as exc:
-            self._stop(dict(zip(members, begun, strict=True)), exc)
+            self._stop(calls, exc)
             raise
         finally:
             self._told = self._ensemble.tell(End())
@@ -292,14 +298,19 @@ class Update:
     def _stop(self, begun: Mapping[Member, Future[Answer]], why: BaseException) -> None:
         """The bytes stopped: tell the readers, and wait until none of them reads any more.
 
-        Only who failed before the stop is to blame for it; where nobody had, who kept the sender
-        waiting.
+        Only who failed before the stop is to blame for it; where nobody had, whom the private
+        group names, or who kept the sender waiting.
         """
-        self._note([future.result() for future in begun.values() if future.done()])
-        if isinstance(why, TransferTimeout) and not self.failed:
-            late = self._roads.late(list(begun))
-            named(why, ", ".join(member.target for member in late))
-            self.failed.update(dict.fromkeys(late, why))
+        blamed = [] if self.failed else self._roads.lost(list(begun), why)
+        if self._first is not None and not (self.failed or blamed):
+            blamed = [self._first]
+        if not (self.failed or blamed):
+            self._note([future.result() for future in begun.values() if future.done()])
+        if isinstance(why, TransferTimeout) and not (self.failed or blamed):
+            blamed = self._roads.late(list(begun))
+            named(why, ", ".join(member.target for member in blamed))
+        if isinstance(why, WeightSyncError):
+            self.failed.update(dict.fromkeys(blamed, why))
         self.abort("the sender stopped in the middle")
         for member, future in begun.items():
             if self._packed and member.unaborted == self.update_id:
@@ -337,14 +348,21 @@ class Update:
         if self._ensemble.feeder.stop.is_set():
             raise TransferError("the update was cancelled by its caller")
 
-    def _raise_early(self, begun: list[Future[Answer]]) -> None:
-        """Stop when asked to; a receiver that has answered with an error ends the transfer too."""
+    def _raise_early(self, begun: Mapping[Member, Future[Answer]]) -> None:
+        """Stop when asked to, or when a receiver has answered that the rest need not go on."""
         self._raise_if_cancelled()
-        for future in begun:
+        for member, future in begun.items():
             if future.done():
-                error: WeightSyncError | None = future.result().error
-                if error is not None:
-                    raise error
+                answer = future.result()
+                if answer.error is not None:
+                    self._first = member
+                    raise answer.error
+                if self._roads.unread(member):
+                    self.failed[member] = ProtocolError(
+                        f"{member.target} answered that it has everything, and has not read its "
+                        "place of the ring; do several receivers stand behind it?"
+                    )
+                    raise self.failed[member]
 
     def _note(self, answers: list[Answer]) -> None:
         for answer in answers:

@@ -22,7 +22,7 @@ from weightsync.sending.ensemble import Ensemble
 from weightsync.sending.feeder import RELAY_PLACE
 from weightsync.sending.fleet import Answer, Fleet, Member, failures, raise_first
 from weightsync.sending.placement import Way, check_backend, settle, ways
-from weightsync.sending.rendezvous import Rendezvous
+from weightsync.sending.rendezvous import Rendezvous, host_of
 from weightsync.wire.messages import PROTOCOL, InitRequest, Request, ShutdownRequest
 from weightsync.wire.offers import IpcInit, ProbeInfo
 
@@ -162,8 +162,25 @@ class Roads:
         own = [m for m in members if m.rank == 0 and m.road != "distributed"]
         if engine is None or not self.packed or not own:
             return []
-        released = {member: engine.stream.control.released(member.reader) for member in own}
-        return [member for member in own if released[member] == min(released.values())]
+        control = engine.stream.control
+        released = {member: control.released(member.reader) for member in own}
+        least = min(released.values())
+        if len(own) < len(members) and control.released(RELAY_PLACE) < least:
+            return []  # other hosts are: the private group knows which
+        return [member for member in own if released[member] == least]
+
+    def unread(self, member: Member) -> bool:
+        """Whether a reader of rank 0's own ring has not released all chunks of this update."""
+        engine = self._ensemble.feeder.engine
+        if engine is None or not self.packed or member.rank or member.road == "distributed":
+            return False
+        stream = engine.stream
+        return stream.control.released(member.reader) < stream.base + len(stream.plan.chunks)
+
+    def lost(self, members: Sequence[Member], why: BaseException) -> list[Member]:
+        """Return the members of the private group whose hosts it names as the reason."""
+        said = f"{why} {self._rendezvous.failure}"
+        return [m for m in members if m.road == "distributed" and host_of(m.target) in said]
 
     def withdraw(self, members: Sequence[Member] | None = None) -> None:
         """Have members (None: all) close what they opened; with all of them, free everything.
@@ -251,8 +268,10 @@ class Roads:
             return InitRequest(init_info=inits[member])
 
         answers = self._fleet.ask(request, timeout_s=self._options.timeout_s, members=members)
-        for answer in answers:
+        for i, answer in enumerate(answers):
             if answer.error is None:
+                answers[i] = _same_instance(answer)
+            if answers[i].error is None:
                 answer.member.met(answer.status)
                 answer.member.sender = inits[answer.member].sender
         return answers
@@ -342,6 +361,18 @@ def _road_failures(answers: Sequence[Answer]) -> list[Answer]:
     for answer in failed:
         answer.member.skipped[answer.member.road] = str(answer.error)
     return failed
+
+
+def _same_instance(answer: Answer) -> Answer:
+    """An error where somebody else answered than the one who was asked who it is."""
+    asked, told = answer.member.instance, answer.status.instance
+    if asked == told:
+        return answer
+    error = ProtocolError(
+        f"{answer.member.target} answered as instance {asked} and then as {told}: it was restarted "
+        "in between, or several receivers stand behind it; name each of them by itself"
+    )
+    return Answer(answer.member, error=error)
 
 
 def _places_of(members: Sequence[Member]) -> Places:
