@@ -1,0 +1,79 @@
+"""How the parts of a message lie in memory: a table of sizes, the msgpack, then each buffer."""
+
+from __future__ import annotations
+
+import struct
+
+import torch
+
+from weightsync.errors import ProtocolError
+
+ALIGNMENT = 64
+_COUNTS = struct.Struct("<QQ")
+# A copy of this size or more lets other threads run meanwhile.
+_LARGE_NBYTES = 256 << 10
+
+
+class Encoded:
+    """A message ready to be written: `body` is msgpack, `buffers` are views of the sender's data.
+
+    The views must be read before the sender changes that data; `kept` holds it until then.
+    """
+
+    __slots__ = ("body", "buffers", "kept", "nbytes")
+
+    def __init__(self, body: bytes, buffers: list[memoryview], kept: list[object]) -> None:
+        self.body = body
+        self.buffers = buffers
+        self.kept = kept
+        self.nbytes = _COUNTS.size + 8 * len(buffers) + len(body)
+        for buffer in buffers:
+            self.nbytes = _aligned(self.nbytes) + len(buffer)
+
+    def write(self, target: memoryview) -> None:
+        """Copy everything into the first `nbytes` bytes of `target`, which is 64-byte aligned."""
+        body, buffers = self.body, self.buffers
+        _COUNTS.pack_into(target, 0, len(body), len(buffers))
+        at = _COUNTS.size
+        if buffers:
+            struct.pack_into(f"<{len(buffers)}Q", target, at, *map(len, buffers))
+            at += 8 * len(buffers)
+        target[at : at + len(body)] = body
+        at += len(body)
+        for buffer in buffers:
+            at = _aligned(at)
+            _copy(target[at : at + len(buffer)], buffer)
+            at += len(buffer)
+
+
+def split(source: memoryview) -> tuple[memoryview, list[memoryview]]:
+    """Return body and buffers of what `Encoded.write` wrote, as views. Raises ProtocolError."""
+    try:
+        body_nbytes, count = _COUNTS.unpack_from(source)
+        at = _COUNTS.size + 8 * count
+        sizes = struct.unpack_from(f"<{count}Q", source, _COUNTS.size) if count else ()
+    except (struct.error, OverflowError, MemoryError) as exc:
+        raise ProtocolError(f"a message of {len(source)} bytes has no table: {exc}") from exc
+    body = source[at : at + body_nbytes]
+    at += body_nbytes
+    buffers = []
+    for size in sizes:
+        at = _aligned(at)
+        buffers.append(source[at : at + size])
+        at += size
+    if at != len(source):
+        raise ProtocolError(f"the parts of a message have {at} bytes, it has {len(source)}")
+    return body, buffers
+
+
+def _aligned(offset: int) -> int:
+    return -(-offset // ALIGNMENT) * ALIGNMENT
+
+
+def _copy(target: memoryview, source: memoryview) -> None:
+    if len(source) < _LARGE_NBYTES:
+        target[:] = source
+    else:
+        torch.frombuffer(target, dtype=torch.uint8).copy_(
+            torch.frombuffer(source, dtype=torch.uint8)
+        )

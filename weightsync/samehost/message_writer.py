@@ -1,0 +1,256 @@
+"""The writing end of a message queue: which way a message takes, and who is waited for."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+import msgspec
+
+from weightsync.errors import ConfigError, PeerLostError
+from weightsync.samehost.janitor import sweep
+from weightsync.samehost.message_layout import INLINE, INLINE_NBYTES, SLOT, SOCKET, Layout
+from weightsync.samehost.message_parts import Encoded
+from weightsync.samehost.message_ring import RingWriter
+from weightsync.samehost.message_sockets import (
+    LOCAL,
+    READY,
+    REMOTE,
+    Publisher,
+    remove_stale_sockets,
+    socket_path,
+)
+from weightsync.samehost.patience import Patience
+
+logger = logging.getLogger(__name__)
+
+_LOOK_S = 1.0
+"""How often a writer that never waits looks whether its readers live."""
+
+
+class QueueHandle(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What a reader needs to open a queue: plain data, to be sent by any way there is."""
+
+    local_reader_ranks: tuple[int, ...] = ()
+    remote_reader_ranks: tuple[int, ...] = ()
+    writer_rank: int | None = None
+    control: str | None = None
+    data: str | None = None
+    slots: int = 0
+    slot_nbytes: int = 0
+    remote_endpoint: str | None = None
+    spin_s: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class WriterTerms:
+    """What a queue is made for; see `MessageQueue`."""
+
+    local_ranks: tuple[int, ...]
+    remote_ranks: tuple[int, ...]
+    slots: int
+    slot_nbytes: int
+    connect_ip: str | None
+    writer_rank: int | None
+    drop_dead_readers: bool
+    spin_s: float
+
+    def __post_init__(self) -> None:
+        """Raise ConfigError for what cannot be."""
+        ranks = (*self.local_ranks, *self.remote_ranks)
+        if not ranks or len(set(ranks)) != len(ranks) or min(ranks) < 0:
+            raise ConfigError(
+                f"the readers have ranks {list(ranks)}; give one or more, each once, none negative"
+            )
+        if self.slots < 1 or self.slot_nbytes < 1:
+            raise ConfigError(f"{self.slots} slots of {self.slot_nbytes} bytes make no queue")
+        if self.remote_ranks and self.connect_ip is None:
+            raise ConfigError(
+                f"readers {list(self.remote_ranks)} are on other hosts; give connect_ip, the "
+                "address of this host by which they reach it"
+            )
+
+
+class Writer:
+    """Owns the segments and the socket. Safe to use from several threads."""
+
+    def __init__(self, terms: WriterTerms) -> None:
+        self.terms = terms
+        self._lock = threading.Lock()
+        self._count = 0
+        self._looked = time.monotonic()
+        self._all_there = False
+        self._ring: RingWriter | None = None
+        self._closed = False
+        sweep()
+        remove_stale_sockets()
+        if terms.local_ranks:
+            layout = Layout(terms.slots, terms.slot_nbytes, len(terms.local_ranks))
+            self._ring = RingWriter(layout, spin_s=terms.spin_s)
+        try:
+            self._publisher = Publisher(
+                path=socket_path(self._ring.control.name) if self._ring else None,
+                connect_ip=terms.connect_ip if terms.remote_ranks else None,
+                window_nbytes=terms.slots * terms.slot_nbytes,
+            )
+        except BaseException:
+            if self._ring:
+                self._ring.close()
+            raise
+        self._publisher.remote = terms.remote_ranks
+
+    def handle(self) -> QueueHandle:
+        """Return what readers open."""
+        return QueueHandle(
+            local_reader_ranks=self.terms.local_ranks,
+            remote_reader_ranks=self.terms.remote_ranks,
+            writer_rank=self.terms.writer_rank,
+            control=self._ring.control.name if self._ring else None,
+            data=self._ring.data.name if self._ring else None,
+            slots=self.terms.slots,
+            slot_nbytes=self.terms.slot_nbytes,
+            remote_endpoint=self._publisher.tcp_endpoint,
+            spin_s=self.terms.spin_s,
+        )
+
+    def send(self, message: Encoded, timeout_s: float | None) -> None:
+        """Send one message to all, or, when this raises, to none."""
+        with self._lock:
+            self._require_open()
+            patience = self._patience(self._awaited, timeout_s)
+            if self._publisher.remote:
+                self._wait_joined(patience())
+                self._publisher.wait_window(message.nbytes, patience())
+            if self._ring is not None:
+                self._put(self._ring, message, patience)
+            if self._publisher.remote:
+                self._publisher.send(REMOTE, self._count, message)
+            self._count += 1
+            if time.monotonic() - self._looked > _LOOK_S:
+                self._look_at_readers()
+
+    def wait_until_ready(self, timeout_s: float | None) -> None:
+        """Return when every reader has opened its end; then theirs return too."""
+        with self._lock:
+            self._require_open()
+            self._wait_joined(self._patience(self._missing, timeout_s)())
+            if self._ring is not None:
+                self._ring.announce_ready()
+            if self._publisher.remote:
+                self._publisher.announce(READY)
+
+    def drop_reader(self, rank: int) -> None:
+        """Go on without a reader; it will find out. Raises ConfigError when there is none."""
+        with self._lock:
+            self._require_open()
+            if rank not in self._readers():
+                raise ConfigError(f"rank {rank} is none of the readers, {self._readers()}")
+            self._drop(rank)
+
+    def close(self) -> None:
+        """Let readers read to the end, and let go; idempotent."""
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+            if self._ring is not None:
+                self._ring.close()
+            self._publisher.close()
+
+    def _put(self, ring: RingWriter, message: Encoded, patience: Callable[[], Patience]) -> None:
+        if not ring.record_free:
+            ring.wait_record(patience())
+        nbytes = message.nbytes
+        if nbytes <= INLINE_NBYTES:
+            message.write(ring.inline(nbytes))
+            ring.publish(INLINE, nbytes)
+        elif nbytes <= self.terms.slot_nbytes:
+            slot = ring.wait_slot(patience())
+            message.write(ring.slot(slot, nbytes))
+            ring.publish(SLOT, nbytes, slot)
+        else:
+            self._wait_joined(patience())
+            ring.wait_post(patience())
+            self._publisher.send(LOCAL, self._count, message)
+            ring.publish(SOCKET, nbytes)
+
+    def _patience(
+        self, doing: Callable[[], str], timeout_s: float | None
+    ) -> Callable[[], Patience]:
+        """Return what makes the patience of one call, once it is needed."""
+        made: list[Patience] = []
+
+        def get() -> Patience:
+            if not made:
+                made.append(Patience(doing, self._look_at_readers, timeout_s=timeout_s))
+            return made[0]
+
+        return get
+
+    def _wait_joined(self, patience: Patience) -> None:
+        if self._all_there:
+            return
+        self._publisher.wait_joined(self._expected, patience)
+        self._all_there = True
+
+    def _expected(self) -> set[tuple[bytes, int]]:
+        """Return the subscriptions of the readers that were not dropped."""
+        local = {(LOCAL, rank) for rank in self._local()}
+        return local | {(REMOTE, rank) for rank in self._publisher.remote}
+
+    def _local(self) -> list[int]:
+        return [self.terms.local_ranks[place] for place in self._ring.active] if self._ring else []
+
+    def _readers(self) -> list[int]:
+        return [*self._local(), *self._publisher.remote]
+
+    def _missing(self) -> str:
+        gone = self._expected() - self._publisher.joined
+        return f"reader {_listed(rank for _, rank in gone)} to open this queue"
+
+    def _awaited(self) -> str:
+        if self._expected() - self._publisher.joined and not self._all_there:
+            return self._missing()
+        behind = list(self._publisher.behind())
+        if self._ring is not None:
+            behind += [self.terms.local_ranks[p] for p in self._ring.behind(self._count)]
+        return f"reader {_listed(behind)} to read what was sent"
+
+    def _look_at_readers(self) -> None:
+        """Raise PeerLostError naming the readers that are gone, or go on without them."""
+        self._looked = time.monotonic()
+        self._publisher.pump()
+        lost = dict(self._publisher.lost)
+        if self._ring is not None:
+            lost |= {self.terms.local_ranks[p]: how for p, how in self._ring.lost().items()}
+        if not lost:
+            return
+        named = "; ".join(f"reader {rank} is gone: {how}" for rank, how in sorted(lost.items()))
+        if not self.terms.drop_dead_readers:
+            raise PeerLostError(
+                f"{named}. Start the group anew, or make the queue with drop_dead_readers=True "
+                "to go on without readers that are lost",
+                ranks=sorted(lost),
+            )
+        logger.warning("%s; the message queue goes on without", named)
+        for rank in lost:
+            self._drop(rank)
+
+    def _drop(self, rank: int) -> None:
+        if self._ring is not None and rank in self.terms.local_ranks:
+            self._ring.expel(self.terms.local_ranks.index(rank))
+        else:
+            self._publisher.drop(rank)
+        if not self._readers():
+            raise PeerLostError("no reader is left", ranks=(rank,))
+
+    def _require_open(self) -> None:
+        if self._closed:
+            raise ConfigError("this message queue is closed; make another one")
+
+
+def _listed(ranks: Iterable[int]) -> str:
+    return ", ".join(str(rank) for rank in sorted(ranks)) or "(none)"
