@@ -69,8 +69,10 @@ def receivers(host: Host, *, port: int = 0, address: str | None = None) -> Itera
         for there in theirs:
             there.close()
         made = processes.Host(process, [here for here, _ in pairs], bound)
-        made.url = f"http://[{address}]:{bound}" if family == socket.AF_INET6 else (
-            f"http://{address}:{bound}"
+        made.url = (
+            f"http://[{address}]:{bound}"
+            if family == socket.AF_INET6
+            else (f"http://{address}:{bound}")
         )
         try:
             yield made
@@ -171,6 +173,28 @@ def listening(host: Host) -> set[Listening]:
     said = host.run(files, timeout_s=WAIT_S, env={"PATH": TOOL_PATH}, check=False).stdout
     rows = [line.split() for line in said.splitlines()]
     return {_listening(row[1]) for row in rows if len(row) > 3 and row[3] == _LISTENING}
+
+
+@contextmanager
+def half_reachable(host: Host, *, deaf: Host, others: Sequence[Host]) -> Iterator[str]:
+    """A second address of a host, from which nothing reaches `deaf`, nor the other way round."""
+    address, nowhere = "10.84.0.1", f"{host.address.rpartition('.')[0]}.250"
+    _ip(host, f"address add {address}/32 dev {DEVICE}")
+    for other in others:
+        _ip(other, f"route add {address}/32 via {host.address}")
+    _ip(deaf, f"neigh replace {nowhere} lladdr 02:83:00:00:00:fa nud permanent dev {DEVICE}")
+    _ip(deaf, f"route add {address}/32 via {nowhere}")
+    try:
+        yield address
+    finally:
+        _ip(host, f"address del {address}/32 dev {DEVICE}")
+        for other in (deaf, *others):
+            _ip(other, f"route del {address}/32")
+
+
+def _ip(host: Host, command: str) -> None:
+    space, _, _ = next(iter(host.ends()))
+    space.tool(["ip", "-batch", "-"], [command])
 
 
 def segments(host: Host) -> list[str]:

@@ -63,9 +63,7 @@ def started_site(network: HostNetwork) -> Iterator[Site]:
     a, b, c = network.hosts
     with ExitStack() as stack:
         trainer = stack.enter_context(several_hosts.trainer(a))
-        served = [
-            [stack.enter_context(several_hosts.receivers(host))] for host in (a, b, c)
-        ]
+        served = [[stack.enter_context(several_hosts.receivers(host))] for host in (a, b, c)]
         served[C].append(stack.enter_context(several_hosts.receivers(c)))
         yield Site(network.hosts, trainer, served)
 

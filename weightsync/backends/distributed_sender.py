@@ -156,6 +156,12 @@ class Chain:
             self._failure = exc
             raise
 
+    def absent(self) -> list[int]:
+        """Return the ranks that have not come to the group yet."""
+        meeting = self._meeting
+        ranks = range(_FIRST, len(self.members))
+        return [rank for rank in ranks if meeting is not None and not meeting.is_here(rank)]
+
     @property
     def broken(self) -> bool:
         """Whether the group can carry no further update."""

@@ -180,6 +180,10 @@ class Meeting:
             self.store.set("complete", "")
         return missing
 
+    def is_here(self, rank: int) -> bool:
+        """Whether `rank` has entered; asked by the store's own process."""
+        return self.store.check([f"here/{rank}"])
+
     def give_up(self, update: int) -> None:
         """Let members know that updates up to this one end, whatever of them they wait for."""
         if self._served():

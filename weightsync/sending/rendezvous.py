@@ -40,10 +40,17 @@ class Rendezvous:
         relay = self._feeder.relay
         return self.parted or (relay is not None and relay.broken)
 
+    @property
+    def failure(self) -> WeightSyncError | None:
+        """What broke the group, if anything did."""
+        relay = self._feeder.relay
+        return relay.failure if relay is not None else None
+
     def meet(self, members: Sequence[Member], fleet_version: int | None) -> list[Answer]:
         """Make a group of these members' hosts; return what each answered, errors included.
 
-        Raises TransferTimeout naming members that answered, but did not join.
+        Where some stay away, those who came and waited for them in vain are left out. Raises
+        TransferTimeout naming members that answered, but did not join.
         """
         engine = self._feeder.engine
         if engine is None:
@@ -86,8 +93,9 @@ class Rendezvous:
         try:
             answers = self._fleet.ask(request, timeout_s=2 * self._timeout_s, members=leaders)
             if failures(answers):
+                absent = chain.absent()
                 chain.close()
-                return answers
+                return _without_victims(answers, absent)
             joining.finish()
         except BaseException:
             chain.close()
@@ -126,6 +134,19 @@ def _by_host(members: Sequence[Member]) -> list[list[Member]]:
         workers.append(member)
         member.group_rank = list(hosts).index(member.host or member.target) + 1
     return list(hosts.values())
+
+
+def _without_victims(answers: list[Answer], absent: Sequence[int]) -> list[Answer]:
+    """Leave those out who came and failed, where others did not come."""
+    victims = [a for a in failures(answers) if a.member.group_rank not in absent]
+    if len(victims) == len(failures(answers)):
+        return answers
+    return [answer for answer in answers if answer not in victims]
+
+
+def host_of(target: str) -> str:
+    """Return how the private group names the host of its member `target`."""
+    return f"the host of {target} "
 
 
 def _leader_init(base: IpcInit, chain: Chain, leader: Member) -> DistributedInit:
