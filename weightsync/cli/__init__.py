@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import sys
 
-from weightsync.errors import ConfigError, WeightSyncError
+from weightsync.cli.answers import exit_code, one_line
+from weightsync.errors import WeightSyncError
 
 
 def main() -> None:
-    """Run the command line; errors of ours are one line on stderr and exit code 2 or 1."""
+    """Run the command line; errors of ours are one line on stderr and an exit code."""
     try:
         # Here, so that a missing typer is an error of ours, too.
         from weightsync.cli.app import make_app  # noqa: PLC0415
@@ -17,5 +18,5 @@ def main() -> None:
     except KeyboardInterrupt:
         raise SystemExit(130) from None
     except WeightSyncError as exc:
-        print(f"weightsync: {' '.join(str(exc).split())}", file=sys.stderr)
-        raise SystemExit(2 if isinstance(exc, ConfigError) else 1) from None
+        print(f"weightsync: {one_line(exc)}", file=sys.stderr)
+        raise SystemExit(exit_code(exc)) from None

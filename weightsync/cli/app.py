@@ -19,7 +19,13 @@ VERBS = {
     "serve": "Serve a model over HTTP, while a trainer replaces its weights.",
     "demo": "Train a model by reinforcement and send its weights to a live server.",
     "bench": "Measure how fast weights move between two processes.",
+    "push": "Load a safetensors checkpoint into servers that are running.",
+    "status": "Show what servers hold, and how the last update went.",
+    "verify": "Compare the weights that a server holds with a safetensors checkpoint.",
+    "doctor": "Say which roads work on this machine, and why others do not.",
 }
+_EXTRAS = {"push": "cli,hf", "verify": "cli,hf", "status": "cli", "doctor": "cli"}
+_ALL_EXTRAS = "demo"
 
 
 def make_app(arguments: Sequence[str]) -> typer.Typer:
@@ -45,7 +51,8 @@ def _load(verb: str) -> Callable[..., Any]:
         module = import_module(f"weightsync.cli.{verb}")
     except ModuleNotFoundError as exc:
         raise BackendUnavailableError(
-            f"weightsync {verb} needs {exc.name}; pip install 'weightsync[demo]'"
+            f"weightsync {verb} needs {exc.name}; "
+            f"pip install 'weightsync[{_EXTRAS.get(verb, _ALL_EXTRAS)}]'"
         ) from exc
     run: Callable[..., Any] = getattr(module, verb)
     return run

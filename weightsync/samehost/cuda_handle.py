@@ -94,11 +94,21 @@ def why_not() -> str | None:
         return "torch finds no CUDA GPU"
     if _in_forked_child():
         return "this process was forked after CUDA was initialised; start it with spawn"
-    if setting := _expandable_segments():
+    if setting := expandable_setting():
         return f"{setting} asks for expandable segments, whose memory is not shared by handle"
     if _on_mig():
         return "the GPU is a MIG slice, whose memory is not shared by handle"
     return None
+
+
+def expandable_setting() -> str | None:
+    """Return the environment variable that turns expandable segments on, if one does."""
+    # torch reads the first that is set and leaves the other.
+    name = next((name for name in _ALLOCATOR_SETTINGS if os.environ.get(name)), None)
+    if name is None:
+        return None
+    compact = os.environ[name].replace(" ", "").lower()
+    return name if "expandable_segments:true" in compact.split(",") else None
 
 
 def check_torch(rebuild: Callable[..., object] = rebuild_cuda_tensor) -> None:
@@ -285,16 +295,6 @@ def _local_ordinal(handle: CudaHandle) -> int:
             "CUDA IPC needs sender and receiver on one GPU (see CUDA_VISIBLE_DEVICES)"
         )
     return keys[handle.device]
-
-
-def _expandable_segments() -> str | None:
-    """Return the environment variable that turns expandable segments on, if one does."""
-    # torch reads the first that is set and leaves the other.
-    name = next((name for name in _ALLOCATOR_SETTINGS if os.environ.get(name)), None)
-    if name is None:
-        return None
-    compact = os.environ[name].replace(" ", "").lower()
-    return name if "expandable_segments:true" in compact.split(",") else None
 
 
 def _on_mig() -> bool:

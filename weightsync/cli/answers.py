@@ -1,0 +1,74 @@
+"""How a verb ends: its exit code, and with `--json` one object on stdout whatever happens."""
+
+from __future__ import annotations
+
+import json
+import signal
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import NoReturn
+
+from weightsync.errors import (
+    AuthError,
+    ConfigError,
+    ManifestMismatchError,
+    TransportError,
+    VerificationError,
+    WeightSyncError,
+)
+
+OK, FAILED, USAGE, UNREACHABLE, REFUSED = 0, 1, 2, 3, 4
+"""Exit codes: done; failed or differs; wrong arguments; no connection; the token is refused."""
+
+
+def exit_code(error: WeightSyncError) -> int:
+    """Return the exit code of a verb that `error` ended."""
+    if isinstance(error, AuthError):
+        return REFUSED
+    if isinstance(error, TransportError):
+        return UNREACHABLE
+    return USAGE if isinstance(error, ConfigError) else FAILED
+
+
+def one_line(error: BaseException) -> str:
+    """Return an error's message without line breaks."""
+    return " ".join(str(error).split())
+
+
+def print_json(answer: object) -> None:
+    """Print the one object of a `--json` run."""
+    print(json.dumps(answer, indent=2, allow_nan=False))
+
+
+@contextmanager
+def ending(*, as_json: bool) -> Iterator[None]:
+    """Around a verb: an error of ours is a line on stderr, or an object on stdout, and a code.
+
+    SIGTERM unwinds the block like Ctrl-C, so that shared memory is let go.
+    """
+    previous = signal.signal(signal.SIGTERM, _raise_exit)
+    try:
+        yield
+    except WeightSyncError as exc:
+        print(f"weightsync: {one_line(exc)}", file=sys.stderr)
+        if as_json:
+            print_json({"error": describe(exc), "exit_code": exit_code(exc)})
+        raise SystemExit(exit_code(exc)) from exc
+    finally:
+        signal.signal(signal.SIGTERM, previous)
+
+
+def describe(error: WeightSyncError) -> dict[str, object]:
+    """Return an error as plain data, its lists of names whole."""
+    described: dict[str, object] = {"type": type(error).__name__, "message": one_line(error)}
+    if isinstance(error, ManifestMismatchError):
+        names = ("missing", "unexpected", "mismatched")
+        described |= {name: list(getattr(error, name)) for name in names}
+    if isinstance(error, VerificationError):
+        described["names"] = list(error.names)
+    return described
+
+
+def _raise_exit(signum: int, _frame: object) -> NoReturn:
+    raise SystemExit(128 + signum)

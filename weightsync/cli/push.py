@@ -1,0 +1,110 @@
+"""`weightsync push`: load a checkpoint into servers that are running."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    Progress,
+    TextColumn,
+    TimeRemainingColumn,
+    TransferSpeedColumn,
+)
+
+from weightsync.cli.answers import ending, print_json
+from weightsync.cli.checkpoint import Dtype, WatchedSource, explain, open_checkpoint
+from weightsync.errors import ManifestMismatchError
+from weightsync.report import SyncReport
+from weightsync.trainer import connect
+
+
+def push(  # noqa: PLR0913, PLR0917  # one parameter per option
+    checkpoint: Annotated[
+        Path, typer.Argument(help="directory or file with safetensors", show_default=False)
+    ],
+    to: Annotated[list[str], typer.Option(help="URL of a server; may be given several times")],
+    token: Annotated[
+        str | None, typer.Option(help="of the servers; else WEIGHTSYNC_TOKEN", show_default=False)
+    ] = None,
+    dtype: Annotated[
+        Dtype | None, typer.Option(help="cast floating-point tensors", show_default=False)
+    ] = None,
+    version: Annotated[
+        int | None,
+        typer.Option(min=1, help="else one more than the servers hold", show_default=False),
+    ] = None,
+    label: Annotated[
+        str | None, typer.Option(help="free name of these weights", show_default=False)
+    ] = None,
+    rewind: Annotated[
+        bool, typer.Option("--rewind", help="allow a version lower than the one held")
+    ] = False,
+    backend: Annotated[str, typer.Option(help="road: auto, ipc, distributed")] = "auto",
+    verify: Annotated[
+        bool, typer.Option("--verify/--no-verify", help="fingerprint what arrives")
+    ] = True,
+    timeout: Annotated[float, typer.Option(min=0.1, help="seconds without progress")] = 300.0,
+    json_: Annotated[bool, typer.Option("--json", help="print one JSON object")] = False,
+) -> None:
+    """Load a safetensors checkpoint into servers that are running."""
+    with ending(as_json=json_):
+        source = open_checkpoint(checkpoint, dtype)
+        try:
+            with _progress(source.manifest.nbytes, shown=not json_) as heard:
+                watched = WatchedSource(source, heard)
+                with connect(
+                    watched, to, token=token, backend=backend, verify=verify, timeout_s=timeout
+                ) as sender:
+                    report = sender.send_weights(version, label=label, rewind=rewind)
+        except ManifestMismatchError as exc:
+            raise ManifestMismatchError(
+                explain(exc, checkpoint, to),
+                missing=exc.missing,
+                unexpected=exc.unexpected,
+                mismatched=exc.mismatched,
+            ) from exc
+        if json_:
+            print_json(report.to_dict())
+        else:
+            _print_report(report)
+
+
+@contextmanager
+def _progress(total: int, *, shown: bool) -> Iterator[Callable[[int], None]]:
+    console = Console(stderr=True)
+    columns = (BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
+    with Progress(
+        TextColumn("{task.description}"),
+        *columns,
+        console=console,
+        transient=True,
+        disable=not (shown and console.is_terminal),
+    ) as bar:
+        task = bar.add_task("pushing", total=total)
+        yield lambda nbytes: bar.update(task, completed=nbytes)
+
+
+def _print_report(report: SyncReport) -> None:
+    console = Console(soft_wrap=True, highlight=False, markup=False)
+    labelled = f" ({report.label})" if report.label else ""
+    console.print(
+        f"pushed version {report.version}{labelled}: {report.nbytes / 1e6:.1f} MB in "
+        f"{report.tensors} tensors, {report.gbps:.2f} GB/s",
+        style="bold",
+    )
+    for receiver in report.receivers:
+        console.print(
+            f"  {receiver.target}: {receiver.road}, {receiver.apply}, verified: "
+            f"{receiver.verified}, stall {receiver.stall_s * 1e3:.2f} ms"
+        )
+        for road, why in receiver.skipped_roads.items():
+            console.print(f"    not by {road}: {why}", style="yellow")
+    phases = ", ".join(f"{name} {value * 1e3:.1f} ms" for name, value in report.seconds.items())
+    console.print(f"  {phases}")

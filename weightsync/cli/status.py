@@ -1,0 +1,195 @@
+"""`weightsync status`: what servers hold, what they have open, and how the last update went."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Annotated
+
+import msgspec
+import typer
+from rich.console import Console, Group
+from rich.live import Live
+from rich.text import Text
+
+from weightsync.cli.answers import FAILED, OK, UNREACHABLE, describe, ending, exit_code, print_json
+from weightsync.cli.metrics_text import LastUpdates, read_last_updates
+from weightsync.errors import ConfigError, ProtocolError, WeightSyncError
+from weightsync.transports.http_client import HttpTransport
+from weightsync.wire.messages import LedgerEntry, Status, StatusRequest
+
+MAX_AT_ONCE = 16
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Seen:
+    """What one server answered, or why it did not."""
+
+    url: str
+    status: Status | None = None
+    updates: LastUpdates = field(default_factory=LastUpdates)
+    error: WeightSyncError | None = None
+
+    @property
+    def code(self) -> int:
+        """The exit code that this server alone would make."""
+        if self.error is not None:
+            return exit_code(self.error)
+        return OK if self.status is not None and self.status.may_generate else FAILED
+
+    def to_dict(self) -> dict[str, object]:
+        """Return it as plain data."""
+        if self.status is None:
+            error = describe(self.error) if self.error else None
+            return {"url": self.url, "reachable": False, "error": error}
+        return {
+            "url": self.url,
+            "reachable": True,
+            "road": road_of(self.status.ledger),
+            **_whole(self.status),
+            "updates": _whole(self.updates),
+        }
+
+
+def status(
+    urls: Annotated[list[str], typer.Argument(help="of the servers", show_default=False)],
+    watch: Annotated[bool, typer.Option("--watch", help="ask again until Ctrl-C")] = False,
+    interval: Annotated[float, typer.Option(min=0.1, help="seconds between looks")] = 1.0,
+    timeout: Annotated[float, typer.Option(min=0.1, help="seconds to wait for each server")] = 10.0,
+    json_: Annotated[bool, typer.Option("--json", help="print one JSON object")] = False,
+) -> None:
+    """Show state, version, ledger and last update of every server."""
+    with ending(as_json=json_):
+        if watch and json_:
+            raise ConfigError("--watch goes on, and --json prints one object; give one of them")
+        transports = [HttpTransport(url, "") for url in urls]
+        if watch:
+            _watch(transports, interval, timeout)
+            return
+        seen = look(transports, timeout)
+    if json_:
+        print_json({"servers": [one.to_dict() for one in seen]})
+    else:
+        _console().print(_show(seen))
+    raise typer.Exit(overall([one.code for one in seen]))
+
+
+def look(transports: Sequence[HttpTransport], timeout_s: float) -> list[Seen]:
+    """Ask all servers at once."""
+    with ThreadPoolExecutor(min(MAX_AT_ONCE, len(transports))) as pool:
+        return list(pool.map(lambda transport: _ask(transport, timeout_s), transports))
+
+
+def overall(codes: Sequence[int]) -> int:
+    """Return the one exit code: a server that cannot be reached counts before one not ready."""
+    return UNREACHABLE if UNREACHABLE in codes else max(codes)
+
+
+def road_of(ledger: Sequence[LedgerEntry]) -> str:
+    """Return how the bytes come, as far as a ledger tells."""
+    if not ledger:
+        return "none"
+    return "distributed" if any(entry.owner for entry in ledger) else "same_host"
+
+
+def _whole(answer: msgspec.Struct) -> dict[str, object]:
+    """Return a struct as plain data, also the fields that the wire leaves out."""
+    return {k: msgspec.to_builtins(v) for k, v in msgspec.structs.asdict(answer).items()}
+
+
+def _ask(transport: HttpTransport, timeout_s: float) -> Seen:
+    try:
+        reply = transport.call(StatusRequest(), timeout_s=timeout_s)
+        if not isinstance(reply, Status):
+            raise ProtocolError(f"{transport.target} answered with a {type(reply).__name__}")
+    except WeightSyncError as exc:
+        return Seen(url=transport.target, error=exc)
+    updates = read_last_updates(transport.target, timeout_s)
+    return Seen(url=transport.target, status=reply, updates=updates)
+
+
+def _watch(transports: Sequence[HttpTransport], interval_s: float, timeout_s: float) -> None:
+    console = _console()
+    try:
+        if not console.is_terminal:
+            _repeat(transports, interval_s, timeout_s, lambda seen: console.print(_show(seen)))
+        with Live(console=console, auto_refresh=False) as live:
+            _repeat(
+                transports,
+                interval_s,
+                timeout_s,
+                lambda seen: live.update(_show(seen), refresh=True),
+            )
+    except KeyboardInterrupt:
+        return
+
+
+def _repeat(
+    transports: Sequence[HttpTransport],
+    interval_s: float,
+    timeout_s: float,
+    show: Callable[[list[Seen]], None],
+) -> None:
+    while True:
+        show(look(transports, timeout_s))
+        time.sleep(interval_s)
+
+
+def _console() -> Console:
+    return Console(soft_wrap=True, highlight=False, markup=False)
+
+
+def _show(seen: Sequence[Seen]) -> Group:
+    return Group(*(line for one in seen for line in _lines(one)))
+
+
+def _lines(seen: Seen) -> Iterator[Text]:
+    yield Text(seen.url, style="bold")
+    held = seen.status
+    if held is None:
+        yield Text(f"  unreachable: {' '.join(str(seen.error).split())}", style="red")
+        return
+    style = "green" if held.may_generate else "red"
+    yield Text(f"  state     {held.state}{_remarks(held)}", style=style)
+    label = f" ({held.label})" if held.label else ""
+    coming = f", version {held.prepared_version} prepared" if held.prepared_version else ""
+    yield Text(f"  version   {held.version}{label}{coming}")
+    yield Text(f"  applies   {held.apply}, verifies {held.verification}")
+    yield Text(f"  road      {road_of(held.ledger)}; {', '.join(held.device_keys)}")
+    for line in _update_lines(seen.updates):
+        yield Text(f"  updates   {line}")
+    yield Text(f"  ledger    {_ledger(held.ledger)}")
+
+
+def _remarks(held: Status) -> str:
+    remarks = [
+        "" if held.may_generate else "may not generate",
+        f"update {held.update_id}" if held.update_id else "",
+        "busy" if held.busy else "",
+        "its sender is dead" if held.orphaned else "",
+        "paused" if held.paused else "",
+        held.detail,
+    ]
+    said = ", ".join(filter(None, remarks))
+    return f": {said}" if said else ""
+
+
+def _update_lines(updates: LastUpdates) -> Iterator[str]:
+    if updates.ended:
+        yield ", ".join(f"{count} {result}" for result, count in sorted(updates.ended.items()))
+    if updates.nbytes is not None:
+        phases = ", ".join(f"{k} {v * 1e3:.1f} ms" for k, v in sorted(updates.seconds.items()))
+        stall = f", stall {updates.stall_s * 1e3:.2f} ms" if updates.stall_s is not None else ""
+        yield f"last: {updates.nbytes / 1e6:.1f} MB, {phases}{stall}"
+
+
+def _ledger(ledger: Sequence[LedgerEntry]) -> str:
+    if not ledger:
+        return "empty: no sender is connected"
+    nbytes = sum(entry.nbytes for entry in ledger)
+    kinds = sorted({entry.kind for entry in ledger})
+    counted = ", ".join(f"{sum(e.kind == kind for e in ledger)} {kind}" for kind in kinds)
+    oldest = max(entry.age_s for entry in ledger)
+    return f"{counted}; {nbytes / 1e6:.1f} MB, since {oldest:.0f} s"

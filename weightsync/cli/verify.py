@@ -1,0 +1,206 @@
+"""`weightsync verify`: does a server hold this checkpoint?"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import typer
+from rich.console import Console
+from rich.progress import Progress
+
+from weightsync.cli.answers import FAILED, OK, ending, print_json
+from weightsync.cli.checkpoint import Dtype, open_checkpoint
+from weightsync.errors import ProtocolError
+from weightsync.transports.base import Transport
+from weightsync.transports.http_client import HttpTransport
+from weightsync.weights.dtypes import TORCH_DTYPES, as_bytes, dtype_name, sent_dtype
+from weightsync.weights.fingerprint import mix64, to_hex
+from weightsync.weights.safetensors_source import SafetensorsSource
+from weightsync.wire.messages import CheckReply, CheckRequest
+
+SHOWN_NAMES = 20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verified:
+    """What the comparison found. `dtype` is what the files' tensors were cast to, if they were.
+
+    `missing` are held by the server and not in the files, `surplus` the other way round.
+    """
+
+    url: str
+    checkpoint: str
+    version: int
+    dtype: str | None
+    checked: int
+    different: list[str]
+    missing: list[str]
+    surplus: list[str]
+
+    @property
+    def equal(self) -> bool:
+        """Whether the server holds exactly the tensors of the files."""
+        return not (self.different or self.missing or self.surplus)
+
+
+def verify(  # one parameter per option
+    url: Annotated[str, typer.Argument(help="of the server", show_default=False)],
+    checkpoint: Annotated[
+        Path, typer.Argument(help="directory or file with safetensors", show_default=False)
+    ],
+    token: Annotated[
+        str | None, typer.Option(help="of the server; else WEIGHTSYNC_TOKEN", show_default=False)
+    ] = None,
+    dtype: Annotated[
+        Dtype | None,
+        typer.Option(help="the server's; found out where it is not given", show_default=False),
+    ] = None,
+    timeout: Annotated[float, typer.Option(min=0.1, help="seconds to wait for the server")] = 300.0,
+    json_: Annotated[bool, typer.Option("--json", help="print one JSON object")] = False,
+) -> None:
+    """Compare the weights that a server holds with a safetensors checkpoint, tensor by tensor."""
+    with ending(as_json=json_):
+        source = open_checkpoint(checkpoint, None)
+        transport = HttpTransport(url, token)
+        try:
+            held = _ask(transport, timeout)
+        finally:
+            transport.close()
+        with _progress(len(source.manifest.specs), shown=not json_) as advance:
+            found = compare(source, held, url=transport.target, dtype=dtype, advance=advance)
+    if json_:
+        print_json({"equal": found.equal, **asdict(found)})
+    else:
+        _print_found(found)
+    raise typer.Exit(OK if found.equal else FAILED)
+
+
+def compare(
+    source: SafetensorsSource,
+    held: CheckReply,
+    *,
+    url: str,
+    dtype: Dtype | None,
+    advance: Callable[[], None] = lambda: None,
+) -> Verified:
+    """Compare a checkpoint with the fingerprints that a server answered.
+
+    Without `dtype` a tensor may be held as stored, or as a cast of that: `Verified.dtype` says so.
+    """
+    casts = _Casts(TORCH_DTYPES[dtype.value] if dtype else None)
+    places = source.manifest.places()
+    different: list[str] = []
+    surplus: list[str] = []
+    seen: set[str] = set()
+    for name, tensor in source.tensors():
+        # An alias that the server does not know is no tensor of its own.
+        known = {place: held.checksums[place] for place in places[name] if place in held.checksums}
+        seen |= known.keys()
+        if known:
+            different += casts.different(tensor, known)
+        else:
+            surplus.append(name)
+        advance()
+    return Verified(
+        url=url,
+        checkpoint=str(source.path),
+        version=held.version,
+        dtype=casts.used(),
+        checked=len(seen),
+        different=different,
+        missing=sorted(held.checksums.keys() - seen),
+        surplus=surplus,
+    )
+
+
+class _Casts:
+    """Fingerprints of tensors in the dtypes in which a server may hold them, the likely one first.
+
+    With `given` only in that.
+    """
+
+    def __init__(self, given: torch.dtype | None) -> None:
+        others = [TORCH_DTYPES[dtype.value] for dtype in Dtype]
+        self._tried: list[torch.dtype | None] = [given] if given else [None, *others]
+        self._used: set[torch.dtype] = {given} if given else set()
+
+    def different(self, tensor: torch.Tensor, known: Mapping[str, str]) -> list[str]:
+        """Return the names of `known` under which the server holds something else."""
+        best = list(known)
+        for cast in list(self._tried) if tensor.is_floating_point() else [None]:
+            value = _fingerprint(tensor, cast)
+            left = [name for name, held in known.items() if held != value]
+            if len(left) < len(best):
+                best = left
+                self._note(cast)
+            if not left:
+                break
+        return best
+
+    def used(self) -> str | None:
+        """Name the dtypes to which tensors were cast."""
+        return "+".join(sorted(map(dtype_name, self._used))) or None
+
+    def _note(self, cast: torch.dtype | None) -> None:
+        if cast in self._tried:
+            self._tried.sort(key=lambda tried: tried is not cast)
+        if cast is not None:
+            self._used.add(cast)
+
+
+@contextmanager
+def _progress(total: int, *, shown: bool) -> Iterator[Callable[[], None]]:
+    console = Console(stderr=True)
+    hidden = not (shown and console.is_terminal)
+    with Progress(console=console, transient=True, disable=hidden) as bar:
+        task = bar.add_task("comparing", total=total)
+        yield lambda: bar.advance(task)
+
+
+def _print_found(found: Verified) -> None:
+    console = Console(soft_wrap=True, highlight=False, markup=False)
+    cast = f", cast to {found.dtype}" if found.dtype else ""
+    if found.equal:
+        console.print(
+            f"{found.url} holds {found.checkpoint}{cast}: {found.checked} tensors, version "
+            f"{found.version}",
+            style="green",
+        )
+        return
+    console.print(
+        f"{found.url} at version {found.version} does NOT hold {found.checkpoint}{cast}; "
+        f"{found.checked} tensors compared",
+        style="red",
+    )
+    for title, names in (
+        ("differ", found.different),
+        ("are held by the server and not in the files", found.missing),
+        ("are in the files and not held by the server", found.surplus),
+    ):
+        _print_names(console, title, names)
+
+
+def _print_names(console: Console, title: str, names: Sequence[str]) -> None:
+    if not names:
+        return
+    console.print(f"{len(names)} {title}:")
+    for name in names[:SHOWN_NAMES]:
+        console.print(f"  {name}")
+    if len(names) > SHOWN_NAMES:
+        console.print(f"  and {len(names) - SHOWN_NAMES} more (--json lists all)")
+
+
+def _ask(transport: Transport, timeout_s: float) -> CheckReply:
+    reply = transport.call(CheckRequest(), timeout_s=timeout_s)
+    if not isinstance(reply, CheckReply):
+        raise ProtocolError(f"{transport.target} answered with a {type(reply).__name__}")
+    return reply
+
+
+def _fingerprint(tensor: torch.Tensor, cast: torch.dtype | None) -> str:
+    return to_hex(mix64(as_bytes(tensor.to(sent_dtype(tensor.dtype, cast)))))
