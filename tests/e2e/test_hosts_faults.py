@@ -17,7 +17,7 @@ from tests.e2e.several_hosts import Trainer, port_of, segments, told
 from tests.hosts.namespaces import HostNetwork, host_network, netns_problem
 
 A, B, C = range(3)
-SHORT_S = 3.0
+SHORT_S = 2.0
 ROOM_S = 8 * SHORT_S
 """A fault is told after a few times the timeout; the rest is for slow machines."""
 SMALL = 16 << 10
@@ -38,14 +38,19 @@ class Scene:
     """A trainer on A, and processes of receivers that may die."""
 
     network: HostNetwork
+    lasting: Sequence[processes.Host]
     stack: ExitStack
     served: dict[str, processes.Host] = field(default_factory=dict)
 
     def trainer(self, host: int = A) -> Trainer:
         return self.stack.enter_context(several_hosts.trainer(self.network.hosts[host]))
 
-    def receiver(self, host: int, *, port: int = 0, **place: object) -> Remote:
-        """A receiver in a process of its own."""
+    def receiver(self, host: int, **place: object) -> Remote:
+        """A receiver in its host's process, which lasts."""
+        return self.lasting[host].receiver("http", **{"model": "plain", **place})
+
+    def mortal(self, host: int, *, port: int = 0, **place: object) -> Remote:
+        """A receiver in a process of its own, which may be killed."""
         on = self.network.hosts[host]
         process = self.stack.enter_context(several_hosts.receivers(on, port=port))
         remote = process.receiver("http", **{"model": "plain", **place})
@@ -56,15 +61,23 @@ class Scene:
         self.served[remote.url].kill()
 
     def restart(self, remote: Remote, host: int, **place: object) -> Remote:
-        again = self.receiver(host, port=port_of(remote), **place)
+        again = self.mortal(host, port=port_of(remote), **place)
         assert again.url == remote.url
         return again
 
 
-@pytest.fixture
-def scene(network: HostNetwork) -> Iterator[Scene]:
+@pytest.fixture(scope="module")
+def lasting(network: HostNetwork) -> Iterator[list[processes.Host]]:
     with ExitStack() as stack:
-        yield Scene(network, stack)
+        yield [stack.enter_context(several_hosts.receivers(host)) for host in network.hosts]
+
+
+@pytest.fixture
+def scene(network: HostNetwork, lasting: list[processes.Host]) -> Iterator[Scene]:
+    with ExitStack() as stack:
+        yield Scene(network, lasting, stack)
+    for process in lasting:
+        process.forget()
     for host in network.hosts:
         host.heal()
         for name in segments(host):  # of processes that were killed; the next one sweeps them
@@ -108,7 +121,7 @@ def stay_on(version: int, held: Sequence[dict[str, str]], fleet: Sequence[Remote
 def test_the_member_of_a_host_is_killed_in_the_middle(scene: Scene) -> None:
     trainer = scene.trainer()
     here, third = scene.receiver(A), scene.receiver(C)
-    victim = scene.receiver(B, **SLOW)
+    victim = scene.mortal(B, **SLOW)
     fleet = [here, victim, third]
     connect(trainer, fleet)
     trainer.send(seed=1)
@@ -130,7 +143,7 @@ def test_the_member_of_a_host_is_killed_in_the_middle(scene: Scene) -> None:
 def test_a_killed_member_is_dropped_in_the_same_call(scene: Scene, apply: str) -> None:
     trainer = scene.trainer()
     here, third = scene.receiver(A, apply=apply), scene.receiver(C, apply=apply)
-    victim = scene.receiver(B, **SLOW)
+    victim = scene.mortal(B, **SLOW)
     connect(trainer, [here, victim, third], on_failure="drop")
     trainer.send(seed=1)
     begin_to_load(trainer, 2, victim)
@@ -187,7 +200,7 @@ def test_a_host_that_is_cut_off_is_dropped(scene: Scene) -> None:
 def test_the_second_worker_of_a_host_fails(scene: Scene, act: str) -> None:
     trainer = scene.trainer()
     here, leader = scene.receiver(A), scene.receiver(C)
-    second = scene.receiver(C, **(SLOW if act == "killed" else {}))
+    second = scene.mortal(C, **(SLOW if act == "killed" else {}))
     fleet = [here, leader, second]
     connect(trainer, fleet)
     trainer.send(seed=1)
