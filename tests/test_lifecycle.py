@@ -136,6 +136,56 @@ class TestTorn:
         assert life.may_generate
 
 
+class TestJoining:
+    def test_an_older_version_joins_until_a_whole_update_commits(self) -> None:
+        life = UpdateLifecycle(3)
+        life.join(7)
+        assert (life.state, life.may_generate) == (State.JOINING, False)
+        life.start(Terms(update_id="a", version=7))
+        life.prepared("a")
+        assert not life.may_generate
+        life.finish("a")
+        assert (life.state, life.version, life.may_generate) == (State.READY, 7, True)
+
+    @pytest.mark.parametrize("fleet", [0, 2, 3])
+    def test_a_fleet_that_is_not_ahead_is_not_waited_for(self, fleet: int) -> None:
+        life = UpdateLifecycle(3)
+        life.join(fleet)
+        assert (life.state, life.may_generate) == (State.READY, True)
+
+    def test_without_a_fleet_there_is_nothing_to_wait_for(self) -> None:
+        life = UpdateLifecycle(3)
+        life.join(7)
+        life.join(0)
+        assert (life.state, life.may_generate) == (State.READY, True)
+
+    def test_a_partial_update_brings_nobody_up_to_date(self) -> None:
+        life = UpdateLifecycle(3)
+        life.join(7)
+        with pytest.raises(UpdateConflictError, match="holds version 3, its fleet 7"):
+            life.start(Terms(update_id="lora", partial=True))
+        late = UpdateLifecycle(3)
+        late.start(Terms(update_id="lora", partial=True))
+        late.join(7)
+        late.prepared("lora")
+        late.finish("lora")
+        assert (late.state, late.may_generate) == (State.JOINING, False)
+
+    def test_an_abort_leaves_it_joining(self) -> None:
+        life = UpdateLifecycle(3)
+        life.join(7)
+        life.start(Terms(update_id="a"))
+        life.begin_abort("a")
+        life.end_abort()
+        assert (life.state, life.may_generate) == (State.JOINING, False)
+
+    def test_a_torn_joiner_stays_torn(self) -> None:
+        life = torn()
+        life.join(7)
+        life.join(0)
+        assert (life.state, life.update_id, life.may_generate) == (State.TORN, "bad", False)
+
+
 IDS = st.sampled_from(["a", "a", "a", "b"])
 
 
@@ -149,6 +199,7 @@ class Lifecycles(RuleBasedStateMachine):
         self.torn = False
         self.touched = False
         self.open: Terms | None = None
+        self.awaited = 0
 
     def refused(self, call: str, *args: object) -> bool:
         """Make a call; when it is refused, nothing at all may have changed."""
@@ -179,7 +230,7 @@ class Lifecycles(RuleBasedStateMachine):
             again = self.open.update_id == update_id and state is State.UPDATING
             assert refused is not again
             return
-        if self.torn and partial:
+        if (self.torn or self.awaited) and partial:
             assert refused
         if not refused:
             assert self.life.state is State.UPDATING
@@ -211,9 +262,11 @@ class Lifecycles(RuleBasedStateMachine):
             asked = self.open.version
             self.version = self.version + 1 if asked is None else asked
             self.torn = self.touched = False
+            if not self.open.partial:
+                self.awaited = 0
             self.open = None
             assert self.life.last_finished == update_id
-            assert self.life.state is State.READY
+            assert self.life.state is (State.JOINING if self.awaited else State.READY)
 
     @rule(update_id=IDS)
     def abort(self, update_id: str) -> None:
@@ -233,7 +286,13 @@ class Lifecycles(RuleBasedStateMachine):
             assert state is State.ABORTING
             self.torn = self.torn or self.touched
             self.open, self.touched = None, False
-            assert self.life.state is (State.TORN if self.torn else State.READY)
+            idle = State.JOINING if self.awaited else State.READY
+            assert self.life.state is (State.TORN if self.torn else idle)
+
+    @rule(version=st.integers(0, 8))
+    def join(self, version: int) -> None:
+        self.life.join(version)
+        self.awaited = version if version > self.version else 0
 
     @invariant()
     def version_changes_by_finish_alone(self) -> None:
@@ -241,7 +300,7 @@ class Lifecycles(RuleBasedStateMachine):
 
     @invariant()
     def generation_needs_one_whole_version(self) -> None:
-        assert self.life.may_generate is not (self.torn or self.touched)
+        assert self.life.may_generate is not bool(self.torn or self.touched or self.awaited)
 
     @invariant()
     def an_update_is_open_or_it_is_not(self) -> None:

@@ -1,0 +1,91 @@
+"""Which rank feeds which receiver, and how: the order of the ways, and why others are not there."""
+
+from __future__ import annotations
+
+from typing import cast
+
+import pytest
+
+from weightsync.errors import ConfigError
+from weightsync.sending.commands import Card
+from weightsync.sending.fleet import Member
+from weightsync.sending.placement import Way, check_backend, settle, ways
+from weightsync.transports.base import Transport
+from weightsync.transports.callback import CallbackTransport
+
+HERE, THERE = "HOST-here", "HOST-there"
+
+
+def card(*keys: str, no_cuda_ipc: str | None = None) -> Card:
+    on_gpu = len(keys) > 1
+    return Card(keys=list(keys), stable=True, on_gpu=on_gpu, no_cuda_ipc=no_cuda_ipc)
+
+
+def member(*keys: str) -> Member:
+    return Member(cast(Transport, CallbackTransport(lambda _: None)), keys=list(keys))
+
+
+CPU = [card(HERE)]
+GPUS = [card("GPU-0", HERE), card("GPU-1", HERE), card("GPU-2", THERE)]
+
+
+class TestWays:
+    @pytest.mark.parametrize(
+        ("keys", "wanted"),
+        [
+            ((HERE,), [Way(0, "shared_memory"), Way(0, "distributed")]),
+            (("GPU-9", HERE), [Way(0, "shared_memory"), Way(0, "distributed")]),
+            ((THERE,), [Way(0, "distributed")]),
+            ((), [Way(0, "distributed")]),
+        ],
+    )
+    def test_from_a_cpu(self, keys: tuple[str, ...], wanted: list[Way]) -> None:
+        assert ways(member(*keys), CPU, "auto") == wanted
+
+    @pytest.mark.parametrize(
+        ("keys", "wanted"),
+        [
+            (("GPU-1", HERE), [Way(1, "cuda_ipc"), Way(1, "shared_memory")]),
+            (("GPU-2", THERE), [Way(2, "cuda_ipc"), Way(2, "shared_memory")]),
+            (("GPU-7", THERE), [Way(2, "shared_memory")]),
+            ((HERE,), [Way(0, "shared_memory")]),
+        ],
+    )
+    def test_the_rank_beside_the_receiver_feeds_it(
+        self, keys: tuple[str, ...], wanted: list[Way]
+    ) -> None:
+        assert ways(member(*keys), GPUS, "ipc") == wanted
+
+    def test_why_not_faster_is_said(self) -> None:
+        far = member("GPU-9", "HOST-far")
+        assert ways(far, GPUS, "ipc") == []
+        assert "GPU-9, HOST-far" in far.skipped["cuda_ipc"]
+        assert "HOST-far" in far.skipped["shared_memory"]
+        refused = member("GPU-0", HERE)
+        found = ways(refused, [card("GPU-0", HERE, no_cuda_ipc="no ptrace")], "auto")
+        assert found[0] == Way(0, "shared_memory")
+        assert refused.skipped == {"cuda_ipc": "no ptrace"}
+
+    def test_a_backend_is_taken_at_its_word(self) -> None:
+        assert ways(member(HERE), CPU, "distributed") == [Way(0, "distributed")]
+        with pytest.raises(ConfigError, match="carrier pigeon"):
+            check_backend("carrier pigeon")
+
+
+class TestSettling:
+    def test_everyone_has_the_first_of_its_ways(self) -> None:
+        near, far = member(HERE), member(THERE)
+        wishes = {m: ways(m, CPU, "auto") for m in (near, far)}
+        assert settle(wishes) == {near: Way(0, "shared_memory"), far: Way(0, "distributed")}
+
+    def test_one_rank_has_one_ring(self) -> None:
+        on_gpu, on_host = member("GPU-0", HERE), member(HERE)
+        wishes = {m: ways(m, GPUS, "ipc") for m in (on_gpu, on_host)}
+        chosen = settle(wishes)
+        assert chosen == {on_gpu: Way(0, "shared_memory"), on_host: Way(0, "shared_memory")}
+        assert "one ring serves all" in on_gpu.skipped["cuda_ipc"]
+
+    def test_rings_of_other_ranks_do_not_matter(self) -> None:
+        on_gpu, on_host = member("GPU-1", HERE), member(HERE)
+        wishes = {m: ways(m, GPUS, "ipc") for m in (on_gpu, on_host)}
+        assert settle(wishes)[on_gpu] == Way(1, "cuda_ipc")
