@@ -268,7 +268,8 @@ class _Unpacker:
             return torch.empty(shape, dtype=dtype)
         tensor = torch.frombuffer(view, dtype=dtype)
         if self._copy or tensor.data_ptr() % dtype.itemsize:
-            tensor = torch.empty(tensor.shape, dtype=dtype).copy_(tensor)
+            kept, tensor = tensor, torch.empty(tensor.shape, dtype=dtype)
+            ctypes.memmove(tensor.data_ptr(), kept.data_ptr(), len(view))
         return tensor.view(shape)
 
     def array(self, about: Any) -> Any:

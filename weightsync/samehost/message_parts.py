@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import struct
 
 import torch
@@ -42,7 +43,7 @@ class Encoded:
         at += len(body)
         for buffer in buffers:
             at = _aligned(at)
-            _copy(target[at : at + len(buffer)], buffer)
+            copy_bytes(target[at : at + len(buffer)], buffer)
             at += len(buffer)
 
 
@@ -70,10 +71,17 @@ def _aligned(offset: int) -> int:
     return -(-offset // ALIGNMENT) * ALIGNMENT
 
 
-def _copy(target: memoryview, source: memoryview) -> None:
-    if len(source) < _LARGE_NBYTES:
+def copy_bytes(target: memoryview, source: memoryview) -> None:
+    """Copy `source` over `target`, of the same size; other threads may run while much is copied.
+
+    Not by torch's copy, whose worker threads wait for each other where processors are busy.
+    """
+    nbytes = len(source)
+    if nbytes < _LARGE_NBYTES:
         target[:] = source
     else:
-        torch.frombuffer(target, dtype=torch.uint8).copy_(
-            torch.frombuffer(source, dtype=torch.uint8)
-        )
+        ctypes.memmove(_address(target), _address(source), nbytes)
+
+
+def _address(view: memoryview) -> int:
+    return torch.frombuffer(view, dtype=torch.uint8).data_ptr()

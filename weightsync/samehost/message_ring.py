@@ -48,8 +48,8 @@ from weightsync.samehost.ring import require_ordered_stores
 from weightsync.samehost.segment import Segment
 
 _SPINS = 32
-SPIN_S = 0.0005
-"""How long a wait polls, giving way to others, before it sleeps: some wake-ups' worth."""
+SPIN_S = 0.0001
+"""How long a wait polls, giving way to others, before it sleeps: two or three wake-ups' worth."""
 
 
 class RingWriter:
