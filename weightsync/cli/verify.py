@@ -15,7 +15,7 @@ from rich.progress import Progress
 
 from weightsync.cli.answers import FAILED, OK, ending, print_json
 from weightsync.cli.checkpoint import Dtype, open_checkpoint
-from weightsync.errors import ProtocolError
+from weightsync.errors import ConfigError, ProtocolError, RemoteError
 from weightsync.transports.base import Transport
 from weightsync.transports.http_client import HttpTransport
 from weightsync.weights.dtypes import TORCH_DTYPES, as_bytes, dtype_name, sent_dtype
@@ -196,7 +196,10 @@ def _print_names(console: Console, title: str, names: Sequence[str]) -> None:
 
 
 def _ask(transport: Transport, timeout_s: float) -> CheckReply:
-    reply = transport.call(CheckRequest(), timeout_s=timeout_s)
+    try:
+        reply = transport.call(CheckRequest(), timeout_s=timeout_s)
+    except ConfigError as exc:  # of how the server was made, not of this command line
+        raise RemoteError(str(exc), remote_type="ConfigError", remote_message=str(exc)) from exc
     if not isinstance(reply, CheckReply):
         raise ProtocolError(f"{transport.target} answered with a {type(reply).__name__}")
     return reply

@@ -1,0 +1,41 @@
+"""One server for all tests of the command line, which start from what they push themselves."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.cli.running import serving_tiny, tiny_tensors, write_checkpoint
+from weightsync.samehost.segment import live_segments
+
+
+@pytest.fixture(scope="session")
+def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """The URL of a server process with the tiny model."""
+    with serving_tiny(tmp_path_factory.mktemp("server")) as address:
+        yield address
+
+
+@pytest.fixture(scope="session")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint that fits the server."""
+    return write_checkpoint(tmp_path_factory.mktemp("checkpoint"), tiny_tensors(5))
+
+
+@pytest.fixture(scope="session")
+def down() -> Iterator[str]:
+    """The URL of a port that is bound, and on which nobody listens."""
+    with socket.socket() as bound:
+        bound.bind(("127.0.0.1", 0))
+        yield f"http://127.0.0.1:{bound.getsockname()[1]}"
+
+
+@pytest.fixture
+def segments_closed() -> Iterator[None]:
+    """Fail the test if a verb that it ran in this process left a segment open."""
+    before = live_segments()
+    yield
+    assert live_segments() == before

@@ -1,0 +1,238 @@
+"""`weightsync doctor`: every road tried for real, and what each check says of what it sees."""
+
+from __future__ import annotations
+
+import platform
+import resource
+import socket
+import threading
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from tests.cli.running import answer_of, weightsync
+from tests.samehost.processes import OWNER, kill, line_of, private_directory, python, running
+from weightsync.backends.exported import Probe
+from weightsync.cli import doctor, doctor_gpu, doctor_host, doctor_pairs
+from weightsync.cli.doctor_findings import Check, Finding, Level, examine, ok
+from weightsync.errors import TransferError
+from weightsync.samehost.segment import Segment
+
+CHECKS = {
+    "cpu",
+    "versions",
+    "host",
+    "gpu",
+    "allocator",
+    "shm",
+    "leftovers",
+    "namespaces",
+    "files",
+    "memlock",
+    "ray",
+    "port",
+    "ptrace",
+    "cuda_ipc",
+    "shared_memory",
+    "distributed",
+}
+HERE = platform.machine() == "x86_64"
+
+
+@pytest.fixture(scope="module")
+def examined() -> dict[str, Any]:
+    """What the doctor says of this machine, while one of two ports is taken."""
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen(1)
+        port = taken.getsockname()[1]
+        result = weightsync("doctor", "--port", port, "--json")
+    answer = answer_of(result, 1)
+    assert result.stderr == ""
+    return answer | {"port": port}
+
+
+def findings_of(answer: dict[str, Any], check: str) -> list[dict[str, Any]]:
+    return [finding for finding in answer["findings"] if finding["check"] == check]
+
+
+def test_every_check_says_something(examined: dict[str, Any]) -> None:
+    assert {finding["check"] for finding in examined["findings"]} >= CHECKS
+    for finding in examined["findings"]:
+        assert finding["seen"]
+        assert finding["level"] in {"ok", "warning", "problem"}
+        assert bool(finding["remedy"]) == (finding["level"] != "ok"), finding
+    assert not any("this check" in finding["seen"] for finding in examined["findings"])
+
+
+@pytest.mark.skipif(not HERE, reason="the rings need x86-64")
+def test_the_roads_of_this_machine_work(examined: dict[str, Any]) -> None:
+    assert (examined["roads"]["shared_memory"], examined["roads"]["distributed"]) == (True, True)
+    for road in ("shared_memory", "distributed"):
+        (finding,) = findings_of(examined, road)
+        assert (finding["level"], finding["works"]) == ("ok", True)
+
+
+def test_a_taken_port_is_a_problem(examined: dict[str, Any]) -> None:
+    (finding,) = findings_of(examined, "port")
+    assert (examined["level"], finding["level"]) == ("problem", "problem")
+    assert f"127.0.0.1 port {examined['port']}: Address already in use" in finding["seen"]
+
+
+@pytest.mark.gpu
+def test_cuda_ipc_works_between_processes(examined: dict[str, Any]) -> None:
+    assert examined["roads"]["cuda_ipc"] is True
+    assert any("GPU-" in finding["seen"] for finding in findings_of(examined, "gpu"))
+
+
+def only(monkeypatch: pytest.MonkeyPatch, *findings: Finding) -> None:
+    checks = [Check("some", lambda: findings, 10)]
+    monkeypatch.setattr(doctor, "make_checks", lambda **_: checks)
+
+
+def test_people_read_lines_and_a_summary(monkeypatch: pytest.MonkeyPatch) -> None:
+    tried = Finding("shared_memory", Level.OK, "it works", works=True)
+    only(monkeypatch, tried, Finding("shm", Level.WARNING, "small", "enlarge it"))
+    result = weightsync("doctor")
+    assert result.exit_code == 0, result.output
+    assert [line.split() for line in result.stdout.splitlines()] == [
+        ["ok", "shared_memory", "it", "works"],
+        ["warning", "shm", "small"],
+        ["->", "enlarge", "it"],
+        ["roads", "that", "work", "here:", "shared_memory", "(1", "ok,", "1", "warning)"],
+    ]
+
+
+def test_the_worst_finding_makes_the_exit_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    only(monkeypatch, Finding("shm", Level.WARNING, "small", "enlarge it"), ok("cpu", "fine"))
+    assert answer_of(weightsync("doctor", "--json"))["level"] == "warning"
+    only(monkeypatch, Finding("shm", Level.PROBLEM, "none", "mount it"), ok("cpu", "fine"))
+    answer = answer_of(weightsync("doctor", "--json"), 1)
+    assert answer["roads"] == {"cuda_ipc": False, "shared_memory": False, "distributed": False}
+    assert weightsync("doctor", "--port", "0").exit_code == 2
+
+
+def test_a_check_that_crashes_or_hangs_is_a_finding() -> None:
+    release = threading.Event()
+
+    def crash() -> list[Finding]:
+        raise OSError("broken\ndriver")
+
+    def hang() -> list[Finding]:
+        release.wait(60)
+        return []
+
+    checks = [Check("a", hang, 0.1), Check("b", crash, 10), Check("c", lambda: [ok("c", "x")], 10)]
+    try:
+        first, second, third = examine(checks)
+    finally:
+        release.set()
+    assert (first.check, first.level) == ("a", Level.PROBLEM)
+    assert first.seen == "this check did not end within 0.1 s"
+    assert second.seen == "this check failed: OSError: broken driver"
+    assert third == ok("c", "x")
+
+
+@pytest.mark.parametrize(
+    ("free", "level"), [(1 << 20, Level.PROBLEM), (64 << 20, Level.WARNING), (2 << 30, Level.OK)]
+)
+def test_shared_memory_is_judged_by_what_is_free(free: int, level: Level) -> None:
+    assert doctor_host.judge_shm(free, "/dev/shm").level is level
+
+
+def test_no_shared_memory_is_a_problem(tmp_path: Path) -> None:
+    (finding,) = doctor_host.look_at_shm(tmp_path / "nowhere")
+    assert finding.level is Level.PROBLEM
+    assert "does not exist" in finding.seen
+    assert doctor_host.look_at_leftovers(clean=True, directory=tmp_path / "nowhere") == []
+
+
+def test_only_what_dead_owners_left_is_removed() -> None:
+    with private_directory() as directory, running(python(OWNER, directory)) as owner:
+        dead = line_of(owner)
+        mine = Segment.create(4096, directory=directory)
+        (finding,) = doctor_host.look_at_leftovers(clean=True, directory=directory)
+        assert (finding.level, finding.seen) == (Level.OK, "none; 2 segments in use")
+        kill(owner)
+        (finding,) = doctor_host.look_at_leftovers(clean=False, directory=directory)
+        assert finding.level is Level.WARNING
+        assert finding.seen == "1 segments of dead owners, 0.0 MiB; 1 segments in use"
+        assert "--clean" in finding.remedy
+        assert (directory / dead).exists()
+        (finding,) = doctor_host.look_at_leftovers(clean=True, directory=directory)
+        assert finding.seen.startswith("removed 1 segments of dead owners")
+        assert [path.name for path in directory.iterdir()] == [mine.name]
+        mine.close()
+
+
+@pytest.mark.parametrize(
+    ("limit", "level"),
+    [
+        (64, Level.PROBLEM),
+        (512, Level.WARNING),
+        (1024, Level.OK),
+        (resource.RLIM_INFINITY, Level.OK),
+    ],
+)
+def test_open_files_are_judged(limit: int, level: Level) -> None:
+    assert doctor_host.judge_files(limit).level is level
+
+
+def test_locked_memory_matters_where_there_is_a_gpu() -> None:
+    assert doctor_host.judge_memlock(65536, gpu=True).level is Level.WARNING
+    assert doctor_host.judge_memlock(65536, gpu=False).level is Level.OK
+    assert doctor_host.judge_memlock(resource.RLIM_INFINITY, gpu=True).level is Level.OK
+
+
+@pytest.mark.parametrize(
+    ("driver", "level"), [(None, Level.WARNING), ((12, 8), Level.PROBLEM), ((13, 1), Level.OK)]
+)
+def test_a_driver_older_than_torch_is_a_problem(
+    driver: tuple[int, int] | None, level: Level
+) -> None:
+    assert doctor_gpu.judge_driver(driver, "13.0").level is level
+
+
+def test_expandable_segments_are_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("PYTORCH_ALLOC_CONF", raising=False)
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+    (finding,) = doctor_gpu.look_at_allocator()
+    assert finding.level is Level.WARNING
+    assert "PYTORCH_CUDA_ALLOC_CONF" in finding.remedy
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:False")
+    assert doctor_gpu.look_at_allocator()[0].level is Level.OK
+
+
+def test_an_address_of_nobody_is_a_problem() -> None:
+    finding = doctor_host.look_at_port("192.0.2.1", 8000)
+    assert finding.level is Level.PROBLEM
+    assert "cannot listen on 192.0.2.1 port 8000" in finding.seen
+
+
+def test_memory_with_other_bytes_does_not_count_as_shared() -> None:
+    probe = Probe()
+    try:
+        wrong = msgspec.structs.replace(probe.info(), digest="0" * 32)
+        answer = doctor_pairs.opened_by_another([wrong])
+    finally:
+        probe.close()
+    assert not answer.works
+    assert "other bytes" in answer.why
+
+
+def test_a_process_that_dies_says_its_last_words() -> None:
+    with (
+        doctor_pairs.partner("no-such-trial") as other,
+        pytest.raises(TransferError, match=r"ended with status 1: KeyError: 'no-such-trial'"),
+    ):
+        other.hear()
+    assert other.process.returncode is not None
+
+
+def test_a_group_that_cannot_be_made_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor_pairs, "LOOPBACK", "192.0.2.1")  # an address of nobody
+    (finding,) = doctor_pairs.try_gloo()
+    assert (finding.level, finding.works) == (Level.WARNING, False)
+    assert "cannot listen on 192.0.2.1" in finding.seen

@@ -1,0 +1,134 @@
+"""`weightsync status`: what it shows of servers that are ready, torn, busy or gone."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import weightsync as ws
+from tests.cli.running import TOKEN, answer_of, tiny_tensors, weightsync
+from tests.samehost.processes import environment, line_of
+from tests.server.live import make_app, serving
+from weightsync.cli.metrics_text import parse, read_last_updates
+from weightsync.cli.status import overall, road_of
+from weightsync.wire.messages import LedgerEntry
+
+WAIT_S = 60
+
+
+def test_a_server_shows_what_it_holds(url: str, checkpoint: Path) -> None:
+    options = ("--label", "best", "--json")
+    pushed = answer_of(weightsync("push", checkpoint, "--to", url, *options))
+    result = weightsync("status", url)
+    assert result.exit_code == 0, result.output
+    lines = result.stdout.splitlines()
+    assert lines[:3] == [url, "  state     READY", f"  version   {pushed['version']} (best)"]
+    assert any(line.startswith("  updates   last: 0.4 MB, load ") for line in lines)
+    assert lines[-1] == "  ledger    empty: no sender is connected"
+    (server,) = answer_of(weightsync("status", url, "--json"))["servers"]
+    assert (server["state"], server["version"]) == ("READY", pushed["version"])
+    assert (server["road"], server["ledger"], server["paused"]) == ("none", [], False)
+    assert server["updates"]["nbytes"] == pushed["nbytes"]
+    assert server["updates"]["ended"]["committed"] >= 1
+
+
+def test_the_ledger_shows_who_is_connected(url: str) -> None:
+    with ws.connect(tiny_tensors(5), to=url, token=TOKEN):
+        (server,) = answer_of(weightsync("status", url, "--json"))["servers"]
+        said = weightsync("status", url).stdout
+    assert server["road"] == "same_host"
+    assert {entry["kind"] for entry in server["ledger"]} >= {"control", "ring"}
+    assert "road      same_host; HOST-" in said
+    assert "ledger    1 control, 1 ring; " in said
+
+
+def test_who_cannot_be_reached_does_not_hide_the_others(url: str, down: str) -> None:
+    result = weightsync("status", down, url)
+    assert result.exit_code == 3
+    assert f"{down}\n  unreachable: " in result.stdout
+    assert f"{url}\n  state     READY" in result.stdout
+    first, second = answer_of(weightsync("status", down, url, "--json"), 3)["servers"]
+    assert (first["reachable"], first["error"]["type"]) == (False, "ConnectError")
+    assert (second["reachable"], second["url"]) == (True, url)
+
+
+def failing(pairs: Iterable[tuple[str, torch.Tensor]]) -> None:
+    raise RuntimeError("the hook fails")
+
+
+def test_a_torn_server_is_a_failure() -> None:
+    receiver = ws.WeightReceiver(failing, apply="in_place")
+    with serving(make_app(receiver, None)) as url:
+        try:
+            model = nn.Linear(2, 2)
+            with (
+                ws.connect(model, to=url) as sender,
+                pytest.raises(ws.WeightSyncError),
+            ):
+                sender.send_weights()
+            result = weightsync("status", url)
+            assert result.exit_code == 1
+            assert "  state     TORN: may not generate" in result.stdout
+            (server,) = answer_of(weightsync("status", url, "--json"), 1)["servers"]
+            assert server["may_generate"] is False
+            assert server["updates"]["ended"] == {"torn": 1}
+        finally:
+            receiver.close()
+
+
+def test_watching_goes_on_until_it_is_interrupted(url: str) -> None:
+    command = [sys.executable, "-m", "weightsync", "status", url, "--watch", "--interval", "0.1"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment())
+    try:
+        looks = 0
+        while looks < 3:
+            line = line_of(process)
+            assert line, "the command ended"
+            looks += line == url
+        process.send_signal(signal.SIGINT)
+        process.communicate(timeout=WAIT_S)
+        assert process.returncode == 0
+    finally:
+        process.kill()
+        process.wait(WAIT_S)
+
+
+def test_wrong_arguments_are_usage_errors(url: str) -> None:
+    refused = weightsync("status", url, "--watch", "--json")
+    assert answer_of(refused, 2)["error"]["message"].startswith("--watch goes on")
+    assert weightsync("status").exit_code == 2
+    assert weightsync("status", "not-a-url").exit_code == 2
+    assert weightsync("status", url, "--timeout", "0").exit_code == 2
+
+
+def test_a_server_without_metrics_is_no_error(url: str, down: str) -> None:
+    for address in (down, f"{url}/nowhere"):
+        updates = read_last_updates(address, 5)
+        assert (updates.ended, updates.nbytes) == ({}, None)
+
+
+def test_lines_of_other_metrics_are_left_alone() -> None:
+    updates = parse(
+        "# HELP weightsync_updates_total Updates\n"
+        'weightsync_updates_total{result="aborted"} 2.0\n'
+        'weightsync_last_update_seconds{phase="load"} 1.5e-03\n'
+        "weightsync_last_update_bytes 1024.0\n"
+        "python_info 1.0\n"
+        "weightsync_version broken\n"
+    )
+    assert updates.ended == {"aborted": 2}
+    assert updates.seconds == {"load": 0.0015}
+    assert (updates.nbytes, updates.stall_s) == (1024, None)
+
+
+def test_a_road_and_a_code_for_many() -> None:
+    entry = LedgerEntry(kind="ring", name="x", nbytes=1, owner=True, age_s=1.0)
+    assert road_of([entry]) == "distributed"
+    assert [overall(codes) for codes in ([0, 0], [0, 1], [1, 3, 4], [0, 4])] == [0, 1, 3, 4]
