@@ -33,6 +33,8 @@ SPIN_S = 0.002
 PATIENCE = 5
 """A peer that beats but makes no progress is waited for this many times as long as a silent one."""
 _LONG_NAP_S = 1e-3
+_HURRIED_SLOTS = 3
+"""With fewer slots readers run out of chunks while the writer naps."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,6 +193,7 @@ class RingWriter:
         self._sequence = 0
         self._base = 0
         self._active: tuple[int, ...] = ()
+        self._acquired = 0.0
 
     @property
     def base(self) -> int:
@@ -226,7 +229,7 @@ class RingWriter:
         if chunk < self.control.slots:
             return slot
         wanted = self._base + chunk - self.control.slots + 1
-        self._wait_released(wanted, check=check, timeout_s=timeout_s)
+        self._wait_released(wanted, check=check, timeout_s=timeout_s, pace=self._unhurried())
         return slot
 
     def publish(self, chunk: int) -> None:
@@ -235,13 +238,21 @@ class RingWriter:
 
     def drain(self, chunks: int, *, check: Check, timeout_s: float) -> None:
         """Return when every reader has released all `chunks`."""
-        self._wait_released(self._base + chunks, check=check, timeout_s=timeout_s)
+        self._wait_released(self._base + chunks, check=check, timeout_s=timeout_s, pace=self.pace)
+
+    def _unhurried(self) -> Pace:
+        """Nap for a part of what a chunk takes: readers have the other slots' chunks meanwhile."""
+        now = time.monotonic()
+        period_s, self._acquired = now - self._acquired, now
+        if self.control.slots < _HURRIED_SLOTS:
+            return self.pace
+        return Pace(0.0, min(max(period_s / 2, self.pace.nap_s), _LONG_NAP_S))
 
     def waiting_for(self, sequence: int) -> list[int]:
         """Readers that have not released `sequence`."""
         return [r for r in self._active if self.control.released(r) < sequence]
 
-    def _wait_released(self, sequence: int, *, check: Check, timeout_s: float) -> None:
+    def _wait_released(self, sequence: int, *, check: Check, timeout_s: float, pace: Pace) -> None:
         released = self.control.released
         active = self._active
 
@@ -254,9 +265,7 @@ class RingWriter:
             done = sum(released(reader) for reader in active)
             return done, sum(beat(reader) for reader in self.waiting_for(sequence))
 
-        if not wait_until(
-            ready, check=check, timeout_s=timeout_s, progress=progress, pace=self.pace
-        ):
+        if not wait_until(ready, check=check, timeout_s=timeout_s, progress=progress, pace=pace):
             late = ", ".join(str(reader) for reader in self.waiting_for(sequence))
             raise TransferTimeout(
                 f"no progress for {timeout_s:g} s while waiting for reader {late} to release chunk "
