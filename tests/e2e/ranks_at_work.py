@@ -132,8 +132,9 @@ class Faulty:
             pairs[4] = (pairs[4][0], torch.ones(3))
         for i, pair in enumerate(pairs):
             self.fail(kind, fault.get("at") == i)
+            if i == 3:  # in the middle of a layer
+                self.at_work.set()
             yield pair
-            self.at_work.set()
         self.fail(kind, fault.get("at") == len(pairs))
 
     def fail(self, kind: str, here: bool) -> None:

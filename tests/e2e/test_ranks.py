@@ -275,9 +275,9 @@ def test_ranks_that_die(crews: dict[int, Crew], host: Host) -> None:
         dying.lose(3)
         assert [closed.text for closed in dying.run(work.close)] == [""] * 3
         start(dying, slow, "plain", fault={}, members=[0, 1, 2])
-        outcomes = dying.run(work.send_with, {"rank": 2, "kind": "dies later"})
-        assert isinstance(outcomes.pop(2), Died)
-        check_alike(outcomes, "TransferError", "rank 2 of 3 did not answer")
+        outcomes = dying.run(work.send_with, {"rank": 1, "kind": "dies later"})
+        assert isinstance(outcomes.pop(1), Died)
+        check_alike(outcomes, "TransferError", "rank 1 of 3 did not answer")
         assert slow[0].reading() == 1
     for version, size in enumerate((2, 4), start=2):
         start(crews[size], to, "fsdp")

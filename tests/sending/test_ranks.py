@@ -14,7 +14,7 @@ import torch.distributed as dist
 from tests.crew import Crew, Died, crew
 from weightsync.errors import ConfigError, ManifestMismatchError
 from weightsync.sending.joining import join_ranks
-from weightsync.sending.ranks import Alone, Ranks, alone
+from weightsync.sending.ranks import NAMING_TIMEOUT_S, Alone, Ranks, alone
 
 TIMEOUT_S = 20.0
 Seen = tuple[str, str, str]
@@ -245,3 +245,25 @@ class TestAlone:
     def test_a_broadcast_needs_a_payload(self) -> None:
         with pytest.raises(ConfigError, match="rank 0 has to give"):
             alone().broadcast(None)
+
+
+def lose_one_meanwhile(rank: int) -> Seen:
+    """Rank 3 dies while rank 0 is busy elsewhere, for longer than the others take to ask."""
+    ranks = joined()
+    ranks.agree()
+    if rank == 3:
+        os.kill(os.getpid(), signal.SIGKILL)
+    until = time.monotonic() + NAMING_TIMEOUT_S + 1.5
+    while rank == 0 and time.monotonic() < until:
+        ranks.attend()
+        time.sleep(0.1)
+    return seen(lambda: ranks.broadcast(b"x" if rank == 0 else None))
+
+
+def test_a_busy_first_rank_is_not_taken_for_dead() -> None:
+    with crew(4) as made:
+        errors = made.run(lose_one_meanwhile)
+        assert isinstance(errors.pop(3), Died)
+        for kind, message, _ in errors:
+            assert kind == "TransferError"
+            assert message.startswith("rank 3 of 4 did not answer")
