@@ -12,7 +12,7 @@ import pytest
 import weightsync as ws
 from tests.e2e import processes, several_hosts
 from tests.e2e.processes import Remote
-from tests.e2e.several_hosts import Trainer, segments, told, together
+from tests.e2e.several_hosts import Trainer, segments, together, told
 from tests.hosts.namespaces import HostNetwork, host_network, netns_problem
 
 A, B, C = range(3)
