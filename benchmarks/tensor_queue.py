@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
+from multiprocessing.queues import Queue
 
 os.environ["OMP_NUM_THREADS"] = "1"
 
@@ -30,7 +31,6 @@ BUDGET_NBYTES = 1 << 29
 MAX_TENSORS = 2000
 WAIT_S = 120.0
 LINE = 64
-Queue = torch.multiprocessing.Queue
 
 
 @dataclass(frozen=True)
@@ -74,11 +74,11 @@ def measure(sizes: Sequence[int], *, rounds: int, tensors: int = 0) -> list[Resu
         child = context.Process(target=produce, args=(receiver.handle, theirs, child_pipe))
         child.start()
         try:
-            pull_ours: Callable[[], torch.Tensor] = lambda: receiver.recv_any(WAIT_S).tensor
-            pull_theirs: Callable[[], torch.Tensor] = lambda: theirs.get(timeout=WAIT_S)
-            return [
-                _compare(pipe, nbytes, pull_ours, pull_theirs, rounds, tensors) for nbytes in sizes
-            ]
+            pulls = {
+                "ours": lambda: receiver.recv_any(WAIT_S).tensor,
+                "torch": lambda: theirs.get(timeout=WAIT_S),
+            }
+            return [_compare(pipe, nbytes, pulls, rounds, tensors) for nbytes in sizes]
         finally:
             pipe.send(None)
             child.join(WAIT_S)
@@ -89,15 +89,14 @@ def measure(sizes: Sequence[int], *, rounds: int, tensors: int = 0) -> list[Resu
 def _compare(
     pipe: Connection,
     nbytes: int,
-    ours: Callable[[], torch.Tensor],
-    theirs: Callable[[], torch.Tensor],
+    pulls: dict[str, Callable[[], torch.Tensor]],
     rounds: int,
     tensors: int,
 ) -> Result:
     count = tensors or max(min(BUDGET_NBYTES // nbytes, MAX_TENSORS), 8)
-    times: dict[str, list[float]] = {"ours": [], "torch": []}
+    times: dict[str, list[float]] = {which: [] for which in pulls}
     for turn in range(rounds + 1):
-        for which, pull in (("ours", ours), ("torch", theirs)):
+        for which, pull in pulls.items():
             seconds = _round(pipe, which, nbytes, count, pull)
             if turn:  # the first warms up
                 times[which].append(seconds / count)
@@ -121,7 +120,7 @@ def _round(
     return seconds
 
 
-def produce(handle: TensorQueueHandle, theirs: Queue, pipe: Connection) -> None:
+def produce(handle: TensorQueueHandle, theirs: Queue[torch.Tensor], pipe: Connection) -> None:
     """Send what the pipe asks for, until it says None."""
     torch.set_num_threads(1)
     with TensorIpcSender(handle) as sender:

@@ -1,0 +1,75 @@
+"""Profiling scopes, as the environment asks for them."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from contextlib import nullcontext
+
+import pytest
+import torch
+
+from weightsync import profiling
+from weightsync.errors import BackendUnavailableError, ConfigError
+from weightsync.profiling import SETTING, scope_for
+
+without_cuda = pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA")
+SCRIPT = """
+import torch
+from weightsync.profiling import scope
+with torch.profiler.profile() as profile, scope("decode step"):
+    torch.ones(3).sum()
+print(sorted(event.key for event in profile.key_averages() if "step" in event.key))
+"""
+
+
+def seen_by_a_profiler(setting: str | None) -> str:
+    environment = {name: value for name, value in os.environ.items() if name != SETTING}
+    if setting is not None:
+        environment[SETTING] = setting
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", SCRIPT],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env=environment,
+        check=True,
+    )
+    return done.stdout.splitlines()[-1]
+
+
+def test_the_profiler_sees_the_name() -> None:
+    assert seen_by_a_profiler("record_function") == "['decode step']"
+
+
+def test_nothing_happens_by_default() -> None:
+    assert seen_by_a_profiler(None) == "[]"
+
+
+@pytest.mark.parametrize("setting", ["", "off", " OFF "])
+def test_off_is_a_context_that_does_nothing(setting: str) -> None:
+    assert isinstance(scope_for(setting)("step"), nullcontext)
+
+
+def test_an_error_inside_passes_through() -> None:
+    with pytest.raises(KeyError), scope_for("record_function")("step"):
+        raise KeyError("inside")
+
+
+def test_another_word_is_refused() -> None:
+    message = "WEIGHTSYNC_PROFILE is 'all'; wanted off, record_function, nvtx or nothing"
+    with pytest.raises(ConfigError, match=message):
+        scope_for("all")
+
+
+@without_cuda
+def test_nvtx_wants_a_gpu() -> None:
+    with pytest.raises(BackendUnavailableError, match="torch finds no CUDA GPU"):
+        scope_for("nvtx")
+
+
+@pytest.mark.gpu
+def test_nvtx_marks_a_range() -> None:
+    with profiling.scope_for("nvtx")("step"):
+        torch.cuda.synchronize()
