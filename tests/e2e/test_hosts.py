@@ -176,6 +176,7 @@ def test_distributed_streams(site: Site) -> None:
 def test_an_unpacked_fleet_becomes_packed_for_a_remote_member(site: Site) -> None:
     here = site.receiver(A)
     site.connect(here)
+    before = listening(site.hosts[A])
     assert not site.trainer.send(seed=1).packed
     there = site.receiver(B)
     added = site.trainer.do("call", "add", there.url)
@@ -185,7 +186,9 @@ def test_an_unpacked_fleet_becomes_packed_for_a_remote_member(site: Site) -> Non
     assert report.packed
     assert report.control_messages == 4
     site.check_all_hold(2)
+    assert listening(site.hosts[A]) != before
     site.trainer.do("call", "remove", there.url)
+    assert listening(site.hosts[A]) == before
     assert site.trainer.send(seed=3).road == "shared_memory"
     site.check_all_hold(3, on=[here])
     assert there.reading() == 2

@@ -136,8 +136,11 @@ class Roads:
     def forget(self, member: Member) -> None:
         """A member left the fleet; without it the private group is another one."""
         self._joined.discard(member)
-        if member.road == "distributed":
-            self._rendezvous.parted = True
+        if member.road != "distributed":
+            return
+        self._rendezvous.parted = True
+        if not any(m.road == "distributed" for m in self._fleet.members if m is not member):
+            self._rendezvous.leave()
 
     def places(self, members: Sequence[Member]) -> Places:
         """Return the reader places of an update of these members."""
