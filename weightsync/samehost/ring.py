@@ -241,12 +241,12 @@ class RingWriter:
         self._wait_released(self._base + chunks, check=check, timeout_s=timeout_s, pace=self.pace)
 
     def _unhurried(self) -> Pace:
-        """Nap for a part of what a chunk takes: readers have the other slots' chunks meanwhile."""
+        """Nap for as long as a chunk takes: readers have the other slots' chunks meanwhile."""
         now = time.monotonic()
         period_s, self._acquired = now - self._acquired, now
         if self.control.slots < _HURRIED_SLOTS:
             return self.pace
-        return Pace(0.0, min(max(period_s / 2, self.pace.nap_s), _LONG_NAP_S))
+        return Pace(0.0, min(max(period_s, self.pace.nap_s), _LONG_NAP_S))
 
     def waiting_for(self, sequence: int) -> list[int]:
         """Readers that have not released `sequence`."""
