@@ -143,7 +143,7 @@ def test_it_ends_with_the_code_of_what_went_wrong(url: str, checkpoint: Path, do
 
 
 def test_a_server_that_cannot_read_its_weights_back_says_so(checkpoint: Path) -> None:
-    receiver = ws.WeightReceiver(lambda pairs: None)
+    receiver = ws.WeightReceiver(lambda _: None)
     with serving(make_app(receiver, None)) as url:
         result = weightsync("verify", url, checkpoint, "--json")
     receiver.close()

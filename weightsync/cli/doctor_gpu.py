@@ -11,10 +11,9 @@ import msgspec
 import torch
 
 from weightsync.cli.doctor_findings import Finding, Level, ok, problem, warning
-from weightsync.cli.doctor_pairs import CUDA_IPC, Gpu, opened_by_another, partner
+from weightsync.cli.doctor_pairs import CUDA_IPC, Gpu, GpuOffer, opened_by_another, partner
 from weightsync.errors import WeightSyncError
 from weightsync.samehost.cuda_handle import expandable_setting
-from weightsync.wire.offers import ProbeInfo
 
 _DEVICES = ("/dev/nvidiactl", "/dev/dxg")
 _STAGED = "GPU weights go through host memory instead (the shared_memory road)"
@@ -51,15 +50,12 @@ def try_cuda_ipc() -> Sequence[Finding]:
         return [Finding(CUDA_IPC, Level.OK, "not tried: there is no GPU", works=False)]
     try:
         with partner("offer-gpu-memory") as owner:
-            probes = msgspec.json.decode(owner.hear(), type=list[ProbeInfo])
-            if not probes:
-                return [Finding(CUDA_IPC, Level.OK, "not tried: torch sees no GPU", works=False)]
-            answer = opened_by_another(probes)
-            why = None if answer.works else answer.why
+            offer = msgspec.json.decode(owner.hear(), type=GpuOffer)
+            why = offer.why or opened_by_another(offer.probes).why
     except WeightSyncError as exc:
         why = str(exc)
-    if why is None:
-        seen = f"another process opened memory on {len(probes)} GPUs and read its bytes"
+    if not why:
+        seen = f"another process opened memory on {len(offer.probes)} GPUs and read its bytes"
         return [Finding(CUDA_IPC, Level.OK, seen, works=True)]
     remedy = (
         "one container for both (or --ipc=host --pid=host), --cap-add=SYS_PTRACE, no MIG, no "

@@ -49,6 +49,13 @@ class Gpu(msgspec.Struct, kw_only=True):
     total_nbytes: int
 
 
+class GpuOffer(msgspec.Struct, kw_only=True):
+    """Probes in the memory of every GPU, or why senders would not try to share it."""
+
+    probes: list[ProbeInfo]
+    why: str = ""
+
+
 class Partner:
     """The other process of a trial. It answers with lines, and ends with this block."""
 

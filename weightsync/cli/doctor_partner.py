@@ -12,9 +12,9 @@ import torch
 
 from weightsync.backends.exported import Probe
 from weightsync.backends.private_group import Meeting, PrivateGroup, data_lane
-from weightsync.cli.doctor_pairs import GLOO_S, START_S, Answer, Gpu
+from weightsync.cli.doctor_pairs import GLOO_S, START_S, Answer, Gpu, GpuOffer
 from weightsync.errors import WeightSyncError
-from weightsync.samehost.cuda_handle import local_gpu_keys
+from weightsync.samehost.cuda_handle import local_gpu_keys, why_not
 from weightsync.samehost.device_keys import host_key
 from weightsync.samehost.probe import check_probe
 from weightsync.wire.offers import ProbeInfo
@@ -48,8 +48,12 @@ def _keys(probe: ProbeInfo) -> list[str]:
 
 def offer_gpu_memory() -> None:
     """Offer a probe on every GPU, and keep them until a line comes."""
-    probes = [Probe(torch.device("cuda", i)) for i in local_gpu_keys().values()]
-    say([probe.info() for probe in probes])
+    ordinals = local_gpu_keys().values()
+    if why := why_not():
+        say(GpuOffer(probes=[], why=why))
+        return
+    probes = [Probe(torch.device("cuda", ordinal)) for ordinal in ordinals]
+    say(GpuOffer(probes=[probe.info() for probe in probes]))
     sys.stdin.buffer.readline()
 
 
