@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import logging
 from collections.abc import Sequence
+from contextlib import suppress
 from datetime import timedelta
 from typing import cast
 
@@ -43,7 +44,8 @@ def join_ranks(
         return alone()
     if len(names) > MAX_RANKS:
         raise ConfigError(f"one sender has at most {MAX_RANKS} ranks, not {len(names)}")
-    _compare_timeouts(process_group, join_timeout_s)
+    if rank == 0:
+        _compare_timeouts(process_group, join_timeout_s)
     bound_s = min(join_timeout_s, timeout_s)
     check_in = _meet_at_store(names, rank, bound_s)
     group = _make_group(check_in, rank, names, bound_s)
@@ -54,8 +56,10 @@ def join_ranks(
 def _compare_timeouts(process_group: dist.ProcessGroup | None, timeout_s: float) -> None:
     """A rank that dies inside a collective of the trainer's is noticed after that one's timeout."""
     group = process_group or dist.group.WORLD
-    backends = [group._get_backend(device) for device in group._device_types] if group else []
-    longest = max((b.options._timeout.total_seconds() for b in backends), default=0.0)
+    longest = 0.0
+    with suppress(AttributeError, RuntimeError):  # a backend need not say
+        backends = [group._get_backend(device) for device in group._device_types] if group else []
+        longest = max((b.options._timeout.total_seconds() for b in backends), default=0.0)
     if longest > timeout_s:
         logger.warning(
             "a rank that dies while tensors are gathered is noticed after the process group's own "
