@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from multiprocessing.connection import Connection
@@ -42,6 +43,21 @@ def receive_one_and_hold(pipe: Connection) -> None:
         held = receiver.recv_any(WAIT_S)
         pipe.send(held.tensor.numel())
         signal.pause()
+
+
+def receive_on_gpu(pipe: Connection) -> None:
+    """Answer each handle with its tensor's device and sum, a request's name with its cleanup."""
+    with TensorIpcReceiver() as receiver:
+        pipe.send(receiver.handle)
+        while (order := pipe.recv()) is not None:
+            if isinstance(order, str):
+                while not receiver.pending:
+                    time.sleep(0.01)
+                pipe.send(receiver.cleanup_request_tensors(order))
+            else:
+                tensor = receiver.recv_tensor(order, WAIT_S)
+                pipe.send((str(tensor.device), int(tensor.sum())))
+                del tensor
 
 
 class Producer:

@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import msgspec
@@ -26,6 +27,7 @@ from tests.samehost.tensor_senders import (
     answer,
     pattern,
     producers,
+    receive_on_gpu,
     receive_one_and_hold,
 )
 from weightsync.errors import (
@@ -179,9 +181,31 @@ class TestWhatTravels:
             handle = decode_handle(encode(other.send_tensor(torch.ones(3))))
         assert same(receiver.recv_tensor(handle), torch.ones(3))
 
-    def test_names_that_are_too_long_are_refused(self, sender: TensorIpcSender) -> None:
-        with pytest.raises(TransferError, match="shorten request_id and tensor_id"):
-            sender.send_tensor(torch.ones(1), "r" * 100_000)
+    def test_names_and_shapes_have_limits(
+        self, receiver: TensorIpcReceiver, sender: TensorIpcSender
+    ) -> None:
+        with pytest.raises(ConfigError, match="a request_id has at most 1024 characters"):
+            sender.send_tensor(torch.ones(1), "r" * 1025)
+        with pytest.raises(ConfigError, match="a tensor name must have 1 to 1024 characters"):
+            sender.send_tensor(torch.ones(1), "r", "t" * 1025)
+        with pytest.raises(ConfigError, match="a name of a tensor cannot be sent"):
+            sender.send_tensor(torch.ones(1), "\ud800")
+        with pytest.raises(ConfigError, match="a shape has at most 16 sizes"):
+            sender.send_tensor(torch.ones([1] * 17))
+        handle = sender.send_tensor(torch.ones([1] * 16), "r" * 1024, "\U0001f600" * 1024)
+        assert receiver.recv_tensor(handle).ndim == 16
+
+    def test_several_threads_may_use_both_ends(
+        self, receiver: TensorIpcReceiver, sender: TensorIpcSender
+    ) -> None:
+        def go(seed: int) -> bool:
+            tensor = pattern(seed, 20_000 if seed % 2 else 50)
+            return same(receiver.recv_tensor(sender.send_tensor(tensor)), tensor)
+
+        with ThreadPoolExecutor(4) as pool:
+            assert all(pool.map(go, range(400)))
+        assert receiver.pending == 0
+        assert sender.pool.lent_blocks == 0
 
 
 class TestHandingOut:
@@ -598,6 +622,44 @@ class TestProcesses:
             process.kill()
             process.join(WAIT_S)
             pipe.close()
+
+
+@pytest.mark.gpu
+class TestGpu:
+    """CUDA tensors stay on the GPU that both processes see, and go where nobody asks for them."""
+
+    def test_one_goes_from_process_to_process(self, nothing_left: None) -> None:
+        pipe, child = SPAWN.Pipe()
+        process = SPAWN.Process(target=receive_on_gpu, args=(child,))
+        process.start()
+        try:
+            with TensorIpcSender(answer(pipe, TensorQueueHandle)) as sender:
+                for nbytes in (100, BLOCK):
+                    tensor = pattern(3, nbytes).cuda()
+                    torch.cuda.synchronize()
+                    handle = sender.send_tensor(tensor, "r")
+                    assert handle.device.startswith("cuda")
+                    pipe.send(handle)
+                    device, total = answer(pipe, tuple)
+                    assert device.startswith("cuda")
+                    assert total == int(tensor.sum())
+                sender.send_tensor(pattern(4, BLOCK).cuda(), "aborted")
+                pipe.send("aborted")
+                assert answer(pipe, int) == 1
+        finally:
+            process.kill()
+            process.join(WAIT_S)
+            pipe.close()
+
+    def test_a_receiver_without_that_gpu_gets_it_on_the_cpu(self, nothing_left: None) -> None:
+        with (
+            TensorIpcReceiver(gpus=[]) as receiver,
+            TensorIpcSender(receiver.handle) as sender,
+        ):
+            for nbytes in (100, BLOCK):
+                handle = sender.send_tensor(pattern(3, nbytes).cuda())
+                assert handle.device == "cpu"
+                assert same(receiver.recv_tensor(handle), pattern(3, nbytes))
 
 
 FORKS = """

@@ -13,20 +13,15 @@ DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in DTYPE_N
 _NAMES: dict[torch.dtype, str] = {dtype: name for name, dtype in DTYPES.items()}
 
 
-def dtype_name(tensor: torch.Tensor) -> str:
-    """Return `bfloat16` for torch.bfloat16. Raises ConfigError for tensors that cannot travel."""
-    name = _NAMES.get(tensor.dtype)
-    if name is None or tensor.layout is not torch.strided or tensor.device.type == "meta":
+def spec_of(tensor: torch.Tensor, name: str = "tensor") -> TensorSpec:
+    """Describe a tensor. Raises ConfigError for those that cannot travel, and names too long."""
+    dtype = _NAMES.get(tensor.dtype)
+    if dtype is None or tensor.layout is not torch.strided or tensor.device.type == "meta":
         raise ConfigError(
             f"a {tensor.layout} tensor of {tensor.dtype} on {tensor.device} cannot be sent; "
             f"dense ones of {', '.join(DTYPES)} can"
         )
-    return name
-
-
-def nbytes_of(tensor: torch.Tensor) -> int:
-    """Bytes of the elements, however they lie in memory."""
-    return tensor.numel() * tensor.element_size()
+    return TensorSpec(name, dtype, tuple(tensor.shape))
 
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
@@ -54,7 +49,7 @@ def tensor_data(tensor: torch.Tensor) -> memoryview:
     A view that keeps the tensor's memory alive if it is contiguous and on the CPU, else of a copy.
     Raises ConfigError for dtypes that do not travel.
     """
-    dtype_name(tensor)
+    spec_of(tensor)
     flat = as_bytes(tensor).cpu()
     array = (ctypes.c_ubyte * flat.numel()).from_address(flat.data_ptr())
     array.keeps = flat  # type: ignore[attr-defined]  # ctypes instances take attributes

@@ -143,16 +143,20 @@ class Channel:
         return max(min(self._sweeps) - time.monotonic(), 0.0) if self._sweeps else None
 
     def _accept(self) -> None:
-        with suppress(OSError):
+        try:
             connection, _ = self._listener.accept()
-            own_socket(connection)
-            if not same_user(connection):
-                connection.close()
-                return
-            connection.setblocking(False)
-            peer = _Peer(connection)
-            self._peers.add(peer)
-            self._selector.register(connection, selectors.EVENT_READ, peer)
+        except OSError as exc:
+            logger.warning("a sender of tensors could not be taken: %s", exc)
+            time.sleep(_LOOK_S)  # out of descriptors, most likely: it stays in line
+            return
+        own_socket(connection)
+        if not same_user(connection):
+            connection.close()
+            return
+        connection.setblocking(False)
+        peer = _Peer(connection)
+        self._peers.add(peer)
+        self._selector.register(connection, selectors.EVENT_READ, peer)
 
     def _hear(self, peer: _Peer) -> None:
         """Take what a sender has sent, at most a batch of it."""

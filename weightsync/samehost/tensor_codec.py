@@ -32,9 +32,8 @@ from weightsync.errors import (
 from weightsync.samehost.tensor_bytes import (
     DTYPES,
     checked_spec,
-    dtype_name,
     from_bytes,
-    nbytes_of,
+    spec_of,
     tensor_data,
 )
 from weightsync.wire.offers import Shape
@@ -159,9 +158,9 @@ class TensorEncoder:
             raise TypeError(f"{type(value).__name__} is neither plain data nor a tensor")
         return self._enc_hook(value)
 
-    def fits_in_line(self, tensor: torch.Tensor) -> bool:
+    def fits_in_line(self, nbytes: int) -> bool:
         """Whether a tensor is small enough to stand in the message."""
-        return nbytes_of(tensor) <= self._inline_nbytes
+        return nbytes <= self._inline_nbytes
 
     def carry(self, tensor: torch.Tensor, key: str | None) -> tuple[TensorPutter, bytes] | None:
         """Return the carrier and the handle it gave, None where it could not take the tensor."""
@@ -216,16 +215,17 @@ class _Encoding:
         self._tensors += 1
         if self._tensors > MAX_TENSORS:
             raise ConfigError(f"a message has at most {MAX_TENSORS} tensors, this has more")
-        dtype, shape = dtype_name(value), list(value.shape)
-        if self._encoder.fits_in_line(value):
+        spec = spec_of(value)
+        shape = list(spec.shape)
+        if self._encoder.fits_in_line(spec.nbytes):
             data = bytearray(tensor_data(value))
-            return Ext(_IN_LINE, msgspec.msgpack.encode(_InLine(dtype, shape, data)))
+            return Ext(_IN_LINE, msgspec.msgpack.encode(_InLine(spec.dtype, shape, data)))
         carried = self._encoder.carry(value, self._key)
         if carried is not None:
             self._carried.append(carried)
             return Ext(_CARRIED, carried[1])
         self.frames.append(tensor_data(value))
-        return Ext(_IN_FRAME, msgspec.msgpack.encode(_InFrame(dtype, shape, len(self.frames))))
+        return Ext(_IN_FRAME, msgspec.msgpack.encode(_InFrame(spec.dtype, shape, len(self.frames))))
 
     def take_back(self) -> None:
         """Undo what the carrier was given."""
@@ -275,6 +275,7 @@ class TensorDecoder(Generic[T]):
                 f"a message may have {self._max_nbytes} bytes, this has "
                 f"{memoryview(parts[0]).nbytes}"
             )
+        outer = getattr(self._call, "state", None)  # a dec_hook may decode a message within
         call = self._call.state = _Decoding(parts, self._carrier, pin=self._pin)
         try:
             message = cast(T, self._decoder.decode(parts[0]))
@@ -285,7 +286,7 @@ class TensorDecoder(Generic[T]):
                 raise ProtocolError(f"this message cannot be read: {exc}") from exc
             raise
         finally:
-            del self._call.state
+            self._call.state = outer
         return message
 
     def _restore(self, code: int, data: memoryview) -> object:

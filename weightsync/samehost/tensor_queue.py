@@ -20,17 +20,16 @@ from typing import Self
 
 import torch
 
-from weightsync.errors import (
-    ConnectError,
-)
+from weightsync.errors import ConfigError, ConnectError
 from weightsync.samehost import cuda_handle
 from weightsync.samehost.device_keys import host_key
 from weightsync.samehost.segment_pool import Block, SegmentPool
 from weightsync.samehost.spawning import refuse_forked, refuse_other_process
 from weightsync.samehost.tensor_arrivals import Arrivals
-from weightsync.samehost.tensor_bytes import as_bytes, dtype_name, from_bytes, nbytes_of
+from weightsync.samehost.tensor_bytes import as_bytes, from_bytes, spec_of
 from weightsync.samehost.tensor_channel import Channel, openable_gpus
 from weightsync.samehost.tensor_link import SenderLink
+from weightsync.specs import MAX_NAME_LENGTH, TensorSpec
 from weightsync.wire.offers import SegmentHandle
 from weightsync.wire.tensor_packets import (
     Discard,
@@ -46,11 +45,9 @@ from weightsync.wire.tensor_packets import (
 
 DEFAULT_POOL_NBYTES = 1 << 30
 DEFAULT_TIMEOUT_S = 10.0
-DEFAULT_PENDING = 1 << 16
+DEFAULT_PENDING = 1 << 14
 PACKET_TENSOR_NBYTES = 16 << 10
 """Tensors up to this size travel in their packet."""
-_SEND_BUFFER = 1 << 20
-_NAP_S = 0.001
 
 
 @dataclass(frozen=True)
@@ -182,22 +179,23 @@ class TensorIpcSender:
         """
         refuse_other_process("this sender of tensors", self._pid)
         deadline = time.monotonic() + (self.timeout_s if timeout_s is None else timeout_s)
-        dtype = dtype_name(tensor)
+        _check_name(request_id)
+        spec = spec_of(tensor, tensor_id or "tensor")
         on_gpu = self._stays_on_gpu(tensor)
         device = str(tensor.device) if on_gpu else "cpu"
-        shape = list(tensor.shape)
+        shape = list(spec.shape)
 
         def handle() -> TensorIpcHandle:
             number = self._sequence
             own_id = str(number) if tensor_id is None else tensor_id
-            return TensorIpcHandle(request_id, own_id, shape, dtype, device, self._id, number)
+            return TensorIpcHandle(request_id, own_id, shape, spec.dtype, device, self._id, number)
 
         if on_gpu:
             return self._send_on_gpu(tensor, handle, deadline)
-        if nbytes_of(tensor) <= PACKET_TENSOR_NBYTES:
+        if spec.nbytes <= PACKET_TENSOR_NBYTES:
             data = _bytes_of(tensor)
             return self._send(lambda given: InPacket(given, data), handle, deadline)
-        return self._send_in_block(tensor, handle, deadline)
+        return self._send_in_block(tensor, spec, handle, deadline)
 
     def discard(self, handle: TensorIpcHandle) -> None:
         """Have the receiver drop a tensor whose message will not be sent."""
@@ -244,15 +242,18 @@ class TensorIpcSender:
             raise
 
     def _send_in_block(
-        self, tensor: torch.Tensor, handle: Callable[[], TensorIpcHandle], deadline: float
+        self,
+        tensor: torch.Tensor,
+        spec: TensorSpec,
+        handle: Callable[[], TensorIpcHandle],
+        deadline: float,
     ) -> TensorIpcHandle:
-        nbytes = nbytes_of(tensor)
         timeout_s = max(deadline - time.monotonic(), 0.0)
         with self._receiver_needed():
             self._link.check()
-            block = self._pool.take(nbytes, timeout_s=timeout_s, check=self._link.check)
+            block = self._pool.take(spec.nbytes, timeout_s=timeout_s, check=self._link.check)
         try:
-            place = from_bytes(block.data[:nbytes], dtype_name(tensor), tuple(tensor.shape))
+            place = from_bytes(block.data[: spec.nbytes], spec.dtype, spec.shape)
             place.copy_(tensor.detach())
             return self._send(lambda given: _in_block(given, block), handle, deadline)
         except BaseException:
@@ -301,6 +302,14 @@ class TensorIpcSender:
 def _end(link: SenderLink, pool: SegmentPool) -> None:
     link.close()
     pool.close()
+
+
+def _check_name(request_id: str | None) -> None:
+    if request_id is not None and len(request_id) > MAX_NAME_LENGTH:
+        raise ConfigError(
+            f"a request_id has at most {MAX_NAME_LENGTH} characters, this has {len(request_id)}: "
+            f"{request_id[:40]!r}"
+        )
 
 
 def _bytes_of(tensor: torch.Tensor) -> bytearray:

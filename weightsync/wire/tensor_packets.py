@@ -7,7 +7,7 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta, Struct
 
-from weightsync.errors import ProtocolError, TransferError
+from weightsync.errors import ConfigError, ProtocolError, TransferError
 from weightsync.wire.offers import CudaHandle, Message, SegmentHandle, Shape, Size
 
 PROTOCOL = 1
@@ -122,8 +122,15 @@ def encode(packet: Packet | TensorIpcHandle) -> bytes:
 
 
 def encode_packet(packet: Packet) -> bytes:
-    """Return a packet as bytes. Raises TransferError for one that is too long for the socket."""
-    raw = _encoder.encode(packet)
+    """Return a packet as bytes.
+
+    Raises TransferError for one that is too long for the socket, ConfigError for names that are no
+    text.
+    """
+    try:
+        raw = _encoder.encode(packet)
+    except UnicodeEncodeError as exc:
+        raise ConfigError(f"a name of a tensor cannot be sent: {exc}") from exc
     if len(raw) > MAX_PACKET:
         raise TransferError(
             f"the description of a tensor takes {len(raw)} bytes and may take {MAX_PACKET}; "
