@@ -140,16 +140,11 @@ class Link:
         self._group.close()
         self._slots.clear()
         self._scratch.clear()
-        self._forget()
-        return True
-
-    def _forget(self) -> None:
-        """Let go of what was at work, also in the frames of an error: it keeps sockets open."""
-        self._arriving.clear()
-        self._forwards.clear()
-        self._head_forwards = [None] * _HEADS
+        self._head_forwards = []
         self._current = self._wanted = None
+        # The frames of what ended it hold what was at work, and so the group's sockets.
         self.failure = TransferError("the private group was left")
+        return True
 
     def _run(self) -> None:
         try:
