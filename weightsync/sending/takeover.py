@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 
-from weightsync.sending.fleet import Answer, Fleet, raise_first
+from weightsync.errors import TransportError
+from weightsync.sending.fleet import Answer, Fleet, failures, raise_first
 from weightsync.wire.messages import AbortRequest, FinishRequest, Request
 
 logger = logging.getLogger(__name__)
@@ -15,7 +16,8 @@ def end_orphans(fleet: Fleet, answers: Sequence[Answer], timeout_s: float) -> li
     """End the open updates of dead senders; return the versions that receivers hold then.
 
     `answers` are what the fleet said when it was met. An update that anyone has committed is
-    finished everywhere, any other is aborted.
+    finished everywhere, any other is aborted. Raises the error of one that is out of reach; any
+    other means that the update is over there, and the next one heals what it left.
     """
     orphans = {a.status.update_id for a in answers if a.status.orphaned and a.status.update_id}
     versions: list[int] = []
@@ -30,6 +32,9 @@ def end_orphans(fleet: Fleet, answers: Sequence[Answer], timeout_s: float) -> li
             else AbortRequest(update_id=update_id, reason="its sender died")
         )
         done = fleet.ask(request, timeout_s=timeout_s, members=holders)
-        raise_first(done, f"ending update {update_id} of a dead sender")
-        versions += [answer.step.version for answer in done]
+        lost = [answer for answer in done if isinstance(answer.error, TransportError)]
+        raise_first(lost, f"ending update {update_id} of a dead sender")
+        for answer in failures(done):
+            logger.warning("%s has ended it otherwise: %s", answer.member.target, answer.error)
+        versions += [answer.step.version for answer in done if answer.error is None]
     return versions
