@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from multiprocessing.connection import Connection
 from typing import TypeVar
@@ -25,6 +26,16 @@ def pattern(seed: int, nbytes: int) -> torch.Tensor:
     """Return `uint8[nbytes]` that no other seed yields."""
     period = torch.arange(251, dtype=torch.uint8) * 31 + (seed + 1) * 7 % 256
     return period.repeat(nbytes // 251 + 1)[:nbytes]
+
+
+def comes_true(what: Callable[[], bool]) -> bool:
+    deadline = time.monotonic() + WAIT_S
+    while not what():
+        if time.monotonic() > deadline:
+            return False
+        gc.collect()
+        time.sleep(0.01)
+    return True
 
 
 def send_on_demand(queue: TensorQueueHandle, pipe: Connection) -> None:

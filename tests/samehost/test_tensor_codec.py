@@ -13,10 +13,12 @@ from typing import Any
 import msgspec
 import pytest
 import torch
+import zmq
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.msgpack import Ext
 
+from tests.samehost.tensor_senders import SPAWN, WAIT_S, comes_true
 from weightsync.errors import (
     BackendUnavailableError,
     ConfigError,
@@ -31,12 +33,12 @@ from weightsync.samehost.tensor_bytes import DTYPES, as_bytes, tensor_data
 from weightsync.samehost.tensor_codec import (
     INLINE_NBYTES,
     SETTING,
-    Frame,
     TensorDecoder,
     TensorEncoder,
     chosen_tensor_ipc,
     pinnable,
 )
+from weightsync.samehost.tensor_forms import Frame
 from weightsync.samehost.tensor_queue import TensorIpcReceiver, TensorIpcSender
 from weightsync.wire.tensor_packets import TensorQueueHandle
 
@@ -84,7 +86,7 @@ def encoder(request: pytest.FixtureRequest, sender: TensorIpcSender) -> TensorEn
     return TensorEncoder(request.param, lambda: sender)
 
 
-def read(frames: list[Frame], kind: Any = Any, queue: TensorIpcReceiver | None = None) -> Any:
+def read(frames: list[Frame], kind: Any = None, queue: TensorIpcReceiver | None = None) -> Any:
     return TensorDecoder(kind, queue).decode(frames)
 
 
@@ -145,7 +147,7 @@ class TestRoundTrip:
     ) -> None:
         wide = torch.arange(rows * 8.0).view(rows, 8)
         message = {"t": wide.t(), "strided": wide[1:, ::3], "expanded": wide[:, :1].expand(rows, 5)}
-        assert same(read(encoder.encode(message), Any, queue), message)
+        assert same(read(encoder.encode(message), None, queue), message)
 
     @settings(max_examples=60, deadline=None)
     @given(
@@ -169,12 +171,12 @@ class TestRoundTrip:
     ) -> None:
         with TensorIpcSender(queue.handle) as sender:
             encoder = TensorEncoder(way, lambda: sender)
-            assert same(read(encoder.encode(message), Any, queue), message)
+            assert same(read(encoder.encode(message), None, queue), message)
 
     def test_own_types_go_through_hooks(self) -> None:
         encoder = TensorEncoder("direct_rpc", enc_hook=lambda value: [value.real, value.imag])
         frames = encoder.encode([1 + 2j, torch.ones(2)])
-        decoder: TensorDecoder[Any] = TensorDecoder(
+        decoder = TensorDecoder(
             tuple[complex, torch.Tensor], dec_hook=lambda kind, value: kind(*value)
         )
         number, tensor = decoder.decode(frames)
@@ -182,7 +184,7 @@ class TestRoundTrip:
         assert same(tensor, torch.ones(2))
 
     def test_several_threads_may_use_one_codec(self, queue: TensorIpcReceiver) -> None:
-        encoder, decoder = TensorEncoder("direct_rpc"), TensorDecoder[Any]()
+        encoder, decoder = TensorEncoder("direct_rpc"), TensorDecoder()
 
         def go(number: int) -> bool:
             message = [torch.full((LARGE,), number), number, torch.full((2,), number)]
@@ -214,7 +216,7 @@ class TestWays:
         frames = TensorEncoder("torch_shm", lambda: sender).encode([tensor], key="r")
         assert len(frames) == 1
         assert len(frames[0]) < 200
-        assert same(read(frames, Any, queue), [tensor])
+        assert same(read(frames, None, queue), [tensor])
 
     def test_the_key_reaches_whoever_cleans_up(
         self, sender: TensorIpcSender, queue: TensorIpcReceiver
@@ -222,7 +224,7 @@ class TestWays:
         frames = TensorEncoder("torch_shm", lambda: sender).encode([floats(LARGE)], key="aborted")
         queue.cleanup_request_tensors("aborted")
         with pytest.raises(TransferError, match="request was cleaned up"):
-            read(frames, Any, queue)
+            read(frames, None, queue)
 
     def test_the_size_is_a_setting(self) -> None:
         tensor = torch.ones(10)
@@ -252,7 +254,7 @@ class TestWays:
         assert pinnable(torch.ones(1))
         assert not pinnable(torch.ones(1, device="meta"))
         assert not pinnable(torch.ones(0))
-        decoder = TensorDecoder[Any](Any, pin_memory=True)
+        decoder = TensorDecoder(None, pin_memory=True)
         got = decoder.decode(TensorEncoder("direct_rpc").encode([torch.ones(3), floats(LARGE)]))
         assert all(tensor.is_pinned() == torch.cuda.is_available() for tensor in got)
 
@@ -318,7 +320,7 @@ class TestFallback:
         assert (len(frames), len(carrier.held)) == (4, 1)
         assert (encoder.tensor_ipc, encoder.fallback_reason) == ("direct_rpc", str(error))
         assert len(self.warnings(caplog)) == 1
-        assert same(TensorDecoder(Any, carrier).decode(frames), tensors)
+        assert same(TensorDecoder(None, carrier).decode(frames), tensors)
 
     @pytest.mark.parametrize("error", [TransferTimeout("it is full"), SegmentError("too large")])
     def test_for_one_tensor_without_room(
@@ -331,7 +333,7 @@ class TestFallback:
         assert (len(frames), len(carrier.held), encoder.crowded_out) == (3, 2, 2)
         assert (encoder.tensor_ipc, encoder.fallback_reason) == ("torch_shm", None)
         assert len(self.warnings(caplog)) == 1
-        assert same(TensorDecoder(Any, carrier).decode(frames), tensors)
+        assert same(TensorDecoder(None, carrier).decode(frames), tensors)
 
     def test_a_queue_that_is_closed_under_it(self) -> None:
         with TensorIpcReceiver() as receiver:
@@ -405,7 +407,7 @@ class TestFailures:
             read(frames)
 
     def test_a_message_that_is_too_long(self) -> None:
-        decoder = TensorDecoder[Any](Any, max_message_nbytes=100)
+        decoder = TensorDecoder(None, max_message_nbytes=100)
         with pytest.raises(ProtocolError, match="may have 100 bytes, this has 10"):
             decoder.decode(TensorEncoder("direct_rpc").encode("x" * 99))
 
@@ -438,7 +440,7 @@ class TestFailures:
         code, content = tensor
         raw = msgspec.msgpack.encode([Ext(code, msgspec.msgpack.encode(content))])
         with pytest.raises(ProtocolError) as caught:
-            read([raw, *frames], Any, queue)
+            read([raw, *frames], None, queue)
         assert message in str(caught.value)
 
     def test_a_frame_belongs_to_one_tensor(self) -> None:
@@ -460,7 +462,7 @@ class TestFailures:
             main[data.draw(st.integers(0, len(main) - 1))] = data.draw(st.integers(0, 255))
         del main[data.draw(st.integers(1, len(main))) :]
         try:
-            got = read(list(frames), data.draw(st.sampled_from([Request, Any])), queue)
+            got = read(list(frames), data.draw(st.sampled_from([Request, None])), queue)
         except WeightSyncError:
             return
         if isinstance(got, Request) and got.embeddings is not None:
@@ -471,7 +473,7 @@ class TestFailures:
     def test_nonsense_is_refused_or_read(
         self, queue: TensorIpcReceiver, frames: list[bytes]
     ) -> None:
-        for kind in (Request, Any):
+        for kind in (Request, None):
             try:
                 read(list(frames), kind, queue)
             except WeightSyncError:
@@ -514,3 +516,50 @@ class TestTensorData:
     def test_other_tensors_are_refused(self) -> None:
         with pytest.raises(ConfigError, match="cannot be sent"):
             tensor_data(torch.zeros(2, dtype=torch.complex64))
+
+
+def send_requests(queue: TensorQueueHandle, address: str, way: str) -> None:
+    """Be an API server: send three requests, and the tensors of a fourth that is never sent."""
+    encoder = TensorEncoder(way, lambda: TensorIpcSender(queue))
+    with zmq.Context() as context, context.socket(zmq.PUSH) as pipe:
+        pipe.connect(address)
+        for number in range(3):
+            image = Image(pixels=torch.full((3, LARGE), float(number)))
+            request = Request(request_id=f"r{number}", images=[image, image])
+            pipe.send_multipart(encoder.encode(request, request.request_id), copy=False)
+        pipe.close(linger=int(WAIT_S * 1000))
+        encoder.encode([floats(LARGE)], "never sent")
+
+
+class TestBetweenProcesses:
+    @pytest.mark.parametrize("way", WAYS)
+    def test_requests_reach_an_engine_core(self, way: str) -> None:
+        process = None
+        with (
+            TensorIpcReceiver(grace_s=0.1) as receiver,
+            zmq.Context() as context,
+            context.socket(zmq.PULL) as pipe,
+        ):
+            try:
+                pipe.bind("tcp://127.0.0.1:0")
+                address = pipe.getsockopt(zmq.LAST_ENDPOINT)
+                assert isinstance(address, bytes)
+                where = address.decode().rstrip("\0")
+                process = SPAWN.Process(target=send_requests, args=(receiver.handle, where, way))
+                process.start()
+                decoder = TensorDecoder(Request, receiver)
+                for number in range(3):
+                    assert pipe.poll(int(WAIT_S * 1000))
+                    frames = pipe.recv_multipart(copy=False)
+                    assert len(frames) == (3 if way == "direct_rpc" else 1)
+                    request = decoder.decode([memoryview(frame.buffer) for frame in frames])
+                    assert request.request_id == f"r{number}"
+                    for image in request.images:
+                        assert same(image.pixels, torch.full((3, LARGE), float(number)))
+                process.join(WAIT_S)
+                assert process.exitcode == 0
+                assert comes_true(lambda: receiver.pending == 0)
+            finally:
+                if process is not None:
+                    process.kill()
+                    process.join(WAIT_S)

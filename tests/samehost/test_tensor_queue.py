@@ -25,6 +25,7 @@ from tests.samehost.tensor_senders import (
     SPAWN,
     WAIT_S,
     answer,
+    comes_true,
     pattern,
     producers,
     receive_on_gpu,
@@ -93,16 +94,6 @@ def own_names() -> set[str]:
 
 def on_disk(names: set[str]) -> set[str]:
     return {name for name in names if (DIRECTORY / name).exists()}
-
-
-def comes_true(what: Callable[[], bool]) -> bool:
-    deadline = time.monotonic() + WAIT_S
-    while not what():
-        if time.monotonic() > deadline:
-            return False
-        gc.collect()
-        time.sleep(0.01)
-    return True
 
 
 def of_dtype(dtype: torch.dtype, *shape: int) -> torch.Tensor:

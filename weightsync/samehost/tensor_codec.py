@@ -13,11 +13,10 @@ import os
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import Annotated, Any, Generic, Literal, Protocol, TypeVar, cast, get_args
+from typing import Any, Generic, Literal, Protocol, TypeVar, cast, get_args, overload
 
 import msgspec
 import torch
-from msgspec import Meta, Struct
 from msgspec.msgpack import Ext
 
 from weightsync.errors import (
@@ -29,42 +28,30 @@ from weightsync.errors import (
     WeightSyncError,
     shorten,
 )
-from weightsync.samehost.tensor_bytes import (
-    DTYPES,
-    checked_spec,
-    from_bytes,
-    spec_of,
-    tensor_data,
+from weightsync.samehost.tensor_bytes import spec_of, tensor_data
+from weightsync.samehost.tensor_forms import (
+    CARRIED,
+    IN_FRAME,
+    IN_LINE,
+    MAX_TENSORS,
+    Frame,
+    frame_of,
+    from_line,
+    in_frame,
+    in_line,
+    tensor_of,
 )
-from weightsync.wire.offers import Shape
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 TensorIpc = Literal["direct_rpc", "torch_shm"]
-Frame = bytes | bytearray | memoryview
 
 SETTING = "WEIGHTSYNC_TENSOR_IPC"
 """Environment variable that chooses the way of tensors where the caller does not."""
 INLINE_NBYTES = 4096
-MAX_TENSORS = 1 << 16
 MAX_MESSAGE_NBYTES = 1 << 28
 """Bytes of a message without its auxiliary frames, in line tensors included."""
-
-_IN_LINE, _IN_FRAME, _CARRIED = 1, 2, 3
-_Dtype = Annotated[str, Meta(max_length=32)]
-
-
-class _InLine(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    dtype: _Dtype
-    shape: Shape
-    data: bytearray
-
-
-class _InFrame(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    dtype: _Dtype
-    shape: Shape
-    frame: Annotated[int, Meta(ge=1, le=MAX_TENSORS)]
 
 
 class TensorPutter(Protocol):
@@ -216,16 +203,14 @@ class _Encoding:
         if self._tensors > MAX_TENSORS:
             raise ConfigError(f"a message has at most {MAX_TENSORS} tensors, this has more")
         spec = spec_of(value)
-        shape = list(spec.shape)
         if self._encoder.fits_in_line(spec.nbytes):
-            data = bytearray(tensor_data(value))
-            return Ext(_IN_LINE, msgspec.msgpack.encode(_InLine(spec.dtype, shape, data)))
+            return in_line(spec, tensor_data(value))
         carried = self._encoder.carry(value, self._key)
         if carried is not None:
             self._carried.append(carried)
-            return Ext(_CARRIED, carried[1])
+            return Ext(CARRIED, carried[1])
         self.frames.append(tensor_data(value))
-        return Ext(_IN_FRAME, msgspec.msgpack.encode(_InFrame(spec.dtype, shape, len(self.frames))))
+        return in_frame(spec, len(self.frames))
 
     def take_back(self) -> None:
         """Undo what the carrier was given."""
@@ -235,16 +220,36 @@ class _Encoding:
 
 
 class TensorDecoder(Generic[T]):
-    """Reads messages as `kind`; any thread may call.
+    """Reads messages as `kind`, or as plain data and tensors; any thread may call.
 
     Fields may be typed `torch.Tensor`, also within lists and dicts; where a field holds tensors or
     lists of them, type it `Any`. `pin_memory` pins tensors on the CPU where there is CUDA.
     `dec_hook` makes other foreign types from plain data.
     """
 
+    @overload
+    def __init__(
+        self: TensorDecoder[Any],
+        kind: None = None,
+        carrier: TensorTaker | None = None,
+        *,
+        pin_memory: bool = False,
+        dec_hook: Callable[[type, Any], Any] | None = None,
+        max_message_nbytes: int = MAX_MESSAGE_NBYTES,
+    ) -> None: ...
+    @overload
     def __init__(
         self,
-        kind: type[T] | Any = Any,
+        kind: type[T],
+        carrier: TensorTaker | None = None,
+        *,
+        pin_memory: bool = False,
+        dec_hook: Callable[[type, Any], Any] | None = None,
+        max_message_nbytes: int = MAX_MESSAGE_NBYTES,
+    ) -> None: ...
+    def __init__(
+        self,
+        kind: type[T] | None = None,
         carrier: TensorTaker | None = None,
         *,
         pin_memory: bool = False,
@@ -257,7 +262,7 @@ class TensorDecoder(Generic[T]):
         self._max_nbytes = max_message_nbytes
         self._call = threading.local()
         self._decoder = msgspec.msgpack.Decoder(
-            kind, ext_hook=self._restore, dec_hook=self._convert
+            Any if kind is None else kind, ext_hook=self._restore, dec_hook=self._convert
         )
 
     def decode(self, frames: Sequence[Frame] | Frame) -> T:
@@ -319,13 +324,12 @@ class _Decoding:
         self._tensors += 1
         if self._tensors > MAX_TENSORS:
             raise ProtocolError(f"a message has at most {MAX_TENSORS} tensors, this has more")
-        if code == _IN_LINE:
-            inline = _decode(data, _InLine)
-            tensor = _tensor_of(inline.data, inline.dtype, inline.shape)
-        elif code == _IN_FRAME:
-            place = _decode(data, _InFrame)
-            tensor = _tensor_of(self._frame(place.frame), place.dtype, place.shape)
-        elif code == _CARRIED:
+        if code == IN_LINE:
+            tensor = from_line(data)
+        elif code == IN_FRAME:
+            place = frame_of(data)
+            tensor = tensor_of(self._frame(place.frame), place.dtype, place.shape)
+        elif code == CARRIED:
             tensor = self._take(bytes(data))
         else:
             raise ProtocolError(f"extension {code} of a message is no tensor of ours")
@@ -346,7 +350,7 @@ class _Decoding:
             return
 
         def drop(code: int, data: memoryview) -> None:
-            if code == _CARRIED and bytes(data) not in self._taken:
+            if code == CARRIED and bytes(data) not in self._taken:
                 with suppress(WeightSyncError):
                     carrier.drop(bytes(data))
 
@@ -376,23 +380,3 @@ class _Decoding:
 def pinnable(tensor: torch.Tensor) -> bool:
     """Whether a tensor can be pinned: only memory of the CPU can, and only if there is some."""
     return tensor.device.type == "cpu" and tensor.numel() > 0
-
-
-def _decode(data: memoryview, kind: type[T]) -> T:
-    try:
-        return msgspec.msgpack.decode(data, type=kind)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as exc:
-        raise ProtocolError(f"a tensor of this message cannot be read: {exc}") from exc
-
-
-def _tensor_of(data: Frame, dtype: str, shape: list[int]) -> torch.Tensor:
-    spec = checked_spec("tensor", dtype, shape)
-    view = memoryview(data)
-    if view.nbytes != spec.nbytes:
-        raise ProtocolError(f"{spec} takes {spec.nbytes} bytes, and {view.nbytes} came")
-    if not spec.nbytes:
-        return from_bytes(torch.empty(0, dtype=torch.uint8), dtype, spec.shape)
-    flat = torch.frombuffer(view, dtype=torch.uint8)
-    # Whoever wrote the frame chose its alignment.
-    usable = not view.readonly and flat.data_ptr() % DTYPES[dtype].itemsize == 0
-    return from_bytes(flat if usable else flat.clone(), dtype, spec.shape)

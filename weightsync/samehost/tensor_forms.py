@@ -1,0 +1,86 @@
+"""How a tensor stands in a message: msgpack extensions, each with what is needed to rebuild it."""
+
+from __future__ import annotations
+
+from typing import Annotated, TypeVar
+
+import msgspec
+import torch
+from msgspec import Meta, Struct
+from msgspec.msgpack import Ext
+
+from weightsync.errors import ProtocolError
+from weightsync.samehost.tensor_bytes import DTYPES, checked_spec, from_bytes
+from weightsync.specs import TensorSpec
+from weightsync.wire.offers import Shape
+
+T = TypeVar("T")
+Frame = bytes | bytearray | memoryview
+
+IN_LINE, IN_FRAME, CARRIED = 1, 2, 3
+"""Extension codes: with its bytes; with the number of its frame; with a carrier's handle."""
+MAX_TENSORS = 1 << 16
+
+_Dtype = Annotated[str, Meta(max_length=32)]
+
+
+class InLine(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """A tensor and its bytes."""
+
+    dtype: _Dtype
+    shape: Shape
+    data: bytearray
+
+
+class InFrame(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """A tensor whose bytes are an auxiliary frame of the message; frame 0 is the message."""
+
+    dtype: _Dtype
+    shape: Shape
+    frame: Annotated[int, Meta(ge=1, le=MAX_TENSORS)]
+
+
+def in_line(spec: TensorSpec, data: memoryview) -> Ext:
+    """Return what stands in the message for a tensor with these bytes."""
+    tensor = InLine(spec.dtype, list(spec.shape), bytearray(data))
+    return Ext(IN_LINE, msgspec.msgpack.encode(tensor))
+
+
+def in_frame(spec: TensorSpec, number: int) -> Ext:
+    """Return what stands in the message for a tensor in auxiliary frame `number`."""
+    return Ext(IN_FRAME, msgspec.msgpack.encode(InFrame(spec.dtype, list(spec.shape), number)))
+
+
+def from_line(data: memoryview) -> torch.Tensor:
+    """Return a tensor that came with its bytes. Raises ProtocolError."""
+    came = _decode(data, InLine)
+    return tensor_of(came.data, came.dtype, came.shape)
+
+
+def frame_of(data: memoryview) -> InFrame:
+    """Return which frame a tensor is in, and what it is. Raises ProtocolError."""
+    return _decode(data, InFrame)
+
+
+def tensor_of(data: Frame, dtype: str, shape: list[int]) -> torch.Tensor:
+    """Return a tensor from its bytes: a view of them if they may be written, else a copy.
+
+    Raises ProtocolError unless the bytes are as many as dtype and shape say.
+    """
+    spec = checked_spec("tensor", dtype, shape)
+    view = memoryview(data)
+    if view.nbytes != spec.nbytes:
+        raise ProtocolError(f"{spec} takes {spec.nbytes} bytes, and {view.nbytes} came")
+    if not spec.nbytes:
+        return from_bytes(torch.empty(0, dtype=torch.uint8), dtype, spec.shape)
+    flat = torch.frombuffer(view, dtype=torch.uint8)
+    # Whoever wrote the frame chose its alignment.
+    usable = not view.readonly and flat.data_ptr() % DTYPES[dtype].itemsize == 0
+    return from_bytes(flat if usable else flat.clone(), dtype, spec.shape)
+
+
+def _decode(data: memoryview, kind: type[T]) -> T:
+    try:
+        return msgspec.msgpack.decode(data, type=kind)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as exc:
+        raise ProtocolError(f"a tensor of this message cannot be read: {exc}") from exc
