@@ -112,9 +112,10 @@ def _print_finding(console: Console, finding: Finding) -> None:
 
 def _summary(findings: Sequence[Finding]) -> str:
     working = [road for road in ROADS if _works(road, findings)]
+    counted = [(sum(f.level is level for f in findings), level) for level in Level]
     counts = ", ".join(
-        f"{sum(f.level is level for f in findings)} {level}"
-        for level in Level
-        if any(f.level is level for f in findings)
+        f"{count} {level}{'s' if count > 1 and level is not Level.OK else ''}"
+        for count, level in counted
+        if count
     )
     return f"roads that work here: {', '.join(working) or 'none'} ({counts})"

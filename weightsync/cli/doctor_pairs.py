@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import subprocess
 import tempfile
 import threading
@@ -18,7 +19,7 @@ from weightsync.backends.exported import Probe
 from weightsync.backends.private_group import Meeting, PrivateGroup, data_lane
 from weightsync.cli.children import command
 from weightsync.cli.doctor_findings import Finding, Level, ok, warning
-from weightsync.errors import TransferError, WeightSyncError
+from weightsync.errors import ConnectError, TransferError, WeightSyncError
 from weightsync.samehost.ring import require_ordered_stores
 from weightsync.wire.offers import ProbeInfo
 
@@ -27,6 +28,7 @@ START_S = 45.0
 
 TRIAL_S = 60.0
 GLOO_S = 20.0
+CONNECT_S = 5.0
 END_S = 5.0
 LOOPBACK = "127.0.0.1"
 SHARED_MEMORY, DISTRIBUTED, CUDA_IPC, PTRACE = "shared_memory", "distributed", "cuda_ipc", "ptrace"
@@ -150,14 +152,25 @@ def try_gloo() -> Sequence[Finding]:
         require_ordered_stores()
         _gloo_round()
     except WeightSyncError as exc:
-        remedy = "look at the loopback interface and at firewalls; torch needs Gloo"
+        remedy = "look at the loopback interface (ip link set lo up), firewalls, and torch's Gloo"
         seen = f"no group of two processes over {LOOPBACK}: {exc}"
         return [Finding(DISTRIBUTED, Level.WARNING, seen, remedy, works=False)]
     seen = f"two processes exchanged bytes by Gloo over {LOOPBACK}"
     return [Finding(DISTRIBUTED, Level.OK, seen, works=True)]
 
 
+def check_loopback(address: str) -> None:
+    """Connect to a socket of this process. Raises ConnectError, where torch would write pages."""
+    try:
+        with socket.create_server((address, 0)) as listener:
+            port = listener.getsockname()[1]
+            socket.create_connection((address, port), timeout=CONNECT_S).close()
+    except OSError as exc:
+        raise ConnectError(f"no process can connect to {address}: {exc}") from exc
+
+
 def _gloo_round() -> None:
+    check_loopback(LOOPBACK)
     meeting = Meeting.host(LOOPBACK, epoch=1, timeout_s=GLOO_S)
     with partner("gloo", LOOPBACK, str(meeting.port)) as other:
         gone = other.process.poll
