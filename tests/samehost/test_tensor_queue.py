@@ -275,6 +275,20 @@ class TestHandingOut:
         with pytest.raises(TransferError, match="handed out or dropped before"):
             receiver.recv_tensor(handle)
 
+    def test_one_given_up_before_it_came_is_dropped_when_it_comes(
+        self, receiver: TensorIpcReceiver, sender: TensorIpcSender
+    ) -> None:
+        first = sender.send_tensor(pattern(1, BLOCK))
+        receiver.drop(encode(later(first, 2)))
+        others = [sender.send_tensor(pattern(seed, BLOCK)) for seed in (2, 3, 4)]
+        assert same(receiver.recv_tensor(others[2]), pattern(4, BLOCK))
+        assert same(receiver.recv_tensor(others[0]), pattern(2, BLOCK))
+        with pytest.raises(TransferError, match="handed out or dropped before"):
+            receiver.recv_tensor(others[1])
+        receiver.drop(encode(first))
+        assert receiver.pending == 0
+        assert sender.pool.lent_blocks == 0
+
 
 class TestCleanup:
     def test_it_drops_and_counts_what_is_here(

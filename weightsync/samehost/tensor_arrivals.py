@@ -20,6 +20,8 @@ from weightsync.wire.tensor_packets import TensorIpcHandle
 
 MAX_CLEANED = 1 << 14
 """Aborted requests that are remembered, so that their late tensors are dropped."""
+MAX_UNWANTED = 1 << 12
+"""Tensors of one sender that were given up before they came."""
 MAX_GONE = 1 << 10
 """Senders that ended and are remembered by name."""
 
@@ -57,6 +59,14 @@ class SenderState:
     last: int = 0
     gone: str = ""
     waiting: set[int] = field(default_factory=set)
+    unwanted: set[int] = field(default_factory=set)
+
+    def wants(self, sequence: int) -> bool:
+        """Note that a tensor came; false if it was given up before."""
+        self.last = max(self.last, sequence)
+        wanted = sequence not in self.unwanted
+        self.unwanted = {later for later in self.unwanted if later > sequence}
+        return wanted
 
 
 class Arrivals:
@@ -94,8 +104,8 @@ class Arrivals:
         with self._changed:
             for arrival in arrivals:
                 state = self._senders[arrival.handle.sender]
-                state.last = max(state.last, arrival.handle.sequence)
-                if self._closed or arrival.handle.request_id in self._cleaned:
+                wanted = state.wants(arrival.handle.sequence)
+                if self._closed or not wanted or arrival.handle.request_id in self._cleaned:
                     self.late += 1
                     unwanted.append(arrival)
                 else:
@@ -150,11 +160,14 @@ class Arrivals:
         return len(dropped)
 
     def discard(self, sender: str, sequence: int) -> None:
-        """Drop one tensor, if it is still here."""
+        """Drop one tensor: now if it is here, else when it comes."""
         with self._changed:
             arrival = self._pending.get((sender, sequence))
+            state = self._senders.get(sender)
             if arrival is not None:
                 self._forget(arrival)
+            elif state and sequence > state.last and len(state.unwanted) < MAX_UNWANTED:
+                state.unwanted.add(sequence)
         if arrival is not None:
             arrival.content.drop()
 

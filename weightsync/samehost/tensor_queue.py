@@ -109,7 +109,7 @@ class TensorIpcReceiver:
         return self.recv_tensor(decode_handle(handle))
 
     def drop(self, handle: bytes) -> None:
-        """Give up the tensor of such a handle, if it is here: called for messages that failed."""
+        """Give up the tensor of such a handle, here or to come: called for messages that failed."""
         given_up = decode_handle(handle)
         self._arrivals.discard(given_up.sender, given_up.sequence)
 
@@ -237,7 +237,7 @@ class TensorIpcSender:
         memory = cuda_handle.export(as_bytes(tensor))
         try:
             return self._send(lambda given: OnGpu(given, memory), handle, deadline)
-        except BaseException:
+        except Exception:  # as below
             cuda_handle.withdraw(memory)
             raise
 
@@ -256,7 +256,7 @@ class TensorIpcSender:
             place = from_bytes(block.data[: spec.nbytes], spec.dtype, spec.shape)
             place.copy_(tensor.detach())
             return self._send(lambda given: _in_block(given, block), handle, deadline)
-        except BaseException:
+        except Exception:  # not KeyboardInterrupt: then the receiver may have it already
             self._pool.give_back(block)
             raise
 
