@@ -151,7 +151,7 @@ def test_tokenspeed_1373_changed_bytes_are_found_and_named(host: Host) -> None:
     model = models.make("everything", seed=1)
     held = receiver.digests()
     with ws.connect(model, to=receiver, packed=True, bucket_nbytes=BUCKET_NBYTES) as sender:
-        control = sender._ensemble.feeder.engine._control
+        control = trainers.control_of(sender)
         genuine = control.write_fingerprints
 
         def spoil(at: int, values: Any) -> None:

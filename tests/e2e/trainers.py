@@ -16,6 +16,7 @@ from torch import nn
 import weightsync as ws
 from tests.e2e import models
 from tests.e2e.models import BUCKET_NBYTES
+from weightsync.samehost.ring import Control
 from weightsync.transports.http_client import HttpTransport
 from weightsync.wire.messages import (
     FinishRequest,
@@ -43,6 +44,13 @@ def die_while_it_loads(url: str) -> NoReturn:
                 die()
             time.sleep(0.005)
     raise AssertionError("the receiver never began to load")
+
+
+def control_of(sender: ws.WeightSender) -> Control:
+    """The counters and fingerprints of the trainer's ring."""
+    engine = sender._ensemble.feeder.engine
+    assert engine is not None
+    return engine._control
 
 
 class DiesBefore(HttpTransport):
@@ -97,7 +105,7 @@ def in_the_middle_of_chunks(url: str) -> None:
 def while_its_memory_is_read(url: str) -> None:
     """Unpacked: the receivers copy, and wait for fingerprints that never come."""
     with ws.connect(models.make("plain", 7), to=url, packed=False) as sender:
-        control = sender._ensemble.feeder.engine._control
+        control = control_of(sender)
         control.write_fingerprints = lambda *_: die_while_it_loads(url)  # type: ignore[method-assign]  # on purpose
         sender.send_weights()
 
@@ -123,7 +131,7 @@ DEATHS: tuple[Callable[[str], None], ...] = (
 
 def _fleet_that_dies(urls: list[str], kind: type) -> None:
     """The last receiver's transport kills the process before one kind of message."""
-    to = [*urls[:-1], DiesBefore(urls[-1], kind)]
+    to: list[str | HttpTransport] = [*urls[:-1], DiesBefore(urls[-1], kind)]
     with ws.connect(models.make("plain", 7), to=to, packed=True, bucket_nbytes=16 << 10) as sender:
         sender.send_weights()
 
@@ -133,7 +141,7 @@ def in_a_fleet_at_init(urls: list[str]) -> None:
 
 
 def in_a_fleet_at_start(urls: list[str]) -> None:
-    to = [DiesBefore(url, UpdateRequest) for url in urls]
+    to: list[str | HttpTransport] = [DiesBefore(url, UpdateRequest) for url in urls]
     with ws.connect(models.make("plain", 7), to=to) as sender:
         sender.send_weights()
 
@@ -146,13 +154,13 @@ def in_a_fleet_in_the_middle(urls: list[str]) -> None:
 
 def in_a_fleet_while_read(urls: list[str]) -> None:
     with ws.connect(models.make("plain", 7), to=urls, packed=False) as sender:
-        control = sender._ensemble.feeder.engine._control
+        control = control_of(sender)
         control.write_fingerprints = lambda *_: die_while_it_loads(urls[0])  # type: ignore[method-assign]  # on purpose
         sender.send_weights()
 
 
 def in_a_fleet_after_prepared(urls: list[str]) -> None:
-    to = [DiesBefore(url, FinishRequest) for url in urls]
+    to: list[str | HttpTransport] = [DiesBefore(url, FinishRequest) for url in urls]
     with ws.connect(models.make("plain", 7), to=to) as sender:
         sender.send_weights()
 
@@ -194,12 +202,15 @@ def await_version(url: str, version: int) -> None:
 
 
 def in_a_fleet_during_finish(urls: list[str]) -> None:
-    to = [DiesWhenItHas(urls[0]), *urls[1:]]
+    to: list[str | HttpTransport] = [DiesWhenItHas(urls[0]), *urls[1:]]
     with ws.connect(models.make("plain", 7), to=to) as sender:
         sender.send_weights()
 
 
 def in_a_fleet_between_finishes(urls: list[str]) -> None:
-    to = [urls[0], *(DiesOnceOthersHave(url, urls[:1]) for url in urls[1:])]
+    to: list[str | HttpTransport] = [
+        urls[0],
+        *(DiesOnceOthersHave(url, urls[:1]) for url in urls[1:]),
+    ]
     with ws.connect(models.make("plain", 7), to=to) as sender:
         sender.send_weights()
