@@ -107,7 +107,7 @@ class MessageCodec:
     ) -> Any:
         """Return the message, copied out; with `views`, in place. Raises ProtocolError.
 
-        In place, what was bytes is a read-only memoryview, which is also put into `views` for the
+        In place, bytes outside sets become read-only memoryviews, also put into `views` for the
         caller to release; tensors and arrays are views that nobody may write to.
         """
         unpacker = _Unpacker(self._by_name, buffers, views)
@@ -130,6 +130,7 @@ class _Packer:
         self.buffers: list[memoryview] = []
         self.kept: list[object] = []
         self._registered = registered
+        self._in_set = False
 
     def lift(self, value: Any) -> Any:
         """Return `value` with all that msgpack has no exact word for replaced by extensions."""
@@ -142,8 +143,10 @@ class _Packer:
             if _PLAIN.issuperset(map(type, value)):
                 return value
             return [self.lift(item) for item in value]
-        if kind in _SEQUENCES:
-            return self._extension(_SEQUENCES[kind], list(value))
+        if kind is tuple:
+            return self._extension(_TUPLE, list(value))
+        if kind in _SETS:
+            return self._lift_set(value, _SETS[kind])
         if kind in _BYTES_LIKE:
             return self._lift_bytes(value, _BYTES_LIKE[kind])
         return self._lift_object(value, kind)
@@ -174,7 +177,18 @@ class _Packer:
             return value
         return {key: self.lift(item) for key, item in value.items()}
 
-    def _lift_bytes(self, value: Any, code: int) -> msgspec.msgpack.Ext:
+    def _lift_set(self, value: Any, code: int) -> msgspec.msgpack.Ext:
+        outer, self._in_set = self._in_set, True
+        try:
+            return self._extension(code, list(value))
+        finally:
+            self._in_set = outer
+
+    def _lift_bytes(self, value: Any, code: int) -> Any:
+        if self._in_set:  # where a view, in place, would have no hash
+            if code == _MEMORYVIEW:
+                raise _Foreign(value, "a set holds bytes, not views of them")
+            return value
         if code == _BYTES and len(value) <= INLINE_NBYTES:
             return msgspec.msgpack.Ext(_BYTES_INLINE, value)
         if code == _MEMORYVIEW and not value.c_contiguous:
@@ -208,7 +222,7 @@ class _Packer:
         return msgspec.msgpack.Ext(code, msgspec.msgpack.encode(about))
 
 
-_SEQUENCES: dict[type, int] = {tuple: _TUPLE, set: _SET, frozenset: _FROZENSET}
+_SETS: dict[type, int] = {set: _SET, frozenset: _FROZENSET}
 _BYTES_LIKE: dict[type, int] = {bytes: _BYTES, bytearray: _BYTEARRAY, memoryview: _MEMORYVIEW}
 
 

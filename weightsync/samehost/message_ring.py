@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import os
 import time
+from contextlib import suppress
 
 from weightsync.errors import HandleError, PeerLostError, SegmentError, TransferError
 from weightsync.samehost.futex import fence, sleep_on, wake
@@ -248,6 +249,7 @@ class RingReader:
         self._own: Segment | None = None
         self._data: Segment | None = None
         self._next = 0
+        self._buffer = memoryview(b"")
         try:
             if self._words[HEADER] != MAGIC:
                 raise HandleError(f"segment {control} is not a message queue of this version")
@@ -335,6 +337,8 @@ class RingReader:
         if self._own is not None:
             self._words[self._line + LEFT] = 1
             wake(self._control.address + 8 * self._line)
+        with suppress(BufferError):
+            self._buffer.release()
         self._words.release()
         self._words = memoryview(b"").cast("Q")
         for segment in (self._own, self._data, self._control):

@@ -28,6 +28,7 @@ from weightsync.errors import (
     ProtocolError,
     TransferError,
 )
+from weightsync.samehost.janitor import sweep
 from weightsync.samehost.message_parts import Encoded
 from weightsync.samehost.patience import Patience
 from weightsync.samehost.segment import DIRECTORY
@@ -59,8 +60,9 @@ def socket_path(segment: str) -> Path:
     return DIRECTORY / f"{segment}.sock"
 
 
-def remove_stale_sockets() -> None:
-    """Remove the sockets of queues whose control segment is gone: of writers that were killed."""
+def remove_what_the_dead_left() -> None:
+    """Remove the segments of dead owners, and the sockets of queues whose segment is gone."""
+    sweep()
     for path in DIRECTORY.glob("weightsync-*.sock"):
         found = _SOCKET_FILE.fullmatch(path.name)
         if found and not (DIRECTORY / found[1]).exists():

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 import msgspec
 
 from weightsync.errors import ConfigError, PeerLostError
-from weightsync.samehost.janitor import sweep
 from weightsync.samehost.message_layout import INLINE, INLINE_NBYTES, SLOT, SOCKET, Layout
 from weightsync.samehost.message_parts import Encoded
 from weightsync.samehost.message_ring import RingWriter
@@ -20,7 +19,7 @@ from weightsync.samehost.message_sockets import (
     READY,
     REMOTE,
     Publisher,
-    remove_stale_sockets,
+    remove_what_the_dead_left,
     socket_path,
 )
 from weightsync.samehost.patience import Patience
@@ -85,8 +84,7 @@ class Writer:
         self._all_there = False
         self._ring: RingWriter | None = None
         self._closed = False
-        sweep()
-        remove_stale_sockets()
+        remove_what_the_dead_left()
         if terms.local_ranks:
             layout = Layout(terms.slots, terms.slot_nbytes, len(terms.local_ranks))
             self._ring = RingWriter(layout, spin_s=terms.spin_s)
@@ -228,6 +226,7 @@ class Writer:
             lost |= {self.terms.local_ranks[p]: how for p, how in self._ring.lost().items()}
         if not lost:
             return
+        remove_what_the_dead_left()
         named = "; ".join(f"reader {rank} is gone: {how}" for rank, how in sorted(lost.items()))
         if not self.terms.drop_dead_readers:
             raise PeerLostError(
