@@ -10,13 +10,14 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 
 from weightsync.backends.base import Check
 from weightsync.backends.chain_head import Head, patience_s
+from weightsync.backends.intake import Intake
 from weightsync.backends.private_group import HEADS, Meeting, Pending, PrivateGroup, data_lane
 from weightsync.errors import ProtocolError, TransferError, TransferTimeout, WeightSyncError
 from weightsync.samehost.ring import NETWORK, Control, RingWriter
@@ -30,26 +31,6 @@ _IN_FLIGHT = 3
 _POLL_S = 0.02
 _JOIN_S = 5.0
 _ASK_S = 0.05
-
-
-@dataclass(slots=True, eq=False)
-class Intake:
-    """One update as this host wants it: `sizes` of its chunks, reader places, the sender's count.
-
-    `done` is set when all of it was read here and sent on, or when `error` says why not.
-    """
-
-    epoch: int
-    base: int
-    readers: Sequence[int]
-    sizes: Sequence[int]
-    done: threading.Event = field(default_factory=threading.Event)
-    error: WeightSyncError | None = None
-
-    def fail(self, error: WeightSyncError) -> None:
-        """The first failure counts."""
-        self.error = self.error or error
-        self.done.set()
 
 
 @dataclass(slots=True)
@@ -127,16 +108,27 @@ class Link:
                 "given up"
             )
 
-    def close(self) -> bool:
-        """Leave the group and end the thread; return False when it does not end. Idempotent."""
+    def close(self, free: Callable[[], None]) -> None:
+        """Leave the group, end the thread, and `free` what it used: later, if it ends late."""
         with self._changed:
             self._closing = True
             self._changed.notify_all()
         self._group.sever()
         self._thread.join(_JOIN_S)
-        if self._thread.is_alive():
-            logger.warning("the thread of a private group does not end; its ring stays mapped")
-            return False
+        if not self._thread.is_alive():
+            self._let_go(free)
+            return
+        logger.warning("the thread of a private group does not end; its ring stays until it does")
+        ended = threading.Thread(
+            target=self._end_late, args=(free,), name="weightsync-late", daemon=True
+        )
+        ended.start()
+
+    def _end_late(self, free: Callable[[], None]) -> None:
+        self._thread.join()
+        self._let_go(free)
+
+    def _let_go(self, free: Callable[[], None]) -> None:
         self._group.close()
         self._slots.clear()
         self._scratch.clear()
@@ -144,7 +136,7 @@ class Link:
         self._current = self._wanted = None
         # The frames of what ended it hold what was at work, and so the group's sockets.
         self.failure = TransferError("the private group was left")
-        return True
+        free()
 
     def _run(self) -> None:
         try:
@@ -241,14 +233,10 @@ class Link:
         self._drop(TransferError("the sender went on to another update"))
         self._epoch = epoch
         deadline = time.monotonic() + self._patience(at_ring=True)
+        while not self._awaits(epoch) and time.monotonic() < deadline:
+            if self._meeting.given_up(epoch):  # outside the lock: the answer may take a while
+                return
         with self._changed:
-            while not self._closing and time.monotonic() < deadline:
-                wanted = self._wanted
-                if wanted is not None and wanted.epoch >= epoch:
-                    break
-                self._changed.wait(_POLL_S)
-                if self._meeting.given_up(epoch):
-                    return
             wanted = self._wanted
             if wanted is None or wanted.epoch != epoch:
                 return
@@ -260,6 +248,15 @@ class Link:
             )
         except TransferError as exc:
             self._drop(exc)
+
+    def _awaits(self, epoch: int) -> bool:
+        """Wait a moment for word of this update or a later one; return whether there is any."""
+        with self._changed:
+            wanted = self._wanted
+            if self._closing or (wanted is not None and wanted.epoch >= epoch):
+                return True
+            self._changed.wait(_POLL_S)
+            return False
 
     def _drop(self, error: WeightSyncError) -> None:
         if self._current is not None and not self._current.done.is_set():

@@ -12,8 +12,9 @@ from dataclasses import replace
 import torch
 
 from weightsync.backends.base import Received, Reception, WeightTransferEngine
-from weightsync.backends.chain_link import Intake, Link
+from weightsync.backends.chain_link import Link
 from weightsync.backends.exported import Probe, Ring
+from weightsync.backends.intake import Intake
 from weightsync.backends.ipc import IpcWeightTransferEngine
 from weightsync.backends.private_group import Lifeline, Meeting, PrivateGroup
 from weightsync.errors import ProtocolError, WeightSyncError
@@ -125,12 +126,18 @@ class DistributedWeightTransferEngine(WeightTransferEngine):
     def shutdown(self) -> None:
         """Leave the group, free the ring. Idempotent."""
         link, self._link = self._link, None
-        self._ring = None
-        ended = link is None or link.close()
-        self._inner.shutdown()
         closers, self._closers = self._closers, []
-        for close in reversed(closers if ended else []):
-            close()
+        self._ring = None
+        self._inner.shutdown()
+
+        def free() -> None:
+            for close in reversed(closers):
+                close()
+
+        if link is None:
+            free()
+        else:
+            link.close(free)
         self._control = self._lifeline = None
 
     def _open(self, init: DistributedInit) -> None:

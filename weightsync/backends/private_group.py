@@ -13,12 +13,13 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, TCPStore, Work
 
+from weightsync.backends.bounded_call import BoundedCall
 from weightsync.errors import BackendUnavailableError, ConnectError, TransferError, TransferTimeout
 
 _DATA_LANES = 2
@@ -29,9 +30,13 @@ _LANES = _DATA_LANES + 1
 _POLL_S = 0.01
 _BREAK_S = 0.001
 _GRACE_S = 0.3
+_ANSWER_S = 3.0
+"""How long the store of another host may take to answer: it has nothing else to do."""
 _BROKEN = "broken"
 _FOREVER = timedelta(days=365)
 _KEEPALIVE_S = 10
+
+T = TypeVar("T")
 
 
 def data_lane(chunk: int) -> int:
@@ -103,7 +108,8 @@ class Meeting:
     """Where the members of one epoch find each other: a store, and who has come.
 
     `host` binds and serves it; `reach` connects to it. Keys of another epoch are never seen. torch
-    writes a page to stderr when it finds the server gone, so the lifeline is looked at before.
+    writes a page to stderr when it finds the server gone, so the lifeline is looked at before. One
+    that is there, but silent, would hold whoever asks for ever: nobody waits longer than 3 s.
     """
 
     def __init__(
@@ -119,6 +125,7 @@ class Meeting:
         self.port = port
         self._server = store
         self._epoch = epoch
+        self._unanswered: BoundedCall[Any] | None = None
         self.store = PrefixStore(f"weightsync/{epoch}", store)
 
     @classmethod
@@ -152,9 +159,8 @@ class Meeting:
     def enter(self, rank: int, timeout_s: float) -> None:
         """Say that `rank` is here, and wait until everybody is. Raises TransferTimeout."""
         deadline = time.monotonic() + timeout_s
-        if self._served():
-            self.store.set(f"here/{rank}", "")
-        while self._served() and not self.store.check(["complete"]):
+        self._ask(lambda: self.store.set(f"here/{rank}", ""))
+        while self._served() and not self._ask(lambda: self.store.check(["complete"])):
             if time.monotonic() > deadline:
                 raise TransferTimeout(
                     f"the private group (epoch {self._epoch}) at {self.address}:{self.port} was "
@@ -186,8 +192,7 @@ class Meeting:
 
     def give_up(self, update: int) -> None:
         """Let members know that updates up to this one end, whatever of them they wait for."""
-        if self._served():
-            self.store.set("over", str(update))
+        self._ask(lambda: self.store.set("over", str(update)))
 
     def given_up(self, update: int) -> bool:
         """Whether `give_up` was called for this update, or the store is gone."""
@@ -205,9 +210,7 @@ class Meeting:
             time.sleep(_POLL_S)
             while self._served() and self.reported() is None and time.monotonic() < deadline:
                 time.sleep(_POLL_S)
-        if self._served():
-            with suppress(RuntimeError):
-                self.store.compare_set(_BROKEN, "", str(error))
+        self._ask(lambda: self.store.compare_set(_BROKEN, "", str(error)))
         first = self.reported()
         return error if first in {None, str(error)} else TransferError(first)
 
@@ -224,10 +227,25 @@ class Meeting:
         return self.lifeline is None or self.lifeline.holds()
 
     def _read(self, key: str) -> str | None:
-        if self._served():
-            with suppress(RuntimeError):
-                if self.store.check([key]):
-                    return self.store.get(key).decode(errors="replace")
+        def read() -> str | None:
+            there = self.store.check([key])
+            return self.store.get(key).decode(errors="replace") if there else None
+
+        return self._ask(read)
+
+    def _ask(self, question: Callable[[], T]) -> T | None:
+        """Return the store's answer; None when it is gone, or silent since it was last asked."""
+        silent = self._unanswered is not None and self._unanswered.pending
+        if silent or not self._served():
+            return None
+        with suppress(RuntimeError):
+            if self.lifeline is None:  # it is this process' own
+                return question()
+            asked = BoundedCall(question)
+            try:
+                return asked.result(_ANSWER_S)
+            except TimeoutError:
+                self._unanswered = asked
         return None
 
 
@@ -244,9 +262,12 @@ class PrivateGroup:
         options._devices = [gloo.create_device(hostname=own) for _ in range(_LANES)]
         options._timeout = timedelta(seconds=timeout_s)
         options._threads = 1  # of collectives, of which there are none
+        connected: BoundedCall[_PointToPoint] = BoundedCall(
+            lambda: gloo(meeting.store, rank, size, options)
+        )
         try:
-            self._group: _PointToPoint | None = gloo(meeting.store, rank, size, options)
-        except RuntimeError as exc:
+            self._group: _PointToPoint | None = connected.result(2 * timeout_s)
+        except (RuntimeError, TimeoutError) as exc:
             raise TransferError(
                 f"the private group could not be connected from {own}: {_reason(str(exc))}"
             ) from exc
@@ -304,8 +325,8 @@ def require_gloo() -> None:
 
 
 def _store(address: str, port: int, timeout_s: float, *, listen_fd: int | None = None) -> TCPStore:
-    try:
-        return TCPStore(
+    made = BoundedCall(
+        lambda: TCPStore(
             address,
             port,
             is_master=listen_fd is not None,
@@ -313,7 +334,10 @@ def _store(address: str, port: int, timeout_s: float, *, listen_fd: int | None =
             timeout=timedelta(seconds=timeout_s),
             master_listen_fd=listen_fd,
         )
-    except RuntimeError as exc:
+    )
+    try:
+        return made.result(timeout_s)
+    except (RuntimeError, TimeoutError) as exc:
         raise ConnectError(
             f"the private group's store at {address}:{port} cannot be reached: {_reason(str(exc))}"
         ) from exc
