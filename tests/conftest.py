@@ -6,7 +6,6 @@ import os
 import signal
 import time
 from collections.abc import Iterator
-from pathlib import Path
 
 # Set before torch loads, and inherited by every process that a test starts.
 os.environ["OMP_NUM_THREADS"] = "1"
@@ -14,14 +13,14 @@ os.environ["OMP_NUM_THREADS"] = "1"
 import pytest
 import torch
 
+from weightsync.samehost.segment import find_leftovers, live_segments
+
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     # A shell that starts the tests in the background makes every process under it deaf to Ctrl-C.
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 torch.set_num_threads(1)
 
-SHM = Path("/dev/shm")
-SEGMENT_PATTERN = "weightsync-*"
 GRACE_S = 5.0
 
 
@@ -35,20 +34,17 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(skip)
 
 
-def segments() -> set[str]:
-    """Return the names of the weightsync segments that exist now."""
-    return {path.name for path in SHM.glob(SEGMENT_PATTERN)}
-
-
 @pytest.fixture
 def shm_clean() -> Iterator[None]:
-    """Fail the test if a segment made while it ran outlives it.
+    """Fail the test if it leaves segments in /dev/shm, its own or a dead process's.
 
-    Processes that the test ended may need a moment to let go, hence a bounded grace.
+    Processes that the test ended may need a moment to let go, hence a bounded grace. What another
+    living program on the machine makes meanwhile is not the test's.
     """
-    before = segments()
+    own, dead = set(live_segments()), set(find_leftovers())
     yield
+    assert not set(live_segments()) - own
     deadline = time.monotonic() + GRACE_S
-    while (left := segments() - before) and time.monotonic() < deadline:
+    while (left := set(find_leftovers()) - dead) and time.monotonic() < deadline:
         time.sleep(0.05)
-    assert not left, f"the test left {sorted(left)} in {SHM}"
+    assert not left, f"the test left {sorted(leftover.name for leftover in left)}"
