@@ -29,7 +29,7 @@ from weightsync.backends.distributed import place_on
 from weightsync.backends.distributed_sender import Chain, RingFeed
 from weightsync.backends.ipc_sender import READER_PLACES, IpcOptions, IpcTrainerEngine
 from weightsync.samehost.heartbeat import beating
-from weightsync.samehost.segment import remove_leftovers
+from weightsync.samehost.segment import live_segments, remove_leftovers
 from weightsync.weights.source import ModuleSource, NamedTensors
 from weightsync.wire import codec
 from weightsync.wire.messages import (
@@ -392,6 +392,8 @@ class _Work:
                 return self.receiver.version
             case "footprint":
                 return footprint()
+            case "mapped":
+                return mapped()
             case "behave":
                 self.behave(argument)
                 return None
@@ -401,9 +403,9 @@ class _Work:
                 raise AssertionError(what)
 
 
-def segments() -> set[str]:
-    """The segments that exist on this machine."""
-    return {path.name for path in Path("/dev/shm").glob("weightsync-*")}
+def mapped() -> list[str]:
+    """The names of the segments that this process holds."""
+    return sorted({segment.name for segment in live_segments()})
 
 
 def footprint() -> dict[str, int]:

@@ -3,15 +3,24 @@
 from __future__ import annotations
 
 import signal
+import sys
 import time
+from pathlib import Path
 
 import pytest
 import torch
 from msgspec.structs import replace
 
 import weightsync as ws
-from tests.backends.hosts import Party, footprint, party, segments, workers
+from tests.backends.hosts import BUCKET_NBYTES, Model, Party, footprint, mapped, party, workers
+from tests.samehost.processes import line_of, running
+from weightsync.backends import chain_link
+from weightsync.backends.distributed import DistributedWeightTransferEngine
+from weightsync.backends.ipc_sender import IpcOptions, IpcTrainerEngine
+from weightsync.samehost.device_keys import host_key
+from weightsync.weights.source import ModuleSource
 from weightsync.wire.messages import InitRequest
+from weightsync.wire.offers import DistributedInit, GroupInfo
 
 pytestmark = pytest.mark.usefixtures("shm_clean")
 
@@ -232,15 +241,85 @@ def test_twenty_groups_one_after_another_leave_nothing_behind() -> None:
         def prints() -> list[dict[str, int]]:
             return [footprint(), *(worker.ask("footprint") for worker in fleet.workers)]
 
+        def held() -> set[str]:
+            return {*mapped(), *(name for w in fleet.workers for name in w.ask("mapped"))}
+
         fleet.build()
         send_well(fleet, 1)
-        before, shared = prints(), segments()
+        before, ever = prints(), held()
         for seed in range(20):
             fleet.build()
+            ever |= held()
             if seed % 5 == 0:
                 send_well(fleet, seed)
-        assert len(segments()) == len(shared)
+        assert {path.name for path in Path("/dev/shm").iterdir()} & ever == held()
         assert prints() == before
+
+
+@pytest.mark.parametrize("join_s", [5.0, 0.01])
+def test_a_member_whose_sender_falls_silent_frees_its_ring(
+    monkeypatch: pytest.MonkeyPatch, join_s: float
+) -> None:
+    """Its link is asking the store of the sender, which is stopped, and cannot answer."""
+    monkeypatch.setattr(chain_link, "_JOIN_S", join_s)
+    script = """
+import signal
+from weightsync.backends.chain_head import Head, HeadStatus
+from weightsync.backends.distributed_sender import Chain
+from weightsync.backends.private_group import HEADS
+chain = Chain("127.0.0.1", ["a member"], epoch=1, timeout_s=30)
+print(chain.info(1).port, flush=True)
+chain.join()
+head = Head(0)
+head.fill(HeadStatus.CHUNK, 5)
+chain._group.send(head.buffer, 1, HEADS).wait(30)
+signal.pause()
+"""
+    engine = DistributedWeightTransferEngine([host_key()])
+    with running([sys.executable, "-c", script]) as sender:
+        offer = offer_of_a_group("127.0.0.1", int(line_of(sender)))
+        engine.init_transfer_engine(offer)
+        assert engine._link is not None
+        while engine._link._epoch != 5:
+            time.sleep(0.01)
+        sender.send_signal(signal.SIGSTOP)
+        time.sleep(0.2)
+        engine.shutdown()
+        deadline = time.monotonic() + ROOM_S
+        while mapped() and time.monotonic() < deadline:
+            time.sleep(0.05)
+        assert mapped() == []
+
+
+def offer_of_a_group(address: str, port: int) -> DistributedInit:
+    """What the only member of a group is offered."""
+    engine = IpcTrainerEngine(
+        ModuleSource(Model()), IpcOptions(packed=True, bucket_nbytes=BUCKET_NBYTES, num_buckets=4)
+    )
+    try:
+        base = engine.init_info(0)
+    finally:
+        engine.close()
+    return DistributedInit(
+        protocol_min=base.protocol_min,
+        protocol_max=base.protocol_max,
+        sender=base.sender,
+        manifest=base.manifest,
+        num_readers=base.num_readers,
+        entries=base.entries,
+        run_nbytes=base.run_nbytes,
+        lease_s=base.lease_s,
+        group=GroupInfo(
+            address=address,
+            port=port,
+            epoch=1,
+            rank=1,
+            members=["the sender", "a member"],
+            timeout_s=30.0,
+        ),
+        num_slots=base.ring.num_slots,
+        slot_nbytes=base.ring.slot_nbytes,
+    )
 
 
 def test_the_sender_counts_as_alive_until_its_group_ends() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ipaddress
+import signal
 import socket
 import sys
 import threading
@@ -141,6 +142,43 @@ def test_a_sender_that_is_not_there_cannot_be_reached() -> None:
         port = bound.getsockname()[1]
     with pytest.raises(ws.ConnectError, match=f"{ADDRESS}:{port} cannot be reached"):
         Meeting.reach(ADDRESS, port, epoch=1, timeout_s=SHORT_S)
+
+
+def test_what_listens_but_does_not_answer_is_no_sender() -> None:
+    with socket.create_server((ADDRESS, 0)) as mute:
+        port = mute.getsockname()[1]
+        with pytest.raises(ws.ConnectError, match=r"no answer within 0\.3 s"):
+            Meeting.reach(ADDRESS, port, epoch=1, timeout_s=SHORT_S)
+
+
+def test_a_sender_that_falls_silent_holds_nobody_for_ever() -> None:
+    script = f"""
+import signal
+from weightsync.backends.private_group import Meeting
+meeting = Meeting.host({ADDRESS!r}, epoch=1, timeout_s=5)
+meeting.give_up(3)
+print(meeting.port, flush=True)
+signal.pause()
+"""
+    with running([sys.executable, "-c", script]) as process, ThreadPoolExecutor(1) as pool:
+        member = Meeting.reach(ADDRESS, int(line_of(process)), epoch=1, timeout_s=SHORT_S)
+        try:
+            assert member.given_up(3)
+            process.send_signal(signal.SIGSTOP)
+            time.sleep(SHORT_S)
+            told = pool.submit(member.report, ws.TransferTimeout("it hangs"))
+            assert str(told.result(TIMEOUT_S)) == "it hangs"
+            assert not member.given_up(3)  # nobody knows
+            with pytest.raises(ws.TransferError, match="no answer within"):
+                PrivateGroup(member, 1, 2, SHORT_S)
+            process.send_signal(signal.SIGCONT)
+            deadline = time.monotonic() + TIMEOUT_S
+            while not member.given_up(3) and time.monotonic() < deadline:
+                time.sleep(0.01)
+            assert member.given_up(3)
+        finally:
+            process.send_signal(signal.SIGCONT)
+            member.close()
 
 
 def test_those_who_do_not_come_are_named() -> None:
