@@ -179,8 +179,10 @@ class TestWhatTravels:
             sender.send_tensor(torch.ones(1), "r" * 1025)
         with pytest.raises(ConfigError, match="a tensor name must have 1 to 1024 characters"):
             sender.send_tensor(torch.ones(1), "r", "t" * 1025)
-        with pytest.raises(ConfigError, match="a name of a tensor cannot be sent"):
-            sender.send_tensor(torch.ones(1), "\ud800")
+        for size in (1, BLOCK):
+            with pytest.raises(ConfigError, match="a name of a tensor cannot be sent"):
+                sender.send_tensor(torch.ones(size), "\ud800")
+        assert sender.pool.lent_blocks == 0
         with pytest.raises(ConfigError, match="a shape has at most 16 sizes"):
             sender.send_tensor(torch.ones([1] * 17))
         handle = sender.send_tensor(torch.ones([1] * 16), "r" * 1024, "\U0001f600" * 1024)
@@ -440,6 +442,13 @@ class TestEnds:
         with pytest.raises(ConnectError, match="this sender of tensors is closed"):
             sender.send_tensor(pattern(1, BLOCK))
 
+    def test_the_last_tensors_before_an_end_arrive(self, receiver: TensorIpcReceiver) -> None:
+        for seed in range(20):
+            with TensorIpcSender(receiver.handle) as sender:
+                handles = [sender.send_tensor(pattern(seed, nbytes)) for nbytes in (BLOCK, 20_000)]
+            for handle, nbytes in zip(handles, (BLOCK, 20_000), strict=True):
+                assert same(receiver.recv_tensor(handle), pattern(seed, nbytes))
+
     def test_what_nobody_asks_for_is_dropped_in_the_end(self, nothing_left: None) -> None:
         with TensorIpcReceiver(grace_s=SOON_S) as receiver:
             with TensorIpcSender(receiver.handle) as sender:
@@ -548,7 +557,10 @@ class TestStrangers:
         [
             ({"offset": 10}, "lies outside segment"),
             ({"offset": 1 << 40}, "lies outside segment"),
-            ({"nbytes": 8192}, "has 1048576 bytes and came with 4096"),
+            ({"offset": 4096}, "lies outside segment"),
+            ({"offset": 4096 + BLOCK + 64}, "lies outside segment"),
+            ({"nbytes": 8192}, "lies outside segment"),
+            ({"nbytes": 4096 + 2 * BLOCK, "offset": 4096 + BLOCK}, "the handle says 2101248"),
             ({"name": "weightsync-" + "0" * 32}, "cannot open segment"),
         ],
     )
@@ -556,6 +568,7 @@ class TestStrangers:
         self, receiver: TensorIpcReceiver, sender: TensorIpcSender, change: object, message: str
     ) -> None:
         assert isinstance(change, dict)
+        sender.send_tensor(pattern(0, BLOCK))  # in the segment's first block
         real_post = sender._link.post
 
         def lie(packet: Callable[[], object], deadline: float) -> None:

@@ -172,7 +172,7 @@ class Channel:
         except BlockingIOError:
             pass
         except OSError as exc:
-            end = f"was cut off ({exc})"
+            end = "closed its end" if peer.parted else f"was cut off ({exc})"
         except ProtocolError as exc:
             end = f"sent what no sender sends ({exc})"
             logger.warning("a sender of tensors was cut off: %s", exc)
@@ -188,6 +188,8 @@ class Channel:
             raise ProtocolError("the first packet was no hello")
         elif isinstance(packet, Goodbye):
             peer.parted = True
+            with suppress(OSError):
+                peer.connection.send(b"\0")  # all that came before is mapped: names may go
         elif isinstance(packet, Forget):
             peer.mappings.forget(packet.name)
         elif isinstance(packet, Discard):

@@ -38,7 +38,7 @@ from weightsync.wire.tensor_packets import (
 
 _SEND_BUFFER = 1 << 20
 _NAP_S = 0.001
-_GOODBYE_S = 1.0
+_GOODBYE_S = 5.0
 
 
 class SenderLink:
@@ -95,11 +95,16 @@ class SenderLink:
             raise self._gone(None)
 
     def close(self) -> None:
-        """Take leave. Idempotent."""
-        if not self._closed:
-            with suppress(WeightSyncError):
-                self.post(Goodbye, time.monotonic() + _GOODBYE_S)
-            self._end("this sender of tensors is closed")
+        """Take leave, when the receiver has mapped all that was sent. Idempotent."""
+        if self._closed:
+            return
+        deadline = time.monotonic() + _GOODBYE_S
+        with suppress(WeightSyncError, OSError, ValueError):
+            self.post(Goodbye, deadline)
+            # The receiver answers, or its end closes; one that hangs is not waited for longer.
+            if select.select([self._socket], [], [], max(deadline - time.monotonic(), 0.0))[0]:
+                self._socket.recv(MAX_PACKET)  # left unread it would reset the connection
+        self._end("this sender of tensors is closed")
 
     def _try_post(self, packet: Callable[[], Packet]) -> bool:
         with self._lock:

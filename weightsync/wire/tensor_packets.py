@@ -104,7 +104,7 @@ class Discard(Packet, frozen=True, array_like=True, tag=7):
 
 
 class Goodbye(Packet, frozen=True, array_like=True, tag=8):
-    """The sender ends by its own will."""
+    """The sender ends by its own will, and waits for any answer before its segments go."""
 
 
 Arriving = InPacket | InBlock | OnGpu
