@@ -2,9 +2,12 @@ from __future__ import annotations
 
 import gc
 import hashlib
+import json
 import logging
 import re
 import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterable, Iterator
@@ -574,3 +577,24 @@ def test_queues_made_and_closed_leave_nothing_open() -> None:
 def test_a_queue_that_cannot_have_its_memory_says_so_and_leaves_nothing() -> None:
     with pytest.raises(TransferError, match="bytes free"):
         MessageQueue(1, 1, max_chunk_bytes=1 << 40)
+
+
+def test_the_benchmark_runs_and_prints_both_rates() -> None:
+    done = subprocess.run(
+        [
+            sys.executable,
+            "-m",
+            "benchmarks.message_queue",
+            *["--json", "--small=200", "--large=2", "--runs=1"],
+        ],
+        capture_output=True,
+        text=True,
+        timeout=2 * WAIT_S,
+        check=False,
+        cwd=Path(__file__).resolve().parents[2],
+    )
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    for readers in (1, 2):
+        assert found[f"ours, {readers}"]["small_us"] > 0
+        assert found[f"ours, {readers}"]["large_read_gbps"] > 0

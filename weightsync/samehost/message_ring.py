@@ -247,6 +247,7 @@ class RingReader:
         self._control = Segment.open(control, nbytes=layout.control_nbytes, writable=True)
         self._words = self._control.buffer.cast("Q")
         self._own: Segment | None = None
+        self._joined = False
         self._data: Segment | None = None
         self._next = 0
         self._buffer = memoryview(b"")
@@ -269,6 +270,7 @@ class RingReader:
         self._words[self._line + ID_HIGH] = int(identity[:16], 16)
         self._words[self._line + ID_LOW] = int(identity[16:], 16)
         self._words[self._line + JOINED] = 1
+        self._joined = True
 
     def wait_ready(self, patience: Patience) -> None:
         """Return once the writer said that all are there."""
@@ -334,7 +336,7 @@ class RingReader:
         """Tell the writer and let go; idempotent. Views that are still about stay readable."""
         if not self._words.nbytes:
             return
-        if self._own is not None:
+        if self._joined:
             self._words[self._line + LEFT] = 1
             wake(self._control.address + 8 * self._line)
         with suppress(BufferError):

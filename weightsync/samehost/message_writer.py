@@ -118,6 +118,8 @@ class Writer:
         """Send one message to all, or, when this raises, to none."""
         with self._lock:
             self._require_open()
+            if time.monotonic() - self._looked > _LOOK_S:
+                self._look_at_readers()
             patience = self._patience(self._awaited, timeout_s)
             if self._publisher.remote:
                 self._wait_joined(patience())
@@ -127,8 +129,6 @@ class Writer:
             if self._publisher.remote:
                 self._publisher.send(REMOTE, self._count, message)
             self._count += 1
-            if time.monotonic() - self._looked > _LOOK_S:
-                self._look_at_readers()
 
     def wait_until_ready(self, timeout_s: float | None) -> None:
         """Return when every reader has opened its end; then theirs return too."""
