@@ -407,6 +407,8 @@ def test_a_reader_that_died_asleep_is_named() -> None:
         lost = fill_until_lost(queue)
         assert lost.ranks == (1,)
         assert f"reader 1 is gone: {DEAD}" in str(lost)
+        queue.close()
+        readers[0].answer()
 
 
 def test_a_reader_that_died_inside_a_slot_is_named_or_left_out(
@@ -580,13 +582,9 @@ def test_a_queue_that_cannot_have_its_memory_says_so_and_leaves_nothing() -> Non
 
 
 def test_the_benchmark_runs_and_prints_both_rates() -> None:
+    sizes = ["--json", "--small=200", "--large=2", "--runs=1"]
     done = subprocess.run(
-        [
-            sys.executable,
-            "-m",
-            "benchmarks.message_queue",
-            *["--json", "--small=200", "--large=2", "--runs=1"],
-        ],
+        [sys.executable, "-m", "benchmarks.message_queue", *sizes],
         capture_output=True,
         text=True,
         timeout=2 * WAIT_S,
