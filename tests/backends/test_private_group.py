@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ipaddress
+import os
 import signal
 import socket
 import sys
@@ -223,6 +224,38 @@ signal.pause()
             assert not lifeline.holds()
         finally:
             lifeline.close()
+
+
+def test_a_forked_child_does_not_hide_the_end_of_its_sender() -> None:
+    script = f"""
+import os, signal
+from weightsync.backends.private_group import Meeting
+meeting = Meeting.host({ADDRESS!r}, epoch=1, timeout_s=5)
+print(meeting.port, flush=True)
+input()
+child = os.fork()
+if child:
+    print(child, flush=True)
+signal.pause()
+"""
+    command = [sys.executable, "-W", "ignore", "-c", script]
+    with running(command) as process:
+        lifeline = Lifeline(ADDRESS, int(line_of(process)), TIMEOUT_S)
+        assert process.stdin is not None
+        process.stdin.write("go on\n")
+        process.stdin.flush()
+        child = int(line_of(process))
+        try:
+            assert lifeline.holds()
+            process.kill()
+            process.wait(TIMEOUT_S)
+            deadline = time.monotonic() + TIMEOUT_S
+            while lifeline.holds() and time.monotonic() < deadline:
+                time.sleep(0.01)
+            assert not lifeline.holds()
+        finally:
+            lifeline.close()
+            os.kill(child, signal.SIGKILL)  # which also shows that it was there
 
 
 def test_a_head_says_what_was_filled_in() -> None:

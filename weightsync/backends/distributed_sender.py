@@ -240,7 +240,9 @@ class Chain:
         if self._group is not None:
             self._group.close()
         self._group = None
-        self._meeting = None
+        meeting, self._meeting = self._meeting, None
+        if meeting is not None:
+            meeting.close()
 
     def _say_goodbye(self) -> None:
         """So that no member takes the end of the group for the death of another."""

@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, TCPStore, Work
 
 from weightsync.backends.bounded_call import BoundedCall
+from weightsync.backends.forked_sockets import keep_from_children, let_children_have
 from weightsync.errors import BackendUnavailableError, ConnectError, TransferError, TransferTimeout
 
 _DATA_LANES = 2
@@ -139,6 +140,7 @@ class Meeting:
                 bound.listen(1024)
                 port = bound.getsockname()[1]
                 store = _store(address, port, timeout_s, listen_fd=bound.detach())
+                keep_from_children(port)
         except OSError as exc:
             raise ConnectError(
                 f"cannot listen on {address}: {exc}; give an address of this host"
@@ -219,9 +221,11 @@ class Meeting:
         return self._read(_BROKEN)
 
     def close(self) -> None:
-        """Let go of the connection that shows the sender's life. Idempotent."""
+        """Let go of the connection that shows the sender's life, or forget the port. Idempotent."""
         if self.lifeline is not None:
             self.lifeline.close()
+        else:
+            let_children_have(self.port)
 
     def _served(self) -> bool:
         return self.lifeline is None or self.lifeline.holds()
