@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from weightsync.errors import PeerLostError, TransferTimeout
+from weightsync.samehost.message_layout import SOCKET
 from weightsync.samehost.message_queue import MessageQueue, QueueHandle
 
 WAIT_S = 60.0
@@ -225,3 +226,19 @@ def make_remote(address: str) -> QueueHandle:
 def die() -> None:
     time.sleep(0.5)  # what was sent has left this process
     os.kill(os.getpid(), signal.SIGKILL)
+
+
+def die_while_sending() -> None:
+    """Publish a message for the socket, and be killed before its first byte is sent."""
+
+    def killed(*_: object) -> None:
+        writer = _queues["q"]._writer
+        assert writer is not None
+        assert writer._ring is not None
+        writer._ring.publish(SOCKET, 1 << 20)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    writer = _queues["q"]._writer
+    assert writer is not None
+    vars(writer._publisher)["send"] = killed
+    _queues["q"].enqueue(bytes(4 * SMALL_SLOT))

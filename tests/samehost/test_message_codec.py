@@ -9,7 +9,7 @@ import msgspec
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from weightsync.errors import ConfigError, ProtocolError
@@ -79,11 +79,13 @@ messages = st.recursive(
 )
 
 
+@settings(deadline=None)
 @given(messages)
 def test_what_is_sent_comes_back_as_what_it_was(message: object) -> None:
     assert same(sent(message), message)
 
 
+@settings(deadline=None)
 @given(messages)
 def test_in_place_only_bytes_differ_in_being_views(message: object) -> None:
     assert same(as_views(sent(message, in_place=True)), as_views(message))
@@ -206,6 +208,7 @@ def test_endless_nesting_is_refused() -> None:
         MessageCodec().encode(loop)
 
 
+@settings(deadline=None)
 @given(st.binary(max_size=200), st.lists(st.binary(max_size=20), max_size=3))
 def test_bytes_that_are_no_message_are_a_protocol_error_or_a_message(
     body: bytes, buffers: list[bytes]
@@ -215,6 +218,7 @@ def test_bytes_that_are_no_message_are_a_protocol_error_or_a_message(
             MessageCodec().decode(body, [memoryview(buffer) for buffer in buffers], views)
 
 
+@settings(deadline=None)
 @given(messages, st.data())
 def test_a_damaged_message_is_a_protocol_error_or_a_message(
     message: object, data: st.DataObject

@@ -19,6 +19,7 @@ import msgspec
 import numpy as np
 import pytest
 import torch
+from msgspec import structs
 
 from tests.samehost import message_peers as told
 from tests.samehost.message_peers import SMALL_SLOT, WAIT_S, Peer, end_spare_peers, peers
@@ -493,6 +494,29 @@ def test_a_writer_that_closed_is_told_from_a_dead_one() -> None:
         found, why = reader.call(told.take_until_lost)
         assert found == ["last"]
         assert why.startswith("(3,) the writer, rank 3, is gone: it closed the queue")
+
+
+def test_a_writer_that_died_with_a_message_on_its_socket_is_noticed() -> None:
+    with peers(2) as (writer, reader):
+        reader.call(told.attach, writer.call(told.make, 1, 1), 0)
+        reader.start(told.take_until_lost)
+        writer.start(told.enqueue, "before")
+        writer.answer()
+        writer.start(told.die_while_sending)
+        found, why = reader.answer()
+        assert found == ["before"]
+        assert DEAD in why
+
+
+def test_a_handle_that_was_damaged_is_refused() -> None:
+    good = QueueHandle(local_reader_ranks=(0,), remote_reader_ranks=(1,), slots=1, slot_nbytes=9)
+    for handle, rank, why in (
+        (good, 0, "no segments"),
+        (good, 1, "connect to"),
+        (structs.replace(good, control="../etc", data="x"), 0, "is not the name of a segment"),
+    ):
+        with pytest.raises(HandleError, match=why):
+            MessageQueue.create_from_handle(handle, rank)
 
 
 def test_a_stopped_reader_is_waited_for_until_the_timeout_and_can_be_dropped() -> None:

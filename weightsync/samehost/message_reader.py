@@ -116,9 +116,13 @@ class RemoteReader:
     """Reads from the writer's TCP socket, and acknowledges."""
 
     def __init__(self, handle: QueueHandle, rank: int) -> None:
-        if handle.remote_endpoint is None:
-            raise HandleError("the handle has remote readers but no endpoint; it is damaged")
-        self._subscriber = Subscriber(handle.remote_endpoint, REMOTE, rank)
+        endpoint = handle.remote_endpoint or ""
+        if not endpoint.startswith("tcp://"):
+            raise HandleError(
+                f"the handle has remote readers, and {endpoint!r} for them to connect to; "
+                "it is damaged"
+            )
+        self._subscriber = Subscriber(endpoint, REMOTE, rank)
         self._next = 0
 
     @property

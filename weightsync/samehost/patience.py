@@ -73,7 +73,7 @@ class Patience:
         if self._timeout_s is not None and now - self._started >= self._timeout_s:
             self._peers()
             raise TransferTimeout(
-                f"waited {self._timeout_s:g} s for {self._doing()}; everybody concerned is alive, "
+                f"waited {self._timeout_s:g} s for {self._doing()}; nobody is known to be dead, "
                 "so wait longer, or look at what they are doing"
             )
         if self._warn_s is not None and now >= self._warn_at:
