@@ -185,6 +185,20 @@ class TestRoundTrip:
         assert number == 1 + 2j
         assert same(tensor, torch.ones(2))
 
+    def test_a_hook_may_read_a_message_within(self) -> None:
+        encoder = TensorEncoder("direct_rpc")
+        inner = encoder.encode([7, torch.ones(LARGE)])
+
+        def hook(kind: type, value: Any) -> Any:
+            if isinstance(value, int):
+                return kind(value)
+            return decoder.decode([value, inner[1]])[0]
+
+        decoder = TensorDecoder(tuple[complex, torch.Tensor], dec_hook=hook)
+        number, tensor = decoder.decode(encoder.encode([inner[0], torch.zeros(LARGE)]))
+        assert number == 7
+        assert same(tensor, torch.zeros(LARGE))
+
     def test_several_threads_may_use_one_codec(self, queue: TensorIpcReceiver) -> None:
         encoder, decoder = TensorEncoder("direct_rpc"), TensorDecoder()
 

@@ -10,6 +10,7 @@ import socket
 import sys
 import threading
 import time
+import uuid
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -40,7 +41,7 @@ from weightsync.errors import (
     TransferError,
     TransferTimeout,
 )
-from weightsync.samehost.segment import DIRECTORY, live_segments
+from weightsync.samehost.segment import DIRECTORY, Segment, live_segments
 from weightsync.samehost.spawning import require_spawn
 from weightsync.samehost.tensor_bytes import DTYPES
 from weightsync.samehost.tensor_channel import bound_name
@@ -50,10 +51,15 @@ from weightsync.samehost.tensor_queue import (
     TensorIpcReceiver,
     TensorIpcSender,
 )
+from weightsync.wire.offers import SegmentHandle
 from weightsync.wire.tensor_packets import (
+    PROTOCOL,
+    Hello,
+    InPacket,
     TensorIpcHandle,
     TensorQueueHandle,
     decode_handle,
+    decode_welcome,
     encode,
 )
 
@@ -449,6 +455,19 @@ class TestEnds:
             for handle, nbytes in zip(handles, (BLOCK, 20_000), strict=True):
                 assert same(receiver.recv_tensor(handle), pattern(seed, nbytes))
 
+    def test_an_end_waits_until_the_receiver_has_mapped_all(self, nothing_left: None) -> None:
+        with TensorIpcReceiver(max_pending=1) as receiver:
+            sender = TensorIpcSender(receiver.handle)
+            first = sender.send_tensor(torch.ones(1))
+            assert comes_true(lambda: receiver.pending == 1)  # and now it reads no further
+            second = sender.send_tensor(pattern(1, BLOCK))
+            closing = threading.Thread(target=sender.close)
+            closing.start()
+            closing.join(SOON_S)
+            receiver.recv_tensor(first)
+            assert same(receiver.recv_tensor(second), pattern(1, BLOCK))
+            closing.join(WAIT_S)
+
     def test_what_nobody_asks_for_is_dropped_in_the_end(self, nothing_left: None) -> None:
         with TensorIpcReceiver(grace_s=SOON_S) as receiver:
             with TensorIpcSender(receiver.handle) as sender:
@@ -535,6 +554,34 @@ class TestStrangers:
         with self.connect(queue) as stranger:
             stranger.send(b"\x91" * (70 << 10))
             assert self.is_cut_off(stranger)
+
+    @pytest.mark.parametrize(
+        ("changes", "read"),
+        [
+            ([{}, {"sequence": 2}], 2),
+            ([{}, {"sequence": 1}], 1),
+            ([{"sender": "f" * 32}], 0),
+            ([{}, {"sequence": 5, "dtype": "float31"}], 1),
+            ([{}, {"sequence": 5, "shape": [1 << 60]}], 1),
+        ],
+    )
+    def test_who_lies_about_a_tensor_is_cut_off(
+        self, queue: TensorIpcReceiver, changes: list[dict[str, object]], read: int
+    ) -> None:
+        name = uuid.uuid4().hex
+        honest = TensorIpcHandle(None, "t", [2], "int8", "cpu", name, 1)
+        with self.connect(queue) as stranger, Segment.create(4096) as probe:
+            where = SegmentHandle(name=probe.name, nbytes=4096)
+            stranger.send(encode(Hello(PROTOCOL, name, "a stranger", where, 0)))
+            assert decode_welcome(stranger.recv(9999)).refusal == ""
+            for change in changes:
+                handle = msgspec.structs.replace(honest, **change)
+                stranger.send(encode(InPacket(handle, bytearray(b"\1\2"))))
+            if read < len(changes):
+                assert self.is_cut_off(stranger)
+            for _ in range(read):
+                assert queue.recv_any(WAIT_S).tensor.tolist() == [1, 2]
+            assert queue.pending == 0
 
     @pytest.mark.parametrize(
         ("name", "reason"),
