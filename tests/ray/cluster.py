@@ -49,6 +49,8 @@ def test_actors_on_two_nodes_until_one_node_is_gone(cluster: Any) -> None:
     )
     places = [ray.get(handle.where.remote(), timeout=WAIT_S) for handle in (here, there)]
     assert len(set(places)) == 2
+    nodes = {node["NodeManagerAddress"] for node in ray.nodes()}
+    assert RayActorTransport(there).local_address in nodes
     model = make("everything")
     with ws.connect(model, to=[here, there]) as sender:
         for seed in (1, 2, 3):
@@ -72,6 +74,7 @@ def test_a_cluster_that_was_left_is_not_started_again(cluster: Any) -> None:
     transport = RayActorTransport(handle)
     transport.call(StatusRequest(), timeout_s=WAIT_S)
     ray.shutdown()
+    assert transport.local_address is None
     with pytest.raises(ConnectError, match="shut down"):
         transport.call(StatusRequest(), timeout_s=WAIT_S)
     assert not ray.is_initialized()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 import os
 import socket
 import threading
@@ -17,6 +18,7 @@ from weightsync.errors import ConfigError, ConnectError, TransferError, WeightSy
 from weightsync.samehost.device_keys import host_key
 from weightsync.sending.feeder import RELAY_PLACE, Feeder
 from weightsync.sending.fleet import Answer, Fleet, Member, failures
+from weightsync.transports.base import Transport
 from weightsync.wire.messages import InitReply, InitRequest, Request
 from weightsync.wire.offers import DistributedInit, HostRing, IpcInit
 
@@ -182,27 +184,38 @@ def _worker_init(base: IpcInit, ring: HostRing | None, worker: Member) -> IpcIni
 
 def _address_for_all(leaders: Sequence[Member]) -> str:
     """Return one address that all of them reach: loopback where none is on another host."""
-    elsewhere = [leader for leader in leaders if leader.host != host_key()]
-    return address_for(elsewhere[0].target) if elsewhere else "127.0.0.1"
+    elsewhere = [leader.transport for leader in leaders if leader.host != host_key()]
+    return address_for(elsewhere[0]) if elsewhere else "127.0.0.1"
 
 
-def address_for(target: str) -> str:
-    """Return the address of this host that `target`, on another host, can reach.
+def address_for(transport: Transport) -> str:
+    """Return the address of this host that the receiver behind `transport`, elsewhere, can reach.
 
-    It is WEIGHTSYNC_ADDRESS where that is set, else the source address of the route to the
-    target's URL, or of the default route. Raises ConnectError when there is none.
+    It is WEIGHTSYNC_ADDRESS where that is set; else the source address of the route to the
+    target's URL; else what the transport knows, or the source address of the default route.
+    Raises ConnectError when there is none.
     """
     said = os.environ.get(ADDRESS_VARIABLE)
     if said:
         return said
-    host = urlsplit(target).hostname if "://" in target else None
+    host = urlsplit(transport.target).hostname if "://" in transport.target else None
+    known = None if host else getattr(transport, "local_address", None)
+    if known and not _is_loopback(known):
+        return str(known)
     try:
         return _route_to(host or "192.0.2.1")  # an address for documentation, on no network
     except OSError as exc:
         raise ConnectError(
-            f"cannot find the address under which {target} reaches this host: {exc}; "
+            f"cannot find the address under which {transport.target} reaches this host: {exc}; "
             f"set {ADDRESS_VARIABLE}"
         ) from exc
+
+
+def _is_loopback(address: str) -> bool:
+    try:
+        return ipaddress.ip_address(address).is_loopback
+    except ValueError:
+        return False
 
 
 def _route_to(host: str) -> str:

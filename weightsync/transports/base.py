@@ -12,6 +12,9 @@ class Transport(Protocol):
 
     The sender makes one transport per receiver, calls it from any thread, and closes it last.
     A call may be made while another is in flight: an abort beside a long update.
+
+    One whose target is no URL may have an attribute `local_address` (`str | None`): where the
+    receiver's host reaches this one. The `distributed` backend listens there.
     """
 
     @property

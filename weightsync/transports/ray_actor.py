@@ -44,6 +44,13 @@ class RayActorTransport(CountingTransport):
         self._door = door
         self._closed = False
 
+    @property
+    def local_address(self) -> str | None:
+        """The address under which Ray's other nodes know this one; None when Ray is shut down."""
+        if not ray.is_initialized():
+            return None
+        return str(ray.util.get_node_ip_address())  # type: ignore[no-untyped-call]  # Ray's
+
     def call(self, request: Request, *, timeout_s: float) -> Reply:
         """Send one request and return its reply; see Transport.call."""
         if self._closed:

@@ -1,0 +1,47 @@
+"""Where receivers on other hosts find this one."""
+
+from __future__ import annotations
+
+import pytest
+
+from weightsync.sending.rendezvous import ADDRESS_VARIABLE, address_for
+from weightsync.wire.messages import Reply, Request
+
+
+class _To:
+    """A transport that only says whom it reaches, and from where."""
+
+    sent_nbytes = sent_messages = 0
+
+    def __init__(self, target: str, local_address: str | None) -> None:
+        self.target = target
+        self.local_address = local_address
+
+    def call(self, request: Request, *, timeout_s: float) -> Reply:
+        raise NotImplementedError
+
+    def close(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize(
+    ("target", "local_address", "expected"),
+    [
+        ("Actor Rollout 0a1b", "198.51.100.7", "198.51.100.7"),
+        ("http://127.0.0.1:8000", "198.51.100.7", "127.0.0.1"),
+        ("http://[::1]:8000", None, "::1"),
+    ],
+)
+def test_the_way_to_the_target_is_known(
+    monkeypatch: pytest.MonkeyPatch, target: str, local_address: str | None, expected: str
+) -> None:
+    monkeypatch.delenv(ADDRESS_VARIABLE, raising=False)
+    assert address_for(_To(target, local_address)) == expected
+    monkeypatch.setenv(ADDRESS_VARIABLE, "203.0.113.5")
+    assert address_for(_To(target, local_address)) == "203.0.113.5"
+
+
+def test_a_loopback_address_is_of_no_use_to_another_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(ADDRESS_VARIABLE, raising=False)
+    monkeypatch.setattr("weightsync.sending.rendezvous._route_to", lambda _: "198.51.100.8")
+    assert address_for(_To("Actor Rollout 0a1b", "127.0.0.1")) == "198.51.100.8"
