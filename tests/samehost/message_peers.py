@@ -242,3 +242,15 @@ def die_while_sending() -> None:
     assert writer is not None
     vars(writer._publisher)["send"] = killed
     _queues["q"].enqueue(bytes(4 * SMALL_SLOT))
+
+
+def check_stream(sizes: list[int]) -> int:
+    """Read messages `(number, fill)` alternately in place and copied; return how many were right."""
+    for number, size in enumerate(sizes):
+        want = (number, bytes([number % 251]) * size)
+        if number % 2:
+            with _queues["q"].read(WAIT_S) as got:
+                assert (got[0], bytes(got[1])) == want
+        else:
+            assert _queues["q"].dequeue(WAIT_S) == want
+    return len(sizes)

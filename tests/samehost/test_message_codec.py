@@ -120,6 +120,13 @@ def test_tensors_of_every_kind_of_memory_arrive_plain(tensor: torch.Tensor) -> N
     assert got.is_contiguous()
 
 
+@pytest.mark.gpu
+def test_a_tensor_on_a_gpu_arrives_on_the_cpu() -> None:
+    got = sent(torch.arange(6, device="cuda").reshape(2, 3).t())
+    assert got.device.type == "cpu"
+    assert got.tolist() == [[0, 3], [1, 4], [2, 5]]
+
+
 def test_in_place_a_tensor_is_the_memory_that_came() -> None:
     codec = MessageCodec()
     encoded = codec.encode(torch.zeros(100))

@@ -132,6 +132,18 @@ def test_sizes_mixed_keep_their_order() -> None:
         assert got == sizes
 
 
+def test_a_long_mixed_stream_is_read_right_in_place_and_copied() -> None:
+    rng = np.random.default_rng(0)
+    choice = [0, 5, 500, 1000, 3000, SMALL_SLOT - 100, SMALL_SLOT, OVERSIZE]
+    sizes = [int(size) for size in rng.choice(choice, 2000)]
+    with with_readers(2) as (queue, readers):
+        for reader in readers:
+            reader.start(told.check_stream, sizes)
+        for number, size in enumerate(sizes):
+            queue.enqueue((number, bytes([number % 251]) * size), WAIT_S)
+        assert [reader.answer() for reader in readers] == [len(sizes)] * 2
+
+
 def test_the_sender_may_change_what_it_sent_at_once() -> None:
     with pair() as (writer, reader):
         for count in (10, 1000, OVERSIZE):
