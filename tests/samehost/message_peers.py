@@ -245,7 +245,7 @@ def die_while_sending() -> None:
 
 
 def check_stream(sizes: list[int]) -> int:
-    """Read messages `(number, fill)` alternately in place and copied; return how many were right."""
+    """Read `(number, fill)` by turns in place and copied; return how many were right."""
     for number, size in enumerate(sizes):
         want = (number, bytes([number % 251]) * size)
         if number % 2:
