@@ -6,6 +6,7 @@ import signal
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ import weightsync as ws
 from tests.backends.hosts import BUCKET_NBYTES, Model, Party, footprint, mapped, party, workers
 from tests.samehost.processes import line_of, running
 from weightsync.backends import chain_link
+from weightsync.backends.chain_head import Head
 from weightsync.backends.distributed import DistributedWeightTransferEngine
 from weightsync.backends.ipc_sender import IpcOptions, IpcTrainerEngine
 from weightsync.samehost.device_keys import host_key
@@ -231,6 +233,30 @@ def test_a_flipped_bit_is_found() -> None:
         assert "large" in told(failed)
         for worker in fleet.workers:
             assert worker.ask("content") == before
+        send_well(fleet, 3)
+
+
+@pytest.mark.parametrize("nbytes", [-64, 1 << 40])
+def test_a_head_that_lies_ends_the_update_and_no_process(
+    monkeypatch: pytest.MonkeyPatch, nbytes: int
+) -> None:
+    fill = Head.fill
+
+    def lie(self: Head, *args: Any, **said: Any) -> None:
+        if said.get("chunk") == 3:
+            said["nbytes"] += nbytes
+        fill(self, *args, **said)
+
+    with party(1, 2, timeout_s=SHORT_S) as fleet:
+        send_well(fleet, 1)
+        before = fleet.model.content()
+        with monkeypatch.context() as patched:
+            patched.setattr(Head, "fill", lie)
+            fleet.model.fill(2)
+            assert any(isinstance(error, ws.ProtocolError) for error in fleet.send())
+        for worker in fleet.workers:
+            assert worker.ask("content") == before
+        fleet.build()
         send_well(fleet, 3)
 
 

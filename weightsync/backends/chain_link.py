@@ -199,14 +199,14 @@ class Link:
         """Make the next chunk's room known to the rank before."""
         place = self._place(head)
         buffer = self._slots[place] if place >= 0 else self._scratch[-place - 1]
-        memory = buffer[: head.nbytes]
-        pending = self._receive(memory, data_lane(head.chunk))
+        # All of it: Gloo ends the process of whoever is sent more than it waits for.
+        pending = self._receive(buffer, data_lane(head.chunk))
         self._arriving.append(
             _Arrival(
                 chunk=head.chunk,
                 last=head.last,
                 fingerprints=head.fingerprints,
-                memory=memory,
+                memory=buffer[: head.nbytes],
                 place=place,
                 intake=self._current if place >= 0 else None,
                 pending=pending,

@@ -111,7 +111,11 @@ class Roads:
                 return False
             member.rank, member.road = way.rank, way.road
             try:
-                self.offer([member], fleet_version)
+                if way.road == "distributed" and fleet_version:
+                    # Alone: it is brought up to date before an update of everyone, if there is any.
+                    raise_first(self._meet(fleet_version, [member]), "init")
+                else:
+                    self.offer([member], fleet_version)
             except _ROAD_ERRORS as exc:
                 logger.warning("%s: road %s: %s", member.target, way.road, exc)
                 member.skipped[way.road] = str(exc)
