@@ -29,7 +29,7 @@ class BoundedCall(Generic[T]):
         """Whether it still waits."""
         return self._thread.is_alive()
 
-    def result(self, timeout_s: float) -> T:
+    def result(self, timeout_s: float | None) -> T:
         """Return what the call returns, or raise what it raises; TimeoutError after `timeout_s`."""
         self._thread.join(timeout_s)
         with self._lock:
@@ -41,7 +41,7 @@ class BoundedCall(Generic[T]):
                 finally:
                     del error  # its frames hold it
             if not self._answer:
-                raise TimeoutError(f"no answer within {timeout_s:g} s")
+                raise TimeoutError(f"no answer within {timeout_s or 0:g} s")
             return self._answer.pop()
 
     def _run(self) -> None:

@@ -47,6 +47,7 @@ class DistributedWeightTransferEngine(WeightTransferEngine):
         self._ring: HostRing | None = None
         self._control: Control | None = None
         self._link: Link | None = None
+        self._whole_sizes: list[int] = []
         self._lifeline: Lifeline | None = None
 
     def init_transfer_engine(self, init_info: Init) -> None:
@@ -84,7 +85,7 @@ class DistributedWeightTransferEngine(WeightTransferEngine):
         link, init = self._link, self._init
         if link is None or init is None:
             raise ProtocolError("the transfer engine is not initialised; call init first")
-        intake = _intake(update_info, init, self.manifest)
+        intake = _intake(update_info, init, self._whole_sizes)
         link.take_in(intake)
 
         def check() -> None:
@@ -156,6 +157,7 @@ class DistributedWeightTransferEngine(WeightTransferEngine):
         )
         self._control = control
         self._inner.init_transfer_engine(place_on(self._ring, init, MEMBER_PLACE))
+        self._whole_sizes = _chunk_sizes(self.manifest, init)
         self._join(init, control, ring)
         self._init = init
 
@@ -197,18 +199,22 @@ def _check_place(init: DistributedInit) -> None:
         )
 
 
-def _intake(info: UpdateInfo, init: DistributedInit, manifest: Manifest) -> Intake:
+def _intake(info: UpdateInfo, init: DistributedInit, whole: list[int]) -> Intake:
     if not isinstance(info, RegisteredUpdate) or not info.packed or info.readers is None:
         raise ProtocolError(
             "the member of a private group takes packed updates of its own sender, with the reader "
             "places of its host"
         )
-    if info.manifest is not None:
-        manifest = manifest_from_wire(info.manifest)
-    plan = Plan(manifest, bucket_nbytes=init.slot_nbytes, run_nbytes=init.run_nbytes)
+    part = info.manifest
     return Intake(
         epoch=info.epoch,
         base=info.base,
         readers=sorted({MEMBER_PLACE, *info.readers}),
-        sizes=[chunk.stop - chunk.start for chunk in plan.chunks],
+        sizes=whole if part is None else _chunk_sizes(manifest_from_wire(part), init),
     )
+
+
+def _chunk_sizes(manifest: Manifest, init: DistributedInit) -> list[int]:
+    """The bytes of each chunk, as this sender cuts its stream."""
+    plan = Plan(manifest, bucket_nbytes=init.slot_nbytes, run_nbytes=init.run_nbytes)
+    return [chunk.stop - chunk.start for chunk in plan.chunks]

@@ -340,7 +340,7 @@ def _store(address: str, port: int, timeout_s: float, *, listen_fd: int | None =
         )
     )
     try:
-        return made.result(timeout_s)
+        return made.result(timeout_s if listen_fd is None else None)
     except (RuntimeError, TimeoutError) as exc:
         raise ConnectError(
             f"the private group's store at {address}:{port} cannot be reached: {_reason(str(exc))}"
