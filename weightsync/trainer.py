@@ -226,14 +226,7 @@ class WeightSender:
         The source must still hold what was sent as that version. Raises what `connect` and
         `resync` raise; the fleet is then as it was.
         """
-        transport = make_transport(target, self._token) if self._lead else None
-
-        def add(lead: Lead) -> SyncReport | None:
-            if transport is None:
-                raise ConfigError("only rank 0 adds receivers")
-            return lead.add(transport)
-
-        return self._together("add", add)
+        return self._together("add", lambda lead: lead.add(make_transport(target, self._token)))
 
     def remove(self, target: str) -> None:
         """Let the receiver of that name (`targets`) go; it keeps the weights that it holds."""
@@ -243,7 +236,7 @@ class WeightSender:
         """Send the current version to one receiver that missed it, and to no other.
 
         The source must still hold what was sent as that version. Raises TransferError when it has
-        changed since, ConfigError for an unknown target or before the first update.
+        changed since (which only fingerprints show: with `verify=False` a warning is logged), ConfigError for an unknown target or before the first update.
         """
         report = self._together("resync", lambda lead: lead.resync(lead.member(target)))
         return _required(report)
@@ -263,7 +256,7 @@ class WeightSender:
             return
         known = self._ensemble.ranks.broken
         try:
-            self._together("close", lambda lead: lead.disconnect())
+            self._together("close", lambda lead: lead.disconnect(leaves=True))
         except WeightSyncError:
             self._part()
             if not known:
@@ -276,7 +269,7 @@ class WeightSender:
         self._ensemble.ranks.close()
         if self._lead is not None:
             with suppress(WeightSyncError):
-                self._lead.disconnect()
+                self._lead.disconnect(leaves=True)
 
     def __enter__(self) -> Self:
         return self

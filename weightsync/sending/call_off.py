@@ -5,9 +5,14 @@ from __future__ import annotations
 import time
 from contextlib import suppress
 
+from weightsync.errors import TransferError
 from weightsync.sending.ranks import Ranks
 
 _INTERVAL_S = 0.2
+
+
+class CalledOffError(TransferError):
+    """A step was called off, and the ranks found no reason together: look at their answers."""
 
 
 class CalledOff(Exception):  # no error of its own: the ranks agree on the real one

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from weightsync.errors import ProtocolError
 from weightsync.report import SyncReport
 from weightsync.sending.agreement import compare
+from weightsync.sending.call_off import CalledOffError
 from weightsync.sending.commands import (
     Answer,
     AnyCommand,
@@ -56,11 +57,13 @@ class Ensemble:
             return [self.feeder.do(command, check)]
         self.ranks.broadcast(encode(command))
         answers, error = self._do(command, check)
-        if error is not None:
+        if error is not None and not isinstance(error, CalledOffError):
             raise error
         for name, answer in zip(self.ranks.names, answers, strict=True):
             if answer.problem is not None:
                 raise from_problem(answer.problem, peer=f"rank {name}")
+        if error is not None:
+            raise error
         return answers
 
     def done(

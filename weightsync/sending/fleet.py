@@ -10,7 +10,7 @@ from typing import cast
 
 from weightsync.errors import RemoteError, WeightSyncError
 from weightsync.transports.base import Transport
-from weightsync.wire.messages import InitReply, Reply, Request, Status, StepReply
+from weightsync.wire.messages import FinishRequest, InitReply, Reply, Request, Status, StepReply
 
 logger = logging.getLogger(__name__)
 
@@ -43,7 +43,8 @@ class Member:
     version: int = 0
     apply: str = ""
     keys: list[str] = field(default_factory=list)
-    unfinished: str | None = None
+    last_finished: str | None = None
+    unfinished: FinishRequest | None = None
     unaborted: str | None = None
 
     @property
@@ -60,6 +61,7 @@ class Member:
         """Remember who answered."""
         self.instance = status.instance
         self.version = status.version
+        self.last_finished = status.last_finished
         self.apply = status.apply
         self.keys = status.device_keys
 
@@ -179,7 +181,7 @@ def _ask(
 
 def named(error: WeightSyncError, target: str) -> WeightSyncError:
     """Have the error say which receiver it is about."""
-    if target not in str(error):
+    if not str(error).startswith(f"{target}:"):
         error.args = (f"{target}: {error}", *error.args[1:])
     return error
 

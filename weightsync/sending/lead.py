@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import logging
 from collections.abc import Iterator, Mapping, Sequence
@@ -19,6 +20,7 @@ from weightsync.sending.outgoing import Update
 from weightsync.sending.roads import Roads
 from weightsync.transports.base import Transport
 from weightsync.wire.messages import StartTerms, StepReply
+from weightsync.wire.offers import MAX_VERSION
 
 logger = logging.getLogger(__name__)
 
@@ -68,19 +70,25 @@ class Lead:
         """Take a road to everyone, and take over what a dead sender left."""
         self._membership.connect()
 
-    def disconnect(self) -> None:
-        """Unregister all memory; the next send connects."""
-        self._membership.disconnect()
+    def disconnect(self, *, leaves: bool = False) -> None:
+        """Unregister all memory; the next send connects, unless the sender `leaves` its fleet."""
+        self._membership.disconnect(leaves=leaves)
 
     def send(self, version: int | None, label: str | None, *, rewind: bool) -> SyncReport:
         """Bring every receiver to the source's current weights."""
+        _check_version(version)
+        before = (self.fleet.sent_nbytes, self.fleet.sent_messages)
         self._membership.ready()
         update, terms = self._reach_most(version, label, rewind=rewind)
         sent = terms.version or 0
         self._membership.version = sent
-        self._sent = _Sent(sent, label, self.roads.layout, update.table_digests)
-        self._reach_rest(update, terms)
-        return self._report(update, sent, label)
+        self._sent = _Sent(sent, label, self.roads.layout, update.table_digests, {update.update_id})
+        try:
+            self._reach_rest(update, terms)
+        finally:
+            # What those hold who were left behind is not what the fleet holds.
+            self._membership.version = sent
+        return self._report(update, sent, label, before)
 
     def resync(self, member: Member) -> SyncReport:
         """Send the current version to one member, and nothing to any other.
@@ -95,6 +103,7 @@ class Lead:
                 f"this sender has not sent version {self.version} as a whole, so it cannot send "
                 "it again; send_weights() brings everyone up to date"
             )
+        before = (self.fleet.sent_nbytes, self.fleet.sent_messages)
         self._membership.ready([member])
         terms = self._terms(self.version, self._sent.label, rewind=True)
         update = self._update([member])
@@ -106,7 +115,8 @@ class Lead:
             self._membership.mend([member])
             update = self._update([member])
             update.send_whole(terms, before_finish=self._check_unchanged)
-        return self._report(update, self.version, self._sent.label)
+        self._sent.update_ids.add(update.update_id)
+        return self._report(update, self.version, self._sent.label, before)
 
     def add(self, transport: Transport) -> SyncReport | None:
         """Take a receiver in, and bring it up to date where this sender has sent a version.
@@ -114,7 +124,8 @@ class Lead:
         What fails leaves the fleet as it was.
         """
         member = self._membership.add(transport)
-        if member.version == self.version or self._sent.version != self.version:
+        holds = member.version == self.version and member.last_finished in self._sent.update_ids
+        if not self.version or holds or self._sent.version != self.version:
             return None
         try:
             return self.resync(member)
@@ -142,6 +153,8 @@ class Lead:
         self, version: int | None, label: str | None, *, rewind: bool, partial: bool
     ) -> Iterator[Update]:
         """An update whose tensors the caller sends: it commits, or is aborted on every receiver."""
+        _check_version(version)
+        before = (self.fleet.sent_nbytes, self.fleet.sent_messages)
         self._membership.ready()
         version = self.version + 1 if version is None else version
         base = self.version if partial else None
@@ -167,7 +180,7 @@ class Lead:
         if update.failed and not self._drops:
             raise _left_behind(update.failed, version) from next(iter(update.failed.values()))
         self._drop_all(update.failed)
-        update.last_report = self._report(update, version, label)
+        update.last_report = self._report(update, version, label, before)
 
     def _reach_most(
         self, version: int | None, label: str | None, *, rewind: bool
@@ -224,9 +237,9 @@ class Lead:
                 update.rule = "roll-forward"
             except WeightSyncError as exc:
                 left[member] = exc
-        if left and not self._drops:
+        if left and (not self._drops or self._ensemble.feeder.stop.is_set()):
             update.rule = "roll-forward"
-            raise _left_behind(left, self.version) from next(iter(left.values()))
+            raise _left_behind(left, terms.version or 0) from next(iter(left.values()))
         self._drop_all(left)
 
     def _send_again(
@@ -245,6 +258,7 @@ class Lead:
         self._membership.mend([member])
         again = self._update([member])
         again.send_whole(terms)
+        self._sent.update_ids.add(again.update_id)
         return again.replies
 
     def _drop_all(self, failed: Mapping[Member, WeightSyncError]) -> None:
@@ -274,22 +288,33 @@ class Lead:
 
     def _check_unchanged(self, update: Update) -> None:
         """What goes out again as a version must be what went out as that version before."""
-        if self._sent.layout != self.roads.layout:
-            logger.warning("the roads have changed: whether the weights have cannot be seen")
-            return
         pairs = zip(self._sent.digests, update.table_digests, strict=False)
-        if any(a != b for a, b in pairs if a is not None and b is not None):
+        known = [(a, b) for a, b in pairs if a is not None and b is not None]
+        if self._sent.layout != self.roads.layout or not known:
+            logger.warning(
+                "version %s is sent again unchecked: without fingerprints of the same layout it "
+                "cannot be seen whether the weights have changed since",
+                self.version,
+            )
+        elif any(a != b for a, b in known):
             raise TransferError(
                 f"the weights have changed since version {self.version} was sent; "
                 "send_weights() brings everyone up to date"
             )
 
-    def _report(self, update: Update, version: int, label: str | None) -> SyncReport:
-        membership = self._membership
-        connect_seconds = dict(self.roads.seconds) if membership.fresh else {}
-        dropped, membership.dropped, membership.fresh = membership.dropped, {}, False
+    def _report(
+        self, update: Update, version: int, label: str | None, before: tuple[int, int]
+    ) -> SyncReport:
+        """Add to the update's report what came before and after it in the same call."""
+        connect_seconds = dict(self.roads.seconds) if self.roads.unreported else {}
+        self.roads.unreported = False
+        dropped, self._membership.dropped = self._membership.dropped, {}
         return dataclasses.replace(
-            update.report(version, label), connect_seconds=connect_seconds, dropped=dropped
+            update.report(version, label),
+            connect_seconds=connect_seconds,
+            control_nbytes=self.fleet.sent_nbytes - before[0],
+            control_messages=self.fleet.sent_messages - before[1],
+            dropped=dropped,
         )
 
 
@@ -301,13 +326,26 @@ class _Sent:
     label: str | None = None
     layout: str = ""
     digests: Sequence[str | None] = ()
+    update_ids: set[str] = dataclasses.field(default_factory=set)
 
 
 def _left_behind(failed: Mapping[Member, WeightSyncError], version: int) -> WeightSyncError:
     """Return the error of those who failed, saying that the others went on."""
     first = next(iter(failed.values()))
     reasons = "; ".join(str(error) for error in failed.values())
-    return type(first)(
+    told = copy.copy(first)
+    told.args = (
         f"{names(failed)} failed and is left behind, while the others hold version {version}: "
-        f"{reasons}; send_weights() tries again, sender.remove() lets a receiver go"
+        f"{reasons}; send_weights() tries again, sender.remove() lets a receiver go",
     )
+    return told
+
+
+def _check_version(version: object) -> None:
+    if version is None:
+        return
+    if not isinstance(version, int) or isinstance(version, bool) or not 0 <= version <= MAX_VERSION:
+        raise ConfigError(
+            f"a version is an integer from 0 to {MAX_VERSION}, not {version!r}; a name goes into "
+            "label="
+        )

@@ -8,8 +8,7 @@ from itertools import islice
 
 import torch
 
-from weightsync.errors import TransferError
-from weightsync.sending.call_off import CalledOff, CallOff
+from weightsync.sending.call_off import CalledOff, CalledOffError, CallOff
 from weightsync.sending.ranks import Ranks
 from weightsync.specs import Manifest
 from weightsync.weights.groups import groups_of
@@ -72,7 +71,7 @@ class Lockstep:
         finally:
             self._making = self._rest = iter(())
         if called_off:
-            raise TransferError("the step was called off by a rank that then found nothing wrong")
+            raise CalledOffError("another rank called the step off, and then found nothing wrong")
 
     def check(self) -> None:
         """Raise when this rank should leave the step, CalledOff when another one has."""

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from weightsync.errors import (
     ConfigError,
+    ProtocolError,
     TransferError,
     TransportError,
     UnknownSenderError,
@@ -15,10 +16,17 @@ from weightsync.errors import (
 from weightsync.sending.commands import Look
 from weightsync.sending.ensemble import Ensemble
 from weightsync.sending.fleet import Answer, Fleet, Member, failures, raise_first
-from weightsync.sending.roads import Roads, check_fleet
+from weightsync.sending.roads import Roads
 from weightsync.sending.takeover import end_orphans
 from weightsync.transports.base import Transport
-from weightsync.wire.messages import AbortRequest, FinishRequest, Status, StatusRequest, StepReply
+from weightsync.wire.messages import (
+    PROTOCOL,
+    AbortRequest,
+    FinishRequest,
+    Status,
+    StatusRequest,
+    StepReply,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -40,35 +48,39 @@ class Membership:
         self.roads = roads
         self.version = 0
         self.connected = False
-        self.fresh = False
         self.dropped: dict[str, str] = {}
         self._drops = drops
         self._ensemble = ensemble
         self._timeout_s = timeout_s
-        self._met = False
+        self._owed: dict[str, tuple[FinishRequest | None, str | None]] = {}
 
     def connect(self) -> None:
         """Take a road to everyone, and end what a dead sender left open.
 
         The first time everyone has to be there: a wrong address is no failure to go on without.
         """
-        answers = self._greet(self.fleet.members, drops=self._drops and self._met)
+        answers = self._greet(self.fleet.members, drops=self._drops and self.roads.met)
         check_fleet(self.fleet, answers)
         self.learn(answer.status.version for answer in answers)
-        self.roads.seconds.clear()
         self.roads.take(self.version)
-        self.connected = self.fresh = self._met = True
+        self.connected = True
         try:
             self.learn(end_orphans(self.fleet, answers, self._timeout_s))
         except BaseException:
             self.disconnect()
             raise
+        self.roads.met = True
 
-    def disconnect(self) -> None:
-        """Unregister all memory; the next call that needs it connects."""
+    def disconnect(self, *, leaves: bool | None = None) -> None:
+        """Unregister all memory; the next call that needs it connects.
+
+        What is still owed to members is told them first, as far as they can be reached. With
+        `leaves` the fleet ends.
+        """
         if self.connected:
+            self._pay(self.fleet.members)
             self.connected = False
-            self.roads.withdraw()
+            self.roads.withdraw(leaves=leaves)
 
     def ready(self, members: Sequence[Member] | None = None) -> None:
         """Have members (None: all) connected and free of updates that are over.
@@ -113,7 +125,10 @@ class Membership:
 
     def let_go(self, member: Member) -> None:
         """Have a member close what it opened, and forget it. It need not answer."""
-        self.roads.withdraw([member])
+        self._pay([member])
+        if member.unfinished is not None or member.unaborted is not None:
+            self._owed[member.instance] = (member.unfinished, member.unaborted)
+        self.roads.withdraw([member], leaves=True)
         self.roads.forget(member)
         self.fleet.remove(member)
 
@@ -128,7 +143,7 @@ class Membership:
         finished: dict[Member, StepReply] = {}
         owing = [m for m in members if m.unfinished is not None]
         answers = self.fleet.ask(
-            lambda m: FinishRequest(update_id=m.unfinished),
+            lambda m: m.unfinished or FinishRequest(),
             timeout_s=timeout_s or self._timeout_s,
             members=owing,
         )
@@ -198,7 +213,28 @@ class Membership:
         self._refuse_unreachable(answers, "status", drops=drops)
         answers = [answer for answer in answers if answer.member in self.fleet.members]
         raise_first(answers, "status")
-        return answers
+        return [self._pay_back(answer) for answer in answers]
+
+    def _pay(self, members: Sequence[Member]) -> None:
+        """Tell leaving members how their updates ended; who cannot be reached is not missed."""
+        for member in members:
+            if member.unfinished is None and member.unaborted is None:
+                continue
+            try:
+                self.settle([member], timeout_s=min(self._timeout_s, _STATUS_TIMEOUT_S))
+            except WeightSyncError as exc:
+                logger.warning("%s leaves with an update open: %s", member.target, exc)
+
+    def _pay_back(self, answer: Answer) -> Answer:
+        """One that left with an update of ours open is told how it ended before it is connected."""
+        owed = self._owed.pop(answer.status.instance, None)
+        if owed is None:
+            return answer
+        answer.member.unfinished, answer.member.unaborted = owed
+        self.settle([answer.member])
+        again = self.fleet.ask(StatusRequest(), timeout_s=self._timeout_s, members=[answer.member])
+        raise_first(again, "status")
+        return again[0]
 
     def _refuse_unreachable(self, answers: Sequence[Answer], doing: str, *, drops: bool) -> None:
         lost = [answer for answer in answers if isinstance(answer.error, TransportError)]
@@ -222,3 +258,26 @@ class Membership:
 def names(members: Iterable[Member]) -> str:
     """Name members for a message."""
     return ", ".join(member.target for member in members)
+
+
+def check_fleet(fleet: Fleet, answers: Sequence[Answer]) -> None:
+    """Take note of who members are, before anything is made for them.
+
+    Raises ConfigError when two targets are one receiver, and ProtocolError for a receiver of
+    another protocol.
+    """
+    asked = {answer.member for answer in answers}
+    seen = {member.instance: member for member in fleet.members if member not in asked}
+    for answer in answers:
+        answer.member.met(answer.status)
+        if answer.status.protocol != PROTOCOL:
+            raise ProtocolError(
+                f"{answer.member.target} speaks protocol {answer.status.protocol}, this sender "
+                f"{PROTOCOL}; install the same version of weightsync on both sides"
+            )
+        known = seen.setdefault(answer.status.instance, answer.member)
+        if known is not answer.member:
+            raise ConfigError(
+                f"{known.target} and {answer.member.target} are the same receiver (instance "
+                f"{answer.status.instance}); name every receiver once"
+            )

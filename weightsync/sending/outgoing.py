@@ -167,7 +167,7 @@ class Update:
         self._abort([member for member in self.members if member in self.failed], "it failed here")
         staying = self._staying
         for member in staying:
-            member.unfinished = self.update_id
+            member.unfinished = self._finish_request(member)
         answers = self._ask(self._finish_request, staying)
         for _ in range(_FINISH_TRIES - 1):
             again = [a.member for a in answers if isinstance(a.error, TransportError)]

@@ -23,7 +23,7 @@ from weightsync.sending.feeder import RELAY_PLACE
 from weightsync.sending.fleet import Answer, Fleet, Member, failures, raise_first
 from weightsync.sending.placement import Way, check_backend, settle, ways
 from weightsync.sending.rendezvous import Rendezvous, host_of
-from weightsync.wire.messages import PROTOCOL, InitRequest, Request, ShutdownRequest
+from weightsync.wire.messages import InitRequest, Request, ShutdownRequest
 from weightsync.wire.offers import IpcInit, ProbeInfo
 
 logger = logging.getLogger(__name__)
@@ -37,7 +37,8 @@ class Roads:
     """The way to every member of a fleet, on rank 0.
 
     `take` finds it, `offer` gives members that do not know this sender what they need again,
-    `withdraw` ends it. `seconds` is what finding it took, by phase.
+    `withdraw` ends it. `seconds` is what finding it last took, by phase;
+    `unreported` until a report has said so. `met` says that the fleet was connected once.
     """
 
     def __init__(
@@ -47,6 +48,8 @@ class Roads:
         if backend == "distributed" and options.packed is False:
             raise ConfigError("the distributed backend streams: leave packed out, or say True")
         self.seconds: dict[str, float] = {}
+        self.unreported = False
+        self.met = False
         self.packed = False
         self._ensemble = ensemble
         self._fleet = fleet
@@ -189,14 +192,18 @@ class Roads:
         said = f"{why} {self._rendezvous.failure}"
         return [m for m in members if m.road == "distributed" and host_of(m.target) in said]
 
-    def withdraw(self, members: Sequence[Member] | None = None) -> None:
+    def withdraw(
+        self, members: Sequence[Member] | None = None, *, leaves: bool | None = None
+    ) -> None:
         """Have members (None: all) close what they opened; with all of them, free everything.
 
-        Who is gone is not missed.
+        `leaves` says that they belong to this fleet no more; None is no, once it was met. Who is
+        gone is not missed.
         """
+        parts = not self.met if leaves is None else leaves
         leaving = [m for m in (self._fleet.members if members is None else members) if m.sender]
         answers = self._fleet.ask(
-            lambda member: ShutdownRequest(sender=member.sender),
+            lambda member: ShutdownRequest(sender=member.sender, leaves=parts),
             timeout_s=min(self._options.timeout_s, _GOODBYE_S),
             members=leaving,
         )
@@ -330,34 +337,14 @@ class Roads:
     @contextmanager
     def _timed(self, phase: str) -> Iterator[None]:
         started = time.perf_counter()
+        if not self.unreported:
+            self.seconds.clear()
+            self.unreported = True
         try:
             yield
         finally:
             took = time.perf_counter() - started
             self.seconds[phase] = self.seconds.get(phase, 0.0) + took
-
-
-def check_fleet(fleet: Fleet, answers: Sequence[Answer]) -> None:
-    """Take note of who members are, before anything is made for them.
-
-    Raises ConfigError when two targets are one receiver, and ProtocolError for a receiver of
-    another protocol.
-    """
-    asked = {answer.member for answer in answers}
-    seen = {member.instance: member for member in fleet.members if member not in asked}
-    for answer in answers:
-        answer.member.met(answer.status)
-        if answer.status.protocol != PROTOCOL:
-            raise ProtocolError(
-                f"{answer.member.target} speaks protocol {answer.status.protocol}, this sender "
-                f"{PROTOCOL}; install the same version of weightsync on both sides"
-            )
-        known = seen.setdefault(answer.status.instance, answer.member)
-        if known is not answer.member:
-            raise ConfigError(
-                f"{known.target} and {answer.member.target} are the same receiver (instance "
-                f"{answer.status.instance}); name every receiver once"
-            )
 
 
 def _road_failures(answers: Sequence[Answer]) -> list[Answer]:

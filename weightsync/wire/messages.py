@@ -38,9 +38,13 @@ class InitRequest(Message, frozen=True, kw_only=True):
 
 
 class ShutdownRequest(Message, frozen=True, kw_only=True):
-    """`shutdown_weight_transfer_engine`: close what `init` opened for `sender` (None: for all)."""
+    """`shutdown_weight_transfer_engine`: close what `init` opened for `sender` (None: for all).
+
+    `leaves` False: the sender only withdraws memory, keeps its fleet and will init again.
+    """
 
     sender: str | None = None
+    leaves: bool = True
 
 
 # Updates

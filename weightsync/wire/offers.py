@@ -15,7 +15,8 @@ Name = Annotated[str, Meta(min_length=1, max_length=1024)]
 UpdateId = Annotated[str, Meta(min_length=1, max_length=128)]
 Size = Annotated[int, Meta(ge=0, le=1 << 62)]
 Shape = Annotated[list[Size], Meta(max_length=16)]
-Version = Annotated[int, Meta(ge=0, le=1 << 62)]
+MAX_VERSION = 1 << 62
+Version = Annotated[int, Meta(ge=0, le=MAX_VERSION)]
 Seconds = Annotated[float, Meta(gt=0, le=86_400)]
 
 
