@@ -10,6 +10,7 @@ from contextlib import ExitStack
 
 import pytest
 import torch
+from msgspec.structs import replace
 from torch import nn
 
 from weightsync.backends.ipc_sender import IpcOptions, IpcTrainerEngine
@@ -456,6 +457,63 @@ class TestIdempotence:
         with pytest.raises(UpdateConflictError):
             receiver.dispatch(FinishRequest(update_id="u"))
 
+    def test_an_abort_overtakes_its_start(self, receiver: WeightReceiver) -> None:
+        receiver.dispatch(AbortRequest(update_id="u"))
+        with pytest.raises(UpdateConflictError, match="under another update_id"):
+            receiver.dispatch(StartRequest(update_id="u"))
+        receiver.dispatch(StartRequest(update_id="v"))
+        assert receiver.status().update_id == "v"
+
+    def test_a_late_repeat_of_an_aborted_start(self, receiver: WeightReceiver) -> None:
+        start = StartRequest(update_id="u", version=1)
+        receiver.dispatch(start)
+        receiver.dispatch(AbortRequest(update_id="u"))
+        for _ in range(2):
+            with pytest.raises(UpdateConflictError, match="aborted or given up"):
+                receiver.dispatch(start)
+        assert state(receiver) == ("READY", 0)
+        receiver.dispatch(StartRequest(update_id="v", version=1))
+
+    @pytest.mark.parametrize("prepare", [False, True])
+    @pytest.mark.parametrize("apply", ["staged", "in_place"])
+    def test_a_late_repeat_of_an_aborted_update(
+        self, trainer: Trainer, served: nn.Module, apply: ApplyChoice, prepare: bool
+    ) -> None:
+        receiver = WeightReceiver(served, apply=apply)
+        trainer.init(receiver)
+        late = trainer.update(1, "u", prepare=prepare)
+        receiver.dispatch(late)
+        receiver.dispatch(AbortRequest(update_id="u"))
+        held, before = values(served), state(receiver)
+        with pytest.raises(UpdateConflictError, match="aborted or given up"):
+            receiver.dispatch(late)
+        assert (values(served), state(receiver)) == (held, before)
+        assert before == (("TORN" if apply == "in_place" else "READY"), 0)
+        assert trainer.send(receiver, 2, "v").state == "READY"
+        assert values(served) == {2}
+        receiver.close()
+
+    def test_a_late_repeat_of_an_update_that_failed(
+        self, receiver: WeightReceiver, bare: Bare
+    ) -> None:
+        info = bare.info({"0.bias": torch.ones(3), "nothing": torch.ones(1)})
+        late = UpdateRequest(update_id="u", start=StartTerms(), update_info=info)
+        with pytest.raises(ManifestMismatchError):
+            receiver.dispatch(late)
+        with pytest.raises(UpdateConflictError, match="aborted or given up"):
+            receiver.dispatch(late)
+        assert state(receiver) == ("READY", 0)
+
+    def test_an_abort_that_comes_too_late_changes_no_answer(
+        self, trainer: Trainer, receiver: WeightReceiver
+    ) -> None:
+        request = trainer.update(1, "u")
+        first = step(receiver, request)
+        receiver.dispatch(FinishRequest(update_id="u"))
+        receiver.dispatch(AbortRequest(update_id="u"))
+        assert step(receiver, request) == first
+        assert state(receiver) == ("READY", 1)
+
     def test_abort_of_another_update(self, trainer: Trainer, receiver: WeightReceiver) -> None:
         receiver.dispatch(trainer.update(1, "u"))
         with pytest.raises(UpdateConflictError):
@@ -481,6 +539,56 @@ class TestIdempotence:
             assert aborting.result(WAIT_S).state == "TORN"
             assert isinstance(loading.exception(WAIT_S), (TransferError, UpdateConflictError))
         receiver.close()
+
+
+class TestFleet:
+    def joining(self, trainer: Trainer, receiver: WeightReceiver, fleet: int) -> None:
+        info = trainer.engine.init_info(0)
+        receiver.dispatch(InitRequest(init_info=replace(info, fleet_version=fleet)))
+
+    def test_memory_may_be_withdrawn_without_leaving(
+        self, trainer: Trainer, receiver: WeightReceiver
+    ) -> None:
+        self.joining(trainer, receiver, 9)
+        sender = trainer.engine.init_info(0).sender
+        receiver.dispatch(ShutdownRequest(sender=sender, leaves=False))
+        assert state(receiver) == ("JOINING", 0)
+        assert receiver.ledger() == []
+        with pytest.raises(NotReadyError, match="holds version 9"), receiver.reading():
+            pass
+        receiver.dispatch(ShutdownRequest(sender=sender))
+        assert state(receiver) == ("READY", 0)
+
+    def test_a_fleet_met_during_an_update_of_another(
+        self, trainer: Trainer, receiver: WeightReceiver
+    ) -> None:
+        other = Trainer(model())
+        try:
+            receiver.dispatch(trainer.update(1, "u", version=6))
+            self.joining(other, receiver, 9)
+            assert step(receiver, FinishRequest(update_id="u")).state == "JOINING"
+            assert state(receiver) == ("JOINING", 6)
+            receiver.dispatch(other.update(2, "v", version=9))
+            assert step(receiver, FinishRequest(update_id="v")).state == "READY"
+            receiver.dispatch(ShutdownRequest())
+        finally:
+            other.engine.close()
+
+    def test_a_rewind_is_no_older_than_its_fleet(
+        self, trainer: Trainer, receiver: WeightReceiver
+    ) -> None:
+        self.joining(trainer, receiver, 5)
+        receiver.dispatch(trainer.update(1, "u", version=6))
+        receiver.dispatch(FinishRequest(update_id="u"))
+        receiver.dispatch(trainer.update(1, "v", version=3, rewind=True))
+        receiver.dispatch(FinishRequest(update_id="v"))
+        other = Trainer(model())
+        try:
+            self.joining(other, receiver, 3)
+            assert state(receiver) == ("READY", 3)
+            receiver.dispatch(ShutdownRequest())
+        finally:
+            other.engine.close()
 
 
 class TestLease:

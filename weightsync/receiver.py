@@ -216,7 +216,7 @@ class WeightReceiver:
         )
 
     def _shutdown(self, request: ShutdownRequest) -> Status:
-        self._updates.shutdown(request.sender)
+        self._updates.shutdown(request.sender, leaves=request.leaves)
         return self.status()
 
     def _start(self, request: StartRequest) -> StepReply:
@@ -277,7 +277,8 @@ class WeightReceiver:
         if request.update_id is None and self._updates.is_open:
             self._updates.open_id(None, "abort_weight_update")
         reply = self._updates.abort(request.update_id, request.reason)
-        self._replay.forget(request.update_id)
+        if request.update_id != self._updates.lifecycle.last_finished:
+            self._replay.forget(request.update_id)
         return reply
 
     def _once(

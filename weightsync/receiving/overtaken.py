@@ -1,4 +1,4 @@
-"""Updates whose abort came before their start: the start must not begin them any more."""
+"""Updates that were aborted or given up: a late or repeated start must not begin them."""
 
 from __future__ import annotations
 
@@ -11,24 +11,26 @@ _KEPT = 256
 
 
 class Overtaken:
-    """Remembers for `keep_s` seconds which unknown updates were aborted."""
+    """Remembers for `keep_s` seconds which updates ended without a commit. Callers hold a lock."""
 
     def __init__(self, keep_s: float) -> None:
         self._keep_s = keep_s
-        self._aborted: OrderedDict[str, float] = OrderedDict()
+        self._ended: OrderedDict[str, float] = OrderedDict()
 
     def note(self, update_id: str) -> None:
-        """An update that is not open was aborted."""
-        self._aborted[update_id] = time.monotonic()
-        while len(self._aborted) > _KEPT:
-            self._aborted.popitem(last=False)
+        """An update was aborted or given up, whether it had begun or not."""
+        self._ended[update_id] = time.monotonic()
+        self._ended.move_to_end(update_id)
+        while len(self._ended) > _KEPT:
+            self._ended.popitem(last=False)
 
     def check(self, update_id: str) -> None:
-        """Raise UpdateConflictError for an update that was aborted before it started."""
-        noted = self._aborted.get(update_id)
+        """Raise UpdateConflictError for an update that ended already."""
+        noted = self._ended.get(update_id)
         if noted is not None and time.monotonic() - noted < self._keep_s:
             raise UpdateConflictError(
-                f"update {update_id} was aborted before its start arrived; start another one",
+                f"update {update_id} was aborted or given up before this start arrived; start "
+                "another one, under another update_id",
                 state="ABORTED",
                 update_id=update_id,
             )

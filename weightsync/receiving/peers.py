@@ -22,6 +22,7 @@ class Peers:
     def __init__(self, keys: list[str]) -> None:
         self.keys = keys
         self._engines: dict[str, WeightTransferEngine] = {}
+        self._remote: set[str] = set()
 
     def open(self, info: Init) -> WeightTransferEngine:
         """Open what a sender offers; what it offered before is closed."""
@@ -34,6 +35,8 @@ class Peers:
         engine.init_transfer_engine(info)
         self.close(info.sender)
         self._engines[info.sender] = engine
+        if remote:
+            self._remote.add(info.sender)
         return engine
 
     def get(self, sender: str) -> WeightTransferEngine:
@@ -61,15 +64,24 @@ class Peers:
         """Whether a sender lives; one that never called init counts as alive: its lease decides."""
         return sender not in self._engines or self._engines[sender].sender_alive()
 
-    def forget_dead(self, *, keep: str | None) -> None:
-        """Close what dead senders left, except of `keep`, whose update is still open."""
+    def forget_dead(self, *, keep: str | None) -> list[str]:
+        """Close what dead senders left, except of `keep`, whose update is still open.
+
+        Returns those that are dead for certain: of a remote one only the private group has ended,
+        which happens too when the group is made anew without this receiver.
+        """
+        dead = []
         for sender in list(self._engines):
             if sender != keep and not self.alive(sender):
-                logger.info("sender %s is dead; closing what it had opened", sender)
+                logger.info("sender %s is gone; closing what it had opened", sender)
+                if sender not in self._remote:
+                    dead.append(sender)
                 self.close(sender)
+        return dead
 
     def close(self, sender: str) -> None:
         """Close one sender's engine, if there is one."""
+        self._remote.discard(sender)
         engine = self._engines.pop(sender, None)
         if engine is not None:
             engine.shutdown()

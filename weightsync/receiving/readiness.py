@@ -3,18 +3,37 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 
 from weightsync.errors import NotReadyError
 from weightsync.lifecycle import UpdateLifecycle
 from weightsync.receiving.peers import Peers
+
+_KEPT = 256
+
+
+@dataclass(slots=True)
+class _Word:
+    """The version that a sender said its fleet holds.
+
+    `during`: said since the last update began. `lost_at`: since when its engine is gone without a
+    goodbye.
+    """
+
+    version: int
+    during: bool = True
+    withdrawn: bool = False
+    lost_at: float | None = None
 
 
 class Readiness:
     """Looks at weights and fleets. `state` guards `lifecycle`; `forget_dead` closes dead senders.
 
     A sender says at init which version its fleet holds. Who holds an older one is JOINING until a
-    whole update commits, or until nobody is connected any more who said so.
+    whole update commits, or until everybody who said so left or died. Who is lost without a goodbye
+    may be about to init again, and counts for `grace_s` more seconds.
     """
 
     def __init__(
@@ -23,12 +42,14 @@ class Readiness:
         peers: Peers,
         state: threading.RLock,
         forget_dead: Callable[[], None],
+        grace_s: float,
     ) -> None:
         self._lifecycle = lifecycle
         self._peers = peers
         self._state = state
         self._forget_dead = forget_dead
-        self._told: dict[str, int] = {}
+        self._grace_s = grace_s
+        self._told: dict[str, _Word] = {}
 
     def refuse(self) -> None:
         """Raise NotReadyError when the weights in use are not one whole, current version."""
@@ -61,15 +82,58 @@ class Readiness:
     def joined(self, sender: str, fleet_version: int) -> None:
         """A sender said which version the rest of its fleet holds."""
         with self._state:
-            self._told[sender] = fleet_version
+            self._told.pop(sender, None)
+            self._told[sender] = _Word(fleet_version)
+            while len(self._told) > _KEPT:
+                del self._told[next(iter(self._told))]
             self._look()
 
-    def parted(self) -> None:
-        """Some sender left, or died: a fleet without its sender is not waited for."""
+    def left(self, sender: str | None, *, for_good: bool) -> None:
+        """A sender (None: every sender) said goodbye, or only withdrew and will init again."""
         with self._state:
+            for known in list(self._told) if sender is None else [sender]:
+                if for_good:
+                    self._told.pop(known, None)
+                elif known in self._told:
+                    self._told[known].withdrawn = True
             if self._lifecycle.awaited:
                 self._look()
 
+    def parted(self, dead: Iterable[str]) -> None:
+        """The fleets of `dead` senders are not waited for, nor who has been lost for too long."""
+        with self._state:
+            for sender in dead:
+                self._told.pop(sender, None)
+            if self._lifecycle.awaited:
+                self._look()
+
+    def started(self) -> None:
+        """An update begins; what is told from now on may be newer than what it brings."""
+        with self._state:
+            for word in self._told.values():
+                word.during = False
+
+    def committed(self, sender: str | None, *, partial: bool) -> None:
+        """The update of `sender` is in use: a whole one outdates what was told before it began."""
+        if partial:
+            return
+        with self._state:
+            for known, word in self._told.items():
+                if known == sender or not word.during:
+                    word.version = min(word.version, self._lifecycle.version)
+            self._look()
+
     def _look(self) -> None:
-        self._told = {s: version for s, version in self._told.items() if self._peers.knows(s)}
-        self._lifecycle.join(max(self._told.values(), default=0))
+        now = time.monotonic()
+        self._told = {s: word for s, word in self._told.items() if self._counts(s, word, now)}
+        self._lifecycle.join(max((word.version for word in self._told.values()), default=0))
+
+    def _counts(self, sender: str, word: _Word, now: float) -> bool:
+        """Whether a sender is still connected, or may come again."""
+        if self._peers.knows(sender):
+            word.withdrawn, word.lost_at = False, None
+            return True
+        if word.withdrawn:
+            return word.during or word.version > self._lifecycle.version
+        word.lost_at = now if word.lost_at is None else word.lost_at
+        return now - word.lost_at < self._grace_s

@@ -46,7 +46,7 @@ class Updates:
         self.lifecycle = UpdateLifecycle()
         self.landings = Landings(sink, apply)
         self._state = threading.RLock()
-        self.readiness = Readiness(self.lifecycle, peers, self._state, self.forget_dead)
+        self.readiness = Readiness(self.lifecycle, peers, self._state, self.forget_dead, lease_s)
         self.gate = Gate(self.readiness.refuse)
         self.totals: Counter[str] = Counter()
         self.last_reply: StepReply | None = None
@@ -74,7 +74,7 @@ class Updates:
     def init(self, info: Init) -> None:
         """Open what a sender offers, check its names, and make room. Raises what does not fit."""
         with self._working("init"):
-            self.peers.forget_dead(keep=self._incoming.sender if self._incoming else None)
+            self._part_from_dead()
             engine = self.peers.open(info)
             try:
                 difference = self.sink.difference(engine.manifest)
@@ -93,13 +93,19 @@ class Updates:
         """Let go of what dead senders had shared, unless a step is at work."""
         if self._work.acquire(blocking=False):
             try:
-                self.peers.forget_dead(keep=self._incoming.sender if self._incoming else None)
-                self.readiness.parted()
+                self._part_from_dead()
             finally:
                 self._work.release()
 
-    def shutdown(self, sender: str | None) -> None:
-        """Close what a sender (None: every sender) had opened. Refused while its update is open."""
+    def _part_from_dead(self) -> None:
+        keep = self._incoming.sender if self._incoming else None
+        self.readiness.parted(self.peers.forget_dead(keep=keep))
+
+    def shutdown(self, sender: str | None, *, leaves: bool = True) -> None:
+        """Close what a sender (None: every sender) had opened. Refused while its update is open.
+
+        Who does not leave will init again; what it said of its fleet is not forgotten.
+        """
         with self._working("shutdown"):
             holder = self._incoming
             if holder is not None and sender in (None, holder.sender):
@@ -112,7 +118,7 @@ class Updates:
                 self.peers.close_all()
             else:
                 self.peers.close(sender)
-            self.readiness.parted()
+            self.readiness.left(sender, for_good=leaves)
 
     @property
     def is_open(self) -> bool:
@@ -146,6 +152,7 @@ class Updates:
             )
             if self._incoming is None or self._incoming.update_id != update_id:
                 self._loader.abort_reason = ""
+                self.readiness.started()
                 self._incoming = Incoming(
                     update_id,
                     sender,
@@ -227,8 +234,9 @@ class Updates:
         It is too late for one that is being committed: the answer says what became of it.
         """
         with self._state:
-            if update_id not in (None, self.lifecycle.update_id, self.lifecycle.last_finished):
-                self._overtaken.note(str(update_id))
+            holder = self._incoming.update_id if self._incoming else ""
+            if update_id is not None and update_id not in (holder, self.lifecycle.last_finished):
+                self._overtaken.note(update_id)
             if self.lifecycle.terms is None or self._incoming is None:
                 return self.reply()
             update_id = update_id or self._incoming.update_id
@@ -301,6 +309,7 @@ class Updates:
                 self._clear_cache()
             with self._state:
                 self.lifecycle.finish(incoming.update_id)
+                self.readiness.committed(incoming.sender, partial=incoming.partial)
         except BaseException:
             self._give_up(incoming.update_id)
             raise
@@ -341,6 +350,7 @@ class Updates:
             incoming = self._incoming
             if incoming is None or incoming.update_id != update_id:
                 return
+            self._overtaken.note(update_id)  # what repeats its messages may not begin it again
             self.lifecycle.begin_abort(update_id)
             for landing in incoming.landings:
                 landing.discard()
