@@ -236,7 +236,8 @@ class WeightSender:
         """Send the current version to one receiver that missed it, and to no other.
 
         The source must still hold what was sent as that version. Raises TransferError when it has
-        changed since (which only fingerprints show: with `verify=False` a warning is logged), ConfigError for an unknown target or before the first update.
+        changed since, which only fingerprints show (with `verify=False` a warning is logged), and
+        ConfigError for an unknown target or before the first update.
         """
         report = self._together("resync", lambda lead: lead.resync(lead.member(target)))
         return _required(report)
