@@ -27,7 +27,8 @@ class Member:
     Rank `rank` of the trainer feeds it, on `road`; `skipped` says why not on a faster one. It reads
     at place `reader` of that rank's ring or, on the road `distributed`, of the ring of its own
     host, which the one of `group_rank` (1 or more) fills. `unfinished` and `unaborted` are updates
-    whose end it has not answered for: it is told again before the next one. `name` is where another
+    whose end it has not answered for: it is told again before the next one. `last_told` is the
+    update that it was last told to finish. `name` is given where another
     member's transport has the same target.
     """
 
@@ -44,6 +45,7 @@ class Member:
     apply: str = ""
     keys: list[str] = field(default_factory=list)
     last_finished: str | None = None
+    last_told: str | None = None
     unfinished: FinishRequest | None = None
     unaborted: str | None = None
 

@@ -255,6 +255,7 @@ class Lead:
         met = self._membership.meet_again({member: failure}, [member])
         if self._drops and not met:
             raise failure
+        self._membership.end_open_update(member)
         self._membership.mend([member])
         again = self._update([member])
         again.send_whole(terms)

@@ -164,6 +164,16 @@ class Membership:
         self.learn(reply.version for reply in finished.values())
         return finished
 
+    def end_open_update(self, member: Member) -> None:
+        """Abort the update of ours that a member which failed in its finish still holds."""
+        answer = self.fleet.ask(StatusRequest(), timeout_s=self._timeout_s, members=[member])[0]
+        held = answer.status.update_id if answer.error is None else None
+        if held is None or answer.status.state != "PREPARED" or held != member.last_told:
+            return
+        request = AbortRequest(update_id=held, reason="its finish failed")
+        done = self.fleet.ask(request, timeout_s=self._timeout_s, members=[member])
+        raise_first(done, "abort")
+
     def mend(self, members: Sequence[Member]) -> None:
         """Make the private group anew where one of the members is not in a whole one."""
         while self.roads.apart([m for m in members if m in self.fleet.members]):

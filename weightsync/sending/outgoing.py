@@ -168,6 +168,7 @@ class Update:
         staying = self._staying
         for member in staying:
             member.unfinished = self._finish_request(member)
+            member.last_told = self.update_id
         answers = self._ask(self._finish_request, staying)
         for _ in range(_FINISH_TRIES - 1):
             again = [a.member for a in answers if isinstance(a.error, TransportError)]
