@@ -192,3 +192,24 @@ def test_release_keeps_a_joiner_from_generating() -> None:
         assert b.state[0] == "JOINING"
         sender.send_weights()
         assert b.state[0] == "READY"
+
+
+def test_a_joiner_is_let_go_by_a_sender_that_released_and_closed() -> None:
+    model, a, b = make(1), Receiver("a"), Receiver("b")
+    with ws.connect(model, to=a, timeout_s=TIMEOUT_S) as sender:
+        sender.send_weights()
+    with ws.connect(model, to=[a, b], timeout_s=TIMEOUT_S) as sender:
+        sender.release()
+        assert b.state[0] == "JOINING"
+    assert b.state[:2] == ("READY", 0)
+
+
+def test_a_sender_is_known_by_one_name_however_often_it_releases() -> None:
+    receiver = Receiver("a")
+    with ws.connect(make(1), to=receiver, timeout_s=TIMEOUT_S) as sender:
+        for _ in range(3):
+            sender.send_weights()
+            sender.release()
+    inits = [m for m in receiver.messages if m["call"] == "init_weight_transfer_engine"]
+    assert len(inits) == 3
+    assert len({m["body"]["init_info"]["sender"] for m in inits}) == 1

@@ -45,7 +45,10 @@ READER_PLACES = 64
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IpcOptions:
-    """How to move: `packed` None lets the source decide; sizes None take the road's defaults."""
+    """How to move: `packed` None lets the source decide; sizes None take the road's defaults.
+
+    `sender_id` is who receivers know this by; a sender keeps it over all the engines that it makes.
+    """
 
     road: Road = "shared_memory"
     packed: bool | None = None
@@ -54,6 +57,7 @@ class IpcOptions:
     adopt: bool = True
     timeout_s: float = 300.0
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    sender_id: str = field(default_factory=lambda: secrets.token_hex(8))
 
 
 class _Closable(Protocol):
@@ -71,7 +75,7 @@ class IpcTrainerEngine(TrainerWeightTransferEngine):
 
     def __init__(self, source: WeightSource, options: IpcOptions) -> None:
         self.road = options.road
-        self.sender_id = secrets.token_hex(8)
+        self.sender_id = options.sender_id
         self._source = source
         self._options = options
         self.manifest = source.manifest

@@ -26,10 +26,11 @@ class Member:
 
     Rank `rank` of the trainer feeds it, on `road`; `skipped` says why not on a faster one. It reads
     at place `reader` of that rank's ring or, on the road `distributed`, of the ring of its own
-    host, which the one of `group_rank` (1 or more) fills. `unfinished` and `unaborted` are updates
-    whose end it has not answered for: it is told again before the next one. `last_told` is the
-    update that it was last told to finish. `name` is given where another
-    member's transport has the same target.
+    host, which the one of `group_rank` (1 or more) fills. `sender` is what it knows this sender by,
+    `released` the same once memory was withdrawn. `unfinished` and `unaborted` are updates whose
+    end it has not answered for: it is told again before the next one; `last_told` is the update
+    that it was last told to finish. `name` is given where another member's transport has the same
+    target.
     """
 
     transport: Transport
@@ -39,6 +40,7 @@ class Member:
     reader: int = 0
     group_rank: int = 0
     sender: str = ""
+    released: str = ""
     skipped: dict[str, str] = field(default_factory=dict)
     instance: str = ""
     version: int = 0

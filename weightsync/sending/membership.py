@@ -79,6 +79,7 @@ class Membership:
         """
         if self.connected:
             self._pay(self.fleet.members)
+        if self.connected or leaves:
             self.connected = False
             self.roads.withdraw(leaves=leaves)
 

@@ -201,16 +201,17 @@ class Roads:
         gone is not missed.
         """
         parts = not self.met if leaves is None else leaves
-        leaving = [m for m in (self._fleet.members if members is None else members) if m.sender]
+        chosen = self._fleet.members if members is None else members
+        leaving = [m for m in chosen if m.sender or (parts and m.released)]
         answers = self._fleet.ask(
-            lambda member: ShutdownRequest(sender=member.sender, leaves=parts),
+            lambda member: ShutdownRequest(sender=member.sender or member.released, leaves=parts),
             timeout_s=min(self._options.timeout_s, _GOODBYE_S),
             members=leaving,
         )
         for answer in failures(answers):
             logger.debug("shutdown at %s: %s", answer.member.target, answer.error)
         for member in leaving:
-            member.sender = ""
+            member.sender, member.released = "", "" if parts else member.sender
         if members is None:
             self._rings.clear()
             self._joined.clear()
