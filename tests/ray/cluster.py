@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import ray
@@ -49,7 +49,7 @@ def test_actors_on_two_nodes_until_one_node_is_gone(cluster: Any) -> None:
     )
     places = [ray.get(handle.where.remote(), timeout=WAIT_S) for handle in (here, there)]
     assert len(set(places)) == 2
-    nodes = {node["NodeManagerAddress"] for node in ray.nodes()}
+    nodes = {node["NodeManagerAddress"] for node in cast(Any, ray).nodes()}
     assert RayActorTransport(there).local_address in nodes
     model = make("everything")
     with ws.connect(model, to=[here, there]) as sender:
