@@ -32,7 +32,7 @@ from torch._C._distributed_c10d import Store, TCPStore
 from torch.distributed import ProcessGroupGloo
 
 import weightsync as ws
-from weightsync.backends.distributed import place_on
+from weightsync.backends.distributed import member_init, place_on
 from weightsync.backends.distributed_sender import Chain, RingFeed
 from weightsync.backends.ipc_sender import READER_PLACES, IpcOptions, IpcTrainerEngine
 from weightsync.weights.source import ModuleSource
@@ -151,19 +151,7 @@ class Trial:
 
     def _offer(self) -> DistributedInit:
         base = self.engine.init_info(PLACE)
-        return DistributedInit(
-            protocol_min=base.protocol_min,
-            protocol_max=base.protocol_max,
-            sender=base.sender,
-            manifest=base.manifest,
-            num_readers=base.num_readers,
-            entries=base.entries,
-            run_nbytes=base.run_nbytes,
-            lease_s=base.lease_s,
-            group=self.chain.info(1),
-            num_slots=base.ring.num_slots,
-            slot_nbytes=base.ring.slot_nbytes,
-        )
+        return member_init(base, self.chain.info(1))
 
 
 class Broadcast:

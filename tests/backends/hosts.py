@@ -25,7 +25,7 @@ import msgspec
 import torch
 
 import weightsync as ws
-from weightsync.backends.distributed import place_on
+from weightsync.backends.distributed import member_init, place_on
 from weightsync.backends.distributed_sender import Chain, RingFeed
 from weightsync.backends.ipc_sender import READER_PLACES, IpcOptions, IpcTrainerEngine
 from weightsync.samehost.heartbeat import beating
@@ -191,19 +191,7 @@ class Party:
     def offer(self, rank: int) -> DistributedInit:
         base = self.engine.init_info(FEED_PLACE)
         assert self.chain is not None
-        return DistributedInit(
-            protocol_min=base.protocol_min,
-            protocol_max=base.protocol_max,
-            sender=base.sender,
-            manifest=base.manifest,
-            num_readers=base.num_readers,
-            entries=base.entries,
-            run_nbytes=base.run_nbytes,
-            lease_s=base.lease_s,
-            group=self.chain.info(rank),
-            num_slots=base.ring.num_slots,
-            slot_nbytes=base.ring.slot_nbytes,
-        )
+        return member_init(base, self.chain.info(rank))
 
     def send(
         self,

@@ -13,19 +13,13 @@ import weightsync as ws
 from tests.e2e import processes, several_hosts
 from tests.e2e.processes import Apply, Remote, Sink, wait_until
 from tests.e2e.several_hosts import Trainer, listening, segments, told
-from tests.hosts.namespaces import Host, HostNetwork, host_network, netns_problem
+from tests.hosts.fixtures import network
+from tests.hosts.namespaces import Host, HostNetwork
+
+__all__ = ["network"]
 
 A, B, C = range(3)
 CHANGES = 20
-
-
-@pytest.fixture(scope="module")
-def network() -> Iterator[HostNetwork]:
-    problem = netns_problem()
-    if problem is not None:
-        pytest.skip(f"hosts cannot be made here: {problem}")
-    with host_network(3) as made:
-        yield made
 
 
 @dataclass

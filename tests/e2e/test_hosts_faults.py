@@ -15,8 +15,11 @@ import weightsync as ws
 from tests.e2e import processes, several_hosts
 from tests.e2e.processes import Remote, wait_until
 from tests.e2e.several_hosts import Trainer, port_of, segments, told
-from tests.hosts.namespaces import HostNetwork, host_network, netns_problem
+from tests.hosts.fixtures import network
+from tests.hosts.namespaces import HostNetwork
 from weightsync.samehost.janitor import sweep
+
+__all__ = ["network"]
 
 A, B, C = range(3)
 SHORT_S = 2.0
@@ -24,15 +27,6 @@ ROOM_S = 8 * SHORT_S
 """A fault is told after a few times the timeout; the rest is for slow machines."""
 SMALL = 16 << 10
 SLOW: dict[str, Any] = {"sink": "hook", "apply": "in_place", "delay_s": 0.05}
-
-
-@pytest.fixture(scope="module")
-def network() -> Iterator[HostNetwork]:
-    problem = netns_problem()
-    if problem is not None:
-        pytest.skip(f"hosts cannot be made here: {problem}")
-    with host_network(3) as made:
-        yield made
 
 
 @dataclass

@@ -13,19 +13,13 @@ import weightsync as ws
 from tests.e2e import processes, several_hosts
 from tests.e2e.processes import Remote
 from tests.e2e.several_hosts import Trainer, segments, together, told
-from tests.hosts.namespaces import HostNetwork, host_network, netns_problem
+from tests.hosts.fixtures import network
+from tests.hosts.namespaces import HostNetwork
+
+__all__ = ["network"]
 
 A, B, C = range(3)
 TIMEOUT_S = 5.0
-
-
-@pytest.fixture(scope="module")
-def network() -> Iterator[HostNetwork]:
-    problem = netns_problem()
-    if problem is not None:
-        pytest.skip(f"hosts cannot be made here: {problem}")
-    with host_network(3) as made:
-        yield made
 
 
 @dataclass

@@ -24,3 +24,13 @@ def make_network() -> Iterator[MakeNetwork]:
             return stack.enter_context(host_network(count, shm_nbytes=shm_nbytes))
 
         yield make
+
+
+@pytest.fixture(scope="module")
+def network() -> Iterator[HostNetwork]:
+    """Three hosts for all tests of a file; skips where hosts cannot be made."""
+    problem = netns_problem()
+    if problem is not None:
+        pytest.skip(f"hosts cannot be made here: {problem}")
+    with host_network(3) as made:
+        yield made

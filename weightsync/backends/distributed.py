@@ -25,6 +25,7 @@ from weightsync.wire.codec import manifest_from_wire
 from weightsync.wire.messages import LedgerEntry, RegisteredUpdate, UpdateInfo
 from weightsync.wire.offers import (
     DistributedInit,
+    GroupInfo,
     HostRing,
     Init,
     IpcInit,
@@ -169,6 +170,24 @@ class DistributedWeightTransferEngine(WeightTransferEngine):
         meeting.enter(info.rank, info.timeout_s)
         group = PrivateGroup(meeting, info.rank, len(info.members), info.timeout_s)
         self._link = Link(meeting, group, info, control, ring.tensors, init.run_nbytes)
+
+
+def member_init(base: IpcInit, group: GroupInfo) -> DistributedInit:
+    """Return the init of a group member, that makes a ring for its host like the sender's own."""
+    return DistributedInit(
+        protocol_min=base.protocol_min,
+        protocol_max=base.protocol_max,
+        sender=base.sender,
+        manifest=base.manifest,
+        num_readers=base.num_readers,
+        entries=base.entries,
+        run_nbytes=base.run_nbytes,
+        lease_s=base.lease_s,
+        fleet_version=base.fleet_version,
+        group=group,
+        num_slots=base.ring.num_slots,
+        slot_nbytes=base.ring.slot_nbytes,
+    )
 
 
 def place_on(ring: HostRing, init: DistributedInit, reader: int) -> IpcInit:

@@ -311,10 +311,8 @@ class Lead:
         self.roads.unreported = False
         dropped, self._membership.dropped = self._membership.dropped, {}
         return dataclasses.replace(
-            update.report(version, label),
+            update.report(version, label, before),
             connect_seconds=connect_seconds,
-            control_nbytes=self.fleet.sent_nbytes - before[0],
-            control_messages=self.fleet.sent_messages - before[1],
             dropped=dropped,
         )
 

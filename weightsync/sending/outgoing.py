@@ -80,7 +80,6 @@ class Update:
         self._verify = verify
         self._finishing = False
         self._started = time.perf_counter()
-        self._before = (fleet.sent_nbytes, fleet.sent_messages)
         self._seconds: dict[str, float] = {}
         self._replies: dict[Member, StepReply] = {}
         self._begun: list[RankAnswer] = []
@@ -203,12 +202,12 @@ class Update:
                 answer.member.unaborted = self.update_id
                 self.failed.setdefault(answer.member, answer.error)
 
-    def report(self, version: int, label: str | None) -> SyncReport:
-        """Say what this update did."""
+    def report(self, version: int, label: str | None, before: tuple[int, int]) -> SyncReport:
+        """Say what this update did; `before` are the fleet's bytes and messages to count from."""
         seconds = {**self._seconds, "total": time.perf_counter() - self._started}
         replies = self._replies
         receivers = tuple(self._receiver(member, reply) for member, reply in replies.items())
-        nbytes, messages = self._before
+        nbytes, messages = before
         skipped = {road: why for member in replies for road, why in member.skipped.items()}
         return SyncReport(
             version=version,

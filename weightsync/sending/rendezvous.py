@@ -10,8 +10,7 @@ from collections.abc import Sequence
 from typing import cast
 from urllib.parse import urlsplit
 
-from msgspec.structs import replace
-
+from weightsync.backends.distributed import member_init, place_on
 from weightsync.backends.distributed_sender import Chain
 from weightsync.backends.ipc_sender import IpcOptions
 from weightsync.errors import ConfigError, ConnectError, TransferError, WeightSyncError
@@ -20,7 +19,7 @@ from weightsync.sending.feeder import RELAY_PLACE, Feeder
 from weightsync.sending.fleet import Answer, Fleet, Member, failures
 from weightsync.transports.base import Transport
 from weightsync.wire.messages import InitReply, InitRequest, Request
-from weightsync.wire.offers import DistributedInit, HostRing, IpcInit
+from weightsync.wire.offers import IpcInit
 
 ADDRESS_VARIABLE = "WEIGHTSYNC_ADDRESS"
 """The address under which receivers on other hosts reach this one, where it cannot be found out."""
@@ -68,7 +67,11 @@ class Rendezvous:
         others = [worker for workers in hosts for worker in workers[1:]]
 
         def request(worker: Member) -> Request:
-            return InitRequest(init_info=_worker_init(base, rings[worker.host], worker))
+            ring, relay = rings[worker.host], self._feeder.relay
+            if ring is None or relay is None:
+                raise TransferError(f"{worker.target}: nobody made a ring for its host")
+            init = member_init(base, relay.info(worker.group_rank))
+            return InitRequest(init_info=place_on(ring, init, worker.reader))
 
         return answers + self._fleet.ask(request, timeout_s=self._timeout_s, members=others)
 
@@ -90,7 +93,7 @@ class Rendezvous:
         joining = _Joining(chain)
 
         def request(leader: Member) -> Request:
-            return InitRequest(init_info=_leader_init(base, chain, leader))
+            return InitRequest(init_info=member_init(base, chain.info(leader.group_rank)))
 
         try:
             answers = self._fleet.ask(request, timeout_s=2 * self._timeout_s, members=leaders)
@@ -149,37 +152,6 @@ def _without_victims(answers: list[Answer], absent: Sequence[int]) -> list[Answe
 def host_of(target: str) -> str:
     """Return how the private group names the host of its member `target`."""
     return f"the host of {target} "
-
-
-def _leader_init(base: IpcInit, chain: Chain, leader: Member) -> DistributedInit:
-    return DistributedInit(
-        protocol_min=base.protocol_min,
-        protocol_max=base.protocol_max,
-        sender=base.sender,
-        manifest=base.manifest,
-        num_readers=base.num_readers,
-        entries=base.entries,
-        run_nbytes=base.run_nbytes,
-        lease_s=base.lease_s,
-        fleet_version=base.fleet_version,
-        group=chain.info(leader.group_rank),
-        num_slots=base.ring.num_slots,
-        slot_nbytes=base.ring.slot_nbytes,
-    )
-
-
-def _worker_init(base: IpcInit, ring: HostRing | None, worker: Member) -> IpcInit:
-    if ring is None:
-        raise TransferError(f"{worker.target}: the member of its host made no ring for it")
-    return replace(
-        base,
-        road="distributed",
-        probe=ring.probe,
-        control=ring.control,
-        reader=worker.reader,
-        ring=replace(base.ring, data=ring.data),
-        storages=None,
-    )
 
 
 def _address_for_all(leaders: Sequence[Member]) -> str:
