@@ -74,6 +74,22 @@ def test_a_dropped_member_that_is_owed_a_finish_comes_back() -> None:
         assert b.state == ("READY", 1, 1)
 
 
+def test_who_is_dropped_is_told_first_how_its_update_ended() -> None:
+    model, a, b = make(1), Receiver("a"), Receiver("b")
+    with ws.connect(model, to=[a, b], timeout_s=TIMEOUT_S, on_failure="drop") as sender:
+        finishes = []
+
+        def lose_some(message: Mapping[str, Any]) -> None:
+            if message["call"] == FINISH:
+                finishes.append(message)
+                if len(finishes) <= 4:  # three tries, and once more before it is dropped
+                    raise ws.ConnectError("cut")
+
+        b.before = lose_some
+        assert set(sender.send_weights().dropped) == {"b"}
+        assert b.state == ("READY", 1, 1)
+
+
 def test_close_tells_how_an_update_ended() -> None:
     model, a, b = make(1), Receiver("a"), Receiver("b")
     with ws.connect(model, to=[a, b], timeout_s=TIMEOUT_S) as sender:
