@@ -82,6 +82,7 @@ MODELS: Mapping[str, Callable[[], nn.Module]] = {
     "tied": _tied,
     "decoder": _decoder,
     "equal": _equal,
+    "pages": lambda: nn.ParameterDict({f"t{i}": torch.zeros(64, 64) for i in range(4)}),
     "decoder-bfloat16": lambda: _decoder().bfloat16(),
     "untied": lambda: nn.ModuleDict(
         {"embedding": nn.Embedding(64, 24), "head": nn.Linear(24, 64, bias=False)}
