@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator
 from typing import Protocol
 
-from weightsync.rollout.engine_messages import Delta, EngineStats, Job, PauseMode
+from weightsync.rollout.engine_messages import Delta, EngineStats, Job
 from weightsync.rollout.steps import ModelCard
 
 
@@ -26,15 +26,6 @@ class EngineClient(Protocol):
 
     def cancel(self, request_id: str, index: int) -> None:
         """Stop one completion of a job: its last delta, finish_reason "abort", still comes."""
-
-    async def pause(self, mode: PauseMode) -> None:
-        """Hold generation on every replica. Raises TransferTimeout where `wait` takes too long."""
-
-    async def resume(self) -> None:
-        """Go on, on every replica."""
-
-    async def clear_cache(self) -> None:
-        """Forget every kept prompt, on every replica."""
 
     async def stats(self) -> list[EngineStats]:
         """How each replica is doing."""

@@ -43,32 +43,13 @@ class Cancel(_Tagged, frozen=True, kw_only=True, tag="cancel"):
     index: int | None = None
 
 
-class Pause(_Tagged, frozen=True, kw_only=True, tag="pause"):
-    """Hold generation. `call` comes back with the answer, once what `mode` waits for is over."""
-
-    call: int
-    mode: PauseMode
-
-
-class Resume(_Tagged, frozen=True, kw_only=True, tag="resume"):
-    """Go on."""
-
-    call: int
-
-
-class ClearCache(_Tagged, frozen=True, kw_only=True, tag="clear_cache"):
-    """Forget every kept prompt."""
-
-    call: int
-
-
 class Ask(_Tagged, frozen=True, kw_only=True, tag="ask"):
-    """How is it going?"""
+    """How is it going? `call` comes back with the Answer."""
 
     call: int
 
 
-Order = Job | Cancel | Pause | Resume | ClearCache | Ask
+Order = Job | Cancel | Ask
 
 
 # From an engine core.
@@ -126,11 +107,10 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Answer(_Tagged, frozen=True, kw_only=True, tag="answer"):
-    """The answer to a call: how the replica is doing, or the problem document of what failed."""
+    """The answer to Ask."""
 
     call: int
-    stats: EngineStats = EngineStats()
-    problem: bytes | None = None
+    stats: EngineStats
 
 
 Event = Delta | Failed | Answer

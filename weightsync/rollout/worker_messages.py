@@ -1,0 +1,78 @@
+"""What workers say to their engine core beside steps: that they are there, and that they swap."""
+
+from __future__ import annotations
+
+import msgspec
+
+from weightsync.rollout.engine_messages import PauseMode
+from weightsync.rollout.steps import ModelCard
+from weightsync.samehost.message_queue import QueueHandle
+
+
+class _Tagged(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind"):
+    """Base of what is told apart by its `kind`."""
+
+
+# To the engine core.
+
+
+class Hello(_Tagged, frozen=True, kw_only=True, tag="hello"):
+    """A worker has loaded its model; its results come by `results`."""
+
+    card: ModelCard
+    results: QueueHandle
+    version: int = 0
+
+
+class Hold(_Tagged, frozen=True, kw_only=True, tag="hold"):
+    """Begin no step until this worker's next Standing; `call` comes back when none is at work."""
+
+    call: int
+
+
+class Standing(_Tagged, frozen=True, kw_only=True, tag="standing"):
+    """Which weights a worker holds now, and why they may not be used (empty: they may).
+
+    `released` gives a Hold back. `clear_cache`: what older weights left in caches is to be dropped.
+    """
+
+    version: int
+    state: str = "READY"
+    why_not: str = ""
+    released: bool = False
+    clear_cache: bool = False
+
+
+class PauseCall(_Tagged, frozen=True, kw_only=True, tag="pause"):
+    """Hold generation until Resume; `call` comes back when what `mode` waits for is over."""
+
+    call: int
+    mode: PauseMode
+
+
+class ResumeCall(_Tagged, frozen=True, kw_only=True, tag="resume"):
+    """Go on."""
+
+    call: int
+
+
+Notice = Hello | Hold | Standing | PauseCall | ResumeCall
+
+
+# From the engine core.
+
+
+class Welcome(_Tagged, frozen=True, kw_only=True, tag="welcome"):
+    """Steps come by `steps`."""
+
+    steps: QueueHandle
+
+
+class Done(_Tagged, frozen=True, kw_only=True, tag="done"):
+    """The answer to a call, or the problem document of what failed."""
+
+    call: int
+    problem: bytes | None = None
+
+
+CoreWord = Welcome | Done
