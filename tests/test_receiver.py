@@ -836,6 +836,152 @@ class TestReading:
             other.engine.close()
 
 
+class Engine:
+    """Generates elsewhere; notes what a receiver says to it, with the state at that moment."""
+
+    def __init__(self, served: nn.Module, **options: object) -> None:
+        self.served = served
+        self.said: list[tuple[str, str, int, set[float]]] = []
+        self.fails: Exception | None = None
+        self.receiver = WeightReceiver(
+            served,
+            on_hold=self._hold,
+            on_release=lambda: self._note("release"),
+            **options,  # type: ignore[arg-type]  # options of WeightReceiver
+        )
+
+    def _note(self, word: str) -> None:
+        self.said.append((word, *state(self.receiver), values(self.served)))
+
+    def _hold(self, timeout_s: float) -> None:
+        assert timeout_s > 0
+        self._note("hold")
+        if self.fails is not None:
+            raise self.fails
+
+    def hears(self) -> list[tuple[str, str, int, set[float]]]:
+        """What it was told since the last call."""
+        said, self.said = self.said, []
+        return said
+
+
+class TestGenerationElsewhere:
+    @pytest.fixture
+    def engine(self, served: nn.Module, trainer: Trainer) -> Iterator[Engine]:
+        engine = Engine(served)
+        trainer.init(engine.receiver)
+        engine.hears()
+        yield engine
+        engine.receiver.close()
+        assert not engine.said or engine.said[-1][0] == "release"
+
+    @pytest.fixture
+    def in_place(self, served: nn.Module, trainer: Trainer) -> Iterator[Engine]:
+        engine = Engine(served, apply="in_place")
+        trainer.init(engine.receiver)
+        engine.hears()
+        yield engine
+        engine.receiver.close()
+
+    def test_making_room_stops_it_for_a_moment(self, served: nn.Module, trainer: Trainer) -> None:
+        engine = Engine(served)
+        trainer.init(engine.receiver)
+        assert [word for word, *_ in engine.hears()] == ["hold", "release"]
+        engine.receiver.close()
+
+    def test_a_staged_update_stops_it_for_the_swap_alone(
+        self, engine: Engine, trainer: Trainer
+    ) -> None:
+        engine.receiver.dispatch(trainer.update(1, "u", label="one"))
+        assert engine.hears() == []
+        reply = step(engine.receiver, FinishRequest(update_id="u"))
+        hold, release = engine.hears()
+        assert hold == ("hold", "PREPARED", 0, {0.0})
+        assert release == ("release", "READY", 1, {1.0})
+        assert reply.stall_s > 0
+        assert engine.receiver.last_reply == reply
+        engine.receiver.dispatch(FinishRequest(update_id="u"))
+        assert engine.hears() == []
+
+    def test_an_update_in_place_stops_it_from_the_first_byte_on(
+        self, in_place: Engine, trainer: Trainer
+    ) -> None:
+        in_place.receiver.dispatch(trainer.update(1, "u"))
+        assert in_place.hears() == [("hold", "UPDATING", 0, {0.0})]
+        in_place.receiver.dispatch(FinishRequest(update_id="u"))
+        assert in_place.hears() == [("release", "READY", 1, {1.0})]
+
+    def test_it_goes_on_knowing_that_an_aborted_update_tore_the_weights(
+        self, in_place: Engine, trainer: Trainer
+    ) -> None:
+        in_place.receiver.dispatch(trainer.update(1, "u"))
+        in_place.receiver.dispatch(AbortRequest(update_id="u"))
+        assert [said[:3] for said in in_place.hears()] == [
+            ("hold", "UPDATING", 0),
+            ("release", "TORN", 0),
+        ]
+        trainer.send(in_place.receiver, 2, "v")
+        assert [said[:3] for said in in_place.hears()] == [
+            ("hold", "UPDATING", 0),
+            ("release", "READY", 1),
+        ]
+
+    def test_an_update_that_expires_in_place_lets_it_go_on(
+        self, served: nn.Module, trainer: Trainer
+    ) -> None:
+        engine = Engine(served, apply="in_place", lease_s=SHORT_S)
+        trainer.init(engine.receiver)
+        engine.hears()
+        engine.receiver.dispatch(trainer.update(1, "u", prepare=False))
+        time.sleep(SHORT_S)
+        until(lambda: state(engine.receiver)[0] == "TORN" and len(engine.said) == 2)
+        assert [said[:2] for said in engine.hears()] == [("hold", "UPDATING"), ("release", "TORN")]
+        engine.receiver.close()
+
+    @pytest.mark.parametrize("in_place", [False, True])
+    def test_one_that_does_not_stop_costs_the_update_alone(
+        self, served: nn.Module, trainer: Trainer, in_place: bool
+    ) -> None:
+        engine = Engine(served, apply="in_place" if in_place else "staged")
+        trainer.init(engine.receiver)
+        engine.hears()
+        engine.fails = OSError("the engine core is gone")
+        with pytest.raises(TransferError, match="could not be stopped: on_hold raised OSError"):
+            trainer.send(engine.receiver, 1, "u")
+        assert [word for word, *_ in engine.hears()] == ["hold"]
+        assert (*state(engine.receiver), values(served)) == ("READY", 0, {0.0})
+        engine.fails = None
+        assert trainer.send(engine.receiver, 2, "v").version == 1
+        assert [word for word, *_ in engine.hears()] == ["hold", "release"]
+        engine.receiver.close()
+
+    def test_a_swap_that_fails_is_known_when_it_goes_on(
+        self, served: nn.Module, trainer: Trainer
+    ) -> None:
+        def clear() -> None:
+            raise OSError("no cache")
+
+        engine = Engine(served, on_clear_cache=clear)
+        trainer.init(engine.receiver)
+        engine.hears()
+        with pytest.raises(OSError, match="no cache"):
+            trainer.send(engine.receiver, 1, "u")
+        assert [said[:2] for said in engine.hears()] == [("hold", "PREPARED"), ("release", "TORN")]
+        engine.receiver.close()
+
+    def test_its_own_failure_to_go_on_changes_nothing(
+        self, served: nn.Module, trainer: Trainer, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        def release() -> None:
+            raise OSError("no engine core")
+
+        receiver = WeightReceiver(served, on_release=release)
+        trainer.init(receiver)
+        assert trainer.send(receiver, 1, "u").version == 1
+        assert "on_release failed" in caplog.text
+        receiver.close()
+
+
 def enter(receiver: WeightReceiver) -> int:
     with receiver.reading(timeout_s=WAIT_S) as version:
         return version

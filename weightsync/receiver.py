@@ -12,6 +12,7 @@ from torch import nn
 
 from weightsync.errors import ConfigError, ProtocolError
 from weightsync.lifecycle import State
+from weightsync.receiving.gate import OnHold, OnRelease
 from weightsync.receiving.incoming import new_update_id
 from weightsync.receiving.landings import ApplyChoice
 from weightsync.receiving.peers import Peers, check_protocol
@@ -65,11 +66,15 @@ class WeightReceiver:
     `apply`: `staged` lands weights beside those in use and swaps them in at finish, `in_place`
     writes into those in use while generation waits, `auto` stages where memory allows. `manifest`
     declares what a hook wants. `on_pause(mode)`, `on_resume()` and `on_clear_cache()` are called
-    for the requests of those names; `lease_s` is how long an update may go without progress.
+    for the requests of those names. `on_hold(timeout_s)` is called before weights in use are
+    touched and may block until no decode step is at work, or raise to give the update up;
+    `on_release()` is called once for each `on_hold` that returned, when that step of the update is
+    over and its outcome can be read here. Both are for who generates elsewhere and does not use
+    `reading`. `lease_s` is how long an update may go without progress.
     Every method is thread-safe. Raises ConfigError for a sink that is none.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913  # each is one hook of its owner's, with a default
         self,
         sink: nn.Module | LoadWeights | WeightSink,
         *,
@@ -78,6 +83,8 @@ class WeightReceiver:
         on_pause: Callable[[str], None] | None = None,
         on_resume: Callable[[], None] | None = None,
         on_clear_cache: Callable[[], None] | None = None,
+        on_hold: OnHold | None = None,
+        on_release: OnRelease | None = None,
         lease_s: float = DEFAULT_LEASE_S,
     ) -> None:
         sweep()
@@ -89,6 +96,8 @@ class WeightReceiver:
             apply=apply,
             lease_s=lease_s,
             clear_cache=on_clear_cache,
+            on_hold=on_hold,
+            on_release=on_release,
         )
         self._replay = Replay()
         self._lease_s = lease_s

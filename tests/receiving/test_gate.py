@@ -8,7 +8,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 import pytest
 
-from weightsync.errors import NotReadyError, TransferTimeout
+from weightsync.errors import NotReadyError, TransferError, TransferTimeout
 from weightsync.receiving.gate import Gate
 
 SHORT_S = 0.05
@@ -125,3 +125,51 @@ def test_refused_readers_do_not_count_as_inside() -> None:
         pass
     gate.hold(SHORT_S)
     assert gate.held
+
+
+class Steps:
+    """Generation elsewhere: notes what the gate says to it, and whether readers are kept out."""
+
+    def __init__(self, *, fails: Exception | None = None) -> None:
+        self.said: list[tuple[str, bool]] = []
+        self._fails = fails
+        self.gate = Gate(lambda: None, on_hold=self._hold, on_release=self._release)
+
+    def _hold(self, timeout_s: float) -> None:
+        assert 0 < timeout_s <= WAIT_S
+        # Without a lock of the gate: a reader on another thread goes in and out meanwhile.
+        with ThreadPoolExecutor(1) as pool:
+            self.said.append(("hold", not pool.submit(enter, self.gate).result(WAIT_S)))
+        if self._fails is not None:
+            raise self._fails
+
+    def _release(self) -> None:
+        with ThreadPoolExecutor(1) as pool:
+            self.said.append(("release", not pool.submit(enter, self.gate).result(WAIT_S)))
+
+
+def test_steps_elsewhere_are_stopped_before_and_go_on_after(pool: ThreadPoolExecutor) -> None:
+    steps = Steps()
+    steps.gate.hold(WAIT_S)
+    assert steps.said == [("hold", False)]
+    assert not pool.submit(enter, steps.gate).result(WAIT_S)
+    assert steps.gate.held_s <= steps.gate.release()
+    assert steps.said == [("hold", False), ("release", False)]
+
+
+def test_steps_that_cannot_be_stopped_fail_the_hold_and_are_not_released() -> None:
+    for error, kind in ((TransferTimeout("late"), TransferTimeout), (OSError(5), TransferError)):
+        steps = Steps(fails=error)
+        with pytest.raises(kind, match=r"late|on_hold raised OSError: 5"):
+            steps.gate.hold(WAIT_S)
+        assert steps.said == [("hold", False)]
+        assert not steps.gate.held
+        assert enter(steps.gate)
+
+
+def test_a_hold_that_waits_in_vain_releases_steps_elsewhere(pool: ThreadPoolExecutor) -> None:
+    steps = Steps()
+    late = pytest.raises(TransferTimeout, match="1 decode steps did not end")
+    with steps.gate.reading(WAIT_S), late:
+        pool.submit(steps.gate.hold, SHORT_S).result(WAIT_S)
+    assert steps.said == [("hold", False), ("release", False)]

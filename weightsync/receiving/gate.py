@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -9,7 +10,12 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 
-from weightsync.errors import NotReadyError, TransferTimeout
+from weightsync.errors import NotReadyError, TransferError, TransferTimeout
+
+logger = logging.getLogger(__name__)
+
+OnHold = Callable[[float], None]
+OnRelease = Callable[[], None]
 
 
 @dataclass(slots=True, eq=False)
@@ -23,11 +29,21 @@ class Gate:
     """Many readers, or one holder. Who holds it keeps new readers out and waits for those inside.
 
     `refuse` is asked by every reader before it enters and raises where the weights may not be used.
-    The hold may be taken by one thread and given back by another.
+    The hold may be taken by one thread and given back by another. `on_hold(timeout_s)` is called
+    before readers are kept out, without a lock of the gate; what it raises fails the hold.
+    `on_release()` is called once for every `on_hold` that returned, after readers are let in again.
     """
 
-    def __init__(self, refuse: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        refuse: Callable[[], None],
+        *,
+        on_hold: OnHold | None = None,
+        on_release: OnRelease | None = None,
+    ) -> None:
         self._refuse = refuse
+        self._on_hold = on_hold
+        self._on_release = on_release
         self._condition = threading.Condition()
         self._readers = 0
         self._held_since: float | None = None
@@ -55,24 +71,52 @@ class Gate:
         finally:
             self._leave(stay)
 
+    @property
+    def held_s(self) -> float:
+        """For how long readers have been kept out, or asked to stop."""
+        return time.perf_counter() - self._held_since if self._held_since is not None else 0.0
+
     def hold(self, timeout_s: float) -> None:
-        """Keep readers out and wait until none is inside. On TransferTimeout all go on."""
+        """Keep readers out and wait until none is inside. On TransferError all go on."""
+        started = time.perf_counter()
+        self._stop_steps(timeout_s)
         with self._condition:
-            self._held_since = time.perf_counter()
-            if not self._condition.wait_for(lambda: self._readers == 0, timeout_s):
-                self._held_since = None
-                self._condition.notify_all()
-                raise TransferTimeout(
-                    f"{self._readers} decode steps did not end within {timeout_s:g} s; is "
-                    "reading() held around more than one step?"
-                )
+            self._held_since = started
+            left_s = max(timeout_s - (time.perf_counter() - started), 0.0)
+            if self._condition.wait_for(lambda: self._readers == 0, left_s):
+                return
+            inside = self._readers
+        self.release()
+        raise TransferTimeout(
+            f"{inside} decode steps did not end within {timeout_s:g} s; is "
+            "reading() held around more than one step?"
+        )
 
     def release(self) -> float:
         """Let readers in again; return the seconds for which they were kept out."""
         with self._condition:
-            since, self._held_since = self._held_since, None
+            held_s = self.held_s
+            self._held_since = None
             self._condition.notify_all()
-            return time.perf_counter() - since if since is not None else 0.0
+        if self._on_release is not None:
+            try:
+                self._on_release()
+            except Exception:
+                # The step that held the gate is over, however that went.
+                logger.exception("on_release failed; generation may not go on")
+        return held_s
+
+    def _stop_steps(self, timeout_s: float) -> None:
+        if self._on_hold is None:
+            return
+        try:
+            self._on_hold(timeout_s)
+        except TransferError:
+            raise
+        except Exception as exc:
+            raise TransferError(
+                f"generation could not be stopped: on_hold raised {type(exc).__name__}: {exc}"
+            ) from exc
 
     def _join(self, stay: _Stay) -> bool:
         """Count one more block of a stay that has not ended; a task inherits ended ones too."""

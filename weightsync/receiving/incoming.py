@@ -8,9 +8,11 @@ from dataclasses import dataclass, field
 
 from weightsync.backends.base import Received
 from weightsync.errors import ManifestMismatchError, ProtocolError, VerificationError
+from weightsync.lifecycle import UpdateLifecycle
 from weightsync.specs import Manifest
 from weightsync.weights.fingerprint import table_digest
 from weightsync.weights.sink import Apply, Landing, Verification, WeightSink
+from weightsync.wire.messages import StepReply
 
 _STRENGTH: tuple[Verification, ...] = ("none", "arrived", "held")
 
@@ -111,6 +113,21 @@ class Incoming:
                 f"the sender's fingerprints are named {expected}, those found beside the data "
                 f"{self.table_digest}: the table was changed on the way; send the update again"
             )
+
+    def reply(self, lifecycle: UpdateLifecycle, stall_s: float) -> StepReply:
+        """Say what arrived so far, and where the receiver stands."""
+        return StepReply(
+            state=lifecycle.state.value,
+            version=lifecycle.version,
+            update_id=self.update_id,
+            apply=self.apply,
+            verified=self.verified,
+            nbytes=self.nbytes,
+            stall_s=stall_s,
+            peak_extra_nbytes=self.extra_nbytes,
+            seconds=dict(self.seconds),
+            table_digest=self.table_digest,
+        )
 
     def timed(self, phase: str, started: float) -> None:
         """Add the seconds since `started` to a phase."""

@@ -9,9 +9,11 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+from msgspec.structs import replace
+
 from weightsync.errors import ProtocolError, StaleVersionError, UpdateConflictError
 from weightsync.lifecycle import State, Terms, UpdateLifecycle
-from weightsync.receiving.gate import Gate
+from weightsync.receiving.gate import Gate, OnHold, OnRelease
 from weightsync.receiving.incoming import Incoming
 from weightsync.receiving.landings import ApplyChoice, Landings
 from weightsync.receiving.lease import Lease
@@ -40,6 +42,8 @@ class Updates:
         apply: ApplyChoice,
         lease_s: float,
         clear_cache: Callable[[], None] | None,
+        on_hold: OnHold | None = None,
+        on_release: OnRelease | None = None,
     ) -> None:
         self.sink = sink
         self.peers = peers
@@ -47,7 +51,7 @@ class Updates:
         self.landings = Landings(sink, apply)
         self._state = threading.RLock()
         self.readiness = Readiness(self.lifecycle, peers, self._state, self.forget_dead, lease_s)
-        self.gate = Gate(self.readiness.refuse)
+        self.gate = Gate(self.readiness.refuse, on_hold=on_hold, on_release=on_release)
         self.totals: Counter[str] = Counter()
         self.last_reply: StepReply | None = None
         self._incoming: Incoming | None = None
@@ -219,13 +223,16 @@ class Updates:
             with self._giving_up(update_id):
                 incoming = self._expect(update_id, State.PREPARED)
                 incoming.check_digest(digest)
-                stall_s = self._commit(incoming, clear_cache=clear_cache)
-            with self._state:
-                if label is not None:
-                    self.lifecycle.label = label
-                self._incoming = None
-                self.last_reply = self.reply(incoming, stall_s=stall_s)
-                self.totals["committed"] += 1
+                self._commit(incoming, clear_cache=clear_cache)
+            try:
+                with self._state:
+                    if label is not None:
+                        self.lifecycle.label = label
+                    self._incoming = None
+                    self.last_reply = self.reply(incoming, stall_s=self.gate.held_s)
+                    self.totals["committed"] += 1
+            finally:
+                self.gate.release()
             return self.last_reply
 
     def abort(self, update_id: str | None, reason: str) -> StepReply:
@@ -262,18 +269,8 @@ class Updates:
                 update_id=lifecycle.torn_by or None,
                 apply=self.landings.apply,
             )
-        return StepReply(
-            state=lifecycle.state.value,
-            version=lifecycle.version,
-            update_id=incoming.update_id,
-            apply=incoming.apply if incoming.landings else self.landings.apply,
-            verified=incoming.verified,
-            nbytes=incoming.nbytes,
-            stall_s=stall_s,
-            peak_extra_nbytes=incoming.extra_nbytes,
-            seconds=dict(incoming.seconds),
-            table_digest=incoming.table_digest,
-        )
+        reply = incoming.reply(lifecycle, stall_s)
+        return reply if incoming.landings else replace(reply, apply=self.landings.apply)
 
     def close(self) -> None:
         """Give up the open update, wait for its loader, and close every engine.
@@ -290,8 +287,8 @@ class Updates:
         else:
             logger.warning("a loader is still at work; what it reads stays mapped")
 
-    def _commit(self, incoming: Incoming, *, clear_cache: bool) -> float:
-        """Swap the weights in while nobody reads; return how long that kept readers out."""
+    def _commit(self, incoming: Incoming, *, clear_cache: bool) -> None:
+        """Swap the weights in while nobody reads. Done, the gate is still held."""
         started = time.perf_counter()
         with self._state:
             self._loader.check_not_aborted(incoming)
@@ -314,7 +311,6 @@ class Updates:
             self._give_up(incoming.update_id)
             raise
         incoming.timed("swap", started)
-        return self.gate.release()
 
     @contextmanager
     def _working(self, step: str) -> Iterator[None]:
@@ -346,19 +342,24 @@ class Updates:
 
     def _give_up(self, update_id: str) -> None:
         """Back to READY(v), or TORN. Called with the work lock; nothing to do when it is over."""
-        with self._state:
-            incoming = self._incoming
-            if incoming is None or incoming.update_id != update_id:
-                return
-            self._overtaken.note(update_id)  # what repeats its messages may not begin it again
-            self.lifecycle.begin_abort(update_id)
-            for landing in incoming.landings:
-                landing.discard()
-            self.lifecycle.end_abort()
-            self._incoming = None
-            self.totals["torn" if self.lifecycle.state is State.TORN else "aborted"] += 1
-        if self.gate.held:
-            self.gate.release()
+        incoming = self._incoming
+        if incoming is None or incoming.update_id != update_id:
+            return
+        try:
+            with self._state:
+                self._overtaken.note(update_id)  # what repeats its messages may not begin it again
+                self.lifecycle.begin_abort(update_id)
+                try:
+                    for landing in incoming.landings:
+                        landing.discard()
+                finally:
+                    self.lifecycle.end_abort()
+                    self._incoming = None
+                    torn = self.lifecycle.state is State.TORN
+                    self.totals["torn" if torn else "aborted"] += 1
+        finally:
+            if self.gate.held:
+                self.gate.release()
 
     def _expect(self, update_id: str, state: State = State.UPDATING) -> Incoming:
         with self._state:
