@@ -19,12 +19,14 @@ WeightSyncError
 |  +- TransferCancelled       the caller itself called the wait off
 |  +- PeerLostError           .ranks: a process at the other end died or left
 |  +- VerificationError       .names
++- ProcessLostError           .process .pid .exitcode: a process of this server ended by itself
 +- AuthError                  401 or 403
 +- RemoteError                the peer raised something foreign: .remote_type .remote_message
 
 What to do: ConfigError, fix the call; BackendUnavailableError, install what is named or take
 another road; ProtocolError, fix versions, names or order; TransportError, try again;
-TransferError, send the whole update again; NotReadyError, wait for the update or send one.
+TransferError, send the whole update again; NotReadyError, wait for the update or send one;
+ProcessLostError, read its log and start the server again.
 """
 
 from __future__ import annotations
@@ -177,6 +179,21 @@ class VerificationError(TransferError):
             or f"{len(self.names)} tensors differ from what was sent: {shorten(self.names)}; "
             "the update is not applied, send it again"
         )
+
+
+class ProcessLostError(WeightSyncError):
+    """A process that was started here ended by itself; its server cannot go on. Start it again.
+
+    `exitcode` is that of multiprocessing: the signal's number, negative, if one ended it.
+    """
+
+    def __init__(
+        self, message: str, *, process: str = "", pid: int = 0, exitcode: int | None = None
+    ) -> None:
+        self.process = process
+        self.pid = pid
+        self.exitcode = exitcode
+        super().__init__(message)
 
 
 class AuthError(WeightSyncError):

@@ -1,0 +1,281 @@
+"""Processes that tell their parent when they are ready, and that do not outlive it."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import ctypes
+import functools
+import multiprocessing
+import os
+import queue
+import signal
+import threading
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from multiprocessing import resource_tracker
+from multiprocessing.connection import Connection, wait
+from multiprocessing.context import BaseContext
+from multiprocessing.process import BaseProcess
+from typing import Any
+
+import msgspec
+
+from weightsync.errors import ConfigError, ProtocolError, WeightSyncError
+from weightsync.samehost.spawning import refuse_forked, require_spawn
+from weightsync.wire.problem import Problem, encode_problem, from_problem, to_problem
+
+READY_NBYTES = 16 << 10
+"""Most bytes that a child may say when it is ready: two messages must fit into a pipe."""
+
+_PROBLEM_CHARS = 4 << 10
+_START_S = 30.0
+_PR_SET_PDEATHSIG = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChildSpec:
+    """A process to start: `target(ready, *args)` in it, with `env` on top of this environment.
+
+    `name` stands in errors: "worker 0.1". `target` is a function of a module; it says `ready()`
+    once, with what its parent wants to know of it, serves until SIGTERM (SystemExit) and returns.
+    """
+
+    name: str
+    target: Callable[..., None]
+    args: tuple[Any, ...] = ()
+    env: Mapping[str, str] = field(default_factory=dict)
+
+
+class _Ready(msgspec.Struct, frozen=True, tag="ready"):
+    payload: bytes
+
+
+class _Failed(msgspec.Struct, frozen=True, tag="failed"):
+    problem: Problem
+
+
+_ENCODER = msgspec.msgpack.Encoder()
+_DECODER = msgspec.msgpack.Decoder(_Ready | _Failed)
+
+
+class Ready:
+    """What a target calls once it is ready."""
+
+    def __init__(self, pipe: Connection) -> None:
+        self._pipe = pipe
+        self._said = False
+
+    def __call__(self, payload: bytes = b"") -> None:
+        """Tell the parent, who gets `payload`. Raises ConfigError when it is too long."""
+        if len(payload) > READY_NBYTES:
+            raise ConfigError(
+                f"{len(payload)} bytes are to be said with ready(); at most {READY_NBYTES} may"
+            )
+        if self._said:
+            raise ConfigError("ready() was called before; it is called once")
+        self._said = True
+        _say(self._pipe, _Ready(payload))
+
+
+class Child:
+    """A process of a ChildSpec, from the parent's side; `start` starts it.
+
+    `payload` is what it said when it was ready, None before; `error` is what it failed with.
+    """
+
+    def __init__(self, spec: ChildSpec, context: BaseContext | None = None) -> None:
+        """Prepare it. Raises ConfigError for contexts that do not spawn, and in forked children."""
+        made = spawn_context(context)
+        self.pipe, self._theirs = made.Pipe(duplex=False)
+        process = getattr(made, "Process")  # noqa: B009 - contexts bind it where mypy cannot see
+        self.process: BaseProcess = process(
+            target=_run, args=(spec.target, spec.args, self._theirs), name=spec.name
+        )
+        self.payload: bytes | None = None
+        self.error: WeightSyncError | None = None
+        self._env = dict(spec.env)
+        self._started: Future[None] = Future()
+        self._ordered = False
+
+    @property
+    def name(self) -> str:
+        """The name of its spec."""
+        return self.process.name
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether it said so."""
+        return self.payload is not None
+
+    def start(self) -> None:
+        """Start the process. Raises what spawning raises, ConfigError for what does not pickle."""
+        starter = _starter()
+        self._ordered = True
+        starter.submit(self)
+        self._started.result(_START_S)
+
+    def settle(self) -> None:
+        """Wait until the process is started, or never will be, where `start` was broken off."""
+        if self._ordered:
+            concurrent.futures.wait([self._started], _START_S)
+
+    def listen(self) -> None:
+        """Take in what the child has said by now."""
+        while not self.pipe.closed and self.pipe.poll():
+            try:
+                self._take(self.pipe.recv_bytes())
+            except (EOFError, OSError):
+                self.pipe.close()
+
+    def close(self) -> None:
+        """Let go of the pipe of a child that has ended, or was never started."""
+        self.pipe.close()
+        self._theirs.close()
+
+    def start_here(self) -> None:
+        """Start it from this very thread, whose end would be the child's. Called by the starter."""
+        resource_tracker.ensure_running()  # it outlives the child, and wants none of its variables
+        try:
+            with _environment(self._env):
+                self.process.start()
+        except (AttributeError, TypeError) as exc:
+            raise ConfigError(
+                f"{self.name} cannot be started: {exc}; targets are functions of a module, and "
+                "their arguments can be pickled"
+            ) from exc
+        finally:
+            self._theirs.close()
+
+    def _take(self, said: bytes) -> None:
+        try:
+            message = _DECODER.decode(said)
+        except msgspec.DecodeError as exc:
+            self.error = ProtocolError(f"{self.name} said what nobody understands: {exc}")
+            return
+        if isinstance(message, _Ready):
+            self.payload = message.payload
+        else:
+            self.error = from_problem(message.problem, peer=self.name)
+
+
+def spawn_context(context: BaseContext | None = None) -> BaseContext:
+    """Return `context` if it spawns, multiprocessing's own spawning one if it is None.
+
+    Raises ConfigError for other start methods, and in a process that was forked.
+    """
+    refuse_forked("a process")
+    if context is None:
+        return multiprocessing.get_context("spawn")
+    require_spawn(context)
+    if (method := context.get_start_method()) != "spawn":
+        raise ConfigError(
+            f'the start method is "{method}", whose children have another parent, whom they would '
+            'follow into death; use multiprocessing.get_context("spawn")'
+        )
+    return context
+
+
+class _Starter:
+    """A thread that starts all children and never ends.
+
+    The kernel counts the end of the *thread* that started a child as its parent's death. And what
+    this thread blocks is blocked in its children from their first instruction: SIGINT, which a
+    terminal sends to all of them, and which is their supervisor's alone.
+    """
+
+    def __init__(self) -> None:
+        self._orders: queue.SimpleQueue[Child] = queue.SimpleQueue()
+        threading.Thread(target=self._run, name="weightsync starter", daemon=True).start()
+
+    def submit(self, child: Child) -> None:
+        self._orders.put(child)
+
+    def _run(self) -> None:
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        while True:
+            child = self._orders.get()
+            try:
+                child.start_here()
+            except BaseException as exc:  # noqa: BLE001 - raised where the child was ordered
+                child._started.set_exception(exc)
+            else:
+                child._started.set_result(None)
+            del child
+
+
+@functools.cache
+def _starter() -> _Starter:
+    return _Starter()
+
+
+@contextmanager
+def _environment(env: Mapping[str, str]) -> Iterator[None]:
+    """Set variables for as long as a child takes to be started: what is spawned copies them all."""
+    before = {name: os.environ.get(name) for name in env}
+    os.environ.update(env)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+
+
+# From here on, in the child.
+
+
+def _run(target: Callable[..., None], args: tuple[Any, ...], pipe: Connection) -> None:
+    _end_with_parent()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, _leave)
+    try:
+        target(Ready(pipe), *args)
+    except Exception as exc:  # noqa: BLE001 - the edge: the parent raises it
+        _report(pipe, exc)
+        raise SystemExit(1) from None
+
+
+def _leave(signum: int, _frame: object) -> None:
+    # An exception, so that `with` blocks and `finally` clauses let go of shared memory; once, so
+    # that a second signal does not break into them.
+    signal.signal(signum, signal.SIG_IGN)
+    raise SystemExit(128 + signum)
+
+
+def _report(pipe: Connection, exc: Exception) -> None:
+    if not isinstance(exc, WeightSyncError):
+        traceback.print_exception(exc)  # a foreign error's place is worth more than its text
+    problem = to_problem(exc)
+    if len(encode_problem(problem)) > _PROBLEM_CHARS:
+        detail = problem.detail[:_PROBLEM_CHARS]
+        problem = msgspec.structs.replace(problem, detail=detail, attributes={})
+    _say(pipe, _Failed(problem))
+
+
+def _say(pipe: Connection, message: _Ready | _Failed) -> None:
+    with suppress(OSError):  # the parent is gone, and so will this process be
+        pipe.send_bytes(_ENCODER.encode(message))
+
+
+def _end_with_parent() -> None:
+    """Let the kernel kill this process when its parent dies, and watch that parent besides.
+
+    The watch covers a parent that died before the kernel was asked, in whatever namespace it was.
+    """
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    threading.Thread(
+        target=_watch, args=(parent.sentinel,), name="weightsync parent watch", daemon=True
+    ).start()
+
+
+def _watch(sentinel: int) -> None:
+    wait([sentinel])
+    os._exit(1)
