@@ -95,14 +95,16 @@ __all__ = [
     "ray",
     "send_weights",
     "server",
+    "testing",
 ]
 
 _LAZY = {
     "SafetensorsSource": ("weights.safetensors_source", "hf"),
     "ray": ("ray", "ray"),
     "server": ("server", "server"),
+    "testing": ("testing", "dev"),
 }
-"""What needs an extra: the module that is it, or has it, and the extra that brings it."""
+"""What needs an extra or is rarely wanted: the module that is it, or has it, and its extra."""
 
 
 def __getattr__(name: str) -> Any:

@@ -1,0 +1,19 @@
+"""Test your own training loop: messages that get lost, receivers that die, all in one process."""
+
+from __future__ import annotations
+
+from weightsync.testing.faults import ACTS, Act, Event, Fault, Faults
+from weightsync.testing.faulty_transport import FaultyTransport
+from weightsync.testing.fleet import FleetMember, InProcessFleet, TinyModel
+
+__all__ = [
+    "ACTS",
+    "Act",
+    "Event",
+    "Fault",
+    "Faults",
+    "FaultyTransport",
+    "FleetMember",
+    "InProcessFleet",
+    "TinyModel",
+]
