@@ -82,11 +82,11 @@ class KeptPrompts:
 
     def read(self, key: int, version: int | None) -> None:
         """A prompt was read, its beginning by weights of `version`, or (None) could not be."""
-        kept = self._kept.get(key)
-        if kept is not None and version is None:
-            self._evict(key)
-        elif kept is not None:
-            kept.version = version
+        if version is None:  # no worker has it
+            self._kept.pop(key, None)
+            self._evicted = [evicted for evicted in self._evicted if evicted != key]
+        elif key in self._kept:
+            self._kept[key].version = version
 
     def clear(self) -> None:
         """Evict all."""

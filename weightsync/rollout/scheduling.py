@@ -59,7 +59,7 @@ class Scheduler:
         self._end_ids = frozenset(card.end_ids)
         self._max_rows = max_rows
         self._max_prompt_tokens = max_prompt_tokens
-        self._kept = kept or KeptPrompts()
+        self._kept = KeptPrompts() if kept is None else kept  # an empty one is falsy
         self._jobs: dict[Key, _Job] = {}
         self._waiting: OrderedDict[Key, Job] = OrderedDict()
         self._rows: dict[RowId, _Row] = {}

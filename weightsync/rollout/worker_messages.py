@@ -7,6 +7,10 @@ import msgspec
 from weightsync.rollout.engine_messages import PauseMode
 from weightsync.rollout.steps import ModelCard
 from weightsync.samehost.message_queue import QueueHandle
+from weightsync.wire.messages import Status, StepReply
+
+REPORT_CALL = "worker_report"
+"""What API servers ask a worker beside the calls of the wire."""
 
 
 class _Tagged(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind"):
@@ -76,3 +80,14 @@ class Done(_Tagged, frozen=True, kw_only=True, tag="done"):
 
 
 CoreWord = Welcome | Done
+
+
+# To API servers.
+
+
+class WorkerReport(msgspec.Struct, frozen=True, kw_only=True):
+    """What a worker tells of itself, for status pages and metrics."""
+
+    status: Status
+    updates_total: dict[str, int]
+    last_reply: StepReply | None = None

@@ -1,0 +1,76 @@
+from __future__ import annotations
+
+from weightsync.errors import TransferTimeout, WeightSyncError
+from weightsync.rollout.engine_messages import Job
+from weightsync.rollout.pauses import Pauses
+
+Said = list[tuple[str, WeightSyncError | None]]
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def job(request_id: str) -> Job:
+    return Job(request_id=request_id, prompt=[1], max_new_tokens=1)
+
+
+def test_keep_answers_at_once_and_stops_steps() -> None:
+    pauses, said = Pauses(), list[WeightSyncError | None]()
+    pauses.pause("keep", said.append)
+    assert said == [None]
+    assert not pauses.may_step
+    assert pauses.resume() == []
+    assert pauses.may_step
+
+
+def test_wait_answers_when_nothing_is_in_flight() -> None:
+    pauses, said = Pauses(), list[WeightSyncError | None]()
+    pauses.pause("wait", said.append)
+    assert pauses.may_step
+    pauses.look(2)
+    assert said == []
+    pauses.look(0)
+    assert said == [None]
+    assert pauses.mode == "wait"
+
+
+def test_jobs_that_come_later_wait_for_the_end_in_order() -> None:
+    pauses = Pauses()
+    pauses.pause("abort", lambda _: None)
+    for name in ("one", "two", "three"):
+        pauses.postpone(b"a", job(name))
+    pauses.cancel(b"b", "one")
+    pauses.cancel(b"a", "two")
+    assert pauses.late == 2
+    assert [late.request_id for _, late in pauses.resume()] == ["one", "three"]
+    assert pauses.late == 0
+
+
+def test_a_later_pause_takes_over_and_resume_answers_the_rest() -> None:
+    pauses, said = Pauses(), Said()
+    pauses.pause("wait", lambda error: said.append(("first", error)))
+    pauses.pause("wait", lambda error: said.append(("second", error)))
+    assert said == [("first", None)]
+    pauses.resume()
+    assert said == [("first", None), ("second", None)]
+
+
+def test_what_takes_too_long_is_told_to_both_sides() -> None:
+    clock = Clock()
+    pauses, said = Pauses(timeout_s=5.0, clock=clock), list[WeightSyncError | None]()
+    pauses.pause("wait", said.append)
+    pauses.postpone(b"a", job("early"))
+    clock.now = 4.0
+    pauses.postpone(b"a", job("late"))
+    clock.now = 6.0
+    assert [overdue.request_id for _, overdue in pauses.look(3)] == ["early"]
+    assert isinstance(said[0], TransferTimeout)
+    assert str(said[0]).startswith("3 requests did not end within 5 s; generation stays paused")
+    assert pauses.look(3) == []
+    assert len(said) == 1
+    assert [late.request_id for _, late in pauses.resume()] == ["late"]

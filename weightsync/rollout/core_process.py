@@ -1,0 +1,79 @@
+"""The process of one engine core."""
+
+from __future__ import annotations
+
+import logging
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import FrameType
+
+import msgspec
+import torch
+import zmq
+
+from weightsync.errors import PeerLostError
+from weightsync.rollout.core_client import CoreAddress
+from weightsync.rollout.engine_core import EngineCore
+from weightsync.rollout.scheduling import MAX_ROWS, Scheduler
+from weightsync.rollout.worker_crew import WorkerCrew
+from weightsync.samehost.tensor_queue import TensorIpcReceiver
+
+logger = logging.getLogger(__name__)
+
+GATHER_TIMEOUT_S = 600.0
+
+
+class CoreTerms(msgspec.Struct, frozen=True, kw_only=True):
+    """What an engine core is started with; API servers send to `orders`, its workers to `gate`."""
+
+    name: str
+    replica: int
+    workers: int
+    orders: str
+    gate: str
+    tensor_ipc: str
+    max_rows: int = MAX_ROWS
+
+
+def core_main(ready: Callable[[bytes], None], terms: CoreTerms) -> None:
+    """Be an engine core until SIGTERM. `ready` takes the encoded CoreAddress."""
+    torch.set_num_threads(1)
+    with _sockets(terms.orders, terms.gate) as (orders, gate):
+        crew = WorkerCrew.gather(gate, terms.workers, timeout_s=GATHER_TIMEOUT_S)
+        tensors = TensorIpcReceiver() if terms.tensor_ipc == "torch_shm" else None
+        try:
+            scheduler = Scheduler(crew.card, max_rows=terms.max_rows)
+            core = EngineCore(orders, crew, tensors=tensors, scheduler=scheduler)
+
+            def on_term(_signal: int, _frame: FrameType | None) -> None:
+                core.stop()
+
+            signal.signal(signal.SIGTERM, on_term)
+            handle = tensors.handle if tensors else None
+            ready(msgspec.msgpack.encode(CoreAddress(orders=terms.orders, tensors=handle)))
+            core.run()
+        except PeerLostError as exc:
+            logger.error("%s cannot go on: %s", terms.name, exc)
+            raise
+        finally:
+            if tensors is not None:
+                tensors.close()
+            crew.close()
+
+
+@contextmanager
+def _sockets(*addresses: str) -> Iterator[list[zmq.Socket[bytes]]]:
+    context = zmq.Context()
+    try:
+        sockets = []
+        for address in addresses:
+            socket: zmq.Socket[bytes] = context.socket(zmq.ROUTER)
+            socket.setsockopt(zmq.LINGER, 200)
+            socket.setsockopt(zmq.RCVHWM, 0)
+            socket.setsockopt(zmq.SNDHWM, 0)
+            socket.bind(address)
+            sockets.append(socket)
+        yield sockets
+    finally:
+        context.destroy(linger=200)

@@ -1,0 +1,184 @@
+"""A worker process: one model, or one shard of it, its receiver, and the steps it makes."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from datetime import timedelta
+from pathlib import Path
+from types import FrameType
+
+import msgspec
+import torch
+import torch.distributed as dist
+
+from weightsync.errors import PeerLostError, TransferCancelled
+from weightsync.receiver import WeightReceiver
+from weightsync.receiving.landings import ApplyChoice
+from weightsync.rollout.model import LoadedModel
+from weightsync.rollout.model_runner import ModelRunner, model_card
+from weightsync.rollout.sharded_model import load_for_worker
+from weightsync.rollout.steps import ModelCard, Step
+from weightsync.rollout.worker_crew import STEP_SLOT_NBYTES, STEP_SLOTS, step_codec
+from weightsync.rollout.worker_link import WorkerLink
+from weightsync.rollout.worker_messages import REPORT_CALL, Hello, Standing, WorkerReport
+from weightsync.samehost.message_queue import MessageQueue
+from weightsync.wire import codec
+
+logger = logging.getLogger(__name__)
+
+HELLO_TIMEOUT_S = 600.0
+COLLECTIVE_TIMEOUT_S = 120.0
+
+
+class WorkerTerms(msgspec.Struct, frozen=True, kw_only=True):
+    """What a worker is started with; `rank` of `size` in replica `replica`.
+
+    `folder` is private to this server: the workers of a replica meet in a file there.
+    """
+
+    name: str
+    replica: int
+    rank: int
+    size: int
+    model: str
+    dtype: str
+    apply: ApplyChoice
+    core_address: str
+    control_address: str
+    folder: str
+
+
+class Worker:
+    """Makes the steps of its engine core until `stop`."""
+
+    def __init__(self, terms: WorkerTerms, loaded: LoadedModel, card: ModelCard) -> None:
+        self._terms = terms
+        self._cancel = threading.Event()
+        self._stale_cache = threading.Event()
+        self._link = WorkerLink(
+            terms.rank, core_address=terms.core_address, control_address=terms.control_address
+        )
+        self.receiver = WeightReceiver(
+            loaded.model,
+            apply=terms.apply,
+            on_pause=self._link.pause,
+            on_resume=self._link.resume,
+            on_clear_cache=self._stale_cache.set,
+            on_hold=self._link.hold,
+            on_release=self._release,
+        )
+        self._runner = ModelRunner(loaded.model, chooses=terms.rank == 0)
+        self._results = MessageQueue(
+            1,
+            1,
+            max_chunk_bytes=STEP_SLOT_NBYTES,
+            max_chunks=STEP_SLOTS,
+            codec=step_codec(),
+            spin_s=0.0,
+        )
+        hello = Hello(card=card, results=self._results.export_handle())
+        welcome = self._link.hello(hello, HELLO_TIMEOUT_S)
+        self._steps = MessageQueue.create_from_handle(welcome.steps, terms.rank, codec=step_codec())
+        self._link.serve(self._handle, self._standing)
+
+    def run(self) -> None:
+        """Make steps. Raises PeerLostError when the engine core is gone."""
+        with suppress(TransferCancelled):
+            while True:
+                step: Step = self._steps.dequeue(cancel=self._cancel, indefinite=True)
+                # No update swaps inside a step: it holds the core first, which waits for this.
+                self._results.enqueue(self._runner.execute(step, self.receiver.version))
+
+    def stop(self) -> None:
+        """Have `run` return. Safe in a signal handler."""
+        self._cancel.set()
+
+    def close(self) -> None:
+        """Let every mapping and queue go."""
+        self.receiver.close()
+        self._link.close()
+        self._steps.close()
+        self._results.close()
+
+    def _handle(self, call: str, body: bytes) -> bytes:
+        if call == REPORT_CALL:
+            return msgspec.json.encode(
+                WorkerReport(
+                    status=self.receiver.status(),
+                    updates_total=dict(self.receiver.updates_total),
+                    last_reply=self.receiver.last_reply,
+                )
+            )
+        return codec.encode(self.receiver.dispatch(codec.decode_request(call, body)))
+
+    def _release(self) -> None:
+        self._link.release(msgspec.structs.replace(self._standing(), released=True))
+
+    def _standing(self) -> Standing:
+        stale = self._stale_cache.is_set()
+        self._stale_cache.clear()
+        status = self.receiver.status()
+        return Standing(
+            version=status.version,
+            state=status.state,
+            why_not="" if status.may_generate else status.detail or status.state,
+            clear_cache=stale,
+        )
+
+
+def worker_main(ready: Callable[[bytes], None], terms: WorkerTerms) -> None:
+    """Be a worker process until SIGTERM. `ready` takes the encoded ModelCard."""
+    torch.set_num_threads(1)
+    with _process_group(terms):
+        loaded = load_for_worker(
+            terms.model,
+            dtype=getattr(torch, terms.dtype),
+            shards=terms.size,
+            folder=Path(terms.folder),
+        )
+        card = model_card(loaded, terms.model)
+        worker = Worker(terms, loaded, card)
+
+        def on_term(_signal: int, _frame: FrameType | None) -> None:
+            worker.stop()
+
+        signal.signal(signal.SIGTERM, on_term)
+        try:
+            ready(msgspec.msgpack.encode(card))
+            worker.run()
+        except PeerLostError as exc:
+            # Who died first is what the supervisor tells; this one only follows.
+            logger.info("%s ends: %s", terms.name, exc)
+            raise SystemExit(1) from None
+        finally:
+            worker.close()
+
+
+@contextmanager
+def _process_group(terms: WorkerTerms) -> Iterator[None]:
+    """The collectives of a tensor-parallel replica: Gloo on loopback, meeting in a file."""
+    if terms.size == 1:
+        yield
+        return
+    os.environ.update(
+        RANK=str(terms.rank),
+        LOCAL_RANK=str(terms.rank),
+        WORLD_SIZE=str(terms.size),
+        GLOO_SOCKET_IFNAME="lo",
+    )
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{terms.folder}/replica-{terms.replica}",
+        rank=terms.rank,
+        world_size=terms.size,
+        timeout=timedelta(seconds=COLLECTIVE_TIMEOUT_S),
+    )
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
