@@ -158,11 +158,15 @@ class LabelRequest(Message, frozen=True, kw_only=True):
 
 
 class CheckRequest(Message, frozen=True, kw_only=True):
-    """`weight_checker`: `checksum` answers, `compare` names what differs from `checksums`."""
+    """`weight_checker`: `checksum` answers, `compare` names what differs from `checksums`.
+
+    `partial` asks one of several workers for what it holds of tensors that are cut.
+    """
 
     action: Literal["checksum", "compare"] = "checksum"
     names: list[Name] | None = None
     checksums: dict[Name, str] | UnsetType = UNSET
+    partial: bool = False
 
 
 class StatusRequest(Message, frozen=True, kw_only=True):
@@ -222,6 +226,9 @@ CALL_OF: dict[type[Message], str] = {kind: call for call, kind in CALLS.items()}
 # Replies
 
 
+WorkerPath = Annotated[str, Meta(max_length=128, pattern=r"^\w[\w-]*(/\w[\w-]*)*$")]
+
+
 class LedgerEntry(Message, frozen=True, kw_only=True):
     """One live export, mapping or ring."""
 
@@ -236,7 +243,8 @@ class Status(Message, frozen=True, kw_only=True):
     """The state of one receiver.
 
     `prepared_version` is the version that `finish` would commit; `orphaned` says that the sender
-    of the open update is dead, `detail` why the receiver may not generate.
+    of the open update is dead, `detail` why the receiver may not generate. `workers` are the paths,
+    below this one's URL, of the receivers that it stands for; none where it is one itself.
     """
 
     instance: str
@@ -257,6 +265,7 @@ class Status(Message, frozen=True, kw_only=True):
     detail: str = ""
     device_keys: list[str] = []
     ledger: list[LedgerEntry] = []
+    workers: list[WorkerPath] = []
 
 
 class InitReply(Message, frozen=True, kw_only=True):
@@ -290,13 +299,33 @@ class StepReply(Message, frozen=True, kw_only=True):
     table_digest: str | None = None
 
 
+class TensorPart(Message, frozen=True, kw_only=True):
+    """What one worker holds of a cut tensor of `nbytes`, as a part of its mix64.
+
+    `spans` say for each dimension which indices are held: parts of equal spans are copies. `total`
+    (16 hex digits) sums the mixed words that lie in it whole, `words` of them; `pieces` are the
+    bytes of words that are cut, in hex, by their first byte's place in the full tensor.
+    """
+
+    shape: list[int]
+    spans: list[list[tuple[int, int]]]
+    nbytes: int
+    total: str
+    words: int
+    pieces: dict[int, str] = {}
+
+
 class CheckReply(Message, frozen=True, kw_only=True):
-    """Fingerprints of the weights in use (mix64, 16 hex digits), or the names that differ."""
+    """Fingerprints of the weights in use (mix64, 16 hex digits), or the names that differ.
+
+    `parts` are those of tensors that are cut, where they were asked for.
+    """
 
     version: int
     checksums: dict[str, str] = {}
     different: list[str] = []
     equal: bool | None = None
+    parts: dict[str, TensorPart] = {}
 
 
 Reply = InitReply | StepReply | Status | CheckReply
