@@ -33,7 +33,7 @@ POOL_SIZE = 4
 MAX_REPLY_NBYTES = 256 << 20
 CONNECT_TIMEOUT_S = 10.0
 
-_GET_CALLS = frozenset({"weight_info"})
+_GET_CALLS = frozenset({"weight_info", "is_paused", "version"})
 
 
 class _StaleConnectionError(Exception):

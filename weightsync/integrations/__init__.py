@@ -1,0 +1,1 @@
+"""What joins weightsync to the systems that people run."""

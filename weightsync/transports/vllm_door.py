@@ -1,0 +1,110 @@
+"""What a sender and the workers of a vLLM server say to each other, through `collective_rpc`.
+
+One text goes to all workers, each takes what is addressed to its rank and answers with a dict of
+text. Errors are answers too: a worker that raised would leave those of the others in the queues of
+a server with several, where each later call would be answered by the one before it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+from weightsync.errors import ProtocolError
+
+METHOD = "weightsync"
+"""The worker's method that is called."""
+
+
+class Call(msgspec.Struct, frozen=True, kw_only=True):
+    """One request: its name and its body as JSON."""
+
+    call: str
+    body: str
+
+
+class Round(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What all workers are told at once: `calls` by rank; `nonce` comes back with each answer.
+
+    `holds` tells workers whether this sender has paused the server, so that a later one knows
+    whose pause it finds; None leaves that as it is.
+    """
+
+    nonce: str
+    calls: dict[int, Call] = {}
+    holds: bool | None = None
+
+
+class WorkerAnswer(msgspec.Struct, frozen=True, kw_only=True):
+    """How one worker stands afterwards, and its `reply` or `problem` as JSON.
+
+    `may_generate`: its model is whole. `held`: a sender paused the server and has not resumed it.
+    """
+
+    nonce: str
+    rank: int
+    world: int
+    state: str
+    version: int
+    apply: str
+    may_generate: bool
+    held: bool
+    reply: str | None = None
+    problem: str | None = None
+
+
+def encode_round(told: Round) -> str:
+    """Return the text of a round."""
+    return msgspec.json.encode(told).decode()
+
+
+def decode_round(text: object) -> Round:
+    """Return the round that a text holds. Raises ProtocolError when it is none."""
+    try:
+        return msgspec.json.decode(str(text), type=Round)
+    except msgspec.DecodeError as exc:
+        raise ProtocolError(f"a worker's door takes a round of ours; this is none: {exc}") from exc
+
+
+def encode_answer(answer: WorkerAnswer) -> dict[str, Any]:
+    """Return an answer as plain data."""
+    plain: dict[str, Any] = msgspec.to_builtins(answer)
+    return plain
+
+
+def decode_answers(told: Round, results: object, *, peer: str) -> list[WorkerAnswer]:
+    """Return every worker's answer, by rank.
+
+    Raises ProtocolError where they are of another call, or not of all workers.
+    """
+    plain = results if isinstance(results, list) else []
+    try:
+        answers = [msgspec.convert(result, WorkerAnswer) for result in plain]
+    except msgspec.ValidationError as exc:
+        raise ProtocolError(
+            f"{peer}: a worker answered what weightsync's engine never does ({exc}); were they "
+            'started with --weight-transfer-config \'{"backend":"weightsync"}\', and the same '
+            "version of weightsync?"
+        ) from exc
+    if any(answer.nonce != told.nonce for answer in answers):
+        raise ProtocolError(
+            f"{peer}: its workers' answers belong to an earlier call. vLLM leaves answers behind "
+            "when a call raises in one of several workers; restart the server"
+        )
+    answers.sort(key=lambda answer: answer.rank)
+    worlds = {answer.world for answer in answers}
+    if not answers or worlds != {len(answers)}:
+        raise ProtocolError(
+            f"{peer}: {len(answers)} of {max(worlds, default=0)} workers answered; a server with "
+            "data parallel replicas shows only the first of them: start one server per replica, "
+            "and name them all"
+        )
+    return answers
+
+
+def addressed(told: Round, rank: int) -> Call | None:
+    """Return what a round says to the worker of this rank."""
+    calls: Mapping[int, Call] = told.calls
+    return calls.get(rank)

@@ -1,0 +1,133 @@
+"""The control endpoints of a vLLM server (`VLLM_SERVER_DEV_MODE=1`), and what stands behind a URL.
+
+A server that answered 500 has closed the connection without saying so: each call after one goes
+over a fresh connection.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+from urllib.parse import urlsplit
+
+from weightsync.errors import (
+    AuthError,
+    BackendUnavailableError,
+    ConfigError,
+    ProtocolError,
+    RemoteError,
+    TransportError,
+)
+from weightsync.transports import vllm_door
+from weightsync.transports.http_client import HttpTransport
+
+SCHEME = "vllm+"
+_DEV_MODE = (
+    "its control endpoints exist where it was started with VLLM_SERVER_DEV_MODE=1 (on a private "
+    "network: they are not protected)"
+)
+
+
+class VllmHttpControl(HttpTransport):
+    """The verbs of the vLLM server at `url`; see VllmControl."""
+
+    @property
+    def sent(self) -> tuple[int, int]:
+        """Requests sent so far, and their bytes."""
+        return self.sent_messages, self.sent_nbytes
+
+    def rpc(self, text: str, *, timeout_s: float) -> object:
+        """Call every worker's door."""
+        body = {"method": vllm_door.METHOD, "args": [text]}
+        answer = self._ask("collective_rpc", body, timeout_s)
+        return answer.get("results") if isinstance(answer, dict) else None
+
+    def is_paused(self, *, timeout_s: float) -> bool:
+        """Whether generation is held."""
+        answer = self._ask("is_paused", None, timeout_s)
+        return bool(isinstance(answer, dict) and answer.get("is_paused"))
+
+    def pause(self, mode: str, *, timeout_s: float) -> None:
+        """Hold generation."""
+        self._ask(f"pause?mode={mode}", None, timeout_s)
+
+    def resume(self, *, timeout_s: float) -> None:
+        """Let it go on."""
+        self._ask("resume", None, timeout_s)
+
+    def reset_prefix_cache(self, *, timeout_s: float) -> None:
+        """Forget what was computed with other weights; requests that wait compute it again."""
+        self._ask("reset_prefix_cache?reset_running_requests=true", None, timeout_s)
+
+    def set_version(self, version: str, *, timeout_s: float) -> None:
+        """Tell the server what its weights are called."""
+        self._ask("update_weight_version", {"new_version": version}, timeout_s)
+
+    def _ask(self, call: str, body: dict[str, Any] | None, timeout_s: float) -> object:
+        data = json.dumps(body).encode() if body is not None else b""
+        status, answer = self._exchange(call, data, timeout_s)
+        if status == 200:
+            return _decoded(answer)
+        verb = call.partition("?")[0]
+        if status in (401, 403):
+            raise AuthError(f"{self.target} refused {verb} with {status}", status=status)
+        if status == 404:
+            raise BackendUnavailableError(f"{self.target} has no {verb}: {_DEV_MODE}")
+        raise _remote_error(f"{self.target}: {verb}", status, answer)
+
+
+def is_vllm(url: str, token: str | None, *, timeout_s: float = 5.0) -> bool:
+    """Ask the server at `url` whether it is vLLM's; one that does not answer is not.
+
+    Raises BackendUnavailableError for a vLLM without control endpoints.
+    """
+    probe = HttpTransport(url, token)
+    try:
+        status, answer = probe._exchange("weight_info", b"", timeout_s)
+        if status == 200:
+            told = _decoded(answer)
+            return isinstance(told, dict) and "weight_version" in told and "protocol" not in told
+        if status != 404:
+            return False
+        status, answer = probe._exchange("version", b"", timeout_s)
+        told = _decoded(answer) if status == 200 else None
+        if isinstance(told, dict) and set(told) == {"version"}:
+            raise BackendUnavailableError(f"{probe.target} is a vLLM server: {_DEV_MODE}")
+    except (TransportError, ProtocolError):
+        return False
+    finally:
+        probe.close()
+    return False
+
+
+def plain_url(target: str) -> str | None:
+    """Return the URL of a target that says it is vLLM's, else None."""
+    if not target.startswith(SCHEME):
+        return None
+    url = target.removeprefix(SCHEME)
+    if urlsplit(url).scheme not in ("http", "https"):
+        raise ConfigError(f"{target} cannot be a target; give vllm+http://host:port")
+    return url
+
+
+def _decoded(answer: bytes) -> object:
+    try:
+        return json.loads(answer) if answer else None
+    except ValueError:
+        return None
+
+
+def _remote_error(what: str, status: int, answer: bytes) -> RemoteError:
+    told = _decoded(answer)
+    error = told.get("error") if isinstance(told, dict) else None
+    reason = error.get("message") if isinstance(error, dict) else error
+    text = str(reason or answer[:300].decode("utf-8", "replace"))
+    hint = ""
+    if "weightsync" in text and ("attribute" in text or "not implemented" in text):
+        hint = (
+            '; start the server with --weight-transfer-config \'{"backend":"weightsync"}\', '
+            "in an environment in which weightsync is installed"
+        )
+    return RemoteError(
+        f"{what} answered {status}: {text}{hint}", remote_type=f"HTTP {status}", remote_message=text
+    )

@@ -1,0 +1,329 @@
+"""A vLLM server as receivers: one for each of its workers, and the server's own verbs around them.
+
+All workers of a server hear each call at once and answer together, so requests that a sender makes
+to several of them travel as one round. A server that was paused for an update is resumed when all
+its workers hold one whole version, or were left as they were; else it stays paused.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+import secrets
+import threading
+from collections.abc import Callable
+from typing import Protocol
+
+import msgspec
+
+from weightsync.errors import ConnectError, ProtocolError, WeightSyncError
+from weightsync.transports import vllm_door
+from weightsync.transports.counting import CountingTransport
+from weightsync.transports.vllm_door import Call, Round, WorkerAnswer
+from weightsync.wire import codec, problem
+from weightsync.wire.messages import (
+    CALL_OF,
+    AbortRequest,
+    FinishRequest,
+    LabelRequest,
+    PauseRequest,
+    Reply,
+    Request,
+    ResetCacheRequest,
+    ResumeRequest,
+    StartRequest,
+    UpdateRequest,
+)
+
+logger = logging.getLogger(__name__)
+
+_GATHER_S = 0.05
+_GATHER_UPDATE_S = 2.0
+"""How long a round waits for the other workers' requests. Those of an update must not come later:
+workers read one ring in step, and the server takes one call at a time."""
+_MEND_S = 10.0
+
+
+class VllmControl(Protocol):
+    """The verbs of one vLLM server, whatever carries them. Each raises a WeightSyncError.
+
+    Called from any thread; `rpc` for seconds, in one thread, while others are called in another.
+    """
+
+    @property
+    def target(self) -> str:
+        """How messages name the server."""
+
+    @property
+    def sent(self) -> tuple[int, int]:
+        """Requests sent so far, and their bytes."""
+
+    def rpc(self, text: str, *, timeout_s: float) -> object:
+        """Have every worker answer `text` at its door; return the list of their answers."""
+
+    def is_paused(self, *, timeout_s: float) -> bool:
+        """Whether generation is held."""
+
+    def pause(self, mode: str, *, timeout_s: float) -> None:
+        """Hold generation."""
+
+    def resume(self, *, timeout_s: float) -> None:
+        """Let it go on."""
+
+    def reset_prefix_cache(self, *, timeout_s: float) -> None:
+        """Forget what was computed with other weights."""
+
+    def set_version(self, version: str, *, timeout_s: float) -> None:
+        """Tell the server what its weights are called."""
+
+    def close(self) -> None:
+        """Let connections go."""
+
+
+class VllmServer:
+    """Sends rounds to all workers of one server, and pauses and resumes it around updates."""
+
+    def __init__(self, control: VllmControl, *, timeout_s: float) -> None:
+        self.control = control
+        self._answers = self._ask({}, timeout_s=timeout_s)
+        self.workers = len(self._answers)
+        self._turn = threading.Lock()
+        self._rounds: dict[type[Request], _Gathering] = {}
+        self._server = threading.RLock()
+        self._paused_by_us = any(answer.held for answer in self._answers)
+        self._open = self.workers
+
+    def call(self, rank: int, request: Request, *, timeout_s: float) -> WorkerAnswer:
+        """Send one worker's request in a round with those of the others; return its answer."""
+        with self._turn:
+            gathering = self._rounds.get(type(request))
+            leads = gathering is None or not gathering.join(rank, request)
+            if leads:
+                gathering = _Gathering(rank, request, self.workers)
+                self._rounds[type(request)] = gathering
+        assert gathering is not None
+        if leads:
+            gathering.wait_for_others()
+            with self._turn:
+                gathering.close()
+                if self._rounds.get(type(request)) is gathering:
+                    del self._rounds[type(request)]
+            gathering.settle(lambda requests: self._run(requests, timeout_s))
+        return gathering.result(rank, timeout_s + _GATHER_UPDATE_S)
+
+    def close_one(self) -> None:
+        """One of the workers' transports is closed; with the last one, the control is."""
+        with self._turn:
+            self._open -= 1
+            last = self._open == 0
+        if last:
+            self.control.close()
+
+    def _run(self, requests: dict[int, Request], timeout_s: float) -> dict[int, WorkerAnswer]:
+        first = next(iter(requests.values()))
+        if isinstance(first, FinishRequest):
+            return self._finish(requests, first, timeout_s)
+        if isinstance(first, UpdateRequest | StartRequest | AbortRequest):
+            return self._change(requests, first, timeout_s)
+        if isinstance(first, PauseRequest):
+            self.control.pause(first.mode, timeout_s=timeout_s)
+        elif isinstance(first, ResumeRequest):
+            self._paused_by_us = False
+            self.control.resume(timeout_s=timeout_s)
+        elif isinstance(first, ResetCacheRequest):
+            self.control.reset_prefix_cache(timeout_s=timeout_s)
+        elif isinstance(first, LabelRequest):
+            self.control.set_version(first.new_version, timeout_s=timeout_s)
+        return self._tell(requests, timeout_s)
+
+    def _change(
+        self, requests: dict[int, Request], first: Request, timeout_s: float
+    ) -> dict[int, WorkerAnswer]:
+        """A step that may touch weights in place, or ends an update: no generation in between."""
+        ends = isinstance(first, AbortRequest)
+        try:
+            if not ends and any(answer.apply != "staged" for answer in self._answers):
+                self._pause(timeout_s)
+            answers = self._tell(requests, timeout_s)
+        except BaseException:
+            self._mend(timeout_s)
+            raise
+        if ends or self._failed(answers):
+            self._resume_where_whole(timeout_s)
+        return answers
+
+    def _finish(
+        self, requests: dict[int, Request], first: FinishRequest, timeout_s: float
+    ) -> dict[int, WorkerAnswer]:
+        try:
+            self._pause(timeout_s)
+            answers = self._tell(requests, timeout_s)
+            if not self._failed(answers) and self._one_version():
+                version = first.weight_version or str(self._answers[0].version)
+                self.control.set_version(version, timeout_s=timeout_s)
+                if first.clear_cache:
+                    self.control.reset_prefix_cache(timeout_s=timeout_s)
+        except BaseException:
+            self._mend(timeout_s)
+            raise
+        self._resume_where_whole(timeout_s)
+        return answers
+
+    def _pause(self, timeout_s: float) -> None:
+        """Hold generation, unless it is held: by us from before, or by somebody else for good."""
+        with self._server:
+            if not self._paused_by_us and not self.control.is_paused(timeout_s=timeout_s):
+                self._paused_by_us = True
+                self.control.pause("keep", timeout_s=timeout_s)
+
+    def _mend(self, timeout_s: float) -> None:
+        """After a call without an answer: ask how the workers stand, and resume if well."""
+        timeout_s = min(timeout_s, _MEND_S)
+        try:
+            self._answers = self._ask({}, timeout_s=timeout_s)
+            self._resume_where_whole(timeout_s)
+        except WeightSyncError as exc:
+            logger.warning("%s does not say how it stands: %s", self.control.target, exc)
+
+    def _resume_where_whole(self, timeout_s: float) -> None:
+        """Let generation go on, where every worker may compute with the version of all others."""
+        with self._server:
+            if not self._paused_by_us:
+                return
+            if not self._one_version():
+                logger.warning("%s stays paused: %s", self.control.target, self._standing())
+                return
+            self.control.resume(timeout_s=timeout_s)
+            self._paused_by_us = False
+            self._answers = self._ask({}, timeout_s=timeout_s, holds=False)
+
+    def _one_version(self) -> bool:
+        versions = {answer.version for answer in self._answers}
+        return len(versions) == 1 and all(answer.may_generate for answer in self._answers)
+
+    def _standing(self) -> str:
+        return ", ".join(f"worker {a.rank} is {a.state} at {a.version}" for a in self._answers)
+
+    @staticmethod
+    def _failed(answers: dict[int, WorkerAnswer]) -> bool:
+        return any(answer.problem is not None for answer in answers.values())
+
+    def _tell(self, requests: dict[int, Request], timeout_s: float) -> dict[int, WorkerAnswer]:
+        holds = True if self._paused_by_us else None
+        self._answers = self._ask(requests, timeout_s=timeout_s, holds=holds)
+        return {answer.rank: answer for answer in self._answers}
+
+    def _ask(
+        self, requests: dict[int, Request], *, timeout_s: float, holds: bool | None = None
+    ) -> list[WorkerAnswer]:
+        calls = {
+            rank: Call(call=CALL_OF[type(request)], body=codec.encode(request).decode())
+            for rank, request in requests.items()
+        }
+        told = Round(nonce=secrets.token_hex(8), calls=calls, holds=holds)
+        results = self.control.rpc(vllm_door.encode_round(told), timeout_s=timeout_s)
+        return vllm_door.decode_answers(told, results, peer=self.control.target)
+
+
+class _Gathering:
+    """Requests of one kind to several workers that become one round."""
+
+    def __init__(self, rank: int, request: Request, workers: int) -> None:
+        self._requests = {rank: request}
+        self._workers = workers
+        self._closed = False
+        self._joined = threading.Condition()
+        self._done = threading.Event()
+        self._answers: dict[int, WorkerAnswer] = {}
+        self._error: BaseException | None = None
+        self._wait_s = _GATHER_UPDATE_S if isinstance(request, UpdateRequest) else _GATHER_S
+
+    def join(self, rank: int, request: Request) -> bool:
+        """Take part, unless it is too late or this worker does already."""
+        with self._joined:
+            if self._closed or rank in self._requests:
+                return False
+            self._requests[rank] = request
+            self._joined.notify_all()
+            return True
+
+    def wait_for_others(self) -> None:
+        """Give the others time to join; all of them are there at once in nearly every case."""
+        with self._joined:
+            self._joined.wait_for(lambda: len(self._requests) == self._workers, self._wait_s)
+
+    def close(self) -> None:
+        """Nobody joins any more."""
+        with self._joined:
+            self._closed = True
+
+    def settle(self, run: Callable[[dict[int, Request]], dict[int, WorkerAnswer]]) -> None:
+        """Make the round, for all who take part."""
+        try:
+            self._answers = run(dict(sorted(self._requests.items())))
+        except BaseException as exc:  # noqa: BLE001  # raised in every thread that takes part
+            self._error = exc
+        finally:
+            self._done.set()
+
+    def result(self, rank: int, timeout_s: float) -> WorkerAnswer:
+        """Return the answer of one worker; raise what the round raised."""
+        if not self._done.wait(timeout_s * 2):
+            raise ConnectError("another worker's call did not come back")
+        if self._error is not None:
+            raise _copy(self._error)
+        return self._answers[rank]
+
+
+class VllmWorkerTransport(CountingTransport):
+    """A Transport to one worker of a vLLM server.
+
+    `weight_checker` names vLLM's own parameters, each worker its shards.
+    """
+
+    def __init__(self, server: VllmServer, rank: int) -> None:
+        name = server.control.target
+        super().__init__(name if server.workers == 1 else f"{name}#worker-{rank}")
+        self._server = server
+        self._rank = rank
+        self._closed = False
+
+    @property
+    def sent_nbytes(self) -> int:
+        """Bytes of requests: those of the whole server are counted at its first worker."""
+        return self._server.control.sent[1] if self._rank == 0 else 0
+
+    @property
+    def sent_messages(self) -> int:
+        """Requests to the server, counted at its first worker."""
+        return self._server.control.sent[0] if self._rank == 0 else 0
+
+    def call(self, request: Request, *, timeout_s: float) -> Reply:
+        """Send one request and return its reply; see Transport.call."""
+        if self._closed:
+            raise ConnectError(f"{self._target}: this transport is closed; connect again")
+        answer = self._server.call(self._rank, request, timeout_s=timeout_s)
+        if answer.problem is not None:
+            raise problem.from_problem(
+                msgspec.json.decode(answer.problem, type=problem.Problem), peer=self._target
+            )
+        if answer.reply is None:
+            raise ProtocolError(f"{self._target}: its worker was told something and said nothing")
+        return codec.decode_reply(CALL_OF[type(request)], answer.reply.encode())
+
+    def close(self) -> None:
+        """Refuse further calls; with the last of the server's workers its connections close."""
+        if not self._closed:
+            self._closed = True
+            self._server.close_one()
+
+
+def worker_transports(control: VllmControl, *, timeout_s: float) -> list[VllmWorkerTransport]:
+    """Return a transport to every worker of a server. Raises what its first answer raises."""
+    server = VllmServer(control, timeout_s=timeout_s)
+    return [VllmWorkerTransport(server, rank) for rank in range(server.workers)]
+
+
+def _copy(error: BaseException) -> BaseException:
+    """One error, raised in several threads, must not be changed by each of them."""
+    return copy.copy(error) if isinstance(error, WeightSyncError) else error
