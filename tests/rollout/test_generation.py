@@ -160,6 +160,7 @@ def test_every_step_is_one_reading_and_versions_come_as_spans(tiny: LoadedModel)
     assert (gate.entered, gate.inside) == (8, 0)
     spans = [(1, 0, 3), (2, 3, 6), (3, 6, 8)]
     assert [[(s.version, s.start, s.stop) for s in c.weight_versions] for c in found] == [spans] * 3
+    assert [c.prompt_version for c in found] == [1] * 3
 
 
 class Swap(Gate):
@@ -304,6 +305,7 @@ def test_a_request_body_is_answered_with_json(tiny: LoadedModel) -> None:
         "token_ids",
         "logprobs",
         "weight_versions",
+        "prompt_version",
         "finish_reason",
     }
 

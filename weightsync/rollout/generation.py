@@ -1,16 +1,17 @@
-"""Batched generation, one decode step at a time, so that weights can change between the steps."""
+"""Generation inside one process: calls that return completions, over the runner's steps."""
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-import torch
-
 from weightsync.errors import ConfigError
+from weightsync.rollout.causal_model import end_token_ids
+from weightsync.rollout.model_runner import ModelRunner
 from weightsync.rollout.requests import (
     Completion,
     GenerateRequest,
@@ -20,9 +21,8 @@ from weightsync.rollout.requests import (
     decode_request,
     encode_response,
 )
+from weightsync.rollout.steps import NO_LOGPROBS, Choosing, Chosen, NewRows, RowId, Step
 
-_COLDEST = 1e-4
-"""Below it a softmax overflows; the likeliest token is what it would choose."""
 MAX_ROWS = 1024
 
 Reading = Callable[[], AbstractContextManager[int]]
@@ -51,12 +51,13 @@ class Generator:
     """
 
     def __init__(self, model: Any, tokenizer: Any, *, reading: Reading = _unversioned) -> None:
-        self._model = model
+        self._runner = ModelRunner(model)
         self._tokenizer = tokenizer
         self._reading = reading
         self._batches = threading.Lock()
-        self._end_ids = _end_token_ids(model, tokenizer)
-        self._pad_id = _first(tokenizer.pad_token_id, tokenizer.eos_token_id, 0)
+        self._end_ids = end_token_ids(model, tokenizer)
+        self._row_ids = itertools.count()
+        self._step_numbers = itertools.count()
 
     def handle_generate(self, body: bytes, *, should_stop: ShouldStop = _never) -> bytes:
         """Answer the body of a `POST /generate`; ProtocolError for one that is no request."""
@@ -86,7 +87,7 @@ class Generator:
         sampling = sampling or Sampling()
         tokens = [self._tokens(prompt) for prompt in prompts]
         self._check(tokens, sampling)
-        batch = _Batch.of(len(tokens), sampling)
+        batch = _Batch.of(len(tokens), sampling, self._row_ids)
         with self._turn(should_stop) as granted:
             if granted:
                 self._decode(batch, tokens, should_stop)
@@ -101,23 +102,23 @@ class Generator:
         return ids
 
     def _check(self, tokens: list[list[int]], sampling: Sampling) -> None:
-        config = self._model.config
+        room, vocab_size = self._runner.max_length, self._runner.vocab_size
         if not tokens or len(tokens) * sampling.n > MAX_ROWS:
             raise ConfigError(
                 f"{len(tokens)} prompts, {sampling.n} completions each, are asked for; "
                 f"send 1 to {MAX_ROWS} completions at a time"
             )
         longest = max(map(len, tokens)) + sampling.max_new_tokens
-        if longest > config.max_position_embeddings:
+        if longest > room:
             raise ConfigError(
-                f"prompt and completion take {longest} tokens, the model has room for "
-                f"{config.max_position_embeddings}; shorten the prompt or max_new_tokens"
+                f"prompt and completion take {longest} tokens, the model has room for {room}; "
+                "shorten the prompt or max_new_tokens"
             )
         for index, ids in enumerate(tokens):
-            if not ids or not 0 <= min(ids) <= max(ids) < config.vocab_size:
+            if not ids or not 0 <= min(ids) <= max(ids) < vocab_size:
                 raise ConfigError(
                     f"prompt {index} is empty or has token ids outside 0 to "
-                    f"{config.vocab_size - 1}; encode it with the model's own tokenizer"
+                    f"{vocab_size - 1}; encode it with the model's own tokenizer"
                 )
 
     @contextmanager
@@ -131,34 +132,20 @@ class Generator:
             if granted:
                 self._batches.release()
 
-    @torch.inference_mode()
     def _decode(self, batch: _Batch, tokens: list[list[int]], should_stop: ShouldStop) -> None:
-        step = _first_step(tokens, self._pad_id, self._model.device)
-        choose = _Chooser(batch.sampling, self._model.device)
-        for _ in range(batch.sampling.max_new_tokens):
-            if batch.done or should_stop():
-                return
-            with self._reading() as version:
-                logits = self._forward(step)
-                if step.is_prompt:
-                    logits = step.repeat(batch.sampling.n, logits)
-                chosen, logprobs = choose(logits)
-            batch.append(version, chosen.tolist(), logprobs)
-            self._close_rows(batch)
-            step.follow(chosen)
-
-    def _forward(self, step: _Step) -> torch.Tensor:
-        output = self._model(
-            input_ids=step.input_ids,
-            attention_mask=step.attention_mask,
-            position_ids=step.position_ids,
-            past_key_values=step.cache,
-            use_cache=True,
-            logits_to_keep=1,
-        )
-        step.cache = output.past_key_values
-        logits: torch.Tensor = output.logits[:, -1]
-        return logits.float()
+        step = batch.first_step(tokens, next(self._step_numbers))
+        try:
+            while not batch.done and not should_stop():
+                with self._reading() as version:
+                    result = self._runner.execute(step, version)
+                for first, why in result.refused.items():
+                    raise ConfigError(f"prompt {batch.row(first).prompt_index}: {why}")
+                living = batch.append(version, result.chosen)
+                self._close_rows(batch)
+                step = batch.next_step(living, next(self._step_numbers))
+        finally:
+            rows = [row.row_id for row in batch.rows]
+            self._runner.execute(Step(number=next(self._step_numbers), drop=rows), 0)
 
     def _close_rows(self, batch: _Batch) -> None:
         for row in batch.open_rows:
@@ -183,12 +170,14 @@ class Generator:
             token_ids=row.token_ids,
             logprobs=row.logprobs if batch.sampling.logprobs else None,
             weight_versions=_spans(row.versions),
+            prompt_version=row.versions[0] if row.versions else 0,
             finish_reason=row.finish_reason or "abort",
         )
 
 
 @dataclass
 class _Row:
+    row_id: RowId
     prompt_index: int
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
@@ -202,8 +191,9 @@ class _Batch:
     rows: list[_Row]
 
     @classmethod
-    def of(cls, num_prompts: int, sampling: Sampling) -> _Batch:
-        rows = [_Row(prompt_index=i) for i in range(num_prompts) for _ in range(sampling.n)]
+    def of(cls, num_prompts: int, sampling: Sampling, row_ids: Iterator[RowId]) -> _Batch:
+        owners = [prompt for prompt in range(num_prompts) for _ in range(sampling.n)]
+        rows = [_Row(row_id=next(row_ids), prompt_index=prompt) for prompt in owners]
         return cls(sampling=sampling, rows=rows)
 
     @property
@@ -214,87 +204,41 @@ class _Batch:
     def done(self) -> bool:
         return not self.open_rows
 
-    def append(self, version: int, chosen: list[int], logprobs: list[float]) -> None:
-        for row, token, logprob in zip(self.rows, chosen, logprobs, strict=True):
-            if row.finish_reason is None:
-                row.token_ids.append(token)
-                row.logprobs.append(logprob)
-                row.versions.append(version)
+    def row(self, row_id: RowId) -> _Row:
+        return self.rows[row_id - self.rows[0].row_id]
 
+    def first_step(self, tokens: list[list[int]], number: int) -> Step:
+        choosing = Choosing(
+            temperature=self.sampling.temperature,
+            top_p=self.sampling.top_p,
+            seed=self.sampling.seed,
+            logprobs=0 if self.sampling.logprobs else NO_LOGPROBS,
+        )
+        rows = [row.row_id for row in self.rows]
+        n = self.sampling.n
+        new = [
+            NewRows(rows=rows[i * n : (i + 1) * n], prompt=prompt, choosing=choosing)
+            for i, prompt in enumerate(tokens)
+        ]
+        return Step(number=number, new=new)
 
-@dataclass
-class _Step:
-    """The input of one forward pass: prompts padded on the left, later one token a row."""
+    def append(self, version: int, chosen: list[Chosen]) -> list[_Row]:
+        """Give each row its token; return the rows that had not ended before."""
+        for choice in chosen:
+            row = self.row(choice.row)
+            row.token_ids.append(choice.token)
+            row.logprobs.append(choice.logprob or 0.0)
+            row.versions.append(version)
+        return [self.row(choice.row) for choice in chosen]
 
-    input_ids: torch.Tensor  # int64[rows, tokens]
-    attention_mask: torch.Tensor  # int64[rows, tokens so far]
-    position_ids: torch.Tensor  # int64[rows, tokens]
-    cache: Any = None
-    is_prompt: bool = True
-
-    def repeat(self, n: int, logits: torch.Tensor) -> torch.Tensor:
-        """Go on with `n` rows for each prompt, whose cache is computed once."""
-        self.is_prompt = False
-        if n == 1:
-            return logits
-        self.cache.batch_repeat_interleave(n)
-        self.attention_mask = self.attention_mask.repeat_interleave(n, dim=0)
-        self.position_ids = self.position_ids.repeat_interleave(n, dim=0)
-        return logits.repeat_interleave(n, dim=0)
-
-    def follow(self, chosen: torch.Tensor) -> None:
-        """Make the tokens just chosen, int64[rows], the next input."""
-        self.input_ids = chosen[:, None]
-        new_column = torch.ones_like(self.attention_mask[:, :1])
-        self.attention_mask = torch.cat((self.attention_mask, new_column), dim=1)
-        self.position_ids = self.position_ids[:, -1:] + 1
-
-
-def _first_step(tokens: list[list[int]], pad_id: int, device: torch.device) -> _Step:
-    width = max(map(len, tokens))
-    ids = [[pad_id] * (width - len(row)) + row for row in tokens]
-    mask = [[0] * (width - len(row)) + [1] * len(row) for row in tokens]
-    attention_mask = torch.tensor(mask, device=device)
-    return _Step(
-        input_ids=torch.tensor(ids, device=device),
-        attention_mask=attention_mask,
-        position_ids=(attention_mask.cumsum(dim=1) - 1).clamp(min=0),
-    )
-
-
-class _Chooser:
-    """Chooses a token for each row of logits, float32[rows, vocabulary]."""
-
-    def __init__(self, sampling: Sampling, device: torch.device) -> None:
-        self._sampling = sampling
-        self._random = torch.Generator(device=device)
-        if sampling.seed is None:
-            self._random.seed()
-        else:
-            self._random.manual_seed(sampling.seed)
-
-    def __call__(self, logits: torch.Tensor) -> tuple[torch.Tensor, list[float]]:
-        chosen = self._choose(logits)
-        if not self._sampling.logprobs:
-            return chosen, [0.0] * len(chosen)
-        logprobs = torch.log_softmax(logits, dim=-1)
-        return chosen, logprobs.gather(1, chosen[:, None])[:, 0].tolist()
-
-    def _choose(self, logits: torch.Tensor) -> torch.Tensor:
-        if self._sampling.temperature < _COLDEST:
-            return logits.argmax(dim=-1)
-        probabilities = torch.softmax(logits / self._sampling.temperature, dim=-1)
-        if self._sampling.top_p < 1:
-            probabilities = _nucleus(probabilities, self._sampling.top_p)
-        return torch.multinomial(probabilities, 1, generator=self._random)[:, 0]
-
-
-def _nucleus(probabilities: torch.Tensor, top_p: float) -> torch.Tensor:
-    # The fewest likeliest tokens that together reach top_p; the likeliest one is always kept.
-    ordered, places = probabilities.sort(dim=-1, descending=True)
-    before = ordered.cumsum(dim=-1) - ordered
-    kept = ordered.masked_fill(before >= top_p, 0.0)
-    return torch.zeros_like(kept).scatter(1, places, kept)
+    def next_step(self, living: list[_Row], number: int) -> Step:
+        open_rows = self.open_rows
+        return Step(
+            number=number,
+            drop=[row.row_id for row in living if row.finish_reason is not None],
+            rows=[row.row_id for row in open_rows],
+            tokens=[row.token_ids[-1] for row in open_rows],
+        )
 
 
 def _spans(versions: list[int]) -> list[VersionSpan]:
@@ -305,15 +249,3 @@ def _spans(versions: list[int]) -> list[VersionSpan]:
             spans.append(VersionSpan(version=versions[start], start=start, stop=at))
             start = at
     return spans
-
-
-def _end_token_ids(model: Any, tokenizer: Any) -> frozenset[int]:
-    found: set[int] = set()
-    for ids in (model.config.eos_token_id, tokenizer.eos_token_id):
-        if ids is not None:
-            found.update(ids if isinstance(ids, list | tuple) else (ids,))
-    return frozenset(found)
-
-
-def _first(*candidates: int | None) -> int:
-    return next(candidate for candidate in candidates if candidate is not None)

@@ -50,6 +50,7 @@ class Completion(msgspec.Struct, frozen=True, kw_only=True):
 
     `token_ids` hold the end token where one was made, `text` does not, nor a stop text.
     `logprobs` are of the model's own distribution, before temperature and top_p; None if not asked.
+    `prompt_version` is of the weights that read the prompt; 0 where it was not read.
     """
 
     prompt_index: int
@@ -57,6 +58,7 @@ class Completion(msgspec.Struct, frozen=True, kw_only=True):
     token_ids: list[int]
     logprobs: list[float] | None
     weight_versions: list[VersionSpan]
+    prompt_version: int
     finish_reason: Literal["stop", "length", "abort"]
 
 
