@@ -309,6 +309,9 @@ class WeightReceiver:
             if not isinstance(given, dict):
                 if request.action == "compare":
                     raise ProtocolError("compare needs checksums: {name: 16 hex digits}")
+                if request.partial:
+                    whole, parts = self.sink.checksum_parts(names)
+                    return CheckReply(version=version, checksums=whole, parts=parts)
                 return CheckReply(version=version, checksums=self.sink.checksums(names))
             held = self.sink.checksums(names or list(given))
         different = [name for name, value in held.items() if given.get(name) != value]

@@ -17,7 +17,8 @@ import xxhash
 
 _GOLDEN = 0x9E3779B97F4A7C15
 _MULTIPLIERS = (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
-_MASK = (1 << 64) - 1
+MASK = (1 << 64) - 1
+WORD = 8
 _BLOCK_WORDS = 1 << 20
 
 
@@ -46,7 +47,30 @@ def mix64(flat: torch.Tensor) -> int:
         tail = torch.zeros(8, dtype=torch.uint8, device=flat.device)
         tail[: nbytes - whole] = flat[whole:]
         total += _mixed_sum(tail.view(torch.int64), whole // 8)
-    return _mix_int((total + nbytes * _GOLDEN) & _MASK)
+    return settled(total, nbytes)
+
+
+def mixed_rows(rows: torch.Tensor, first: int, stride: int) -> int:
+    """Return what words add to the sum of mix64: `uint8[height, 8 * width]` on any device.
+
+    Row i begins at word `first + i * stride` of the fingerprinted bytes.
+    """
+    width = rows.shape[1] // WORD
+    height = max(_BLOCK_WORDS // width, 1)
+    total = 0
+    for at in range(0, rows.shape[0], height):
+        block = rows[at : at + height]
+        words = _words(block.reshape(-1))
+        starts = torch.arange(block.shape[0], device=words.device).mul_(stride)
+        starts += first + at * stride
+        places = starts.unsqueeze(1) + torch.arange(width, device=words.device)
+        total += _mixed(words, places.view(-1).add_(1))
+    return total & MASK
+
+
+def settled(total: int, nbytes: int) -> int:
+    """Return mix64 of `nbytes` bytes whose mixed words sum to `total`."""
+    return _mix_int((total + nbytes * _GOLDEN) & MASK)
 
 
 def to_hex(value: int) -> str:
@@ -66,12 +90,16 @@ def _words(flat: torch.Tensor) -> torch.Tensor:
 
 
 def _mixed_sum(words: torch.Tensor, start: int) -> int:
-    keys = torch.arange(start + 1, start + 1 + words.numel(), device=words.device)
+    return _mixed(words, torch.arange(start + 1, start + 1 + words.numel(), device=words.device))
+
+
+def _mixed(words: torch.Tensor, keys: torch.Tensor) -> int:
+    """Mix words with the numbers of their places, from 1 on; `keys` is overwritten."""
     mixed = keys.mul_(_signed(_GOLDEN)).add_(words)
     for shift, multiplier in zip((30, 27), _MULTIPLIERS, strict=True):
         mixed = (mixed ^ _shifted(mixed, shift)).mul_(_signed(multiplier))
     mixed ^= _shifted(mixed, 31)
-    return int(mixed.sum()) & _MASK
+    return int(mixed.sum()) & MASK
 
 
 def _shifted(values: torch.Tensor, bits: int) -> torch.Tensor:
@@ -85,5 +113,5 @@ def _signed(value: int) -> int:
 
 def _mix_int(value: int) -> int:
     for shift, multiplier in zip((30, 27), _MULTIPLIERS, strict=True):
-        value = ((value ^ (value >> shift)) * multiplier) & _MASK
+        value = ((value ^ (value >> shift)) * multiplier) & MASK
     return value ^ (value >> 31)

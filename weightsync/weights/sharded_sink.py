@@ -9,10 +9,12 @@ import torch
 from weightsync.errors import ConfigError, shorten
 from weightsync.specs import TensorSpec
 from weightsync.weights.buckets import Plan
-from weightsync.weights.dtypes import TORCH_DTYPES
+from weightsync.weights.checksum_parts import part_of
+from weightsync.weights.dtypes import TORCH_DTYPES, as_bytes
 from weightsync.weights.module_sink import Layout, ModuleSink, Place
 from weightsync.weights.shard_copier import Share
 from weightsync.weights.shards import Slice, Slicer, is_sharded, local_of
+from weightsync.wire.messages import TensorPart
 
 
 class ShardedModuleSink(ModuleSink):
@@ -47,10 +49,25 @@ class ShardedModuleSink(ModuleSink):
         if cut:
             raise ConfigError(
                 f"{len(cut)} tensors are sharded, and this process holds a slice of each: "
-                f"{shorten(cut)}; name tensors that are whole here, or compare the shards with "
-                "those of a model loaded from a checkpoint"
+                f"{shorten(cut)}; ask the server that all workers belong to, or name tensors that "
+                "are whole here"
             )
         return super().checksums(wanted)
+
+    def checksum_parts(
+        self, names: Iterable[str] | None = None
+    ) -> tuple[dict[str, str], dict[str, TensorPart]]:
+        """Return mix64 of tensors that are whole here, and the parts of those that are cut."""
+        index = self._index()
+        tensors = self.tensors
+        wanted = list(index) if names is None else list(names)
+        parts: dict[str, TensorPart] = {}
+        for name in wanted:
+            held = tensors[index[name]] if name in index else None
+            if held is not None and not self._slice(held).is_whole:
+                flat = as_bytes(held.detach().contiguous())
+                parts[name] = part_of(name, flat, self._slice(held), held.element_size())
+        return super().checksums([name for name in wanted if name not in parts]), parts
 
     def _hold(self) -> list[torch.Tensor]:
         return [local_of(tensor) for tensor in self._found.tensors]

@@ -17,6 +17,7 @@ from weightsync.errors import ConfigError
 from weightsync.specs import Manifest, ManifestDifference, compare
 from weightsync.weights.buckets import Plan
 from weightsync.weights.copier import Memory
+from weightsync.wire.messages import TensorPart
 
 Apply = Literal["staged", "in_place"]
 Verification = Literal["none", "arrived", "held"]
@@ -113,6 +114,12 @@ class WeightSink(ABC):
             f"{type(self).__name__} cannot read its weights back; pass the nn.Module itself to "
             "WeightReceiver, or a sink that implements checksums()"
         )
+
+    def checksum_parts(
+        self, names: Iterable[str] | None = None
+    ) -> tuple[dict[str, str], dict[str, TensorPart]]:
+        """Return mix64 of tensors that are whole here, and what is held of those that are cut."""
+        return self.checksums(names), {}
 
 
 def check_manifest(sink: WeightSink, offered: Manifest, *, partial: bool) -> None:

@@ -1,0 +1,126 @@
+"""The mix64 of a full tensor, out of what slices of it add to it."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from weightsync.errors import ConfigError, ProtocolError
+from weightsync.weights import checksum_parts
+from weightsync.weights.checksum_parts import DISAGREE, compose, compose_all, part_of
+from weightsync.weights.dtypes import as_bytes
+from weightsync.weights.fingerprint import mix64, to_hex
+from weightsync.weights.shards import Slice, Span
+from weightsync.wire.messages import CheckReply, TensorPart
+
+DTYPES = [torch.uint8, torch.bfloat16, torch.float32, torch.int64]
+
+
+def take(full: torch.Tensor, held: Slice) -> torch.Tensor:
+    """What a shard of these spans holds."""
+    for dim, spans in enumerate(held.spans):
+        full = torch.cat([full.narrow(dim, a, b - a) for a, b in spans], dim)
+    return full.contiguous()
+
+
+def parts_of(full: torch.Tensor, slices: list[Slice]) -> list[TensorPart]:
+    size = full.element_size()
+    return [part_of("w", as_bytes(take(full, held)), held, size) for held in slices]
+
+
+@st.composite
+def cuts(draw: st.DrawFn) -> tuple[torch.Tensor, list[Slice]]:
+    """A tensor, and slices that make it: each dimension is cut where it falls."""
+    shape = draw(st.lists(st.integers(1, 13), min_size=1, max_size=3))
+    dims: list[list[tuple[Span, ...]]] = []
+    for size in shape:
+        points = sorted(draw(st.sets(st.integers(1, size), max_size=3)) | {0, size})
+        spans = list(itertools.pairwise(points))
+        if len(spans) > 2 and draw(st.booleans()):
+            dims.append([(spans[0], spans[2]), (spans[1],), *((s,) for s in spans[3:])])
+        else:
+            dims.append([(span,) for span in spans])
+    dtype = draw(st.sampled_from(DTYPES))
+    torch.manual_seed(draw(st.integers(0, 99)))
+    full = torch.randint(0, 100, shape).to(dtype)
+    return full, [Slice(tuple(shape), spans) for spans in itertools.product(*dims)]
+
+
+@given(cuts())
+@settings(max_examples=200, deadline=None)
+def test_parts_make_the_fingerprint_of_the_whole(cut: tuple[torch.Tensor, list[Slice]]) -> None:
+    full, slices = cut
+    assert compose("w", parts_of(full, slices)) == to_hex(mix64(as_bytes(full)))
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+def test_aligned_slices_cut_no_word(dim: int) -> None:
+    full = torch.randn(64, 48).bfloat16()
+    spans: list[tuple[tuple[Span, ...], ...]] = [
+        tuple(
+            ((0, n),) if d != dim else ((h * n // 2, (h + 1) * n // 2),)
+            for d, n in ((0, 64), (1, 48))
+        )
+        for h in (0, 1)
+    ]
+    parts = parts_of(full, [Slice((64, 48), s) for s in spans])
+    assert all(not part.pieces for part in parts)
+    assert compose("w", parts) == to_hex(mix64(as_bytes(full)))
+
+
+def halves(full: torch.Tensor) -> list[TensorPart]:
+    at = full.numel() // 2
+    shape = (full.numel(),)
+    return parts_of(full, [Slice(shape, (((0, at),),)), Slice(shape, (((at, full.numel()),),))])
+
+
+def test_every_change_of_a_slice_changes_the_whole() -> None:
+    full = torch.arange(11, dtype=torch.uint8)
+    before = compose("w", halves(full))
+    for i in range(11):
+        full[i] += 1
+        assert compose("w", halves(full)) != before
+        full[i] -= 1
+
+
+def test_slices_that_make_no_whole_are_refused() -> None:
+    first, second = halves(torch.arange(20))
+    for parts in ([first], [second], [first, *halves(torch.arange(22))]):
+        with pytest.raises(ProtocolError, match=r"w: the workers' slices make \d+ of \d+ bytes"):
+            compose("w", parts)
+
+
+def test_copies_of_a_slice_count_once_and_have_to_agree() -> None:
+    first, second = halves(torch.arange(20))
+    assert compose("w", [first, second, first]) == to_hex(mix64(as_bytes(torch.arange(20))))
+    other, _ = halves(torch.arange(20) + 1)
+    assert compose("w", [first, second, other]) == DISAGREE
+
+
+def test_a_tensor_whose_words_are_cut_too_often_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checksum_parts, "MAX_PIECES", 3)
+    with pytest.raises(ConfigError, match="w: its slices cut more than 3 words of 8 bytes"):
+        parts_of(torch.zeros(9, 3, dtype=torch.uint8), [Slice((9, 3), (((0, 9),), ((0, 2),)))])
+
+
+def test_replicas_and_whole_tensors_have_to_agree() -> None:
+    full = torch.arange(20)
+    first, second = halves(full)
+    right = to_hex(mix64(as_bytes(full)))
+    replies = [
+        CheckReply(version=1, checksums={"b": "1"}, parts={"w": first}),
+        CheckReply(version=1, checksums={"b": "1"}, parts={"w": second}),
+    ]
+    assert compose_all(replies, 2) == ({"b": "1", "w": right}, [])
+    assert compose_all(replies * 2, 2) == ({"b": "1", "w": right}, [])
+    wrong = CheckReply(version=1, checksums={"b": "2"}, parts={"w": second})
+    assert compose_all([replies[0], wrong], 2) == ({"b": DISAGREE, "w": right}, ["b"])
+    apart = compose_all([*replies, replies[0], wrong], 2)
+    assert apart == ({"b": DISAGREE, "w": right}, ["b"])
+    less = [CheckReply(version=1, checksums={"b": "1"})]
+    assert compose_all([*less, *less], 1)[1] == []
+    assert compose_all([*less, CheckReply(version=1)], 1)[1] == ["b"]
