@@ -15,16 +15,19 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 import torch
 
 import weightsync as ws
+from tests.backends.exact_wire import carried, in_place_of_nccl
+from weightsync.backends import nccl_wire
+from weightsync.backends.data_group import Staging
 from weightsync.backends.distributed import member_init, place_on
 from weightsync.backends.distributed_sender import Chain, RingFeed
 from weightsync.backends.ipc_sender import READER_PLACES, IpcOptions, IpcTrainerEngine
@@ -48,6 +51,7 @@ from weightsync.wire.problem import Problem, encode_problem, from_problem, to_pr
 WAIT_S = 60.0
 FEED_PLACE = READER_PLACES - 1
 BUCKET_NBYTES = 64 << 10
+Data = Literal["gloo", "nccl"]
 
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(["tests.backends.hosts"])
@@ -142,11 +146,13 @@ class Party:
         timeout_s: float = WAIT_S / 2,
         num_buckets: int = 4,
         address: str = "127.0.0.1",
+        data: Data = "gloo",
     ) -> None:
         self.hosts = [list(host) for host in hosts]
         self.model = Model()
         self._timeout_s = timeout_s
         self._address = address
+        self._staging = Staging(BUCKET_NBYTES, torch.device("cpu")) if data == "nccl" else None
         self.engine = IpcTrainerEngine(
             ModuleSource(self.model),
             IpcOptions(
@@ -170,7 +176,13 @@ class Party:
             self.chain.close()
         self.epoch += 1
         names = [host[0].name for host in self.hosts]
-        chain = Chain(self._address, names, epoch=self.epoch, timeout_s=self._timeout_s)
+        chain = Chain(
+            self._address,
+            names,
+            epoch=self.epoch,
+            timeout_s=self._timeout_s,
+            staging=self._staging,
+        )
         self.chain = chain
         members = [host[0] for host in self.hosts]
         with ThreadPoolExecutor(len(members) + 1) as pool:
@@ -301,20 +313,25 @@ class _Watched:
 
 
 @contextmanager
-def workers(*hosts: int, hook: bool = False) -> Iterator[list[list[Worker]]]:
-    """Start `hosts[i]` workers for each host; all end with the block."""
+def workers(*hosts: int, hook: bool = False, data: Data = "gloo") -> Iterator[list[list[Worker]]]:
+    """Start `hosts[i]` workers for each host; all end with the block.
+
+    With `nccl` this process and the workers have the stand-in for NCCL.
+    """
     with ExitStack() as stack:
+        if data == "nccl":
+            stack.enter_context(in_place_of_nccl())
         yield [
-            [stack.enter_context(_worker(f"h{i}w{k}", hook=hook)) for k in range(count)]
+            [stack.enter_context(_worker(f"h{i}w{k}", hook=hook, data=data)) for k in range(count)]
             for i, count in enumerate(hosts)
         ]
 
 
 @contextmanager
-def party(*hosts: int, hook: bool = False, **options: Any) -> Iterator[Party]:
+def party(*hosts: int, hook: bool = False, data: Data = "gloo", **options: Any) -> Iterator[Party]:
     """Workers on `len(hosts)` hosts, and a sender whose group they are in."""
-    with workers(*hosts, hook=hook) as started:
-        made = Party(started, **options)
+    with workers(*hosts, hook=hook, data=data) as started:
+        made = Party(started, data=data, **options)
         try:
             made.build()
             yield made
@@ -324,9 +341,9 @@ def party(*hosts: int, hook: bool = False, **options: Any) -> Iterator[Party]:
 
 
 @contextmanager
-def _worker(name: str, *, hook: bool) -> Iterator[Worker]:
+def _worker(name: str, *, hook: bool, data: Data) -> Iterator[Worker]:
     parent, child = _context.Pipe()
-    process = _context.Process(target=_work, args=(child, hook), name=name)
+    process = _context.Process(target=_work, args=(child, hook, data), name=name)
     process.start()
     child.close()
     try:
@@ -370,7 +387,7 @@ class _Work:
         self.delay_s = argument.get("delay_s", 0.0)
         self.raise_at = int(argument.get("raise_at", -1))
 
-    def answer(self, what: str, argument: Any) -> object:
+    def answer(self, what: str, argument: Any) -> object:  # noqa: PLR0911  # a line each
         match what:
             case "handle":
                 return self.receiver.handle(argument)
@@ -382,6 +399,11 @@ class _Work:
                 return footprint()
             case "mapped":
                 return mapped()
+            case "carried":
+                return carried
+            case "refuse":
+                nccl_wire.why_not = lambda: argument
+                return None
             case "behave":
                 self.behave(argument)
                 return None
@@ -406,10 +428,14 @@ def footprint() -> dict[str, int]:
     }
 
 
-def _work(pipe: Connection, hook: bool) -> None:
+def _work(pipe: Connection, hook: bool, data: Data) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     torch.set_num_threads(1)
-    work = _Work(hook=hook)
+    with in_place_of_nccl() if data == "nccl" else nullcontext():
+        _serve(pipe, _Work(hook=hook))
+
+
+def _serve(pipe: Connection, work: _Work) -> None:
     lock = threading.Lock()
 
     def answer(turn: Any) -> None:

@@ -9,6 +9,9 @@ import torch
 
 from weightsync.errors import TransferError
 
+FIRST = 1
+"""The rank to which the sender, rank 0, sends."""
+
 _WORD_NBYTES = 8
 _FIXED_WORDS = 6
 _STATUS, _EPOCH, _CHUNK, _CHUNKS, _NBYTES, _COUNT = range(_FIXED_WORDS)

@@ -17,8 +17,10 @@ import torch
 
 from weightsync.backends.base import Check
 from weightsync.backends.chain_head import Head, patience_s
+from weightsync.backends.chain_onward import Onward
+from weightsync.backends.data_group import DataGroup, Transit
 from weightsync.backends.intake import Intake
-from weightsync.backends.private_group import HEADS, Meeting, Pending, PrivateGroup, data_lane
+from weightsync.backends.private_group import HEADS, Meeting, PrivateGroup
 from weightsync.errors import ProtocolError, TransferError, TransferTimeout, WeightSyncError
 from weightsync.samehost.ring import NETWORK, Control, RingWriter
 from weightsync.weights.buckets import runs_per_chunk
@@ -43,7 +45,7 @@ class _Arrival:
     memory: torch.Tensor
     place: int
     intake: Intake | None
-    pending: Pending
+    pending: Transit
 
 
 class Link:
@@ -53,6 +55,7 @@ class Link:
         self,
         meeting: Meeting,
         group: PrivateGroup,
+        data: DataGroup,
         info: GroupInfo,
         control: Control,
         slots: Sequence[torch.Tensor],
@@ -61,21 +64,20 @@ class Link:
         self.failure: WeightSyncError | None = None
         self._meeting = meeting
         self._group = group
+        self._data = data
         self._rank = info.rank
         self._size = len(info.members)
         self._members = info.members
         self._timeout_s = info.timeout_s
-        self._next: int | None = info.rank + 1 if info.rank + 1 < self._size else None
         self._control = control
         self._writer = RingWriter(control, pace=NETWORK)
         self._slots = list(slots)
         self._slot_nbytes = slots[0].numel()
-        self._depth = min(_IN_FLIGHT, len(slots))
+        self._depth = min(_IN_FLIGHT, data.depth, len(slots))
         self._scratch: list[torch.Tensor] = []
         room = runs_per_chunk(self._slot_nbytes, run_nbytes)
         self._heads = [Head(room) for _ in range(_HEADS)]
-        self._head_forwards: list[Pending | None] = [None] * _HEADS
-        self._forwards: dict[int, Pending] = {}
+        self._onward = Onward(group, data, info, self._cut_off)
         self._arriving: deque[_Arrival] = deque()
         self._changed = threading.Condition()
         self._wanted: Intake | None = None
@@ -113,7 +115,7 @@ class Link:
         with self._changed:
             self._closing = True
             self._changed.notify_all()
-        self._group.sever()
+        self._sever()
         self._thread.join(_JOIN_S)
         if not self._thread.is_alive():
             self._let_go(free)
@@ -128,11 +130,16 @@ class Link:
         self._thread.join()
         self._let_go(free)
 
+    def _sever(self) -> None:
+        self._data.sever()
+        self._group.sever()
+
     def _let_go(self, free: Callable[[], None]) -> None:
+        self._data.close()
         self._group.close()
         self._slots.clear()
         self._scratch.clear()
-        self._head_forwards = []
+        self._onward.forget()
         self._current = self._wanted = None
         # The frames of what ended it hold what was at work, and so the group's sockets.
         self.failure = TransferError("the private group was left")
@@ -147,7 +154,7 @@ class Link:
                 self._from_before(posted)
                 self._progress = time.monotonic()
                 posted = self._post_head(turn + 1)
-                self._forward_head(turn % _HEADS)
+                self._onward.send_head(turn % _HEADS, head.buffer)
                 if head.leaves:
                     return self._leave()
                 self._handle(head)
@@ -162,8 +169,7 @@ class Link:
     def _leave(self) -> None:
         """Orderly: the next host is told before the connections end."""
         self._land(0)
-        for forward in self._head_forwards:
-            self._to_next(forward)
+        self._onward.settle_all()
         self._closing = True
         self._end(TransferError("the sender left its private group"))
 
@@ -176,8 +182,8 @@ class Link:
                 if intake is not None and not intake.done.is_set():
                     intake.fail(error)
         self._arriving.clear()
-        self._forwards.clear()
-        self._group.sever()
+        self._onward.forget_chunks()
+        self._sever()
 
     def _handle(self, head: Head) -> None:
         if head.epoch != self._epoch:
@@ -186,6 +192,7 @@ class Link:
         if head.aborts:
             self._land(0)
             self._drop(TransferError("the update was given up by its sender"))
+            self._onward.settle_all()  # a next host that died is found now, not in the next update
             return
         if head.nbytes > self._slot_nbytes:
             raise ProtocolError(f"a chunk of {head.nbytes} bytes does not fit the ring")
@@ -199,8 +206,9 @@ class Link:
         """Make the next chunk's room known to the rank before."""
         place = self._place(head)
         buffer = self._slots[place] if place >= 0 else self._scratch[-place - 1]
-        # All of it: Gloo ends the process of whoever is sent more than it waits for.
-        pending = self._receive(buffer, data_lane(head.chunk))
+        pending = self._receive(
+            lambda: self._data.receive(buffer, head.nbytes, self._rank - 1, head.chunk)
+        )
         self._arriving.append(
             _Arrival(
                 chunk=head.chunk,
@@ -224,7 +232,7 @@ class Link:
                 room = self._control.entries // self._control.slots
                 self._control.write_fingerprints(arrival.place * room, arrival.fingerprints)
                 self._writer.publish(arrival.chunk)
-            self._forward(arrival)
+            self._onward.send(arrival.place, arrival.memory, arrival.chunk)
             if arrival.last:
                 self._complete(intake)
 
@@ -274,14 +282,14 @@ class Link:
                     check=self._watch(intake),
                     timeout_s=self._patience(at_ring=True),
                 )
-                self._settle_forward(slot)
+                self._onward.settle(slot)
                 return slot
             except WeightSyncError as exc:
                 self._drop(exc)
         if not self._scratch:
             self._scratch = [torch.empty_like(self._slots[0]) for _ in range(_IN_FLIGHT)]
         place = -1 - head.chunk % _IN_FLIGHT
-        self._settle_forward(place)
+        self._onward.settle(place)
         return place
 
     def _check_fits(self, intake: Intake, head: Head) -> None:
@@ -318,8 +326,7 @@ class Link:
 
     def _complete(self, intake: Intake | None) -> None:
         """Everything has come: it is read by all of this host, and sent on."""
-        for place in list(self._forwards):
-            self._settle_forward(place)
+        self._onward.settle_chunks()
         if intake is None or intake is not self._current:
             return
         try:
@@ -333,19 +340,19 @@ class Link:
         self._current = None
         intake.done.set()
 
-    def _post_head(self, turn: int) -> Pending:
+    def _post_head(self, turn: int) -> Transit:
         index = turn % _HEADS
-        forward, self._head_forwards[index] = self._head_forwards[index], None
-        self._to_next(forward)
-        return self._receive(self._heads[index].buffer, HEADS)
+        self._onward.settle_head(index)
+        buffer = self._heads[index].buffer
+        return self._receive(lambda: self._group.receive(buffer, self._rank - 1, HEADS))
 
-    def _receive(self, memory: torch.Tensor, lane: int) -> Pending:
+    def _receive(self, receive: Callable[[], Transit]) -> Transit:
         try:
-            return self._group.receive(memory, self._rank - 1, lane)
+            return receive()
         except TransferError as exc:
             raise self._lost(exc) from exc
 
-    def _from_before(self, pending: Pending, timeout_s: float | None = None) -> None:
+    def _from_before(self, pending: Transit, timeout_s: float | None = None) -> None:
         try:
             pending.wait(timeout_s)
         except TransferError as exc:
@@ -354,37 +361,8 @@ class Link:
     def _lost(self, exc: TransferError) -> TransferError:
         return type(exc)(f"{self._who(self._rank - 1)} is lost: {exc}")
 
-    def _forward_head(self, index: int) -> None:
-        if self._next is not None:
-            self._head_forwards[index] = self._send(self._heads[index].buffer, HEADS)
-
-    def _forward(self, arrival: _Arrival) -> None:
-        if self._next is not None:
-            pending = self._send(arrival.memory, data_lane(arrival.chunk))
-            if pending is not None:
-                self._forwards[arrival.place] = pending
-
-    def _send(self, memory: torch.Tensor, lane: int) -> Pending | None:
-        try:
-            return self._group.send(memory, self._rank + 1, lane)
-        except TransferError as exc:
-            self._cut_off(exc)
-            return None
-
-    def _settle_forward(self, place: int) -> None:
-        self._to_next(self._forwards.pop(place, None))
-
-    def _to_next(self, pending: Pending | None) -> None:
-        if pending is None or self._next is None:
-            return
-        try:
-            pending.wait(self._patience(at_ring=False))
-        except TransferError as exc:
-            self._cut_off(exc)
-
     def _cut_off(self, exc: TransferError) -> None:
         """The next host takes no more: say so, and let nobody before it wait."""
-        self._next = None
         error = type(exc)(f"{self._who(self._rank + 1)} did not take what was sent to it: {exc}")
         if not self._closing:
             error = self._meeting.report(error)

@@ -9,17 +9,17 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
-from typing import Protocol
 
 import torch
 
 from weightsync.backends.base import Check
-from weightsync.backends.chain_head import Head, HeadStatus, patience_s
+from weightsync.backends.chain_head import FIRST, Head, HeadStatus, patience_s
+from weightsync.backends.chain_sending import Feed, Sending
+from weightsync.backends.data_group import DataGroup, Staging, data_group
 from weightsync.backends.ipc_sender import IpcTrainerEngine
-from weightsync.backends.private_group import HEADS, Meeting, Pending, PrivateGroup, data_lane
+from weightsync.backends.private_group import HEADS, Meeting, PrivateGroup
 from weightsync.errors import (
     BackendUnavailableError,
     TransferError,
@@ -32,39 +32,8 @@ from weightsync.weights.buckets import runs_per_chunk
 from weightsync.wire.offers import GroupInfo
 
 SENDER = "the sender"
-_FIRST = 1
 _CHECK_S = 0.05
 _GOODBYE_S = 1.0
-_IN_FLIGHT = 3
-
-
-class Feed(Protocol):
-    """One update as the chain reads it; called by the chain's thread alone.
-
-    `chunks` are the bytes of each chunk; `depth` is how many may be taken and not yet done;
-    `fingerprint_room` is the most fingerprints that a chunk of this ring has, in any update.
-    """
-
-    @property
-    def epoch(self) -> int: ...
-
-    @property
-    def chunks(self) -> Sequence[int]: ...
-
-    @property
-    def depth(self) -> int: ...
-
-    @property
-    def fingerprint_room(self) -> int: ...
-
-    def take(self, j: int, check: Check) -> tuple[torch.Tensor, list[int]]:
-        """Return chunk `j` (`uint8[nbytes]`, host memory) and its fingerprints once it is there.
-
-        Valid until `done(j)`. Calls `check` while it waits, which ends it by raising.
-        """
-
-    def done(self, j: int) -> None:
-        """Chunk `j` was sent; its memory may be overwritten."""
 
 
 class RingFeed:
@@ -108,7 +77,8 @@ class RingFeed:
 class Chain:
     """Rank 0 of one private group; `members` names rank 1 and up, for messages.
 
-    `address` is where the members reach this host.
+    `address` is where the members reach this host. With `staging` chunks go by NCCL where that
+    works for all; `no_nccl` says why it does not.
     The store listens when the constructor returns; `join` completes the group; then, for each
     update, `start`, and `finish` or `stop`. A chain that is `broken` is closed, and another with a
     higher `epoch` takes its place. Raises ConnectError when `address` is none of this host.
@@ -121,6 +91,7 @@ class Chain:
         *,
         epoch: int,
         timeout_s: float,
+        staging: Staging | None = None,
     ) -> None:
         self.epoch = epoch
         self.members = [SENDER, *members]
@@ -128,7 +99,10 @@ class Chain:
         self._meeting: Meeting | None = Meeting.host(address, epoch=epoch, timeout_s=timeout_s)
         self._address, self._port = address, self._meeting.port
         self._group: PrivateGroup | None = None
-        self._sending: _Sending | None = None
+        self._data: DataGroup | None = None
+        self._staging = staging
+        self.no_nccl: str | None = None
+        self._sending: Sending | None = None
         self._update: int | None = None
         self._looked = 0.0
         self._failure: WeightSyncError | None = None
@@ -143,6 +117,7 @@ class Chain:
             rank=rank,
             members=self.members,
             timeout_s=self._timeout_s,
+            data="gloo" if self._staging is None else "nccl",
         )
 
     def join(self) -> None:
@@ -159,7 +134,7 @@ class Chain:
     def absent(self) -> list[int]:
         """Return the ranks that have not come to the group yet."""
         meeting = self._meeting
-        ranks = range(_FIRST, len(self.members))
+        ranks = range(FIRST, len(self.members))
         return [rank for rank in ranks if meeting is not None and not meeting.is_here(rank)]
 
     @property
@@ -179,11 +154,13 @@ class Chain:
     def start(self, feed: Feed) -> None:
         """Begin to send an update's chunks, in a thread. Raises TransferError when broken."""
         failure = self.failure
-        if self._group is None or failure is not None:
+        if self._group is None or self._data is None or failure is not None:
             raise failure or TransferError("the private group is not joined")
         self._update = feed.epoch
         patience = patience_s(self._timeout_s, 0, len(self.members))
-        self._sending = _Sending(self._group, feed, self.members[_FIRST], patience, self._report)
+        self._sending = Sending(
+            self._group, self._data, feed, self.members[FIRST], patience, self._report
+        )
 
     def check(self) -> None:
         """Raise what went wrong with the update at work; cheap enough for every wait."""
@@ -218,11 +195,11 @@ class Chain:
         if sending is None:
             return
         sending.stop.set()
-        if not sending.ended.wait(self._timeout_s) and self._group is not None:
+        if not sending.ended.wait(self._timeout_s):
             self._failure = self._failure or TransferTimeout(
-                f"the host of {self.members[_FIRST]} took nothing for {self._timeout_s:g} s"
+                f"the host of {self.members[FIRST]} took nothing for {self._timeout_s:g} s"
             )
-            self._group.sever()
+            self._sever()
         self._settle(sending)
 
     def close(self) -> None:
@@ -233,16 +210,22 @@ class Chain:
         self._failure = self._failure or TransferError("the private group was closed")
         if self._sending is not None:
             self._sending.stop.set()
-        if self._group is not None:
-            self._group.sever()
+        self._sever()
         if self._sending is not None:
             self._settle(self._sending)
+        if self._data is not None:
+            self._data.close()
         if self._group is not None:
             self._group.close()
-        self._group = None
+        self._group = self._data = None
         meeting, self._meeting = self._meeting, None
         if meeting is not None:
             meeting.close()
+
+    def _sever(self) -> None:
+        for connections in (self._data, self._group):
+            if connections is not None:
+                connections.sever()
 
     def _say_goodbye(self) -> None:
         """So that no member takes the end of the group for the death of another."""
@@ -251,14 +234,14 @@ class Chain:
         head = Head(0)  # shorter than what is waited for, which does no harm
         head.fill(HeadStatus.LEAVE, 0)
         with suppress(TransferError):
-            self._group.send(head.buffer, _FIRST, HEADS).wait(_GOODBYE_S)
+            self._group.send(head.buffer, FIRST, HEADS).wait(_GOODBYE_S)
 
     def _join(self) -> None:
         meeting = self._meeting
         if meeting is None:
             raise TransferError("the private group was closed")
         size = len(self.members)
-        ranks = list(range(_FIRST, size))
+        ranks = list(range(FIRST, size))
         missing = meeting.gather(ranks, self._timeout_s, given_up=self._closed.is_set)
         if self._closed.is_set():
             raise TransferError("the private group was closed while its members came together")
@@ -270,11 +253,13 @@ class Chain:
                 "reach this address?"
             )
         self._group = PrivateGroup(meeting, 0, size, self._timeout_s)
+        self._data, self.no_nccl = data_group(meeting, self._group, self.info(0), self._staging)
         if self._closed.is_set():
+            self._data.close()
             self._group.close()
             raise TransferError("the private group was closed while its members came together")
 
-    def _settle(self, sending: _Sending) -> None:
+    def _settle(self, sending: Sending) -> None:
         """The thread ends; what broke the group is kept."""
         sending.thread.join()
         if sending.broke and self._failure is None:
@@ -288,112 +273,3 @@ class Chain:
     def _raise_failure(self) -> None:
         if self.failure is not None:
             raise self.failure
-
-
-class _Stopped(TransferError):
-    """The update was given up by its sender."""
-
-
-class _Sending:
-    """The thread that sends one update to rank 1."""
-
-    def __init__(
-        self,
-        group: PrivateGroup,
-        feed: Feed,
-        first: str,
-        timeout_s: float,
-        report: Callable[[TransferError], TransferError],
-    ) -> None:
-        self._report = report
-        self.error: WeightSyncError | None = None
-        self.broke = False
-        self.stop = threading.Event()
-        self.ended = threading.Event()
-        self._group = group
-        self._feed = feed
-        self._heads = [Head(feed.fingerprint_room) for _ in range(_IN_FLIGHT + 1)]
-        self._first = first
-        self._timeout_s = timeout_s
-        self._flying: deque[tuple[int, list[Pending]]] = deque()
-        self.thread = threading.Thread(target=self._run, name="weightsync-chain", daemon=True)
-        self.thread.start()
-
-    def _run(self) -> None:
-        try:
-            self._send_all()
-        except WeightSyncError as exc:
-            self.error = exc
-            self._abort()
-        except Exception as exc:  # noqa: BLE001 # a feed is foreign code; its error must not be lost
-            self.error = TransferError(f"the chunks of this update could not be read: {exc!r}")
-            self._abort()
-        finally:
-            self._flying.clear()
-            self.ended.set()
-
-    def _send_all(self) -> None:
-        chunks = self._feed.chunks
-        depth = min(_IN_FLIGHT, self._feed.depth)
-        for j, nbytes in enumerate(chunks):
-            self._check()
-            data, fingerprints = self._feed.take(j, self._check)
-            head = self._heads[j % len(self._heads)]
-            head.fill(
-                HeadStatus.CHUNK,
-                self._feed.epoch,
-                chunk=j,
-                chunks=len(chunks),
-                nbytes=nbytes,
-                fingerprints=fingerprints,
-            )
-            self._flying.append(
-                (j, [self._send(head.buffer, HEADS), self._send(data, data_lane(j))])
-            )
-            while len(self._flying) >= depth:
-                self._land()
-        while self._flying:
-            self._land()
-        if not chunks:
-            self._send_head(HeadStatus.CHUNK)
-
-    def _land(self) -> None:
-        j, pending = self._flying.popleft()
-        try:
-            for work in pending:
-                work.wait(self._timeout_s)
-        except TransferError as exc:
-            self.broke = True
-            error = type(exc)(f"the host of {self._first} did not take chunk {j + 1}: {exc}")
-            raise self._report(error) from exc
-        self._feed.done(j)
-
-    def _abort(self) -> None:
-        """Tell the members, after what is on its way."""
-        if self.broke:
-            return
-        try:
-            while self._flying:
-                for work in self._flying.popleft()[1]:
-                    work.wait(self._timeout_s)
-            self._send_head(HeadStatus.ABORT)
-        except TransferError as exc:
-            self.broke = True
-            self.error = self._report(TransferError(f"the host of {self._first} is lost: {exc}"))
-
-    def _send_head(self, status: HeadStatus) -> None:
-        head = self._heads[0]
-        head.fill(status, self._feed.epoch)
-        self._send(head.buffer, HEADS).wait(self._timeout_s)
-
-    def _send(self, tensor: torch.Tensor, lane: int) -> Pending:
-        try:
-            return self._group.send(tensor, _FIRST, lane)
-        except TransferError as exc:
-            self.broke = True
-            error = TransferError(f"the host of {self._first} cannot be reached: {exc}")
-            raise self._report(error) from exc
-
-    def _check(self) -> None:
-        if self.stop.is_set():
-            raise _Stopped("the update was given up by its sender")

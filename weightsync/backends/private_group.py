@@ -28,6 +28,9 @@ HEADS = _DATA_LANES
 """A lane is a connection with a thread of Gloo's own. Heads overtake the bytes before them."""
 
 _LANES = _DATA_LANES + 1
+SILENCE = 2 * _LANES + HEADS
+"""A tag of that connection on which nobody ever sends: what waits there learns when it breaks."""
+
 _POLL_S = 0.01
 _BREAK_S = 0.001
 _GRACE_S = 0.3
@@ -200,6 +203,25 @@ class Meeting:
         """Whether `give_up` was called for this update, or the store is gone."""
         over = self._read("over")
         return not self._served() or (over is not None and int(over) >= update)
+
+    def agree(self, topic: str, rank: int, size: int, word: str, timeout_s: float) -> list[str]:
+        """Say a word on a topic, and return everyone's, by rank, once all have said theirs.
+
+        Raises TransferTimeout naming the ranks that said nothing.
+        """
+        self._ask(lambda: self.store.set(f"{topic}/{rank}", word))
+        deadline = time.monotonic() + timeout_s
+        words: dict[int, str] = {rank: word}
+        while len(words) < size:
+            silent = [other for other in range(size) if other not in words]
+            said = {other: self._read(f"{topic}/{other}") for other in silent}
+            words.update((other, text) for other, text in said.items() if text is not None)
+            if self._served() and time.monotonic() < deadline:
+                time.sleep(_POLL_S if len(words) < size else 0)
+                continue
+            if len(words) < size:
+                raise TransferTimeout(f"ranks {silent} of the private group say no {topic}")
+        return [words[other] for other in range(size)]
 
     def report(self, error: TransferError) -> TransferError:
         """Leave word of what broke the group; return what its first witness said.
