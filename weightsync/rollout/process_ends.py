@@ -11,7 +11,7 @@ from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from typing import Any
 
-from weightsync.errors import ProcessLostError
+from weightsync.errors import ProcessLostError, WeightSyncError
 from weightsync.rollout import process_tree
 from weightsync.rollout.process_tree import ProcessId
 
@@ -84,6 +84,27 @@ def wait_any(
 def running(processes: Iterable[BaseProcess]) -> list[BaseProcess]:
     """Return those that were started and have not ended."""
     return [process for process in processes if process.pid is not None and process.is_alive()]
+
+
+def raise_for(ended: Iterable[BaseProcess]) -> None:
+    """Raise the ProcessLostError of those that ended otherwise than with exit code 0.
+
+    Of several the first is raised that a signal ended: rather the others' cause than their victim.
+    """
+    failed = sorted(
+        (process for process in ended if process.exitcode),
+        key=lambda process: (process.exitcode or 0) > 0,
+    )
+    if failed:
+        raise with_notes([lost(process) for process in failed])
+
+
+def with_notes(errors: Sequence[WeightSyncError]) -> WeightSyncError:
+    """Return the first error, the others as its notes."""
+    first, *others = errors
+    for other in others:
+        first.add_note(f"and {other}")
+    return first
 
 
 def lost(process: BaseProcess, reason: str = "") -> ProcessLostError:

@@ -1,11 +1,13 @@
 """Which processes descend from which, read from /proc, and the end of all of them.
 
-A process is told by its pid and its start time, since pids are used again.
+A process is told by its pid and its start time, since pids are used again. A warden runs this file
+by itself, so it imports the standard library alone.
 """
 
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -15,6 +17,7 @@ from pathlib import Path
 
 _PROC = Path("/proc")
 _LOOK_AGAIN_S = 0.01
+_REMOVE_S = 10.0
 _GONE = "ZX"
 
 
@@ -69,6 +72,12 @@ def kill_all(find: Callable[[], set[ProcessId]], *, timeout_s: float) -> set[Pro
             return found
         time.sleep(_LOOK_AGAIN_S)
     return set()
+
+
+def remove_all(variable: str, directory: str) -> None:
+    """Kill the processes with this variable, and remove a directory. Called by a warden."""
+    kill_all(lambda: marked(variable), timeout_s=_REMOVE_S)
+    shutil.rmtree(directory, ignore_errors=True)
 
 
 def kill(process: ProcessId) -> None:

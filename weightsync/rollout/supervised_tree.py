@@ -15,6 +15,8 @@ from weightsync.errors import ConfigError, WeightSyncError
 from weightsync.rollout import process_ends, process_tree
 from weightsync.rollout.child_process import Child
 from weightsync.rollout.process_tree import ProcessId
+from weightsync.rollout.warden import Warden
+from weightsync.samehost.janitor import sweep
 
 _KILL_MARGIN_S = 0.5
 _EXIT_S = 1.0
@@ -35,10 +37,11 @@ class ProcessGroups:
     """
 
     directory: Path
+    marker: str
+    warden: Warden
     grace_s: float
     shutdown_s: float
     groups: dict[str, list[Child]] = field(default_factory=dict)
-    marker: str = field(default_factory=new_marker)
     closed: bool = False
     owner: int = field(default_factory=os.getpid)
 
@@ -69,10 +72,7 @@ class ProcessGroups:
             child.listen()
         failed = self._failed(ended, starting=starting)
         if failed:
-            first, *others = map(_error_of, failed)
-            for other in others:
-                first.add_note(f"and {other}")
-            raise first
+            raise process_ends.with_notes([_error_of(child) for child in failed])
         return bool(ended)
 
     def end(self) -> None:
@@ -91,6 +91,8 @@ class ProcessGroups:
                 for child in self.children:
                     child.close()
                 shutil.rmtree(self.directory, ignore_errors=True)
+                sweep()  # the segments of those that were killed
+                self.warden.close()
 
     def _failed(self, ended: list[BaseProcess], *, starting: bool) -> list[Child]:
         gone = [c for c in self.children if c.process in ended and (c.process.exitcode or starting)]

@@ -18,7 +18,8 @@ from weightsync.rollout import process_ends
 from weightsync.rollout.child_process import Child, ChildSpec, spawn_context
 from weightsync.rollout.process_ends import SHUTDOWN_S
 from weightsync.rollout.runtime_directory import make_runtime_directory
-from weightsync.rollout.supervised_tree import ProcessGroups
+from weightsync.rollout.supervised_tree import ProcessGroups, new_marker
+from weightsync.rollout.warden import Warden
 
 logger = logging.getLogger(__name__)
 
@@ -36,8 +37,8 @@ class Supervisor:
             tree.wait()
 
     `directory` is private to this tree, for its sockets, and removed in the end. When this process
-    dies, however that happens, the kernel ends the tree with it. Children ignore SIGINT, which a
-    terminal sends to all: Ctrl-C is for this process. For one thread.
+    dies, however that happens, the tree ends with it. Children ignore SIGINT, which a terminal
+    sends to all: Ctrl-C is for this process. For one thread.
     """
 
     def __init__(
@@ -58,8 +59,11 @@ class Supervisor:
                 "second, and both are more than 0"
             )
         self._context = spawn_context(context)
+        directory, marker = make_runtime_directory(parent_directory), new_marker()
         self._state = ProcessGroups(
-            directory=make_runtime_directory(parent_directory),
+            directory=directory,
+            marker=marker,
+            warden=Warden(marker, directory),
             grace_s=grace_s,
             shutdown_s=shutdown_s,
         )

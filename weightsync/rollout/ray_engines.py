@@ -1,0 +1,56 @@
+"""Engines that run as Ray actors, for `wait_for_completion_or_failure`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from weightsync.errors import BackendUnavailableError, ConfigError, ProcessLostError
+
+try:
+    import ray
+    from ray.exceptions import RayError
+except ModuleNotFoundError as exc:
+    raise BackendUnavailableError(
+        f"engines on Ray need the package {exc.name}; pip install 'weightsync[ray]'"
+    ) from exc
+
+
+class RayEngines:
+    """Ray actors by name, each with the reference of the call in which it runs until its end."""
+
+    def __init__(self, actors: Mapping[str, Any], run_refs: Mapping[str, Any]) -> None:
+        """Take them over: `close` kills the actors. Raises ConfigError if the names differ."""
+        if actors.keys() != run_refs.keys() or not actors:
+            raise ConfigError(
+                f"the actors are named {sorted(actors)} and their calls {sorted(run_refs)}; each "
+                "actor has one call, and there is at least one actor"
+            )
+        self._actors = dict(actors)
+        self._names = {ref: name for name, ref in run_refs.items()}
+
+    def poll(self) -> bool:
+        """Whether a call has returned. Raises ProcessLostError if one failed, or its actor died."""
+        refs = list(self._names)
+        done, _ = ray.wait(refs, num_returns=len(refs), timeout=0)
+        for ref in done:
+            self._check(ref)
+        return bool(done)
+
+    def close(self) -> None:
+        """Kill the actors, without restart. Idempotent."""
+        if not ray.is_initialized():
+            return
+        while self._actors:
+            _, actor = self._actors.popitem()
+            ray.kill(actor)
+
+    def _check(self, ref: Any) -> None:
+        try:
+            ray.get(ref)
+        except Exception as exc:
+            kind = "died" if isinstance(exc, RayError) else "failed"
+            name = self._names[ref]
+            raise ProcessLostError(
+                f"the Ray actor {name} {kind}: {type(exc).__name__}: {exc}", process=name
+            ) from exc
