@@ -24,14 +24,17 @@ torch.set_num_threads(1)
 GRACE_S = 5.0
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip the tests marked gpu where torch finds no CUDA GPU."""
-    if torch.cuda.is_available():
-        return
-    skip = pytest.mark.skip(reason="needs a CUDA GPU")
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Skip the tests marked gpu where torch finds no CUDA GPU, and those marked soak unasked."""
+    skips = {}
+    if not torch.cuda.is_available():
+        skips["gpu"] = pytest.mark.skip(reason="needs a CUDA GPU")
+    if "soak" not in config.getoption("markexpr"):
+        skips["soak"] = pytest.mark.skip(reason="takes long: -m soak")
     for item in items:
-        if item.get_closest_marker("gpu") is not None:
-            item.add_marker(skip)
+        for name, skip in skips.items():
+            if item.get_closest_marker(name) is not None:
+                item.add_marker(skip)
 
 
 @pytest.fixture
