@@ -18,7 +18,7 @@ import requests
 import torch
 
 import weightsync as ws
-from weightsync.rollout.api_server import listen, url_of
+from weightsync.server.listening import listen, url_of
 from weightsync.rollout.model import make_tiny_model
 
 START_S = 60.0

@@ -11,9 +11,9 @@ from urllib.parse import urlsplit
 import uvicorn
 from fastapi import FastAPI
 
-from weightsync.rollout.api_server import listen, url_of
 from weightsync.server import weight_router
 from weightsync.server.door import DEFAULT_MAX_BODY_NBYTES, Receiver
+from weightsync.server.listening import listen, url_of
 
 TOKEN = "the-token"
 

@@ -63,7 +63,7 @@ def _serve(parent: Connection, receiver: WeightReceiver, token: str) -> None:
     import uvicorn  # noqa: PLC0415
     from fastapi import FastAPI  # noqa: PLC0415
 
-    from weightsync.rollout.api_server import listen, url_of  # noqa: PLC0415
+    from weightsync.server.listening import listen, url_of  # noqa: PLC0415
     from weightsync.server.router import weight_router  # noqa: PLC0415
 
     listener = listen("127.0.0.1", 0)

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import os
 import signal
-import threading
 from enum import StrEnum
-from typing import Annotated, NoReturn
+from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 
 from weightsync.errors import BackendUnavailableError, ConfigError
 
-LAST_RESORT_S = 5.0
+if TYPE_CHECKING:
+    from weightsync.rollout.serving import ServeOptions
 
 
 class Apply(StrEnum):
@@ -23,6 +22,13 @@ class Apply(StrEnum):
     IN_PLACE = "in_place"
 
 
+class TensorIpc(StrEnum):
+    """How the tensors of a request reach the engine core."""
+
+    DIRECT_RPC = "direct_rpc"
+    TORCH_SHM = "torch_shm"
+
+
 class Dtype(StrEnum):
     """What a model can be loaded in."""
 
@@ -31,7 +37,7 @@ class Dtype(StrEnum):
     FLOAT16 = "float16"
 
 
-def serve(
+def serve(  # noqa: PLR0913, PLR0917 # each is an option of the command line
     model: Annotated[str, typer.Option(help="smollm2, tiny, or a Hugging Face directory")],
     host: Annotated[str, typer.Option(help="address to listen on")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="0: any free one")] = 8000,
@@ -43,54 +49,65 @@ def serve(
     ] = False,
     apply: Annotated[Apply, typer.Option(help="how weights are put to use")] = Apply.AUTO,
     dtype: Annotated[Dtype, typer.Option(help="of the weights")] = Dtype.FLOAT32,
+    api_servers: Annotated[int, typer.Option(min=1, help="API processes on one socket")] = 1,
+    data_parallel: Annotated[int, typer.Option(min=1, help="replicas of the model")] = 1,
+    tensor_parallel: Annotated[int, typer.Option(min=1, help="workers that share a replica")] = 1,
+    tensor_ipc: Annotated[
+        TensorIpc | None,
+        typer.Option(help="images in messages or shared memory; else WEIGHTSYNC_TENSOR_IPC"),
+    ] = None,
+    max_rows: Annotated[int, typer.Option(min=1, help="completions at work at once")] = 256,
+    threads: Annotated[
+        int | None, typer.Option(min=1, help="of each worker; else OMP_NUM_THREADS, else a share")
+    ] = None,
 ) -> None:
     """Serve a model over HTTP, while a trainer replaces its weights."""
     signal.signal(signal.SIGTERM, _exit)
-    try:
-        _serve(model, host, port, token, no_auth, apply, dtype)
-    except KeyboardInterrupt:
-        raise typer.Exit(0) from None
-
-
-def _serve(
-    model: str, host: str, port: int, token: str | None, no_auth: bool, apply: Apply, dtype: Dtype
-) -> None:
     if no_auth and token is not None:
         raise ConfigError("--no-auth and --token exclude each other; give one of them")
     try:
-        import torch  # noqa: PLC0415 - this verb's extras must not be needed by the others
-
-        from weightsync.rollout import api_server  # noqa: PLC0415 - same
-        from weightsync.rollout.model import load_model  # noqa: PLC0415 - same
+        from weightsync.rollout.serving import ServeOptions  # noqa: PLC0415 - this verb's extras
+        from weightsync.samehost.tensor_codec import chosen_tensor_ipc  # noqa: PLC0415 - same
         from weightsync.server.auth import Token, resolve_token  # noqa: PLC0415 - same
     except ModuleNotFoundError as exc:
         raise BackendUnavailableError(
             f"serving needs the package {exc.name}; pip install 'weightsync[server,hf]'"
         ) from exc
     guard = Token("") if no_auth else resolve_token(token)
-    with api_server.listen(host, port) as listener:
-        if no_auth and not api_server.is_loopback(listener):
+    options = ServeOptions(
+        model=model,
+        dtype=dtype.value,
+        apply=apply.value,
+        api_servers=api_servers,
+        data_parallel=data_parallel,
+        tensor_parallel=tensor_parallel,
+        token=guard.text or None,
+        tensor_ipc=chosen_tensor_ipc(tensor_ipc.value if tensor_ipc else None),
+        max_rows=max_rows,
+        threads=threads,
+    )
+    try:
+        _serve(options, host, port, guard.text if guard.made else "")
+    except KeyboardInterrupt:
+        raise typer.Exit(0) from None
+
+
+def _serve(options: ServeOptions, host: str, port: int, made_token: str) -> None:
+    from weightsync.rollout.serving import serving  # noqa: PLC0415 - this verb's extras
+    from weightsync.server.listening import is_loopback, listen, url_of  # noqa: PLC0415 - same
+
+    with listen(host, port) as listener:
+        if options.token is None and not is_loopback(listener):
             raise ConfigError(
                 f"--no-auth on {host} would let other hosts change weights; listen on 127.0.0.1, "
                 "or leave --no-auth out"
             )
-        loaded = load_model(model, dtype=getattr(torch, dtype.value))
-        server = api_server.RolloutServer(loaded, token=guard.text or None, apply=apply.value)
-        print(f"weightsync serve: listening on {api_server.url_of(listener)}", flush=True)
-        if guard.made:
-            print(f"weightsync serve: token {guard.text}", flush=True)
-        try:
-            server.run(listener)
-        finally:
-            _leave_soon()
+        with serving(options, listener) as tree:
+            print(f"weightsync serve: listening on {url_of(listener)}", flush=True)
+            if made_token:
+                print(f"weightsync serve: token {made_token}", flush=True)
+            tree.wait()
 
 
 def _exit(*_: object) -> NoReturn:
     raise SystemExit(0)
-
-
-def _leave_soon() -> None:
-    """End the process even if a thread is stuck in a user's hook; segments are their senders'."""
-    last_resort = threading.Timer(LAST_RESORT_S, os._exit, args=(1,))
-    last_resort.daemon = True
-    last_resort.start()

@@ -24,6 +24,7 @@ from weightsync.rollout.engine_messages import (
     Job,
     Order,
 )
+from weightsync.rollout.process_terms import CoreAddress
 from weightsync.rollout.steps import ModelCard
 from weightsync.samehost.tensor_codec import TensorEncoder
 from weightsync.samehost.tensor_queue import TensorIpcSender
@@ -38,13 +39,6 @@ ASK_TIMEOUT_S = 10.0
 
 _events: msgspec.msgpack.Decoder[list[Event]] = msgspec.msgpack.Decoder(list[Event])
 Item = Delta | Failed
-
-
-class CoreAddress(msgspec.Struct, frozen=True, kw_only=True):
-    """Where one engine core listens; `tensors` is None where tensors travel in messages."""
-
-    orders: str
-    tensors: TensorQueueHandle | None = None
 
 
 class _Core:

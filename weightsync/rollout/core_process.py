@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 
@@ -13,9 +13,9 @@ import torch
 import zmq
 
 from weightsync.errors import PeerLostError
-from weightsync.rollout.core_client import CoreAddress
 from weightsync.rollout.engine_core import EngineCore
-from weightsync.rollout.scheduling import MAX_ROWS, Scheduler
+from weightsync.rollout.process_terms import CoreAddress, CoreTerms, Ready
+from weightsync.rollout.scheduling import Scheduler
 from weightsync.rollout.worker_crew import WorkerCrew
 from weightsync.samehost.tensor_queue import TensorIpcReceiver
 
@@ -24,19 +24,7 @@ logger = logging.getLogger(__name__)
 GATHER_TIMEOUT_S = 600.0
 
 
-class CoreTerms(msgspec.Struct, frozen=True, kw_only=True):
-    """What an engine core is started with; API servers send to `orders`, its workers to `gate`."""
-
-    name: str
-    replica: int
-    workers: int
-    orders: str
-    gate: str
-    tensor_ipc: str
-    max_rows: int = MAX_ROWS
-
-
-def core_main(ready: Callable[[bytes], None], terms: CoreTerms) -> None:
+def core_main(ready: Ready, terms: CoreTerms) -> None:
     """Be an engine core until SIGTERM. `ready` takes the encoded CoreAddress."""
     torch.set_num_threads(1)
     with _sockets(terms.orders, terms.gate) as (orders, gate):

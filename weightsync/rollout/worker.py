@@ -6,7 +6,7 @@ import logging
 import os
 import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
@@ -18,11 +18,11 @@ import torch.distributed as dist
 
 from weightsync.errors import PeerLostError, TransferCancelled
 from weightsync.receiver import WeightReceiver
-from weightsync.receiving.landings import ApplyChoice
 from weightsync.rollout.model import LoadedModel
-from weightsync.rollout.model_runner import ModelRunner, model_card
+from weightsync.rollout.model_runner import ModelRunner
+from weightsync.rollout.process_terms import Ready, WorkerTerms
 from weightsync.rollout.sharded_model import load_for_worker
-from weightsync.rollout.steps import ModelCard, Step
+from weightsync.rollout.steps import Step
 from weightsync.rollout.worker_crew import STEP_SLOT_NBYTES, STEP_SLOTS, step_codec
 from weightsync.rollout.worker_link import WorkerLink
 from weightsync.rollout.worker_messages import REPORT_CALL, Hello, Standing, WorkerReport
@@ -35,28 +35,10 @@ HELLO_TIMEOUT_S = 600.0
 COLLECTIVE_TIMEOUT_S = 120.0
 
 
-class WorkerTerms(msgspec.Struct, frozen=True, kw_only=True):
-    """What a worker is started with; `rank` of `size` in replica `replica`.
-
-    `folder` is private to this server: the workers of a replica meet in a file there.
-    """
-
-    name: str
-    replica: int
-    rank: int
-    size: int
-    model: str
-    dtype: str
-    apply: ApplyChoice
-    core_address: str
-    control_address: str
-    folder: str
-
-
 class Worker:
     """Makes the steps of its engine core until `stop`."""
 
-    def __init__(self, terms: WorkerTerms, loaded: LoadedModel, card: ModelCard) -> None:
+    def __init__(self, terms: WorkerTerms, loaded: LoadedModel) -> None:
         self._terms = terms
         self._cancel = threading.Event()
         self._stale_cache = threading.Event()
@@ -73,6 +55,7 @@ class Worker:
             on_release=self._release,
         )
         self._runner = ModelRunner(loaded.model, chooses=terms.rank == 0)
+        self.card = self._runner.card(loaded.name, terms.model, loaded.tokenizer)
         self._results = MessageQueue(
             1,
             1,
@@ -81,7 +64,7 @@ class Worker:
             codec=step_codec(),
             spin_s=0.0,
         )
-        hello = Hello(card=card, results=self._results.export_handle())
+        hello = Hello(card=self.card, results=self._results.export_handle())
         welcome = self._link.hello(hello, HELLO_TIMEOUT_S)
         self._steps = MessageQueue.create_from_handle(welcome.steps, terms.rank, codec=step_codec())
         self._link.serve(self._handle, self._standing)
@@ -131,9 +114,8 @@ class Worker:
         )
 
 
-def worker_main(ready: Callable[[bytes], None], terms: WorkerTerms) -> None:
+def worker_main(ready: Ready, terms: WorkerTerms) -> None:
     """Be a worker process until SIGTERM. `ready` takes the encoded ModelCard."""
-    torch.set_num_threads(1)
     with _process_group(terms):
         loaded = load_for_worker(
             terms.model,
@@ -141,15 +123,14 @@ def worker_main(ready: Callable[[bytes], None], terms: WorkerTerms) -> None:
             shards=terms.size,
             folder=Path(terms.folder),
         )
-        card = model_card(loaded, terms.model)
-        worker = Worker(terms, loaded, card)
+        worker = Worker(terms, loaded)
 
         def on_term(_signal: int, _frame: FrameType | None) -> None:
             worker.stop()
 
         signal.signal(signal.SIGTERM, on_term)
         try:
-            ready(msgspec.msgpack.encode(card))
+            ready(msgspec.msgpack.encode(worker.card))
             worker.run()
         except PeerLostError as exc:
             # Who died first is what the supervisor tells; this one only follows.
