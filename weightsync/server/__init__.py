@@ -1,5 +1,7 @@
 """A receiver's control routes for FastAPI: `weight_router`, `TokenAuth`, `resolve_token`.
 
+`Workers` stands for several receivers, and `workers_router` has the routes of all of them.
+
 Needs the extra `server`; the modules import fastapi and prometheus_client at their top.
 """
 
@@ -7,5 +9,14 @@ from __future__ import annotations
 
 from weightsync.server.auth import Token, TokenAuth, resolve_token
 from weightsync.server.router import weight_router
+from weightsync.server.workers import Workers, worker_path, workers_router
 
-__all__ = ["Token", "TokenAuth", "resolve_token", "weight_router"]
+__all__ = [
+    "Token",
+    "TokenAuth",
+    "Workers",
+    "resolve_token",
+    "weight_router",
+    "worker_path",
+    "workers_router",
+]

@@ -45,6 +45,12 @@ class ReceiverMetrics:
 
 
 def _of_status(status: Status) -> Iterator[Metric]:
+    if status.workers:
+        yield GaugeMetricFamily(
+            "weightsync_workers",
+            "Receivers that these numbers stand for; each has its own below its path.",
+            value=len(status.workers),
+        )
     yield GaugeMetricFamily(
         "weightsync_version", "Version of the weights in use.", value=status.version
     )

@@ -104,7 +104,7 @@ class _Readings:
 
     async def get_world_size(self, request: HttpRequest) -> Response:
         """The number of workers."""
-        return _json({"world_size": 1})
+        return _json({"world_size": max(len((await self._status()).workers), 1)})
 
     async def is_paused(self, request: HttpRequest) -> Response:
         """Whether generation is paused."""

@@ -1,0 +1,258 @@
+"""Several receivers behind one URL: each has routes of its own, and the root stands for all.
+
+A sender that asks the root finds their paths in its status, and treats each as a receiver. What
+others send to the root is handed to all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import TypeVar
+
+from fastapi import APIRouter
+from msgspec.structs import replace
+
+from weightsync.errors import ConfigError, ProtocolError, WeightSyncError
+from weightsync.receiving.incoming import new_update_id
+from weightsync.server import merging
+from weightsync.server.door import DEFAULT_MAX_BODY_NBYTES, Receiver
+from weightsync.server.router import weight_router
+from weightsync.weights.checksum_parts import compose_all
+from weightsync.wire.messages import (
+    AbortRequest,
+    CheckReply,
+    CheckRequest,
+    FinishRequest,
+    InitReply,
+    InitRequest,
+    PrepareRequest,
+    RegisteredUpdate,
+    Reply,
+    Request,
+    StartRequest,
+    StartTerms,
+    Status,
+    StatusRequest,
+    StepReply,
+    UpdateRequest,
+)
+
+T = TypeVar("T")
+
+_CALLS_AT_ONCE = 48
+"""As many as the door lets in: loads, interrupts and reads together."""
+_GIVES_UP = (StartRequest, UpdateRequest, PrepareRequest)
+
+
+@dataclass(frozen=True, slots=True)
+class _Answer:
+    """What one worker answered: `reply`, or the `error` that it raised."""
+
+    name: str
+    worker: Receiver
+    reply: Reply | None = None
+    error: Exception | None = None
+
+
+class Workers:
+    """Stands for the receivers of one server, as a receiver itself.
+
+    `workers` are by path, in order of rank; every `tensor_parallel` of them hold one replica. With
+    a single one everything is passed through. A step that fails on some is aborted on the others;
+    only where some had finished it already the server holds two versions, and says so.
+    Thread-safe. Raises ConfigError for numbers of workers that make no whole replicas.
+    """
+
+    def __init__(self, workers: Mapping[str, Receiver], *, tensor_parallel: int = 1) -> None:
+        if not workers or tensor_parallel < 1 or len(workers) % tensor_parallel:
+            raise ConfigError(
+                f"{len(workers)} workers make no whole replicas of {tensor_parallel} workers each"
+            )
+        self.workers = dict(workers)
+        self._only = next(iter(workers.values())) if len(workers) == 1 else None
+        self._tensor_parallel = tensor_parallel
+        self._pool = ThreadPoolExecutor(
+            len(workers) * _CALLS_AT_ONCE, thread_name_prefix="weightsync-workers"
+        )
+        self._answers: dict[type, Callable[..., Reply]] = {
+            StatusRequest: lambda _: self.status(),
+            InitRequest: self._init,
+            StartRequest: self._start,
+            UpdateRequest: self._update,
+            CheckRequest: self._check,
+        }
+
+    @property
+    def updates_total(self) -> Mapping[str, int]:
+        """Updates by result; one that ended alike on all workers counts once."""
+        totals = [worker.updates_total for worker in self.workers.values()]
+        return {kind: max(t.get(kind, 0) for t in totals) for kind in sorted(set().union(*totals))}
+
+    @property
+    def last_reply(self) -> StepReply | None:
+        """What the last committed update said on all workers; None until each has one."""
+        replies = [worker.last_reply for worker in self.workers.values()]
+        known = [reply for reply in replies if reply is not None]
+        return merging.merge_steps(known) if len(known) == len(replies) else None
+
+    def status(self) -> Status:
+        """Return the state of all as one; never waits for an update at work."""
+        if self._only is not None:
+            return self._only.status()
+        return merging.merge_statuses(self._each(lambda _, worker: worker.status()))
+
+    def dispatch(self, request: Request) -> Reply:
+        """Answer a message for all workers. Raises the first error, naming all that failed."""
+        if self._only is not None:
+            return self._only.dispatch(request)
+        answer = self._answers.get(type(request), self._to_all)
+        return answer(request)
+
+    def close(self) -> None:
+        """Let threads go; the workers belong to the caller."""
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+    def _init(self, request: InitRequest) -> InitReply:
+        if request.init_info is not None or request.probe is not None:
+            raise ProtocolError(
+                f"{len(self.workers)} workers stand behind this URL, and each needs memory of its "
+                f"own: send init to {', '.join(self.workers)} below it, or connect() to this URL "
+                "with weightsync, which does that by itself"
+            )
+        replies = [a.reply for a in self._ask(request) if isinstance(a.reply, InitReply)]
+        return InitReply(
+            status=self.status(),
+            takes_pieces=all(reply.takes_pieces for reply in replies),
+            extra_nbytes=sum(reply.extra_nbytes for reply in replies),
+        )
+
+    def _start(self, request: StartRequest) -> Reply:
+        return self._to_all(replace(request, version=request.version or self._common_next()))
+
+    def _update(self, request: UpdateRequest) -> Reply:
+        info = request.update_info
+        if isinstance(info, RegisteredUpdate):
+            raise ProtocolError(
+                f"update_info refers to what init registered, and {len(self.workers)} workers "
+                f"stand behind this URL: send it to {', '.join(self.workers)} below it"
+            )
+        alone = request.update_id is None and request.start is None
+        if alone and not any(status.update_id for status in self._each(_status).values()):
+            return self._whole(request)
+        return self._to_all(request)
+
+    def _whole(self, request: UpdateRequest) -> Reply:
+        """A whole model in one message: nobody finishes unless all are prepared."""
+        update_id = new_update_id()
+        terms = StartTerms(version=self._common_next())
+        self._to_all(replace(request, update_id=update_id, start=terms, prepare=True))
+        return self._to_all(FinishRequest(update_id=update_id))
+
+    def _common_next(self) -> int | None:
+        """The version that follows all; None where each finds the same one by itself."""
+        versions = {status.version for status in self._each(_status).values()}
+        return max(versions) + 1 if len(versions) > 1 else None
+
+    def _check(self, request: CheckRequest) -> CheckReply:
+        if request.partial:
+            raise ProtocolError("ask each worker for its parts: this URL answers with the sums")
+        if request.action == "compare" and not isinstance(request.checksums, dict):
+            raise ProtocolError("compare needs checksums: {name: 16 hex digits}")
+        given = request.checksums if isinstance(request.checksums, dict) else {}
+        names = request.names or (list(given) if request.action == "compare" else None)
+        answers = self._ask(CheckRequest(names=names, partial=True))
+        replies = [a.reply for a in answers if isinstance(a.reply, CheckReply)]
+        held, apart = compose_all(replies, self._tensor_parallel)
+        version = min(reply.version for reply in replies)
+        if request.action == "checksum":
+            return CheckReply(version=version, checksums=held, different=apart)
+        different = [n for n, value in held.items() if n in apart or given.get(n) != value]
+        return CheckReply(version=version, different=different, equal=not different)
+
+    def _to_all(self, request: Request) -> Reply:
+        replies = [answer.reply for answer in self._ask(request)]
+        steps = [reply for reply in replies if isinstance(reply, StepReply)]
+        return merging.merge_steps(steps) if steps else self.status()
+
+    def _ask(self, request: Request) -> list[_Answer]:
+        """Hand a message to all at once. Raises what the first raised that failed."""
+
+        def ask(name: str, worker: Receiver) -> _Answer:
+            try:
+                return _Answer(name, worker, worker.dispatch(request))
+            except Exception as exc:  # noqa: BLE001  # raised below, once all have answered
+                return _Answer(name, worker, error=exc)
+
+        answers = list(self._each(ask).values())
+        if any(answer.error is not None for answer in answers):
+            if isinstance(request, _GIVES_UP):
+                self._give_up(answers)
+            raise _first_error(answers, finishing=isinstance(request, FinishRequest))
+        return answers
+
+    def _give_up(self, answers: Sequence[_Answer]) -> None:
+        """What failed on some is over; the others may not go on with it."""
+        failed = [answer.name for answer in answers if answer.error is not None]
+
+        def abort(name: str, worker: Receiver) -> None:
+            reply = next(answer.reply for answer in answers if answer.name == name)
+            if isinstance(reply, StepReply) and reply.update_id:
+                reason = f"it failed on {', '.join(failed)}"
+                worker.dispatch(AbortRequest(update_id=reply.update_id, reason=reason))
+
+        self._each(abort)
+
+    def _each(self, call: Callable[[str, Receiver], T]) -> dict[str, T]:
+        """Call for all workers at once; return by name. Raises what a call raises."""
+        calls = {
+            name: self._pool.submit(call, name, worker) for name, worker in self.workers.items()
+        }
+        return {name: future.result() for name, future in calls.items()}
+
+
+def workers_router(
+    workers: Workers,
+    *,
+    token: str | None,
+    max_body_nbytes: int = DEFAULT_MAX_BODY_NBYTES,
+) -> APIRouter:
+    """Return the control routes of all workers at the root, and of each below its path.
+
+    See weight_router; a single worker has both, too.
+    """
+    router = APIRouter()
+    router.include_router(weight_router(workers, token=token, max_body_nbytes=max_body_nbytes))
+    for name, worker in workers.workers.items():
+        routes = weight_router(worker, token=token, max_body_nbytes=max_body_nbytes)
+        router.include_router(routes, prefix=f"/{name}")
+    return router
+
+
+def worker_path(rank: int) -> str:
+    """Return where the routes of a worker are, below its server's URL."""
+    return f"workers/{rank}"
+
+
+def _status(_: str, worker: Receiver) -> Status:
+    return worker.status()
+
+
+def _first_error(answers: Sequence[_Answer], *, finishing: bool) -> Exception:
+    failed = [answer for answer in answers if answer.error is not None]
+    done = [answer.name for answer in answers if answer.error is None]
+    error = failed[0].error
+    assert error is not None  # of those that have one
+    others = "".join(f"; {answer.name}: {answer.error}" for answer in failed[1:])
+    split = (
+        f"; {', '.join(done)} finished it: this server holds two versions until a whole update "
+        "is sent"
+        if finishing and done
+        else ""
+    )
+    for answer in failed:
+        error.add_note(f"{answer.name}: {type(answer.error).__name__}: {answer.error}")
+    if isinstance(error, WeightSyncError):
+        error.args = (f"{failed[0].name}: {error}{others}{split}", *error.args[1:])
+    return error
