@@ -39,6 +39,7 @@ from weightsync.wire.messages import (
     InitRequest,
     LabelRequest,
     LedgerEntry,
+    OpenUpdate,
     PauseRequest,
     PrepareRequest,
     RegisteredUpdate,
@@ -52,6 +53,7 @@ from weightsync.wire.messages import (
     Status,
     StatusRequest,
     StepReply,
+    UpdateRecord,
     UpdateRequest,
 )
 from weightsync.wire.offers import Message
@@ -144,12 +146,22 @@ class WeightReceiver:
     @property
     def updates_total(self) -> Mapping[str, int]:
         """Updates by result: `committed`, `aborted`, `torn`."""
-        return dict(self._updates.totals)
+        return dict(self._updates.history.totals)
 
     @property
     def last_reply(self) -> StepReply | None:
         """What the last committed update said."""
-        return self._updates.last_reply
+        return self._updates.history.last_reply
+
+    @property
+    def recent_updates(self) -> list[UpdateRecord]:
+        """The last committed updates, at most 64, the oldest first."""
+        return self._updates.history.recent
+
+    @property
+    def open_update(self) -> OpenUpdate | None:
+        """The update at work, and what it would bring; None between updates."""
+        return self._updates.history.open_update(self._updates.lifecycle)
 
     @contextmanager
     def reading(self, *, timeout_s: float = DEFAULT_LEASE_S) -> Iterator[int]:
@@ -230,13 +242,15 @@ class WeightReceiver:
 
     def _start(self, request: StartRequest) -> StepReply:
         update_id = request.update_id or new_update_id()
-        return self._once(
-            request.update_id,
-            "start",
-            lambda: self._updates.start(
-                update_id, request, sender=None, anonymous=request.update_id is None
-            ),
-        )
+
+        def start() -> StepReply:
+            if request.sender is not None:
+                self._updates.check_start(request.sender, request)
+            return self._updates.start(
+                update_id, request, sender=request.sender, anonymous=request.update_id is None
+            )
+
+        return self._once(request.update_id, "start", start)
 
     def _update(self, request: UpdateRequest) -> StepReply:
         info = request.update_info

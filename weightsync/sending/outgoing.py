@@ -136,7 +136,7 @@ class Update:
             rewind=terms.rewind,
             manifest_digest=terms.manifest_digest,
         )
-        answers = self._ask(request)
+        answers = self._ask(lambda member: replace(request, sender=member.sender or None))
         self._note(answers)
         if failures(answers) and not (self.drops and self._staying):
             self.abort("a receiver refused to start")

@@ -68,6 +68,11 @@ class FleetMember:
         for transport in self._transports:
             transport.revive()
 
+    @property
+    def unreachable(self) -> bool:
+        """Whether a fault has killed it and it was not restarted."""
+        return any(transport.killed for transport in self._transports)
+
     def deliver_late(self) -> int:
         """Have every message that is still on its way to it arrive now; return how many did."""
         return sum(transport.deliver_late() for transport in self._transports)

@@ -62,9 +62,13 @@ class StartTerms(Message, frozen=True, kw_only=True):
 
 
 class StartRequest(StartTerms, frozen=True, kw_only=True):
-    """`start_weight_update`; without `update_id` it opens an anonymous session."""
+    """`start_weight_update`; without `update_id` it opens an anonymous session.
+
+    `sender` is who called init: once it is dead, its successor ends what it started.
+    """
 
     update_id: UpdateId | None = None
+    sender: Name | None = None
 
 
 class RegisteredUpdate(Message, frozen=True, kw_only=True):
@@ -329,6 +333,38 @@ class CheckReply(Message, frozen=True, kw_only=True):
 
 
 Reply = InitReply | StepReply | Status | CheckReply
+
+
+class UpdateRecord(Message, frozen=True, kw_only=True):
+    """A committed update, as its receiver tells of it to those who watch.
+
+    `at` is when it was committed, in seconds of Unix time; `duration_s` is from start to commit.
+    """
+
+    update_id: str
+    version: int
+    at: float
+    duration_s: float
+    nbytes: int
+    stall_s: float
+    apply: str
+    verified: str
+    label: str | None = None
+    seconds: dict[str, float] = {}
+
+
+class OpenUpdate(Message, frozen=True, kw_only=True):
+    """The update that a receiver is in, and the version that it would bring.
+
+    `since` is when it started, in seconds of Unix time.
+    """
+
+    update_id: str
+    version: int
+    since: float
+    label: str | None = None
+    partial: bool = False
+
 
 REPLIES: dict[str, type[Message]] = {
     "init_weight_transfer_engine": InitReply,
