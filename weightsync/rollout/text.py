@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import anyio
 import anyio.to_thread
+
+from weightsync.rollout.vision import ImagePreparer
 
 REPLACEMENT = "\ufffd"
 
@@ -14,8 +16,10 @@ _MAX_OPEN = 3
 """A character whose last byte is missing decodes to at most so many replacement characters."""
 _CONTEXT_TOKENS = 8
 _MAX_WINDOW_TOKENS = 48
-_INLINE_CHARACTERS = 2048
-_TOKENIZER_THREADS = 4
+_INLINE_SIZE = 4096
+_THREADS = 4
+
+T = TypeVar("T")
 
 Decode = Callable[[list[int]], str]
 
@@ -124,23 +128,31 @@ class CompletionText:
 
 
 class Texts:
-    """The tokenizer of the served model, for one event loop: long texts are encoded in threads."""
+    """The tokenizer of the served model, for one event loop: long texts are encoded in threads.
 
-    def __init__(self, tokenizer: Any) -> None:
+    `processor` is that of a model which takes images, None for a model of text alone.
+    """
+
+    def __init__(self, tokenizer: Any, processor: Any = None) -> None:
         self.tokenizer = tokenizer
+        self.images = None if processor is None else ImagePreparer(processor)
         added = getattr(tokenizer, "added_tokens_decoder", {})
         special = {token for token, added_token in added.items() if added_token.special}
         self._special = frozenset(special | set(tokenizer.all_special_ids))
-        self._threads = anyio.CapacityLimiter(_TOKENIZER_THREADS)
+        self._threads = anyio.CapacityLimiter(_THREADS)
         self._byte_of = _byte_alphabet()
 
     async def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Return the token ids of a text; of an empty one, the token that begins a text."""
-        if len(text) <= _INLINE_CHARACTERS:
-            return self._encode(text, add_special_tokens)
-        return await anyio.to_thread.run_sync(
-            self._encode, text, add_special_tokens, limiter=self._threads, abandon_on_cancel=True
-        )
+        return await self.run(lambda: self._encode(text, add_special_tokens), len(text))
+
+    async def run(self, work: Callable[[], T], size: int) -> T:
+        """Return what `work` returns; in a thread if its input's `size` (characters) is large."""
+        return work() if size <= _INLINE_SIZE else await self.run_in_thread(work)
+
+    async def run_in_thread(self, work: Callable[[], T]) -> T:
+        """Return what `work` returns; few run at once, the others wait their turn."""
+        return await anyio.to_thread.run_sync(work, limiter=self._threads, abandon_on_cancel=True)
 
     def completion(self, stops: Sequence[str] = (), unseen: Collection[int] = ()) -> CompletionText:
         """Begin the text of a completion; tokens `unseen` have no text, like special ones."""

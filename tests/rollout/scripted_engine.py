@@ -1,0 +1,131 @@
+"""An engine that says what its test tells it to, for the layer that turns jobs into HTTP."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Callable, Sequence
+from dataclasses import dataclass, field
+
+from fastapi import FastAPI
+
+from weightsync.rollout.engine_messages import Delta, EngineStats, FinishReason, Job, TopToken
+from weightsync.rollout.generate_route import generation_router
+from weightsync.rollout.model import make_tiny_model
+from weightsync.rollout.steps import NO_LOGPROBS, ModelCard
+from weightsync.rollout.text import Texts
+
+MODEL = "scripted"
+MAX_LENGTH = 512
+MAX_BODY_NBYTES = 1 << 20
+
+TOKENIZER = make_tiny_model().tokenizer
+END_ID: int = TOKENIZER.eos_token_id
+
+
+def tokens_of(text: str) -> list[int]:
+    """The tokens of a text, one a byte."""
+    ids: list[int] = TOKENIZER(text)["input_ids"]
+    return ids
+
+
+def say(text: str) -> Callable[[Job, int], list[int]]:
+    """A script that gives every completion the same text, and the end token."""
+    return lambda _job, _index: [*tokens_of(text), END_ID]
+
+
+@dataclass
+class ScriptedEngine:
+    """Yields the tokens of `script(job, index)`; token `i` is of version `versions(i)`.
+
+    Before token `fail_at` it raises `error`; before token `hang_at` it waits without end.
+    """
+
+    script: Callable[[Job, int], Sequence[int]] = field(default_factory=lambda: say("hello"))
+    versions: Callable[[int], int] = lambda _place: 7
+    prompt_version: int = 7
+    error: Exception | None = None
+    fail_at: int = 0
+    hang_at: int | None = None
+    max_length: int = MAX_LENGTH
+    jobs: list[Job] = field(default_factory=list)
+    cancelled: list[tuple[str, int]] = field(default_factory=list)
+    closed: list[str] = field(default_factory=list)
+    running: int = 0
+
+    @property
+    def card(self) -> ModelCard:
+        return ModelCard(
+            name=MODEL,
+            directory="tiny",
+            vocab_size=len(TOKENIZER),
+            max_length=self.max_length,
+            end_ids=[END_ID],
+        )
+
+    async def generate(self, job: Job) -> AsyncGenerator[Delta, None]:
+        self.jobs.append(job)
+        self.running += 1
+        try:
+            async for delta in self._deltas(job):
+                yield delta
+        except (GeneratorExit, asyncio.CancelledError):
+            self.closed.append(job.request_id)
+            raise
+        finally:
+            await asyncio.sleep(0)
+            self.running -= 1
+
+    def cancel(self, request_id: str, index: int) -> None:
+        self.cancelled.append((request_id, index))
+
+    async def stats(self) -> list[EngineStats]:
+        return [EngineStats(running=self.running)]
+
+    async def _deltas(self, job: Job) -> AsyncGenerator[Delta, None]:
+        said = {index: list(self.script(job, index)) for index in range(job.n)}
+        place = 0
+        while said:
+            await asyncio.sleep(0)
+            if place == self.hang_at:
+                await asyncio.Event().wait()
+            if self.error is not None and place == self.fail_at:
+                raise self.error
+            for index in list(said):
+                delta = self._delta(job, index, place, said[index])
+                if delta.finish_reason is not None:
+                    del said[index]
+                yield delta
+            place += 1
+
+    def _delta(self, job: Job, index: int, place: int, said: list[int]) -> Delta:
+        def made(token: int | None, finish_reason: FinishReason | None) -> Delta:
+            wants = job.choosing.logprobs
+            return Delta(
+                request_id=job.request_id,
+                index=index,
+                token=token,
+                version=self.versions(place),
+                prompt_version=self.prompt_version,
+                logprob=None if wants == NO_LOGPROBS else logprob_of(place),
+                top=[TopToken(token=3 + i, logprob=logprob_of(i)) for i in range(wants)],
+                finish_reason=finish_reason,
+            )
+
+        if (job.request_id, index) in self.cancelled or place == len(said):
+            return made(None, "abort")
+        token = said[place]
+        if token == END_ID and job.stop_at_end:
+            return made(token, "stop")
+        return made(token, "length" if place + 1 == job.max_new_tokens else None)
+
+
+def logprob_of(place: int) -> float:
+    """The log-probability of the token at a place."""
+    return -0.25 * (place + 1)
+
+
+def app_of(engine: ScriptedEngine) -> FastAPI:
+    """The app that serves an engine."""
+    app = FastAPI()
+    app.include_router(generation_router(engine, Texts(TOKENIZER), max_body_nbytes=MAX_BODY_NBYTES))
+    return app

@@ -1,0 +1,191 @@
+"""From increments to the choices of OpenAI's answers."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Protocol
+
+import msgspec
+
+from weightsync.rollout.completions import Increment, MadeToken, Work
+from weightsync.rollout.openai_answers import (
+    ChatAnswer,
+    ChatChoice,
+    ChatChunk,
+    ChatChunkChoice,
+    ChatCompletion,
+    ChatDelta,
+    ChatLogprobs,
+    TextChoice,
+    TextCompletion,
+    TextLogprobs,
+    TokenLogprob,
+    TopLogprob,
+    Usage,
+    usage_of,
+)
+from weightsync.rollout.openai_messages import OpenAIRequest
+from weightsync.rollout.steps import NO_LOGPROBS
+from weightsync.rollout.text import Texts
+
+
+class Answers(Protocol):
+    """Writes the answers to one request."""
+
+    def whole(self, completions: Sequence[Increment]) -> msgspec.Struct:
+        """Return the answer that is not streamed."""
+
+    def chunk(self, increment: Increment) -> msgspec.Struct:
+        """Return one chunk of a stream."""
+
+    def last_chunk(self, num_completion_tokens: int) -> msgspec.Struct:
+        """Return the chunk of the usage."""
+
+
+class _Head:
+    """What all answers to one request have in common."""
+
+    def __init__(self, texts: Texts, work: Work, asked: OpenAIRequest, model: str) -> None:
+        self.texts = texts
+        self.id = work.request_id
+        self.created = int(time.time())
+        self.model = model
+        self.num_prompt_tokens = work.num_prompt_tokens
+        self.n = work.n
+        self._wants_ids = asked.return_token_ids
+        self.num_top = work.choosing.logprobs
+
+    def ids(self, increment: Increment) -> list[int] | msgspec.UnsetType:
+        return increment.token_ids if self._wants_ids else msgspec.UNSET
+
+    def usage(self, num_completion_tokens: int) -> Usage:
+        return usage_of(self.num_prompt_tokens, num_completion_tokens)
+
+    def usage_of(self, completions: Sequence[Increment]) -> Usage:
+        return self.usage(sum(len(completion.tokens) for completion in completions))
+
+
+class TextAnswers:
+    """The answers of `/v1/completions`."""
+
+    def __init__(self, texts: Texts, work: Work, asked: OpenAIRequest, model: str) -> None:
+        self._head = _Head(texts, work, asked, model)
+
+    def whole(self, completions: Sequence[Increment]) -> TextCompletion:
+        """Return the answer that is not streamed."""
+        choices = [self._choice(completion) for completion in completions]
+        return self._answer(choices, self._head.usage_of(completions))
+
+    def chunk(self, increment: Increment) -> TextCompletion:
+        """Return one chunk of a stream."""
+        return self._answer([self._choice(increment)])
+
+    def last_chunk(self, num_completion_tokens: int) -> TextCompletion:
+        """Return the chunk of the usage."""
+        return self._answer([], self._head.usage(num_completion_tokens))
+
+    def _answer(self, choices: list[TextChoice], usage: Usage | None = None) -> TextCompletion:
+        head = self._head
+        return TextCompletion(
+            id=head.id, created=head.created, model=head.model, choices=choices, usage=usage
+        )
+
+    def _choice(self, increment: Increment) -> TextChoice:
+        return TextChoice(
+            index=increment.prompt_index * self._head.n + increment.index,
+            text=increment.text,
+            finish_reason=increment.finish_reason,
+            weight_versions=increment.weight_versions,
+            prompt_version=increment.prompt_version,
+            token_ids=self._head.ids(increment),
+            logprobs=self._logprobs(increment.tokens),
+        )
+
+    def _logprobs(self, tokens: Sequence[MadeToken]) -> TextLogprobs | None:
+        if self._head.num_top == NO_LOGPROBS:
+            return None
+        name = self._head.texts.token_name
+        top = [{name(one.token): one.logprob for one in made.top} for made in tokens]
+        return TextLogprobs(
+            tokens=[name(made.token) for made in tokens],
+            token_logprobs=[made.logprob for made in tokens],
+            top_logprobs=top if self._head.num_top else None,
+            text_offset=[made.offset for made in tokens],
+        )
+
+
+class ChatAnswers:
+    """The answers of `/v1/chat/completions`."""
+
+    def __init__(self, texts: Texts, work: Work, asked: OpenAIRequest, model: str) -> None:
+        self._head = _Head(texts, work, asked, model)
+        self._begun: set[int] = set()
+
+    def whole(self, completions: Sequence[Increment]) -> ChatCompletion:
+        """Return the answer that is not streamed."""
+        head = self._head
+        return ChatCompletion(
+            id=head.id,
+            created=head.created,
+            model=head.model,
+            choices=[self._choice(completion) for completion in completions],
+            usage=head.usage_of(completions),
+        )
+
+    def chunk(self, increment: Increment) -> ChatChunk:
+        """Return one chunk of a stream; the first of each choice has a role."""
+        first = increment.index not in self._begun
+        self._begun.add(increment.index)
+        choice = ChatChunkChoice(
+            index=increment.index,
+            delta=ChatDelta(content=increment.text, role="assistant" if first else None),
+            finish_reason=increment.finish_reason,
+            weight_versions=increment.weight_versions,
+            prompt_version=increment.prompt_version,
+            token_ids=self._head.ids(increment),
+            logprobs=self._logprobs(increment.tokens),
+        )
+        return self._chunk([choice])
+
+    def last_chunk(self, num_completion_tokens: int) -> ChatChunk:
+        """Return the chunk of the usage."""
+        return self._chunk([], self._head.usage(num_completion_tokens))
+
+    def _chunk(self, choices: list[ChatChunkChoice], usage: Usage | None = None) -> ChatChunk:
+        head = self._head
+        return ChatChunk(
+            id=head.id, created=head.created, model=head.model, choices=choices, usage=usage
+        )
+
+    def _choice(self, increment: Increment) -> ChatChoice:
+        return ChatChoice(
+            index=increment.index,
+            message=ChatAnswer(content=increment.text),
+            finish_reason=increment.finish_reason,
+            weight_versions=increment.weight_versions,
+            prompt_version=increment.prompt_version,
+            token_ids=self._head.ids(increment),
+            logprobs=self._logprobs(increment.tokens),
+        )
+
+    def _logprobs(self, tokens: Sequence[MadeToken]) -> ChatLogprobs | None:
+        if self._head.num_top == NO_LOGPROBS:
+            return None
+        return ChatLogprobs(content=[self._token(made) for made in tokens])
+
+    def _token(self, made: MadeToken) -> TokenLogprob:
+        logprob = made.logprob or 0.0
+        chosen = self._top(made.token, logprob)
+        return TokenLogprob(
+            token=chosen.token,
+            logprob=logprob,
+            bytes=chosen.bytes,
+            top_logprobs=[self._top(one.token, one.logprob) for one in made.top],
+        )
+
+    def _top(self, token: int, logprob: float) -> TopLogprob:
+        texts = self._head.texts
+        return TopLogprob(
+            token=texts.token_name(token), logprob=logprob, bytes=list(texts.token_bytes(token))
+        )
