@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -14,6 +13,7 @@ from msgspec.structs import replace
 from weightsync.errors import ProtocolError, StaleVersionError, UpdateConflictError
 from weightsync.lifecycle import State, Terms, UpdateLifecycle
 from weightsync.receiving.gate import Gate, OnHold, OnRelease
+from weightsync.receiving.history import History
 from weightsync.receiving.incoming import Incoming
 from weightsync.receiving.landings import ApplyChoice, Landings
 from weightsync.receiving.lease import Lease
@@ -52,8 +52,7 @@ class Updates:
         self._state = threading.RLock()
         self.readiness = Readiness(self.lifecycle, peers, self._state, self.forget_dead, lease_s)
         self.gate = Gate(self.readiness.refuse, on_hold=on_hold, on_release=on_release)
-        self.totals: Counter[str] = Counter()
-        self.last_reply: StepReply | None = None
+        self.history = History()
         self._incoming: Incoming | None = None
         self._work = threading.Lock()
         self._lease_s = lease_s
@@ -157,6 +156,7 @@ class Updates:
             if self._incoming is None or self._incoming.update_id != update_id:
                 self._loader.abort_reason = ""
                 self.readiness.started()
+                self.history.opened(update_id)
                 self._incoming = Incoming(
                     update_id,
                     sender,
@@ -218,8 +218,9 @@ class Updates:
     ) -> StepReply:
         """PREPARED becomes READY: the new weights are in use when this returns."""
         with self._working("finish"):
-            if update_id == self.lifecycle.last_finished and self.last_reply is not None:
-                return self.last_reply
+            last = self.history.last_reply
+            if update_id == self.lifecycle.last_finished and last is not None:
+                return last
             with self._giving_up(update_id):
                 incoming = self._expect(update_id, State.PREPARED)
                 incoming.check_digest(digest)
@@ -229,11 +230,10 @@ class Updates:
                     if label is not None:
                         self.lifecycle.label = label
                     self._incoming = None
-                    self.last_reply = self.reply(incoming, stall_s=self.gate.held_s)
-                    self.totals["committed"] += 1
+                    reply = self.reply(incoming, stall_s=self.gate.held_s)
+                    return self.history.committed(reply, self.lifecycle.label)
             finally:
                 self.gate.release()
-            return self.last_reply
 
     def abort(self, update_id: str | None, reason: str) -> StepReply:
         """Forget the update. Returns when the loader has stopped, or ABORTING while it has not.
@@ -355,8 +355,7 @@ class Updates:
                 finally:
                     self.lifecycle.end_abort()
                     self._incoming = None
-                    torn = self.lifecycle.state is State.TORN
-                    self.totals["torn" if torn else "aborted"] += 1
+                    self.history.given_up(torn=self.lifecycle.state is State.TORN)
         finally:
             if self.gate.held:
                 self.gate.release()

@@ -95,6 +95,8 @@ class Worker:
                     status=self.receiver.status(),
                     updates_total=dict(self.receiver.updates_total),
                     last_reply=self.receiver.last_reply,
+                    recent=self.receiver.recent_updates,
+                    open_update=self.receiver.open_update,
                 )
             )
         return codec.encode(self.receiver.dispatch(codec.decode_request(call, body)))
@@ -121,7 +123,7 @@ def worker_main(ready: Ready, terms: WorkerTerms) -> None:
             terms.model,
             dtype=getattr(torch, terms.dtype),
             shards=terms.size,
-            folder=Path(terms.folder),
+            folder=Path(terms.folder) / f"model-{terms.replica}",
         )
         worker = Worker(terms, loaded)
 

@@ -14,7 +14,15 @@ import zmq.asyncio
 from weightsync.errors import ConnectError, TransportTimeout
 from weightsync.rollout.worker_messages import REPORT_CALL, WorkerReport
 from weightsync.wire import codec
-from weightsync.wire.messages import CALL_OF, Reply, Request, Status, StatusRequest, StepReply
+from weightsync.wire.messages import (
+    CALL_OF,
+    Reply,
+    Request,
+    Status,
+    StatusRequest,
+    StepReply,
+    UpdateRecord,
+)
 from weightsync.wire.problem import Problem, from_problem
 
 CALL_TIMEOUT_S = 3600.0
@@ -94,6 +102,7 @@ class WorkerClient:
                 task.cancel()
             self._loop.run_until_complete(asyncio.gather(*tasks, return_exceptions=True))
             self._context.destroy(linger=0)
+            self._loop.close()
 
     def _send(self, worker: int, frames: list[bytes]) -> None:
         sending = self._loop.create_task(_send_all(self._sockets[worker], frames))
@@ -146,6 +155,11 @@ class RemoteReceiver:
     def last_reply(self) -> StepReply | None:
         """What the worker's last committed update said."""
         return self.report().last_reply
+
+    @property
+    def recent_updates(self) -> list[UpdateRecord]:
+        """The worker's last committed updates, the oldest first."""
+        return self.report().recent
 
     def report(self) -> WorkerReport:
         """All that the worker tells of itself."""
