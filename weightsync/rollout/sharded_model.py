@@ -2,57 +2,57 @@
 
 from __future__ import annotations
 
-import secrets
 import shutil
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
-from weightsync.errors import BackendUnavailableError, ConfigError
-from weightsync.rollout.model import LoadedModel, load_model
-
-try:
-    from transformers import AutoModelForCausalLM
-    from transformers.distributed.configuration_utils import DistributedConfig
-except ImportError as exc:
-    raise BackendUnavailableError(
-        f"tensor parallel models need transformers ({exc}); pip install 'weightsync[hf]'"
-    ) from exc
+from weightsync.errors import ConfigError
+from weightsync.rollout.hugging_face import hf, hf_logging
+from weightsync.rollout.model import LoadedModel, load_model, load_reader
 
 
 def load_for_worker(name: str, *, dtype: torch.dtype, shards: int, folder: Path) -> LoadedModel:
-    """Load a model, or with more than one of `shards` this rank's part of it.
+    """Load a model, or with several `shards` this rank's part of it; called by all its ranks.
 
     transformers cuts it by the plan that the model brings. A built-in model is written into
-    `folder` first. Raises ConfigError for a model that brings no plan, or does not divide.
+    `folder` first, which all ranks see. Raises ConfigError for a model that brings no plan, or does
+    not divide.
     """
-    whole = load_model(name, dtype=dtype)
+    hf_logging.disable_progress_bar()  # several processes write to one terminal
     if shards == 1:
-        return whole
-    own = folder / f"model-{secrets.token_hex(4)}"
+        return load_model(name, dtype=dtype)
+    directory = Path(name).expanduser()
+    if (directory / "config.json").is_file():
+        return _load_shard(directory, name, dtype, shards)
+    first = dist.get_rank() == 0
+    if first:
+        load_model(name, dtype=dtype).model.save_pretrained(folder, is_main_process=True)
+    dist.barrier()
     try:
-        whole.model.save_pretrained(own)
-        model = _load_shard(own, dtype, name, shards)
+        return _load_shard(folder, name, dtype, shards)
     finally:
-        shutil.rmtree(own, ignore_errors=True)
-    return LoadedModel(model=model.eval(), tokenizer=whole.tokenizer, name=whole.name)
+        dist.barrier()
+        if first:
+            shutil.rmtree(folder, ignore_errors=True)
 
 
-def _load_shard(directory: Path, dtype: torch.dtype, name: str, shards: int) -> Any:
+def _load_shard(directory: Path, name: str, dtype: torch.dtype, shards: int) -> LoadedModel:
+    tokenizer, processor = load_reader(name)
+    auto = hf.AutoModelForCausalLM if processor is None else hf.AutoModelForImageTextToText
+    plan = hf.distributed.configuration_utils.DistributedConfig(tp_plan="auto")
     try:
-        model: Any = AutoModelForCausalLM.from_pretrained(
-            directory,
-            dtype=dtype,
-            local_files_only=True,
-            distributed_config=DistributedConfig(tp_plan="auto"),
+        model: Any = auto.from_pretrained(
+            directory, dtype=dtype, local_files_only=True, distributed_config=plan
         )
-    except (ValueError, RuntimeError, NotImplementedError) as exc:
+    except (OSError, ValueError, RuntimeError, NotImplementedError) as exc:
         raise ConfigError(
             f"{name} cannot be cut into {shards} shards: {exc}; give another --tensor-parallel"
         ) from exc
     _own_memory(model)
-    return model
+    return LoadedModel(model=model.eval(), tokenizer=tokenizer, name=name, processor=processor)
 
 
 def _own_memory(model: torch.nn.Module) -> None:

@@ -6,6 +6,7 @@ One thread runs an event loop with both sockets; what blocks runs in threads of 
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import logging
 import os
 import threading
@@ -108,13 +109,13 @@ class WorkerLink:
         future = asyncio.run_coroutine_threadsafe(work, self._loop)
         try:
             answer = future.result(timeout_s)
+        except concurrent.futures.CancelledError:
+            raise TransferError(f"worker {self._rank} ends; {what} was given up") from None
         except TimeoutError:
             future.cancel()
             raise TransferTimeout(
                 f"worker {self._rank}: the engine core did not answer {what} within {timeout_s:g} s"
             ) from None
-        except asyncio.CancelledError:
-            raise TransferError(f"worker {self._rank} ends; {what} was given up") from None
         if isinstance(answer, Done) and answer.problem is not None:
             problem = msgspec.json.decode(answer.problem, type=Problem)
             raise from_problem(problem, peer="engine core")
@@ -127,9 +128,12 @@ class WorkerLink:
             self._ready.set()
             self._loop.run_forever()
         finally:
-            for task in asyncio.all_tasks(self._loop):
+            tasks = asyncio.all_tasks(self._loop)
+            for task in tasks:
                 task.cancel()
+            self._loop.run_until_complete(asyncio.gather(*tasks, return_exceptions=True))
             self._context.destroy(linger=100)
+            self._loop.close()
 
     def _open(self) -> None:
         self._context = zmq.asyncio.Context()
