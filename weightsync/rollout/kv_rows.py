@@ -47,15 +47,15 @@ class RoomyLayer(DynamicLayer):  # type: ignore[no-untyped-call] # transformers 
             self.put(key_states.contiguous(), value_states.contiguous())
         else:
             self._append(key_states, value_states)
-        return self._held()
+        return self.held()
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
         """Keep, repeat or reorder rows."""
-        keys, values = self._held()
+        keys, values = self.held()
         self.put(keys.index_select(0, indices), values.index_select(0, indices))
 
     def _append(self, *new: torch.Tensor) -> None:
-        held = self._held()
+        held = self.held()
         begin, end = held[0].shape[-2], held[0].shape[-2] + new[0].shape[-2]
         if not self._rooms or self._rooms[0].shape[-2] < end:
             self._rooms = [_with_room(tensor, end) for tensor in held]
@@ -63,7 +63,8 @@ class RoomyLayer(DynamicLayer):  # type: ignore[no-untyped-call] # transformers 
             room[..., begin:end, :] = tensor
         self.keys, self.values = (room[..., :end, :] for room in self._rooms)
 
-    def _held(self) -> KeysAndValues:
+    def held(self) -> KeysAndValues:
+        """Return what is held: something must be. Views that the next update leaves alone."""
         assert self.keys is not None
         assert self.values is not None
         return self.keys, self.values
@@ -121,8 +122,8 @@ class KvRows:
     @property
     def nbytes(self) -> int:
         """What keys and values take, without the room behind them."""
-        held = [layer for layer in held_by(self.cache) if self.rows]
-        return sum(t.nbytes for layer in held for t in (layer.keys, layer.values) if t is not None)
+        layers = held_by(self.cache) if self.rows else []
+        return sum(tensor.nbytes for layer in layers for tensor in layer.held())
 
     def join(self, rows: Sequence[RowId], cache: Cache, pads: Sequence[int]) -> None:
         """Take in `rows`, one for each of the cache's, with so many columns of padding each."""
@@ -149,10 +150,8 @@ class KvRows:
         unused = int(pads.min())
         self._pads = pads - unused
         for layer in held_by(self.cache):
-            assert layer.keys is not None
-            assert layer.values is not None
-            kept = (layer.keys[..., unused:, :], layer.values[..., unused:, :])
-            layer.put(*(tensor.index_select(0, index) for tensor in kept))
+            kept = (tensor[..., unused:, :].index_select(0, index) for tensor in layer.held())
+            layer.put(*kept)
 
     def mask(self) -> torch.Tensor:
         """Return int64[rows, width + 1]: which columns a row may see when it reads one more."""
@@ -177,9 +176,8 @@ def _with_room(held: torch.Tensor, tokens: int) -> torch.Tensor:
 
 
 def _copies(layer: RoomyLayer, part: tuple[slice, ...]) -> KeysAndValues:
-    assert layer.keys is not None
-    assert layer.values is not None
-    return layer.keys[part].clone(), layer.values[part].clone()
+    keys, values = layer.held()
+    return keys[part].clone(), values[part].clone()
 
 
 def _joined(ours: RoomyLayer, theirs: RoomyLayer, width: int) -> Iterator[torch.Tensor]:

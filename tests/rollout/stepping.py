@@ -1,0 +1,76 @@
+"""Drives a model runner as an engine core does: rows start, go on, and leave."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from weightsync.rollout.steps import Choosing, Chosen, NewRows, RowId, Step, StepResult
+
+GREEDY = Choosing(temperature=0)
+
+Execute = Callable[[Step, int], StepResult]
+
+
+class Stepping:
+    """One core's view of a runner. `said` are the tokens of every row that ever lived."""
+
+    def __init__(self, execute: Execute) -> None:
+        self._execute = execute
+        self._rows = itertools.count()
+        self._numbers = itertools.count()
+        self._gone: list[RowId] = []
+        self.living: list[RowId] = []
+        self.said: dict[RowId, list[int]] = {}
+        self.chosen: dict[RowId, list[Chosen]] = {}
+
+    def new(self, prompt: list[int], choosing: Choosing = GREEDY, n: int = 1, **o: Any) -> NewRows:
+        rows = list(itertools.islice(self._rows, n))
+        return NewRows(rows=rows, prompt=prompt, choosing=choosing, **o)
+
+    def start(self, *new: NewRows) -> StepResult:
+        result = self._make(new=list(new))
+        self.living += [row for one in new if one.rows[0] not in result.refused for row in one.rows]
+        return result
+
+    def go_on(self, steps: int = 1) -> StepResult:
+        for _ in range(steps):
+            tokens = [self.said[row][-1] for row in self.living]
+            result = self._make(rows=list(self.living), tokens=tokens)
+        return result
+
+    def leave(self, *rows: RowId) -> None:
+        self._gone += rows
+        self.living = [row for row in self.living if row not in rows]
+
+    def evict(self, *kept: int) -> None:
+        self._make(evict=list(kept))
+
+    def _make(self, **what: Any) -> StepResult:
+        gone, self._gone = self._gone, []
+        result = self._execute(Step(number=next(self._numbers), drop=gone, **what), 1)
+        for choice in result.chosen:
+            self.said.setdefault(choice.row, []).append(choice.token)
+            self.chosen.setdefault(choice.row, []).append(choice)
+        return result
+
+
+def alone(
+    model: Any, prompt: list[int], steps: int, inputs: Mapping[str, torch.Tensor] | None = None
+) -> list[int]:
+    """The likeliest tokens by transformers' own generation, one prompt at a time."""
+    ids = torch.tensor([prompt])
+    found = model.generate(
+        ids,
+        attention_mask=torch.ones_like(ids),
+        max_new_tokens=steps,
+        do_sample=False,
+        eos_token_id=None,
+        pad_token_id=0,
+        **(inputs or {}),
+    )
+    tokens: list[int] = found[0, len(prompt) :].tolist()
+    return tokens

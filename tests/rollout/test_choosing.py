@@ -1,0 +1,124 @@
+"""Choosing tokens: the right odds, streams of their own, nucleus, log-probabilities."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from weightsync.rollout.choosing import TokenChooser
+from weightsync.rollout.steps import Choosing
+
+CPU = torch.device("cpu")
+VOCABULARY = 50
+
+
+def logits_of(seed: int, vocabulary: int = VOCABULARY) -> torch.Tensor:
+    return torch.randn(vocabulary, generator=torch.Generator().manual_seed(seed)) * 2
+
+
+def drawn(choosing: Choosing, logits: torch.Tensor, rows: int) -> torch.Tensor:
+    """How often each token is chosen, by `rows` rows at once."""
+    chooser = TokenChooser(CPU)
+    names = list(range(rows))
+    chooser.add(names, choosing)
+    chosen = chooser.choose(names, logits.expand(rows, -1))
+    counts = torch.bincount(torch.tensor([c.token for c in chosen]), minlength=len(logits))
+    return counts / rows
+
+
+@pytest.mark.parametrize("seed", [None, 5])
+def test_tokens_come_as_often_as_they_are_likely(seed: int | None) -> None:
+    logits, rows = logits_of(1, vocabulary=8), 20_000
+    wanted = torch.softmax(logits / 0.7, dim=-1)
+    found = drawn(Choosing(temperature=0.7, seed=seed), logits, rows)
+    # Six standard deviations of a binomial count.
+    assert ((found - wanted).abs() < 6 * (wanted * (1 - wanted) / rows).sqrt() + 1e-4).all()
+
+
+def test_the_nucleus_keeps_its_odds_and_nothing_else() -> None:
+    logits = torch.tensor([0.5, 0.3, 0.15, 0.05]).log()
+    found = drawn(Choosing(top_p=0.6, seed=3), logits, 8000)
+    assert found[2] == found[3] == 0
+    assert float(found[0]) == pytest.approx(0.625, abs=0.04)
+
+
+def test_a_tiny_nucleus_and_no_heat_take_the_likeliest() -> None:
+    logits = logits_of(2)
+    likeliest = int(logits.argmax())
+    for choosing in (Choosing(top_p=1e-9), Choosing(temperature=0), Choosing(temperature=1e-5)):
+        assert drawn(choosing, logits, 40)[likeliest] == 1
+
+
+@settings(max_examples=40, deadline=None)
+@given(data=st.data())
+def test_a_seeded_row_draws_alike_in_every_company(data: st.DataObject) -> None:
+    kinds = st.builds(
+        Choosing,
+        temperature=st.sampled_from([0.0, 0.8, 1.5]),
+        top_p=st.sampled_from([0.5, 1.0]),
+        seed=st.none() | st.integers(0, 3),
+        logprobs=st.sampled_from([-1, 0, 2]),
+    )
+    choosing = Choosing(seed=7, top_p=data.draw(st.sampled_from([0.9, 1.0])))
+    alone, among = TokenChooser(CPU), TokenChooser(CPU)
+    alone.add([0], choosing)
+    among.add([0], choosing)
+    for step in range(6):
+        company = data.draw(st.lists(kinds, max_size=4))
+        others = [100 * (step + 1) + i for i in range(len(company))]
+        for row, kind in zip(others, company, strict=True):
+            among.add([row], kind)
+        rows = data.draw(st.permutations([0, *others]))
+        logits = {row: logits_of(row + step) for row in rows}
+        crowd = among.choose(list(rows), torch.stack([logits[row] for row in rows]))
+        (single,) = alone.choose([0], logits[0][None])
+        assert [c.row for c in crowd] == list(rows)
+        assert crowd[rows.index(0)].token == single.token
+        among.drop(others)
+
+
+def test_seeds_and_completions_have_streams_of_their_own() -> None:
+    chooser = TokenChooser(CPU)
+    for first, seed in ((0, 0), (2, 1), (4, 2**64 - 1)):
+        chooser.add([first, first + 1], Choosing(seed=seed))
+    rows = list(range(6))
+    steps = [chooser.choose(rows, torch.zeros(6, 1000)) for _ in range(4)]
+    said = [tuple(step[row].token for step in steps) for row in rows]
+    assert len(set(said)) == 6
+
+
+def test_unseeded_choosers_differ() -> None:
+    def once() -> list[int]:
+        chooser = TokenChooser(CPU)
+        chooser.add([0, 1], Choosing())
+        return [c.token for c in chooser.choose([0, 1], torch.zeros(2, 100_000))]
+
+    first, second = once(), once()
+    assert len({*first, *second}) == 4
+
+
+def test_each_row_is_told_as_many_of_the_likeliest_as_it_asked_for() -> None:
+    chooser = TokenChooser(CPU)
+    counts = [-1, 0, 3, 20]
+    for row, count in enumerate(counts):
+        chooser.add([row], Choosing(temperature=0, logprobs=count))
+    logits = logits_of(4)
+    chosen = chooser.choose([0, 1, 2, 3], logits.expand(4, -1))
+    own = float(torch.log_softmax(logits, dim=-1).max())
+    assert chosen[0].logprob is None
+    assert [c.logprob for c in chosen[1:]] == [pytest.approx(own)] * 3
+    assert [len(c.top) for c in chosen] == [0, 0, 3, 20]
+    values = [value for _, value in chosen[3].top]
+    assert values == sorted(values, reverse=True)
+    assert math.fsum(math.exp(value) for value in values) < 1
+
+
+def test_more_tokens_asked_for_than_there_are() -> None:
+    chooser = TokenChooser(CPU)
+    chooser.add([0], Choosing(logprobs=20))
+    (chosen,) = chooser.choose([0], torch.zeros(1, 3))
+    assert len(chosen.top) == 3
