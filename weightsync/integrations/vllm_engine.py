@@ -69,8 +69,12 @@ class WeightsyncEngine(WeightTransferEngine):  # type: ignore[misc]  # vLLM has 
         """Load one message, in place or aside."""
         if isinstance(self._asked, UpdateRequest):
             self._handle(self._asked)
-        else:
+            return
+        try:
             self._handle(UpdateRequest(update_info=codec.parse_update_info(update_info)))
+        except BaseException as exc:  # vLLM has ended its session already
+            self.receiver.dispatch(AbortRequest(reason=f"{type(exc).__name__}: {exc}"))
+            raise
 
     def finish_weight_update(self) -> None:
         """Put the weights to use."""

@@ -1,0 +1,274 @@
+"""Updates of a real vLLM in this process, tied and untied: what it computes, and each trap."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import weightsync as ws
+from tests.vllm.offline import assert_computes, engine_of, generated, offline_llm
+from tests.vllm.tiny import change, expected, largest_difference, make_model
+from weightsync.compat import IPCWeightTransferEngine
+from weightsync.errors import ManifestMismatchError, ProtocolError, WeightSyncError
+from weightsync.integrations.vllm_actors import vllm_targets
+from weightsync.receiver import WeightReceiver
+from weightsync.transports.vllm_server import VllmWorkerTransport
+from weightsync.weights.dtypes import as_bytes
+from weightsync.weights.fingerprint import mix64, to_hex
+from weightsync.wire import codec
+from weightsync.wire.messages import CheckReply, CheckRequest, StatusRequest
+
+Q = "model.layers.0.self_attn.q_proj.weight"
+
+
+@dataclass
+class Pair:
+    """A vLLM, and the model whose weights it has."""
+
+    llm: Any
+    model: Any
+
+    @property
+    def tied(self) -> bool:
+        return bool(self.model.config.tie_word_embeddings)
+
+    @property
+    def worker(self) -> VllmWorkerTransport:
+        return vllm_targets(self.llm)[0]
+
+
+@pytest.fixture(scope="module", params=[True, False], ids=["tied", "untied"])
+def pair(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Pair]:
+    folder = tmp_path_factory.mktemp("model")
+    model = make_model(Path(folder), tied=request.param)
+    with offline_llm(Path(folder)) as llm:
+        yield Pair(llm, model)
+
+
+@pytest.fixture(autouse=True)
+def _in_step(pair: Pair) -> Iterator[None]:
+    """Each test begins with the weights of `pair.model` in use, staged."""
+    yield
+    engine = engine_of(pair.llm)
+    engine.receiver.close()
+    engine.receiver = WeightReceiver(engine.receiver.sink)
+    with ws.connect(pair.model, to=vllm_targets(pair.llm)) as sender:
+        sender.send_weights()
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("apply", ["staged", "in_place"])
+def test_three_updates_compute_what_transformers_does(
+    pair: Pair, *, packed: bool, apply: Any
+) -> None:
+    engine = engine_of(pair.llm)
+    engine.receiver = WeightReceiver(engine.receiver.sink, apply=apply)
+    with ws.connect(
+        pair.model, to=vllm_targets(pair.llm), packed=packed, bucket_nbytes=1 << 16
+    ) as sender:
+        for seed in (1, 2, 3):
+            before = expected(pair.model)[1]
+            change(pair.model, seed + 100 * packed + 1000 * (apply == "staged"))
+            report = sender.send_weights(label=f"step-{seed}")
+            assert (report.apply, report.packed, report.verified) == (apply, packed, "arrived")
+            assert_computes(pair.llm, pair.model)
+            assert pair.llm.get_weight_version() == str(report.version)
+            assert largest_difference(expected(pair.model)[1], before) > 0.01
+
+
+def test_a_version_of_a_trainer_in_bfloat16_is_cast_on_the_way(pair: Pair) -> None:
+    with ws.connect(pair.model, to=vllm_targets(pair.llm), dtype=torch.bfloat16) as sender:
+        sender.send_weights()
+    with torch.no_grad():
+        for parameter in pair.model.parameters():
+            parameter.copy_(parameter.bfloat16().float())
+    assert_computes(pair.llm, pair.model)
+
+
+def test_whole_layers_may_be_sent_alone(pair: Pair) -> None:
+    with ws.connect(pair.model, to=vllm_targets(pair.llm)) as sender:
+        sender.send_weights()
+        change(pair.model, 11, names="layers.1.")
+        with sender.update(partial=True) as update:
+            update.send((n, p) for n, p in pair.model.named_parameters() if "layers.1." in n)
+    assert_computes(pair.llm, pair.model)
+
+
+@pytest.mark.parametrize("left_out", ["k_proj", "gate_proj"])
+def test_a_part_of_a_fused_layer_is_refused(pair: Pair, left_out: str) -> None:
+    sent = [
+        (name, torch.zeros_like(parameter))
+        for name, parameter in pair.model.named_parameters()
+        if "layers.0." in name and left_out not in name
+    ]
+    with ws.connect(pair.model, to=vllm_targets(pair.llm)) as sender:
+        sender.send_weights()
+        with (
+            pytest.raises(ManifestMismatchError, match="fuses into") as caught,
+            sender.update(partial=True) as update,
+        ):
+            update.send(sent)
+        assert len(caught.value.mismatched) == 1
+        assert_computes(pair.llm, pair.model)
+        change(pair.model, 12)
+        sender.send_weights()
+    assert_computes(pair.llm, pair.model)
+
+
+def test_shapes_and_names_are_checked_before_any_byte_moves(pair: Pair) -> None:
+    state = {name: parameter.detach() for name, parameter in pair.model.named_parameters()}
+    wrong = {**state, Q: torch.zeros(4, 64), "model.extra.weight": torch.zeros(3)}
+    del wrong["model.norm.weight"]
+    with pytest.raises(ManifestMismatchError) as caught:
+        ws.connect(wrong.items, to=vllm_targets(pair.llm))
+    assert caught.value.unexpected == ("model.extra.weight",)
+    assert [text.split(":")[0] for text in caught.value.mismatched] == [Q]
+    assert_computes(pair.llm, pair.model)
+
+
+def test_shapes_are_checked_without_a_checkpoint_to_compare_with(pair: Pair) -> None:
+    sink = engine_of(pair.llm).receiver.sink
+    known, sink._checkpoint, sink._known = sink._checkpoint, None, {}
+    try:
+        state = {name: parameter.detach() for name, parameter in pair.model.named_parameters()}
+        with pytest.raises(ManifestMismatchError, match="does not fit"):
+            ws.connect({**state, Q: torch.zeros(4, 64)}, to=vllm_targets(pair.llm))
+        del state["model.norm.weight"]
+        with (
+            ws.connect(state, to=vllm_targets(pair.llm)) as sender,
+            pytest.raises(ManifestMismatchError) as caught,
+        ):
+            sender.send_weights()
+        assert caught.value.missing == ("model.norm.weight",)
+    finally:
+        sink._checkpoint, sink._known = known, {}
+    assert_computes(pair.llm, pair.model)
+
+
+@pytest.mark.parametrize("apply", ["staged", "in_place"])
+def test_a_failure_in_the_middle_neither_kills_nor_stays(pair: Pair, apply: Any) -> None:
+    engine = engine_of(pair.llm)
+    engine.receiver = WeightReceiver(engine.receiver.sink, apply=apply)
+    healthy = True
+
+    def tensors() -> Iterator[tuple[str, torch.Tensor]]:
+        for i, (name, parameter) in enumerate(pair.model.named_parameters()):
+            if i == 9 and not healthy:
+                raise RuntimeError("the trainer has lost its weights")
+            yield name, parameter.detach()
+
+    with ws.connect(
+        tensors, to=vllm_targets(pair.llm), bucket_nbytes=1 << 14, timeout_s=30
+    ) as sender:
+        version = sender.send_weights().version
+        healthy = False
+        with pytest.raises(RuntimeError, match="lost its weights"):
+            sender.send_weights()
+        status = pair.worker.call(StatusRequest(), timeout_s=5)
+        assert (status.state, status.version) == (  # type: ignore[union-attr]
+            "READY" if apply == "staged" else "TORN",
+            version,
+        )
+        if apply == "staged":
+            assert_computes(pair.llm, pair.model)
+        assert len(generated(pair.llm)[0]) == 12, "a mixture, and no dead process"
+        healthy = True
+        change(pair.model, 13)
+        sender.send_weights()
+    assert_computes(pair.llm, pair.model)
+
+
+def held(model: Any) -> dict[str, torch.Tensor]:
+    """The weights by vLLM's names: it fuses q, k, v, and gate and up."""
+    state = dict(model.named_parameters())
+    fused = {name: p for name, p in state.items() if "_proj" not in name}
+    for layer in range(2):
+        path = f"model.layers.{layer}"
+        for fusion, parts in (
+            ("self_attn.qkv_proj", ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")),
+            ("mlp.gate_up_proj", ("mlp.gate_proj", "mlp.up_proj")),
+            ("self_attn.o_proj", ("self_attn.o_proj",)),
+            ("mlp.down_proj", ("mlp.down_proj",)),
+        ):
+            whole = torch.cat([state[f"{path}.{part}.weight"] for part in parts])
+            fused[f"{path}.{fusion}.weight"] = whole
+    fused["lm_head.weight"] = model.lm_head.weight
+    return fused
+
+
+def test_checksums_are_of_what_the_worker_computes_with(pair: Pair) -> None:
+    wanted = {
+        name: to_hex(mix64(as_bytes(tensor.detach().contiguous())))
+        for name, tensor in held(pair.model).items()
+    }
+    answer = pair.worker.call(CheckRequest(), timeout_s=30)
+    assert isinstance(answer, CheckReply)
+    assert answer.checksums == wanted
+    assert len(set(wanted.values())) == len(wanted) - (1 if pair.tied else 0)
+    change(pair.model, 14, names="layers.1.mlp.up_proj")
+    changed = to_hex(
+        mix64(as_bytes(held(pair.model)["model.layers.1.mlp.gate_up_proj.weight"].contiguous()))
+    )
+    compared = pair.worker.call(
+        CheckRequest(
+            action="compare",
+            checksums={**wanted, "model.layers.1.mlp.gate_up_proj.weight": changed},
+        ),
+        timeout_s=30,
+    )
+    assert isinstance(compared, CheckReply)
+    assert compared.different == ["model.layers.1.mlp.gate_up_proj.weight"]
+
+
+def test_vllms_own_verbs_drive_the_engine(pair: Pair) -> None:
+    change(pair.model, 15)
+    pair.llm.init_weight_transfer_engine({"init_info": {}})
+    pair.llm.start_weight_update()
+
+    def deliver(info: Any) -> None:
+        plain = codec.to_plain(ws_update(info))["body"]
+        assert isinstance(plain, dict)
+        pair.llm.update_weights({"update_info": plain["update_info"]})
+
+    IPCWeightTransferEngine.trainer_send_weights(
+        ((n, p) for n, p in pair.model.named_parameters()), {"send_mode": deliver}
+    )
+    pair.llm.finish_weight_update("by hand")
+    pair.llm.reset_prefix_cache()
+    assert_computes(pair.llm, pair.model)
+    assert pair.llm.get_weight_version() == "by hand"
+
+
+def ws_update(info: Any) -> Any:
+    from weightsync.wire.messages import UpdateRequest
+
+    return UpdateRequest(update_info=info)
+
+
+def test_vllms_own_verbs_raise_what_is_wrong(pair: Pair) -> None:
+    pair.llm.start_weight_update()
+    with pytest.raises(ProtocolError, match="pickle"):
+        pair.llm.update_weights({"update_info": {"ipc_handles_pickled": "gASVBQ=="}})
+    assert_computes(pair.llm, pair.model)
+    with ws.connect(pair.model, to=vllm_targets(pair.llm)) as sender:
+        change(pair.model, 16)
+        sender.send_weights()
+    assert_computes(pair.llm, pair.model)
+
+
+def test_a_session_that_a_dead_sender_left_open_is_closed(pair: Pair) -> None:
+    pair.llm.start_weight_update()
+    with pytest.raises(RuntimeError, match="already"):
+        pair.llm.start_weight_update()
+    engine_of(pair.llm).receiver.close()
+    with ws.connect(pair.model, to=vllm_targets(pair.llm)) as sender:
+        sender.send_weights()
+    with pytest.raises((RuntimeError, WeightSyncError)):
+        pair.llm.finish_weight_update()
