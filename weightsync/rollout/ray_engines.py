@@ -9,7 +9,7 @@ from weightsync.errors import BackendUnavailableError, ConfigError, ProcessLostE
 
 try:
     import ray
-    from ray.exceptions import RayError
+    from ray.exceptions import RayError, RayTaskError
 except ModuleNotFoundError as exc:
     raise BackendUnavailableError(
         f"engines on Ray need the package {exc.name}; pip install 'weightsync[ray]'"
@@ -46,11 +46,15 @@ class RayEngines:
             ray.kill(actor)
 
     def _check(self, ref: Any) -> None:
+        name = self._names[ref]
         try:
             ray.get(ref)
-        except Exception as exc:
-            kind = "died" if isinstance(exc, RayError) else "failed"
-            name = self._names[ref]
+        except RayTaskError as exc:
+            cause = exc.cause if isinstance(exc.cause, Exception) else exc
             raise ProcessLostError(
-                f"the Ray actor {name} {kind}: {type(exc).__name__}: {exc}", process=name
+                f"the Ray actor {name} failed: {type(cause).__name__}: {cause}", process=name
+            ) from exc
+        except RayError as exc:
+            raise ProcessLostError(
+                f"the Ray actor {name} died: {type(exc).__name__}: {exc}", process=name
             ) from exc

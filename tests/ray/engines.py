@@ -1,0 +1,108 @@
+"""Engines that are Ray actors, waited for beside processes. Run in a place of its own."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray
+
+from tests.ray import sandbox
+from tests.rollout.supervised import answer
+from weightsync.errors import ConfigError, ProcessLostError
+from weightsync.rollout.api_server_processes import APIServerProcessManager
+from weightsync.rollout.process_waiting import wait_for_completion_or_failure
+from weightsync.rollout.ray_engines import RayEngines
+
+WAIT_S = 60.0
+
+
+class Engine:
+    """Runs until a file says how to end."""
+
+    def pid(self) -> int:
+        return os.getpid()
+
+    def run(self, word: Path) -> None:
+        while not word.exists():
+            time.sleep(0.02)
+        if word.read_text() == "fail":
+            raise KeyError("no such layer")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def node() -> Iterator[None]:
+    sandbox.start()
+    yield
+    ray.shutdown()
+
+
+@pytest.fixture
+def servers() -> Iterator[APIServerProcessManager]:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        manager = APIServerProcessManager(
+            answer, listener, input_addresses=["i"], output_addresses=["o"], args=("hello",)
+        )
+        yield manager
+        manager.close()
+
+
+def engines(folder: Path) -> tuple[RayEngines, dict[str, Any]]:
+    """Return two engines that run; each one's `pid` can be asked meanwhile."""
+    remote: Any = ray.remote
+    kind = remote(num_cpus=0, max_concurrency=2)(Engine)
+    actors = {f"engine core {i}": kind.remote() for i in range(2)}
+    refs = {name: actor.run.remote(folder / name) for name, actor in actors.items()}
+    return RayEngines(actors, refs), actors
+
+
+def assert_all_ended(servers: APIServerProcessManager, actors: dict[str, Any]) -> None:
+    assert not any(process.is_alive() for process in servers.processes)
+    for actor in actors.values():
+        with pytest.raises(ray.exceptions.RayActorError):
+            ray.get(actor.pid.remote(), timeout=WAIT_S)
+
+
+def test_an_actor_that_is_killed(servers: APIServerProcessManager, tmp_path: Path) -> None:
+    manager, actors = engines(tmp_path)
+    pid = ray.get(actors["engine core 1"].pid.remote(), timeout=WAIT_S)
+    os.kill(pid, signal.SIGKILL)
+    with pytest.raises(ProcessLostError, match=r"the Ray actor engine core 1 died") as caught:
+        wait_for_completion_or_failure(servers, manager)
+    assert caught.value.process == "engine core 1"
+    assert str(pid) in str(caught.value)
+    assert_all_ended(servers, actors)
+
+
+def test_an_actor_that_fails(servers: APIServerProcessManager, tmp_path: Path) -> None:
+    manager, actors = engines(tmp_path)
+    (tmp_path / "engine core 0").write_text("fail")
+    with pytest.raises(ProcessLostError, match=r"core 0 failed: KeyError: 'no such layer'$"):
+        wait_for_completion_or_failure(servers, manager)
+    assert_all_ended(servers, actors)
+
+
+def test_an_actor_that_has_finished(servers: APIServerProcessManager, tmp_path: Path) -> None:
+    manager, actors = engines(tmp_path)
+    (tmp_path / "engine core 0").write_text("end")
+    wait_for_completion_or_failure(servers, manager)
+    assert_all_ended(servers, actors)
+
+
+def test_an_api_server_that_is_killed(servers: APIServerProcessManager, tmp_path: Path) -> None:
+    manager, actors = engines(tmp_path)
+    servers.processes[0].kill()
+    with pytest.raises(ProcessLostError, match=r"api server 0 .* SIGKILL"):
+        wait_for_completion_or_failure(servers, manager)
+    assert_all_ended(servers, actors)
+
+
+def test_names_that_do_not_fit() -> None:
+    with pytest.raises(ConfigError, match="each actor has one call"):
+        RayEngines({}, {})
