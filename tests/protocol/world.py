@@ -139,11 +139,7 @@ class Trainer:
     def note_segments(self) -> None:
         """What nobody else made is this trainer's."""
         others = {name for other in self.world.trainers if other is not self for name in other.owns}
-        self._segments |= {
-            id(segment)
-            for segment in live_segments()
-            if segment.owner and id(segment) not in others
-        }
+        self._segments |= {s.name for s in live_segments() if s.owner and s.name not in others}
 
     @property
     def owns(self) -> set[str]:
