@@ -60,7 +60,8 @@ def connect(  # noqa: PLR0913  # the settings of a connection, all keyword-only
 
     `source`: an nn.Module (plain, DDP or FSDP2), a state dict, a callable that returns fresh
     `(name, tensor)` pairs, or a WeightSource. `to`: a URL, a Ray actor, a callable that carries
-    plain dicts (`receiver.handle`), a Transport, or several. `dtype` casts floating-point tensors
+    plain dicts (`receiver.handle`), a Transport, or several; a server of several workers counts as
+    that many receivers, by its one URL. `dtype` casts floating-point tensors
     on the way; `rename` maps names. `backend`: `auto` takes for each receiver the fastest road that
     works, `ipc` only those of the same host, `distributed` the one that crosses hosts. `packed`
     None lets receivers read stable parameters where they are and streams others through buckets;
@@ -229,17 +230,20 @@ class WeightSender:
         return self._together("add", lambda lead: lead.add(make_transport(target, self._token)))
 
     def remove(self, target: str) -> None:
-        """Let the receiver of that name (`targets`) go; it keeps the weights that it holds."""
+        """Let the receiver of that name (`targets`) go, or all workers of a server by its URL.
+
+        They keep the weights that they hold.
+        """
         self._together("remove", lambda lead: lead.remove(target))
 
     def resync(self, target: str) -> SyncReport:
-        """Send the current version to one receiver that missed it, and to no other.
+        """Send the current version to one receiver or server that missed it, and to no other.
 
         The source must still hold what was sent as that version. Raises TransferError when it has
         changed since, which only fingerprints show (with `verify=False` a warning is logged), and
         ConfigError for an unknown target or before the first update.
         """
-        report = self._together("resync", lambda lead: lead.resync(lead.member(target)))
+        report = self._together("resync", lambda lead: lead.resync(lead.members(target)))
         return _required(report)
 
     def release(self) -> None:

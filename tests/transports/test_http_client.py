@@ -341,3 +341,24 @@ def test_many_updates_open_no_more_connections() -> None:
         assert done.wait(10)
         transport.close()
     assert len(accepted) == 1
+
+
+def test_transports_below_a_url_share_connections_and_are_closed_one_by_one() -> None:
+    with serving(make_app(ScriptedReceiver())) as url:
+        root = HttpTransport(f"{url}/", TOKEN)
+        first, second = root.expand(["workers/0", "workers/1"])
+        assert [first.target, second.target] == [f"{url}/workers/0", f"{url}/workers/1"]
+        for transport in (first, second):  # nothing is served there
+            with pytest.raises(RemoteError, match="404"):
+                transport.call(StatusRequest(), timeout_s=10)
+        first.close()
+        first.close()
+        with pytest.raises(ConnectError, match="is closed"):
+            first.call(StatusRequest(), timeout_s=10)
+        with pytest.raises(RemoteError, match="404"):
+            second.call(StatusRequest(), timeout_s=10)
+        root.call(FinishRequest(update_id="u"), timeout_s=10)
+        second.close()
+        with pytest.raises(ConnectError, match="is closed"):
+            second.call(StatusRequest(), timeout_s=10)
+        root.close()

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from typing import cast
 
-from weightsync.errors import RemoteError, WeightSyncError
+from weightsync.errors import ProtocolError, RemoteError, WeightSyncError
 from weightsync.transports.base import Transport
 from weightsync.wire.messages import FinishRequest, InitReply, Reply, Request, Status, StepReply
 
@@ -21,6 +21,19 @@ MAX_CALLS = 4096
 
 
 @dataclass(slots=True, eq=False)
+class Server:
+    """One address behind which several members stand: its own transport, and their paths."""
+
+    transport: Transport
+    paths: tuple[str, ...]
+
+    @property
+    def target(self) -> str:
+        """How messages name it."""
+        return self.transport.target
+
+
+@dataclass(slots=True, eq=False)
 class Member:
     """One receiver: its transport, how it is fed, and who it was when it was last asked.
 
@@ -30,11 +43,12 @@ class Member:
     `released` the same once memory was withdrawn. `unfinished` and `unaborted` are updates whose
     end it has not answered for: it is told again before the next one; `last_told` is the update
     that it was last told to finish. `name` is given where another member's transport has the same
-    target.
+    target. `server` is the one that it is a worker of, where that has several.
     """
 
     transport: Transport
     name: str = ""
+    server: Server | None = None
     rank: int = 0
     road: str = ""
     reader: int = 0
@@ -55,6 +69,11 @@ class Member:
     def target(self) -> str:
         """How messages name it."""
         return self.name or self.transport.target
+
+    def is_named(self, target: str) -> bool:
+        """Whether messages name it so, or the server that it belongs to."""
+        server = self.server.target if self.server is not None else self.target
+        return target == self.target or target.rstrip("/") in (self.target, server)
 
     @property
     def host(self) -> str:
@@ -117,19 +136,57 @@ class Fleet:
     def remove(self, member: Member) -> None:
         """Let a member go, and close its transport."""
         self.members.remove(member)
-        self._gone_nbytes += member.transport.sent_nbytes
-        self._gone_messages += member.transport.sent_messages
-        member.transport.close()
+        self._close(member.transport)
+        if member.server is not None and member.server not in self.servers:
+            self._close(member.server.transport)
+
+    def unfold(self, member: Member, paths: Sequence[str]) -> list[Member]:
+        """Put the workers of a server in the place of the member that stood for all.
+
+        Raises ProtocolError where its transport cannot reach them.
+        """
+        expand = getattr(member.transport, "expand", None)
+        if expand is None:
+            raise ProtocolError(
+                f"{member.target} stands for {len(paths)} workers, and its transport reaches none "
+                "of them by itself; give connect() a URL, or a transport to each worker"
+            )
+        server = Server(member.transport, tuple(paths))
+        at = self.members.index(member)
+        workers = [Member(transport, server=server) for transport in expand(paths)]
+        self.members[at : at + 1] = workers
+        return workers
+
+    def fold(self, server: Server) -> Member:
+        """Put one member in the place of all workers of a server, whatever they are now."""
+        gone = [member for member in self.members if member.server is server]
+        at = self.members.index(gone[0])
+        for member in gone:
+            self.members.remove(member)
+            self._close(member.transport)
+        self.members.insert(at, Member(server.transport))
+        return self.members[at]
+
+    @property
+    def servers(self) -> list[Server]:
+        """Those of which members are workers."""
+        return list(dict.fromkeys(m.server for m in self.members if m.server is not None))
+
+    def together(self, members: Iterable[Member]) -> list[Member]:
+        """Members, with all workers of their servers: those generate together or not at all."""
+        chosen = set(members)
+        servers = {member.server for member in chosen if member.server is not None}
+        return [m for m in self.members if m in chosen or m.server in servers]
 
     @property
     def sent_nbytes(self) -> int:
         """Bytes of all requests so far."""
-        return self._gone_nbytes + sum(m.transport.sent_nbytes for m in self.members)
+        return self._gone_nbytes + sum(t.sent_nbytes for t in self._transports)
 
     @property
     def sent_messages(self) -> int:
         """Requests so far."""
-        return self._gone_messages + sum(m.transport.sent_messages for m in self.members)
+        return self._gone_messages + sum(t.sent_messages for t in self._transports)
 
     def ask(
         self,
@@ -160,9 +217,20 @@ class Fleet:
 
     def close(self) -> None:
         """Close every transport."""
-        for member in self.members:
-            member.transport.close()
+        for transport in self._transports:
+            transport.close()
         self._pool.shutdown(wait=False, cancel_futures=True)
+
+    @property
+    def _transports(self) -> list[Transport]:
+        own = [member.transport for member in self.members]
+        return [*own, *(server.transport for server in self.servers)]
+
+    def _close(self, transport: Transport) -> None:
+        """Close the transport of somebody who is not in the fleet any more."""
+        self._gone_nbytes += transport.sent_nbytes
+        self._gone_messages += transport.sent_messages
+        transport.close()
 
 
 def _ask(

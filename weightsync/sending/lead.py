@@ -6,7 +6,7 @@ import copy
 import dataclasses
 import logging
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Literal
 
 from weightsync.backends.ipc_sender import IpcOptions
@@ -90,8 +90,8 @@ class Lead:
             self._membership.version = sent
         return self._report(update, sent, label, before)
 
-    def resync(self, member: Member) -> SyncReport:
-        """Send the current version to one member, and nothing to any other.
+    def resync(self, members: Sequence[Member]) -> SyncReport:
+        """Send the current version to these members, and nothing to any other.
 
         Raises TransferError when the source has changed since that version was sent, ConfigError
         when this sender has not sent that version as a whole.
@@ -104,16 +104,16 @@ class Lead:
                 "it again; send_weights() brings everyone up to date"
             )
         before = (self.fleet.sent_nbytes, self.fleet.sent_messages)
-        self._membership.ready([member])
+        self._membership.ready(members)
         terms = self._terms(self.version, self._sent.label, rewind=True)
-        update = self._update([member])
+        update = self._update(members)
         try:
             update.send_whole(terms, before_finish=self._check_unchanged)
         except WeightSyncError:
-            if not self._membership.meet_again(update.failed, [member]):
+            if not self._membership.meet_again(update.failed, members):
                 raise
-            self._membership.mend([member])
-            update = self._update([member])
+            self._membership.mend(members)
+            update = self._update(members)
             update.send_whole(terms, before_finish=self._check_unchanged)
         self._sent.update_ids.add(update.update_id)
         return self._report(update, self.version, self._sent.label, before)
@@ -123,29 +123,37 @@ class Lead:
 
         What fails leaves the fleet as it was.
         """
-        member = self._membership.add(transport)
-        holds = member.version == self.version and member.last_finished in self._sent.update_ids
+        members = self._membership.add(transport)
+        holds = all(
+            member.version == self.version and member.last_finished in self._sent.update_ids
+            for member in members
+        )
         if not self.version or holds or self._sent.version != self.version:
             return None
         try:
-            return self.resync(member)
+            return self.resync(members)
         except BaseException:
-            self._membership.let_go(member)
+            for member in members:
+                self._membership.let_go(member)
             raise
 
     def remove(self, target: str) -> None:
-        """Let a receiver go; it keeps what it holds."""
-        member = self.member(target)
-        if len(self.fleet.members) == 1:
+        """Let a receiver, or all of a server, go; it keeps what it holds."""
+        members = self.members(target)
+        if len(self.fleet.members) == len(members):
             raise ConfigError(f"{target} is the last receiver; close() the sender instead")
         try:
-            self._membership.settle([member], timeout_s=min(self._timeout_s, _GOODBYE_S))
+            self._membership.settle(members, timeout_s=min(self._timeout_s, _GOODBYE_S))
         except WeightSyncError as exc:
             logger.warning("%s leaves without an answer: %s", target, exc)
-        self._membership.let_go(member)
+        for member in members:
+            self._membership.let_go(member)
 
-    def member(self, target: str) -> Member:
-        """Return the member of that name. Raises ConfigError listing the fleet."""
+    def members(self, target: str) -> list[Member]:
+        """Return the member of that name, or all of that server.
+
+        Raises ConfigError listing the fleet.
+        """
         return self._membership.find(target)
 
     @contextmanager
@@ -177,7 +185,7 @@ class Lead:
             raise
         self._membership.version = version
         self._sent = _Sent()  # what the caller sent cannot be sent again
-        if update.failed and not self._drops:
+        if update.failed and not self._membership.may_drop(update.failed):
             raise _left_behind(update.failed, version) from next(iter(update.failed.values()))
         self._drop_all(update.failed)
         update.last_report = self._report(update, version, label, before)
@@ -226,7 +234,8 @@ class Lead:
         self, update: Update, without: Mapping[Member, WeightSyncError], *, touched: bool
     ) -> bool:
         rest = [member for member in self.fleet.members if member not in without]
-        return bool(update.failed and rest and not update.finishing and (self._drops or touched))
+        goes_on = touched or self._membership.may_drop(without)
+        return bool(update.failed and rest and not update.finishing and goes_on)
 
     def _reach_rest(self, update: Update, terms: StartTerms) -> None:
         """The others hold the version: bring those who failed to it one by one, or drop them."""
@@ -237,7 +246,8 @@ class Lead:
                 update.rule = "roll-forward"
             except WeightSyncError as exc:
                 left[member] = exc
-        if left and (not self._drops or self._ensemble.feeder.stop.is_set()):
+        stays = not self._membership.may_drop(left) or self._ensemble.feeder.stop.is_set()
+        if left and stays:
             update.rule = "roll-forward"
             raise _left_behind(left, terms.version or 0) from next(iter(left.values()))
         self._drop_all(left)
@@ -253,18 +263,24 @@ class Lead:
         if finished:
             return finished
         met = self._membership.meet_again({member: failure}, [member])
-        if self._drops and not met:
+        if self._membership.may_drop([member]) and not met:
             raise failure
         self._membership.end_open_update(member)
         self._membership.mend([member])
         again = self._update([member])
-        again.send_whole(terms)
+        try:
+            again.send_whole(terms)
+        except WeightSyncError:
+            if member.unfinished is None:
+                with suppress(WeightSyncError):
+                    self._membership.end_open_update(member)
+            raise
         self._sent.update_ids.add(again.update_id)
         return again.replies
 
     def _drop_all(self, failed: Mapping[Member, WeightSyncError]) -> None:
         """Where failed members are dropped: drop them, but never the last one."""
-        if self._drops and len(failed) < len(self.fleet.members):
+        if self._membership.may_drop(failed):
             for member, error in failed.items():
                 self._membership.drop(member, error)
 

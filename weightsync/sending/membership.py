@@ -15,8 +15,9 @@ from weightsync.errors import (
 )
 from weightsync.sending.commands import Look
 from weightsync.sending.ensemble import Ensemble
-from weightsync.sending.fleet import Answer, Fleet, Member, failures, raise_first
+from weightsync.sending.fleet import Answer, Fleet, Member, Server, failures, raise_first
 from weightsync.sending.roads import Roads
+from weightsync.sending.servers import find_reshaped, unfold
 from weightsync.sending.takeover import end_orphans
 from weightsync.transports.base import Transport
 from weightsync.wire.messages import (
@@ -95,34 +96,49 @@ class Membership:
         self.settle(self.fleet.members if members is None else members, drops=self._drops)
         self.mend(self.fleet.members if members is None else members)
 
-    def add(self, transport: Transport) -> Member:
-        """Take a receiver in and connect it. What fails leaves the fleet as it was."""
-        if any(member.transport is transport for member in self.fleet.members):
+    def add(self, transport: Transport) -> list[Member]:
+        """Take a receiver, or all of a server, in and connect it. What fails changes no fleet."""
+        if self._behind(transport):
             raise ConfigError(f"{transport.target} is in the fleet already")
         self.ready()
-        member = self.fleet.add(transport)
+        taken = [self.fleet.add(transport)]
         try:
-            check_fleet(self.fleet, self._greet([member], drops=False))
-            if not self.roads.extend(member, self.version):
+            answers = self._greet(taken, drops=False)
+            check_fleet(self.fleet, answers)
+            if not all(self.roads.extend(answer.member, self.version) for answer in answers):
                 self.disconnect()
                 self.connect()
         except BaseException:
-            self.let_go(member)
+            for member in self._behind(transport):
+                self.let_go(member)
             raise
-        return member
+        return self._behind(transport)
 
-    def find(self, target: str) -> Member:
-        """Return the member of that name. Raises ConfigError listing the fleet."""
-        for member in self.fleet.members:
-            if member.target == target:
-                return member
-        raise ConfigError(f"no receiver {target} in the fleet: {names(self.fleet.members)}")
+    def find(self, target: str) -> list[Member]:
+        """Return the member of that name, or all workers of that server.
+
+        Raises ConfigError listing the fleet.
+        """
+        found = [member for member in self.fleet.members if member.is_named(target)]
+        if not found:
+            raise ConfigError(f"no receiver {target} in the fleet: {names(self.fleet.members)}")
+        return found
 
     def drop(self, member: Member, reason: WeightSyncError) -> None:
-        """Go on without a member that failed."""
-        logger.warning("%s is dropped from the fleet: %s", member.target, reason)
-        self.dropped[member.target] = str(reason)
-        self.let_go(member)
+        """Go on without a member that failed, and without the other workers of its server."""
+        if member not in self.fleet.members:
+            return
+        for one in self.fleet.together([member]):
+            why = str(reason)
+            if one is not member:
+                why = f"its server lost {member.target}: {reason}"
+            logger.warning("%s is dropped from the fleet: %s", one.target, why)
+            self.dropped[one.target] = why
+            self.let_go(one)
+
+    def may_drop(self, members: Iterable[Member]) -> bool:
+        """Whether these may be dropped: not where that leaves nobody."""
+        return self._drops and len(self.fleet.together(members)) < len(self.fleet.members)
 
     def let_go(self, member: Member) -> None:
         """Have a member close what it opened, and forget it. It need not answer."""
@@ -182,7 +198,7 @@ class Membership:
             failed = failures(self.roads.mend(self.version, staying))
             if not failed:
                 return
-            if not self._drops or len(failed) == len(self.fleet.members):
+            if not self.may_drop(answer.member for answer in failed):
                 raise_first(failed, "rendezvous")
             for answer in failed:
                 self.drop(answer.member, answer.error or TransferError("it did not join"))
@@ -200,6 +216,10 @@ class Membership:
         timeout_s = min(self._timeout_s, _STATUS_TIMEOUT_S)
         answers = self.fleet.ask(StatusRequest(), timeout_s=timeout_s, members=members)
         known = [answer for answer in answers if isinstance(answer.reply, Status)]
+        reshaped = [s.target for s in find_reshaped(answers, timeout_s)]
+        reshaped += [answer.member.target for answer in known if answer.status.workers]
+        if reshaped:
+            return self._meet_reshaped(reshaped, everyone=members is None)
         self.learn(answer.status.version for answer in known)
         strangers = [
             answer
@@ -214,17 +234,55 @@ class Membership:
         self._offer([answer.member for answer in strangers])
         return True
 
+    def _meet_reshaped(self, servers: Sequence[str], *, everyone: bool) -> bool:
+        if not everyone:
+            raise ProtocolError(
+                f"{', '.join(servers)} was restarted with another number of workers; "
+                "send_weights() meets them, or remove() it and add() it again"
+            )
+        self.disconnect()
+        self.connect()
+        return True
+
     def learn(self, versions: Iterable[int]) -> None:
         """Some receiver holds these versions."""
         self.version = max([self.version, *versions])
 
     def _greet(self, members: Sequence[Member], *, drops: bool) -> list[Answer]:
-        """Ask members who they are. Raises what the first could not say."""
+        """Ask members who they are, and the workers of servers. Raises what the first did not say.
+
+        Only who is not connected is greeted.
+        """
         answers = self.fleet.ask(StatusRequest(), timeout_s=self._timeout_s, members=list(members))
+        reshaped = find_reshaped(answers, min(self._timeout_s, _STATUS_TIMEOUT_S))
+        if reshaped:
+            answers = self._ask_whole(reshaped, answers)
         self._refuse_unreachable(answers, "status", drops=drops)
         answers = [answer for answer in answers if answer.member in self.fleet.members]
         raise_first(answers, "status")
+        for answer in answers:
+            if answer.status.workers:
+                self.roads.forget(answer.member)
+        answers = unfold(self.fleet, answers, self._timeout_s)
         return [self._pay_back(answer) for answer in answers]
+
+    def _ask_whole(self, servers: Sequence[Server], answers: Sequence[Answer]) -> list[Answer]:
+        """Ask servers themselves who they are now, in the place of the workers that they had."""
+        kept = [answer for answer in answers if answer.member.server not in servers]
+        for answer in answers:
+            if answer.member.server in servers:
+                self.roads.forget(answer.member)
+        whole = [self.fleet.fold(server) for server in servers]
+        asked = self.fleet.ask(StatusRequest(), timeout_s=self._timeout_s, members=whole)
+        return [*kept, *asked]
+
+    def _behind(self, transport: Transport) -> list[Member]:
+        """Members that are reached by a transport, or by what it expanded to."""
+        return [
+            member
+            for member in self.fleet.members
+            if transport in (member.transport, member.server and member.server.transport)
+        ]
 
     def _pay(self, members: Sequence[Member]) -> None:
         """Tell leaving members how their updates ended; who cannot be reached is not missed."""
@@ -249,7 +307,7 @@ class Membership:
 
     def _refuse_unreachable(self, answers: Sequence[Answer], doing: str, *, drops: bool) -> None:
         lost = [answer for answer in answers if isinstance(answer.error, TransportError)]
-        if not drops or len(lost) == len(self.fleet.members):
+        if not drops or not self.may_drop(answer.member for answer in lost):
             raise_first(lost, doing)
         for answer in lost:
             self.drop(answer.member, answer.error or TransferError(doing))

@@ -138,7 +138,7 @@ class Update:
         )
         answers = self._ask(lambda member: replace(request, sender=member.sender or None))
         self._note(answers)
-        if failures(answers) and not (self.drops and self._staying):
+        if failures(answers) and not (self._drop_servers() and self._staying):
             self.abort("a receiver refused to start")
             raise_first(answers, "start")
 
@@ -162,6 +162,7 @@ class Update:
         """
         started = time.perf_counter()
         self._check_verified()
+        self._drop_servers()
         self._finishing = True
         self._abort([member for member in self.members if member in self.failed], "it failed here")
         staying = self._staying
@@ -187,6 +188,7 @@ class Update:
         """Have every receiver forget the update; not once any was told to finish it."""
         if not (self._finishing or self._aborted):
             self._aborted = True
+            self._drop_servers()
             self._abort(self.members, reason)
 
     def _abort(self, members: Sequence[Member], reason: str) -> None:
@@ -233,6 +235,17 @@ class Update:
     @property
     def _staying(self) -> list[Member]:
         return [member for member in self.members if member not in self.failed]
+
+    def _drop_servers(self) -> bool:
+        """Whether the others go on without those who failed: a server is dropped as a whole."""
+        gone = self._fleet.together(self.failed)
+        if not self.drops or self._finishing or all(member in gone for member in self.members):
+            return False
+        for member in gone:
+            if member in self.members and member not in self.failed:
+                self.failed[member] = TransferError(f"{member.target}: its server lost a worker")
+                self._replies.pop(member, None)
+        return True
 
     @property
     def _packed(self) -> bool:
@@ -324,8 +337,9 @@ class Update:
         failed = failures(answers)
         if not failed:
             return
-        prepared = [a for a in answers if a.error is None]
-        if self.drops and prepared:
+        dropped = self._drop_servers()
+        prepared = [a for a in answers if a.member not in self.failed]
+        if dropped and prepared:
             return
         if any(a.step.apply == "in_place" for a in prepared):
             self.rule = "roll-forward"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from typing import Any, NoReturn
 from urllib.parse import SplitResult, urlsplit
 
@@ -102,6 +103,7 @@ class HttpTransport(CountingTransport):
     none. `verify_tls` may be the path of a file with certificates to trust; False trusts anyone.
     Connections are kept alive and shared by threads. Proxies that the environment names are not
     used, redirects are not followed. Raises ConfigError for anything but an http or https URL.
+    What `expand` returns shares connections, and is closed one by one.
     """
 
     def __init__(
@@ -112,6 +114,8 @@ class HttpTransport(CountingTransport):
         self._path = self._parts.path
         self._verify_tls = verify_tls
         self._pool = self._make_pool()
+        self._sharers: set[HttpTransport] = {self}
+        self._closed = False
         self._headers = _headers(os.environ.get(TOKEN_VARIABLE) if token is None else token)
 
     def call(self, request: Request, *, timeout_s: float) -> Reply:
@@ -128,19 +132,35 @@ class HttpTransport(CountingTransport):
                 "is this a weightsync server of the same version?"
             ) from exc
 
+    def expand(self, paths: Sequence[str]) -> list[HttpTransport]:
+        """Return transports to receivers below this URL, with its token and trust in servers."""
+        made = [
+            HttpTransport(f"{self._target}/{path}", "", verify_tls=self._verify_tls)
+            for path in paths
+        ]
+        pool = self._make_pool(POOL_SIZE * len(made))
+        sharers = set(made)
+        for transport in made:
+            transport._pool, transport._sharers = pool, sharers
+            transport._headers = self._headers
+        return made
+
     def close(self) -> None:
         """Close the connections that are not in use; those in use close after their call."""
-        self._pool.close()
+        self._closed = True
+        self._sharers.discard(self)
+        if not self._sharers:
+            self._pool.close()
 
-    def _make_pool(self) -> urllib3.HTTPConnectionPool:
+    def _make_pool(self, size: int = POOL_SIZE) -> urllib3.HTTPConnectionPool:
         host, port = self._parts.hostname or "", self._parts.port
         if self._parts.scheme == "http":
-            return _HttpPool(host, port or 80, maxsize=POOL_SIZE)
+            return _HttpPool(host, port or 80, maxsize=size)
         trusted = self._verify_tls if isinstance(self._verify_tls, str) else None
         return _HttpsPool(
             host,
             port or 443,
-            maxsize=POOL_SIZE,
+            maxsize=size,
             cert_reqs="CERT_REQUIRED" if self._verify_tls else "CERT_NONE",
             ca_certs=trusted,
         )
@@ -161,6 +181,8 @@ class HttpTransport(CountingTransport):
     def _exchange(self, call: str, body: bytes, timeout_s: float) -> tuple[int, bytes]:
         try:
             try:
+                if self._closed:
+                    raise ClosedPoolError(self._pool, "closed")
                 return self._send(self._pool, call, body, timeout_s)
             except _StaleConnectionError:
                 # Its own pool, since other idle connections may be as stale as this one was.
