@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncGenerator, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import anyio.to_thread
@@ -68,6 +69,15 @@ class _Core:
             self._sender.close()
 
 
+@dataclass(slots=True)
+class _Inbox:
+    """What came for one job and was not taken yet; `going` are its completions without an end."""
+
+    core: _Core
+    going: set[int]
+    items: asyncio.Queue[Item] = field(default_factory=asyncio.Queue)
+
+
 class CoreClient:
     """An EngineClient over ZeroMQ. Opened, used and closed in one running event loop."""
 
@@ -85,7 +95,7 @@ class CoreClient:
         self._tensor_ipc = tensor_ipc
         self._context: zmq.asyncio.Context | None = None
         self._cores: list[_Core] = []
-        self._inboxes: dict[str, tuple[_Core, asyncio.Queue[Item]]] = {}
+        self._inboxes: dict[str, _Inbox] = {}
         self._asked: dict[int, asyncio.Future[EngineStats]] = {}
         self._next_call = 0
         self._next_core = 0
@@ -116,21 +126,21 @@ class CoreClient:
         if self._closed:
             raise _going_down()
         core = self._least_busy()
-        inbox: asyncio.Queue[Item] = asyncio.Queue()
-        self._inboxes[job.request_id] = (core, inbox)
+        inbox = self._inboxes[job.request_id] = _Inbox(core, going=set(range(job.n)))
+        going = inbox.going
         core.in_flight += 1
-        going = set(range(job.n))
         try:
             await self._submit(core, job)
             while going:
-                item = await inbox.get()
+                item = await inbox.items.get()
                 if isinstance(item, Failed):
                     going.clear()
                     problem = msgspec.json.decode(item.problem, type=Problem)
                     raise from_problem(problem, peer="engine")
-                if item.finish_reason is not None:
-                    going.discard(item.index)
-                yield item
+                if item.index in going:  # else the server ended it before its engine did
+                    if item.finish_reason is not None:
+                        going.discard(item.index)
+                    yield item
         finally:
             core.in_flight -= 1
             del self._inboxes[job.request_id]
@@ -140,18 +150,19 @@ class CoreClient:
     def cancel(self, request_id: str, index: int) -> None:
         """Stop one completion of a job; see EngineClient."""
         if request_id in self._inboxes:
-            self._post(self._inboxes[request_id][0], Cancel(request_id=request_id, index=index))
+            self._post(self._inboxes[request_id].core, Cancel(request_id=request_id, index=index))
 
     async def stats(self) -> list[EngineStats]:
         """How each replica is doing. Raises TransportTimeout where one does not answer."""
         return list(await asyncio.gather(*map(self._ask, self._cores)))
 
     def stop(self) -> None:
-        """End all jobs: whoever waits for one is told that the server goes down."""
+        """End all jobs with what they have, and take no more. The server goes down."""
         self._closed = True
-        problem = encode_problem(to_problem(_going_down()))
-        for request_id, (_, inbox) in self._inboxes.items():
-            inbox.put_nowait(Failed(request_id=request_id, problem=problem))
+        for request_id, inbox in self._inboxes.items():
+            for index in inbox.going:
+                ended = Delta(request_id=request_id, index=index, finish_reason="abort")
+                inbox.items.put_nowait(ended)
 
     def close(self) -> None:
         """End all jobs and close all sockets."""
@@ -209,9 +220,9 @@ class CoreClient:
             logger.exception("the connection to an engine core failed")
             lost = PeerLostError(f"the connection to an engine core failed: {exc}")
             problem = encode_problem(to_problem(lost))
-            for request_id, (its_core, inbox) in self._inboxes.items():
-                if its_core is core:
-                    inbox.put_nowait(Failed(request_id=request_id, problem=problem))
+            for request_id, inbox in self._inboxes.items():
+                if inbox.core is core:
+                    inbox.items.put_nowait(Failed(request_id=request_id, problem=problem))
 
     def _take(self, event: Event) -> None:
         if isinstance(event, Answer):
@@ -219,7 +230,7 @@ class CoreClient:
             if asked is not None and not asked.done():
                 asked.set_result(event.stats)
         elif event.request_id in self._inboxes:
-            self._inboxes[event.request_id][1].put_nowait(event)
+            self._inboxes[event.request_id].items.put_nowait(event)
 
 
 def _going_down() -> NotReadyError:
