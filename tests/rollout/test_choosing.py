@@ -46,6 +46,30 @@ def test_the_nucleus_keeps_its_odds_and_nothing_else() -> None:
     assert float(found[0]) == pytest.approx(0.625, abs=0.04)
 
 
+def test_a_wide_nucleus_is_found_too() -> None:
+    logits = torch.zeros(1000)
+    logits[:400] = 0.5
+    logits[400:] = -0.5
+    wide = drawn(Choosing(top_p=0.4, seed=3), logits, 4000)
+    # 400 tokens hold 64 percent: about 250 of them are the fewest that reach 40 percent.
+    share = float(torch.softmax(logits, dim=-1)[0])
+    assert 0.9 * 0.4 / share < int((wide > 0).sum()) <= math.ceil(0.4 / share)
+    assert not wide[400:].any()
+    wider = drawn(Choosing(top_p=0.9, seed=3), logits, 4000)
+    assert wider[400:].any()
+
+
+def test_a_row_with_a_small_nucleus_does_not_mind_one_with_a_large_one() -> None:
+    logits = torch.stack((torch.zeros(1000), logits_of(5, 1000)))
+    alone, among = TokenChooser(CPU), TokenChooser(CPU)
+    for chooser in (alone, among):
+        chooser.add([0], Choosing(top_p=0.99, seed=1))
+        chooser.add([1], Choosing(top_p=0.7, seed=2))
+    for _ in range(20):
+        _, second = among.choose([0, 1], logits)
+        assert alone.choose([1], logits[1:])[0].token == second.token
+
+
 def test_a_tiny_nucleus_and_no_heat_take_the_likeliest() -> None:
     logits = logits_of(2)
     likeliest = int(logits.argmax())
