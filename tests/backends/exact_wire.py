@@ -69,7 +69,8 @@ class _Lane:
         if self._group is not None:
             with suppress(RuntimeError):  # a wait that runs out breaks the connection
                 self._group.recv([torch.zeros(1)], self._peer, _NOTHING).wait(_A_MOMENT)
-        self._thread.join(_JOIN_S)
+            self._thread.join(_JOIN_S)
+        self._connected.set()
 
     def _run(self) -> None:
         try:

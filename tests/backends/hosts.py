@@ -13,9 +13,10 @@ import queue
 import signal
 import threading
 import time
+import uuid
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -25,14 +26,17 @@ import msgspec
 import torch
 
 import weightsync as ws
+import weightsync.receiver
 from tests.backends.exact_wire import carried, in_place_of_nccl
 from weightsync.backends import nccl_wire
 from weightsync.backends.data_group import Staging
 from weightsync.backends.distributed import member_init, place_on
 from weightsync.backends.distributed_sender import Chain, RingFeed
 from weightsync.backends.ipc_sender import READER_PLACES, IpcOptions, IpcTrainerEngine
+from weightsync.samehost.device_keys import host_key
 from weightsync.samehost.heartbeat import beating
 from weightsync.samehost.segment import live_segments, remove_leftovers
+from weightsync.weights.sink import WeightSink
 from weightsync.weights.source import ModuleSource, NamedTensors
 from weightsync.wire import codec
 from weightsync.wire.messages import (
@@ -431,7 +435,16 @@ def footprint() -> dict[str, int]:
 def _work(pipe: Connection, hook: bool, data: Data) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     torch.set_num_threads(1)
-    with in_place_of_nccl() if data == "nccl" else nullcontext():
+    if data == "gloo":
+        _serve(pipe, _Work(hook=hook))
+        return
+    gpu = f"GPU-{uuid.uuid4()}"
+
+    def device_keys(sink: WeightSink) -> list[str]:
+        return [gpu, host_key()]
+
+    weightsync.receiver.device_keys = device_keys
+    with in_place_of_nccl():
         _serve(pipe, _Work(hook=hook))
 
 

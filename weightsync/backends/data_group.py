@@ -7,6 +7,7 @@ beforehand and an update is given up, and a dead host noticed, in one way.
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -24,6 +25,9 @@ logger = logging.getLogger(__name__)
 
 _PROOF_S = 60.0
 """The most that making NCCL's connections may take, before the group goes by Gloo instead."""
+_ASK_S = 0.1
+_ABLE, _PROVEN = "nccl-able", "nccl-proven"
+_FOLLOWS = "NCCL had failed elsewhere"
 
 
 class Transit(Protocol):
@@ -104,12 +108,12 @@ def data_group(
     """
     if staging is None:
         return GlooData(group), None
-    refused = _refusal(meeting, info, "ability", staging.why_not)
+    refused = _refusal(meeting, info, _ABLE, staging.why_not)
     if refused is not None:
         return GlooData(group), refused
     data, fault = _proven(meeting, group, info, staging)
     try:
-        refused = _refusal(meeting, info, "proof", fault)
+        refused = _refusal(meeting, info, _PROVEN, fault)
     except WeightSyncError:
         _abandon(data)
         raise
@@ -120,11 +124,22 @@ def data_group(
     return GlooData(group), refused
 
 
+def _overtaken(call: BoundedCall[None], meeting: Meeting, size: int, limit_s: float) -> bool:
+    """Wait for a proof; return whether another rank has given its own up meanwhile."""
+    deadline = time.monotonic() + limit_s
+    while call.pending and time.monotonic() < deadline:
+        if any(meeting.words(_PROVEN, size).values()):
+            return True
+        call.wait(_ASK_S)
+    return False
+
+
 def _refusal(meeting: Meeting, info: GroupInfo, topic: str, word: str) -> str | None:
     """Tell the others what speaks against NCCL here, if anything; return the first that is told."""
     wait_s = info.timeout_s + _PROOF_S
-    words = meeting.agree(f"nccl-{topic}", info.rank, len(info.members), word, wait_s)
+    words = meeting.agree(topic, info.rank, len(info.members), word, wait_s)
     told = [f"{info.members[rank]}: {said}" for rank, said in enumerate(words) if said]
+    told.sort(key=lambda line: line.endswith(_FOLLOWS))
     if told:
         logger.warning("the private group's chunks go by Gloo, not by NCCL: %s", told[0])
     return told[0] if told else None
@@ -138,9 +153,13 @@ def _proven(
     size = len(info.members)
     data: NcclData | None = None
     try:
-        wire = nccl_wire.connect(meeting.store, info.rank, size, staging.device)
+        store = meeting.another_store(limit_s)
+        wire = nccl_wire.connect(store, info.rank, size, staging.device)
         data = NcclData.over(wire, group, info, staging.slot_nbytes)
-        BoundedCall(data.prove).result(limit_s)
+        proof = BoundedCall(data.prove)
+        if _overtaken(proof, meeting, size, limit_s):
+            return data, _FOLLOWS
+        proof.result(0)
     except TimeoutError:
         return data, f"NCCL made no connection within {limit_s:g} s"
     except (RuntimeError, WeightSyncError) as exc:

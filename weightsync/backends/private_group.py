@@ -191,6 +191,11 @@ class Meeting:
             self.store.set("complete", "")
         return missing
 
+    def another_store(self, timeout_s: float) -> PrefixStore:
+        """Connect to the store once more: a connection is held by whoever waits for a key."""
+        again = _store(self.address, self.port, timeout_s)
+        return PrefixStore(f"weightsync/{self._epoch}", again)
+
     def is_here(self, rank: int) -> bool:
         """Whether `rank` has entered; asked by the store's own process."""
         return self.store.check([f"here/{rank}"])
@@ -211,17 +216,17 @@ class Meeting:
         """
         self._ask(lambda: self.store.set(f"{topic}/{rank}", word))
         deadline = time.monotonic() + timeout_s
-        words: dict[int, str] = {rank: word}
-        while len(words) < size:
-            silent = [other for other in range(size) if other not in words]
-            said = {other: self._read(f"{topic}/{other}") for other in silent}
-            words.update((other, text) for other, text in said.items() if text is not None)
-            if self._served() and time.monotonic() < deadline:
-                time.sleep(_POLL_S if len(words) < size else 0)
-                continue
-            if len(words) < size:
+        while len(words := self.words(topic, size)) < size:
+            if not self._served() or time.monotonic() > deadline:
+                silent = [other for other in range(size) if other not in words]
                 raise TransferTimeout(f"ranks {silent} of the private group say no {topic}")
+            time.sleep(_POLL_S)
         return [words[other] for other in range(size)]
+
+    def words(self, topic: str, size: int) -> dict[int, str]:
+        """Return what has been said on a topic so far, by rank."""
+        said = {rank: self._read(f"{topic}/{rank}") for rank in range(size)}
+        return {rank: word for rank, word in said.items() if word is not None}
 
     def report(self, error: TransferError) -> TransferError:
         """Leave word of what broke the group; return what its first witness said.
@@ -310,9 +315,7 @@ class PrivateGroup:
 
     def sever(self) -> None:
         """Make every operation fail, here at once and at the others as they notice. Idempotent."""
-        if self._group is None:
-            return
-        for lane in range(_LANES):
+        for lane in range(_LANES if self._group is not None else 0):
             self._sever(_LANES + lane)  # a tag on which nobody sends
 
     def _sever(self, tag: int) -> None:
