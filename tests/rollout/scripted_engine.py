@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from fastapi import FastAPI
 
@@ -38,6 +39,7 @@ class ScriptedEngine:
     """Yields the tokens of `script(job, index)`; token `i` is of version `versions(i)`.
 
     Before token `fail_at` it raises `error`; before token `hang_at` it waits without end.
+    `reader` is the tokenizer and, for a model that takes images, its processor.
     """
 
     script: Callable[[Job, int], Sequence[int]] = field(default_factory=lambda: say("hello"))
@@ -47,6 +49,7 @@ class ScriptedEngine:
     fail_at: int = 0
     hang_at: int | None = None
     max_length: int = MAX_LENGTH
+    reader: tuple[Any, Any] = (TOKENIZER, None)
     jobs: list[Job] = field(default_factory=list)
     cancelled: list[tuple[str, int]] = field(default_factory=list)
     closed: list[str] = field(default_factory=list)
@@ -57,9 +60,10 @@ class ScriptedEngine:
         return ModelCard(
             name=MODEL,
             directory="tiny",
-            vocab_size=len(TOKENIZER),
+            vocab_size=len(self.reader[0]),
             max_length=self.max_length,
             end_ids=[END_ID],
+            image_token_id=getattr(self.reader[1], "image_token_id", None),
         )
 
     async def generate(self, job: Job) -> AsyncGenerator[Delta, None]:
@@ -127,5 +131,7 @@ def logprob_of(place: int) -> float:
 def app_of(engine: ScriptedEngine) -> FastAPI:
     """The app that serves an engine."""
     app = FastAPI()
-    app.include_router(generation_router(engine, Texts(TOKENIZER), max_body_nbytes=MAX_BODY_NBYTES))
+    app.include_router(
+        generation_router(engine, Texts(*engine.reader), max_body_nbytes=MAX_BODY_NBYTES)
+    )
     return app
