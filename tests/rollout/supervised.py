@@ -142,6 +142,16 @@ def serve() -> None:
     print("closed", flush=True)
 
 
+def serve_stubborn() -> None:
+    """Be a server whose processes do not end by themselves. For `program`."""
+    with Supervisor(grace_s=1, shutdown_s=2) as tree:
+        tree.start("cores", [ChildSpec(name="core 0", target=stubborn)], timeout_s=WAIT_S)
+        print(tree.directory, flush=True)
+        tree.wait()
+        print("closing", flush=True)
+    print("closed", flush=True)
+
+
 def program(name: str, mark: str) -> subprocess.Popen[str]:
     """Run a function of this module as a program with a process group of its own."""
     root = Path(__file__).parents[2]

@@ -90,7 +90,7 @@ class TestApiServers:
             ]
         finally:
             manager.close()
-        assert [process.exitcode for process in manager.processes] == [143, 143]
+        assert not any(process.is_alive() for process in manager.processes)
         manager.close()
 
     def test_they_end_when_their_manager_is_collected(self, listener: socket.socket) -> None:
@@ -180,7 +180,7 @@ def test_shutdown_ends_whole_trees(target: object, code: int) -> None:
         process.start()
     try:
         below = [one for process in processes for one in children_of(process)]
-        shutdown([*processes, never], timeout_s=0.5)
+        shutdown([*processes, never], timeout_s=1.5)
         assert [process.exitcode for process in processes] == [code, code]
         assert not any(is_alive(one) for one in below)
         shutdown(processes)

@@ -11,7 +11,7 @@ from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from typing import Any
 
-from weightsync.errors import ProcessLostError, WeightSyncError
+from weightsync.errors import ConfigError, ProcessLostError, WeightSyncError
 from weightsync.rollout import process_tree
 from weightsync.rollout.process_tree import ProcessId
 
@@ -71,9 +71,12 @@ def wait_any(
 ) -> tuple[list[BaseProcess], list[Connection]]:
     """Wait until a process has ended or a connection can be read; return those.
 
-    Both lists are empty after `timeout_s`. Processes must have been started.
+    Both lists are empty after `timeout_s`. Processes must have been started. Raises ConfigError
+    where there is nothing to wait for, and no end to it.
     """
     started = list(processes)
+    if not started and not connections and timeout_s is None:
+        raise ConfigError("there is nothing to wait for: no process was started")
     ended = [process for process in started if process.exitcode is not None]
     with _end_descriptors([] if ended else started) as ends:
         ready = wait([*ends, *connections], 0 if ended else timeout_s)

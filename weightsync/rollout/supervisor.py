@@ -59,7 +59,8 @@ class Supervisor:
                 "second, and both are more than 0"
             )
         self._context = spawn_context(context)
-        directory, marker = make_runtime_directory(parent_directory), new_marker()
+        marker = new_marker()
+        directory = make_runtime_directory(parent_directory)
         self._state = ProcessGroups(
             directory=directory,
             marker=marker,
@@ -125,6 +126,7 @@ class Supervisor:
         True after an exit with code 0. Raises the ProcessLostError of one that ended otherwise,
         with what it said itself. The tree is still to be closed.
         """
+        self._state.check_open()
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         try:
             while not self._state.watch(_left(deadline)):
