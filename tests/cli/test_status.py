@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from fastapi import FastAPI
 from torch import nn
 
 import weightsync as ws
@@ -18,6 +19,7 @@ from tests.samehost.processes import environment, line_of
 from tests.server.live import make_app, serving
 from weightsync.cli.metrics_text import parse, read_last_updates
 from weightsync.cli.status import overall, road_of
+from weightsync.server import Workers, worker_path, workers_router
 from weightsync.wire.messages import LedgerEntry
 
 WAIT_S = 60
@@ -132,3 +134,31 @@ def test_a_road_and_a_code_for_many() -> None:
     entry = LedgerEntry(kind="ring", name="x", nbytes=1, owner=True, age_s=1.0)
     assert road_of([entry]) == "distributed"
     assert [overall(codes) for codes in ([0, 0], [0, 1], [1, 3, 4], [0, 4])] == [0, 1, 3, 4]
+
+
+def test_a_server_of_several_workers_has_a_line_for_each() -> None:
+    receivers = [ws.WeightReceiver(nn.Linear(4, 4), apply="in_place") for _ in range(2)]
+    workers = Workers({worker_path(k): receiver for k, receiver in enumerate(receivers)})
+    app = FastAPI()
+    app.include_router(workers_router(workers, token=TOKEN))
+    try:
+        with serving(app) as url:
+            with ws.connect(nn.Linear(4, 4), to=url, token=TOKEN) as sender:
+                sender.send_weights()
+            result = weightsync("status", url)
+            assert result.exit_code == 0, result.output
+            lines = result.stdout.splitlines()
+            assert lines[2].startswith("  version   1")
+            for k, line in enumerate(lines[-2:]):
+                assert line.startswith(f"  workers/{k}  version 1, READY; 1 updates, HOST-")
+            with ws.connect(nn.Linear(4, 4), to=f"{url}/workers/1", token=TOKEN) as sender:
+                sender.send_weights()
+            (server,) = answer_of(weightsync("status", url, "--json"), 1)["servers"]
+            assert (server["version"], server["may_generate"]) == (1, False)
+            each = server["each_worker"]
+            assert [(one["version"], one["may_generate"]) for one in each] == [(1, True), (2, True)]
+            assert "the workers hold different versions" in weightsync("status", url).stdout
+    finally:
+        workers.close()
+        for receiver in receivers:
+            receiver.close()

@@ -72,6 +72,17 @@ def test_aligned_slices_cut_no_word(dim: int) -> None:
     assert compose("w", parts) == to_hex(mix64(as_bytes(full)))
 
 
+def test_a_slice_may_lie_anywhere_in_memory() -> None:
+    full = torch.arange(24, dtype=torch.uint8).view(4, 6)
+    slices = [Slice((4, 6), (((0, 4),), ((a, a + 3),))) for a in (0, 3)]
+    parts = []
+    for held in slices:
+        memory = torch.zeros(40, dtype=torch.uint8)
+        memory[5:17] = as_bytes(take(full, held))
+        parts.append(part_of("w", memory[5:17], held, 1))
+    assert parts == parts_of(full, slices)
+
+
 def halves(full: torch.Tensor) -> list[TensorPart]:
     at = full.numel() // 2
     shape = (full.numel(),)

@@ -25,12 +25,13 @@ MAX_AT_ONCE = 16
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Seen:
-    """What one server answered, or why it did not."""
+    """What one server answered, or why it did not; and what each of its workers did."""
 
     url: str
     status: Status | None = None
     updates: LastUpdates = field(default_factory=LastUpdates)
     error: WeightSyncError | None = None
+    workers: tuple[Seen, ...] = ()
 
     @property
     def code(self) -> int:
@@ -50,6 +51,7 @@ class Seen:
             "road": road_of(self.status.ledger),
             **_whole(self.status),
             "updates": _whole(self.updates),
+            "each_worker": [one.to_dict() for one in self.workers],
         }
 
 
@@ -107,7 +109,21 @@ def _ask(transport: HttpTransport, timeout_s: float) -> Seen:
     except WeightSyncError as exc:
         return Seen(url=transport.target, error=exc)
     updates = read_last_updates(transport.target, timeout_s)
-    return Seen(url=transport.target, status=reply, updates=updates)
+    workers = _ask_workers(transport, reply.workers, timeout_s)
+    return Seen(url=transport.target, status=reply, updates=updates, workers=workers)
+
+
+def _ask_workers(
+    transport: HttpTransport, paths: Sequence[str], timeout_s: float
+) -> tuple[Seen, ...]:
+    if not paths:
+        return ()
+    transports = transport.expand(paths)
+    try:
+        return tuple(look(transports, timeout_s))
+    finally:
+        for one in transports:
+            one.close()
 
 
 def _watch(transports: Sequence[HttpTransport], interval_s: float, timeout_s: float) -> None:
@@ -161,6 +177,20 @@ def _lines(seen: Seen) -> Iterator[Text]:
     for line in _update_lines(seen.updates):
         yield Text(f"  updates   {line}")
     yield Text(f"  ledger    {_ledger(held.ledger)}")
+    for one in seen.workers:
+        yield _worker_line(one, below=seen.url)
+
+
+def _worker_line(seen: Seen, *, below: str) -> Text:
+    path, held = seen.url.removeprefix(f"{below}/"), seen.status
+    if held is None:
+        return Text(f"  {path}  unreachable: {' '.join(str(seen.error).split())}", style="red")
+    committed = seen.updates.ended.get("committed", 0)
+    return Text(
+        f"  {path}  version {held.version}, {held.state}{_remarks(held)}; {committed} updates, "
+        f"{', '.join(held.device_keys)}",
+        style="green" if held.may_generate else "red",
+    )
 
 
 def _remarks(held: Status) -> str:

@@ -34,7 +34,8 @@ def part_of(name: str, flat: torch.Tensor, held: Slice, itemsize: int) -> Tensor
         for run in _phases(block):
             lead = min(-run.source % WORD, run.width)
             whole = (run.width - lead) // WORD
-            rows = flat.as_strided((run.height, run.width), (run.target_stride, 1), run.target)
+            begin = flat.storage_offset() + run.target
+            rows = flat.as_strided((run.height, run.width), (run.target_stride, 1), begin)
             if whole:
                 middle = rows[:, lead : lead + whole * WORD]
                 total += mixed_rows(middle, (run.source + lead) // WORD, run.source_stride // WORD)
