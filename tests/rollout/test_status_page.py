@@ -71,7 +71,12 @@ CHROMIUM_FLAGS = [
 
 
 def status(version: int = 3, state: str = "READY", **more: Any) -> Status:
-    fields = {"instance": "i", "protocol": 1, "apply": "staged", "verification": "held"}
+    fields: dict[str, Any] = {
+        "instance": "i",
+        "protocol": 1,
+        "apply": "staged",
+        "verification": "held",
+    }
     return Status(
         **(fields | {"state": state, "version": version, "may_generate": state == "READY"} | more)
     )
@@ -302,8 +307,8 @@ class StillEngine:
         return ModelCard(name="tiny", directory="tiny", vocab_size=8, max_length=8, end_ids=[0])
 
     async def generate(self, job: Job) -> AsyncGenerator[Delta, None]:
-        for delta in ():
-            yield delta
+        raise NotImplementedError
+        yield
 
     def cancel(self, request_id: str, index: int) -> None:
         pass

@@ -41,10 +41,10 @@ a { color: var(--accent); }
   background: var(--raised); }
 .trouble ul { margin: 0; padding: 0; list-style: none; }
 .figures { display: grid; grid-template-columns: repeat(auto-fit, minmax(8.5rem, 1fr));
-  margin-top: 1.75rem; border-top: 1px solid var(--rule); }
-.figures div { padding: .75rem .75rem .75rem 0; border-bottom: 1px solid var(--rule); }
+  margin-top: 1.75rem; padding: .375rem 0; border: solid var(--rule); border-width: 1px 0; }
+.figures div { padding: .375rem .5rem .375rem 0; }
 dt { font-size: .8125rem; color: var(--quiet); }
-dd { font-size: 1.25rem; line-height: 1.35; }
+dd { font-size: 1.0625rem; }
 .charts { display: grid; grid-template-columns: repeat(auto-fit, minmax(15rem, 1fr));
   gap: 1.5rem 2rem; }
 figcaption { display: flex; justify-content: space-between; gap: 1rem; font-size: .875rem; }
@@ -57,12 +57,14 @@ svg line { stroke: var(--rule); stroke-width: 1; }
 table { width: 100%; border-collapse: collapse; font-size: .875rem; }
 caption { position: absolute; width: 1px; height: 1px; overflow: hidden; clip-path: inset(50%); }
 th { text-align: left; font-weight: 500; color: var(--quiet); font-size: .8125rem; }
-th, td { padding: .375rem 1rem .375rem 0; border-bottom: 1px solid var(--rule);
+th, td { padding: .375rem 1.5rem .375rem 0; border-bottom: 1px solid var(--rule);
   vertical-align: baseline; }
 td:last-child, th:last-child { padding-right: 0; }
 .number { text-align: right; white-space: nowrap; }
-.lost { margin-top: 1rem; color: var(--bad); }
-footer { padding-top: 2.5rem; padding-bottom: 2rem; font-size: .8125rem; color: var(--quiet); }
+.at { margin-top: 2.25rem; font-size: .8125rem; }
+.lost { color: var(--bad); }
+.lost:not(:empty) { margin-bottom: .5rem; }
+footer { padding-top: .25rem; padding-bottom: 2rem; font-size: .8125rem; color: var(--quiet); }
 @media (max-width: 44rem) {
   main { padding-top: 1.25rem; }
   thead { position: absolute; width: 1px; height: 1px; overflow: hidden; clip-path: inset(50%); }

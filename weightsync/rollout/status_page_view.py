@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from weightsync.lifecycle import State
 from weightsync.rollout import status_page_figures as figures
@@ -229,12 +229,14 @@ def _workers(snapshot: Snapshot) -> Markup:
             _state(worker.state),
             "" if worker.version is None else f"{worker.version:,}",
             joined(_label(worker.label)) if worker.label else "",
-            ", ".join(f"{n:,} {how}" for how, n in sorted(worker.updates_total.items())),
+            _ended(worker.updates_total),
             worker.error or worker.detail or ("paused" if worker.paused else ""),
         ]
         for worker in snapshot.workers
     ]
-    columns = ("Worker", "State", "Version", "Label", "Updates", "Remark")
+    columns = ["Worker", "State", "Version", "Label", "Updates", "Remark"]
+    if not any(row[-1] for row in rows):
+        columns, rows = columns[:-1], [row[:-1] for row in rows]
     return _table_section("workers", "Workers, by replica and rank", columns, rows, none="None.")
 
 
@@ -345,6 +347,12 @@ def _versions(versions: Sequence[int]) -> str:
 def _checked(update: UpdateView) -> str:
     how = {"none": "not checked", "arrived": "as it arrived", "held": "as it is held"}
     return how.get(update.verified, update.verified)
+
+
+def _ended(totals: Mapping[str, int]) -> str:
+    """Say how updates ended, the usual way first."""
+    order = sorted(totals, key=lambda result: (result != "committed", result))
+    return ", ".join(f"{totals[result]:,} {result}" for result in order)
 
 
 def _named(names: Sequence[str]) -> str:
