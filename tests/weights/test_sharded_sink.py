@@ -432,6 +432,21 @@ class TestReplaced:
             module.rows._local_tensor = local_of(module.rows).detach()
             assert sink.refresh() == before + 2
 
+    def test_what_a_forward_pass_puts_in_its_place_for_as_long_as_it_lasts(self) -> None:
+        with member(1, (2,)) as mesh:
+            module: Any = sharded(mesh)
+            sink, _, _ = land(module, "pointer", Sender("slots"))
+            before, manifest = sink.refresh(), sink.manifest
+            places = dict(module._parameters)
+            # As transformers does while a tensor-parallel module computes, a bias added later.
+            with torch.no_grad():
+                module._parameters["rows"] = module.rows.to_local()
+                module._parameters["uneven"] = None
+            assert sink.refresh() == before
+            module._parameters.update(places)
+            assert sink.refresh() == before
+            assert sink.manifest is manifest
+
     def test_a_module_that_was_sharded_behind_a_plain_sink(self) -> None:
         module = nn.Linear(4, 4)
         sink = ModuleSink(module)

@@ -43,7 +43,7 @@ class ModuleTensors:
 
     def refresh(self) -> bool:
         """Return True when the module changed since the last look; names are then new too."""
-        same = all(table.get(key) is tensor for table, key, tensor in self._places) and all(
+        same = all(_holds(table.get(key), tensor) for table, key, tensor in self._places) and all(
             (len(m._parameters), len(m._buffers), len(m._modules)) == sizes
             for m, sizes in self._modules
         )
@@ -102,6 +102,18 @@ class ModuleTensors:
                 if tensor is not None and not (table is module._buffers and key in transient):
                     self._places.append((table, key, tensor))
                     yield key, tensor
+
+
+def _holds(found: torch.Tensor | None, tensor: torch.Tensor) -> bool:
+    """Whether a place holds `tensor`, perhaps in another form for as long as a forward pass.
+
+    transformers puts the local tensors of a tensor-parallel module in the place of its DTensors
+    while that module computes, and nothing in the place of a bias that it adds later.
+    """
+    if found is tensor:
+        return True
+    local = getattr(tensor, "_local_tensor", None)
+    return local is not None and (found is None or found.data_ptr() == local.data_ptr())
 
 
 def identity(tensor: torch.Tensor) -> object:
