@@ -135,6 +135,7 @@ class Texts:
 
     def __init__(self, tokenizer: Any, processor: Any = None) -> None:
         self.tokenizer = tokenizer
+        tokenizer("a")  # the first call may still settle padding; later ones only read
         self.images = None if processor is None else ImagePreparer(processor)
         added = getattr(tokenizer, "added_tokens_decoder", {})
         special = {token for token, added_token in added.items() if added_token.special}
