@@ -17,6 +17,7 @@ from weightsync.rollout.engine_client import EngineClient
 from weightsync.rollout.generate_route import generation_router
 from weightsync.rollout.model import load_reader
 from weightsync.rollout.process_terms import ApiTerms, Ready
+from weightsync.rollout.status_page import status_router
 from weightsync.rollout.text import Texts
 from weightsync.rollout.worker_client import RemoteReceiver, WorkerClient
 from weightsync.server.auth import TokenAuth
@@ -51,6 +52,7 @@ def make_app(
     workers = Workers(paths, tensor_parallel=tensor_parallel)
     app.include_router(workers_router(workers, token=token))
     app.include_router(generation_router(engine, texts))
+    app.include_router(status_router(engine, receivers))
     if token is not None:
         app.add_middleware(TokenAuth, token=token)
     return app
@@ -75,7 +77,7 @@ def api_main(ready: Ready, terms: ApiTerms, listener: socket.socket) -> None:
         app = make_app(
             engine,
             [RemoteReceiver(workers, index) for index in range(len(terms.workers))],
-            Texts(load_reader(terms.card.directory)[0]),
+            Texts(*load_reader(terms.card.directory)),
             token=terms.token,
             tensor_parallel=terms.tensor_parallel,
             lifespan=lifespan,
