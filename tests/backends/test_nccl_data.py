@@ -6,6 +6,7 @@ chain of hosts over it.
 
 from __future__ import annotations
 
+import os
 import signal
 import threading
 import time
@@ -24,6 +25,7 @@ from tests.gpu.receiver_process import EveryDtype, digests, fill, receiver_proce
 from weightsync.backends import data_group, nccl_wire
 from weightsync.backends.nccl_wire import Flight, Wire
 from weightsync.samehost.device_keys import host_key
+from weightsync.samehost.segment import remove_leftovers
 from weightsync.sending.commands import Card
 from weightsync.sending.feeder import Feeder
 from weightsync.sending.fleet import Member
@@ -155,6 +157,33 @@ def test_one_member_that_cannot_makes_all_go_by_gloo() -> None:
             fleet.close()
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="asks a machine without GPUs")
+def test_a_member_without_cuda_says_so_by_itself() -> None:
+    """Nothing stands in for anything here."""
+    with workers(1, data="gloo") as hosts:
+        fleet = Party(hosts, data="nccl")
+        try:
+            fleet.build()
+            assert refusal(fleet) == "h0w0: torch finds no CUDA GPU"
+            fleet.model.fill(1)
+            assert fleet.send() == []
+            assert hosts[0][0].ask("content") == fleet.model.content()
+        finally:
+            fleet.close()
+
+
+def test_torch_is_told_to_leave_the_process_alive_only_meanwhile(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("TORCH_NCCL_ASYNC_ERROR_HANDLING", "3")
+    monkeypatch.delenv("TORCH_NCCL_BLOCKING_WAIT", raising=False)
+    before = dict(os.environ)
+    with nccl_wire._settings():
+        assert os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == "0"
+        assert os.environ["TORCH_NCCL_BLOCKING_WAIT"] == "0"
+    assert dict(os.environ) == before
+
+
 class _Refused(ExactWire):
     """A first transfer that fails, as for a firewall between the GPUs' networks."""
 
@@ -253,20 +282,27 @@ def test_a_wire_that_stands_still_is_a_timeout_that_names_the_host() -> None:
 
 def test_a_killed_member_is_noticed_long_before_the_timeout() -> None:
     """The wire says nothing of it: the private group's connection does."""
-    with party(1, data="nccl", timeout_s=WAIT_S / 2) as fleet:
-        dead = fleet.hosts[0][0]
 
-        def kill(chunk: int) -> None:
-            if chunk == 4:
-                dead.signal(signal.SIGKILL)
-                dead.process.join(WAIT_S)
+    def connect(store: Store, rank: int, size: int, device: torch.device) -> Wire:
+        return _Stuck(store, rank, size, device)
 
-        fleet.model.fill(1)
-        started = time.monotonic()
-        failed = fleet.send(on_chunk=kill)
-        assert time.monotonic() - started < WAIT_S / 4
-        assert fleet.chain is not None
-        assert "the host of h0w0" in f"{failed} {fleet.chain.failure}"
+    with workers(1, data="nccl") as hosts:
+        fleet = Party(hosts, data="nccl", timeout_s=WAIT_S / 2)
+        nccl_wire.connect = connect
+        killing = threading.Timer(SHORT_S / 3, hosts[0][0].signal, [signal.SIGKILL])
+        try:
+            fleet.build()
+            assert refusal(fleet) is None
+            killing.start()
+            started = time.monotonic()
+            failed = fleet.send()
+            assert time.monotonic() - started < WAIT_S / 4
+            assert fleet.chain is not None
+            assert "the host of h0w0" in f"{failed} {fleet.chain.failure}"
+        finally:
+            killing.cancel()
+            fleet.close()
+    remove_leftovers()
 
 
 # Who decides: the sender, from the members' device keys
