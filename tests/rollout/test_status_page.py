@@ -6,6 +6,7 @@ import os
 import re
 import shutil
 import threading
+import time
 from collections.abc import AsyncGenerator, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -27,6 +28,7 @@ from weightsync.rollout.engine_messages import Delta, EngineStats, Job
 from weightsync.rollout.status_page import status_router
 from weightsync.rollout.status_page_chart import bar_chart, round_up
 from weightsync.rollout.status_page_data import (
+    FRESH_S,
     NO_ANSWER,
     SHOWN_UPDATES,
     Snapshot,
@@ -307,8 +309,8 @@ class StillEngine:
         return ModelCard(name="tiny", directory="tiny", vocab_size=8, max_length=8, end_ids=[0])
 
     async def generate(self, job: Job) -> AsyncGenerator[Delta, None]:
-        raise NotImplementedError
-        yield
+        for delta in list[Delta]():
+            yield delta
 
     def cancel(self, request_id: str, index: int) -> None:
         pass
@@ -393,7 +395,7 @@ def test_a_worker_that_hangs_is_asked_once(session: requests.Session) -> None:
                 first, second = read(session, url)["workers"]
                 assert first["state"] == "READY"
                 assert second["error"].startswith("has not answered for ")
-                threading.Event().wait(0.6)
+                time.sleep(FRESH_S * 1.2)
             assert hanging.reports == 1
     finally:
         hanging.hangs.set()
@@ -413,8 +415,12 @@ def test_many_pages_cost_no_more_than_one(session: requests.Session) -> None:
         def get(_: int) -> int:
             return requests.get(f"{url}/status/fragment", timeout=WAIT_S).status_code
 
-        assert set(pool.map(get, range(40))) == {200}
-    assert watched.reports < 20
+        started = time.monotonic()
+        for number in range(30):
+            assert get(number) == 200
+        assert set(pool.map(get, range(30))) == {200}
+        most = 1 + (time.monotonic() - started) / FRESH_S
+    assert watched.reports <= most
 
 
 def test_the_page_may_load_nothing_and_run_only_itself(session: requests.Session) -> None:
@@ -476,7 +482,7 @@ def live(shm_clean: None) -> Iterator[Live]:
 def test_a_real_update_leaves_a_record(live: Live, session: requests.Session) -> None:
     assert read(session, live.url)["updates"] == []
     live.update("first")
-    threading.Event().wait(0.6)
+    time.sleep(FRESH_S * 1.2)
     found = read(session, live.url)
     (update,) = found["updates"]
     assert (found["state"], found["versions"], found["label"]) == ("READY", [1], "first")
@@ -496,7 +502,7 @@ def test_an_open_update_is_shown_until_it_ends(live: Live, session: requests.Ses
     assert (opened["update_id"], opened["version"], opened["label"]) == ("slow", 9, "nine")
     assert "waits for its sender to send more" in section(page, "update")
     live.post("abort_weight_update", {"update_id": "slow"})
-    threading.Event().wait(0.6)
+    time.sleep(FRESH_S * 1.2)
     (worker,) = read(session, live.url)["workers"]
     assert (worker["state"], worker["open_update"]) == ("READY", None)
 

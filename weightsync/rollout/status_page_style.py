@@ -40,9 +40,8 @@ a { color: var(--accent); }
 .trouble { margin-top: 1.25rem; padding: .75rem 1rem; border-left: 3px solid var(--bad);
   background: var(--raised); }
 .trouble ul { margin: 0; padding: 0; list-style: none; }
-.figures { display: grid; grid-template-columns: repeat(auto-fit, minmax(8.5rem, 1fr));
-  margin-top: 1.75rem; padding: .375rem 0; border: solid var(--rule); border-width: 1px 0; }
-.figures div { padding: .375rem .5rem .375rem 0; }
+.figures { display: flex; flex-wrap: wrap; justify-content: space-between; gap: .75rem 1.5rem;
+  margin-top: 1.75rem; padding: .75rem 0; border: solid var(--rule); border-width: 1px 0; }
 dt { font-size: .8125rem; color: var(--quiet); }
 dd { font-size: 1.0625rem; }
 .charts { display: grid; grid-template-columns: repeat(auto-fit, minmax(15rem, 1fr));
@@ -67,6 +66,7 @@ td:last-child, th:last-child { padding-right: 0; }
 footer { padding-top: .25rem; padding-bottom: 2rem; font-size: .8125rem; color: var(--quiet); }
 @media (max-width: 44rem) {
   main { padding-top: 1.25rem; }
+  .figures { display: grid; grid-template-columns: 1fr 1fr; }
   thead { position: absolute; width: 1px; height: 1px; overflow: hidden; clip-path: inset(50%); }
   table, tbody { display: block; }
   tr { display: flex; flex-wrap: wrap; gap: .125rem 1rem; padding: .5rem 0;
