@@ -170,7 +170,12 @@ class IpcTrainerEngine(TrainerWeightTransferEngine):
         """Pack and publish every chunk, or publish the fingerprints of registered memory."""
         if self._update is None:
             raise ConfigError("transfer without begin")
-        self._update(check)
+        try:
+            self._update(check)
+        except BaseException:
+            # Readers that wait see it here at once, also where no message reaches them meanwhile.
+            self._control.epoch += 1
+            raise
 
     def end(self) -> None:
         """Forget this update's tensors."""

@@ -248,6 +248,8 @@ class Transfer:
         now = time.monotonic()
         if now - self._looked > _LIVENESS_INTERVAL_S:
             self._looked = now
+            if self._control.epoch > self._info.epoch:
+                raise TransferError("the sender has ended this update")
             if not self._control.segment.owner_alive():
                 raise SegmentError("the sender died in the middle of the update")
 

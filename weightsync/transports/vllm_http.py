@@ -79,25 +79,17 @@ class VllmHttpControl(HttpTransport):
 def is_vllm(url: str, token: str | None, *, timeout_s: float = 5.0) -> bool:
     """Ask the server at `url` whether it is vLLM's; one that does not answer is not.
 
-    Raises BackendUnavailableError for a vLLM without control endpoints.
+    What is asked is answered by its HTTP process alone, however busy the workers are.
     """
     probe = HttpTransport(url, token)
     try:
-        status, answer = probe._exchange("weight_info", b"", timeout_s)
-        if status == 200:
-            told = _decoded(answer)
-            return isinstance(told, dict) and "weight_version" in told and "protocol" not in told
-        if status != 404:
-            return False
         status, answer = probe._exchange("version", b"", timeout_s)
         told = _decoded(answer) if status == 200 else None
-        if isinstance(told, dict) and set(told) == {"version"}:
-            raise BackendUnavailableError(f"{probe.target} is a vLLM server: {_DEV_MODE}")
+        return isinstance(told, dict) and set(told) == {"version"}
     except (TransportError, ProtocolError):
         return False
     finally:
         probe.close()
-    return False
 
 
 def plain_url(target: str) -> str | None:

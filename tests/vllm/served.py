@@ -1,0 +1,135 @@
+"""A real vLLM server, as a user starts it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import requests
+import torch
+
+from tests.vllm.tiny import LARGEST_DIFFERENCE, PROMPT, TOKENS, expected, largest_difference
+
+READY_S = 240.0
+ANSWER_S = 60.0
+
+
+class Served:
+    """The server's URL, and how to ask it."""
+
+    def __init__(self, url: str, process: subprocess.Popen[bytes], log: Path) -> None:
+        self.url = url
+        self.process = process
+        self.log = log
+
+    def get(self, path: str) -> Any:
+        answer = requests.get(f"{self.url}/{path}", timeout=ANSWER_S)
+        answer.raise_for_status()
+        return answer.json()
+
+    def post(self, path: str, body: dict[str, Any] | None = None) -> requests.Response:
+        return requests.post(f"{self.url}/{path}", json=body, timeout=ANSWER_S)
+
+    def complete(self, tokens: int = TOKENS) -> tuple[list[int], list[float]]:
+        """Return the greedy continuation of PROMPT, and each token's log-probability."""
+        answer = self.post(
+            "v1/completions",
+            {
+                "model": "tiny",
+                "prompt": PROMPT,
+                "max_tokens": tokens,
+                "temperature": 0,
+                "logprobs": 1,
+                "ignore_eos": True,
+                "return_token_ids": True,
+            },
+        )
+        assert answer.status_code == 200, answer.text
+        choice = answer.json()["choices"][0]
+        return choice["token_ids"], choice["logprobs"]["token_logprobs"]
+
+    def assert_computes(self, model: torch.nn.Module) -> None:
+        """The server says what transformers says with these weights."""
+        tokens, logprobs = self.complete()
+        wanted, wanted_logprobs = expected(model)
+        assert tokens == wanted
+        assert largest_difference(logprobs, wanted_logprobs) < LARGEST_DIFFERENCE
+
+    @property
+    def is_paused(self) -> bool:
+        return bool(self.get("is_paused")["is_paused"])
+
+
+@contextmanager
+def vllm_server(
+    folder: Path, log: Path, *, workers: int = 1, backend: str = "weightsync", dev_mode: bool = True
+) -> Iterator[Served]:
+    """Start a server on the model in `folder`, and end it with everything it started."""
+    port = _free_port()
+    arguments = {
+        "--model": str(folder),
+        "--served-model-name": "tiny",
+        "--host": "127.0.0.1",
+        "--port": str(port),
+        "--dtype": "float32",
+        "--max-model-len": "256",
+        "--max-num-seqs": "8",
+        "--max-num-batched-tokens": "256",
+        "--tensor-parallel-size": str(workers),
+        "--weight-transfer-config": f'{{"backend":"{backend}"}}',
+    }
+    environment = {**os.environ, "VLLM_SERVER_DEV_MODE": "1" if dev_mode else "0"}
+    environment.pop("VLLM_ENABLE_V1_MULTIPROCESSING", None)
+    if workers > 1:
+        environment["VLLM_CPU_OMP_THREADS_BIND"] = "|".join(str(n) for n in range(workers))
+    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--enforce-eager"]
+    command += [word for pair in arguments.items() for word in pair]
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            command, env=environment, stdout=output, stderr=output, start_new_session=True
+        )
+        try:
+            served = Served(f"http://127.0.0.1:{port}", process, log)
+            _await_ready(served)
+            yield served
+        finally:
+            _end(process)
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def _await_ready(served: Served) -> None:
+    deadline = time.monotonic() + READY_S
+    while time.monotonic() < deadline:
+        if served.process.poll() is not None:
+            break
+        try:
+            if requests.get(f"{served.url}/health", timeout=5).status_code == 200:
+                return
+        except requests.ConnectionError:
+            time.sleep(0.5)
+    raise RuntimeError(f"vLLM did not start:\n{served.log.read_text(errors='replace')[-3000:]}")
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    process.send_signal(signal.SIGTERM)
+    try:
+        process.wait(30)
+    except subprocess.TimeoutExpired:
+        pass
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait(30)
