@@ -73,7 +73,7 @@ class Gate:
 
     @property
     def held_s(self) -> float:
-        """For how long readers have been kept out, or asked to stop."""
+        """For how long readers have been kept out."""
         return time.perf_counter() - self._held_since if self._held_since is not None else 0.0
 
     def hold(self, timeout_s: float) -> None:
@@ -81,7 +81,8 @@ class Gate:
         started = time.perf_counter()
         self._stop_steps(timeout_s)
         with self._condition:
-            self._held_since = started
+            # The step that `on_hold` waited for was generation, and no stall.
+            self._held_since = time.perf_counter()
             left_s = max(timeout_s - (time.perf_counter() - started), 0.0)
             if self._condition.wait_for(lambda: self._readers == 0, left_s):
                 return
