@@ -7,12 +7,14 @@ After every step each receiver is read as a decode step reads it.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
-from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 import weightsync as ws
+from tests.protocol.sizes import SOAK_TIMEOUT_S, at_length, quick
 from tests.protocol.world import EXPECTED, SHORT_S, Apply, Death, Trainer, World
 from weightsync.testing import Act, Fault
 
@@ -37,13 +39,13 @@ FAULTS = st.lists(
             st.sampled_from(ACTS),
             st.sampled_from(CALLS) | st.none(),
             nth=st.integers(1, 3),
-            times=st.integers(1, 4),
+            times=st.sampled_from([1, 1, 1, 4]),
             after=st.integers(1, 5),
         ),
     ),
     max_size=3,
 )
-DEATHS = st.none() | st.builds(Death, st.integers(1, 12), st.booleans())
+DEATHS = st.none() | st.none() | st.builds(Death, st.integers(1, 12), st.booleans())
 APPLIES: list[Apply] = ["staged", "in_place"]
 
 
@@ -112,8 +114,26 @@ class FleetMachine(RuleBasedStateMachine):
         def send() -> None:
             reports.append(sender.send_weights(version, rewind=back is not None))
 
-        if self._call(trainer, faults, send) and not trainer.dead:
+        if self._call(trainer, faults, send):
             self._all_hold(trainer, reports[0].version)
+
+    @rule(slot=SLOTS)
+    def go_on_alone(self, slot: int) -> None:
+        """Without faults, and without a rival, the same sender brings everyone up to date."""
+        rival = self.slots[1 - slot]
+        if rival is not None and rival.sender is not None:
+            rival.arm(None, fails_at=None, dies_in_source=False)
+            rival.sender.close()
+            rival.dead, self.slots[1 - slot] = True, None
+        for member in self.here.fleet:
+            if member.unreachable:
+                member.restart()
+        trainer, sender = self._living(slot)
+        trainer.arm(None, fails_at=None, dies_in_source=False)
+        trainer.fill()
+        version = sender.send_weights().version
+        trainer.note_segments()
+        self._all_hold(trainer, version)
 
     @rule(
         slot=SLOTS,
@@ -228,9 +248,10 @@ class FleetMachine(RuleBasedStateMachine):
         if self.world is not None:
             self.world.end()
 
-    def _call(self, trainer: Trainer, faults: list[tuple[int, Fault]], call: object) -> bool:
+    def _call(
+        self, trainer: Trainer, faults: list[tuple[int, Fault]], call: Callable[[], object]
+    ) -> bool:
         """Make one call under these faults; return whether it went well and the trainer lives."""
-        assert callable(call)
         self.here.strike(faults)
         try:
             call()
@@ -251,14 +272,11 @@ class FleetMachine(RuleBasedStateMachine):
                 self.here.holds(member, version, trainer.contents)
 
 
-COMMON = {"deadline": None, "suppress_health_check": list(HealthCheck)}
+class FleetAtLength(FleetMachine):
+    """The same model, for longer."""
 
 
-class TestFleet(FleetMachine.TestCase):  # type: ignore[name-defined,misc]  # made by hypothesis
-    settings = settings(max_examples=40, stateful_step_count=12, derandomize=True, **COMMON)
-
-
-@pytest.mark.soak
-@pytest.mark.timeout(3000)
-class TestFleetAtLength(FleetMachine.TestCase):  # type: ignore[name-defined,misc]  # as above
-    settings = settings(max_examples=1500, stateful_step_count=40, **COMMON)
+TestFleet = FleetMachine.TestCase
+TestFleet.settings = quick(60, 16)
+TestFleetAtLength = pytest.mark.soak(pytest.mark.timeout(SOAK_TIMEOUT_S)(FleetAtLength.TestCase))
+TestFleetAtLength.settings = at_length(2000, 40)

@@ -286,7 +286,7 @@ def contents_of(tensors: dict[str, torch.Tensor]) -> Contents:
     values = []
     for name in NAMES:
         flat = tensors[name].reshape(-1)
-        assert bool((flat == flat[0]).all()), f"{name} is a mixture: {flat.unique().tolist()}"
+        assert bool((flat == flat[0]).all()), f"{name} is a mixture: {sorted(set(flat.tolist()))}"
         values.append(float(flat[0]))
     return tuple(values)
 

@@ -1,0 +1,30 @@
+"""The two sizes of a model's exploration: quick and the same every time, or at length."""
+
+from __future__ import annotations
+
+from hypothesis import HealthCheck, settings
+
+_UNHURRIED = list(HealthCheck)
+SOAK_TIMEOUT_S = 3000
+
+
+def quick(max_examples: int, steps: int) -> settings:
+    """For every run of the tests: some seconds, and no surprises."""
+    return settings(
+        max_examples=max_examples,
+        stateful_step_count=steps,
+        derandomize=True,
+        deadline=None,
+        suppress_health_check=_UNHURRIED,
+    )
+
+
+def at_length(max_examples: int, steps: int) -> settings:
+    """For -m soak: another way through the model each time."""
+    return settings(
+        max_examples=max_examples,
+        stateful_step_count=steps,
+        deadline=None,
+        suppress_health_check=_UNHURRIED,
+        print_blob=True,
+    )
