@@ -188,7 +188,7 @@ def waits_for(worker: WorkerView) -> str:
         if worker.busy:
             return "waits for the decode step at work to end, then swaps"
         return "everything arrived and was checked; waits for its sender to finish it"
-    return "loads" if worker.busy else "waits for its sender to send more"
+    return "loads what its sender shared" if worker.busy else "waits for its sender to send more"
 
 
 def _charts(updates: Sequence[UpdateView]) -> Markup:
