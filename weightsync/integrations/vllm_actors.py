@@ -119,7 +119,7 @@ class _Engine:
 
 
 def _in_process(engine: Any) -> Call:
-    def call(method: str, timeout_s: float, *args: Any, **kwargs: Any) -> Any:
+    def call(method: str, _timeout_s: float, *args: Any, **kwargs: Any) -> Any:
         return getattr(engine, method)(*args, **kwargs)
 
     return call

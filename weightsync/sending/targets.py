@@ -50,7 +50,9 @@ def _transports(target: object, token: str | None) -> Sequence[Transport]:
     said = plain_url(target)
     if said is None and not is_vllm(target, token):
         return [HttpTransport(target, token)]
-    return worker_transports(VllmHttpControl(said or target, token), timeout_s=_GREETING_S)
+    control = VllmHttpControl(said or target, token)
+    control.greet(timeout_s=_GREETING_S)
+    return worker_transports(control, timeout_s=_GREETING_S)
 
 
 def _transport(target: object) -> Transport:

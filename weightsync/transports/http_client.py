@@ -34,7 +34,9 @@ POOL_SIZE = 4
 MAX_REPLY_NBYTES = 256 << 20
 CONNECT_TIMEOUT_S = 10.0
 
-_GET_CALLS = frozenset({"weight_info", "is_paused", "version"})
+_GET_CALLS = frozenset(
+    {"weight_info", "is_paused", "version", "get_world_size", "server_info?config_format=json"}
+)
 
 
 class _StaleConnectionError(Exception):

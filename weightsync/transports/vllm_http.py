@@ -22,6 +22,11 @@ from weightsync.transports import vllm_door
 from weightsync.transports.http_client import HttpTransport
 
 SCHEME = "vllm+"
+BACKEND = "weightsync"
+_START = (
+    'start it with --weight-transfer-config \'{"backend":"weightsync"}\', in an environment in '
+    "which weightsync is installed"
+)
 _DEV_MODE = (
     "its control endpoints exist where it was started with VLLM_SERVER_DEV_MODE=1 (on a private "
     "network: they are not protected)"
@@ -35,6 +40,25 @@ class VllmHttpControl(HttpTransport):
     def sent(self) -> tuple[int, int]:
         """Requests sent so far, and their bytes."""
         return self.sent_messages, self.sent_nbytes
+
+    def greet(self, *, timeout_s: float) -> None:
+        """Look before the workers' door is knocked at whether there is one.
+
+        Where there is none a server of several workers would be out of step for good. Raises
+        BackendUnavailableError saying how to start it.
+        """
+        size = self._ask("get_world_size", None, timeout_s)
+        if not isinstance(size, dict) or size.get("world_size") == 1:
+            return  # one that has no door says so, and nothing is lost
+        told = self._ask("server_info?config_format=json", None, timeout_s)
+        config = told.get("vllm_config") if isinstance(told, dict) else None
+        if not isinstance(config, dict):
+            return
+        backend = (config.get("weight_transfer_config") or {}).get("backend")
+        if backend != BACKEND:
+            raise BackendUnavailableError(
+                f"{self.target} was started with weight transfer backend {backend!r}; {_START}"
+            )
 
     def rpc(self, text: str, *, timeout_s: float) -> object:
         """Call every worker's door."""
@@ -116,9 +140,11 @@ def _remote_error(what: str, status: int, answer: bytes) -> RemoteError:
     text = str(reason or answer[:300].decode("utf-8", "replace"))
     hint = ""
     if "weightsync" in text and ("attribute" in text or "not implemented" in text):
+        hint = f"; {_START}"
+    elif "Worker failed with error" in text:
         hint = (
-            '; start the server with --weight-transfer-config \'{"backend":"weightsync"}\', '
-            "in an environment in which weightsync is installed"
+            "; if that is about another call, an earlier one raised in one of several workers, and "
+            "vLLM's answers are late by one since then: restart the server"
         )
     return RemoteError(
         f"{what} answered {status}: {text}{hint}", remote_type=f"HTTP {status}", remote_message=text
