@@ -1,16 +1,11 @@
 from __future__ import annotations
 
-import os
-import re
 import signal
 import socket
 import subprocess
-import sys
-import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -18,46 +13,9 @@ import requests
 import torch
 
 import weightsync as ws
-from weightsync.server.listening import listen, url_of
+from tests.rollout.servers import END_S, START_S, command, environment, server
 from weightsync.rollout.model import make_tiny_model
-
-START_S = 60.0
-END_S = 20.0
-LINE = re.compile(r"weightsync serve: (listening on|token) (\S+)\n")
-
-
-def command(*options: str) -> list[str]:
-    return [sys.executable, "-m", "weightsync", "serve", "--model", "tiny", "--port", "0", *options]
-
-
-def environment(**extra: str) -> dict[str, str]:
-    kept = {k: v for k, v in os.environ.items() if k != "WEIGHTSYNC_TOKEN"}
-    return kept | {"OMP_NUM_THREADS": "1"} | extra
-
-
-@contextmanager
-def server(
-    *options: str, want_token: bool = True, **extra: str
-) -> Iterator[tuple[str, str, subprocess.Popen[str]]]:
-    process = subprocess.Popen(
-        command(*options), stdout=subprocess.PIPE, text=True, env=environment(**extra)
-    )
-    watchdog = threading.Timer(START_S, process.kill)
-    watchdog.start()
-    try:
-        assert process.stdout is not None
-        first = LINE.fullmatch(process.stdout.readline())
-        assert first
-        second = LINE.fullmatch(process.stdout.readline()) if want_token else None
-        assert bool(second) is want_token
-        watchdog.cancel()
-        yield first[2], second[2] if second else "", process
-    finally:
-        watchdog.cancel()
-        process.kill()
-        process.wait(END_S)
-        if process.stdout is not None:
-            process.stdout.close()
+from weightsync.server.listening import listen, url_of
 
 
 def generate(url: str, **fields: Any) -> requests.Response:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,14 +11,11 @@ import msgspec
 import torch
 import zmq
 
-from weightsync.errors import PeerLostError
 from weightsync.rollout.engine_core import EngineCore
 from weightsync.rollout.process_terms import CoreAddress, CoreTerms, Ready
 from weightsync.rollout.scheduling import Scheduler
 from weightsync.rollout.worker_crew import WorkerCrew
 from weightsync.samehost.tensor_queue import TensorIpcReceiver
-
-logger = logging.getLogger(__name__)
 
 GATHER_TIMEOUT_S = 600.0
 
@@ -41,9 +37,6 @@ def core_main(ready: Ready, terms: CoreTerms) -> None:
             handle = tensors.handle if tensors else None
             ready(msgspec.msgpack.encode(CoreAddress(orders=terms.orders, tensors=handle)))
             core.run()
-        except PeerLostError as exc:
-            logger.error("%s cannot go on: %s", terms.name, exc)
-            raise
         finally:
             if tensors is not None:
                 tensors.close()

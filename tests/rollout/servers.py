@@ -1,0 +1,66 @@
+"""`weightsync serve` as a process of its own, for tests."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import IO
+
+import psutil
+
+START_S = 240.0  # eight processes that load transformers, on a busy machine
+END_S = 20.0
+LINE = re.compile(r"weightsync serve: (listening on|token) (\S+)\n")
+
+
+def command(*options: str) -> list[str]:
+    return [sys.executable, "-m", "weightsync", "serve", "--model", "tiny", "--port", "0", *options]
+
+
+def environment(**extra: str) -> dict[str, str]:
+    kept = {k: v for k, v in os.environ.items() if k != "WEIGHTSYNC_TOKEN"}
+    return kept | {"OMP_NUM_THREADS": "1"} | extra
+
+
+def members(process: subprocess.Popen[str]) -> dict[str, psutil.Process]:
+    """Return the processes of a server's tree by the names that `ps` shows."""
+    found: dict[str, psutil.Process] = {}
+    for child in psutil.Process(process.pid).children(recursive=True):
+        with suppress(OSError):
+            found[Path(f"/proc/{child.pid}/comm").read_text().strip()] = child
+    return found
+
+
+@contextmanager
+def server(
+    *options: str, want_token: bool = True, stderr: IO[str] | None = None, **extra: str
+) -> Iterator[tuple[str, str, subprocess.Popen[str]]]:
+    process = subprocess.Popen(
+        command(*options),
+        stdout=subprocess.PIPE,
+        stderr=stderr,
+        text=True,
+        env=environment(**extra),
+    )
+    watchdog = threading.Timer(START_S, process.kill)
+    watchdog.start()
+    try:
+        assert process.stdout is not None
+        first = LINE.fullmatch(process.stdout.readline())
+        assert first
+        second = LINE.fullmatch(process.stdout.readline()) if want_token else None
+        assert bool(second) is want_token
+        watchdog.cancel()
+        yield first[2], second[2] if second else "", process
+    finally:
+        watchdog.cancel()
+        process.kill()
+        process.wait(END_S)
+        if process.stdout is not None:
+            process.stdout.close()
