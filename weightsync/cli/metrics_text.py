@@ -7,6 +7,8 @@ import re
 import msgspec
 import urllib3
 
+from weightsync.transports.http_client import tls_settings
+
 MAX_NBYTES = 4 << 20
 
 _LINE = re.compile(
@@ -25,14 +27,24 @@ class LastUpdates(msgspec.Struct, kw_only=True):
 
 def read_last_updates(url: str, timeout_s: float) -> LastUpdates:
     """Ask the server at `url`; one that serves no metrics has none, and that is no error."""
+    return parse(_get(f"{url}/metrics", timeout_s).decode("utf-8", "replace"))
+
+
+def read_server_info(url: str, timeout_s: float) -> dict[str, object] | None:
+    """Return what `weightsync serve` says of itself; None for servers that do not."""
     try:
-        with urllib3.PoolManager() as pool:
-            answer = pool.request("GET", f"{url}/metrics", timeout=timeout_s, retries=False)
+        return msgspec.json.decode(_get(f"{url}/server_info", timeout_s), type=dict[str, object])
+    except msgspec.DecodeError:
+        return None
+
+
+def _get(url: str, timeout_s: float) -> bytes:
+    try:
+        with urllib3.PoolManager(**tls_settings()) as pool:
+            answer = pool.request("GET", url, timeout=timeout_s, retries=False)
     except urllib3.exceptions.HTTPError:
-        return LastUpdates()
-    if answer.status != 200 or len(answer.data) > MAX_NBYTES:
-        return LastUpdates()
-    return parse(answer.data.decode("utf-8", "replace"))
+        return b""
+    return b"" if answer.status != 200 or len(answer.data) > MAX_NBYTES else answer.data
 
 
 def parse(text: str) -> LastUpdates:

@@ -15,7 +15,7 @@ from rich.live import Live
 from rich.text import Text
 
 from weightsync.cli.answers import FAILED, OK, UNREACHABLE, describe, ending, exit_code, print_json
-from weightsync.cli.metrics_text import LastUpdates, read_last_updates
+from weightsync.cli.metrics_text import LastUpdates, read_last_updates, read_server_info
 from weightsync.errors import ConfigError, ProtocolError, WeightSyncError
 from weightsync.transports.http_client import HttpTransport
 from weightsync.wire.messages import LedgerEntry, Status, StatusRequest
@@ -30,6 +30,7 @@ class Seen:
     url: str
     status: Status | None = None
     updates: LastUpdates = field(default_factory=LastUpdates)
+    server: dict[str, object] | None = None
     error: WeightSyncError | None = None
     workers: tuple[Seen, ...] = ()
 
@@ -51,6 +52,7 @@ class Seen:
             "road": road_of(self.status.ledger),
             **_whole(self.status),
             "updates": _whole(self.updates),
+            "server": self.server,
             "each_worker": [one.to_dict() for one in self.workers],
         }
 
@@ -110,7 +112,8 @@ def _ask(transport: HttpTransport, timeout_s: float) -> Seen:
         return Seen(url=transport.target, error=exc)
     updates = read_last_updates(transport.target, timeout_s)
     workers = _ask_workers(transport, reply.workers, timeout_s)
-    return Seen(url=transport.target, status=reply, updates=updates, workers=workers)
+    info = read_server_info(transport.target, timeout_s)
+    return Seen(url=transport.target, status=reply, updates=updates, server=info, workers=workers)
 
 
 def _ask_workers(

@@ -17,6 +17,7 @@ from weightsync.rollout.engine_client import EngineClient
 from weightsync.rollout.generate_route import generation_router
 from weightsync.rollout.model import load_reader
 from weightsync.rollout.process_terms import ApiTerms, Ready
+from weightsync.rollout.server_info import ServerInfo, server_info_router
 from weightsync.rollout.status_page import status_router
 from weightsync.rollout.text import Texts
 from weightsync.rollout.worker_client import RemoteReceiver, WorkerClient
@@ -94,9 +95,21 @@ def api_main(ready: Ready, terms: ApiTerms, listener: socket.socket) -> None:
             timeout_keep_alive=KEEP_ALIVE_S,
             timeout_graceful_shutdown=SHUTDOWN_S,
         )
+        app.include_router(server_info_router(_info(terms)))
         _Server(config, engine, ready).run(sockets=[listener])
     finally:
         workers.close()
+
+
+def _info(terms: ApiTerms) -> ServerInfo:
+    return ServerInfo(
+        model=terms.card,
+        api_servers=terms.api_servers,
+        data_parallel=terms.data_parallel,
+        tensor_parallel=terms.tensor_parallel,
+        apply=terms.apply,
+        tensor_ipc=terms.tensor_ipc,
+    )
 
 
 class _Server(uvicorn.Server):

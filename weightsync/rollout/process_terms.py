@@ -67,7 +67,10 @@ class ApiTerms(msgspec.Struct, frozen=True, kw_only=True):
     card: ModelCard
     token: str | None
     tensor_ipc: str
+    api_servers: int
+    data_parallel: int
     tensor_parallel: int
+    apply: ApplyChoice
 
 
 def run_worker(ready: Ready, terms: WorkerTerms) -> None:

@@ -92,7 +92,10 @@ def serving(options: ServeOptions, listener: socket.socket) -> Iterator[Supervis
             card=msgspec.msgpack.decode(cards[0], type=ModelCard),
             token=options.token,
             tensor_ipc=options.tensor_ipc,
+            api_servers=options.api_servers,
+            data_parallel=options.data_parallel,
             tensor_parallel=options.tensor_parallel,
+            apply=options.apply,
         )
         specs = [_api_server(terms, index, listener) for index in range(options.api_servers)]
         tree.start("API servers", specs, timeout_s=START_TIMEOUT_S)
