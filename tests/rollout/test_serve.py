@@ -1,11 +1,15 @@
 from __future__ import annotations
 
+import json
+import re
 import signal
 import socket
 import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -111,6 +115,40 @@ def test_bad_requests_are_problem_documents(running: tuple[str, str]) -> None:
         assert answer.status_code == 400, body[:20]
         assert answer.headers["content-type"] == "application/problem+json"
     assert generate(url, max_new_tokens=60_000).status_code == 400
+
+
+def test_it_says_what_it_serves(running: tuple[str, str]) -> None:
+    url, _ = running
+    info = requests.get(f"{url}/server_info", timeout=10).json()
+    assert info["model"]["name"] == "tiny"
+    assert info["model"]["architecture"] == "LlamaForCausalLM"
+    assert (info["api_servers"], info["data_parallel"], info["tensor_parallel"]) == (1, 1, 1)
+    assert (info["apply"], info["tensor_ipc"]) == ("auto", "torch_shm")
+    done = subprocess.run(
+        [sys.executable, "-m", "weightsync", "status", url, "--json"],
+        capture_output=True,
+        text=True,
+        timeout=START_S,
+        check=True,
+    )
+    assert json.loads(done.stdout)["servers"][0]["server"] == info
+
+
+def test_what_the_documentation_shows_works(
+    running: tuple[str, str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    url, token = running
+    page = (Path(__file__).parents[2] / "docs" / "serving.md").read_text(encoding="utf-8")
+    (program,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    before = requests.get(f"{url}/weight_info", timeout=10).json()["version"]
+    exec(program, {"url": url, "token": token})  # our own page
+    assert capsys.readouterr().out == f"{before + 1} ['shared_memory']\n"
+    table = page.partition("## Routes")[2].partition("Temperature")[0]
+    named = set(re.findall(r"`(?:GET |POST )?(/[\w/.]*)[^`]*`", table))
+    paths = requests.get(f"{url}/openapi.json", timeout=10).json()["paths"]
+    assert {"/generate", "/v1/chat/completions", "/status.json", "/resume"} <= named
+    for path in named - set(paths):
+        assert requests.get(f"{url}{path}", timeout=10).status_code == 200, path
 
 
 def test_changing_needs_the_token(running: tuple[str, str]) -> None:
