@@ -92,7 +92,8 @@ class FleetMachine(RuleBasedStateMachine):
         death=DEATHS,
         fails_at=st.none() | st.integers(0, 2),
         dies=st.booleans(),
-        back=st.none() | st.integers(0, 3),
+        back=st.none() | st.none() | st.integers(0, 3),
+        rewind=st.booleans(),
     )
     def send(
         self,
@@ -102,17 +103,19 @@ class FleetMachine(RuleBasedStateMachine):
         fails_at: int | None,
         dies: bool,
         back: int | None,
+        rewind: bool,
     ) -> None:
-        """One update of the whole model; `back` goes to an older version."""
+        """One update of the whole model; `back` to an older version, which needs `rewind`."""
         trainer, sender = self._living(slot)
         trainer.fill()
         trainer.arm(death, fails_at=fails_at, dies_in_source=dies)
         version = None if back is None else max(sender.version - back, 0)
-        self.here.rewound = self.here.rewound or back is not None
+        rewind = rewind and back is not None
+        self.here.rewound = self.here.rewound or rewind
         reports: list[ws.SyncReport] = []
 
         def send() -> None:
-            reports.append(sender.send_weights(version, rewind=back is not None))
+            reports.append(sender.send_weights(version, rewind=rewind))
 
         if self._call(trainer, faults, send):
             self._all_hold(trainer, reports[0].version)
@@ -219,10 +222,12 @@ class FleetMachine(RuleBasedStateMachine):
         self.here.fleet[member % len(self.here.fleet)].deliver_late()
         self.here.settle()
 
-    @rule(member=MEMBERS, back=st.integers(0, 30))
-    def an_old_message_arrives(self, member: int, back: int) -> None:
-        self.here.replay(self.here.fleet[member % len(self.here.fleet)], back)
-        self.here.settle()
+    @rule(member=MEMBERS, backs=st.lists(st.integers(0, 12), min_size=1, max_size=4))
+    def old_messages_arrive(self, member: int, backs: list[int]) -> None:
+        for back in backs:
+            self.here.replay(self.here.fleet[member % len(self.here.fleet)], back)
+            self.here.settle()
+            self.one_version_or_a_reason()
 
     @invariant()
     def one_version_or_a_reason(self) -> None:
@@ -239,13 +244,21 @@ class FleetMachine(RuleBasedStateMachine):
                     member.restart()
             trainer = self.slots[slot] = Trainer(self.here, packed=slot == 0, drops=False)
             self.here.trainers.append(trainer)
+            before = self.here.statuses()
             trainer.connect(SHORT_S)
             trainer.note_segments()
+            self.here.check_taken_over(before)
         assert trainer.sender is not None
         return trainer, trainer.sender
 
     def teardown(self) -> None:
-        if self.world is not None:
+        if self.world is None:
+            return
+        try:
+            for slot, trainer in enumerate(self.slots):
+                if trainer is not None:
+                    self.go_on_alone(slot)
+        finally:
             self.world.end()
 
     def _call(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
+
 import pytest
 
 import weightsync as ws
@@ -23,4 +25,27 @@ def test_an_update_that_was_only_started_is_known_to_be_a_dead_senders() -> None
     status = [member.receiver.status() for member in world.fleet]
     assert {s.state for s in status} == {"UPDATING"}
     assert all(s.orphaned for s in status)
+    world.end()
+
+
+@pytest.mark.usefixtures("shm_clean")
+@pytest.mark.parametrize("death", [Death(2, acted=True), Death(5, acted=True)])
+def test_a_sender_that_was_there_before_ends_what_another_one_left(death: Death) -> None:
+    """It is connected already, so it is no successor that starts: it must not wait for one."""
+    world = World(["staged", "in_place"])
+    staying, dying = [Trainer(world, packed=True, drops=False) for _ in range(2)]
+    for trainer in (staying, dying):
+        world.trainers.append(trainer)
+        trainer.connect(SHORT_S)
+        trainer.note_segments()
+        trainer.fill()
+    dying.arm(death, fails_at=None, dies_in_source=False)
+    assert dying.sender is not None
+    assert staying.sender is not None
+    with suppress(ws.WeightSyncError), dying.sender.update() as update:
+        update.send([(name, tensor.detach()) for name, tensor in dying.model.named_parameters()])
+    assert any(status.orphaned for status in world.statuses())
+    version = staying.sender.send_weights().version
+    for member in world.fleet:
+        world.holds(member, version, staying.contents)
     world.end()

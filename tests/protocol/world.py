@@ -16,7 +16,7 @@ import weightsync as ws
 from weightsync.samehost.segment import DIRECTORY, live_segments
 from weightsync.testing import Fault, FleetMember, InProcessFleet, TinyModel
 from weightsync.transports.base import Transport
-from weightsync.wire.messages import Reply, Request, StartRequest, UpdateRequest
+from weightsync.wire.messages import Reply, Request, StartRequest, Status, UpdateRequest
 
 BUCKET_NBYTES = 4096
 SHORT_S = 0.5
@@ -239,6 +239,19 @@ class World:
         instance = member.receiver.instance
         assert self.rewound or version >= self.seen.get(instance, 0), "an old version came back"
         self.seen[instance] = version
+
+    def statuses(self) -> list[Status]:
+        return [member.receiver.status() for member in self.fleet]
+
+    def check_taken_over(self, before: list[Status]) -> None:
+        """A successor has ended what dead senders left open: everywhere, and everywhere alike."""
+        for old, new in zip(before, self.statuses(), strict=True):
+            if not old.orphaned:
+                continue
+            assert new.update_id != old.update_id or new.state == "TORN"
+            if old.state == "PREPARED":
+                committed = any(other.last_finished == old.update_id for other in before)
+                assert new.version == (old.prepared_version if committed else old.version)
 
     def heal(self) -> None:
         """Every trainer is gone, the network is well: the next one brings everyone up to date."""

@@ -211,7 +211,7 @@ class Membership:
         """After a failed update: learn what members hold, connect those who do not know us.
 
         They are a new instance behind a known target, or have closed what was offered. Returns
-        whether there were such.
+        whether there were such, or updates of a dead sender that are ended now.
         """
         timeout_s = min(self._timeout_s, _STATUS_TIMEOUT_S)
         answers = self.fleet.ask(StatusRequest(), timeout_s=timeout_s, members=members)
@@ -227,12 +227,20 @@ class Membership:
             if answer.status.instance != answer.member.instance
             or isinstance(failed.get(answer.member), UnknownSenderError)
         ]
+        ended = members is None and len(known) == len(answers) and self._end_orphans(known)
         if not strangers or not self.connected:
-            return False
+            return ended
         logger.warning("connecting again: %s", names(a.member for a in strangers))
         check_fleet(self.fleet, strangers)
         self._offer([answer.member for answer in strangers])
         return True
+
+    def _end_orphans(self, answers: Sequence[Answer]) -> bool:
+        """End what a sender that died beside this one left open; whether there was anything."""
+        left = any(answer.status.orphaned for answer in answers)
+        if left:
+            self.learn(end_orphans(self.fleet, answers, self._timeout_s))
+        return left
 
     def _meet_reshaped(self, servers: Sequence[str], *, everyone: bool) -> bool:
         if not everyone:
