@@ -11,6 +11,7 @@ import torch
 
 from weightsync.backends.base import Check, TrainerWeightTransferEngine
 from weightsync.backends.exported import PackedStream, Probe, Ring, keyed_handle
+from weightsync.backends.trail import Trail
 from weightsync.errors import ConfigError
 from weightsync.samehost.device_stream import DeviceStream
 from weightsync.samehost.ring import NETWORK, Control, RingWriter
@@ -102,6 +103,7 @@ class IpcTrainerEngine(TrainerWeightTransferEngine):
             self.close()
             raise
         self._writer = RingWriter(self._control)
+        self.trail = Trail(self._control, self._whole)
         self._packer = Packer(self._chunked(self.manifest), self._ring.tensors)
         self._hashers: list[Callable[[], int]] | None = None
         self._table: list[int] = []
@@ -272,6 +274,7 @@ class IpcTrainerEngine(TrainerWeightTransferEngine):
     ) -> RegisteredUpdate:
         chunks = len(packer.plan.chunks)
         epoch = self._writer.begin(readers, chunks)
+        self.trail.begin_packed(packer.plan, self._writer.base)
         self._stream = PackedStream(
             control=self._control,
             slots=self._ring.tensors,
@@ -287,7 +290,10 @@ class IpcTrainerEngine(TrainerWeightTransferEngine):
 
             def acquire(j: int) -> int:
                 check()
-                return self._writer.acquire(j, check=check, timeout_s=timeout_s)
+                self.trail.mark("wanted", j)
+                slot = self._writer.acquire(j, check=check, timeout_s=timeout_s)
+                self.trail.mark("acquired", j)
+                return slot
 
             stable = self._source.stable_tensors() if manifest is None else None
             if stable is not None:
@@ -300,6 +306,7 @@ class IpcTrainerEngine(TrainerWeightTransferEngine):
                 self._control.write_fingerprints(j % self._control.slots * room, fingerprints)
                 self._table += fingerprints
                 self._writer.publish(j)
+                self.trail.mark("published", j)
                 self._written_nbytes += packer.plan.chunks[j].stop - packer.plan.chunks[j].start
             self._writer.drain(chunks, check=check, timeout_s=timeout_s)
 
@@ -319,6 +326,7 @@ class IpcTrainerEngine(TrainerWeightTransferEngine):
             raise ConfigError("nothing is registered")
         memory = self._memory
         epoch = self._writer.begin(readers, 0)
+        self.trail.begin_unpacked(self._whole, readers)
         stable = self._source.stable_tensors()
         if stable is None:
             for i, (_, tensor) in enumerate(self._source.tensors()):
@@ -344,9 +352,11 @@ class IpcTrainerEngine(TrainerWeightTransferEngine):
             memory = Memory(self._memory.tensors, flat=isinstance(self._memory, SharedStream))
             compiler = RunCompiler(self._whole, memory, memory)
             self._hashers = [compiler.compile(run).fingerprint for run in self._whole.runs]
+        self.trail.mark("acquired", 0)
         for hasher in self._hashers:
             check()
             self._table.append(hasher())
+        self.trail.mark("published", 0)
         self._control.write_fingerprints(0, self._table)
         self._control.table_ready += len(self._table)
 

@@ -29,6 +29,7 @@ from weightsync.wire.messages import RegisteredUpdate
 from weightsync.wire.offers import IpcInit
 
 _LIVENESS_INTERVAL_S = 0.05
+_SHOWN_RUNS = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,16 +154,24 @@ class Transfer:
         else:
             runs = [run for chunk in self._compile(landing, ring=False) for run in chunk]
             got = []
+            before = self._control.loaded(self._opened.info.reader)
             for i, run in enumerate(runs):
                 if i % 64 == 0:
                     self._check()
+                if i % _SHOWN_RUNS == 0:
+                    self._show(before + self._plan.runs[i].start)
                 run.copy()
                 if self._info.verify:
                     got.append(run.fingerprint())
             _settle(runs)
+            self._show(before + self._plan.nbytes)
             self._compare(self._plan.runs, got, self._published_table())
         if self._control.epoch != self._info.epoch:
             raise TransferError("the sender went on to another update while this one was read")
+
+    def _show(self, loaded_nbytes: int) -> None:
+        """Let the sender see how far this is; nothing waits for it."""
+        self._control.load(self._opened.info.reader, loaded_nbytes)
 
     def _run_all(self, programs: list[CompiledRun], runs: list[Run], expected: list[int]) -> None:
         got = []

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from weightsync.errors import BackendUnavailableError, HandleError, TransferError, TransferTimeout
 from weightsync.samehost.segment import Segment
 
-_MAGIC = 0x7773_7269_6E67_0001
+_MAGIC = 0x7773_7269_6E67_0002
 _LINE_WORDS = 8
 _LINE_NBYTES = 64
 _FIXED_LINES = 5
@@ -80,7 +80,8 @@ class Control:
         self._published = _FIXED_LINES
         self._released = self._published + slots
         self._beats = self._released + readers
-        self._entries = (self._beats + readers) * _LINE_WORDS
+        self._loaded = self._beats + readers
+        self._entries = (self._loaded + readers) * _LINE_WORDS
 
     @classmethod
     def create(cls, *, slots: int, readers: int, entries: int) -> Control:
@@ -154,6 +155,14 @@ class Control:
         """Called by this reader alone."""
         self._set(self._released + reader, sequence)
 
+    def loaded(self, reader: int) -> int:
+        """Bytes of registered memory that `reader` has copied, ever; for whoever looks on."""
+        return self._get(self._loaded + reader)
+
+    def load(self, reader: int, nbytes: int) -> None:
+        """Called by this reader alone, with a number that grows."""
+        self._set(self._loaded + reader, nbytes)
+
     def write_fingerprints(self, at: int, values: Sequence[int]) -> None:
         """Store fingerprints from entry `at` on, before their chunk is published."""
         if at + len(values) > self.entries:
@@ -180,7 +189,7 @@ class Control:
 
 def control_nbytes(*, slots: int, readers: int, entries: int) -> int:
     """Bytes of a control segment."""
-    lines = _FIXED_LINES + slots + 2 * readers
+    lines = _FIXED_LINES + slots + 3 * readers
     return lines * _LINE_NBYTES + -(-entries * struct.calcsize("Q") // _LINE_NBYTES) * _LINE_NBYTES
 
 
