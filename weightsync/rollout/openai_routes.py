@@ -153,7 +153,8 @@ class _OpenAIRoutes:
 
     def _check_model(self, name: str | None) -> None:
         served = self._engine.card.name
-        if name is not None and name != served:
+        # What `serve --model` was given is right, too: that is the name that users know.
+        if name is not None and name not in (served, self._engine.card.directory):
             raise RequestError(
                 f"model {name!r} is not served here, {served!r} is; name that one",
                 status=404,
