@@ -28,6 +28,7 @@ from weightsync.sending.lead import Lead, OnFailure
 from weightsync.sending.outgoing import Update
 from weightsync.sending.ranks import Ranks
 from weightsync.sending.targets import Target, Targets, make_transport, make_transports
+from weightsync.transports.base import Transport
 from weightsync.weights.module_tensors import Rename
 from weightsync.weights.source import as_source
 
@@ -51,6 +52,7 @@ def connect(  # noqa: PLR0913  # the settings of a connection, all keyword-only
     num_buckets: int | None = None,
     verify: bool = True,
     token: str | None = None,
+    verify_tls: bool | str = True,
     timeout_s: float = DEFAULT_TIMEOUT_S,
     process_group: dist.ProcessGroup | None = None,
     adopt: bool = True,
@@ -66,7 +68,8 @@ def connect(  # noqa: PLR0913  # the settings of a connection, all keyword-only
     works, `ipc` only those of the same host, `distributed` the one that crosses hosts. `packed`
     None lets receivers read stable parameters where they are and streams others through buckets;
     `bucket_nbytes` and `num_buckets` size those. `adopt` allows parameters in host memory to be
-    moved into shared memory. `verify` fingerprints what arrives; `timeout_s` bounds every wait for
+    moved into shared memory. `verify` fingerprints what arrives; `token` and `verify_tls` are
+    HttpTransport's: by default the environment says both. `timeout_s` bounds every wait for
     progress. `on_failure`: `abort` leaves all receivers as they were when one fails, `drop` goes on
     without it.
 
@@ -97,10 +100,13 @@ def connect(  # noqa: PLR0913  # the settings of a connection, all keyword-only
         return Feeder(as_source(source, dtype=dtype, rename=rename), options, ranks)
 
     def lead(ensemble: Ensemble) -> Lead:
-        fleet = Fleet(make_transports(to, token=token))
+        fleet = Fleet(make_transports(to, token=token, verify_tls=verify_tls))
         return Lead(ensemble, fleet, options, backend=backend, on_failure=on_failure)
 
-    return WeightSender(ranks, feed, lead, verify=verify, token=token)
+    def reach(target: Target) -> Transport:
+        return make_transport(target, token, verify_tls=verify_tls)
+
+    return WeightSender(ranks, feed, lead, reach, verify=verify)
 
 
 class WeightSender:
@@ -115,13 +121,13 @@ class WeightSender:
         ranks: Ranks,
         feed: Callable[[], Feeder],
         lead: Callable[[Ensemble], Lead],
+        reach: Callable[[Target], Transport],
         *,
         verify: bool,
-        token: str | None,
     ) -> None:
         self.verify = verify
         self.version = 0
-        self._token = token
+        self._reach = reach
         self._closed = False
         self._turn = threading.Lock()
         self._pid = os.getpid()
@@ -227,7 +233,7 @@ class WeightSender:
         The source must still hold what was sent as that version. Raises what `connect` and
         `resync` raise; the fleet is then as it was.
         """
-        return self._together("add", lambda lead: lead.add(make_transport(target, self._token)))
+        return self._together("add", lambda lead: lead.add(self._reach(target)))
 
     def remove(self, target: str) -> None:
         """Let the receiver of that name (`targets`) go, or all workers of a server by its URL.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 from enum import StrEnum
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
@@ -44,9 +45,18 @@ def serve(  # noqa: PLR0913, PLR0917 # each is an option of the command line
     token: Annotated[
         str | None, typer.Option(help="else WEIGHTSYNC_TOKEN, else one is made and printed")
     ] = None,
+    token_file: Annotated[
+        Path | None, typer.Option(help="holds the token, mode 0600; else WEIGHTSYNC_TOKEN_FILE")
+    ] = None,
     no_auth: Annotated[
         bool, typer.Option("--no-auth", help="let every process of this host change weights")
     ] = False,
+    tls_cert: Annotated[
+        Path | None, typer.Option(help="certificate and its chain, PEM: serve HTTPS")
+    ] = None,
+    tls_key: Annotated[
+        Path | None, typer.Option(help="its key, PEM, where the certificate's file has none")
+    ] = None,
     apply: Annotated[Apply, typer.Option(help="how weights are put to use")] = Apply.AUTO,
     dtype: Annotated[Dtype, typer.Option(help="of the weights")] = Dtype.FLOAT32,
     api_servers: Annotated[int, typer.Option(min=1, help="API processes on one socket")] = 1,
@@ -63,8 +73,8 @@ def serve(  # noqa: PLR0913, PLR0917 # each is an option of the command line
 ) -> None:
     """Serve a model over HTTP, while a trainer replaces its weights."""
     signal.signal(signal.SIGTERM, _exit)
-    if no_auth and token is not None:
-        raise ConfigError("--no-auth and --token exclude each other; give one of them")
+    if no_auth and (token is not None or token_file is not None):
+        raise ConfigError("--no-auth excludes --token and --token-file; give one of them")
     try:
         from weightsync.rollout.serving import ServeOptions  # noqa: PLC0415 - this verb's extras
         from weightsync.samehost.tensor_codec import chosen_tensor_ipc  # noqa: PLC0415 - same
@@ -73,7 +83,7 @@ def serve(  # noqa: PLR0913, PLR0917 # each is an option of the command line
         raise BackendUnavailableError(
             f"serving needs the package {exc.name}; pip install 'weightsync[server,hf]'"
         ) from exc
-    guard = Token("") if no_auth else resolve_token(token)
+    guard = Token("") if no_auth else resolve_token(token, token_file=token_file)
     options = ServeOptions(
         model=model,
         dtype=dtype.value,
@@ -85,6 +95,8 @@ def serve(  # noqa: PLR0913, PLR0917 # each is an option of the command line
         tensor_ipc=chosen_tensor_ipc(tensor_ipc.value if tensor_ipc else None),
         max_rows=max_rows,
         threads=threads,
+        ssl_certfile=str(tls_cert) if tls_cert else None,
+        ssl_keyfile=str(tls_key) if tls_key else None,
     )
     try:
         _serve(options, host, port, guard.text if guard.made else "")
@@ -94,8 +106,14 @@ def serve(  # noqa: PLR0913, PLR0917 # each is an option of the command line
 
 def _serve(options: ServeOptions, host: str, port: int, made_token: str) -> None:
     from weightsync.rollout.serving import serving  # noqa: PLC0415 - this verb's extras
-    from weightsync.server.listening import is_loopback, listen, url_of  # noqa: PLC0415 - same
+    from weightsync.server.listening import (  # noqa: PLC0415 - same
+        check_tls_files,
+        is_loopback,
+        listen,
+        url_of,
+    )
 
+    check_tls_files(options.ssl_certfile, options.ssl_keyfile)
     with listen(host, port) as listener:
         if options.token is None and not is_loopback(listener):
             raise ConfigError(
@@ -103,7 +121,8 @@ def _serve(options: ServeOptions, host: str, port: int, made_token: str) -> None
                 "or leave --no-auth out"
             )
         with serving(options, listener) as tree:
-            print(f"weightsync serve: listening on {url_of(listener)}", flush=True)
+            url = url_of(listener, tls=options.ssl_certfile is not None)
+            print(f"weightsync serve: listening on {url}", flush=True)
             if made_token:
                 print(f"weightsync serve: token {made_token}", flush=True)
             tree.wait()

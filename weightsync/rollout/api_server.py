@@ -91,6 +91,8 @@ def api_main(ready: Ready, terms: ApiTerms, listener: socket.socket) -> None:
             ws="none",
             proxy_headers=False,
             server_header=False,
+            ssl_certfile=terms.ssl_certfile,
+            ssl_keyfile=terms.ssl_keyfile,
             # Longer than a training step: the trainer's connection lives from update to update.
             timeout_keep_alive=KEEP_ALIVE_S,
             timeout_graceful_shutdown=SHUTDOWN_S,

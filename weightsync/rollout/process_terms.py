@@ -58,7 +58,8 @@ class CoreAddress(msgspec.Struct, frozen=True, kw_only=True):
 class ApiTerms(msgspec.Struct, frozen=True, kw_only=True):
     """What an API server is started with; `token` None guards nothing.
 
-    `workers` are the addresses of all, those of one replica side by side.
+    `workers` are the addresses of all, those of one replica side by side. With `ssl_certfile` and
+    `ssl_keyfile` it speaks TLS.
     """
 
     name: str
@@ -71,6 +72,12 @@ class ApiTerms(msgspec.Struct, frozen=True, kw_only=True):
     data_parallel: int
     tensor_parallel: int
     apply: ApplyChoice
+    ssl_certfile: str | None = None
+    ssl_keyfile: str | None = None
+
+    def __repr__(self) -> str:
+        """Name it, without its token."""
+        return f"ApiTerms(name={self.name!r})"
 
 
 def run_worker(ready: Ready, terms: WorkerTerms) -> None:

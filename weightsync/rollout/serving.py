@@ -6,7 +6,7 @@ import os
 import socket
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 import msgspec
@@ -43,6 +43,8 @@ class ServeOptions:
     Each replica is an engine core with `tensor_parallel` workers, which hold a shard of the model
     each. `token` None lets everyone who reaches the socket change weights. `threads` are those of
     torch in every worker; None shares the processors out, unless OMP_NUM_THREADS is set.
+    `ssl_certfile` (PEM, its chain included) makes it HTTPS; its key is there or in `ssl_keyfile`,
+    and has no passphrase.
     """
 
     model: str
@@ -51,10 +53,12 @@ class ServeOptions:
     api_servers: int = 1
     data_parallel: int = 1
     tensor_parallel: int = 1
-    token: str | None = None
+    token: str | None = field(default=None, repr=False)
     tensor_ipc: TensorIpc = "torch_shm"
     max_rows: int = MAX_ROWS
     threads: int | None = None
+    ssl_certfile: str | None = None
+    ssl_keyfile: str | None = None
 
     def __post_init__(self) -> None:
         workers = self.data_parallel * self.tensor_parallel
@@ -96,6 +100,8 @@ def serving(options: ServeOptions, listener: socket.socket) -> Iterator[Supervis
             data_parallel=options.data_parallel,
             tensor_parallel=options.tensor_parallel,
             apply=options.apply,
+            ssl_certfile=options.ssl_certfile,
+            ssl_keyfile=options.ssl_keyfile,
         )
         specs = [_api_server(terms, index, listener) for index in range(options.api_servers)]
         tree.start("API servers", specs, timeout_s=START_TIMEOUT_S)

@@ -19,7 +19,9 @@ _GREETING_S = 30.0
 """A vLLM server answers between decode steps."""
 
 
-def make_transports(to: Targets, *, token: str | None) -> list[Transport]:
+def make_transports(
+    to: Targets, *, token: str | None, verify_tls: bool | str = True
+) -> list[Transport]:
     """Return a transport per receiver. Raises ConfigError for a target of no known kind."""
     alone = (
         isinstance(to, str) or callable(to) or hasattr(to, "call") or not isinstance(to, Iterable)
@@ -27,12 +29,14 @@ def make_transports(to: Targets, *, token: str | None) -> list[Transport]:
     targets = [to] if alone else list(to)  # type: ignore[arg-type]  # the line above
     if not targets:
         raise ConfigError("to= names no receiver")
-    return [transport for target in targets for transport in _transports(target, token)]
+    return [transport for target in targets for transport in _transports(target, token, verify_tls)]
 
 
-def make_transport(target: object, token: str | None) -> Transport:
+def make_transport(
+    target: object, token: str | None, *, verify_tls: bool | str = True
+) -> Transport:
     """Return the transport to one receiver. Raises ConfigError for a target that is several."""
-    transports = _transports(target, token)
+    transports = _transports(target, token, verify_tls)
     if len(transports) > 1:
         for transport in transports:
             transport.close()
@@ -43,14 +47,14 @@ def make_transport(target: object, token: str | None) -> Transport:
     return transports[0]
 
 
-def _transports(target: object, token: str | None) -> Sequence[Transport]:
+def _transports(target: object, token: str | None, verify_tls: bool | str) -> Sequence[Transport]:
     """Return the transports to what a target names: several to a vLLM server of many workers."""
     if not isinstance(target, str):
         return [_transport(target)]
     said = plain_url(target)
-    if said is None and not is_vllm(target, token):
-        return [HttpTransport(target, token)]
-    control = VllmHttpControl(said or target, token)
+    if said is None and not is_vllm(target, token, verify_tls=verify_tls):
+        return [HttpTransport(target, token, verify_tls=verify_tls)]
+    control = VllmHttpControl(said or target, token, verify_tls=verify_tls)
     control.greet(timeout_s=_GREETING_S)
     return worker_transports(control, timeout_s=_GREETING_S)
 

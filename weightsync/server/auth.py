@@ -11,9 +11,12 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from weightsync.errors import AuthError, ConfigError
 from weightsync.wire import problem
-
-TOKEN_VARIABLE = "WEIGHTSYNC_TOKEN"  # noqa: S105 - the name of a variable, not a secret
-MAX_TOKEN_LENGTH = 4096
+from weightsync.wire.bearer_token import (
+    TOKEN_VARIABLE,
+    check_token_text,
+    read_token_file,
+    token_from_environment,
+)
 
 _READING_METHODS = frozenset({"GET", "HEAD", "OPTIONS"})
 
@@ -26,26 +29,23 @@ class Token:
     made: bool = False
 
 
-def resolve_token(token: str | None = None) -> Token:
-    """Return the token given, else that in WEIGHTSYNC_TOKEN, else one made at random.
+def resolve_token(
+    token: str | None = None, *, token_file: str | os.PathLike[str] | None = None
+) -> Token:
+    """Return the token given, else that of the file, else the environment's, else one at random.
 
-    Raises ConfigError for a token that cannot stand in a header.
+    The environment names it in WEIGHTSYNC_TOKEN, or its file in WEIGHTSYNC_TOKEN_FILE. Raises
+    ConfigError for a token that cannot stand in a header, for a file that others may read, and
+    where two are given at once.
     """
-    given = token if token is not None else os.environ.get(TOKEN_VARIABLE) or None
+    if token is not None and token_file is not None:
+        raise ConfigError("a token and a token file are given; give one of them")
+    given = token if token_file is None else read_token_file(token_file)
+    if given is None:
+        given = token_from_environment()
     if given is None:
         return Token(secrets.token_urlsafe(32), made=True)
     return Token(check_token_text(given))
-
-
-def check_token_text(token: str) -> str:
-    """Return `token`. Raises ConfigError when it is empty or cannot stand in a header."""
-    sendable = token.isascii() and token.isprintable() and " " not in token
-    if not sendable or not 0 < len(token) <= MAX_TOKEN_LENGTH:
-        raise ConfigError(
-            f"a token has 1 to {MAX_TOKEN_LENGTH} printable ASCII characters and no spaces; "
-            "leave it out to have one made"
-        )
-    return token
 
 
 def check_authorization(scope: Scope, token: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ipaddress
 import socket
+import ssl
 
 from weightsync.errors import ConfigError
 
@@ -34,10 +35,32 @@ def listen(host: str, port: int) -> socket.socket:
     return listener
 
 
-def url_of(listener: socket.socket) -> str:
+def url_of(listener: socket.socket, *, tls: bool = False) -> str:
     """Return the URL of a listening socket."""
     host, port = listener.getsockname()[:2]
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+    scheme = "https" if tls else "http"
+    return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
+
+
+def check_tls_files(certfile: str | None, keyfile: str | None) -> None:
+    """Raise ConfigError unless a server can speak TLS with these, before any process starts."""
+    if certfile is None:
+        if keyfile is not None:
+            raise ConfigError("a TLS key without a certificate; give the certificate, too")
+        return
+    try:
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.load_cert_chain(certfile, keyfile, password=_no_passphrase)
+    except (OSError, ValueError) as exc:  # ssl.SSLError is an OSError
+        raise ConfigError(
+            f"no TLS with certificate {certfile} and key {keyfile or 'in the same file'}: {exc}; "
+            "both are PEM files, and the key has no passphrase"
+        ) from exc
+
+
+def _no_passphrase() -> str:
+    """Answer OpenSSL, which would ask the terminal for the passphrase of a key that has one."""
+    return ""
 
 
 def is_loopback(listener: socket.socket) -> bool:

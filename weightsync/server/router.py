@@ -9,7 +9,7 @@ from fastapi import APIRouter, Response
 from fastapi import Request as HttpRequest
 
 from weightsync.errors import NotReadyError, ProtocolError
-from weightsync.server.auth import check_authorization, check_token_text
+from weightsync.server.auth import check_authorization
 from weightsync.server.door import (
     DEFAULT_MAX_BODY_NBYTES,
     Door,
@@ -19,6 +19,7 @@ from weightsync.server.door import (
 )
 from weightsync.server.metrics import CONTENT_TYPE, ReceiverMetrics
 from weightsync.server.schemas import describe_answers, describe_body
+from weightsync.wire.bearer_token import check_token_text
 from weightsync.wire.messages import CALLS, Status, StatusRequest
 
 Handler = Callable[[HttpRequest], Awaitable[Response]]

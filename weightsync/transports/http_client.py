@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, NoReturn
 from urllib.parse import SplitResult, urlsplit
 
@@ -27,12 +28,14 @@ from weightsync.errors import (
 )
 from weightsync.transports.counting import CountingTransport
 from weightsync.wire import codec, problem
+from weightsync.wire.bearer_token import TOKEN_VARIABLE, check_token_text, token_from_environment
 from weightsync.wire.messages import CALL_OF, Reply, Request
 
-TOKEN_VARIABLE = "WEIGHTSYNC_TOKEN"  # noqa: S105 - the name of a variable, not a secret
 POOL_SIZE = 4
 MAX_REPLY_NBYTES = 256 << 20
 CONNECT_TIMEOUT_S = 10.0
+
+_TRUST_VARIABLES = ("REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE")
 
 _GET_CALLS = frozenset(
     {"weight_info", "is_paused", "version", "get_world_size", "server_info?config_format=json"}
@@ -101,8 +104,10 @@ class _HttpsPool(urllib3.HTTPSConnectionPool):
 class HttpTransport(CountingTransport):
     """A Transport to the server at `url`; each call is `POST {url}/{call}`, `weight_info` a GET.
 
-    `token` is sent as a bearer token; None takes WEIGHTSYNC_TOKEN from the environment, "" sends
-    none. `verify_tls` may be the path of a file with certificates to trust; False trusts anyone.
+    `token` is sent as a bearer token; None takes that of WEIGHTSYNC_TOKEN or of the file
+    WEIGHTSYNC_TOKEN_FILE, "" sends none. `verify_tls` may be the path of a file or directory with
+    certificates to trust; True trusts those of REQUESTS_CA_BUNDLE, CURL_CA_BUNDLE (as requests
+    does) or else the system; False trusts anyone.
     Connections are kept alive and shared by threads. Proxies that the environment names are not
     used, redirects are not followed. Raises ConfigError for anything but an http or https URL.
     What `expand` returns shares connections, and is closed one by one.
@@ -118,7 +123,7 @@ class HttpTransport(CountingTransport):
         self._pool = self._make_pool()
         self._sharers: set[HttpTransport] = {self}
         self._closed = False
-        self._headers = _headers(os.environ.get(TOKEN_VARIABLE) if token is None else token)
+        self._headers = _headers(token_from_environment() if token is None else token)
 
     def call(self, request: Request, *, timeout_s: float) -> Reply:
         """Send one request and return its reply; see Transport.call."""
@@ -158,14 +163,7 @@ class HttpTransport(CountingTransport):
         host, port = self._parts.hostname or "", self._parts.port
         if self._parts.scheme == "http":
             return _HttpPool(host, port or 80, maxsize=size)
-        trusted = self._verify_tls if isinstance(self._verify_tls, str) else None
-        return _HttpsPool(
-            host,
-            port or 443,
-            maxsize=size,
-            cert_reqs="CERT_REQUIRED" if self._verify_tls else "CERT_NONE",
-            ca_certs=trusted,
-        )
+        return _HttpsPool(host, port or 443, maxsize=size, **tls_settings(self._verify_tls))
 
     def _refuse(self, call: str, status: int, answer: bytes) -> NoReturn:
         try:
@@ -236,12 +234,32 @@ class HttpTransport(CountingTransport):
         return response.status, answer
 
 
+def tls_settings(verify_tls: bool | str = True) -> dict[str, Any]:
+    """Return urllib3's settings for whom to trust; see HttpTransport.
+
+    Raises ConfigError for a file of certificates that is not there.
+    """
+    if not verify_tls:
+        return {"cert_reqs": "CERT_NONE"}
+    named = verify_tls if isinstance(verify_tls, str) else None
+    trusted = named or next(filter(None, map(os.environ.get, _TRUST_VARIABLES)), None)
+    if trusted is None:
+        return {"cert_reqs": "CERT_REQUIRED"}
+    if not os.access(trusted, os.R_OK):
+        raise ConfigError(f"the certificates to trust, {trusted}, cannot be read")
+    kind = "ca_cert_dir" if Path(trusted).is_dir() else "ca_certs"
+    return {"cert_reqs": "CERT_REQUIRED", kind: trusted}
+
+
 def _split(url: str) -> SplitResult:
     try:
         parts = urlsplit(url)
         valid = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
-    except ValueError as exc:
-        raise ConfigError(f"{url!r} is no URL: {exc}") from exc
+    except ValueError:
+        # What is wrong with it may stand in a password, so neither is repeated, nor is the cause.
+        raise ConfigError(
+            "the URL of a target cannot be read; give http://host:port or https://host:port"
+        ) from None
     if not valid or parts.query or parts.fragment or parts.username is not None:
         # What stands before an @ may be a password, and is not repeated.
         raise ConfigError(
@@ -255,7 +273,5 @@ def _split(url: str) -> SplitResult:
 def _headers(token: str | None) -> dict[str, str]:
     headers = {"Content-Type": "application/json", "Accept": "application/json"}
     if token:
-        if not (token.isascii() and token.isprintable()) or " " in token:
-            raise ConfigError("a token has printable ASCII characters only, and no spaces")
-        headers["Authorization"] = f"Bearer {token}"
+        headers["Authorization"] = f"Bearer {check_token_text(token)}"
     return headers

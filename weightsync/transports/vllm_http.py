@@ -100,12 +100,14 @@ class VllmHttpControl(HttpTransport):
         raise _remote_error(f"{self.target}: {verb}", status, answer)
 
 
-def is_vllm(url: str, token: str | None, *, timeout_s: float = 5.0) -> bool:
+def is_vllm(
+    url: str, token: str | None, *, verify_tls: bool | str = True, timeout_s: float = 5.0
+) -> bool:
     """Ask the server at `url` whether it is vLLM's; one that does not answer is not.
 
     What is asked is answered by its HTTP process alone, however busy the workers are.
     """
-    probe = HttpTransport(url, token)
+    probe = HttpTransport(url, token, verify_tls=verify_tls)
     try:
         status, answer = probe._exchange("version", b"", timeout_s)
         told = _decoded(answer) if status == 200 else None
@@ -122,7 +124,8 @@ def plain_url(target: str) -> str | None:
         return None
     url = target.removeprefix(SCHEME)
     if urlsplit(url).scheme not in ("http", "https"):
-        raise ConfigError(f"{target} cannot be a target; give vllm+http://host:port")
+        # What it says instead is not repeated: it may hold a password.
+        raise ConfigError("a target of vllm+ is no HTTP URL; give vllm+http://host:port")
     return url
 
 

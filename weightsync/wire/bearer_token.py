@@ -1,0 +1,69 @@
+"""Where the token comes from that both sides of HTTP share; nothing here ever repeats it."""
+
+from __future__ import annotations
+
+import os
+import stat
+from pathlib import Path
+
+from weightsync.errors import ConfigError
+
+TOKEN_VARIABLE = "WEIGHTSYNC_TOKEN"  # noqa: S105 - the name of a variable, not a secret
+TOKEN_FILE_VARIABLE = "WEIGHTSYNC_TOKEN_FILE"  # noqa: S105 - same
+MAX_TOKEN_LENGTH = 4096
+
+_TOO_OPEN = stat.S_IWGRP | stat.S_IRWXO
+
+
+def check_token_text(token: str) -> str:
+    """Return `token`. Raises ConfigError when it is empty or cannot stand in a header."""
+    sendable = token.isascii() and token.isprintable() and " " not in token
+    if not sendable or not 0 < len(token) <= MAX_TOKEN_LENGTH:
+        raise ConfigError(
+            f"a token has 1 to {MAX_TOKEN_LENGTH} printable ASCII characters and no spaces; "
+            "leave it out to have one made"
+        )
+    return token
+
+
+def token_from_environment() -> str | None:
+    """Return the token that WEIGHTSYNC_TOKEN or the file WEIGHTSYNC_TOKEN_FILE holds, if one does.
+
+    Raises ConfigError when both are set, and what read_token_file raises.
+    """
+    text = os.environ.get(TOKEN_VARIABLE) or None
+    path = os.environ.get(TOKEN_FILE_VARIABLE) or None
+    if text is not None and path is not None:
+        raise ConfigError(f"{TOKEN_VARIABLE} and {TOKEN_FILE_VARIABLE} are both set; set one")
+    return text if path is None else read_token_file(path)
+
+
+def read_token_file(path: str | os.PathLike[str]) -> str:
+    """Return the token in the file `path`, without the line break at its end.
+
+    Links are followed, as Kubernetes mounts secrets behind them. Raises ConfigError for a file
+    that users outside its group may read, that others than its owner may write, or that holds no
+    token.
+    """
+    try:
+        # O_NONBLOCK, because opening a FIFO would otherwise wait for its other end.
+        with os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb") as file:
+            _check_private(os.fstat(file.fileno()), path)
+            raw = file.read(MAX_TOKEN_LENGTH + 3)
+    except OSError as exc:
+        raise ConfigError(f"the token file {path} cannot be read: {exc.strerror}") from exc
+    text = raw.decode("latin-1").removesuffix("\n").removesuffix("\r")
+    try:
+        return check_token_text(text)
+    except ConfigError as exc:
+        raise ConfigError(f"the token file {path} holds no token: {exc}") from exc
+
+
+def _check_private(info: os.stat_result, path: str | os.PathLike[str]) -> None:
+    if not stat.S_ISREG(info.st_mode):
+        raise ConfigError(f"the token file {Path(path)} is {stat.filemode(info.st_mode)}, no file")
+    if info.st_mode & _TOO_OPEN:
+        raise ConfigError(
+            f"the token file {Path(path)} has mode {stat.filemode(info.st_mode)}, so others may "
+            "read or change it; chmod 600 it (defaultMode: 0400 of a Kubernetes secret)"
+        )
