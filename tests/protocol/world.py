@@ -19,7 +19,7 @@ from weightsync.transports.base import Transport
 from weightsync.wire.messages import Reply, Request, StartRequest, Status, UpdateRequest
 
 BUCKET_NBYTES = 4096
-SHORT_S = 0.5
+SHORT_S = 1.5
 PATIENT_S = 30.0
 LEASE_S = 10.0
 NAMES = ("embedding", "norm", "scale")
