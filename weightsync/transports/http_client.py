@@ -16,6 +16,7 @@ from urllib3.exceptions import (
     HTTPError,
     NewConnectionError,
     ReadTimeoutError,
+    SSLError,
 )
 
 from weightsync.errors import (
@@ -198,6 +199,11 @@ class HttpTransport(CountingTransport):
             raise TransportTimeout(
                 f"{self._target} did not answer {call} within {timeout_s:g} s; "
                 "send it again, or give more time with timeout_s="
+            ) from exc
+        except SSLError as exc:
+            raise ConnectError(
+                f"no TLS with {self._target} for {call}: {exc}; name the certificates to trust "
+                "with verify_tls= or REQUESTS_CA_BUNDLE"
             ) from exc
         except (HTTPError, OSError) as exc:
             raise ConnectError(

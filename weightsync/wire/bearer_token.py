@@ -47,9 +47,12 @@ def read_token_file(path: str | os.PathLike[str]) -> str:
     """
     try:
         # O_NONBLOCK, because opening a FIFO would otherwise wait for its other end.
-        with os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb") as file:
-            _check_private(os.fstat(file.fileno()), path)
-            raw = file.read(MAX_TOKEN_LENGTH + 3)
+        fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+        try:
+            _check_private(os.fstat(fd), path)
+            raw = os.read(fd, MAX_TOKEN_LENGTH + 3)
+        finally:
+            os.close(fd)
     except OSError as exc:
         raise ConfigError(f"the token file {path} cannot be read: {exc.strerror}") from exc
     text = raw.decode("latin-1").removesuffix("\n").removesuffix("\r")
