@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from dataclasses import dataclass
 
@@ -10,11 +11,15 @@ import torch
 from weightsync.errors import ConfigError
 from weightsync.samehost import cuda_handle
 from weightsync.samehost.device_keys import host_key
+from weightsync.samehost.pinning import CudaDriver, Driver, Pinned
 from weightsync.samehost.probe import PROBE_NBYTES, probe_digest
 from weightsync.samehost.ring import Control
 from weightsync.samehost.segment import Segment
+from weightsync.samehost.staging import CudaLane, Lane, StagedSlots
 from weightsync.weights.buckets import Plan
 from weightsync.wire.offers import KeyedHandle, ProbeInfo, SegmentHandle
+
+logger = logging.getLogger(__name__)
 
 
 class Ring:
@@ -31,17 +36,48 @@ class Ring:
         self._buffer: torch.Tensor | None = buffer
         self.slot_nbytes = slot_nbytes
         self.tensors = [buffer[i * slot_nbytes : (i + 1) * slot_nbytes] for i in range(slots)]
+        self._stage: StagedSlots | None = None
+        self._pinned: Pinned | None = None
+
+    def stage(self, device: torch.device, lane: Lane, driver: Driver) -> StagedSlots | None:
+        """Give buckets on the host a side on `device`, and pin them; once, before they are used.
+
+        Both fail open: None when `device` has no memory to spare, slower copies when the driver
+        does not pin.
+        """
+        if self._buffer is None or self._segment is None:
+            raise ConfigError("only open buckets on the host are staged")
+        try:
+            self._stage = StagedSlots(self.tensors, device, lane)
+        except torch.OutOfMemoryError as exc:
+            reason = str(exc).partition("\n")[0]
+            logger.warning("tensors cross to the host one by one: no memory to stage (%s)", reason)
+            return None
+        self._pinned = Pinned(self._buffer, driver)
+        return self._stage
 
     def handle(self) -> KeyedHandle:
         """Export the buckets, once per reader."""
         return keyed_handle(self._segment, self._buffer)
 
     def close(self) -> None:
-        """Free the buckets."""
+        """Wait for copies into the buckets, and free them."""
+        if self._stage:
+            self._stage.close()
+        if self._pinned:
+            self._pinned.close()
+        self._stage = self._pinned = None
         self.tensors = []
         self._buffer = None
         if self._segment:
             self._segment.close()
+
+
+def stage_on_gpu(ring: Ring, device: torch.device) -> StagedSlots | None:
+    """Stage a ring on the host for tensors on `device`; None for tensors on the host."""
+    if device.type != "cuda":
+        return None
+    return ring.stage(device, CudaLane(device), CudaDriver(device))
 
 
 def keyed_handle(segment: Segment | None, memory: torch.Tensor | None = None) -> KeyedHandle:

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Callable, Iterable
+from contextlib import closing
 from dataclasses import dataclass, field
 from typing import Literal, Protocol, TypeVar
 
 import torch
 
 from weightsync.backends.base import Check, TrainerWeightTransferEngine
-from weightsync.backends.exported import PackedStream, Probe, Ring, keyed_handle
+from weightsync.backends.exported import PackedStream, Probe, Ring, keyed_handle, stage_on_gpu
 from weightsync.backends.trail import Trail
 from weightsync.errors import ConfigError
 from weightsync.samehost.device_stream import DeviceStream
 from weightsync.samehost.ring import NETWORK, Control, RingWriter
 from weightsync.samehost.shared_stream import SharedStream
+from weightsync.samehost.staging import StagedSlots
 from weightsync.specs import Manifest
 from weightsync.weights.buckets import RUN_NBYTES, Plan, runs_per_chunk
 from weightsync.weights.copier import Memory, RunCompiler
@@ -23,6 +25,7 @@ from weightsync.weights.dtypes import TORCH_DTYPES, spec_of
 from weightsync.weights.fingerprint import table_digest
 from weightsync.weights.packer import Packer
 from weightsync.weights.source import NamedTensors, WeightSource, checked
+from weightsync.weights.staged_packer import StagedPacker
 from weightsync.wire.codec import manifest_to_wire
 from weightsync.wire.messages import PROTOCOL, RegisteredUpdate
 from weightsync.wire.offers import (
@@ -38,6 +41,8 @@ Road = Literal["cuda_ipc", "shared_memory"]
 
 HOST_BUCKET_NBYTES = 2 << 20
 HOST_BUCKETS = 4
+STAGED_BUCKET_NBYTES = 8 << 20
+"""Between a GPU and the host: large enough that a copy's start costs little beside it."""
 CUDA_BUCKET_NBYTES = 256 << 20
 CUDA_BUCKETS = 2
 CUDA_RUN_NBYTES = 32 << 20
@@ -71,10 +76,17 @@ Kept = TypeVar("Kept", bound=_Closable)
 class IpcTrainerEngine(TrainerWeightTransferEngine):
     """Moves a source through a ring (packed) or lets receivers read it where it is (unpacked).
 
-    Raises SegmentError at construction when `/dev/shm` has no room, naming the size needed.
+    `stage` gives a ring on the host its side on the source's device. Raises SegmentError at
+    construction when `/dev/shm` has no room, naming the size needed.
     """
 
-    def __init__(self, source: WeightSource, options: IpcOptions) -> None:
+    def __init__(
+        self,
+        source: WeightSource,
+        options: IpcOptions,
+        *,
+        stage: Callable[[Ring, torch.device], StagedSlots | None] = stage_on_gpu,
+    ) -> None:
         self.road = options.road
         self.sender_id = options.sender_id
         self._source = source
@@ -97,6 +109,7 @@ class IpcTrainerEngine(TrainerWeightTransferEngine):
             )
             device = options.device if ring_on_gpu else torch.device("cpu")
             self._ring = self._keep(Ring(slots, bucket, device))
+            self._stage = None if on_gpu else stage(self._ring, options.device)
             self._probe_memory = self._keep(Probe(options.device if on_gpu else None))
             self._memory = None if packed else self._keep(self._register(stable))
         except BaseException:
@@ -104,7 +117,7 @@ class IpcTrainerEngine(TrainerWeightTransferEngine):
             raise
         self._writer = RingWriter(self._control)
         self.trail = Trail(self._control, self._whole)
-        self._packer = Packer(self._chunked(self.manifest), self._ring.tensors)
+        self._packer = self._packer_of(self.manifest)
         self._hashers: list[Callable[[], int]] | None = None
         self._table: list[int] = []
         self._verify = True
@@ -202,7 +215,7 @@ class IpcTrainerEngine(TrainerWeightTransferEngine):
 
     @property
     def extra_nbytes(self) -> int:
-        """Ring, control and what registered memory holds beside adopted tensors."""
+        """Ring with its side on a GPU, control, and registered memory beside adopted tensors."""
         beside = 0
         if isinstance(self._memory, SharedStream):
             adopted = self._memory.adopted
@@ -210,7 +223,8 @@ class IpcTrainerEngine(TrainerWeightTransferEngine):
             beside = sum(nbytes for i, nbytes in sizes if i not in adopted)
         elif isinstance(self._memory, DeviceStream):
             beside = self._memory.copied_nbytes
-        return self._ring.nbytes + self._control.segment.nbytes + beside
+        staged = self._stage.nbytes if self._stage else 0
+        return self._ring.nbytes + staged + self._control.segment.nbytes + beside
 
     @property
     def written_nbytes(self) -> int:
@@ -231,8 +245,10 @@ class IpcTrainerEngine(TrainerWeightTransferEngine):
         self._closers.append(thing.close)
         return thing
 
-    def _chunked(self, manifest: Manifest) -> Plan:
-        return Plan(manifest, bucket_nbytes=self._bucket_nbytes, run_nbytes=self._run_nbytes)
+    def _packer_of(self, manifest: Manifest) -> Packer:
+        plan = Plan(manifest, bucket_nbytes=self._bucket_nbytes, run_nbytes=self._run_nbytes)
+        slots = self._ring.tensors
+        return StagedPacker(plan, slots, self._stage) if self._stage else Packer(plan, slots)
 
     def _register(self, stable: list[torch.Tensor] | None) -> SharedStream | DeviceStream:
         specs = self.manifest.specs
@@ -261,7 +277,7 @@ class IpcTrainerEngine(TrainerWeightTransferEngine):
         self, readers: list[int], pairs: list[tuple[str, torch.Tensor]]
     ) -> RegisteredUpdate:
         manifest = Manifest(tuple(spec_of(name, tensor) for name, tensor in pairs))
-        packer = Packer(self._chunked(manifest), self._ring.tensors)
+        packer = self._packer_of(manifest)
         wire = manifest_to_wire(manifest)
         return self._begin_packed(readers, packer, lambda: iter(pairs), wire)
 
@@ -302,12 +318,13 @@ class IpcTrainerEngine(TrainerWeightTransferEngine):
                 pairs = checked(tensors(), packer.plan.manifest)
                 filled = packer.pack(pairs, acquire, verify=self._verify)
             room = self._control.entries // self._control.slots
-            for j, fingerprints in filled:
-                self._control.write_fingerprints(j % self._control.slots * room, fingerprints)
-                self._table += fingerprints
-                self._writer.publish(j)
-                self.trail.mark("published", j)
-                self._written_nbytes += packer.plan.chunks[j].stop - packer.plan.chunks[j].start
+            with closing(filled):
+                for j, fingerprints in filled:
+                    self._control.write_fingerprints(j % self._control.slots * room, fingerprints)
+                    self._table += fingerprints
+                    self._writer.publish(j)
+                    self.trail.mark("published", j)
+                    self._written_nbytes += packer.plan.chunks[j].stop - packer.plan.chunks[j].start
             self._writer.drain(chunks, check=check, timeout_s=timeout_s)
 
         self._update = pack
@@ -362,6 +379,8 @@ class IpcTrainerEngine(TrainerWeightTransferEngine):
 
 
 def _ring_size(options: IpcOptions, *, on_gpu: bool) -> tuple[int, int]:
-    bucket = options.bucket_nbytes or (CUDA_BUCKET_NBYTES if on_gpu else HOST_BUCKET_NBYTES)
+    staged = options.device.type == "cuda"
+    host_bucket = STAGED_BUCKET_NBYTES if staged else HOST_BUCKET_NBYTES
+    bucket = options.bucket_nbytes or (CUDA_BUCKET_NBYTES if on_gpu else host_bucket)
     slots = options.num_buckets or (CUDA_BUCKETS if on_gpu else HOST_BUCKETS)
     return bucket, slots

@@ -18,11 +18,12 @@ from weightsync.errors import (
     VerificationError,
 )
 from weightsync.samehost.memory import OpenMemory
+from weightsync.samehost.pinning import CudaDriver
 from weightsync.samehost.ring import LOCAL, NETWORK, Control, RingReader, wait_until
 from weightsync.specs import Manifest
 from weightsync.weights.buckets import Plan, Run
-from weightsync.weights.copier import CompiledRun, Memory
-from weightsync.weights.shard_copier import compiler_for
+from weightsync.weights.copier import CompiledRun, DeviceRun, Memory
+from weightsync.weights.shard_copier import DeviceShardRun, compiler_for
 from weightsync.weights.sink import Landing, Verification
 from weightsync.wire.codec import manifest_from_wire
 from weightsync.wire.messages import RegisteredUpdate
@@ -193,6 +194,8 @@ class Transfer:
         registered = None if ring else self._opened.registered
         compiler = compiler_for(self._plan, memory, registered)
         slots = self._opened.slots
+        if ring and slots[0].device.type == "cpu":
+            _pin_for(memory, self._opened.ring)
         programs: list[list[CompiledRun]] = []
         for j, chunk in enumerate(self._plan.chunks):
             slot = slots[j % len(slots)] if ring else None
@@ -263,7 +266,17 @@ class Transfer:
                 raise SegmentError("the sender died in the middle of the update")
 
 
+def _pin_for(memory: Memory, ring: OpenMemory) -> None:
+    """Pin buckets on the host that go to a GPU, before the first copy."""
+    device = next((t.device for t in memory.tensors if t.device.type == "cuda"), None)
+    if device is not None:
+        ring.pin(CudaDriver(device))
+
+
 def _settle(runs: Sequence[CompiledRun]) -> None:
     """Wait for copies that a GPU still makes; the sender may overwrite their source afterwards."""
-    if runs and not runs[0].on_host:
-        torch.cuda.synchronize()
+    if not runs or runs[0].on_host:
+        return
+    moving = [run.gpus() for run in runs if isinstance(run, DeviceRun | DeviceShardRun)]
+    for device in set[torch.device]().union(*moving):
+        torch.cuda.synchronize(device)

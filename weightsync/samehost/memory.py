@@ -9,6 +9,7 @@ import torch
 
 from weightsync.errors import HandleError
 from weightsync.samehost import cuda_handle
+from weightsync.samehost.pinning import Driver, Pinned
 from weightsync.samehost.segment import Segment
 from weightsync.wire.offers import Handle, SegmentHandle
 
@@ -18,6 +19,7 @@ class OpenMemory:
 
     def __init__(self, handle: Handle) -> None:
         self._segment: Segment | None = None
+        self._pinned: Pinned | None = None
         if isinstance(handle, SegmentHandle):
             if handle.offset > handle.nbytes:
                 raise HandleError(
@@ -46,9 +48,16 @@ class OpenMemory:
             )
         return self.tensor[offset : offset + nbytes]
 
+    def pin(self, driver: Driver) -> None:
+        """Pin a segment until `close`, for copies to a GPU; fails open. Idempotent."""
+        if self._segment is not None and self._pinned is None:
+            self._pinned = Pinned(self.tensor, driver, read_only=True)
+
     def close(self) -> None:
-        """Give the memory back. Idempotent."""
+        """Give the memory back, when no copy reads it any more. Idempotent."""
         self._tensor = None
+        if self._pinned is not None:
+            self._pinned.close()
         if self._segment is not None:
             self._segment.close()
         else:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any, Protocol, Self
 
 import torch
 
@@ -10,6 +12,9 @@ from weightsync.errors import BackendUnavailableError, ConfigError
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
+
+TWINS = 2
+"""One is filled while what is in the other crosses."""
 
 
 class CpuGpuBuffer:
@@ -35,6 +40,21 @@ class CpuGpuBuffer:
         self.cpu = torch.zeros(*size, dtype=dtype, device="cpu", pin_memory=pinned)
         self.gpu = torch.zeros(*size, dtype=dtype, device=target)
 
+    @classmethod
+    def around(cls, cpu: torch.Tensor, gpu: torch.Tensor) -> Self:
+        """Make a pair of memory that is there, contents and all; the caller frees it.
+
+        Raises ConfigError when the two differ in shape or dtype.
+        """
+        if cpu.shape != gpu.shape or cpu.dtype is not gpu.dtype:
+            raise ConfigError(
+                f"the two sides of a pair are alike; these are {cpu.dtype} {list(cpu.shape)} and "
+                f"{gpu.dtype} {list(gpu.shape)}"
+            )
+        pair = cls.__new__(cls)
+        pair.cpu, pair.gpu = cpu, gpu
+        return pair
+
     @property
     def np(self) -> NDArray[Any]:
         """A NumPy view of the host side. Raises ConfigError for dtypes that NumPy does not have."""
@@ -53,6 +73,108 @@ class CpuGpuBuffer:
 
     def _rows(self, n: int | None) -> int:
         return self.cpu.shape[0] if n is None else n
+
+
+class Ticket(Protocol):
+    """A copy on its way."""
+
+    def hold(self) -> None:
+        """Make what the caller's stream does from now on wait for the copy; return at once."""
+
+    def settle(self) -> None:
+        """Return when the copy is complete."""
+
+
+class Lane(Protocol):
+    """Where copies run beside the caller's stream, one after the other."""
+
+    def run(self, copy: Callable[[], object]) -> Ticket:
+        """Enqueue `copy`, behind all that the caller's stream has been given so far."""
+
+    def close(self) -> None:
+        """Return when all copies are complete."""
+
+
+class CudaLane:
+    """A stream of `device` for copies."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]  # torch's
+
+    def run(self, copy: Callable[[], object]) -> Ticket:
+        """Enqueue `copy`; see the contract."""
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._stream):
+            copy()
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]  # torch's
+        event.record(self._stream)
+        return _CudaTicket(event, self._device)
+
+    def close(self) -> None:
+        """Return when all copies are complete."""
+        self._stream.synchronize()
+
+
+class _CudaTicket:
+    def __init__(self, event: torch.cuda.Event, device: torch.device) -> None:
+        self._event = event
+        self._device = device
+
+    def hold(self) -> None:
+        torch.cuda.current_stream(self._device).wait_event(self._event)
+
+    def settle(self) -> None:
+        self._event.synchronize()
+
+
+class StagedSlots:
+    """Host `slots` (`uint8[slot_nbytes]` each) as pairs, whose device side they share by turns.
+
+    What is to arrive in a slot is put together on `device`, in the slot's twin, by the caller's
+    stream, and crosses in one copy on `lane`. Nothing here waits but `close`. Raises torch's
+    OutOfMemoryError when `device` has no room for the twins.
+    """
+
+    def __init__(self, slots: Sequence[torch.Tensor], device: torch.device, lane: Lane) -> None:
+        self.device = device
+        self._lane = lane
+        self._twins = min(TWINS, len(slots))
+        memories = [torch.empty_like(slot, device=device) for slot in slots[: self._twins]]
+        self.nbytes = sum(memory.numel() for memory in memories)
+        self._pairs = [
+            CpuGpuBuffer.around(slot, memories[i % self._twins]) for i, slot in enumerate(slots)
+        ]
+        self._crossing: dict[int, Ticket] = {}
+
+    def twin(self, slot: int) -> torch.Tensor:
+        """Return the slot's device side; the caller's stream may write it from now on."""
+        last = self._crossing.pop(slot % self._twins, None)
+        if last is not None:
+            last.hold()
+        return self._pairs[slot].gpu
+
+    def cross(self, slot: int, nbytes: int) -> Ticket:
+        """Send the first `nbytes` of the slot's twin to the slot, which is free."""
+        ticket = self._lane.run(partial(self._pairs[slot].copy_to_cpu, nbytes))
+        self._crossing[slot % self._twins] = ticket
+        return ticket
+
+    def cross_directly(self, slot: int, source: torch.Tensor) -> Ticket:
+        """Send `uint8[nbytes]` that lie on `device` to the beginning of the slot, which is free.
+
+        The caller may overwrite or free the source at once, on its own stream.
+        """
+        target = self._pairs[slot].cpu
+        ticket = self._lane.run(partial(copy_slice, source, target, source.numel()))
+        ticket.hold()
+        return ticket
+
+    def close(self) -> None:
+        """Wait for the copies, and free the twins. Idempotent."""
+        self._lane.close()
+        self._crossing.clear()
+        self._pairs.clear()
 
 
 def copy_slice(source: torch.Tensor, target: torch.Tensor, length: int) -> torch.Tensor:

@@ -239,13 +239,21 @@ class Roads:
             self._rings[way.rank] = cast(Literal["cuda_ipc", "shared_memory"], ring)
         relayed = any(way.road == "distributed" for way in chosen.values())
         self._relayed = relayed
-        stable = self._ensemble.cards[0].stable
         wanted = self._options.packed
-        self.packed = relayed or (
-            not stable or not self._options.adopt if wanted is None else wanted
-        )
+        self.packed = relayed or (self._flows() if wanted is None else wanted)
         with self._timed("open"):
             self._ensemble.tell(Open(roads=self._rings, packed=self.packed, relayed=relayed))
+
+    def _flows(self) -> bool:
+        """Whether tensors cannot be read where they are: made on the way, or on a GPU.
+
+        Those of a GPU that nobody can open pass through the host, and readers follow on their heels.
+        """
+        cards = self._ensemble.cards
+        crossing = any(
+            cards[rank].on_gpu and ring == "shared_memory" for rank, ring in self._rings.items()
+        )
+        return crossing or not cards[0].stable or not self._options.adopt
 
     def _offer_local(self, members: Sequence[Member], fleet_version: int | None) -> list[Answer]:
         """Probe where an export that nobody opens would never be freed, then offer everything."""

@@ -143,6 +143,10 @@ class DeviceRun:
         """Enqueue the copies of the run."""
         torch._foreach_copy_(list(self.targets), list(self.sources), non_blocking=True)
 
+    def gpus(self) -> set[torch.device]:
+        """Where copies of this run may be at work."""
+        return {t.device for t in (*self.targets, *self.sources) if t.device.type == "cuda"}
+
     def fingerprint(self) -> int:
         """Wait for the copies and fingerprint."""
         if self.sources and self.sources[0].device.type == "cpu":

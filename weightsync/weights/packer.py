@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from functools import cache
 
 import torch
@@ -41,18 +41,18 @@ class Packer:
 
     def pack_stable(
         self, tensors: Sequence[torch.Tensor], acquire: Acquire, *, verify: bool
-    ) -> Iterator[Packed]:
+    ) -> Generator[Packed, None, None]:
         """Pack tensors that stay where they are: the copies are planned once and replayed.
 
         Falls back to `pack` for tensors that need more than a copy of bytes.
         """
         if not (self._on_host and all(map(_is_bytes, self.plan.manifest.specs, tensors))):
             specs = self.plan.manifest.specs
-            _check_whole(specs, tensors)
+            check_whole(specs, tensors)
             pairs = ((spec.name, t) for spec, t in zip(specs, tensors, strict=True))
             yield from self.pack(pairs, acquire, verify=verify)
             return
-        _check_whole(self.plan.manifest.specs, tensors)
+        check_whole(self.plan.manifest.specs, tensors)
         addresses = [tensor.data_ptr() for tensor in tensors]
         if addresses != self._replayed_from:
             self._replayed = self._compile(tensors)
@@ -64,7 +64,9 @@ class Packer:
                 run.copy()
             yield j, self._fingerprints(j) if verify else []
 
-    def pack(self, pairs: NamedTensors, acquire: Acquire, *, verify: bool) -> Iterator[Packed]:
+    def pack(
+        self, pairs: NamedTensors, acquire: Acquire, *, verify: bool
+    ) -> Generator[Packed, None, None]:
         """Pack tensors as they come, in the manifest's order: cast, gathered, on any device."""
         j = -1
         for index, (_, tensor) in enumerate(pairs):
@@ -81,7 +83,7 @@ class Packer:
                 chunk = self.plan.chunks[j]
                 take = min(end, chunk.stop) - position
                 if take < spec.nbytes and flat is None:
-                    flat = _flatten(tensor, spec)
+                    flat = flatten(tensor, spec)
                 self._write(j, position, take, tensor if flat is None else flat, spec, end)
                 position += take
         if j >= 0:
@@ -152,7 +154,7 @@ def slot_views(plan: Plan, chunk: Chunk, slot: torch.Tensor) -> list[memoryview]
     ]
 
 
-def _check_whole(specs: Sequence[TensorSpec], tensors: Sequence[torch.Tensor]) -> None:
+def check_whole(specs: Sequence[TensorSpec], tensors: Sequence[torch.Tensor]) -> None:
     """Raise ManifestMismatchError for tensors whose memory is gone or of another shape.
 
     `parameter.data = torch.empty(0)` is how trainers offload; a copy would read past its end.
@@ -170,12 +172,13 @@ def _check_whole(specs: Sequence[TensorSpec], tensors: Sequence[torch.Tensor]) -
         )
 
 
+def is_plain(spec: TensorSpec, tensor: torch.Tensor) -> bool:
+    """Whether the tensor's memory, on whatever device, is what travels: no cast, no odd stride."""
+    return tensor.dtype is TORCH_DTYPES[spec.dtype] and tensor.is_contiguous()
+
+
 def _is_bytes(spec: TensorSpec, tensor: torch.Tensor) -> bool:
-    return (
-        tensor.device.type == "cpu"
-        and tensor.dtype is TORCH_DTYPES[spec.dtype]
-        and tensor.is_contiguous()
-    )
+    return tensor.device.type == "cpu" and is_plain(spec, tensor)
 
 
 def _is_bytes_like(source: torch.Tensor, take: int, spec: TensorSpec) -> bool:
@@ -183,5 +186,6 @@ def _is_bytes_like(source: torch.Tensor, take: int, spec: TensorSpec) -> bool:
     return flat or (take == spec.nbytes and _is_bytes(spec, source))
 
 
-def _flatten(tensor: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
+def flatten(tensor: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
+    """Return the bytes that travel, `uint8[spec.nbytes]`: the tensor's own, unless it is cast."""
     return as_bytes(tensor.detach().to(TORCH_DTYPES[spec.dtype]).contiguous())

@@ -129,6 +129,11 @@ class DeviceShardRun:
             targets, sources = zip(*self.pairs, strict=True)
             torch._foreach_copy_(list(targets), list(sources), non_blocking=True)
 
+    def gpus(self) -> set[torch.device]:
+        """Where copies of this run may be at work."""
+        ends = (end for pair in self.pairs for end in pair)
+        return {end.device for end in (*ends, *self.sources) if end.device.type == "cuda"}
+
     def holds(self) -> bool:
         """Wait for the copies and read the shards back, all with one wait."""
         different = [torch.ne(t.to(s.device), s).any() for t, s in self.pairs]
