@@ -12,6 +12,7 @@ import torch
 
 from weightsync.backends.base import Check, TrainerWeightTransferEngine
 from weightsync.backends.exported import PackedStream, Probe, Ring, keyed_handle, stage_on_gpu
+from weightsync.backends.exports import Exports
 from weightsync.backends.trail import Trail
 from weightsync.errors import ConfigError
 from weightsync.samehost.device_stream import DeviceStream
@@ -117,6 +118,9 @@ class IpcTrainerEngine(TrainerWeightTransferEngine):
             raise
         self._writer = RingWriter(self._control)
         self.trail = Trail(self._control, self._whole)
+        self.exports = Exports(
+            self._writer, self._ring, self._probe_memory, self._memory, on_gpu=on_gpu
+        )
         self._packer = self._packer_of(self.manifest)
         self._hashers: list[Callable[[], int]] | None = None
         self._table: list[int] = []

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -36,9 +37,13 @@ from weightsync.specs import Manifest
 from weightsync.weights.dtypes import spec_of
 from weightsync.weights.sharded_source import gather
 from weightsync.weights.source import NamedTensors, WeightSource
-from weightsync.wire.messages import RegisteredUpdate
+from weightsync.wire.messages import LedgerEntry, RegisteredUpdate
 from weightsync.wire.offers import IpcInit
 
+if TYPE_CHECKING:
+    from weightsync.sending.fleet import Member
+
+LOCAL_ROADS = ("cuda_ipc", "shared_memory")
 RELAY_PLACE = READER_PLACES - 1
 """The place on rank 0's ring from which other hosts are fed."""
 RELAYED_BUCKET_NBYTES = 16 << 20
@@ -108,6 +113,14 @@ class Feeder:
                 return Answer()
             case _:
                 raise ConfigError(f"{type(command).__name__} is no command for a feeder")
+
+    def ledger(self, members: Iterable[Member]) -> list[LedgerEntry]:
+        """What this rank shares now; the readers of it are named after `members`, where known."""
+        engine, rank = self.engine, self._ranks.rank
+        names = {m.reader: m.target for m in members if m.rank == rank and m.road in LOCAL_ROADS}
+        if self.relay is not None:
+            names[RELAY_PLACE] = "other hosts"
+        return engine.exports.entries(names) if engine is not None else []
 
     def close(self) -> None:
         """Free everything. Idempotent."""

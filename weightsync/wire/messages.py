@@ -234,13 +234,19 @@ WorkerPath = Annotated[str, Meta(max_length=128, pattern=r"^\w[\w-]*(/\w[\w-]*)*
 
 
 class LedgerEntry(Message, frozen=True, kw_only=True):
-    """One live export, mapping or ring."""
+    """One live export, mapping or ring.
+
+    Of what a sender shares, `readers` are the receivers that were given it and have not left, and
+    `unreleased` those of them that still hold a chunk of the ring.
+    """
 
     kind: str
     name: str
     nbytes: int
     owner: bool
     age_s: float
+    readers: list[str] = []
+    unreleased: list[str] = []
 
 
 class Status(Message, frozen=True, kw_only=True):
