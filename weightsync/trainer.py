@@ -31,6 +31,7 @@ from weightsync.sending.targets import Target, Targets, make_transport, make_tra
 from weightsync.transports.base import Transport
 from weightsync.weights.module_tensors import Rename
 from weightsync.weights.source import as_source
+from weightsync.wire.messages import LedgerEntry
 
 logger = logging.getLogger(__name__)
 
@@ -251,6 +252,10 @@ class WeightSender:
         """
         report = self._together("resync", lambda lead: lead.resync(lead.members(target)))
         return _required(report)
+
+    def ledger(self) -> list[LedgerEntry]:
+        """What this rank shares now, its size and age, who reads it and who has not released it."""
+        return self._ensemble.feeder.ledger(self._lead.fleet.members if self._lead else ())
 
     def release(self) -> None:
         """Unregister all memory, so that it may be offloaded or freed; the next send connects."""
