@@ -111,7 +111,6 @@ class FleetMachine(RuleBasedStateMachine):
         trainer.arm(death, fails_at=fails_at, dies_in_source=dies)
         version = None if back is None else max(sender.version - back, 0)
         rewind = rewind and back is not None
-        self.here.rewound = self.here.rewound or rewind
         reports: list[ws.SyncReport] = []
 
         def send() -> None:

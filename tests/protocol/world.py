@@ -193,6 +193,7 @@ class World:
         terms = request if isinstance(request, StartRequest) else terms
         if terms is None or terms.version is None:
             return
+        self.rewound = self.rewound or terms.rewind  # resync() and add() do so as well
         bases = self.sent[terms.base_version or 0] if terms.partial else {trainer.contents}
         for base in list(bases):
             parts = dict(zip(NAMES, base, strict=True)) | trainer.sending
