@@ -49,3 +49,30 @@ def test_a_sender_that_was_there_before_ends_what_another_one_left(death: Death)
     for member in world.fleet:
         world.holds(member, version, staying.contents)
     world.end()
+
+
+@pytest.mark.usefixtures("shm_clean")
+def test_one_that_rolls_forward_alone_is_freed_from_a_dead_sender_as_well() -> None:
+    """The others could go on, since one of them is in place; this one has to follow."""
+    world = World(["in_place", "staged"])
+    staying, dying = [Trainer(world, packed=True, drops=False) for _ in range(2)]
+    for trainer in (dying, staying):
+        world.trainers.append(trainer)
+        trainer.connect(SHORT_S)
+        trainer.note_segments()
+        assert trainer.sender is not None
+        if trainer is dying:
+            trainer.fill()
+            trainer.sender.send_weights()
+    assert dying.sender is not None
+    assert staying.sender is not None
+    world.fleet[1].restart()
+    dying.arm(Death(5, acted=True), fails_at=None, dies_in_source=False)
+    with pytest.raises(ws.WeightSyncError):
+        dying.sender.resync("receiver-1")
+    assert world.statuses()[1].orphaned
+    staying.fill()
+    version = staying.sender.send_weights().version
+    for member in world.fleet:
+        world.holds(member, version, staying.contents)
+    world.end()

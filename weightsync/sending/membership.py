@@ -227,7 +227,7 @@ class Membership:
             if answer.status.instance != answer.member.instance
             or isinstance(failed.get(answer.member), UnknownSenderError)
         ]
-        ended = members is None and len(known) == len(answers) and self._end_orphans(known)
+        ended = any(answer.status.orphaned for answer in known) and self._end_orphans(timeout_s)
         if not strangers or not self.connected:
             return ended
         logger.warning("connecting again: %s", names(a.member for a in strangers))
@@ -235,12 +235,13 @@ class Membership:
         self._offer([answer.member for answer in strangers])
         return True
 
-    def _end_orphans(self, answers: Sequence[Answer]) -> bool:
-        """End what a sender that died beside this one left open; whether there was anything."""
-        left = any(answer.status.orphaned for answer in answers)
-        if left:
-            self.learn(end_orphans(self.fleet, answers, self._timeout_s))
-        return left
+    def _end_orphans(self, timeout_s: float) -> bool:
+        """End what a sender that died beside this one left open, once everyone can be asked."""
+        answers = self.fleet.ask(StatusRequest(), timeout_s=timeout_s)
+        if failures(answers):
+            return False
+        self.learn(end_orphans(self.fleet, answers, self._timeout_s))
+        return True
 
     def _meet_reshaped(self, servers: Sequence[str], *, everyone: bool) -> bool:
         if not everyone:
