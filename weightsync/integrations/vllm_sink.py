@@ -15,11 +15,12 @@ from weightsync.errors import BackendUnavailableError, ConfigError
 from weightsync.integrations.vllm_held import held_checksums
 from weightsync.integrations.vllm_reload import Reload
 from weightsync.integrations.vllm_trial import Trial, try_out
-from weightsync.specs import Manifest, ManifestDifference, compare
+from weightsync.specs import Manifest, ManifestDifference, TensorSpec, compare
 from weightsync.weights import slab
 from weightsync.weights.buckets import Plan
 from weightsync.weights.copier import Memory
 from weightsync.weights.dtypes import from_bytes
+from weightsync.weights.loans import own_storage, refuse_kept, uses
 from weightsync.weights.sink import Apply, Landing, NamedTensor, WeightSink
 
 logger = logging.getLogger(__name__)
@@ -159,17 +160,19 @@ class _AsideLanding(Landing):
 
     def commit(self) -> None:
         reload = self._sink.reload
+        lent = [(name, own_storage(self.memory.tensors[self._index[name]])) for name in self._names]
+        counts = [uses(flat) for _, flat in lent]
         reload.begin()
         try:
-            reload.load((name, self._tensor(name)) for name in self._names)
+            reload.load((name, from_bytes(flat, self._spec(name))) for name, flat in lent)
+            reload.end()
         except BaseException:
             reload.abandon()
             raise
-        reload.end()
+        refuse_kept(lent, counts)  # it would change with the next update's first bytes
 
-    def _tensor(self, name: str) -> torch.Tensor:
-        place = self._index[name]
-        return from_bytes(self.memory.tensors[place], self._specs[place])
+    def _spec(self, name: str) -> TensorSpec:
+        return self._specs[self._index[name]]
 
 
 def _checkpoint_manifest(model_config: Any) -> Manifest | None:
