@@ -247,7 +247,7 @@ class Roads:
     def _flows(self) -> bool:
         """Whether tensors cannot be read where they are: made on the way, or on a GPU.
 
-        Those of a GPU that nobody can open pass through the host, and readers follow on their heels.
+        Those of a GPU that nobody can open pass through the host, chunk by chunk.
         """
         cards = self._ensemble.cards
         crossing = any(
