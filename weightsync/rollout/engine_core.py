@@ -68,6 +68,7 @@ class EngineCore:
         self._scheduler = scheduler or Scheduler(crew.card)
         self._standings = Standings(crew.size)
         self._pauses = Pauses()
+        self._unsent: list[Post] = []
         self._rate = _Rate()
         self._tokens_total = self._steps_total = self._requests_total = 0
         self._stopping = False
@@ -89,10 +90,13 @@ class EngineCore:
     def run(self) -> None:
         """Serve until `stop`. Raises PeerLostError naming a worker that died."""
         while not self._stopping:
+            if not self._has_work():
+                self._post(())
             self._hear(0 if self._has_work() else IDLE_MS)
             self._settle()
             if self._has_work():
                 self._make_step()
+        self._post(())
 
     def _has_work(self) -> bool:
         ready = self._pauses.may_step and self._standings.may_step
@@ -102,11 +106,13 @@ class EngineCore:
         step = self._scheduler.next_step()
         if step is None:
             return
-        result = self._crew.make(step)
+        self._crew.begin(step)
+        self._post(())  # the tokens of the step before, while the workers make this one
+        result = self._crew.finish(step)
         self._steps_total += 1
         self._tokens_total += len(result.chosen)
         self._rate.count(len(result.chosen))
-        self._post(self._scheduler.done(result))
+        self._unsent = self._scheduler.done(result)
 
     def _settle(self) -> None:
         """Tell requesters what cannot go on, and pauses what is over."""
@@ -188,9 +194,10 @@ class EngineCore:
         self._post([(owner, Failed(request_id=request_id, problem=problem))])
 
     def _post(self, posts: Iterable[Post]) -> None:
-        """Send every API server its part in one message."""
+        """Send every API server its part in one message, behind what is unsent."""
         parts: dict[Owner, list[Event]] = {}
-        for owner, event in posts:
+        unsent, self._unsent = self._unsent, []
+        for owner, event in (*unsent, *posts):
             parts.setdefault(owner, []).append(event)
         for owner, events in parts.items():
             # An API server that died is not there any more; the supervisor ends the rest.
