@@ -59,6 +59,16 @@ class TestBuffer:
         assert buffer.cpu.is_pinned() == torch.cuda.is_available()
         assert not CpuGpuBuffer(4, dtype=torch.uint8, device="cpu").cpu.is_pinned()
 
+    def test_a_pair_around_memory_that_is_there(self) -> None:
+        cpu, gpu = torch.arange(4), torch.arange(10, 14)
+        pair = CpuGpuBuffer.around(cpu, gpu)
+        assert pair.copy_to_cpu(2).data_ptr() == cpu.data_ptr()
+        assert cpu.tolist() == [10, 11, 2, 3]
+        with pytest.raises(ConfigError, match="the two sides of a pair are alike"):
+            CpuGpuBuffer.around(cpu, gpu[:3])
+        with pytest.raises(ConfigError, match=r"torch\.int64 \[4\] and torch\.int32 \[4\]"):
+            CpuGpuBuffer.around(cpu, gpu.int())
+
     @pytest.mark.parametrize("rows", [-1, 5])
     def test_rows_that_are_not_there(self, rows: int) -> None:
         buffer = CpuGpuBuffer(4, dtype=torch.uint8)
