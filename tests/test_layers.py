@@ -36,12 +36,30 @@ def layer(*units: str, mutual: bool = False, stdlib_only: bool = False, ban: str
 
 # The empty name is weightsync/__init__.py: it stands on L4, and L5 and above may import it.
 LAYERS = (
-    layer("errors", "specs", "report", "lifecycle", mutual=True, stdlib_only=True),
+    layer(
+        "errors",
+        "specs",
+        "report",
+        "lifecycle",
+        "progress",
+        "tracing",
+        mutual=True,
+        stdlib_only=True,
+    ),
     layer("wire", ban="torch"),
     layer("weights", "samehost"),
     layer("backends", "transports"),
     layer("sending", "receiving"),
-    layer("trainer", "receiver", "profiling", "oneshot", "compat", mutual=True),
+    layer(
+        "trainer",
+        "receiver",
+        "profiling",
+        "oneshot",
+        "compat",
+        "onlookers",
+        "progress_bar",
+        mutual=True,
+    ),
     layer(""),
     layer("server", "ray"),
     layer("rollout", "integrations", "testing"),

@@ -39,6 +39,7 @@ from weightsync.errors import (
     WeightSyncError,
 )
 from weightsync.oneshot import close, send_weights
+from weightsync.progress import Progress
 from weightsync.receiver import WeightReceiver
 from weightsync.report import ReceiverReport, SyncReport
 from weightsync.specs import Manifest, TensorSpec
@@ -67,6 +68,7 @@ __all__ = [
     "ModuleSink",
     "ModuleSource",
     "NotReadyError",
+    "Progress",
     "ProtocolError",
     "ReceiverReport",
     "RemoteError",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 
@@ -65,6 +66,10 @@ class SyncReport:
     def to_dict(self) -> dict[str, object]:
         """Return the report as plain data, `gbps` included."""
         return {**asdict(self), "gbps": self.gbps}
+
+    def to_json(self) -> str:
+        """Return the report as one line of JSON: a run's lines are what `weightsync plot` reads."""
+        return json.dumps(self.to_dict(), allow_nan=False)
 
     def __str__(self) -> str:
         phases = ", ".join(f"{k} {v * 1e3:.1f} ms" for k, v in self.seconds.items())

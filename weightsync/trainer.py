@@ -16,18 +16,20 @@ import torch.distributed as dist
 
 from weightsync.backends.ipc_sender import IpcOptions
 from weightsync.errors import ConfigError, ProtocolError, WeightSyncError
+from weightsync.onlookers import Shown, TracePath, progress_callback, watch_progress, watching
 from weightsync.report import SyncReport
 from weightsync.samehost.janitor import sweep
 from weightsync.samehost.ring import PATIENCE
 from weightsync.sending.ensemble import Ensemble
 from weightsync.sending.feeder import Feeder
 from weightsync.sending.fleet import Fleet
-from weightsync.sending.following import FollowedUpdate
+from weightsync.sending.following import FollowedUpdate, following
 from weightsync.sending.joining import join_ranks
 from weightsync.sending.lead import Lead, OnFailure
 from weightsync.sending.outgoing import Update
 from weightsync.sending.ranks import Ranks
 from weightsync.sending.targets import Target, Targets, make_transport, make_transports
+from weightsync.sending.turns import Turns
 from weightsync.transports.base import Transport
 from weightsync.weights.module_tensors import Rename
 from weightsync.weights.source import as_source
@@ -58,6 +60,7 @@ def connect(  # noqa: PLR0913  # the settings of a connection, all keyword-only
     process_group: dist.ProcessGroup | None = None,
     adopt: bool = True,
     on_failure: OnFailure = "abort",
+    progress: Shown = False,
 ) -> WeightSender:
     """Return a sender of `source` to every receiver in `to`; everything large is allocated now.
 
@@ -72,7 +75,8 @@ def connect(  # noqa: PLR0913  # the settings of a connection, all keyword-only
     moved into shared memory. `verify` fingerprints what arrives; `token` and `verify_tls` are
     HttpTransport's: by default the environment says both. `timeout_s` bounds every wait for
     progress. `on_failure`: `abort` leaves all receivers as they were when one fails, `drop` goes on
-    without it.
+    without it. `progress` shows a bar, or is told of each update's `Progress` about ten times a
+    second, from another thread, on rank 0.
 
     Under torch.distributed every rank of `process_group` (None: the default group) calls this, and
     every method of the sender after it, in step; rank 0 alone talks to the receivers.
@@ -85,6 +89,7 @@ def connect(  # noqa: PLR0913  # the settings of a connection, all keyword-only
         raise ConfigError(f"timeout_s must be positive, not {timeout_s}")
     if on_failure not in ("abort", "drop"):
         raise ConfigError(f"on_failure must be abort or drop, not {on_failure!r}")
+    on_progress = progress_callback(progress)
     sweep()
     options = IpcOptions(
         packed=packed,
@@ -102,6 +107,7 @@ def connect(  # noqa: PLR0913  # the settings of a connection, all keyword-only
 
     def lead(ensemble: Ensemble) -> Lead:
         fleet = Fleet(make_transports(to, token=token, verify_tls=verify_tls))
+        watch_progress(ensemble, on_progress)
         return Lead(ensemble, fleet, options, backend=backend, on_failure=on_failure)
 
     def reach(target: Target) -> Transport:
@@ -130,7 +136,7 @@ class WeightSender:
         self.version = 0
         self._reach = reach
         self._closed = False
-        self._turn = threading.Lock()
+        self._turns = Turns()
         self._pid = os.getpid()
         self._lead: Lead | None = None
         try:
@@ -165,27 +171,38 @@ class WeightSender:
         return dict(self._lead.roads.seconds) if self._lead else {}
 
     def send_weights(
-        self, version: int | None = None, *, label: str | None = None, rewind: bool = False
+        self,
+        version: int | None = None,
+        *,
+        label: str | None = None,
+        rewind: bool = False,
+        trace: TracePath | None = None,
     ) -> SyncReport:
         """Bring every receiver to the source's current weights; return when all use them.
 
         `version` None is one more than the last. Versions grow, unless `rewind` says that the
         trainer went back to an older checkpoint. The source may change again when this returns.
+        `trace` is a file for a time line of this update in Chrome's trace format, from rank 0.
         Raises VerificationError, TransferError, TransportError or ProtocolError; the receivers are
         then as they were, except those that errors or their status call TORN. What any rank raises
         is raised on all.
         """
-        return self._send_weights(version, label, rewind, threading.Event())
+        return self._send_weights(version, label, rewind, threading.Event(), trace)
 
     async def asend_weights(
-        self, version: int | None = None, *, label: str | None = None, rewind: bool = False
+        self,
+        version: int | None = None,
+        *,
+        label: str | None = None,
+        rewind: bool = False,
+        trace: TracePath | None = None,
     ) -> SyncReport:
         """`send_weights` without blocking the event loop.
 
         Cancelled, it stops the transfer and returns when nothing reads the source any more.
         """
         stop = threading.Event()
-        work = asyncio.to_thread(self._send_weights, version, label, rewind, stop)
+        work = asyncio.to_thread(self._send_weights, version, label, rewind, stop, trace)
         task = asyncio.ensure_future(work)
         try:
             return await asyncio.shield(task)
@@ -203,23 +220,30 @@ class WeightSender:
         label: str | None = None,
         rewind: bool = False,
         partial: bool = False,
+        trace: TracePath | None = None,
     ) -> Iterator[Update | FollowedUpdate]:
         """An update whose tensors you send yourself; it commits at the end of the block, or aborts.
 
         `partial` allows a subset of the model (LoRA): it builds on the version held. The report is
         `update.last_report` afterwards.
         """
-        with self._taking_turn():
+        with self._turns.taken():
             self._check_open()
-            self._meet(f"update({version}, partial={partial})")
+            self._ensemble.meet(f"update({version}, partial={partial})")
             self._ensemble.feeder.stop = threading.Event()
             if self._lead is None:
-                with self._following() as followed:
-                    yield followed
+                try:
+                    with following(self._ensemble) as followed:
+                        yield followed
+                finally:
+                    self.version = self._ensemble.version
                 return
             self._lead.verify = self.verify
             try:
-                with self._lead.updating(version, label, rewind=rewind, partial=partial) as update:
+                with (
+                    watching(self._ensemble, trace),
+                    self._lead.updating(version, label, rewind=rewind, partial=partial) as update,
+                ):
                     yield update
             except BaseException as exc:
                 self.version = self._lead.version
@@ -299,22 +323,32 @@ class WeightSender:
         self.close()
 
     def _send_weights(
-        self, version: int | None, label: str | None, rewind: bool, stop: threading.Event
+        self,
+        version: int | None,
+        label: str | None,
+        rewind: bool,
+        stop: threading.Event,
+        trace: TracePath | None,
     ) -> SyncReport:
         report = self._together(
             f"send_weights({version}, rewind={rewind})",
             lambda lead: lead.send(version, label, rewind=rewind),
             stop,
+            trace,
         )
         return _required(report)
 
     def _together(
-        self, call: str, do: Callable[[Lead], T], stop: threading.Event | None = None
+        self,
+        call: str,
+        do: Callable[[Lead], T],
+        stop: threading.Event | None = None,
+        trace: TracePath | None = None,
     ) -> T | SyncReport | None:
         """Make one call on every rank: rank 0 does it, the others do what it tells them."""
-        with self._taking_turn():
+        with self._turns.taken():
             self._check_open()
-            self._meet(call)
+            self._ensemble.meet(call)
             self._ensemble.feeder.stop = stop or threading.Event()
             if self._lead is None:
                 try:
@@ -323,7 +357,8 @@ class WeightSender:
                     self.version = self._ensemble.version
             self._lead.verify = self.verify
             try:
-                result = do(self._lead)
+                with watching(self._ensemble, trace):
+                    result = do(self._lead)
             except BaseException as exc:
                 self.version = self._lead.version
                 self._tell_done(error=exc)
@@ -331,19 +366,6 @@ class WeightSender:
             self.version = self._lead.version
             self._tell_done(report=result if isinstance(result, SyncReport) else None)
             return result
-
-    def _meet(self, call: str) -> None:
-        """Raise ProtocolError on all ranks unless all make the same call."""
-        ranks = self._ensemble.ranks
-        if ranks.size == 1:
-            return
-        calls = [body.decode() for body in ranks.exchange(call.encode())]
-        if len(set(calls)) > 1:
-            made = ", ".join(f"rank {n} {c}" for n, c in zip(ranks.names, calls, strict=True))
-            raise ProtocolError(
-                f"the trainer's ranks make different calls: {made}; every rank has to make the "
-                "same calls on its sender, in the same order"
-            )
 
     def _tell_done(
         self, *, report: SyncReport | None = None, error: BaseException | None = None
@@ -354,19 +376,6 @@ class WeightSender:
             if error is None:
                 raise
             logger.debug("the other ranks could not be told", exc_info=True)
-
-    @contextmanager
-    def _following(self) -> Iterator[FollowedUpdate]:
-        try:
-            followed = FollowedUpdate(self._ensemble)
-            try:
-                yield followed
-            except BaseException as exc:
-                followed.fail(exc)
-                raise
-            followed.finish()
-        finally:
-            self.version = self._ensemble.version
 
     def _check_open(self) -> None:
         if self._closed:
@@ -379,19 +388,6 @@ class WeightSender:
                 self._lead.fleet.close()
         finally:
             self._ensemble.close()
-
-    @contextmanager
-    def _taking_turn(self) -> Iterator[None]:
-        """One update at a time: its ring has one writer. Raises ConfigError when one is at work."""
-        if not self._turn.acquire(blocking=False):
-            raise ConfigError(
-                "this sender is at work already, in another thread or in an update() block around "
-                "this call; use it from one thread, one update after another"
-            )
-        try:
-            yield
-        finally:
-            self._turn.release()
 
 
 def _required(report: SyncReport | None) -> SyncReport:

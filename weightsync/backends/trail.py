@@ -27,6 +27,11 @@ class Trail:
         self._before: dict[int, int] = {}
         self._base = 0
 
+    @property
+    def slots(self) -> int:
+        """Buckets of the ring."""
+        return self._control.slots
+
     def begin_packed(self, plan: Plan, base: int) -> None:
         """An update begins whose first chunk has the sequence number after `base`."""
         self.plan, self._base, self.packed = plan, base, True

@@ -20,6 +20,7 @@ from weightsync.sending.commands import (
 )
 from weightsync.sending.feeder import Feeder
 from weightsync.sending.ranks import Ranks
+from weightsync.sending.watch import Watch
 from weightsync.specs import Manifest
 from weightsync.wire.problem import from_problem, to_problem
 
@@ -28,7 +29,7 @@ class Ensemble:
     """The feeders of all ranks. Made on every rank, by all of them together.
 
     Rank 0 calls `tell` as often as it needs and then `done`; the others call `follow` meanwhile,
-    and know from `version` what rank 0 said last.
+    and know from `version` what rank 0 said last. `watch` is told of what rank 0 tells.
     Raises ManifestMismatchError when the ranks do not send the same tensors.
     """
 
@@ -37,6 +38,7 @@ class Ensemble:
         self.ranks = ranks
         self.leads = ranks.rank == 0
         self.version = 0
+        self.watch = Watch()
         card = feeder.card()
         self.cards = [card] if ranks.size == 1 else self._exchange_cards(card)
 
@@ -53,6 +55,12 @@ class Ensemble:
         `check` raises when rank 0 should give up a transfer. Raises what a rank raised, once all
         have answered.
         """
+        if not self.watch:
+            return self._tell(command, check)
+        with self.watch.command(command):
+            return self._tell(command, check)
+
+    def _tell(self, command: AnyCommand, check: Callable[[], None]) -> list[Answer]:
         if self.ranks.size == 1:
             return [self.feeder.do(command, check)]
         self.ranks.broadcast(encode(command))
@@ -65,6 +73,19 @@ class Ensemble:
         if error is not None:
             raise error
         return answers
+
+    def meet(self, call: str) -> None:
+        """Raise ProtocolError on all ranks unless all make the same call."""
+        if self.ranks.size == 1:
+            return
+        calls = [body.decode() for body in self.ranks.exchange(call.encode())]
+        if len(set(calls)) > 1:
+            names = self.ranks.names
+            made = ", ".join(f"rank {n} {c}" for n, c in zip(names, calls, strict=True))
+            raise ProtocolError(
+                f"the trainer's ranks make different calls: {made}; every rank has to make the "
+                "same calls on its sender, in the same order"
+            )
 
     def done(
         self,

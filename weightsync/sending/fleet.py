@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import cast
 
 from weightsync.errors import ProtocolError, RemoteError, WeightSyncError
+from weightsync.sending.watch import Call, Watch
 from weightsync.transports.base import Transport
 from weightsync.wire.messages import FinishRequest, InitReply, Reply, Request, Status, StepReply
 
@@ -111,7 +112,7 @@ class Answer:
 class Fleet:
     """Members that are called at once. Safe to call from one thread; close it last.
 
-    `idle` is called now and then while `ask` waits.
+    `idle` is called now and then while `ask` waits; `watch` is told of every message.
     """
 
     def __init__(self, transports: Sequence[Transport]) -> None:
@@ -122,6 +123,7 @@ class Fleet:
         self._gone_nbytes = 0
         self._gone_messages = 0
         self.idle: Callable[[], None] | None = None
+        self.watch = Watch()
 
     def add(self, transport: Transport) -> Member:
         """Take one more member in. A second one of the same name is called name#2."""
@@ -198,7 +200,7 @@ class Fleet:
         """Call members (all by default) and wait for every answer; errors come as answers."""
         chosen = self.members if members is None else members
         if len(chosen) == 1 and self.idle is None:
-            return [_ask(chosen[0], request, timeout_s)]
+            return [_ask(chosen[0], request, timeout_s, self.watch)]
         begun = self.begin(request, timeout_s=timeout_s, members=chosen)
         while self.idle and wait(begun, timeout=_IDLE_S).not_done:
             self.idle()
@@ -213,7 +215,8 @@ class Fleet:
     ) -> list[Future[Answer]]:
         """Call members without waiting."""
         chosen = self.members if members is None else members
-        return [self._pool.submit(_ask, member, request, timeout_s) for member in chosen]
+        submit, watch = self._pool.submit, self.watch
+        return [submit(_ask, member, request, timeout_s, watch) for member in chosen]
 
     def close(self) -> None:
         """Close every transport."""
@@ -234,6 +237,29 @@ class Fleet:
 
 
 def _ask(
+    member: Member,
+    request: Request | Callable[[Member], Request],
+    timeout_s: float,
+    watch: Watch,
+) -> Answer:
+    if not watch:
+        return _call(member, request, timeout_s)
+    call: Call | None = None
+
+    def seen(member: Member) -> Request:
+        nonlocal call
+        message = request(member) if callable(request) else request
+        call = Call(member.target, member.rank, member.reader, member.road, message)
+        watch.asked(call)
+        return message
+
+    answer = _call(member, seen, timeout_s)
+    if call is not None:
+        watch.answered(call, answer.error or answer.reply)
+    return answer
+
+
+def _call(
     member: Member, request: Request | Callable[[Member], Request], timeout_s: float
 ) -> Answer:
     try:

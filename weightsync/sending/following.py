@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 
 from weightsync.errors import WeightSyncError
 from weightsync.report import SyncReport
@@ -52,3 +53,15 @@ class FollowedUpdate:
             self._over = True
             raise
         self.last_report = done.report
+
+
+@contextmanager
+def following(ensemble: Ensemble) -> Iterator[FollowedUpdate]:
+    """Around the block of a rank that does not lead: rank 0 learns how it ended."""
+    followed = FollowedUpdate(ensemble)
+    try:
+        yield followed
+    except BaseException as exc:
+        followed.fail(exc)
+        raise
+    followed.finish()

@@ -47,6 +47,7 @@ class Lead:
         self.roads = Roads(ensemble, fleet, options, backend=backend)
         self.verify = True
         self._ensemble = ensemble
+        fleet.watch = ensemble.watch
         if ensemble.ranks.size > 1:
             fleet.idle = ensemble.ranks.attend
         self._timeout_s = options.timeout_s

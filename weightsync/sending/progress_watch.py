@@ -1,0 +1,149 @@
+"""Tells a callback how far an update is, now and then, from a thread of its own."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+
+from weightsync.backends.trail import Trail
+from weightsync.errors import WeightSyncError
+from weightsync.progress import OnProgress, Phase, Progress
+from weightsync.sending.commands import AnyCommand, Begin, End
+from weightsync.sending.feeder import RELAY_PLACE, Feeder
+from weightsync.sending.watch import Call
+from weightsync.wire.messages import FinishRequest, Reply, StartRequest, UpdateRequest
+
+logger = logging.getLogger(__name__)
+
+INTERVAL_S = 0.1
+_LAST_WORD_S = 1.0
+"""A callback that takes longer than this over the last word is no longer waited for."""
+
+
+class ProgressWatch:
+    """Calls `callback` about ten times a second during an update, and at its end.
+
+    All calls come from one thread at a time; the sender only waits for the last. A callback that
+    raises is logged once, and not called again.
+    """
+
+    def __init__(self, feeder: Feeder, callback: OnProgress) -> None:
+        self._feeder = feeder
+        self._callback: OnProgress | None = callback
+        self._thread: threading.Thread | None = None
+        self._stop = threading.Event()
+        self._clear()
+
+    def _clear(self) -> None:
+        self._phase: Phase = "transfer"
+        self._end: Phase = "done"
+        self._version: int | None = None
+        self._total = 0
+        self._started = 0.0
+        self._trail: Trail | None = None
+        self._calls: dict[str, Call] = {}
+        self._done: dict[str, int] = {}
+        self._relayed = False
+
+    def began(self, command: AnyCommand) -> None:
+        if isinstance(command, End):
+            self._trail = None
+
+    def ended(self, command: AnyCommand) -> None:
+        """An update has begun: the engine knows its stream, and the first call may follow."""
+        if not isinstance(command, Begin):
+            return
+        engine = self._feeder.engine
+        self._phase = "transfer"
+        self._calls, self._done = {}, {}
+        manifest = self._feeder.source.manifest
+        if engine is not None and command.places.get(0):
+            self._trail = engine.trail
+            manifest = engine.trail.plan.manifest
+        self._total = manifest.nbytes
+        self._relayed = RELAY_PLACE in command.places.get(0, [])
+        if self._thread is None:
+            self._start()
+
+    def asked(self, call: Call) -> None:
+        request = call.request
+        if isinstance(request, StartRequest):
+            self._version = request.version
+        elif isinstance(request, UpdateRequest):
+            self._version = request.start.version if request.start else self._version
+            self._calls[call.target] = call
+        elif isinstance(request, FinishRequest) and self._thread is not None:
+            self._phase = "finish"
+
+    def answered(self, call: Call, answer: Reply | WeightSyncError | None) -> None:
+        if isinstance(call.request, UpdateRequest) and not isinstance(answer, WeightSyncError):
+            self._done[call.target] = self._total
+
+    def over(self, error: BaseException | None) -> None:
+        """Say the last word, from the thread that said the others."""
+        thread, self._thread = self._thread, None
+        if thread is None:
+            return
+        self._end = "done" if error is None else "failed"
+        self._stop.set()
+        thread.join(_LAST_WORD_S)
+        if thread.is_alive():
+            logger.warning("the progress callback still works on an update that is over")
+        self._clear()
+
+    def _start(self) -> None:
+        self._started = time.perf_counter()
+        stop = self._stop = threading.Event()
+        self._thread = threading.Thread(
+            target=self._run, args=(stop,), name="weightsync-progress", daemon=True
+        )
+        self._thread.start()
+
+    def _run(self, stop: threading.Event) -> None:
+        while True:
+            last = stop.is_set()
+            if last:
+                self._phase = self._end
+            self._say(self._look())
+            if last or self._callback is None:
+                return
+            stop.wait(INTERVAL_S)
+
+    def _look(self) -> Progress:
+        total, calls = self._total, dict(self._calls)
+        done = {target: self._done.get(target, 0) for target in calls}
+        if self._phase == "done":
+            done = dict.fromkeys(done, total)
+        trail = self._trail
+        if trail is not None:
+            for target, call in calls.items():
+                place = RELAY_PLACE if self._relayed and call.place is None else call.place
+                if place is not None and not done[target]:
+                    done[target] = min(_taken(trail, place), total)
+        finished = self._phase == "done" or (self._phase == "finish" and not done)
+        slowest = total if finished else min(done.values(), default=0)
+        return Progress(
+            phase=self._phase,
+            version=self._version,
+            done_nbytes=slowest,
+            total_nbytes=total,
+            seconds=time.perf_counter() - self._started,
+            receivers=done,
+        )
+
+    def _say(self, progress: Progress) -> None:
+        try:
+            if self._callback is not None:
+                self._callback(progress)
+        except Exception:
+            self._callback = None
+            logger.warning("the progress callback failed and is not called again", exc_info=True)
+
+
+def _taken(trail: Trail, place: int) -> int:
+    """Between two updates the ring may just be closed: then nothing is known."""
+    try:
+        return trail.taken_nbytes(place)
+    except (ValueError, IndexError):
+        return 0
