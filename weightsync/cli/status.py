@@ -16,6 +16,7 @@ from rich.text import Text
 
 from weightsync.cli.answers import FAILED, OK, UNREACHABLE, describe, ending, exit_code, print_json
 from weightsync.cli.metrics_text import LastUpdates, read_last_updates, read_server_info
+from weightsync.cli.status_host import census_to_dict, show_host
 from weightsync.errors import ConfigError, ProtocolError, WeightSyncError
 from weightsync.transports.http_client import HttpTransport
 from weightsync.wire.messages import LedgerEntry, Status, StatusRequest
@@ -58,7 +59,12 @@ class Seen:
 
 
 def status(
-    urls: Annotated[list[str], typer.Argument(help="of the servers", show_default=False)],
+    urls: Annotated[
+        list[str] | None, typer.Argument(help="of the servers", show_default=False)
+    ] = None,
+    host: Annotated[
+        bool, typer.Option("--host", help="also the shared memory of this user on this host")
+    ] = False,
     watch: Annotated[bool, typer.Option("--watch", help="ask again until Ctrl-C")] = False,
     interval: Annotated[float, typer.Option(min=0.1, help="seconds between looks")] = 1.0,
     timeout: Annotated[float, typer.Option(min=0.1, help="seconds to wait for each server")] = 10.0,
@@ -68,27 +74,33 @@ def status(
     with ending(as_json=json_):
         if watch and json_:
             raise ConfigError("--watch goes on, and --json prints one object; give one of them")
-        transports = [HttpTransport(url, "") for url in urls]
+        if not urls and not host:
+            raise ConfigError("status of what? give URLs of servers, or --host")
+        transports = [HttpTransport(url, "") for url in urls or ()]
         if watch:
             _watch(transports, interval, timeout)
             return
         seen = look(transports, timeout)
+        segments = census_to_dict() if json_ and host else None
     if json_:
-        print_json({"servers": [one.to_dict() for one in seen]})
+        servers = [one.to_dict() for one in seen]
+        print_json({"servers": servers} | ({"host": segments} if host else {}))
     else:
         _console().print(_show(seen))
+        if host:
+            _console().print(show_host())
     raise typer.Exit(overall([one.code for one in seen]))
 
 
 def look(transports: Sequence[HttpTransport], timeout_s: float) -> list[Seen]:
     """Ask all servers at once."""
-    with ThreadPoolExecutor(min(MAX_AT_ONCE, len(transports))) as pool:
+    with ThreadPoolExecutor(max(1, min(MAX_AT_ONCE, len(transports)))) as pool:
         return list(pool.map(lambda transport: _ask(transport, timeout_s), transports))
 
 
 def overall(codes: Sequence[int]) -> int:
     """Return the one exit code: a server that cannot be reached counts before one not ready."""
-    return UNREACHABLE if UNREACHABLE in codes else max(codes)
+    return UNREACHABLE if UNREACHABLE in codes else max(codes, default=OK)
 
 
 def road_of(ledger: Sequence[LedgerEntry]) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
@@ -10,7 +10,7 @@ from prometheus_client.metrics_core import Metric
 
 from weightsync.lifecycle import State
 from weightsync.server.door import Receiver
-from weightsync.wire.messages import Status, StepReply
+from weightsync.wire.messages import LedgerEntry, Status, StepReply
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
@@ -63,6 +63,23 @@ def _of_status(status: Status) -> Iterator[Metric]:
     for one in State:
         state.add_metric([one.value], int(one.value == status.state))
     yield state
+    yield from _of_ledger(status.ledger)
+
+
+def _of_ledger(ledger: Sequence[LedgerEntry]) -> Iterator[Metric]:
+    """What senders made the receiver open; a kind that grows from update to update is a leak."""
+    nbytes = GaugeMetricFamily(
+        "weightsync_ledger_bytes", "Bytes that senders made this open.", labels=["kind"]
+    )
+    entries = GaugeMetricFamily(
+        "weightsync_ledger_entries", "Mappings that senders made this open.", labels=["kind"]
+    )
+    for kind in sorted({entry.kind for entry in ledger}):
+        of_kind = [entry.nbytes for entry in ledger if entry.kind == kind]
+        nbytes.add_metric([kind], sum(of_kind))
+        entries.add_metric([kind], len(of_kind))
+    yield nbytes
+    yield entries
 
 
 def _of_reply(reply: StepReply) -> Iterator[Metric]:
