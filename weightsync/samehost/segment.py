@@ -332,7 +332,7 @@ def _reserve(fd: int, nbytes: int, directory: Path) -> None:
     try:
         os.posix_fallocate(fd, 0, nbytes)
     except OSError as exc:
-        if exc.errno != errno.ENOSPC:
+        if exc.errno not in (errno.ENOSPC, errno.ENOMEM):
             raise
         raise _no_space(nbytes, free, directory) from exc
 

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import logging
 import mmap
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
 
+from weightsync.errors import TransferError
 from weightsync.weights.buckets import ALIGNMENT
 
 logger = logging.getLogger(__name__)
@@ -15,18 +18,25 @@ logger = logging.getLogger(__name__)
 _MADV_POPULATE_WRITE = 23
 """From Linux's mman.h; Python has no name for it."""
 
+_CGROUPS = Path("/sys/fs/cgroup")
+_OWN_CGROUP = Path("/proc/self/cgroup")
+
 
 def allocate(nbytes: int, device: torch.device) -> torch.Tensor:
     """Return zeroed `uint8[nbytes]` whose pages are already there.
 
     Memory touched for the first time costs ten times a warm copy; huge pages and pre-faulting are
-    asked for and done without where the kernel refuses.
+    asked for and done without where the kernel refuses. Raises TransferError, naming the size
+    needed, where there is no room: to touch more than there is would end the process later.
     """
     if device.type != "cpu":
         # Parameters will point here: an inference tensor could never be trained again.
-        with torch.inference_mode(False):
+        with torch.inference_mode(False), _no_room(nbytes, device):
             return torch.zeros(max(nbytes, ALIGNMENT), dtype=torch.uint8, device=device)[:nbytes]
-    memory = mmap.mmap(-1, max(nbytes, mmap.PAGESIZE))
+    with _no_room(nbytes, device):
+        if nbytes > (free := available(device) + _kilobytes("SwapFree:")):
+            raise MemoryError(f"{free} bytes are free")
+        memory = mmap.mmap(-1, max(nbytes, mmap.PAGESIZE))
     for advice in (mmap.MADV_HUGEPAGE, _MADV_POPULATE_WRITE):
         try:
             memory.madvise(advice)
@@ -42,11 +52,59 @@ def fits(nbytes: int, device: torch.device) -> bool:
 
 
 def available(device: torch.device) -> int:
-    """Return the bytes of `device` that are free, as the system estimates them."""
+    """Return the bytes of `device` that are free, as the system and its control groups say.
+
+    In a container with a memory limit (cgroup v2) that limit counts; caches that the kernel would
+    give up are taken as free.
+    """
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
+    return min([_kilobytes("MemAvailable:"), *_group_rooms(_CGROUPS, _OWN_CGROUP)])
+
+
+@contextmanager
+def _no_room(nbytes: int, device: torch.device) -> Iterator[None]:
+    try:
+        yield
+    except (MemoryError, OSError, torch.OutOfMemoryError) as exc:
+        reason = str(exc).partition("\n")[0]
+        raise TransferError(
+            f"keeping an update aside takes {nbytes} bytes of memory on {device}, and there is no "
+            f"room: {reason}; free some, or let the receiver write into the weights in use with "
+            'apply="in_place"'
+        ) from exc
+
+
+def _kilobytes(field: str) -> int:
+    """Return a field of /proc/meminfo in bytes; 0 where it is not."""
     with Path("/proc/meminfo").open(encoding="ascii") as lines:
-        for line in lines:
-            if line.startswith("MemAvailable:"):
-                return int(line.split()[1]) * 1024
-    return 0
+        found = next((line for line in lines if line.startswith(field)), f"{field} 0")
+    return int(found.split()[1]) * 1024
+
+
+def _group_rooms(root: Path, own: Path) -> list[int]:
+    """Return what is left below the limit of this process's cgroup, and of each one above it."""
+    try:
+        lines = own.read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return []
+    path = next((line.removeprefix("0::/") for line in lines if line.startswith("0::/")), "")
+    group = root / path if not path.startswith("..") else root
+    return [
+        room
+        for folder in (group, *group.parents)
+        if folder.is_relative_to(root) and (room := _group_room(folder)) is not None
+    ]
+
+
+def _group_room(folder: Path) -> int | None:
+    try:
+        limit = (folder / "memory.max").read_text(encoding="ascii").strip()
+        if limit == "max":
+            return None
+        used = int((folder / "memory.current").read_text(encoding="ascii"))
+        stat = (folder / "memory.stat").read_text(encoding="ascii").splitlines()
+    except (OSError, ValueError):
+        return None
+    caches = sum(int(line.split()[1]) for line in stat if line.startswith("inactive_file "))
+    return max(int(limit) - used + caches, 0)
