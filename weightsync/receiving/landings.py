@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections import OrderedDict
 from typing import Literal
 
@@ -9,6 +10,8 @@ from weightsync.errors import ConfigError
 from weightsync.weights import slab
 from weightsync.weights.buckets import Plan
 from weightsync.weights.sink import Apply, Landing, WeightSink
+
+logger = logging.getLogger(__name__)
 
 ApplyChoice = Literal["auto", "staged", "in_place"]
 
@@ -61,5 +64,14 @@ class Landings:
     def _choose(self, plan: Plan) -> Apply:
         if self._choice != "auto":
             return self._choice
-        fits = slab.fits(self._sink.staged_nbytes(plan), self._sink.device)
-        return "staged" if fits else "in_place"
+        nbytes, device = self._sink.staged_nbytes(plan), self._sink.device
+        if slab.fits(nbytes, device):
+            return "staged"
+        logger.warning(
+            "no room on %s to stage %d bytes (%d are free): weights in use are written in place, "
+            "and an update that fails half way leaves the receiver TORN",
+            device,
+            nbytes,
+            slab.available(device),
+        )
+        return "in_place"

@@ -21,6 +21,12 @@ class HookSink(WeightSink):
 
     `keeps_views`: the hook keeps the tensors it is given (vLLM's layerwise reload does), so it is
     given clones. `device`: where the hook wants its tensors.
+
+    Staged, the whole stream is kept aside on `device` and the hook is called once, in `commit`:
+    what fails before has changed nothing, what fails inside the hook leaves the receiver TORN. That
+    takes as many bytes as the model, stated as `peak_extra_nbytes`; `apply="auto"` does it where
+    they fit into the memory that is free with a tenth to spare, and else hands tensors over as
+    they come, which keeps no more than the largest.
     """
 
     def __init__(
