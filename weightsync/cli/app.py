@@ -23,6 +23,7 @@ VERBS = {
     "status": "Show what servers hold, and how the last update went.",
     "verify": "Compare the weights that a server holds with a safetensors checkpoint.",
     "doctor": "Say which roads work on this machine, and why others do not.",
+    "plot": "Draw the updates of a run from their reports.",
 }
 _EXTRAS = {"push": "cli,hf", "verify": "cli,hf", "status": "cli", "doctor": "cli"}
 _ALL_EXTRAS = "demo"

@@ -1,0 +1,290 @@
+"""Progress and time line of real updates: packed and unpacked, to two receivers."""
+
+from __future__ import annotations
+
+import io
+import json
+import logging
+import subprocess
+import sys
+import threading
+from collections import defaultdict
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from rich.console import Console
+from torch import nn
+
+import weightsync as ws
+from weightsync.progress_bar import ProgressBar
+from weightsync.tracing import Span, nested
+
+Event = dict[str, Any]
+BUCKET: dict[str, Any] = {"bucket_nbytes": 8192, "num_buckets": 2}
+NBYTES = 4 * (64 * 64 + 64) * 6
+
+
+def make() -> nn.Sequential:
+    return nn.Sequential(*[nn.Linear(64, 64) for _ in range(6)])
+
+
+class SlowLoader:
+    """A hook that waits in the middle, until the progress callback has seen what it should."""
+
+    def __init__(self, go: threading.Event, after: int) -> None:
+        self.go, self.left = go, after
+
+    def __call__(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
+        names = set()
+        for name, _ in weights:
+            names.add(name)
+            self.left -= 1
+            if self.left == 0:
+                assert self.go.wait(30)
+        return names
+
+
+@pytest.mark.parametrize("packed", [True, False], ids=["packed", "unpacked"])
+@pytest.mark.usefixtures("shm_clean")
+def test_a_callback_hears_of_every_update(packed: bool) -> None:
+    seen: list[ws.Progress] = []
+    receivers = [ws.WeightReceiver(make()), ws.WeightReceiver(make())]
+    targets = [receiver.handle for receiver in receivers]
+    with ws.connect(make(), to=targets, packed=packed, progress=seen.append) as sender:
+        assert seen == []
+        for version in (1, 2):
+            seen.clear()
+            sender.send_weights()
+            assert [p.phase for p in seen].count("done") == 1
+            first, last = seen[0], seen[-1]
+            assert first.phase == "transfer"
+            assert (last.phase, last.version) == ("done", version)
+            assert last.total_nbytes == last.done_nbytes == NBYTES
+            assert list(last.receivers.values()) == [NBYTES, NBYTES]
+            assert list(last.receivers) == sender.targets
+            assert last.seconds_left == 0
+            assert last.gbps > 0
+            assert len(seen) <= 2 + last.seconds / 0.1
+
+
+@pytest.mark.usefixtures("shm_clean")
+def test_it_hears_how_far_the_slowest_is() -> None:
+    go, seen = threading.Event(), list[ws.Progress]()
+
+    def hear(progress: ws.Progress) -> None:
+        seen.append(progress)
+        values = sorted(progress.receivers.values())
+        if len(values) == 2 and 0 < values[0] < NBYTES:
+            go.set()
+
+    slow = ws.WeightReceiver(SlowLoader(go, 6), apply="in_place")
+    quick = ws.WeightReceiver(make())
+    source = make()
+    targets = [slow.handle, quick.handle]
+    with ws.connect(source, to=targets, packed=True, progress=hear, **BUCKET) as sender:
+        sender.send_weights()
+    assert go.is_set()
+    middle = [p for p in seen if 0 < p.done_nbytes < p.total_nbytes]
+    assert middle
+    assert all(p.done_nbytes == min(p.receivers.values()) for p in middle)
+    assert [p.done_nbytes for p in seen] == sorted(p.done_nbytes for p in seen)
+
+
+@pytest.mark.usefixtures("shm_clean")
+def test_a_failed_update_ends_as_failed() -> None:
+    seen: list[ws.Progress] = []
+
+    def refuse(weights: object) -> set[str]:
+        raise RuntimeError("no")
+
+    target = ws.WeightReceiver(refuse).handle
+    sender = ws.connect(make(), to=target, packed=True, progress=seen.append)
+    with sender, pytest.raises(ws.WeightSyncError):
+        sender.send_weights()
+    assert seen[-1].phase == "failed"
+    assert "done" not in {p.phase for p in seen}
+
+
+def test_a_failing_callback_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+    calls = []
+
+    def fail(progress: ws.Progress) -> None:
+        calls.append(progress)
+        raise RuntimeError("the callback's own fault")
+
+    receiver = ws.WeightReceiver(make())
+    with (
+        caplog.at_level(logging.WARNING, "weightsync"),
+        ws.connect(make(), to=receiver.handle, progress=fail) as sender,
+    ):
+        assert sender.send_weights().version == 1
+        assert sender.send_weights().version == 2
+    assert len(calls) == 1
+    assert sum("progress callback failed" in r.message for r in caplog.records) == 1
+
+
+def test_the_bar_shows_bytes_rate_and_time_left() -> None:
+    out = io.StringIO()
+    bar = ProgressBar(Console(file=out, force_terminal=True, width=120))
+    for done in (0, 30_000_000):
+        bar(
+            ws.Progress(
+                phase="transfer", version=3, done_nbytes=done, total_nbytes=60_000_000, seconds=1.0
+            )
+        )
+    bar(
+        ws.Progress(
+            phase="done", version=3, done_nbytes=60_000_000, total_nbytes=60_000_000, seconds=2.0
+        )
+    )
+    text = out.getvalue()
+    assert "version 3: transfer" in text
+    assert "30.0/60.0 MB" in text
+    assert "/s" in text
+
+
+def test_a_bar_without_rich_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(sys.modules, "weightsync.progress_bar")
+    monkeypatch.setitem(sys.modules, "rich.console", None)
+    with pytest.raises(ws.BackendUnavailableError, match=r"pip install 'weightsync\[cli\]'"):
+        ws.connect(make(), to=ws.WeightReceiver(make()).handle, progress=True)
+    with pytest.raises(ws.ConfigError, match="progress must be"):
+        ws.connect(make(), to=[], progress=3)  # type: ignore[arg-type]  # that it is refused
+
+
+def lanes(events: list[Event]) -> dict[tuple[int, int], list[Event]]:
+    found: dict[tuple[int, int], list[Event]] = defaultdict(list)
+    for event in events:
+        if event["ph"] == "X":
+            found[event["pid"], event["tid"]].append(event)
+    return found
+
+
+def check_valid(events: list[Event]) -> None:
+    """As Perfetto wants it: every field there, in order of time, spans of a lane nested."""
+    timed = [event["ts"] for event in events if event["ph"] != "M"]
+    assert timed == sorted(timed)
+    named = {(e["pid"], e["tid"]) for e in events if e["name"] == "thread_name"}
+    assert {e["pid"] for e in events} == {e["pid"] for e in events if e["name"] == "process_name"}
+    for event in events:
+        assert event["ph"] in {"M", "X", "C"}
+        assert isinstance(event["pid"], int)
+        assert isinstance(event["tid"], int)
+        assert event["name"]
+        assert event["ts"] >= 0
+    for lane, spans in lanes(events).items():
+        assert lane in named
+        open_until: list[float] = []
+        for span in spans:
+            assert span["dur"] >= 0
+            while open_until and open_until[-1] <= span["ts"] + 0.002:
+                open_until.pop()
+            assert not open_until or span["ts"] + span["dur"] <= open_until[-1] + 0.002
+            open_until.append(span["ts"] + span["dur"])
+
+
+@pytest.mark.parametrize("packed", [True, False], ids=["packed", "unpacked"])
+@pytest.mark.usefixtures("shm_clean")
+def test_a_trace_has_trainer_ring_and_readers(packed: bool, tmp_path: Path) -> None:
+    receivers = [ws.WeightReceiver(make()), ws.WeightReceiver(make())]
+    targets = [receiver.handle for receiver in receivers]
+    file = tmp_path / "sync.json"
+    with ws.connect(make(), to=targets, packed=packed, **BUCKET) as sender:
+        sender.send_weights()
+        report = sender.send_weights(trace=file)
+        named = sender.targets
+        sender.send_weights()
+    trace = json.loads(file.read_text())
+    events = trace["traceEvents"]
+    assert trace["otherData"]["version"] == 2
+    check_valid(events)
+    names = {e["pid"]: e["args"]["name"] for e in events if e["name"] == "process_name"}
+    assert list(names.values()) == ["trainer", "ring" if packed else "memory", *named]
+    found = lanes(events)
+    update = {e["name"]: e for e in found[1, 1]}
+    assert {"update to version 2", "begin", "transfer", "end", "finish_weight_update"} <= set(
+        update
+    )
+    ends = [update[n]["ts"] + update[n]["dur"] for n in ("begin", "transfer")]
+    assert ends == sorted(ends)
+    assert update["transfer"]["dur"] <= report.seconds["total"] * 1e6
+    for pid in (3, 4):
+        messages = [e["name"] for e in found[pid, 1]]
+        assert [m for m in messages if "_" in m] == ["update_weights", "finish_weight_update"]
+        assert {"load", "swap"} <= set(messages)
+        last = [e for e in events if e["ph"] == "C" and e["pid"] == pid][-1]
+        assert last["args"]["read_nbytes"] == NBYTES
+    on_ring = [e for (pid, _), spans in found.items() if pid == 2 for e in spans]
+    if packed:
+        chunks = [e["args"]["chunk"] for e in on_ring if e["name"].startswith("pack")]
+        assert sorted(chunks) == list(range(len(chunks)))
+        assert len(chunks) > 10
+        read = sum(e["args"]["chunks"] for e in found[3, 2])
+        assert read == len(chunks)
+    else:
+        assert [e["name"] for e in on_ring] == ["fingerprints"]
+
+
+@pytest.mark.usefixtures("shm_clean")
+def test_a_failed_update_is_traced_too(tmp_path: Path) -> None:
+    def refuse(weights: object) -> set[str]:
+        raise RuntimeError("no")
+
+    file = tmp_path / "failed.json"
+    sender = ws.connect(make(), to=ws.WeightReceiver(refuse).handle, packed=True)
+    with sender, pytest.raises(ws.WeightSyncError):
+        sender.send_weights(trace=str(file))
+    trace = json.loads(file.read_text())
+    check_valid(trace["traceEvents"])
+    assert "no" in trace["otherData"]["error"]
+
+
+@pytest.mark.usefixtures("shm_clean")
+def test_a_block_of_the_callers_own_is_traced(tmp_path: Path) -> None:
+    source = make()
+    sender = ws.connect(source, to=ws.WeightReceiver(make()).handle, packed=True)
+    with sender, sender.update(trace=tmp_path / "block.json") as update:
+        update.send(source.named_parameters())
+    trace = json.loads((tmp_path / "block.json").read_text())
+    check_valid(trace["traceEvents"])
+    names = {event["name"] for event in trace["traceEvents"]}
+    assert {"start_weight_update", "update_weights", "prepare_weight_update"} <= names
+
+
+def test_a_trace_that_cannot_be_written_is_refused_first(tmp_path: Path) -> None:
+    with ws.connect(make(), to=ws.WeightReceiver(make()).handle) as sender:
+        for path in (tmp_path, tmp_path / "absent" / "sync.json"):
+            with pytest.raises(ws.ConfigError, match="trace="):
+                sender.send_weights(trace=path)
+        assert sender.version == 0
+        assert sender.send_weights().version == 1
+
+
+def test_spans_are_cut_to_those_around_them() -> None:
+    spans = [Span("in", 1, 5), Span("out", 0, 4), Span("after", 4, 6)]
+    assert [(s.name, s.start_s, s.stop_s) for s in nested(spans)] == [
+        ("out", 0, 4),
+        ("in", 1, 4),
+        ("after", 4, 6),
+    ]
+
+
+QUIET = """
+import torch
+import weightsync as ws
+receiver = ws.WeightReceiver(torch.nn.Linear(4, 4))
+with ws.connect(torch.nn.Linear(4, 4), to=receiver.handle) as sender:
+    sender.send_weights()
+import logging
+assert not logging.getLogger().handlers
+"""
+
+
+def test_a_plain_script_prints_nothing() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", QUIET], capture_output=True, text=True, timeout=100, check=True
+    )
+    assert (done.stdout, done.stderr) == ("", "")
