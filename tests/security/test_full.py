@@ -75,6 +75,16 @@ def test_more_than_there_is_is_refused_before_it_is_touched() -> None:
     assert slab.allocate(5, CPU).tolist() == [0] * 5
 
 
+def test_what_the_kernel_would_promise_and_not_have_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(slab, "available", lambda _: 4096)
+    monkeypatch.setattr(slab, "_kilobytes", lambda _: 0)
+    with pytest.raises(TransferError, match="takes 4097 bytes .* 4096 bytes are free"):
+        slab.allocate(4097, CPU)
+    assert slab.allocate(4096, CPU).numel() == 4096
+
+
 def test_the_limits_of_control_groups_count(tmp_path: Path) -> None:
     own = tmp_path / "own"
     own.write_text("12:cpuset:/other\n0::/pod/container\n")
