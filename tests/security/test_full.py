@@ -80,7 +80,7 @@ def test_what_the_kernel_would_promise_and_not_have_is_refused(
 ) -> None:
     monkeypatch.setattr(slab, "available", lambda _: 4096)
     monkeypatch.setattr(slab, "_kilobytes", lambda _: 0)
-    with pytest.raises(TransferError, match="takes 4097 bytes .* 4096 bytes are free"):
+    with pytest.raises(TransferError, match=r"takes 4097 bytes .* 4096 bytes are free"):
         slab.allocate(4097, CPU)
     assert slab.allocate(4096, CPU).numel() == 4096
 
