@@ -34,7 +34,8 @@ class Terms:
     """What a sender asks for when it starts an update.
 
     `version` None means one more than the version held. `base_version` is looked at only for
-    `partial` updates. `staged` is the receiver's own choice: weights land beside those in use.
+    `partial` updates. `weights_id` names what is sent; empty, the update's id does. `staged` is
+    the receiver's own choice: weights land beside those in use.
     """
 
     update_id: str
@@ -44,6 +45,7 @@ class Terms:
     partial: bool = False
     rewind: bool = False
     staged: bool = True
+    weights_id: str = ""
 
 
 class UpdateLifecycle:
@@ -59,6 +61,7 @@ class UpdateLifecycle:
         self.torn_by = ""
         self.awaited = 0
         self.last_finished = ""
+        self.weights_id = ""
 
     @property
     def update_id(self) -> str:
@@ -106,6 +109,7 @@ class UpdateLifecycle:
         if not terms.partial:
             self.awaited = 0
         self.last_finished = update_id
+        self.weights_id = terms.weights_id or update_id
         self._settle(State.READY)
 
     def begin_abort(self, update_id: str) -> bool:

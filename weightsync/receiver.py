@@ -204,6 +204,7 @@ class WeightReceiver:
             label=lifecycle.label,
             update_id=lifecycle.update_id or None,
             last_finished=lifecycle.last_finished or None,
+            weights_id=lifecycle.weights_id or None,
             prepared_version=lifecycle.next_version if prepared else None,
             manifest_digest=manifest.digest if manifest else None,
             busy=updates.busy,
@@ -217,6 +218,13 @@ class WeightReceiver:
     def ledger(self) -> list[LedgerEntry]:
         """Every mapping that senders made this receiver open, with size and age."""
         return self._updates.peers.ledger()
+
+    def show_paused(self, paused: bool) -> None:
+        """Note that generation is paused, or goes on, by somebody else's word. Calls no hook."""
+        if paused:
+            self._paused.set()
+        else:
+            self._paused.clear()
 
     def close(self) -> None:
         """Give up an open update and close every mapping. The weights in use stay as they are."""
@@ -242,12 +250,13 @@ class WeightReceiver:
 
     def _start(self, request: StartRequest) -> StepReply:
         update_id = request.update_id or new_update_id()
+        anonymous = request.anonymous or request.update_id is None
 
         def start() -> StepReply:
             if request.sender is not None:
                 self._updates.check_start(request.sender, request)
             return self._updates.start(
-                update_id, request, sender=request.sender, anonymous=request.update_id is None
+                update_id, request, sender=request.sender, anonymous=anonymous
             )
 
         return self._once(request.update_id, "start", start)

@@ -157,7 +157,7 @@ def test_a_server_of_several_workers_has_a_line_for_each() -> None:
             assert (server["version"], server["may_generate"]) == (1, False)
             each = server["each_worker"]
             assert [(one["version"], one["may_generate"]) for one in each] == [(1, True), (2, True)]
-            assert "the workers hold different versions" in weightsync("status", url).stdout
+            assert "the workers hold different weights" in weightsync("status", url).stdout
     finally:
         workers.close()
         for receiver in receivers:

@@ -7,15 +7,18 @@ import re
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO
 
 import psutil
+import requests
 
 START_S = 240.0  # eight processes that load transformers, on a busy machine
 END_S = 20.0
+WAIT_S = 60.0
 LINE = re.compile(r"weightsync serve: (listening on|token) (\S+)\n")
 
 
@@ -64,3 +67,17 @@ def server(
         process.wait(END_S)
         if process.stdout is not None:
             process.stdout.close()
+
+
+def wait_until(true: Callable[[], bool], what: str) -> None:
+    """Wait for something that must come about; `what` is said when it does not."""
+    deadline = time.monotonic() + WAIT_S
+    while not true():
+        assert time.monotonic() < deadline, what
+        time.sleep(0.02)
+
+
+def running(url: str) -> tuple[int, int]:
+    """Return the completions at work and those that wait, over all replicas."""
+    replicas = requests.get(f"{url}/status.json", timeout=WAIT_S).json()["replicas"]
+    return sum(r["running"] for r in replicas), sum(r["waiting"] for r in replicas)

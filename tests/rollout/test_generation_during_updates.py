@@ -29,11 +29,15 @@ def _perturb(model: torch.nn.Module, generator: torch.Generator) -> None:
 def _generate(url: str, stop: threading.Event, seed: int) -> list[tuple[list[int], Any]]:
     """Ask for completions without a pause; return them with their prompts."""
     random = torch.Generator().manual_seed(seed)
+    beginnings = torch.randint(3, 250, (3, 24), generator=random).tolist()
     made: list[tuple[list[int], Any]] = []
     with requests.Session() as session:
         while not stop.is_set():
-            length = int(torch.randint(1, 40, (), generator=random))
-            prompt = torch.randint(3, 250, (length,), generator=random).tolist()
+            length = int(torch.randint(1, 20, (), generator=random))
+            # Some begin alike: what was read of one with old weights is of no use to the next.
+            beginning = beginnings[int(torch.randint(0, 3, (), generator=random))]
+            prompt = beginning[: 24 * (length % 2)]
+            prompt += torch.randint(3, 250, (length,), generator=random).tolist()
             tokens = int(torch.randint(4, 60, (), generator=random))
             body = {"prompts": [prompt], "max_new_tokens": tokens, "temperature": 0.0}
             answer = session.post(f"{url}/generate", json=body, timeout=120)

@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from weightsync.errors import TransferTimeout, WeightSyncError
+from weightsync.errors import NotReadyError, TransferTimeout, WeightSyncError
 from weightsync.rollout.engine_messages import Job
 from weightsync.rollout.pauses import Pauses
 
@@ -51,13 +51,30 @@ def test_jobs_that_come_later_wait_for_the_end_in_order() -> None:
     assert pauses.late == 0
 
 
-def test_a_later_pause_takes_over_and_resume_answers_the_rest() -> None:
+def test_everyone_who_waits_is_answered_when_jobs_have_ended_and_not_before() -> None:
     pauses, said = Pauses(), Said()
     pauses.pause("wait", lambda error: said.append(("first", error)))
-    pauses.pause("wait", lambda error: said.append(("second", error)))
-    assert said == [("first", None)]
-    pauses.resume()
+    pauses.pause("abort", lambda error: said.append(("second", error)))
+    pauses.look(1)
+    assert said == []
+    pauses.look(0)
     assert said == [("first", None), ("second", None)]
+
+
+def test_keep_answers_those_who_wait_too_since_jobs_do_not_end_any_more() -> None:
+    pauses, said = Pauses(), Said()
+    pauses.pause("wait", lambda error: said.append(("first", error)))
+    pauses.pause("keep", lambda error: said.append(("second", error)))
+    assert said == [("first", None), ("second", None)]
+
+
+def test_resume_tells_those_who_wait_that_jobs_have_not_ended() -> None:
+    pauses, said = Pauses(), Said()
+    pauses.pause("wait", lambda error: said.append(("first", error)))
+    pauses.resume()
+    ((_, error),) = said
+    assert isinstance(error, NotReadyError)
+    assert str(error) == "generation was resumed before all jobs had ended"
 
 
 def test_what_takes_too_long_is_told_to_both_sides() -> None:

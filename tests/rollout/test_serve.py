@@ -17,14 +17,22 @@ import requests
 import torch
 
 import weightsync as ws
-from tests.rollout.servers import END_S, START_S, command, environment, server
+from tests.rollout.servers import END_S, START_S, command, environment, server, wait_until
+from tests.rollout.servers import running as at_work
 from weightsync.rollout.model import make_tiny_model
+from weightsync.rollout.status_page_data import FRESH_S
 from weightsync.server.listening import listen, url_of
 
 
 def generate(url: str, **fields: Any) -> requests.Response:
     body = {"prompts": ["hello"], "max_new_tokens": 8, "temperature": 0.0} | fields
     return requests.post(f"{url}/generate", json=body, timeout=60)
+
+
+def replica(url: str) -> dict[str, Any]:
+    """What the one replica says of itself, as of at most FRESH_S ago."""
+    answer = requests.get(f"{url}/status.json", timeout=10)
+    return dict(answer.json()["replicas"][0])
 
 
 # So many rows of random tokens that some are sure to be without an end token for a while.
@@ -71,9 +79,12 @@ def test_keep_pauses_a_completion_and_resume_goes_on(running: tuple[str, str]) -
     url, _ = running
     with ThreadPoolExecutor(1) as pool:
         answer = pool.submit(generate, url, **LONG | {"max_new_tokens": 600})
-        time.sleep(0.3)
+        wait_until(lambda: at_work(url)[0] > 0, "nothing began")
         assert post(running, "pause").json()["paused"] is True
-        time.sleep(0.3)
+        wait_until(lambda: replica(url)["paused"] == "keep", "it does not say that it is paused")
+        made = replica(url)["tokens_total"]
+        time.sleep(2 * FRESH_S)
+        assert replica(url)["tokens_total"] == made
         done_early = answer.done()
         assert requests.get(f"{url}/is_paused", timeout=10).json() == {"is_paused": True}
         post(running, "resume")
@@ -82,23 +93,29 @@ def test_keep_pauses_a_completion_and_resume_goes_on(running: tuple[str, str]) -
     assert {c["finish_reason"] for c in completions} <= {"length", "stop"}
 
 
+def test_pauses_of_many_at_once_end_as_the_last_word_says(running: tuple[str, str]) -> None:
+    url, _ = running
+    with ThreadPoolExecutor(8) as pool:
+        for last in ("pause", "resume"):
+            words = ["pause", "resume"] * 4
+            assert all(r.status_code == 200 for r in pool.map(lambda w: post(running, w), words))
+            assert post(running, last).status_code == 200
+            paused = requests.get(f"{url}/is_paused", timeout=10).json()["is_paused"]
+            mode = "keep" if last == "pause" else None
+            assert paused is (last == "pause")
+            wait_until(lambda m=mode: replica(url)["paused"] == m, "the engine was told otherwise")
+
+
 def test_abort_returns_what_is_there(running: tuple[str, str]) -> None:
     url, _ = running
     with ThreadPoolExecutor(1) as pool:
         answer = pool.submit(generate, url, **LONG)
-        time.sleep(0.3)
+        wait_until(lambda: at_work(url)[0] > 0, "nothing began")
         assert post(running, "pause", mode="abort").status_code == 200
         completions = answer.result(60).json()["completions"]
         post(running, "resume")
     assert "abort" in {c["finish_reason"] for c in completions}
     assert "length" not in {c["finish_reason"] for c in completions}
-
-
-def test_a_client_that_leaves_stops_its_completion(running: tuple[str, str]) -> None:
-    url, _ = running
-    with pytest.raises(requests.exceptions.ReadTimeout):
-        requests.post(f"{url}/generate", json={"prompts": ["x"], **LONG}, timeout=0.3)
-    assert generate(url, max_new_tokens=1).status_code == 200
 
 
 def test_bad_requests_are_problem_documents(running: tuple[str, str]) -> None:
@@ -167,7 +184,7 @@ def test_a_signal_ends_it_in_the_middle_of_work(number: signal.Signals) -> None:
         with ThreadPoolExecutor(1) as pool, ws.connect(model, to=url, token=token) as sender:
             sender.send_weights()
             answer = pool.submit(generate, url, **LONG)
-            time.sleep(0.3)
+            wait_until(lambda: at_work(url)[0] > 0, "nothing began")
             process.send_signal(number)
             assert process.wait(END_S) == 0
             completions = answer.result(END_S).json()["completions"]
@@ -185,7 +202,7 @@ def test_no_auth_works_on_loopback() -> None:
     ("options", "text"),
     [
         (("--no-auth", "--host", "0.0.0.0"), "--no-auth on 0.0.0.0"),
-        (("--no-auth", "--token", "x"), "exclude each other"),
+        (("--no-auth", "--token", "x"), "excludes --token"),
         (("--token", "two words"), "printable ASCII"),
         (("--model", "no/such/model"), "no/such/model"),
         (("--host", "no-such-host.invalid"), "no address to listen on"),

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import socket
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
@@ -17,24 +16,10 @@ import requests
 import torch
 
 import weightsync as ws
-from tests.rollout.servers import members, server
+from tests.rollout.servers import WAIT_S, members, running, server, wait_until
 from weightsync.rollout.model import make_tiny_model
 
-WAIT_S = 60.0
 LONG: dict[str, Any] = {"prompts": ["on and on"], "n": 16, "max_new_tokens": 2000}
-
-
-def wait_until(true: Callable[[], bool], what: str) -> None:
-    deadline = time.monotonic() + WAIT_S
-    while not true():
-        assert time.monotonic() < deadline, what
-        time.sleep(0.02)
-
-
-def running(url: str) -> tuple[int, int]:
-    """Return the completions at work and those that wait, over all replicas."""
-    replicas = requests.get(f"{url}/status.json", timeout=WAIT_S).json()["replicas"]
-    return sum(r["running"] for r in replicas), sum(r["waiting"] for r in replicas)
 
 
 @pytest.mark.usefixtures("shm_clean")

@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from weightsync.rollout.standings import SPLIT_S, Standings
+from weightsync.rollout.standings import HELD_S, SPLIT_S, Standings
 from weightsync.rollout.worker_messages import Standing
 
 
@@ -60,9 +60,43 @@ def test_workers_that_stay_apart_are_refused_after_a_while() -> None:
     clock.now += SPLIT_S / 2
     refusal = standings.refusal()
     assert refusal is not None
-    assert "worker 0 2, worker 1 0" in str(refusal)
+    assert "worker 0 2 of update none, worker 1 0 of update none" in str(refusal)
     assert refusal.state == "TORN"
     standings.hold(1)  # somebody mends it
     assert standings.refusal() is None
     standings.heard(1, Standing(version=2, released=True))
     assert may_step(standings)
+
+
+def test_other_weights_of_the_same_version_are_told_apart() -> None:
+    standings = Standings(2)
+    for worker in (0, 1):
+        standings.heard(worker, Standing(version=3, weights_id="before"))
+    standings.hold(0)
+    standings.heard(0, Standing(version=3, weights_id="after", released=True))
+    assert not may_step(standings)
+    standings.hold(1)
+    standings.heard(1, Standing(version=3, weights_id="after", released=True))
+    assert may_step(standings)
+
+
+def test_a_hold_that_changes_nothing_is_no_stall() -> None:
+    clock = Clock()
+    standings = Standings(1, clock=clock)
+    standings.hold(0)
+    clock.now += 5
+    standings.heard(0, Standing(version=0, released=True))
+    assert may_step(standings)
+    assert standings.last_stall_s == 0.0
+
+
+def test_who_waits_for_a_worker_that_holds_for_ever_is_told_so() -> None:
+    clock = Clock()
+    standings = Standings(1, clock=clock)
+    standings.hold(0)
+    clock.now += HELD_S - 1
+    assert standings.refusal() is None
+    clock.now += 2
+    refusal = standings.refusal()
+    assert refusal is not None
+    assert str(refusal).startswith(f"worker 0 has held generation for {HELD_S + 1:.0f} s")

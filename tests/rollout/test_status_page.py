@@ -165,7 +165,7 @@ def test_the_head_says_state_version_and_label() -> None:
 def test_workers_of_different_versions_are_said() -> None:
     fragment = render_fragment(snapshot(report(status(12)), report(status(11))))
     assert "versions 11, 12" in section(fragment, "now")
-    assert "hold different versions" in section(fragment, "trouble")
+    assert "hold different weights" in section(fragment, "trouble")
 
 
 def test_a_silent_worker_is_named_and_hides_no_other() -> None:

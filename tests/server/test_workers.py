@@ -212,6 +212,25 @@ def test_a_start_that_one_refuses_leaves_nobody_with_an_open_update(server: Serv
     assert [r.status().update_id for r in server.receivers] == [None, None, "other"]
 
 
+def test_an_anonymous_session_is_one_update_and_its_id_may_be_used(server: Server) -> None:
+    opened = server.ask(StartRequest())
+    ids = {receiver.status().update_id for receiver in server.receivers}
+    assert ids == {opened.update_id}
+    server.ask(UpdateRequest(update_info=server.info(2)))
+    server.ask(AbortRequest(update_id=opened.update_id))
+    assert [receiver.status().update_id for receiver in server.receivers] == [None] * 3
+
+
+def test_a_rewind_to_the_first_version_is_not_taken_for_none(server: Server) -> None:
+    server.ask(UpdateRequest(update_info=server.info(1)))
+    server.receivers[0].dispatch(UpdateRequest(update_info=server.info(2)))
+    server.ask(StartRequest(update_id="u", version=0, rewind=True))
+    server.ask(UpdateRequest(update_id="u", update_info=server.info(3), prepare=True))
+    server.ask(FinishRequest(update_id="u"))
+    assert server.held == [(0, {3.0})] * 3
+    assert server.status().may_generate
+
+
 def test_a_finish_that_some_refuse_says_who_went_on(server: Server) -> None:
     server.ask(UpdateRequest(update_info=server.info(1)))
     server.ask(StartRequest(update_id="u"))
@@ -224,10 +243,10 @@ def test_a_finish_that_some_refuse_says_who_went_on(server: Server) -> None:
     assert "workers/0: no swap; workers/2: no swap; workers/1 finished it" in said
     status = server.status()
     assert (status.may_generate, status.version) == (False, 1)
-    assert "workers hold different versions (workers/0 1, workers/1 2" in status.detail
+    assert "workers hold different weights (workers/0 1 of update " in status.detail
     health = requests.get(f"{server.url}/health", timeout=WAIT_S)
     assert health.status_code == 503
-    assert "different versions" in health.text
+    assert "different weights" in health.text
     for k in (0, 2):
         del server.receivers[k].dispatch
         server.receivers[k].dispatch(AbortRequest(update_id="u"))

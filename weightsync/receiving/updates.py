@@ -151,6 +151,7 @@ class Updates:
                     base_version=terms.base_version,
                     partial=terms.partial,
                     rewind=terms.rewind,
+                    weights_id=terms.weights_id or "",
                 )
             )
             if self._incoming is None or self._incoming.update_id != update_id:

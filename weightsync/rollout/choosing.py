@@ -65,9 +65,11 @@ class TokenChooser:
         self._free.seed()
         self._plan = self._plan_of([])
 
-    def add(self, rows: Sequence[RowId], choosing: Choosing) -> None:
-        """Know the rows of one request, in the order of its completions."""
-        for completion, row in enumerate(rows):
+    def add(
+        self, rows: Sequence[RowId], choosing: Choosing, completions: Sequence[int] = ()
+    ) -> None:
+        """Know the rows of one request, and which of its completions each one is (0, 1, …)."""
+        for completion, row in zip(completions or range(len(rows)), rows, strict=True):
             self._choosers[row] = _Chooser(choosing, _stream(choosing.seed, completion))
 
     def drop(self, rows: Sequence[RowId]) -> None:
@@ -154,6 +156,7 @@ def _nucleus(scores: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
         if (reached[:, -1:] >= top_p).all():
             break
     kept = ordered.masked_fill(reached - probabilities >= top_p, float("-inf"))
+    kept[:, :1] = ordered[:, :1]  # the smallest top_p are 0 in float32
     return torch.full_like(scores, float("-inf")).scatter_(1, places, kept)
 
 

@@ -13,7 +13,7 @@ import msgspec
 import zmq
 import zmq.asyncio
 
-from weightsync.errors import NotReadyError, PeerLostError, TransportTimeout
+from weightsync.errors import NotReadyError, TransportTimeout
 from weightsync.rollout.engine_messages import (
     Answer,
     Ask,
@@ -25,11 +25,12 @@ from weightsync.rollout.engine_messages import (
     Job,
     Order,
 )
+from weightsync.rollout.lasting_task import end_process
 from weightsync.rollout.process_terms import CoreAddress
 from weightsync.rollout.steps import ModelCard
 from weightsync.samehost.tensor_codec import TensorEncoder
 from weightsync.samehost.tensor_queue import TensorIpcSender
-from weightsync.wire.problem import Problem, encode_problem, from_problem, to_problem
+from weightsync.wire.problem import Problem, from_problem
 from weightsync.wire.tensor_packets import TensorQueueHandle
 
 logger = logging.getLogger(__name__)
@@ -61,6 +62,10 @@ class _Core:
             raise NotReadyError("this engine core has no tensor queue", state="READY")
         self._sender = TensorIpcSender(queue)
         return self._sender
+
+    def frames(self, order: Order, request_id: str = "") -> list[Any]:
+        """Encode an order; the first frame names its request even to who cannot read the rest."""
+        return [request_id.encode(), *self.encoder.encode(order, request_id or None)]
 
     def close(self) -> None:
         """Close socket and queue."""
@@ -110,6 +115,7 @@ class CoreClient:
         for address in self._addresses:
             self._cores.append(_Core(context, address, self._identity, self._tensor_ipc))
             self._tasks.append(asyncio.create_task(self._listen(self._cores[-1])))
+            self._tasks[-1].add_done_callback(end_process)
 
     @property
     def card(self) -> ModelCard:
@@ -182,10 +188,10 @@ class CoreClient:
 
     async def _submit(self, core: _Core, job: Job) -> None:
         if job.inputs is None:
-            await core.socket.send_multipart(core.encoder.encode(job, job.request_id))
+            await core.socket.send_multipart(core.frames(job, job.request_id))
             return
         async with self._media:
-            frames = await anyio.to_thread.run_sync(core.encoder.encode, job, job.request_id)
+            frames = await anyio.to_thread.run_sync(core.frames, job, job.request_id)
             await core.socket.send_multipart(frames)
 
     async def _ask(self, core: _Core) -> EngineStats:
@@ -207,22 +213,14 @@ class CoreClient:
         """Send something small without waiting."""
         if core.socket.closed:
             return
-        sending = asyncio.ensure_future(core.socket.send_multipart(core.encoder.encode(order)))
+        sending = asyncio.ensure_future(core.socket.send_multipart(core.frames(order)))
         self._sending.add(sending)
         sending.add_done_callback(self._sending.discard)
 
     async def _listen(self, core: _Core) -> None:
-        try:
-            while True:
-                for event in _events.decode(await core.socket.recv()):
-                    self._take(event)
-        except (zmq.ZMQError, msgspec.MsgspecError) as exc:
-            logger.exception("the connection to an engine core failed")
-            lost = PeerLostError(f"the connection to an engine core failed: {exc}")
-            problem = encode_problem(to_problem(lost))
-            for request_id, inbox in self._inboxes.items():
-                if inbox.core is core:
-                    inbox.items.put_nowait(Failed(request_id=request_id, problem=problem))
+        while True:
+            for event in _events.decode(await core.socket.recv()):
+                self._take(event)
 
     def _take(self, event: Event) -> None:
         if isinstance(event, Answer):

@@ -28,11 +28,13 @@ from weightsync.rollout.standings import Standings
 from weightsync.rollout.steps import ModelCard
 from weightsync.rollout.worker_crew import WorkerCrew
 from weightsync.rollout.worker_messages import (
+    ClearCacheCall,
     Done,
     Hello,
     Hold,
     Notice,
     PauseCall,
+    PauseState,
     ResumeCall,
     Standing,
 )
@@ -68,7 +70,6 @@ class EngineCore:
         self._scheduler = scheduler or Scheduler(crew.card)
         self._standings = Standings(crew.size)
         self._pauses = Pauses()
-        self._unsent: list[Post] = []
         self._rate = _Rate()
         self._tokens_total = self._steps_total = self._requests_total = 0
         self._stopping = False
@@ -90,13 +91,10 @@ class EngineCore:
     def run(self) -> None:
         """Serve until `stop`. Raises PeerLostError naming a worker that died."""
         while not self._stopping:
-            if not self._has_work():
-                self._post(())
             self._hear(0 if self._has_work() else IDLE_MS)
             self._settle()
             if self._has_work():
                 self._make_step()
-        self._post(())
 
     def _has_work(self) -> bool:
         ready = self._pauses.may_step and self._standings.may_step
@@ -106,13 +104,11 @@ class EngineCore:
         step = self._scheduler.next_step()
         if step is None:
             return
-        self._crew.begin(step)
-        self._post(())  # the tokens of the step before, while the workers make this one
-        result = self._crew.finish(step)
+        result = self._crew.make(step)
         self._steps_total += 1
         self._tokens_total += len(result.chosen)
         self._rate.count(len(result.chosen))
-        self._unsent = self._scheduler.done(result)
+        self._post(self._scheduler.done(result))
 
     def _settle(self) -> None:
         """Tell requesters what cannot go on, and pauses what is over."""
@@ -133,28 +129,31 @@ class EngineCore:
                 self._ordered(owner, frames)
 
     def _ordered(self, owner: Owner, frames: list[Any]) -> None:
+        request_id = bytes(frames[0].buffer).decode("utf-8", "replace")
         try:
-            order = self._decoder.decode([frame.buffer for frame in frames])
-        except WeightSyncError as exc:
-            # Its request_id is in what cannot be read; the API server's own time-out ends it.
-            logger.error("a message of %r cannot be read: %s", owner, exc)
+            order = self._decoder.decode([frame.buffer for frame in frames[1:]])
+        except Exception as exc:  # noqa: BLE001 - one bad message is its sender's alone
+            logger.warning("request %s of %r cannot be read: %s", request_id, owner, exc)
+            self._fail(owner, request_id, exc)
             return
         if isinstance(order, Job):
+            self._requests_total += 1
             self._submit(owner, order)
         elif isinstance(order, Cancel):
-            self._pauses.cancel(owner, order.request_id)
-            if order.index is None and self._tensors is not None:
-                self._tensors.cleanup_request_tensors(order.request_id)
+            if order.index is None:
+                self._pauses.cancel(owner, order.request_id)
+                if self._tensors is not None:
+                    self._tensors.cleanup_request_tensors(order.request_id)
             self._post(self._scheduler.cancel(owner, order.request_id, order.index))
         elif isinstance(order, Ask):
             self._post([(owner, Answer(call=order.call, stats=self.stats()))])
 
     def _submit(self, owner: Owner, job: Job) -> None:
-        self._requests_total += 1
-        if self._pauses.mode is not None:
-            self._pauses.postpone(owner, job)
-            return
         try:
+            self._scheduler.check(job, ahead=self._pauses.late)
+            if self._pauses.mode is not None:
+                self._pauses.postpone(owner, job)
+                return
             refusal = self._standings.refusal()
             if refusal is not None:
                 raise refusal
@@ -168,14 +167,15 @@ class EngineCore:
             self._crew.answer(worker, Done(call=notice.call))
         elif isinstance(notice, Standing):
             self._standings.heard(worker, notice)
-            if notice.clear_cache:
-                self._scheduler.clear_cache()
+        elif isinstance(notice, ClearCacheCall):
+            self._scheduler.clear_cache()
+            self._crew.answer(worker, Done(call=notice.call))
         elif isinstance(notice, PauseCall):
             self._pause(worker, notice)
         elif isinstance(notice, ResumeCall):
             for owner, job in self._pauses.resume():
-                self._requests_total -= 1
                 self._submit(owner, job)
+            self._crew.tell_all(PauseState(paused=False))
             self._crew.answer(worker, Done(call=notice.call))
         elif isinstance(notice, Hello):
             raise ProtocolError(f"worker {worker} says hello again; was it started twice?")
@@ -186,18 +186,18 @@ class EngineCore:
             self._crew.answer(worker, Done(call=notice.call, problem=problem))
 
         self._pauses.pause(notice.mode, answer)
+        self._crew.tell_all(PauseState(paused=True))
         if notice.mode == "abort":
             self._post(self._scheduler.abort_all())
 
-    def _fail(self, owner: Owner, request_id: str, error: WeightSyncError) -> None:
+    def _fail(self, owner: Owner, request_id: str, error: Exception) -> None:
         problem = encode_problem(to_problem(error))
         self._post([(owner, Failed(request_id=request_id, problem=problem))])
 
     def _post(self, posts: Iterable[Post]) -> None:
-        """Send every API server its part in one message, behind what is unsent."""
+        """Send every API server its part in one message."""
         parts: dict[Owner, list[Event]] = {}
-        unsent, self._unsent = self._unsent, []
-        for owner, event in (*unsent, *posts):
+        for owner, event in posts:
             parts.setdefault(owner, []).append(event)
         for owner, events in parts.items():
             # An API server that died is not there any more; the supervisor ends the rest.

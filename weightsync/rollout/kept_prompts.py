@@ -53,6 +53,11 @@ class KeptPrompts:
     def __len__(self) -> int:
         return len(self._kept)
 
+    @property
+    def has_evicted(self) -> bool:
+        """Whether the workers keep what is to be forgotten."""
+        return bool(self._evicted)
+
     def find(self, prompt: list[int]) -> Beginning | None:
         """Return the kept prompt that shares the longest beginning with this one.
 

@@ -171,7 +171,7 @@ class ModelRunner:
         rows: list[RowId] = []
         of_rows: list[torch.Tensor] = []
         for place in sorted(logits):
-            self._chooser.add(new[place].rows, new[place].choosing)
+            self._chooser.add(new[place].rows, new[place].choosing, new[place].completions)
             rows.extend(new[place].rows)
             of_rows.extend([logits[place]] * len(new[place].rows))
         return self._choose(rows, torch.stack(of_rows))

@@ -53,18 +53,26 @@ class Pauses:
         return len(self._late)
 
     def pause(self, mode: PauseMode, answer: Answer) -> None:
-        """Begin a pause, or change its mode; `answer` is called once jobs in flight are settled."""
+        """Begin a pause, or change its mode; `answer` is called once jobs in flight are settled.
+
+        With `keep` that is at once, also for those who waited: jobs do not end any more.
+        """
         self.mode = mode
-        self._answer_all()  # a later pause takes over from those before
         if mode == "keep":
+            self._answer_all()
             answer(None)
         else:
             self._drained.append((self._clock() + self._timeout_s, answer))
 
     def resume(self) -> list[tuple[Owner, Job]]:
-        """End the pause, if there is one; return the jobs that waited for it."""
+        """End the pause, if there is one; return the jobs that waited for it.
+
+        Who still waited for jobs to end is told that they did not.
+        """
         self.mode = None
-        self._answer_all()
+        drained, self._drained = self._drained, []
+        for _, answer in drained:
+            answer(NotReadyError("generation was resumed before all jobs had ended", state="READY"))
         late, self._late = self._late, []
         return [(waiting.owner, waiting.job) for waiting in late]
 

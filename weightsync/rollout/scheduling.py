@@ -6,7 +6,9 @@ from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from weightsync.errors import ConfigError, ProtocolError, WeightSyncError
+from msgspec.structs import replace
+
+from weightsync.errors import ConfigError, NotReadyError, ProtocolError, WeightSyncError
 from weightsync.rollout.engine_messages import Delta, Event, Failed, FinishReason, Job, TopToken
 from weightsync.rollout.kept_prompts import KeptPrompts
 from weightsync.rollout.steps import Chosen, ModelCard, NewRows, RowId, Step, StepResult
@@ -88,7 +90,7 @@ class Scheduler:
     @property
     def has_work(self) -> bool:
         """Whether there is a step to make."""
-        return bool(self._rows or self._waiting or self._drop)
+        return bool(self._rows or self._waiting or self._drop or self._kept.has_evicted)
 
     @property
     def kept_prompts(self) -> int:
@@ -100,7 +102,7 @@ class Scheduler:
         key = (owner, job.request_id)
         if key in self._jobs:
             raise ProtocolError(f"request {job.request_id} is at work already; number them anew")
-        self._check(job)
+        self.check(job)
         self._jobs[key] = _Job(job, dict.fromkeys(range(job.n)))
         self._waiting[key] = job
 
@@ -180,7 +182,11 @@ class Scheduler:
         refused = [self._refuse(row, reason) for row, reason in result.refused.items()]
         return [*(post for post in refused if post), *self._token_posts(result)]
 
-    def _check(self, job: Job) -> None:
+    def check(self, job: Job, *, ahead: int = 0) -> None:
+        """Raise ConfigError for a job that the model cannot take, NotReadyError when too many wait.
+
+        `ahead` counts jobs that wait elsewhere and come first.
+        """
         card = self._card
         if not 1 <= job.n <= self._max_rows:
             raise ConfigError(
@@ -199,8 +205,10 @@ class Scheduler:
                 f"prompt and completion take {total} tokens, the model has room for "
                 f"{card.max_length}; shorten the prompt or max_new_tokens"
             )
-        if len(self._waiting) >= MAX_WAITING:
-            raise ConfigError(f"{MAX_WAITING} requests wait already; ask again later")
+        if len(self._waiting) + ahead >= MAX_WAITING:
+            raise NotReadyError(
+                f"{MAX_WAITING} requests wait already; ask again later", state="BUSY"
+            )
 
     def _admit(self) -> list[NewRows]:
         """Take waiting jobs in, as far as places and the step's tokens reach; the first always."""
@@ -221,13 +229,16 @@ class Scheduler:
     def _new_rows(self, key: Key, job: Job, wanted: Sequence[int]) -> NewRows:
         rows = range(self._next_row, self._next_row + len(wanted))
         self._next_row += len(wanted)
+        read = replace(job, inputs=None)  # images are read once, and are large
+        self._jobs[key].job = read
         for index, row in zip(wanted, rows, strict=True):
             self._jobs[key].rows[index] = row
-            self._rows[row] = _Row(key, index, job)
+            self._rows[row] = _Row(key, index, read)
         # What an image became is not in the token ids, so equal ones need not be the same prompt.
         known = self._kept.find(job.prompt) if job.inputs is None else None
         group = NewRows(
             rows=list(rows),
+            completions=list(wanted),
             prompt=job.prompt,
             choosing=job.choosing,
             reuse=known.key if known else None,

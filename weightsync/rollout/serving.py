@@ -64,8 +64,11 @@ class ServeOptions:
         workers = self.data_parallel * self.tensor_parallel
         counts = {
             "api_servers": (self.api_servers, MAX_API_SERVERS),
+            "data_parallel": (self.data_parallel, MAX_WORKERS),
+            "tensor_parallel": (self.tensor_parallel, MAX_WORKERS),
             "data_parallel x tensor_parallel": (workers, MAX_WORKERS),
             "max_rows": (self.max_rows, 1 << 16),
+            "threads": (1 if self.threads is None else self.threads, 1024),
         }
         for name, (count, most) in counts.items():
             if not 1 <= count <= most:

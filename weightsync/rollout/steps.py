@@ -34,14 +34,16 @@ class Choosing(msgspec.Struct, frozen=True, kw_only=True):
 class NewRows(msgspec.Struct, frozen=True, kw_only=True):
     """A prompt to read, and the rows that go on from it: one for each completion asked for.
 
-    `prompt` are its token ids. The first `reuse_length` of them are taken from the prompt that was
-    kept as `reuse`; `keep_as` keeps what was read of this one for later prompts. `inputs` are
-    further arguments of the model's first pass (pixel values, for instance), by name.
+    `completions` numbers them, where it is not 0, 1 and so on. `prompt` are its token ids. The
+    first `reuse_length` of them are taken from the prompt that was kept as `reuse`; `keep_as` keeps
+    what was read of this one for later prompts. `inputs` are further arguments of the model's first
+    pass (pixel values, for instance), by name.
     """
 
     rows: list[RowId]
     prompt: list[int]
     choosing: Choosing
+    completions: list[int] = []
     reuse: int | None = None
     reuse_length: int = 0
     keep_as: int | None = None

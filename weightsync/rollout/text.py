@@ -28,7 +28,9 @@ class Detokenizer:
     """Turns the tokens of one completion into text that is never taken back.
 
     Half a character is held back until its other bytes come, or the end. Tokens in `skipped` have
-    no text. Pieces add up to what the tokenizer makes of all the tokens at once.
+    no text. Pieces add up to what the tokenizer makes of all the tokens at once; where a character
+    stays cut, its bytes alone become replacement characters, even for tokenizers (of bytes as
+    `<0xE2>`) that would replace the whole characters before it, too.
     """
 
     def __init__(self, decode: Decode, skipped: Collection[int] = ()) -> None:
@@ -36,7 +38,7 @@ class Detokenizer:
         self._skipped = skipped
         self._window: list[int] = []  # the tokens that may still change what follows
         self._fresh = 0  # where the tokens begin whose text the window was last cut for
-        self._given = 0  # characters of the window's text that have left
+        self._given = ""  # what has left of the window's text
 
     def push(self, token: int) -> str:
         """Return the text that has become certain with one more token."""
@@ -44,9 +46,11 @@ class Detokenizer:
             return ""
         self._window.append(token)
         text = self._decode(self._window)
+        if not text.startswith(self._given):
+            return self._push_cut()
         certain = len(text) - _open_tail(text)
-        piece = text[self._given : certain]
-        self._given = max(self._given, certain)
+        piece = text[len(self._given) : certain]
+        self._given += piece
         if certain == len(text):
             self._forget(self._fresh)
         elif len(self._window) > _MAX_WINDOW_TOKENS:
@@ -55,14 +59,27 @@ class Detokenizer:
 
     def finish(self) -> str:
         """Return the text that was held back; half a character has become a replacement."""
-        return self._decode(self._window)[self._given :] if self._window else ""
+        text = self._decode(self._window) if self._window else ""
+        if not text.startswith(self._given):
+            return self._decode(self._window[self._fresh :])
+        return text[len(self._given) :]
+
+    def _push_cut(self) -> str:
+        # One cut character among bytes hides those before it, which are out already. The rest
+        # waits for its end; by itself it is readable only when that end cannot come any more.
+        text = self._decode(self._window[self._fresh :])
+        if _open_tail(text) and len(self._window) <= _MAX_WINDOW_TOKENS:
+            return ""
+        self._forget(max(self._fresh, len(self._window) - _CONTEXT_TOKENS))
+        self._given = self._decode(self._window)
+        return text
 
     def _forget(self, count: int) -> None:
         # What is kept is context: some decoders write the first token unlike the others.
         self._window = self._window[count:]
         self._fresh = len(self._window)
         text = self._decode(self._window)
-        self._given = len(text) - _open_tail(text)
+        self._given = text[: len(text) - _open_tail(text)]
 
 
 def _open_tail(text: str) -> int:

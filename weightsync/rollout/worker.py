@@ -41,7 +41,6 @@ class Worker:
     def __init__(self, terms: WorkerTerms, loaded: LoadedModel) -> None:
         self._terms = terms
         self._cancel = threading.Event()
-        self._stale_cache = threading.Event()
         self._link = WorkerLink(
             terms.rank, core_address=terms.core_address, control_address=terms.control_address
         )
@@ -50,7 +49,7 @@ class Worker:
             apply=terms.apply,
             on_pause=self._link.pause,
             on_resume=self._link.resume,
-            on_clear_cache=self._stale_cache.set,
+            on_clear_cache=self._link.clear_cache,
             on_hold=self._link.hold,
             on_release=self._release,
         )
@@ -67,7 +66,7 @@ class Worker:
         hello = Hello(card=self.card, results=self._results.export_handle())
         welcome = self._link.hello(hello, HELLO_TIMEOUT_S)
         self._steps = MessageQueue.create_from_handle(welcome.steps, terms.rank, codec=step_codec())
-        self._link.serve(self._handle, self._standing)
+        self._link.serve(self._handle, self._standing, self.receiver.show_paused)
 
     def run(self) -> None:
         """Make steps. Raises PeerLostError when the engine core is gone."""
@@ -83,8 +82,8 @@ class Worker:
 
     def close(self) -> None:
         """Let every mapping and queue go."""
+        self._link.close()  # first: an update that waits for the core's answer lets go
         self.receiver.close()
-        self._link.close()
         self._steps.close()
         self._results.close()
 
@@ -105,14 +104,12 @@ class Worker:
         self._link.release(msgspec.structs.replace(self._standing(), released=True))
 
     def _standing(self) -> Standing:
-        stale = self._stale_cache.is_set()
-        self._stale_cache.clear()
         status = self.receiver.status()
         return Standing(
             version=status.version,
+            weights_id=status.weights_id or "",
             state=status.state,
             why_not="" if status.may_generate else status.detail or status.state,
-            clear_cache=stale,
         )
 
 

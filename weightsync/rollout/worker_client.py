@@ -12,6 +12,7 @@ import zmq
 import zmq.asyncio
 
 from weightsync.errors import ConnectError, TransportTimeout
+from weightsync.rollout.lasting_task import end_process
 from weightsync.rollout.worker_messages import REPORT_CALL, WorkerReport
 from weightsync.wire import codec
 from weightsync.wire.messages import (
@@ -44,12 +45,15 @@ class WorkerClient:
         self._context = zmq.asyncio.Context()
         self._sockets: list[zmq.asyncio.Socket] = []
         self._sending: set[asyncio.Task[None]] = set()
-        self._opened = threading.Event()
+        opened: concurrent.futures.Future[None] = concurrent.futures.Future()
         self._thread = threading.Thread(
-            target=self._run, args=(list(addresses), identity), name="worker client", daemon=True
+            target=self._run,
+            args=(list(addresses), identity, opened),
+            name="worker client",
+            daemon=True,
         )
         self._thread.start()
-        self._opened.wait()
+        opened.result()
 
     def call(self, worker: int, call: str, body: bytes, timeout_s: float) -> bytes:
         """Make one call and return the body of the reply. Raises what the worker raised.
@@ -85,16 +89,20 @@ class WorkerClient:
                 if not answer.done():
                     answer.set_exception(gone)
 
-    def _run(self, addresses: list[str], identity: bytes) -> None:
+    def _run(
+        self, addresses: list[str], identity: bytes, opened: concurrent.futures.Future[None]
+    ) -> None:
         asyncio.set_event_loop(self._loop)
-        for address in addresses:
-            socket = self._context.socket(zmq.DEALER)
-            socket.setsockopt(zmq.IDENTITY, identity)
-            socket.setsockopt(zmq.LINGER, 0)
-            socket.connect(address)
-            self._sockets.append(socket)
+        try:
+            for address in addresses:
+                self._sockets.append(self._connect(address, identity))
+        except BaseException as exc:
+            opened.set_exception(exc)
+            raise
+        opened.set_result(None)
         tasks = [self._loop.create_task(self._listen(socket)) for socket in self._sockets]
-        self._opened.set()
+        for task in tasks:
+            task.add_done_callback(end_process)
         try:
             self._loop.run_forever()
         finally:
@@ -103,6 +111,13 @@ class WorkerClient:
             self._loop.run_until_complete(asyncio.gather(*tasks, return_exceptions=True))
             self._context.destroy(linger=0)
             self._loop.close()
+
+    def _connect(self, address: str, identity: bytes) -> zmq.asyncio.Socket:
+        socket = self._context.socket(zmq.DEALER)
+        socket.setsockopt(zmq.IDENTITY, identity)
+        socket.setsockopt(zmq.LINGER, 0)
+        socket.connect(address)
+        return socket
 
     def _send(self, worker: int, frames: list[bytes]) -> None:
         sending = self._loop.create_task(_send_all(self._sockets[worker], frames))

@@ -86,16 +86,13 @@ class WorkerCrew:
         """The number of workers."""
         return len(self._results)
 
-    def begin(self, step: Step) -> None:
-        """Have all workers make a step. Raises PeerLostError naming a worker that died."""
-        self._steps.enqueue(step)
-
-    def finish(self, step: Step) -> StepResult:
-        """Wait for the step that was begun; return what the first worker chose.
+    def make(self, step: Step) -> StepResult:
+        """Have all workers make a step; return what the first one chose.
 
         Raises PeerLostError naming a worker that died, and ProtocolError when workers made the
         step with different weights: the tokens would be of no version.
         """
+        self._steps.enqueue(step)
         results: list[StepResult] = [queue.dequeue(indefinite=True) for queue in self._results]
         first = results[0]
         told = {(result.number, result.version, tuple(result.refused)) for result in results}
@@ -117,6 +114,11 @@ class WorkerCrew:
     def answer(self, worker: int, word: CoreWord) -> None:
         """Tell one worker something."""
         self._tell(worker, word)
+
+    def tell_all(self, word: CoreWord) -> None:
+        """Tell every worker the same."""
+        for rank in range(self.size):
+            self._tell(rank, word)
 
     def close(self) -> None:
         """Leave all queues."""

@@ -8,25 +8,29 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import logging
-import os
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 import zmq
 import zmq.asyncio
 
 from weightsync.errors import TransferError, TransferTimeout
+from weightsync.rollout.engine_messages import PauseMode
+from weightsync.rollout.lasting_task import end_process
 from weightsync.rollout.worker_crew import worker_identity
 from weightsync.rollout.worker_messages import (
+    REPORT_CALL,
+    ClearCacheCall,
     CoreWord,
     Done,
     Hello,
     Hold,
     Notice,
     PauseCall,
+    PauseState,
     ResumeCall,
     Standing,
     Welcome,
@@ -38,7 +42,13 @@ logger = logging.getLogger(__name__)
 LOOK_S = 0.25
 """How often a worker looks whether its standing has changed by itself (a sender died, say)."""
 PAUSE_TIMEOUT_S = 660.0
-MAX_CALLS = 64
+MAX_LOADS = 64
+MAX_SHORT_CALLS = 16
+"""Threads for loads, and as many each for what interrupts them and what only reads."""
+CALL_TIMEOUT_S = 30.0
+
+_INTERRUPTS = frozenset({"abort_weight_update", "resume"})
+_READS = frozenset({"weight_info", REPORT_CALL})
 
 _word_decoder: msgspec.msgpack.Decoder[CoreWord] = msgspec.msgpack.Decoder(CoreWord)
 
@@ -61,37 +71,59 @@ class WorkerLink:
         self._welcome: asyncio.Future[Welcome] | None = None
         self._next_call = 0
         self._said: Standing | None = None
-        self._pool = ThreadPoolExecutor(MAX_CALLS, thread_name_prefix="weights")
+        self._look: Look = _not_served
+        self._on_paused: Callable[[bool], None] = _not_served
+        self._loads = ThreadPoolExecutor(MAX_LOADS, thread_name_prefix="load")
+        self._interrupts = ThreadPoolExecutor(MAX_SHORT_CALLS, thread_name_prefix="interrupt")
+        self._reads = ThreadPoolExecutor(MAX_SHORT_CALLS, thread_name_prefix="read")
         self._loop = asyncio.new_event_loop()
-        self._ready = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="worker link", daemon=True)
+        self._context = zmq.asyncio.Context()
+        self._core = self._context.socket(zmq.DEALER)
+        self._control = self._context.socket(zmq.ROUTER)
+        opened: concurrent.futures.Future[None] = concurrent.futures.Future()
+        self._thread = threading.Thread(
+            target=self._run, args=(opened,), name="worker link", daemon=True
+        )
         self._thread.start()
-        self._ready.wait()
+        opened.result()
 
     def hello(self, hello: Hello, timeout_s: float) -> Welcome:
         """Introduce this worker to its core. Raises TransferTimeout when it does not answer."""
         welcome: Welcome = self._wait(self._introduce(hello), timeout_s, "hello")
         return welcome
 
-    def serve(self, handle: Handle, look: Look) -> None:
-        """Answer API servers from now on, and tell the core whenever `look` says something new."""
-        self._look = look
+    def serve(self, handle: Handle, look: Look, on_paused: Callable[[bool], None]) -> None:
+        """Answer API servers from now on, and tell the core whenever `look` says something new.
+
+        `on_paused` hears whether the replica is paused, whoever paused it.
+        """
+        self._look, self._on_paused = look, on_paused
         self._wait(self._begin(handle), 10.0, "serve")
 
     def hold(self, timeout_s: float) -> None:
         """Have the core begin no step; returns when none is at work.
 
-        Called by the receiver before weights in use change. Raises TransferTimeout.
+        Called by the receiver before weights in use change. Raises TransferTimeout; the core has
+        heard of the hold then, or will, and is told that it is over.
         """
-        self._wait(self._call(lambda call: Hold(call=call)), timeout_s, "hold")
+        try:
+            self._wait(self._call(lambda call: Hold(call=call)), timeout_s, "hold")
+        except BaseException:
+            self.release(msgspec.structs.replace(self._look(), released=True))
+            raise
+
+    def clear_cache(self) -> None:
+        """Have the core reuse nothing that older weights left in caches."""
+        call = self._call(lambda call: ClearCacheCall(call=call))
+        self._wait(call, CALL_TIMEOUT_S, "clear_cache")
 
     def release(self, standing: Standing) -> None:
         """Give the hold back; called when the weights are whole again, or never will be."""
         self._loop.call_soon_threadsafe(self._tell_standing, standing)
 
-    def pause(self, mode: Any) -> None:
+    def pause(self, mode: str) -> None:
         """Pause the whole replica; returns when what `mode` waits for is over."""
-        call = self._call(lambda call: PauseCall(call=call, mode=mode))
+        call = self._call(lambda call: PauseCall(call=call, mode=cast(PauseMode, mode)))
         self._wait(call, PAUSE_TIMEOUT_S, "pause")
 
     def resume(self) -> None:
@@ -103,7 +135,8 @@ class WorkerLink:
         if self._thread.is_alive():
             self._loop.call_soon_threadsafe(self._loop.stop)
             self._thread.join(5.0)
-        self._pool.shutdown(wait=False, cancel_futures=True)
+        for pool in (self._loads, self._interrupts, self._reads):
+            pool.shutdown(wait=False, cancel_futures=True)
 
     def _wait(self, work: Any, timeout_s: float, what: str) -> Any:
         future = asyncio.run_coroutine_threadsafe(work, self._loop)
@@ -121,11 +154,15 @@ class WorkerLink:
             raise from_problem(problem, peer="engine core")
         return answer
 
-    def _run(self) -> None:
+    def _run(self, opened: concurrent.futures.Future[None]) -> None:
         asyncio.set_event_loop(self._loop)
         try:
             self._open()
-            self._ready.set()
+        except BaseException as exc:
+            opened.set_exception(exc)
+            raise
+        opened.set_result(None)
+        try:
             self._loop.run_forever()
         finally:
             tasks = asyncio.all_tasks(self._loop)
@@ -136,17 +173,14 @@ class WorkerLink:
             self._loop.close()
 
     def _open(self) -> None:
-        self._context = zmq.asyncio.Context()
-        self._core = self._context.socket(zmq.DEALER)
         self._core.setsockopt(zmq.IDENTITY, worker_identity(self._rank))
         self._core.connect(self._core_address)
-        self._control = self._context.socket(zmq.ROUTER)
         self._control.bind(self._control_address)
         self._spawn(self._listen_to_core())
 
     def _spawn(self, work: Any) -> None:
-        """Run a task that lasts as long as the process: without it the worker is of no use."""
-        self._loop.create_task(work).add_done_callback(_or_die)
+        """Run a task without which the worker is of no use."""
+        self._loop.create_task(work).add_done_callback(end_process)
 
     async def _begin(self, handle: Handle) -> None:
         self._spawn(self._listen_to_api(handle))
@@ -177,6 +211,8 @@ class WorkerLink:
             if isinstance(word, Welcome):
                 if self._welcome is not None and not self._welcome.done():
                     self._welcome.set_result(word)
+            elif isinstance(word, PauseState):
+                self._on_paused(word.paused)
             elif word.call in self._calls and not self._calls[word.call].done():
                 self._calls[word.call].set_result(word)
 
@@ -189,13 +225,20 @@ class WorkerLink:
         self, handle: Handle, owner: bytes, call: bytes, name: str, body: bytes
     ) -> None:
         try:
-            reply = await self._loop.run_in_executor(self._pool, handle, name, body)
+            kind, reply = (
+                b"reply",
+                await self._loop.run_in_executor(self._pool_of(name), handle, name, body),
+            )
         except Exception as exc:  # noqa: BLE001  # the edge: each error becomes a document
-            failed = encode_problem(to_problem(exc))
-            await self._control.send_multipart([owner, call, b"problem", failed])
-        else:
-            await self._control.send_multipart([owner, call, b"reply", reply])
-        self._tell_if_changed()
+            kind, reply = b"problem", encode_problem(to_problem(exc))
+        self._tell_if_changed()  # first, or whoever has the reply could be ahead of the core
+        await self._control.send_multipart([owner, call, kind, reply])
+
+    def _pool_of(self, call: str) -> ThreadPoolExecutor:
+        """Loads can use up neither the threads of an abort or a resume nor those of readers."""
+        if call in _INTERRUPTS:
+            return self._interrupts
+        return self._reads if call in _READS else self._loads
 
     async def _look_again(self) -> None:
         while True:
@@ -204,16 +247,13 @@ class WorkerLink:
 
     def _tell_if_changed(self) -> None:
         standing = self._look()
-        if standing != self._said or standing.clear_cache:
+        if standing != self._said:
             self._tell_standing(standing)
 
     def _tell_standing(self, standing: Standing) -> None:
-        self._said = msgspec.structs.replace(standing, released=False, clear_cache=False)
-        self._loop.create_task(self._tell(standing))
+        self._said = msgspec.structs.replace(standing, released=False)
+        self._spawn(self._tell(standing))
 
 
-def _or_die(task: asyncio.Task[None]) -> None:
-    if task.cancelled() or task.exception() is None:
-        return
-    logger.critical("a worker's link failed", exc_info=task.exception())
-    os._exit(70)  # the main thread waits for steps, and nobody else would notice
+def _not_served(*_: object) -> Any:
+    raise TransferError("this worker has no receiver yet; serve() was not called")

@@ -37,14 +37,20 @@ class Hold(_Tagged, frozen=True, kw_only=True, tag="hold"):
 class Standing(_Tagged, frozen=True, kw_only=True, tag="standing"):
     """Which weights a worker holds now, and why they may not be used (empty: they may).
 
-    `released` gives a Hold back. `clear_cache`: what older weights left in caches is to be dropped.
+    `weights_id` tells weights of one version apart. `released` gives a Hold back.
     """
 
     version: int
+    weights_id: str = ""
     state: str = "READY"
     why_not: str = ""
     released: bool = False
-    clear_cache: bool = False
+
+
+class ClearCacheCall(_Tagged, frozen=True, kw_only=True, tag="clear_cache"):
+    """Drop what older weights left in caches; `call` comes back when it is done."""
+
+    call: int
 
 
 class PauseCall(_Tagged, frozen=True, kw_only=True, tag="pause"):
@@ -60,7 +66,7 @@ class ResumeCall(_Tagged, frozen=True, kw_only=True, tag="resume"):
     call: int
 
 
-Notice = Hello | Hold | Standing | PauseCall | ResumeCall
+Notice = Hello | Hold | Standing | ClearCacheCall | PauseCall | ResumeCall
 
 
 # From the engine core.
@@ -79,7 +85,13 @@ class Done(_Tagged, frozen=True, kw_only=True, tag="done"):
     problem: bytes | None = None
 
 
-CoreWord = Welcome | Done
+class PauseState(_Tagged, frozen=True, kw_only=True, tag="pause_state"):
+    """Whether generation is paused now; said to all workers of the replica."""
+
+    paused: bool
+
+
+CoreWord = Welcome | Done | PauseState
 
 
 # To API servers.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import logging
+import secrets
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import Literal
@@ -83,7 +84,14 @@ class Lead:
         update, terms = self._reach_most(version, label, rewind=rewind)
         sent = terms.version or 0
         self._membership.version = sent
-        self._sent = _Sent(sent, label, self.roads.layout, update.table_digests, {update.update_id})
+        self._sent = _Sent(
+            version=sent,
+            label=label,
+            weights_id=terms.weights_id,
+            layout=self.roads.layout,
+            digests=update.table_digests,
+            update_ids={update.update_id},
+        )
         try:
             self._reach_rest(update, terms)
         finally:
@@ -106,7 +114,9 @@ class Lead:
             )
         before = (self.fleet.sent_nbytes, self.fleet.sent_messages)
         self._membership.ready(members)
-        terms = self._terms(self.version, self._sent.label, rewind=True)
+        terms = self._terms(
+            self.version, self._sent.label, rewind=True, weights_id=self._sent.weights_id
+        )
         update = self._update(members)
         try:
             update.send_whole(terms, before_finish=self._check_unchanged)
@@ -199,11 +209,15 @@ class Lead:
         One that was met again gets another try with everyone, once. Without those who failed it
         goes on where they are dropped, or where there is no way back: an update in place was cut.
         """
+        weights_id = secrets.token_hex(8)
         without: dict[Member, WeightSyncError] = {}
         tried = touched = False
         while True:
             terms = self._terms(
-                self.version + 1 if version is None else version, label, rewind=rewind
+                self.version + 1 if version is None else version,
+                label,
+                rewind=rewind,
+                weights_id=weights_id,
             )
             update = self._update([m for m in self.fleet.members if m not in without])
             try:
@@ -285,11 +299,14 @@ class Lead:
             for member, error in failed.items():
                 self._membership.drop(member, error)
 
-    def _terms(self, version: int, label: str | None, *, rewind: bool) -> StartTerms:
+    def _terms(
+        self, version: int, label: str | None, *, rewind: bool, weights_id: str | None
+    ) -> StartTerms:
         return StartTerms(
             version=version,
             label=label,
             rewind=rewind,
+            weights_id=weights_id,
             manifest_digest=self._ensemble.manifest.digest,
         )
 
@@ -340,6 +357,7 @@ class _Sent:
 
     version: int = 0
     label: str | None = None
+    weights_id: str | None = None
     layout: str = ""
     digests: Sequence[str | None] = ()
     update_ids: set[str] = dataclasses.field(default_factory=set)

@@ -30,20 +30,21 @@ def merge_statuses(statuses: Mapping[str, Status]) -> Status:
     They may generate only where all may, with one version.
     """
     held = list(statuses.values())
-    versions = {status.version for status in held}
+    versions = {(status.version, status.weights_id) for status in held}
     instances = " ".join(status.instance for status in held).encode()
     prepared = {status.prepared_version for status in held}
     return Status(
         instance=hashlib.blake2b(instances, digest_size=8).hexdigest(),
         protocol=min(status.protocol for status in held),
         state=_least_ready(status.state for status in held),
-        version=min(versions),
+        version=min(status.version for status in held),
         may_generate=len(versions) == 1 and all(status.may_generate for status in held),
         apply="in_place" if any(status.apply == "in_place" for status in held) else "staged",
         verification=_weakest(status.verification for status in held),
         label=_common([status.label for status in held]),
         update_id=next((status.update_id for status in held if status.update_id), None),
         last_finished=_common([status.last_finished for status in held]),
+        weights_id=_common([status.weights_id for status in held]),
         prepared_version=prepared.pop() if len(prepared) == 1 else None,
         manifest_digest=_common([status.manifest_digest for status in held]),
         busy=any(status.busy for status in held),
@@ -97,10 +98,13 @@ def _reasons(statuses: Mapping[str, Status]) -> str:
         for name, status in statuses.items()
         if not status.may_generate
     ]
-    if len({status.version for status in statuses.values()}) > 1:
-        versions = ", ".join(f"{name} {status.version}" for name, status in statuses.items())
+    if len({(status.version, status.weights_id) for status in statuses.values()}) > 1:
+        versions = ", ".join(
+            f"{name} {status.version} of update {status.weights_id or 'none'}"
+            for name, status in statuses.items()
+        )
         reasons.append(
-            f"the workers hold different versions ({versions}); a full update heals this: call "
+            f"the workers hold different weights ({versions}); a full update heals this: call "
             "send_weights()"
         )
     return "; ".join(reasons)

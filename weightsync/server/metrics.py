@@ -59,6 +59,9 @@ def _of_status(status: Status) -> Iterator[Metric]:
         "1 where the weights in use are one whole version.",
         value=int(status.may_generate),
     )
+    yield GaugeMetricFamily(
+        "weightsync_paused", "1 while generation is paused.", value=int(status.paused)
+    )
     state = GaugeMetricFamily("weightsync_state", "1 for the state now.", labels=["state"])
     for one in State:
         state.add_metric([one.value], int(one.value == status.state))
@@ -89,6 +92,20 @@ def _of_reply(reply: StepReply) -> Iterator[Metric]:
     for phase, value in sorted(reply.seconds.items()):
         seconds.add_metric([phase], value)
     yield seconds
+    speed = GaugeMetricFamily(
+        "weightsync_last_update_bytes_per_second",
+        "Bytes of the last update by the seconds of a phase.",
+        labels=["phase"],
+    )
+    for phase, value in sorted(reply.seconds.items()):
+        if value > 0:
+            speed.add_metric([phase], reply.nbytes / value)
+    yield speed
+    yield GaugeMetricFamily(
+        "weightsync_last_update_peak_extra_bytes",
+        "Bytes held beside the model during the last update.",
+        value=reply.peak_extra_nbytes,
+    )
     yield GaugeMetricFamily(
         "weightsync_last_update_bytes", "Bytes of the last update.", value=reply.nbytes
     )

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -129,7 +130,12 @@ class Workers:
         )
 
     def _start(self, request: StartRequest) -> Reply:
-        return self._to_all(replace(request, version=request.version or self._common_next()))
+        version = self._common_next() if request.version is None else request.version
+        update_id = request.update_id or new_update_id()
+        anonymous = request.anonymous or request.update_id is None
+        return self._to_all(
+            replace(request, version=version, update_id=update_id, anonymous=anonymous)
+        )
 
     def _update(self, request: UpdateRequest) -> Reply:
         info = request.update_info
@@ -200,7 +206,8 @@ class Workers:
             reply = next(answer.reply for answer in answers if answer.name == name)
             if isinstance(reply, StepReply) and reply.update_id:
                 reason = f"it failed on {', '.join(failed)}"
-                worker.dispatch(AbortRequest(update_id=reply.update_id, reason=reason))
+                with suppress(WeightSyncError):  # what failed first is what is told
+                    worker.dispatch(AbortRequest(update_id=reply.update_id, reason=reason))
 
         self._each(abort)
 

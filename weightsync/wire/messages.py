@@ -51,7 +51,11 @@ class ShutdownRequest(Message, frozen=True, kw_only=True):
 
 
 class StartTerms(Message, frozen=True, kw_only=True):
-    """What a sender asks for; see weightsync.lifecycle.Terms."""
+    """What a sender asks for; see weightsync.lifecycle.Terms.
+
+    `weights_id` names what is sent, alike in every message that sends the same; without it the
+    update's own id does.
+    """
 
     version: Version | None = None
     label: Annotated[str, Meta(max_length=256)] | None = None
@@ -59,16 +63,19 @@ class StartTerms(Message, frozen=True, kw_only=True):
     partial: bool = False
     rewind: bool = False
     manifest_digest: str | None = None
+    weights_id: UpdateId | None = None
 
 
 class StartRequest(StartTerms, frozen=True, kw_only=True):
     """`start_weight_update`; without `update_id` it opens an anonymous session.
 
-    `sender` is who called init: once it is dead, its successor ends what it started.
+    So it does with `anonymous`, which lets several receivers open one under one id. `sender` is who
+    called init: once it is dead, its successor ends what it started.
     """
 
     update_id: UpdateId | None = None
     sender: Name | None = None
+    anonymous: bool = False
 
 
 class RegisteredUpdate(Message, frozen=True, kw_only=True):
@@ -252,6 +259,7 @@ class LedgerEntry(Message, frozen=True, kw_only=True):
 class Status(Message, frozen=True, kw_only=True):
     """The state of one receiver.
 
+    `weights_id` tells weights apart that have the same version, after a rewind for instance.
     `prepared_version` is the version that `finish` would commit; `orphaned` says that the sender
     of the open update is dead, `detail` why the receiver may not generate. `workers` are the paths,
     below this one's URL, of the receivers that it stands for; none where it is one itself.
@@ -267,6 +275,7 @@ class Status(Message, frozen=True, kw_only=True):
     label: str | None = None
     update_id: str | None = None
     last_finished: str | None = None
+    weights_id: str | None = None
     prepared_version: int | None = None
     manifest_digest: str | None = None
     busy: bool = False
