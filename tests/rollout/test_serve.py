@@ -35,6 +35,10 @@ def replica(url: str) -> dict[str, Any]:
     return dict(answer.json()["replicas"][0])
 
 
+def await_mode(url: str, mode: str | None) -> None:
+    wait_until(lambda: replica(url)["paused"] == mode, f"the engine is not told to {mode}")
+
+
 # So many rows of random tokens that some are sure to be without an end token for a while.
 LONG: dict[str, Any] = {"n": 64, "temperature": 1.0, "max_new_tokens": 2000}
 
@@ -81,7 +85,7 @@ def test_keep_pauses_a_completion_and_resume_goes_on(running: tuple[str, str]) -
         answer = pool.submit(generate, url, **LONG | {"max_new_tokens": 600})
         wait_until(lambda: at_work(url)[0] > 0, "nothing began")
         assert post(running, "pause").json()["paused"] is True
-        wait_until(lambda: replica(url)["paused"] == "keep", "it does not say that it is paused")
+        await_mode(url, "keep")
         made = replica(url)["tokens_total"]
         time.sleep(2 * FRESH_S)
         assert replica(url)["tokens_total"] == made
@@ -103,7 +107,7 @@ def test_pauses_of_many_at_once_end_as_the_last_word_says(running: tuple[str, st
             paused = requests.get(f"{url}/is_paused", timeout=10).json()["is_paused"]
             mode = "keep" if last == "pause" else None
             assert paused is (last == "pause")
-            wait_until(lambda m=mode: replica(url)["paused"] == m, "the engine was told otherwise")
+            await_mode(url, mode)
 
 
 def test_abort_returns_what_is_there(running: tuple[str, str]) -> None:
