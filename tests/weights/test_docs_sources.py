@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import re
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, Self
 
+import peft
 import pytest
 import torch
 from torch import nn
@@ -17,6 +19,7 @@ from tests.crew import crew
 from weightsync.weights.source import as_source
 
 Tensors = dict[str, torch.Tensor]
+ADAPTERS = "A model with adapters"
 PAGE = Path(__file__).parents[2] / "docs" / "sources.md"
 FOUND = re.findall(
     r"^## ([^\n]+)\n(?:(?!^## ).)*?```python\n(.*?)```", PAGE.read_text(), re.MULTILINE | re.DOTALL
@@ -97,8 +100,19 @@ def check(found: Tensors, wanted: Tensors) -> None:
 
 
 def test_every_example_is_run() -> None:
-    assert set(EXAMPLES) == set(WANTED)
-    assert PAGE.read_text().count("```python") == len(WANTED)
+    assert set(EXAMPLES) == {*WANTED, ADAPTERS}
+    assert PAGE.read_text().count("```python") == len(EXAMPLES)
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning:transformers")
+@pytest.mark.usefixtures("shm_clean")
+def test_adapters_are_merged() -> None:
+    model: Any = peft.get_peft_model(make_model(), peft.LoraConfig(target_modules=["q_proj"]))
+    for parameter in model.parameters():
+        nn.init.normal_(parameter)
+    server = make_model()
+    run(ADAPTERS, model, ws=ws, url=ws.WeightReceiver(server).handle)
+    check(dict(server.state_dict()), copy.deepcopy(model).merge_and_unload().state_dict())
 
 
 @pytest.mark.parametrize("title", WANTED)

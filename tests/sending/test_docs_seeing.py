@@ -1,0 +1,39 @@
+"""Every example of docs/seeing.md, run as it stands, and its table of metrics."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+from torch import nn
+
+import weightsync as ws
+from weightsync.server.metrics import ReceiverMetrics
+
+PAGE = (Path(__file__).parents[2] / "docs" / "seeing.md").read_text(encoding="utf-8")
+
+
+@pytest.mark.usefixtures("shm_clean")
+def test_the_examples(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    blocks = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
+    assert len(blocks) == 3
+    for block in blocks:
+        url = ws.WeightReceiver(nn.Linear(4, 4)).handle
+        exec(compile(block, "seeing.md", "exec"), {"ws": ws, "model": nn.Linear(4, 4), "url": url})
+    assert "done 1 80 80" in capsys.readouterr().out
+    assert json.loads((tmp_path / "sync.json").read_text())["traceEvents"]
+    assert json.loads((tmp_path / "reports.jsonl").read_text())["version"] == 1
+
+
+def test_the_table_names_the_metrics() -> None:
+    receiver = ws.WeightReceiver(nn.Linear(4, 4))
+    with ws.connect(nn.Linear(4, 4), to=receiver.handle) as sender:
+        sender.send_weights()
+    shown = re.findall(r"^# TYPE (\w+)", ReceiverMetrics(receiver).render().decode(), re.MULTILINE)
+    named = set(re.findall(r"`(weightsync_\w+)", PAGE))
+    assert named - {"weightsync_workers"} == set(shown)

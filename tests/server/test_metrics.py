@@ -1,0 +1,49 @@
+"""/metrics, as Prometheus' own parser reads it."""
+
+from __future__ import annotations
+
+from prometheus_client.parser import text_string_to_metric_families
+from torch import nn
+
+import weightsync as ws
+from weightsync.server.metrics import ReceiverMetrics
+
+NBYTES = 4 * (8 * 8 + 8)
+
+
+def samples(metrics: ReceiverMetrics) -> dict[tuple[str, str], float]:
+    """Return values by name and the only label's value."""
+    found = {}
+    for family in text_string_to_metric_families(metrics.render().decode()):
+        assert family.name.startswith("weightsync_")
+        assert family.documentation.endswith(".")
+        for sample in family.samples:
+            found[sample.name, "".join(sample.labels.values())] = sample.value
+    return found
+
+
+def test_an_update_is_seen() -> None:
+    receiver = ws.WeightReceiver(nn.Linear(8, 8))
+    metrics = ReceiverMetrics(receiver)
+    before = samples(metrics)
+    assert before["weightsync_version", ""] == 0
+    assert before["weightsync_paused", ""] == 0
+    assert not any("last_update" in name for name, _ in before)
+    with ws.connect(nn.Linear(8, 8), to=receiver.handle) as sender:
+        report = sender.send_weights(5)
+    found = samples(metrics)
+    assert found["weightsync_version", ""] == 5
+    assert found["weightsync_updates_total", "committed"] == 1
+    assert found["weightsync_last_update_bytes", ""] == NBYTES
+    assert found["weightsync_last_update_stall_seconds", ""] == report.stall_s
+    extra = report.receivers[0].peak_extra_nbytes
+    assert found["weightsync_last_update_peak_extra_bytes", ""] == extra
+    for phase, seconds in report.receivers[0].seconds.items():
+        assert found["weightsync_last_update_seconds", phase] == seconds
+        assert found["weightsync_last_update_bytes_per_second", phase] == NBYTES / seconds
+
+
+def test_a_pause_is_seen() -> None:
+    receiver = ws.WeightReceiver(nn.Linear(8, 8))
+    receiver.handle({"call": "pause", "body": {"mode": "keep"}})
+    assert samples(ReceiverMetrics(receiver))["weightsync_paused", ""] == 1
