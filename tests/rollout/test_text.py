@@ -159,6 +159,75 @@ def test_a_special_token_in_the_middle_of_a_character() -> None:
     assert run(Texts(tokenizer).completion(), ids)[0][-2:] == ["€", ""]
 
 
+WORDS = ("▁", "▁hello", "▁world", "a", "!")
+FALLBACK = [f"<0x{byte:02X}>" for byte in range(256)]
+
+
+def fallback_texts() -> Texts:
+    """A tokenizer as Llama 2 has it: token `i` is byte `i`, the words come after."""
+    pieces = [*FALLBACK, *WORDS, "<unk>"]
+    vocabulary = {piece: i for i, piece in enumerate(pieces)}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[], byte_fallback=True))
+    tokenizer.decoder = decoders.Sequence(
+        [
+            decoders.Replace("▁", " "),
+            decoders.ByteFallback(),
+            decoders.Fuse(),
+            decoders.Strip(" ", 1, 0),
+        ]
+    )
+    made: Any = PreTrainedTokenizerFast
+    return Texts(made(tokenizer_object=tokenizer, unk_token="<unk>"))
+
+
+FALLBACK_TEXTS = fallback_texts()
+words = st.integers(256, 255 + len(WORDS)).map(lambda token: [token])
+written_in_bytes = st.text(alphabet="aé€😀你", max_size=20).map(lambda text: list(text.encode()))
+cut_off = st.sampled_from("é€😀").map(lambda text: list(text.encode())[:-1])
+
+
+def joined(runs: list[list[int]]) -> list[int]:
+    return [token for run_ in runs for token in run_]
+
+
+@quick
+@given(runs=st.lists(words | written_in_bytes, max_size=12))
+def test_runs_of_byte_tokens_lose_no_character(runs: list[list[int]]) -> None:
+    ids = joined(runs)
+    text = FALLBACK_TEXTS.completion()
+    seen = "".join(text.push(token) for token in ids)
+    assert seen == FALLBACK_TEXTS.decode(ids)
+    assert text.finish() == ""
+
+
+@quick
+@given(runs=st.lists(words | written_in_bytes | cut_off, max_size=12))
+def test_a_cut_character_among_byte_tokens_takes_no_other_with_it(runs: list[list[int]]) -> None:
+    text = FALLBACK_TEXTS.completion()
+    seen = ""
+    for token in joined(runs):
+        seen += text.push(token)
+        if token >= 256:  # a word ends what bytes may wait for
+            assert seen.endswith(WORDS[token - 256].strip("▁"))
+    seen += text.finish()
+    whole = FALLBACK_TEXTS.decode(joined(runs)).replace("\ufffd", "")
+    rest = iter(seen)
+    assert all(character in rest for character in whole)
+
+
+def test_the_character_that_stays_cut_is_the_only_one_replaced() -> None:
+    known = FALLBACK_TEXTS
+    ids = list("你好".encode())[:-1]
+    assert run(known.completion(), ids)[0] == ["", "", "你", "", "", "\ufffd\ufffd"]
+    assert run(known.completion(), [*ids, 259])[0][-2:] == ["\ufffd\ufffda", ""]
+    for length in (10, 100, 1000):
+        long = [*"你".encode(), *[0xFF] * length, *"好".encode(), 259]
+        pieces, _ = run(known.completion(), long)
+        assert pieces[2] == "你"
+        assert pieces[-2][-1] == "a"
+        assert set("".join(pieces)) <= set("你好\ufffda")
+
+
 @pytest.mark.parametrize(
     ("decoder", "pieces", "text"),
     [
