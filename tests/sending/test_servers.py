@@ -172,7 +172,6 @@ def test_servers_come_and_go_by_their_url(serve: Serve) -> None:
         assert sender.targets == [*first.targets, *second.targets]
         report = sender.resync(second.url)
         assert [r.target for r in report.receivers] == second.targets
-        assert len(sender.resync(second.targets[1]).receivers) == 1
         seen = [len(messages) for messages in first.seen]
         sender.remove(second.url)
         assert sender.targets == first.targets
@@ -185,8 +184,20 @@ def test_servers_come_and_go_by_their_url(serve: Serve) -> None:
             sender.remove(first.url)
         with pytest.raises(ws.ConfigError, match="no receiver"):
             sender.resync(second.url)
-        sender.remove(first.targets[0])
-        assert sender.targets == first.targets[1:]
+
+
+def test_no_worker_of_a_server_is_updated_or_let_go_alone(serve: Serve) -> None:
+    """Workers apart are no replica: a server of such generates nothing."""
+    model, served, other = make(1), serve(2), serve(1)
+    with connected(model, [served.url, other.url]) as sender:
+        sender.send_weights()
+        for call in (sender.remove, sender.resync):
+            with pytest.raises(ws.ConfigError) as refused:
+                call(served.targets[0])
+            assert str(refused.value).endswith(f"; name {served.url}")
+        assert sender.targets == [*served.targets, other.url]
+        assert requests.get(f"{served.url}/health", timeout=TIMEOUT_S).status_code == 200
+        assert len(sender.resync(served.url).receivers) == 2
 
 
 def test_a_server_that_cannot_be_added_leaves_the_fleet_as_it_was(serve: Serve) -> None:
@@ -228,6 +239,7 @@ def test_a_server_is_dropped_as_a_whole_and_keeps_its_old_version(serve: Serve) 
         bad.before[1] = refuse(UpdateRequest)
         report = sender.send_weights()
         assert set(report.dropped) == set(bad.targets)
+        assert all(why.count(bad.url) == 1 for why in report.dropped.values())
         assert "broken" in report.dropped[bad.targets[1]]
         assert "its server lost" in report.dropped[bad.targets[0]]
         assert sender.targets == good.targets == [r.target for r in report.receivers]
@@ -247,7 +259,7 @@ def test_a_server_that_fails_in_its_finish_is_dropped_as_a_whole(serve: Serve) -
         assert sender.targets == [good.url]
         health = requests.get(f"{bad.url}/health", timeout=TIMEOUT_S)
         assert health.status_code == 503
-        assert "different versions" in health.text
+        assert "the workers hold different" in health.text
 
 
 @pytest.mark.parametrize("apply", ["staged", "in_place"])
@@ -269,18 +281,21 @@ def test_the_last_server_is_not_cut_in_two(serve: Serve, apply: str, kind: type)
 
 @pytest.mark.parametrize("now", [1, 2, 3])
 @pytest.mark.parametrize("released", [False, True])
+@pytest.mark.parametrize("on_failure", ["abort", "drop"])
 def test_a_server_is_met_again_with_the_workers_that_it_has_now(
-    serve: Serve, now: int, released: bool
+    serve: Serve, now: int, released: bool, on_failure: str
 ) -> None:
     model, other, served = make(1), serve(1), serve(2)
-    with connected(model, [served.url, other.url]) as sender:
+    with connected(model, [served.url, other.url], on_failure=on_failure) as sender:
         sender.send_weights()
         if released:
             sender.release()
         served.close()
         again = serve(now, port=served.port)
         fill(model, 2)
-        sender.send_weights()
+        report = sender.send_weights()
+        assert not report.dropped
+        assert len(report.receivers) == now + 1
         assert again.held == [("READY", 2, 2)] * now
         assert other.held == [("READY", 2, 2)]
         assert sender.targets == [*(again.targets if now > 1 else [again.url]), other.url]
@@ -288,15 +303,89 @@ def test_a_server_is_met_again_with_the_workers_that_it_has_now(
         assert sender.send_weights().control_messages == 2 * (now + 1)
 
 
-def test_a_receiver_that_became_several_is_met_again(serve: Serve) -> None:
-    model, served = make(1), serve(1)
-    with connected(model, served.url) as sender:
+@pytest.mark.parametrize("on_failure", ["abort", "drop"])
+def test_a_receiver_that_became_several_is_met_again(serve: Serve, on_failure: str) -> None:
+    model, served, other = make(1), serve(1), serve(1)
+    with connected(model, [served.url, other.url], on_failure=on_failure) as sender:
         sender.send_weights()
         served.close()
         again = serve(2, port=served.port)
-        assert len(sender.send_weights().receivers) == 2
+        assert len(sender.send_weights().receivers) == 3
         assert again.held == [("READY", 2, 1)] * 2
-        assert sender.targets == again.targets
+        assert sender.targets == [*again.targets, other.url]
+
+
+def test_a_server_that_comes_back_with_a_broken_worker_is_dropped_as_a_whole(serve: Serve) -> None:
+    model, other, served = make(1), serve(1), serve(2)
+    with connected(model, [served.url, other.url], on_failure="drop") as sender:
+        sender.send_weights()
+        served.close()
+        again = serve(3, port=served.port)
+        again.before[2] = silent
+        report = sender.send_weights()
+        assert set(report.dropped) == set(again.targets)
+        assert "worker 2 is lost" in report.dropped[again.targets[2]]
+        assert sender.targets == [other.url]
+        assert other.held == [("READY", 2, 1)]
+        assert again.held == [("READY", 0, 0)] * 3
+
+
+def silent(request: Request) -> None:
+    """As for a worker whose process ended: its server answers in its place."""
+    raise ws.NotReadyError("worker 2 is lost", state="LOST")
+
+
+def through_a_proxy(request: Request) -> None:
+    raise ValueError("bad gateway")
+
+
+@pytest.mark.parametrize("before", [silent, through_a_proxy])
+def test_a_server_with_a_worker_that_says_nothing_is_dropped(
+    serve: Serve, before: Callable[[Request], None]
+) -> None:
+    model, other, served = make(1), serve(1), serve(2)
+    with connected(model, [other.url, served.url], on_failure="drop") as sender:
+        sender.send_weights()
+        sender.release()
+        served.before[1] = before
+        report = sender.send_weights()
+        assert set(report.dropped) == set(served.targets)
+        assert other.held == [("READY", 2, 1)]
+        with pytest.raises(ws.WeightSyncError):
+            sender.add(served.url)
+        assert sender.targets == [other.url]
+
+
+@pytest.mark.parametrize("before", [silent, through_a_proxy])
+def test_a_worker_that_says_nothing_at_first_is_no_failure_to_go_on_without(
+    serve: Serve, before: Callable[[Request], None]
+) -> None:
+    other, served = serve(1), serve(2)
+    served.before[1] = before
+    with pytest.raises(ws.WeightSyncError, match="workers/1"):
+        ws.connect(
+            make(),
+            to=[other.url, served.url],
+            token=TOKEN,
+            timeout_s=TIMEOUT_S,
+            on_failure="drop",
+        )
+
+
+def test_a_message_names_a_receiver_once(serve: Serve) -> None:
+    model, other, served = make(1), serve(1), serve(2)
+    with connected(model, [other.url, served.url], on_failure="drop") as sender:
+        sender.send_weights()
+        sender.release()
+        served.close()
+        for target, why in sender.send_weights().dropped.items():
+            assert why.count(served.url) == 1, (target, why)
+    other.close()
+    with pytest.raises(ws.ConnectError) as refused:
+        ws.connect(model, to=[other.url, served.url], token=TOKEN, timeout_s=TIMEOUT_S)
+    assert str(refused.value).count(other.url) == 1
+    notes = refused.value.__notes__
+    assert [note.count("http://") for note in notes] == [1, 1], notes
 
 
 def test_resync_does_not_guess_at_a_server_of_another_shape(serve: Serve) -> None:

@@ -44,7 +44,9 @@ def test_a_subclass_from_elsewhere_keeps_what_is_known() -> None:
 
     document = problem.to_problem(LocalError(held=2, offered=1))
     assert document.status == 409
-    assert isinstance(problem.from_problem(document), WeightSyncError)
+    arrived = problem.from_problem(document)
+    assert type(arrived) is StaleVersionError
+    assert (arrived.held, arrived.offered) == (2, 1)
 
 
 def test_a_foreign_error_keeps_type_and_message() -> None:

@@ -278,8 +278,8 @@ def _call(
 
 
 def named(error: WeightSyncError, target: str) -> WeightSyncError:
-    """Have the error say which receiver it is about."""
-    if not str(error).startswith(f"{target}:"):
+    """Have the error say which receiver it is about, unless it begins with that."""
+    if not str(error).startswith((f"{target}:", f"{target} ")):
         error.args = (f"{target}: {error}", *error.args[1:])
     return error
 
@@ -296,5 +296,5 @@ def raise_first(answers: Sequence[Answer], doing: str) -> None:
         return
     error = failed[0].error or WeightSyncError(doing)
     for answer in failed:
-        error.add_note(f"{doing}: {answer.member.target}: {answer.error}")
+        error.add_note(f"{doing}: {answer.error}")
     raise error

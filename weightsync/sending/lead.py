@@ -6,6 +6,7 @@ import copy
 import dataclasses
 import logging
 import secrets
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import Literal
@@ -19,6 +20,7 @@ from weightsync.sending.fleet import Fleet, Member
 from weightsync.sending.membership import Membership, names
 from weightsync.sending.outgoing import Update
 from weightsync.sending.roads import Roads
+from weightsync.sending.servers import ReshapedError
 from weightsync.transports.base import Transport
 from weightsync.wire.messages import StartTerms, StepReply
 from weightsync.wire.offers import MAX_VERSION
@@ -255,10 +257,16 @@ class Lead:
     def _reach_rest(self, update: Update, terms: StartTerms) -> None:
         """The others hold the version: bring those who failed to it one by one, or drop them."""
         left: dict[Member, WeightSyncError] = {}
-        for member, error in list(update.failed.items()):
+        waiting = deque(update.failed.items())
+        while waiting:
+            member, error = waiting.popleft()
+            if member not in self.fleet.members:
+                continue
             try:
                 update.absorb(self._send_again(member, terms, error))
                 update.rule = "roll-forward"
+            except ReshapedError as exc:
+                waiting += [(new, exc) for new in self._membership.meet_workers(member)]
             except WeightSyncError as exc:
                 left[member] = exc
         stays = not self._membership.may_drop(left) or self._ensemble.feeder.stop.is_set()
@@ -278,6 +286,7 @@ class Lead:
         if finished:
             return finished
         met = self._membership.meet_again({member: failure}, [member])
+        met = met or isinstance(failure, ReshapedError)
         if self._membership.may_drop([member]) and not met:
             raise failure
         self._membership.end_open_update(member)

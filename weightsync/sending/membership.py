@@ -15,9 +15,9 @@ from weightsync.errors import (
 )
 from weightsync.sending.commands import Look
 from weightsync.sending.ensemble import Ensemble
-from weightsync.sending.fleet import Answer, Fleet, Member, Server, failures, raise_first
+from weightsync.sending.fleet import Answer, Fleet, Member, Server, failures, named, raise_first
 from weightsync.sending.roads import Roads
-from weightsync.sending.servers import find_reshaped, unfold
+from weightsync.sending.servers import SAYS_NOTHING, ReshapedError, find_reshaped, unfold
 from weightsync.sending.takeover import end_orphans
 from weightsync.transports.base import Transport
 from weightsync.wire.messages import (
@@ -103,35 +103,60 @@ class Membership:
         self.ready()
         taken = [self.fleet.add(transport)]
         try:
-            answers = self._greet(taken, drops=False)
-            check_fleet(self.fleet, answers)
-            if not all(self.roads.extend(answer.member, self.version) for answer in answers):
-                self.disconnect()
-                self.connect()
+            self._take_in(taken, drops=False)
         except BaseException:
             for member in self._behind(transport):
                 self.let_go(member)
             raise
         return self._behind(transport)
 
+    def meet_workers(self, stale: Member) -> list[Member]:
+        """Connect the workers that a restarted server has now, in the place of those it had.
+
+        Returns them: none where they are dropped.
+        """
+        transport = stale.transport if stale.server is None else stale.server.transport
+        try:
+            self._take_in(self._behind(transport), drops=self._drops)
+        except WeightSyncError as exc:
+            there = self._behind(transport)
+            if not self.may_drop(there):
+                self.disconnect()
+                raise
+            for member in there:
+                self.drop(member, exc)
+        return self._behind(transport)
+
+    def _take_in(self, members: Sequence[Member], *, drops: bool) -> None:
+        answers = self._greet(members, drops=drops)
+        check_fleet(self.fleet, answers)
+        if not all(self.roads.extend(answer.member, self.version) for answer in answers):
+            self.disconnect()
+            self.connect()
+
     def find(self, target: str) -> list[Member]:
         """Return the member of that name, or all workers of that server.
 
-        Raises ConfigError listing the fleet.
+        Raises ConfigError listing the fleet, or for one worker of several.
         """
         found = [member for member in self.fleet.members if member.is_named(target)]
         if not found:
             raise ConfigError(f"no receiver {target} in the fleet: {names(self.fleet.members)}")
+        server = found[0].server
+        if server is not None and len(self.fleet.together(found)) > len(found):
+            raise ConfigError(
+                f"{target} is one worker of {server.target}, whose {len(server.paths)} workers "
+                f"hold the same weights or generate nothing; name {server.target}"
+            )
         return found
 
     def drop(self, member: Member, reason: WeightSyncError) -> None:
         """Go on without a member that failed, and without the other workers of its server."""
         if member not in self.fleet.members:
             return
+        said = str(named(reason, member.target))
         for one in self.fleet.together([member]):
-            why = str(reason)
-            if one is not member:
-                why = f"its server lost {member.target}: {reason}"
+            why = said if one is member else f"its server lost a worker: {said}"
             logger.warning("%s is dropped from the fleet: %s", one.target, why)
             self.dropped[one.target] = why
             self.let_go(one)
@@ -245,7 +270,7 @@ class Membership:
 
     def _meet_reshaped(self, servers: Sequence[str], *, everyone: bool) -> bool:
         if not everyone:
-            raise ProtocolError(
+            raise ReshapedError(
                 f"{', '.join(servers)} was restarted with another number of workers; "
                 "send_weights() meets them, or remove() it and add() it again"
             )
@@ -266,14 +291,20 @@ class Membership:
         reshaped = find_reshaped(answers, min(self._timeout_s, _STATUS_TIMEOUT_S))
         if reshaped:
             answers = self._ask_whole(reshaped, answers)
-        self._refuse_unreachable(answers, "status", drops=drops)
-        answers = [answer for answer in answers if answer.member in self.fleet.members]
-        raise_first(answers, "status")
+        answers = self._without_lost(answers, drops=drops)
         for answer in answers:
             if answer.status.workers:
                 self.roads.forget(answer.member)
-        answers = unfold(self.fleet, answers, self._timeout_s)
+        told = unfold(self.fleet, answers, self._timeout_s)
+        answers = self._without_lost(told, drops=drops)
         return [self._pay_back(answer) for answer in answers]
+
+    def _without_lost(self, answers: Sequence[Answer], *, drops: bool) -> list[Answer]:
+        """Drop those who do not say who they are, where that is done. Raises any other error."""
+        self._refuse_unreachable(answers, "status", drops=drops, kinds=SAYS_NOTHING)
+        staying = [answer for answer in answers if answer.member in self.fleet.members]
+        raise_first(staying, "status")
+        return staying
 
     def _ask_whole(self, servers: Sequence[Server], answers: Sequence[Answer]) -> list[Answer]:
         """Ask servers themselves who they are now, in the place of the workers that they had."""
@@ -314,8 +345,15 @@ class Membership:
         raise_first(again, "status")
         return again[0]
 
-    def _refuse_unreachable(self, answers: Sequence[Answer], doing: str, *, drops: bool) -> None:
-        lost = [answer for answer in answers if isinstance(answer.error, TransportError)]
+    def _refuse_unreachable(
+        self,
+        answers: Sequence[Answer],
+        doing: str,
+        *,
+        drops: bool,
+        kinds: tuple[type[WeightSyncError], ...] = (TransportError,),
+    ) -> None:
+        lost = [answer for answer in answers if isinstance(answer.error, kinds)]
         if not drops or not self.may_drop(answer.member for answer in lost):
             raise_first(lost, doing)
         for answer in lost:

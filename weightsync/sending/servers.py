@@ -5,17 +5,30 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 
-from weightsync.errors import ProtocolError, RemoteError, WeightSyncError
-from weightsync.sending.fleet import Answer, Fleet, Server, raise_first
+from weightsync.errors import (
+    NotReadyError,
+    ProtocolError,
+    RemoteError,
+    TransportError,
+    WeightSyncError,
+)
+from weightsync.sending.fleet import Answer, Fleet, Server
 from weightsync.wire.messages import Status, StatusRequest
 
 logger = logging.getLogger(__name__)
 
+SAYS_NOTHING = (TransportError, NotReadyError, RemoteError)
+"""Who was met once and answers so when asked who it is, itself or by a proxy, is lost."""
+
+
+class ReshapedError(ProtocolError):
+    """A server was restarted with other workers: none of those that were asked is there."""
+
 
 def unfold(fleet: Fleet, answers: Sequence[Answer], timeout_s: float) -> list[Answer]:
-    """Put its workers in the place of each server, and return what they say they are.
+    """Put its workers in the place of each server, and return what they say, errors included.
 
-    Raises what the first could not say, and ProtocolError for a worker that stands for others.
+    Raises ProtocolError for a worker that stands for others.
     """
     told: list[Answer] = []
     for answer in answers:
@@ -24,8 +37,8 @@ def unfold(fleet: Fleet, answers: Sequence[Answer], timeout_s: float) -> list[An
             continue
         workers = fleet.unfold(answer.member, answer.status.workers)
         asked = fleet.ask(StatusRequest(), timeout_s=timeout_s, members=workers)
-        raise_first(asked, "status")
-        nested = [one.member.target for one in asked if one.status.workers]
+        said = [one for one in asked if one.error is None]
+        nested = [one.member.target for one in said if one.status.workers]
         if nested:
             raise ProtocolError(f"{', '.join(nested)}: a worker cannot stand for other workers")
         told += asked
@@ -43,7 +56,7 @@ def find_reshaped(answers: Sequence[Answer], timeout_s: float) -> list[Server]:
         try:
             now = server.transport.call(StatusRequest(), timeout_s=timeout_s)
         except WeightSyncError as exc:
-            logger.debug("%s: %s", server.target, exc)
+            logger.debug("who %s is now: %s", server.target, exc)
             continue
         if isinstance(now, Status) and tuple(now.workers) != server.paths:
             logger.warning(

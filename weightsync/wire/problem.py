@@ -110,7 +110,8 @@ def from_problem(problem: Problem, *, peer: str = "") -> WeightSyncError:
 
 
 def _describe(exc: WeightSyncError, *, status: int) -> Problem:
-    name = type(exc).__name__ if type(exc).__name__ in _CLASSES else "WeightSyncError"
+    """What is raised only here is described as the nearest of its classes that all know."""
+    name = next(kind.__name__ for kind in type(exc).__mro__ if _CLASSES.get(kind.__name__) is kind)
     attributes = {key: _plain(getattr(exc, key)) for key in _ATTRIBUTES.get(name, ())}
     return Problem(title=name, status=status, detail=str(exc), error=name, attributes=attributes)
 
