@@ -124,11 +124,12 @@ class ExactWire:
     def receive(self, tensor: torch.Tensor, rank: int) -> Flight:
         return self._lane(rank, self._rank).post(tensor, sends=False)
 
-    def abort(self) -> None:
+    def abort(self) -> bool:
         self._ended = True
         for lane in self._lanes.values():
             lane.end()
         self._lanes.clear()
+        return True
 
     def _lane(self, source: int, target: int) -> _Lane:
         if self._ended:

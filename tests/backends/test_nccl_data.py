@@ -22,7 +22,7 @@ from tests.backends.exact_wire import ExactWire, carried, in_place_of_nccl
 from tests.backends.hosts import BUCKET_NBYTES, WAIT_S, Model, Party, party, workers
 from tests.backends.wire_peer import Edge, answer, ask, content, wait_for, wires
 from tests.gpu.receiver_process import EveryDtype, digests, fill, receiver_process
-from weightsync.backends import data_group, nccl_wire
+from weightsync.backends import data_group, nccl_data, nccl_wire
 from weightsync.backends.nccl_wire import Flight, Wire
 from weightsync.samehost.device_keys import host_key
 from weightsync.samehost.segment import remove_leftovers
@@ -303,6 +303,76 @@ def test_a_killed_member_is_noticed_long_before_the_timeout() -> None:
             killing.cancel()
             fleet.close()
     remove_leftovers()
+
+
+class _OutOfMemory(ExactWire):
+    """A driver that fails in the second copy of an update, as torch tells it."""
+
+    def copy(self, source: torch.Tensor, target: torch.Tensor) -> None:
+        if len(carried) > 1:
+            raise RuntimeError("CUDA error: out of memory")
+        super().copy(source, target)
+
+
+def test_a_device_that_fails_breaks_the_group_whose_next_chunk_is_awaited() -> None:
+    """The head is there already: after it no word of giving up can be told from the chunk."""
+
+    def connect(store: Store, rank: int, size: int, device: torch.device) -> Wire:
+        return _OutOfMemory(store, rank, size, device)
+
+    with workers(1, data="nccl") as hosts:
+        fleet = Party(hosts, data="nccl", timeout_s=WAIT_S / 2)
+        try:
+            well, nccl_wire.connect = nccl_wire.connect, connect
+            fleet.build()
+            assert refusal(fleet) is None
+            fleet.model.fill(1)
+            started = time.monotonic()
+            failed = fleet.send()
+            assert time.monotonic() - started < WAIT_S / 4
+            assert fleet.chain is not None
+            assert fleet.chain.broken
+            assert "CUDA error: out of memory" in f"{failed} {fleet.chain.failure}"
+            nccl_wire.connect = well
+            fleet.build()
+            assert fleet.send() == []
+            assert hosts[0][0].ask("content") == fleet.model.content()
+        finally:
+            fleet.close()
+
+
+class _Endless(ExactWire):
+    """It is told to end, and has not for as long as `busy` is set."""
+
+    busy = threading.Event()
+
+    def abort(self) -> bool:
+        super().abort()
+        return not self.busy.is_set()
+
+
+def test_buffers_are_kept_until_the_wire_has_ended() -> None:
+    def connect(store: Store, rank: int, size: int, device: torch.device) -> Wire:
+        return _Endless(store, rank, size, device)
+
+    with workers(1, data="nccl") as hosts:
+        fleet = Party(hosts, data="nccl")
+        try:
+            well, nccl_wire.connect = nccl_wire.connect, connect
+            fleet.build()
+            _Endless.busy.set()
+            nccl_wire.connect = well
+            fleet.build()
+            ((wire, buffers),) = nccl_data._kept
+            assert isinstance(wire, _Endless)
+            assert len(buffers) == nccl_data.STAGES
+            _Endless.busy.clear()
+            fleet.build()
+            assert not nccl_data._kept
+            assert fleet.send() == []
+        finally:
+            _Endless.busy.clear()
+            fleet.close()
 
 
 # Who decides: the sender, from the members' device keys

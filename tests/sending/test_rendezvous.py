@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from typing import cast
+
 import pytest
 
-from weightsync.sending.rendezvous import ADDRESS_VARIABLE, address_for
+from weightsync.backends.distributed_sender import Chain
+from weightsync.sending.rendezvous import ADDRESS_VARIABLE, _Joining, address_for
 from weightsync.wire.messages import Reply, Request
 
 
@@ -45,3 +48,14 @@ def test_a_loopback_address_is_of_no_use_to_another_host(monkeypatch: pytest.Mon
     monkeypatch.delenv(ADDRESS_VARIABLE, raising=False)
     monkeypatch.setattr("weightsync.sending.rendezvous._route_to", lambda _: "198.51.100.8")
     assert address_for(_To("Actor Rollout 0a1b", "127.0.0.1")) == "198.51.100.8"
+
+
+@pytest.mark.filterwarnings("error::pytest.PytestUnhandledThreadExceptionWarning")
+def test_whatever_keeps_the_sender_from_its_own_group_is_raised() -> None:
+    class Failing:
+        def join(self) -> None:
+            raise RuntimeError("CUDA error: out of memory")
+
+    joining = _Joining(cast(Chain, Failing()))
+    with pytest.raises(RuntimeError, match="out of memory"):
+        joining.finish()

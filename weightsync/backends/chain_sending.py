@@ -106,7 +106,10 @@ class Sending:
                 nbytes=nbytes,
                 fingerprints=fingerprints,
             )
-            self._flying.append((j, [self._send(head), self._send_chunk(data, j)]))
+            pending: list[Transit] = []
+            self._flying.append((j, pending))
+            pending.append(self._send(head))
+            pending.append(self._send_chunk(data, j))
             while len(self._flying) >= depth:
                 self._land()
         while self._flying:
@@ -119,9 +122,10 @@ class Sending:
         try:
             for work in pending:
                 work.wait(self._timeout_s)
-        except TransferError as exc:
+        except Exception as exc:
             self.broke = True
-            error = type(exc)(f"the host of {self._first} did not take chunk {j + 1}: {exc}")
+            kind = type(exc) if isinstance(exc, TransferError) else TransferError
+            error = kind(f"the host of {self._first} did not take chunk {j + 1}: {exc}")
             raise self._report(error) from exc
         self._feed.done(j)
 
@@ -134,7 +138,7 @@ class Sending:
                 for work in self._flying.popleft()[1]:
                     work.wait(self._timeout_s)
             self._send_head(HeadStatus.ABORT)
-        except TransferError as exc:
+        except Exception as exc:  # noqa: BLE001  # as of a device: whatever it is, nobody was told
             self.broke = True
             self.error = self._report(TransferError(f"the host of {self._first} is lost: {exc}"))
 
@@ -150,9 +154,10 @@ class Sending:
         return self._started(lambda: self._data.send(data, FIRST, chunk))
 
     def _started(self, send: Callable[[], Transit]) -> Transit:
+        """Whatever went wrong: the other end waits for what was not sent, so the group is over."""
         try:
             return send()
-        except TransferError as exc:
+        except Exception as exc:
             self.broke = True
             error = TransferError(f"the host of {self._first} cannot be reached: {exc}")
             raise self._report(error) from exc

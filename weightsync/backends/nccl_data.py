@@ -6,6 +6,7 @@ never ends is found here: the wire itself may wait for ever for a host that is g
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections.abc import Callable
@@ -18,6 +19,8 @@ from weightsync.backends.private_group import SILENCE, PrivateGroup
 from weightsync.errors import ProtocolError, TransferError, TransferTimeout
 from weightsync.wire.offers import GroupInfo
 
+logger = logging.getLogger(__name__)
+
 STAGES = 2
 """Buffers for each neighbour: one is copied while the other is on its way."""
 
@@ -26,6 +29,16 @@ _SOON_S = 50e-6
 _LATER_S = 1e-3
 _BUSY_S = 5e-3
 _JOIN_S = 1.0
+
+
+_kept: list[tuple[Wire, list[torch.Tensor]]] = []
+_lock = threading.Lock()
+
+
+def _free_kept() -> None:
+    """Free the staging buffers of wires that have ended by now."""
+    with _lock:
+        _kept[:] = [(wire, buffers) for wire, buffers in _kept if not wire.abort()]
 
 
 class _Bell:
@@ -94,6 +107,7 @@ class NcclData:
     @classmethod
     def over(cls, wire: Wire, group: PrivateGroup, info: GroupInfo, slot_nbytes: int) -> NcclData:
         """Take a wire, which is ended where there is no memory for the buffers."""
+        _free_kept()
         try:
             return cls(wire, group, info, slot_nbytes)
         except BaseException:
@@ -156,10 +170,18 @@ class NcclData:
         self._end("the private group was closed")
 
     def abandon(self) -> None:
-        """Free all but the threads, which end with the private group's connections. Idempotent."""
+        """Free all but the threads, which end with the private group's connections. Idempotent.
+
+        Buffers that a transfer may still use are kept until the wire has ended, if it ever does.
+        """
         self.sever()
         self._leaving = [None] * STAGES
+        buffers = self._incoming + self._outgoing
         self._incoming, self._outgoing = [], []
+        if buffers and not self._wire.abort():
+            logger.warning("NCCL does not end; %d staging buffers are kept for it", len(buffers))
+            with _lock:
+                _kept.append((self._wire, buffers))
 
     def close(self) -> None:
         """Free everything; the private group is severed. Idempotent."""

@@ -61,8 +61,12 @@ class Wire(Protocol):
     def receive(self, tensor: torch.Tensor, rank: int) -> Flight:
         """Post a receive. The first from a rank returns when both ends are connected."""
 
-    def abort(self) -> None:
-        """End everything at work, and the connections. Bounded; idempotent."""
+    def abort(self) -> bool:
+        """End everything at work, and the connections; return whether that is over.
+
+        Until it is, memory of a transfer may still be read or written. Bounded; called again, it
+        only says whether it is over by now.
+        """
 
 
 def why_not() -> str | None:
@@ -93,10 +97,11 @@ class _NcclFlight:
         self._ended_s: float | None = None
 
     def landed(self) -> bool:
-        if self._passed.query():  # type: ignore[no-untyped-call]  # torch's
-            return True
-        if not self._work.is_completed():
-            return False
+        with _as_transfer_errors():
+            if self._passed.query():  # type: ignore[no-untyped-call]  # torch's
+                return True
+            if not self._work.is_completed():
+                return False
         # Over by an error, unless the mark behind it is a moment late.
         self._ended_s = self._ended_s or time.monotonic()
         if time.monotonic() - self._ended_s > _LATE_S:
@@ -114,17 +119,20 @@ class _NcclWire:
         self._device = device
         self._copies = _stream(device)
         self._marks: dict[int, torch.cuda.Stream] = {}
+        self._ending: BoundedCall[None] | None = None
+        self._ended = False
         with _settings():
             self._group: Any = nccl(PrefixStore("nccl", store), rank, size, options)
 
     def memory(self, nbytes: int) -> torch.Tensor:
-        with torch.cuda.stream(self._copies):
+        with _as_transfer_errors(), torch.cuda.stream(self._copies):
             return torch.empty(nbytes, dtype=torch.uint8, device=self._device)
 
     def copy(self, source: torch.Tensor, target: torch.Tensor) -> None:
-        with torch.cuda.stream(self._copies):
-            target.copy_(source)
-        self._copies.synchronize()
+        with _as_transfer_errors():
+            with torch.cuda.stream(self._copies):
+                target.copy_(source)
+            self._copies.synchronize()
 
     def send(self, tensor: torch.Tensor, rank: int) -> Flight:
         return self._post(lambda group: group.send([tensor], rank, 0), rank)
@@ -132,28 +140,41 @@ class _NcclWire:
     def receive(self, tensor: torch.Tensor, rank: int) -> Flight:
         return self._post(lambda group: group.recv([tensor], rank, 0), rank)
 
-    def abort(self) -> None:
+    def abort(self) -> bool:
         group, self._group = self._group, None
-        if group is None:
-            return
-        with suppress(RuntimeError, TimeoutError):
-            BoundedCall[None](group.abort).result(_ABORT_S)
+        if group is not None:
+            self._ending = BoundedCall(lambda: self._end(group))
+            self._ending.wait(_ABORT_S)
+        return self._ended
+
+    def _end(self, group: Any) -> None:
+        with suppress(RuntimeError):  # and then it has not ended, as far as anybody knows
+            group.abort()
+            self._ended = True
 
     def _post(self, call: Callable[[Any], Work], rank: int) -> Flight:
-        if self._group is None:
+        group = self._group  # `abort` may take it at any moment
+        if group is None:
             raise TransferError("the NCCL connections were closed")
-        try:
+        with _as_transfer_errors():
             if rank not in self._marks:
                 self._marks[rank] = _stream(self._device)
             with torch.cuda.stream(self._marks[rank]):
-                work = call(self._group)
+                work = call(group)
                 work.wait()  # of the stream, not of this thread
                 passed = torch.cuda.Event()  # type: ignore[no-untyped-call]  # torch's
                 passed.record()
-        except RuntimeError as exc:
-            text = str(exc).partition("\n")[0][:300]
-            raise TransferError(f"NCCL: {text}") from exc
         return _NcclFlight(work, passed)
+
+
+@contextmanager
+def _as_transfer_errors() -> Iterator[None]:
+    """Every error of CUDA and of NCCL, an allocator's as well, is a RuntimeError of torch's."""
+    try:
+        yield
+    except RuntimeError as exc:
+        text = str(exc).partition("\n")[0][:300]
+        raise TransferError(f"NCCL: {text}") from exc
 
 
 def _stream(device: torch.device) -> torch.cuda.Stream:

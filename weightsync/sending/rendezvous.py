@@ -137,7 +137,7 @@ class _Joining:
     def _join(self) -> None:
         try:
             self._chain.join()
-        except WeightSyncError as exc:
+        except BaseException as exc:  # noqa: BLE001  # raised by `finish`, in the caller's thread
             self._error = exc
 
 
