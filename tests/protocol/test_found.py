@@ -55,7 +55,8 @@ def test_a_sender_that_was_there_before_ends_what_another_one_left(death: Death)
 def test_one_that_rolls_forward_alone_is_freed_from_a_dead_sender_as_well() -> None:
     """The others could go on, since one of them is in place; this one has to follow."""
     world = World(["in_place", "staged"])
-    staying, dying = [Trainer(world, packed=True, drops=False) for _ in range(2)]
+    # Not packed: one that refuses does not keep the other from having everything.
+    staying, dying = [Trainer(world, packed=packed, drops=False) for packed in (False, True)]
     for trainer in (dying, staying):
         world.trainers.append(trainer)
         trainer.connect(SHORT_S)
@@ -72,7 +73,9 @@ def test_one_that_rolls_forward_alone_is_freed_from_a_dead_sender_as_well() -> N
         dying.sender.resync("receiver-1")
     assert world.statuses()[1].orphaned
     staying.fill()
-    version = staying.sender.send_weights().version
+    world.fleet[1].fail("delay", "update_weights", seconds=0.3)
+    report = staying.sender.send_weights()
+    assert report.rule == "roll-forward"
     for member in world.fleet:
-        world.holds(member, version, staying.contents)
+        world.holds(member, report.version, staying.contents)
     world.end()
