@@ -17,11 +17,12 @@ VLLM_BIN := .venv-vllm/bin
 VLLM_STAMP := .venv-vllm/.installed
 ONE_THREAD := OMP_NUM_THREADS=1
 
-.PHONY: help venv test test-gpu test-vllm lint format types demo bench clean
+.PHONY: help venv test soak test-gpu test-vllm lint format types demo bench clean
 
 help:
 	@echo "make demo      a trainer, an inference server and a real model, end to end"
 	@echo "make test      every test that this machine can run; ARGS= goes to pytest"
+	@echo "make soak      the long form of some tests: an hour, or less"
 	@echo "make test-gpu  only the tests that need a CUDA GPU"
 	@echo "make test-vllm against a real vLLM on CPU: minutes, and 3 GB in .venv-vllm"
 	@echo "make lint      formatting and lint; make format mends what can be mended"
@@ -41,6 +42,9 @@ $(STAMP): pyproject.toml
 
 test: $(STAMP)
 	$(ONE_THREAD) $(BIN)/python -m pytest $(ARGS)
+
+soak: $(STAMP)
+	$(ONE_THREAD) $(BIN)/python -m pytest -p no:cacheprovider -m soak --timeout 3600 -rP --durations=0 $(ARGS)
 
 test-gpu: $(STAMP)
 	$(ONE_THREAD) $(BIN)/python -m pytest -m gpu $(ARGS)

@@ -50,8 +50,15 @@ def _generate(url: str, stop: threading.Event, seed: int) -> list[tuple[list[int
 @pytest.mark.usefixtures("shm_clean")
 @pytest.mark.parametrize(
     ("layout", "updates", "apply"),
-    [((2, 2, 2), 50, "staged"), ((1, 1, 2), 12, "in_place")],
-    ids=["2 api servers, 2 replicas, 2 shards", "2 shards in place"],
+    [
+        pytest.param((2, 2, 2), 50, "staged", id="2 api servers, 2 replicas, 2 shards"),
+        pytest.param((1, 1, 2), 12, "in_place", id="2 shards in place"),
+        pytest.param(
+            *((1, 1, 1), 1_000, "staged"),
+            id="a thousand updates",
+            marks=[pytest.mark.soak, pytest.mark.timeout(3600)],
+        ),
+    ],
 )
 def test_every_token_is_of_the_weights_it_claims(
     layout: tuple[int, int, int], updates: int, apply: str

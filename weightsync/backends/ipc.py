@@ -132,6 +132,8 @@ class IpcWeightTransferEngine(WeightTransferEngine):
         if opened is None:
             return
         opened.slots.clear()
+        if opened.registered is not None:
+            opened.registered.forget()
         for storage in opened.storages:
             storage.close()
         opened.ring.close()

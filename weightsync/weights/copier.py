@@ -45,6 +45,10 @@ class Memory:
         """Whether every tensor is in host memory."""
         return all(tensor.device.type == "cpu" for tensor in self.tensors)
 
+    def forget(self) -> None:
+        """Let go of the memory, whoever still refers to this: the error of an update may."""
+        object.__setattr__(self, "tensors", ())
+
 
 @dataclass(frozen=True, slots=True)
 class Copy:

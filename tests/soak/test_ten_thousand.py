@@ -1,0 +1,91 @@
+"""Ten thousand updates in one pair of processes: nothing grows, and nothing slows down."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from dataclasses import dataclass
+
+import pytest
+from torch import nn
+
+import weightsync as ws
+from tests.e2e import models, processes
+from tests.e2e.models import digests, fill
+from tests.e2e.processes import Host
+from tests.soak import victims
+from tests.soak.sizes import sizes
+from weightsync.samehost.segment import live_segments
+
+GROWTH = 0.01
+SLOWDOWN = 0.1
+SPANS = 10
+CHECK_EVERY = 97
+
+
+@dataclass(frozen=True)
+class Size:
+    updates: int
+    warm_up: int
+    times: bool
+
+
+class Run:
+    """One sender and one receiver, and how long each update took."""
+
+    def __init__(
+        self, sender: ws.WeightSender, model: nn.Module, receiver: processes.Remote
+    ) -> None:
+        self._sender = sender
+        self._model = model
+        self._receiver = receiver
+        self.seconds: list[float] = []
+
+    def update(self, count: int) -> None:
+        """Send so often; look now and then whether what is held is what was sent."""
+        for i in range(count):
+            looks = i % CHECK_EVERY == 0
+            if looks:
+                fill(self._model, seed=i)
+            started = time.perf_counter()
+            self._sender.send_weights()
+            self.seconds.append(time.perf_counter() - started)
+            if looks:
+                assert self._receiver.digests() == digests(self._model)
+
+
+@sizes(
+    quick=Size(updates=300, warm_up=50, times=False),
+    whole=Size(updates=10_000, warm_up=1_000, times=True),
+)
+@pytest.mark.parametrize("road", victims.ROADS)
+@pytest.mark.parametrize("apply", ["staged", "in_place"])
+def test_nothing_grows(host: Host, apply: str, road: str, size: Size) -> None:
+    receiver = host.receiver("http", apply=apply, model="tied")
+    model = models.make("tied", seed=1)
+    with ws.connect(model, to=receiver.url, **victims.ROADS[road]) as sender:
+        Run(sender, model, receiver).update(size.warm_up)
+        before = processes.footprint(), host.footprint()
+        own = [segment.name for segment in live_segments()]
+        run = Run(sender, model, receiver)
+        run.update(size.updates)
+        after = processes.footprint(), host.footprint()
+        assert [segment.name for segment in live_segments()] == own
+        assert receiver.reading() == size.warm_up + size.updates
+    for old, new in zip(before, after, strict=True):
+        assert {what: new[what] for what in ("fds", "segments", "threads")} == {
+            what: old[what] for what in ("fds", "segments", "threads")
+        }
+        assert new["rss"] <= (1 + GROWTH) * old["rss"]
+    span = size.updates // SPANS
+    first, last = statistics.median(run.seconds[:span]), statistics.median(run.seconds[-span:])
+    rss = [
+        round(100 * (new["rss"] / old["rss"] - 1), 2)
+        for old, new in zip(before, after, strict=True)
+    ]
+    print(
+        f"{size.updates} updates, {road}, {apply}: memory {rss[0]:+} % and {rss[1]:+} %, median of "
+        f"the first {span} {1e3 * first:.2f} ms, of the last {1e3 * last:.2f} ms"
+    )
+    if size.times:
+        assert last <= (1 + SLOWDOWN) * first

@@ -1,0 +1,56 @@
+"""What runs in the processes that are killed."""
+
+from __future__ import annotations
+
+import gc
+import json
+from pathlib import Path
+from typing import Any
+
+import weightsync as ws
+from tests.e2e import models
+from tests.soak.boundaries import Boundaries
+
+ROADS: dict[str, dict[str, Any]] = {
+    "packed": {"packed": True, "bucket_nbytes": 80 << 10, "num_buckets": 2},
+    "unpacked": {"packed": False},
+}
+"""The model `plain` fills a dozen buckets, or is two runs of registered memory."""
+TIMEOUT_S = 15.0
+
+
+def send_and_die(
+    urls: list[str], road: str, version: int, fatal: str, passed: Path | None = None
+) -> None:
+    """Connect and send `version`; die at `fatal`, or write down what there was to die at."""
+    boundaries = Boundaries(fatal).of_trainer()
+    model = models.make("plain", seed=version)
+    with ws.connect(model, to=urls, timeout_s=TIMEOUT_S, **ROADS[road]) as sender:
+        sender.send_weights(version)
+    if passed is not None:
+        passed.write_text(json.dumps(boundaries.passed), encoding="utf-8")
+
+
+_here: list[Boundaries] = []
+
+
+def arm(fatal: str) -> None:
+    """From now on this process of receivers counts, and dies at `fatal`."""
+    if not _here:
+        _here.append(Boundaries().of_receiver())
+    _here[0].begin(fatal)
+
+
+def without_collector(_: object) -> None:
+    """From now on only what is let go of is gone: mappings of others may not wait for cycles."""
+    gc.collect()
+    gc.disable()
+
+
+def with_collector(_: object) -> None:
+    gc.enable()
+
+
+def passed(_: object) -> list[str]:
+    """What this process of receivers has come by since it was armed."""
+    return _here[0].passed
