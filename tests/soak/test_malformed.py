@@ -96,8 +96,12 @@ class Target:
         elif self.receiver.may_generate:
             assert self._bits() == self._held, (call, body)
         else:
-            # In place, a damaged handle may be noticed when weights were touched: TORN says so.
-            assert self.receiver.status().state in ("TORN", "UPDATING", "PREPARED")
+            # A fleet_version that grew makes it wait for that version; in place, a damaged handle
+            # may be noticed when weights were touched: TORN says so.
+            status = self.receiver.status()
+            assert status.state in ("JOINING", "TORN", "UPDATING", "PREPARED")
+            assert status.detail
+            assert status.state != "JOINING" or self._bits() == self._held
             self.heal()
         self.give_up()
 
@@ -141,7 +145,7 @@ def many(count: int, inputs: st.SearchStrategy[object], check: Callable[..., Non
 
         @seed(batch)
         @settings(
-            max_examples=min(BATCH, count),
+            max_examples=min(BATCH, count - batch * BATCH),
             deadline=None,
             database=None,
             phases=[Phase.generate],
