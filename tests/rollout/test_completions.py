@@ -9,9 +9,9 @@ import pytest
 
 from tests.rollout.scripted_engine import END_ID, TOKENIZER, ScriptedEngine, say, tokens_of
 from weightsync.errors import ConfigError, NotReadyError, PeerLostError
-from weightsync.rollout.completions import Increment, Prompt, Work, complete, increments, spans
+from weightsync.rollout.completions import Increment, Prompt, Work, complete, increments
 from weightsync.rollout.engine_messages import Job
-from weightsync.rollout.requests import VersionSpan
+from weightsync.rollout.requests import VersionSpan, spans
 from weightsync.rollout.text import Texts
 
 TEXTS = Texts(TOKENIZER)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterator
 from typing import Any
 
@@ -15,7 +16,13 @@ from schemathesis.specs.openapi.checks import response_schema_conformance
 
 from tests.rollout.scripted_engine import MAX_BODY_NBYTES, MODEL, ScriptedEngine, app_of
 from tests.server.live import serving
-from weightsync.rollout.openai_messages import REFUSED
+from weightsync.errors import ConfigError
+from weightsync.rollout.chat import chat_prompt, render
+from weightsync.rollout.completions import read_prompts
+from weightsync.rollout.model import TINY_VISION, load_reader
+from weightsync.rollout.openai_messages import REFUSED, ChatMessage, RequestError
+from weightsync.rollout.text import Texts
+from weightsync.rollout.tiny_tokenizer import byte_tokenizer
 
 WAIT_S = 20
 
@@ -128,6 +135,60 @@ def test_bodies_that_are_no_object(url: str, call: str, body: bytes) -> None:
 def test_a_body_that_is_too_long(url: str, call: str) -> None:
     answer = requests.post(f"{url}/v1/{call}", data=b" " * (MAX_BODY_NBYTES + 1), timeout=WAIT_S)
     assert (answer.status_code, answer.json()["error"]["code"]) == (413, "request_too_large")
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "status", "allow"),
+    [
+        ("GET", "nope", 404, None),
+        ("GET", "models/a%0Ab", 404, None),
+        ("GET", "completions", 405, "POST"),
+        ("POST", "models", 405, "GET"),
+    ],
+)
+def test_what_is_not_there_is_said_in_openais_shape(
+    url: str, method: str, path: str, status: int, allow: str | None
+) -> None:
+    answer = requests.request(method, f"{url}/v1/{path}", timeout=WAIT_S)
+    assert (answer.status_code, answer.headers.get("allow")) == (status, allow)
+    assert answer.json()["error"]["type"] == "invalid_request_error"
+
+
+def test_prompts_are_counted_before_any_is_encoded() -> None:
+    engine = ScriptedEngine()
+    texts = Texts(*engine.reader)
+    encoded: list[str] = []
+    encode = texts.encode_here
+
+    def counting(text: str, *, add_special_tokens: bool = True) -> list[int]:
+        encoded.append(text)
+        return encode(text, add_special_tokens=add_special_tokens)
+
+    texts.encode_here = counting  # type: ignore[method-assign] # counts, and passes on
+    for prompts, message in ((["a"] * 1025, "at a time"), (["a" * 9999] * 9, "prompt 0 has 9999")):
+        with pytest.raises(ConfigError, match=message):
+            asyncio.run(read_prompts(texts, engine.card, prompts, n=1, max_new_tokens=1))
+    assert len(encoded) == 1
+
+
+@pytest.mark.parametrize("template", ["{{ 1 / 0 }}", "{{ messages + 1 }}", "{{ 'a' % 1 }}"])
+def test_a_template_that_fails_is_a_refusal(template: str) -> None:
+    texts = Texts(byte_tokenizer())
+    texts.tokenizer.chat_template = template
+    with pytest.raises(RequestError, match="does not take these messages"):
+        render(texts, [{"role": "user", "content": "hi"}])
+
+
+def test_a_model_of_images_gets_parts_even_of_text_alone() -> None:
+    tokenizer, processor = load_reader(TINY_VISION)
+    template = (
+        "{% for m in messages %}{% for part in m.content %}"
+        "{% if part.type == 'text' %}{{ part.text }}{% endif %}{% endfor %}{% endfor %}"
+    )
+    tokenizer.chat_template, processor.chat_template = None, template
+    texts = Texts(tokenizer, processor)
+    prompt = asyncio.run(chat_prompt(texts, [ChatMessage(role="user", content="What?")]))
+    assert texts.decode(prompt.token_ids) == "What?"
 
 
 def test_nothing_that_fits_the_document_makes_it_fail(url: str) -> None:

@@ -84,7 +84,9 @@ def test_a_completion() -> None:
     assert choice.logprobs.token_logprobs == [logprob_of(place) for place in range(5)]
     assert choice.logprobs.text_offset == [0, 1, 1, 1, 2]
     assert choice.logprobs.top_logprobs is not None
-    assert [len(top) for top in choice.logprobs.top_logprobs] == [2] * 5
+    tops = choice.logprobs.top_logprobs
+    assert [len(top) for top in tops] == [3] * 5  # the chosen one is none of the two likeliest
+    assert all(t in top for t, top in zip(choice.logprobs.tokens, tops, strict=True))
     (job,) = engine.jobs
     assert (job.prompt, job.max_new_tokens, job.stop_at_end) == (tokens_of("hi"), 9, True)
     assert (job.choosing.temperature, job.choosing.top_p, job.choosing.logprobs) == (0, 0.5, 2)

@@ -147,6 +147,20 @@ def test_every_kind_of_image_becomes_rgb(kind: str) -> None:
     assert max(green, blue) < 15
 
 
+def test_the_pixels_of_all_images_count_together() -> None:
+    with pytest.raises(RequestError, match="pixels together"):
+        read_images([url_of(bomb(4096, 4096))] * 3)
+
+
+def test_a_photograph_is_turned_upright() -> None:
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    buffer = io.BytesIO()
+    RED.save(buffer, "JPEG", exif=exif)
+    (found,) = read_images([url_of(buffer.getvalue())])
+    assert found.size == (20, 30)
+
+
 def test_other_kinds_are_refused() -> None:
     with pytest.raises(RequestError, match="cannot be read"):
         read_images([url_of(encoded(RED, "TIFF"), "image/tiff")])

@@ -12,7 +12,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from weightsync.rollout.model import make_tiny_model
-from weightsync.rollout.text import CompletionText, Texts
+from weightsync.rollout.text import CompletionText, StopFinder, Texts
 
 LETTERS = "aé€😀 \n\ufffd"
 quick = settings(max_examples=150, deadline=None)
@@ -58,8 +58,8 @@ def run(text: CompletionText, ids: list[int]) -> tuple[list[str], int]:
 
 
 def shown(text: str, stops: list[str]) -> str | None:
-    places = [at for stop in stops if (at := text.find(stop)) >= 0]
-    return text[: min(places)] if places else None
+    places = [(at + len(stop), at) for stop in stops if (at := text.find(stop)) >= 0]
+    return text[: min(places)[1]] if places else None
 
 
 @quick
@@ -122,6 +122,21 @@ def test_a_stop_text_ends_the_text_wherever_it_is(
             break
     else:
         assert "".join(pieces) == text
+
+
+@quick
+@given(
+    text=st.text(alphabet="abx", max_size=10),
+    stops=st.lists(st.text(alphabet="abx", min_size=1, max_size=4), max_size=3),
+    places=st.lists(st.integers(0, 10), max_size=6),
+)
+def test_stop_texts_do_not_depend_on_the_cut(
+    text: str, stops: list[str], places: list[int]
+) -> None:
+    finder = StopFinder(stops)
+    pieces = [finder.push(piece.decode()) for piece in cut(text.encode(), places)]
+    wanted = shown(text, stops)
+    assert "".join(pieces) + finder.finish() == (text if wanted is None else wanted)
 
 
 def test_a_possible_beginning_of_a_stop_text_waits() -> None:
@@ -249,6 +264,8 @@ def test_other_kinds_of_tokenizer(decoder: Any, pieces: list[str], text: str) ->
     given_pieces, _ = run(known.completion(), list(range(len(pieces))))
     assert "".join(given_pieces) == text
     assert len([piece for piece in given_pieces if piece]) > 1
+    told = [known.token_bytes(token, first=token == 0) for token in range(len(pieces))]
+    assert b"".join(told).decode("utf-8", "replace") == text
 
 
 def test_the_bytes_and_the_name_of_a_token() -> None:

@@ -8,6 +8,7 @@ from weightsync.errors import AuthError, ConfigError
 from weightsync.server.auth import (
     TokenAuth,
     check_authorization,
+    check_local,
     is_protected,
     resolve_token,
 )
@@ -115,3 +116,32 @@ def test_a_token_that_cannot_be_sent_is_refused(token: str) -> None:
         resolve_token(token)
     with pytest.raises(ConfigError):
         make_app(ScriptedReceiver(), token)
+
+
+@pytest.mark.parametrize(
+    ("host", "origin", "passes"),
+    [
+        ("127.0.0.1:8000", None, True),
+        ("[::1]:8000", None, True),
+        ("localhost", "http://localhost", True),
+        ("127.0.0.1:8000", "https://evil.example", False),
+        ("127.0.0.1:8000", "http://127.0.0.1:3000", False),
+        ("127.0.0.1:8000", "null", False),
+        ("evil.example:8000", "http://evil.example:8000", False),
+        ("127.0.0.1.evil.example", None, False),
+        ("", None, False),
+    ],
+)
+def test_without_a_token_web_pages_change_nothing(
+    host: str, origin: str | None, passes: bool
+) -> None:
+    headers = [(b"host", host.encode())]
+    if origin is not None:
+        headers.append((b"origin", origin.encode()))
+    scope = {"type": "http", "method": "POST", "path": "/pause", "headers": headers}
+    if passes:
+        check_local(scope)
+        return
+    with pytest.raises(AuthError) as refused:
+        check_local(scope)
+    assert refused.value.status == 403

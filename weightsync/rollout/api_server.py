@@ -21,7 +21,7 @@ from weightsync.rollout.server_info import ServerInfo, server_info_router
 from weightsync.rollout.status_page import status_router
 from weightsync.rollout.text import Texts
 from weightsync.rollout.worker_client import RemoteReceiver, WorkerClient
-from weightsync.server.auth import TokenAuth
+from weightsync.server.auth import LocalOnly, TokenAuth
 from weightsync.server.door import Receiver
 from weightsync.server.workers import Workers, worker_path, workers_router
 
@@ -48,7 +48,13 @@ def make_app(
     weight routes to itself below `/workers/N`, which is what senders use. `token` guards every POST
     that changes something.
     """
-    app = FastAPI(title="weightsync serve", docs_url=None, redoc_url=None, lifespan=lifespan)
+    app = FastAPI(
+        title="weightsync serve",
+        docs_url=None,
+        redoc_url=None,
+        redirect_slashes=False,
+        lifespan=lifespan,
+    )
     paths = {worker_path(index): receiver for index, receiver in enumerate(receivers)}
     workers = Workers(paths, tensor_parallel=tensor_parallel)
     app.include_router(workers_router(workers, token=token))
@@ -56,6 +62,8 @@ def make_app(
     app.include_router(status_router(engine, receivers))
     if token is not None:
         app.add_middleware(TokenAuth, token=token)
+    else:
+        app.add_middleware(LocalOnly)
     return app
 
 

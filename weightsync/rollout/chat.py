@@ -19,53 +19,70 @@ PLAIN_TEMPLATE = (
 """What is used for a tokenizer without a chat template of its own."""
 
 
+_MESSAGE_SIZE = 32
+_UNKNOWN_SIZE = 1 << 20
+
+
 async def chat_prompt(texts: Texts, messages: Sequence[ChatMessage]) -> Prompt:
     """Return the prompt of a conversation that the assistant is to go on with.
 
     Raises RequestError for one that the model's template or the model cannot take.
     """
+    return await texts.run(lambda: _prompt(texts, messages), sum(map(_size, messages)))
+
+
+def _size(message: ChatMessage) -> int:
+    content = message.content or ""
+    return _MESSAGE_SIZE + len(content) if isinstance(content, str) else _UNKNOWN_SIZE
+
+
+def _prompt(texts: Texts, messages: Sequence[ChatMessage]) -> Prompt:
     parts = [part for message in messages for part in message.parts]
     urls = [part.image_url.url for part in parts if isinstance(part, ImagePart)]
-    if not urls:
-        size = sum(len(part.text) for part in parts if isinstance(part, TextPart))
-        plain = [_plain(message) for message in messages]
-        rendered = await texts.run(lambda: render(texts, plain), size)
-        return Prompt(token_ids=await texts.encode(rendered, add_special_tokens=False))
-    if (preparer := texts.images) is None:
+    preparer = texts.images
+    if urls and preparer is None:
         raise RequestError("the served model takes no images; send text alone", param="messages")
-    return await texts.run_in_thread(lambda: _with_images(texts, preparer, messages, urls))
+    rendered = render(texts, [_as_wanted(texts, message) for message in messages])
+    if preparer is not None and urls:
+        return _with_images(preparer, rendered, urls)
+    return Prompt(token_ids=texts.encode_here(rendered, add_special_tokens=False))
 
 
 def render(texts: Texts, messages: list[dict[str, Any]]) -> str:
     """Return the text of a conversation. Raises RequestError where the template refuses it."""
-    template = None if texts.tokenizer.chat_template else PLAIN_TEMPLATE
+    # A tokenizer with several templates of its own chooses among them where it is given none.
+    own = texts.tokenizer.chat_template
+    template = None if own else texts.chat_template or PLAIN_TEMPLATE
     try:
         return str(
             texts.tokenizer.apply_chat_template(
                 messages, chat_template=template, tokenize=False, add_generation_prompt=True
             )
         )
-    except TemplateError as exc:
+    except (TemplateError, TypeError, ValueError, ArithmeticError) as exc:
         raise RequestError(
             f"the chat template of the model does not take these messages: {exc}", param="messages"
         ) from exc
 
 
-def _with_images(
-    texts: Texts, preparer: ImagePreparer, messages: Sequence[ChatMessage], urls: list[str]
-) -> Prompt:
+def _with_images(preparer: ImagePreparer, rendered: str, urls: list[str]) -> Prompt:
     from weightsync.rollout.images import read_images  # noqa: PLC0415 # needs Pillow
 
-    images = read_images(urls)
-    rendered = render(texts, [_in_parts(message) for message in messages])
-    ids, inputs = preparer.prepare(rendered, images, add_special_tokens=False)
+    ids, inputs = preparer.prepare(rendered, read_images(urls), add_special_tokens=False)
     return Prompt(token_ids=ids, inputs=inputs)
 
 
-def _plain(message: ChatMessage) -> dict[str, Any]:
+def _as_wanted(texts: Texts, message: ChatMessage) -> dict[str, Any]:
+    # Templates of models for images go through parts, and see none in a string.
+    if texts.images is not None and texts.chat_template:
+        return _in_parts(message)
+    return _plain(message, texts.images.image_token if texts.images else "")
+
+
+def _plain(message: ChatMessage, image_token: str) -> dict[str, Any]:
     """Return a message as templates of models for text want it."""
-    content = "\n".join(part.text for part in message.parts if isinstance(part, TextPart))
-    return _said(message, content)
+    texts = [part.text if isinstance(part, TextPart) else image_token for part in message.parts]
+    return _said(message, "\n".join(texts))
 
 
 def _in_parts(message: ChatMessage) -> dict[str, Any]:
@@ -74,7 +91,7 @@ def _in_parts(message: ChatMessage) -> dict[str, Any]:
         {"type": "text", "text": part.text} if isinstance(part, TextPart) else {"type": "image"}
         for part in message.parts
     ]
-    return _said(message, parts)
+    return _said(message, parts or [{"type": "text", "text": ""}])
 
 
 def _said(message: ChatMessage, content: str | list[dict[str, str]]) -> dict[str, Any]:

@@ -14,12 +14,15 @@ import torch
 from weightsync.errors import ConfigError, NotReadyError, TransferError, TransportError
 from weightsync.rollout.engine_client import EngineClient
 from weightsync.rollout.engine_messages import Delta, FinishReason, Job, TopToken
-from weightsync.rollout.requests import Completion, VersionSpan
+from weightsync.rollout.requests import Completion, VersionSpan, spans
 from weightsync.rollout.steps import Choosing, ModelCard
 from weightsync.rollout.text import CompletionText, Texts
 
 MAX_COMPLETIONS = 1024
+LEAST_LOGPROB = -9999.0
+"""What stands for minus infinity, which JSON cannot write; OpenAI's number."""
 _MAX_QUEUED = 256
+_PROMPT_SIZE = 32  # a prompt costs something however short it is, counted in characters
 
 T = TypeVar("T")
 
@@ -112,25 +115,9 @@ class Increment:
         )
 
 
-def spans(versions: Sequence[int], start: int = 0) -> list[VersionSpan]:
-    """Return runs of equal versions; the first version is of token `start`."""
-    found: list[VersionSpan] = []
-    begin = 0
-    for at in range(1, len(versions) + 1):
-        if at == len(versions) or versions[at] != versions[begin]:
-            found.append(VersionSpan(version=versions[begin], start=start + begin, stop=start + at))
-            begin = at
-    return found
-
-
 def check_work(work: Work, card: ModelCard) -> None:
     """Raise ConfigError for what the model cannot take, before anything is generated."""
-    count = len(work.prompts) * work.n
-    if not 1 <= count <= MAX_COMPLETIONS:
-        raise ConfigError(
-            f"{len(work.prompts)} prompts, {work.n} completions each, are asked for; "
-            f"send 1 to {MAX_COMPLETIONS} completions at a time"
-        )
+    _check_count(len(work.prompts), work.n)
     for index, prompt in enumerate(work.prompts):
         ids = prompt.token_ids
         if not ids or not 0 <= min(ids) <= max(ids) < card.vocab_size:
@@ -143,11 +130,40 @@ def check_work(work: Work, card: ModelCard) -> None:
                 f"prompt {index} has a place for an image and none comes with it; send images as "
                 "parts of a chat message"
             )
-        if len(ids) + work.max_new_tokens > card.max_length:
-            raise ConfigError(
-                f"prompt {index} has {len(ids)} tokens and {work.max_new_tokens} are to follow, "
-                f"the model has room for {card.max_length}; shorten the prompt or ask for less"
-            )
+        _check_length(index, ids, work.max_new_tokens, card)
+
+
+async def read_prompts(
+    texts: Texts, card: ModelCard, asked: Sequence[str | list[int]], *, n: int, max_new_tokens: int
+) -> list[Prompt]:
+    """Return prompts as token ids. Raises ConfigError for too many, and at the first too long."""
+    _check_count(len(asked), n)
+
+    def read() -> list[Prompt]:
+        found: list[Prompt] = []
+        for index, item in enumerate(asked):
+            ids = texts.encode_here(item) if isinstance(item, str) else item
+            _check_length(index, ids, max_new_tokens, card)
+            found.append(Prompt(token_ids=ids))
+        return found
+
+    return await texts.run(read, sum(_PROMPT_SIZE + len(item) for item in asked))
+
+
+def _check_count(num_prompts: int, n: int) -> None:
+    if not 1 <= num_prompts * n <= MAX_COMPLETIONS:
+        raise ConfigError(
+            f"{num_prompts} prompts, {n} completions each, are asked for; "
+            f"send 1 to {MAX_COMPLETIONS} completions at a time"
+        )
+
+
+def _check_length(index: int, ids: list[int], max_new_tokens: int, card: ModelCard) -> None:
+    if len(ids) + max_new_tokens > card.max_length:
+        raise ConfigError(
+            f"prompt {index} has {len(ids)} tokens and {max_new_tokens} are to follow, "
+            f"the model has room for {card.max_length}; shorten the prompt or ask for less"
+        )
 
 
 async def increments(
@@ -158,7 +174,7 @@ async def increments(
     Closing it early cancels what is still generated. Raises ConfigError before the first, and what
     the engine raises; NotReadyError where the engine cannot be reached any more.
     """
-    check_work(work, engine.card)
+    await texts.run(lambda: check_work(work, engine.card), work.num_prompt_tokens)
     sources = [_of_prompt(engine, texts, work, index) for index in range(len(work.prompts))]
     async with closing(_merged(sources) if len(sources) > 1 else sources[0]) as source:
         async for increment in source:
@@ -219,7 +235,7 @@ class _Row:
                 token=token,
                 version=delta.version,
                 offset=self.text.num_characters,
-                logprob=delta.logprob,
+                logprob=None if delta.logprob is None else max(delta.logprob, LEAST_LOGPROB),
                 top=delta.top,
             )
         )

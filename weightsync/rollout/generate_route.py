@@ -7,7 +7,7 @@ import uuid
 from fastapi import APIRouter, Request, Response
 
 from weightsync.errors import NotReadyError
-from weightsync.rollout.completions import Prompt, Work, complete
+from weightsync.rollout.completions import Work, complete, read_prompts
 from weightsync.rollout.engine_client import EngineClient
 from weightsync.rollout.event_stream import GONE_STATUS, ClientGoneError, while_connected
 from weightsync.rollout.openai_routes import add_openai_routes
@@ -85,9 +85,16 @@ class _GenerateRoute:
         return encode_response(GenerateResponse(completions=completions))
 
     async def _work(self, request: GenerateRequest) -> Work:
+        prompts = await read_prompts(
+            self._texts,
+            self._engine.card,
+            request.prompts,
+            n=request.n,
+            max_new_tokens=request.max_new_tokens,
+        )
         return Work(
             request_id=f"gen-{uuid.uuid4().hex}",
-            prompts=[Prompt(token_ids=await self._tokens(prompt)) for prompt in request.prompts],
+            prompts=prompts,
             max_new_tokens=request.max_new_tokens,
             n=request.n,
             choosing=Choosing(
@@ -98,6 +105,3 @@ class _GenerateRoute:
             ),
             stops=request.stop,
         )
-
-    async def _tokens(self, prompt: str | list[int]) -> list[int]:
-        return await self._texts.encode(prompt) if isinstance(prompt, str) else prompt

@@ -17,11 +17,12 @@ from weightsync.rollout.requests import (
     GenerateRequest,
     GenerateResponse,
     Sampling,
-    VersionSpan,
     decode_request,
     encode_response,
+    spans,
 )
 from weightsync.rollout.steps import NO_LOGPROBS, Choosing, Chosen, NewRows, RowId, Step
+from weightsync.rollout.text import find_stop
 
 MAX_ROWS = 1024
 
@@ -163,13 +164,12 @@ class Generator:
 
     def _completion(self, batch: _Batch, row: _Row) -> Completion:
         text = self._text(row)
-        cuts = [at for stop in batch.sampling.stop if (at := text.find(stop)) >= 0]
         return Completion(
             prompt_index=row.prompt_index,
-            text=text[: min(cuts)] if cuts else text,
+            text=text[: find_stop(text, batch.sampling.stop)],
             token_ids=row.token_ids,
             logprobs=row.logprobs if batch.sampling.logprobs else None,
-            weight_versions=_spans(row.versions),
+            weight_versions=spans(row.versions),
             prompt_version=row.versions[0] if row.versions else 0,
             finish_reason=row.finish_reason or "abort",
         )
@@ -239,13 +239,3 @@ class _Batch:
             rows=[row.row_id for row in open_rows],
             tokens=[row.token_ids[-1] for row in open_rows],
         )
-
-
-def _spans(versions: list[int]) -> list[VersionSpan]:
-    spans: list[VersionSpan] = []
-    start = 0
-    for at in range(1, len(versions) + 1):
-        if at == len(versions) or versions[at] != versions[start]:
-            spans.append(VersionSpan(version=versions[start], start=start, stop=at))
-            start = at
-    return spans

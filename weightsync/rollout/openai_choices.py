@@ -8,7 +8,7 @@ from typing import Protocol
 
 import msgspec
 
-from weightsync.rollout.completions import Increment, MadeToken, Work
+from weightsync.rollout.completions import LEAST_LOGPROB, Increment, MadeToken, Work
 from weightsync.rollout.openai_answers import (
     ChatAnswer,
     ChatChoice,
@@ -99,20 +99,36 @@ class TextAnswers:
             weight_versions=increment.weight_versions,
             prompt_version=increment.prompt_version,
             token_ids=self._head.ids(increment),
-            logprobs=self._logprobs(increment.tokens),
+            logprobs=self._logprobs(increment.tokens, increment.start),
         )
 
-    def _logprobs(self, tokens: Sequence[MadeToken]) -> TextLogprobs | None:
+    def _logprobs(self, tokens: Sequence[MadeToken], start: int) -> TextLogprobs | None:
         if self._head.num_top == NO_LOGPROBS:
             return None
         name = self._head.texts.token_name
-        top = [{name(one.token): one.logprob for one in made.top} for made in tokens]
+        names = [name(made.token, first=place == 0) for place, made in enumerate(tokens, start)]
         return TextLogprobs(
-            tokens=[name(made.token) for made in tokens],
+            tokens=names,
             token_logprobs=[made.logprob for made in tokens],
-            top_logprobs=top if self._head.num_top else None,
+            top_logprobs=self._tops(tokens, names, start) if self._head.num_top else None,
             text_offset=[made.offset for made in tokens],
         )
+
+    def _tops(
+        self, tokens: Sequence[MadeToken], names: list[str], start: int
+    ) -> list[dict[str, float]]:
+        """Return the likeliest tokens of each place, and the chosen one even where it is none."""
+        name = self._head.texts.token_name
+        found = []
+        for place, (made, chosen) in enumerate(zip(tokens, names, strict=True), start):
+            top = {name(one.token, first=place == 0): _least(one.logprob) for one in made.top}
+            top.setdefault(chosen, made.logprob or 0.0)
+            found.append(top)
+        return found
+
+
+def _least(logprob: float) -> float:
+    return max(logprob, LEAST_LOGPROB)
 
 
 class ChatAnswers:
@@ -144,7 +160,7 @@ class ChatAnswers:
             weight_versions=increment.weight_versions,
             prompt_version=increment.prompt_version,
             token_ids=self._head.ids(increment),
-            logprobs=self._logprobs(increment.tokens),
+            logprobs=self._logprobs(increment.tokens, increment.start),
         )
         return self._chunk([choice])
 
@@ -166,26 +182,29 @@ class ChatAnswers:
             weight_versions=increment.weight_versions,
             prompt_version=increment.prompt_version,
             token_ids=self._head.ids(increment),
-            logprobs=self._logprobs(increment.tokens),
+            logprobs=self._logprobs(increment.tokens, increment.start),
         )
 
-    def _logprobs(self, tokens: Sequence[MadeToken]) -> ChatLogprobs | None:
+    def _logprobs(self, tokens: Sequence[MadeToken], start: int) -> ChatLogprobs | None:
         if self._head.num_top == NO_LOGPROBS:
             return None
-        return ChatLogprobs(content=[self._token(made) for made in tokens])
-
-    def _token(self, made: MadeToken) -> TokenLogprob:
-        logprob = made.logprob or 0.0
-        chosen = self._top(made.token, logprob)
-        return TokenLogprob(
-            token=chosen.token,
-            logprob=logprob,
-            bytes=chosen.bytes,
-            top_logprobs=[self._top(one.token, one.logprob) for one in made.top],
+        return ChatLogprobs(
+            content=[self._token(made, place == 0) for place, made in enumerate(tokens, start)]
         )
 
-    def _top(self, token: int, logprob: float) -> TopLogprob:
+    def _token(self, made: MadeToken, first: bool) -> TokenLogprob:
+        chosen = self._top(made.token, made.logprob or 0.0, first)
+        return TokenLogprob(
+            token=chosen.token,
+            logprob=chosen.logprob,
+            bytes=chosen.bytes,
+            top_logprobs=[self._top(one.token, one.logprob, first) for one in made.top],
+        )
+
+    def _top(self, token: int, logprob: float, first: bool) -> TopLogprob:
         texts = self._head.texts
         return TopLogprob(
-            token=texts.token_name(token), logprob=logprob, bytes=list(texts.token_bytes(token))
+            token=texts.token_name(token, first=first),
+            logprob=_least(logprob),
+            bytes=list(texts.token_bytes(token, first=first)),
         )

@@ -10,15 +10,16 @@ from typing import Any
 
 import msgspec
 from fastapi import APIRouter, Request, Response
+from starlette.convertors import PathConvertor, register_url_convertor
 
 from weightsync.rollout.chat import chat_prompt
 from weightsync.rollout.completions import (
     Prompt,
     Work,
-    check_work,
     closing,
     complete,
     increments,
+    read_prompts,
 )
 from weightsync.rollout.engine_client import EngineClient
 from weightsync.rollout.event_stream import (
@@ -59,7 +60,18 @@ RETRY_AFTER_S = 1
 _SEED_MASK = 2**63 - 1
 _DONE = event(b"[DONE]")
 
+_METHODS = ["GET", "HEAD", "OPTIONS", "POST", "PUT", "PATCH", "DELETE"]
+
 Handler = Callable[[Request], Awaitable[Response]]
+
+
+class _Anything(PathConvertor):
+    """The rest of a path, a line feed in it, too: the usual pattern ends there."""
+
+    regex = r"[\s\S]*"
+
+
+register_url_convertor("anything", _Anything())
 
 
 def add_openai_routes(
@@ -68,11 +80,15 @@ def add_openai_routes(
     """Add the OpenAI-compatible routes over an engine to a router."""
     routes = _OpenAIRoutes(engine, texts, max_body_nbytes)
     _add_get(router, "/v1/models", routes.models, ModelList)
-    _add_get(router, "/v1/models/{model:path}", routes.model, ModelEntry)
+    _add_get(router, "/v1/models/{model:anything}", routes.model, ModelEntry)
     _add_post(
         router, "/v1/completions", routes.completions, CompletionRequest, (TextCompletion,) * 2
     )
     _add_post(router, "/v1/chat/completions", routes.chat, ChatRequest, (ChatCompletion, ChatChunk))
+    # Without it, what is not here would be answered in another shape than OpenAI's.
+    router.add_api_route(
+        "/v1/{path:anything}", _guarded(_no_route), methods=_METHODS, include_in_schema=False
+    )
 
 
 class _OpenAIRoutes:
@@ -105,11 +121,14 @@ class _OpenAIRoutes:
 
     async def _complete(self, asked: CompletionRequest) -> Response:
         self._check_model(asked.model)
-        prompts = [
-            Prompt(token_ids=await self._texts.encode(item) if isinstance(item, str) else item)
-            for item in asked.prompts
-        ]
         max_tokens = asked.max_tokens or DEFAULT_MAX_TOKENS
+        prompts = await read_prompts(
+            self._texts,
+            self._engine.card,
+            asked.prompts,
+            n=asked.n or 1,
+            max_new_tokens=max_tokens,
+        )
         work = _work(asked, "cmpl", prompts, max_tokens, asked.logprobs)
         return await self._answer(
             asked, work, TextAnswers(self._texts, work, asked, self._engine.card.name)
@@ -127,7 +146,6 @@ class _OpenAIRoutes:
         )
 
     async def _answer(self, asked: OpenAIRequest, work: Work, answers: Answers) -> Response:
-        check_work(work, self._engine.card)
         if asked.stream:
             return EventStream(await begun(self._events(asked, work, answers)))
         return _json(answers.whole(await complete(self._engine, self._texts, work)))
@@ -161,6 +179,20 @@ class _OpenAIRoutes:
                 param="model",
                 code="model_not_found",
             )
+
+
+async def _no_route(request: Request) -> Response:
+    path = request.url.path
+    if path in ("/v1/completions", "/v1/chat/completions"):
+        right = "POST"
+    elif path == "/v1/models" or path.startswith("/v1/models/"):
+        right = "GET"
+    else:
+        raise RequestError(f"there is no {path} here; see /openapi.json", status=404)
+    exc = RequestError(f"{request.method} {path} is not a call of it; use {right}", status=405)
+    response = _error_response(exc)
+    response.headers["allow"] = right
+    return response
 
 
 def _work(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Annotated, Literal
 
 import msgspec
@@ -43,6 +44,17 @@ class VersionSpan(msgspec.Struct, frozen=True, kw_only=True):
     version: int
     start: int
     stop: int
+
+
+def spans(versions: Sequence[int], start: int = 0) -> list[VersionSpan]:
+    """Return runs of equal versions; the first version is of token `start`."""
+    found: list[VersionSpan] = []
+    begin = 0
+    for at in range(1, len(versions) + 1):
+        if at == len(versions) or versions[at] != versions[begin]:
+            found.append(VersionSpan(version=versions[begin], start=start + begin, stop=start + at))
+            begin = at
+    return found
 
 
 class Completion(msgspec.Struct, frozen=True, kw_only=True):

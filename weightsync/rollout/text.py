@@ -71,23 +71,33 @@ class Detokenizer:
         if _open_tail(text) and len(self._window) <= _MAX_WINDOW_TOKENS:
             return ""
         self._forget(max(self._fresh, len(self._window) - _CONTEXT_TOKENS))
-        self._given = self._decode(self._window)
+        self._fresh, self._given = len(self._window), self._decode(self._window)
         return text
 
     def _forget(self, count: int) -> None:
         # What is kept is context: some decoders write the first token unlike the others.
         self._window = self._window[count:]
-        self._fresh = len(self._window)
         text = self._decode(self._window)
-        self._given = text[: len(text) - _open_tail(text)]
+        num_open = _open_tail(text)
+        self._fresh = max(0, len(self._window) - num_open)
+        self._given = text[: len(text) - num_open]
 
 
 def _open_tail(text: str) -> int:
     return min(len(text) - len(text.rstrip(REPLACEMENT)), _MAX_OPEN)
 
 
+def find_stop(text: str, stops: Sequence[str]) -> int | None:
+    """Return where the stop text begins that ends first, of those the longest; None for none.
+
+    However a text is cut into tokens, that is the one which is complete first.
+    """
+    places = [(at + len(stop), at) for stop in stops if (at := text.find(stop)) >= 0]
+    return min(places)[1] if places else None
+
+
 class StopFinder:
-    """Cuts text before the first stop text, and holds back what may be the beginning of one."""
+    """Cuts text before the stop text that ends first; holds back what may begin one."""
 
     def __init__(self, stops: Sequence[str]) -> None:
         self.found = False
@@ -100,9 +110,9 @@ class StopFinder:
         if self.found or not text:
             return ""
         pending = self._held + text
-        places = [at for stop in self._stops if (at := pending.find(stop)) >= 0]
-        self.found = bool(places)
-        shown = min(places) if places else len(pending) - self._beginning(pending)
+        place = find_stop(pending, self._stops)
+        self.found = place is not None
+        shown = len(pending) - self._beginning(pending) if place is None else place
         self._held = pending[shown:]
         return pending[:shown]
 
@@ -154,6 +164,7 @@ class Texts:
         self.tokenizer = tokenizer
         tokenizer("a")  # the first call may still settle padding; later ones only read
         self.images = None if processor is None else ImagePreparer(processor)
+        self.chat_template = _chat_template(tokenizer) or _chat_template(processor)
         added = getattr(tokenizer, "added_tokens_decoder", {})
         special = {token for token, added_token in added.items() if added_token.special}
         self._special = frozenset(special | set(tokenizer.all_special_ids))
@@ -162,7 +173,16 @@ class Texts:
 
     async def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Return the token ids of a text; of an empty one, the token that begins a text."""
-        return await self.run(lambda: self._encode(text, add_special_tokens), len(text))
+        return await self.run(
+            lambda: self.encode_here(text, add_special_tokens=add_special_tokens), len(text)
+        )
+
+    def encode_here(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """Return what `encode` does, in this thread; slow for a long text."""
+        ids = list(self.tokenizer(text, add_special_tokens=add_special_tokens)["input_ids"])
+        if not ids and self.tokenizer.bos_token_id is not None:
+            ids = [self.tokenizer.bos_token_id]
+        return ids
 
     async def run(self, work: Callable[[], T], size: int) -> T:
         """Return what `work` returns; in a thread if its input's `size` (characters) is large."""
@@ -184,31 +204,39 @@ class Texts:
             )
         )
 
-    def token_bytes(self, token: int) -> bytes:
-        """Return the bytes of one token, of which a character may need several."""
+    def token_bytes(self, token: int, *, first: bool = False) -> bytes:
+        """Return the bytes of one token, of which a character may need several.
+
+        Some tokenizers leave out the space before a text: that of the `first` token.
+        """
         piece = str(self.tokenizer.convert_ids_to_tokens(token))
-        text = str(self.tokenizer.decode([token], clean_up_tokenization_spaces=False))
+        text = self._named([token])
         if REPLACEMENT not in text:
-            return text.encode()
+            return (text if first or token in self._special else self._going_on(token)).encode()
         if piece.startswith("<0x") and piece.endswith(">"):  # how sentencepiece writes a byte
             return bytes([int(piece[3:-1], 16)])
         if all(character in self._byte_of for character in piece):
             return bytes(self._byte_of[character] for character in piece)
         return text.encode()
 
-    def token_name(self, token: int) -> str:
+    def token_name(self, token: int, *, first: bool = False) -> str:
         """Return the text of one token; `bytes:` and its bytes where it is no whole text."""
-        data = self.token_bytes(token)
+        data = self.token_bytes(token, first=first)
         try:
             return data.decode()
         except UnicodeDecodeError:
             return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
 
-    def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
-        ids = list(self.tokenizer(text, add_special_tokens=add_special_tokens)["input_ids"])
-        if not ids and self.tokenizer.bos_token_id is not None:
-            ids = [self.tokenizer.bos_token_id]
-        return ids
+    def _named(self, tokens: list[int]) -> str:
+        return str(self.tokenizer.decode(tokens, clean_up_tokenization_spaces=False))
+
+    def _going_on(self, token: int) -> str:
+        alone, twice = self._named([token]), self._named([token, token])
+        return twice[len(alone) :] if twice.startswith(alone) else alone
+
+
+def _chat_template(owner: Any) -> Any:
+    return getattr(owner, "chat_template", None)
 
 
 def _byte_alphabet() -> dict[str, int]:

@@ -6,6 +6,8 @@ import hmac
 import os
 import secrets
 from dataclasses import dataclass, field
+from ipaddress import ip_address
+from urllib.parse import urlsplit
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
@@ -102,6 +104,53 @@ class TokenAuth:
         kind = scope["type"]
         if kind == "websocket" or (kind == "http" and is_protected(scope["method"], scope["path"])):
             check_authorization(scope, self._token)
+
+
+class LocalOnly:
+    """ASGI middleware for an app without a token: what changes something has to come from here.
+
+    A web page that this host's browser shows can send requests, too: they carry its Origin, or,
+    where its name was made to point here, its Host. Such requests, and websockets, get 403.
+    """
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass on what may pass. Called by the ASGI server."""
+        try:
+            if scope["type"] == "websocket" or scope.get("method", "GET") not in _READING_METHODS:
+                check_local(scope)
+        except AuthError as exc:
+            await _refuse(scope, send, exc)
+        else:
+            await self._app(scope, receive, send)
+
+
+def check_local(scope: Scope) -> None:
+    """Raise AuthError (403) unless Host is a loopback one and Origin, where there is one, it."""
+    if scope["type"] not in ("http", "websocket"):
+        return
+    headers = {name.lower(): value.decode("latin-1") for name, value in scope["headers"]}
+    host = headers.get(b"host", "")
+    if not _is_loopback(host):
+        raise AuthError(
+            f"a server without a token takes calls to 127.0.0.1, [::1] or localhost, not to "
+            f"{host!r}; use such a URL, or start it with a token"
+        )
+    origin = headers.get(b"origin")
+    if origin is not None and origin.partition("://")[2] != host:
+        raise AuthError(
+            f"a web page of {origin!r} may not call a server without a token; start it with one"
+        )
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        name = urlsplit(f"//{host}").hostname or ""
+        return name == "localhost" or ip_address(name).is_loopback
+    except ValueError:
+        return False
 
 
 async def _refuse(scope: Scope, send: Send, exc: AuthError) -> None:
