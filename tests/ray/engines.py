@@ -62,11 +62,18 @@ def engines(folder: Path) -> tuple[RayEngines, dict[str, Any]]:
     return RayEngines(actors, refs), actors
 
 
+def _ask_until(actor: Any, deadline: float) -> None:
+    """Ask again and again: Ray ends actors some time after it was told to."""
+    while time.monotonic() < deadline:
+        ray.get(actor.pid.remote(), timeout=WAIT_S)
+
+
 def assert_all_ended(servers: APIServerProcessManager, actors: dict[str, Any]) -> None:
     assert not any(process.is_alive() for process in servers.processes)
     for actor in actors.values():
+        deadline = time.monotonic() + WAIT_S
         with pytest.raises(ray.exceptions.RayActorError):
-            ray.get(actor.pid.remote(), timeout=WAIT_S)
+            _ask_until(actor, deadline)
 
 
 def test_an_actor_that_is_killed(servers: APIServerProcessManager, tmp_path: Path) -> None:

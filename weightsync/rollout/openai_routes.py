@@ -244,7 +244,7 @@ def _add_post(
 ) -> None:
     whole, chunk = answers
     responses = _responses(whole)
-    responses[200]["content"]["text/event-stream"] = {"schema": schema_of(chunk)}
+    responses[200]["content"]["text/event-stream"] = {"schema": _event_schema(chunk)}
     content = {"application/json": {"schema": schema_of(body)}}
     router.add_api_route(
         path,
@@ -302,3 +302,11 @@ def _json(
     answer: msgspec.Struct, status: int = 200, headers: dict[str, str] | None = None
 ) -> Response:
     return Response(msgspec.json.encode(answer), status, headers, "application/json")
+
+
+def _event_schema(chunk: type[msgspec.Struct]) -> dict[str, object]:
+    """Describe one server-sent event: its data is the JSON of a chunk or an error, or `[DONE]`."""
+    error = {"type": "object", "required": ["error"]}
+    content = {"anyOf": [schema_of(chunk), error, {"const": "[DONE]"}]}
+    data = {"type": "string", "contentMediaType": "application/json", "contentSchema": content}
+    return {"type": "object", "properties": {"data": data}, "required": ["data"]}
