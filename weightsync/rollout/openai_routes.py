@@ -305,8 +305,13 @@ def _json(
 
 
 def _event_schema(chunk: type[msgspec.Struct]) -> dict[str, object]:
-    """Describe one server-sent event: its data is the JSON of a chunk or an error, or `[DONE]`."""
-    error = {"type": "object", "required": ["error"]}
-    content = {"anyOf": [schema_of(chunk), error, {"const": "[DONE]"}]}
-    data = {"type": "string", "contentMediaType": "application/json", "contentSchema": content}
+    """Describe one server-sent event.
+
+    No contentSchema: OpenAI ends a stream with `[DONE]`, which is no JSON.
+    """
+    data = {
+        "type": "string",
+        "description": "the JSON of a chunk (x-data-schema) or of an error, or [DONE]",
+        "x-data-schema": schema_of(chunk),
+    }
     return {"type": "object", "properties": {"data": data}, "required": ["data"]}
