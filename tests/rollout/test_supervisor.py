@@ -253,6 +253,11 @@ class TestStart:
             Supervisor(grace_s=6)
 
 
+def _start_and_wait(tree: Supervisor, spec: ChildSpec) -> None:
+    tree.start("cores", [spec], timeout_s=WAIT_S)
+    tree.wait(WAIT_S)
+
+
 class TestWait:
     def test_a_clean_end_is_an_end(self, mark: str) -> None:
         with Supervisor() as tree:
@@ -260,11 +265,10 @@ class TestWait:
             assert tree.wait(WAIT_S) is True
 
     def test_what_it_failed_with_is_told(self, mark: str) -> None:
-        with Supervisor() as tree:
-            tree.start("cores", [child("core 0", supervised.fails_later)], timeout_s=WAIT_S)
-            message = r"core 0 \(pid \d+\) ended with exit code 1: core 0: the weights are gone"
-            with pytest.raises(ProcessLostError, match=message):
-                tree.wait(WAIT_S)
+        message = r"core 0 \(pid \d+\) ended with exit code 1: core 0: the weights are gone"
+        # It may fail before its being ready is noticed: then it is the start that tells.
+        with pytest.raises(ProcessLostError, match=message), Supervisor() as tree:
+            _start_and_wait(tree, child("core 0", supervised.fails_later))
 
     def test_a_forked_grandchild_hides_no_death(self, mark: str) -> None:
         with Supervisor() as tree:
