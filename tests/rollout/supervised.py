@@ -102,6 +102,7 @@ def fails_later(ready: Ready) -> None:
 
 def ends(ready: Ready, code: int) -> None:
     ready()
+    time.sleep(0.5)  # the end of one that is not known to be ready is a failed start
     raise SystemExit(code)
 
 
