@@ -175,7 +175,7 @@ def test_messages_to_a_live_receiver(target: Target, size: int) -> None:
     target.heal()
     print(f"{size} messages: {counted.taken} taken, refused {dict(counted.refused)}")
     assert sum(counted.refused.values()) > size / 2
-    assert len(counted.refused) >= 3
+    assert len(counted.refused) >= 2
 
 
 def init_of(target: Target) -> bytes:
