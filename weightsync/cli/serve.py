@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 from enum import StrEnum
+from multiprocessing import resource_tracker
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, NoReturn
 
@@ -102,6 +103,8 @@ def serve(  # noqa: PLR0913, PLR0917 # each is an option of the command line
         _serve(options, host, port, guard.text if guard.made else "")
     except KeyboardInterrupt:
         raise typer.Exit(0) from None
+    finally:
+        _end_tracker()
 
 
 def _serve(options: ServeOptions, host: str, port: int, made_token: str) -> None:
@@ -126,6 +129,13 @@ def _serve(options: ServeOptions, host: str, port: int, made_token: str) -> None
             if made_token:
                 print(f"weightsync serve: token {made_token}", flush=True)
             tree.wait()
+
+
+def _end_tracker() -> None:
+    """Wait for the process that multiprocessing starts beside spawned ones: it would outlive us."""
+    stop = getattr(resource_tracker._resource_tracker, "_stop", None)
+    if stop is not None:
+        stop()
 
 
 def _exit(*_: object) -> NoReturn:
