@@ -6,25 +6,12 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import pytest
-import torch
-from torch import nn
 
 import weightsync as ws
+from tests.sending.uniform import fill, make
 
 TIMEOUT_S = 10.0
 FINISH = "finish_weight_update"
-
-
-def make(value: float = 0.0) -> nn.Linear:
-    model = nn.Linear(32, 32)
-    fill(model, value)
-    return model
-
-
-def fill(model: nn.Module, value: float) -> None:
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.fill_(value)
 
 
 class Receiver:

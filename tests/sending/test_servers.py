@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 import requests
-import torch
 from fastapi import FastAPI
 from torch import nn
 
 import weightsync as ws
+from tests.sending.uniform import fill, make
 from tests.server.live import TOKEN, serving
 from weightsync.server import Workers, worker_path, workers_router
 from weightsync.wire.messages import (
@@ -27,18 +27,6 @@ from weightsync.wire.messages import (
 
 TIMEOUT_S = 10.0
 State = tuple[str, int, float]
-
-
-def make(value: float = 0.0) -> nn.Linear:
-    model = nn.Linear(32, 32)
-    fill(model, value)
-    return model
-
-
-def fill(model: nn.Module, value: float) -> None:
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.fill_(value)
 
 
 class Served:

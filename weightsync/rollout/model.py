@@ -20,6 +20,7 @@ from weightsync.errors import BackendUnavailableError, ConfigError
 from weightsync.rollout.hugging_face import hf, hf_logging
 from weightsync.rollout.tiny_tokenizer import byte_tokenizer
 from weightsync.rollout.vision import IMAGE_TOKEN, make_tiny_processor, tiny_vision_config
+from weightsync.weights.shards import local_of
 
 logger = logging.getLogger(__name__)
 
@@ -157,7 +158,7 @@ def _load_directory(directory: Path, name: str, dtype: torch.dtype, **options: A
         tokenizer, processor = _load_reader(directory, sees_images=sees_images, **gguf)
         auto = hf.AutoModelForImageTextToText if sees_images else hf.AutoModelForCausalLM
         model = auto.from_pretrained(directory, dtype=dtype, local_files_only=True, **options)
-    _own_memory(model)
+    own_memory(model)
     return LoadedModel(model=model.eval(), tokenizer=tokenizer, name=name, processor=processor)
 
 
@@ -184,10 +185,14 @@ def _told_as_config_errors(directory: Path) -> Iterator[None]:
         ) from exc
 
 
-def _own_memory(model: torch.nn.Module) -> None:
-    # Loaded parameters are views of the mapped file: rewriting it would change a live model.
+def own_memory(model: torch.nn.Module) -> None:
+    """Copy what is held of a loaded model, which may be views of mapped files.
+
+    Rewriting such a file would change a live model. Of sharded tensors the local part is copied.
+    """
     for tensor in (*model.parameters(), *model.buffers()):
-        tensor.data = tensor.data.clone()
+        held = local_of(tensor)
+        held.data = held.data.clone()
 
 
 def _load_smollm2(dtype: torch.dtype) -> LoadedModel:

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from weightsync.errors import ConfigError
 from weightsync.rollout.hugging_face import hf, hf_logging
-from weightsync.rollout.model import LoadedModel, load_model, load_reader
+from weightsync.rollout.model import LoadedModel, load_model, load_reader, own_memory
 
 
 def load_for_worker(name: str, *, dtype: torch.dtype, shards: int, folder: Path) -> LoadedModel:
@@ -51,15 +51,5 @@ def _load_shard(directory: Path, name: str, dtype: torch.dtype, shards: int) -> 
         raise ConfigError(
             f"{name} cannot be cut into {shards} shards: {exc}; give another --tensor-parallel"
         ) from exc
-    _own_memory(model)
+    own_memory(model)
     return LoadedModel(model=model.eval(), tokenizer=tokenizer, name=name, processor=processor)
-
-
-def _own_memory(model: torch.nn.Module) -> None:
-    # What was loaded may be views of a mapped file that is about to be removed.
-    for tensor in (*model.parameters(), *model.buffers()):
-        local = getattr(tensor, "_local_tensor", None)
-        if local is None:
-            tensor.data = tensor.data.clone()
-        else:
-            local.data = local.data.clone()
