@@ -581,7 +581,7 @@ class TestBetweenProcesses:
 
 
 def test_the_page_says_what_works() -> None:
-    page = Path(__file__).parents[2] / "docs" / "tensor_queue.md"
+    page = Path(__file__).parents[2] / "docs" / "tensor-queue.md"
     blocks = re.findall(r"```python\n(.*?)```", page.read_text(), flags=re.DOTALL)
     assert len(blocks) == 2
     sent = floats(3, LARGE)

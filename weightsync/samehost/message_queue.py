@@ -8,7 +8,7 @@
     with queue.read() as message:                                  # in place, until the block ends
         ...
 
-Every reader gets every message, in order. docs/message_queue.md says what happens when somebody is
+Every reader gets every message, in order. docs/message-queue.md says what happens when somebody is
 slow, dies, or comes late.
 """
 

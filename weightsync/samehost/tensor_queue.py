@@ -3,7 +3,7 @@
 A tensor is copied once, into shared memory that is made once and used again; a small packet says
 where it is, and the handle that `send_tensor` returns goes with the request's message. The receiver
 gets a view of that memory, which goes back to its sender when the last use of it is gone. Small
-tensors travel in their packet. See docs/tensor_queue.md.
+tensors travel in their packet. See docs/tensor-queue.md.
 """
 
 from __future__ import annotations
