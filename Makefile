@@ -17,7 +17,7 @@ VLLM_BIN := .venv-vllm/bin
 VLLM_STAMP := .venv-vllm/.installed
 ONE_THREAD := OMP_NUM_THREADS=1
 
-.PHONY: help venv test soak test-gpu test-vllm lint format types demo bench clean
+.PHONY: help venv test soak test-gpu test-vllm lint format types docs demo bench clean
 
 help:
 	@echo "make demo      a trainer, an inference server and a real model, end to end"
@@ -27,6 +27,7 @@ help:
 	@echo "make test-vllm against a real vLLM on CPU: minutes, and 3 GB in .venv-vllm"
 	@echo "make lint      formatting and lint; make format mends what can be mended"
 	@echo "make types     mypy --strict"
+	@echo "make docs      the documentation, in site/; a broken link is an error"
 	@echo "make bench     how fast weights move here, beside a plain copy; ARGS= goes to the bench"
 	@echo "make clean     removes .venv and everything that was made"
 
@@ -75,6 +76,10 @@ format: $(STAMP)
 types: $(STAMP)
 	$(BIN)/mypy
 
+# The variable silences an advertisement of the theme's makers.
+docs: $(STAMP)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+
 demo: $(STAMP)
 	$(BIN)/weightsync demo $(ARGS)
 
@@ -82,6 +87,6 @@ bench: $(STAMP)
 	$(BIN)/weightsync bench $(ARGS)
 
 clean:
-	rm -rf .venv .venv-vllm build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis \
+	rm -rf .venv .venv-vllm build dist site *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis \
 		demo-report.json demo.png
 	find weightsync tests -type d -name __pycache__ -prune -exec rm -rf {} +

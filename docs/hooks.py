@@ -1,0 +1,89 @@
+"""Pages of the site that are kept elsewhere, and links that work both here and in the repository.
+
+README.md is the site's first page; SECURITY.md, CONTRIBUTING.md, CHANGELOG.md and each program of
+examples/ are pages too. Nothing is copied into docs/, so there is no second truth.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.exceptions import PluginError
+from mkdocs.structure.files import File, Files
+from mkdocs.structure.pages import Page
+
+ROOT = Path(__file__).parents[1]
+KEPT_ELSEWHERE = {
+    "README.md": "index.md",
+    "SECURITY.md": "security.md",
+    "CONTRIBUTING.md": "contributing.md",
+    "CHANGELOG.md": "changelog.md",
+}
+LANGUAGES = {".py": "python", ".sh": "bash"}
+LINK = re.compile(r"(?<=\]\()(?!https?://|mailto:|#)([^)#\s]+)((?:#[^)\s]*)?)(?=\))")
+FETCHED = re.compile(r"""<(?:script|img|iframe|link)\b[^>]*?\b(?:src|href)=["']?(?:https?:)?//""")
+
+
+def on_files(files: Files, config: MkDocsConfig) -> Files:
+    """Add the pages whose source is not in docs/."""
+    for name, page in KEPT_ELSEWHERE.items():
+        text = (ROOT / name).read_text(encoding="utf-8")
+        files.append(File.generated(config, page, content=_with_links(text, "README.md")))
+    for program in _programs():
+        page = f"examples/{program.stem}.md"
+        files.append(File.generated(config, page, content=_as_page(program)))
+    return files
+
+
+def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
+    """Lead links that leave docs/ to the pages above."""
+    own = page.file.generated_by is None
+    return _with_links(markdown, f"docs/{page.file.src_uri}") if own else markdown
+
+
+def on_post_page(output: str, page: Page, config: MkDocsConfig) -> str:
+    """Refuse a page that makes its reader's browser ask anybody else for a file."""
+    found = FETCHED.search(output)
+    if found:
+        raise PluginError(f"{page.file.src_uri} fetches from elsewhere: {found[0]}")
+    return output
+
+
+def _with_links(markdown: str, source: str) -> str:
+    """Rewrite links of `source`, a path in the repository, to where their targets are on the site.
+
+    What is no page stays as it is; the strict build then names it.
+    """
+    folder = (ROOT / source).parent
+    here = "/".join([".."] * (len(Path(source).parts) - 2)) if source.startswith("docs/") else ""
+
+    def lead(match: re.Match[str]) -> str:
+        target = (folder / match[1]).resolve()
+        page = _page_of(target)
+        return f"{here}/{page}{match[2]}".lstrip("/") if page else match[0]
+
+    return LINK.sub(lead, markdown)
+
+
+def _page_of(target: Path) -> str | None:
+    if not target.is_relative_to(ROOT) or not target.exists():
+        return None
+    path = target.relative_to(ROOT)
+    if str(path) in KEPT_ELSEWHERE:
+        return KEPT_ELSEWHERE[str(path)]
+    if path.parts[0] == "docs":
+        return path.relative_to("docs").as_posix()
+    if path == Path("examples"):
+        return "examples/trainer.md"
+    return f"examples/{path.stem}.md" if path.parts[0] == "examples" else None
+
+
+def _programs() -> list[Path]:
+    return sorted(path for path in (ROOT / "examples").iterdir() if path.suffix in LANGUAGES)
+
+
+def _as_page(program: Path) -> str:
+    text = program.read_text(encoding="utf-8")
+    return f"# examples/{program.name}\n\n```{LANGUAGES[program.suffix]}\n{text}```\n"
