@@ -88,7 +88,6 @@ class Transfer:
         """Move, compare, report."""
         self._await_epoch()
         landing = self._reception.land(self._plan)
-        self._reception.touch()
         if self._info.packed:
             self._through_ring(landing)
         else:
@@ -133,11 +132,14 @@ class Transfer:
                 )
                 self._reader.check_current(j)
                 self._refuse_wrong()
+                self._reception.touch()
                 lender.deliver(chunk, buffer)
             elif programs:
+                self._reception.touch()
                 self._run_all(programs[j], runs, expected)
             self._reader.release(j)
         if lender:
+            self._reception.touch()  # of a model whose tensors are all empty nothing was lent yet
             lender.finish()
 
     def _from_storages(self, landing: Landing) -> None:
@@ -151,8 +153,10 @@ class Transfer:
             got = lender.fingerprints_of(registered) if self._info.verify else []
             self._compare(self._plan.runs, got, self._published_table())
             self._refuse_wrong()
+            self._reception.touch()
             lender.deliver_whole(registered)
         else:
+            self._reception.touch()
             runs = [run for chunk in self._compile(landing, ring=False) for run in chunk]
             got = []
             before = self._control.loaded(self._opened.info.reader)
