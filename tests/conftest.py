@@ -13,6 +13,7 @@ os.environ["OMP_NUM_THREADS"] = "1"
 import pytest
 import torch
 
+from tests.side_by_side import mount_own_shm, number_of_workers
 from weightsync.samehost.segment import find_leftovers, live_segments
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
@@ -22,6 +23,18 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 torch.set_num_threads(1)
 
 GRACE_S = 5.0
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Keep a worker of pytest-xdist apart from the others."""
+    if hasattr(config, "workerinput"):
+        mount_own_shm()
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
+    """Answer -n auto."""
+    return number_of_workers()
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

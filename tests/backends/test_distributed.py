@@ -27,7 +27,7 @@ from tests.backends.hosts import (
 from tests.samehost.processes import line_of, running
 from weightsync.backends import chain_link
 from weightsync.backends.chain_head import Head
-from weightsync.backends.distributed import DistributedWeightTransferEngine
+from weightsync.backends.distributed import DistributedWeightTransferEngine, member_init
 from weightsync.backends.ipc_sender import IpcOptions, IpcTrainerEngine
 from weightsync.samehost.device_keys import host_key
 from weightsync.weights.source import ModuleSource
@@ -370,26 +370,15 @@ def offer_of_a_group(address: str, port: int) -> DistributedInit:
         base = engine.init_info(0)
     finally:
         engine.close()
-    return DistributedInit(
-        protocol_min=base.protocol_min,
-        protocol_max=base.protocol_max,
-        sender=base.sender,
-        manifest=base.manifest,
-        num_readers=base.num_readers,
-        entries=base.entries,
-        run_nbytes=base.run_nbytes,
-        lease_s=base.lease_s,
-        group=GroupInfo(
-            address=address,
-            port=port,
-            epoch=1,
-            rank=1,
-            members=["the sender", "a member"],
-            timeout_s=30.0,
-        ),
-        num_slots=base.ring.num_slots,
-        slot_nbytes=base.ring.slot_nbytes,
+    group = GroupInfo(
+        address=address,
+        port=port,
+        epoch=1,
+        rank=1,
+        members=["the sender", "a member"],
+        timeout_s=30.0,
     )
+    return member_init(base, group)
 
 
 def test_the_sender_counts_as_alive_until_its_group_ends() -> None:

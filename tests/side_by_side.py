@@ -1,0 +1,39 @@
+"""Two pytest-xdist workers side by side, each with a /dev/shm of its own.
+
+Tests look there for what they left behind, and servers remove what the dead left behind: neither
+may meet the segments of a test that runs beside it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import subprocess
+
+WORKERS = 2
+_PRIVATE = 1 << 18 | 1 << 14  # MS_PRIVATE | MS_REC, from linux/mount.h
+_PLAIN = 1 << 1 | 1 << 2  # MS_NOSUID | MS_NODEV
+_NEW_MOUNTS = 1 << 17  # CLONE_NEWNS, from linux/sched.h
+_TRIAL = ["unshare", "--mount", "mount", "-t", "tmpfs", "tmpfs", "/dev/shm"]
+
+
+def number_of_workers() -> int:
+    """Return how many to start for `-n auto`: none where /dev/shm cannot be had apart."""
+    try:
+        apart = subprocess.run(_TRIAL, check=False, capture_output=True).returncode == 0
+    except OSError:
+        apart = False
+    return WORKERS if apart else 0
+
+
+def mount_own_shm() -> None:
+    """Give this thread, and all that it starts from now on, an empty /dev/shm."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.mount.argtypes = [*[ctypes.c_char_p] * 3, ctypes.c_ulong, ctypes.c_char_p]
+    _check(libc.unshare(_NEW_MOUNTS))
+    _check(libc.mount(b"none", b"/", None, _PRIVATE, None))
+    _check(libc.mount(b"tmpfs", b"/dev/shm", b"tmpfs", _PLAIN, b"mode=1777"))
+
+
+def _check(status: int) -> None:
+    if status:
+        raise OSError(ctypes.get_errno(), "a /dev/shm apart from the other workers'")
