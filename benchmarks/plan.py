@@ -1,0 +1,147 @@
+"""Which models are moved by which rivals to how many readers, in each preset. No torch here.
+
+`standard` is meant to end within 25 minutes on two quiet cores. `full` adds 1 and 4 GiB, 30 tensors,
+float32, mixed dtypes and real models to more readers, wider Qwen3s, and 10,000 tensors: hours.
+`check` is what the guard looks at, and `toy` says nothing about speed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+
+from benchmarks.rivals.registry import RIVALS
+from benchmarks.shapes import Tensor, Workload, equal, mixed, qwen3_8b, qwen3_30b_a3b, smollm2
+
+MIB = 1 << 20
+Make = Callable[[], list[Tensor]]
+
+OURS = tuple(name for name, entry in RIVALS.items() if entry.ours)
+OURS_MAIN = ("weightsync/unpacked/staged", "weightsync/packed/staged")
+OURS_HOOKS = ("weightsync/unpacked/hook", "weightsync/packed/hook")
+THEIRS = tuple(name for name, entry in RIVALS.items() if not entry.ours)
+SMALL = ("weightsync/unpacked/staged", "weightsync/packed/staged", "weightsync/packed/hook")
+
+
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """Rivals that are measured one after the other in one process; `standard` has one in each."""
+
+    workload: str
+    readers: int
+    rivals: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Preset:
+    """Trials in their order, and how long each may take; a trial beyond `limit_s` is ended."""
+
+    name: str
+    trials: tuple[Trial, ...]
+    rounds: int = 7
+    warm_ups: int = 2
+    budget_s: float = 8.0
+    limit_s: float = 150.0
+
+
+def _workload(name: str, title: str, make: Make) -> tuple[str, Callable[[], Workload]]:
+    return name, lambda: Workload(name, title, tuple(make()))
+
+
+# Names are keys of results: they do not change, and say bytes, tensors and dtype.
+WORKLOADS: dict[str, Callable[[], Workload]] = dict(
+    (
+        _workload("toy", "2 MB in 12 bf16 tensors", lambda: equal(2 * MIB, 12)),
+        _workload("toy-mixed", "1 MB in 30 tensors, mixed", lambda: mixed(MIB, 30)),
+        _workload("64M-300", "64 MiB in 300 bf16 tensors", lambda: equal(64 * MIB, 300)),
+        _workload("128M-300", "128 MiB in 300 bf16 tensors", lambda: equal(128 * MIB, 300)),
+        _workload("512M-30", "512 MiB in 30 bf16 tensors", lambda: equal(512 * MIB, 30)),
+        _workload("512M-300", "512 MiB in 300 bf16 tensors", lambda: equal(512 * MIB, 300)),
+        _workload(
+            "512M-300-f32",
+            "512 MiB in 300 f32 tensors",
+            lambda: equal(512 * MIB, 300, "float32"),
+        ),
+        _workload(
+            "512M-300-mixed",
+            "512 MiB in 300 tensors of bf16, f32, f16",
+            lambda: mixed(512 * MIB, 300),
+        ),
+        _workload("1G-300", "1 GiB in 300 bf16 tensors", lambda: equal(1024 * MIB, 300)),
+        _workload("2G-300", "2 GiB in 300 bf16 tensors", lambda: equal(2048 * MIB, 300)),
+        _workload("4G-300", "4 GiB in 300 bf16 tensors", lambda: equal(4096 * MIB, 300)),
+        _workload("4K-2000", "2,000 bf16 tensors of 4 KiB", lambda: equal(2_000 * 4096, 2_000)),
+        _workload("4K-10000", "10,000 bf16 tensors of 4 KiB", lambda: equal(10_000 * 4096, 10_000)),
+        _workload("4K-37000", "37,000 bf16 tensors of 4 KiB", lambda: equal(37_000 * 4096, 37_000)),
+        _workload("smollm2", "SmolLM2-135M, 272 tensors", smollm2),
+        _workload("qwen3-8b-w8", "Qwen3-8B at 1/8 width, 399 tensors", lambda: qwen3_8b(8)),
+        _workload("qwen3-8b-w4", "Qwen3-8B at 1/4 width, 399 tensors", lambda: qwen3_8b(4)),
+        _workload(
+            "qwen3-30b-a3b-w16",
+            "Qwen3-30B-A3B at 1/16 width, 18,867 tensors",
+            lambda: qwen3_30b_a3b(16),
+        ),
+        _workload(
+            "qwen3-30b-a3b-w8",
+            "Qwen3-30B-A3B at 1/8 width, 18,867 tensors",
+            lambda: qwen3_30b_a3b(8),
+        ),
+    )
+)
+
+
+def _each(workloads: Iterable[str], readers: Iterable[int], rivals: Iterable[str]) -> list[Trial]:
+    return [Trial(w, r, (rival,)) for w in workloads for r in readers for rival in rivals]
+
+
+def _standard() -> Iterator[Trial]:
+    yield from _each(["512M-300"], [1], (*OURS, *THEIRS))
+    yield from _each(["smollm2", "qwen3-8b-w8", "qwen3-30b-a3b-w16"], [1], (*SMALL, *THEIRS))
+    yield from _each(["512M-300"], [2, 4], (*OURS_MAIN, *THEIRS))
+    yield from _each(["64M-300", "2G-300", "4K-37000"], [1], (*OURS_MAIN, *THEIRS))
+    yield from _each(["512M-30", "512M-300-f32", "512M-300-mixed"], [1], OURS_MAIN)
+    # 4 GiB: whoever does not fit this machine's memory is a row that says so.
+    yield from _each(["4G-300"], [1], ("weightsync/unpacked/in_place", "weightsync/packed/in_place"))
+
+
+def _full() -> Iterator[Trial]:
+    yield from _standard()
+    yield from _each(["512M-300"], [2, 4], (name for name in OURS if name not in OURS_MAIN))
+    everyone = (*OURS_MAIN, *OURS_HOOKS, *THEIRS)
+    yield from _each(["1G-300", "4G-300", "4K-10000"], [1], everyone)
+    yield from _each(["512M-30", "512M-300-f32", "512M-300-mixed"], [1], THEIRS)
+    yield from _each(["smollm2", "qwen3-8b-w8", "qwen3-30b-a3b-w16"], [2, 4], everyone)
+    yield from _each(["qwen3-8b-w4", "qwen3-30b-a3b-w8"], [1], everyone)
+
+
+PRESETS: dict[str, Preset] = {
+    preset.name: preset
+    for preset in (
+        Preset(
+            name="toy",
+            trials=(
+                Trial("toy", 2, (*OURS, *(name for name in THEIRS if name != "ray_store"))),
+                Trial("toy-mixed", 1, ("weightsync/packed/staged", "http_body", "gloo")),
+                Trial("toy", 1, ("ray_store",)),
+            ),
+            rounds=3,
+            warm_ups=1,
+            limit_s=100.0,
+        ),
+        Preset(
+            name="check",
+            trials=(
+                Trial(
+                    "128M-300",
+                    1,
+                    (*OURS_MAIN, "weightsync/unpacked/in_place", "weightsync/packed/hook"),
+                ),
+                Trial("4K-10000", 1, OURS_MAIN),
+            ),
+            rounds=15,
+            warm_ups=3,
+        ),
+        Preset(name="standard", trials=tuple(_standard())),
+        Preset(name="full", trials=tuple(dict.fromkeys(_full())), rounds=9, limit_s=300.0),
+    )
+}

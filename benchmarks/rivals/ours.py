@@ -1,0 +1,89 @@
+"""weightsync itself: over HTTP, as servers use it; each update verified or not."""
+
+from __future__ import annotations
+
+import secrets
+import threading
+from collections.abc import Iterable, Mapping
+from typing import Any, cast
+
+import torch
+import uvicorn
+from fastapi import FastAPI
+from torch import nn
+
+import weightsync as ws
+from benchmarks.rivals.contract import Job, Reader, Rival
+from benchmarks.rivals.crew import Crew
+from benchmarks.rivals.parameters import load
+from weightsync.server.listening import listen, url_of
+
+END_S = 10.0
+
+
+class Trainer(Rival):
+    """`option` is road, sink and apply, with commas between."""
+
+    def setup(self, job: Job, module: nn.Module) -> None:
+        road, sink, apply = self.option.split(",")
+        token = secrets.token_urlsafe(16)
+        self._crew = Crew(job, Receiver, [(sink, apply, token)] * job.readers)
+        self._sender = ws.connect(
+            module,
+            to=self._crew.ready(),
+            token=token,
+            backend="distributed" if road == "distributed" else "auto",
+            packed={"packed": True, "unpacked": False}.get(road),
+        )
+
+    def update(self, way: str) -> None:
+        self._sender.verify = way == "verified"
+        self._sender.send_weights()
+
+    def held(self) -> list[Mapping[str, str]]:
+        return self._crew.held()
+
+    def close(self) -> None:
+        if hasattr(self, "_sender"):
+            self._sender.close()
+        if hasattr(self, "_crew"):
+            self._crew.close()
+
+
+class Receiver(Reader):
+    """A WeightReceiver behind the HTTP routes."""
+
+    def __init__(self, module: nn.Module, extra: Any) -> None:
+        super().__init__(module, extra)
+        sink, apply, token = extra
+        hook = self.load_weights if sink == "hook" else module
+        self._receiver = ws.WeightReceiver(hook, apply=apply)
+        app = FastAPI()
+        app.include_router(ws.server.weight_router(self._receiver, token=token))
+        self._listener = listen("127.0.0.1", 0)
+        settings = uvicorn.Config(
+            app, log_level="warning", access_log=False, lifespan="off", ws="none"
+        )
+        self._server = uvicorn.Server(settings)
+        self._thread = threading.Thread(target=self._serve, daemon=True)
+        self._thread.start()
+
+    def load_weights(self, pairs: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
+        """Be what an inference engine's hook is."""
+        return load(self.parameters, pairs)
+
+    def hello(self) -> object:
+        return url_of(self._listener)
+
+    def held(self) -> Mapping[str, str]:
+        # A staged update swaps other memory in: the module says where its weights are now.
+        self.parameters = {name: p.data for name, p in self.module.named_parameters()}
+        return super().held()
+
+    def close(self) -> None:
+        self._server.should_exit = True
+        self._thread.join(END_S)
+        self._receiver.close()
+
+    def _serve(self) -> None:
+        self._server.run(sockets=cast("list[Any]", [self._listener]))

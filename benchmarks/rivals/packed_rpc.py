@@ -1,0 +1,105 @@
+"""The packed protocol of CUDA-IPC weight transfer, re-enacted on shared memory.
+
+From the public description of vLLM's: tensors are packed into a buffer that is made for this update
+(1 GiB by default), its handle travels in one RPC, the reader maps it, clones it and loads slices,
+and only then the next buffer is packed. Here the RPC is a POST of JSON on a kept-alive connection.
+On a GPU a caching allocator makes a fresh buffer cheaper than fresh shared memory is.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import torch
+from torch import nn
+
+from benchmarks.rivals.contract import Job, Reader, Rival
+from benchmarks.rivals.crew import Crew
+from benchmarks.rivals.loopback import Clients, Server
+from benchmarks.rivals.parameters import DTYPES, as_bytes, load, parameters_of
+
+BUCKET_NBYTES = 1 << 30
+
+
+class Trainer(Rival):
+    """Packs and announces."""
+
+    def setup(self, job: Job, module: nn.Module) -> None:
+        self._state = parameters_of(module)
+        self._names = {tensor.name: tensor for tensor in job.tensors}
+        self._file = Path(job.directory) / "buffer"
+        self._crew = Crew(job, Taker, [None] * job.readers)
+        self._clients = Clients(self._crew.ready())
+
+    def update(self, way: str) -> None:
+        for names in self._chunks():
+            flat = [as_bytes(self._state[name]) for name in names]
+            sizes = [len(piece) for piece in flat]
+            self._file.unlink(missing_ok=True)
+            buffer = torch.from_file(
+                str(self._file), shared=True, size=sum(sizes), dtype=torch.uint8
+            )
+            torch.cat(flat, out=buffer)
+            info = {
+                "names": names,
+                "dtype_names": [self._names[name].dtype for name in names],
+                "shapes": [self._names[name].shape for name in names],
+                "tensor_sizes": sizes,
+                "buffer": str(self._file),
+            }
+            body = json.dumps(info).encode()
+            self._clients.post("/update_weights", body, len(body))
+
+    def held(self) -> list[Mapping[str, str]]:
+        return self._crew.held()
+
+    def close(self) -> None:
+        if hasattr(self, "_clients"):
+            self._clients.close()
+        if hasattr(self, "_crew"):
+            self._crew.close()
+        self._file.unlink(missing_ok=True)
+
+    def _chunks(self) -> Iterator[list[str]]:
+        names: list[str] = []
+        nbytes = 0
+        for name, tensor in self._state.items():
+            if names and nbytes + tensor.nbytes > BUCKET_NBYTES:
+                yield names
+                names, nbytes = [], 0
+            names.append(name)
+            nbytes += tensor.nbytes
+        if names:
+            yield names
+
+
+class Taker(Reader):
+    """Maps, clones, loads."""
+
+    def __init__(self, module: nn.Module, extra: Any) -> None:
+        super().__init__(module, extra)
+        self._server = Server(self._take)
+
+    def hello(self) -> object:
+        return self._server.port
+
+    def close(self) -> None:
+        self._server.close()
+
+    def _take(self, path: str, stream: BinaryIO, nbytes: int) -> None:
+        info = json.loads(stream.read(nbytes))
+        sizes = info["tensor_sizes"]
+        mapped = torch.from_file(info["buffer"], shared=True, size=sum(sizes), dtype=torch.uint8)
+        pieces = mapped.clone().split(sizes)
+        load(
+            self.parameters,
+            (
+                (name, piece.view(DTYPES[dtype]).view(shape))
+                for name, dtype, shape, piece in zip(
+                    info["names"], info["dtype_names"], info["shapes"], pieces, strict=True
+                )
+            ),
+        )

@@ -1,0 +1,81 @@
+"""The parameters that are moved: made, changed, copied and compared. Shares nothing with weightsync."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+import torch
+import xxhash
+from torch import nn
+
+from benchmarks.shapes import Tensor
+
+DTYPES = {
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+    "float32": torch.float32,
+}
+NOISE_NBYTES = 4 << 20
+TOUCHED = 16
+Parameters = Mapping[str, torch.Tensor]
+
+
+def make_module(tensors: Iterable[Tensor]) -> nn.Module:
+    """Return a module with these parameters, all zero, nested as their names say."""
+    root = nn.Module()
+    for tensor in tensors:
+        *path, last = tensor.name.split(".")
+        owner = root
+        for part in path:
+            if part not in owner._modules:
+                owner.add_module(part, nn.Module())
+            owner = owner.get_submodule(part)
+        made = torch.zeros(tensor.shape, dtype=DTYPES[tensor.dtype])
+        owner.register_parameter(last, nn.Parameter(made, requires_grad=False))
+    return root
+
+
+def parameters_of(module: nn.Module) -> dict[str, torch.Tensor]:
+    """Return the tensors behind the parameters, by name; writing to them writes to the module."""
+    return {name: parameter.data for name, parameter in module.named_parameters()}
+
+
+def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """Return uint8[nbytes], a view of a contiguous tensor."""
+    return tensor.view(-1).view(torch.uint8)
+
+
+def load(parameters: Parameters, pairs: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
+    """Copy each tensor into the parameter of its name: what every reader ends with."""
+    names = set()
+    for name, tensor in pairs:
+        parameters[name].copy_(tensor)
+        names.add(name)
+    return names
+
+
+def fill(parameters: Parameters, seed: int) -> None:
+    """Give every parameter other bytes than before, and other bytes than its neighbours."""
+    noise = torch.empty(NOISE_NBYTES, dtype=torch.uint8)
+    noise.random_(generator=torch.Generator().manual_seed(seed))
+    for number, tensor in enumerate(parameters.values()):
+        left = as_bytes(tensor)
+        start = number * 4_099 % (NOISE_NBYTES // 2)
+        while len(left):
+            piece = noise[start : start + len(left)]
+            left[: len(piece)].copy_(piece)
+            left, start = left[len(piece) :], 0
+
+
+def touch(parameters: Sequence[torch.Tensor]) -> None:
+    """Change a byte here and there, as a step of training would change all."""
+    for tensor in parameters[:: max(1, len(parameters) // TOUCHED)]:
+        as_bytes(tensor)[0] ^= 1
+
+
+def digests(parameters: Parameters) -> dict[str, str]:
+    """Return what tells one content of each parameter from another."""
+    return {
+        name: xxhash.xxh3_64_hexdigest(as_bytes(tensor).numpy())
+        for name, tensor in parameters.items()
+    }

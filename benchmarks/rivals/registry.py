@@ -1,0 +1,109 @@
+"""Every way of moving weights that is compared, by name, with the memory it takes. No torch here."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from benchmarks.rivals.contract import Rival
+
+# The trainer's parameters, and those that the plain copy beside it writes.
+TRAINER_MODELS = 2.0
+GIB = 1 << 30
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Entry:
+    """Where a rival is implemented, what it is called in tables, and its room in models."""
+
+    module: str
+    title: str
+    ways: tuple[str, ...]
+    option: str = ""
+    fixed_models: float = 0.0
+    reader_models: float = 1.0
+    chunk_nbytes: int = 0
+
+    def peak_nbytes(self, nbytes: int, readers: int) -> int:
+        """Return about how much memory all processes take at once, the models included."""
+        models = TRAINER_MODELS + self.fixed_models + readers * self.reader_models
+        return int(models * nbytes) + (1 + readers) * min(self.chunk_nbytes, nbytes)
+
+    @property
+    def ours(self) -> bool:
+        """Whether this is weightsync."""
+        return self.module == "ours"
+
+    def make(self) -> Callable[[], Rival]:
+        """Import the rival; what is called then makes it."""
+        made: type[Rival] = importlib.import_module(f"benchmarks.rivals.{self.module}").Trainer
+        return lambda: made(self.option)
+
+
+VERIFIED = ("not verified", "verified")
+_OURS = Entry(module="ours", title="weightsync", ways=VERIFIED)
+_STAGED = replace(_OURS, reader_models=2.0)
+
+RIVALS: dict[str, Entry] = {
+    "weightsync/unpacked/staged": replace(
+        _STAGED, option="unpacked,module,staged", title="weightsync, unpacked, staged"
+    ),
+    "weightsync/unpacked/in_place": replace(
+        _OURS, option="unpacked,module,in_place", title="weightsync, unpacked, in place"
+    ),
+    "weightsync/packed/staged": replace(
+        _STAGED, option="packed,module,staged", title="weightsync, packed, staged"
+    ),
+    "weightsync/packed/in_place": replace(
+        _OURS, option="packed,module,in_place", title="weightsync, packed, in place"
+    ),
+    "weightsync/unpacked/hook": replace(
+        _OURS, option="unpacked,hook,in_place", title="weightsync, unpacked, hook in place"
+    ),
+    "weightsync/packed/hook": replace(
+        _OURS, option="packed,hook,in_place", title="weightsync, packed, hook in place"
+    ),
+    "weightsync/packed/hook_staged": replace(
+        _STAGED, option="packed,hook,staged", title="weightsync, packed, hook staged"
+    ),
+    "weightsync/distributed": replace(
+        _STAGED,
+        option="distributed,module,staged",
+        title="weightsync, as if to another host (private Gloo group)",
+    ),
+    "torch_queue/file_descriptor": Entry(
+        module="torch_queue",
+        option="file_descriptor",
+        title="torch.multiprocessing queue, file_descriptor",
+        ways=("state dict",),
+    ),
+    "torch_queue/file_system": Entry(
+        module="torch_queue",
+        option="file_system",
+        title="torch.multiprocessing queue, file_system",
+        ways=("state dict",),
+    ),
+    "ray_store": Entry(
+        module="ray_store", title="Ray object store, put and get", ways=("dict",), fixed_models=2.5
+    ),
+    "gloo": Entry(module="gloo", title="Gloo broadcast", ways=("per tensor", "flat buckets")),
+    "tmpfs": Entry(
+        module="tmpfs", title="safetensors file in tmpfs", ways=("whole file",), fixed_models=1.0
+    ),
+    "http_body": Entry(
+        module="http_body",
+        title="HTTP body",
+        ways=("safetensors", "streamed"),
+        fixed_models=2.0,
+        reader_models=3.0,
+    ),
+    "packed_rpc": Entry(
+        module="packed_rpc",
+        title="packed IPC re-enacted (fresh buffer, RPC and clone per chunk)",
+        ways=("1 GiB bucket",),
+        chunk_nbytes=GIB,
+    ),
+}

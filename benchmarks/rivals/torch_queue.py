@@ -1,0 +1,59 @@
+"""A torch.multiprocessing queue, tuned as its notes on best practices say.
+
+The trainer's parameters are shared once and each update sends the same state dict, so that nothing
+is copied into shared memory again; readers keep what they got last, so that it stays mapped.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.multiprocessing
+from torch import nn
+
+from benchmarks.rivals.contract import Job, Reader, Rival
+from benchmarks.rivals.crew import CONTEXT, Crew
+from benchmarks.rivals.parameters import load, parameters_of
+
+
+class Trainer(Rival):
+    """`option` is the sharing strategy."""
+
+    def setup(self, job: Job, module: nn.Module) -> None:
+        torch.multiprocessing.set_sharing_strategy(self.option)
+        self._queues = [CONTEXT.SimpleQueue() for _ in range(job.readers)]
+        extras = [(self.option, queue) for queue in self._queues]
+        self._crew = Crew(job, Taker, extras)
+        self._crew.ready()
+        module.share_memory()
+        self._state = parameters_of(module)
+
+    def update(self, way: str) -> None:
+        self._crew.tell("load", way, None)
+        for queue in self._queues:
+            queue.put(self._state)
+        self._crew.hear()
+
+    def held(self) -> list[Mapping[str, str]]:
+        return self._crew.held()
+
+    def close(self) -> None:
+        if hasattr(self, "_crew"):
+            self._crew.close()
+
+
+class Taker(Reader):
+    """Takes state dicts from its queue."""
+
+    def __init__(self, module: nn.Module, extra: Any) -> None:
+        super().__init__(module, extra)
+        strategy, self._queue = extra
+        torch.multiprocessing.set_sharing_strategy(strategy)
+        self._kept: dict[str, torch.Tensor] = {}
+
+    def load(self, way: str, message: Any) -> object:
+        state = self._queue.get()
+        self._kept = state
+        return len(load(self.parameters, state.items()))
