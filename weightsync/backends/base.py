@@ -15,7 +15,7 @@ from weightsync.weights.buckets import Plan
 from weightsync.weights.sink import Landing, Verification
 from weightsync.weights.source import NamedTensors
 from weightsync.wire.messages import LedgerEntry, UpdateInfo
-from weightsync.wire.offers import HostRing, Init, IpcInit
+from weightsync.wire.offers import HostRing, Offer
 
 Check = Callable[[], None]
 """Called between chunks and during waits; raises when the transfer must stop."""
@@ -58,7 +58,7 @@ class WeightTransferEngine(ABC):
         self._keys = list(device_keys)
 
     @abstractmethod
-    def init_transfer_engine(self, init_info: Init) -> None:
+    def init_transfer_engine(self, init_info: Offer) -> None:
         """Open everything and prove the road by its probe.
 
         Raises HandleError or SegmentError, ProtocolError for the init of another backend.
@@ -120,7 +120,7 @@ class TrainerWeightTransferEngine(ABC):
     manifest: Manifest
 
     @abstractmethod
-    def init_info(self, reader: int, *, fleet_version: int | None = None) -> IpcInit:
+    def init_info(self, reader: int, *, fleet_version: int | None = None) -> Offer:
         """What receiver place `reader` needs once."""
 
     @abstractmethod

@@ -28,8 +28,8 @@ from weightsync.wire.offers import (
     DistributedInit,
     GroupInfo,
     HostRing,
-    Init,
     IpcInit,
+    Offer,
     RingInfo,
     SegmentHandle,
 )
@@ -52,7 +52,7 @@ class DistributedWeightTransferEngine(WeightTransferEngine):
         self._whole_sizes: list[int] = []
         self._lifeline: Lifeline | None = None
 
-    def init_transfer_engine(self, init_info: Init) -> None:
+    def init_transfer_engine(self, init_info: Offer) -> None:
         """Make the host's ring, then join the group, within its timeout.
 
         Raises SegmentError where `/dev/shm` has no room, ConnectError where the sender cannot be

@@ -20,7 +20,7 @@ from weightsync.weights.buckets import Plan, runs_per_chunk
 from weightsync.weights.copier import CompiledRun, Memory
 from weightsync.wire.codec import manifest_from_wire
 from weightsync.wire.messages import LedgerEntry, RegisteredUpdate, UpdateInfo
-from weightsync.wire.offers import Init, IpcInit
+from weightsync.wire.offers import IpcInit, Offer
 
 _KEPT_PROGRAMS = 4
 """Two slabs in turn, for the ring and for registered memory."""
@@ -35,7 +35,7 @@ class IpcWeightTransferEngine(WeightTransferEngine):
         self._programs: dict[tuple[int, int, int], tuple[object, list[list[CompiledRun]]]] = {}
         self._since = time.monotonic()
 
-    def init_transfer_engine(self, init_info: Init) -> None:
+    def init_transfer_engine(self, init_info: Offer) -> None:
         """Check the probe, then open everything. Raises HandleError or SegmentError."""
         if not isinstance(init_info, IpcInit):
             raise ProtocolError("this engine reads rings of its own host; it got another init_info")
