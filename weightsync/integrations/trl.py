@@ -1,0 +1,301 @@
+"""A callback for the trainers of transformers and TRL: the servers follow the model that trains.
+
+    sync = WeightSyncCallback("http://127.0.0.1:8000")
+    trainer = GRPOTrainer(..., callbacks=[sync], rollout_func=ServedRollouts("http://127.0.0.1:8000"))
+
+`ServedRollouts`, below, has the server that is kept in step generate what the trainer learns from.
+"""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import sys
+from collections.abc import Callable
+from types import TracebackType
+from typing import Any, Self, TypedDict, Unpack
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from weightsync import trainer as sending
+from weightsync.errors import BackendUnavailableError, ConfigError
+from weightsync.integrations.trl_rollouts import ServedRollouts
+from weightsync.onlookers import Shown
+from weightsync.report import SyncReport
+from weightsync.sending.lead import OnFailure
+from weightsync.sending.targets import Targets
+from weightsync.trainer import WeightSender
+from weightsync.weights.module_tensors import Rename
+
+try:
+    from transformers import (
+        Trainer,
+        TrainerCallback,
+        TrainerControl,
+        TrainerState,
+        TrainingArguments,
+    )
+except ImportError as exc:
+    raise BackendUnavailableError(
+        f"the trainers' callback needs transformers ({exc}); pip install 'weightsync[trl]'"
+    ) from exc
+
+__all__ = ["ConnectSettings", "ServedRollouts", "WeightSyncCallback"]
+
+logger = logging.getLogger(__name__)
+
+Source = Callable[[nn.Module], object]
+
+
+class ConnectSettings(TypedDict, total=False):
+    """What `WeightSyncCallback` hands on to `connect`, which says what each of them is."""
+
+    dtype: torch.dtype | None
+    rename: Rename | None
+    backend: str
+    packed: bool | None
+    bucket_nbytes: int | None
+    num_buckets: int | None
+    verify: bool
+    token: str | None
+    verify_tls: bool | str
+    timeout_s: float
+    process_group: dist.ProcessGroup | None
+    adopt: bool
+    on_failure: OnFailure
+    progress: Shown
+
+
+class WeightSyncCallback(TrainerCallback):  # type: ignore[misc]  # transformers is not typed here
+    """Sends the trained model to `to` while a transformers or TRL trainer trains it.
+
+    It connects when training begins, on every rank, and sends after every `every`-th optimizer
+    step, once before the first step (`at_start`), and at the end what was not sent yet (`at_end`).
+    The trainer waits for each update, so what is generated next is by the new weights. Versions
+    grow as `WeightSender`'s do; the update's label is the step, `step-12`.
+
+    A PEFT model is sent with its active adapters merged in; with `adapter_only` it is sent whole
+    once and then its adapter alone, for receivers that hold a PEFT model of the same config.
+    `source` makes something else of the model than `connect` would: a callable or a WeightSource.
+    `settings` are those of `connect`.
+
+    The log gets `weightsync/version`, `weightsync/seconds` (the mean since the last entry) and
+    `weightsync/stall_seconds` (the longest); for wandb and the like, register it with `add_to`.
+
+    The connection ends when training does, or fails in here; as a context manager around
+    `trainer.train()` it also ends when training fails elsewhere. What `connect` and `send_weights`
+    raise ends the training, on all ranks. Raises ConfigError for settings that cannot be.
+    """
+
+    def __init__(
+        self,
+        to: Targets,
+        *,
+        every: int = 1,
+        at_start: bool = True,
+        at_end: bool = True,
+        adapter_only: bool = False,
+        source: Source | None = None,
+        **settings: Unpack[ConnectSettings],
+    ) -> None:
+        if every < 1:
+            raise ConfigError(f"every is a number of steps, at least 1, not {every}")
+        unknown = settings.keys() - ConnectSettings.__annotations__.keys()
+        if unknown:
+            raise ConfigError(
+                f"{', '.join(sorted(unknown))}: no setting of connect(); there are "
+                f"{', '.join(ConnectSettings.__annotations__)}"
+            )
+        if adapter_only and source is not None:
+            raise ConfigError("adapter_only and source both say what is sent; give one of them")
+        self.version = 0
+        self.last_report: SyncReport | None = None
+        self._to, self._settings, self._source = to, settings, source
+        self._every, self._at_start, self._at_end = every, at_start, at_end
+        self._adapter_only = adapter_only
+        self._sender: WeightSender | None = None
+        self._sent_step: int | None = None
+        self._unlogged: list[SyncReport] = []
+
+    def add_to(self, trainer: Trainer) -> Self:
+        """Register before the trainer's other callbacks, whose logs then have the values too."""
+        trainer.callback_handler.callbacks.insert(0, self)
+        return self
+
+    def on_train_begin(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        model: nn.Module,
+        **kwargs: Any,
+    ) -> None:
+        """Connect, and send once if that is wanted. Called by the trainer, with a sharded model."""
+        self.close()
+        self._sent_step, self._unlogged = None, []
+        self._sender = self._connect(model)
+        if self._sender_is_alone():
+            atexit.register(self.close)
+        if self._at_start:
+            self._sync(model, state.global_step)
+
+    def on_step_end(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        model: nn.Module,
+        **kwargs: Any,
+    ) -> None:
+        """Send if it is the turn of this step. Called by the trainer after the optimizer's step."""
+        if state.global_step % self._every == 0:
+            self._sync(model, state.global_step)
+
+    def on_train_end(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        model: nn.Module,
+        **kwargs: Any,
+    ) -> None:
+        """Send the last weights if receivers lack them, and close. Called by the trainer."""
+        behind = self._sent_step != state.global_step or args.load_best_model_at_end
+        if self._at_end and behind and self._sender is not None:
+            self._sync(model, state.global_step)
+        self.close()
+
+    def on_log(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        logs: dict[str, float] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        """Add what was sent since the last entry. Called by the trainer for each entry."""
+        if not logs or not self._unlogged or any(name.startswith("eval_") for name in logs):
+            return
+        found = _values(self._unlogged)
+        self._unlogged = []
+        logs.update(found)
+        if state.log_history:  # the entry was copied there before this was called
+            state.log_history[-1].update(found)
+
+    def close(self) -> None:
+        """End the connection; parameters move back. Every rank calls it; a second call is none."""
+        atexit.unregister(self.close)
+        sender, self._sender = self._sender, None
+        if sender is not None:
+            sender.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        value: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if value is None or self._sender_is_alone():
+            self.close()
+        elif self._sender is not None:
+            # The other ranks may be waiting in a collective of the training, until this one ends.
+            self._sender = None
+            logger.warning("training failed: what is shared goes when this process ends")
+
+    def _sender_is_alone(self) -> bool:
+        return not dist.is_initialized() or dist.get_world_size() == 1
+
+    def _connect(self, model: nn.Module) -> WeightSender:
+        settings = self._settings
+        source: object = model
+        if self._source is not None:
+            source = self._source(model)
+        elif is_peft(model) and not self._adapter_only:
+            source, settings = _merged(model, settings)
+        elif self._adapter_only and not is_peft(model):
+            raise ConfigError(
+                f"adapter_only sends a PEFT model's adapter, and a {type(model).__name__} is "
+                "trained; leave it out, or give the trainer a peft_config"
+            )
+        else:
+            _check_whole(model)
+        return sending.connect(source, self._to, **settings)
+
+    def _sync(self, model: nn.Module, step: int) -> None:
+        if self._sender is None:
+            raise ConfigError(
+                "the callback was closed while training goes on; close it after trainer.train()"
+            )
+        try:
+            report = self._send(self._sender, model, f"step-{step}")
+        except BaseException:
+            sender, self._sender = self._sender, None
+            _close_after_failure(sender)
+            raise
+        self._sent_step, self.version, self.last_report = step, report.version, report
+        self._unlogged.append(report)
+        logger.info("%s: %s", report.label, report)
+
+    def _send(self, sender: WeightSender, model: nn.Module, label: str) -> SyncReport:
+        if not self._adapter_only or self._sent_step is None:
+            return sender.send_weights(label=label)
+        from weightsync.integrations.huggingface import (  # noqa: PLC0415 - only where peft is used
+            adapter_tensors,
+        )
+
+        with sender.update(label=label, partial=True) as update:
+            update.send(adapter_tensors(model))
+        report = update.last_report
+        if report is None:
+            raise AssertionError("an update that ended well has a report")
+        return report
+
+
+def is_peft(model: nn.Module) -> bool:
+    """Whether `model` is a PEFT model, without importing peft where nobody has."""
+    peft = sys.modules.get("peft")
+    model = getattr(model, "_orig_mod", model)
+    return peft is not None and isinstance(model, peft.PeftModel)
+
+
+def _merged(model: nn.Module, settings: ConnectSettings) -> tuple[object, ConnectSettings]:
+    from weightsync.integrations.huggingface import (  # noqa: PLC0415 - only where peft is used
+        MergedSource,
+    )
+
+    if settings.get("rename") is not None:
+        raise ConfigError(
+            "rename= is not applied to a model with adapters, which is sent under the names of its "
+            "base model; leave it out, or give source= a callable that yields (name, tensor)"
+        )
+    rest = settings.copy()
+    rest.pop("rename", None)
+    return MergedSource(model, dtype=rest.pop("dtype", None)), rest
+
+
+def _check_whole(model: nn.Module) -> None:
+    if any(hasattr(parameter, "ds_id") for parameter in model.parameters()):
+        raise ConfigError(
+            "DeepSpeed ZeRO-3 holds this model's parameters in pieces of its own; shard with FSDP2 "
+            "or use ZeRO-2, or give source= a callable that gathers and yields (name, tensor)"
+        )
+
+
+def _close_after_failure(sender: WeightSender) -> None:
+    try:
+        sender.close()
+    except Exception:
+        logger.debug("the sender could not be closed", exc_info=True)
+
+
+def _values(reports: list[SyncReport]) -> dict[str, float]:
+    return {
+        "weightsync/version": reports[-1].version,
+        "weightsync/seconds": sum(r.seconds["total"] for r in reports) / len(reports),
+        "weightsync/stall_seconds": max(r.stall_s for r in reports),
+    }

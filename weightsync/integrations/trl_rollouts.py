@@ -1,0 +1,249 @@
+"""Completions for TRL's GRPO trainer from `weightsync serve`, with the weights that made them."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from types import TracebackType
+from typing import Any, Self
+
+import msgspec
+import xxhash
+
+from weightsync.errors import ConfigError, NotReadyError, ProtocolError
+from weightsync.transports.http_client import HttpTransport
+
+DEFAULT_TIMEOUT_S = 600.0
+
+_MAX_PROMPTS = 256
+_MAX_COMPLETIONS = 1024
+_MAX_N = 256
+
+
+class Span(msgspec.Struct, frozen=True, kw_only=True):
+    """The tokens `start` up to `stop` were made with weights of `version`."""
+
+    version: int
+    start: int
+    stop: int
+
+
+class ServedCompletion(msgspec.Struct, frozen=True, kw_only=True):
+    """What `/generate` answers for one completion; see the server's own docs."""
+
+    prompt_index: int
+    token_ids: list[int]
+    logprobs: list[float] | None
+    weight_versions: list[Span]
+    prompt_version: int
+    finish_reason: str
+
+
+class _Answer(msgspec.Struct, frozen=True, kw_only=True):
+    completions: list[ServedCompletion]
+
+
+@dataclass(frozen=True, slots=True)
+class _Group:
+    """`n` completions of one prompt, the first of which is number `first` of the batch."""
+
+    prompt: list[int]
+    n: int
+    first: int
+
+
+class ServedRollouts:
+    """A `rollout_func` for TRL's GRPOTrainer: `weightsync serve` at `url` generates.
+
+    Each rank asks for its own prompts. Temperature, `top_p`, `max_completion_length` and the seed
+    are the trainer's; the same seed, step and weights give the same completions. Reward functions
+    are given `weight_versions` and `prompt_version` of each completion: the versions that made its
+    tokens, and the one that read its prompt. `made_by` counts tokens by version.
+
+    `token` and `verify_tls` are as for HttpTransport; `timeout_s` bounds the wait for one answer,
+    to as many as 1024 completions. Raises ConfigError for settings of the trainer that would be
+    ignored (tools, images, `top_k`, …), NotReadyError where the server ended completions early,
+    ProtocolError for an answer that is none, TransportError, AuthError, and what the server raises.
+    """
+
+    __name__ = "ServedRollouts"  # TRL names functions in messages
+
+    def __init__(
+        self,
+        url: str,
+        token: str | None = None,
+        *,
+        timeout_s: float = DEFAULT_TIMEOUT_S,
+        verify_tls: bool | str = True,
+    ) -> None:
+        self.made_by: Counter[int] = Counter()
+        self._door = _GenerateDoor(url, token, verify_tls=verify_tls)
+        self._timeout_s = timeout_s
+        self._calls = 0
+
+    def __call__(self, prompts: list[Any], trainer: Any) -> dict[str, Any]:
+        """Return one completion for each prompt, in order. Called by the trainer on every rank.
+
+        The trainer repeats a prompt as often as it wants completions of it. `logprobs` are those
+        that tokens were drawn with, None where temperature or top_p make them others than the
+        model's own.
+        """
+        sampling = _sampling(trainer)
+        prompt_ids = _tokenize(prompts, trainer)
+        seed = self._seed(trainer)
+        completions = self._generate(prompt_ids, sampling, seed)
+        drawn_as_scored = sampling["temperature"] == 1 and sampling["top_p"] == 1
+        return {
+            "prompt_ids": prompt_ids,
+            "completion_ids": [c.token_ids for c in completions],
+            "logprobs": [c.logprobs for c in completions] if drawn_as_scored else None,
+            "weight_versions": [[span.version for span in c.weight_versions] for c in completions],
+            "prompt_version": [c.prompt_version for c in completions],
+        }
+
+    def close(self) -> None:
+        """Close the connections."""
+        self._door.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        value: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def _generate(
+        self, prompts: list[list[int]], sampling: dict[str, Any], seed: int
+    ) -> list[ServedCompletion]:
+        found: dict[int, ServedCompletion] = {}
+        for number, batch in enumerate(_batches(_groups(prompts))):
+            n = batch[0].n
+            asked = {**sampling, "prompts": [group.prompt for group in batch], "n": n}
+            asked["seed"] = (seed + number) % 2**63
+            answers = self._door.generate(asked, timeout_s=self._timeout_s)
+            places = [group.first + k for group in batch for k in range(n)]
+            found.update(zip(places, answers, strict=True))
+        completions = [found[at] for at in range(len(prompts))]
+        for completion in completions:
+            for span in completion.weight_versions:
+                self.made_by[span.version] += span.stop - span.start
+        return completions
+
+    def _seed(self, trainer: Any) -> int:
+        where = (trainer.args.seed, trainer.accelerator.process_index, trainer.state.global_step)
+        self._calls += 1
+        return xxhash.xxh3_64_intdigest(repr((*where, self._calls)).encode()) >> 1
+
+
+class _GenerateDoor(HttpTransport):
+    """`POST /generate` with the connections, errors and token of the control plane's client."""
+
+    def generate(self, asked: dict[str, Any], *, timeout_s: float) -> list[ServedCompletion]:
+        """Return the completions, prompt by prompt. Raises as ServedRollouts does."""
+        status, body = self._exchange("generate", msgspec.json.encode(asked), timeout_s)
+        if status == 404:
+            raise ConfigError(
+                f"{self.target} has no /generate; give the URL of `weightsync serve`, and have "
+                "TRL generate with vLLM by use_vllm=True"
+            )
+        if status != 200:
+            self._refuse("generate", status, body)
+        try:
+            completions = msgspec.json.decode(body, type=_Answer).completions
+        except (msgspec.DecodeError, UnicodeDecodeError) as exc:
+            raise ProtocolError(
+                f"{self.target} answered /generate with something else than completions ({exc}); "
+                "is this `weightsync serve` of the same version?"
+            ) from exc
+        self._check(completions, len(asked["prompts"]), asked["n"])
+        return completions
+
+    def _check(self, completions: Sequence[ServedCompletion], num_prompts: int, n: int) -> None:
+        if [c.prompt_index for c in completions] != [
+            i for i in range(num_prompts) for _ in range(n)
+        ]:
+            raise ProtocolError(
+                f"{self.target} answered with {len(completions)} completions, {num_prompts} x {n} "
+                "were asked for; is this `weightsync serve` of the same version?"
+            )
+        cut = sum(c.finish_reason == "abort" or not c.token_ids for c in completions)
+        if cut:
+            raise NotReadyError(
+                f"{self.target} ended {cut} of {len(completions)} completions early: it was paused "
+                "with mode=abort, or is ending; see its log, POST /resume, and train on"
+            )
+
+
+def _sampling(trainer: Any) -> dict[str, Any]:
+    """Return the trainer's settings as `/generate` takes them. Raises ConfigError for others."""
+    unusable = [
+        f"{name}={value!r}"
+        for name, value, unset in (
+            ("use_vllm", trainer.use_vllm, (False,)),
+            ("top_k", trainer.top_k, (None, 0, -1)),
+            ("min_p", trainer.min_p, (None, 0.0)),
+            ("repetition_penalty", trainer.repetition_penalty, (None, 1.0)),
+            ("generation_kwargs", trainer.args.generation_kwargs, (None, {})),
+            ("tools", list(trainer.tools or ()), ([],)),
+        )
+        if value not in unset
+    ]
+    if trainer.max_completion_length is None:
+        unusable.append("max_completion_length=None")
+    if unusable:
+        raise ConfigError(
+            f"completions from a server of weightsync cannot follow {', '.join(unusable)} of the "
+            "trainer; leave out what is named (and give max_completion_length a number)"
+        )
+    return {
+        "max_new_tokens": trainer.max_completion_length,
+        "temperature": float(trainer.temperature),
+        "top_p": float(trainer.top_p),
+        "logprobs": True,
+    }
+
+
+def _tokenize(prompts: list[Any], trainer: Any) -> list[list[int]]:
+    """Return token ids, as the trainer's own generation would make them."""
+    if isinstance(prompts[0], str):
+        found = trainer.processing_class(text=prompts)["input_ids"]
+    else:
+        if any(not isinstance(message["content"], str) for chat in prompts for message in chat):
+            raise ConfigError(
+                "a prompt has parts that are no text; completions from a server of weightsync are "
+                "for text alone: write a rollout_func that posts to /v1/chat/completions"
+            )
+        found = trainer.processing_class.apply_chat_template(
+            conversation=prompts,
+            chat_template=trainer.chat_template,
+            add_generation_prompt=True,
+            tokenize=True,
+            return_dict=True,
+            **trainer.chat_template_kwargs,
+        )["input_ids"]
+    return [list(ids) for ids in found]
+
+
+def _groups(prompts: list[list[int]]) -> Iterator[_Group]:
+    """Yield runs of one prompt, as short as a request may ask for."""
+    first = 0
+    for prompt, same in groupby(prompts):
+        left = len(list(same))
+        while left:
+            n = min(left, _MAX_N)
+            yield _Group(prompt, n, first)
+            first, left = first + n, left - n
+
+
+def _batches(groups: Iterator[_Group]) -> Iterator[list[_Group]]:
+    """Yield what may be asked for at once: groups of one size, and not too many."""
+    for n, same in groupby(groups, key=lambda group: group.n):
+        size = max(1, min(_MAX_PROMPTS, _MAX_COMPLETIONS // n))
+        found = list(same)
+        yield from (found[at : at + size] for at in range(0, len(found), size))
