@@ -1,0 +1,72 @@
+"""Prints, as JSON, what becomes of each import where some packages are missing.
+
+`python imports.py CASES`, where CASES is a JSON list of [missing package, what to import]; an
+answer is null, or the type and text of what was raised. torch is imported once, for all of them.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import multiprocessing
+import sys
+from collections.abc import Sequence
+from importlib.machinery import ModuleSpec
+from multiprocessing.connection import Connection
+from types import ModuleType
+
+
+class Missing:
+    """A finder that has never heard of one package."""
+
+    def __init__(self, package: str) -> None:
+        self._package = package
+
+    def find_spec(
+        self, name: str, _path: Sequence[str] | None, _target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        """Raise what an import of a package that is not installed raises."""
+        if name.partition(".")[0] == self._package:
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+        return None
+
+
+def attempt(package: str, wanted: str, answer: Connection) -> None:
+    """Import each `module` or `module:attribute` of `wanted`. Called in a process of its own."""
+    sys.meta_path.insert(0, Missing(package))
+    for name in [name for name in sys.modules if name.partition(".")[0] == package]:
+        del sys.modules[name]
+    try:
+        for part in wanted.split():
+            module, _, attribute = part.partition(":")
+            loaded = importlib.import_module(module)
+            if attribute:
+                getattr(loaded, attribute)
+    except Exception as exc:  # noqa: BLE001 - whatever it is is the answer
+        answer.send([type(exc).__name__, str(exc)])
+    else:
+        answer.send(None)
+
+
+def main() -> None:
+    """Run every case in a fork of this process, which has the core and nothing else."""
+    importlib.import_module("weightsync")
+    context = multiprocessing.get_context("fork")
+    answers = []
+    for package, wanted in json.loads(sys.argv[1]):
+        ours, theirs = context.Pipe(duplex=False)
+        process = context.Process(target=attempt, args=(package, wanted, theirs))
+        process.start()
+        theirs.close()
+        try:
+            answers.append(ours.recv() if ours.poll(60) else ["Timeout", f"{wanted} took a minute"])
+        except EOFError:
+            answers.append(["Crash", f"importing {wanted} ended the process"])
+        finally:
+            process.kill()
+            process.join()
+    print(json.dumps(answers))
+
+
+if __name__ == "__main__":
+    main()
