@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import NoReturn
 
@@ -31,9 +31,31 @@ def exit_code(error: WeightSyncError) -> int:
     return USAGE if isinstance(error, ConfigError) else FAILED
 
 
-def one_line(error: BaseException) -> str:
-    """Return an error's message without line breaks."""
-    return " ".join(str(error).split())
+_OPTIONS = {
+    "timeout_s=": "--timeout",
+    "verify_tls=": "--ca-file",
+    "as token=": "in --token-file",
+    "(token= of the sender,": "(--token-file,",
+    "send_weights(rewind=True)": "--rewind",
+    "dtype=,": "--dtype,",
+}
+"""What messages of the library call options of the command line."""
+
+
+def one_line(error: BaseException | str) -> str:
+    """Return an error's message without line breaks, in words of the command line."""
+    text = " ".join(str(error).split())
+    for spoken, option in _OPTIONS.items():
+        text = text.replace(spoken, option)
+    return text
+
+
+def say_error(error: BaseException, text: str, code: int, words: Sequence[str]) -> None:
+    """Say on stderr, and for `--json` on stdout, what ended a verb before its own words could."""
+    print(f"weightsync: {text}", file=sys.stderr)
+    if "--json" in words and "bench" not in words:  # where it names a file
+        described = {"type": type(error).__name__, "message": text}
+        print_json({"error": described, "exit_code": code})
 
 
 def print_json(answer: object) -> None:
@@ -55,6 +77,14 @@ def ending(*, as_json: bool) -> Iterator[None]:
         if as_json:
             print_json({"error": describe(exc), "exit_code": exit_code(exc)})
         raise SystemExit(exit_code(exc)) from exc
+    except BrokenPipeError:
+        raise
+    except OSError as exc:  # a full disk, a file that may not be written
+        print(f"weightsync: {one_line(exc)}", file=sys.stderr)
+        if as_json:
+            error = {"type": type(exc).__name__, "message": one_line(exc)}
+            print_json({"error": error, "exit_code": FAILED})
+        raise SystemExit(FAILED) from exc
     finally:
         signal.signal(signal.SIGTERM, previous)
 

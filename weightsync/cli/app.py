@@ -15,6 +15,10 @@ except ImportError as exc:
         f"the command line needs typer ({exc}); pip install 'weightsync[cli]'"
     ) from exc
 
+# typer carries click's classes with it in some versions and not in others.
+UsageProblem: type[Exception] = typer.BadParameter.__mro__[2]
+"""What the command line itself refuses: a click ClickException, with `format_message()`."""
+
 VERBS = {
     "serve": "Serve a model over HTTP, while a trainer replaces its weights.",
     "demo": "Train a model by reinforcement and send its weights to a live server.",

@@ -25,22 +25,25 @@ class LastUpdates(msgspec.Struct, kw_only=True):
     stall_s: float | None = None
 
 
-def read_last_updates(url: str, timeout_s: float) -> LastUpdates:
+def read_last_updates(url: str, timeout_s: float, trusted: bool | str = True) -> LastUpdates:
     """Ask the server at `url`; one that serves no metrics has none, and that is no error."""
-    return parse(_get(f"{url}/metrics", timeout_s).decode("utf-8", "replace"))
+    return parse(_get(f"{url}/metrics", timeout_s, trusted).decode("utf-8", "replace"))
 
 
-def read_server_info(url: str, timeout_s: float) -> dict[str, object] | None:
+def read_server_info(
+    url: str, timeout_s: float, trusted: bool | str = True
+) -> dict[str, object] | None:
     """Return what `weightsync serve` says of itself; None for servers that do not."""
     try:
-        return msgspec.json.decode(_get(f"{url}/server_info", timeout_s), type=dict[str, object])
+        answer = _get(f"{url}/server_info", timeout_s, trusted)
+        return msgspec.json.decode(answer, type=dict[str, object])
     except msgspec.DecodeError:
         return None
 
 
-def _get(url: str, timeout_s: float) -> bytes:
+def _get(url: str, timeout_s: float, trusted: bool | str) -> bytes:
     try:
-        with urllib3.PoolManager(**tls_settings()) as pool:
+        with urllib3.PoolManager(**tls_settings(trusted)) as pool:
             answer = pool.request("GET", url, timeout=timeout_s, retries=False)
     except urllib3.exceptions.HTTPError:
         return b""

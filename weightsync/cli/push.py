@@ -18,6 +18,13 @@ from rich.progress import (
     TransferSpeedColumn,
 )
 
+from weightsync.cli.access import (
+    CaFileOption,
+    TokenFileOption,
+    TokenOption,
+    given_token,
+    given_trust,
+)
 from weightsync.cli.answers import ending, print_json
 from weightsync.cli.checkpoint import Dtype, WatchedSource, explain, open_checkpoint
 from weightsync.errors import ManifestMismatchError
@@ -30,9 +37,9 @@ def push(  # noqa: PLR0913, PLR0917  # one parameter per option
         Path, typer.Argument(help="directory or file with safetensors", show_default=False)
     ],
     to: Annotated[list[str], typer.Option(help="URL of a server; may be given several times")],
-    token: Annotated[
-        str | None, typer.Option(help="of the servers; else WEIGHTSYNC_TOKEN", show_default=False)
-    ] = None,
+    token: TokenOption = None,
+    token_file: TokenFileOption = None,
+    ca_file: CaFileOption = None,
     dtype: Annotated[
         Dtype | None, typer.Option(help="cast floating-point tensors", show_default=False)
     ] = None,
@@ -55,12 +62,19 @@ def push(  # noqa: PLR0913, PLR0917  # one parameter per option
 ) -> None:
     """Load a safetensors checkpoint into servers that are running."""
     with ending(as_json=json_):
+        secret, trusted = given_token(token, token_file), given_trust(ca_file, to)
         source = open_checkpoint(checkpoint, dtype)
         try:
             with _progress(source.manifest.nbytes, shown=not json_) as heard:
                 watched = WatchedSource(source, heard)
                 with connect(
-                    watched, to, token=token, backend=backend, verify=verify, timeout_s=timeout
+                    watched,
+                    to,
+                    token=secret,
+                    verify_tls=trusted,
+                    backend=backend,
+                    verify=verify,
+                    timeout_s=timeout,
                 ) as sender:
                     report = sender.send_weights(version, label=label, rewind=rewind)
         except ManifestMismatchError as exc:

@@ -14,7 +14,23 @@ from rich.console import Console, Group
 from rich.live import Live
 from rich.text import Text
 
-from weightsync.cli.answers import FAILED, OK, UNREACHABLE, describe, ending, exit_code, print_json
+from weightsync.cli.access import (
+    CaFileOption,
+    TokenFileOption,
+    TokenOption,
+    given_token,
+    given_trust,
+)
+from weightsync.cli.answers import (
+    FAILED,
+    OK,
+    UNREACHABLE,
+    describe,
+    ending,
+    exit_code,
+    one_line,
+    print_json,
+)
 from weightsync.cli.metrics_text import LastUpdates, read_last_updates, read_server_info
 from weightsync.cli.status_host import census_to_dict, show_host
 from weightsync.errors import ConfigError, ProtocolError, WeightSyncError
@@ -58,7 +74,7 @@ class Seen:
         }
 
 
-def status(
+def status(  # noqa: PLR0913, PLR0917  # one parameter per option
     urls: Annotated[
         list[str] | None, typer.Argument(help="of the servers", show_default=False)
     ] = None,
@@ -68,6 +84,9 @@ def status(
     watch: Annotated[bool, typer.Option("--watch", help="ask again until Ctrl-C")] = False,
     interval: Annotated[float, typer.Option(min=0.1, help="seconds between looks")] = 1.0,
     timeout: Annotated[float, typer.Option(min=0.1, help="seconds to wait for each server")] = 10.0,
+    token: TokenOption = None,
+    token_file: TokenFileOption = None,
+    ca_file: CaFileOption = None,
     json_: Annotated[bool, typer.Option("--json", help="print one JSON object")] = False,
 ) -> None:
     """Show state, version, ledger and last update of every server."""
@@ -76,11 +95,13 @@ def status(
             raise ConfigError("--watch goes on, and --json prints one object; give one of them")
         if not urls and not host:
             raise ConfigError("status of what? give URLs of servers, or --host")
-        transports = [HttpTransport(url, "") for url in urls or ()]
+        secret = given_token(token, token_file) or ""  # reading needs none, so none is looked for
+        trusted = given_trust(ca_file, urls or ())
+        transports = [HttpTransport(url, secret, verify_tls=trusted) for url in urls or ()]
         if watch:
-            _watch(transports, interval, timeout)
+            _watch(transports, interval, timeout, trusted)
             return
-        seen = look(transports, timeout)
+        seen = look(transports, timeout, trusted)
         segments = census_to_dict() if json_ and host else None
     if json_:
         servers = [one.to_dict() for one in seen]
@@ -92,10 +113,12 @@ def status(
     raise typer.Exit(overall([one.code for one in seen]))
 
 
-def look(transports: Sequence[HttpTransport], timeout_s: float) -> list[Seen]:
+def look(
+    transports: Sequence[HttpTransport], timeout_s: float, trusted: bool | str = True
+) -> list[Seen]:
     """Ask all servers at once."""
     with ThreadPoolExecutor(max(1, min(MAX_AT_ONCE, len(transports)))) as pool:
-        return list(pool.map(lambda transport: _ask(transport, timeout_s), transports))
+        return list(pool.map(lambda transport: _ask(transport, timeout_s, trusted), transports))
 
 
 def overall(codes: Sequence[int]) -> int:
@@ -115,56 +138,54 @@ def _whole(answer: msgspec.Struct) -> dict[str, object]:
     return {k: msgspec.to_builtins(v) for k, v in msgspec.structs.asdict(answer).items()}
 
 
-def _ask(transport: HttpTransport, timeout_s: float) -> Seen:
+def _ask(transport: HttpTransport, timeout_s: float, trusted: bool | str) -> Seen:
     try:
         reply = transport.call(StatusRequest(), timeout_s=timeout_s)
         if not isinstance(reply, Status):
             raise ProtocolError(f"{transport.target} answered with a {type(reply).__name__}")
     except WeightSyncError as exc:
         return Seen(url=transport.target, error=exc)
-    updates = read_last_updates(transport.target, timeout_s)
-    workers = _ask_workers(transport, reply.workers, timeout_s)
-    info = read_server_info(transport.target, timeout_s)
+    updates = read_last_updates(transport.target, timeout_s, trusted)
+    workers = _ask_workers(transport, reply.workers, timeout_s, trusted)
+    info = read_server_info(transport.target, timeout_s, trusted)
     return Seen(url=transport.target, status=reply, updates=updates, server=info, workers=workers)
 
 
 def _ask_workers(
-    transport: HttpTransport, paths: Sequence[str], timeout_s: float
+    transport: HttpTransport, paths: Sequence[str], timeout_s: float, trusted: bool | str
 ) -> tuple[Seen, ...]:
     if not paths:
         return ()
     transports = transport.expand(paths)
     try:
-        return tuple(look(transports, timeout_s))
+        return tuple(look(transports, timeout_s, trusted))
     finally:
         for one in transports:
             one.close()
 
 
-def _watch(transports: Sequence[HttpTransport], interval_s: float, timeout_s: float) -> None:
+def _watch(
+    transports: Sequence[HttpTransport], interval_s: float, timeout_s: float, trusted: bool | str
+) -> None:
     console = _console()
+
+    def looked() -> list[Seen]:
+        return look(transports, timeout_s, trusted)
+
     try:
         if not console.is_terminal:
-            _repeat(transports, interval_s, timeout_s, lambda seen: console.print(_show(seen)))
+            _repeat(looked, interval_s, lambda seen: console.print(_show(seen)))
         with Live(console=console, auto_refresh=False) as live:
-            _repeat(
-                transports,
-                interval_s,
-                timeout_s,
-                lambda seen: live.update(_show(seen), refresh=True),
-            )
+            _repeat(looked, interval_s, lambda seen: live.update(_show(seen), refresh=True))
     except KeyboardInterrupt:
         return
 
 
 def _repeat(
-    transports: Sequence[HttpTransport],
-    interval_s: float,
-    timeout_s: float,
-    show: Callable[[list[Seen]], None],
+    looked: Callable[[], list[Seen]], interval_s: float, show: Callable[[list[Seen]], None]
 ) -> None:
     while True:
-        show(look(transports, timeout_s))
+        show(looked())
         time.sleep(interval_s)
 
 
@@ -180,7 +201,7 @@ def _lines(seen: Seen) -> Iterator[Text]:
     yield Text(seen.url, style="bold")
     held = seen.status
     if held is None:
-        yield Text(f"  unreachable: {' '.join(str(seen.error).split())}", style="red")
+        yield Text(f"  unreachable: {one_line(seen.error or '')}", style="red")
         return
     style = "green" if held.may_generate else "red"
     yield Text(f"  state     {held.state}{_remarks(held)}", style=style)
@@ -199,7 +220,7 @@ def _lines(seen: Seen) -> Iterator[Text]:
 def _worker_line(seen: Seen, *, below: str) -> Text:
     path, held = seen.url.removeprefix(f"{below}/"), seen.status
     if held is None:
-        return Text(f"  {path}  unreachable: {' '.join(str(seen.error).split())}", style="red")
+        return Text(f"  {path}  unreachable: {one_line(seen.error or '')}", style="red")
     committed = seen.updates.ended.get("committed", 0)
     return Text(
         f"  {path}  version {held.version}, {held.state}{_remarks(held)}; {committed} updates, "

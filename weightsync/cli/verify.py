@@ -13,6 +13,13 @@ import typer
 from rich.console import Console
 from rich.progress import Progress
 
+from weightsync.cli.access import (
+    CaFileOption,
+    TokenFileOption,
+    TokenOption,
+    given_token,
+    given_trust,
+)
 from weightsync.cli.answers import FAILED, OK, ending, print_json
 from weightsync.cli.checkpoint import Dtype, open_checkpoint
 from weightsync.errors import ConfigError, ProtocolError, RemoteError
@@ -53,9 +60,9 @@ def verify(  # one parameter per option
     checkpoint: Annotated[
         Path, typer.Argument(help="directory or file with safetensors", show_default=False)
     ],
-    token: Annotated[
-        str | None, typer.Option(help="of the server; else WEIGHTSYNC_TOKEN", show_default=False)
-    ] = None,
+    token: TokenOption = None,
+    token_file: TokenFileOption = None,
+    ca_file: CaFileOption = None,
     dtype: Annotated[
         Dtype | None,
         typer.Option(help="the server's; found out where it is not given", show_default=False),
@@ -65,8 +72,9 @@ def verify(  # one parameter per option
 ) -> None:
     """Compare the weights that a server holds with a safetensors checkpoint, tensor by tensor."""
     with ending(as_json=json_):
+        secret, trusted = given_token(token, token_file), given_trust(ca_file, [url])
         source = open_checkpoint(checkpoint, None)
-        transport = HttpTransport(url, token)
+        transport = HttpTransport(url, secret, verify_tls=trusted)
         try:
             held = _ask(transport, timeout)
         finally:

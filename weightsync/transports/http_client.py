@@ -201,13 +201,17 @@ class HttpTransport(CountingTransport):
                 "send it again, or give more time with timeout_s="
             ) from exc
         except SSLError as exc:
-            raise ConnectError(
-                f"no TLS with {self._target} for {call}: {exc}; name the certificates to trust "
-                "with verify_tls= or REQUESTS_CA_BUNDLE"
-            ) from exc
+            plain = "WRONG_VERSION_NUMBER" in str(exc) or "RECORD_LAYER_FAILURE" in str(exc)
+            advice = (
+                "what listens there speaks no TLS; give an http:// URL"
+                if plain
+                else "name the certificates to trust with verify_tls= or REQUESTS_CA_BUNDLE"
+            )
+            raise ConnectError(f"no TLS with {self._target} for {call}: {exc}; {advice}") from exc
         except (HTTPError, OSError) as exc:
             raise ConnectError(
-                f"the connection to {self._target} broke during {call}: {exc}; try again"
+                f"the connection to {self._target} broke during {call}: {exc}; try again (or is "
+                "it a server of another kind, https:// for instance?)"
             ) from exc
 
     def _send(
@@ -266,6 +270,8 @@ def _split(url: str) -> SplitResult:
         raise ConfigError(
             "the URL of a target cannot be read; give http://host:port or https://host:port"
         ) from None
+    if "://" not in url and "@" not in url:
+        raise ConfigError(f"{url} is no URL; give http://host:port or https://host:port")
     if not valid or parts.query or parts.fragment or parts.username is not None:
         # What stands before an @ may be a password, and is not repeated.
         raise ConfigError(

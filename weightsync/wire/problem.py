@@ -93,7 +93,8 @@ def raise_problem(body: bytes, *, status: int, peer: str) -> None:
     except msgspec.DecodeError:
         text = body[:300].decode("utf-8", "replace")
         raise RemoteError(
-            f"{peer} answered {status}, not a problem document: {text!r}",
+            f"{peer} answered {status}, not a problem document: {text[:80]!r}; is this the URL of "
+            "a weightsync server?",
             remote_type=f"HTTP {status}",
             remote_message=text,
         ) from None

@@ -1,0 +1,173 @@
+"""Wrong input to every verb: one line that says what to do, a documented code, no traceback."""
+
+from __future__ import annotations
+
+import http.server
+import json
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.cli.running import TOKEN
+from weightsync.cli import main
+from weightsync.cli.answers import FAILED, REFUSED, UNREACHABLE, USAGE
+
+
+class _Stranger(http.server.BaseHTTPRequestHandler):
+    """A web server of another kind."""
+
+    def do_GET(self) -> None:
+        self.send_response(200)
+        self.send_header("content-length", "4")
+        self.end_headers()
+        self.wfile.write(b"<ht>")
+
+    def log_message(self, format: str, *args: object) -> None:  # noqa: A002  # the base's name
+        pass
+
+
+@pytest.fixture(scope="module")
+def stranger() -> Iterator[str]:
+    """The URL of an HTTP server that is no weightsync server."""
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), _Stranger) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{server.server_address[1]}"
+        finally:
+            server.shutdown()
+            thread.join(30)
+
+
+@pytest.fixture(scope="module")
+def open_token(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A token file that others may read."""
+    file = tmp_path_factory.mktemp("token") / "token"
+    file.write_text(TOKEN)
+    file.chmod(0o644)
+    return file
+
+
+@pytest.fixture
+def places(
+    url: str, down: str, stranger: str, checkpoint: Path, open_token: Path
+) -> dict[str, object]:
+    """What stands in braces in a line of the table."""
+    return {
+        "url": url,
+        "down": down,
+        "stranger": stranger,
+        "tls_to_plain": stranger.replace("http://", "https://"),
+        "taken": stranger.rpartition(":")[2],
+        "checkpoint": checkpoint,
+        "open_token": open_token,
+        "empty": "empty",
+        "pickled": "pickled",
+    }
+
+
+SERVERS = {"{down}": UNREACHABLE, "http://nosuch.invalid:1": UNREACHABLE, "127.0.0.1:1": USAGE}
+SERVERS |= {"ftp://x": USAGE, "http://127.0.0.1:99999": USAGE, "{stranger}": FAILED}
+SERVERS |= {"{tls_to_plain}": UNREACHABLE}
+
+CASES = [
+    *((f"push {{checkpoint}} --to {url}", code) for url, code in SERVERS.items()),
+    *((f"verify {url} {{checkpoint}}", code) for url, code in SERVERS.items()),
+    ("push nowhere --to {url}", USAGE),
+    ("push {empty} --to {url}", USAGE),
+    ("push {pickled} --to {url}", USAGE),
+    ("push {checkpoint}", USAGE),
+    ("push {checkpoint} --to {url} --token wrong", REFUSED),
+    ("push {checkpoint} --to {url} --token-file {open_token}", USAGE),
+    ("push {checkpoint} --to {url} --token x --token-file {open_token}", USAGE),
+    ("push {checkpoint} --to {url} --ca-file {open_token}", USAGE),
+    ("push {checkpoint} --to https://127.0.0.1:1 --ca-file nowhere", USAGE),
+    ("push {checkpoint} --to {url} --insecure", USAGE),
+    ("verify {url} nowhere", USAGE),
+    ("verify {url} {pickled}", USAGE),
+    ("verify {url} {checkpoint} --token wrong", REFUSED),
+    ("verify {url}", USAGE),
+    ("status", USAGE),
+    ("status 127.0.0.1:1", USAGE),
+    ("status {url} --token-file nowhere", USAGE),
+    ("status {url} --interval 0", USAGE),
+    ("doctor --port 0", USAGE),
+    ("plot nowhere", USAGE),
+    ("bench --nbytes some", USAGE),
+    ("bench --backend x", USAGE),
+    ("demo --model huge", USAGE),
+    ("demo --out {open_token}", USAGE),
+    ("serve", USAGE),
+    ("serve --model tiny --api-servers 0", USAGE),
+    ("serve --model tiny --port {taken}", USAGE),
+    ("serve --model tiny --host nosuch.invalid", USAGE),
+    ("serve --model tiny --no-auth --token x", USAGE),
+    ("serve --model tiny --data-parallel 300", USAGE),
+    ("nosuchverb", USAGE),
+]
+
+
+@pytest.mark.parametrize(("line", "code"), CASES, ids=[line for line, _ in CASES])
+def test_one_line_and_a_code(
+    line: str,
+    code: int,
+    places: dict[str, object],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setenv("WEIGHTSYNC_TOKEN", TOKEN)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "pickled").mkdir()
+    (tmp_path / "pickled" / "pytorch_model.bin").write_bytes(b"no pickle is read")
+    words = line.format(**places).split()
+    with pytest.raises(SystemExit) as ended:
+        main(words)
+    said = capsys.readouterr()
+    assert ended.value.code == code, said.err
+    assert (said.out, said.err.count("\n")) == ("", 1), said
+    assert said.err.startswith("weightsync: ")
+    assert TOKEN not in said.err
+
+
+@pytest.mark.parametrize(
+    ("line", "told"),
+    [
+        ("push {checkpoint} --to 127.0.0.1:1", "127.0.0.1:1 is no URL; give http://host:port"),
+        ("push {checkpoint} --to {tls_to_plain}", "speaks no TLS; give an http:// URL"),
+        ("push pickled --to {url}", "safetensors"),
+        ("push {checkpoint} --to {url} --insecure", "--insecure"),
+    ],
+)
+def test_json_says_it_too(
+    line: str,
+    told: str,
+    places: dict[str, object],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "pickled").mkdir()
+    (tmp_path / "pickled" / "pytorch_model.bin").touch()
+    with pytest.raises(SystemExit) as ended:
+        main([*line.format(**places).split(), "--json"])
+    answer = json.loads(capsys.readouterr().out)
+    assert answer["exit_code"] == ended.value.code
+    assert told in answer["error"]["message"]
+
+
+def test_a_private_token_file_is_taken(
+    url: str, checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("WEIGHTSYNC_TOKEN", raising=False)
+    file = tmp_path / "token"
+    file.write_text(TOKEN)
+    file.chmod(0o600)
+    for words in (["push", str(checkpoint), "--to", url], ["verify", url, str(checkpoint)]):
+        with pytest.raises(SystemExit) as ended:
+            main([*words, "--token-file", str(file)])
+        assert ended.value.code == 0

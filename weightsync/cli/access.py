@@ -1,0 +1,48 @@
+"""How a verb gets into a server: its token, and the certificates that are trusted."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from weightsync.errors import ConfigError
+from weightsync.transports.http_client import tls_settings
+from weightsync.wire.bearer_token import read_token_file
+
+TokenOption = Annotated[
+    str | None, typer.Option(help="of the servers; else WEIGHTSYNC_TOKEN", show_default=False)
+]
+TokenFileOption = Annotated[
+    Path | None,
+    typer.Option(help="holds the token, mode 0600; else WEIGHTSYNC_TOKEN_FILE", show_default=False),
+]
+CaFileOption = Annotated[
+    Path | None,
+    typer.Option(help="certificates to trust, PEM; else REQUESTS_CA_BUNDLE", show_default=False),
+]
+
+
+def given_token(token: str | None, token_file: Path | None) -> str | None:
+    """Return the token of the command line, None for that of the environment.
+
+    Raises ConfigError when both are given, and for a file that others may read.
+    """
+    if token is not None and token_file is not None:
+        raise ConfigError("--token and --token-file are both given; give one of them")
+    return token if token_file is None else read_token_file(token_file)
+
+
+def given_trust(ca_file: Path | None, urls: Sequence[str]) -> bool | str:
+    """Return whom to trust: what `verify_tls` of HttpTransport takes; trusting anyone is no choice.
+
+    Raises ConfigError for a file that is not there, and where no URL is https.
+    """
+    if ca_file is None:
+        return True
+    if not any(url.startswith(("https://", "vllm+https://")) for url in urls):
+        raise ConfigError("--ca-file is for https:// URLs, and none is given")
+    tls_settings(str(ca_file))
+    return str(ca_file)
