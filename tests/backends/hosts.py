@@ -332,16 +332,25 @@ def workers(*hosts: int, hook: bool = False, data: Data = "gloo") -> Iterator[li
 
 
 @contextmanager
-def party(*hosts: int, hook: bool = False, data: Data = "gloo", **options: Any) -> Iterator[Party]:
-    """Workers on `len(hosts)` hosts, and a sender whose group they are in."""
+def strangers(
+    *hosts: int, hook: bool = False, data: Data = "gloo", **options: Any
+) -> Iterator[Party]:
+    """Workers on `len(hosts)` hosts, and a sender that has not built a group with them."""
     with workers(*hosts, hook=hook, data=data) as started:
         made = Party(started, data=data, **options)
         try:
-            made.build()
             yield made
         finally:
             made.close()
     remove_leftovers()  # of workers that a test killed
+
+
+@contextmanager
+def party(*hosts: int, **options: Any) -> Iterator[Party]:
+    """The same with the group built, which all workers are in."""
+    with strangers(*hosts, **options) as made:
+        made.build()
+        yield made
 
 
 @contextmanager

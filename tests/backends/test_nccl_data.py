@@ -11,21 +11,19 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 
 import pytest
 import torch
-from torch._C._distributed_c10d import Store
 
 import weightsync as ws
 from tests.backends.exact_wire import ExactWire, carried, in_place_of_nccl
-from tests.backends.hosts import BUCKET_NBYTES, WAIT_S, Model, Party, party, workers
+from tests.backends.hosts import BUCKET_NBYTES, WAIT_S, Model, Party, party, strangers, workers
 from tests.backends.wire_peer import Edge, answer, ask, content, wait_for, wires
 from tests.gpu.receiver_process import EveryDtype, digests, fill, receiver_process
 from weightsync.backends import data_group, nccl_data, nccl_wire
-from weightsync.backends.nccl_wire import Flight, Wire
+from weightsync.backends.nccl_wire import Flight
 from weightsync.samehost.device_keys import host_key
-from weightsync.samehost.segment import remove_leftovers
 from weightsync.sending.commands import Card
 from weightsync.sending.feeder import Feeder
 from weightsync.sending.fleet import Member
@@ -120,6 +118,13 @@ def refusal(fleet: Party) -> str | None:
     return fleet.chain.no_nccl
 
 
+def send_well(fleet: Party, seed: int) -> None:
+    """The last host holds what it can only have from the one before it."""
+    fleet.model.fill(seed)
+    assert fleet.send() == []
+    assert fleet.hosts[-1][0].ask("content") == fleet.model.content()
+
+
 def test_all_chunks_go_by_the_wire_with_their_exact_sizes() -> None:
     with party(1, 1, data="nccl") as fleet:
         assert refusal(fleet) is None
@@ -137,24 +142,18 @@ def test_all_chunks_go_by_the_wire_with_their_exact_sizes() -> None:
 
 
 def test_one_member_that_cannot_makes_all_go_by_gloo() -> None:
-    with workers(1, 1, data="nccl") as hosts:
-        fleet = Party(hosts, data="nccl")
-        try:
-            hosts[1][0].ask("refuse", "torch is built without NCCL")
-            fleet.build()
-            assert refusal(fleet) == "h1w0: torch is built without NCCL"
-            fleet.model.fill(1)
-            assert fleet.send() == []
-            assert hosts[1][0].ask("content") == fleet.model.content()
-            assert carried == hosts[0][0].ask("carried") == []
-            hosts[1][0].ask("refuse", None)
-            fleet.build()
-            assert refusal(fleet) is None
-            fleet.model.fill(2)
-            assert fleet.send() == []
-            assert carried
-        finally:
-            fleet.close()
+    with strangers(1, 1, data="nccl") as fleet:
+        first, last = (host[0] for host in fleet.hosts)
+        last.ask("refuse", "torch is built without NCCL")
+        fleet.build()
+        assert refusal(fleet) == "h1w0: torch is built without NCCL"
+        send_well(fleet, 1)
+        assert carried == first.ask("carried") == []
+        last.ask("refuse", None)
+        fleet.build()
+        assert refusal(fleet) is None
+        send_well(fleet, 2)
+        assert carried
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="asks a machine without GPUs")
@@ -165,9 +164,7 @@ def test_a_member_without_cuda_says_so_by_itself() -> None:
         try:
             fleet.build()
             assert refusal(fleet) == "h0w0: torch finds no CUDA GPU"
-            fleet.model.fill(1)
-            assert fleet.send() == []
-            assert hosts[0][0].ask("content") == fleet.model.content()
+            send_well(fleet, 1)
         finally:
             fleet.close()
 
@@ -215,24 +212,15 @@ class _Lying(ExactWire):
 def test_what_does_not_prove_itself_is_not_used(
     monkeypatch: pytest.MonkeyPatch, wire: type[ExactWire], said: str
 ) -> None:
-    def connect(store: Store, rank: int, size: int, device: torch.device) -> Wire:
-        return wire(store, rank, size, device)
-
     monkeypatch.setattr(data_group, "_PROOF_S", SHORT_S)
-    with workers(1, 1, data="nccl") as hosts:
-        fleet = Party(hosts, data="nccl")
-        try:
-            nccl_wire.connect = connect
-            started = time.monotonic()
-            fleet.build()
-            assert time.monotonic() - started < WAIT_S / 4
-            assert (refusal(fleet) or "").startswith(said)
-            for seed in (1, 2):
-                fleet.model.fill(seed)
-                assert fleet.send() == []
-                assert hosts[1][0].ask("content") == fleet.model.content()
-        finally:
-            fleet.close()
+    with strangers(1, 1, data="nccl") as fleet:
+        nccl_wire.connect = wire
+        started = time.monotonic()
+        fleet.build()
+        assert time.monotonic() - started < WAIT_S / 4
+        assert (refusal(fleet) or "").startswith(said)
+        for seed in (1, 2):
+            send_well(fleet, seed)
 
 
 # Faults of the wire alone: the private group beside it is well
@@ -254,55 +242,45 @@ class _Never:
         return False
 
 
-def test_a_wire_that_stands_still_is_a_timeout_that_names_the_host() -> None:
-    def connect(store: Store, rank: int, size: int, device: torch.device) -> Wire:
-        return _Stuck(store, rank, size, device)
+@contextmanager
+def with_wire(wire: type[ExactWire], timeout_s: float = WAIT_S / 2) -> Iterator[Party]:
+    """A sender and a member, which has another wire than the sender's `wire`."""
+    with strangers(1, data="nccl", timeout_s=timeout_s) as fleet:
+        nccl_wire.connect = wire
+        fleet.build()
+        nccl_wire.connect = ExactWire
+        assert refusal(fleet) is None
+        fleet.model.fill(1)
+        yield fleet
 
-    with workers(1, data="nccl") as hosts:
-        fleet = Party(hosts, data="nccl", timeout_s=SHORT_S)
-        try:
-            well, nccl_wire.connect = nccl_wire.connect, connect
-            fleet.build()
-            assert refusal(fleet) is None
-            fleet.model.fill(1)
-            started = time.monotonic()
-            failed = fleet.send()
-            assert time.monotonic() - started < 4 * SHORT_S
-            assert fleet.chain is not None
-            told = f"{failed} {fleet.chain.failure}"
-            assert "the host of h0w0" in told
-            assert "nothing moved for" in told
-            nccl_wire.connect = well
-            fleet.build()
-            assert fleet.send() == []
-            assert hosts[0][0].ask("content") == fleet.model.content()
-        finally:
-            fleet.close()
+
+def failure_of_send(fleet: Party, within_s: float) -> str:
+    """What the sender and its chain say of an update that fails."""
+    started = time.monotonic()
+    failed = fleet.send()
+    assert time.monotonic() - started < within_s
+    assert fleet.chain is not None
+    return f"{failed} {fleet.chain.failure}"
+
+
+def test_a_wire_that_stands_still_is_a_timeout_that_names_the_host() -> None:
+    with with_wire(_Stuck, SHORT_S) as fleet:
+        told = failure_of_send(fleet, 4 * SHORT_S)
+        assert "the host of h0w0" in told
+        assert "nothing moved for" in told
+        fleet.build()
+        send_well(fleet, 1)
 
 
 def test_a_killed_member_is_noticed_long_before_the_timeout() -> None:
     """The wire says nothing of it: the private group's connection does."""
-
-    def connect(store: Store, rank: int, size: int, device: torch.device) -> Wire:
-        return _Stuck(store, rank, size, device)
-
-    with workers(1, data="nccl") as hosts:
-        fleet = Party(hosts, data="nccl", timeout_s=WAIT_S / 2)
-        nccl_wire.connect = connect
-        killing = threading.Timer(SHORT_S / 3, hosts[0][0].signal, [signal.SIGKILL])
+    with with_wire(_Stuck) as fleet:
+        killing = threading.Timer(SHORT_S / 3, fleet.hosts[0][0].signal, [signal.SIGKILL])
         try:
-            fleet.build()
-            assert refusal(fleet) is None
             killing.start()
-            started = time.monotonic()
-            failed = fleet.send()
-            assert time.monotonic() - started < WAIT_S / 4
-            assert fleet.chain is not None
-            assert "the host of h0w0" in f"{failed} {fleet.chain.failure}"
+            assert "the host of h0w0" in failure_of_send(fleet, WAIT_S / 4)
         finally:
             killing.cancel()
-            fleet.close()
-    remove_leftovers()
 
 
 class _OutOfMemory(ExactWire):
@@ -317,28 +295,13 @@ class _OutOfMemory(ExactWire):
 def test_a_device_that_fails_breaks_the_group_whose_next_chunk_is_awaited() -> None:
     """The head is there already: after it no word of giving up can be told from the chunk."""
 
-    def connect(store: Store, rank: int, size: int, device: torch.device) -> Wire:
-        return _OutOfMemory(store, rank, size, device)
-
-    with workers(1, data="nccl") as hosts:
-        fleet = Party(hosts, data="nccl", timeout_s=WAIT_S / 2)
-        try:
-            well, nccl_wire.connect = nccl_wire.connect, connect
-            fleet.build()
-            assert refusal(fleet) is None
-            fleet.model.fill(1)
-            started = time.monotonic()
-            failed = fleet.send()
-            assert time.monotonic() - started < WAIT_S / 4
-            assert fleet.chain is not None
-            assert fleet.chain.broken
-            assert "CUDA error: out of memory" in f"{failed} {fleet.chain.failure}"
-            nccl_wire.connect = well
-            fleet.build()
-            assert fleet.send() == []
-            assert hosts[0][0].ask("content") == fleet.model.content()
-        finally:
-            fleet.close()
+    with with_wire(_OutOfMemory) as fleet:
+        told = failure_of_send(fleet, WAIT_S / 4)
+        assert fleet.chain is not None
+        assert fleet.chain.broken
+        assert "CUDA error: out of memory" in told
+        fleet.build()
+        send_well(fleet, 1)
 
 
 class _Endless(ExactWire):
@@ -352,16 +315,9 @@ class _Endless(ExactWire):
 
 
 def test_buffers_are_kept_until_the_wire_has_ended() -> None:
-    def connect(store: Store, rank: int, size: int, device: torch.device) -> Wire:
-        return _Endless(store, rank, size, device)
-
-    with workers(1, data="nccl") as hosts:
-        fleet = Party(hosts, data="nccl")
+    with with_wire(_Endless) as fleet:
         try:
-            well, nccl_wire.connect = nccl_wire.connect, connect
-            fleet.build()
             _Endless.busy.set()
-            nccl_wire.connect = well
             fleet.build()
             ((wire, buffers),) = nccl_data._kept
             assert isinstance(wire, _Endless)
@@ -369,10 +325,9 @@ def test_buffers_are_kept_until_the_wire_has_ended() -> None:
             _Endless.busy.clear()
             fleet.build()
             assert not nccl_data._kept
-            assert fleet.send() == []
+            send_well(fleet, 1)
         finally:
             _Endless.busy.clear()
-            fleet.close()
 
 
 # Who decides: the sender, from the members' device keys
