@@ -41,30 +41,28 @@ ALL = " ".join(part for part in NEEDS if part != "weightsync.integrations.vllm")
 INDIFFERENT = ("matplotlib", "uvicorn")
 """Packages that none of these parts imports; the verbs that need them say so, see tests/cli."""
 _LINE = re.compile(r"pip install 'weightsync\[([\w,-]+)\]'")
-OPTIONAL = set(
-    [
-        "PIL",
-        "anyio",
-        "cuda",
-        "fastapi",
-        "jinja2",
-        "matplotlib",
-        "peft",
-        "prometheus_client",
-        "ray",
-        "requests",
-        "rich",
-        "safetensors",
-        "sglang",
-        "starlette",
-        "transformers",
-        "trl",
-        "typer",
-        "uvicorn",
-        "vllm",
-        "zmq",
-    ]
-)
+OPTIONAL = {
+    "PIL",
+    "anyio",
+    "cuda",
+    "fastapi",
+    "jinja2",
+    "matplotlib",
+    "peft",
+    "prometheus_client",
+    "ray",
+    "requests",
+    "rich",
+    "safetensors",
+    "sglang",
+    "starlette",
+    "transformers",
+    "trl",
+    "typer",
+    "uvicorn",
+    "vllm",
+    "zmq",
+}
 
 Answer = list[str] | None
 
