@@ -13,7 +13,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -36,7 +36,7 @@ class Ended:
 
 @contextmanager
 def home() -> Iterator[Path]:
-    """Make a directory for one program, with a short name for the unix sockets that Ray puts there."""
+    """Make a directory for one program; its name is short, for Ray puts unix sockets there."""
     with tempfile.TemporaryDirectory(prefix="wb-", dir="/tmp", ignore_cleanup_errors=True) as made:
         yield Path(made)
 
@@ -104,7 +104,7 @@ def _environment(directory: Path) -> dict[str, str]:
 def _end_marked(directory: Path) -> None:
     found = [p for p in psutil.process_iter() if _mark_of(p) == str(directory)]
     for process in found:
-        with _gone_is_fine():
+        with suppress(psutil.NoSuchProcess):
             process.kill()
     psutil.wait_procs(found, timeout=END_S)
 
@@ -114,13 +114,3 @@ def _mark_of(process: psutil.Process) -> str | None:
         return process.environ().get(MARK)
     except (psutil.Error, OSError):
         return None
-
-
-@contextmanager
-def _gone_is_fine() -> Iterator[None]:
-    try:
-        yield
-    except psutil.NoSuchProcess:
-        pass
-
-

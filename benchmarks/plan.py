@@ -1,7 +1,8 @@
 """Which models are moved by which rivals to how many readers, in each preset. No torch here.
 
-`standard` is meant to end within 25 minutes on two quiet cores. `full` adds 1 and 4 GiB, 30 tensors,
-float32, mixed dtypes and real models to more readers, wider Qwen3s, and 10,000 tensors: hours.
+`standard` is meant to end within 25 minutes on two quiet cores. `full` adds 1 and 4 GiB, and
+10,000 tensors; 30 tensors, float32 and mixed dtypes by everyone; real models to 2 and 4 readers;
+wider Qwen3s; hooks and in place to 2 and 4 readers. It takes hours.
 `check` is what the guard looks at, and `toy` says nothing about speed.
 """
 
@@ -101,7 +102,9 @@ def _standard() -> Iterator[Trial]:
     yield from _each(["64M-300", "2G-300", "4K-37000"], [1], (*OURS_MAIN, *THEIRS))
     yield from _each(["512M-30", "512M-300-f32", "512M-300-mixed"], [1], OURS_MAIN)
     # 4 GiB: whoever does not fit this machine's memory is a row that says so.
-    yield from _each(["4G-300"], [1], ("weightsync/unpacked/in_place", "weightsync/packed/in_place"))
+    yield from _each(
+        ["4G-300"], [1], ("weightsync/unpacked/in_place", "weightsync/packed/in_place")
+    )
 
 
 def _full() -> Iterator[Trial]:

@@ -1,7 +1,6 @@
 """The whole model as the body of one POST to the http.server of each reader.
 
-`safetensors`: `safetensors.torch.save` makes the body, `load` reads it back; the reader receives it
-into memory that it allocated once. `streamed`: names are agreed on, the tensors' own memory is sent
+`safetensors`: `safetensors.torch.save` makes the body, `load` reads it back. `streamed`: names are agreed on, the tensors' own memory is sent
 and received into the parameters, without a copy on either side: what loopback TCP allows.
 """
 
@@ -68,7 +67,6 @@ class Taker(Reader):
     def __init__(self, module: nn.Module, extra: Any) -> None:
         super().__init__(module, extra)
         self._places = [memoryview(as_bytes(p).numpy()) for p in self.parameters.values()]
-        self._body = bytearray()
         self._server = Server(self._take)
 
     def hello(self) -> object:
@@ -82,10 +80,8 @@ class Taker(Reader):
             for place in self._places:
                 _read_into(stream, place)
             return
-        if len(self._body) != nbytes:
-            self._body = bytearray(nbytes)
-        _read_into(stream, memoryview(self._body))
-        load(self.parameters, load_bytes(self._body).items())  # type: ignore[arg-type] # takes any buffer
+        # The library takes bytes and nothing else, so they are fresh each time.
+        load(self.parameters, load_bytes(stream.read(nbytes)).items())
 
 
 def _read_into(stream: BinaryIO, place: memoryview) -> None:

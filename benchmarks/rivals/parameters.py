@@ -1,4 +1,4 @@
-"""The parameters that are moved: made, changed, copied and compared. Shares nothing with weightsync."""
+"""The parameters that are moved: made, changed, copied and compared, with nothing of weightsync."""
 
 from __future__ import annotations
 

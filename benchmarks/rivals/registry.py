@@ -1,4 +1,4 @@
-"""Every way of moving weights that is compared, by name, with the memory it takes. No torch here."""
+"""Every way of moving weights that is compared, by name, and the memory it takes. No torch here."""
 
 from __future__ import annotations
 

@@ -42,4 +42,5 @@ class Taker(Reader):
 
     def load(self, way: str, message: Any) -> object:
         with safe_open(message, framework="pt") as file:
-            return len(load(self.parameters, ((name, file.get_tensor(name)) for name in file.keys())))  # noqa: SIM118 # no mapping
+            names = file.keys()
+            return len(load(self.parameters, ((name, file.get_tensor(name)) for name in names)))

@@ -140,10 +140,8 @@ def _check(rival: Rival, parameters: Mapping[str, torch.Tensor], way: str) -> No
         if wrong:
             raise RivalError(
                 f"{way}: {len(wrong)} of {len(sent)} tensors of reader {number} are not what was "
-                f"sent, {sorted(wrong)[0]} among them"
+                f"sent, {min(wrong)} among them"
             )
-
-
 
 
 if __name__ == "__main__":

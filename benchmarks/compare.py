@@ -1,0 +1,167 @@
+"""The same model moved by weightsync and by what people use instead, beside a plain copy.
+
+    python -m benchmarks.compare --preset standard --out results.json
+
+Every trial is a trainer process and its readers, apart from all others. The file is written after
+each trial; an unfinished one is gone on with, a finished one begun anew. What fails, does not fit
+into memory or takes too long is a row with its reason.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from benchmarks import isolated
+from benchmarks.plan import PRESETS, WORKLOADS, Preset, Trial
+from benchmarks.results import Results, Row, machine, same_kind
+from benchmarks.rivals.registry import RIVALS
+from benchmarks.shapes import Workload
+
+# Beside the weights: interpreters with torch, and what the system itself wants.
+SPARE_NBYTES = 1 << 30
+PROCESS_NBYTES = 300 << 20
+
+
+def compare(preset: Preset, results: Results, path: Path | None, only: Sequence[str] = ()) -> None:
+    """Run what `results` has no rows of yet; `only` takes rivals whose names begin so."""
+    began = time.monotonic()
+    trials = [t for trial in preset.trials if (t := _left(trial, results, only))]
+    for number, trial in enumerate(trials, start=1):
+        rows = measure(preset, trial)
+        results.rows += rows
+        if path is not None:
+            results.save(path)
+        spent = time.monotonic() - began
+        for row in rows:
+            print(
+                f"[{number}/{len(trials)}, {spent:.0f} s] {describe(row)}",
+                file=sys.stderr,
+                flush=True,
+            )
+    results.finished = not only
+    if path is not None:
+        results.save(path)
+
+
+def measure(preset: Preset, trial: Trial) -> list[Row]:
+    """Run one trial and return a row for every rival and way of it."""
+    workload = WORKLOADS[trial.workload]()
+    fit = [name for name in trial.rivals if not _too_large(name, workload, trial.readers)]
+    found, problem = _run(preset, trial, fit) if fit else ({}, "")
+    rows = []
+    for name in trial.rivals:
+        for way in RIVALS[name].ways:
+            reason = _too_large(name, workload, trial.readers) or problem or "no result"
+            said = found.get((name, way), {"failed": reason})
+            rows.append(_row(workload, trial, name, way, said))
+    return rows
+
+
+def describe(row: Row) -> str:
+    """Return one line about a row."""
+    if row.failed:
+        return f"{row.key}: {row.failed}"
+    ratio = row.ratio
+    return f"{row.key}: {ratio.median:.2f} x memcpy ({ratio.least:.2f} to {ratio.most:.2f})"
+
+
+def _left(trial: Trial, results: Results, only: Sequence[str]) -> Trial | None:
+    rivals = tuple(
+        name
+        for name in trial.rivals
+        if (not only or name.startswith(tuple(only)))
+        and results.find(trial.workload, trial.readers, name) is None
+    )
+    return Trial(trial.workload, trial.readers, rivals) if rivals else None
+
+
+def _too_large(name: str, workload: Workload, readers: int) -> str:
+    """Say why a rival does not fit this machine's memory; nothing if it does."""
+    needed = RIVALS[name].peak_nbytes(workload.nbytes, readers)
+    needed += SPARE_NBYTES + (1 + readers) * PROCESS_NBYTES
+    there = psutil.virtual_memory().available
+    if needed <= there:
+        return ""
+    return f"needs about {needed / 2**30:.0f} GiB of memory, {there / 2**30:.0f} GiB are free"
+
+
+def _run(
+    preset: Preset, trial: Trial, rivals: list[str]
+) -> tuple[dict[tuple[str, str], dict[str, Any]], str]:
+    order = {
+        "workload": trial.workload,
+        "readers": trial.readers,
+        "rivals": rivals,
+        "rounds": preset.rounds,
+        "warm_ups": preset.warm_ups,
+        "budget_s": preset.budget_s,
+    }
+    with isolated.home() as directory:
+        asked, said = directory / "order", directory / "results"
+        asked.write_text(json.dumps(order), encoding="utf-8")
+        ended = isolated.run_module(
+            "benchmarks.rivals.trial",
+            asked,
+            said,
+            directory=directory,
+            shm_nbytes=psutil.virtual_memory().total,
+            timeout_s=preset.limit_s,
+        )
+        lines = said.read_text(encoding="utf-8").splitlines() if said.exists() else []
+    found = {}
+    for line in map(json.loads, lines):
+        found[line.pop("rival"), line.pop("way")] = line
+    return found, ended.problem
+
+
+def _row(workload: Workload, trial: Trial, name: str, way: str, said: dict[str, Any]) -> Row:
+    return Row(
+        workload=workload.name,
+        readers=trial.readers,
+        rival=name,
+        way=way,
+        nbytes=workload.nbytes,
+        tensors=len(workload.tensors),
+        dtype=workload.dtype,
+        **said,
+    )
+
+
+def resume(path: Path, preset: str) -> Results:
+    """Return the file's rows where they are an unfinished run of this preset here; else none."""
+    here = machine()
+    if path.exists():
+        found = Results.read(path)
+        if not found.finished and found.preset == preset and same_kind(found.machine, here):
+            return found
+    return Results(preset, here)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Compare, and say what failed."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--preset", choices=tuple(PRESETS), default="standard")
+    parser.add_argument("--out", type=Path, default=Path("results.json"))
+    parser.add_argument(
+        "--rivals", nargs="+", default=[], metavar="NAME", help="only those that begin so"
+    )
+    options = parser.parse_args(arguments)
+    results = resume(options.out, options.preset)
+    compare(PRESETS[options.preset], results, options.out, options.rivals)
+    failed = sum(bool(row.failed) for row in results.rows)
+    print(f"{len(results.rows)} rows, {failed} without figures: {options.out}")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

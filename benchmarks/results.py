@@ -1,0 +1,135 @@
+"""What a comparison found: rows, the machine they are from, and the file that keeps them."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import statistics
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields
+from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any, Self
+
+import psutil
+
+PACKAGES = ("torch", "ray", "safetensors", "weightsync")
+
+
+def today() -> str:
+    """Return the date, in UTC."""
+    return datetime.now(UTC).strftime("%Y-%m-%d")
+
+
+@dataclass(frozen=True, slots=True)
+class Ratio:
+    """Updates as multiples of the copy that each followed."""
+
+    least: float
+    median: float
+    most: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """One rival and way on one workload; `failed` says why it has no figures.
+
+    `memcpy` and `update` are seconds, round by round; the values that readers held were right in
+    every row that has them. `load` is the machine's at the end.
+    """
+
+    workload: str
+    readers: int
+    rival: str
+    way: str
+    nbytes: int
+    tensors: int
+    dtype: str
+    date: str = field(default_factory=today)
+    memcpy: list[float] = field(default_factory=list)
+    update: list[float] = field(default_factory=list)
+    setup_s: float = 0.0
+    load: float = 0.0
+    failed: str = ""
+
+    @property
+    def key(self) -> str:
+        """What this row is a row of."""
+        return f"{self.workload} x{self.readers} {self.rival} {self.way}"
+
+    @property
+    def ratio(self) -> Ratio:
+        """The least, the median and the greatest ratio to memcpy. Only for rows with figures."""
+        found = [u / m for u, m in zip(self.update, self.memcpy, strict=True)]
+        return Ratio(min(found), statistics.median(found), max(found))
+
+
+@dataclass(slots=True)
+class Results:
+    """All rows so far; `finished` says that the preset has come to its end."""
+
+    preset: str
+    machine: Mapping[str, Any]
+    rows: list[Row] = field(default_factory=list)
+    finished: bool = False
+
+    def find(self, workload: str, readers: int, rival: str, way: str = "") -> Row | None:
+        """Return the row of these, of any way where none is named."""
+        for row in self.rows:
+            found = (row.workload, row.readers, row.rival)
+            if found == (workload, readers, rival) and way in {"", row.way}:
+                return row
+        return None
+
+    def save(self, path: Path) -> None:
+        """Write the file as a whole, or not at all."""
+        rows = [
+            {**asdict(row), "ratio": None if row.failed else asdict(row.ratio)} for row in self.rows
+        ]
+        text = json.dumps({**asdict(self), "rows": rows}, indent=1)
+        part = path.with_suffix(".part")
+        part.write_text(text + "\n", encoding="utf-8")
+        part.replace(path)
+
+    @classmethod
+    def read(cls, path: Path) -> Self:
+        """Read what `save` wrote."""
+        said = json.loads(path.read_text(encoding="utf-8"))
+        known = {f.name for f in fields(Row)}
+        rows = [Row(**{k: v for k, v in row.items() if k in known}) for row in said["rows"]]
+        return cls(said["preset"], said["machine"], rows, said["finished"])
+
+
+def machine() -> dict[str, Any]:
+    """Return what figures depend on, without what names one machine among others of its kind."""
+    return {
+        "cpu": _cpu(),
+        "cores": len(os.sched_getaffinity(0)),
+        "memory_gib": round(psutil.virtual_memory().total / 2**30, 1),
+        "system": f"{platform.system()} {platform.release().split('-')[0]}",
+        "python": platform.python_version(),
+        "packages": {name: found for name in PACKAGES if (found := _version(name))},
+    }
+
+
+def same_kind(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+    """Whether figures of the two machines can be compared."""
+    return all(one.get(name) == other.get(name) for name in ("cpu", "cores"))
+
+
+def _cpu() -> str:
+    try:
+        said = Path("/proc/cpuinfo").read_text(encoding="utf-8")
+    except OSError:
+        return platform.machine()
+    names = [line.split(":", 1)[1].strip() for line in said.splitlines() if "model name" in line]
+    return names[0] if names else platform.machine()
+
+
+def _version(name: str) -> str:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return ""
