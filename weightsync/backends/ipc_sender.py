@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import secrets
 from collections.abc import Callable, Iterable
 from contextlib import closing
@@ -22,6 +23,7 @@ from weightsync.samehost.staging import StagedSlots
 from weightsync.specs import Manifest
 from weightsync.weights.buckets import RUN_NBYTES, Plan, runs_per_chunk
 from weightsync.weights.copier import Memory, RunCompiler
+from weightsync.weights.cuda_runs import hashers
 from weightsync.weights.dtypes import TORCH_DTYPES, spec_of
 from weightsync.weights.fingerprint import table_digest
 from weightsync.weights.packer import Packer
@@ -48,6 +50,9 @@ CUDA_BUCKET_NBYTES = 256 << 20
 CUDA_BUCKETS = 2
 CUDA_RUN_NBYTES = 32 << 20
 READER_PLACES = 64
+
+_OFFER_NUMBERS = itertools.count(1)
+"""Of the whole process: a sender keeps its id over the engines that it makes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -164,6 +169,7 @@ class IpcTrainerEngine(TrainerWeightTransferEngine):
             run_nbytes=self._run_nbytes,
             lease_s=self._options.timeout_s,
             fleet_version=fleet_version,
+            number=next(_OFFER_NUMBERS),
             ring=RingInfo(
                 data=self._ring.handle(),
                 num_slots=self._control.slots,
@@ -372,7 +378,7 @@ class IpcTrainerEngine(TrainerWeightTransferEngine):
         if self._hashers is None:
             memory = Memory(self._memory.tensors, flat=isinstance(self._memory, SharedStream))
             compiler = RunCompiler(self._whole, memory, memory)
-            self._hashers = [compiler.compile(run).fingerprint for run in self._whole.runs]
+            self._hashers = hashers([compiler.compile(run) for run in self._whole.runs])
         self.trail.mark("acquired", 0)
         for hasher in self._hashers:
             check()

@@ -23,6 +23,7 @@ from weightsync.samehost.ring import LOCAL, NETWORK, Control, RingReader, wait_u
 from weightsync.specs import Manifest
 from weightsync.weights.buckets import Plan, Run
 from weightsync.weights.copier import CompiledRun, DeviceRun, Memory
+from weightsync.weights.cuda_runs import FusedRun, fused
 from weightsync.weights.shard_copier import DeviceShardRun, compiler_for
 from weightsync.weights.sink import Landing, Verification
 from weightsync.wire.codec import manifest_from_wire
@@ -191,7 +192,8 @@ class Transfer:
         memory = landing.memory
         if memory is None:
             raise TransferError("this landing has no memory of its own")
-        key = (id(self._plan), id(memory), int(ring))
+        verify = self._info.verify
+        key = (id(self._plan), id(memory), int(ring) + 2 * verify)
         kept = self._programs.get(key)
         if kept is not None:
             return kept[1]
@@ -204,7 +206,8 @@ class Transfer:
         for j, chunk in enumerate(self._plan.chunks):
             slot = slots[j % len(slots)] if ring else None
             runs = self._plan.runs[chunk.first_run : chunk.last_run]
-            programs.append([compiler.compile(run, slot, chunk.start) for run in runs])
+            compiled = [compiler.compile(run, slot, chunk.start) for run in runs]
+            programs.append(fused(compiled, verify=verify))
         if self._info.manifest is None:
             # The plan and the memory ride along: while they live, their ids are theirs alone.
             self._programs[key] = ((self._plan, memory), programs)
@@ -280,6 +283,11 @@ def _pin_for(memory: Memory, ring: OpenMemory) -> None:
 def _settle(runs: Sequence[CompiledRun]) -> None:
     """Wait for copies that a GPU still makes; the sender may overwrite their source afterwards."""
     if not runs or runs[0].on_host:
+        return
+    if isinstance(runs[0], FusedRun):
+        for run in runs:
+            if isinstance(run, FusedRun) and run.index == 0:
+                run.settle()
         return
     moving = [run.gpus() for run in runs if isinstance(run, DeviceRun | DeviceShardRun)]
     for device in set[torch.device]().union(*moving):

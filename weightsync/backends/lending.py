@@ -10,6 +10,7 @@ from weightsync.backends.base import Reception
 from weightsync.specs import TensorSpec
 from weightsync.weights.buckets import Chunk, Piece, Plan, Run
 from weightsync.weights.copier import Memory, Places, host_view
+from weightsync.weights.cuda_runs import slot_reader
 from weightsync.weights.dtypes import TORCH_DTYPES, from_bytes
 from weightsync.weights.fingerprint import mix64, xxh3, xxh3_parts
 from weightsync.weights.loans import own_storage, refuse_kept, uses
@@ -37,8 +38,7 @@ class Lender:
             return []
         if slot.device.type == "cpu":
             return [xxh3(view) for view in slot_views(self._plan, chunk, slot)]
-        runs = self._plan.runs[chunk.first_run : chunk.last_run]
-        return [mix64(slot[r.start - chunk.start : r.stop - chunk.start]) for r in runs]
+        return slot_reader(self._plan, chunk, slot)()
 
     def fingerprints_of(self, memory: Memory) -> list[int]:
         """Fingerprint registered memory where it lies."""

@@ -40,14 +40,16 @@ def mix64(flat: torch.Tensor) -> int:
     nbytes = flat.numel()
     whole = nbytes // 8 * 8
     words = _words(flat[:whole])
-    total = 0
-    for start in range(0, words.numel(), _BLOCK_WORDS):
-        total += _mixed_sum(words[start : start + _BLOCK_WORDS], start)
+    sums = [
+        _mixed_sum(words[start : start + _BLOCK_WORDS], start)
+        for start in range(0, words.numel(), _BLOCK_WORDS)
+    ]
     if whole < nbytes:
         tail = torch.zeros(8, dtype=torch.uint8, device=flat.device)
         tail[: nbytes - whole] = flat[whole:]
-        total += _mixed_sum(tail.view(torch.int64), whole // 8)
-    return settled(total, nbytes)
+        sums.append(_mixed_sum(tail.view(torch.int64), whole // 8))
+    # A GPU is waited for here, not once a block.
+    return settled(sum(map(int, sums)), nbytes)
 
 
 def mixed_rows(rows: torch.Tensor, first: int, stride: int) -> int:
@@ -64,7 +66,7 @@ def mixed_rows(rows: torch.Tensor, first: int, stride: int) -> int:
         starts = torch.arange(block.shape[0], device=words.device).mul_(stride)
         starts += first + at * stride
         places = starts.unsqueeze(1) + torch.arange(width, device=words.device)
-        total += _mixed(words, places.view(-1).add_(1))
+        total += int(_mixed(words, places.view(-1).add_(1)))
     return total & MASK
 
 
@@ -89,17 +91,17 @@ def _words(flat: torch.Tensor) -> torch.Tensor:
     return flat.view(torch.int64)
 
 
-def _mixed_sum(words: torch.Tensor, start: int) -> int:
+def _mixed_sum(words: torch.Tensor, start: int) -> torch.Tensor:
     return _mixed(words, torch.arange(start + 1, start + 1 + words.numel(), device=words.device))
 
 
-def _mixed(words: torch.Tensor, keys: torch.Tensor) -> int:
+def _mixed(words: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
     """Mix words with the numbers of their places, from 1 on; `keys` is overwritten."""
     mixed = keys.mul_(_signed(_GOLDEN)).add_(words)
     for shift, multiplier in zip((30, 27), _MULTIPLIERS, strict=True):
         mixed = (mixed ^ _shifted(mixed, shift)).mul_(_signed(multiplier))
     mixed ^= _shifted(mixed, 31)
-    return int(mixed.sum()) & MASK
+    return mixed.sum()
 
 
 def _shifted(values: torch.Tensor, bits: int) -> torch.Tensor:

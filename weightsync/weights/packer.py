@@ -12,8 +12,9 @@ from weightsync.errors import ManifestMismatchError, shorten
 from weightsync.specs import TensorSpec
 from weightsync.weights.buckets import Chunk, Plan
 from weightsync.weights.copier import HostRun, Memory, Places, compile_host, host_view, zero
+from weightsync.weights.cuda_runs import Batch, chunk_batches, slot_reader
 from weightsync.weights.dtypes import TORCH_DTYPES, as_bytes, from_bytes
-from weightsync.weights.fingerprint import mix64, xxh3
+from weightsync.weights.fingerprint import xxh3
 from weightsync.weights.source import NamedTensors
 
 Acquire = Callable[[int], int]
@@ -38,6 +39,9 @@ class Packer:
         self._replayed_from: list[int] = []
         self._gaps = cache(lambda j: list(plan.gaps(plan.chunks[j].start, plan.chunks[j].stop)))
         self._views = cache(self._make_views)
+        self._readers = cache(lambda j: slot_reader(plan, plan.chunks[j], self._slot(j)))
+        self._batches: list[Batch] | None = None
+        self._batched_from: list[int] = []
 
     def pack_stable(
         self, tensors: Sequence[torch.Tensor], acquire: Acquire, *, verify: bool
@@ -49,6 +53,10 @@ class Packer:
         if not (self._on_host and all(map(_is_bytes, self.plan.manifest.specs, tensors))):
             specs = self.plan.manifest.specs
             check_whole(specs, tensors)
+            batches = self._batches_of(tensors, verify=verify)
+            if batches is not None:
+                yield from self._pack_batches(batches, acquire, verify=verify)
+                return
             pairs = ((spec.name, t) for spec, t in zip(specs, tensors, strict=True))
             yield from self.pack(pairs, acquire, verify=verify)
             return
@@ -88,6 +96,27 @@ class Packer:
                 position += take
         if j >= 0:
             yield j, self._complete(j, verify=verify)
+
+    def _batches_of(self, tensors: Sequence[torch.Tensor], *, verify: bool) -> list[Batch] | None:
+        """Plan one launch a chunk for tensors on the slots' GPU that need no cast."""
+        if self._on_host or not all(map(is_plain, self.plan.manifest.specs, tensors)):
+            return None
+        key = [int(verify), *(tensor.data_ptr() for tensor in tensors)]
+        if key != self._batched_from:
+            flats = [as_bytes(tensor.detach()) for tensor in tensors]
+            self._batches = chunk_batches(self.plan, flats, self._slots, verify=verify)
+            self._batched_from = key
+        return self._batches
+
+    @staticmethod
+    def _pack_batches(
+        batches: Sequence[Batch], acquire: Acquire, *, verify: bool
+    ) -> Generator[Packed, None, None]:
+        for j, batch in enumerate(batches):
+            acquire(j)
+            batch.launch()
+            batch.settle()
+            yield j, batch.fingerprints() if verify else []
 
     def _write(
         self, j: int, position: int, take: int, tensor: torch.Tensor, spec: TensorSpec, end: int
@@ -137,9 +166,7 @@ class Packer:
     def _fingerprints(self, j: int) -> list[int]:
         if self._on_host:
             return [xxh3(view) for view in self._views(j)]
-        chunk, slot = self.plan.chunks[j], self._slot(j)
-        runs = self.plan.runs[chunk.first_run : chunk.last_run]
-        return [mix64(slot[run.start - chunk.start : run.stop - chunk.start]) for run in runs]
+        return self._readers(j)()
 
     def _make_views(self, j: int) -> list[memoryview]:
         return slot_views(self.plan, self.plan.chunks[j], self._slot(j))

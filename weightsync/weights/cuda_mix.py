@@ -1,0 +1,143 @@
+"""A Triton kernel that copies bytes and fingerprints them as `mix64` does, in one pass.
+
+Imported only where CUDA memory is copied or fingerprinted. What it is given is a table of *tiles*
+(`cuda_tiles`), so that one launch does thousands of tensors.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from weightsync.weights.cuda_tiles import FIELDS, TILE_WORDS, Tiles
+
+BLOCK_WORDS = 2048
+"""Words that one program reads at a time: 16 KiB."""
+NUM_WARPS = 8
+_FIELDS = tl.constexpr(FIELDS)
+_TILE = tl.constexpr(TILE_WORDS)
+_BLOCK = tl.constexpr(BLOCK_WORDS)
+_WORDS = {
+    16: tl.constexpr(tl.int64),
+    8: tl.constexpr(tl.int64),
+    4: tl.constexpr(tl.int32),
+    2: tl.constexpr(tl.int16),
+    1: tl.constexpr(tl.int8),
+}
+
+
+def launch(tiles: Tiles, sums: torch.Tensor | None, *, copies: bool) -> None:
+    """Enqueue the work of all tiles on the current stream of their device.
+
+    `sums` (`int64[tiles.sums]`, zeros) takes what every tile adds to its sum; None copies only.
+    With `copies` what is fingerprinted is what the destination holds afterwards.
+    """
+    for alignment, table in tiles.tables.items():
+        count = table.shape[0]
+        _mix_tiles[(count,)](
+            table,
+            sums if sums is not None else table,
+            ALIGNMENT=alignment,
+            ELEMENT=_WORDS[alignment],
+            COPIES=copies,
+            MIXES=sums is not None,
+            num_warps=NUM_WARPS,
+        )
+
+
+@triton.jit
+def _mix(words, keyed):  # type: ignore[no-untyped-def]  # compiled by Triton
+    """The finalizer of splitmix64, as `fingerprint._mixed`; all operands are uint64."""
+    mixed = words + keyed
+    mixed = (mixed ^ (mixed >> 30)) * 0xBF58476D1CE4E5B9
+    mixed = (mixed ^ (mixed >> 27)) * 0x94D049BB133111EB
+    return mixed ^ (mixed >> 31)
+
+
+@triton.jit
+def _joined(parts, WIDTH: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: N803
+    """Make words of `[words, 8 / width]` little-endian parts."""
+    bits = parts.to(tl.uint64) & ((1 << (8 * WIDTH)) - 1)
+    shifts = tl.arange(0, 8 // WIDTH).to(tl.uint64) * (8 * WIDTH)
+    return tl.sum(bits << shifts[None, :], axis=1)
+
+
+@triton.jit
+def _copy_tile(  # type: ignore[no-untyped-def]
+    source,
+    target,
+    offsets,
+    held,
+    stored,
+    WHOLE: tl.constexpr,  # noqa: N803
+    ALIGNMENT: tl.constexpr,  # noqa: N803
+):
+    """Copy `held` elements and put zeros behind them, up to `stored`."""
+    step: tl.constexpr = offsets.numel
+    done = 0
+    if held == WHOLE:
+        # Without masks 16 bytes move at a time.
+        for i in tl.static_range(WHOLE // step):
+            sources, targets = source + i * step + offsets, target + i * step + offsets
+            if ALIGNMENT == 16:
+                sources, targets = tl.multiple_of(sources, 16), tl.multiple_of(targets, 16)
+            tl.store(targets, tl.load(sources))
+        done = WHOLE
+    while done < stored:
+        at = done + offsets
+        parts = tl.load(source + at, mask=at < held, other=0)
+        tl.store(target + at, parts, mask=at < stored)
+        done += step
+
+
+@triton.jit
+def _mix_tiles(  # type: ignore[no-untyped-def]
+    table,
+    sums,
+    ALIGNMENT: tl.constexpr,  # noqa: N803
+    ELEMENT: tl.constexpr,  # noqa: N803
+    COPIES: tl.constexpr,  # noqa: N803
+    MIXES: tl.constexpr,  # noqa: N803
+):
+    row = table + tl.program_id(0).to(tl.int64) * _FIELDS
+    memory = tl.load(row).to(tl.pointer_type(ELEMENT))
+    width: tl.constexpr = 8 if ALIGNMENT == 16 else ALIGNMENT
+    per_word: tl.constexpr = 8 // width
+    held = tl.load(row + 2) // width
+    if per_word == 1:
+        offsets = tl.arange(0, _BLOCK)
+    else:
+        offsets = tl.reshape(tl.arange(0, _BLOCK * per_word), [_BLOCK, per_word])
+    if COPIES:
+        target = tl.load(row + 1).to(tl.pointer_type(ELEMENT))
+        stored = tl.load(row + 3) // width
+        _copy_tile(memory, target, offsets, held, stored, _TILE * per_word, ALIGNMENT)
+        memory, held = target, stored
+        # What one thread stored another may read back.
+        tl.debug_barrier()
+    if MIXES:
+        words = tl.load(row + 4)
+        places = tl.arange(0, _BLOCK)
+        keyed = (tl.load(row + 5) + 1 + places).to(tl.uint64) * 0x9E3779B97F4A7C15
+        total = tl.zeros([_BLOCK], dtype=tl.uint64)
+        done = 0
+        if held == _TILE * per_word:
+            for i in tl.static_range(_TILE // _BLOCK):
+                sources = memory + i * (_BLOCK * per_word) + offsets
+                if ALIGNMENT == 16:
+                    sources = tl.multiple_of(sources, 16)
+                parts = tl.load(sources, volatile=COPIES)
+                word = parts.to(tl.uint64) if per_word == 1 else _joined(parts, width)
+                total += _mix(word, keyed)
+                keyed += (_BLOCK * 0x9E3779B97F4A7C15) & 0xFFFFFFFFFFFFFFFF
+            done = _TILE
+        while done < words:
+            at = done * per_word + offsets
+            parts = tl.load(memory + at, mask=at < held, other=0, volatile=COPIES)
+            word = parts.to(tl.uint64) if per_word == 1 else _joined(parts, width)
+            mixed = _mix(word, keyed)
+            total += tl.where(places + done < words, mixed, tl.zeros_like(mixed))
+            keyed += (_BLOCK * 0x9E3779B97F4A7C15) & 0xFFFFFFFFFFFFFFFF
+            done += _BLOCK
+        tl.atomic_add(sums + tl.load(row + 6), tl.sum(total).to(tl.int64, bitcast=True))

@@ -1,0 +1,312 @@
+"""Runs between memories of one GPU, copied and fingerprinted by one launch of the fused kernel.
+
+Without Triton, or where its kernel does not prove itself, everything stays with torch's own copies
+and `mix64`: slower, and the same fingerprints.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from functools import cache
+from importlib import import_module
+from typing import Any, ClassVar, Protocol, cast
+
+import torch
+
+from weightsync.weights.buckets import Chunk, Plan
+from weightsync.weights.copier import CompiledRun, DeviceRun
+from weightsync.weights.cuda_tiles import Tiles, segments_of, tile
+from weightsync.weights.fingerprint import MASK, mix64, settled
+
+logger = logging.getLogger(__name__)
+
+Span = tuple[torch.cuda.Event, torch.cuda.Event]
+_PROOF_NBYTES = (64 << 10) + 5
+
+
+class Kernel(Protocol):
+    """What `cuda_mix` offers."""
+
+    def launch(self, tiles: Tiles, sums: torch.Tensor | None, *, copies: bool) -> None: ...
+
+
+class Batch:
+    """Runs on one device that are copied, fingerprinted or both by one launch, as often as wanted.
+
+    `copies` False only reads the sources; `fills` also writes the zeros of gaps. The memory of the
+    runs is kept alive, and must stay where it is. For one thread.
+    """
+
+    spans: ClassVar[list[Span] | None] = None
+    """Where somebody puts a list here it takes the events around every launch."""
+
+    def __init__(
+        self,
+        runs: Sequence[DeviceRun],
+        kernel: Kernel,
+        *,
+        copies: bool = True,
+        mixes: bool = True,
+        fills: bool = False,
+    ) -> None:
+        self._runs = runs
+        self._kernel = kernel
+        self._copies = copies
+        self._device = runs[0].sources[0].device
+        segments = [
+            segment
+            for i, run in enumerate(runs)
+            for segment in segments_of(run.targets if copies else None, run.sources, run.gaps, i)
+        ]
+        self._tiles = tile(segments, self._device, sums=len(runs), fills=fills)
+        self._lane = _lane_of(self._device)
+        self._sums: torch.Tensor | None = None
+        if mixes:
+            self._sums = torch.zeros(len(runs), dtype=torch.int64, device=self._device)
+            pinned = self._device.type == "cuda"
+            self._host = torch.empty(len(runs), dtype=torch.int64, pin_memory=pinned)
+        self._sizes = [_nbytes(run) for run in runs]
+        self._found: list[int] | None = None
+        self._done: Callable[[], None] = _nothing
+
+    def launch(self) -> None:
+        """Enqueue everything, behind what the caller's stream has been given so far."""
+        self._found = None
+        self._done = self._lane.run(self._enqueue, self.spans)
+
+    def settle(self) -> None:
+        """Return when what was launched is complete."""
+        self._done()
+
+    def fingerprints(self) -> list[int]:
+        """Wait, and return mix64 of each run: of its targets, or of its sources if only read."""
+        if self._found is None:
+            self.settle()
+            totals = self._host.tolist()
+            self._found = [
+                settled(int(total) & MASK, nbytes)
+                for total, nbytes in zip(totals, self._sizes, strict=True)
+            ]
+        return self._found
+
+    def _enqueue(self) -> None:
+        if self._sums is not None:
+            self._sums.zero_()
+        self._kernel.launch(self._tiles, self._sums, copies=self._copies)
+        if self._sums is not None:
+            self._host.copy_(self._sums, non_blocking=True)
+
+
+class _HostLane:
+    """Kernels that run where they are called: an interpreter's."""
+
+    def run(self, work: Callable[[], None], spans: list[Span] | None) -> Callable[[], None]:
+        work()
+        return _nothing
+
+
+class _CudaLane:
+    """The stream of a device's fused copies; other kernels may run beside them."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]  # torch's
+
+    def run(self, work: Callable[[], None], spans: list[Span] | None) -> Callable[[], None]:
+        timed = spans is not None
+        # The current device is a thread's own, and Triton launches on it.
+        with torch.cuda.device(self._device):
+            first, last = _event(timed=timed), _event(timed=timed)
+            self._stream.wait_stream(torch.cuda.current_stream(self._device))
+            with self._on_stream():
+                first.record(self._stream)
+                work()
+                last.record(self._stream)
+        if spans is not None:
+            spans.append((first, last))
+        return cast(Callable[[], None], last.synchronize)
+
+    def _on_stream(self) -> AbstractContextManager[Any]:
+        return cast(AbstractContextManager[Any], torch.cuda.stream(self._stream))
+
+
+def _nbytes(run: DeviceRun) -> int:
+    return sum(source.numel() for source in run.sources) + sum(nbytes for _, nbytes in run.gaps)
+
+
+def _event(*, timed: bool) -> torch.cuda.Event:
+    return torch.cuda.Event(enable_timing=timed)  # type: ignore[no-untyped-call]  # torch's
+
+
+def _nothing() -> None:
+    pass
+
+
+@cache
+def _lane_of(device: torch.device) -> _HostLane | _CudaLane:
+    return _CudaLane(device) if device.type == "cuda" else _HostLane()
+
+
+@dataclass(frozen=True, slots=True)
+class FusedRun:
+    """Run `index` of a batch, which is launched with its first run."""
+
+    on_host: ClassVar[bool] = False
+    batch: Batch
+    index: int
+
+    def copy(self) -> None:
+        """Enqueue all runs of the batch."""
+        if self.index == 0:
+            self.batch.launch()
+
+    def fingerprint(self) -> int:
+        """Wait for the batch and fingerprint."""
+        return self.batch.fingerprints()[self.index]
+
+    def settle(self) -> None:
+        """Wait for the batch."""
+        self.batch.settle()
+
+
+@dataclass(frozen=True, slots=True)
+class ReadRun(FusedRun):
+    """A run that is only read."""
+
+    def fingerprint(self) -> int:
+        """Read the whole batch with its first run."""
+        self.copy()
+        return self.batch.fingerprints()[self.index]
+
+
+def fused(
+    runs: Sequence[CompiledRun], *, verify: bool, kernel: Kernel | None = None
+) -> list[CompiledRun]:
+    """Return what does the same in one launch, where all runs lie on one GPU; else these.
+
+    Called once for fixed memory. `kernel` None takes the GPU's own, if it works.
+    """
+    plain = [run for run in runs if isinstance(run, DeviceRun)]
+    kernel = kernel or kernel_of(plain, among=len(runs))
+    if kernel is None:
+        return list(runs)
+    batch = Batch(plain, kernel, mixes=verify)
+    return [FusedRun(batch, i) for i in range(len(runs))]
+
+
+def hashers(
+    runs: Sequence[CompiledRun], *, kernel: Kernel | None = None
+) -> list[Callable[[], int]]:
+    """Return what fingerprints each run's sources; to be called in order, all of them.
+
+    Sources and targets are the same memory.
+    """
+    plain = [run for run in runs if isinstance(run, DeviceRun)]
+    kernel = kernel or kernel_of(plain, among=len(runs))
+    if kernel is None:
+        return [run.fingerprint for run in runs]
+    batch = Batch(plain, kernel, copies=False)
+    return [ReadRun(batch, i).fingerprint for i in range(len(runs))]
+
+
+def slot_reader(plan: Plan, chunk: Chunk, slot: torch.Tensor) -> Callable[[], list[int]]:
+    """Return what fingerprints the runs of a chunk, zeros between tensors included, in its slot."""
+    parts = [
+        slot[run.start - chunk.start : run.stop - chunk.start]
+        for run in plan.runs[chunk.first_run : chunk.last_run]
+    ]
+    runs = [DeviceRun((part,), (part,), ()) for part in parts]
+    kernel = kernel_of(runs, among=len(runs))
+    if kernel is None:
+        return lambda: [mix64(part) for part in parts]
+    batch = Batch(runs, kernel, copies=False)
+    return lambda: _read(batch)
+
+
+def chunk_batches(
+    plan: Plan,
+    tensors: Sequence[torch.Tensor],
+    slots: Sequence[torch.Tensor],
+    *,
+    verify: bool,
+    kernel: Kernel | None = None,
+) -> list[Batch] | None:
+    """Return what writes each chunk into its slot from `tensors` (`uint8[nbytes]`), zeros too.
+
+    None where tensors and slots are not on one GPU whose kernel works.
+    """
+    batches = []
+    for j, chunk in enumerate(plan.chunks):
+        slot = slots[j % len(slots)]
+        runs = [
+            _into_slot(plan, start, stop, tensors, slot[start - chunk.start :])
+            for start, stop in (
+                (run.start, run.stop) for run in plan.runs[chunk.first_run : chunk.last_run]
+            )
+        ]
+        kernel = kernel or kernel_of(runs, among=len(runs))
+        if kernel is None:
+            return None
+        batches.append(Batch(runs, kernel, mixes=verify, fills=True))
+    return batches
+
+
+def kernel_of(runs: Sequence[DeviceRun], *, among: int) -> Kernel | None:
+    """Return the kernel for `among` runs, where these are all of them and lie on one GPU."""
+    if not runs or len(runs) != among:
+        return None
+    ends = [end for run in runs for end in (*run.targets, *run.sources)]
+    device = ends[0].device if ends else torch.device("cpu")
+    if device.type != "cuda" or any(end.device != device for end in ends):
+        return None
+    if not all(run.sources and end.is_contiguous() for run in runs for end in run.sources):
+        return None
+    return _proved(device) if all(end.is_contiguous() for end in ends) else None
+
+
+@cache
+def _proved(device: torch.device) -> Kernel | None:
+    """Return the fused kernel once it has copied and fingerprinted as torch does."""
+    try:
+        kernel: Kernel = cast(Any, import_module("weightsync.weights.cuda_mix"))
+        source = torch.arange(_PROOF_NBYTES, device=device).to(torch.uint8)
+        target = torch.zeros_like(source)
+        batch = Batch([DeviceRun((target,), (source,), ())], kernel)
+        batch.launch()
+        if batch.fingerprints() != [mix64(source)] or not torch.equal(source, target):
+            raise RuntimeError("it does not copy or fingerprint as torch does")
+    except Exception as exc:  # noqa: BLE001 # a compiler at run time fails in many ways
+        reason = str(exc).partition("\n")[0] or type(exc).__name__
+        logger.warning(
+            "the fused copy of %s is not used (%s); torch copies and fingerprints, more slowly. "
+            "It needs triton, as torch for CUDA brings it, and a C compiler",
+            device,
+            reason,
+        )
+        return None
+    return kernel
+
+
+def _read(batch: Batch) -> list[int]:
+    batch.launch()
+    return batch.fingerprints()
+
+
+def _into_slot(
+    plan: Plan, start: int, stop: int, tensors: Sequence[torch.Tensor], place: torch.Tensor
+) -> DeviceRun:
+    """Return the run `start` to `stop` of the stream; `place` begins where the run does."""
+    targets, sources, gaps = [], [], []
+    at = start
+    for i, piece in enumerate(plan.pieces(start, stop)):
+        if piece.start > at:
+            gaps.append((i, piece.start - at))
+        sources.append(tensors[piece.index][piece.begin : piece.begin + piece.nbytes])
+        targets.append(place[piece.start - start :][: piece.nbytes])
+        at = piece.start + piece.nbytes
+    if stop > at:
+        gaps.append((len(sources), stop - at))
+    return DeviceRun(tuple(targets), tuple(sources), tuple(gaps))
