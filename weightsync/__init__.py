@@ -9,6 +9,7 @@ On the other side, `weightsync.WeightReceiver(model)` and `weightsync.server.wei
 from __future__ import annotations
 
 import importlib
+import logging
 from typing import Any
 
 from weightsync.compat import (
@@ -51,6 +52,9 @@ from weightsync.weights.sink import WeightSink
 from weightsync.weights.source import ModuleSource, StateDictSource, WeightSource
 
 __version__ = "0.1.0"
+
+# Or logging's last resort would print warnings of programs that set nothing up.
+logging.getLogger(__name__).addHandler(logging.NullHandler())
 
 __all__ = [
     "AuthError",

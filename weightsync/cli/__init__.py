@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 from collections.abc import Sequence
@@ -14,6 +15,7 @@ _HELP = "weightsync --help lists the verbs, weightsync VERB --help its options"
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command line and exit; errors of ours are one line on stderr and an exit code."""
+    logging.basicConfig()  # a program of its own: its warnings belong on stderr
     words = list(sys.argv[1:] if arguments is None else arguments)
     try:
         # Here, so that a missing typer is an error of ours, too.

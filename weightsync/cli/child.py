@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import logging
 import os
 import runpy
 import signal
@@ -30,6 +31,7 @@ def main() -> None:
     parent, module, *arguments = sys.argv[1:]
     _end_with(int(parent))
     signal.signal(signal.SIGTERM, _raise_exit)
+    logging.basicConfig()
     sys.argv = [module, *arguments]
     runpy.run_module(module, run_name="__main__", alter_sys=True)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import concurrent.futures
 import ctypes
 import functools
+import logging
 import multiprocessing
 import os
 import queue
@@ -231,6 +232,7 @@ def _environment(env: Mapping[str, str]) -> Iterator[None]:
 
 
 def _run(target: Callable[..., None], args: tuple[Any, ...], pipe: Connection) -> None:
+    logging.basicConfig()  # warnings of a server belong on its stderr
     _end_with_parent()
     _show_name(multiprocessing.current_process().name)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
