@@ -8,6 +8,7 @@ import pytest
 
 import weightsync as ws
 from tests.protocol.world import SHORT_S, Death, Trainer, World
+from weightsync.wire.messages import InitRequest, ShutdownRequest
 
 
 @pytest.mark.usefixtures("shm_clean")
@@ -78,4 +79,48 @@ def test_one_that_rolls_forward_alone_is_freed_from_a_dead_sender_as_well() -> N
     assert report.rule == "roll-forward"
     for member in world.fleet:
         world.holds(member, report.version, staying.contents)
+    world.end()
+
+
+@pytest.mark.usefixtures("shm_clean")
+def test_a_late_offer_does_not_undo_a_newer_one() -> None:
+    """It names a place in the ring that nobody waits for any more."""
+    world = World(["staged", "staged"])
+    trainer = Trainer(world, packed=True, drops=False)
+    world.trainers.append(trainer)
+    trainer.connect(SHORT_S)
+    member = world.fleet[1]
+    late = next(
+        m for m in world.messages[member.name] if isinstance(m, InitRequest) and m.init_info
+    )
+    assert late.init_info is not None
+    assert trainer.sender is not None
+    trainer.sender.remove(member.name)
+    trainer.sender.add(trainer.line_again(trainer.lines[1]))
+    member.receiver.dispatch(ShutdownRequest(sender=late.init_info.sender))
+    with pytest.raises(ws.ProtocolError, match="comes after offer"):
+        member.receiver.dispatch(late)
+    trainer.fill()
+    version = trainer.sender.send_weights().version
+    for other in world.fleet:
+        world.holds(other, version, trainer.contents)
+    world.end()
+
+
+@pytest.mark.usefixtures("shm_clean")
+def test_who_finds_others_ahead_after_going_forward_in_place_passes_them() -> None:
+    world = World(["in_place", "staged"])
+    trainer = Trainer(world, packed=False, drops=False)
+    world.trainers.append(trainer)
+    trainer.connect(SHORT_S)
+    assert trainer.sender is not None
+    trainer.fill()
+    trainer.sender.send_weights()
+    with ws.connect(trainer.model, to=world.fleet[1].transport(), timeout_s=SHORT_S) as other:
+        assert other.send_weights().version == 2
+    trainer.fill()
+    report = trainer.sender.send_weights()
+    assert (report.version, report.rule) == (3, "roll-forward")
+    for member in world.fleet:
+        world.holds(member, 3, trainer.contents)
     world.end()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections import OrderedDict
 
 from weightsync.backends.base import WeightTransferEngine
 from weightsync.backends.registry import load_backend
@@ -14,6 +15,8 @@ from weightsync.wire.offers import DistributedInit, HostRing, Init, Offer
 logger = logging.getLogger(__name__)
 
 MAX_PEERS = 64
+REMEMBERED_SENDERS = 1024
+"""How many senders' newest offers are known, those that left included."""
 
 
 class Peers:
@@ -23,9 +26,14 @@ class Peers:
         self.keys = keys
         self._engines: dict[str, WeightTransferEngine] = {}
         self._remote: set[str] = set()
+        self._numbers: OrderedDict[str, int] = OrderedDict()
 
     def open(self, info: Init) -> WeightTransferEngine:
-        """Open what a sender offers; what it offered before is closed."""
+        """Open what a sender offers; what it offered before is closed.
+
+        Raises ProtocolError for an offer that is older than one that came before it.
+        """
+        self._check_number(info)
         if info.sender not in self._engines and len(self._engines) >= MAX_PEERS:
             raise ProtocolError(f"{MAX_PEERS} senders are connected already; shut one down")
         remote = isinstance(info, DistributedInit)
@@ -35,6 +43,7 @@ class Peers:
         engine.init_transfer_engine(info)
         self.close(info.sender)
         self._engines[info.sender] = engine
+        self._note_number(info)
         if remote:
             self._remote.add(info.sender)
         return engine
@@ -90,6 +99,21 @@ class Peers:
         """Close every engine."""
         for sender in list(self._engines):
             self.close(sender)
+
+    def _check_number(self, info: Init) -> None:
+        newest = self._numbers.get(info.sender, 0)
+        if info.number < newest:
+            raise ProtocolError(
+                f"offer {info.number} of sender {info.sender} comes after offer {newest}, which "
+                "replaced it; nothing was changed"
+            )
+
+    def _note_number(self, info: Init) -> None:
+        # Kept when the sender leaves: that is when a late offer would be taken for a new one.
+        self._numbers[info.sender] = info.number
+        self._numbers.move_to_end(info.sender)
+        while len(self._numbers) > REMEMBERED_SENDERS:
+            self._numbers.popitem(last=False)
 
     def ledger(self) -> list[LedgerEntry]:
         """Everything that the engines hold open."""

@@ -238,6 +238,12 @@ class Lead:
                 logger.warning("sending version %s without %s", terms.version, names(without))
                 self._membership.mend([m for m in self.fleet.members if m not in without])
             else:
+                ahead = any(isinstance(e, StaleVersionError) for e in update.failed.values())
+                if ahead and version is None and not tried:
+                    # Those in place took a version that others had passed already.
+                    tried = touched = True
+                    self._membership.meet_again(update.failed)
+                    continue
                 update.failed.update(without)
                 update.rule = "roll-forward" if touched else update.rule
                 return update, terms

@@ -101,6 +101,7 @@ class Offer(Message, frozen=True, kw_only=True):
     `entries` is the room for fingerprints in the control segment, `lease_s` how long the receiver
     waits for progress before it gives an update up. `fleet_version` is the version that the other
     receivers hold: one that holds an older one must not generate before it was brought up to date.
+    `number` grows with each offer of a sender, so that a late one does not undo a newer.
     """
 
     protocol_min: int
@@ -112,6 +113,7 @@ class Offer(Message, frozen=True, kw_only=True):
     run_nbytes: Annotated[int, Meta(ge=4096, le=1 << 40)]
     lease_s: Seconds
     fleet_version: Version | None = None
+    number: Annotated[int, Meta(ge=0, le=1 << 62)] = 0
 
 
 class IpcInit(Offer, frozen=True, kw_only=True, tag="ipc", tag_field="backend"):
