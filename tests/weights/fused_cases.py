@@ -1,0 +1,163 @@
+"""What a fused kernel has to do with any list of tensors, whichever kernel it is."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from weightsync.specs import Manifest, TensorSpec
+from weightsync.weights.buckets import Plan
+from weightsync.weights.copier import (
+    CompiledRun,
+    DeviceCompiler,
+    DeviceRun,
+    Memory,
+    joined,
+)
+from weightsync.weights.cuda_runs import Batch, FusedRun, Kernel, chunk_batches, fused, hashers
+from weightsync.weights.cuda_tiles import Tiles
+from weightsync.weights.fingerprint import WORD, mix64, mixed_rows
+
+GUARD = 32
+"""Bytes around every tensor that nothing may touch."""
+UNTOUCHED = 0xA5
+
+
+@dataclass(frozen=True)
+class Case:
+    """Sizes of tensors, how far each end lies from 16 bytes, and how the stream is cut."""
+
+    sizes: tuple[int, ...]
+    shifts: tuple[tuple[int, int], ...]
+    run_nbytes: int
+    bucket_nbytes: int
+
+
+class HostKernel:
+    """The tables of tiles, carried out byte by byte on the host."""
+
+    def launch(self, tiles: Tiles, sums: torch.Tensor | None, *, copies: bool) -> None:
+        for alignment, table in tiles.tables.items():
+            for row in table.tolist():
+                source, target, read, stored, words, first, index, _ = row
+                aligned = [end % alignment for end in (source, target)]
+                assert not any(aligned + [n % min(alignment, WORD) for n in (read, stored)])
+                self._do(source, target if copies else 0, read, stored, words, first, index, sums)
+
+    def _do(
+        self,
+        source: int,
+        target: int,
+        read: int,
+        stored: int,
+        words: int,
+        first: int,
+        index: int,
+        sums: torch.Tensor | None,
+    ) -> None:
+        held = ctypes.string_at(source, read) if read else b""
+        if target:
+            held = held.ljust(stored, b"\0")
+            ctypes.memmove(target, held, len(held))
+        if sums is not None and words:
+            content = torch.frombuffer(
+                bytearray(held.ljust(words * WORD, b"\0")), dtype=torch.uint8
+            )
+            total = mixed_rows(content.view(1, -1), first, 0)
+            sums[index] += total - (total >> 63 << 64)
+
+
+def check_case(case: Case, kernel: Kernel | None, device: str) -> None:
+    """Copy, read and pack the tensors of `case`; compare with torch. `None`: the device's own."""
+    names = (f"t{i}" for i in range(len(case.sizes)))
+    specs = tuple(
+        TensorSpec(n, "uint8", (size,)) for n, size in zip(names, case.sizes, strict=True)
+    )
+    plan = Plan(Manifest(specs), run_nbytes=case.run_nbytes, bucket_nbytes=case.bucket_nbytes)
+    sources = [
+        _place(n, shift, device) for n, (shift, _) in zip(case.sizes, case.shifts, strict=True)
+    ]
+    targets = [
+        _place(n, shift, device) for n, (_, shift) in zip(case.sizes, case.shifts, strict=True)
+    ]
+    for around, at in sources:
+        around[at] = torch.randint(256, (at.stop - at.start,), dtype=torch.uint8).to(device)
+    if not plan.runs:
+        return
+    flats = [around[at] for around, at in sources]
+    compiler = DeviceCompiler(plan, Memory([around[at] for around, at in targets]))
+    runs = [compiler.compile(run, Memory(flats)) for run in plan.runs]
+    wanted = [mix64(joined(run.sources, run.gaps)) for run in runs]
+    _check_copies(runs, wanted, kernel)
+    for (around, at), flat in zip(targets, flats, strict=True):
+        assert torch.equal(around[at], flat)
+        assert bool(
+            (around[: at.start] == UNTOUCHED).all() and (around[at.stop :] == UNTOUCHED).all()
+        )
+    own = DeviceCompiler(plan, Memory(flats))
+    read: list[CompiledRun] = [own.compile(run, Memory(flats)) for run in plan.runs]
+    for _ in range(2):
+        assert [hasher() for hasher in hashers(read, kernel=kernel)] == wanted
+    _check_packing(plan, flats, wanted, kernel)
+
+
+def _check_copies(runs: Sequence[DeviceRun], wanted: list[int], kernel: Kernel | None) -> None:
+    programs = fused(runs, verify=True, kernel=kernel)
+    assert all(isinstance(program, FusedRun) for program in programs)
+    for _ in range(2):
+        for target in (target for run in runs for target in run.targets):
+            target.zero_()
+        for program in programs:
+            program.copy()
+        assert [program.fingerprint() for program in programs] == wanted
+    for target in (target for run in runs for target in run.targets):
+        target.zero_()
+    (first, *_) = fused(runs, verify=False, kernel=kernel)
+    assert isinstance(first, FusedRun)
+    first.copy()
+    first.settle()
+
+
+def _check_packing(
+    plan: Plan, flats: list[torch.Tensor], wanted: list[int], kernel: Kernel | None
+) -> None:
+    assert plan.bucket_nbytes is not None
+    room = torch.full((2, plan.bucket_nbytes), UNTOUCHED, dtype=torch.uint8, device=flats[0].device)
+    slots = list(room.unbind())
+    batches = chunk_batches(plan, flats, slots, verify=True, kernel=kernel)
+    assert batches is not None
+    stream = torch.zeros(plan.nbytes, dtype=torch.uint8, device=room.device)
+    for flat, offset in zip(flats, plan.offsets, strict=True):
+        stream[offset : offset + flat.numel()] = flat
+    for j, (batch, chunk) in enumerate(zip(batches, plan.chunks, strict=True)):
+        batch.launch()
+        assert batch.fingerprints() == wanted[chunk.first_run : chunk.last_run]
+        slot = slots[j % 2]
+        assert torch.equal(slot[: chunk.stop - chunk.start], stream[chunk.start : chunk.stop])
+        assert bool((slot[chunk.stop - chunk.start :] == UNTOUCHED).all())
+        slot.fill_(UNTOUCHED)
+
+
+def fused_mix64(flat: torch.Tensor, kernel: Kernel) -> int:
+    """Fingerprint one tensor while it is copied."""
+    target = torch.empty_like(flat)
+    batch = Batch([DeviceRun((target,), (flat,), ())], kernel)
+    batch.launch()
+    (found,) = batch.fingerprints()
+    assert torch.equal(target, flat)
+    return found
+
+
+def host_mix64(flat: torch.Tensor) -> int:
+    """The tables' own fingerprint."""
+    return fused_mix64(flat, HostKernel())
+
+
+def _place(nbytes: int, shift: int, device: str) -> tuple[torch.Tensor, slice]:
+    """Return memory with room around, and where in it the tensor lies, off 16 bytes by `shift`."""
+    around = torch.full((nbytes + 2 * GUARD + 16,), UNTOUCHED, dtype=torch.uint8, device=device)
+    begin = GUARD - around.data_ptr() % 16 + shift
+    return around, slice(begin, begin + nbytes)

@@ -1,0 +1,250 @@
+"""The fused copy: its tables on the host, its kernel in Triton's interpreter, and on a GPU."""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+import multiprocessing
+import os
+import re
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from tests.protocol import plants
+from tests.protocol.plants import TENSOR_NBYTES, Plant, Scene
+from tests.weights import triton_process
+from tests.weights.fused_cases import Case, HostKernel, check_case, host_mix64
+from weightsync.weights import cuda_runs
+from weightsync.weights.copier import DeviceRun
+from weightsync.weights.cuda_runs import fused, hashers, kernel_of
+from weightsync.weights.cuda_tiles import TILE_WORDS
+from weightsync.weights.fingerprint import WORD, mix64
+
+WAIT_S = 100.0
+TILE_NBYTES = TILE_WORDS * WORD
+
+needs_triton = pytest.mark.skipif(
+    importlib.util.find_spec("triton") is None,
+    reason="needs triton, which torch for the CPU does not bring: pip install --no-deps triton",
+)
+SIZES = st.one_of(
+    st.integers(0, 200),
+    st.integers(1, 300).map(lambda words: words * WORD),
+    st.sampled_from([TILE_NBYTES, TILE_NBYTES + 8, 2 * TILE_NBYTES + 3, TILE_NBYTES - 1]),
+)
+SHIFTS = st.tuples(st.sampled_from([0, 0, 8, 4, 2, 1]), st.sampled_from([0, 0, 8, 4, 6, 3]))
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> Case:
+    sizes = tuple(draw(st.lists(SIZES, min_size=1, max_size=5)))
+    shifts = tuple(draw(SHIFTS) for _ in sizes)
+    run_nbytes = draw(st.sampled_from([64, 512, TILE_NBYTES, 1 << 20]))
+    bucket_nbytes = draw(st.sampled_from([512, TILE_NBYTES + 64, 1 << 20]))
+    largest = max(*sizes, 64)
+    if largest > 8 * run_nbytes:
+        run_nbytes = TILE_NBYTES
+    if largest > 8 * bucket_nbytes:
+        bucket_nbytes = TILE_NBYTES
+    return Case(sizes, shifts, run_nbytes, bucket_nbytes)
+
+
+ODD = Case(
+    sizes=(1, 7, 8, 0, 63, TILE_NBYTES, TILE_NBYTES + 9, 4096, 3),
+    shifts=((0, 0), (1, 0), (8, 8), (0, 0), (2, 6), (0, 0), (4, 4), (0, 8), (3, 1)),
+    run_nbytes=TILE_NBYTES,
+    bucket_nbytes=2 * TILE_NBYTES,
+)
+
+
+def test_odd_tensors() -> None:
+    check_case(ODD, HostKernel(), "cpu")
+
+
+@given(cases())
+@settings(max_examples=30, deadline=None)
+def test_any_tensors(case: Case) -> None:
+    check_case(case, HostKernel(), "cpu")
+
+
+@pytest.mark.parametrize("plant", plants.PLANTS, ids=lambda plant: plant.__name__)
+def test_what_is_planted_is_seen(plant: Plant) -> None:
+    flat = torch.cat([plants.content(1), plants.content(2)])
+    before = host_mix64(flat)
+    assert before == mix64(flat)
+    plant(Scene(flat[:TENSOR_NBYTES], flat[TENSOR_NBYTES:], plants.content(3)))
+    assert host_mix64(flat) != before
+
+
+class StrayKernel(HostKernel):
+    """Reads every tile eight bytes too late."""
+
+    def _do(self, source: int, *rest: object) -> None:  # type: ignore[override]
+        super()._do(source + WORD, *rest)  # type: ignore[arg-type]
+
+
+def test_a_kernel_that_reads_elsewhere_is_found_out() -> None:
+    with pytest.raises(AssertionError):
+        check_case(ODD, StrayKernel(), "cpu")
+
+
+def test_memory_of_the_host_stays_with_torch() -> None:
+    flat = torch.arange(100, dtype=torch.uint8)
+    run = DeviceRun((flat.clone(),), (flat,), ())
+    assert kernel_of([run], among=1) is None
+    assert fused([run], verify=True) == [run]
+    assert [hasher() for hasher in hashers([run])] == [run.fingerprint()]
+
+
+def test_a_kernel_that_fails_falls_open_with_one_warning(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def missing(name: str) -> object:
+        raise ModuleNotFoundError("No module named 'triton'", name="triton")
+
+    monkeypatch.setattr(cuda_runs, "import_module", missing)
+    cuda_runs._proved.cache_clear()
+    try:
+        with caplog.at_level(logging.WARNING):
+            for _ in range(2):
+                assert cuda_runs._proved(torch.device("cpu")) is None
+    finally:
+        cuda_runs._proved.cache_clear()
+    (record,) = caplog.records
+    assert "No module named 'triton'" in record.getMessage()
+
+
+def test_a_kernel_that_does_not_do_as_torch_does_is_not_used(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(cuda_runs, "import_module", lambda _: StrayKernel())
+    cuda_runs._proved.cache_clear()
+    try:
+        assert cuda_runs._proved(torch.device("cpu")) is None
+    finally:
+        cuda_runs._proved.cache_clear()
+    assert "as torch does" in caplog.text
+
+
+@pytest.fixture(scope="module")
+def interpreter() -> Iterator[ProcessPoolExecutor]:
+    spawn = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(1, spawn, initializer=triton_process.interpret) as pool:
+        yield pool
+
+
+@pytest.fixture(scope="module")
+def compiler() -> Iterator[ProcessPoolExecutor]:
+    assert "TRITON_INTERPRET" not in os.environ
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
+        yield pool
+
+
+@needs_triton
+def test_odd_tensors_interpreted(interpreter: ProcessPoolExecutor) -> None:
+    interpreter.submit(triton_process.check_interpreted, [ODD]).result(WAIT_S)
+
+
+@needs_triton
+@given(st.lists(cases(), min_size=1, max_size=3))
+@settings(
+    max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+def test_any_tensors_interpreted(interpreter: ProcessPoolExecutor, found: list[Case]) -> None:
+    interpreter.submit(triton_process.check_interpreted, found).result(WAIT_S)
+
+
+@needs_triton
+@pytest.mark.parametrize("copies", [True, False])
+def test_whole_tiles_move_16_bytes_at_a_time(compiler: ProcessPoolExecutor, copies: bool) -> None:
+    made = compiler.submit(triton_process.compile_for_hopper, 16, copies, True).result(WAIT_S)
+    if copies:
+        assert re.search(r"\bld\.global\.v2\.b64", made["ptx"])
+        assert re.search(r"\bst\.global\.v2\.b64", made["ptx"])
+        assert re.search(r"\bld\.volatile\.global\.v2\.b64", made["ptx"])
+        copied, barrier, mixed = made["ttgir"].partition("gpu.barrier")
+        assert barrier
+        assert "isVolatile" in mixed
+        assert "isVolatile" not in copied
+    else:
+        assert re.search(r"\bld\.global\.v2\.b64", made["ptx"])
+        assert "st.global" not in made["ptx"]
+
+
+@needs_triton
+@pytest.mark.parametrize("alignment", [8, 4, 2, 1])
+def test_every_alignment_compiles(compiler: ProcessPoolExecutor, alignment: int) -> None:
+    made = compiler.submit(triton_process.compile_for_hopper, alignment, True, True)
+    assert "atom.global" in made.result(WAIT_S)["ptx"]
+
+
+@pytest.mark.gpu
+@needs_triton
+class TestOnAGpu:
+    """The real kernel, on the current device."""
+
+    def test_it_is_used(self) -> None:
+        flat = torch.zeros(100, dtype=torch.uint8, device="cuda")
+        assert kernel_of([DeviceRun((flat.clone(),), (flat,), ())], among=1) is not None
+
+    def test_odd_tensors(self) -> None:
+        check_case(ODD, None, "cuda")
+
+    @given(cases())
+    @settings(max_examples=25, deadline=None)
+    def test_any_tensors(self, case: Case) -> None:
+        if any(case.sizes):
+            check_case(case, None, "cuda")
+
+    @pytest.mark.parametrize("nbytes", [1, 1003, TENSOR_NBYTES, (64 << 20) + 5])
+    def test_the_same_as_on_the_host(self, nbytes: int) -> None:
+        flat = torch.randint(256, (nbytes,), dtype=torch.uint8)
+        assert on_gpu(flat) == mix64(flat)
+
+    @pytest.mark.parametrize("plant", plants.PLANTS, ids=lambda plant: plant.__name__)
+    def test_what_is_planted_is_seen(self, plant: Plant) -> None:
+        flat = torch.cat([plants.content(1), plants.content(2)])
+        before = on_gpu(flat)
+        plant(Scene(flat[:TENSOR_NBYTES], flat[TENSOR_NBYTES:], plants.content(3)))
+        assert on_gpu(flat) != before
+
+    def test_more_than_2_to_31_bytes(self) -> None:
+        nbytes = (1 << 31) + (1 << 20) + 3
+        if torch.cuda.mem_get_info()[0] < 4 * nbytes:
+            pytest.skip("needs 9 GB of free GPU memory")
+        source = torch.randint(256, (nbytes,), dtype=torch.uint8, device="cuda")
+        target = torch.zeros_like(source)
+        run = DeviceRun((target,), (source,), ())
+        (program,) = fused([run], verify=True)
+        program.copy()
+        found = program.fingerprint()
+        assert torch.equal(source, target)
+        assert found == mix64(source)
+        source[-1] ^= 1
+        program.copy()
+        assert program.fingerprint() != found
+
+    def test_it_waits_for_what_the_callers_stream_was_given(self) -> None:
+        source = torch.zeros(64 << 20, dtype=torch.uint8, device="cuda")
+        (program,) = fused([DeviceRun((torch.empty_like(source),), (source,), ())], verify=True)
+        for value in range(1, 6):
+            for _ in range(20):
+                source.fill_(0)
+            source.fill_(value)
+            program.copy()
+            assert program.fingerprint() == mix64(source.cpu())
+
+
+def on_gpu(flat: torch.Tensor) -> int:
+    source = flat.cuda()
+    target = torch.zeros_like(source)
+    (program,) = fused([DeviceRun((target,), (source,), ())], verify=True)
+    program.copy()
+    found = program.fingerprint()
+    assert torch.equal(target, source)
+    return found

@@ -1,0 +1,50 @@
+"""Triton in a process of its own: interpreted, or compiled for a GPU that is not here."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from tests.weights.fused_cases import Case, check_case
+
+
+def interpret() -> None:
+    """Prepare the process; Triton looks at this when it is imported."""
+    os.environ["TRITON_INTERPRET"] = "1"
+
+
+def check_interpreted(cases: list[Case]) -> None:
+    """Raise AssertionError where Triton's interpreter does not do what a case asks."""
+    from weightsync.weights import cuda_mix
+
+    for case in cases:
+        check_case(case, cuda_mix, "cpu")
+
+
+def compile_for_hopper(alignment: int, copies: bool, mixes: bool) -> dict[str, str]:
+    """Return what Triton makes of the kernel: its own form and PTX."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from weightsync.weights import cuda_mix
+
+    kernel: Any = cuda_mix._mix_tiles
+    constants = {
+        "ALIGNMENT": alignment,
+        "ELEMENT": cuda_mix._WORDS[alignment],
+        "COPIES": copies,
+        "MIXES": mixes,
+    }
+    source = ASTSource(
+        fn=kernel,
+        signature={"table": "*i64", "sums": "*i64", **dict.fromkeys(constants, "constexpr")},
+        constexprs={(kernel.arg_names.index(name),): v for name, v in constants.items()},
+        attrs={(i,): [["tt.divisibility", 16]] for i in range(2)},
+    )
+    compiled = triton.compile(
+        source,
+        target=GPUTarget("cuda", 90, 32),
+        options={"num_warps": cuda_mix.NUM_WARPS},
+    )
+    return {form: str(compiled.asm[form]) for form in ("ttgir", "ptx")}
