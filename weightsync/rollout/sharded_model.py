@@ -12,6 +12,10 @@ import torch.distributed as dist
 from weightsync.errors import ConfigError
 from weightsync.rollout.hugging_face import hf, hf_logging
 from weightsync.rollout.model import LoadedModel, load_model, load_reader, own_memory
+from weightsync.rollout.model_choice import check_heads
+
+_HEADS = ("num_attention_heads", "num_key_value_heads")
+"""Of a config; also where its file calls them otherwise."""
 
 
 def load_for_worker(name: str, *, dtype: torch.dtype, shards: int, folder: Path) -> LoadedModel:
@@ -51,5 +55,7 @@ def _load_shard(directory: Path, name: str, dtype: torch.dtype, shards: int) -> 
         raise ConfigError(
             f"{name} cannot be cut into {shards} shards: {exc}; give another --tensor-parallel"
         ) from exc
+    text = model.config.get_text_config()
+    check_heads(name, *(getattr(text, key, None) for key in _HEADS), shards)
     own_memory(model)
     return LoadedModel(model=model.eval(), tokenizer=tokenizer, name=name, processor=processor)
