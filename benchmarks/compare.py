@@ -54,13 +54,13 @@ def compare(preset: Preset, results: Results, path: Path | None, only: Sequence[
 def measure(preset: Preset, trial: Trial) -> list[Row]:
     """Run one trial and return a row for every rival and way of it."""
     workload = WORKLOADS[trial.workload]()
-    fit = [name for name in trial.rivals if not _too_large(name, workload, trial.readers)]
+    reasons = {name: _too_large(name, workload, trial.readers) for name in trial.rivals}
+    fit = [name for name, reason in reasons.items() if not reason]
     found, problem = _run(preset, trial, fit) if fit else ({}, "")
     rows = []
-    for name in trial.rivals:
+    for name, reason in reasons.items():
         for way in RIVALS[name].ways:
-            reason = _too_large(name, workload, trial.readers) or problem or "no result"
-            said = found.get((name, way), {"failed": reason})
+            said = found.get((name, way), {"failed": reason or problem or "no result"})
             rows.append(_row(workload, trial, name, way, said))
     return rows
 

@@ -70,8 +70,8 @@ def page(results: Results, pictures: Sequence[tuple[str, str]]) -> str:
         *(f"![{title}](images/{name})" for name, title in pictures),
         "### Real models and other sizes, one reader",
         wrapped(
-            "Medians; every cell is a multiple of the plain copy. The last column is how many times "
-            "as long the fastest of the others takes as the faster of the two verified columns."
+            "Medians; every cell is a multiple of the plain copy. The last column is how many "
+            "times as long the fastest of the others takes as the faster verified column."
         ),
         by_workload(results),
         "### One, two and four readers",
