@@ -84,7 +84,7 @@ def test_what_is_planted_is_seen(plant: Plant) -> None:
 class StrayKernel(HostKernel):
     """Reads every tile eight bytes too late."""
 
-    def _do(self, source: int, *rest: object) -> None:  # type: ignore[override]
+    def _do(self, source: int, *rest: object) -> None:
         super()._do(source + WORD, *rest)  # type: ignore[arg-type]
 
 

@@ -47,7 +47,7 @@ def launch(tiles: Tiles, sums: torch.Tensor | None, *, copies: bool) -> None:
 
 
 @triton.jit
-def _mix(words, keyed):  # type: ignore[no-untyped-def]  # compiled by Triton
+def _mix(words, keyed):
     """The finalizer of splitmix64, as `fingerprint._mixed`; all operands are uint64."""
     mixed = words + keyed
     mixed = (mixed ^ (mixed >> 30)) * 0xBF58476D1CE4E5B9
@@ -56,7 +56,7 @@ def _mix(words, keyed):  # type: ignore[no-untyped-def]  # compiled by Triton
 
 
 @triton.jit
-def _joined(parts, WIDTH: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: N803
+def _joined(parts, WIDTH: tl.constexpr):  # noqa: N803
     """Make words of `[words, 8 / width]` little-endian parts."""
     bits = parts.to(tl.uint64) & ((1 << (8 * WIDTH)) - 1)
     shifts = tl.arange(0, 8 // WIDTH).to(tl.uint64) * (8 * WIDTH)
@@ -64,7 +64,7 @@ def _joined(parts, WIDTH: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa
 
 
 @triton.jit
-def _copy_tile(  # type: ignore[no-untyped-def]
+def _copy_tile(
     source,
     target,
     offsets,
@@ -92,7 +92,7 @@ def _copy_tile(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _mix_tiles(  # type: ignore[no-untyped-def]
+def _mix_tiles(
     table,
     sums,
     ALIGNMENT: tl.constexpr,  # noqa: N803

@@ -127,7 +127,7 @@ class _CudaLane:
                 last.record(self._stream)
         if spans is not None:
             spans.append((first, last))
-        return cast(Callable[[], None], last.synchronize)
+        return last.synchronize
 
     def _on_stream(self) -> AbstractContextManager[Any]:
         return cast(AbstractContextManager[Any], torch.cuda.stream(self._stream))
