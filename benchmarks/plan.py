@@ -129,7 +129,7 @@ PRESETS: dict[str, Preset] = {
             ),
             rounds=3,
             warm_ups=1,
-            limit_s=100.0,
+            limit_s=200.0,
         ),
         Preset(
             name="check",

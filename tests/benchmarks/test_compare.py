@@ -1,0 +1,199 @@
+"""The comparison with what people use instead: it runs, is right, and finds what is wrong."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from torch import nn
+
+from benchmarks import compare, tables
+from benchmarks.plan import OURS, PRESETS, THEIRS, WORKLOADS, Trial
+from benchmarks.results import Results, Row
+from benchmarks.rivals import trial
+from benchmarks.rivals.contract import Job, Rival
+from benchmarks.rivals.parameters import Parameters, digests, load, make_module, parameters_of
+from benchmarks.rivals.registry import RIVALS, Entry
+
+ROOT = Path(__file__).resolve().parents[2]
+WAIT_S = 280.0
+TOY = PRESETS["toy"]
+
+pytestmark = pytest.mark.timeout(300)
+
+
+@pytest.fixture(scope="module")
+def compared(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Results of the toy preset, made by the command."""
+    out = tmp_path_factory.mktemp("compared") / "results.json"
+    command = [sys.executable, "-m", "benchmarks.compare", "--preset", "toy", "--out", str(out)]
+    done = subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, timeout=WAIT_S, check=False
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    return out
+
+
+def test_everyone_moves_everything(compared: Path) -> None:
+    results = Results.read(compared)
+    assert results.finished
+    assert {row.rival for row in results.rows} == {*OURS, *THEIRS}
+    assert not [f"{row.key}: {row.failed}" for row in results.rows if row.failed]
+    assert {row.key for row in results.rows} == {
+        f"{part.workload} x{part.readers} {name} {way}"
+        for part in TOY.trials
+        for name in part.rivals
+        for way in RIVALS[name].ways
+    }
+    for row in results.rows:
+        assert len(row.update) == len(row.memcpy) == TOY.rounds
+        assert 0 < row.ratio.least <= row.ratio.median <= row.ratio.most
+
+
+def test_pages_get_tables_plots_and_links_to_rows(compared: Path, tmp_path: Path) -> None:
+    (tmp_path / "docs").mkdir()
+    for name in ("README.md", "docs/performance.md"):
+        shutil.copy(ROOT / name, tmp_path / name)
+    results = Results.read(compared)
+    # The README shows models that the toy preset does not move.
+    toy = [row for row in results.rows if (row.workload, row.readers) == ("toy", 2)]
+    results.rows += [replace(row, workload="smollm2", readers=1) for row in toy]
+    tables.write(results, tmp_path)
+    page = (tmp_path / "docs/performance.md").read_text(encoding="utf-8")
+    assert "## A GPU" in page  # what is outside the markers stays
+    anchors = re.findall(r'<a id="([^"]+)">', page)
+    assert len(anchors) == len(set(anchors)) == len({row.key for row in results.rows})
+    linked = re.findall(
+        r"docs/performance\.md#([\w-]+)", (tmp_path / "README.md").read_text(encoding="utf-8")
+    )
+    assert linked
+    assert set(linked) <= set(anchors)
+    drawn = re.findall(r"\]\((images/[\w.-]+)\)", page)
+    assert len(drawn) == 3
+    for name in drawn:
+        assert 1_000 < (tmp_path / "docs" / name).stat().st_size < 200_000
+
+
+def test_an_unfinished_run_is_gone_on_with_and_a_finished_one_is_not(compared: Path) -> None:
+    results = Results.read(compared)
+    assert compare.resume(compared, "toy").rows == []
+    results.finished = False
+    results.save(compared)
+    try:
+        assert len(compare.resume(compared, "toy").rows) == len(results.rows)
+        assert compare.resume(compared, "standard").rows == []
+    finally:
+        results.finished = True
+        results.save(compared)
+
+
+class Inside(Rival):
+    """Moves weights within this process, as `move` says."""
+
+    def __init__(self, move: Callable[[Parameters, Parameters], object]) -> None:
+        super().__init__("")
+        self._move = move
+
+    def setup(self, job: Job, module: nn.Module) -> None:
+        self._ours = parameters_of(module)
+        self._theirs = parameters_of(make_module(job.tensors))
+
+    def update(self, way: str) -> None:
+        self._move(self._theirs, self._ours)
+
+    def held(self) -> list[Mapping[str, str]]:
+        return [digests(self._theirs)]
+
+    def close(self) -> None:
+        pass
+
+
+class InsideEntry(Entry):
+    """An entry whose rival is not imported."""
+
+    move: Callable[[Parameters, Parameters], object]
+
+    def make(self) -> Callable[[], Rival]:
+        return lambda: Inside(type(self).move)
+
+
+def _everything(theirs: Parameters, ours: Parameters) -> object:
+    return load(theirs, ours.items())
+
+
+def _nothing(theirs: Parameters, ours: Parameters) -> object:
+    return None
+
+
+def _all_but_one(theirs: Parameters, ours: Parameters) -> object:
+    return load(theirs, list(ours.items())[1:])
+
+
+@pytest.mark.parametrize(
+    ("move", "wanted"),
+    [
+        (_everything, ""),
+        (_nothing, "30 of 30 tensors of reader 0 are not what was sent"),
+        (_all_but_one, "1 of 30 tensors of reader 0 are not what was sent, weights.0 among them"),
+    ],
+)
+def test_who_moves_less_gets_no_figure(
+    move: Callable[[Parameters, Parameters], object],
+    wanted: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    entry = type("Planted", (InsideEntry,), {"move": staticmethod(move)})
+    planted = entry(module="ours", title="inside", ways=("one",))
+    monkeypatch.setitem(trial.RIVALS, "inside", planted)
+    order = trial.Order(
+        workload="toy-mixed", readers=1, rivals=["inside"], rounds=3, warm_ups=1, budget_s=1.0
+    )
+    trial.run(order, tmp_path / "results")
+    (line,) = (tmp_path / "results").read_text(encoding="utf-8").splitlines()
+    said = json.loads(line)
+    assert wanted in said.get("failed", "")
+    assert ("update" in said) == (not wanted)
+
+
+def test_who_takes_too_long_is_a_row_with_the_reason(shm_clean: None) -> None:
+    rows = compare.measure(replace(TOY, limit_s=0.5), Trial("toy", 1, ("gloo",)))
+    assert [row.failed for row in rows] == ["took longer than its limit of 0.5 s"] * 2
+
+
+def test_who_does_not_fit_is_a_row_with_the_reason() -> None:
+    (row,) = compare.measure(TOY, Trial("4G-300", 64, ("tmpfs",)))
+    assert re.fullmatch(r"needs about \d+ GiB of memory, \d+ GiB are free", row.failed)
+    assert "no figure: needs about" in tables.full(row, many=False)[1]
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_presets_name_what_exists_and_nothing_twice(preset: str) -> None:
+    trials = PRESETS[preset].trials
+    asked = [(t.workload, t.readers, name) for t in trials for name in t.rivals]
+    assert len(asked) == len(set(asked))
+    assert {workload for workload, _, _ in asked} <= set(WORKLOADS)
+    assert {name for _, _, name in asked} <= set(RIVALS)
+
+
+def test_a_row_comes_back_from_the_file_as_it_was(tmp_path: Path) -> None:
+    row = Row(
+        workload="toy",
+        readers=1,
+        rival="gloo",
+        way="per tensor",
+        nbytes=1,
+        tensors=1,
+        dtype="bfloat16",
+        memcpy=[1.0, 2.0],
+        update=[3.0, 4.0],
+    )
+    Results("toy", {"cpu": "one"}, [row]).save(tmp_path / "file")
+    assert Results.read(tmp_path / "file").rows == [row]

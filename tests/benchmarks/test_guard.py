@@ -1,0 +1,82 @@
+"""The guard fails for a loss, and not for noise."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Collection
+from pathlib import Path
+
+import pytest
+
+from benchmarks import guard
+from benchmarks.guard import Ratios, judge
+
+RIVAL = "weightsync/packed/in_place"
+ROWS = [f"toy x2 {RIVAL} {way}" for way in ("not verified", "verified")]
+COMMITTED = {"a": 1.0, "b": 2.0}
+
+
+def tries(*found: Ratios) -> tuple[Callable[[Collection[str] | None], Ratios], list[object]]:
+    """Return what measures these one after the other, and what it was asked for."""
+    asked: list[object] = []
+
+    def measure(wanted: Collection[str] | None) -> Ratios:
+        asked.append(wanted if wanted is None else set(wanted))
+        return found[len(asked) - 1]
+
+    return measure, asked
+
+
+def test_what_holds_is_measured_once() -> None:
+    measure, asked = tries({"a": 1.14, "b": 2.2})
+    assert judge(COMMITTED, measure) == []
+    assert asked == [None]
+
+
+def test_a_loss_seen_twice_and_not_again_is_noise() -> None:
+    measure, asked = tries({"a": 1.2, "b": 2.0}, {"a": 3.0}, {"a": 1.1})
+    assert judge(COMMITTED, measure) == []
+    assert asked == [None, {"a"}, {"a"}]
+
+
+def test_a_loss_seen_in_each_try_is_a_loss() -> None:
+    measure, _ = tries({"a": 1.2, "b": 2.5}, {"a": 1.16, "b": 2.0}, {"a": 1.3})
+    (loss,) = judge(COMMITTED, measure)
+    assert str(loss) == "a: 1.20, 1.16, 1.30 x memcpy, where 1.00 is committed"
+
+
+def test_a_row_without_a_figure_is_a_loss() -> None:
+    measure, _ = tries({"a": 1.0}, {}, {})
+    (loss,) = judge(COMMITTED, measure)
+    assert str(loss) == "b: no figure x memcpy, where 2.00 is committed"
+
+
+def test_what_is_committed_is_the_median_of_tries(tmp_path: Path) -> None:
+    measure, _ = tries({"a": 1.0, "b": 5.0}, {"a": 3.0}, {"a": 1.2, "b": 5.0})
+    guard.commit(measure, tmp_path / "file", "check")
+    said = guard.read(tmp_path / "file")
+    assert said["ratios"] == {"a": 1.2}
+    assert {"cpu", "cores", "packages"} <= set(said["machine"])
+
+
+def test_without_anything_committed_it_says_what_to_do(tmp_path: Path) -> None:
+    with pytest.raises(SystemExit, match="make bench-commit"):
+        guard.main(["--file", str(tmp_path / "none")])
+
+
+@pytest.mark.timeout(300)
+def test_a_planted_loss_fails_the_command(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "committed.json"
+    toy = ["--file", str(file), "--preset", "toy", "--rivals", RIVAL]
+    lost, held = ROWS
+    # No update is as fast as that, and none is as slow.
+    planted = {lost: 1e-6, held: 1e9}
+    guard.commit(lambda _: planted, file, "toy", 1)
+    file.write_text(json.dumps({**guard.read(file), "ratios": planted}), encoding="utf-8")
+    assert guard.main([*toy, "--tries", "2"]) == 1
+    said = capsys.readouterr().out
+    assert f"slower in each of 2 tries: {lost}: " in said
+    assert held not in said
+    assert "1 of 2 rows held" in said
