@@ -213,6 +213,7 @@ class WeightReceiver:
             detail=updates.readiness.reason(),
             device_keys=updates.peers.keys,
             ledger=self.ledger(),
+            senders=updates.peers.roads(),
         )
 
     def ledger(self) -> list[LedgerEntry]:

@@ -18,9 +18,10 @@ from tests.cli.running import TOKEN, answer_of, tiny_tensors, weightsync
 from tests.samehost.processes import environment, line_of
 from tests.server.live import make_app, serving
 from weightsync.cli.metrics_text import parse, read_last_updates
-from weightsync.cli.status import overall, road_of
+from weightsync.cli.status import overall, roads_of
 from weightsync.server import Workers, worker_path, workers_router
-from weightsync.wire.messages import LedgerEntry
+from weightsync.server.merging import merge_statuses
+from weightsync.wire.messages import Status
 
 WAIT_S = 60
 
@@ -45,9 +46,10 @@ def test_the_ledger_shows_who_is_connected(url: str) -> None:
     with ws.connect(tiny_tensors(5), to=url, token=TOKEN):
         (server,) = answer_of(weightsync("status", url, "--json"))["servers"]
         said = weightsync("status", url).stdout
-    assert server["road"] == "same_host"
+    assert server["road"] == "shared_memory"
+    assert list(server["senders"].values()) == ["shared_memory"]
     assert {entry["kind"] for entry in server["ledger"]} >= {"control", "ring"}
-    assert "road      same_host; HOST-" in said
+    assert "road      shared_memory; HOST-" in said
     assert "ledger    1 control, 1 ring; " in said
 
 
@@ -130,9 +132,23 @@ def test_lines_of_other_metrics_are_left_alone() -> None:
     assert (updates.nbytes, updates.stall_s) == (1024, None)
 
 
+def held(**senders: str) -> Status:
+    return Status(
+        instance="i",
+        protocol=1,
+        state="READY",
+        version=1,
+        may_generate=True,
+        apply="staged",
+        verification="held",
+        senders=senders,
+    )
+
+
 def test_a_road_and_a_code_for_many() -> None:
-    entry = LedgerEntry(kind="ring", name="x", nbytes=1, owner=True, age_s=1.0)
-    assert road_of([entry]) == "distributed"
+    assert roads_of(held(a="shared_memory", b="distributed")) == "distributed, shared_memory"
+    both = merge_statuses({"0": held(a="shared_memory"), "1": held(a="distributed", b="x")})
+    assert both.senders == {"a": "distributed, shared_memory", "b": "x"}
     assert [overall(codes) for codes in ([0, 0], [0, 1], [1, 3, 4], [0, 4])] == [0, 1, 3, 4]
 
 

@@ -270,12 +270,10 @@ def test_memory_is_summed_by_sender() -> None:
         LedgerEntry(kind=kind, name=name, nbytes=nbytes, owner=False, age_s=1.0)
         for kind, name, nbytes in entries
     ]
-    said = section(
-        render_fragment(snapshot(report(status(ledger=ledger)), report(status(ledger=ledger)))),
-        "memory",
-    )
-    assert "trainer 5.00 MB 10.0 MB 2" in said
-    assert "control segments, of all senders 10 B 20 B 2" in said
+    held = status(ledger=ledger, senders={"trainer": "shared_memory"})
+    said = section(render_fragment(snapshot(report(held), report(held))), "memory")
+    assert "trainer shared_memory 5.00 MB 10.0 MB 2" in said
+    assert "control segments, of all senders any 10 B 20 B 2" in said
 
 
 def test_replicas_stand_side_by_side() -> None:

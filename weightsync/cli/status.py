@@ -66,7 +66,7 @@ class Seen:
         return {
             "url": self.url,
             "reachable": True,
-            "road": road_of(self.status.ledger),
+            "road": roads_of(self.status),
             **_whole(self.status),
             "updates": _whole(self.updates),
             "server": self.server,
@@ -126,11 +126,9 @@ def overall(codes: Sequence[int]) -> int:
     return UNREACHABLE if UNREACHABLE in codes else max(codes, default=OK)
 
 
-def road_of(ledger: Sequence[LedgerEntry]) -> str:
-    """Return how the bytes come, as far as a ledger tells."""
-    if not ledger:
-        return "none"
-    return "distributed" if any(entry.owner for entry in ledger) else "same_host"
+def roads_of(held: Status) -> str:
+    """Return the roads by which the bytes of connected senders come."""
+    return ", ".join(sorted(set(held.senders.values()))) or "none"
 
 
 def _whole(answer: msgspec.Struct) -> dict[str, object]:
@@ -209,7 +207,7 @@ def _lines(seen: Seen) -> Iterator[Text]:
     coming = f", version {held.prepared_version} prepared" if held.prepared_version else ""
     yield Text(f"  version   {held.version}{label}{coming}")
     yield Text(f"  applies   {held.apply}, verifies {held.verification}")
-    yield Text(f"  road      {road_of(held.ledger)}; {', '.join(held.device_keys)}")
+    yield Text(f"  road      {roads_of(held)}; {', '.join(held.device_keys)}")
     for line in _update_lines(seen.updates):
         yield Text(f"  updates   {line}")
     yield Text(f"  ledger    {_ledger(held.ledger)}")

@@ -26,6 +26,7 @@ class Peers:
         self.keys = keys
         self._engines: dict[str, WeightTransferEngine] = {}
         self._remote: set[str] = set()
+        self._roads: dict[str, str] = {}
         self._numbers: OrderedDict[str, int] = OrderedDict()
 
     def open(self, info: Init) -> WeightTransferEngine:
@@ -43,6 +44,7 @@ class Peers:
         engine.init_transfer_engine(info)
         self.close(info.sender)
         self._engines[info.sender] = engine
+        self._roads[info.sender] = info.road
         self._note_number(info)
         if remote:
             self._remote.add(info.sender)
@@ -91,6 +93,7 @@ class Peers:
     def close(self, sender: str) -> None:
         """Close one sender's engine, if there is one."""
         self._remote.discard(sender)
+        self._roads.pop(sender, None)
         engine = self._engines.pop(sender, None)
         if engine is not None:
             engine.shutdown()
@@ -114,6 +117,10 @@ class Peers:
         self._numbers.move_to_end(info.sender)
         while len(self._numbers) > REMEMBERED_SENDERS:
             self._numbers.popitem(last=False)
+
+    def roads(self) -> dict[str, str]:
+        """Return the road of every sender that is connected."""
+        return dict(self._roads)
 
     def ledger(self) -> list[LedgerEntry]:
         """Everything that the engines hold open."""

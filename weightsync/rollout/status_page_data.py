@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import defaultdict
-from collections.abc import Callable, Coroutine, Iterable, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from typing import Generic, Protocol, TypeVar, runtime_checkable
 
 import anyio
@@ -31,10 +31,14 @@ NO_ANSWER = "NO ANSWER"
 
 
 class Mapped(msgspec.Struct, frozen=True, kw_only=True):
-    """Bytes that a worker has mapped of one sender, or of all senders' control segments ("")."""
+    """Bytes that a worker has mapped of one sender, or of all senders' control segments ("").
+
+    `road` is that of a sender that is connected.
+    """
 
     sender: str
     nbytes: int
+    road: str = ""
 
 
 class WorkerView(msgspec.Struct, frozen=True, kw_only=True):
@@ -229,16 +233,19 @@ def _worker_view(name: str, status: Status, report: WorkerReport) -> WorkerView:
         detail=status.detail,
         updates_total=report.updates_total,
         open_update=report.open_update,
-        mapped=mapped_by_sender(status.ledger),
+        mapped=mapped_by_sender(status.ledger, status.senders),
     )
 
 
-def mapped_by_sender(ledger: Iterable[LedgerEntry]) -> list[Mapped]:
+def mapped_by_sender(ledger: Iterable[LedgerEntry], roads: Mapping[str, str]) -> list[Mapped]:
     """Return how much is mapped of each sender; a control segment is named after no sender."""
     sums: dict[str, int] = defaultdict(int)
     for entry in ledger:
         sums["" if entry.kind == "control" else entry.name] += entry.nbytes
-    return [Mapped(sender=sender, nbytes=nbytes) for sender, nbytes in sorted(sums.items())]
+    return [
+        Mapped(sender=sender, nbytes=nbytes, road=roads.get(sender, ""))
+        for sender, nbytes in sorted(sums.items())
+    ]
 
 
 def merge_updates(records: Iterable[UpdateRecord]) -> list[UpdateView]:

@@ -58,6 +58,7 @@ def merge_statuses(statuses: Mapping[str, Status]) -> Status:
             for entry in status.ledger
         ],
         workers=list(statuses),
+        senders=_roads(held),
     )
 
 
@@ -84,6 +85,13 @@ def _least_ready(states: Iterable[str]) -> str:
 
 def _weakest(levels: Iterable[str]) -> str:
     return min(levels, key=_WEAKEST_FIRST.index)
+
+
+def _roads(held: Sequence[Status]) -> dict[str, str]:
+    """Return every sender's road, or roads, where it reaches workers by several."""
+    ids = dict.fromkeys(sender for status in held for sender in status.senders)
+    found = {s: {status.senders[s] for status in held if s in status.senders} for s in ids}
+    return {sender: ", ".join(sorted(roads)) for sender, roads in found.items()}
 
 
 def _common(values: Sequence[T | None]) -> T | None:

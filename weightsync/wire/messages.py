@@ -263,6 +263,7 @@ class Status(Message, frozen=True, kw_only=True):
     `prepared_version` is the version that `finish` would commit; `orphaned` says that the sender
     of the open update is dead, `detail` why the receiver may not generate. `workers` are the paths,
     below this one's URL, of the receivers that it stands for; none where it is one itself.
+    `senders` are the roads by which connected senders send, by sender id.
     """
 
     instance: str
@@ -285,6 +286,7 @@ class Status(Message, frozen=True, kw_only=True):
     device_keys: list[str] = []
     ledger: list[LedgerEntry] = []
     workers: list[WorkerPath] = []
+    senders: dict[Name, str] = {}
 
 
 class InitReply(Message, frozen=True, kw_only=True):
