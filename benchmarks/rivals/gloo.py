@@ -81,7 +81,7 @@ class Buckets:
         chunk = self.chunks[number]
         lengths = [len(piece) for piece in chunk]
         bucket = self.memory[number % 2][: sum(lengths)]
-        return bucket, list(zip(chunk, bucket.split(lengths), strict=True))
+        return bucket, list(zip(chunk, torch.split(bucket, lengths), strict=True))
 
 
 def _chunks(parameters: Parameters) -> Iterator[Chunk]:
@@ -101,9 +101,10 @@ def _chunks(parameters: Parameters) -> Iterator[Chunk]:
 
 
 def _join(store: str, rank: int, size: int) -> None:
+    untyped: Any = dist  # torch types half of what it exports
     dist.init_process_group(
         "gloo",
-        store=dist.FileStore(store, size),
+        store=untyped.FileStore(store, size),
         rank=rank,
         world_size=size,
         timeout=timedelta(seconds=WAIT_S),
@@ -144,6 +145,6 @@ def _receive(buckets: Buckets) -> None:
 
 
 def _begin(flat: torch.Tensor) -> Callable[[], object]:
-    work = dist.broadcast(flat, 0, async_op=True)
-    assert work is not None
-    return work.wait
+    work: Any = dist.broadcast(flat, 0, async_op=True)
+    wait: Callable[[], object] = work.wait
+    return wait

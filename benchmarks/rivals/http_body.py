@@ -17,7 +17,7 @@ from torch import nn
 from benchmarks.rivals.contract import Job, Reader, Rival, RivalError
 from benchmarks.rivals.crew import Crew
 from benchmarks.rivals.loopback import Clients, Server
-from benchmarks.rivals.parameters import as_bytes, load, parameters_of
+from benchmarks.rivals.parameters import load, memory_of, parameters_of
 
 # Small tensors leave together.
 SEND_NBYTES = 256 << 10
@@ -52,7 +52,7 @@ class Trainer(Rival):
         small: list[memoryview] = []
         waiting = 0
         for tensor in self._state.values():
-            part = memoryview(as_bytes(tensor).numpy())
+            part = memory_of(tensor)
             small.append(part)
             waiting += len(part)
             if waiting >= SEND_NBYTES:
@@ -67,7 +67,7 @@ class Taker(Reader):
 
     def __init__(self, module: nn.Module, extra: Any) -> None:
         super().__init__(module, extra)
-        self._places = [memoryview(as_bytes(p).numpy()) for p in self.parameters.values()]
+        self._places = [memory_of(p) for p in self.parameters.values()]
         self._server = Server(self._take)
 
     def hello(self) -> object:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import secrets
 import threading
 from collections.abc import Iterable, Mapping
-from typing import Any, cast
+from typing import Any
 
 import torch
 import uvicorn
@@ -86,4 +86,4 @@ class Receiver(Reader):
         self._receiver.close()
 
     def _serve(self) -> None:
-        self._server.run(sockets=cast("list[Any]", [self._listener]))
+        self._server.run(sockets=[self._listener])

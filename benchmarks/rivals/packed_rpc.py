@@ -93,7 +93,7 @@ class Taker(Reader):
         info = json.loads(stream.read(nbytes))
         sizes = info["tensor_sizes"]
         mapped = torch.from_file(info["buffer"], shared=True, size=sum(sizes), dtype=torch.uint8)
-        pieces = mapped.clone().split(sizes)
+        pieces = torch.split(mapped.clone(), sizes)
         load(
             self.parameters,
             (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 import torch
 import xxhash
@@ -45,6 +46,12 @@ def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.view(-1).view(torch.uint8)
 
 
+def memory_of(tensor: torch.Tensor) -> memoryview:
+    """Return the memory of a contiguous tensor."""
+    array: Any = as_bytes(tensor).numpy()  # numpy's types say no buffer before Python 3.12
+    return memoryview(array)
+
+
 def load(parameters: Parameters, pairs: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
     """Copy each tensor into the parameter of its name: what every reader ends with."""
     names = set()
@@ -76,6 +83,5 @@ def touch(parameters: Sequence[torch.Tensor]) -> None:
 def digests(parameters: Parameters) -> dict[str, str]:
     """Return what tells one content of each parameter from another."""
     return {
-        name: xxhash.xxh3_64_hexdigest(as_bytes(tensor).numpy())
-        for name, tensor in parameters.items()
+        name: xxhash.xxh3_64_hexdigest(memory_of(tensor)) for name, tensor in parameters.items()
     }

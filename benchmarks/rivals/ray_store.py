@@ -6,6 +6,7 @@ A dict of NumPy arrays, which `ray.put` writes to shared memory and actors get w
 
 from __future__ import annotations
 
+import logging
 import warnings
 from collections.abc import Mapping
 from typing import Any
@@ -30,14 +31,14 @@ class Trainer(Rival):
             num_cpus=2,
             object_store_memory=store,
             include_dashboard=False,
-            logging_level="ERROR",
+            logging_level=logging.ERROR,
             log_to_driver=False,
         )
         self._arrays = {
             name: as_bytes(tensor).numpy() for name, tensor in parameters_of(module).items()
         }
-        actor = ray.remote(num_cpus=0)(Taker)
-        self._takers = [actor.remote(job.tensors) for _ in range(job.readers)]
+        actor: Any = ray.remote(num_cpus=0)(Taker)
+        self._takers: list[Any] = [actor.remote(job.tensors) for _ in range(job.readers)]
         ray.get([taker.held.remote() for taker in self._takers], timeout=WAIT_S)
 
     def update(self, way: str) -> None:

@@ -22,7 +22,7 @@ class Trainer(Rival):
     """`option` is the sharing strategy."""
 
     def setup(self, job: Job, module: nn.Module) -> None:
-        torch.multiprocessing.set_sharing_strategy(self.option)
+        _share_by(self.option)
         self._queues = [CONTEXT.SimpleQueue() for _ in range(job.readers)]
         extras = [(self.option, queue) for queue in self._queues]
         self._crew = Crew(job, Taker, extras)
@@ -50,10 +50,15 @@ class Taker(Reader):
     def __init__(self, module: nn.Module, extra: Any) -> None:
         super().__init__(module, extra)
         strategy, self._queue = extra
-        torch.multiprocessing.set_sharing_strategy(strategy)
+        _share_by(strategy)
         self._kept: dict[str, torch.Tensor] = {}
 
     def load(self, way: str, message: Any) -> object:
         state = self._queue.get()
         self._kept = state
         return len(load(self.parameters, state.items()))
+
+
+def _share_by(strategy: str) -> None:
+    untyped: Any = torch.multiprocessing
+    untyped.set_sharing_strategy(strategy)

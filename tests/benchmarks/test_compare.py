@@ -152,7 +152,7 @@ def test_who_moves_less_gets_no_figure(
 ) -> None:
     entry = type("Planted", (InsideEntry,), {"move": staticmethod(move)})
     planted = entry(module="ours", title="inside", ways=("one",))
-    monkeypatch.setitem(trial.RIVALS, "inside", planted)
+    monkeypatch.setitem(RIVALS, "inside", planted)
     order = trial.Order(
         workload="toy-mixed", readers=1, rivals=["inside"], rounds=3, warm_ups=1, budget_s=1.0
     )
