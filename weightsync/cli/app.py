@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from importlib import import_module
-from typing import Any
+from typing import Annotated, Any
 
+from weightsync import __version__
 from weightsync.errors import BackendUnavailableError
 
 try:
@@ -42,7 +43,7 @@ def make_app(arguments: Sequence[str]) -> typer.Typer:
         no_args_is_help=True,
         pretty_exceptions_enable=False,
     )
-    app.callback()(_no_options)  # or a single verb would not be named
+    app.callback(invoke_without_command=True)(_options)  # or a single verb would not be named
     named = arguments[0] if arguments and arguments[0] in VERBS else None
     for verb, text in VERBS.items():
         run = _load(verb) if verb == named else _unloaded
@@ -67,5 +68,11 @@ def _unloaded() -> None:
     raise AssertionError("a verb that is not named is not run")
 
 
-def _no_options() -> None:
-    pass
+def _options(
+    version: Annotated[
+        bool, typer.Option("--version", is_eager=True, help="print the version and end")
+    ] = False,
+) -> None:
+    if version:
+        print(__version__)
+        raise typer.Exit

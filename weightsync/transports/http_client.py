@@ -193,7 +193,8 @@ class HttpTransport(CountingTransport):
             raise ConnectError(f"{self._target}: this transport is closed; connect again") from exc
         except (NewConnectionError, ConnectTimeoutError) as exc:
             raise ConnectError(
-                f"{self._target} cannot be reached for {call}: {exc}; is the server running?"
+                f"{self._target} cannot be reached for {call}: {exc.__cause__ or exc}; "
+                "is the server running?"
             ) from exc
         except ReadTimeoutError as exc:
             raise TransportTimeout(
