@@ -55,6 +55,19 @@ def post(running: tuple[str, str], call: str, **json: Any) -> requests.Response:
     return requests.post(f"{url}/{call}", json=json, headers=headers, timeout=60)
 
 
+def test_metrics_count_what_was_generated(running: tuple[str, str]) -> None:
+    url, _ = running
+
+    def total() -> float:
+        lines = requests.get(f"{url}/metrics", timeout=60).text.splitlines()
+        (line,) = [one for one in lines if one.startswith("weightsync_tokens_total{")]
+        return float(line.partition(" ")[2])
+
+    before = total()
+    made = generate(url).json()["completions"][0]["token_ids"]
+    assert total() - before == len(made) > 0
+
+
 @pytest.mark.usefixtures("shm_clean")
 def test_it_generates_with_the_weights_it_was_sent(running: tuple[str, str]) -> None:
     url, token = running

@@ -7,9 +7,12 @@ import re
 from pathlib import Path
 
 import pytest
+from prometheus_client.metrics_core import Metric
 from torch import nn
 
 import weightsync as ws
+from weightsync.rollout.engine_messages import EngineStats
+from weightsync.rollout.engine_metrics import metrics_of
 from weightsync.server.metrics import ReceiverMetrics
 
 PAGE = (Path(__file__).parents[2] / "docs" / "seeing.md").read_text(encoding="utf-8")
@@ -30,10 +33,15 @@ def test_the_examples(
     assert json.loads((tmp_path / "reports.jsonl").read_text())["version"] == 1
 
 
+def _shown_as(metric: Metric) -> str:
+    return f"{metric.name}_total" if metric.type == "counter" else metric.name
+
+
 def test_the_table_names_the_metrics() -> None:
     receiver = ws.WeightReceiver(nn.Linear(4, 4))
     with ws.connect(nn.Linear(4, 4), to=receiver.handle) as sender:
         sender.send_weights()
     shown = re.findall(r"^# TYPE (\w+)", ReceiverMetrics(receiver).render().decode(), re.MULTILINE)
+    shown += [_shown_as(metric) for metric in metrics_of([EngineStats()])]
     named = set(re.findall(r"`(weightsync_\w+)", PAGE))
     assert named - {"weightsync_workers"} == set(shown)

@@ -14,6 +14,7 @@ from fastapi import FastAPI
 
 from weightsync.rollout.core_client import CoreClient
 from weightsync.rollout.engine_client import EngineClient
+from weightsync.rollout.engine_metrics import engine_metrics
 from weightsync.rollout.generate_route import generation_router
 from weightsync.rollout.model import load_reader
 from weightsync.rollout.process_terms import ApiTerms, Ready
@@ -57,7 +58,7 @@ def make_app(
     )
     paths = {worker_path(index): receiver for index, receiver in enumerate(receivers)}
     workers = Workers(paths, tensor_parallel=tensor_parallel)
-    app.include_router(workers_router(workers, token=token))
+    app.include_router(workers_router(workers, token=token, more_metrics=engine_metrics(engine)))
     app.include_router(generation_router(engine, texts))
     app.include_router(status_router(engine, receivers))
     if token is not None:

@@ -2,37 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
+from prometheus_client.registry import Collector
 
 from weightsync.lifecycle import State
 from weightsync.server.door import Receiver
 from weightsync.wire.messages import LedgerEntry, Status, StepReply
 
+MoreMetrics = Callable[[], Awaitable[Sequence[Metric]]]
+"""Asks what an app has to show beside its receiver, in its event loop; called for every GET."""
+
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
 class ReceiverMetrics:
-    """Reads a receiver whenever it is asked; keeps no numbers, and has its own registry."""
+    """Reads a receiver whenever it is asked, and keeps no numbers."""
 
     def __init__(self, receiver: Receiver) -> None:
         self._receiver = receiver
-        self._registry = CollectorRegistry(auto_describe=False)
-        self._registry.register(self)
 
-    def render(self) -> bytes:
-        """Return the text. Called for every GET of `/metrics`."""
-        return generate_latest(self._registry)
-
-    def describe(self) -> list[Metric]:
-        """Return nothing, so that registering does not read the receiver."""
-        return []
+    def render(self, more: Sequence[Metric] = ()) -> bytes:
+        """Return the text, with `more` at its end. Called for every GET of `/metrics`."""
+        registry = CollectorRegistry(auto_describe=False)
+        registry.register(_Fixed([*self.collect(), *more]))
+        return generate_latest(registry)
 
     def collect(self) -> Iterator[Metric]:
-        """Yield the metrics. Called by the registry."""
+        """Yield the metrics of the receiver."""
         yield from _of_status(self._receiver.status())
         updates = CounterMetricFamily(
             "weightsync_updates", "Updates by how they ended.", labels=["result"]
@@ -42,6 +42,16 @@ class ReceiverMetrics:
         yield updates
         if (reply := self._receiver.last_reply) is not None:
             yield from _of_reply(reply)
+
+
+class _Fixed(Collector):
+    """Metrics that were read already, as a registry wants them."""
+
+    def __init__(self, metrics: Sequence[Metric]) -> None:
+        self._metrics = metrics
+
+    def collect(self) -> Sequence[Metric]:
+        return self._metrics
 
 
 def _of_status(status: Status) -> Iterator[Metric]:

@@ -17,7 +17,7 @@ from weightsync.server.door import (
     error_response,
     read_body,
 )
-from weightsync.server.metrics import CONTENT_TYPE, ReceiverMetrics
+from weightsync.server.metrics import CONTENT_TYPE, MoreMetrics, ReceiverMetrics
 from weightsync.server.schemas import describe_answers, describe_body
 from weightsync.wire.bearer_token import check_token_text
 from weightsync.wire.messages import CALLS, Status, StatusRequest
@@ -30,13 +30,15 @@ def weight_router(
     *,
     token: str | None,
     max_body_nbytes: int = DEFAULT_MAX_BODY_NBYTES,
+    more_metrics: MoreMetrics | None = None,
 ) -> APIRouter:
     """Return the routes of the control plane for `receiver`.
 
     Every POST wants `token` as a bearer token, which is looked at before the body is read: the
     handlers take the raw request, since a router carries no middleware and a typed body would be
     read first. `token=None` lets everyone in who reaches the app; a whole app may be guarded by
-    `TokenAuth` instead. Raises ConfigError for a token that cannot be sent.
+    `TokenAuth` instead. `more_metrics` are shown in `/metrics`, too. Raises
+    ConfigError for a token that cannot be sent.
     """
     if token is not None:
         check_token_text(token)
@@ -45,7 +47,7 @@ def weight_router(
     for call, kind in CALLS.items():
         if kind is not StatusRequest:
             _add_call(router, call, _call_handler(door, call, token, max_body_nbytes))
-    _add_readings(router, _Readings(door))
+    _add_readings(router, _Readings(door, more_metrics))
     return router
 
 
@@ -83,8 +85,9 @@ def _pause_body(mode: str, body: bytes) -> bytes:
 class _Readings:
     """The GET routes: nothing here changes anything, and nothing wants the token."""
 
-    def __init__(self, door: Door) -> None:
+    def __init__(self, door: Door, more_metrics: MoreMetrics | None) -> None:
         self._door = door
+        self._more_metrics = more_metrics
         self._metrics = ReceiverMetrics(door.receiver)
 
     async def weight_info(self, request: HttpRequest) -> Response:
@@ -113,7 +116,8 @@ class _Readings:
 
     async def metrics(self, request: HttpRequest) -> Response:
         """Prometheus metrics."""
-        text = await self._door.read(self._metrics.render)
+        more = await self._more_metrics() if self._more_metrics else ()
+        text = await self._door.read(lambda: self._metrics.render(more))
         return Response(text, media_type=CONTENT_TYPE)
 
     async def _status(self) -> Status:

@@ -19,6 +19,7 @@ from weightsync.errors import ConfigError, ProtocolError, WeightSyncError
 from weightsync.receiving.incoming import new_update_id
 from weightsync.server import merging
 from weightsync.server.door import DEFAULT_MAX_BODY_NBYTES, Receiver
+from weightsync.server.metrics import MoreMetrics
 from weightsync.server.router import weight_router
 from weightsync.weights.checksum_parts import compose_all
 from weightsync.wire.messages import (
@@ -224,13 +225,18 @@ def workers_router(
     *,
     token: str | None,
     max_body_nbytes: int = DEFAULT_MAX_BODY_NBYTES,
+    more_metrics: MoreMetrics | None = None,
 ) -> APIRouter:
     """Return the control routes of all workers at the root, and of each below its path.
 
-    See weight_router; a single worker has both, too.
+    See weight_router; a single worker has both, too. `more_metrics` are at the root alone.
     """
     router = APIRouter()
-    router.include_router(weight_router(workers, token=token, max_body_nbytes=max_body_nbytes))
+    router.include_router(
+        weight_router(
+            workers, token=token, max_body_nbytes=max_body_nbytes, more_metrics=more_metrics
+        )
+    )
     for name, worker in workers.workers.items():
         routes = weight_router(worker, token=token, max_body_nbytes=max_body_nbytes)
         router.include_router(routes, prefix=f"/{name}")

@@ -1,0 +1,56 @@
+"""What `/metrics` of a served model shows of its replicas: how many requests, how many tokens."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.metrics_core import Metric
+
+from weightsync.errors import WeightSyncError
+from weightsync.rollout.engine_client import EngineClient
+from weightsync.rollout.engine_messages import EngineStats
+
+logger = logging.getLogger(__name__)
+
+ANSWER_TIMEOUT_S = 2.0
+
+
+def engine_metrics(engine: EngineClient) -> Callable[[], Awaitable[list[Metric]]]:
+    """Return what asks every replica, for `weight_router(more_metrics=)`.
+
+    An engine that does not answer in time has no metrics; those of the weights are shown anyway.
+    """
+
+    async def ask() -> list[Metric]:
+        try:
+            stats = await asyncio.wait_for(engine.stats(), ANSWER_TIMEOUT_S)
+        except (TimeoutError, WeightSyncError) as exc:
+            logger.info("the engine has no metrics: %s", exc or "it does not answer")
+            return []
+        return list(metrics_of(stats))
+
+    return ask
+
+
+def metrics_of(replicas: Sequence[EngineStats]) -> Iterator[Metric]:
+    """Yield the metrics of all replicas, which are numbered by a label."""
+    for name, text, of in (
+        ("requests_running", "Completions at work.", lambda s: s.running),
+        ("requests_waiting", "Completions that wait for a place.", lambda s: s.waiting),
+        ("tokens_per_second", "Tokens generated, by the last seconds.", lambda s: s.tokens_per_s),
+    ):
+        gauge = GaugeMetricFamily(f"weightsync_{name}", text, labels=["replica"])
+        for index, stats in enumerate(replicas):
+            gauge.add_metric([str(index)], of(stats))
+        yield gauge
+    for name, text, total in (
+        ("requests", "Prompts that were to be completed.", lambda s: s.requests_total),
+        ("tokens", "Tokens generated.", lambda s: s.tokens_total),
+    ):
+        counter = CounterMetricFamily(f"weightsync_{name}", text, labels=["replica"])
+        for index, stats in enumerate(replicas):
+            counter.add_metric([str(index)], total(stats))
+        yield counter
