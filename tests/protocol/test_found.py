@@ -8,7 +8,7 @@ import pytest
 
 import weightsync as ws
 from tests.protocol.world import SHORT_S, Death, Trainer, World
-from weightsync.wire.messages import InitRequest, ShutdownRequest
+from weightsync.wire.messages import InitRequest, ShutdownRequest, StartRequest
 
 
 @pytest.mark.usefixtures("shm_clean")
@@ -123,4 +123,29 @@ def test_who_finds_others_ahead_after_going_forward_in_place_passes_them() -> No
     assert (report.version, report.rule) == (3, "roll-forward")
     for member in world.fleet:
         world.holds(member, 3, trainer.contents)
+    world.end()
+
+
+@pytest.mark.usefixtures("shm_clean")
+def test_a_start_that_came_late_to_a_new_instance_is_ended_by_its_own_sender() -> None:
+    """The sender lives, so nobody else would end it before its lease."""
+    world = World(["staged", "in_place"])
+    trainer = Trainer(world, packed=False, drops=False)
+    world.trainers.append(trainer)
+    trainer.connect(SHORT_S)
+    trainer.fill()
+    assert trainer.sender is not None
+    with suppress(ZeroDivisionError), trainer.sender.update():
+        raise ZeroDivisionError
+    member = world.fleet[0]
+    kinds = (InitRequest, StartRequest)
+    late = [m for m in world.messages[member.name] if isinstance(m, kinds)]
+    member.restart()
+    for request in late:
+        with suppress(ws.ConfigError):  # the first only asks who is there
+            member.receiver.dispatch(request)
+    assert member.receiver.status().state == "UPDATING"
+    version = trainer.sender.send_weights().version
+    for other in world.fleet:
+        world.holds(other, version, trainer.contents)
     world.end()

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
+import secrets
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
@@ -71,6 +73,11 @@ class Member:
         """How messages name it."""
         return self.name or self.transport.target
 
+    @property
+    def shown_road(self) -> str:
+        """How reports name its road: its transport may carry the bytes on from there."""
+        return getattr(self.transport, "road", "") or self.road
+
     def is_named(self, target: str) -> bool:
         """Whether messages name it so, or the server that it belongs to."""
         server = self.server.target if self.server is not None else self.target
@@ -120,10 +127,20 @@ class Fleet:
         for transport in transports:
             self.add(transport)
         self._pool = ThreadPoolExecutor(max_workers=MAX_CALLS)
+        self._token = secrets.token_hex(6)
+        self._updates = itertools.count(1)
         self._gone_nbytes = 0
         self._gone_messages = 0
         self.idle: Callable[[], None] | None = None
         self.watch = Watch()
+
+    def new_update_id(self) -> str:
+        """Return the id of one more update of this fleet's sender."""
+        return f"{self._token}-{next(self._updates)}"
+
+    def began(self, update_id: str | None) -> bool:
+        """Whether an update of this id was this sender's."""
+        return update_id is not None and update_id.startswith(f"{self._token}-")
 
     def add(self, transport: Transport) -> Member:
         """Take one more member in. A second one of the same name is called name#2."""

@@ -18,7 +18,7 @@ from weightsync.sending.ensemble import Ensemble
 from weightsync.sending.fleet import Answer, Fleet, Member, Server, failures, named, raise_first
 from weightsync.sending.roads import Roads
 from weightsync.sending.servers import SAYS_NOTHING, ReshapedError, find_reshaped, unfold
-from weightsync.sending.takeover import end_orphans
+from weightsync.sending.takeover import end_orphans, end_own
 from weightsync.transports.base import Transport
 from weightsync.wire.messages import (
     PROTOCOL,
@@ -252,9 +252,10 @@ class Membership:
             if answer.status.instance != answer.member.instance
             or isinstance(failed.get(answer.member), UnknownSenderError)
         ]
+        late = end_own(self.fleet, known, timeout_s)
         ended = any(answer.status.orphaned for answer in known) and self._end_orphans(timeout_s)
         if not strangers or not self.connected:
-            return ended
+            return late or ended
         logger.warning("connecting again: %s", names(a.member for a in strangers))
         check_fleet(self.fleet, strangers)
         self._offer([answer.member for answer in strangers])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, wait
@@ -66,7 +65,7 @@ class Update:
         drops: bool = False,
         members: Sequence[Member] | None = None,
     ) -> None:
-        self.update_id = secrets.token_hex(8)
+        self.update_id = fleet.new_update_id()
         self.rule = "two-phase"
         self.last_report: SyncReport | None = None
         self.failed: dict[Member, WeightSyncError] = {}
@@ -389,7 +388,7 @@ class Update:
     def _receiver(self, member: Member, reply: StepReply) -> ReceiverReport:
         return ReceiverReport(
             target=member.target,
-            road=member.road,
+            road=member.shown_road,
             apply=reply.apply,
             verified=reply.verified,
             stall_s=reply.stall_s,

@@ -38,3 +38,18 @@ def end_orphans(fleet: Fleet, answers: Sequence[Answer], timeout_s: float) -> li
             logger.warning("%s has ended it otherwise: %s", answer.member.target, answer.error)
         versions += [answer.step.version for answer in done if answer.error is None]
     return versions
+
+
+def end_own(fleet: Fleet, answers: Sequence[Answer], timeout_s: float) -> bool:
+    """Abort updates of this sender that receivers load though none is at work; say if there were.
+
+    A start that came late opens one where its end is not remembered: in a receiver that was
+    started again. Called between two updates, with what the receivers said just before.
+    """
+    stale = [a for a in answers if a.status.state == "UPDATING" and fleet.began(a.status.update_id)]
+    for answer in stale:
+        update_id = answer.status.update_id or ""
+        logger.warning("update %s came late to %s and is aborted", update_id, answer.member.target)
+        request = AbortRequest(update_id=update_id, reason="it is over; its start came late")
+        fleet.ask(request, timeout_s=timeout_s, members=[answer.member])
+    return bool(stale)
