@@ -1,0 +1,82 @@
+"""Every page is in the navigation, and the reference has every public name."""
+
+from __future__ import annotations
+
+import importlib
+import re
+from typing import Any
+
+import yaml
+
+import weightsync as ws
+from tests.docs.pages import ROOT
+
+API = {p.stem: p.read_text(encoding="utf-8") for p in (ROOT / "docs" / "api").glob("*.md")}
+MADE_BY_THE_BUILD = {"index.md", "security.md", "contributing.md", "changelog.md"}
+
+
+def mkdocs() -> dict[str, Any]:
+    loaded = yaml.safe_load((ROOT / "mkdocs.yml").read_text(encoding="utf-8"))
+    assert isinstance(loaded, dict)
+    return loaded
+
+
+def leaves(node: Any) -> list[str]:
+    if isinstance(node, str):
+        return [node]
+    children = node if isinstance(node, list) else node.values()
+    return [leaf for child in children for leaf in leaves(child)]
+
+
+def test_every_page_is_in_the_navigation_once() -> None:
+    docs = ROOT / "docs"
+    written = {p.relative_to(docs).as_posix() for p in docs.rglob("*.md")}
+    programs = {p.stem for p in (ROOT / "examples").iterdir() if p.suffix in (".py", ".sh")}
+    named = leaves(mkdocs()["nav"])
+    assert sorted(named) == sorted(set(named))
+    assert set(named) == written | MADE_BY_THE_BUILD | {f"examples/{p}.md" for p in programs}
+
+
+def test_nothing_is_fetched() -> None:
+    settings = mkdocs()
+    assert settings["theme"]["font"] is False
+    assert settings["strict"] is True
+    used = {name if isinstance(name, str) else next(iter(name)) for name in settings["plugins"]}
+    assert used == {"search", "mkdocstrings"}
+
+
+def test_every_public_name_is_in_the_reference() -> None:
+    modules = {"ray", "server", "testing"}
+    described = {name.rpartition(".")[2] for text in API.values() for name in described_in(text)}
+    described |= set(re.findall(r"^class (\w+)", source("errors"), re.MULTILINE))
+    assert "weightsync.errors" in described_in(API["errors"])
+    missing = set(ws.__all__) - described - modules - {"__version__"}
+    assert not missing
+    for name in set(ws.__all__) - {"__version__"}:
+        assert f"`{name}`" in API["index"] or name in source("errors"), name
+
+
+def test_what_public_modules_export_is_in_the_reference() -> None:
+    for module in ("server", "testing"):
+        exported = importlib.import_module(f"weightsync.{module}").__all__
+        told = {name.rpartition(".")[2] for name in described_in(API[module])}
+        assert set(exported) <= told
+
+
+def test_what_is_described_exists() -> None:
+    """The build says so too; here it is seen without one, and without optional packages."""
+    for name in (name for text in API.values() for name in described_in(text)):
+        path, last = name.rpartition(".")[::2]
+        module = ROOT.joinpath(*path.split("."))
+        if (module / f"{last}.py").exists() or hasattr(ws, last):
+            continue
+        pattern = rf"^(class|def) {last}\b|^{last}\b.* = "
+        assert re.search(pattern, source("/".join(path.split(".")[1:])), re.MULTILINE), name
+
+
+def described_in(text: str) -> list[str]:
+    return re.findall(r"^::: ([\w.]+)$", text, re.MULTILINE)
+
+
+def source(module: str) -> str:
+    return (ROOT / "weightsync" / f"{module}.py").read_text(encoding="utf-8")
