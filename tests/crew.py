@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import socket
 import traceback
@@ -17,6 +16,8 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import TCPStore
 
+from tests.children import CONTEXT
+
 WAIT_S = 60.0
 GROUP_TIMEOUT = timedelta(seconds=40)
 
@@ -29,7 +30,6 @@ class Crew:
     """Processes that run the same function, each with its rank; results come in rank order."""
 
     def __init__(self, size: int) -> None:
-        context = multiprocessing.get_context("spawn")
         listener = socket.create_server(("127.0.0.1", 0), backlog=size)
         port = listener.getsockname()[1]
         # Held by the parent, so that it outlives a rank that is made to die.
@@ -44,9 +44,9 @@ class Crew:
         self._ends: list[Connection] = []
         self._processes: list[Any] = []
         for rank in range(size):
-            ours, theirs = context.Pipe()
+            ours, theirs = CONTEXT.Pipe()
             args = (theirs, rank, size, port)
-            process = context.Process(target=_serve, args=args, daemon=True)
+            process = CONTEXT.Process(target=_serve, args=args, daemon=True)
             process.start()
             theirs.close()
             self._ends.append(ours)

@@ -7,7 +7,6 @@ member. Control messages travel over pipes as JSON.
 from __future__ import annotations
 
 import json
-import multiprocessing
 import os
 import queue
 import signal
@@ -28,6 +27,7 @@ import torch
 import weightsync as ws
 import weightsync.receiver
 from tests.backends.exact_wire import carried, in_place_of_nccl
+from tests.children import CONTEXT, load_beforehand
 from weightsync.backends import nccl_wire
 from weightsync.backends.data_group import Staging
 from weightsync.backends.distributed import member_init, place_on
@@ -57,8 +57,7 @@ FEED_PLACE = READER_PLACES - 1
 BUCKET_NBYTES = 64 << 10
 Data = Literal["gloo", "nccl"]
 
-_context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["tests.backends.hosts"])
+load_beforehand("tests.backends.hosts")
 
 
 class Model(torch.nn.Module):
@@ -355,8 +354,8 @@ def party(*hosts: int, **options: Any) -> Iterator[Party]:
 
 @contextmanager
 def _worker(name: str, *, hook: bool, data: Data) -> Iterator[Worker]:
-    parent, child = _context.Pipe()
-    process = _context.Process(target=_work, args=(child, hook, data), name=name)
+    parent, child = CONTEXT.Pipe()
+    process = CONTEXT.Process(target=_work, args=(child, hook, data), name=name)
     process.start()
     child.close()
     try:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-import multiprocessing
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from multiprocessing.connection import Connection
@@ -14,6 +14,7 @@ import torch
 from torch._C._distributed_c10d import TCPStore
 
 from tests.backends.exact_wire import in_place_of_nccl
+from tests.children import CONTEXT
 from weightsync.backends import nccl_wire
 from weightsync.backends.nccl_wire import Flight, Wire
 
@@ -32,21 +33,19 @@ def content(nbytes: int) -> torch.Tensor:
 
 def wait_for(flight: Flight, timeout_s: float = WAIT_S) -> bool:
     """Whether it lands in time."""
-    pause = torch.multiprocessing.get_context("spawn").Event()
     for _ in range(int(timeout_s / 0.01)):
         if flight.landed():
             return True
-        pause.wait(0.01)
+        time.sleep(0.01)
     return False
 
 
 @contextmanager
 def wires(edge: Edge) -> Iterator[tuple[Wire, Connection, BaseProcess]]:
     """Rank 0's wire in this process, the pipe that commands rank 1, and its process."""
-    context = multiprocessing.get_context("spawn")
-    pipe, child = context.Pipe()
+    pipe, child = CONTEXT.Pipe()
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    process = context.Process(target=_serve, args=(child, store.port, edge), daemon=True)
+    process = CONTEXT.Process(target=_serve, args=(child, store.port, edge), daemon=True)
     process.start()
     child.close()
     try:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import hashlib
 import importlib
 import json
-import multiprocessing
 import os
 import queue
 import signal
@@ -29,6 +28,7 @@ import msgspec
 import torch
 
 import weightsync as ws
+from tests.children import CONTEXT, load_beforehand
 from tests.e2e import models, sabotage
 from weightsync.wire.problem import Problem, encode_problem, from_problem, to_problem
 
@@ -40,8 +40,7 @@ Sink = Literal["module", "hook"]
 Apply = Literal["staged", "in_place"]
 Carrier = Literal["callback", "http"]
 
-_context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["tests.e2e.processes", "tests.e2e.trainers", "tests.e2e.serving"])
+load_beforehand("tests.e2e.processes", "tests.e2e.trainers", "tests.e2e.serving")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -160,12 +159,12 @@ class Host:
 @contextmanager
 def host() -> Iterator[Host]:
     """Start a process of receivers; it ends with the context, however the test ended."""
-    pairs = [_context.Pipe() for _ in range(PIPES)]
+    pairs = [CONTEXT.Pipe() for _ in range(PIPES)]
     # asyncio turns Nagle's algorithm off only where the protocol is spelled out.
     with socket.socket(proto=socket.IPPROTO_TCP) as listener:
         listener.bind(("127.0.0.1", 0))
         listener.listen(64)
-        process = _context.Process(target=_serve, args=([c for _, c in pairs], listener))
+        process = CONTEXT.Process(target=_serve, args=([c for _, c in pairs], listener))
         process.start()
         port = listener.getsockname()[1]
     for _, child in pairs:
@@ -192,7 +191,7 @@ def kill(process: BaseProcess) -> None:
 @contextmanager
 def started(target: Callable[..., None], *args: object) -> Iterator[BaseProcess]:
     """Run `target` in a process that does not outlive the block."""
-    process = _context.Process(target=target, args=args)
+    process = CONTEXT.Process(target=target, args=args)
     process.start()
     try:
         yield process

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import ctypes
 import ipaddress
-import multiprocessing
 import os
 import signal
 import socket
@@ -31,6 +30,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 import weightsync as ws
+from tests.children import CONTEXT
 from tests.e2e import models, processes
 from tests.e2e.processes import WAIT_S, Remote
 from tests.hosts.isolation import TOOL_PATH
@@ -43,7 +43,6 @@ _NAMESPACES = 0x00020000 | 0x04000000 | 0x08000000 | 0x20000000 | 0x40000000
 _DIES_WITH_PARENT = 1
 _LISTENING = "0A"
 
-_context = multiprocessing.get_context("forkserver")
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
@@ -60,7 +59,7 @@ def receivers(host: Host, *, port: int = 0, address: str | None = None) -> Itera
     """A process of receivers on a host, which serves at `address` (the host's IPv4 one)."""
     address = address or host.address
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
-    pairs = [_context.Pipe() for _ in range(processes.PIPES)]
+    pairs = [CONTEXT.Pipe() for _ in range(processes.PIPES)]
     listener = host.call(lambda: _listener(family, address, port))
     theirs = [there for _, there in pairs]
     with started(host, processes._serve, theirs, listener) as process:
@@ -122,7 +121,7 @@ class Trainer:
 
 @contextmanager
 def trainer(host: Host) -> Iterator[Trainer]:
-    here, there = _context.Pipe()
+    here, there = CONTEXT.Pipe()
     with started(host, _work, there) as process:
         there.close()
         try:

@@ -7,12 +7,10 @@ over the loopback interface, the ranks meet in a file.
 from __future__ import annotations
 
 import json
-import os
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from datetime import timedelta
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -22,8 +20,10 @@ import msgspec
 import torch
 
 import weightsync as ws
+from tests.children import CONTEXT
 from tests.e2e.models import digest
-from tests.e2e.processes import WAIT_S, _context, kill
+from tests.e2e.processes import WAIT_S, kill
+from tests.gloo import as_rank
 from weightsync.wire.problem import Problem, encode_problem, from_problem, to_problem
 
 PROMPT = [3, 1, 4, 1, 5]
@@ -78,8 +78,8 @@ def _ranks(size: int, folder: Path) -> Iterator[list[Rank]]:
     pipes: list[Connection] = []
     try:
         for rank in range(size):
-            parent, child = _context.Pipe()
-            process = _context.Process(target=_serve, args=(rank, size, str(folder), child))
+            parent, child = CONTEXT.Pipe()
+            process = CONTEXT.Process(target=_serve, args=(rank, size, str(folder), child))
             process.start()
             child.close()
             pipes.append(parent)
@@ -169,25 +169,12 @@ def _greedy(model: Any) -> tuple[list[int], torch.Tensor]:
 
 
 def _serve(rank: int, size: int, folder: str, pipe: Connection) -> None:
-    import torch.distributed as dist
-
-    torch.set_num_threads(1)
-    os.environ.update(
-        RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(size), GLOO_SOCKET_IFNAME="lo"
-    )
-    dist.init_process_group(
-        "gloo",
-        init_method=f"file://{folder}/rendezvous",
-        rank=rank,
-        world_size=size,
-        timeout=timedelta(seconds=WAIT_S),
-    )
-    served = _Served()
-    try:
-        _answer(pipe, served)
-    finally:
-        served.close()
-        dist.destroy_process_group()
+    with as_rank(rank, size, folder, WAIT_S):
+        served = _Served()
+        try:
+            _answer(pipe, served)
+        finally:
+            served.close()
 
 
 def _answer(pipe: Connection, served: _Served) -> None:

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import multiprocessing
-import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -15,6 +12,8 @@ import msgspec
 import pytest
 import torch
 
+from tests.children import CONTEXT
+from tests.gloo import as_rank
 from tests.rollout.stepping import Stepping, alone
 from weightsync.rollout.kv_rows import held_by
 from weightsync.rollout.model import LoadedModel, make_tiny_vision_model
@@ -26,26 +25,12 @@ WAIT_S = 90
 PROMPTS = [[5], list(range(3, 40)), [9, 8, 7]]
 PIXELS = "pixel_values"
 
-_context = multiprocessing.get_context("spawn")
-
 
 def _rank(rank: int, folder: str, pipe: Connection) -> None:
-    import torch.distributed as dist
     from transformers import AutoModelForImageTextToText
     from transformers.distributed.configuration_utils import DistributedConfig
 
-    torch.set_num_threads(1)
-    os.environ.update(
-        RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(RANKS), GLOO_SOCKET_IFNAME="lo"
-    )
-    dist.init_process_group(
-        "gloo",
-        init_method=f"file://{folder}/rendezvous",
-        rank=rank,
-        world_size=RANKS,
-        timeout=timedelta(seconds=WAIT_S),
-    )
-    try:
+    with as_rank(rank, RANKS, folder, WAIT_S):
         plan = DistributedConfig(tp_plan="auto")
         model: Any = AutoModelForImageTextToText.from_pretrained(folder, distributed_config=plan)
         runner = ModelRunner(model.eval(), chooses=rank == 0)
@@ -54,8 +39,6 @@ def _rank(rank: int, folder: str, pipe: Connection) -> None:
             pipe.send_bytes(msgspec.msgpack.encode(runner.execute(step, 1)))
         heads = {layer.held()[0].shape[1] for layer in held_by(runner._living.cache)}
         pipe.send_bytes(msgspec.msgpack.encode(sorted(heads)))
-    finally:
-        dist.destroy_process_group()
 
 
 def _plain(value: Any) -> Any:
@@ -73,8 +56,8 @@ def _ranks(folder: Path) -> Iterator[list[Connection]]:
     processes = []
     try:
         for rank in range(RANKS):
-            ours, theirs = _context.Pipe()
-            process = _context.Process(target=_rank, args=(rank, str(folder), theirs))
+            ours, theirs = CONTEXT.Pipe()
+            process = CONTEXT.Process(target=_rank, args=(rank, str(folder), theirs))
             process.start()
             theirs.close()
             pipes.append(ours)

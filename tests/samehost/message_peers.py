@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import multiprocessing as mp
 import os
 import signal
 import threading
@@ -11,10 +10,11 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from multiprocessing.connection import Connection
-from multiprocessing.context import SpawnProcess
+from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from typing import Any
 
+from tests.children import CONTEXT
 from weightsync.errors import PeerLostError, TransferTimeout
 from weightsync.samehost.message_layout import SOCKET
 from weightsync.samehost.message_queue import MessageQueue, QueueHandle
@@ -36,7 +36,7 @@ class Failure(Exception):
 class Peer:
     """A process that runs what it is told: `call` waits for the answer, `start` does not."""
 
-    def __init__(self, process: SpawnProcess, pipe: Connection) -> None:
+    def __init__(self, process: ForkServerProcess, pipe: Connection) -> None:
         self._process = process
         self._pipe = pipe
         self._asked = 0
@@ -109,9 +109,8 @@ def end_spare_peers() -> None:
 
 
 def _started() -> Peer:
-    context = mp.get_context("spawn")
-    mine, its = context.Pipe()
-    process = context.Process(target=_obey, args=(its,), daemon=True)
+    mine, its = CONTEXT.Pipe()
+    process = CONTEXT.Process(target=_obey, args=(its,), daemon=True)
     process.start()
     its.close()
     return Peer(process, mine)
