@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from fastapi import FastAPI
+from fastapi import FastAPI, Response
 from torch import nn
 
 import weightsync as ws
@@ -61,6 +61,28 @@ def test_who_cannot_be_reached_does_not_hide_the_others(url: str, down: str) -> 
     first, second = answer_of(weightsync("status", down, url, "--json"), 3)["servers"]
     assert (first["reachable"], first["error"]["type"]) == (False, "ConnectError")
     assert (second["reachable"], second["url"]) == (True, url)
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "said", "code"),
+    [
+        (b"<ht>", 200, "answers, but not as a weightsync server: ", 1),
+        (b"<ht>", 404, "answers with an error: ", 1),
+        (b"", 401, "refuses the token: ", 4),
+    ],
+)
+def test_who_answers_something_else_is_not_called_unreachable(
+    body: bytes, status: int, said: str, code: int
+) -> None:
+    app = FastAPI()
+    app.add_api_route("/weight_info", lambda: Response(body, status))
+    with serving(app) as url:
+        result = weightsync("status", url)
+        (server,) = answer_of(weightsync("status", url, "--json"), code)["servers"]
+    assert result.exit_code == code
+    assert result.stdout.startswith(f"{url}\n  {said}{url}")
+    assert server["reachable"] is True
+    assert server["error"]["message"]
 
 
 def failing(pairs: Iterable[tuple[str, torch.Tensor]]) -> None:

@@ -33,7 +33,13 @@ from weightsync.cli.answers import (
 )
 from weightsync.cli.metrics_text import LastUpdates, read_last_updates, read_server_info
 from weightsync.cli.status_host import census_to_dict, show_host
-from weightsync.errors import ConfigError, ProtocolError, WeightSyncError
+from weightsync.errors import (
+    AuthError,
+    ConfigError,
+    ProtocolError,
+    TransportError,
+    WeightSyncError,
+)
 from weightsync.transports.http_client import HttpTransport
 from weightsync.wire.messages import LedgerEntry, Status, StatusRequest
 
@@ -62,7 +68,11 @@ class Seen:
         """Return it as plain data."""
         if self.status is None:
             error = describe(self.error) if self.error else None
-            return {"url": self.url, "reachable": False, "error": error}
+            return {
+                "url": self.url,
+                "reachable": not isinstance(self.error, TransportError),
+                "error": error,
+            }
         return {
             "url": self.url,
             "reachable": True,
@@ -199,7 +209,7 @@ def _lines(seen: Seen) -> Iterator[Text]:
     yield Text(seen.url, style="bold")
     held = seen.status
     if held is None:
-        yield Text(f"  unreachable: {one_line(seen.error or '')}", style="red")
+        yield Text(f"  {_trouble(seen.error)}", style="red")
         return
     style = "green" if held.may_generate else "red"
     yield Text(f"  state     {held.state}{_remarks(held)}", style=style)
@@ -215,10 +225,23 @@ def _lines(seen: Seen) -> Iterator[Text]:
         yield _worker_line(one, below=seen.url)
 
 
+def _trouble(error: WeightSyncError | None) -> str:
+    """Say whether nobody answers, or somebody does who is not what was asked for."""
+    if isinstance(error, TransportError):
+        kind = "unreachable"
+    elif isinstance(error, AuthError):
+        kind = "refuses the token"
+    elif isinstance(error, ProtocolError):
+        kind = "answers, but not as a weightsync server"
+    else:
+        kind = "answers with an error"
+    return f"{kind}: {one_line(error or '')}"
+
+
 def _worker_line(seen: Seen, *, below: str) -> Text:
     path, held = seen.url.removeprefix(f"{below}/"), seen.status
     if held is None:
-        return Text(f"  {path}  unreachable: {one_line(seen.error or '')}", style="red")
+        return Text(f"  {path}  {_trouble(seen.error)}", style="red")
     committed = seen.updates.ended.get("committed", 0)
     return Text(
         f"  {path}  version {held.version}, {held.state}{_remarks(held)}; {committed} updates, "
