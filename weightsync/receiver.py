@@ -72,7 +72,8 @@ class WeightReceiver:
     touched and may block until no decode step is at work, or raise to give the update up;
     `on_release()` is called once for each `on_hold` that returned, when that step of the update is
     over and its outcome can be read here. Both are for who generates elsewhere and does not use
-    `reading`. `lease_s` is how long an update may go without progress.
+    `reading`. `lease_s` is how long an update may go without progress; `version` is that of the
+    weights in use.
     Every method is thread-safe. Raises ConfigError for a sink that is none.
     """
 
@@ -88,6 +89,7 @@ class WeightReceiver:
         on_hold: OnHold | None = None,
         on_release: OnRelease | None = None,
         lease_s: float = DEFAULT_LEASE_S,
+        version: int = 0,
     ) -> None:
         sweep()
         self.sink = as_sink(sink, manifest=manifest)
@@ -101,6 +103,7 @@ class WeightReceiver:
             on_hold=on_hold,
             on_release=on_release,
         )
+        self._updates.lifecycle.version = version
         self._replay = Replay()
         self._lease_s = lease_s
         self._on_pause = on_pause
@@ -377,3 +380,8 @@ def device_keys(sink: WeightSink) -> list[str]:
     """Who this receiver is: the GPU that its weights live on, if any, then the host."""
     keys = [gpu_key(sink.device)] if sink.device.type == "cuda" else []
     return [*keys, host_key()]
+
+
+def receiver_of_files(sink: WeightSink, version: int) -> WeightReceiver:
+    """Return what stands in, here, for a server that holds `version` and is reached by files."""
+    return WeightReceiver(sink, apply="staged", version=version)

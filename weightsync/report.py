@@ -26,15 +26,15 @@ class SyncReport:
     """What one update moved, where the time went, and what was checked.
 
     `nbytes` are bytes of weights; `seconds` has a value per phase and `total`; `stall_s` is the
-    longest time any receiver held generation up; `road` is `cuda_ipc`, `shared_memory` or
-    `distributed`, joined by `+` where receivers differ; `verified` is `none`, `arrived` or `held`,
-    the weakest of all receivers; `apply` is `staged` or `in_place`; `control_nbytes` and
-    `control_messages` count what the control plane sent to all receivers; `peak_extra_nbytes` is
-    what the sender held beyond the model, `written_nbytes` what it wrote into buckets, once however
-    many receivers read them; `skipped_roads` says for each faster road why it was not taken.
-    `connect_seconds` is what finding the receivers took, by phase, where this update had to. `rule`
-    is `two-phase`, or `roll-forward` where a receiver failed that had no version to return to;
-    `dropped` says who is no longer in the fleet, and why.
+    longest time any receiver held generation up; `road` is `cuda_ipc`, `shared_memory`,
+    `distributed` or `safetensors_file`, joined by `+` where receivers differ; `verified` is `none`,
+    `arrived` or `held`, the weakest of all receivers; `apply` is `staged` or `in_place`;
+    `control_nbytes` and `control_messages` count what the control plane sent to all receivers;
+    `peak_extra_nbytes` is what the sender held beyond the model, `written_nbytes` what it wrote
+    into buckets, once however many receivers read them; `skipped_roads` says for each faster road
+    why it was not taken. `connect_seconds` is what finding the receivers took, by phase, where this
+    update had to. `rule` is `two-phase`, or `roll-forward` where a receiver failed that had no
+    version to return to; `dropped` says who is no longer in the fleet, and why.
     """
 
     version: int

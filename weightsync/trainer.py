@@ -17,6 +17,7 @@ import torch.distributed as dist
 from weightsync.backends.ipc_sender import IpcOptions
 from weightsync.errors import ConfigError, ProtocolError, WeightSyncError
 from weightsync.onlookers import Shown, TracePath, progress_callback, watch_progress, watching
+from weightsync.receiver import receiver_of_files
 from weightsync.report import SyncReport
 from weightsync.samehost.janitor import sweep
 from weightsync.samehost.ring import PATIENCE
@@ -28,7 +29,7 @@ from weightsync.sending.joining import join_ranks
 from weightsync.sending.lead import Lead, OnFailure
 from weightsync.sending.outgoing import Update
 from weightsync.sending.ranks import Ranks
-from weightsync.sending.targets import Target, Targets, make_transport, make_transports
+from weightsync.sending.targets import Reach, Target, Targets
 from weightsync.sending.turns import Turns
 from weightsync.transports.base import Transport
 from weightsync.weights.module_tensors import Rename
@@ -102,18 +103,17 @@ def connect(  # noqa: PLR0913  # the settings of a connection, all keyword-only
     patience_s = timeout_s * (PATIENCE + 1) + _RANKS_SLACK_S
     ranks = join_ranks(process_group, timeout_s=patience_s, join_timeout_s=timeout_s)
 
+    reach = Reach(token, verify_tls=verify_tls, make_receiver=receiver_of_files)
+
     def feed() -> Feeder:
         return Feeder(as_source(source, dtype=dtype, rename=rename), options, ranks)
 
     def lead(ensemble: Ensemble) -> Lead:
-        fleet = Fleet(make_transports(to, token=token, verify_tls=verify_tls))
+        fleet = Fleet(reach.every(to))
         watch_progress(ensemble, on_progress)
         return Lead(ensemble, fleet, options, backend=backend, on_failure=on_failure)
 
-    def reach(target: Target) -> Transport:
-        return make_transport(target, token, verify_tls=verify_tls)
-
-    return WeightSender(ranks, feed, lead, reach, verify=verify)
+    return WeightSender(ranks, feed, lead, reach.one, verify=verify)
 
 
 class WeightSender:
@@ -163,7 +163,7 @@ class WeightSender:
             if self._lead is None and not self._closed:
                 return ""
             raise ConfigError("this sender is closed or released; send_weights() connects again")
-        return "+".join(sorted({member.road for member in self._lead.fleet.members}))
+        return "+".join(sorted({member.shown_road for member in self._lead.fleet.members}))
 
     @property
     def connect_seconds(self) -> Mapping[str, float]:

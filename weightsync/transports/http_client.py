@@ -40,6 +40,7 @@ _TRUST_VARIABLES = ("REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE")
 
 _GET_CALLS = frozenset(
     {"weight_info", "is_paused", "version", "get_world_size", "server_info?config_format=json"}
+    | {"model_info", "get_model_info", "server_info", "get_server_info"}
 )
 
 

@@ -1,0 +1,268 @@
+"""The directory in which weights lie while SGLang servers read them, written once for all of them.
+
+Its path is the same for every update; the files are new ones each time, complete before they get
+their names, and gone when the last server has answered.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+import shutil
+import stat
+import threading
+import weakref
+from contextlib import ExitStack, suppress
+from pathlib import Path
+
+import torch
+
+from weightsync.errors import ConfigError, TransferError
+from weightsync.samehost.owner_lock import OwnerLock, try_shared, unlock_and_close
+from weightsync.transports.sglang_files import INDEX, Layout, index_of, write_all
+
+logger = logging.getLogger(__name__)
+
+MEMORY = Path("/dev/shm")  # shared with a server of this host on purpose
+SHARD_NBYTES = 4 << 30
+"""SGLang reads shards side by side."""
+
+_PREFIX = "weightsync-sglang-"
+_LOCK = "owner.lock"
+_WEIGHTS = "weights"
+
+
+class Shelf:
+    """The directory of one fleet of servers, and the update whose files lie there.
+
+    `directory` is one that both sides see, under the same path; None takes shared memory. Made at
+    the first update, removed by the last `close` of those who `share` it. Thread-safe.
+    """
+
+    def __init__(self, directory: Path | None = None, *, shard_nbytes: int = SHARD_NBYTES) -> None:
+        self._base = MEMORY if directory is None else directory
+        self._private = directory is None
+        self._shard_nbytes = shard_nbytes
+        self._guard = threading.Lock()
+        self._home: Path | None = None
+        self._lock: OwnerLock | None = None
+        self._batch: Batch | None = None
+        self._sharers = 0
+        if directory is not None:
+            _check_named(directory)
+
+    @property
+    def shard_nbytes(self) -> int:
+        """How large a file may get."""
+        return self._shard_nbytes
+
+    def share(self) -> None:
+        """One more server reads from here."""
+        with self._guard:
+            self._sharers += 1
+
+    def close(self) -> None:
+        """One server fewer; with the last one the directory goes."""
+        with self._guard:
+            self._sharers -= 1
+            if self._sharers <= 0:
+                self._remove_home()
+
+    def join(self, update_id: str, who: object) -> Batch:
+        """Take part in an update; the first who does writes its files. TransferError if busy."""
+        with self._guard:
+            batch = self._batch
+            if batch is None or not batch.members:
+                batch = self._batch = Batch(update_id, self._open_home(), self._base, self._mode)
+            if batch.update_id != update_id:
+                raise TransferError(
+                    f"files of update {batch.update_id} still lie in {batch.weights}; send again "
+                    "when that is over"
+                )
+            batch.members.add(who)
+            if batch.writer is None:
+                batch.writer = who
+            return batch
+
+    def leave(self, batch: Batch, who: object) -> None:
+        """Take part no longer; the last one removes the files. May be repeated."""
+        with self._guard:
+            batch.members.discard(who)
+            if batch.members or batch is not self._batch:
+                return
+            self._batch = None
+            batch.remove()
+
+    @property
+    def _mode(self) -> int:
+        """Who may read: this user, or whoever may read the directory that was named."""
+        return 0o700 if self._private else stat.S_IMODE(self._base.stat().st_mode) & 0o755 | 0o700
+
+    def _open_home(self) -> Path:
+        if self._home is not None:
+            return self._home
+        sweep(self._base)
+        home = self._base / f"{_PREFIX}{secrets.token_hex(8)}"
+        try:
+            home.mkdir(mode=0o700)
+            home.chmod(self._mode)
+            lock = OwnerLock(home)
+            lock.link(home / _LOCK)
+        except OSError as exc:
+            shutil.rmtree(home, ignore_errors=True)
+            raise TransferError(f"no directory for weights in {self._base}: {exc}") from exc
+        self._home, self._lock = home, lock
+        weakref.finalize(self, _forget, home, lock)
+        return home
+
+    def _remove_home(self) -> None:
+        if self._home is not None and self._lock is not None:
+            _forget(self._home, self._lock)
+        self._home = self._lock = self._batch = None
+
+
+class Batch:
+    """The files of one update. The member that is `writer` fills them; all have them read."""
+
+    def __init__(self, update_id: str, home: Path, base: Path, mode: int) -> None:
+        self.update_id = update_id
+        self.weights = home / _WEIGHTS
+        self.members: set[object] = set()
+        self.writer: object | None = None
+        self._base = base
+        self._mode = mode
+        self._draft = home / f"writing-{secrets.token_hex(4)}"
+        self._files: dict[str, tuple[str, ...]] = {}
+        self._open = 0
+        self._published = False
+        self._guard = threading.Lock()
+
+    def add(self, layout: Layout) -> Writing:
+        """Make files, all bytes allocated. Raises TransferError where there is no room."""
+        self._check_room(layout.nbytes)
+        first = len(self._files)
+        names = [f"model-{first + i + 1:05d}.safetensors" for i in range(len(layout.shards))]
+        with ExitStack() as opened:
+            try:
+                self._draft.mkdir(mode=0o700, exist_ok=True)
+                fds = []
+                for name, shard in zip(names, layout.shards, strict=True):
+                    flags = os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC
+                    fd = os.open(self._draft / name, flags, self._mode & 0o666)
+                    opened.callback(os.close, fd)
+                    os.fchmod(fd, self._mode & 0o666)
+                    os.posix_fallocate(fd, 0, shard.nbytes)
+                    write_all(fd, memoryview(shard.header), 0)
+                    fds.append(fd)
+            except OSError as exc:
+                raise TransferError(
+                    f"{layout.nbytes} bytes of weights cannot be put into {self._base}: {exc}; "
+                    "make room, or name another directory that the server sees too"
+                ) from exc
+            kept = opened.pop_all()
+        self._files.update(
+            {name: shard.names for name, shard in zip(names, layout.shards, strict=True)}
+        )
+        self._open += 1
+        return Writing(self, layout, fds, kept)
+
+    def written(self) -> None:
+        """The writer has filled one set of files."""
+        self._open -= 1
+
+    def publish(self) -> Path:
+        """Give the files their names, once; return their directory. TransferError if not whole."""
+        with self._guard:
+            if self._published:
+                return self.weights
+            if self._open or not self._files:
+                raise TransferError(
+                    "the files of this update are not complete: who wrote them left; send again"
+                )
+            try:
+                (self._draft / INDEX).write_bytes(index_of(self._files))
+                (self._draft / INDEX).chmod(self._mode & 0o666)
+                self._draft.chmod(self._mode)
+                shutil.rmtree(self.weights, ignore_errors=True)
+                self._draft.rename(self.weights)
+            except OSError as exc:
+                raise TransferError(f"{self.weights} cannot be made: {exc}; send again") from exc
+            self._published = True
+            return self.weights
+
+    def remove(self) -> None:
+        """Remove every file."""
+        for path in (self._draft, self.weights):
+            shutil.rmtree(path, ignore_errors=True)
+
+    def _check_room(self, nbytes: int) -> None:
+        room = shutil.disk_usage(self._base).free
+        if nbytes > room:
+            raise TransferError(
+                f"{self._base} has {room} bytes left, and the weights take {nbytes}; make room, "
+                "or name another directory that the server sees too"
+            )
+
+
+class Writing:
+    """Open files that wait for the bytes of a layout."""
+
+    def __init__(self, batch: Batch, layout: Layout, fds: list[int], opened: ExitStack) -> None:
+        self._batch = batch
+        self._layout = layout
+        self._fds = fds
+        self._opened = opened
+        weakref.finalize(self, opened.close)
+
+    def write(self, name: str, flat: torch.Tensor) -> None:
+        """Put the bytes of `name` (`uint8[nbytes]` on the host) where they belong."""
+        place = self._layout.places[name]
+        write_all(self._fds[place.shard], memoryview(flat.numpy()), place.offset)
+
+    def done(self) -> None:
+        """Every byte is there."""
+        self._opened.close()
+        self._batch.written()
+
+    def discard(self) -> None:
+        """The update is given up."""
+        self._opened.close()
+
+
+def sweep(base: Path) -> None:
+    """Remove what dead owners of this user left in `base`; never raises."""
+    with suppress(OSError):
+        for home in base.glob(f"{_PREFIX}*"):
+            with suppress(OSError):
+                if home.stat(follow_symlinks=False).st_uid == os.getuid():
+                    _remove_if_dead(home)
+
+
+def _remove_if_dead(home: Path) -> None:
+    # Without a lock it is somebody's who has only just made it.
+    fd = os.open(home / _LOCK, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+    if not try_shared(fd):
+        os.close(fd)
+        return
+    try:
+        shutil.rmtree(home, ignore_errors=True)
+        logger.info("removed %s, which a dead process left", home)
+    finally:
+        unlock_and_close(fd)
+
+
+def _forget(home: Path, lock: OwnerLock) -> None:
+    if lock.ours:
+        shutil.rmtree(home, ignore_errors=True)
+        lock.release()
+
+
+def _check_named(directory: Path) -> None:
+    if not directory.is_absolute() or not directory.is_dir():
+        raise ConfigError(
+            f"{directory} is no absolute path of a directory here; name one that this host and "
+            "the server both see under that path"
+        )
+    if not os.access(directory, os.W_OK | os.X_OK):
+        raise ConfigError(f"{directory} cannot be written; the weights for SGLang go there")

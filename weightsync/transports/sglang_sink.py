@@ -1,0 +1,160 @@
+"""A sink whose weights go into files, and into use by a call to a server."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+
+import torch
+
+from weightsync.errors import ConfigError
+from weightsync.specs import Manifest, ManifestDifference, TensorSpec
+from weightsync.transports.sglang_files import Layout, lay_out
+from weightsync.transports.sglang_shelf import Batch, Shelf, Writing
+from weightsync.weights.buckets import Plan
+from weightsync.weights.dtypes import as_bytes
+from weightsync.weights.hook_sink import HookSink
+from weightsync.weights.sink import Apply, Landing, NamedTensor
+
+_CASTS = frozenset({"float64", "float32", "float16", "bfloat16"})
+"""Between these SGLang casts while it copies; into others it would write what they do not mean."""
+
+
+class FilesSink(HookSink):
+    """Writes an update's tensors to a shelf; `load(directory)` has the server read them.
+
+    `wanted` is what the server's own checkpoint holds, None where it is not known: names are
+    checked against it, and tied tensors are written under those of their names that it has.
+    """
+
+    def __init__(self, shelf: Shelf, wanted: Manifest | None, load: Callable[[Path], None]) -> None:
+        super().__init__(_refuse_pairs, manifest=wanted)
+        self._shelf = shelf
+        self._load = load
+        self._batch: Batch | None = None
+        self._open: list[_FilesLanding] = []
+        self._known: tuple[str, ManifestDifference] = ("", ManifestDifference())
+
+    def difference(self, offered: Manifest) -> ManifestDifference:
+        """How `offered` differs from the server's checkpoint; a tie it does not know is no fault.
+
+        The last answer is kept, since an update asks more than once.
+        """
+        digest, known = self._known
+        if digest != offered.digest:
+            wanted = self.manifest
+            known = ManifestDifference() if wanted is None else _compare(offered, wanted)
+            self._known = (offered.digest, known)
+        return known
+
+    def join(self, update_id: str) -> None:
+        """Take part in an update. Called before its first message is handled; may be repeated."""
+        self._batch = self._shelf.join(update_id, self)
+
+    def leave(self) -> None:
+        """The update is over, one way or the other. May be repeated."""
+        self._open.clear()
+        if self._batch is not None:
+            batch, self._batch = self._batch, None
+            self._shelf.leave(batch, self)
+
+    def land(self, plan: Plan, apply: Apply) -> Landing:
+        """Lay out the files; none is made yet. Raises ConfigError for dtypes they cannot hold."""
+        return _FilesLanding(self, plan.manifest)
+
+    def staged_nbytes(self, plan: Plan) -> int:
+        """Nothing is kept in this process."""
+        return 0
+
+    def checksums(self, names: Iterable[str] | None = None) -> dict[str, str]:
+        """Raise ConfigError: SGLang's checksums are of its own parameters, fused and cut."""
+        raise ConfigError(
+            "SGLang's weights cannot be compared with a checkpoint: what it can sum up are its own "
+            "parameters, fused and cut; each update's files are verified when they are written"
+        )
+
+    def names_of(self, spec: TensorSpec, names: Sequence[str]) -> list[str]:
+        """Return under which of a tensor's tied `names` its bytes are written."""
+        if self.manifest is None:
+            return [spec.name]
+        return [name for name in names if name in self.manifest.index] or [spec.name]
+
+    def layout_of(self, manifest: Manifest) -> tuple[Layout, Mapping[str, list[str]]]:
+        """Return the files of a manifest, and the names of each tensor in them."""
+        places = manifest.places()
+        names = {spec.name: self.names_of(spec, places[spec.name]) for spec in manifest.specs}
+        written = [
+            TensorSpec(name, spec.dtype, spec.shape)
+            for spec in manifest.specs
+            for name in names[spec.name]
+        ]
+        return lay_out(written, shard_nbytes=self._shelf.shard_nbytes), names
+
+    def begin(self, landing: _FilesLanding) -> Writing | None:
+        """Make files, where it is this server for which the update's are written."""
+        batch = self._batch
+        if batch is None:
+            raise ConfigError("an update for SGLang needs an id; send it with a sender")
+        self._open.append(landing)
+        return batch.add(landing.layout) if batch.writer is self else None
+
+    def commit(self, landing: _FilesLanding) -> None:
+        """With the last landing of an update: have the server read all files."""
+        if landing in self._open:
+            self._open.remove(landing)
+        if self._open or self._batch is None:
+            return
+        self._load(self._batch.publish())
+
+
+class _FilesLanding(Landing):
+    def __init__(self, sink: FilesSink, manifest: Manifest) -> None:
+        self._sink = sink
+        self._writing: Writing | None = None
+        self.layout, self._names = sink.layout_of(manifest)
+        self.peak_extra_nbytes = self.layout.nbytes
+
+    def begin(self) -> None:
+        self._writing = self._sink.begin(self)
+
+    def load(self, pairs: Sequence[NamedTensor]) -> None:
+        if self._writing is None:
+            return  # another server's landing writes the files that this one's server reads
+        for name, tensor in pairs:
+            flat = as_bytes(tensor.to("cpu") if tensor.device.type != "cpu" else tensor)
+            for written in self._names[name] if flat.numel() else ():
+                self._writing.write(written, flat)
+
+    def settle(self) -> None:
+        if self._writing is not None:
+            self._writing.done()
+            self._writing = None
+
+    def commit(self) -> None:
+        self._sink.commit(self)
+
+    def discard(self) -> None:
+        if self._writing is not None:
+            self._writing.discard()
+            self._writing = None
+        self._sink.leave()
+
+
+def _refuse_pairs(_: Iterable[tuple[str, torch.Tensor]]) -> None:
+    raise ConfigError("an update for SGLang goes through files")
+
+
+def _compare(offered: Manifest, wanted: Manifest) -> ManifestDifference:
+    unexpected, mismatched = [], []
+    places = offered.places()
+    for spec in offered.specs:
+        names = [name for name in places[spec.name] if name in wanted.index]
+        if not names:
+            unexpected.append(spec.name)
+        for name in names:
+            want = wanted.specs[wanted.index[name]]
+            casts = {spec.dtype, want.dtype} <= _CASTS
+            if spec.shape != want.shape or (spec.dtype != want.dtype and not casts):
+                mismatched.append(f"{name}: offered {spec}, wanted {want}")
+    missing = tuple(name for name in wanted.index if name not in offered.index)
+    return ManifestDifference(missing, tuple(unexpected), tuple(mismatched))
