@@ -57,7 +57,7 @@ def assert_ended(processes: list[psutil.Process]) -> None:
 
 def test_the_demo_trains_sends_and_proves(tmp_path: Path) -> None:
     ended = subprocess.run(
-        demo_command(tmp_path, steps=10),
+        [*demo_command(tmp_path, steps=10), "--json"],
         capture_output=True,
         text=True,
         timeout=RUN_TIMEOUT_S,
@@ -65,9 +65,11 @@ def test_the_demo_trains_sends_and_proves(tmp_path: Path) -> None:
         env={**os.environ, "COLUMNS": "200"},
     )
     assert ended.returncode == 0, ended.stdout + ended.stderr
-    assert "verified: " in ended.stdout
-    assert sum(line.startswith("step ") for line in ended.stdout.splitlines()) == 10
+    assert "verified: " in ended.stderr
+    assert sum(line.startswith("step ") for line in ended.stderr.splitlines()) == 10
     report = msgspec.json.decode((tmp_path / "demo-report.json").read_bytes())
+    files = {"report": str(tmp_path / "demo-report.json"), "plot": str(tmp_path / "demo.png")}
+    assert msgspec.json.decode(ended.stdout) == report | {"files": files}
     assert (report["model"], report["verified"]) == ("tiny", True)
     assert report["params"] > 0
     steps = report["steps"]

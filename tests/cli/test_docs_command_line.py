@@ -12,6 +12,7 @@ import torch
 
 import weightsync as ws
 from tests.cli.running import ROOT, TOKEN, weightsync
+from tests.cli.test_bad_input import CASES
 from tests.cli.test_doctor import CHECKS
 from weightsync.cli.answers import FAILED, OK, REFUSED, UNREACHABLE, USAGE
 from weightsync.cli.app import VERBS
@@ -74,3 +75,11 @@ def test_the_tables_name_all_verbs_codes_and_checks() -> None:
     assert named == CHECKS | {"driver"}
     checks = make_checks(clean=False, host="127.0.0.1", ports=[])
     assert {check.name for check in checks} - {"limits"} <= named
+
+
+def test_every_verb_says_which_code_it_ends_with() -> None:
+    told = {cells[0].strip("`"): cells[1:] for cells in rows("Which of them a verb ends with")}
+    assert set(told) == set(VERBS)
+    for line, code in CASES:
+        if (verb := line.split()[0]) in VERBS:
+            assert told[verb][code], f"weightsync {line} ends with {code}"

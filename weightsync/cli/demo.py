@@ -13,10 +13,12 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, NoReturn, TypeVar
 
+import msgspec
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from weightsync.cli.answers import FAILED, describe, print_json
 from weightsync.cli.children import Child, command, run_child
 from weightsync.cli.demo_report import (
     DemoReport,
@@ -57,9 +59,12 @@ def demo(
     steps: Annotated[int, typer.Option(min=1, max=1000, help="steps of training")] = 10,
     out: Annotated[Path, typer.Option(help="where the report and the plot are written")] = Path(),
     port: Annotated[int, typer.Option(min=0, max=65535, help="of the server; 0: a free one")] = 0,
+    json_: Annotated[
+        bool, typer.Option("--json", help="print one JSON object, and the rest on stderr")
+    ] = False,
 ) -> None:
     """Train a model by reinforcement and send its weights to a live server after every step."""
-    console = Console()
+    console = Console(stderr=json_)
     try:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as exc:
@@ -70,14 +75,19 @@ def demo(
         report = _Demo(console, model.value, steps, port).run()
     except WeightSyncError as exc:
         console.print(f"the demo failed: {exc}", style="red", markup=False, soft_wrap=True)
-        raise typer.Exit(1) from exc
+        if json_:
+            print_json({"error": describe(exc), "exit_code": FAILED})
+        raise typer.Exit(FAILED) from exc
     write_report(report, out / REPORT_FILE)
     write_plot(report.steps, out / PLOT_FILE)
+    if json_:
+        files = {"report": str(out / REPORT_FILE), "plot": str(out / PLOT_FILE)}
+        print_json(msgspec.to_builtins(report) | {"files": files})
     first, last = report.steps[0].reward, report.steps[-1].reward
     console.print(f"reward {first:.2f} -> {last:.2f} in {report.seconds:.0f} s", markup=False)
     console.print(f"report: {out / REPORT_FILE}, plot: {out / PLOT_FILE}", markup=False)
     if not report.verified:
-        raise typer.Exit(1)
+        raise typer.Exit(FAILED)
 
 
 class _Demo:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import os
 import signal
 from enum import StrEnum
 from multiprocessing import resource_tracker
@@ -71,6 +73,9 @@ def serve(  # noqa: PLR0913, PLR0917 # each is an option of the command line
     threads: Annotated[
         int | None, typer.Option(min=1, help="of each worker; else OMP_NUM_THREADS, else a share")
     ] = None,
+    json_: Annotated[
+        bool, typer.Option("--json", help="one JSON line when ready: url, token, pid, model")
+    ] = False,
 ) -> None:
     """Serve a model over HTTP, while a trainer replaces its weights."""
     signal.signal(signal.SIGTERM, _exit)
@@ -100,14 +105,14 @@ def serve(  # noqa: PLR0913, PLR0917 # each is an option of the command line
         ssl_keyfile=str(tls_key) if tls_key else None,
     )
     try:
-        _serve(options, host, port, guard.text if guard.made else "")
+        _serve(options, host, port, guard.text if guard.made else "", as_json=json_)
     except KeyboardInterrupt:
         raise typer.Exit(0) from None
     finally:
         _end_tracker()
 
 
-def _serve(options: ServeOptions, host: str, port: int, made_token: str) -> None:
+def _serve(options: ServeOptions, host: str, port: int, made_token: str, *, as_json: bool) -> None:
     from weightsync.rollout.serving import serving  # noqa: PLC0415 - this verb's extras
     from weightsync.server.listening import (  # noqa: PLC0415 - same
         check_tls_files,
@@ -125,10 +130,19 @@ def _serve(options: ServeOptions, host: str, port: int, made_token: str) -> None
             )
         with serving(options, listener) as tree:
             url = url_of(listener, tls=options.ssl_certfile is not None)
-            print(f"weightsync serve: listening on {url}", flush=True)
-            if made_token:
-                print(f"weightsync serve: token {made_token}", flush=True)
+            _say_ready(url, made_token, options.model, as_json=as_json)
             tree.wait()
+
+
+def _say_ready(url: str, made_token: str, model: str, *, as_json: bool) -> None:
+    if as_json:
+        # A token that was given is known to who gave it, and is not repeated.
+        ready = {"url": url, "token": made_token or None, "pid": os.getpid(), "model": model}
+        print(json.dumps(ready), flush=True)
+        return
+    print(f"weightsync serve: listening on {url}", flush=True)
+    if made_token:
+        print(f"weightsync serve: token {made_token}", flush=True)
 
 
 def _end_tracker() -> None:
