@@ -1,275 +1,317 @@
-"""Whole updates between two processes on one GPU, beside a plain copy of the same tensors.
+"""Whole updates between two processes on one GPU, beside the limit and a rival, and the bars.
 
     python -m benchmarks.gpu
 
-needs no arguments. The trainer is this process, the receiver another on the same GPU; control
-messages go through a pipe. What counts is the last column: how many times as long an update takes
-as copying the same tensors once on the device, measured in the same run.
+needs no arguments, and no package but torch, msgspec, xxhash, urllib3 and psutil. The trainer is
+this process, the receiver another on the same GPU; control messages go through a pipe. The limit is
+a copy of as many bytes on the device, measured in the same run. `--device cpu --preset toy` runs
+the same code without a GPU; its figures say nothing.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import multiprocessing
 import statistics
-import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass
-from multiprocessing.connection import Connection
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from itertools import product
 from pathlib import Path
-from typing import Any
 
+import msgspec
 import torch
 from torch import nn
 
 import weightsync as ws
+from benchmarks import shapes
+from benchmarks.gpu_device import Device, FreshBuffer, launches, watch_launches
+from benchmarks.gpu_peer import Peer, fill, module_on, receiving_process, sums
+from benchmarks.gpu_table import bars_of, table
+from benchmarks.shapes import Tensor
+from weightsync.backends.ipc_sender import CUDA_BUCKET_NBYTES, CUDA_BUCKETS, CUDA_RUN_NBYTES
+from weightsync.weights.buckets import Plan
+from weightsync.weights.copier import CompiledRun, Memory, RunCompiler
+from weightsync.weights.cuda_runs import FusedRun, fused, hashers
+from weightsync.weights.dtypes import as_bytes
+from weightsync.weights.source import ModuleSource
 
-ANSWER_S = 600.0
 WARM_UPS = 2
-# Elements of one decoder layer's tensors, in shares; 0 is a norm of NORM elements.
-LAYER = (4, 1, 1, 4, 0, 0, 12, 12, 12, 0, 0)
-NORM = 128
-# Trainer's model, receiver's two, and room for buckets: copies that share the GPU.
-COPIES = 3.5
+RIVAL_BUCKET_NBYTES = 1 << 30
+"""The default of the protocol that is re-enacted."""
+MODELS = {
+    "qwen3-8b": ("Qwen3-8B, full size", shapes.qwen3_8b),
+    "qwen3-30b-a3b": ("Qwen3-30B-A3B at half width", lambda: shapes.qwen3_30b_a3b(width=2)),
+    "toy": ("40 tensors of three dtypes", lambda: shapes.mixed(2 << 20, 40)),
+}
+PRESETS = {"full": (("qwen3-8b", "qwen3-30b-a3b"), 10), "toy": (("toy",), 2)}
+# Trainer's model, receiver's two, and room for buckets.
+COPIES = 3.3
 
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """One way to update, and what it took; `times_copy` is against the plain copy."""
+    """One way to update; seconds are medians. `data_s` is from the first copy to the last's end.
+
+    `clock` says whose: the GPU's events, or the host's where no copy was fused.
+    """
 
     way: str
     road: str
-    apply: str
     verified: str
-    seconds: float
-    gbps: float
-    stall_ms: float
-    extra_mb: float
-    times_copy: float
+    data_s: float
+    total_s: float
+    clock: str
+    of_copy_rate: float
+    sender_pass_s: float
+    slots: int
+    trainer_extra: int
+    receiver_extra: int
+    seconds: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def control_s(self) -> float:
+        """What the update takes beside its data."""
+        return self.total_s - self.data_s
 
 
-def sizes_of(nbytes: int, tensors: int) -> list[int]:
-    """Return the elements (bf16) of `tensors` tensors of about `nbytes` bytes in all."""
-    shares = [LAYER[i % len(LAYER)] for i in range(tensors)]
-    unit = nbytes / 2 / max(sum(shares), 1)
-    return [max(1, int(share * unit)) if share else NORM for share in shares]
+@dataclass(frozen=True, kw_only=True)
+class Result:
+    """All about one model. `kernels` are seconds of single passes, alone on the device."""
+
+    title: str
+    nbytes: int
+    tensors: int
+    copy_s: float
+    rival_s: float
+    kernels: Mapping[str, float]
+    fused: bool
+    handles: int
+    fenced_handles: int
+    largest_group: int
+    rows: Sequence[Row]
 
 
-class Weights(nn.Module):
-    """bf16 parameters of these sizes."""
+def kernels_of(module: nn.Module, device: Device, repeats: int) -> tuple[dict[str, float], bool]:
+    """Time single passes over all tensors, and say whether the fused kernel made them."""
+    flats = [as_bytes(p.detach()) for p in module.parameters()]
+    twins = [torch.empty_like(flat) for flat in flats]
+    plan = Plan(ModuleSource(module).manifest, run_nbytes=CUDA_RUN_NBYTES)
+    compiler = RunCompiler(plan, Memory(twins), Memory(flats))
+    runs: list[CompiledRun] = [compiler.compile(run) for run in plan.runs]
+    own = RunCompiler(plan, Memory(flats), Memory(flats))
+    readers = hashers([own.compile(run) for run in plan.runs])
+    bare, proved = (fused(runs, verify=verify) for verify in (False, True))
 
-    def __init__(self, sizes: Sequence[int], device: str) -> None:
-        super().__init__()
-        self.weights = nn.ParameterList(
-            nn.Parameter(torch.zeros(n, dtype=torch.bfloat16, device=device), requires_grad=False)
-            for n in sizes
-        )
+    def copy(programs: Sequence[CompiledRun], *, verify: bool) -> None:
+        for program in programs:
+            program.copy()
+        if verify:
+            for program in programs:
+                program.fingerprint()
 
-    def fill(self, seed: int) -> None:
-        """Overwrite every parameter with other bits."""
-        for i, weight in enumerate(self.weights):
-            weight.data.view(torch.int16).random_().add_(seed + i)
+    def tensor_by_tensor() -> None:
+        for twin, flat in zip(twins, flats, strict=True):
+            twin.copy_(flat)
 
-    def sums(self) -> list[int]:
-        """Return one number per parameter that tells other contents apart."""
-        return [int(w.data.view(torch.int16).sum(dtype=torch.int64)) for w in self.weights]
-
-
-def settle(device: str) -> None:
-    if device == "cuda":
-        torch.cuda.synchronize()
-
-
-def median_seconds(work: Callable[[], object], repeats: int, device: str) -> float:
-    taken = []
-    for i in range(WARM_UPS + repeats):
-        settle(device)
-        begin = time.perf_counter()
-        work()
-        settle(device)
-        if i >= WARM_UPS:
-            taken.append(time.perf_counter() - begin)
-    return statistics.median(taken)
-
-
-def copy_seconds(model: Weights, repeats: int, device: str) -> float:
-    """Time one copy of every parameter to a second set on the same device."""
-    taken = _copy_to_twins(model, repeats, device)
-    if device == "cuda":
-        torch.cuda.empty_cache()
-    return taken
-
-
-def _copy_to_twins(model: Weights, repeats: int, device: str) -> float:
-    pairs = [(torch.empty_like(weight), weight) for weight in model.weights]
-
-    def copy() -> None:
-        for twin, weight in pairs:
-            twin.copy_(weight)
-
-    return median_seconds(copy, repeats, device)
-
-
-class Receiver:
-    """The receiving process's end of the pipe; `handle` is the callback of `ws.connect`."""
-
-    def __init__(self, pipe: Connection) -> None:
-        self._pipe = pipe
-        self._turn = threading.Lock()
-
-    def handle(self, message: Mapping[str, object]) -> object:
-        return self._ask("handle", message)
-
-    def sums(self) -> list[int]:
-        return list(self._ask("sums"))
-
-    def _ask(self, what: str, argument: object = None) -> Any:
-        with self._turn:
-            self._pipe.send_bytes(json.dumps([what, argument]).encode())
-            if not self._pipe.poll(ANSWER_S):
-                raise TimeoutError(f"the receiver did not answer {what} within {ANSWER_S:.0f} s")
-            answer = json.loads(self._pipe.recv_bytes())
-        if "error" in answer:
-            raise RuntimeError(answer["error"])
-        return answer["result"]
-
-
-def serve(pipe: Connection, sizes: Sequence[int], device: str) -> None:
-    """Run in the receiving process until the pipe closes."""
-    model = Weights(sizes, device)
-    receiver = ws.WeightReceiver(model)
-    answers: dict[str, Callable[[Any], object]] = {
-        "handle": receiver.handle,
-        "sums": lambda _: model.sums(),
+    found = {
+        "copies, tensor by tensor": device.seconds(tensor_by_tensor, repeats),
+        "one launch, copy": device.seconds(lambda: copy(bare, verify=False), repeats),
+        "one launch, copy and fingerprint": device.seconds(
+            lambda: copy(proved, verify=True), repeats
+        ),
+        "one launch, fingerprint only": device.seconds(
+            lambda: [reader() for reader in readers], repeats
+        ),
     }
-    while True:
-        try:
-            what, argument = json.loads(pipe.recv_bytes())
-        except EOFError:
-            break
-        try:
-            answer: dict[str, object] = {"result": answers[what](argument)}
-        except Exception as exc:  # noqa: BLE001 # the trainer raises it
-            answer = {"error": f"{type(exc).__name__}: {exc}"}
-        pipe.send_bytes(json.dumps(answer).encode())
-    receiver.close()
+    return found, isinstance(proved[0], FusedRun)
 
 
-@contextmanager
-def receiving_process(sizes: Sequence[int], device: str) -> Iterator[Receiver]:
-    context = multiprocessing.get_context("spawn")
-    ours, theirs = context.Pipe()
-    process = context.Process(target=serve, args=(theirs, sizes, device), daemon=True)
-    process.start()
-    theirs.close()
-    try:
-        yield Receiver(ours)
-    finally:
-        ours.close()
-        process.join(30)
-        if process.is_alive():
-            process.kill()
-            process.join()
+def copy_seconds(nbytes: int, device: Device, repeats: int) -> float:
+    """Time one copy of as many bytes in one piece: the limit."""
+    source = torch.zeros(nbytes, dtype=torch.uint8, device=device.torch)
+    target = torch.empty_like(source)
+    return device.seconds(lambda: target.copy_(source), repeats)
 
 
 def measure(
-    model: Weights, receiver: Receiver, *, packed: bool, verify: bool, repeats: int, device: str
+    module: nn.Module, peer: Peer, device: Device, *, packed: bool, verify: bool, repeats: int
 ) -> tuple[Row, Mapping[str, str]]:
     """Time updates of one way, check what arrived, and say which roads were passed over."""
-    reports: list[ws.SyncReport] = []
-    with ws.connect(model, to=receiver.handle, packed=packed, verify=verify) as sender:
-        model.fill(seed=1 + 2 * packed + verify)
-        seconds = median_seconds(lambda: reports.append(sender.send_weights()), repeats, device)
-    if receiver.sums() != model.sums():
+    before = device.allocated()
+    data, passes, totals, clock = [], [], [], "host"
+    with ws.connect(module, to=peer.handle, packed=packed, verify=verify) as sender:
+        fill(module, seed=1 + 2 * packed + verify)
+        for i in range(WARM_UPS + repeats):
+            if i == WARM_UPS:
+                device.begin_peak()
+                peer.ask("begin_peak")
+            device.settle()
+            launches()
+            peer.ask("launches")
+            begin = time.perf_counter()
+            report = sender.send_weights()
+            total = time.perf_counter() - begin
+            taken, mine = peer.ask("launches"), launches()
+            if i < WARM_UPS:
+                continue
+            totals.append(total)
+            clock = "events" if taken else "host"
+            # A packed update's first copy is the trainer's, into the first bucket.
+            lead = mine[1] if packed and mine else 0.0
+            data.append(taken[0] + lead if taken else report.seconds.get("load", total))
+            passes.append(mine[0] if mine and not packed else 0.0)
+        trainer_extra = device.peak() - before
+    if peer.ask("sums") != sums(module):
         raise SystemExit("the receiver does not hold what was sent")
-    last = reports[-1]
     row = Row(
         way="packed" if packed else "unpacked",
-        road=last.road,
-        apply=last.apply,
-        verified=last.verified,
-        seconds=seconds,
-        gbps=last.nbytes / seconds / 1e9,
-        stall_ms=statistics.median(report.stall_s for report in reports[WARM_UPS:]) * 1e3,
-        extra_mb=last.peak_extra_nbytes / 1e6,
-        times_copy=0.0,
+        road=report.road,
+        verified=report.verified,
+        data_s=statistics.median(data),
+        total_s=statistics.median(totals),
+        clock=clock,
+        of_copy_rate=0.0,
+        sender_pass_s=statistics.median(passes),
+        slots=_chunks(module) if packed else 0,
+        trainer_extra=trainer_extra if device.on_gpu else report.peak_extra_nbytes,
+        receiver_extra=peer.ask("peak") - 2 * report.nbytes if device.on_gpu else 0,
+        seconds=dict(report.seconds),
     )
-    return row, last.skipped_roads
+    return row, report.skipped_roads
 
 
-def fitting(nbytes: int, device: str) -> int:
-    """Return `nbytes`, or less where the GPU has no room for every copy of it."""
-    if device != "cuda":
-        return nbytes
-    free, _ = torch.cuda.mem_get_info()
-    return min(nbytes, int(free / COPIES))
+def _chunks(module: nn.Module) -> int:
+    plan = Plan(
+        ModuleSource(module).manifest,
+        bucket_nbytes=CUDA_BUCKET_NBYTES,
+        run_nbytes=CUDA_RUN_NBYTES,
+    )
+    return len(plan.chunks)
 
 
-def table(rows: Sequence[Row], copy_gbps: float) -> str:
-    head = f"{'way':<9} {'road':<14} {'apply':<9} {'verified':<9} {'ms':>9} {'GB/s':>8} "
-    lines = [head + f"{'stall ms':>9} {'extra MB':>9} {'x copy':>7}"]
-    lines += [
-        f"{r.way:<9} {r.road:<14} {r.apply:<9} {r.verified:<9} {r.seconds * 1e3:9.2f} "
-        f"{r.gbps:8.2f} {r.stall_ms:9.3f} {r.extra_mb:9.1f} {r.times_copy:7.2f}"
-        for r in rows
-    ]
-    lines.append(f"{'copy':<9} {'same device':<14} {'':<9} {'':<9} {'':>9} {copy_gbps:8.2f}")
-    return "\n".join(lines)
+def rival_seconds(
+    module: nn.Module, tensors: Sequence[Tensor], peer: Peer, device: Device, repeats: int
+) -> float:
+    """Time the packed protocol re-enacted: per chunk a fresh buffer, a handle, an RPC, a clone."""
+    state = {name: as_bytes(p.detach()) for name, p in module.named_parameters()}
+
+    def update() -> None:
+        for names in _groups(tensors):
+            flats = [state[name] for name in names]
+            nbytes = sum(flat.numel() for flat in flats)
+            buffer = FreshBuffer(nbytes, device)
+            try:
+                torch.cat(flats, out=buffer.tensor)
+                device.settle()
+                handle = msgspec.json.encode(buffer.handle()).decode()
+                peer.ask("chunk", {"names": names, "nbytes": nbytes, "handle": handle})
+            finally:
+                buffer.close()
+
+    taken = []
+    for i in range(WARM_UPS + repeats):
+        fill(module, seed=91 + i)
+        device.settle()
+        begin = time.perf_counter()
+        update()
+        if i >= WARM_UPS:
+            taken.append(time.perf_counter() - begin)
+    if peer.ask("sums") != sums(module):
+        raise SystemExit("the receiver does not hold what the re-enacted protocol sent")
+    return statistics.median(taken)
+
+
+def _groups(tensors: Sequence[Tensor]) -> Iterator[list[str]]:
+    names: list[str] = []
+    nbytes = 0
+    for tensor in tensors:
+        if names and nbytes + tensor.nbytes > RIVAL_BUCKET_NBYTES:
+            yield names
+            names, nbytes = [], 0
+        names.append(tensor.name)
+        nbytes += tensor.nbytes
+    if names:
+        yield names
+
+
+def run_model(title: str, tensors: Sequence[Tensor], device: Device, kind: str, n: int) -> Result:
+    """Measure everything for one model."""
+    nbytes = sum(tensor.nbytes for tensor in tensors)
+    module = module_on(tensors, device)
+    copies = [copy_seconds(nbytes, device, n)]
+    kernels, is_fused = kernels_of(module, device, n)
+    device.forget()
+    rows: list[Row] = []
+    with receiving_process(tensors, kind) as peer:
+        for packed, verify in product((False, True), (True, False)):
+            peer.ask("renew")
+            row, skipped = measure(module, peer, device, packed=packed, verify=verify, repeats=n)
+            rows.append(row)
+            for road, reason in skipped.items():
+                print(f"{row.way}, verified: {row.verified}: not by {road}: {reason}")
+        peer.ask("renew")
+        rival = rival_seconds(module, tensors, peer, device, n)
+        handles = peer.handles
+    device.forget()
+    copies.append(copy_seconds(nbytes, device, n))
+    device.forget()
+    copy = min(copies)
+    return Result(
+        title=title,
+        nbytes=nbytes,
+        tensors=len(tensors),
+        copy_s=copy,
+        rival_s=rival,
+        kernels=kernels,
+        fused=is_fused,
+        handles=len(handles),
+        fenced_handles=sum(bool(handle.get("event_sync_required")) for handle in handles),
+        largest_group=max(CUDA_BUCKET_NBYTES, *(tensor.nbytes for tensor in tensors)),
+        rows=[Row(**{**asdict(row), "of_copy_rate": copy / row.data_s}) for row in rows],
+    )
 
 
 def run(options: argparse.Namespace) -> dict[str, object]:
-    """Measure every way, print the table last, and return all of it as plain data."""
-    device: str = options.device
-    sizes = sizes_of(fitting(options.nbytes, device), options.tensors)
-    nbytes = 2 * sum(sizes)
-    model = Weights(sizes, device)
-    before = copy_seconds(model, options.updates, device)
-    measured: list[Row] = []
-    for packed in (False, True):
-        for verify in (True, False):
-            with receiving_process(sizes, device) as receiver:
-                row, skipped = measure(
-                    model,
-                    receiver,
-                    packed=packed,
-                    verify=verify,
-                    repeats=options.updates,
-                    device=device,
-                )
-            measured.append(row)
-            for road, reason in skipped.items():
-                print(f"{row.way}, verified: {row.verified}: not by {road}: {reason}")
-    copy = min(before, copy_seconds(model, options.updates, device))
-    rows = [
-        Row(**{**asdict(row), "times_copy": row.seconds / copy if copy else 0.0})
-        for row in measured
-    ]
-    name = torch.cuda.get_device_name() if device == "cuda" else "CPU"
-    print(f"\n{nbytes / 1e9:.3f} GB of bf16 in {len(sizes)} tensors, two processes on one {name}\n")
-    print(table(rows, nbytes / copy / 1e9))
+    """Measure every model, print the tables last, and return all of it as plain data."""
+    device = Device(options.device)
+    models, updates = PRESETS[options.preset]
+    updates = options.updates or updates
+    torch.set_num_threads(1)
+    watch_launches()
+    results = []
+    for name in options.models.split(",") if options.models else models:
+        title, make = MODELS[name]
+        tensors = make()
+        needed, free = COPIES * sum(tensor.nbytes for tensor in tensors), device.free()
+        if free is not None and needed > free:
+            print(f"{title}: skipped, it needs {needed / 1e9:.0f} GB and {free / 1e9:.0f} are free")
+            continue
+        results.append(run_model(title, tensors, device, options.device, updates))
+    print(f"\ntwo processes on one {device.name}, torch {torch.__version__}")
+    ring = CUDA_BUCKET_NBYTES * CUDA_BUCKETS
+    for result in results:
+        print("\n" + table(result, ring_nbytes=ring))
     return {
-        "device": name,
+        "device": device.name,
         "torch": torch.__version__,
-        "nbytes": nbytes,
-        "tensors": len(sizes),
-        "copy_gbps": nbytes / copy / 1e9,
-        "rows": [asdict(row) for row in rows],
+        "results": [
+            {**asdict(result), "bars": [asdict(bar) for bar in bars_of(result, ring_nbytes=ring)]}
+            for result in results
+        ],
     }
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--nbytes", type=int, default=16_000_000_000, help="bytes of weights")
-    parser.add_argument("--tensors", type=int, default=399)
-    parser.add_argument("--updates", type=int, default=10, help="timed updates of each way")
+    parser.add_argument("--preset", choices=tuple(PRESETS), default="full")
+    parser.add_argument("--models", help=f"some of {', '.join(MODELS)}; joined by commas")
+    parser.add_argument("--updates", type=int, help="timed updates of each way")
     parser.add_argument("--json", type=Path, help="write the results here too")
     options = parser.parse_args(arguments)
     if options.device == "cuda" and not torch.cuda.is_available():
-        parser.error("needs a CUDA GPU; --device cpu --nbytes 50000000 tries the same code without")
+        parser.error("needs a CUDA GPU; --device cpu --preset toy tries the same code without")
     results = run(options)
     if options.json is not None:
         options.json.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")

@@ -1,26 +1,30 @@
-"""The benchmark runs, at toy size."""
+"""The benchmark runs, at toy size, and says which bars are met."""
 
 from __future__ import annotations
 
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from benchmarks.gpu import Result, Row
+from benchmarks.gpu_table import bars_of, table
+
 ROOT = Path(__file__).resolve().parents[2]
 WAIT_S = 110.0
+RING_NBYTES = 512 << 20
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.usefixtures("shm_clean")
-def test_the_benchmark_ends_with_its_table(device: str, tmp_path: Path) -> None:
+def test_the_benchmark_ends_with_its_bars(device: str, tmp_path: Path) -> None:
     results = tmp_path / "results.json"
-    sizes = ["--nbytes", "400000", "--tensors", "25", "--updates", "2"]
-    command = [sys.executable, "-m", "benchmarks.gpu", "--device", device, *sizes]
+    command = [sys.executable, "-m", "benchmarks.gpu", "--device", device, "--preset", "toy"]
     done = subprocess.run(
-        [*command, "--json", str(results)],
+        [*command, "--updates", "1", "--json", str(results)],
         cwd=ROOT,
         capture_output=True,
         text=True,
@@ -28,11 +32,85 @@ def test_the_benchmark_ends_with_its_table(device: str, tmp_path: Path) -> None:
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    ways = [line.split()[0] for line in done.stdout.splitlines()[-5:]]
-    assert ways == ["unpacked", "unpacked", "packed", "packed", "copy"]
-    found = json.loads(results.read_text(encoding="utf-8"))
-    assert found["tensors"] == 25
-    assert abs(found["nbytes"] - 400_000) < 4_000
-    assert [row["verified"] == "none" for row in found["rows"]] == [False, True, False, True]
-    assert all(row["times_copy"] > 0 for row in found["rows"])
-    assert len({row["road"] for row in found["rows"]}) == 1
+    (found,) = json.loads(results.read_text(encoding="utf-8"))["results"]
+    last = done.stdout.splitlines()[-len(found["bars"]) :]
+    assert [line.split("  ")[0] for line in last] == [bar["name"] for bar in found["bars"]]
+    assert [line.endswith("NOT MET") for line in last] == [not bar["met"] for bar in found["bars"]]
+    assert found["tensors"] == 40
+    ways = [(row["way"], row["verified"] != "none") for row in found["rows"]]
+    assert ways == [("unpacked", True), ("unpacked", False), ("packed", True), ("packed", False)]
+    assert all(0 < row["data_s"] <= row["total_s"] for row in found["rows"])
+    assert [row["slots"] > 0 for row in found["rows"]] == [False, False, True, True]
+    assert found["rival_s"] > 0
+    if device == "cuda":
+        assert found["fused"]
+        assert {row["clock"] for row in found["rows"]} == {"events"}
+        assert 0 < found["fenced_handles"] <= found["handles"]
+
+
+def row_of(way: str, verified: str, of_copy_rate: float, control_s: float) -> Row:
+    data_s = 0.1 / of_copy_rate
+    return Row(
+        way=way,
+        road="cuda_ipc",
+        verified=verified,
+        data_s=data_s,
+        total_s=data_s + control_s,
+        clock="events",
+        of_copy_rate=of_copy_rate,
+        sender_pass_s=0.05,
+        slots=60 if way == "packed" else 0,
+        trainer_extra=RING_NBYTES,
+        receiver_extra=0,
+    )
+
+
+def good() -> Result:
+    """Every figure a little better than its bar."""
+    return Result(
+        title="a model",
+        nbytes=1 << 34,
+        tensors=399,
+        copy_s=0.1,
+        rival_s=1.0,
+        kernels={
+            "one launch, copy": 0.1,
+            "one launch, copy and fingerprint": 0.109,
+            "one launch, fingerprint only": 0.059,
+        },
+        fused=True,
+        handles=4,
+        fenced_handles=4,
+        largest_group=1 << 28,
+        rows=[
+            row_of("unpacked", "held", 0.86, 0.009),
+            row_of("unpacked", "none", 0.86, 0.009),
+            row_of("packed", "held", 0.36, 0.009),
+            row_of("packed", "none", 0.36, 0.009),
+        ],
+    )
+
+
+def test_bars_that_are_met() -> None:
+    assert all(bar.met for bar in bars_of(good(), ring_nbytes=RING_NBYTES))
+    assert "NOT MET" not in table(good(), ring_nbytes=RING_NBYTES)
+
+
+def test_bars_that_are_not() -> None:
+    bad = replace(
+        good(),
+        rival_s=0.8,
+        kernels={
+            "one launch, copy": 0.1,
+            "one launch, copy and fingerprint": 0.111,
+            "one launch, fingerprint only": 0.061,
+        },
+        rows=[
+            replace(
+                row_of(row.way, row.verified, row.of_copy_rate - 0.02, 0.011), trainer_extra=1 << 30
+            )
+            for row in good().rows
+        ],
+    )
+    assert not [bar.name for bar in bars_of(bad, ring_nbytes=RING_NBYTES) if bar.met]
+    assert table(bad, ring_nbytes=RING_NBYTES).count("NOT MET") == 10

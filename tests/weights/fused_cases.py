@@ -47,6 +47,9 @@ class HostKernel:
                 assert not any(aligned + [n % min(alignment, WORD) for n in (read, stored)])
                 self._do(source, target if copies else 0, read, stored, words, first, index, sums)
 
+    def store(self, target: int, content: bytes) -> None:
+        ctypes.memmove(target, content, len(content))
+
     def _do(
         self,
         source: int,
@@ -61,7 +64,8 @@ class HostKernel:
         held = ctypes.string_at(source, read) if read else b""
         if target:
             held = held.ljust(stored, b"\0")
-            ctypes.memmove(target, held, len(held))
+            self.store(target, held)
+            held = ctypes.string_at(target, len(held))
         if sums is not None and words:
             content = torch.frombuffer(
                 bytearray(held.ljust(words * WORD, b"\0")), dtype=torch.uint8

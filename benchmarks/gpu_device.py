@@ -1,0 +1,122 @@
+"""What the benchmark on a GPU asks of the device, so that all of it also runs without one."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+
+import torch
+
+from weightsync.samehost import cuda_handle
+from weightsync.samehost.device_keys import host_key
+from weightsync.samehost.segment import Segment
+from weightsync.weights.cuda_runs import Batch, Span
+from weightsync.wire.offers import Handle, SegmentHandle
+
+
+class Device:
+    """A CUDA device by its events and its allocator, or the host by its clock."""
+
+    def __init__(self, kind: str) -> None:
+        self.on_gpu = kind == "cuda"
+        self.torch = (
+            torch.device("cuda", torch.cuda.current_device())
+            if self.on_gpu
+            else torch.device("cpu")
+        )
+        self.name = torch.cuda.get_device_name() if self.on_gpu else "CPU"
+        self.keys = list(cuda_handle.local_gpu_keys()) if self.on_gpu else [host_key()]
+
+    def settle(self) -> None:
+        """Wait for everything."""
+        if self.on_gpu:
+            torch.cuda.synchronize()
+
+    def seconds(self, work: Callable[[], object], repeats: int, warm_ups: int = 2) -> float:
+        """Return the median of what `work` takes on the device."""
+        taken = [self._once(work) for _ in range(warm_ups + repeats)]
+        return statistics.median(taken[warm_ups:])
+
+    def allocated(self) -> int:
+        """Bytes that torch holds here now; 0 on the host."""
+        return torch.cuda.memory_allocated() if self.on_gpu else 0
+
+    def begin_peak(self) -> None:
+        """Forget the peak so far."""
+        if self.on_gpu:
+            torch.cuda.reset_peak_memory_stats()
+
+    def peak(self) -> int:
+        """The most bytes that torch held since; 0 on the host."""
+        return torch.cuda.max_memory_allocated() if self.on_gpu else 0
+
+    def free(self) -> int | None:
+        """Bytes of the device that nobody has; None on the host."""
+        return torch.cuda.mem_get_info()[0] if self.on_gpu else None
+
+    def forget(self) -> None:
+        """Give cached memory back."""
+        if self.on_gpu:
+            torch.cuda.empty_cache()
+
+    def _once(self, work: Callable[[], object]) -> float:
+        if not self.on_gpu:
+            begin = time.perf_counter()
+            work()
+            return time.perf_counter() - begin
+        first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        torch.cuda.synchronize()
+        first.record()
+        work()
+        # Batches have a stream of their own.
+        torch.cuda.synchronize()
+        last.record()
+        last.synchronize()
+        return first.elapsed_time(last) / 1e3
+
+
+class FreshBuffer:
+    """`uint8[nbytes]` made for one chunk and shared by handle, as the re-enacted protocol does."""
+
+    def __init__(self, nbytes: int, device: Device) -> None:
+        self._segment: Segment | None = None
+        if device.on_gpu:
+            self.tensor = torch.empty(nbytes, dtype=torch.uint8, device=device.torch)
+        else:
+            self._segment = Segment.create(nbytes, prefault=False)
+            self.tensor = self._segment.tensor()
+
+    def handle(self) -> Handle:
+        """Export it, for one reader."""
+        if self._segment is None:
+            return cuda_handle.export(self.tensor)
+        return SegmentHandle(name=self._segment.name, nbytes=self._segment.nbytes)
+
+    def close(self) -> None:
+        """Free it; readers have closed."""
+        del self.tensor
+        if self._segment is not None:
+            self._segment.close()
+        else:
+            cuda_handle.collect()
+
+
+def watch_launches() -> None:
+    """Keep the events of fused launches in this process from now on."""
+    Batch.spans = []
+
+
+def launches() -> list[float]:
+    """Return the seconds of each launch since, and forget them: `[]` where none was fused.
+
+    One more at the front: from the first one's beginning to the last one's end.
+    """
+    spans: list[Span] = Batch.spans or []
+    Batch.spans = []
+    if not spans:
+        return []
+    for _, last in spans:
+        last.synchronize()
+    whole = spans[0][0].elapsed_time(spans[-1][1])
+    return [ms / 1e3 for ms in (whole, *(first.elapsed_time(last) for first, last in spans))]

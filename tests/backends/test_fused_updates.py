@@ -1,0 +1,134 @@
+"""Whole updates through fused launches: what a GPU does, with tables carried out on the host."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+import torch
+from torch import nn
+
+import weightsync as ws
+from tests.weights.fused_cases import HostKernel
+from weightsync.weights import cuda_runs
+from weightsync.weights.copier import DeviceRun, Memory
+from weightsync.weights.cuda_tiles import Tiles
+from weightsync.weights.packer import Packer
+from weightsync.weights.sink import Apply
+
+pytestmark = pytest.mark.usefixtures("shm_clean")
+
+MIB = 1 << 20
+packings = pytest.mark.parametrize("packed", [False, True], ids=["unpacked", "packed"])
+
+
+class CountingKernel(HostKernel):
+    """Counts launches, and loses the last store of each if told so."""
+
+    def __init__(self) -> None:
+        self.launches = 0
+        self.losing = False
+        self._left = 0
+
+    def launch(self, tiles: Tiles, sums: torch.Tensor | None, *, copies: bool) -> None:
+        self.launches += 1
+        self._left = sum(len(table) for table in tiles.tables.values())
+        super().launch(tiles, sums, copies=copies)
+
+    def store(self, target: int, content: bytes) -> None:
+        self._left -= 1
+        if not (self.losing and self._left == 0):
+            super().store(target, content)
+
+
+@pytest.fixture
+def kernel(monkeypatch: pytest.MonkeyPatch) -> CountingKernel:
+    """Treat the host's memory as a GPU's."""
+    kernel = CountingKernel()
+
+    def kernel_of(runs: Sequence[DeviceRun], *, among: int) -> CountingKernel | None:
+        return kernel if runs and len(runs) == among else None
+
+    plain = Packer.__init__
+
+    def on_a_gpu(self: Packer, *args: object, **kwargs: object) -> None:
+        plain(self, *args, **kwargs)  # type: ignore[arg-type]
+        self._on_host = False
+
+    monkeypatch.setattr(cuda_runs, "kernel_of", kernel_of)
+    monkeypatch.setattr(Memory, "on_host", lambda _: False)
+    monkeypatch.setattr(Packer, "__init__", on_a_gpu)
+    return kernel
+
+
+def model() -> nn.Module:
+    module = nn.Module()
+    sizes = (3, 257, 40_000, MIB + 1, 64, 300_000)
+    module.weights = nn.ParameterList(
+        nn.Parameter(torch.zeros(n, dtype=torch.bfloat16), requires_grad=False) for n in sizes
+    )
+    return module
+
+
+def fill(module: nn.Module, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    for parameter in module.parameters():
+        words = parameter.data.view(torch.int16)
+        words.copy_(torch.randint(-(1 << 15), 1 << 15, words.shape, generator=generator))
+
+
+def alike(one: nn.Module, other: nn.Module) -> bool:
+    pairs = zip(one.parameters(), other.parameters(), strict=True)
+    return all(torch.equal(a.view(torch.int16), b.view(torch.int16)) for a, b in pairs)
+
+
+@packings
+@pytest.mark.parametrize("apply", ["staged", "in_place"])
+def test_updates_arrive(kernel: CountingKernel, packed: bool, apply: Apply) -> None:
+    ours, theirs = model(), model()
+    receiver = ws.WeightReceiver(theirs, apply=apply)
+    with ws.connect(ours, to=receiver.handle, packed=packed) as sender:
+        for seed in (1, 2, 3):
+            before = kernel.launches
+            fill(ours, seed)
+            assert sender.send_weights().verified == "held"
+            assert alike(ours, theirs)
+            # A chunk is packed and loaded by one launch each; unpacked, both sides read once.
+            assert kernel.launches - before == 2 * (2 if packed else 1)
+    receiver.close()
+
+
+def test_updates_without_verification(kernel: CountingKernel) -> None:
+    ours, theirs = model(), model()
+    receiver = ws.WeightReceiver(theirs)
+    with ws.connect(ours, to=receiver.handle, packed=False) as sender:
+        for verify_seed in (1, 2):
+            fill(ours, verify_seed)
+            sender.send_weights()
+            assert alike(ours, theirs)
+    with ws.connect(ours, to=receiver.handle, packed=False, verify=False) as sender:
+        fill(ours, 3)
+        before = kernel.launches
+        assert sender.send_weights().verified == "none"
+        assert kernel.launches - before == 1
+        assert alike(ours, theirs)
+    receiver.close()
+
+
+def test_a_lost_store_is_named_and_nothing_changes(kernel: CountingKernel) -> None:
+    ours, theirs = model(), model()
+    receiver = ws.WeightReceiver(theirs)
+    with ws.connect(ours, to=receiver.handle, packed=False) as sender:
+        fill(ours, 1)
+        sender.send_weights()
+        held = [parameter.data.clone() for parameter in theirs.parameters()]
+        fill(ours, 2)
+        kernel.losing = True
+        with pytest.raises(ws.VerificationError):
+            sender.send_weights()
+        kernel.losing = False
+        for parameter, before in zip(theirs.parameters(), held, strict=True):
+            assert torch.equal(parameter.data.view(torch.int16), before.view(torch.int16))
+        sender.send_weights()
+        assert alike(ours, theirs)
+    receiver.close()
