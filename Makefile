@@ -79,9 +79,9 @@ format: $(STAMP)
 types: $(STAMP)
 	$(BIN)/mypy
 
-# The variable silences an advertisement of the theme's makers.
+# --quiet would hide warnings from --strict too. The variable silences the theme's advertisement.
 docs: $(STAMP)
-	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 demo: $(STAMP)
 	$(BIN)/weightsync demo $(ARGS)
