@@ -190,6 +190,10 @@ def test_ctrl_c_ends_the_server_and_errors_are_one_line(
     assert [result.exit_code for result in done] == [3, 2]
 
 
+def test_the_command_tells_its_version() -> None:
+    assert weightsync("--version").stdout == f"{ws.__version__}\n"
+
+
 def test_the_page_names_verbs_that_there_are() -> None:
     named = {shown.line.split()[1] for shown in commands()}
     assert named == {"doctor", "serve", "push", "verify", "status"} <= set(VERBS)

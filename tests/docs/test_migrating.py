@@ -1,0 +1,219 @@
+"""docs/migrating-from-*.md: the code after each move runs; what it replaces is still called so."""
+
+from __future__ import annotations
+
+import ast
+import asyncio
+import inspect
+import re
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import weightsync as ws
+from tests.server.live import TOKEN, make_app, serving
+from weightsync.testing import TinyModel
+from weightsync.transports.http_client import HttpTransport
+from weightsync.wire.messages import FinishRequest, InitRequest, StartRequest
+
+DOCS = Path(__file__).parents[2] / "docs"
+BEFORE = {
+    "docs/migrating-from-vllm.md": 1,
+    "docs/migrating-from-trl.md": 1,
+    "docs/migrating-from-openrlhf.md": 1,
+}
+"""How many blocks of each page show what there was, and are not run."""
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """Code of a page; `before` says that it stands below a heading "Before"."""
+
+    code: str
+    before: bool
+
+
+def blocks(page: str) -> list[Block]:
+    found, heading = [], ""
+    pattern = re.compile(
+        r"^#+ (?P<heading>[^\n]+)$|^```python\n(?P<code>.*?)^```", re.MULTILINE | re.DOTALL
+    )
+    for match in pattern.finditer((DOCS.parent / page).read_text(encoding="utf-8")):
+        heading = match["heading"] or heading
+        if match["code"]:
+            found.append(Block(match["code"], heading == "Before"))
+    return found
+
+
+def run(code: str, names: dict[str, Any]) -> dict[str, Any]:
+    exec(compile(code, "a page of docs/", "exec"), names)
+    return names
+
+
+def train(model: nn.Module, amount: float = 1.0) -> None:
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(amount)
+
+
+def same(one: nn.Module, other: nn.Module) -> bool:
+    pairs = zip(one.state_dict().values(), other.state_dict().values(), strict=True)
+    return all(torch.equal(a, b) for a, b in pairs)
+
+
+@pytest.fixture
+def held() -> Iterator[tuple[TinyModel, ws.WeightReceiver]]:
+    """A model that is served, and its receiver."""
+    served = TinyModel()
+    receiver = ws.WeightReceiver(served)
+    yield served, receiver
+    receiver.close()
+
+
+@pytest.fixture
+def url(
+    held: tuple[TinyModel, ws.WeightReceiver], monkeypatch: pytest.MonkeyPatch
+) -> Iterator[str]:
+    monkeypatch.setenv("WEIGHTSYNC_TOKEN", TOKEN)
+    with serving(make_app(held[1])) as address:
+        yield address
+
+
+@pytest.mark.parametrize("page", BEFORE)
+def test_what_there_was_is_marked_and_can_be_parsed(page: str) -> None:
+    before = [block for block in blocks(page) if block.before]
+    assert len(before) == BEFORE[page]
+    for block in before:
+        ast.parse(block.code)
+
+
+def test_what_trl_had_is_called_so() -> None:
+    (before,) = [block for block in blocks("docs/migrating-from-trl.md") if block.before]
+    client = pytest.importorskip("trl.generation.vllm_client").VLLMClient
+    called = re.findall(r"client\.(\w+)\(", before.code)
+    assert [name for name in called if not hasattr(client, name)] == []
+    assert len(called) == 4
+
+
+@pytest.mark.parametrize("page", ["docs/migrating-from-vllm.md", "docs/migrating-from-trl.md"])
+def test_the_loop_after_it_keeps_the_server_in_step(
+    page: str, url: str, held: tuple[TinyModel, ws.WeightReceiver]
+) -> None:
+    loops = [block for block in blocks(page) if not block.before and "ws.connect" in block.code]
+    assert loops
+    served, receiver = held
+    model = TinyModel()
+    for loop in loops:
+        train(model, 2.0)
+        version = receiver.version
+        run(
+            loop.code,
+            {"model": model, "url": url, "batches": range(3), "train": lambda m, _: train(m)},
+        )
+        assert receiver.version == version + 3
+        assert same(model, served)
+    assert receiver.label == ("step-2" if len(loops) > 1 else None)
+
+
+def test_the_names_that_are_kept_do_what_they_did(
+    url: str, held: tuple[TinyModel, ws.WeightReceiver]
+) -> None:
+    served, receiver = held
+    model = TinyModel()
+    train(model, 3.0)
+    (block,) = [b for b in blocks("docs/migrating-from-vllm.md") if "control(" in b.code]
+    requests = {
+        "init_weight_transfer_engine": InitRequest(),
+        "start_weight_update": StartRequest(),
+        "finish_weight_update": FinishRequest(),
+    }
+    transport = HttpTransport(url, TOKEN)
+    try:
+        names = {"model": model, "url": url}
+        run(
+            block.code,
+            {**names, "control": lambda call: transport.call(requests[call], timeout_s=30)},
+        )
+    finally:
+        transport.close()
+    assert receiver.version == 1
+    assert same(model, served)
+
+
+def test_openrlhfs_loop_sends_gathered_tensors_to_every_engine() -> None:
+    loops = [b for b in blocks("docs/migrating-from-openrlhf.md") if "full_tensors" in b.code]
+    assert len(loops) == 1
+    engines = [TinyModel().to(torch.bfloat16) for _ in range(2)]
+    receivers = [ws.WeightReceiver(engine) for engine in engines]
+    model = TinyModel()
+    open_now: list[nn.Parameter] = []
+    most = 0
+
+    class Gathered(AbstractContextManager[None]):
+        def __init__(self, parameter: nn.Parameter) -> None:
+            self._parameter = parameter
+
+        def __enter__(self) -> None:
+            nonlocal most
+            open_now.append(self._parameter)
+            most = max(most, len(open_now))
+
+        def __exit__(self, *_: object) -> None:
+            open_now.remove(self._parameter)
+
+    trainer = SimpleNamespace(ppo_train=lambda _: train(model))
+    names = {"model": model, "trainer": trainer, "kl_ctl": 0.1, "steps": 2, "torch": torch}
+    targets = [receiver.handle for receiver in receivers]
+    try:
+        done = run(loops[0].code, {**names, "gathered": Gathered, "targets": targets})
+        assert [receiver.label for receiver in receivers] == ["step-1", "step-1"]
+        assert done["report"].verified == "held"
+        wanted = TinyModel()
+        wanted.load_state_dict(model.state_dict())
+        assert all(same(engine, wanted.to(torch.bfloat16)) for engine in engines)
+        assert (most, open_now) == (1, [])
+    finally:
+        for receiver in receivers:
+            receiver.close()
+
+
+def test_openrlhfs_actors_hand_on_what_they_are_asked() -> None:
+    methods = made_by_page()
+    asked: list[tuple[str, tuple[object, ...], dict[str, object]]] = []
+
+    class Engine:
+        def __getattr__(self, name: str) -> Any:
+            async def method(*args: object, **kwargs: object) -> str:
+                asked.append((name, args, kwargs))
+                return name
+
+            return method
+
+    actor = methods()
+    actor.llm = Engine()
+    names = [name for name, _ in inspect.getmembers(methods, inspect.iscoroutinefunction)]
+    assert asyncio.run(actor.collective_rpc("door", args=("text",))) == "collective_rpc"
+    assert asyncio.run(actor.is_paused()) == "is_paused"
+    asyncio.run(actor.pause_generation(mode="keep"))
+    asyncio.run(actor.resume_generation())
+    asyncio.run(actor.reset_prefix_cache(reset_running_requests=True))
+    asyncio.run(actor.update_weight_version("7"))
+    assert sorted(name for name, *_ in asked) == names
+    assert asked[0] == ("collective_rpc", ("door", None, ("text",), None), {})
+
+
+def test_the_targets_of_no_engines_are_none() -> None:
+    found = [b.code for b in blocks("docs/migrating-from-openrlhf.md") if "vllm_targets" in b.code]
+    assert run(found[-1], {"engines": []})["targets"] == []
+
+
+def made_by_page() -> Any:
+    (block,) = [b for b in blocks("docs/migrating-from-openrlhf.md") if "collective_rpc" in b.code]
+    return run(block.code, {})["WeightSyncMethods"]
