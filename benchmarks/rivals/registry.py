@@ -78,13 +78,15 @@ RIVALS: dict[str, Entry] = {
         module="torch_queue",
         option="file_descriptor",
         title="torch.multiprocessing queue, file_descriptor",
-        ways=("state dict",),
+        ways=("shared once", "copied each time"),
+        fixed_models=2.0,
     ),
     "torch_queue/file_system": Entry(
         module="torch_queue",
         option="file_system",
         title="torch.multiprocessing queue, file_system",
-        ways=("state dict",),
+        ways=("shared once", "copied each time"),
+        fixed_models=2.0,
     ),
     "ray_store": Entry(
         module="ray_store", title="Ray object store, put and get", ways=("dict",), fixed_models=2.5

@@ -1,7 +1,9 @@
 """A torch.multiprocessing queue, tuned as its notes on best practices say.
 
-The trainer's parameters are shared once and each update sends the same state dict, so that nothing
-is copied into shared memory again; readers keep what they got last, so that it stays mapped.
+`shared once`: the trainer's parameters are moved into shared memory once and each update sends the
+same state dict, so that nothing is copied there again; readers keep what they got last, so that it
+stays mapped. They read the memory that is trained, as unpacked weightsync does. `copied each time`:
+a state dict of copies per update, which the trainer need not wait for.
 """
 
 from __future__ import annotations
@@ -32,8 +34,11 @@ class Trainer(Rival):
 
     def update(self, way: str) -> None:
         self._crew.tell("load", way, None)
+        state = self._state
+        if way == "copied each time":
+            state = {name: tensor.clone() for name, tensor in state.items()}
         for queue in self._queues:
-            queue.put(self._state)
+            queue.put(state)
         self._crew.hear()
 
     def held(self) -> list[Mapping[str, str]]:
