@@ -149,3 +149,23 @@ def test_a_start_that_came_late_to_a_new_instance_is_ended_by_its_own_sender() -
     for other in world.fleet:
         world.holds(other, version, trainer.contents)
     world.end()
+
+
+@pytest.mark.usefixtures("shm_clean")
+def test_all_who_forgot_the_sender_are_met_again_at_once() -> None:
+    """One refusal ends the update before the others have answered."""
+    world = World(["staged", "staged", "staged"])
+    trainer = Trainer(world, packed=True, drops=False)
+    world.trainers.append(trainer)
+    trainer.connect(SHORT_S)
+    for member in world.fleet:
+        inits = [m for m in world.messages[member.name] if isinstance(m, InitRequest)]
+        offered = next(m.init_info for m in inits if m.init_info is not None)
+        member.receiver.dispatch(ShutdownRequest(sender=offered.sender))
+    world.fleet[2].fail("delay", "update_weights", seconds=0.3)
+    trainer.fill()
+    assert trainer.sender is not None
+    version = trainer.sender.send_weights().version
+    for member in world.fleet:
+        world.holds(member, version, trainer.contents)
+    world.end()

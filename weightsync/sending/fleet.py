@@ -88,6 +88,10 @@ class Member:
         """The key of the host that it runs on."""
         return self.keys[-1] if self.keys else ""
 
+    def is_new_to(self, status: Status) -> bool:
+        """Whether who answers so was started again, or has closed what it was offered."""
+        return status.instance != self.instance or self.sender not in ("", *status.senders)
+
     def met(self, status: Status) -> None:
         """Remember who answered."""
         self.instance = status.instance

@@ -249,7 +249,7 @@ class Membership:
         strangers = [
             answer
             for answer in known
-            if answer.status.instance != answer.member.instance
+            if answer.member.is_new_to(answer.status)
             or isinstance(failed.get(answer.member), UnknownSenderError)
         ]
         late = end_own(self.fleet, known, timeout_s)
