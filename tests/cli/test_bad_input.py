@@ -144,6 +144,8 @@ def test_one_line_and_a_code(
         ("push {checkpoint} --to {tls_to_plain}", "speaks no TLS; give an http:// URL"),
         ("push pickled --to {url}", "safetensors"),
         ("push {checkpoint} --to {url} --insecure", "--insecure"),
+        ("serve --model nowhere", "model 'nowhere' is neither"),
+        ("demo --out {open_token}", "cannot be made a directory"),
     ],
 )
 def test_json_says_it_too(

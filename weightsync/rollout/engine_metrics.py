@@ -17,6 +17,20 @@ logger = logging.getLogger(__name__)
 
 ANSWER_TIMEOUT_S = 2.0
 
+_Family = type[GaugeMetricFamily] | type[CounterMetricFamily]
+_SHOWN: tuple[tuple[_Family, str, str, Callable[[EngineStats], float]], ...] = (
+    (GaugeMetricFamily, "requests_running", "Completions at work.", lambda s: s.running),
+    (GaugeMetricFamily, "requests_waiting", "Completions that wait.", lambda s: s.waiting),
+    (CounterMetricFamily, "requests", "Prompts to be completed.", lambda s: s.requests_total),
+    (CounterMetricFamily, "tokens", "Tokens generated.", lambda s: s.tokens_total),
+    (
+        GaugeMetricFamily,
+        "tokens_per_second",
+        "Tokens generated, by the last seconds.",
+        lambda s: s.tokens_per_s,
+    ),
+)
+
 
 def engine_metrics(engine: EngineClient) -> Callable[[], Awaitable[list[Metric]]]:
     """Return what asks every replica, for `weight_router(more_metrics=)`.
@@ -28,7 +42,7 @@ def engine_metrics(engine: EngineClient) -> Callable[[], Awaitable[list[Metric]]
         try:
             stats = await asyncio.wait_for(engine.stats(), ANSWER_TIMEOUT_S)
         except (TimeoutError, WeightSyncError) as exc:
-            logger.info("the engine has no metrics: %s", exc or "it does not answer")
+            logger.info("the engine has no metrics: %s", str(exc) or "it does not answer")
             return []
         return list(metrics_of(stats))
 
@@ -37,20 +51,8 @@ def engine_metrics(engine: EngineClient) -> Callable[[], Awaitable[list[Metric]]
 
 def metrics_of(replicas: Sequence[EngineStats]) -> Iterator[Metric]:
     """Yield the metrics of all replicas, which are numbered by a label."""
-    for name, text, of in (
-        ("requests_running", "Completions at work.", lambda s: s.running),
-        ("requests_waiting", "Completions that wait for a place.", lambda s: s.waiting),
-        ("tokens_per_second", "Tokens generated, by the last seconds.", lambda s: s.tokens_per_s),
-    ):
-        gauge = GaugeMetricFamily(f"weightsync_{name}", text, labels=["replica"])
+    for kind, name, text, read in _SHOWN:
+        metric = kind(f"weightsync_{name}", text, labels=["replica"])
         for index, stats in enumerate(replicas):
-            gauge.add_metric([str(index)], of(stats))
-        yield gauge
-    for name, text, total in (
-        ("requests", "Prompts that were to be completed.", lambda s: s.requests_total),
-        ("tokens", "Tokens generated.", lambda s: s.tokens_total),
-    ):
-        counter = CounterMetricFamily(f"weightsync_{name}", text, labels=["replica"])
-        for index, stats in enumerate(replicas):
-            counter.add_metric([str(index)], total(stats))
-        yield counter
+            metric.add_metric([str(index)], read(stats))
+        yield metric

@@ -56,6 +56,7 @@ def _load_shard(directory: Path, name: str, dtype: torch.dtype, shards: int) -> 
             f"{name} cannot be cut into {shards} shards: {exc}; give another --tensor-parallel"
         ) from exc
     text = model.config.get_text_config()
-    check_heads(name, *(getattr(text, key, None) for key in _HEADS), shards)
+    heads, kv_heads = (getattr(text, key, None) for key in _HEADS)
+    check_heads(name, heads, kv_heads, shards)
     own_memory(model)
     return LoadedModel(model=model.eval(), tokenizer=tokenizer, name=name, processor=processor)
