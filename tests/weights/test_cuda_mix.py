@@ -14,14 +14,17 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from tests.protocol import plants
 from tests.protocol.plants import TENSOR_NBYTES, Plant, Scene
 from tests.weights import triton_process
 from tests.weights.fused_cases import Case, HostKernel, check_case, host_mix64
+from weightsync.specs import Manifest, TensorSpec
 from weightsync.weights import cuda_runs
+from weightsync.weights.buckets import Plan
 from weightsync.weights.copier import DeviceRun
-from weightsync.weights.cuda_runs import fused, hashers, kernel_of
+from weightsync.weights.cuda_runs import Batch, chunk_batches, fused, hashers, kernel_of
 from weightsync.weights.cuda_tiles import TILE_WORDS
 from weightsync.weights.fingerprint import WORD, mix64
 
@@ -79,6 +82,26 @@ def test_what_is_planted_is_seen(plant: Plant) -> None:
     assert before == mix64(flat)
     plant(Scene(flat[:TENSOR_NBYTES], flat[TENSOR_NBYTES:], plants.content(3)))
     assert host_mix64(flat) != before
+
+
+def test_a_batch_made_in_inference_mode_serves_outside_of_it() -> None:
+    source = torch.arange(100, dtype=torch.uint8)
+    with torch.inference_mode():
+        batch = Batch([DeviceRun((torch.zeros_like(source),), (source,), ())], HostKernel())
+    for _ in range(2):
+        batch.launch()
+        assert batch.fingerprints() == [mix64(source)]
+
+
+def test_tensors_that_are_packed_may_be_freed() -> None:
+    plan = Plan(Manifest((TensorSpec("t", "uint8", (64,)),)), bucket_nbytes=64)
+    tensor = torch.zeros(64, dtype=torch.uint8)
+    slots = [torch.zeros(64, dtype=torch.uint8)]
+    alive = StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
+    batches = chunk_batches(plan, [tensor], slots, verify=True, kernel=HostKernel())
+    assert batches
+    del tensor
+    assert alive.expired()  # type: ignore[no-untyped-call]  # torch's
 
 
 class StrayKernel(HostKernel):

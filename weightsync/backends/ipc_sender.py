@@ -247,7 +247,7 @@ class IpcTrainerEngine(TrainerWeightTransferEngine):
 
     def close(self) -> None:
         """Free everything, in the reverse order."""
-        self._update = self._stream = None
+        self._update = self._stream = self._hashers = None
         while self._closers:
             self._closers.pop()()
 

@@ -37,7 +37,8 @@ class Batch:
     """Runs on one device that are copied, fingerprinted or both by one launch, as often as wanted.
 
     `copies` False only reads the sources; `fills` also writes the zeros of gaps. The memory of the
-    runs is kept alive, and must stay where it is. For one thread.
+    runs must stay where it is; it is kept alive, unless `keeps` is False and the caller looks
+    before each launch. For one thread.
     """
 
     spans: ClassVar[list[Span] | None] = None
@@ -51,8 +52,9 @@ class Batch:
         copies: bool = True,
         mixes: bool = True,
         fills: bool = False,
+        keeps: bool = True,
     ) -> None:
-        self._runs = runs
+        self._kept = runs if keeps else ()
         self._kernel = kernel
         self._copies = copies
         self._device = runs[0].sources[0].device
@@ -61,13 +63,15 @@ class Batch:
             for i, run in enumerate(runs)
             for segment in segments_of(run.targets if copies else None, run.sources, run.gaps, i)
         ]
-        self._tiles = tile(segments, self._device, sums=len(runs), fills=fills)
         self._lane = _lane_of(self._device)
         self._sums: torch.Tensor | None = None
-        if mixes:
-            self._sums = torch.zeros(len(runs), dtype=torch.int64, device=self._device)
-            pinned = self._device.type == "cuda"
-            self._host = torch.empty(len(runs), dtype=torch.int64, pin_memory=pinned)
+        # Tensors made in inference mode could not be written outside of it.
+        with torch.inference_mode(False):
+            self._tiles = tile(segments, self._device, sums=len(runs), fills=fills)
+            if mixes:
+                self._sums = torch.zeros(len(runs), dtype=torch.int64, device=self._device)
+                pinned = self._device.type == "cuda"
+                self._host = torch.empty(len(runs), dtype=torch.int64, pin_memory=pinned)
         self._sizes = [_nbytes(run) for run in runs]
         self._found: list[int] | None = None
         self._done: Callable[[], None] = _nothing
@@ -236,7 +240,8 @@ def chunk_batches(
 ) -> list[Batch] | None:
     """Return what writes each chunk into its slot from `tensors` (`uint8[nbytes]`), zeros too.
 
-    None where tensors and slots are not on one GPU whose kernel works.
+    None where tensors and slots are not on one GPU whose kernel works. Tensors are not kept alive:
+    the trainer may offload them, and whoever launches looks whether they are where they were.
     """
     batches = []
     for j, chunk in enumerate(plan.chunks):
@@ -250,7 +255,7 @@ def chunk_batches(
         kernel = kernel or kernel_of(runs, among=len(runs))
         if kernel is None:
             return None
-        batches.append(Batch(runs, kernel, mixes=verify, fills=True))
+        batches.append(Batch(runs, kernel, mixes=verify, fills=True, keeps=False))
     return batches
 
 
