@@ -27,12 +27,12 @@ ENVIRONMENT = {
 WAIT_S = 60.0
 
 
-def torchrun(*arguments: str) -> list[str]:
-    """Run the example on two ranks; return what it printed. No process outlives this."""
+def torchrun(*arguments: str, example: str = "fsdp2_torchrun.py") -> list[str]:
+    """Run an example on two ranks; return what it printed. No process outlives this."""
     command = [
         *(sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"),
         *("--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0", "--local-addr", "127.0.0.1"),
-        *(str(EXAMPLES / "fsdp2_torchrun.py"), *arguments),
+        *(str(EXAMPLES / example), *arguments),
     ]
     process = subprocess.Popen(
         command,

@@ -68,7 +68,7 @@ class ConnectSettings(TypedDict, total=False):
     progress: Shown
 
 
-class WeightSyncCallback(TrainerCallback):  # type: ignore[misc]  # transformers is not typed here
+class WeightSyncCallback(TrainerCallback):
     """Sends the trained model to `to` while a transformers or TRL trainer trains it.
 
     It connects when training begins, on every rank, and sends after every `every`-th optimizer
@@ -129,10 +129,10 @@ class WeightSyncCallback(TrainerCallback):  # type: ignore[misc]  # transformers
         args: TrainingArguments,
         state: TrainerState,
         control: TrainerControl,
-        model: nn.Module,
         **kwargs: Any,
     ) -> None:
         """Connect, and send once if that is wanted. Called by the trainer, with a sharded model."""
+        model: nn.Module = kwargs["model"]
         self.close()
         self._sent_step, self._unlogged = None, []
         self._sender = self._connect(model)
@@ -146,25 +146,23 @@ class WeightSyncCallback(TrainerCallback):  # type: ignore[misc]  # transformers
         args: TrainingArguments,
         state: TrainerState,
         control: TrainerControl,
-        model: nn.Module,
         **kwargs: Any,
     ) -> None:
         """Send if it is the turn of this step. Called by the trainer after the optimizer's step."""
         if state.global_step % self._every == 0:
-            self._sync(model, state.global_step)
+            self._sync(kwargs["model"], state.global_step)
 
     def on_train_end(
         self,
         args: TrainingArguments,
         state: TrainerState,
         control: TrainerControl,
-        model: nn.Module,
         **kwargs: Any,
     ) -> None:
         """Send the last weights if receivers lack them, and close. Called by the trainer."""
         behind = self._sent_step != state.global_step or args.load_best_model_at_end
         if self._at_end and behind and self._sender is not None:
-            self._sync(model, state.global_step)
+            self._sync(kwargs["model"], state.global_step)
         self.close()
 
     def on_log(
