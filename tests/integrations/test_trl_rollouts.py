@@ -82,7 +82,7 @@ def test_logprobs_are_those_of_the_trainers_own_model(served: Server, tmp_path: 
         trainer = grpo_trainer(tmp_path, rollouts)
         with ws.connect(trainer.model, to=served.url, token=served.token) as sender:
             sender.send_weights()
-        found = rollouts([PROMPTS[0], PROMPTS[0], PROMPTS[1]], trainer)
+        found = rollouts([PROMPTS[0]] * 2 + [PROMPTS[1]] * 2, trainer)
         trainer.temperature = 0.5
         assert rollouts([PROMPTS[0]], trainer)["logprobs"] is None
     assert found["prompt_ids"][0] == found["prompt_ids"][1] != found["prompt_ids"][2]
