@@ -21,7 +21,7 @@ import weightsync as ws
 from tests.server.live import TOKEN, make_app, serving
 from weightsync.testing import TinyModel
 from weightsync.transports.http_client import HttpTransport
-from weightsync.wire.messages import FinishRequest, InitRequest, StartRequest
+from weightsync.wire.messages import FinishRequest, InitRequest, Request, StartRequest
 
 DOCS = Path(__file__).parents[2] / "docs"
 BEFORE = {
@@ -129,7 +129,7 @@ def test_the_names_that_are_kept_do_what_they_did(
     model = TinyModel()
     train(model, 3.0)
     (block,) = [b for b in blocks("docs/migrating-from-vllm.md") if "control(" in b.code]
-    requests = {
+    requests: dict[str, Request] = {
         "init_weight_transfer_engine": InitRequest(),
         "start_weight_update": StartRequest(),
         "finish_weight_update": FinishRequest(),

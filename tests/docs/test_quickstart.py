@@ -90,7 +90,7 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Quickstart]:
         env=environment(),
     )
     try:
-        assert server.stdout
+        assert server.stdout is not None
         said = server.stdout.readline() + server.stdout.readline()
         listening = _LISTENING.search(said)
         assert listening, said
@@ -99,7 +99,7 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Quickstart]:
     finally:
         server.kill()
         server.wait(WAIT_S)
-        if server.stdout:
+        if server.stdout is not None:
             server.stdout.close()
 
 

@@ -16,7 +16,7 @@ DOCS = Path(__file__).parents[2] / "docs"
 
 def block(page: str, word: str) -> str:
     """Return the first Python block of a page that has `word` in it."""
-    found = re.findall(
+    found: list[str] = re.findall(
         r"^```python\n(.*?)^```", (DOCS / page).read_text(), re.MULTILINE | re.DOTALL
     )
     return next(code for code in found if word in code)
