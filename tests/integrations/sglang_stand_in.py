@@ -238,7 +238,8 @@ def main(model_path: str) -> None:
     for name in NAMES:
         for version in CONTRACT:
             app.mount(f"/{name}/{version}", make_app(StandIn(version, model_path)))
-    with socket.socket() as listening:
+    # asyncio turns Nagle's algorithm off for sockets that say that they are TCP's.
+    with socket.socket(proto=socket.IPPROTO_TCP) as listening:
         listening.bind(("127.0.0.1", 0))
         listening.listen()
         sys.stdout.write(f"{listening.getsockname()[1]}\n")

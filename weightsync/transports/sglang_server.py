@@ -23,6 +23,7 @@ from weightsync.transports.sglang_shelf import Shelf
 from weightsync.transports.sglang_sink import FilesSink
 from weightsync.weights.sink import WeightSink
 from weightsync.wire.messages import (
+    AbortRequest,
     FinishRequest,
     InitRequest,
     LabelRequest,
@@ -237,8 +238,17 @@ class SglangTransport(CountingTransport):
         try:
             with self._generation_held():
                 return self._receiver.dispatch(request)
+        except WeightSyncError as exc:
+            self._give_up(request.update_id, str(exc))
+            raise
         finally:
             self._leave_what_is_over()
+
+    def _give_up(self, update_id: str | None, reason: str) -> None:
+        """What the server did not begin is over too: its files do not wait for another try."""
+        update = self._receiver.open_update
+        if update is not None and update.update_id == update_id:
+            self._receiver.dispatch(AbortRequest(update_id=update_id, reason=reason[:1000]))
 
     @contextmanager
     def _generation_held(self) -> Iterator[None]:

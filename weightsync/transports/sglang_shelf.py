@@ -40,10 +40,9 @@ class Shelf:
     the first update, removed by the last `close` of those who `share` it. Thread-safe.
     """
 
-    def __init__(self, directory: Path | None = None, *, shard_nbytes: int = SHARD_NBYTES) -> None:
+    def __init__(self, directory: Path | None = None) -> None:
         self._base = MEMORY if directory is None else directory
         self._private = directory is None
-        self._shard_nbytes = shard_nbytes
         self._guard = threading.Lock()
         self._home: Path | None = None
         self._lock: OwnerLock | None = None
@@ -51,11 +50,6 @@ class Shelf:
         self._sharers = 0
         if directory is not None:
             _check_named(directory)
-
-    @property
-    def shard_nbytes(self) -> int:
-        """How large a file may get."""
-        return self._shard_nbytes
 
     def share(self) -> None:
         """One more server reads from here."""

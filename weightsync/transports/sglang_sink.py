@@ -9,6 +9,7 @@ import torch
 
 from weightsync.errors import ConfigError
 from weightsync.specs import Manifest, ManifestDifference, TensorSpec
+from weightsync.transports import sglang_shelf
 from weightsync.transports.sglang_files import Layout, lay_out
 from weightsync.transports.sglang_shelf import Batch, Shelf, Writing
 from weightsync.weights.buckets import Plan
@@ -88,7 +89,7 @@ class FilesSink(HookSink):
             for spec in manifest.specs
             for name in names[spec.name]
         ]
-        return lay_out(written, shard_nbytes=self._shelf.shard_nbytes), names
+        return lay_out(written, shard_nbytes=sglang_shelf.SHARD_NBYTES), names
 
     def begin(self, landing: _FilesLanding) -> Writing | None:
         """Make files, where it is this server for which the update's are written."""
