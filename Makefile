@@ -43,9 +43,12 @@ $(STAMP): pyproject.toml
 	@touch $@
 
 # Most tests wait for processes rather than compute: two workers, a file of tests at a time.
-# One after the other, which is quieter for a debugger:  make test ARGS='-n 0 tests/e2e'
+# Long files go first; a worker that a timeout ended ends the run, as it does without workers.
+# One test after the other, for a debugger:  make test ARGS='-n 0 tests/e2e'
+SIDE_BY_SIDE := -n auto --dist loadfile --no-loadscope-reorder --max-worker-restart 0
+
 test: $(STAMP)
-	$(ONE_THREAD) $(BIN)/python -m pytest -n auto --dist loadfile --durations=15 $(ARGS)
+	$(ONE_THREAD) $(BIN)/python -m pytest $(SIDE_BY_SIDE) --durations=15 $(ARGS)
 
 soak: $(STAMP)
 	$(ONE_THREAD) $(BIN)/python -m pytest -p no:cacheprovider -m soak --timeout 3600 -rP --durations=0 $(ARGS)

@@ -13,7 +13,7 @@ os.environ["OMP_NUM_THREADS"] = "1"
 import pytest
 import torch
 
-from tests.side_by_side import mount_own_shm, number_of_workers
+from tests.side_by_side import mount_own_shm, number_of_workers, turn
 from weightsync.samehost.segment import find_leftovers, live_segments
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
@@ -39,6 +39,8 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Skip the tests marked gpu where torch finds no CUDA GPU, and those marked soak unasked."""
+    if hasattr(config, "workerinput"):
+        items.sort(key=lambda item: turn(item.nodeid))
     skips = {}
     if not torch.cuda.is_available():
         skips["gpu"] = pytest.mark.skip(reason="needs a CUDA GPU")

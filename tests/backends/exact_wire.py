@@ -25,6 +25,7 @@ from weightsync.backends.nccl_wire import Flight, Wire
 _FOREVER = timedelta(days=1)
 _A_MOMENT = timedelta(milliseconds=1)
 _JOIN_S = 10.0
+_CONNECT_S = 30.0
 _SIZE, _BYTES, _NOTHING = range(3)
 _GARBAGE = 0xEE
 
@@ -60,7 +61,8 @@ class _Lane:
         flight = _Flight()
         move = self._send if sends else self._receive
         self._posted.put(lambda: move(tensor, flight))
-        self._connected.wait()
+        if not self._connected.wait(_CONNECT_S + _JOIN_S):
+            flight.error = f"nobody is at the other end, rank {self._peer}"
         return flight
 
     def end(self) -> None:
@@ -145,7 +147,7 @@ def _pair(store: Store, place: int) -> Any:
     gloo: Any = dist.ProcessGroupGloo
     options = gloo._Options()
     options._devices = [gloo.create_device(hostname="127.0.0.1")]
-    options._timeout = timedelta(seconds=_JOIN_S)
+    options._timeout = timedelta(seconds=_CONNECT_S)
     options._threads = 1
     return gloo(store, place, 2, options)
 
