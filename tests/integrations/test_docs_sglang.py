@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -29,7 +30,7 @@ def test_the_examples(tmp_path: Path) -> None:
 
     with stand_in("Qwen/Qwen3-0.6B") as process:
         servers = [process.server(name=name) for name in "ab"]
-        namespace = {"ws": ws, "torch": torch, "model": Tiny(), "train": train}
+        namespace: dict[str, Any] = {"ws": ws, "torch": torch, "model": Tiny(), "train": train}
         namespace |= {"batches": [0.5, 1.0], "shared": str(tmp_path)}
         for block in found:
             code = block.text.replace("http://127.0.0.1:30000", servers[0].url)

@@ -137,9 +137,12 @@ def test_one_fleet_writes_once_in_several_shards(
     monkeypatch.setattr(sglang_shelf, "SHARD_NBYTES", 300)
     made: list[str] = []
     add = sglang_shelf.Batch.add
-    monkeypatch.setattr(
-        sglang_shelf.Batch, "add", lambda batch, layout: made.append("") or add(batch, layout)
-    )
+
+    def counted(batch: sglang_shelf.Batch, layout: Any) -> Any:
+        made.append("")
+        return add(batch, layout)
+
+    monkeypatch.setattr(sglang_shelf.Batch, "add", counted)
     servers = [process.server(name=name) for name in "abc"]
     urls = [f"sglang+{server.url}?directory={tmp_path}" for server in servers]
     module = model()
@@ -368,7 +371,7 @@ def test_a_full_directory(server: Served, monkeypatch: pytest.MonkeyPatch) -> No
         sender.send_weights()
         with monkeypatch.context() as patch:
             usage = type("Usage", (), {"free": 100})
-            patch.setattr(sglang_shelf.shutil, "disk_usage", lambda _: usage)
+            patch.setattr("shutil.disk_usage", lambda _: usage)
             with pytest.raises(TransferError, match=r"has 100 bytes left.*name another directory"):
                 sender.send_weights()
         assert server.state()["calls"].count("update_weights_from_disk") == 1

@@ -21,6 +21,7 @@ import torch
 from weightsync.errors import ConfigError, TransferError
 from weightsync.samehost.owner_lock import OwnerLock, try_shared, unlock_and_close
 from weightsync.transports.sglang_files import INDEX, Layout, index_of, write_all
+from weightsync.weights.copier import host_view
 
 logger = logging.getLogger(__name__)
 
@@ -212,7 +213,7 @@ class Writing:
     def write(self, name: str, flat: torch.Tensor) -> None:
         """Put the bytes of `name` (`uint8[nbytes]` on the host) where they belong."""
         place = self._layout.places[name]
-        write_all(self._fds[place.shard], memoryview(flat.numpy()), place.offset)
+        write_all(self._fds[place.shard], host_view(flat.data_ptr(), flat.numel()), place.offset)
 
     def done(self) -> None:
         """Every byte is there."""
