@@ -45,7 +45,7 @@ ELSEWHERE: dict[tuple[str, str], tuple[int, str]] = {
     ("docs/sources.md", "python"): (7, "tests/weights/test_docs_sources.py"),
     ("docs/tensor-queue.md", "python"): (2, "tests/samehost/test_tensor_codec.py"),
     ("docs/testing.md", "python"): (5, "tests/testing/test_docs_testing.py"),
-    ("docs/trl.md", "python"): (3, "tests/integrations/test_trl.py"),
+    ("docs/trl.md", "python"): (3, "tests/integrations/test_trl_ranks.py"),
 }
 """Blocks that another test runs: how many of a language on a page, and which test."""
 
