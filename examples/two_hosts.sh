@@ -55,7 +55,6 @@ ip netns exec "$TRAINER" "$PYTHON" - "$URL" <<'TRAIN' &
 import json
 import sys
 import time
-import urllib.error
 import urllib.request
 
 import torch
@@ -69,7 +68,7 @@ while True:
     try:
         urllib.request.urlopen(f"{url}/health", timeout=5).close()
         break
-    except urllib.error.URLError:
+    except OSError:  # nobody there yet, or nobody who answers in time
         if time.monotonic() > deadline:
             sys.exit(f"{url} does not answer")
         time.sleep(0.2)
