@@ -19,7 +19,7 @@ from weightsync.rollout.warden import Warden
 from weightsync.samehost.janitor import sweep
 
 _KILL_MARGIN_S = 0.5
-_EXIT_S = 1.0
+_EXIT_S = 5.0
 """How long a process that has said why it fails may take to end."""
 
 
