@@ -174,6 +174,8 @@ def make_app(stand_in: StandIn) -> FastAPI:  # noqa: C901  # one small function 
         if stand_in.next.pop("die", False):
             os._exit(9)
         refusal = stand_in.next.pop("refuse", None)
+        if body.load_format is None:  # as the server was started, which may be without weights
+            refusal = "Failed to get model loader: DummyModelLoader."
         success, message = (False, refusal) if refusal else stand_in.load(body.model_path)
         if success and getattr(body, "flush_cache", True) and not stand_in.flush():
             if "Cache flush failed after updating weights" in contract["messages"]:
@@ -181,7 +183,8 @@ def make_app(stand_in: StandIn) -> FastAPI:  # noqa: C901  # one small function 
             success, message = False, "Weights were updated, but the cache was not flushed because"
         if success:
             stand_in.model_path = body.model_path
-            if getattr(body, "weight_version", None) is not None:
+            deaf = stand_in.next.pop("deaf", False)
+            if getattr(body, "weight_version", None) is not None and not deaf:
                 stand_in.weight_version = body.weight_version
         told = {"success": success, "message": message, "num_paused_requests": 0}
         return JSONResponse(told, 200 if success else 400)

@@ -256,6 +256,16 @@ def test_another_version_than_was_sent_is_told(server: Served) -> None:
             update.send([("norm", torch.ones(8, dtype=torch.bfloat16))])
 
 
+def test_a_version_that_the_server_did_not_take_is_told(server: Served) -> None:
+    with connect(model(), server) as sender:
+        server.next(deaf=True)
+        with pytest.raises(
+            ProtocolError, match="weights '1', and calls those that it holds 'defau"
+        ):
+            sender.send_weights()
+        assert server.state()["paused"] == ""
+
+
 def test_names_that_the_server_does_not_have_are_refused_before_anything(server: Served) -> None:
     def renamed(name: str) -> str:
         return f"policy.{name}"
