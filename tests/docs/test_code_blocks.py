@@ -64,7 +64,7 @@ SHOWN: dict[tuple[str, str], tuple[int, str]] = {
     ("CONTRIBUTING.md", "text"): (1, "a table of layers, which tests/test_layers.py keeps"),
     ("docs/concepts.md", "text"): (1, "a drawing of the states of an update"),
     ("docs/errors.md", "text"): (1, "the tree; tests/docs/test_errors.py compares it"),
-    ("docs/guarantees.md", "text"): (3, "what runs of an hour printed"),
+    ("docs/guarantees.md", "text"): (2, "what runs of an hour printed"),
     ("docs/quickstart.md", "text"): (1, "what the program above it prints"),
     ("docs/scaling.md", "text"): (1, "a formula"),
     ("docs/serving.md", "text"): (2, "a drawing of processes; what a run by hand printed"),
