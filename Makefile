@@ -43,7 +43,7 @@ $(STAMP): pyproject.toml
 	@touch $@
 
 # Most tests wait for processes rather than compute: two workers, a file of tests at a time.
-# Long files go first; a worker that a timeout ended ends the run, as it does without workers.
+# Long files go first. A worker that dies ends the run: xdist may wait for its tests for ever.
 # One test after the other, for a debugger:  make test ARGS='-n 0 tests/e2e'
 SIDE_BY_SIDE := -n auto --dist loadfile --no-loadscope-reorder --max-worker-restart 0
 
