@@ -60,7 +60,7 @@ def test_each_part_of_the_benchmark_of_serving_runs(part: str, shm_clean: None) 
 
 
 def is_of_a_quantity(name: str) -> bool:
-    """Whether it cannot be negative. The difference of two requests is: either may be the slower."""
+    """Whether it cannot be negative, as the difference of two requests can."""
     return ("ratio" in name or "per_s" in name) and name != "tokens_per_s"
 
 
