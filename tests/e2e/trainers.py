@@ -34,13 +34,14 @@ def die() -> NoReturn:
     raise AssertionError("still alive")
 
 
-def die_while_it_loads(url: str) -> NoReturn:
-    """Die once the receiver is in the middle of this update."""
+def die_while_it_loads(url: str, *, given: bool = True) -> NoReturn:
+    """Die once the receiver is in the middle of this update, and in place has been `given` some."""
     with closing(HttpTransport(url)) as transport:
         deadline = time.monotonic() + 20
         while time.monotonic() < deadline:
             status = cast(Status, transport.call(StatusRequest(), timeout_s=5))
-            if status.state == "UPDATING" and (status.apply == "staged" or not status.may_generate):
+            untouched = status.apply == "staged" or not given
+            if status.state == "UPDATING" and (untouched or not status.may_generate):
                 die()
             time.sleep(0.005)
     raise AssertionError("the receiver never began to load")
@@ -79,7 +80,7 @@ class DyingSource:
         self._iterations += 1
         for i, (name, tensor) in enumerate(self._model.named_parameters()):
             if self._iterations > 1 and i == self._tensors:
-                die_while_it_loads(self._url)
+                die_while_it_loads(self._url, given=i > 0)
             yield name, tensor.detach().clone()
 
 
