@@ -162,6 +162,10 @@ class TestEnds:
 
         def slow(pairs: Iterable[tuple[str, torch.Tensor]]) -> None:
             entered.set()
+            deadline = time.monotonic() + TIMEOUT_S
+            while receiver.status().state != "ABORTING":
+                assert time.monotonic() < deadline
+                time.sleep(0.01)
             time.sleep(0.2)
             sum(float(t.float().sum()) for _, t in pairs)
             gone.set()

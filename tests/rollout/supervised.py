@@ -10,6 +10,7 @@ import socket
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
 from weightsync.errors import ManifestMismatchError
@@ -138,17 +139,22 @@ def serve() -> None:
     """Be a server: say what there is, then wait. For `program`."""
     with Supervisor() as tree:
         start(tree, tree_of_three())
+        print_and_wait(tree)
+    print("closed", flush=True)
+
+
+def print_and_wait(tree: Supervisor) -> None:
+    """Say where the sockets are, which may bring Ctrl-C before `wait` has begun; then wait."""
+    with suppress(KeyboardInterrupt):
         print(tree.directory, flush=True)
         tree.wait()
-    print("closed", flush=True)
 
 
 def serve_stubborn() -> None:
     """Be a server whose processes do not end by themselves. For `program`."""
     with Supervisor(grace_s=1, shutdown_s=2) as tree:
         tree.start("cores", [ChildSpec(name="core 0", target=stubborn)], timeout_s=WAIT_S)
-        print(tree.directory, flush=True)
-        tree.wait()
+        print_and_wait(tree)
         print("closing", flush=True)
     print("closed", flush=True)
 

@@ -4,20 +4,15 @@ from __future__ import annotations
 
 import shutil
 import subprocess
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-import uvicorn
 
-from tests.server.live import make_app
+from tests.server.live import make_app, serving
 from weightsync.receiver import WeightReceiver
-from weightsync.server.listening import listen, url_of
-
-END_S = 20.0
 
 
 @dataclass(frozen=True)
@@ -50,23 +45,6 @@ def serving_https(
     receiver: WeightReceiver, certificate: Certificate, token: str | None
 ) -> Iterator[str]:
     """Serve the routes of `receiver`; yields the URL."""
-    config = uvicorn.Config(
-        make_app(receiver, token),
-        log_level="error",
-        access_log=False,
-        lifespan="off",
-        ws="none",
-        timeout_graceful_shutdown=2,
-        ssl_certfile=certificate.certfile,
-        ssl_keyfile=certificate.keyfile,
-    )
-    server = uvicorn.Server(config)
-    with listen("127.0.0.1", 0) as listener:
-        thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
-        thread.start()
-        try:
-            yield url_of(listener, tls=True)
-        finally:
-            server.should_exit = True
-            thread.join(END_S)
-            assert not thread.is_alive()
+    app = make_app(receiver, token)
+    with serving(app, certfile=certificate.certfile, keyfile=certificate.keyfile) as url:
+        yield url

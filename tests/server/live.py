@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import socket
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from urllib.parse import urlsplit
 
 import uvicorn
@@ -29,8 +31,15 @@ def make_app(
 
 
 @contextmanager
-def serving(app: Callable[..., object], *, keep_alive_s: int = 60, port: int = 0) -> Iterator[str]:
-    """Serve `app` while the block lasts; yields its URL."""
+def serving(
+    app: Callable[..., object],
+    *,
+    keep_alive_s: int = 60,
+    port: int = 0,
+    certfile: Path | None = None,
+    keyfile: Path | None = None,
+) -> Iterator[str]:
+    """Serve `app` while the block lasts, over HTTPS with a certificate; yields its URL."""
     config = uvicorn.Config(
         app,
         log_level="error",
@@ -39,17 +48,28 @@ def serving(app: Callable[..., object], *, keep_alive_s: int = 60, port: int = 0
         ws="none",
         timeout_keep_alive=keep_alive_s,
         timeout_graceful_shutdown=2,
+        ssl_certfile=certfile,
+        ssl_keyfile=keyfile,
     )
     server = uvicorn.Server(config)
     with listen("127.0.0.1", port) as listener:
-        thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
+        thread = threading.Thread(target=asyncio.run, args=[serve_to_the_end(server, listener)])
         thread.start()
         try:
-            yield url_of(listener)
+            yield url_of(listener, tls=certfile is not None)
         finally:
             server.should_exit = True
             thread.join(20)
             assert not thread.is_alive()
+
+
+async def serve_to_the_end(server: uvicorn.Server, listener: socket.socket) -> None:
+    """Serve until told not to, and leave no connection: uvicorn forgets one that came last."""
+    await server.serve(sockets=[listener])
+    for connection in list(server.server_state.connections):
+        assert connection.transport is not None
+        connection.transport.abort()
+    await asyncio.sleep(0.1)
 
 
 @contextmanager
