@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -49,7 +50,8 @@ def torchrun(*arguments: str, example: str = "fsdp2_torchrun.py") -> list[str]:
             os.killpg(process.pid, signal.SIGKILL)
             process.wait(WAIT_S)
     assert process.returncode == 0, errors
-    return said.splitlines()
+    # Both ranks write to one pipe: the end of a line may come after the other's next line.
+    return [line for line in re.split(r"\n|(?=rank \d: )", said) if line]
 
 
 @contextmanager

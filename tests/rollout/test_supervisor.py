@@ -6,7 +6,6 @@ import gc
 import multiprocessing
 import os
 import secrets
-import select
 import signal
 import subprocess
 import sys
@@ -22,6 +21,7 @@ import pytest
 
 from tests.rollout import supervised
 from tests.rollout.supervised import MARK, WAIT_S, start, tree_of_three
+from tests.samehost.processes import line_of
 from weightsync.errors import (
     ConfigError,
     ManifestMismatchError,
@@ -157,12 +157,6 @@ def test_a_second_ctrl_c_breaks_nothing_off(mark: str) -> None:
             program.kill()
     assert gone_soon(mark)
     assert not directory.exists()
-
-
-def line_of(program: subprocess.Popen[str]) -> str:
-    assert program.stdout is not None
-    assert select.select([program.stdout], [], [], WAIT_S)[0], "the program said nothing in time"
-    return program.stdout.readline().strip()
 
 
 class TestStart:

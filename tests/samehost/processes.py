@@ -80,10 +80,17 @@ def running(command: list[str]) -> Iterator[subprocess.Popen[str]]:
 
 
 def line_of(process: subprocess.Popen[str]) -> str:
+    """Read a line and nothing more: `select` does not see what a buffer holds already."""
     assert process.stdout is not None
-    ready, _, _ = select.select([process.stdout], [], [], WAIT_S)
-    assert ready, "the process said nothing in time"
-    return process.stdout.readline().strip()
+    line = b""
+    while not line.endswith(b"\n"):
+        ready, _, _ = select.select([process.stdout], [], [], WAIT_S)
+        assert ready, f"the process said nothing in time after {line!r}"
+        piece = os.read(process.stdout.fileno(), 1)
+        if not piece:
+            break
+        line += piece
+    return line.decode().strip()
 
 
 def kill(process: subprocess.Popen[str]) -> None:
