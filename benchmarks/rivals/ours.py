@@ -1,10 +1,16 @@
-"""weightsync itself: over HTTP, as servers use it; each update verified or not."""
+"""weightsync itself: over HTTP, as servers use it; each update verified or not.
+
+A road that quietly did more than it is for would be measured under the wrong name. So a trainer of
+the unpacked road asserts that its parameters were adopted into shared memory, and a reader that
+stages updates into a module that they were swapped in.
+"""
 
 from __future__ import annotations
 
+import operator
 import secrets
 import threading
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -13,9 +19,9 @@ from fastapi import FastAPI
 from torch import nn
 
 import weightsync as ws
-from benchmarks.rivals.contract import Job, Reader, Rival
+from benchmarks.rivals.contract import Job, Reader, Rival, RivalError
 from benchmarks.rivals.crew import Crew
-from benchmarks.rivals.parameters import load
+from benchmarks.rivals.parameters import addresses, load
 from weightsync.server.listening import listen, url_of
 
 END_S = 10.0
@@ -27,6 +33,8 @@ class Trainer(Rival):
     def setup(self, job: Job, module: nn.Module) -> None:
         road, sink, apply = self.option.split(",")
         token = secrets.token_urlsafe(16)
+        self._module = module if road == "unpacked" else nn.Module()
+        self._before = addresses(self._module)
         self._crew = Crew(job, Receiver, [(sink, apply, token)] * job.readers)
         self._sender = ws.connect(
             module,
@@ -41,6 +49,7 @@ class Trainer(Rival):
         self._sender.send_weights()
 
     def held(self) -> list[Mapping[str, str]]:
+        refuse_unmoved(self._module, self._before, "were not adopted into shared memory")
         return self._crew.held()
 
     def close(self) -> None:
@@ -57,6 +66,8 @@ class Receiver(Reader):
         super().__init__(module, extra)
         sink, apply, token = extra
         hook = self.load_weights if sink == "hook" else module
+        self._swapped = module if (sink, apply) == ("module", "staged") else nn.Module()
+        self._before = addresses(self._swapped)
         self._receiver = ws.WeightReceiver(hook, apply=apply)
         app = FastAPI()
         app.include_router(ws.server.weight_router(self._receiver, token=token))
@@ -72,12 +83,11 @@ class Receiver(Reader):
         """Be what an inference engine's hook is."""
         return load(self.parameters, pairs)
 
-    def hello(self) -> object:
+    def hello(self) -> str:
         return url_of(self._listener)
 
     def held(self) -> Mapping[str, str]:
-        # A staged update swaps other memory in: the module says where its weights are now.
-        self.parameters = {name: p.data for name, p in self.module.named_parameters()}
+        refuse_unmoved(self._swapped, self._before, "were copied over and not swapped in")
         return super().held()
 
     def close(self) -> None:
@@ -87,3 +97,11 @@ class Receiver(Reader):
 
     def _serve(self) -> None:
         self._server.run(sockets=[self._listener])
+
+
+def refuse_unmoved(module: nn.Module, before: Sequence[int], what: str) -> None:
+    """Raise RivalError where parameters are still where they were."""
+    after = addresses(module)
+    stayed = sum(map(operator.eq, before, after))
+    if stayed:
+        raise RivalError(f"{stayed} of {len(after)} parameters {what}")

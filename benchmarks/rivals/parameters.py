@@ -37,8 +37,16 @@ def make_module(tensors: Iterable[Tensor]) -> nn.Module:
 
 
 def parameters_of(module: nn.Module) -> dict[str, torch.Tensor]:
-    """Return the tensors behind the parameters, by name; writing to them writes to the module."""
-    return {name: parameter.data for name, parameter in module.named_parameters()}
+    """Return the parameters by name: the objects themselves, wherever their memory is moved.
+
+    `.data` of each would be a second user of its memory, which nobody may move then.
+    """
+    return dict(module.named_parameters())
+
+
+def addresses(module: nn.Module) -> list[int]:
+    """Return where the memory of each parameter is."""
+    return [parameter.data_ptr() for parameter in module.parameters()]
 
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:

@@ -97,7 +97,6 @@ def _measure(
     began = time.perf_counter()
     rival.setup(job, module)
     taken = {way: Taken(setup_s=time.perf_counter() - began) for way in ways}
-    parameters = parameters_of(module)  # some rivals move them
     twins = [torch.ones_like(tensor) for tensor in parameters.values()]
     budget_s = order.budget_s * len(ways)
     for number in range(order.warm_ups + order.rounds):

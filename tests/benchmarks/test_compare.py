@@ -12,14 +12,23 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 from torch import nn
 
+import weightsync as ws
 from benchmarks import compare, tables
 from benchmarks.plan import OURS, PRESETS, THEIRS, WORKLOADS, Trial
 from benchmarks.results import Results, Row
-from benchmarks.rivals import trial
-from benchmarks.rivals.contract import Job, Rival
-from benchmarks.rivals.parameters import Parameters, digests, load, make_module, parameters_of
+from benchmarks.rivals import ours, trial
+from benchmarks.rivals.contract import Job, Rival, RivalError
+from benchmarks.rivals.parameters import (
+    Parameters,
+    digests,
+    fill,
+    load,
+    make_module,
+    parameters_of,
+)
 from benchmarks.rivals.registry import RIVALS, Entry
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -161,6 +170,49 @@ def test_who_moves_less_gets_no_figure(
     said = json.loads(line)
     assert wanted in said.get("failed", "")
     assert ("update" in said) == (not wanted)
+
+
+def aliases(module: nn.Module) -> dict[str, torch.Tensor]:
+    """Return second users of the parameters' memory: nobody may move it then."""
+    return {name: parameter.data for name, parameter in module.named_parameters()}
+
+
+def test_a_trainer_whose_parameters_are_not_adopted_gets_no_figure(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shm_clean: None
+) -> None:
+    monkeypatch.setattr(trial, "parameters_of", aliases)
+    order = trial.Order(
+        workload="toy",
+        readers=1,
+        rivals=["weightsync/unpacked/in_place"],
+        rounds=1,
+        warm_ups=0,
+        budget_s=1.0,
+    )
+    trial.run(order, tmp_path / "results")
+    lines = (tmp_path / "results").read_text(encoding="utf-8").splitlines()
+    reason = "RivalError: 12 of 12 parameters were not adopted into shared memory"
+    assert [json.loads(line).get("failed") for line in lines] == [reason] * 2
+
+
+@pytest.mark.parametrize("kept", [False, True])
+def test_a_reader_whose_parameters_are_not_swapped_gets_no_figure(
+    kept: bool, shm_clean: None
+) -> None:
+    module, sent = (make_module(WORKLOADS["toy"]().tensors) for _ in range(2))
+    fill(parameters_of(sent), 1)
+    seen = aliases(module) if kept else {}
+    reader = ours.Receiver(module, ("module", "staged", "a-token"))
+    try:
+        with ws.connect(sent, to=reader.hello(), token="a-token", packed=True) as sender:
+            sender.send_weights()
+            if seen:
+                with pytest.raises(RivalError, match="12 of 12 parameters were copied over"):
+                    reader.held()
+            else:
+                assert reader.held() == digests(parameters_of(sent))
+    finally:
+        reader.close()
 
 
 def test_who_takes_too_long_is_a_row_with_the_reason(shm_clean: None) -> None:
