@@ -129,6 +129,18 @@ def test_a_call_after_an_error_goes_over_a_fresh_connection() -> None:
         http.close()
 
 
+def test_a_cache_that_was_not_reset_is_an_error() -> None:
+    """VLLM answers 200 then, while blocks of it are in use."""
+    http = Http({"/reset_prefix_cache": (200, {"success": False})})
+    control = VllmHttpControl(http.url)
+    try:
+        with pytest.raises(RemoteError, match="reset_prefix_cache forgot nothing"):
+            control.reset_prefix_cache(timeout_s=5)
+    finally:
+        control.close()
+        http.close()
+
+
 def test_other_servers_are_not_taken_for_a_vllm() -> None:
     http = Http({"/version": (200, {"name": "another"})})
     try:

@@ -6,10 +6,12 @@ is against that one itself.
 
 from __future__ import annotations
 
+import copy
 import threading
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -19,6 +21,8 @@ import weightsync as ws
 from weightsync.errors import (
     ConnectError,
     ProtocolError,
+    RemoteError,
+    WeightSyncError,
 )
 from weightsync.receiving.landings import ApplyChoice
 from weightsync.transports import vllm_door
@@ -38,7 +42,9 @@ class Workers:
         self.paused = False
         self.log: list[str] = []
         self.version = ""
+        self.pauses = True
         self.fails: dict[str, Exception] = {}
+        self.broken: dict[str, Exception] = {}
         self.seen: list[int] = []
         self.visible = count
         self._late = late
@@ -67,7 +73,7 @@ class Workers:
 
     def pause(self, mode: str, *, timeout_s: float) -> None:
         self._note(f"pause {mode}")
-        self.paused = True
+        self.paused = self.pauses
 
     def resume(self, *, timeout_s: float) -> None:
         self._note("resume")
@@ -91,6 +97,8 @@ class Workers:
     def _note(self, what: str) -> None:
         self.log.append(what)
         last = what.rsplit(maxsplit=1)[-1]
+        if last in self.broken:
+            raise copy.copy(self.broken[last])
         if last in self.fails:
             raise self.fails.pop(last)
 
@@ -146,8 +154,8 @@ def test_an_update_pauses_resets_and_resumes_in_this_order(workers: Workers) -> 
         "rpc update_weights",
         "pause keep",
         "rpc finish_weight_update",
-        "version 1",
         "reset",
+        "version 1",
         "resume",
         "rpc",
     ]
@@ -234,14 +242,71 @@ def test_a_server_of_torn_workers_stays_paused_until_a_whole_update() -> None:
         workers.end()
 
 
-@pytest.mark.parametrize("verb", ["finish_weight_update", "reset", "1"])
-def test_whatever_fails_around_finish_the_server_is_resumed(workers: Workers, verb: str) -> None:
+VERBS = ["finish_weight_update", "reset", "1"]
+STEPS = ["rpc finish_weight_update", "reset", "resume"]
+
+
+@pytest.mark.parametrize("verb", VERBS)
+@pytest.mark.parametrize("kind", [ConnectError, RemoteError])
+def test_whatever_fails_around_finish_the_server_is_resumed(
+    workers: Workers, verb: str, kind: type[WeightSyncError]
+) -> None:
     with ws.connect(source(), to=worker_transports(workers, timeout_s=5)) as sender:
-        workers.fails[verb] = ConnectError(f"{verb} broke")
-        sender.send_weights()  # asked again, as after any call that got no answer
+        workers.fails[verb] = kind(f"{verb} broke")
+        # What got no answer is asked again; RemoteError is an answer.
+        raised = pytest.raises(RemoteError, match=f"{verb} broke")
+        with raised if kind is RemoteError else nullcontext():
+            sender.send_weights()
         assert not workers.paused
+        assert [step for step in workers.log if step in STEPS][-2:] == ["reset", "resume"]
+        workers.log.clear()
+        sender.send_weights()
+        assert [step for step in workers.log if step in STEPS][-3:] == STEPS
+        assert len({receiver.version for receiver in workers.receivers}) == 1
+
+
+@pytest.mark.parametrize("kind", [ConnectError, RemoteError])
+def test_new_weights_never_meet_caches_of_old_ones(
+    workers: Workers, kind: type[WeightSyncError]
+) -> None:
+    model = source()
+    with ws.connect(model, to=worker_transports(workers, timeout_s=5), timeout_s=5) as sender:
+        workers.broken["reset"] = kind("the cache is stuck")
+        with pytest.raises(kind, match=r"stuck; server may hold new weights, .*it stays paused"):
+            sender.send_weights()
         assert {receiver.version for receiver in workers.receivers} == {1}
-        assert "reset" in workers.log
+        assert workers.paused
+        assert "resume" not in workers.log
+    workers.log.clear()
+    with ws.connect(model, to=worker_transports(workers, timeout_s=5), timeout_s=5) as successor:
+        with pytest.raises(kind, match="stuck"):
+            successor.send_weights()
+        assert "resume" not in workers.log
+        workers.broken.clear()
+        successor.send_weights()
+        assert not workers.paused
+        assert [step for step in workers.log if step in STEPS][-3:] == STEPS
+
+
+def test_an_engine_that_cannot_be_paused_is_told_not_to_generate(workers: Workers) -> None:
+    workers.pauses = False
+    with ws.connect(source(), to=worker_transports(workers, timeout_s=5), timeout_s=5) as sender:
+        workers.broken["reset"] = RemoteError("the cache is stuck")
+        with pytest.raises(RemoteError, match="cannot be paused: have it generate nothing"):
+            sender.send_weights()
+
+
+@pytest.mark.usefixtures("shm_clean")
+def test_a_pause_that_somebody_ended_by_hand_is_made_again() -> None:
+    workers = Workers(2, apply="in_place")
+    try:
+        workers.held = [True, True]  # as a sender left it that died paused
+        with ws.connect(source(), to=worker_transports(workers, timeout_s=5)) as sender:
+            workers.log.clear()
+            sender.send_weights()
+        assert workers.log[:2] == ["pause keep", "rpc update_weights"]
+    finally:
+        workers.end()
 
 
 def test_a_pause_of_somebody_else_is_kept(workers: Workers) -> None:

@@ -95,7 +95,12 @@ class _Engine:
 
     def reset_prefix_cache(self, *, timeout_s: float) -> None:
         """Forget what was computed with other weights."""
-        self._do("reset_prefix_cache", timeout_s, reset_running_requests=True)
+        if self._do("reset_prefix_cache", timeout_s, reset_running_requests=True) is False:
+            raise RemoteError(
+                f"{self._target}: reset_prefix_cache forgot nothing, since blocks of it are in use",
+                remote_type="bool",
+                remote_message="False",
+            )
 
     def set_version(self, version: str, *, timeout_s: float) -> None:
         """Tell the engine what its weights are called."""

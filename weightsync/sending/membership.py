@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from weightsync.errors import (
     ConfigError,
     ProtocolError,
+    RemoteError,
     TransferError,
     TransportError,
     UnknownSenderError,
@@ -18,7 +19,7 @@ from weightsync.sending.ensemble import Ensemble
 from weightsync.sending.fleet import Answer, Fleet, Member, Server, failures, named, raise_first
 from weightsync.sending.roads import Roads
 from weightsync.sending.servers import SAYS_NOTHING, ReshapedError, find_reshaped, unfold
-from weightsync.sending.takeover import end_orphans, end_own
+from weightsync.sending.takeover import end_orphans, end_own, end_prepared
 from weightsync.transports.base import Transport
 from weightsync.wire.messages import (
     PROTOCOL,
@@ -194,6 +195,8 @@ class Membership:
             answer.member.unfinished = None
             if answer.error is None:
                 finished[answer.member] = answer.step
+            elif isinstance(answer.error, RemoteError):  # for good, and perhaps not its receiver's
+                self.end_open_update(answer.member)
         owing = [m for m in members if m.unaborted is not None and m in self.fleet.members]
         answers = self.fleet.ask(
             lambda m: AbortRequest(update_id=m.unaborted, reason="as told before"),
@@ -208,13 +211,7 @@ class Membership:
 
     def end_open_update(self, member: Member) -> None:
         """Abort the update of ours that a member which failed in its finish still holds."""
-        answer = self.fleet.ask(StatusRequest(), timeout_s=self._timeout_s, members=[member])[0]
-        held = answer.status.update_id if answer.error is None else None
-        if held is None or answer.status.state != "PREPARED" or held != member.last_told:
-            return
-        request = AbortRequest(update_id=held, reason="its finish failed")
-        done = self.fleet.ask(request, timeout_s=self._timeout_s, members=[member])
-        raise_first(done, "abort")
+        end_prepared(self.fleet, member, self._timeout_s)
 
     def mend(self, members: Sequence[Member]) -> None:
         """Make the private group anew where one of the members is not in a whole one."""

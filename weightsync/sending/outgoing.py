@@ -11,6 +11,7 @@ from msgspec.structs import replace
 
 from weightsync.errors import (
     ProtocolError,
+    RemoteError,
     TransferError,
     TransferTimeout,
     TransportError,
@@ -176,7 +177,7 @@ class Update:
             answers = [a for a in answers if a.member not in again]
             answers += self._ask(self._finish_request, again)
         for answer in answers:
-            if not isinstance(answer.error, TransportError):
+            if not isinstance(answer.error, TransportError | RemoteError):  # the receiver's own
                 answer.member.unfinished = None
         self._note(answers)
         self._seconds["finish"] = time.perf_counter() - started

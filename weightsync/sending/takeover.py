@@ -1,4 +1,4 @@
-"""What a dead sender left open in a fleet, ended by its successor."""
+"""What a dead sender left open in a fleet, or an update that failed, ended by who comes after."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import logging
 from collections.abc import Sequence
 
 from weightsync.errors import TransportError
-from weightsync.sending.fleet import Answer, Fleet, failures, raise_first
-from weightsync.wire.messages import AbortRequest, FinishRequest, Request
+from weightsync.sending.fleet import Answer, Fleet, Member, failures, raise_first
+from weightsync.wire.messages import AbortRequest, FinishRequest, Request, StatusRequest
 
 logger = logging.getLogger(__name__)
 
@@ -53,3 +53,16 @@ def end_own(fleet: Fleet, answers: Sequence[Answer], timeout_s: float) -> bool:
         request = AbortRequest(update_id=update_id, reason="it is over; its start came late")
         fleet.ask(request, timeout_s=timeout_s, members=[answer.member])
     return bool(stale)
+
+
+def end_prepared(fleet: Fleet, member: Member, timeout_s: float) -> None:
+    """Abort the update of this sender that a member holds, whose finish failed.
+
+    Raises what its abort raises.
+    """
+    answer = fleet.ask(StatusRequest(), timeout_s=timeout_s, members=[member])[0]
+    held = answer.status.update_id if answer.error is None else None
+    if held is None or answer.status.state != "PREPARED" or held != member.last_told:
+        return
+    request = AbortRequest(update_id=held, reason="its finish failed")
+    raise_first(fleet.ask(request, timeout_s=timeout_s, members=[member]), "abort")

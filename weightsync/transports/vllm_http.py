@@ -81,7 +81,13 @@ class VllmHttpControl(HttpTransport):
 
     def reset_prefix_cache(self, *, timeout_s: float) -> None:
         """Forget what was computed with other weights; requests that wait compute it again."""
-        self._ask("reset_prefix_cache?reset_running_requests=true", None, timeout_s)
+        told = self._ask("reset_prefix_cache?reset_running_requests=true", None, timeout_s)
+        if isinstance(told, dict) and told.get("success") is False:
+            raise RemoteError(
+                f"{self.target}: reset_prefix_cache forgot nothing, since blocks of it are in use",
+                remote_type="HTTP 200",
+                remote_message="success: false",
+            )
 
     def set_version(self, version: str, *, timeout_s: float) -> None:
         """Tell the server what its weights are called."""

@@ -2,7 +2,8 @@
 
 All workers of a server hear each call at once and answer together, so requests that a sender makes
 to several of them travel as one round. A server that was paused for an update is resumed when all
-its workers hold one whole version, or were left as they were; else it stays paused.
+its workers hold one whole version, or were left as they were, and its caches are of no other one;
+else it stays paused.
 """
 
 from __future__ import annotations
@@ -71,7 +72,7 @@ class VllmControl(Protocol):
         """Let it go on."""
 
     def reset_prefix_cache(self, *, timeout_s: float) -> None:
-        """Forget what was computed with other weights."""
+        """Forget what was computed with other weights. Raises when it has not."""
 
     def set_version(self, version: str, *, timeout_s: float) -> None:
         """Tell the server what its weights are called."""
@@ -90,7 +91,9 @@ class VllmServer:
         self._turn = threading.Lock()
         self._rounds: dict[type[Request], _Gathering] = {}
         self._server = threading.RLock()
-        self._paused_by_us = any(answer.held for answer in self._answers)
+        held = any(answer.held for answer in self._answers)
+        self._paused_by_us = held and control.is_paused(timeout_s=timeout_s)
+        self._owes_reset = self._paused_by_us  # by a sender that is gone, for all that is known
         self._open = self.workers
 
     def call(self, rank: int, request: Request, *, timeout_s: float) -> WorkerAnswer:
@@ -128,10 +131,11 @@ class VllmServer:
         if isinstance(first, PauseRequest):
             self.control.pause(first.mode, timeout_s=timeout_s)
         elif isinstance(first, ResumeRequest):
+            self._reset_if_owed(timeout_s)
             self._paused_by_us = False
             self.control.resume(timeout_s=timeout_s)
         elif isinstance(first, ResetCacheRequest):
-            self.control.reset_prefix_cache(timeout_s=timeout_s)
+            self._reset(timeout_s)
         elif isinstance(first, LabelRequest):
             self.control.set_version(first.new_version, timeout_s=timeout_s)
         return self._tell(requests, timeout_s)
@@ -157,12 +161,13 @@ class VllmServer:
     ) -> dict[int, WorkerAnswer]:
         try:
             self._pause(timeout_s)
+            # Whatever is heard of it: the workers may have put new weights to use.
+            self._owes_reset = self._owes_reset or first.clear_cache
             answers = self._tell(requests, timeout_s)
             if not self._failed(answers) and self._one_version():
+                self._reset_if_owed(timeout_s)
                 version = first.weight_version or str(self._answers[0].version)
                 self.control.set_version(version, timeout_s=timeout_s)
-                if first.clear_cache:
-                    self.control.reset_prefix_cache(timeout_s=timeout_s)
         except BaseException:
             self._mend(timeout_s)
             raise
@@ -176,6 +181,31 @@ class VllmServer:
                 self._paused_by_us = True
                 self.control.pause("keep", timeout_s=timeout_s)
 
+    def _reset_if_owed(self, timeout_s: float) -> None:
+        if self._owes_reset:
+            self._reset(timeout_s)
+
+    def _reset(self, timeout_s: float) -> None:
+        """Have the caches of other weights forgotten; until that is done nothing is resumed."""
+        try:
+            self.control.reset_prefix_cache(timeout_s=timeout_s)
+        except WeightSyncError as exc:
+            if self._owes_reset:
+                exc.args = (f"{exc}; {self._stale(min(timeout_s, _MEND_S))}", *exc.args[1:])
+            raise
+        self._owes_reset = False
+
+    def _stale(self, timeout_s: float) -> str:
+        try:
+            paused = self.control.is_paused(timeout_s=timeout_s)
+        except WeightSyncError:
+            paused = True
+        stays = "it stays paused" if paused else "and it cannot be paused: have it generate nothing"
+        return (
+            f"{self.control.target} may hold new weights, and caches of the old ones; {stays} "
+            "until send_weights() has gone through"
+        )
+
     def _mend(self, timeout_s: float) -> None:
         """After a call without an answer: ask how the workers stand, and resume if well."""
         timeout_s = min(timeout_s, _MEND_S)
@@ -183,7 +213,7 @@ class VllmServer:
             self._answers = self._ask({}, timeout_s=timeout_s)
             self._resume_where_whole(timeout_s)
         except WeightSyncError as exc:
-            logger.warning("%s does not say how it stands: %s", self.control.target, exc)
+            logger.warning("%s was not resumed: %s", self.control.target, exc)
 
     def _resume_where_whole(self, timeout_s: float) -> None:
         """Let generation go on, where every worker may compute with the version of all others."""
@@ -193,6 +223,7 @@ class VllmServer:
             if not self._one_version():
                 logger.warning("%s stays paused: %s", self.control.target, self._standing())
                 return
+            self._reset_if_owed(timeout_s)
             self.control.resume(timeout_s=timeout_s)
             self._paused_by_us = False
             self._answers = self._ask({}, timeout_s=timeout_s, holds=False)
