@@ -186,6 +186,7 @@ class TestEnds:
             assert gone.is_set()
             sending.join(TIMEOUT_S)
         assert len(failed) == 1
+        assert "closed" in str(failed[0])
 
     def test_a_failed_greeting_leaves_no_segment(self) -> None:
         receiver = ws.WeightReceiver(make())

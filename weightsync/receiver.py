@@ -109,6 +109,7 @@ class WeightReceiver:
         self._on_pause = on_pause
         self._on_resume = on_resume
         self._on_clear_cache = on_clear_cache
+        self._closed = False
         self._paused = threading.Event()
         self._answers: dict[type[Message], Callable[..., Reply]] = {
             InitRequest: self._init,
@@ -231,7 +232,11 @@ class WeightReceiver:
             self._paused.clear()
 
     def close(self) -> None:
-        """Give up an open update and close every mapping. The weights in use stay as they are."""
+        """Give up an open update and close every mapping. The weights in use stay as they are.
+
+        No sender may offer it anything from here on: that is a ProtocolError.
+        """
+        self._closed = True
         self._updates.close()
 
     def _init(self, request: InitRequest) -> InitReply:
@@ -239,6 +244,7 @@ class WeightReceiver:
         if request.probe is not None:
             check_probe(request.probe, self._updates.peers.keys)
         if info is not None:
+            self._check_open()
             check_protocol(info, PROTOCOL)
             self._updates.init(info)
         return InitReply(
@@ -248,11 +254,16 @@ class WeightReceiver:
             takes_pieces=not isinstance(self.sink, HookSink),
         )
 
+    def _check_open(self) -> None:
+        if self._closed:
+            raise ProtocolError("this receiver is closed and takes no more weights; make another")
+
     def _shutdown(self, request: ShutdownRequest) -> Status:
         self._updates.shutdown(request.sender, leaves=request.leaves)
         return self.status()
 
     def _start(self, request: StartRequest) -> StepReply:
+        self._check_open()
         update_id = request.update_id or new_update_id()
         anonymous = request.anonymous or request.update_id is None
 

@@ -14,6 +14,7 @@ import torch
 from weightsync.backends.base import Check, TrainerWeightTransferEngine
 from weightsync.backends.exported import PackedStream, Probe, Ring, keyed_handle, stage_on_gpu
 from weightsync.backends.exports import Exports
+from weightsync.backends.pace import Pace
 from weightsync.backends.trail import Trail
 from weightsync.errors import ConfigError
 from weightsync.samehost.device_stream import DeviceStream
@@ -360,12 +361,11 @@ class IpcTrainerEngine(TrainerWeightTransferEngine):
                 memory.write(i, tensor)
         else:
             memory.refresh(stable)
-        base = self._control.table_ready
         self._update = self._publish_table
         return RegisteredUpdate(
             sender=self.sender_id,
             epoch=epoch,
-            base=base,
+            base=self._control.table_ready,
             packed=False,
             verify=self._verify,
             registered=True,
@@ -375,13 +375,17 @@ class IpcTrainerEngine(TrainerWeightTransferEngine):
         """Fingerprint while the receivers copy: both only read."""
         if not self._verify or self._memory is None:
             return
+        on_host = isinstance(self._memory, SharedStream)  # a GPU takes all passes at once
+        pace = Pace(self.trail.furthest) if on_host else None
         if self._hashers is None:
-            memory = Memory(self._memory.tensors, flat=isinstance(self._memory, SharedStream))
+            memory = Memory(self._memory.tensors, flat=on_host)
             compiler = RunCompiler(self._whole, memory, memory)
             self._hashers = hashers([compiler.compile(run) for run in self._whole.runs])
         self.trail.mark("acquired", 0)
-        for hasher in self._hashers:
+        for run, hasher in zip(self._whole.runs, self._hashers, strict=True):
             check()
+            if pace:
+                pace.wait(run.start)
             self._table.append(hasher())
         self.trail.mark("published", 0)
         self._control.write_fingerprints(0, self._table)

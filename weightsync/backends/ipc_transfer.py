@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
+from typing import TypeVar
 
 import torch
 
@@ -22,8 +24,8 @@ from weightsync.samehost.pinning import CudaDriver
 from weightsync.samehost.ring import LOCAL, NETWORK, Control, RingReader, wait_until
 from weightsync.specs import Manifest
 from weightsync.weights.buckets import Plan, Run
-from weightsync.weights.copier import CompiledRun, DeviceRun, Memory
-from weightsync.weights.cuda_runs import FusedRun, fused
+from weightsync.weights.copier import CompiledRun, DeviceRun, Memory, RunCompiler
+from weightsync.weights.cuda_runs import FusedRun, fused, hashers
 from weightsync.weights.shard_copier import DeviceShardRun, compiler_for
 from weightsync.weights.sink import Landing, Verification
 from weightsync.wire.codec import manifest_from_wire
@@ -31,7 +33,11 @@ from weightsync.wire.messages import RegisteredUpdate
 from weightsync.wire.offers import IpcInit
 
 _LIVENESS_INTERVAL_S = 0.05
-_SHOWN_RUNS = 8
+_SHOWN_RUNS = 2
+_IN_PLACE = 4
+"""Marks kept programs that read memory and write nothing; others are `ring` plus twice `verify`."""
+
+Step = TypeVar("Step")
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,8 +157,9 @@ class Transfer:
             )
         if landing.memory is None:
             lender = Lender(self._plan, landing, self._reception)
-            got = lender.fingerprints_of(registered) if self._info.verify else []
-            self._compare(self._plan.runs, got, self._published_table())
+            if self._info.verify:
+                read = hashers(self._compiled_in_place(registered))
+                self._compare(self._plan.runs, self._each(read), self._published_table())
             self._refuse_wrong()
             self._reception.touch()
             lender.deliver_whole(registered)
@@ -160,24 +167,28 @@ class Transfer:
             self._reception.touch()
             runs = [run for chunk in self._compile(landing, ring=False) for run in chunk]
             got = []
-            before = self._control.loaded(self._opened.info.reader)
-            for i, run in enumerate(runs):
-                if i % 64 == 0:
-                    self._check()
-                if i % _SHOWN_RUNS == 0:
-                    self._show(before + self._plan.runs[i].start)
-                run.copy()
-                if self._info.verify:
-                    got.append(run.fingerprint())
+            if self._info.verify:
+                got = self._each([partial(_copy_and_read_back, run) for run in runs])
+            else:
+                self._each([run.copy for run in runs])
             _settle(runs)
-            self._show(before + self._plan.nbytes)
             self._compare(self._plan.runs, got, self._published_table())
         if self._control.epoch != self._info.epoch:
             raise TransferError("the sender went on to another update while this one was read")
 
-    def _show(self, loaded_nbytes: int) -> None:
-        """Let the sender see how far this is; nothing waits for it."""
-        self._control.load(self._opened.info.reader, loaded_nbytes)
+    def _each(self, steps: Sequence[Callable[[], Step]]) -> list[Step]:
+        """Take a step for each run of registered memory, and let the sender see how far this is."""
+        done: list[Step] = []
+        reader = self._opened.info.reader
+        before = self._control.loaded(reader)
+        for i, (run, step) in enumerate(zip(self._plan.runs, steps, strict=True)):
+            if i % 64 == 0:
+                self._check()
+            if i % _SHOWN_RUNS == 0:
+                self._control.load(reader, before + run.start)
+            done.append(step())
+        self._control.load(reader, before + self._plan.nbytes)
+        return done
 
     def _run_all(self, programs: list[CompiledRun], runs: list[Run], expected: list[int]) -> None:
         got = []
@@ -187,6 +198,16 @@ class Transfer:
                 got.append(program.fingerprint())
         _settle(programs)
         self._compare(runs, got, expected)
+
+    def _compiled_in_place(self, registered: Memory) -> list[CompiledRun]:
+        """What fingerprints registered memory where it lies, before a hook is given it."""
+        key = (id(self._plan), id(registered), _IN_PLACE)
+        kept = self._programs.get(key)
+        if kept is None:
+            compiler = RunCompiler(self._plan, registered, registered)
+            programs: list[CompiledRun] = [compiler.compile(run) for run in self._plan.runs]
+            kept = self._programs[key] = ((self._plan, registered), [programs])
+        return kept[1][0]
 
     def _compile(self, landing: Landing, *, ring: bool) -> list[list[CompiledRun]]:
         memory = landing.memory
@@ -278,6 +299,11 @@ def _pin_for(memory: Memory, ring: OpenMemory) -> None:
     device = next((t.device for t in memory.tensors if t.device.type == "cuda"), None)
     if device is not None:
         ring.pin(CudaDriver(device))
+
+
+def _copy_and_read_back(run: CompiledRun) -> int:
+    run.copy()
+    return run.fingerprint()
 
 
 def _settle(runs: Sequence[CompiledRun]) -> None:

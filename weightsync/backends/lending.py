@@ -8,11 +8,11 @@ import torch
 
 from weightsync.backends.base import Reception
 from weightsync.specs import TensorSpec
-from weightsync.weights.buckets import Chunk, Piece, Plan, Run
-from weightsync.weights.copier import Memory, Places, host_view
+from weightsync.weights.buckets import Chunk, Piece, Plan
+from weightsync.weights.copier import Memory
 from weightsync.weights.cuda_runs import slot_reader
 from weightsync.weights.dtypes import TORCH_DTYPES, from_bytes
-from weightsync.weights.fingerprint import mix64, xxh3, xxh3_parts
+from weightsync.weights.fingerprint import xxh3
 from weightsync.weights.loans import own_storage, refuse_kept, uses
 from weightsync.weights.packer import slot_views
 from weightsync.weights.sink import Landing
@@ -39,10 +39,6 @@ class Lender:
         if slot.device.type == "cpu":
             return [xxh3(view) for view in slot_views(self._plan, chunk, slot)]
         return slot_reader(self._plan, chunk, slot)()
-
-    def fingerprints_of(self, memory: Memory) -> list[int]:
-        """Fingerprint registered memory where it lies."""
-        return [self._fingerprint(memory, run) for run in self._plan.runs]
 
     def deliver(self, chunk: Chunk, slot: torch.Tensor) -> None:
         """Lend every tensor that this chunk completes."""
@@ -108,26 +104,3 @@ class Lender:
         whole = self._assembly[: spec.nbytes]
         whole[piece.begin : piece.begin + piece.nbytes].copy_(flat)
         return whole if piece.begin + piece.nbytes == spec.nbytes else None
-
-    def _fingerprint(self, memory: Memory, run: Run) -> int:
-        pieces = list(self._plan.pieces(run.start, run.stop))
-        if memory.tensors[pieces[0].index].device.type != "cpu":
-            return mix64(self._joined(memory, run, pieces))
-        places = Places(memory)
-        parts: list[memoryview | bytes] = []
-        at = run.start
-        for piece in pieces:
-            parts.append(bytes(piece.start - at))
-            parts.append(host_view(places.address(piece), piece.nbytes))
-            at = piece.start + piece.nbytes
-        parts.append(bytes(run.stop - at))
-        return xxh3_parts(parts)
-
-    def _joined(self, memory: Memory, run: Run, pieces: list[Piece]) -> torch.Tensor:
-        device = memory.tensors[pieces[0].index].device
-        joined = torch.zeros(run.stop - run.start, dtype=torch.uint8, device=device)
-        for piece in pieces:
-            at = piece.start - run.start
-            source = memory.tensors[piece.index][piece.begin : piece.begin + piece.nbytes]
-            joined[at : at + piece.nbytes].copy_(source)
-        return joined

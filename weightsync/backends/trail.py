@@ -54,3 +54,7 @@ class Trail:
         chunks = self.plan.chunks
         released = self._control.released(reader) - self._base
         return chunks[min(released, len(chunks)) - 1].stop if released > 0 and chunks else 0
+
+    def furthest(self) -> int:
+        """How far the first of the readers of an unpacked update is."""
+        return max((self.taken_nbytes(reader) for reader in self._before), default=0)
