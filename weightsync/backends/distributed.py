@@ -109,7 +109,8 @@ class DistributedWeightTransferEngine(WeightTransferEngine):
 
     def sender_alive(self) -> bool:
         """Look at the connection to the sender's store: the sender is on another host."""
-        return self._lifeline is not None and self._lifeline.holds()
+        lifeline = self._lifeline
+        return lifeline is not None and lifeline.holds()
 
     def beat(self) -> None:
         self._inner.beat()

@@ -7,10 +7,7 @@ from collections.abc import Callable, Sequence
 
 from weightsync.backends.base import Received, Reception, WeightTransferEngine
 from weightsync.backends.ipc_transfer import Opened, Transfer, chunked_plan
-from weightsync.errors import (
-    HandleError,
-    ProtocolError,
-)
+from weightsync.errors import HandleError, ProtocolError, SegmentError
 from weightsync.samehost.device_keys import pick
 from weightsync.samehost.memory import OpenMemory
 from weightsync.samehost.probe import check_probe
@@ -101,20 +98,29 @@ class IpcWeightTransferEngine(WeightTransferEngine):
         return received
 
     def sender_alive(self) -> bool:
-        """Look at the lock of the sender's control segment."""
-        return self._opened is not None and self._opened.control.segment.owner_alive()
+        """Look at the lock of the sender's control segment. No, once closed; any thread asks."""
+        opened = self._opened
+        if opened is None:
+            return False
+        try:
+            return opened.control.segment.owner_alive()
+        except SegmentError:
+            if self._opened is opened:
+                raise
+            return False
 
     def ledger(self) -> list[LedgerEntry]:
-        """The mappings of this engine."""
-        if self._opened is None:
+        """The mappings of this engine, none once closed; any thread asks."""
+        opened = self._opened
+        if opened is None:
+            return []
+        try:
+            entries = _mappings(opened)
+        except HandleError:
+            if self._opened is opened:
+                raise
             return []
         age = time.monotonic() - self._since
-        control = self._opened.control.segment
-        entries = [("control", control.name, control.nbytes)]
-        entries += [("ring", self._opened.info.sender, self._opened.ring.tensor.numel())]
-        entries += [
-            ("storage", self._opened.info.sender, s.tensor.numel()) for s in self._opened.storages
-        ]
         return [
             LedgerEntry(kind=kind, name=name, nbytes=nbytes, owner=False, age_s=age)
             for kind, name, nbytes in entries
@@ -122,8 +128,9 @@ class IpcWeightTransferEngine(WeightTransferEngine):
 
     def beat(self) -> None:
         """Show the sender that this process lives and works."""
-        if self._opened is not None:
-            self._opened.control.beat_reader(self._opened.info.reader)
+        opened = self._opened
+        if opened is not None:
+            opened.control.beat_reader(opened.info.reader)
 
     def shutdown(self) -> None:
         """Close everything. Idempotent."""
@@ -141,9 +148,20 @@ class IpcWeightTransferEngine(WeightTransferEngine):
 
     @property
     def _open(self) -> Opened:
-        if self._opened is None:
+        opened = self._opened
+        if opened is None:
             raise ProtocolError("the transfer engine is not initialised; call init first")
-        return self._opened
+        return opened
+
+
+def _mappings(opened: Opened) -> list[tuple[str, str, int]]:
+    """Kind, name and bytes of everything that is mapped."""
+    control, sender = opened.control.segment, opened.info.sender
+    return [
+        ("control", control.name, control.nbytes),
+        ("ring", sender, opened.ring.tensor.numel()),
+        *(("storage", sender, memory.tensor.numel()) for memory in opened.storages),
+    ]
 
 
 def _open_storages(

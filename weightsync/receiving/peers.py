@@ -28,6 +28,7 @@ class Peers:
         self._remote: set[str] = set()
         self._roads: dict[str, str] = {}
         self._numbers: OrderedDict[str, int] = OrderedDict()
+        self._opening = ""
 
     def open(self, info: Init) -> WeightTransferEngine:
         """Open what a sender offers; what it offered before is closed.
@@ -37,6 +38,13 @@ class Peers:
         self._check_number(info)
         if info.sender not in self._engines and len(self._engines) >= MAX_PEERS:
             raise ProtocolError(f"{MAX_PEERS} senders are connected already; shut one down")
+        self._opening = info.sender
+        try:
+            return self._replace(info)
+        finally:
+            self._opening = ""
+
+    def _replace(self, info: Init) -> WeightTransferEngine:
         remote = isinstance(info, DistributedInit)
         engine = load_backend("distributed" if remote else "ipc")[1](self.keys)
         if remote:
@@ -52,12 +60,13 @@ class Peers:
 
     def get(self, sender: str) -> WeightTransferEngine:
         """Return a sender's engine. Raises ProtocolError when it has not called init here."""
-        if sender not in self._engines:
+        engine = self._engines.get(sender)
+        if engine is None:
             raise UnknownSenderError(
                 f"sender {sender} is not known here (was this server restarted?); "
                 "call init_weight_transfer_engine first"
             )
-        return self._engines[sender]
+        return engine
 
     def host_ring(self, sender: str) -> HostRing | None:
         """What a sender's engine made for the other workers of this host."""
@@ -69,11 +78,18 @@ class Peers:
 
     def manifest(self, sender: str | None) -> Manifest | None:
         """What a sender said it sends."""
-        return self._engines[sender].manifest if sender in self._engines else None
+        engine = self._engines.get(sender) if sender is not None else None
+        return engine.manifest if engine is not None else None
 
-    def alive(self, sender: str | None) -> bool:
-        """Whether a sender lives; one that never called init counts as alive: its lease decides."""
-        return sender not in self._engines or self._engines[sender].sender_alive()
+    def alive(self, sender: str) -> bool:
+        """Whether a sender is connected, or is being connected anew, and lives; any thread asks."""
+        engine = self._engines.get(sender)
+        if engine is not None and engine.sender_alive():
+            return True
+        # One that was closed meanwhile says no as well: what counts is the one in its place.
+        return self._opening == sender or (
+            self._engines.get(sender) is not engine and self.alive(sender)
+        )
 
     def forget_dead(self, *, keep: str | None) -> list[str]:
         """Close what dead senders left, except of `keep`, whose update is still open.

@@ -21,6 +21,7 @@ from weightsync.receiving.loading import Loader
 from weightsync.receiving.overtaken import Overtaken
 from weightsync.receiving.peers import Peers
 from weightsync.receiving.readiness import Readiness
+from weightsync.receiving.turns import Turns
 from weightsync.weights.sink import WeightSink
 from weightsync.wire.messages import StartTerms, StepReply, UpdateInfo
 from weightsync.wire.offers import Init
@@ -54,7 +55,7 @@ class Updates:
         self.gate = Gate(self.readiness.refuse, on_hold=on_hold, on_release=on_release)
         self.history = History()
         self._incoming: Incoming | None = None
-        self._work = threading.Lock()
+        self._turns = Turns(self.lifecycle, lease_s)
         self._lease_s = lease_s
         self._overtaken = Overtaken(lease_s)
         self._lease = Lease(lease_s, self._expire)
@@ -66,17 +67,18 @@ class Updates:
     @property
     def busy(self) -> bool:
         """Whether a step is at work now."""
-        return self._work.locked()
+        return self._turns.busy
 
     @property
     def orphaned(self) -> bool:
-        """Whether the sender of the open update is dead."""
+        """Whether the sender of the open update is dead, or was refused when it connected anew."""
         incoming = self._incoming
-        return incoming is not None and not self.peers.alive(incoming.sender)
+        sender = incoming.sender if incoming else None
+        return sender is not None and not self.peers.alive(sender)
 
     def init(self, info: Init) -> None:
         """Open what a sender offers, check its names, and make room. Raises what does not fit."""
-        with self._working("init"):
+        with self._turns.taken("init"):
             self._part_from_dead()
             engine = self.peers.open(info)
             try:
@@ -94,11 +96,11 @@ class Updates:
 
     def forget_dead(self) -> None:
         """Let go of what dead senders had shared, unless a step is at work."""
-        if self._work.acquire(blocking=False):
-            try:
+        if self.lifecycle.state is State.ABORTING:
+            return  # who ends the update waits for its turn: looking around must not take it
+        with self._turns.if_free() as ours:
+            if ours:
                 self._part_from_dead()
-            finally:
-                self._work.release()
 
     def _part_from_dead(self) -> None:
         keep = self._incoming.sender if self._incoming else None
@@ -109,7 +111,7 @@ class Updates:
 
         Who does not leave will init again; what it said of its fleet is not forgotten.
         """
-        with self._working("shutdown"):
+        with self._turns.taken("shutdown"):
             holder = self._incoming
             if holder is not None and sender in (None, holder.sender):
                 raise UpdateConflictError(
@@ -185,40 +187,33 @@ class Updates:
 
     def load(self, update_id: str, info: UpdateInfo) -> StepReply:
         """Bring in the tensors of one message. What fails gives the whole update up."""
-        self._lease.stop()
-        try:
-            with self._working("load"), self._giving_up(update_id):
-                incoming = self._expect(update_id)
-                started = time.perf_counter()
-                incoming.note(self._loader.receive(incoming, info))
-                incoming.timed("load", started)
-                self._loader.check_not_aborted(incoming)
-        finally:
-            self._renew_lease()
+        with self._step("load", update_id), self._giving_up(update_id):
+            incoming = self._expect(update_id)
+            started = time.perf_counter()
+            incoming.note(self._loader.receive(incoming, info))
+            incoming.timed("load", started)
+            self._loader.check_not_aborted(incoming)
         return self.reply()
 
     def prepare(self, update_id: str) -> StepReply:
         """UPDATING becomes PREPARED, if everything is there. Done already: nothing happens."""
-        self._lease.stop()
         if self.lifecycle.state is State.PREPARED and self.lifecycle.update_id == update_id:
-            return self.reply()
-        try:
-            with self._working("prepare"), self._giving_up(update_id):
-                incoming = self._expect(update_id)
-                started = time.perf_counter()
-                incoming.settle(self.sink, self.peers.manifest(incoming.sender))
-                incoming.timed("settle", started)
-                with self._state:
-                    self.lifecycle.prepared(update_id)
-        finally:
             self._renew_lease()
+            return self.reply()
+        with self._step("prepare", update_id), self._giving_up(update_id):
+            incoming = self._expect(update_id)
+            started = time.perf_counter()
+            incoming.settle(self.sink, self.peers.manifest(incoming.sender))
+            incoming.timed("settle", started)
+            with self._state:
+                self.lifecycle.prepared(update_id)
         return self.reply()
 
     def finish(
         self, update_id: str, *, digest: str | None, label: str | None, clear_cache: bool
     ) -> StepReply:
         """PREPARED becomes READY: the new weights are in use when this returns."""
-        with self._working("finish"):
+        with self._step("finish", update_id):
             last = self.history.last_reply
             if update_id == self.lifecycle.last_finished and last is not None:
                 return last
@@ -251,12 +246,11 @@ class Updates:
             if not (self._incoming.committing and self._incoming.update_id == update_id):
                 self.lifecycle.begin_abort(update_id)
                 self._loader.abort_reason = reason or "its sender aborted it"
-        if self._work.acquire(timeout=self._lease_s):
-            try:
-                if self.lifecycle.state is State.ABORTING:
-                    self._give_up(update_id)
-            finally:
-                self._work.release()
+        with self._turns.waited_for() as ours:
+            if ours and self.lifecycle.state is State.ABORTING:
+                self._give_up(update_id)
+        if not ours:
+            self._renew_lease()  # it is tried again then
         return self.reply()
 
     def reply(self, incoming: Incoming | None = None, *, stall_s: float = 0.0) -> StepReply:
@@ -280,13 +274,11 @@ class Updates:
         """
         self._lease.stop()
         self.abort(None, "the receiver closes")
-        if self._work.acquire(timeout=self._lease_s):
-            try:
+        with self._turns.waited_for() as ours:
+            if ours:
                 self.peers.close_all()
-            finally:
-                self._work.release()
-        else:
-            logger.warning("a loader is still at work; what it reads stays mapped")
+            else:
+                logger.warning("a loader is still at work; what it reads stays mapped")
 
     def _commit(self, incoming: Incoming, *, clear_cache: bool) -> None:
         """Swap the weights in while nobody reads. Done, the gate is still held."""
@@ -314,18 +306,14 @@ class Updates:
         incoming.timed("swap", started)
 
     @contextmanager
-    def _working(self, step: str) -> Iterator[None]:
-        if not self._work.acquire(timeout=self._lease_s):
-            raise UpdateConflictError(
-                f"{step}: the receiver has been busy for {self._lease_s:g} s with update "
-                f"{self.lifecycle.update_id}",
-                state=self.lifecycle.state.value,
-                update_id=self.lifecycle.update_id,
-            )
+    def _step(self, step: str, update_id: str) -> Iterator[None]:
+        """Be at work for an update: no lease runs meanwhile."""
+        self._lease.stop()
         try:
-            yield
+            with self._turns.taken(step, update_id):
+                yield
         finally:
-            self._work.release()
+            self._renew_lease()
 
     @contextmanager
     def _giving_up(self, update_id: str) -> Iterator[None]:
@@ -385,13 +373,15 @@ class Updates:
         """PREPARED waits for its sender's successor; where none can know of it, it expires too."""
         if incoming is None:
             return False
-        state = self.lifecycle.state
-        return state is State.UPDATING or (state is State.PREPARED and incoming.sender is None)
+        return self.lifecycle.state is not State.PREPARED or incoming.sender is None
 
     def _expire(self, update_id: str) -> None:
         with self._state:
             current = self._incoming is not None and self._incoming.update_id == update_id
-            if not current or not self._may_expire(self._incoming) or self.busy:
+            if not current or not self._may_expire(self._incoming):
+                return
+            if self._turns.serves(update_id):
+                self._lease.renew(update_id)
                 return
         reason = f"nothing was heard of its sender for {self._lease_s:g} s"
         logger.warning("update %s is given up: %s", update_id, reason)

@@ -1,0 +1,184 @@
+"""An update of which nothing more is heard ends, whatever else the receiver does meanwhile."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+
+import weightsync as ws
+from weightsync.receiving.landings import ApplyChoice
+from weightsync.samehost.device_keys import host_key
+from weightsync.samehost.segment import Segment
+from weightsync.specs import Manifest, ManifestDifference
+from weightsync.weights.dtypes import as_bytes
+from weightsync.weights.module_sink import ModuleSink
+
+LEASE_S = 0.2
+PATIENT_S = 30.0
+
+
+def tell(receiver: ws.WeightReceiver, call: str, **body: object) -> None:
+    receiver.handle({"call": call, "body": body})
+
+
+def send_all(receiver: ws.WeightReceiver) -> None:
+    """A whole Linear(4, 4), in a message that carries its handles."""
+    tensors = {name: t.detach() for name, t in nn.Linear(4, 4).named_parameters()}
+    handles: list[object] = []
+    with Segment.create(4096) as segment:
+        at = 0
+        for tensor in tensors.values():
+            flat = as_bytes(tensor)
+            segment.tensor(at, flat.numel()).copy_(flat)
+            where = {"kind": "segment", "name": segment.name, "nbytes": 4096, "offset": at}
+            handles.append({host_key(): where})
+            at += flat.numel()
+        info = {
+            "names": list(tensors),
+            "dtype_names": ["float32"] * len(tensors),
+            "shapes": [list(tensor.shape) for tensor in tensors.values()],
+            "ipc_handles": handles,
+        }
+        tell(receiver, "update_weights", update_info=info)
+
+
+def state_after_a_while(receiver: ws.WeightReceiver) -> str:
+    """Where an update that has begun ends; the state it is in when it does not."""
+    deadline = time.monotonic() + PATIENT_S
+    while receiver.status().update_id and time.monotonic() < deadline:
+        state = receiver.status().state
+        if state in ("READY", "TORN"):
+            break
+        time.sleep(LEASE_S / 10)
+    return receiver.status().state
+
+
+class Slow(ModuleSink):
+    """Takes its time to compare names, as a large model's init does."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__(module)
+        self.asked, self.go_on = threading.Event(), threading.Event()
+
+    def difference(self, offered: Manifest) -> ManifestDifference:
+        self.asked.set()
+        assert self.go_on.wait(PATIENT_S)
+        return super().difference(offered)
+
+
+@pytest.mark.parametrize("times", [1, 2])
+@pytest.mark.parametrize(("apply", "left"), [("staged", "READY"), ("in_place", "TORN")])
+def test_a_prepared_session_that_nobody_finishes_ends(
+    apply: ApplyChoice, left: str, times: int
+) -> None:
+    """A prepare that is repeated is no end of waiting."""
+    receiver = ws.WeightReceiver(nn.Linear(4, 4), apply=apply, lease_s=LEASE_S)
+    try:
+        tell(receiver, "start_weight_update")
+        send_all(receiver)
+        for _ in range(times):
+            tell(receiver, "prepare_weight_update")
+        assert receiver.status().state == "PREPARED"
+        assert state_after_a_while(receiver) == left
+    finally:
+        receiver.close()
+
+
+@pytest.mark.parametrize("leases", [0.5, 3.0], ids=["at-the-expiry", "for-several-leases"])
+def test_one_that_expires_while_another_sender_connects_ends(leases: float) -> None:
+    sink = Slow(nn.Linear(4, 4))
+    receiver = ws.WeightReceiver(sink, lease_s=LEASE_S)
+    connected: list[ws.WeightSender] = []
+
+    def connect() -> None:
+        connected.append(ws.connect(nn.Linear(4, 4), to=receiver.handle, timeout_s=PATIENT_S))
+
+    connecting = threading.Thread(target=connect)
+    try:
+        tell(receiver, "start_weight_update")
+        time.sleep(LEASE_S * 0.75)
+        connecting.start()
+        assert sink.asked.wait(PATIENT_S)
+        time.sleep(LEASE_S * leases)
+        sink.go_on.set()
+        connecting.join(PATIENT_S)
+        assert connected
+        assert state_after_a_while(receiver) == "READY"
+        assert connected[0].send_weights().version == 1
+    finally:
+        sink.go_on.set()
+        if connecting.ident is not None:
+            connecting.join(PATIENT_S)
+        for sender in connected:
+            sender.close()
+        receiver.close()
+
+
+def test_one_that_expires_while_many_look_on_ends() -> None:
+    """Each look lets go of what dead senders left, and takes a turn for that."""
+    receiver = ws.WeightReceiver(nn.Linear(4, 4), lease_s=LEASE_S)
+    over = threading.Event()
+
+    def look() -> None:
+        while not over.is_set():
+            receiver.status()
+
+    looking = [threading.Thread(target=look) for _ in range(2)]
+    try:
+        with ws.connect(nn.Linear(4, 4), to=receiver.handle, timeout_s=PATIENT_S) as sender:
+            sender.send_weights()
+            for thread in looking:
+                thread.start()
+            tell(receiver, "start_weight_update")
+            assert state_after_a_while(receiver) == "READY"
+            over.set()
+            assert sender.send_weights().version == 2
+    finally:
+        over.set()
+        for thread in looking:
+            thread.join(PATIENT_S)
+        receiver.close()
+
+
+def test_a_load_that_takes_longer_than_the_lease_is_no_silence() -> None:
+    taken: list[str] = []
+
+    def hook(pairs: list[tuple[str, torch.Tensor]]) -> list[str]:
+        time.sleep(3 * LEASE_S)
+        taken.extend(name for name, _ in pairs)
+        return [name for name, _ in pairs]
+
+    receiver = ws.WeightReceiver(hook, apply="in_place", lease_s=LEASE_S)
+    try:
+        tell(receiver, "start_weight_update")
+        send_all(receiver)
+        tell(receiver, "finish_weight_update")
+        assert (receiver.version, sorted(taken)) == (1, ["bias", "weight"])
+    finally:
+        receiver.close()
+
+
+def refused(call: Callable[[], object]) -> bool:
+    try:
+        call()
+    except ws.UpdateConflictError:
+        return True
+    return False
+
+
+def test_a_step_that_does_not_fit_is_no_end_of_waiting() -> None:
+    receiver = ws.WeightReceiver(nn.Linear(4, 4), lease_s=LEASE_S)
+    try:
+        tell(receiver, "start_weight_update", update_id="mine")
+        for call in ("finish_weight_update", "prepare_weight_update"):
+            assert refused(lambda call=call: tell(receiver, call, update_id="another"))
+        assert refused(lambda: tell(receiver, "finish_weight_update", update_id="mine"))
+        assert receiver.status().state == "UPDATING"
+        assert state_after_a_while(receiver) == "READY"
+    finally:
+        receiver.close()
