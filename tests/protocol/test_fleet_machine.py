@@ -8,6 +8,8 @@ After every step each receiver is read as a decode step reads it.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
+from typing import get_args
 
 import pytest
 from hypothesis import strategies as st
@@ -15,7 +17,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 import weightsync as ws
 from tests.protocol.sizes import SOAK_TIMEOUT_S, at_length, quick
-from tests.protocol.world import EXPECTED, SHORT_S, Apply, Death, Trainer, World
+from tests.protocol.strangers import Step
+from tests.protocol.world import EXPECTED, SHORT_S, Apply, Death, Offering, Trainer, World
 from weightsync.testing import Act, Fault
 
 ACTS: list[Act] = ["drop", "drop_reply", "repeat", "late", "kill", "kill_after"]
@@ -46,6 +49,10 @@ FAULTS = st.lists(
     max_size=3,
 )
 DEATHS = st.none() | st.none() | st.builds(Death, st.integers(1, 12), st.booleans())
+LAPSES = st.none() | st.none() | st.integers(1, 12)
+NAMES = st.sets(st.sampled_from(["embedding", "norm", "scale"]), min_size=1)
+ANY_STEP: list[Step] = [*get_args(Step)]
+STEPS = st.lists(st.sampled_from(ANY_STEP), min_size=1, max_size=4)
 APPLIES: list[Apply] = ["staged", "in_place"]
 
 
@@ -80,7 +87,7 @@ class FleetMachine(RuleBasedStateMachine):
             return
         trainer = Trainer(self.here, packed=packed, drops=drops)
         self.here.trainers.append(trainer)
-        trainer.arm(death, fails_at=None, dies_in_source=False)
+        trainer.arm(death)
         if self._call(trainer, faults, lambda: trainer.connect(SHORT_S)):
             self.slots[slot] = trainer
         else:
@@ -92,6 +99,7 @@ class FleetMachine(RuleBasedStateMachine):
         death=DEATHS,
         fails_at=st.none() | st.integers(0, 2),
         dies=st.booleans(),
+        lapse=LAPSES,
         back=st.none() | st.none() | st.integers(0, 3),
         rewind=st.booleans(),
     )
@@ -102,13 +110,14 @@ class FleetMachine(RuleBasedStateMachine):
         death: Death | None,
         fails_at: int | None,
         dies: bool,
+        lapse: int | None,
         back: int | None,
         rewind: bool,
     ) -> None:
         """One update of the whole model; `back` to an older version, which needs `rewind`."""
         trainer, sender = self._living(slot)
         trainer.fill()
-        trainer.arm(death, fails_at=fails_at, dies_in_source=dies)
+        trainer.arm(death, fails_at=fails_at, dies_in_source=dies, lapse=lapse)
         version = None if back is None else max(sender.version - back, 0)
         rewind = rewind and back is not None
         reports: list[ws.SyncReport] = []
@@ -124,14 +133,15 @@ class FleetMachine(RuleBasedStateMachine):
         """Without faults, and without a rival, the same sender brings everyone up to date."""
         rival = self.slots[1 - slot]
         if rival is not None and rival.sender is not None:
-            rival.arm(None, fails_at=None, dies_in_source=False)
+            rival.arm(None)
             rival.sender.close()
             rival.dead, self.slots[1 - slot] = True, None
         for member in self.here.fleet:
             if member.unreachable:
                 member.restart()
+        self.here.end_sessions()
         trainer, sender = self._living(slot)
-        trainer.arm(None, fails_at=None, dies_in_source=False)
+        trainer.arm(None)
         trainer.fill()
         version = sender.send_weights().version
         trainer.note_segments()
@@ -141,7 +151,8 @@ class FleetMachine(RuleBasedStateMachine):
         slot=SLOTS,
         faults=FAULTS,
         death=DEATHS,
-        names=st.sets(st.sampled_from(["embedding", "norm", "scale"]), min_size=1),
+        lapse=LAPSES,
+        names=NAMES,
         partial=st.booleans(),
         raises=st.booleans(),
     )
@@ -150,6 +161,7 @@ class FleetMachine(RuleBasedStateMachine):
         slot: int,
         faults: list[tuple[int, Fault]],
         death: Death | None,
+        lapse: int | None,
         names: set[str],
         partial: bool,
         raises: bool,
@@ -157,7 +169,7 @@ class FleetMachine(RuleBasedStateMachine):
         """A custom loop: start, tensors in two messages, prepare and finish on their own."""
         trainer, sender = self._living(slot)
         trainer.fill()
-        trainer.arm(death, fails_at=None, dies_in_source=False)
+        trainer.arm(death, lapse=lapse)
         if partial:
             trainer.sending = {name: trainer.sending[name] for name in names}
 
@@ -179,7 +191,7 @@ class FleetMachine(RuleBasedStateMachine):
     ) -> None:
         trainer, sender = self._living(slot)
         targets = sender.targets
-        trainer.arm(death, fails_at=None, dies_in_source=False)
+        trainer.arm(death)
         self._call(trainer, faults, lambda: sender.resync(targets[member % len(targets)]))
 
     @rule(slot=SLOTS, member=MEMBERS, faults=FAULTS, back=st.booleans())
@@ -189,7 +201,7 @@ class FleetMachine(RuleBasedStateMachine):
         """A receiver is let go, or one that is not in the fleet is taken in."""
         trainer, sender = self._living(slot)
         line = trainer.lines[member % len(trainer.lines)]
-        trainer.arm(None, fails_at=None, dies_in_source=False)
+        trainer.arm(None)
         if not back:
             self._call(trainer, faults, lambda: sender.remove(line.member.name))
         elif line.member.name not in sender.targets:
@@ -200,7 +212,7 @@ class FleetMachine(RuleBasedStateMachine):
         self, slot: int, faults: list[tuple[int, Fault]], death: Death | None, for_good: bool
     ) -> None:
         trainer, sender = self._living(slot)
-        trainer.arm(death, fails_at=None, dies_in_source=False)
+        trainer.arm(death)
         self._call(trainer, faults, sender.close if for_good else sender.release)
         if for_good:
             trainer.dead, self.slots[slot] = True, None
@@ -227,6 +239,35 @@ class FleetMachine(RuleBasedStateMachine):
             self.here.replay(self.here.fleet[member % len(self.here.fleet)], back)
             self.here.settle()
             self.one_version_or_a_reason()
+
+    @rule(member=MEMBERS)
+    def a_lease_runs_out(self, member: int) -> None:
+        self.here.expire(self.here.fleet[member % len(self.here.fleet)])
+
+    @rule(member=MEMBERS, steps=STEPS, names=NAMES)
+    def a_stranger_comes(self, member: int, steps: list[Step], names: set[str]) -> None:
+        """Anonymous messages to one receiver; what they begin may stay open."""
+        stranger = self.here.strangers[self.here.fleet[member % len(self.here.fleet)].name]
+        for step in steps:
+            stranger.do(step, names)
+            self.one_version_or_a_reason()
+
+    @rule(slot=SLOTS, member=MEMBERS, what=st.sampled_from(Offering))
+    def offer_again(self, slot: int, member: int, what: Offering) -> None:
+        """A trainer that lives connects anew, perhaps with what no receiver may take."""
+        trainer = self.slots[slot]
+        there = self.here.fleet[member % len(self.here.fleet)]
+        if trainer is None or there.name not in trainer.offers:
+            return
+        with suppress(*EXPECTED):
+            self.here.offer_again(there, trainer, what)
+        self.here.settle()
+
+    @invariant()
+    def what_is_open_ends(self) -> None:
+        if self.world is not None:
+            for member in self.world.fleet:
+                self.world.check_it_ends(member)
 
     @invariant()
     def one_version_or_a_reason(self) -> None:

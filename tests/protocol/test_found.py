@@ -7,7 +7,7 @@ from contextlib import suppress
 import pytest
 
 import weightsync as ws
-from tests.protocol.world import SHORT_S, Death, Trainer, World
+from tests.protocol.world import SHORT_S, Death, Offering, Trainer, World
 from weightsync.wire.messages import InitRequest, ShutdownRequest, StartRequest
 
 
@@ -19,7 +19,7 @@ def test_an_update_that_was_only_started_is_known_to_be_a_dead_senders() -> None
     world.trainers.append(dying)
     dying.connect(SHORT_S)
     dying.fill()
-    dying.arm(Death(2, acted=True), fails_at=None, dies_in_source=False)
+    dying.arm(Death(2, acted=True))
     assert dying.sender is not None
     with pytest.raises(ws.WeightSyncError), dying.sender.update():
         raise AssertionError("a dead trainer's block does not run")
@@ -40,7 +40,7 @@ def test_a_sender_that_was_there_before_ends_what_another_one_left(death: Death)
         trainer.connect(SHORT_S)
         trainer.note_segments()
         trainer.fill()
-    dying.arm(death, fails_at=None, dies_in_source=False)
+    dying.arm(death)
     assert dying.sender is not None
     assert staying.sender is not None
     with suppress(ws.WeightSyncError), dying.sender.update() as update:
@@ -69,7 +69,7 @@ def test_one_that_rolls_forward_alone_is_freed_from_a_dead_sender_as_well() -> N
     assert dying.sender is not None
     assert staying.sender is not None
     world.fleet[1].restart()
-    dying.arm(Death(5, acted=True), fails_at=None, dies_in_source=False)
+    dying.arm(Death(5, acted=True))
     with pytest.raises(ws.WeightSyncError):
         dying.sender.resync("receiver-1")
     assert world.statuses()[1].orphaned
@@ -168,4 +168,28 @@ def test_all_who_forgot_the_sender_are_met_again_at_once() -> None:
     version = trainer.sender.send_weights().version
     for member in world.fleet:
         world.holds(member, version, trainer.contents)
+    world.end()
+
+
+@pytest.mark.usefixtures("shm_clean")
+@pytest.mark.parametrize("anew", ["refused", "accepted"])
+def test_one_whose_new_offer_was_refused_leaves_no_update_for_ever(anew: str) -> None:
+    """PREPARED has no lease, and there is no engine left to tell that the sender is dead."""
+    world = World(["staged"])
+    dying = Trainer(world, packed=True, drops=False)
+    world.trainers.append(dying)
+    dying.connect(SHORT_S)
+    dying.fill()
+    dying.arm(Death(2, acted=False))
+    assert dying.sender is not None
+    with pytest.raises(ws.WeightSyncError):
+        dying.sender.send_weights()
+    assert {status.state for status in world.statuses()} == {"PREPARED"}
+    for member in world.fleet:
+        if anew == "refused":
+            with pytest.raises(ws.ManifestMismatchError):
+                world.offer_again(member, dying, Offering.OTHER_MODEL)
+        else:
+            world.offer_again(member, dying, Offering.THE_SAME)
+    assert all(status.orphaned for status in world.statuses())
     world.end()

@@ -5,23 +5,35 @@ from __future__ import annotations
 import itertools
 import time
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from enum import Enum
 from typing import Any, Literal
 
 import torch
+from msgspec.structs import replace
 
 import weightsync as ws
+from tests.protocol.strangers import Stranger
 from weightsync.samehost.segment import DIRECTORY, live_segments
 from weightsync.testing import Fault, FleetMember, InProcessFleet, TinyModel
 from weightsync.transports.base import Transport
-from weightsync.wire.messages import Reply, Request, StartRequest, Status, UpdateRequest
+from weightsync.wire.messages import (
+    InitRequest,
+    Reply,
+    Request,
+    StartRequest,
+    Status,
+    UpdateRequest,
+)
+from weightsync.wire.offers import IpcInit
 
 BUCKET_NBYTES = 4096
 SHORT_S = 1.5
 PATIENT_S = 30.0
-LEASE_S = 10.0
+LEASE_S = 600.0
+"""No lease runs out by itself here; see World.expire."""
 NAMES = ("embedding", "norm", "scale")
 KEPT_MESSAGES = 40
 REFUSALS = {"TORN", "JOINING", "UPDATING", "PREPARED", "ABORTING"}
@@ -29,6 +41,14 @@ REFUSALS = {"TORN", "JOINING", "UPDATING", "PREPARED", "ABORTING"}
 Apply = Literal["staged", "in_place"]
 Contents = tuple[float, ...]
 """The one value that every element of each tensor has, by NAMES."""
+
+
+class Offering(Enum):
+    """What a trainer offers when it connects anew: what it did before, or what is refused."""
+
+    THE_SAME = "the same"
+    OTHER_MODEL = "another model, known only when everything was opened"
+    NO_PLACE = "a place outside of the ring, known before anything is"
 
 
 class SourceFailed(Exception):
@@ -56,7 +76,7 @@ class Line:
 
     def call(self, request: Request, *, timeout_s: float) -> Reply:
         trainer = self._trainer
-        dies = trainer.count(request)
+        dies = trainer.count(self.member)
         if dies is not None and not dies.acted:
             trainer.die()
         trainer.refuse_if_dead()
@@ -91,6 +111,8 @@ class Trainer:
         self.death: Death | None = None
         self._messages = 0
         self._segments: set[str] = set()
+        self.lapse: int | None = None
+        self.offers: dict[str, IpcInit] = {}
 
     def connect(self, timeout_s: float) -> None:
         to: list[Transport] = [line for line in self.lines]  # noqa: C416  # a list of the protocol
@@ -122,8 +144,16 @@ class Trainer:
                 raise SourceFailed(name)
             yield name, tensor.detach()
 
-    def arm(self, death: Death | None, *, fails_at: int | None, dies_in_source: bool) -> None:
-        self.death, self._messages = death, 0
+    def arm(
+        self,
+        death: Death | None,
+        *,
+        fails_at: int | None = None,
+        dies_in_source: bool = False,
+        lapse: int | None = None,
+    ) -> None:
+        """What goes wrong in the next call; at message `lapse` its receiver's lease runs out."""
+        self.death, self._messages, self.lapse = death, 0, lapse
         self.fails_at, self.dies_in_source = fails_at, dies_in_source
 
     def line_again(self, line: Line) -> Line:
@@ -131,9 +161,11 @@ class Trainer:
         self.lines[self.lines.index(line)] = again = Line(self, line.member)
         return again
 
-    def count(self, request: Request) -> Death | None:
+    def count(self, member: FleetMember) -> Death | None:
         """Return how it dies at this message, if it does."""
         self._messages += 1
+        if self._messages == self.lapse:
+            self.world.expire(member)
         return self.death if self.death and self.death.message == self._messages else None
 
     def note_segments(self) -> None:
@@ -179,6 +211,7 @@ class World:
         self.messages: dict[str, list[Request]] = defaultdict(list)
         self.rewound = False
         self.seen: dict[str, int] = {}
+        self.strangers = {member.name: Stranger(self, member) for member in self.fleet}
         self._values = itertools.count(1)
 
     def next_value(self) -> float:
@@ -189,15 +222,70 @@ class World:
         kept = self.messages[member.name]
         kept.append(request)
         del kept[:-KEPT_MESSAGES]
+        if isinstance(request, InitRequest) and isinstance(request.init_info, IpcInit):
+            trainer.offers[member.name] = request.init_info
         terms = request.start if isinstance(request, UpdateRequest) else None
         terms = request if isinstance(request, StartRequest) else terms
         if terms is None or terms.version is None:
             return
         self.rewound = self.rewound or terms.rewind  # resync() and add() do so as well
-        bases = self.sent[terms.base_version or 0] if terms.partial else {trainer.contents}
-        for base in list(bases):
-            parts = dict(zip(NAMES, base, strict=True)) | trainer.sending
-            self.sent[terms.version].add(tuple(parts[name] for name in NAMES))
+        base = terms.base_version or 0
+        self.may_consist(terms.version, trainer.sending, base if terms.partial else None)
+
+    def may_consist(self, version: int, parts: Mapping[str, float], base: int | None) -> None:
+        """A version is made of `parts`: all of it, or over any content of the version `base`."""
+        if base is None and len(parts) < len(NAMES):
+            return  # no receiver may take it
+        for under in list(self.sent[base]) if base is not None else [(0.0, 0.0, 0.0)]:
+            whole = dict(zip(NAMES, under, strict=True)) | parts
+            self.sent[version].add(tuple(whole[name] for name in NAMES))
+
+    def expire(self, member: FleetMember) -> None:
+        """The lease of its open update, if one runs, runs out now."""
+        timer = member.receiver._updates._lease._timer
+        if timer is not None and not timer.finished.is_set():
+            timer.cancel()
+            timer.function(*timer.args, **timer.kwargs)
+
+    def end_sessions(self) -> None:
+        """What strangers left open ends by its lease, and leaves room for others."""
+        for member in self.fleet:
+            if self.strangers[member.name].session:
+                self.expire(member)
+                assert not self.strangers[member.name].session
+
+    def offer_again(self, member: FleetMember, trainer: Trainer, what: Offering) -> None:
+        """A trainer connects anew. Raises what the receiver has against it."""
+        offer = trainer.offers[member.name]
+        if what is Offering.OTHER_MODEL:
+            manifest = offer.manifest
+            other = replace(manifest, names=[f"other.{name}" for name in manifest.names])
+            offer = replace(offer, manifest=other)
+        elif what is Offering.NO_PLACE:
+            offer = replace(offer, reader=offer.num_readers)
+        member.receiver.dispatch(InitRequest(init_info=offer))
+
+    def check_it_ends(self, member: FleetMember) -> None:
+        """An open update has somebody who ends it: its lease, its living sender, a successor."""
+        deadline = time.monotonic() + PATIENT_S
+        while not self._ends(member):
+            assert time.monotonic() < deadline, f"nobody ever ends {member.receiver.status()}"
+            time.sleep(0.001)
+
+    def _ends(self, member: FleetMember) -> bool:
+        updates = member.receiver._updates
+        incoming, timer = updates._incoming, updates._lease._timer
+        if incoming is None:
+            return True
+        if updates.lifecycle.state.value != "PREPARED" or incoming.sender is None:
+            return timer is not None and not timer.finished.is_set()
+        alive = any(
+            offer.sender == incoming.sender
+            for trainer in self.trainers
+            for offer in trainer.offers.values()
+            if not trainer.dead
+        )
+        return alive or member.receiver.status().orphaned
 
     def strike(self, faults: list[tuple[int, Fault]]) -> None:
         for place, fault in faults:
@@ -264,6 +352,7 @@ class World:
             member.deliver_late()
             if member.unreachable:
                 member.restart()
+        self.end_sessions()
         last = Trainer(self, packed=True, drops=False)
         last.connect(PATIENT_S)
         assert last.sender is not None
