@@ -52,7 +52,7 @@ ELSEWHERE: dict[tuple[str, str], tuple[int, str]] = {
 NOT_RUN: dict[tuple[str, str], str] = {
     ("README.md", "@ws.ray.remote(num_gpus=1)"): "tests/examples/test_ray_example.py runs the same",
     ("docs/ray.md", "import ray"): "tests/examples/test_ray_example.py runs the same as a program",
-    ("docs/vllm.md", "from vllm import LLM"): "vLLM is not here: make test-vllm runs offline.py",
+    ("docs/vllm.md", "from vllm import LLM"): "vLLM is not here: make test-vllm runs page.py",
     (
         "docs/message-queue.md",
         "queue = MessageQueue.create_from_process_group(pg, writer_rank=0)  # every rank calls it",

@@ -20,6 +20,11 @@ from tests.vllm.tiny import LARGEST_DIFFERENCE, PROMPT, TOKENS, expected, larges
 
 READY_S = 240.0
 ANSWER_S = 60.0
+_NOT_INHERITED = (
+    "VLLM_ENABLE_V1_MULTIPROCESSING",
+    "VLLM_ALLOW_INSECURE_SERIALIZATION",  # the docs say that it is not needed
+    "WEIGHTSYNC_VLLM_APPLY",
+)
 
 
 class Served:
@@ -70,9 +75,18 @@ class Served:
 
 @contextmanager
 def vllm_server(
-    folder: Path, log: Path, *, workers: int = 1, backend: str = "weightsync", dev_mode: bool = True
+    folder: Path,
+    log: Path,
+    *,
+    workers: int = 1,
+    backend: str = "weightsync",
+    dev_mode: bool = True,
+    apply: str | None = None,
 ) -> Iterator[Served]:
-    """Start a server on the model in `folder`, and end it with everything it started."""
+    """Start a server on the model in `folder`, and end it with everything it started.
+
+    `apply` is what its environment says of where weights go; None says nothing.
+    """
     port = _free_port()
     arguments = {
         "--model": str(folder),
@@ -87,7 +101,10 @@ def vllm_server(
         "--weight-transfer-config": f'{{"backend":"{backend}"}}',
     }
     environment = {**os.environ, "VLLM_SERVER_DEV_MODE": "1" if dev_mode else "0"}
-    environment.pop("VLLM_ENABLE_V1_MULTIPROCESSING", None)
+    for name in _NOT_INHERITED:
+        environment.pop(name, None)
+    if apply is not None:
+        environment["WEIGHTSYNC_VLLM_APPLY"] = apply
     if workers > 1:
         environment["VLLM_CPU_OMP_THREADS_BIND"] = "|".join(str(n) for n in range(workers))
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--enforce-eager"]
