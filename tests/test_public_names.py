@@ -3,9 +3,11 @@
 from __future__ import annotations
 import __future__
 
+import ast
 import json
 import subprocess
 import sys
+from pathlib import Path
 from types import ModuleType
 
 import weightsync
@@ -34,9 +36,10 @@ UNNAMED = {"TYPE_CHECKING", "Any"}
 
 IMPORT_AND_LIST = """
 import json, sys
-import torch, msgspec, requests, xxhash  # what these bring by themselves is not ours to judge
+import torch, msgspec, xxhash  # what these bring by themselves is not ours to judge
 before = set(sys.modules)
 import weightsync
+weightsync.connect, weightsync.send_weights, weightsync.WeightReceiver
 print(json.dumps(sorted(set(sys.modules) - before)))
 """
 
@@ -53,6 +56,23 @@ def bound() -> set[str]:
 
 def test_all_names_what_is_bound() -> None:
     assert bound() - set(weightsync.__all__) == set()
+
+
+def test_types_are_told_what_a_name_is_at_run_time() -> None:
+    """What is imported for type checkers alone is what __getattr__ finds, and nothing else is."""
+    (block,) = [
+        node
+        for node in ast.parse(Path(weightsync.__file__).read_text(encoding="utf-8")).body
+        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
+    ]
+    told = {
+        alias.name: (node.module or "").removeprefix("weightsync.")
+        for node in block.body
+        if isinstance(node, ast.ImportFrom)
+        for alias in node.names
+    }
+    lazy = {n: m for n, m in weightsync._MODULE_OF.items() if n not in weightsync._EXTRA_OF}
+    assert told == lazy
 
 
 def failure(name: str) -> str | None:

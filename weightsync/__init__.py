@@ -10,14 +10,8 @@ from __future__ import annotations
 
 import importlib
 import logging
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from weightsync.compat import (
-    IPCTrainerSendWeightsArgs,
-    IPCWeightTransferEngine,
-    IPCWeightTransferInitInfo,
-    IPCWeightTransferUpdateInfo,
-)
 from weightsync.errors import (
     AuthError,
     BackendUnavailableError,
@@ -39,17 +33,25 @@ from weightsync.errors import (
     VerificationError,
     WeightSyncError,
 )
-from weightsync.oneshot import close, send_weights
 from weightsync.progress import Progress
-from weightsync.receiver import WeightReceiver
 from weightsync.report import ReceiverReport, SyncReport
 from weightsync.specs import Manifest, TensorSpec
-from weightsync.trainer import WeightSender, connect
-from weightsync.weights.hook_sink import HookSink
-from weightsync.weights.module_sink import ModuleSink
-from weightsync.weights.sharded_sink import ShardedModuleSink
-from weightsync.weights.sink import WeightSink
-from weightsync.weights.source import ModuleSource, StateDictSource, WeightSource
+
+if TYPE_CHECKING:  # else by __getattr__, each when it is wanted: a receiver is no sender
+    from weightsync.compat import (
+        IPCTrainerSendWeightsArgs,
+        IPCWeightTransferEngine,
+        IPCWeightTransferInitInfo,
+        IPCWeightTransferUpdateInfo,
+    )
+    from weightsync.oneshot import close, send_weights
+    from weightsync.receiver import WeightReceiver
+    from weightsync.trainer import WeightSender, connect
+    from weightsync.weights.hook_sink import HookSink
+    from weightsync.weights.module_sink import ModuleSink
+    from weightsync.weights.sharded_sink import ShardedModuleSink
+    from weightsync.weights.sink import WeightSink
+    from weightsync.weights.source import ModuleSource, StateDictSource, WeightSource
 
 __version__ = "0.1.0"
 
@@ -104,23 +106,45 @@ __all__ = [
     "testing",
 ]
 
-_LAZY = {
-    "SafetensorsSource": ("weights.safetensors_source", "hf"),
-    "ray": ("ray", "ray"),
-    "server": ("server", "server"),
-    "testing": ("testing", "dev"),
+_MODULES = {
+    "compat": (
+        "IPCTrainerSendWeightsArgs",
+        "IPCWeightTransferEngine",
+        "IPCWeightTransferInitInfo",
+        "IPCWeightTransferUpdateInfo",
+    ),
+    "oneshot": ("close", "send_weights"),
+    "receiver": ("WeightReceiver",),
+    "trainer": ("WeightSender", "connect"),
+    "weights.hook_sink": ("HookSink",),
+    "weights.module_sink": ("ModuleSink",),
+    "weights.safetensors_source": ("SafetensorsSource",),
+    "weights.sharded_sink": ("ShardedModuleSink",),
+    "weights.sink": ("WeightSink",),
+    "weights.source": ("ModuleSource", "StateDictSource", "WeightSource"),
 }
-"""What needs an extra or is rarely wanted: the module that is it, or has it, and its extra."""
+_MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}
+_MODULE_OF |= {"ray": "ray", "server": "server", "testing": "testing"}
+_EXTRA_OF = {"SafetensorsSource": "hf", "ray": "ray", "server": "server", "testing": "dev"}
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _LAZY:
+    if name not in _MODULE_OF:
         raise AttributeError(f"module 'weightsync' has no attribute {name!r}")
-    module, extra = _LAZY[name]
+    module = _MODULE_OF[name]
     try:
         loaded = importlib.import_module(f"weightsync.{module}")
     except ImportError as exc:
+        if name not in _EXTRA_OF:
+            raise
         raise BackendUnavailableError(
-            f"weightsync.{name} needs more packages ({exc}): pip install 'weightsync[{extra}]'"
+            f"weightsync.{name} needs more packages ({exc}): "
+            f"pip install 'weightsync[{_EXTRA_OF[name]}]'"
         ) from exc
-    return loaded if module == name else getattr(loaded, name)
+    value = loaded if module == name else getattr(loaded, name)
+    globals()[name] = value  # the next look finds it
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

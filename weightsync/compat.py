@@ -22,7 +22,7 @@ from weightsync.samehost.cuda_handle import local_gpu_keys
 from weightsync.samehost.device_keys import host_key
 from weightsync.samehost.segment import Segment
 from weightsync.specs import Manifest
-from weightsync.transports.http_client import HttpTransport
+from weightsync.transports.base import Transport
 from weightsync.weights.buckets import aligned
 from weightsync.weights.dtypes import as_bytes, spec_of
 from weightsync.weights.fingerprint import mix64, to_hex
@@ -249,7 +249,8 @@ def _deliverer(
     if callable(args.send_mode):
         return args.send_mode
     if args.send_mode == "http":
-        transport = HttpTransport(str(args.url), args.token)
+        http = import_module("weightsync.transports.http_client")
+        transport: Transport = http.HttpTransport(str(args.url), args.token)
 
         def post(info: IPCWeightTransferUpdateInfo) -> None:
             transport.call(UpdateRequest(update_info=info), timeout_s=_TIMEOUT_S)

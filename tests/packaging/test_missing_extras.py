@@ -107,12 +107,34 @@ def test_what_one_extra_lacks_stops_no_other(answers: dict[tuple[str, str], Answ
     assert {package: answers[package, ALL] for package in INDIFFERENT} == dict.fromkeys(INDIFFERENT)
 
 
-def test_the_import_loads_torch_and_the_core_alone() -> None:
+OURS_AT_ONCE = {"errors", "progress", "report", "specs"}
+LATER = ("urllib3", "http", "weightsync.transports.vllm", "weightsync.transports.sglang")
+
+
+def loaded_by(code: str, *, before: str = "") -> set[str]:
+    """Return the modules that `code` loads in a process that has run `before`."""
     said = run(
         "-c",
-        "import torch, sys, json; known = set(sys.modules); import weightsync\n"
-        "print(json.dumps(sorted({n.split('.')[0] for n in set(sys.modules) - known})))",
+        f"{before}\nimport sys, json; known = set(sys.modules)\n{code}\n"
+        "print(json.dumps(sorted(set(sys.modules) - known)))",
     )
-    loaded = set(json.loads(said))
-    assert {"weightsync", "msgspec"} <= loaded
-    assert loaded.isdisjoint(OPTIONAL)
+    return set(json.loads(said))
+
+
+def test_the_import_loads_names_and_not_what_is_behind_them() -> None:
+    loaded = loaded_by("import weightsync")
+    ours = {name.partition(".")[2] for name in loaded if name.startswith("weightsync.")}
+    assert ours == OURS_AT_ONCE
+    foreign = {name.partition(".")[0] for name in loaded} - {"weightsync"}
+    assert foreign <= sys.stdlib_module_names, foreign - sys.stdlib_module_names
+
+
+def test_a_sender_and_a_receiver_load_the_core_alone_and_no_http() -> None:
+    loaded = loaded_by(
+        "import weightsync; weightsync.connect, weightsync.send_weights, weightsync.WeightReceiver",
+        before="import torch",
+    )
+    tops = {name.partition(".")[0] for name in loaded}
+    assert {"weightsync", "msgspec"} <= tops
+    assert tops.isdisjoint(OPTIONAL)
+    assert [name for name in sorted(loaded) if name.startswith(LATER)] == []

@@ -4,23 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from importlib import import_module
-from pathlib import Path
+from typing import TYPE_CHECKING
 
 from weightsync.errors import ConfigError
 from weightsync.transports.base import Transport
 from weightsync.transports.callback import CallbackTransport
-from weightsync.transports.http_client import HttpTransport
-from weightsync.transports.sglang_http import is_sglang
-from weightsync.transports.sglang_server import MakeReceiver, SglangTarget, SglangTransport
-from weightsync.transports.sglang_shelf import Shelf
-from weightsync.transports.vllm_http import VllmHttpControl, is_vllm, plain_url
-from weightsync.transports.vllm_server import worker_transports
+
+if TYPE_CHECKING:
+    from weightsync.sending.addresses import Addresses
+    from weightsync.transports.sglang_server import MakeReceiver
 
 Target = str | Callable[..., object] | Transport
 Targets = Target | Iterable[Target]
-
-_GREETING_S = 30.0
-"""A vLLM server answers between decode steps."""
 
 
 class Reach:
@@ -39,7 +34,7 @@ class Reach:
         self._token = token
         self._verify_tls = verify_tls
         self._make_receiver = make_receiver
-        self._shelves: dict[Path | None, Shelf] = {}
+        self._addresses: Addresses | None = None
 
     def every(self, to: Targets) -> list[Transport]:
         """Return a transport per receiver. Raises ConfigError for a target of no known kind."""
@@ -78,28 +73,12 @@ class Reach:
         """Return the transports to what a target names: several to a vLLM of many workers."""
         if not isinstance(target, str):
             return [_transport(target)]
-        sglang = SglangTarget.parse(target)
-        if sglang is not None:
-            return [self._sglang(sglang)]
-        token, trust = self._token, self._verify_tls
-        said = plain_url(target)
-        if said is None and not is_vllm(target, token, verify_tls=trust):
-            if self._make_receiver and is_sglang(target, token, verify_tls=trust):
-                return [self._sglang(SglangTarget(url=target))]
-            return [HttpTransport(target, token, verify_tls=trust)]
-        control = VllmHttpControl(said or target, token, verify_tls=trust)
-        control.greet(timeout_s=_GREETING_S)
-        return worker_transports(control, timeout_s=_GREETING_S)
-
-    def _sglang(self, target: SglangTarget) -> Transport:
-        if self._make_receiver is None:
-            raise ConfigError(f"{target.url}: SGLang is reached by connect()")
-        shelf = self._shelves.get(target.directory)
-        if shelf is None:
-            shelf = self._shelves[target.directory] = Shelf(target.directory)
-        return SglangTransport(
-            target, shelf, self._make_receiver, token=self._token, verify_tls=self._verify_tls
-        )
+        if self._addresses is None:
+            # HTTP and what speaks it take a while to load, and `import weightsync` is not to wait.
+            self._addresses = import_module("weightsync.sending.addresses").Addresses(
+                self._token, verify_tls=self._verify_tls, make_receiver=self._make_receiver
+            )
+        return self._addresses.transports(target)
 
 
 def make_transports(

@@ -1,0 +1,59 @@
+"""What stands behind a URL that `to=` names. Loaded with the first: HTTP takes a while to load."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from weightsync.errors import ConfigError
+from weightsync.transports.base import Transport
+from weightsync.transports.http_client import HttpTransport
+from weightsync.transports.sglang_http import is_sglang
+from weightsync.transports.sglang_server import MakeReceiver, SglangTarget, SglangTransport
+from weightsync.transports.sglang_shelf import Shelf
+from weightsync.transports.vllm_http import VllmHttpControl, is_vllm, plain_url
+from weightsync.transports.vllm_server import worker_transports
+
+_GREETING_S = 30.0
+"""A vLLM server answers between decode steps."""
+
+
+class Addresses:
+    """Makes transports to the servers of one sender; see Reach."""
+
+    def __init__(
+        self,
+        token: str | None,
+        *,
+        verify_tls: bool | str,
+        make_receiver: MakeReceiver | None,
+    ) -> None:
+        self._token = token
+        self._verify_tls = verify_tls
+        self._make_receiver = make_receiver
+        self._shelves: dict[Path | None, Shelf] = {}
+
+    def transports(self, target: str) -> Sequence[Transport]:
+        """Return the transports to what a URL names: several to a vLLM of many workers."""
+        sglang = SglangTarget.parse(target)
+        if sglang is not None:
+            return [self._sglang(sglang)]
+        token, trust = self._token, self._verify_tls
+        said = plain_url(target)
+        if said is None and not is_vllm(target, token, verify_tls=trust):
+            if self._make_receiver and is_sglang(target, token, verify_tls=trust):
+                return [self._sglang(SglangTarget(url=target))]
+            return [HttpTransport(target, token, verify_tls=trust)]
+        control = VllmHttpControl(said or target, token, verify_tls=trust)
+        control.greet(timeout_s=_GREETING_S)
+        return worker_transports(control, timeout_s=_GREETING_S)
+
+    def _sglang(self, target: SglangTarget) -> Transport:
+        if self._make_receiver is None:
+            raise ConfigError(f"{target.url}: SGLang is reached by connect()")
+        shelf = self._shelves.get(target.directory)
+        if shelf is None:
+            shelf = self._shelves[target.directory] = Shelf(target.directory)
+        return SglangTransport(
+            target, shelf, self._make_receiver, token=self._token, verify_tls=self._verify_tls
+        )
