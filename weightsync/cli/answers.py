@@ -53,7 +53,7 @@ def one_line(error: BaseException | str) -> str:
 def say_error(error: BaseException, text: str, code: int, words: Sequence[str]) -> None:
     """Say on stderr, and for `--json` on stdout, what ended a verb before its own words could."""
     print(f"weightsync: {text}", file=sys.stderr)
-    if "--json" in words and "bench" not in words:  # where it names a file
+    if "--json" in words:
         described = {"type": type(error).__name__, "message": text}
         print_json({"error": described, "exit_code": code})
 

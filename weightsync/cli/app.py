@@ -7,6 +7,7 @@ from importlib import import_module
 from typing import Annotated, Any
 
 from weightsync import __version__
+from weightsync.cli.extras import lacking
 from weightsync.errors import BackendUnavailableError
 
 try:
@@ -30,8 +31,6 @@ VERBS = {
     "doctor": "Say which roads work on this machine, and why others do not.",
     "plot": "Draw the updates of a run from their reports.",
 }
-_EXTRAS = {"push": "cli,hf", "verify": "cli,hf", "status": "cli", "doctor": "cli"}
-_ALL_EXTRAS = "demo"
 
 
 def make_app(arguments: Sequence[str]) -> typer.Typer:
@@ -44,7 +43,8 @@ def make_app(arguments: Sequence[str]) -> typer.Typer:
         pretty_exceptions_enable=False,
     )
     app.callback(invoke_without_command=True)(_options)  # or a single verb would not be named
-    named = arguments[0] if arguments and arguments[0] in VERBS else None
+    words = arguments[1:] if arguments[:1] == ["--"] else arguments
+    named = words[0] if words and words[0] in VERBS else None
     for verb, text in VERBS.items():
         run = _load(verb) if verb == named else _unloaded
         # Only the verb named shows its own options: the others need not even be importable.
@@ -56,10 +56,7 @@ def _load(verb: str) -> Callable[..., Any]:
     try:
         module = import_module(f"weightsync.cli.{verb}")
     except ModuleNotFoundError as exc:
-        raise BackendUnavailableError(
-            f"weightsync {verb} needs {exc.name}; "
-            f"pip install 'weightsync[{_EXTRAS.get(verb, _ALL_EXTRAS)}]'"
-        ) from exc
+        raise lacking(verb, exc.name) from exc
     run: Callable[..., Any] = getattr(module, verb)
     return run
 

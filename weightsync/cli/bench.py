@@ -11,9 +11,13 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
+from weightsync.cli.answers import ending, print_json
 from weightsync.cli.bench_measure import BenchSetup, Measured, Series, measure
+from weightsync.cli.extras import require
 from weightsync.errors import ConfigError
 from weightsync.specs import DTYPE_NBYTES
+
+MAX_DIGITS = 18
 
 
 def bench(  # noqa: PLR0913, PLR0917  # one parameter per option
@@ -32,38 +36,51 @@ def bench(  # noqa: PLR0913, PLR0917  # one parameter per option
     sink: Annotated[str, typer.Option(help="Load into a: module, hook.")] = "module",
     apply: Annotated[str, typer.Option(help="auto, staged, in_place.")] = "auto",
     rounds: Annotated[int, typer.Option(min=1, help="Rounds that count.")] = 7,
-    json_file: Annotated[
-        Path | None, typer.Option("--json", help="Write the figures there as well.")
+    out: Annotated[
+        Path | None, typer.Option("--out", "-o", help="Write the figures there as JSON as well.")
     ] = None,
+    json_: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Measure how fast weights move between two processes, beside a plain copy in one."""
-    _check(backend, ("auto", "ipc", "distributed"), "--backend")
-    _check(transport, ("http", "callback"), "--transport")
-    _check(sink, ("module", "hook"), "--sink")
-    _check(apply, ("auto", "staged", "in_place"), "--apply")
-    _check(dtype, tuple(DTYPE_NBYTES), "--dtype")
-    if json_file is not None and (json_file.is_dir() or not json_file.parent.is_dir()):
-        raise ConfigError(f"--json {json_file} is not a file in a directory that exists")
-    setup = BenchSetup(
-        nbytes=parse_size(nbytes),
-        tensors=tensors,
-        dtype=dtype,
-        shapes=shapes,
-        packed=packed,
-        backend=backend,  # type: ignore[arg-type]  # checked above
-        transport=transport,  # type: ignore[arg-type]  # checked above
-        readers=readers,
-        sink=sink,  # type: ignore[arg-type]
-        apply=apply,  # type: ignore[arg-type]
-        rounds=rounds,
-    )
-    console = Console()
-    with Progress(console=Console(stderr=True), transient=True) as bar:
+    with ending(as_json=json_):
+        _check(backend, ("auto", "ipc", "distributed"), "--backend")
+        _check(transport, ("http", "callback"), "--transport")
+        _check(sink, ("module", "hook"), "--sink")
+        _check(apply, ("auto", "staged", "in_place"), "--apply")
+        _check(dtype, tuple(DTYPE_NBYTES), "--dtype")
+        if out is not None and (out.is_dir() or not out.parent.is_dir()):
+            raise ConfigError(f"--out {out} is not a file in a directory that exists")
+        setup = BenchSetup(
+            nbytes=parse_size(nbytes),
+            tensors=tensors,
+            dtype=dtype,
+            shapes=shapes,
+            packed=packed,
+            backend=backend,  # type: ignore[arg-type]  # checked above
+            transport=transport,  # type: ignore[arg-type]  # checked above
+            readers=readers,
+            sink=sink,  # type: ignore[arg-type]
+            apply=apply,  # type: ignore[arg-type]
+            rounds=rounds,
+        )
+        if transport == "http":
+            require("bench", "fastapi", "uvicorn")
+        measured = _measure(setup, shown=not json_)
+        figures = measured.to_dict()
+        if out is not None:
+            out.write_text(json.dumps(figures, indent=2) + "\n", encoding="utf-8")
+        if json_:
+            print_json(figures)
+        else:
+            Console().print(make_table(measured))
+
+
+def _measure(setup: BenchSetup, *, shown: bool) -> Measured:
+    console = Console(stderr=True)
+    hidden = not (shown and console.is_terminal)
+    with Progress(console=console, transient=True, disable=hidden) as bar:
         task = bar.add_task("measuring", total=None)
-        measured = measure(setup, lambda done, total: bar.update(task, completed=done, total=total))
-    console.print(make_table(measured))
-    if json_file is not None:
-        json_file.write_text(json.dumps(measured.to_dict(), indent=2) + "\n", encoding="utf-8")
+        return measure(setup, lambda done, total: bar.update(task, completed=done, total=total))
 
 
 def parse_size(text: str) -> int:
@@ -71,8 +88,8 @@ def parse_size(text: str) -> int:
     factors = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
     factor = factors.get(text[-1:].upper(), 1)
     digits = text[:-1] if factor > 1 else text
-    if not (digits.isascii() and digits.isdigit()):
-        raise ConfigError(f"{text!r} is no size; write 512M, 1G or a number of bytes")
+    if not (digits.isascii() and digits.isdigit()) or len(digits) > MAX_DIGITS:
+        raise ConfigError(f"{text[:40]!r} is no size; write 512M, 1G or a number of bytes")
     return int(digits) * factor
 
 

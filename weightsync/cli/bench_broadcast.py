@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -15,7 +16,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from weightsync.errors import ConnectError
+from weightsync.cli.child import end_with
+from weightsync.errors import RemoteError
 
 _WAIT_S = 120.0
 _LOOPBACK = "127.0.0.1"
@@ -31,7 +33,8 @@ def raw_broadcast(nbytes: int) -> Iterator[Callable[[], float]]:
     ours, theirs = spawn.Pipe()
     with tempfile.TemporaryDirectory() as directory:
         meeting = str(Path(directory) / "store")
-        process = spawn.Process(target=_take_part, args=(theirs, meeting, nbytes), daemon=True)
+        arguments = (theirs, os.getpid(), meeting, nbytes)
+        process = spawn.Process(target=_take_part, args=arguments, daemon=True)
         process.start()
         theirs.close()
         try:
@@ -59,11 +62,12 @@ def _timed(
 
 def _hear(other: Connection) -> None:
     if not other.poll(_WAIT_S):
-        raise ConnectError("the other process of the raw broadcast does not answer")
+        raise RemoteError("the other process of the raw broadcast does not answer")
     other.recv_bytes()
 
 
-def _take_part(parent: Connection, meeting: str, nbytes: int) -> None:
+def _take_part(parent: Connection, parent_pid: int, meeting: str, nbytes: int) -> None:
+    end_with(parent_pid)
     torch.set_num_threads(1)
     broadcast = _broadcaster(meeting, 1)
     flat = torch.zeros(nbytes, dtype=torch.uint8)

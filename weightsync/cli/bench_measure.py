@@ -16,8 +16,14 @@ import torch
 
 from weightsync.cli.bench_broadcast import raw_broadcast
 from weightsync.cli.bench_model import make_model, shapes_of, total_nbytes
-from weightsync.cli.bench_receiver import Carrier, PipeCallback, Place, SinkKind, receive
-from weightsync.errors import ConnectError
+from weightsync.cli.bench_receiver import (
+    Carrier,
+    PipeCallback,
+    Place,
+    SinkKind,
+    hear_ready,
+    receive,
+)
 from weightsync.report import SyncReport
 from weightsync.trainer import WeightSender, connect
 from weightsync.weights.dtypes import TORCH_DTYPES, as_bytes
@@ -205,17 +211,13 @@ def _receiver_process(
     ours, theirs = spawn.Pipe()
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     place = Place(setup.transport, setup.sink, setup.apply, token)
-    arguments = (theirs, shapes, setup.dtype, place)
+    arguments = (theirs, os.getpid(), shapes, setup.dtype, place)
     process = spawn.Process(target=receive, args=arguments, daemon=True)
     process.start()
     theirs.close()
     try:
-        if not ours.poll(START_TIMEOUT_S):
-            raise ConnectError(f"the receiving process did not start in {START_TIMEOUT_S:g} s")
-        said = ours.recv_bytes().decode()
+        said = hear_ready(ours, START_TIMEOUT_S)
         yield said if setup.transport == "http" else PipeCallback(ours)
-    except EOFError as exc:
-        raise ConnectError("the receiving process ended before it was ready") from exc
     finally:
         ours.close()
         process.terminate()

@@ -45,12 +45,24 @@ def smollm2() -> list[Shape]:
 
 
 def make_model(shapes: Sequence[Shape], dtype_name: str, *, value: int) -> nn.Module:
-    """Return a module with one parameter per shape, every element `value`."""
+    """Return a module with one parameter per shape, every element `value`.
+
+    Raises ConfigError where there is no memory for it.
+    """
     dtype = TORCH_DTYPES[dtype_name]
     model = nn.Module()
-    model.weights = nn.ParameterList(
-        nn.Parameter(torch.full(shape, value, dtype=dtype), requires_grad=False) for shape in shapes
-    )
+    try:
+        parameters = [
+            nn.Parameter(torch.full(shape, value, dtype=dtype), requires_grad=False)
+            for shape in shapes
+        ]
+    # torch's words for too much memory, and for numbers that are too large for it.
+    except (MemoryError, OverflowError, RuntimeError, TypeError) as exc:
+        said = str(exc).partition("\n")[0]
+        raise ConfigError(
+            f"no memory for {total_nbytes(shapes, dtype)} bytes ({said}); give a smaller --nbytes"
+        ) from exc
+    model.weights = nn.ParameterList(parameters)
     return model
 
 

@@ -12,7 +12,12 @@ import sys
 _PR_SET_PDEATHSIG = 1
 
 
-def _end_with(parent: int) -> None:
+def end_with(parent: int) -> None:
+    """Have this process get SIGTERM, which unwinds it, when `parent` ends, however that happens.
+
+    To be exact, when the thread of `parent` does that started this one.
+    """
+    signal.signal(signal.SIGTERM, _raise_exit)
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0):
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) is refused here")
@@ -29,8 +34,7 @@ def _raise_exit(signum: int, _frame: object) -> None:
 def main() -> None:
     """Run the module named on the command line, with the arguments after it."""
     parent, module, *arguments = sys.argv[1:]
-    _end_with(int(parent))
-    signal.signal(signal.SIGTERM, _raise_exit)
+    end_with(int(parent))
     logging.basicConfig()
     sys.argv = [module, *arguments]
     runpy.run_module(module, run_name="__main__", alter_sys=True)

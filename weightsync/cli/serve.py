@@ -12,10 +12,14 @@ from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 
-from weightsync.errors import BackendUnavailableError, ConfigError
+from weightsync.cli.extras import lacking, require
+from weightsync.errors import ConfigError
 
 if TYPE_CHECKING:
     from weightsync.rollout.serving import ServeOptions
+
+_PACKAGES = ("fastapi", "uvicorn", "zmq", "prometheus_client", "transformers", "safetensors")
+"""What this process or those that it starts import."""
 
 
 class Apply(StrEnum):
@@ -81,14 +85,13 @@ def serve(  # noqa: PLR0913, PLR0917 # each is an option of the command line
     signal.signal(signal.SIGTERM, _exit)
     if no_auth and (token is not None or token_file is not None):
         raise ConfigError("--no-auth excludes --token and --token-file; give one of them")
+    require("serve", *_PACKAGES)
     try:
         from weightsync.rollout.serving import ServeOptions  # noqa: PLC0415 - this verb's extras
         from weightsync.samehost.tensor_codec import chosen_tensor_ipc  # noqa: PLC0415 - same
         from weightsync.server.auth import Token, resolve_token  # noqa: PLC0415 - same
     except ModuleNotFoundError as exc:
-        raise BackendUnavailableError(
-            f"serving needs the package {exc.name}; pip install 'weightsync[server,hf]'"
-        ) from exc
+        raise lacking("serve", exc.name) from exc
     guard = Token("") if no_auth else resolve_token(token, token_file=token_file)
     options = ServeOptions(
         model=model,
