@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import http.server
 import json
+import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -97,8 +98,12 @@ CASES = [
     ("plot nowhere", USAGE),
     ("bench --nbytes some", USAGE),
     ("bench --backend x", USAGE),
+    ("bench --nbytes 900000000G", USAGE),
+    (f"bench --nbytes {'9' * 400}", USAGE),
+    ("bench --out {empty}", USAGE),
     ("demo --model huge", USAGE),
     ("demo --out {open_token}", USAGE),
+    ("demo --out /proc", USAGE),
     ("serve", USAGE),
     ("serve --model tiny --api-servers 0", USAGE),
     ("serve --model tiny --port {taken}", USAGE),
@@ -146,6 +151,7 @@ def test_one_line_and_a_code(
         ("push {checkpoint} --to {url} --insecure", "--insecure"),
         ("serve --model nowhere", "model 'nowhere' is neither"),
         ("demo --out {open_token}", "cannot be made a directory"),
+        ("bench --nbytes some", "'some' is no size"),
     ],
 )
 def test_json_says_it_too(
@@ -164,6 +170,30 @@ def test_json_says_it_too(
     answer = json.loads(capsys.readouterr().out)
     assert answer["exit_code"] == ended.value.code
     assert told in answer["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("line", "package", "extra"),
+    [
+        ("bench --nbytes 64K", "uvicorn", "server,cli"),
+        ("serve --model tiny --port 0", "uvicorn", "server,hf,cli"),
+        ("serve --model tiny --port 0", "zmq", "server,hf,cli"),
+        ("demo --model tiny", "matplotlib", "demo-tools"),
+    ],
+)
+def test_a_missing_package_is_named_before_any_process_starts(
+    line: str,
+    package: str,
+    extra: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setitem(sys.modules, package, None)
+    with pytest.raises(SystemExit) as ended:
+        main(line.split())
+    said = capsys.readouterr()
+    assert (ended.value.code, said.out, said.err.count("\n")) == (FAILED, "", 1), said
+    assert f"needs {package}; pip install 'weightsync[{extra}]'" in said.err
 
 
 def test_a_private_token_file_is_taken(

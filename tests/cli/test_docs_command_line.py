@@ -17,6 +17,7 @@ from tests.cli.test_doctor import CHECKS
 from weightsync.cli.answers import FAILED, OK, REFUSED, UNREACHABLE, USAGE
 from weightsync.cli.app import VERBS
 from weightsync.cli.doctor import make_checks
+from weightsync.cli.extras import EXTRAS, install
 
 PAGE = (ROOT / "docs" / "command-line.md").read_text(encoding="utf-8")
 SHOWN_URL = "http://127.0.0.1:8000"
@@ -75,6 +76,15 @@ def test_the_tables_name_all_verbs_codes_and_checks() -> None:
     assert named == CHECKS | {"driver"}
     checks = make_checks(clean=False, host="127.0.0.1", ports=[])
     assert {check.name for check in checks} - {"limits"} <= named
+
+
+def test_the_extras_are_those_that_an_error_names() -> None:
+    for verb, _, brought in rows("# The command line"):
+        name = verb.strip("`")
+        assert EXTRAS[name].split(",") == re.findall(r"`([a-z-]+)`", brought)
+        (line,) = re.findall("`(pip .*)`", brought) or [""]
+        assert install(name).endswith(line)
+        assert f"'weightsync[{EXTRAS[name]}]'" in install(name)
 
 
 def test_every_verb_says_which_code_it_ends_with() -> None:

@@ -5,20 +5,19 @@ from __future__ import annotations
 import os
 import re
 import secrets
-import signal
 import tempfile
 import time
 from contextlib import AbstractContextManager, ExitStack
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, NoReturn, TypeVar
+from typing import Annotated, TypeVar
 
 import msgspec
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from weightsync.cli.answers import FAILED, describe, print_json
+from weightsync.cli.answers import FAILED, describe, ending, print_json
 from weightsync.cli.children import Child, command, run_child
 from weightsync.cli.demo_report import (
     DemoReport,
@@ -65,21 +64,19 @@ def demo(
 ) -> None:
     """Train a model by reinforcement and send its weights to a live server after every step."""
     console = Console(stderr=json_)
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-    except OSError as exc:
-        raise ConfigError(f"--out {out} cannot be made a directory: {exc.strerror}") from exc
-    signal.signal(signal.SIGTERM, _raise_exit)
-    try:
+    with ending(as_json=json_):
+        _check_out(out)
         check_plotting()
-        report = _Demo(console, model.value, steps, port).run()
-    except WeightSyncError as exc:
-        console.print(f"the demo failed: {exc}", style="red", markup=False, soft_wrap=True)
-        if json_:
-            print_json({"error": describe(exc), "exit_code": FAILED})
-        raise typer.Exit(FAILED) from exc
-    write_report(report, out / REPORT_FILE)
-    write_plot(report.steps, out / PLOT_FILE)
+        try:
+            report = _Demo(console, model.value, steps, port).run()
+        except WeightSyncError as exc:
+            # Not on one line: it may end with the last lines that a process of it said.
+            console.print(f"the demo failed: {exc}", style="red", markup=False, soft_wrap=True)
+            if json_:
+                print_json({"error": describe(exc), "exit_code": FAILED})
+            raise typer.Exit(FAILED) from exc
+        write_report(report, out / REPORT_FILE)
+        write_plot(report.steps, out / PLOT_FILE)
     if json_:
         files = {"report": str(out / REPORT_FILE), "plot": str(out / PLOT_FILE)}
         print_json(msgspec.to_builtins(report) | {"files": files})
@@ -88,6 +85,18 @@ def demo(
     console.print(f"report: {out / REPORT_FILE}, plot: {out / PLOT_FILE}", markup=False)
     if not report.verified:
         raise typer.Exit(FAILED)
+
+
+def _check_out(out: Path) -> None:
+    """Raise ConfigError where files cannot be made, before minutes of work are done for them."""
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as exc:
+        raise ConfigError(f"--out {out} cannot be made a directory: {exc.strerror}") from exc
+    try:
+        tempfile.TemporaryFile(dir=out).close()
+    except OSError as exc:
+        raise ConfigError(f"--out {out} cannot be written: {exc.strerror}") from exc
 
 
 class _Demo:
@@ -186,7 +195,3 @@ def _describe_proof(proof: Proof) -> str:
     if proof.different:
         return f"NOT verified: these tensors differ in the server: {', '.join(proof.different)}"
     return "NOT verified: server and trainer generate different greedy tokens"
-
-
-def _raise_exit(signum: int, _frame: object) -> NoReturn:
-    raise SystemExit(128 + signum)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import msgspec
 
-from weightsync.errors import BackendUnavailableError
+from weightsync.cli.extras import lacking
 
 
 class Event(msgspec.Struct, frozen=True, kw_only=True, tag_field="event"):
@@ -85,7 +85,7 @@ def write_report(report: DemoReport, file: Path) -> None:
 def check_plotting() -> None:
     """Raise BackendUnavailableError when `write_plot` would not work; called before the work."""
     if import_util.find_spec("matplotlib") is None:
-        raise BackendUnavailableError("the plot needs matplotlib; pip install 'weightsync[demo]'")
+        raise lacking("demo", "matplotlib")
 
 
 def write_plot(steps: Sequence[Step], file: Path) -> None:

