@@ -89,12 +89,12 @@ docs: $(STAMP)
 demo: $(STAMP)
 	$(BIN)/weightsync demo $(ARGS)
 
-# Unfinished results are gone on with. ARGS="--preset full" takes hours.
+# Unfinished results are gone on with; Ctrl-C too leaves pages of what there is. ARGS="--preset full"
+# takes hours. Pages of kept results: python -m benchmarks.tables FILE
 RESULTS ?= benchmarks/results.json
 
 bench: $(STAMP)
-	$(BIN)/python -m benchmarks.compare --out $(RESULTS) $(ARGS)
-	$(BIN)/python -m benchmarks.tables $(RESULTS)
+	$(BIN)/python -m benchmarks.compare --out $(RESULTS) --pages . $(ARGS)
 
 bench-check: $(STAMP)
 	$(BIN)/python -m benchmarks.guard $(ARGS)

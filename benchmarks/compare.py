@@ -4,22 +4,24 @@
 
 Every trial is a trainer process and its readers, apart from all others. The file is written after
 each trial; an unfinished one is gone on with, a finished one begun anew. What fails, does not fit
-into memory or takes too long is a row with its reason.
+into memory or takes too long is a row with its reason. `--pages` also writes the tables, of
+whatever there is when it ends or is stopped.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import signal
 import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import psutil
 
-from benchmarks import isolated
+from benchmarks import isolated, tables
 from benchmarks.plan import PRESETS, WORKLOADS, Preset, Trial
 from benchmarks.results import Results, Row, machine, same_kind
 from benchmarks.rivals.registry import RIVALS
@@ -28,6 +30,8 @@ from benchmarks.shapes import Workload
 # Beside the weights: interpreters with torch, and what the system itself wants.
 SPARE_NBYTES = 1 << 30
 PROCESS_NBYTES = 300 << 20
+# The kernel frees the /dev/shm of the trial before in its own time.
+MEMORY_RETURNS_S = 2.0
 
 
 def compare(preset: Preset, results: Results, path: Path | None, only: Sequence[str] = ()) -> None:
@@ -56,7 +60,10 @@ def measure(preset: Preset, trial: Trial) -> list[Row]:
     workload = WORKLOADS[trial.workload]()
     reasons = {name: _too_large(name, workload, trial.readers) for name in trial.rivals}
     fit = [name for name, reason in reasons.items() if not reason]
-    found, problem = _run(preset, trial, fit) if fit else ({}, "")
+    try:
+        found, problem = _run(preset, trial, fit) if fit else ({}, "")
+    except (OSError, ValueError) as exc:  # a full disk, half a line
+        found, problem = {}, f"{type(exc).__name__}: {exc}"
     rows = []
     for name, reason in reasons.items():
         for way in RIVALS[name].ways:
@@ -87,7 +94,9 @@ def _too_large(name: str, workload: Workload, readers: int) -> str:
     """Say why a rival does not fit this machine's memory; nothing if it does."""
     needed = RIVALS[name].peak_nbytes(workload.nbytes, readers)
     needed += SPARE_NBYTES + (1 + readers) * PROCESS_NBYTES
-    there = psutil.virtual_memory().available
+    until = time.monotonic() + MEMORY_RETURNS_S
+    while needed > (there := psutil.virtual_memory().available) and time.monotonic() < until:
+        time.sleep(0.1)
     if needed <= there:
         return ""
     return f"needs about {needed / 2**30:.0f} GiB of memory, {there / 2**30:.0f} GiB are free"
@@ -103,6 +112,7 @@ def _run(
         "rounds": preset.rounds,
         "warm_ups": preset.warm_ups,
         "budget_s": preset.budget_s,
+        "aim_s": preset.aim_s,
     }
     with isolated.home() as directory:
         asked, said = directory / "order", directory / "results"
@@ -155,12 +165,27 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--rivals", nargs="+", default=[], metavar="NAME", help="only those that begin so"
     )
+    parser.add_argument(
+        "--pages", type=Path, metavar="ROOT", help="write docs/performance.md and README.md of ROOT"
+    )
     options = parser.parse_args(arguments)
     results = resume(options.out, options.preset)
-    compare(PRESETS[options.preset], results, options.out, options.rivals)
+    signal.signal(signal.SIGTERM, stop)
+    try:
+        compare(PRESETS[options.preset], results, options.out, options.rivals)
+    except KeyboardInterrupt:
+        print("stopped: the same command goes on from here", file=sys.stderr)
+    finally:
+        if options.pages is not None and results.rows:
+            tables.write(results, options.pages)
     failed = sum(bool(row.failed) for row in results.rows)
     print(f"{len(results.rows)} rows, {failed} without figures: {options.out}")
-    return 0
+    return 0 if results.finished or options.rivals else 130
+
+
+def stop(*_: object) -> NoReturn:
+    """Do for SIGTERM as for Ctrl-C."""
+    raise KeyboardInterrupt
 
 
 if __name__ == "__main__":

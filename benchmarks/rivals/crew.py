@@ -54,8 +54,15 @@ class Crew:
             pipe.send_bytes(said)
 
     def hear(self) -> list[Any]:
-        """Return each reader's answer. Raises RivalError for a failure or silence."""
-        return [self._hear(pipe) for pipe in self._pipes]
+        """Return each reader's answer. Raises RivalError for a failure or silence.
+
+        Every reader is heard first, or the next call would take this one's answer for its own.
+        """
+        heard = [self._hear(pipe) for pipe in self._pipes]
+        for answer in heard:
+            if isinstance(answer, RivalError):
+                raise answer
+        return heard
 
     def ask(self, *call: object) -> list[Any]:
         """Call, and return each reader's answer."""
@@ -84,13 +91,13 @@ class Crew:
 
     def _hear(self, pipe: Connection) -> Any:
         if not pipe.poll(WAIT_S):
-            raise RivalError(f"a reader was silent for {WAIT_S:g} s")
+            return RivalError(f"a reader was silent for {WAIT_S:g} s")
         try:
             answer = json.loads(pipe.recv_bytes())
-        except EOFError as exc:
-            raise RivalError("a reader ended") from exc
+        except EOFError:
+            return RivalError("a reader ended")
         if "error" in answer:
-            raise RivalError(f"a reader failed: {answer['error']}")
+            return RivalError(f"a reader failed: {answer['error']}")
         return answer["answer"]
 
 

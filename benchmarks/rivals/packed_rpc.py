@@ -2,7 +2,8 @@
 
 From the public description of vLLM's: tensors are packed into a buffer that is made for this update
 (1 GiB by default), its handle travels in one RPC, the reader maps it, clones it and loads slices,
-and only then the next buffer is packed. Here the RPC is a POST of JSON on a kept-alive connection.
+and only then the next chunk is packed. Here the buffer of an update takes its chunks one after the
+other and is mapped once, and the RPC is a POST of JSON on a kept-alive connection.
 On a GPU a caching allocator makes a fresh buffer cheaper than fresh shared memory is.
 """
 
@@ -19,7 +20,7 @@ from torch import nn
 from benchmarks.rivals.contract import Job, Reader, Rival
 from benchmarks.rivals.crew import Crew
 from benchmarks.rivals.loopback import Clients, Server
-from benchmarks.rivals.parameters import DTYPES, as_bytes, load, parameters_of
+from benchmarks.rivals.parameters import DTYPES, Parameters, as_bytes, load, parameters_of
 
 BUCKET_NBYTES = 1 << 30
 
@@ -29,26 +30,28 @@ class Trainer(Rival):
 
     def setup(self, job: Job, module: nn.Module) -> None:
         self._state = parameters_of(module)
+        self._chunks = list(chunks_of(self._state, BUCKET_NBYTES))
         self._names = {tensor.name: tensor for tensor in job.tensors}
         self._file = Path(job.directory) / "buffer"
         self._crew = Crew(job, Taker, [None] * job.readers)
         self._clients = Clients(self._crew.ready())
 
     def update(self, way: str) -> None:
-        for names in self._chunks():
+        self._file.unlink(missing_ok=True)
+        room = max(sum(self._names[name].nbytes for name in chunk) for chunk in self._chunks)
+        buffer = torch.from_file(str(self._file), shared=True, size=room, dtype=torch.uint8)
+        for number, names in enumerate(self._chunks, start=1):
             flat = [as_bytes(self._state[name]) for name in names]
             sizes = [len(piece) for piece in flat]
-            self._file.unlink(missing_ok=True)
-            buffer = torch.from_file(
-                str(self._file), shared=True, size=sum(sizes), dtype=torch.uint8
-            )
-            torch.cat(flat, out=buffer)
+            torch.cat(flat, out=buffer[: sum(sizes)])
             info = {
                 "names": names,
                 "dtype_names": [self._names[name].dtype for name in names],
                 "shapes": [self._names[name].shape for name in names],
                 "tensor_sizes": sizes,
                 "buffer": str(self._file),
+                "buffer_nbytes": room,
+                "last": number == len(self._chunks),
             }
             body = json.dumps(info).encode()
             self._clients.post("/update_weights", body, len(body))
@@ -63,17 +66,19 @@ class Trainer(Rival):
             self._crew.close()
         self._file.unlink(missing_ok=True)
 
-    def _chunks(self) -> Iterator[list[str]]:
-        names: list[str] = []
-        nbytes = 0
-        for name, tensor in self._state.items():
-            if names and nbytes + tensor.nbytes > BUCKET_NBYTES:
-                yield names
-                names, nbytes = [], 0
-            names.append(name)
-            nbytes += tensor.nbytes
-        if names:
+
+def chunks_of(parameters: Parameters, room: int) -> Iterator[list[str]]:
+    """Yield the names that travel together: whole tensors, in order, as many as have room."""
+    names: list[str] = []
+    nbytes = 0
+    for name, tensor in parameters.items():
+        if names and nbytes + tensor.nbytes > room:
             yield names
+            names, nbytes = [], 0
+        names.append(name)
+        nbytes += tensor.nbytes
+    if names:
+        yield names
 
 
 class Taker(Reader):
@@ -81,6 +86,7 @@ class Taker(Reader):
 
     def __init__(self, module: nn.Module, extra: Any) -> None:
         super().__init__(module, extra)
+        self._mapped: torch.Tensor | None = None
         self._server = Server(self._take)
 
     def hello(self) -> object:
@@ -92,8 +98,13 @@ class Taker(Reader):
     def _take(self, path: str, stream: BinaryIO, nbytes: int) -> None:
         info = json.loads(stream.read(nbytes))
         sizes = info["tensor_sizes"]
-        mapped = torch.from_file(info["buffer"], shared=True, size=sum(sizes), dtype=torch.uint8)
-        pieces = torch.split(mapped.clone(), sizes)
+        if self._mapped is None:
+            self._mapped = torch.from_file(
+                info["buffer"], shared=True, size=info["buffer_nbytes"], dtype=torch.uint8
+            )
+        pieces = torch.split(self._mapped[: sum(sizes)].clone(), sizes)
+        if info["last"]:
+            self._mapped = None
         load(
             self.parameters,
             (

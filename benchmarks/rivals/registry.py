@@ -45,14 +45,21 @@ class Entry:
 
 VERIFIED = ("not verified", "verified")
 _OURS = Entry(module="ours", title="weightsync", ways=VERIFIED)
-_STAGED = replace(_OURS, reader_models=2.0)
+# A staged module has two slabs, made while its own memory is still there.
+_STAGED = replace(_OURS, reader_models=3.0)
 
 RIVALS: dict[str, Entry] = {
     "weightsync/unpacked/staged": replace(
-        _STAGED, option="unpacked,module,staged", title="weightsync, unpacked, staged"
+        _STAGED,
+        option="unpacked,module,staged",
+        title="weightsync, unpacked, staged",
+        fixed_models=1.0,
     ),
     "weightsync/unpacked/in_place": replace(
-        _OURS, option="unpacked,module,in_place", title="weightsync, unpacked, in place"
+        _OURS,
+        option="unpacked,module,in_place",
+        title="weightsync, unpacked, in place",
+        fixed_models=1.0,
     ),
     "weightsync/packed/staged": replace(
         _STAGED, option="packed,module,staged", title="weightsync, packed, staged"
@@ -61,7 +68,10 @@ RIVALS: dict[str, Entry] = {
         _OURS, option="packed,module,in_place", title="weightsync, packed, in place"
     ),
     "weightsync/unpacked/hook": replace(
-        _OURS, option="unpacked,hook,in_place", title="weightsync, unpacked, hook in place"
+        _OURS,
+        option="unpacked,hook,in_place",
+        title="weightsync, unpacked, hook in place",
+        fixed_models=1.0,
     ),
     "weightsync/packed/hook": replace(
         _OURS, option="packed,hook,in_place", title="weightsync, packed, hook in place"
@@ -104,7 +114,7 @@ RIVALS: dict[str, Entry] = {
     ),
     "packed_rpc": Entry(
         module="packed_rpc",
-        title="packed IPC re-enacted (fresh buffer, RPC and clone per chunk)",
+        title="packed IPC re-enacted (a fresh buffer; RPC and clone per chunk)",
         ways=("1 GiB bucket",),
         chunk_nbytes=GIB,
     ),

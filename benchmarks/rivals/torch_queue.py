@@ -1,9 +1,9 @@
 """A torch.multiprocessing queue, tuned as its notes on best practices say.
 
 `shared once`: the trainer's parameters are moved into shared memory once and each update sends the
-same state dict, so that nothing is copied there again; readers keep what they got last, so that it
-stays mapped. They read the memory that is trained, as unpacked weightsync does. `copied each time`:
-a state dict of copies per update, which the trainer need not wait for.
+same state dict, so that nothing is copied there again. They read the memory that is trained, as
+unpacked weightsync does. `copied each time`: a state dict of copies per update, which the trainer
+need not wait for. Readers keep what each way brought last, so that it stays mapped.
 """
 
 from __future__ import annotations
@@ -56,11 +56,11 @@ class Taker(Reader):
         super().__init__(module, extra)
         strategy, self._queue = extra
         _share_by(strategy)
-        self._kept: dict[str, torch.Tensor] = {}
+        self._kept: dict[str, dict[str, torch.Tensor]] = {}
 
     def load(self, way: str, message: Any) -> object:
         state = self._queue.get()
-        self._kept = state
+        self._kept[way] = state
         return len(load(self.parameters, state.items()))
 
 

@@ -4,7 +4,7 @@
 
 ORDER is a JSON file of an `Order`; RESULTS gets one JSON line per rival and way. Each round changes
 the parameters, copies them once inside this process, and updates every reader; then the values that
-readers hold are compared with the trainer's, way by way.
+readers hold are compared with the trainer's, way by way. A way that fails takes no other with it.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ import os
 import sys
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -26,14 +26,21 @@ from benchmarks.rivals.contract import Job, Rival, RivalError
 from benchmarks.rivals.crew import Crew
 from benchmarks.rivals.parameters import digests, fill, make_module, parameters_of, touch
 from benchmarks.rivals.registry import RIVALS
+from benchmarks.shapes import Tensor
 
 MIN_ROUNDS = 3
+# Of a trial's time: processes start, and what they hold is compared.
+BESIDE_ROUNDS = 0.3
 SHM = "/dev/shm"
+REASON_CHARACTERS = 300
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Order:
-    """What one trial measures: rivals on one workload, each for about `budget_s` per way."""
+    """What one trial measures: rivals on one workload, each for about `budget_s` per way.
+
+    Each rival is to end within `aim_s`; slow ones have fewer rounds, one at least.
+    """
 
     workload: str
     readers: int
@@ -41,16 +48,75 @@ class Order:
     rounds: int
     warm_ups: int
     budget_s: float
+    aim_s: float
 
 
 @dataclass(slots=True)
 class Taken:
-    """Seconds of copies and updates that took turns, and the machine's load at the end."""
+    """Seconds of copies and updates that took turns, and the machine's load at the end.
+
+    `failed` says why there are no figures.
+    """
 
     memcpy: list[float] = field(default_factory=list)
     update: list[float] = field(default_factory=list)
     setup_s: float = 0.0
     load: float = 0.0
+    failed: str = ""
+
+
+class Course:
+    """The rounds of one way: how many count, and when there is no time for more."""
+
+    def __init__(self, order: Order, ways: int, taken: Taken) -> None:
+        self.taken = taken
+        self._order = order
+        self._share_s = order.aim_s * (1 - BESIDE_ROUNDS) / ways
+        self._warm_ups = 0
+        self._spent_s = self._last_s = 0.0
+
+    def wants_more(self) -> bool:
+        """Whether there is another round; the update that is checked comes after the last."""
+        done = len(self.taken.update)
+        if self.taken.failed or done >= self._order.rounds:
+            return False
+        enough = done >= MIN_ROUNDS and self._spent_s >= self._order.budget_s
+        return not done or (not enough and self._room_for(1))
+
+    def run(self, work: Callable[[Taken], None]) -> None:
+        """Run one round, for its figures or to get warm; what it raises is why there are none."""
+        warm = self._warm_ups < self._order.warm_ups and (
+            not self._warm_ups or self._room_for(MIN_ROUNDS + 1)
+        )
+        self._warm_ups += warm
+        began = time.perf_counter()
+        with failing(self.taken):
+            if not warm and not self._room_for(1):
+                raise RivalError(
+                    f"an update takes {self._last_s:.1f} s: too long for {self._share_s:.0f} s "
+                    "of rounds"
+                )
+            work(Taken() if warm else self.taken)
+        self._last_s = time.perf_counter() - began
+        self._spent_s += self._last_s
+
+    def _room_for(self, rounds: int) -> bool:
+        """Whether so many rounds and the check still fit."""
+        return self._spent_s + (rounds + 1) * self._last_s <= self._share_s
+
+
+@contextmanager
+def failing(taken: Taken) -> Iterator[None]:
+    """Keep what is raised as the reason why a way has no figures."""
+    try:
+        yield
+    except Exception as exc:  # noqa: BLE001 # becomes the reason in the row
+        taken.failed = reason_of(exc)
+
+
+def reason_of(exc: Exception) -> str:
+    """Return a failure in one line."""
+    return f"{type(exc).__name__}: {exc}"[:REASON_CHARACTERS]
 
 
 def run(order: Order, results: Path) -> None:
@@ -59,59 +125,54 @@ def run(order: Order, results: Path) -> None:
     tensors = WORKLOADS[order.workload]().tensors
     with results.open("a", encoding="utf-8") as file:
         for name in order.rivals:
-            taken, reason = _measured(order, name, tensors)
-            for way in RIVALS[name].ways:
-                found = taken.get(way)
-                line = {
-                    "rival": name,
-                    "way": way,
-                    **(asdict(found) if found else {"failed": reason}),
-                }
-                file.write(json.dumps(line) + "\n")
+            for way, taken in _measured(order, name, tensors).items():
+                said = {"failed": taken.failed} if taken.failed else asdict(taken)
+                file.write(json.dumps({"rival": name, "way": way, **said}) + "\n")
             file.flush()
 
 
-def _measured(order: Order, name: str, tensors: Any) -> tuple[dict[str, Taken], str]:
-    taken: dict[str, Taken] = {}
+def _measured(order: Order, name: str, tensors: tuple[Tensor, ...]) -> dict[str, Taken]:
+    found = {way: Taken() for way in RIVALS[name].ways}
+    checked: set[str] = set()
     try:
         with tempfile.TemporaryDirectory(prefix="weights-bench-", dir=SHM) as directory:
             job = Job(tensors=tensors, readers=order.readers, directory=directory)
             Crew.preload(f"benchmarks.rivals.{RIVALS[name].module}")
             rival = RIVALS[name].make()()
             try:
-                _measure(order, rival, job, RIVALS[name].ways, taken)
+                _measure(order, rival, job, found, checked)
             finally:
                 rival.close()
-    except Exception as exc:  # noqa: BLE001 # becomes the reason in the row
-        return taken, f"{type(exc).__name__}: {exc}"[:300]
-    return taken, ""
+    except Exception as exc:  # noqa: BLE001 # becomes the reason in the rows
+        for way in found.keys() - checked:
+            found[way].failed = found[way].failed or reason_of(exc)
+    return found
 
 
 def _measure(
-    order: Order, rival: Rival, job: Job, ways: tuple[str, ...], checked: dict[str, Taken]
+    order: Order, rival: Rival, job: Job, found: Mapping[str, Taken], checked: set[str]
 ) -> None:
-    """Fill `checked` way by way: what has failed its check, or has not come to it, stays out."""
+    """Fill `found`; a way that fails is left out of what follows, the others go on."""
     module = make_module(job.tensors)
     parameters = parameters_of(module)
     fill(parameters, 1)
     began = time.perf_counter()
     rival.setup(job, module)
-    taken = {way: Taken(setup_s=time.perf_counter() - began) for way in ways}
+    setup_s = time.perf_counter() - began
     twins = [torch.ones_like(tensor) for tensor in parameters.values()]
-    budget_s = order.budget_s * len(ways)
-    for number in range(order.warm_ups + order.rounds):
-        if number == order.warm_ups:
-            began = time.perf_counter()
-        elif number >= order.warm_ups + MIN_ROUNDS and time.perf_counter() - began > budget_s:
-            break
-        for way, found in taken.items():
-            _round(rival, way, parameters, twins, found if number >= order.warm_ups else Taken())
-    for seed, (way, found) in enumerate(taken.items(), start=2):
-        fill(parameters, seed)
-        rival.update(way)
-        _check(rival, parameters, way)
-        found.load = os.getloadavg()[0]
-        checked[way] = found
+    courses = {way: Course(order, len(found), taken) for way, taken in found.items()}
+    while going := [way for way, course in courses.items() if course.wants_more()]:
+        for way in going:
+            courses[way].run(lambda taken: _round(rival, way, parameters, twins, taken))  # noqa: B023 # called at once
+    for seed, (way, taken) in enumerate(found.items(), start=2):
+        if taken.failed:
+            continue
+        with failing(taken):
+            fill(parameters, seed)
+            rival.update(way)
+            _check(rival, parameters, way)
+        taken.setup_s, taken.load = setup_s, os.getloadavg()[0]
+        checked.add(way)
 
 
 def _round(
@@ -126,10 +187,10 @@ def _round(
     began = time.perf_counter()
     for twin, source in zip(twins, sources, strict=True):
         twin.copy_(source)
-    taken.memcpy.append(time.perf_counter() - began)
-    began = time.perf_counter()
+    copied = time.perf_counter()
     rival.update(way)
-    taken.update.append(time.perf_counter() - began)
+    taken.update.append(time.perf_counter() - copied)
+    taken.memcpy.append(copied - began)
 
 
 def _check(rival: Rival, parameters: Mapping[str, torch.Tensor], way: str) -> None:

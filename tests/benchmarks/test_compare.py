@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -133,6 +134,13 @@ class InsideEntry(Entry):
         return lambda: Inside(type(self).move)
 
 
+def order_of(workload: str, rival: str) -> trial.Order:
+    """Return an order of three rounds after one that does not count, for one rival and reader."""
+    return trial.Order(
+        workload=workload, readers=1, rivals=[rival], rounds=3, warm_ups=1, budget_s=1.0, aim_s=60.0
+    )
+
+
 def _everything(theirs: Parameters, ours: Parameters) -> object:
     return load(theirs, ours.items())
 
@@ -162,14 +170,57 @@ def test_who_moves_less_gets_no_figure(
     entry = type("Planted", (InsideEntry,), {"move": staticmethod(move)})
     planted = entry(module="ours", title="inside", ways=("one",))
     monkeypatch.setitem(RIVALS, "inside", planted)
-    order = trial.Order(
-        workload="toy-mixed", readers=1, rivals=["inside"], rounds=3, warm_ups=1, budget_s=1.0
-    )
-    trial.run(order, tmp_path / "results")
+    trial.run(order_of("toy-mixed", "inside"), tmp_path / "results")
     (line,) = (tmp_path / "results").read_text(encoding="utf-8").splitlines()
     said = json.loads(line)
     assert wanted in said.get("failed", "")
     assert ("update" in said) == (not wanted)
+
+
+class Halting(Inside):
+    """Moves everything, and fails at one way's third update."""
+
+    updates = 0
+
+    def update(self, way: str) -> None:
+        super().update(way)
+        self.updates += way == "halts"
+        if way == "halts" and self.updates == 3:
+            raise RivalError("halted")
+
+
+def test_a_way_that_fails_takes_no_other_with_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    entry = type("Planted", (Entry,), {"make": lambda _: lambda: Halting(_everything)})
+    monkeypatch.setitem(RIVALS, "inside", entry(module="ours", title="in", ways=("halts", "goes")))
+    trial.run(order_of("toy-mixed", "inside"), tmp_path / "results")
+    lines = (tmp_path / "results").read_text(encoding="utf-8").splitlines()
+    halts, goes = map(json.loads, lines)
+    assert halts == {"rival": "inside", "way": "halts", "failed": "RivalError: halted"}
+    assert len(goes["update"]) == len(goes["memcpy"]) == 3
+
+
+@pytest.mark.parametrize(
+    ("aim_s", "rounds", "reason"),
+    [(100, 3, ""), (60, 2, ""), (30, 0, "an update takes 10.0 s: too long for 21 s of rounds")],
+)
+def test_slow_ways_have_fewer_rounds(
+    aim_s: float, rounds: int, reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = [0.0]
+    monkeypatch.setattr(trial, "time", SimpleNamespace(perf_counter=lambda: now[0]))
+
+    def takes_ten_seconds(taken: trial.Taken) -> None:
+        now[0] += 10
+        taken.update.append(10.0)
+
+    taken = trial.Taken()
+    course = trial.Course(replace(order_of("toy", "none"), aim_s=aim_s), 1, taken)
+    while course.wants_more():
+        course.run(takes_ten_seconds)
+    assert len(taken.update) == rounds
+    assert taken.failed.removeprefix("RivalError: ") == reason
 
 
 def aliases(module: nn.Module) -> dict[str, torch.Tensor]:
@@ -181,15 +232,7 @@ def test_a_trainer_whose_parameters_are_not_adopted_gets_no_figure(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shm_clean: None
 ) -> None:
     monkeypatch.setattr(trial, "parameters_of", aliases)
-    order = trial.Order(
-        workload="toy",
-        readers=1,
-        rivals=["weightsync/unpacked/in_place"],
-        rounds=1,
-        warm_ups=0,
-        budget_s=1.0,
-    )
-    trial.run(order, tmp_path / "results")
+    trial.run(order_of("toy", "weightsync/unpacked/in_place"), tmp_path / "results")
     lines = (tmp_path / "results").read_text(encoding="utf-8").splitlines()
     reason = "RivalError: 12 of 12 parameters were not adopted into shared memory"
     assert [json.loads(line).get("failed") for line in lines] == [reason] * 2
