@@ -41,6 +41,8 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 DEFAULT_TIMEOUT_S = 300.0
+MAX_TIMEOUT_S = 1e6
+"""Eleven days: waits of the operating system overflow at some more."""
 _RANKS_SLACK_S = 60.0
 
 
@@ -86,8 +88,10 @@ def connect(  # noqa: PLR0913  # the settings of a connection, all keyword-only
     rank's, SegmentError when `/dev/shm` has no room, BackendUnavailableError when no road works,
     TransferTimeout naming ranks that did not call, ConnectError or AuthError.
     """
-    if timeout_s <= 0:
-        raise ConfigError(f"timeout_s must be positive, not {timeout_s}")
+    if not 0 < timeout_s <= MAX_TIMEOUT_S:
+        raise ConfigError(
+            f"timeout_s must be positive and at most {MAX_TIMEOUT_S:.0f}, not {timeout_s}"
+        )
     if on_failure not in ("abort", "drop"):
         raise ConfigError(f"on_failure must be abort or drop, not {on_failure!r}")
     on_progress = progress_callback(progress)

@@ -71,11 +71,16 @@ def places(
 
 SERVERS = {"{down}": UNREACHABLE, "http://nosuch.invalid:1": UNREACHABLE, "127.0.0.1:1": USAGE}
 SERVERS |= {"ftp://x": USAGE, "http://127.0.0.1:99999": USAGE, "{stranger}": FAILED}
-SERVERS |= {"{tls_to_plain}": UNREACHABLE}
+SERVERS |= {"{tls_to_plain}": UNREACHABLE, "http://a\u00a0b:1": USAGE}
+SECONDS = ("0", "inf", "nan", "1e300")
 
 CASES = [
     *((f"push {{checkpoint}} --to {url}", code) for url, code in SERVERS.items()),
     *((f"verify {url} {{checkpoint}}", code) for url, code in SERVERS.items()),
+    *((f"push {{checkpoint}} --to {{url}} --timeout {given}", USAGE) for given in SECONDS),
+    *((f"status {{url}} --timeout {given}", USAGE) for given in SECONDS),
+    *((f"status {{url}} --interval {given}", USAGE) for given in SECONDS),
+    *((f"verify {{url}} {{checkpoint}} --timeout {given}", USAGE) for given in SECONDS),
     ("push nowhere --to {url}", USAGE),
     ("push {empty} --to {url}", USAGE),
     ("push {pickled} --to {url}", USAGE),
@@ -93,9 +98,13 @@ CASES = [
     ("status", USAGE),
     ("status 127.0.0.1:1", USAGE),
     ("status {url} --token-file nowhere", USAGE),
-    ("status {url} --interval 0", USAGE),
+    ("status {url} --token-file {open_token}", USAGE),
+    ("status http://a\u00a0b:1", USAGE),
+    ("-- status", USAGE),
+    ("-- -- status", USAGE),
     ("doctor --port 0", USAGE),
     ("plot nowhere", USAGE),
+    *((f"plot {name}", USAGE) for name in ("infinite", "long", "deep", "list", "far")),
     ("bench --nbytes some", USAGE),
     ("bench --backend x", USAGE),
     ("bench --nbytes 900000000G", USAGE),
@@ -118,6 +127,10 @@ CASES = [
 ]
 
 
+NUMBERS = {"infinite": "Infinity", "long": "1" * 400, "deep": "[" * 100_000, "far": "1e300"}
+REPORT = '{"seconds": {}, "gbps": 1, "stall_s": 1, "version": %s}'
+
+
 @pytest.mark.parametrize(("line", "code"), CASES, ids=[line for line, _ in CASES])
 def test_one_line_and_a_code(
     line: str,
@@ -132,7 +145,10 @@ def test_one_line_and_a_code(
     (tmp_path / "empty").mkdir()
     (tmp_path / "pickled").mkdir()
     (tmp_path / "pickled" / "pytorch_model.bin").write_bytes(b"no pickle is read")
-    words = line.format(**places).split()
+    for name, number in NUMBERS.items():
+        (tmp_path / name).write_text(REPORT % number)
+    (tmp_path / "list").write_text("[]")
+    words = line.format(**places).split(" ")
     with pytest.raises(SystemExit) as ended:
         main(words)
     said = capsys.readouterr()
@@ -152,6 +168,9 @@ def test_one_line_and_a_code(
         ("serve --model nowhere", "model 'nowhere' is neither"),
         ("demo --out {open_token}", "cannot be made a directory"),
         ("bench --nbytes some", "'some' is no size"),
+        ("status http://a\u00a0b:1", "names no host; give http://host:port"),
+        ("status sglang+https://a:1 --ca-file nowhere", "to trust, nowhere, cannot be read"),
+        ("plot far", "line 1 is no report (1e+300 is not below 1e+30)"),
     ],
 )
 def test_json_says_it_too(
@@ -165,8 +184,9 @@ def test_json_says_it_too(
     monkeypatch.chdir(tmp_path)
     (tmp_path / "pickled").mkdir()
     (tmp_path / "pickled" / "pytorch_model.bin").touch()
+    (tmp_path / "far").write_text(REPORT % NUMBERS["far"])
     with pytest.raises(SystemExit) as ended:
-        main([*line.format(**places).split(), "--json"])
+        main([*line.format(**places).split(" "), "--json"])
     answer = json.loads(capsys.readouterr().out)
     assert answer["exit_code"] == ended.value.code
     assert told in answer["error"]["message"]

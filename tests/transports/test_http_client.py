@@ -112,6 +112,7 @@ class TestHttp(TransportContract):
         "http://",
         "http://host:99999",
         "http://host:0",
+        "http://a host:1",
         "http://[::1",
         "http://user:secret@host",
         "http://host?token=x",

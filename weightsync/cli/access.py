@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from weightsync.errors import ConfigError
+from weightsync.trainer import MAX_TIMEOUT_S
 from weightsync.transports.http_client import tls_settings
 from weightsync.wire.bearer_token import read_token_file
 
@@ -23,6 +25,17 @@ CaFileOption = Annotated[
     Path | None,
     typer.Option(help="certificates to trust, PEM; else REQUESTS_CA_BUNDLE", show_default=False),
 ]
+
+
+def seconds(what: str) -> Any:
+    """Return the option of a number of seconds that a process can wait."""
+    return typer.Option(min=0.1, max=MAX_TIMEOUT_S, callback=_check_number, help=what)
+
+
+def _check_number(value: float) -> float:
+    if math.isnan(value):  # which is neither below the least nor above the most
+        raise typer.BadParameter("nan is no number of seconds")
+    return value
 
 
 def given_token(token: str | None, token_file: Path | None) -> str | None:
@@ -42,7 +55,7 @@ def given_trust(ca_file: Path | None, urls: Sequence[str]) -> bool | str:
     """
     if ca_file is None:
         return True
-    if not any(url.startswith(("https://", "vllm+https://")) for url in urls):
+    if not any(url.startswith(("https://", "vllm+https://", "sglang+https://")) for url in urls):
         raise ConfigError("--ca-file is for https:// URLs, and none is given")
     tls_settings(str(ca_file))
     return str(ca_file)

@@ -14,6 +14,8 @@ from weightsync.cli.answers import ending, print_json
 from weightsync.errors import ConfigError
 
 Report = dict[str, object]
+LARGEST = 1e30
+"""More than any update takes or is numbered, and little enough for axes to be drawn."""
 _SUFFIXES = (".png", ".svg", ".pdf")
 
 
@@ -84,11 +86,14 @@ def _draw_phases(axes: Axes, at: list[int], seconds: list[dict[str, float]]) -> 
 def _report(line: str, where: str) -> Report:
     try:
         report = json.loads(line)
+        if not isinstance(report, dict):
+            raise TypeError("it is no object")
         _numbers(report["seconds"])
         for name in ("gbps", "stall_s", "version"):
             _number(report[name])
-    except (ValueError, TypeError, KeyError, AttributeError) as exc:
-        raise ConfigError(f"{where} is no report ({exc}); report.to_json() writes them") from exc
+    except (ValueError, TypeError, KeyError, OverflowError, RecursionError) as exc:
+        why = str(exc)[:100]
+        raise ConfigError(f"{where} is no report ({why}); report.to_json() writes them") from exc
     found: Report = report
     return found
 
@@ -102,7 +107,10 @@ def _numbers(values: object) -> dict[str, float]:
 def _number(value: object) -> float:
     if not isinstance(value, int | float):
         raise TypeError(f"{value!r} is no number")
-    return float(value)
+    number = float(value)
+    if not abs(number) < LARGEST:  # infinities, and what is none of these
+        raise ValueError(f"{number} is not below {LARGEST:g}")
+    return number
 
 
 def _versions(reports: list[Report]) -> str:

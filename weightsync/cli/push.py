@@ -24,6 +24,7 @@ from weightsync.cli.access import (
     TokenOption,
     given_token,
     given_trust,
+    seconds,
 )
 from weightsync.cli.answers import ending, print_json
 from weightsync.cli.checkpoint import Dtype, WatchedSource, explain, open_checkpoint
@@ -57,7 +58,7 @@ def push(  # noqa: PLR0913, PLR0917  # one parameter per option
     verify: Annotated[
         bool, typer.Option("--verify/--no-verify", help="fingerprint what arrives")
     ] = True,
-    timeout: Annotated[float, typer.Option(min=0.1, help="seconds without progress")] = 300.0,
+    timeout: Annotated[float, seconds("seconds without progress")] = 300.0,
     json_: Annotated[bool, typer.Option("--json", help="print one JSON object")] = False,
 ) -> None:
     """Load a safetensors checkpoint into servers that are running."""

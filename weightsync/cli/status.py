@@ -20,6 +20,7 @@ from weightsync.cli.access import (
     TokenOption,
     given_token,
     given_trust,
+    seconds,
 )
 from weightsync.cli.answers import (
     FAILED,
@@ -92,8 +93,8 @@ def status(  # noqa: PLR0913, PLR0917  # one parameter per option
         bool, typer.Option("--host", help="also the shared memory of this user on this host")
     ] = False,
     watch: Annotated[bool, typer.Option("--watch", help="ask again until Ctrl-C")] = False,
-    interval: Annotated[float, typer.Option(min=0.1, help="seconds between looks")] = 1.0,
-    timeout: Annotated[float, typer.Option(min=0.1, help="seconds to wait for each server")] = 10.0,
+    interval: Annotated[float, seconds("seconds between looks")] = 1.0,
+    timeout: Annotated[float, seconds("seconds to wait for each server")] = 10.0,
     token: TokenOption = None,
     token_file: TokenFileOption = None,
     ca_file: CaFileOption = None,

@@ -19,6 +19,7 @@ from weightsync.cli.access import (
     TokenOption,
     given_token,
     given_trust,
+    seconds,
 )
 from weightsync.cli.answers import FAILED, OK, ending, print_json
 from weightsync.cli.checkpoint import Dtype, open_checkpoint
@@ -67,7 +68,7 @@ def verify(  # one parameter per option
         Dtype | None,
         typer.Option(help="the server's; found out where it is not given", show_default=False),
     ] = None,
-    timeout: Annotated[float, typer.Option(min=0.1, help="seconds to wait for the server")] = 300.0,
+    timeout: Annotated[float, seconds("seconds to wait for the server")] = 300.0,
     json_: Annotated[bool, typer.Option("--json", help="print one JSON object")] = False,
 ) -> None:
     """Compare the weights that a server holds with a safetensors checkpoint, tensor by tensor."""

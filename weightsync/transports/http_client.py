@@ -14,6 +14,7 @@ from urllib3.exceptions import (
     ClosedPoolError,
     ConnectTimeoutError,
     HTTPError,
+    LocationParseError,
     NewConnectionError,
     ReadTimeoutError,
     SSLError,
@@ -163,9 +164,14 @@ class HttpTransport(CountingTransport):
 
     def _make_pool(self, size: int = POOL_SIZE) -> urllib3.HTTPConnectionPool:
         host, port = self._parts.hostname or "", self._parts.port
-        if self._parts.scheme == "http":
-            return _HttpPool(host, port or 80, maxsize=size)
-        return _HttpsPool(host, port or 443, maxsize=size, **tls_settings(self._verify_tls))
+        try:
+            if self._parts.scheme == "http":
+                return _HttpPool(host, port or 80, maxsize=size)
+            return _HttpsPool(host, port or 443, maxsize=size, **tls_settings(self._verify_tls))
+        except LocationParseError as exc:
+            raise ConfigError(
+                f"{self._target} names no host; give http://host:port or https://host:port"
+            ) from exc
 
     def _refuse(self, call: str, status: int, answer: bytes) -> NoReturn:
         try:
