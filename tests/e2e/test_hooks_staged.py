@@ -13,6 +13,7 @@ import weightsync as ws
 from tests.e2e import models, processes, trainers
 from tests.e2e.models import BUCKET_NBYTES, digests, fill
 from tests.e2e.processes import Host, wait_until
+from weightsync.receiving.landings import ApplyChoice
 
 KILLED = -9
 
@@ -48,6 +49,28 @@ def test_a_trainer_killed_in_the_middle_has_called_no_hook(
     assert said.apply == "staged"
     assert said.peak_extra_nbytes >= report.nbytes, "what is kept aside is to be in the report"
     assert receiver.digests() == digests(second)
+
+
+@pytest.mark.usefixtures("shm_clean")
+@pytest.mark.parametrize("apply", ["staged", "in_place"])
+def test_clones_for_a_hook_that_keeps_views_are_in_the_report(apply: ApplyChoice) -> None:
+    sizes: list[int] = []
+
+    def load(pairs: Iterable[tuple[str, torch.Tensor]]) -> None:
+        for _, tensor in pairs:
+            sizes.append(tensor.untyped_storage().nbytes())  # of a clone: the tensor's alone
+
+    said: dict[bool, int] = {}
+    for keeps_views in (False, True):
+        sizes.clear()
+        receiver = ws.WeightReceiver(ws.HookSink(load, keeps_views=keeps_views), apply=apply)
+        with ws.connect(models.make("plain", seed=1), to=receiver.handle) as sender:
+            (report,) = sender.send_weights().receivers
+        said[keeps_views] = report.peak_extra_nbytes
+        assert report.apply == apply
+        receiver.close()
+    cloned = sum(sizes) if apply == "staged" else max(sizes)
+    assert said[True] - said[False] == cloned
 
 
 class Recorder:

@@ -24,9 +24,10 @@ class HookSink(WeightSink):
 
     Staged, the whole stream is kept aside on `device` and the hook is called once, in `commit`:
     what fails before has changed nothing, what fails inside the hook leaves the receiver TORN. That
-    takes as many bytes as the model, stated as `peak_extra_nbytes`; `apply="auto"` does it where
-    they fit into the memory that is free with a tenth to spare, and else hands tensors over as
-    they come, which keeps no more than the largest.
+    takes as many bytes as the model, and as many again for the clones of `keeps_views`, stated as
+    `peak_extra_nbytes`; `apply="auto"` does it where they fit into the memory that is free with a
+    tenth to spare, and else hands tensors over as they come, which keeps no more than the largest
+    (and its clone).
     """
 
     def __init__(
@@ -52,8 +53,12 @@ class HookSink(WeightSink):
         return _AsideLanding(self, plan) if apply == "staged" else _HookLanding(self, plan.manifest)
 
     def staged_nbytes(self, plan: Plan) -> int:
-        """The whole stream is kept aside."""
-        return plan.nbytes
+        """The whole stream is kept aside, and all of it cloned where the hook keeps views."""
+        return plan.nbytes + self.cloned_nbytes(plan.manifest)
+
+    def cloned_nbytes(self, manifest: Manifest) -> int:
+        """Return the bytes of the clones that `call` makes when it is given all of a manifest."""
+        return sum(spec.nbytes for spec in manifest.specs) if self.keeps_views else 0
 
     def commits_in_place(self) -> bool:
         """The hook runs in commit."""
@@ -103,7 +108,8 @@ class _HookLanding(Landing):
         self._sink = sink
         self._manifest = manifest
         self._names = _NamesLoaded(manifest)
-        self.peak_extra_nbytes = max((spec.nbytes for spec in manifest.specs), default=0)
+        largest = max((spec.nbytes for spec in manifest.specs), default=0)
+        self.peak_extra_nbytes = 2 * largest if sink.keeps_views else largest
 
     def begin(self) -> None:
         self._names = _NamesLoaded(self._manifest)
@@ -124,7 +130,7 @@ class _AsideLanding(Landing):
         self._plan = plan
         buffer = slab.allocate(plan.nbytes, sink.device)
         self.memory = Memory.of_stream(plan, buffer)
-        self.peak_extra_nbytes = plan.nbytes
+        self.peak_extra_nbytes = sink.staged_nbytes(plan)
 
     def commit(self) -> None:
         memory = self.memory
