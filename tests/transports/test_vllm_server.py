@@ -284,7 +284,6 @@ def test_new_weights_never_meet_caches_of_old_ones(
         assert "resume" not in workers.log
         workers.broken.clear()
         successor.send_weights()
-        assert not workers.paused
         assert [step for step in workers.log if step in STEPS][-3:] == STEPS
 
 

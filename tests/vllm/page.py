@@ -32,7 +32,8 @@ def log_probabilities(model: Any, tokens: Sequence[int]) -> list[float]:
 
 def main(folder: str) -> None:
     """Send weights twice by the page's sender, and compare after each."""
-    model: Any = Qwen3ForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    model: Any = Qwen3ForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    model.eval()
     names: dict[str, Any] = {"ws": ws, "model": model, "MODEL": folder}
     exec(block("vllm.md", "from vllm import LLM"), names)
     params = SamplingParams(temperature=0, max_tokens=TOKENS, logprobs=1, ignore_eos=True)
