@@ -110,6 +110,8 @@ def machine() -> dict[str, Any]:
         "memory_gib": round(psutil.virtual_memory().total / 2**30, 1),
         "system": f"{platform.system()} {platform.release().split('-')[0]}",
         "python": platform.python_version(),
+        "huge_pages": _huge_pages("enabled"),
+        "huge_pages_of_shared_memory": _huge_pages("shmem_enabled"),
         "packages": {name: found for name in PACKAGES if (found := _version(name))},
     }
 
@@ -126,6 +128,15 @@ def _cpu() -> str:
         return platform.machine()
     names = [line.split(":", 1)[1].strip() for line in said.splitlines() if "model name" in line]
     return names[0] if names else platform.machine()
+
+
+def _huge_pages(setting: str) -> str:
+    """Return what the kernel is set to: `always`, `never`, or `madvise`, where asked for."""
+    try:
+        said = (Path("/sys/kernel/mm/transparent_hugepage") / setting).read_text(encoding="ascii")
+    except OSError:
+        return "unknown"
+    return said.partition("[")[2].partition("]")[0] or "unknown"
 
 
 def _version(name: str) -> str:

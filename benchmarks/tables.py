@@ -40,7 +40,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("results", type=Path)
     parser.add_argument("--root", type=Path, default=ROOT, help="of the project")
     options = parser.parse_args(arguments)
-    write(Results.read(options.results), options.root)
+    results = Results.read(options.results)
+    if not results.rows:
+        raise SystemExit(f"{options.results} has no rows yet: `{COMMAND}` goes on with it")
+    write(results, options.root)
     return 0
 
 
@@ -94,11 +97,23 @@ def where(results: Results) -> str:
     )
     return wrapped(
         f"{when}: {machine['cpu']}, {machine['cores']} cores, {machine['memory_gib']:g} GiB, "
-        f"{machine['system']}, Python {machine['python']}, {packages}. `{command}`: up to "
+        f"{machine['system']}, Python {machine['python']}, {packages}; one thread in each process "
+        f"(`OMP_NUM_THREADS=1`); transparent huge pages: {machine.get('huge_pages', 'unknown')}, "
+        f"of shared memory: {machine.get('huge_pages_of_shared_memory', 'unknown')}. "
+        f"{unfinished(results)}`{command}`: up to "
         f"{preset.rounds} rounds after {preset.warm_ups} that do not count, fewer where they take "
-        f"long (three at least). The machine's load was {min(loads, default=0):.1f} to "
+        f"long. The machine's load was {min(loads, default=0):.1f} to "
         f"{max(loads, default=0):.1f}, the trainer and its readers included."
     )
+
+
+def unfinished(results: Results) -> str:
+    """Say that rows are missing; nothing if none are."""
+    if results.finished:
+        return ""
+    there = len({(row.workload, row.readers, row.rival) for row in results.rows})
+    wanted = sum(len(trial.rivals) for trial in PRESETS[results.preset].trials)
+    return f"**Unfinished: {there} of {wanted} trials.** "
 
 
 def by_workload(results: Results) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Mapping
@@ -18,7 +19,7 @@ from torch import nn
 
 import weightsync as ws
 from benchmarks import compare, tables
-from benchmarks.plan import OURS, PRESETS, THEIRS, WORKLOADS, Trial
+from benchmarks.plan import OURS, PRESETS, THEIRS, WORKLOADS, Preset, Trial
 from benchmarks.results import Results, Row
 from benchmarks.rivals import ours, trial
 from benchmarks.rivals.contract import Job, Rival, RivalError
@@ -102,6 +103,55 @@ def test_an_unfinished_run_is_gone_on_with_and_a_finished_one_is_not(compared: P
     finally:
         results.finished = True
         results.save(compared)
+
+
+def test_what_is_stopped_leaves_pages_and_is_gone_on_with(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ctrl-C in the second trial: the first is kept, and the next run begins with the second."""
+    (tmp_path / "docs").mkdir()
+    for name in ("README.md", "docs/performance.md"):
+        shutil.copy(ROOT / name, tmp_path / name)
+    trials = tuple(Trial(f"4K-{n}", 1, ("gloo",)) for n in (2000, 10000))
+    monkeypatch.setitem(PRESETS, "toy", replace(TOY, trials=trials))
+    out = tmp_path / "results.json"
+    command = ["--preset", "toy", "--out", str(out), "--pages", str(tmp_path)]
+    asked = []
+
+    def measure(preset: Preset, part: Trial) -> list[Row]:
+        asked.append(part.workload)
+        if len(asked) == 2:
+            compare.stop()
+        return [row_of(part.workload, way) for way in RIVALS["gloo"].ways]
+
+    monkeypatch.setattr(compare, "measure", measure)
+    handler = signal.getsignal(signal.SIGTERM)
+    try:
+        assert compare.main(command) == 130
+        page = (tmp_path / "docs/performance.md").read_text(encoding="utf-8")
+        assert "Unfinished: 1 of 2 trials" in " ".join(page.split())
+        assert compare.main(command) == 0
+    finally:
+        signal.signal(signal.SIGTERM, handler)
+    assert asked == ["4K-2000", "4K-10000", "4K-10000"]
+    page = (tmp_path / "docs/performance.md").read_text(encoding="utf-8")
+    assert page.count('<a id="4k-') == 4
+    assert "Unfinished" not in page
+
+
+def row_of(workload: str, way: str) -> Row:
+    """Return a row with two rounds."""
+    return Row(
+        workload=workload,
+        readers=1,
+        rival="gloo",
+        way=way,
+        nbytes=1,
+        tensors=1,
+        dtype="bfloat16",
+        memcpy=[1.0, 2.0],
+        update=[3.0, 4.0],
+    )
 
 
 class Inside(Rival):
@@ -279,16 +329,6 @@ def test_presets_name_what_exists_and_nothing_twice(preset: str) -> None:
 
 
 def test_a_row_comes_back_from_the_file_as_it_was(tmp_path: Path) -> None:
-    row = Row(
-        workload="toy",
-        readers=1,
-        rival="gloo",
-        way="per tensor",
-        nbytes=1,
-        tensors=1,
-        dtype="bfloat16",
-        memcpy=[1.0, 2.0],
-        update=[3.0, 4.0],
-    )
+    row = row_of("toy", "per tensor")
     Results("toy", {"cpu": "one"}, [row]).save(tmp_path / "file")
     assert Results.read(tmp_path / "file").rows == [row]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Collection
 from pathlib import Path
 
@@ -46,17 +47,39 @@ def test_a_loss_seen_in_each_try_is_a_loss() -> None:
 
 
 def test_a_row_without_a_figure_is_a_loss() -> None:
-    measure, _ = tries({"a": 1.0}, {}, {})
+    measure, _ = tries({"a": 1.0, "b": math.nan}, {"b": math.nan}, {})
     (loss,) = judge(COMMITTED, measure)
     assert str(loss) == "b: no figure x memcpy, where 2.00 is committed"
 
 
 def test_what_is_committed_is_the_median_of_tries(tmp_path: Path) -> None:
-    measure, _ = tries({"a": 1.0, "b": 5.0}, {"a": 3.0}, {"a": 1.2, "b": 5.0})
+    measure, _ = tries({"a": 1.0, "b": 5.0}, {"a": 3.0, "b": 4.0}, {"a": 1.2, "b": 5.0})
     guard.commit(measure, tmp_path / "file", "check")
     said = guard.read(tmp_path / "file")
-    assert said["ratios"] == {"a": 1.2}
+    assert said["ratios"] == {"a": 1.2, "b": 5.0}
     assert {"cpu", "cores", "packages"} <= set(said["machine"])
+
+
+@pytest.mark.parametrize("second", [{"a": 3.0}, {"a": 3.0, "b": math.nan}])
+def test_a_row_that_failed_in_any_try_is_not_left_out_in_silence(
+    second: Ratios, tmp_path: Path
+) -> None:
+    measure, _ = tries({"a": 1.0, "b": 5.0}, second, {"a": 1.2, "b": 5.0})
+    with pytest.raises(SystemExit, match="1 of 2 rows have no figure in one of 3 tries: b"):
+        guard.commit(measure, tmp_path / "file", "check")
+    assert not (tmp_path / "file").exists()
+
+
+def test_another_kind_of_machine_is_not_judged(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "committed.json"
+    guard.commit(lambda _: {"a": 1e-6}, file, "toy", 1)
+    said = guard.read(file)
+    said["machine"]["cores"] += 1
+    file.write_text(json.dumps(said), encoding="utf-8")
+    assert guard.main(["--file", str(file), "--preset", "toy"]) == 0
+    assert capsys.readouterr().out.startswith("not judged: ")
 
 
 def test_without_anything_committed_it_says_what_to_do(tmp_path: Path) -> None:
@@ -70,13 +93,17 @@ def test_a_planted_loss_fails_the_command(
 ) -> None:
     file = tmp_path / "committed.json"
     toy = ["--file", str(file), "--preset", "toy", "--rivals", RIVAL]
+    assert guard.main([*toy, "--commit", "--tries", "1"]) == 0
+    said = guard.read(file)
     lost, held = ROWS
-    # No update is as fast as that, and none is as slow.
-    planted = {lost: 1e-6, held: 1e9}
-    guard.commit(lambda _: planted, file, "toy", 1)
-    file.write_text(json.dumps({**guard.read(file), "ratios": planted}), encoding="utf-8")
+    assert set(said["ratios"]) == {lost, held}
+    # No update becomes a thousand times as fast by chance, or as slow.
+    said["ratios"][lost] /= 1_000
+    said["ratios"][held] *= 1_000
+    file.write_text(json.dumps(said), encoding="utf-8")
+    capsys.readouterr()
     assert guard.main([*toy, "--tries", "2"]) == 1
-    said = capsys.readouterr().out
-    assert f"slower in each of 2 tries: {lost}: " in said
-    assert held not in said
-    assert "1 of 2 rows held" in said
+    printed = capsys.readouterr().out
+    assert f"slower in each of 2 tries: {lost}: " in printed
+    assert held not in printed
+    assert "1 of 2 rows held" in printed
