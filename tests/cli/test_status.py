@@ -18,7 +18,8 @@ from tests.cli.running import TOKEN, answer_of, tiny_tensors, weightsync
 from tests.samehost.processes import environment, line_of
 from tests.server.live import make_app, serving
 from weightsync.cli.metrics_text import parse, read_last_updates
-from weightsync.cli.status import overall, roads_of
+from weightsync.cli.status import overall
+from weightsync.cli.status_seen import roads_of
 from weightsync.server import Workers, worker_path, workers_router
 from weightsync.server.merging import merge_statuses
 from weightsync.wire.messages import Status

@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
 from typing import Annotated
 
-import msgspec
 import typer
 from rich.console import Console, Group
 from rich.live import Live
@@ -23,17 +20,15 @@ from weightsync.cli.access import (
     seconds,
 )
 from weightsync.cli.answers import (
-    FAILED,
     OK,
     UNREACHABLE,
-    describe,
     ending,
-    exit_code,
     one_line,
     print_json,
 )
-from weightsync.cli.metrics_text import LastUpdates, read_last_updates, read_server_info
+from weightsync.cli.metrics_text import LastUpdates
 from weightsync.cli.status_host import census_to_dict, show_host
+from weightsync.cli.status_seen import Place, Seen, look, roads_of
 from weightsync.errors import (
     AuthError,
     ConfigError,
@@ -41,48 +36,8 @@ from weightsync.errors import (
     TransportError,
     WeightSyncError,
 )
-from weightsync.transports.http_client import HttpTransport
-from weightsync.wire.messages import LedgerEntry, Status, StatusRequest
-
-MAX_AT_ONCE = 16
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Seen:
-    """What one server answered, or why it did not; and what each of its workers did."""
-
-    url: str
-    status: Status | None = None
-    updates: LastUpdates = field(default_factory=LastUpdates)
-    server: dict[str, object] | None = None
-    error: WeightSyncError | None = None
-    workers: tuple[Seen, ...] = ()
-
-    @property
-    def code(self) -> int:
-        """The exit code that this server alone would make."""
-        if self.error is not None:
-            return exit_code(self.error)
-        return OK if self.status is not None and self.status.may_generate else FAILED
-
-    def to_dict(self) -> dict[str, object]:
-        """Return it as plain data."""
-        if self.status is None:
-            error = describe(self.error) if self.error else None
-            return {
-                "url": self.url,
-                "reachable": not isinstance(self.error, TransportError),
-                "error": error,
-            }
-        return {
-            "url": self.url,
-            "reachable": True,
-            "road": roads_of(self.status),
-            **_whole(self.status),
-            "updates": _whole(self.updates),
-            "server": self.server,
-            "each_worker": [one.to_dict() for one in self.workers],
-        }
+from weightsync.transports.sglang_http import SglangFacts
+from weightsync.wire.messages import LedgerEntry, Status
 
 
 def status(  # noqa: PLR0913, PLR0917  # one parameter per option
@@ -108,11 +63,11 @@ def status(  # noqa: PLR0913, PLR0917  # one parameter per option
             raise ConfigError("status of what? give URLs of servers, or --host")
         secret = given_token(token, token_file) or ""  # reading needs none, so none is looked for
         trusted = given_trust(ca_file, urls or ())
-        transports = [HttpTransport(url, secret, verify_tls=trusted) for url in urls or ()]
+        places = [Place(url, secret, trusted) for url in urls or ()]
         if watch:
-            _watch(transports, interval, timeout, trusted)
+            _watch(places, interval, timeout)
             return
-        seen = look(transports, timeout, trusted)
+        seen = look(places, timeout)
         segments = census_to_dict() if json_ and host else None
     if json_:
         servers = [one.to_dict() for one in seen]
@@ -124,62 +79,16 @@ def status(  # noqa: PLR0913, PLR0917  # one parameter per option
     raise typer.Exit(overall([one.code for one in seen]))
 
 
-def look(
-    transports: Sequence[HttpTransport], timeout_s: float, trusted: bool | str = True
-) -> list[Seen]:
-    """Ask all servers at once."""
-    with ThreadPoolExecutor(max(1, min(MAX_AT_ONCE, len(transports)))) as pool:
-        return list(pool.map(lambda transport: _ask(transport, timeout_s, trusted), transports))
-
-
 def overall(codes: Sequence[int]) -> int:
     """Return the one exit code: a server that cannot be reached counts before one not ready."""
     return UNREACHABLE if UNREACHABLE in codes else max(codes, default=OK)
 
 
-def roads_of(held: Status) -> str:
-    """Return the roads by which the bytes of connected senders come."""
-    return ", ".join(sorted(set(held.senders.values()))) or "none"
-
-
-def _whole(answer: msgspec.Struct) -> dict[str, object]:
-    """Return a struct as plain data, also the fields that the wire leaves out."""
-    return {k: msgspec.to_builtins(v) for k, v in msgspec.structs.asdict(answer).items()}
-
-
-def _ask(transport: HttpTransport, timeout_s: float, trusted: bool | str) -> Seen:
-    try:
-        reply = transport.call(StatusRequest(), timeout_s=timeout_s)
-        if not isinstance(reply, Status):
-            raise ProtocolError(f"{transport.target} answered with a {type(reply).__name__}")
-    except WeightSyncError as exc:
-        return Seen(url=transport.target, error=exc)
-    updates = read_last_updates(transport.target, timeout_s, trusted)
-    workers = _ask_workers(transport, reply.workers, timeout_s, trusted)
-    info = read_server_info(transport.target, timeout_s, trusted)
-    return Seen(url=transport.target, status=reply, updates=updates, server=info, workers=workers)
-
-
-def _ask_workers(
-    transport: HttpTransport, paths: Sequence[str], timeout_s: float, trusted: bool | str
-) -> tuple[Seen, ...]:
-    if not paths:
-        return ()
-    transports = transport.expand(paths)
-    try:
-        return tuple(look(transports, timeout_s, trusted))
-    finally:
-        for one in transports:
-            one.close()
-
-
-def _watch(
-    transports: Sequence[HttpTransport], interval_s: float, timeout_s: float, trusted: bool | str
-) -> None:
+def _watch(places: Sequence[Place], interval_s: float, timeout_s: float) -> None:
     console = _console()
 
     def looked() -> list[Seen]:
-        return look(transports, timeout_s, trusted)
+        return look(places, timeout_s)
 
     try:
         if not console.is_terminal:
@@ -208,6 +117,9 @@ def _show(seen: Sequence[Seen]) -> Group:
 
 def _lines(seen: Seen) -> Iterator[Text]:
     yield Text(seen.url, style="bold")
+    if seen.facts is not None:
+        yield from _sglang_lines(seen.facts)
+        return
     held = seen.status
     if held is None:
         yield Text(f"  {_trouble(seen.error)}", style="red")
@@ -224,6 +136,12 @@ def _lines(seen: Seen) -> Iterator[Text]:
     yield Text(f"  ledger    {_ledger(held.ledger)}")
     for one in seen.workers:
         yield _worker_line(one, below=seen.url)
+
+
+def _sglang_lines(facts: SglangFacts) -> Iterator[Text]:
+    number = ".".join(map(str, facts.version)) or "of an unknown version"
+    yield Text(f"  engine    SGLang {number}, {facts.model_path}", style="green")
+    yield Text(f"  version   {facts.weight_version or 'it keeps none'}")
 
 
 def _trouble(error: WeightSyncError | None) -> str:

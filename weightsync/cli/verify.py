@@ -23,6 +23,7 @@ from weightsync.cli.access import (
 )
 from weightsync.cli.answers import FAILED, OK, ending, print_json
 from weightsync.cli.checkpoint import Dtype, open_checkpoint
+from weightsync.cli.engines import Engine, find_engine, read_target
 from weightsync.errors import ConfigError, ProtocolError, RemoteError
 from weightsync.transports.base import Transport
 from weightsync.transports.http_client import HttpTransport
@@ -32,6 +33,12 @@ from weightsync.weights.safetensors_source import SafetensorsSource
 from weightsync.wire.messages import CheckReply, CheckRequest
 
 SHOWN_NAMES = 20
+_PROBE_S = 10.0
+_NAMES: dict[Engine, str] = {"vllm": "vLLM", "sglang": "SGLang"}
+_HOLDS: dict[Engine, str] = {
+    "vllm": "has fused and sharded tensors that no file has, and verifies each push as it arrives",
+    "sglang": "does not tell fingerprints of what it holds",
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,10 +81,18 @@ def verify(  # one parameter per option
     """Compare the weights that a server holds with a safetensors checkpoint, tensor by tensor."""
     with ending(as_json=json_):
         secret, trusted = given_token(token, token_file), given_trust(ca_file, [url])
+        plain, engine = read_target(url)
+        if engine is not None:
+            raise _no_fingerprints(plain, engine)
         source = open_checkpoint(checkpoint, None)
         transport = HttpTransport(url, secret, verify_tls=trusted)
         try:
             held = _ask(transport, timeout)
+        except (ProtocolError, RemoteError) as exc:
+            # Perhaps of another engine, which does not know the question.
+            if (engine := find_engine(plain, secret, trusted, min(timeout, _PROBE_S))) is not None:
+                raise _no_fingerprints(plain, engine) from exc
+            raise
         finally:
             transport.close()
         with _progress(len(source.manifest.specs), shown=not json_) as advance:
@@ -212,6 +227,13 @@ def _ask(transport: Transport, timeout_s: float) -> CheckReply:
     if not isinstance(reply, CheckReply):
         raise ProtocolError(f"{transport.target} answered with a {type(reply).__name__}")
     return reply
+
+
+def _no_fingerprints(url: str, engine: Engine) -> ConfigError:
+    return ConfigError(
+        f"{url} is a server of {_NAMES[engine]}, which {_HOLDS[engine]}; verify needs a server of "
+        "weightsync serve, or one with weightsync's router"
+    )
 
 
 def _fingerprint(tensor: torch.Tensor, cast: torch.dtype | None) -> str:
