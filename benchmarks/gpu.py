@@ -2,10 +2,11 @@
 
     python -m benchmarks.gpu
 
-needs no arguments, and no package but torch, msgspec, xxhash, urllib3 and psutil. The trainer is
-this process, the receiver another on the same GPU; control messages go through a pipe. The limit is
-a copy of as many bytes on the device, measured in the same run. `--device cpu --preset toy` runs
-the same code without a GPU; its figures say nothing.
+needs no arguments, and no package but torch, msgspec, xxhash and urllib3. The trainer is this
+process, the receiver another on the same GPU; control messages go through a pipe. The limit is a
+copy of as many bytes on the device, measured in the same run. `--strict` ends with status 3 where a
+bar is not met. `--device cpu --preset toy` runs the same code without a GPU; its figures say
+nothing.
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ from weightsync.weights.dtypes import as_bytes
 from weightsync.weights.source import ModuleSource
 
 WARM_UPS = 2
+UNMET = 3
 RIVAL_BUCKET_NBYTES = 1 << 30
 """The default of the protocol that is re-enacted."""
 MODELS = {
@@ -161,7 +163,8 @@ def measure(
             lead = mine[1] if packed and mine else 0.0
             data.append(taken[0] + lead if taken else report.seconds.get("load", total))
             passes.append(mine[0] if mine and not packed else 0.0)
-        trainer_extra = device.peak() - before
+        # Whatever comes next takes memory too.
+        trainer_extra, receiver_peak = device.peak() - before, peer.ask("peak")
     if peer.ask("sums") != sums(module):
         raise SystemExit("the receiver does not hold what was sent")
     row = Row(
@@ -175,7 +178,7 @@ def measure(
         sender_pass_s=statistics.median(passes),
         slots=_chunks(module) if packed else 0,
         trainer_extra=trainer_extra if device.on_gpu else report.peak_extra_nbytes,
-        receiver_extra=peer.ask("peak") - 2 * report.nbytes if device.on_gpu else 0,
+        receiver_extra=receiver_peak - 2 * report.nbytes if device.on_gpu else 0,
         seconds=dict(report.seconds),
     )
     return row, report.skipped_roads
@@ -193,21 +196,22 @@ def _chunks(module: nn.Module) -> int:
 def rival_seconds(
     module: nn.Module, tensors: Sequence[Tensor], peer: Peer, device: Device, repeats: int
 ) -> float:
-    """Time the packed protocol re-enacted: per chunk a fresh buffer, a handle, an RPC, a clone."""
+    """Time the packed protocol re-enacted: a fresh buffer; per chunk a handle, an RPC, a clone."""
     state = {name: as_bytes(p.detach()) for name, p in module.named_parameters()}
+    groups = [[(name, state[name]) for name in names] for names in _groups(tensors)]
+    sizes = [sum(flat.numel() for _, flat in group) for group in groups]
 
     def update() -> None:
-        for names in _groups(tensors):
-            flats = [state[name] for name in names]
-            nbytes = sum(flat.numel() for flat in flats)
-            buffer = FreshBuffer(nbytes, device)
-            try:
-                torch.cat(flats, out=buffer.tensor)
+        buffer = FreshBuffer(max(sizes), device)
+        try:
+            for group, nbytes in zip(groups, sizes, strict=True):
+                torch.cat([flat for _, flat in group], out=buffer.tensor[:nbytes])
                 device.settle()
                 handle = msgspec.json.encode(buffer.handle()).decode()
+                names = [name for name, _ in group]
                 peer.ask("chunk", {"names": names, "nbytes": nbytes, "handle": handle})
-            finally:
-                buffer.close()
+        finally:
+            buffer.close()
 
     taken = []
     for i in range(WARM_UPS + repeats):
@@ -272,8 +276,11 @@ def run_model(title: str, tensors: Sequence[Tensor], device: Device, kind: str, 
     )
 
 
-def run(options: argparse.Namespace) -> dict[str, object]:
-    """Measure every model, print the tables last, and return all of it as plain data."""
+def run(options: argparse.Namespace) -> tuple[dict[str, object], bool]:
+    """Measure every model, print the tables last; return all of it as plain data, and the verdict.
+
+    Without a result no bar is met.
+    """
     device = Device(options.device)
     models, updates = PRESETS[options.preset]
     updates = options.updates or updates
@@ -292,14 +299,16 @@ def run(options: argparse.Namespace) -> dict[str, object]:
     ring = CUDA_BUCKET_NBYTES * CUDA_BUCKETS
     for result in results:
         print("\n" + table(result, ring_nbytes=ring))
-    return {
+    bars = [bars_of(result, ring_nbytes=ring) for result in results]
+    said = {
         "device": device.name,
         "torch": torch.__version__,
         "results": [
-            {**asdict(result), "bars": [asdict(bar) for bar in bars_of(result, ring_nbytes=ring)]}
-            for result in results
+            {**asdict(result), "bars": [asdict(bar) for bar in its]}
+            for result, its in zip(results, bars, strict=True)
         ],
     }
+    return said, bool(bars) and all(bar.met for its in bars for bar in its)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -309,13 +318,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--models", help=f"some of {', '.join(MODELS)}; joined by commas")
     parser.add_argument("--updates", type=int, help="timed updates of each way")
     parser.add_argument("--json", type=Path, help="write the results here too")
+    parser.add_argument(
+        "--strict", action="store_true", help=f"end with status {UNMET} where a bar is not met"
+    )
     options = parser.parse_args(arguments)
     if options.device == "cuda" and not torch.cuda.is_available():
         parser.error("needs a CUDA GPU; --device cpu --preset toy tries the same code without")
-    results = run(options)
+    said, met = run(options)
     if options.json is not None:
-        options.json.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
-    return 0
+        options.json.write_text(json.dumps(said, indent=1) + "\n", encoding="utf-8")
+    return UNMET if options.strict and not met else 0
 
 
 if __name__ == "__main__":
