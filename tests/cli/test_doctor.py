@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import importlib.metadata
+import os
 import platform
 import resource
 import socket
+import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -16,9 +19,11 @@ from tests.cli.running import answer_of, weightsync
 from tests.samehost.processes import OWNER, kill, line_of, private_directory, python, running
 from weightsync.backends.exported import Probe
 from weightsync.cli import doctor, doctor_gpu, doctor_host, doctor_pairs
+from weightsync.cli.children import command
 from weightsync.cli.doctor_findings import Check, Finding, Level, examine, ok
 from weightsync.errors import TransferError
 from weightsync.samehost.segment import Segment
+from weightsync.transports.sglang_shelf import Shelf, list_homes
 
 CHECKS = {
     "cpu",
@@ -165,6 +170,120 @@ def test_only_what_dead_owners_left_is_removed() -> None:
         assert finding.seen.startswith("removed 1 segments of dead owners")
         assert [path.name for path in directory.iterdir()] == [mine.name]
         mine.close()
+
+
+SHELF = """
+import signal, sys
+from pathlib import Path
+from weightsync.transports.sglang_shelf import Shelf
+shelf = Shelf(Path(sys.argv[1]))
+home = shelf.join("some", 1).weights.parent
+(home / "weights").mkdir()
+(home / "weights" / "model.safetensors").write_bytes(bytes(2 << 20))
+print(home.name, flush=True)
+signal.pause()
+"""
+
+
+def test_weights_that_a_dead_trainer_left_for_sglang_are_removed() -> None:
+    with private_directory() as directory:
+        with running([sys.executable, "-c", SHELF, str(directory)]) as trainer:
+            name = line_of(trainer)
+            (finding,) = doctor_host.look_at_leftovers(clean=True, directory=directory)
+            assert (finding.level, finding.seen) == (Level.OK, "none; 0 segments in use")
+            (home,) = list_homes(directory)
+            assert (home.path.name, home.owner_alive) == (name, True)
+            kill(trainer)
+        said = "1 directories of weights for SGLang of dead owners, 2.0 MiB; 0 segments in use"
+        (finding,) = doctor_host.look_at_leftovers(clean=False, directory=directory)
+        assert (finding.level, finding.seen) == (Level.WARNING, said)
+        assert (directory / name).is_dir()
+        (finding,) = doctor_host.look_at_leftovers(clean=True, directory=directory)
+        assert (finding.level, finding.seen) == (Level.OK, f"removed {said}")
+        assert list(directory.iterdir()) == []
+
+
+def test_weights_that_lie_for_sglang_are_of_this_host() -> None:
+    shelf = Shelf()
+    shelf.share()
+    batch = shelf.join("some", 1)
+    name = batch.weights.parent.name
+    try:
+        found = answer_of(weightsync("status", "--host", "--json"))["host"]
+        (home,) = [one for one in found if one["name"] == name]
+        assert home["owner_alive"] is True
+        assert name in weightsync("status", "--host").stdout
+    finally:
+        shelf.leave(batch, 1)
+        shelf.close()
+
+
+GPU = doctor_pairs.Gpu(ordinal=0, key="GPU-1", name="NVIDIA H200", total_nbytes=141 * 10**9)
+
+
+@pytest.mark.parametrize(
+    ("gpu", "level"),
+    [
+        (GPU, Level.OK),
+        (msgspec.structs.replace(GPU, key="MIG-1"), Level.WARNING),
+        (msgspec.structs.replace(GPU, name="NVIDIA H200 MIG 1g.18gb"), Level.WARNING),
+    ],
+)
+def test_a_mig_slice_is_a_warning(gpu: doctor_pairs.Gpu, level: Level) -> None:
+    finding = doctor_gpu._judge_gpu(gpu)
+    assert finding.level is level
+    assert finding.seen.startswith(f"0: {gpu.name}, 141 GB, {gpu.key}")
+    assert ("nvidia-smi -mig 0" in finding.remedy) == (level is Level.WARNING)
+
+
+@pytest.mark.parametrize(
+    ("inode", "gpu", "level", "said"),
+    [
+        (1, True, Level.WARNING, "PID and IPC namespace of its own (a container): CUDA IPC"),
+        (1, False, Level.OK, "PID and IPC namespace of its own (a container); other containers"),
+        (None, True, Level.OK, "PID and IPC namespaces are the host's"),
+    ],
+)
+def test_a_container_matters_where_there_is_a_gpu(
+    inode: int | None, gpu: bool, level: Level, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own = {
+        kind: Path(f"/proc/self/ns/{kind}").stat().st_ino + (inode or 0) for kind in ("pid", "ipc")
+    }
+    monkeypatch.setattr(doctor_host, "_FIRST_NAMESPACES", own)
+    (finding,) = doctor_host.look_at_namespaces(gpu=gpu)
+    assert (finding.level, finding.seen[: len(said)]) == (level, said)
+    assert bool(finding.remedy) == (level is Level.WARNING)
+
+
+@pytest.mark.parametrize(
+    ("works", "gpu", "level"),
+    [(False, True, Level.WARNING), (False, False, Level.OK), (True, True, Level.OK)],
+)
+def test_descriptors_that_are_refused_matter_where_there_is_a_gpu(
+    works: bool, gpu: bool, level: Level
+) -> None:
+    answer = doctor_pairs.Answer(works=works, why="Operation not permitted")
+    finding = doctor_pairs.judge_ptrace(answer, "1", gpu=gpu)
+    assert finding.level is level
+    assert ("is refused (Operation not permitted; ptrace_scope 1)" in finding.seen) is not works
+    assert ("--cap-add=SYS_PTRACE" in finding.remedy) is (level is Level.WARNING)
+
+
+def test_a_descriptor_of_nobody_cannot_be_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = "weightsync.cli.doctor_partner"
+    line = command(module, "take", str(os.getpid()), "1000000")
+    monkeypatch.setattr(doctor_pairs, "command", lambda *_: line)
+    (finding,) = doctor_pairs.try_ptrace(gpu=True)
+    assert finding.level is Level.WARNING
+    assert "pidfd_getfd is refused (Bad file descriptor; " in finding.seen
+
+
+def test_an_old_ray_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.metadata, "version", lambda _: "2.39.0")
+    (finding,) = doctor_host.look_at_ray()
+    assert (finding.level, finding.seen) == (Level.WARNING, "ray 2.39.0 is too old")
+    assert finding.remedy == "install ray 2.40 or later"
 
 
 @pytest.mark.parametrize(

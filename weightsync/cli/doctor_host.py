@@ -25,6 +25,7 @@ from weightsync.samehost.segment import (
     find_leftovers,
     remove_leftovers,
 )
+from weightsync.transports.sglang_shelf import list_homes, sweep
 
 _MIB = 1 << 20
 RING_NBYTES = HOST_BUCKET_NBYTES * HOST_BUCKETS
@@ -100,17 +101,27 @@ def look_at_leftovers(*, clean: bool, directory: Path = DIRECTORY) -> Sequence[F
         dead = remove_leftovers(directory) if clean else find_leftovers(directory)
     except SegmentError as exc:
         return [problem("leftovers", str(exc), f"look at the permissions of {directory}")]
+    homes = [home for home in list_homes(directory) if not home.owner_alive]
+    if clean:
+        sweep(directory)
     names = {leftover.name for leftover in dead}
     living = [path for path in directory.iterdir() if PATTERN.fullmatch(path.name)]
     alive = f"{len([path for path in living if path.name not in names])} segments in use"
-    if not dead:
+    left = [
+        _left("segments", [leftover.nbytes for leftover in dead]),
+        _left("directories of weights for SGLang", [home.nbytes for home in homes]),
+    ]
+    seen = ", ".join(filter(None, left))
+    if not seen:
         return [ok("leftovers", f"none; {alive}")]
-    nbytes = sum(leftover.nbytes for leftover in dead)
-    seen = f"{len(dead)} segments of dead owners, {nbytes / _MIB:,.1f} MiB"
     if clean:
         return [ok("leftovers", f"removed {seen}; {alive}")]
     remedy = "weightsync doctor --clean removes them; so does the next connect()"
     return [warning("leftovers", f"{seen}; {alive}", remedy)]
+
+
+def _left(what: str, sizes: Sequence[int]) -> str:
+    return f"{len(sizes)} {what} of dead owners, {sum(sizes) / _MIB:,.1f} MiB" if sizes else ""
 
 
 def look_at_namespaces(*, gpu: bool) -> Sequence[Finding]:

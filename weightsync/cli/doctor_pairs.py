@@ -199,14 +199,18 @@ def try_ptrace(*, gpu: bool) -> Sequence[Finding]:
     finally:
         os.close(read)
         os.close(write)
-    scope = _ptrace_scope()
+    return [judge_ptrace(answer, _ptrace_scope(), gpu=gpu)]
+
+
+def judge_ptrace(answer: Answer, scope: str, *, gpu: bool) -> Finding:
+    """Say what it means that a file descriptor was taken, or was not."""
     if answer.works:
-        return [ok(PTRACE, f"pidfd_getfd works between processes (ptrace_scope {scope})")]
+        return ok(PTRACE, f"pidfd_getfd works between processes (ptrace_scope {scope})")
     seen = f"pidfd_getfd is refused ({answer.why}; ptrace_scope {scope})"
     if not gpu:
-        return [ok(PTRACE, f"{seen}; only CUDA IPC needs it, and there is no GPU")]
+        return ok(PTRACE, f"{seen}; only CUDA IPC needs it, and there is no GPU")
     remedy = "sysctl kernel.yama.ptrace_scope=0, docker run --cap-add=SYS_PTRACE"
-    return [warning(PTRACE, f"{seen}: CUDA IPC of expandable segments fails", remedy)]
+    return warning(PTRACE, f"{seen}: CUDA IPC of expandable segments fails", remedy)
 
 
 def _ptrace_scope() -> str:

@@ -11,6 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from weightsync.samehost.census import HostSegment, take_census
+from weightsync.transports.sglang_shelf import list_homes
 
 COLUMNS = ("segment", "MB", "age", "owner", "open in")
 _WIDTHS = {"segment": 43, "MB": 3, "age": 3, "owner": 5, "open in": 7}
@@ -19,12 +20,27 @@ _WIDTHS = {"segment": 43, "MB": 3, "age": 3, "owner": 5, "open in": 7}
 
 def census_to_dict() -> list[dict[str, object]]:
     """Return every segment as plain data, for `--json`."""
-    return [asdict(segment) for segment in take_census()]
+    return [asdict(segment) for segment in _everything()]
 
 
 def show_host() -> RenderableType:
     """Return every segment as a table, with what to do about those of dead owners."""
-    return show_census(take_census())
+    return show_census(_everything())
+
+
+def _everything() -> list[HostSegment]:
+    """Segments, and the directories in which weights lie for SGLang servers."""
+    homes = [
+        HostSegment(
+            name=home.path.name,
+            nbytes=home.nbytes,
+            age_s=home.age_s,
+            owner_alive=home.owner_alive,
+            mapped_by=(),
+        )
+        for home in list_homes()
+    ]
+    return take_census() + homes
 
 
 def show_census(segments: Sequence[HostSegment]) -> RenderableType:
@@ -50,7 +66,7 @@ def show_census(segments: Sequence[HostSegment]) -> RenderableType:
             ", ".join(segment.mapped_by) or "nobody seen from here",
         )
     dead = sum(segment.named and not segment.owner_alive for segment in segments)
-    advice = "  the next sender or receiver of this user removes what dead owners left"
+    advice = "  weightsync doctor --clean removes what dead owners left; so does the next sender"
     return Group(title, table, Text(advice)) if dead else Group(title, table)
 
 

@@ -12,8 +12,11 @@ import secrets
 import shutil
 import stat
 import threading
+import time
 import weakref
-from contextlib import ExitStack, suppress
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -225,24 +228,63 @@ class Writing:
         self._opened.close()
 
 
-def sweep(base: Path) -> None:
-    """Remove what dead owners of this user left in `base`; never raises."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Home:
+    """A shelf's directory, and whether the process that made it lives. `nbytes` are its files'."""
+
+    path: Path
+    nbytes: int
+    age_s: float
+    owner_alive: bool
+
+
+def list_homes(base: Path = MEMORY) -> list[Home]:
+    """Return this user's directories in `base`, by name; never raises."""
+    found = []
+    for path in _own_homes(base):
+        with suppress(OSError):
+            age_s = max(time.time() - path.stat().st_ctime, 0.0)
+            nbytes = sum(file.stat().st_blocks * 512 for file in path.rglob("*"))
+            with _dead(path) as dead:
+                found.append(Home(path=path, nbytes=nbytes, age_s=age_s, owner_alive=not dead))
+    return found
+
+
+def sweep(base: Path = MEMORY) -> list[Path]:
+    """Remove what dead owners of this user left in `base`, and return it; never raises."""
+    removed = []
+    for home in _own_homes(base):
+        with suppress(OSError), _dead(home) as dead:
+            if dead:
+                shutil.rmtree(home, ignore_errors=True)
+                removed.append(home)
+                logger.info("removed %s, which a dead process left", home)
+    return removed
+
+
+def _own_homes(base: Path) -> list[Path]:
+    found = []
     with suppress(OSError):
-        for home in base.glob(f"{_PREFIX}*"):
+        for home in sorted(base.glob(f"{_PREFIX}*")):
             with suppress(OSError):
                 if home.stat(follow_symlinks=False).st_uid == os.getuid():
-                    _remove_if_dead(home)
+                    found.append(home)
+    return found
 
 
-def _remove_if_dead(home: Path) -> None:
-    # Without a lock it is somebody's who has only just made it.
+@contextmanager
+def _dead(home: Path) -> Iterator[bool]:
+    """Yield whether the owner is dead, under its lock. Raises OSError where there is no lock yet.
+
+    Then it is somebody's who has only just made it.
+    """
     fd = os.open(home / _LOCK, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
     if not try_shared(fd):
         os.close(fd)
+        yield False
         return
     try:
-        shutil.rmtree(home, ignore_errors=True)
-        logger.info("removed %s, which a dead process left", home)
+        yield True
     finally:
         unlock_and_close(fd)
 
