@@ -18,7 +18,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 import weightsync as ws
 from tests.protocol.sizes import SOAK_TIMEOUT_S, at_length, quick
 from tests.protocol.strangers import Step
-from tests.protocol.world import EXPECTED, SHORT_S, Apply, Death, Offering, Trainer, World
+from tests.protocol.trainers import Death, Meanwhile, Offering, Trainer
+from tests.protocol.world import EXPECTED, SHORT_S, Apply, World
 from weightsync.testing import Act, Fault
 
 ACTS: list[Act] = ["drop", "drop_reply", "repeat", "late", "kill", "kill_after"]
@@ -49,10 +50,14 @@ FAULTS = st.lists(
     max_size=3,
 )
 DEATHS = st.none() | st.none() | st.builds(Death, st.integers(1, 12), st.booleans())
-LAPSES = st.none() | st.none() | st.integers(1, 12)
+MEANWHILE = (
+    st.none() | st.none() | st.tuples(st.integers(1, 8), st.none() | st.sampled_from(Offering))
+)
 NAMES = st.sets(st.sampled_from(["embedding", "norm", "scale"]), min_size=1)
-ANY_STEP: list[Step] = [*get_args(Step)]
-STEPS = st.lists(st.sampled_from(ANY_STEP), min_size=1, max_size=4)
+LIKELY: list[Step] = ["start", "all", "prepare", "finish"]
+STEPS = st.lists(
+    st.sampled_from(LIKELY) | st.sampled_from([*get_args(Step)]), min_size=1, max_size=6
+)
 APPLIES: list[Apply] = ["staged", "in_place"]
 
 
@@ -99,7 +104,7 @@ class FleetMachine(RuleBasedStateMachine):
         death=DEATHS,
         fails_at=st.none() | st.integers(0, 2),
         dies=st.booleans(),
-        lapse=LAPSES,
+        meanwhile=MEANWHILE,
         back=st.none() | st.none() | st.integers(0, 3),
         rewind=st.booleans(),
     )
@@ -110,14 +115,14 @@ class FleetMachine(RuleBasedStateMachine):
         death: Death | None,
         fails_at: int | None,
         dies: bool,
-        lapse: int | None,
+        meanwhile: Meanwhile | None,
         back: int | None,
         rewind: bool,
     ) -> None:
         """One update of the whole model; `back` to an older version, which needs `rewind`."""
         trainer, sender = self._living(slot)
         trainer.fill()
-        trainer.arm(death, fails_at=fails_at, dies_in_source=dies, lapse=lapse)
+        trainer.arm(death, fails_at=fails_at, dies_in_source=dies, meanwhile=meanwhile)
         version = None if back is None else max(sender.version - back, 0)
         rewind = rewind and back is not None
         reports: list[ws.SyncReport] = []
@@ -151,7 +156,7 @@ class FleetMachine(RuleBasedStateMachine):
         slot=SLOTS,
         faults=FAULTS,
         death=DEATHS,
-        lapse=LAPSES,
+        meanwhile=MEANWHILE,
         names=NAMES,
         partial=st.booleans(),
         raises=st.booleans(),
@@ -161,7 +166,7 @@ class FleetMachine(RuleBasedStateMachine):
         slot: int,
         faults: list[tuple[int, Fault]],
         death: Death | None,
-        lapse: int | None,
+        meanwhile: Meanwhile | None,
         names: set[str],
         partial: bool,
         raises: bool,
@@ -169,7 +174,7 @@ class FleetMachine(RuleBasedStateMachine):
         """A custom loop: start, tensors in two messages, prepare and finish on their own."""
         trainer, sender = self._living(slot)
         trainer.fill()
-        trainer.arm(death, lapse=lapse)
+        trainer.arm(death, meanwhile=meanwhile)
         if partial:
             trainer.sending = {name: trainer.sending[name] for name in names}
 
@@ -330,6 +335,6 @@ class FleetAtLength(FleetMachine):
 
 
 TestFleet = FleetMachine.TestCase
-TestFleet.settings = quick(60, 16)
+TestFleet.settings = quick(120, 16)
 TestFleetAtLength = pytest.mark.soak(pytest.mark.timeout(SOAK_TIMEOUT_S)(FleetAtLength.TestCase))
 TestFleetAtLength.settings = at_length(2000, 40)

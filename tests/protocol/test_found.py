@@ -7,7 +7,8 @@ from contextlib import suppress
 import pytest
 
 import weightsync as ws
-from tests.protocol.world import SHORT_S, Death, Offering, Trainer, World
+from tests.protocol.trainers import Death, Offering, Trainer
+from tests.protocol.world import SHORT_S, World
 from weightsync.wire.messages import InitRequest, ShutdownRequest, StartRequest
 
 

@@ -5,23 +5,20 @@ from __future__ import annotations
 import itertools
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass
-from enum import Enum
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from msgspec.structs import replace
 
 import weightsync as ws
 from tests.protocol.strangers import Stranger
+from tests.protocol.trainers import NAMES, Contents, Offering, SourceFailed, Trainer
 from weightsync.samehost.segment import DIRECTORY, live_segments
-from weightsync.testing import Fault, FleetMember, InProcessFleet, TinyModel
-from weightsync.transports.base import Transport
+from weightsync.testing import Fault, FleetMember, InProcessFleet
 from weightsync.wire.messages import (
     InitRequest,
-    Reply,
     Request,
     StartRequest,
     Status,
@@ -29,172 +26,14 @@ from weightsync.wire.messages import (
 )
 from weightsync.wire.offers import IpcInit
 
-BUCKET_NBYTES = 4096
 SHORT_S = 1.5
 PATIENT_S = 30.0
 LEASE_S = 600.0
 """No lease runs out by itself here; see World.expire."""
-NAMES = ("embedding", "norm", "scale")
 KEPT_MESSAGES = 40
 REFUSALS = {"TORN", "JOINING", "UPDATING", "PREPARED", "ABORTING"}
 
 Apply = Literal["staged", "in_place"]
-Contents = tuple[float, ...]
-"""The one value that every element of each tensor has, by NAMES."""
-
-
-class Offering(Enum):
-    """What a trainer offers when it connects anew: what it did before, or what is refused."""
-
-    THE_SAME = "the same"
-    OTHER_MODEL = "another model, known only when everything was opened"
-    NO_PLACE = "a place outside of the ring, known before anything is"
-
-
-class SourceFailed(Exception):
-    """The trainer's own code failed while it handed tensors out."""
-
-
-@dataclass(frozen=True)
-class Death:
-    """The trainer dies at its `message`-th message of a call, once it was acted on or before."""
-
-    message: int
-    acted: bool
-
-
-class Line:
-    """One trainer's way to one member. A dead trainer sends nothing."""
-
-    def __init__(self, trainer: Trainer, member: FleetMember) -> None:
-        self.member = member
-        self._trainer = trainer
-        self._carried = member.transport()
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._carried, name)
-
-    def call(self, request: Request, *, timeout_s: float) -> Reply:
-        trainer = self._trainer
-        dies = trainer.count(self.member)
-        if dies is not None and not dies.acted:
-            trainer.die()
-        trainer.refuse_if_dead()
-        trainer.world.sent_by(trainer, self.member, request)
-        try:
-            return self._carried.call(request, timeout_s=timeout_s)
-        finally:
-            if dies is not None:
-                trainer.die()
-            trainer.refuse_if_dead()
-
-    def close(self) -> None:
-        if not self._trainer.dead:
-            self._carried.close()
-
-
-class Trainer:
-    """A sender and its weights: every tensor is full of one value, another one for every try."""
-
-    def __init__(self, world: World, *, packed: bool, drops: bool) -> None:
-        self.world = world
-        self.dead = False
-        self.packed = packed
-        self.drops = drops
-        self.model = TinyModel()
-        self.contents: Contents = (0.0, 0.0, 0.0)
-        self.sending: dict[str, float] = {}
-        self.fails_at: int | None = None
-        self.dies_in_source = False
-        self.sender: ws.WeightSender | None = None
-        self.lines = [Line(self, member) for member in world.fleet]
-        self.death: Death | None = None
-        self._messages = 0
-        self._segments: set[str] = set()
-        self.lapse: int | None = None
-        self.offers: dict[str, IpcInit] = {}
-
-    def connect(self, timeout_s: float) -> None:
-        to: list[Transport] = [line for line in self.lines]  # noqa: C416  # a list of the protocol
-        self.sender = ws.connect(
-            self.pairs if self.packed else self.model,
-            to=to,
-            packed=self.packed,
-            bucket_nbytes=BUCKET_NBYTES,
-            num_buckets=2,
-            timeout_s=timeout_s,
-            on_failure="drop" if self.drops else "abort",
-        )
-
-    def fill(self) -> None:
-        """Make one step: new weights."""
-        value = self.world.next_value()
-        self.contents = (value, value, value)
-        self.sending = dict(zip(NAMES, self.contents, strict=True))
-        with torch.no_grad():
-            for tensor in self.model.parameters():
-                tensor.fill_(value)
-
-    def pairs(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """The source of a packed trainer."""
-        for i, (name, tensor) in enumerate(self.model.named_parameters()):
-            if self.fails_at == i and self.sender is not None:
-                if self.dies_in_source:
-                    self.die()
-                raise SourceFailed(name)
-            yield name, tensor.detach()
-
-    def arm(
-        self,
-        death: Death | None,
-        *,
-        fails_at: int | None = None,
-        dies_in_source: bool = False,
-        lapse: int | None = None,
-    ) -> None:
-        """What goes wrong in the next call; at message `lapse` its receiver's lease runs out."""
-        self.death, self._messages, self.lapse = death, 0, lapse
-        self.fails_at, self.dies_in_source = fails_at, dies_in_source
-
-    def line_again(self, line: Line) -> Line:
-        """A new transport to a member whose last one was closed."""
-        self.lines[self.lines.index(line)] = again = Line(self, line.member)
-        return again
-
-    def count(self, member: FleetMember) -> Death | None:
-        """Return how it dies at this message, if it does."""
-        self._messages += 1
-        if self._messages == self.lapse:
-            self.world.expire(member)
-        return self.death if self.death and self.death.message == self._messages else None
-
-    def note_segments(self) -> None:
-        """What nobody else made is this trainer's."""
-        others = {name for other in self.world.trainers if other is not self for name in other.owns}
-        self._segments |= {s.name for s in live_segments() if s.owner and s.name not in others}
-
-    @property
-    def owns(self) -> set[str]:
-        return self._segments
-
-    def die(self) -> None:
-        """SIGKILL, as others see it: no word, and no lock that says it lives."""
-        if self.dead:
-            return
-        self.dead = True
-        self.note_segments()
-        for segment in live_segments():
-            if segment.name in self._segments and segment._lock is not None:
-                segment._lock.release()
-
-    def refuse_if_dead(self) -> None:
-        if self.dead:
-            raise ws.ConnectError("a dead trainer sends and hears nothing")
-
-    def bury(self) -> None:
-        """Free what this process still has of it."""
-        if self.sender is not None:
-            self.sender.close()
 
 
 class World:
@@ -237,7 +76,7 @@ class World:
         if base is None and len(parts) < len(NAMES):
             return  # no receiver may take it
         for under in list(self.sent[base]) if base is not None else [(0.0, 0.0, 0.0)]:
-            whole = dict(zip(NAMES, under, strict=True)) | parts
+            whole = dict(zip(NAMES, under, strict=True)) | dict(parts)
             self.sent[version].add(tuple(whole[name] for name in NAMES))
 
     def expire(self, member: FleetMember) -> None:
@@ -246,6 +85,14 @@ class World:
         if timer is not None and not timer.finished.is_set():
             timer.cancel()
             timer.function(*timer.args, **timer.kwargs)
+
+    def disturb(self, member: FleetMember, trainer: Trainer, what: Offering | None) -> None:
+        """In the middle of a trainer's call; see Meanwhile."""
+        if what is None:
+            self.expire(member)
+        elif member.name in trainer.offers:
+            with suppress(ws.WeightSyncError):
+                self.offer_again(member, trainer, what)
 
     def end_sessions(self) -> None:
         """What strangers left open ends by its lease, and leaves room for others."""

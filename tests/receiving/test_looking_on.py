@@ -76,6 +76,8 @@ def test_a_sender_that_connects_anew_is_never_seen_dead() -> None:
 class ClosedMeanwhile(DistributedWeightTransferEngine):
     """Another thread closes it right after the first look at its connection."""
 
+    _left: Lifeline | None = None
+
     @property
     def _lifeline(self) -> Lifeline | None:
         connection, self._left = self._left, None
