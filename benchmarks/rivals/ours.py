@@ -35,7 +35,7 @@ class Trainer(Rival):
         token = secrets.token_urlsafe(16)
         self._module = module if road == "unpacked" else nn.Module()
         self._before = addresses(self._module)
-        self._crew = Crew(job, Receiver, [(sink, apply, token)] * job.readers)
+        self._crew = Crew(job, self.reader(), [(sink, apply, token)] * job.readers)
         self._sender = ws.connect(
             module,
             to=self._crew.ready(),
@@ -43,6 +43,10 @@ class Trainer(Rival):
             backend="distributed" if road == "distributed" else "auto",
             packed={"packed": True, "unpacked": False}.get(road),
         )
+
+    def reader(self) -> type[Reader]:
+        """Return what runs in the reading processes."""
+        return Receiver
 
     def update(self, way: str) -> None:
         self._sender.verify = way == "verified"

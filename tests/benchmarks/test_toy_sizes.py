@@ -19,6 +19,7 @@ WAIT_S = 500.0  # a server is several processes, and a busy machine starts them 
 
 TOYS: dict[str, list[str]] = {
     "distributed": ["--mib", "4", "--tensors", "8", "--rounds", "1"],
+    "profile_update": ["--mib", "4", "--tensors", "8", "--rounds", "1"],
     "fleet": ["--mbytes", "4", "--receivers", "2", "--rounds", "1"],
     "scaling": [
         "--mib",
@@ -33,7 +34,12 @@ TOYS: dict[str, list[str]] = {
         "2",
     ],
 }
-SAID = {"distributed": "broadcast", "fleet": "packed", "scaling": "1000 Mbit/s"}
+SAID = {
+    "distributed": "broadcast",
+    "fleet": "packed",
+    "profile_update": "| copy | ",
+    "scaling": "1000 Mbit/s",
+}
 SERVING = ["--mbytes", "2", "--rounds", "1", "--repeats", "1", "--seconds", "1", "--side", "64"]
 FOUND = {
     "updates": {"stall, 2 MB", "tokens"},
