@@ -14,7 +14,7 @@ from rich.table import Table
 from weightsync.cli.answers import ending, print_json
 from weightsync.cli.bench_measure import BenchSetup, Measured, Series, measure
 from weightsync.cli.extras import require
-from weightsync.errors import ConfigError
+from weightsync.errors import ConfigError, RemoteError, TransportError
 from weightsync.specs import DTYPE_NBYTES
 
 MAX_DIGITS = 18
@@ -80,7 +80,10 @@ def _measure(setup: BenchSetup, *, shown: bool) -> Measured:
     hidden = not (shown and console.is_terminal)
     with Progress(console=console, transient=True, disable=hidden) as bar:
         task = bar.add_task("measuring", total=None)
-        return measure(setup, lambda done, total: bar.update(task, completed=done, total=total))
+        try:
+            return measure(setup, lambda done, total: bar.update(task, completed=done, total=total))
+        except TransportError as exc:  # nobody's server, but a process of ours
+            raise RemoteError(f"a receiving process failed: {exc}") from exc
 
 
 def parse_size(text: str) -> int:
