@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import threading
 from collections.abc import Iterable
@@ -94,10 +95,15 @@ class TestOfASender:
                 entries = by_kind(sender.ledger())
                 assert "slow" in entries["ring"].unreleased
                 assert entries["control"].unreleased == []
+                held = by_kind(slow.ledger())
+                assert held["ring"].unreleased == ["this receiver"]
+                assert held["control"].unreleased == []
+                assert {entry.sender for entry in held.values()} == set(slow.status().senders)
             finally:
                 wake.set()
                 work.join(WAIT_S)
             assert by_kind(sender.ledger())["ring"].unreleased == []
+            assert by_kind(slow.ledger())["ring"].unreleased == []
         slow.close()
         quick.close()
 
@@ -123,8 +129,43 @@ def test_metrics_count_what_a_receiver_has_open() -> None:
                     size = f'weightsync_ledger_bytes{{kind="{entry.kind}"}} {entry.nbytes:.1f}'
                     assert size in [number(line) for line in lines()]
                 assert 'weightsync_ledger_entries{kind="ring"} 1.0' in lines()
+                assert 'weightsync_ledger_unreleased{kind="ring"} 0.0' in lines()
+                (age,) = [line for line in lines() if 'oldest_seconds{kind="ring"}' in line]
+                assert 0 < float(age.rpartition(" ")[2]) <= by_kind(receiver.ledger())["ring"].age_s
         assert lines() == []
     receiver.close()
+
+
+@pytest.mark.usefixtures("shm_clean")
+def test_metrics_and_status_show_a_ring_that_is_not_released() -> None:
+    asleep, wake = threading.Event(), threading.Event()
+
+    def hook(pairs: Iterable[tuple[str, torch.Tensor]]) -> None:
+        list(pairs)
+        asleep.set()
+        assert wake.wait(WAIT_S)
+
+    receiver = ws.WeightReceiver(hook, apply="in_place")
+    with (
+        serving(make_app(receiver, TOKEN)) as url,
+        ws.connect(nn.Linear(64, 64), to=url, token=TOKEN, packed=True) as sender,
+    ):
+        work = threading.Thread(target=sender.send_weights)
+        work.start()
+        try:
+            assert asleep.wait(WAIT_S)
+            said = requests.get(f"{url}/metrics", timeout=10).text
+            assert 'weightsync_ledger_unreleased{kind="ring"} 1.0' in said.splitlines()
+            assert "not released by this receiver" in weightsync("status", url).stdout
+            # It may not generate now, so the exit code is not 0.
+            (server,) = json.loads(weightsync("status", url, "--json").stdout)["servers"]
+        finally:
+            wake.set()
+            work.join(WAIT_S)
+    receiver.close()
+    rows = {entry["kind"]: entry for entry in server["ledger"]}
+    assert rows["ring"]["unreleased"] == ["this receiver"]
+    assert rows["ring"].keys() >= {"owner", "sender", "nbytes", "age_s", "readers", "name"}
 
 
 def number(line: str) -> str:

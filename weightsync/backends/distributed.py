@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
+import msgspec
 import torch
 
 from weightsync.backends.base import Received, Reception, WeightTransferEngine
@@ -120,12 +121,7 @@ class DistributedWeightTransferEngine(WeightTransferEngine):
 
     def ledger(self) -> list[LedgerEntry]:
         """The mappings of this engine; it owns the ring."""
-        return [
-            LedgerEntry(
-                kind=entry.kind, name=entry.name, nbytes=entry.nbytes, owner=True, age_s=entry.age_s
-            )
-            for entry in self._inner.ledger()
-        ]
+        return [msgspec.structs.replace(entry, owner=True) for entry in self._inner.ledger()]
 
     def shutdown(self) -> None:
         """Leave the group, free the ring. Idempotent."""

@@ -20,6 +20,7 @@ from weightsync.wire.messages import LedgerEntry, RegisteredUpdate, UpdateInfo
 from weightsync.wire.offers import IpcInit, Offer
 
 _KEPT_PROGRAMS = 4
+_HERE = "this receiver"
 """Two slabs in turn, for the ring and for registered memory."""
 
 
@@ -31,6 +32,7 @@ class IpcWeightTransferEngine(WeightTransferEngine):
         self._opened: Opened | None = None
         self._programs: dict[tuple[int, int, int], tuple[object, list[list[CompiledRun]]]] = {}
         self._since = time.monotonic()
+        self._at_work = False
 
     def init_transfer_engine(self, init_info: Offer) -> None:
         """Check the probe, then open everything. Raises HandleError or SegmentError."""
@@ -92,7 +94,11 @@ class IpcWeightTransferEngine(WeightTransferEngine):
         """Bring a registered update to its landing; see the contract."""
         if not isinstance(update_info, RegisteredUpdate):
             raise ProtocolError("this engine takes updates of its own sender only")
-        received = Transfer(self._open, update_info, reception, self._programs).run()
+        self._at_work = True
+        try:
+            received = Transfer(self._open, update_info, reception, self._programs).run()
+        finally:
+            self._at_work = False
         while len(self._programs) > _KEPT_PROGRAMS:
             self._programs.pop(next(iter(self._programs)))
         return received
@@ -116,13 +122,22 @@ class IpcWeightTransferEngine(WeightTransferEngine):
             return []
         try:
             entries = _mappings(opened)
-        except HandleError:
+            late = [_HERE] if self._at_work and _holds_chunk(opened) else []
+        except (HandleError, ValueError):  # of words that another thread has let go
             if self._opened is opened:
                 raise
             return []
         age = time.monotonic() - self._since
         return [
-            LedgerEntry(kind=kind, name=name, nbytes=nbytes, owner=False, age_s=age)
+            LedgerEntry(
+                kind=kind,
+                name=name,
+                nbytes=nbytes,
+                owner=False,
+                age_s=age,
+                sender=opened.info.sender,
+                unreleased=late if kind == "ring" else [],
+            )
             for kind, name, nbytes in entries
         ]
 
@@ -162,6 +177,13 @@ def _mappings(opened: Opened) -> list[tuple[str, str, int]]:
         ("ring", sender, opened.ring.tensor.numel()),
         *(("storage", sender, memory.tensor.numel()) for memory in opened.storages),
     ]
+
+
+def _holds_chunk(opened: Opened) -> bool:
+    """Whether a chunk was published that this reader has not released."""
+    control = opened.control
+    newest = max(control.published(slot) for slot in range(len(opened.slots)))
+    return control.released(opened.info.reader) < newest
 
 
 def _open_storages(

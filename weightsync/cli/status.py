@@ -35,6 +35,7 @@ from weightsync.errors import (
     ProtocolError,
     TransportError,
     WeightSyncError,
+    shorten,
 )
 from weightsync.transports.sglang_http import SglangFacts
 from weightsync.wire.messages import LedgerEntry, Status
@@ -198,4 +199,6 @@ def _ledger(ledger: Sequence[LedgerEntry]) -> str:
     kinds = sorted({entry.kind for entry in ledger})
     counted = ", ".join(f"{sum(e.kind == kind for e in ledger)} {kind}" for kind in kinds)
     oldest = max(entry.age_s for entry in ledger)
-    return f"{counted}; {nbytes / 1e6:.1f} MB, since {oldest:.0f} s"
+    late = sorted({name for entry in ledger for name in entry.unreleased})
+    held = f"; not released by {shorten(late)}" if late else ""
+    return f"{counted}; {nbytes / 1e6:.1f} MB, since {oldest:.0f} s{held}"

@@ -53,7 +53,11 @@ def merge_statuses(statuses: Mapping[str, Status]) -> Status:
         detail=_reasons(statuses),
         device_keys=list(dict.fromkeys(key for status in held for key in status.device_keys)),
         ledger=[
-            replace(entry, name=f"{name}: {entry.name}")
+            replace(
+                entry,
+                name=f"{name}: {entry.name}",
+                unreleased=[f"{name}: {late}" for late in entry.unreleased],
+            )
             for name, status in statuses.items()
             for entry in status.ledger
         ],

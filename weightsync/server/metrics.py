@@ -87,12 +87,19 @@ def _of_ledger(ledger: Sequence[LedgerEntry]) -> Iterator[Metric]:
     entries = GaugeMetricFamily(
         "weightsync_ledger_entries", "Mappings that senders made this open.", labels=["kind"]
     )
+    oldest = GaugeMetricFamily(
+        "weightsync_ledger_oldest_seconds", "Age of the oldest of them.", labels=["kind"]
+    )
+    unreleased = GaugeMetricFamily(
+        "weightsync_ledger_unreleased", "Who still holds a chunk of them.", labels=["kind"]
+    )
     for kind in sorted({entry.kind for entry in ledger}):
-        of_kind = [entry.nbytes for entry in ledger if entry.kind == kind]
-        nbytes.add_metric([kind], sum(of_kind))
+        of_kind = [entry for entry in ledger if entry.kind == kind]
+        nbytes.add_metric([kind], sum(entry.nbytes for entry in of_kind))
         entries.add_metric([kind], len(of_kind))
-    yield nbytes
-    yield entries
+        oldest.add_metric([kind], max(entry.age_s for entry in of_kind))
+        unreleased.add_metric([kind], sum(len(entry.unreleased) for entry in of_kind))
+    yield from (nbytes, entries, oldest, unreleased)
 
 
 def _of_reply(reply: StepReply) -> Iterator[Metric]:

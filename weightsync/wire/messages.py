@@ -241,10 +241,9 @@ WorkerPath = Annotated[str, Meta(max_length=128, pattern=r"^\w[\w-]*(/\w[\w-]*)*
 
 
 class LedgerEntry(Message, frozen=True, kw_only=True):
-    """One live export, mapping or ring.
+    """One live export, mapping or ring of `sender`, whose own ledger leaves that empty.
 
-    Of what a sender shares, `readers` are the receivers that were given it and have not left, and
-    `unreleased` those of them that still hold a chunk of the ring.
+    `readers` were given it and have not left; `unreleased` of them still hold a chunk of the ring.
     """
 
     kind: str
@@ -252,6 +251,7 @@ class LedgerEntry(Message, frozen=True, kw_only=True):
     nbytes: int
     owner: bool
     age_s: float
+    sender: str = ""
     readers: list[str] = []
     unreleased: list[str] = []
 
