@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ import weightsync as ws
 from tests.vllm.offline import assert_computes, engine_of, generated, offline_llm
 from tests.vllm.tiny import change, expected, largest_difference, make_model
 from weightsync.compat import IPCWeightTransferEngine
-from weightsync.errors import ManifestMismatchError, ProtocolError, WeightSyncError
+from weightsync.errors import ConfigError, ManifestMismatchError, ProtocolError, WeightSyncError
 from weightsync.integrations.vllm_actors import vllm_targets
 from weightsync.receiver import WeightReceiver
 from weightsync.transports.vllm_server import VllmWorkerTransport
@@ -259,6 +260,40 @@ def test_vllms_own_verbs_raise_what_is_wrong(pair: Pair) -> None:
     assert_computes(pair.llm, pair.model)
     with ws.connect(pair.model, to=vllm_targets(pair.llm)) as sender:
         change(pair.model, 16)
+        sender.send_weights()
+    assert_computes(pair.llm, pair.model)
+
+
+@contextmanager
+def asleep() -> Iterator[None]:
+    """What the allocator of vLLM's sleep mode knows of a worker that sleeps; no CPU can sleep."""
+    from vllm.device_allocator import AllocationData
+    from vllm.device_allocator.cumem import CuMemAllocator
+
+    CuMemAllocator.instance = allocator = CuMemAllocator()
+    for tag, sleeps in (("weights", True), ("kv_cache", False)):
+        allocator.pointer_to_data[len(tag)] = AllocationData((0, 0, 0, 0), tag, is_asleep=sleeps)
+    try:
+        yield
+    finally:
+        CuMemAllocator.instance = None
+
+
+@pytest.mark.parametrize("apply", ["staged", "in_place"])
+def test_one_that_sleeps_takes_nothing_until_it_wakes(pair: Pair, apply: Any) -> None:
+    engine = engine_of(pair.llm)
+    engine.receiver = WeightReceiver(engine.receiver.sink, apply=apply)
+    with ws.connect(pair.model, to=vllm_targets(pair.llm)) as sender:
+        held = sender.send_weights().version
+        with asleep():
+            with pytest.raises(ConfigError, match="wake_up"):
+                sender.send_weights()
+            with pytest.raises(ConfigError, match="wake_up"):
+                pair.worker.call(CheckRequest(action="checksum"), timeout_s=30)
+        status = engine.receiver.status()
+        assert (status.state, status.version, status.update_id) == ("READY", held, None)
+        assert_computes(pair.llm, pair.model)
+        change(pair.model, 17)
         sender.send_weights()
     assert_computes(pair.llm, pair.model)
 

@@ -19,6 +19,8 @@ from vllm.model_executor.model_loader.reload import (
 )
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
+from weightsync.integrations.vllm_sleep import refuse_asleep
+
 _VLLM_LOGGER = "vllm.model_executor.model_loader.reload.layerwise"
 
 
@@ -31,7 +33,11 @@ class Reload:
         self.is_open = False
 
     def begin(self) -> None:
-        """Take the layers apart, so that they can be loaded. Nothing happens when they are."""
+        """Take the layers apart, so that they can be loaded. Nothing happens when they are.
+
+        Raises ConfigError while the model sleeps.
+        """
+        refuse_asleep("loading weights")
         if not self.is_open:
             self.is_open = True
             with self._configured():

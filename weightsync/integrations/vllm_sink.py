@@ -14,6 +14,7 @@ from torch import nn
 from weightsync.errors import BackendUnavailableError, ConfigError
 from weightsync.integrations.vllm_held import held_checksums
 from weightsync.integrations.vllm_reload import Reload
+from weightsync.integrations.vllm_sleep import refuse_asleep
 from weightsync.integrations.vllm_trial import Trial, try_out
 from weightsync.specs import Manifest, ManifestDifference, TensorSpec, compare
 from weightsync.weights import slab
@@ -80,6 +81,7 @@ class VllmSink(WeightSink):
 
     def checksums(self, names: Iterable[str] | None = None) -> dict[str, str]:
         """Return mix64 of what this worker computes with, by vLLM's names, packed or not."""
+        refuse_asleep("weight_checker")
         return held_checksums(self.reload.model, names)
 
     def given_names(self, manifest: Manifest) -> list[str]:
@@ -119,7 +121,14 @@ class VllmSink(WeightSink):
         return [name for name in trial.untouched if not (tied and "lm_head" in name)]
 
 
-class _InPlaceLanding(Landing):
+class _WakefulLanding(Landing):
+    """Takes nothing while the model sleeps: looked at with each update's first bytes."""
+
+    def begin(self) -> None:
+        refuse_asleep("update_weights")
+
+
+class _InPlaceLanding(_WakefulLanding):
     """Hands tensors over as they come. Tied ones come once, so aliases are repeated here."""
 
     in_place = True
@@ -147,7 +156,7 @@ class _InPlaceLanding(Landing):
         self._sink.reload.abandon()
 
 
-class _AsideLanding(Landing):
+class _AsideLanding(_WakefulLanding):
     """Keeps the stream; the model is touched by `commit` alone, and keeps nothing of the stream."""
 
     def __init__(self, sink: VllmSink, plan: Plan) -> None:
