@@ -19,9 +19,11 @@ def beating(beat: Callable[[], None]) -> Iterator[None]:
             beat()
 
     thread = threading.Thread(target=run, name="weightsync-heartbeat", daemon=True)
-    thread.start()
     try:
+        # Inside, since Ctrl-C may come while it waits for the thread, which would beat for ever.
+        thread.start()
         yield
     finally:
         done.set()
-        thread.join()
+        if thread.is_alive():
+            thread.join()

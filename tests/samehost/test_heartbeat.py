@@ -1,0 +1,31 @@
+"""The thread that shows that a process lives ends with the work it stands for, however that ends."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+
+from weightsync.samehost.heartbeat import beating
+
+WAIT_S = 30.0
+
+
+def beats() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name == "weightsync-heartbeat"]
+
+
+def test_ctrl_c_while_it_starts_ends_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = threading.Thread.start
+    before = beats()
+
+    def start(thread: threading.Thread) -> None:
+        real(thread)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(threading.Thread, "start", start)
+    with pytest.raises(KeyboardInterrupt), beating(lambda: None):
+        raise AssertionError("the block was entered")
+    for thread in set(beats()) - set(before):
+        thread.join(WAIT_S)
+    assert set(beats()) <= set(before)
