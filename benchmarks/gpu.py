@@ -15,7 +15,7 @@ import argparse
 import json
 import statistics
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import product
 from pathlib import Path
@@ -41,7 +41,7 @@ WARM_UPS = 2
 UNMET = 3
 RIVAL_BUCKET_NBYTES = 1 << 30
 """The default of the protocol that is re-enacted."""
-MODELS = {
+MODELS: dict[str, tuple[str, Callable[[], list[Tensor]]]] = {
     "qwen3-8b": ("Qwen3-8B, full size", shapes.qwen3_8b),
     "qwen3-30b-a3b": ("Qwen3-30B-A3B at half width", lambda: shapes.qwen3_30b_a3b(width=2)),
     "toy": ("40 tensors of three dtypes", lambda: shapes.mixed(2 << 20, 40)),
@@ -300,7 +300,7 @@ def run(options: argparse.Namespace) -> tuple[dict[str, object], bool]:
     for result in results:
         print("\n" + table(result, ring_nbytes=ring))
     bars = [bars_of(result, ring_nbytes=ring) for result in results]
-    said = {
+    said: dict[str, object] = {
         "device": device.name,
         "torch": torch.__version__,
         "results": [

@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -65,7 +66,8 @@ class Device:
             begin = time.perf_counter()
             work()
             return time.perf_counter() - begin
-        first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        event: Any = torch.cuda.Event  # torch types nothing of it
+        first, last = (event(enable_timing=True) for _ in range(2))
         torch.cuda.synchronize()
         first.record()
         work()
@@ -73,7 +75,7 @@ class Device:
         torch.cuda.synchronize()
         last.record()
         last.synchronize()
-        return first.elapsed_time(last) / 1e3
+        return float(first.elapsed_time(last)) / 1e3
 
 
 class FreshBuffer:

@@ -15,7 +15,7 @@ from benchmarks.results import Results, Row
 from benchmarks.rivals.registry import RIVALS
 
 OURS, THEIRS = "#1f77b4", "#9a9a9a"
-STYLE = {
+STYLE: Any = {  # matplotlib's type of it lists every setting
     "svg.fonttype": "none",
     "svg.hashsalt": "weights",
     "font.size": 9,
