@@ -1,4 +1,4 @@
-"""The thread that shows that a process lives ends with the work it stands for, however that ends."""
+"""The thread that shows that a process lives ends with the work it stands for."""
 
 from __future__ import annotations
 
