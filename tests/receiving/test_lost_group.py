@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import socket
 import time
 from collections.abc import Mapping
 
+import pytest
 import torch
+from msgspec.structs import replace
 from torch import nn
 
 import weightsync as ws
 from weightsync.errors import ConnectError
+from weightsync.wire import codec
+from weightsync.wire.messages import FinishRequest, InitRequest
+from weightsync.wire.offers import DistributedInit
 
 TIMEOUT_S = 20.0
 LEASE_S = 3.0
@@ -55,3 +61,35 @@ def test_it_is_waited_for_no_longer_than_the_lease() -> None:
     finally:
         first.receiver.close()
         late.receiver.close()
+
+
+@pytest.mark.usefixtures("shm_clean")
+def test_one_that_could_not_be_made_anew_leaves_no_update_for_ever() -> None:
+    """The old group is over before the new one is reached, so no engine tells of its sender."""
+    far = Far("host-far")
+    offers: list[DistributedInit] = []
+
+    def line(message: Mapping[str, object]) -> dict[str, object]:
+        request = codec.from_plain(message)
+        if isinstance(request, InitRequest) and isinstance(request.init_info, DistributedInit):
+            offers.append(request.init_info)
+        far.cut = far.cut or isinstance(request, FinishRequest)
+        return far(message)
+
+    lost = ws.connect(nn.Linear(4, 4), to=line, backend="distributed", timeout_s=TIMEOUT_S)
+    try:
+        with pytest.raises(ConnectError):
+            lost.send_weights()
+        assert (far.state, far.receiver.status().orphaned) == ("PREPARED", False)
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            port = server.getsockname()[1]
+        nowhere = replace(offers[-1].group, port=port, address="127.0.0.1")
+        with pytest.raises(ConnectError):
+            far.receiver.dispatch(InitRequest(init_info=replace(offers[-1], group=nowhere)))
+        lost.close()
+        assert far.receiver.status().orphaned
+        with ws.connect(nn.Linear(4, 4), to=far.receiver.handle, timeout_s=TIMEOUT_S) as sender:
+            assert sender.send_weights().version == 1
+    finally:
+        lost.close()
+        far.receiver.close()
