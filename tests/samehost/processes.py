@@ -25,6 +25,8 @@ from weightsync.samehost.segment import Segment, Leftover
 directory, *args = Path(sys.argv[1]), *sys.argv[2:]
 """
 WAIT_S = 60.0
+UNSHARE = ("unshare",) if os.geteuid() == 0 else ("unshare", "--map-root-user")
+"""Begins a command in new namespaces: those who are not root have a user namespace of their own."""
 OWNER = """
 segment = Segment.create(4096, directory=directory)
 print(segment.name, flush=True)

@@ -12,6 +12,7 @@ import pytest
 
 from tests.samehost.processes import (
     OWNER,
+    UNSHARE,
     WAIT_S,
     kill,
     line_of,
@@ -27,8 +28,6 @@ from weightsync.samehost.segment import (
     find_leftovers,
     remove_leftovers,
 )
-
-needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="needs root")
 
 
 @pytest.fixture
@@ -194,11 +193,10 @@ signal.pause()
         assert remove_leftovers(shm) == []
         assert sorted(shm.iterdir()) == sorted(others)
 
-    @needs_root
     def test_living_owner_in_another_pid_namespace_is_alive(self, shm: Path) -> None:
-        if run(["unshare", "-pf", "true"]).returncode != 0:
+        if run([*UNSHARE, "-pf", "--mount-proc", "true"]).returncode != 0:
             pytest.skip("a new pid namespace is not permitted here")
-        inside = ["unshare", "-pf", "--mount-proc"]
+        inside = [*UNSHARE, "-pf", "--mount-proc"]
         janitor = python("print(remove_leftovers(directory))", shm)
         with Segment.create(64, directory=shm):
             assert output([*inside, *janitor]).strip() == "[]"

@@ -17,6 +17,7 @@ import pytest
 import torch
 
 from tests.samehost.processes import (
+    UNSHARE,
     output,
     private_directory,
     python,
@@ -214,7 +215,6 @@ class TestSuspicion:
 
 
 class TestSpace:
-    @needs_root
     def test_full_memory_is_an_error_that_names_the_size(self, tmp_path: Path) -> None:
         script = """
 half = Segment.create(1 << 19, directory=directory)
@@ -228,9 +228,9 @@ other.tensor().fill_(1)
 assert sorted(os.listdir(directory)) == sorted([half.name, other.name])
 """
         mount = f'mount -t tmpfs -o size=1m tmpfs {tmp_path} && exec "$@"'
-        if run(["unshare", "-m", "sh", "-c", mount, "sh", "true"]).returncode != 0:
+        if run([*UNSHARE, "-m", "sh", "-c", mount, "sh", "true"]).returncode != 0:
             pytest.skip("mounting in a private mount namespace is not permitted here")
-        said = output(["unshare", "-m", "sh", "-c", mount, "sh", *python(script, tmp_path)])
+        said = output([*UNSHARE, "-m", "sh", "-c", mount, "sh", *python(script, tmp_path)])
         wanted = f"524289 bytes is wanted and {tmp_path} has 524288 bytes free"
         assert wanted in said
         assert "--shm-size" in said
