@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import signal
 import sys
 import time
@@ -34,11 +35,23 @@ PROCESS_NBYTES = 300 << 20
 MEMORY_RETURNS_S = 2.0
 
 
-def compare(preset: Preset, results: Results, path: Path | None, only: Sequence[str] = ()) -> None:
-    """Run what `results` has no rows of yet; `only` takes rivals whose names begin so."""
+def compare(
+    preset: Preset,
+    results: Results,
+    path: Path | None,
+    only: Sequence[str] = (),
+    *,
+    within_s: float = math.inf,
+) -> None:
+    """Run what `results` has no rows of yet; `only` takes rivals whose names begin so.
+
+    After `within_s` no trial is begun; raises KeyboardInterrupt where some are left.
+    """
     began = time.monotonic()
     trials = [t for trial in preset.trials if (t := _left(trial, results, only))]
     for number, trial in enumerate(trials, start=1):
+        if time.monotonic() - began > within_s:
+            raise KeyboardInterrupt
         rows = measure(preset, trial)
         results.rows += rows
         if path is not None:
@@ -168,11 +181,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--pages", type=Path, metavar="ROOT", help="write docs/performance.md and README.md of ROOT"
     )
+    parser.add_argument(
+        "--minutes", type=float, default=math.inf, help="begin no trial after these"
+    )
     options = parser.parse_args(arguments)
     results = resume(options.out, options.preset)
     signal.signal(signal.SIGTERM, stop)
     try:
-        compare(PRESETS[options.preset], results, options.out, options.rivals)
+        compare(
+            PRESETS[options.preset],
+            results,
+            options.out,
+            options.rivals,
+            within_s=options.minutes * 60,
+        )
     except KeyboardInterrupt:
         print("stopped: the same command goes on from here", file=sys.stderr)
     finally:

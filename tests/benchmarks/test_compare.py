@@ -127,6 +127,8 @@ def test_what_is_stopped_leaves_pages_and_is_gone_on_with(
     monkeypatch.setattr(compare, "measure", measure)
     handler = signal.getsignal(signal.SIGTERM)
     try:
+        assert compare.main([*command, "--minutes", "0"]) == 130
+        assert asked == []
         assert compare.main(command) == 130
         page = (tmp_path / "docs/performance.md").read_text(encoding="utf-8")
         assert "Unfinished: 1 of 2 trials" in " ".join(page.split())
