@@ -18,8 +18,9 @@ EXTRAS = {
 }
 
 
-def lacking(verb: str, package: str | None) -> BackendUnavailableError:
-    """Return the error of a verb that cannot run without a package that is missing."""
+def lacking(verb: str, module: str | None) -> BackendUnavailableError:
+    """Return the error of a verb that cannot run without a module that is missing."""
+    package = (module or "a package").partition(".")[0]
     return BackendUnavailableError(f"weightsync {verb} needs {package}; {install(verb)}")
 
 
