@@ -13,7 +13,7 @@ from torch import nn
 from benchmarks.rivals.contract import Reader
 from benchmarks.rivals.ours import Receiver, Trainer
 
-REST = "unexplained: Python between these, at the receiver"
+REST = "unexplained, in the receiver: "
 
 SENDER = {
     "weightsync.sending.outgoing:Update": {"_transfer": "transfer", "finish": "finish"},
@@ -23,7 +23,12 @@ SENDER = {
 }
 RECEIVER = {
     "weightsync.receiver:WeightReceiver": {"dispatch": "dispatch"},
-    "weightsync.backends.ipc_transfer:Transfer": {"run": "run", "_published_table": "table"},
+    "weightsync.backends.ipc_transfer:Transfer": {
+        "run": "run",
+        "_published_table": "table",
+        "_compile": "compile",
+        "_compare": "compare",
+    },
     "weightsync.receiving.updates:Updates": {"prepare": "prepare", "_commit": "commit"},
     "weightsync.samehost.ring:RingReader": {"wait": "wait", "release": "release"},
     "weightsync.weights.copier:HostRun": {
@@ -36,12 +41,14 @@ OPTIONAL = {"copy and fingerprint"}
 """Not in every version."""
 
 INSIDE = {
+    "compile": "look up the programs of copies",
     "copy": "copy",
     "copy and fingerprint": "copy and fingerprint, fused",
     "fingerprint": "fingerprint of what was written",
     "wait": "wait for the sender to fill a bucket",
     "release": "release of a bucket",
     "table": "wait for the sender's fingerprints",
+    "compare": "compare fingerprints",
 }
 
 
@@ -133,8 +140,6 @@ def phases(send: Span, here: Sequence[Span], there: Sequence[Span]) -> dict[str,
     (run,) = all_of(there, "run")
     inside = {title: total(there, name) for name, title in INSIDE.items()}
     prepare, commit = total(there, "prepare"), total(there, "commit")
-    rest = run.took - sum(inside.values())
-    rest += update.stop - run.stop - prepare + finishing.took - commit
     begin = total(here, "begin")
     return {
         "greeting, ids, terms": leave[0].start - send.start - begin,
@@ -149,7 +154,9 @@ def phases(send: Span, here: Sequence[Span], there: Sequence[Span]) -> dict[str,
         "commit: swap": commit,
         "answer to finish": finish.stop - finishing.stop,
         "report": send.stop - finish.stop,
-        REST: rest,
+        REST + "between copies": run.took - sum(inside.values()),
+        REST + "around prepare": update.stop - run.stop - prepare,
+        REST + "around the swap": finishing.took - commit,
         "beside: the sender's packing or fingerprints": total(here, "own")
         - total(here, "own wait"),
         "beside: the sender's wait for readers": total(here, "own wait"),
