@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
+from itertools import groupby
 from typing import Any
 
 import pytest
@@ -263,6 +264,24 @@ def test_whatever_fails_around_finish_the_server_is_resumed(
         sender.send_weights()
         assert [step for step in workers.log if step in STEPS][-3:] == STEPS
         assert len({receiver.version for receiver in workers.receivers}) == 1
+
+
+def test_a_finish_that_is_refused_for_good_is_given_up_for_the_next(workers: Workers) -> None:
+    model = source()
+    with ws.connect(model, to=worker_transports(workers, timeout_s=5)) as sender:
+        workers.broken["finish_weight_update"] = RemoteError("no such path")
+        for _ in range(2):
+            with pytest.raises(RemoteError, match="no such path"):
+                sender.send_weights()
+            assert {receiver.version for receiver in workers.receivers} == {0}
+        told = [step for step in workers.log if step.startswith(("rpc f", "rpc a", "rpc u"))]
+        again = ["rpc finish_weight_update", "rpc abort_weight_update", "rpc update_weights"]
+        # Of the first update, before the second; each worker is told of the abort by itself.
+        assert [step for step, _ in groupby(told[2:])][:3] == again
+        workers.broken.clear()
+        sender.send_weights()
+    assert all(torch.equal(held.weight, model.weight) for held in workers.models)
+    assert len({receiver.version for receiver in workers.receivers}) == 1
 
 
 @pytest.mark.parametrize("kind", [ConnectError, RemoteError])
