@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable
 
 import pytest
 import torch
@@ -81,7 +81,7 @@ def test_an_updates_fingerprints_follow_its_reader(
     ours, theirs = nn.Linear(2048, 2048), nn.Linear(2048, 2048)
     took = threading.Event()
 
-    def hook(pairs: Iterator[tuple[str, torch.Tensor]]) -> None:
+    def hook(pairs: Iterable[tuple[str, torch.Tensor]]) -> None:
         for _, tensor in pairs:
             assert tensor.isfinite().all()
         took.set()
