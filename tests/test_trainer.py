@@ -188,6 +188,18 @@ class TestEnds:
         assert len(failed) == 1
         assert "closed" in str(failed[0])
 
+    def test_one_that_is_not_closed_for_good_is_met_again(self) -> None:
+        receiver = ws.WeightReceiver(make())
+        with ws.connect(make(1), to=receiver.handle, **BUCKET) as sender:
+            sender.send_weights()
+            receiver.close(for_good=False)
+            assert not receiver.ledger()
+            assert sender.send_weights().version == 2
+            receiver.close()
+            with pytest.raises(ws.ProtocolError, match="closed"):
+                sender.send_weights()
+        assert receiver.version == 2
+
     def test_a_failed_greeting_leaves_no_segment(self) -> None:
         receiver = ws.WeightReceiver(make())
 

@@ -231,12 +231,12 @@ class WeightReceiver:
         else:
             self._paused.clear()
 
-    def close(self) -> None:
+    def close(self, *, for_good: bool = True) -> None:
         """Give up an open update and close every mapping. The weights in use stay as they are.
 
-        No sender may offer it anything from here on: that is a ProtocolError.
+        `for_good`: what a sender offers from here on is a ProtocolError; else it may init again.
         """
-        self._closed = True
+        self._closed |= for_good
         self._updates.close()
 
     def _init(self, request: InitRequest) -> InitReply:

@@ -302,7 +302,7 @@ def test_a_session_that_a_dead_sender_left_open_is_closed(pair: Pair) -> None:
     pair.llm.start_weight_update()
     with pytest.raises(RuntimeError, match="already"):
         pair.llm.start_weight_update()
-    engine_of(pair.llm).receiver.close()
+    engine_of(pair.llm).shutdown()
     with ws.connect(pair.model, to=vllm_targets(pair.llm)) as sender:
         sender.send_weights()
     with pytest.raises((RuntimeError, WeightSyncError)):

@@ -85,7 +85,7 @@ class WeightsyncEngine(WeightTransferEngine):  # type: ignore[misc]  # vLLM has 
         if isinstance(self._asked, ShutdownRequest):
             self._handle(self._asked)
         else:
-            self.receiver.close()
+            self.receiver.close(for_good=False)
 
     def _handle(self, request: Request) -> None:
         """Have the receiver answer what is asked at the door, else `request`."""
