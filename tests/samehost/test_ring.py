@@ -346,3 +346,24 @@ def test_a_writer_and_a_reader_at_full_speed(control: Control, writer: RingWrite
         writer.drain(chunks, check=nothing, timeout_s=WAIT_S)
         done.result(WAIT_S)
     assert order == list(range(chunks))
+
+
+def test_a_wait_does_not_count_what_its_own_process_slept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A suspended machine, or SIGSTOP: nobody else could do anything in that time either."""
+    looks = 0
+    stood = 0.0
+    clock = time.monotonic
+
+    def look() -> bool:
+        nonlocal looks, stood
+        looks += 1
+        if looks == 20:
+            stood = 1000.0
+        return looks > 200
+
+    monkeypatch.setattr(time, "monotonic", lambda: clock() + stood)
+    assert wait_until(look, check=lambda: None, timeout_s=5.0)
+    looks = -(10**9)
+    begun = clock()
+    assert not wait_until(look, check=lambda: None, timeout_s=0.3)
+    assert clock() - begun >= 0.3

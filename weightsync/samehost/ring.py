@@ -32,6 +32,8 @@ SPIN_S = 0.002
 """How long a wait spins before it sleeps: about one large chunk."""
 PATIENCE = 5
 """A peer that beats but makes no progress is waited for this many times as long as a silent one."""
+_STANDSTILL_S = 0.25
+"""Longer than any step of a wait takes while its process runs."""
 _LONG_NAP_S = 1e-3
 _HURRIED_SLOTS = 3
 """With fewer slots readers run out of chunks while the writer naps."""
@@ -343,15 +345,19 @@ def wait_until(
 
     `progress` returns what was done, and the heartbeats: without either for `timeout_s`, or with
     heartbeats alone for `PATIENCE` times as long, the wait ends. `check` is called on the way and
-    ends the wait by raising.
+    ends the wait by raising. Time in which this process itself stood still (SIGSTOP, a suspended
+    machine) is not held against the others.
     """
     if ready():
         return True
-    started = moved = beaten = time.monotonic()
+    looked = time.monotonic()
+    now = moved = beaten = 0.0
     last = progress()
     while not ready():
-        now = time.monotonic()
-        if now - started < pace.spin_s:
+        here = time.monotonic()
+        now += min(here - looked, _STANDSTILL_S)
+        looked = here
+        if now < pace.spin_s:
             time.sleep(0)
             continue
         check()
