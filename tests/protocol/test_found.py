@@ -128,6 +128,34 @@ def test_who_finds_others_ahead_after_going_forward_in_place_passes_them() -> No
 
 
 @pytest.mark.usefixtures("shm_clean")
+def test_who_finds_others_ahead_after_freeing_them_passes_them() -> None:
+    """Held by a dead sender's update, one could not say at once that it had been passed."""
+    world = World(["staged", "in_place"])
+    staying, dying = [Trainer(world, packed=False, drops=False) for _ in range(2)]
+    for trainer in (staying, dying):
+        world.trainers.append(trainer)
+    staying.connect(SHORT_S)
+    assert staying.sender is not None
+    staying.fill()
+    staying.sender.send_weights()
+    with ws.connect(staying.model, to=world.fleet[0].transport(), timeout_s=SHORT_S) as other:
+        assert other.send_weights().version == 2
+    staying.note_segments()
+    dying.connect(SHORT_S)
+    assert dying.sender is not None
+    dying.fill()
+    dying.arm(Death(2, acted=False))
+    with pytest.raises(ws.WeightSyncError), dying.sender.update():
+        raise AssertionError("a dead trainer's block does not run")
+    assert [m.receiver.status().state for m in world.fleet] == ["UPDATING", "READY"]
+    staying.fill()
+    assert staying.sender.send_weights().version == 3
+    for member in world.fleet:
+        world.holds(member, 3, staying.contents)
+    world.end()
+
+
+@pytest.mark.usefixtures("shm_clean")
 def test_a_start_that_came_late_to_a_new_instance_is_ended_by_its_own_sender() -> None:
     """The sender lives, so nobody else would end it before its lease."""
     world = World(["staged", "in_place"])

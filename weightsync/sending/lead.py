@@ -12,7 +12,7 @@ from contextlib import contextmanager, suppress
 from typing import Literal
 
 from weightsync.backends.ipc_sender import IpcOptions
-from weightsync.errors import ConfigError, StaleVersionError, TransferError, WeightSyncError
+from weightsync.errors import ConfigError, StaleVersionError, WeightSyncError
 from weightsync.report import SyncReport
 from weightsync.sending.commands import Look
 from weightsync.sending.ensemble import Ensemble
@@ -20,6 +20,7 @@ from weightsync.sending.fleet import Fleet, Member
 from weightsync.sending.membership import Membership, names
 from weightsync.sending.outgoing import Update
 from weightsync.sending.roads import Roads
+from weightsync.sending.sent import Sent
 from weightsync.sending.servers import ReshapedError
 from weightsync.transports.base import Transport
 from weightsync.wire.messages import StartTerms, StepReply
@@ -58,7 +59,7 @@ class Lead:
         self._membership = Membership(
             ensemble, fleet, self.roads, timeout_s=options.timeout_s, drops=self._drops
         )
-        self._sent = _Sent()
+        self._sent = Sent()
 
     @property
     def version(self) -> int:
@@ -82,11 +83,17 @@ class Lead:
         """Bring every receiver to the source's current weights."""
         _check_version(version)
         before = (self.fleet.sent_nbytes, self.fleet.sent_messages)
+        update, sent = self._send(version, label, rewind=rewind, last=version is not None)
+        return self._report(update, sent, label, before)
+
+    def _send(
+        self, version: int | None, label: str | None, *, rewind: bool, last: bool
+    ) -> tuple[Update, int]:
         self._membership.ready()
         update, terms = self._reach_most(version, label, rewind=rewind)
         sent = terms.version or 0
         self._membership.version = sent
-        self._sent = _Sent(
+        self._sent = Sent(
             version=sent,
             label=label,
             weights_id=terms.weights_id,
@@ -96,10 +103,15 @@ class Lead:
         )
         try:
             self._reach_rest(update, terms)
+            return update, sent
+        except StaleVersionError:
+            if last or self._ensemble.feeder.stop.is_set():
+                raise
         finally:
             # What those hold who were left behind is not what the fleet holds.
             self._membership.version = sent
-        return self._report(update, sent, label, before)
+        # Another sender had passed one that could not be asked. Those who went on go beyond it.
+        return self._send(None, label, rewind=rewind, last=True)
 
     def resync(self, members: Sequence[Member]) -> SyncReport:
         """Send the current version to these members, and nothing to any other.
@@ -197,7 +209,7 @@ class Lead:
                 self._drop_all(update.failed)
             raise
         self._membership.version = version
-        self._sent = _Sent()  # what the caller sent cannot be sent again
+        self._sent = Sent()  # what the caller sent cannot be sent again
         if update.failed and not self._membership.may_drop(update.failed):
             raise _left_behind(update.failed, version) from next(iter(update.failed.values()))
         self._drop_all(update.failed)
@@ -337,20 +349,7 @@ class Lead:
         )
 
     def _check_unchanged(self, update: Update) -> None:
-        """What goes out again as a version must be what went out as that version before."""
-        pairs = zip(self._sent.digests, update.table_digests, strict=False)
-        known = [(a, b) for a, b in pairs if a is not None and b is not None]
-        if self._sent.layout != self.roads.layout or not known:
-            logger.warning(
-                "version %s is sent again unchecked: without fingerprints of the same layout it "
-                "cannot be seen whether the weights have changed since",
-                self.version,
-            )
-        elif any(a != b for a, b in known):
-            raise TransferError(
-                f"the weights have changed since version {self.version} was sent; "
-                "send_weights() brings everyone up to date"
-            )
+        self._sent.check_unchanged(update.table_digests, self.roads.layout)
 
     def _report(
         self, update: Update, version: int, label: str | None, before: tuple[int, int]
@@ -364,18 +363,6 @@ class Lead:
             connect_seconds=connect_seconds,
             dropped=dropped,
         )
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Sent:
-    """What this sender last sent as a whole, so that it can be sent again."""
-
-    version: int = 0
-    label: str | None = None
-    weights_id: str | None = None
-    layout: str = ""
-    digests: Sequence[str | None] = ()
-    update_ids: set[str] = dataclasses.field(default_factory=set)
 
 
 def _left_behind(failed: Mapping[Member, WeightSyncError], version: int) -> WeightSyncError:
