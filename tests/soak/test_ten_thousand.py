@@ -20,6 +20,8 @@ from weightsync.samehost.segment import live_segments
 GROWTH = 0.01
 SLOWDOWN = 0.1
 SPANS = 10
+MORE = 3
+"""So many more spans may follow where the last one was slow."""
 CHECK_EVERY = 97
 
 
@@ -69,28 +71,34 @@ def test_nothing_grows(host: Host, apply: str, road: str, size: Size) -> None:
         own = [segment.name for segment in live_segments()]
         run = Run(sender, model, receiver)
         run.update(size.updates)
+        span = size.updates // SPANS
+        first, last = run.seconds[:span], run.seconds[-span:]
+        while size.times and slowed(first, last) and len(run.seconds) < size.updates + MORE * span:
+            run.update(span)  # what grows stays slow, what disturbs goes
+            last = run.seconds[-span:]
         after = processes.footprint(), host.footprint()
         assert [segment.name for segment in live_segments()] == own
-        assert receiver.reading() == size.warm_up + size.updates
+        assert receiver.reading() == size.warm_up + len(run.seconds)
     for old, new in zip(before, after, strict=True):
         assert {what: new[what] for what in ("fds", "segments", "threads")} == {
             what: old[what] for what in ("fds", "segments", "threads")
         }
         assert new["rss"] <= (1 + GROWTH) * old["rss"]
-    span = size.updates // SPANS
-    first, last = run.seconds[:span], run.seconds[-span:]
     rss = [
         round(100 * (new["rss"] / old["rss"] - 1), 2)
         for old, new in zip(before, after, strict=True)
     ]
     print(
-        f"{size.updates} updates, {road}, {apply}: memory {rss[0]:+} % and {rss[1]:+} %, the first "
-        f"{span} and the last: undisturbed {in_ms(undisturbed(first))} and "
+        f"{len(run.seconds)} updates, {road}, {apply}: memory {rss[0]:+} % and {rss[1]:+} %, the "
+        f"first {span} and the last: undisturbed {in_ms(undisturbed(first))} and "
         f"{in_ms(undisturbed(last))}, median {in_ms(statistics.median(first))} and "
         f"{in_ms(statistics.median(last))}"
     )
-    if size.times:
-        assert undisturbed(last) <= (1 + SLOWDOWN) * undisturbed(first)
+    assert not (size.times and slowed(first, last))
+
+
+def slowed(first: list[float], last: list[float]) -> bool:
+    return undisturbed(last) > (1 + SLOWDOWN) * undisturbed(first)
 
 
 def undisturbed(seconds: list[float]) -> float:
