@@ -8,8 +8,18 @@ import pytest
 
 import weightsync as ws
 from tests.protocol.trainers import Death, Offering, Trainer
-from tests.protocol.world import SHORT_S, World
+from tests.protocol.world import SHORT_S, Apply, World
 from weightsync.wire.messages import InitRequest, ShutdownRequest, StartRequest
+
+
+def connected(applies: list[Apply], *, packed: bool) -> tuple[World, Trainer, ws.WeightSender]:
+    """A fleet, and a trainer that is connected to all of it."""
+    world = World(applies)
+    trainer = Trainer(world, packed=packed, drops=False)
+    world.trainers.append(trainer)
+    trainer.connect(SHORT_S)
+    assert trainer.sender is not None
+    return world, trainer, trainer.sender
 
 
 @pytest.mark.usefixtures("shm_clean")
@@ -86,23 +96,19 @@ def test_one_that_rolls_forward_alone_is_freed_from_a_dead_sender_as_well() -> N
 @pytest.mark.usefixtures("shm_clean")
 def test_a_late_offer_does_not_undo_a_newer_one() -> None:
     """It names a place in the ring that nobody waits for any more."""
-    world = World(["staged", "staged"])
-    trainer = Trainer(world, packed=True, drops=False)
-    world.trainers.append(trainer)
-    trainer.connect(SHORT_S)
+    world, trainer, sender = connected(["staged", "staged"], packed=True)
     member = world.fleet[1]
     late = next(
         m for m in world.messages[member.name] if isinstance(m, InitRequest) and m.init_info
     )
     assert late.init_info is not None
-    assert trainer.sender is not None
-    trainer.sender.remove(member.name)
-    trainer.sender.add(trainer.line_again(trainer.lines[1]))
+    sender.remove(member.name)
+    sender.add(trainer.line_again(trainer.lines[1]))
     member.receiver.dispatch(ShutdownRequest(sender=late.init_info.sender))
     with pytest.raises(ws.ProtocolError, match="comes after offer"):
         member.receiver.dispatch(late)
     trainer.fill()
-    version = trainer.sender.send_weights().version
+    version = sender.send_weights().version
     for other in world.fleet:
         world.holds(other, version, trainer.contents)
     world.end()
@@ -110,17 +116,13 @@ def test_a_late_offer_does_not_undo_a_newer_one() -> None:
 
 @pytest.mark.usefixtures("shm_clean")
 def test_who_finds_others_ahead_after_going_forward_in_place_passes_them() -> None:
-    world = World(["in_place", "staged"])
-    trainer = Trainer(world, packed=False, drops=False)
-    world.trainers.append(trainer)
-    trainer.connect(SHORT_S)
-    assert trainer.sender is not None
+    world, trainer, sender = connected(["in_place", "staged"], packed=False)
     trainer.fill()
-    trainer.sender.send_weights()
+    sender.send_weights()
     with ws.connect(trainer.model, to=world.fleet[1].transport(), timeout_s=SHORT_S) as other:
         assert other.send_weights().version == 2
     trainer.fill()
-    report = trainer.sender.send_weights()
+    report = sender.send_weights()
     assert (report.version, report.rule) == (3, "roll-forward")
     for member in world.fleet:
         world.holds(member, 3, trainer.contents)
@@ -158,13 +160,9 @@ def test_who_finds_others_ahead_after_freeing_them_passes_them() -> None:
 @pytest.mark.usefixtures("shm_clean")
 def test_a_start_that_came_late_to_a_new_instance_is_ended_by_its_own_sender() -> None:
     """The sender lives, so nobody else would end it before its lease."""
-    world = World(["staged", "in_place"])
-    trainer = Trainer(world, packed=False, drops=False)
-    world.trainers.append(trainer)
-    trainer.connect(SHORT_S)
+    world, trainer, sender = connected(["staged", "in_place"], packed=False)
     trainer.fill()
-    assert trainer.sender is not None
-    with suppress(ZeroDivisionError), trainer.sender.update():
+    with suppress(ZeroDivisionError), sender.update():
         raise ZeroDivisionError
     member = world.fleet[0]
     kinds = (InitRequest, StartRequest)
@@ -174,7 +172,7 @@ def test_a_start_that_came_late_to_a_new_instance_is_ended_by_its_own_sender() -
         with suppress(ws.ConfigError):  # the first only asks who is there
             member.receiver.dispatch(request)
     assert member.receiver.status().state == "UPDATING"
-    version = trainer.sender.send_weights().version
+    version = sender.send_weights().version
     for other in world.fleet:
         world.holds(other, version, trainer.contents)
     world.end()
@@ -183,18 +181,14 @@ def test_a_start_that_came_late_to_a_new_instance_is_ended_by_its_own_sender() -
 @pytest.mark.usefixtures("shm_clean")
 def test_all_who_forgot_the_sender_are_met_again_at_once() -> None:
     """One refusal ends the update before the others have answered."""
-    world = World(["staged", "staged", "staged"])
-    trainer = Trainer(world, packed=True, drops=False)
-    world.trainers.append(trainer)
-    trainer.connect(SHORT_S)
+    world, trainer, sender = connected(["staged", "staged", "staged"], packed=True)
     for member in world.fleet:
         inits = [m for m in world.messages[member.name] if isinstance(m, InitRequest)]
         offered = next(m.init_info for m in inits if m.init_info is not None)
         member.receiver.dispatch(ShutdownRequest(sender=offered.sender))
     world.fleet[2].fail("delay", "update_weights", seconds=0.3)
     trainer.fill()
-    assert trainer.sender is not None
-    version = trainer.sender.send_weights().version
+    version = sender.send_weights().version
     for member in world.fleet:
         world.holds(member, version, trainer.contents)
     world.end()
