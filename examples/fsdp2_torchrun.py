@@ -40,12 +40,14 @@ def main(url: str | None) -> None:
             report = sender.send_weights()  # every rank calls, and every rank has the report
             if dist.get_rank() == 0:
                 print(report)
-    question = torch.full((1, 4), 0.5)
-    answer = model(question)
+        question = torch.full((1, 4), 0.5)
+        answer = model(question)
     if dist.get_rank() == 0:
         print("answer", answer[0].tolist())
         if url is None:
             print("served", served(question)[0].tolist())
+    # Python must not end while a thread of Gloo still holds tensors: torch would abort the process.
+    dist.barrier()
     dist.destroy_process_group()
 
 

@@ -70,6 +70,8 @@ def main() -> None:
     dist.init_process_group("cuda:nccl,cpu:gloo" if torch.cuda.is_available() else "gloo")
     with tempfile.TemporaryDirectory() as out:
         train(sys.argv[1], sys.argv[2] if len(sys.argv) > 2 else None, out)
+    # Python must not end while a thread of Gloo still holds tensors: torch would abort the process.
+    dist.barrier()
     dist.destroy_process_group()
 
 
