@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 import weightsync as ws
+from weightsync.weights.source import ModuleSource
 from weightsync.wire.messages import (
     AbortRequest,
     FinishRequest,
@@ -294,6 +295,37 @@ class TestSources:
             assert values(server) == {1}
             model.weight.data = whole
             assert sender.send_weights().verified == "held"
+
+    @pytest.mark.parametrize("packed", [False, True])
+    def test_an_update_looks_at_the_source_once(
+        self, packed: bool, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        looks = []
+        look = ModuleSource.stable_tensors
+        monkeypatch.setattr(
+            ModuleSource, "stable_tensors", lambda self: looks.append(1) or look(self)
+        )
+        server = make()
+        with ws.connect(make(1), to=ws.WeightReceiver(server).handle, packed=packed) as sender:
+            sender.send_weights()
+            looks.clear()
+            sender.send_weights()
+        assert len(looks) == 1
+        assert values(server) == {1}
+
+    def test_what_is_replaced_after_a_block_that_failed_is_sent(self) -> None:
+        """The block's end has looked at the module; what it saw is not the next update's."""
+        server, model = make(), make(1)
+        receiver = ws.WeightReceiver(server)
+        with ws.connect(model, to=receiver.handle, packed=False) as sender:
+            with pytest.raises(ws.WeightSyncError), sender.update() as update:
+                update.send([("weight", torch.ones(64, 64))])  # and no bias
+            kept = model.weight
+            model.weight = nn.Parameter(torch.full((64, 64), 2.0))
+            fill(model, 2)
+            sender.send_weights()
+            assert set(kept.flatten().tolist()) == {1.0}
+        assert values(server) == {2}
 
     def test_a_tied_state_dict(self) -> None:
         def tied() -> nn.Module:

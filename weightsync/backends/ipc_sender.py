@@ -133,6 +133,7 @@ class IpcTrainerEngine(TrainerWeightTransferEngine):
         self._verify = True
         self._written_nbytes = 0
         self._update: Callable[[Check], None] | None = None
+        self._looked: list[torch.Tensor] | None = None
         self._stream: PackedStream | None = None
 
     @property
@@ -183,6 +184,7 @@ class IpcTrainerEngine(TrainerWeightTransferEngine):
         self, readers: Iterable[int], *, verify: bool, pairs: NamedTensors | None = None
     ) -> RegisteredUpdate:
         """Start an update; nothing is read from the source yet, except to see if it has moved."""
+        looked, self._looked = self._looked, None
         self._verify = verify
         self._table = []
         self._written_nbytes = 0
@@ -190,7 +192,7 @@ class IpcTrainerEngine(TrainerWeightTransferEngine):
             return self._begin_pairs(list(readers), list(pairs))
         if self.packed:
             return self._begin_packed(list(readers), self._packer, self._source.tensors, None)
-        return self._begin_unpacked(list(readers))
+        return self._begin_unpacked(list(readers), looked or self._source.stable_tensors())
 
     def transfer(self, check: Check) -> None:
         """Pack and publish every chunk, or publish the fingerprints of registered memory."""
@@ -217,9 +219,10 @@ class IpcTrainerEngine(TrainerWeightTransferEngine):
     def needs_init(self) -> bool:
         """GPU storages that moved need new handles; on a host every tensor has its place.
 
-        Unless another tensor has stayed in that place, which must not be overwritten.
+        Unless another tensor has stayed in that place, which must not be overwritten. What is
+        found is kept for the update that begins next: a look takes a microsecond a tensor.
         """
-        stable = self._source.stable_tensors() if self._memory else None
+        stable = self._looked = self._source.stable_tensors() if self._memory else None
         if isinstance(self._memory, DeviceStream):
             return self._memory.moved(stable or [])
         return self._memory is not None and stable is not None and self._memory.occupied(stable)
@@ -227,13 +230,7 @@ class IpcTrainerEngine(TrainerWeightTransferEngine):
     @property
     def extra_nbytes(self) -> int:
         """Ring with its side on a GPU, control, and registered memory beside adopted tensors."""
-        beside = 0
-        if isinstance(self._memory, SharedStream):
-            adopted = self._memory.adopted
-            sizes = enumerate(spec.nbytes for spec in self.manifest.specs)
-            beside = sum(nbytes for i, nbytes in sizes if i not in adopted)
-        elif isinstance(self._memory, DeviceStream):
-            beside = self._memory.copied_nbytes
+        beside = self._memory.copied_nbytes if self._memory is not None else 0
         staged = self._stage.nbytes if self._stage else 0
         return self._ring.nbytes + staged + self._control.segment.nbytes + beside
 
@@ -248,7 +245,7 @@ class IpcTrainerEngine(TrainerWeightTransferEngine):
 
     def close(self) -> None:
         """Free everything, in the reverse order."""
-        self._update = self._stream = self._hashers = None
+        self._update = self._stream = self._hashers = self._looked = None
         while self._closers:
             self._closers.pop()()
 
@@ -349,13 +346,14 @@ class IpcTrainerEngine(TrainerWeightTransferEngine):
             registered=True,
         )
 
-    def _begin_unpacked(self, readers: list[int]) -> RegisteredUpdate:
+    def _begin_unpacked(
+        self, readers: list[int], stable: list[torch.Tensor] | None
+    ) -> RegisteredUpdate:
         if self._memory is None:
             raise ConfigError("nothing is registered")
         memory = self._memory
         epoch = self._writer.begin(readers, 0)
         self.trail.begin_unpacked(self._whole, readers)
-        stable = self._source.stable_tensors()
         if stable is None:
             for i, (_, tensor) in enumerate(self._source.tensors()):
                 memory.write(i, tensor)

@@ -34,6 +34,8 @@ from weightsync.wire.offers import IpcInit
 
 _LIVENESS_INTERVAL_S = 0.05
 _SHOWN_RUNS = 2
+"""How often readers of registered memory show how far they are; a sender that verifies follows."""
+_SHOWN_RUNS_UNFOLLOWED = 32
 _IN_PLACE = 4
 """Marks kept programs that read memory and write nothing; others are `ring` plus twice `verify`."""
 
@@ -179,13 +181,14 @@ class Transfer:
     def _each(self, steps: Sequence[Callable[[], Step]]) -> list[Step]:
         """Take a step for each run of registered memory, and let the sender see how far this is."""
         done: list[Step] = []
-        reader = self._opened.info.reader
+        reader, runs = self._opened.info.reader, self._plan.runs
         before = self._control.loaded(reader)
-        for i, (run, step) in enumerate(zip(self._plan.runs, steps, strict=True)):
+        shown = _SHOWN_RUNS if self._info.verify else _SHOWN_RUNS_UNFOLLOWED
+        for i, step in enumerate(steps):
             if i % 64 == 0:
                 self._check()
-            if i % _SHOWN_RUNS == 0:
-                self._control.load(reader, before + run.start)
+            if i % shown == 0:
+                self._control.load(reader, before + runs[i].start)
             done.append(step())
         self._control.load(reader, before + self._plan.nbytes)
         return done

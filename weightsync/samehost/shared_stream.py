@@ -9,6 +9,7 @@ odd stride) is copied to its place before each update.
 from __future__ import annotations
 
 import logging
+import operator
 from collections.abc import Sequence
 
 import torch
@@ -19,6 +20,7 @@ from weightsync.samehost.segment import Segment, live_segments
 
 logger = logging.getLogger(__name__)
 
+_SHAPE = operator.attrgetter("shape")
 _OWN_REFERENCES = 2
 """Uses of a storage that only one tensor has: that tensor, and Python's wrapper of the storage."""
 
@@ -51,11 +53,20 @@ class SharedStream:
             self.tensors.append(flat)
             self._views.append(flat.view(dtype).view(size))
         self._addresses = [view.data_ptr() for view in self._views]
+        self._shapes = [view.shape for view in self._views]
 
     @property
     def adopted(self) -> frozenset[int]:
         """Which tensors live here."""
         return frozenset(self._adopted)
+
+    @property
+    def copied_nbytes(self) -> int:
+        """Bytes of the tensors that do not live here: what a sender holds beside its model."""
+        if len(self._adopted) == len(self._views):
+            return 0
+        sizes = enumerate(flat.numel() for flat in self.tensors)
+        return sum(nbytes for i, nbytes in sizes if i not in self._adopted)
 
     def refresh(self, tensors: Sequence[torch.Tensor]) -> int:
         """Bring every place up to date; return the bytes that had to be copied.
@@ -63,13 +74,23 @@ class SharedStream:
         A tensor that was moved elsewhere since (another storage, shape or stride) is copied and
         moved here again.
         """
+        if len(self._adopted) == len(self._views) and self._stay(tensors):
+            return 0
         copied = 0
-        places = zip(tensors, self._addresses, self._views, strict=True)
-        for i, (tensor, address, view) in enumerate(places):
-            stays = tensor.data_ptr() == address and tensor.shape == view.shape
+        places = zip(tensors, self._addresses, self._shapes, strict=True)
+        for i, (tensor, address, shape) in enumerate(places):
+            stays = tensor.data_ptr() == address and tensor.shape == shape
             if not (stays and tensor.is_contiguous() and i in self._adopted):
                 copied += self._bring(i, tensor)
         return copied
+
+    def _stay(self, tensors: Sequence[torch.Tensor]) -> bool:
+        """Whether all lie in their places as they were: the usual case, without a loop."""
+        return (
+            list(map(torch.Tensor.data_ptr, tensors)) == self._addresses
+            and list(map(_SHAPE, tensors)) == self._shapes
+            and all(map(torch.Tensor.is_contiguous, tensors))
+        )
 
     def occupied(self, tensors: Sequence[torch.Tensor]) -> bool:
         """Whether something else still uses the place of a tensor that moved elsewhere since.
@@ -77,6 +98,8 @@ class SharedStream:
         `aside = p.data; p.data = averaged` leaves `aside` in the place of `p`: to bring `p` there
         would overwrite it, so another stream has to be made. Asked before `refresh`.
         """
+        if list(map(torch.Tensor.data_ptr, tensors)) == self._addresses:
+            return False
         for i, adopted in self._adopted.items():
             if tensors[i].data_ptr() == self._addresses[i]:
                 continue

@@ -86,7 +86,7 @@ class ModuleSource:
 
     def _casts(self) -> bool:
         return self._dtype is not None and any(
-            spec.dtype != spec_of(spec.name, tensor).dtype
+            TORCH_DTYPES[spec.dtype] is not tensor.dtype
             for spec, tensor in zip(self._manifest.specs, self._found.tensors, strict=True)
         )
 
