@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 import weightsync as ws
+from weightsync.weights import slab
 from weightsync.weights.source import ModuleSource
 from weightsync.wire.messages import (
     AbortRequest,
@@ -300,11 +301,14 @@ class TestSources:
     def test_an_update_looks_at_the_source_once(
         self, packed: bool, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        looks = []
+        looks: list[ModuleSource] = []
         look = ModuleSource.stable_tensors
-        monkeypatch.setattr(
-            ModuleSource, "stable_tensors", lambda self: looks.append(1) or look(self)
-        )
+
+        def seen(source: ModuleSource) -> list[torch.Tensor] | None:
+            looks.append(source)
+            return look(source)
+
+        monkeypatch.setattr(ModuleSource, "stable_tensors", seen)
         server = make()
         with ws.connect(make(1), to=ws.WeightReceiver(server).handle, packed=packed) as sender:
             sender.send_weights()
@@ -348,6 +352,30 @@ class TestSources:
             fill(model, 3)
             sender.send_weights()
         assert values(server) == {3}
+
+
+def test_what_large_tensors_are_put_together_in_is_made_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    made = []
+    allocate = slab.allocate
+
+    def counted(nbytes: int, device: torch.device) -> torch.Tensor:
+        made.append(nbytes)
+        return allocate(nbytes, device)
+
+    monkeypatch.setattr(slab, "allocate", counted)
+    held: dict[str, torch.Tensor] = {}
+    receiver = ws.WeightReceiver(
+        ws.HookSink(lambda pairs: held.update({n: t.clone() for n, t in pairs})), apply="in_place"
+    )
+    model = make()
+    with ws.connect(model, to=receiver.handle, **BUCKET) as sender:
+        for value in (1, 2, 3):
+            fill(model, value)
+            sender.send_weights()
+            assert seen(held.values()) == {value}
+    assert made == [64 * 64 * 4]  # the weight; the bias fits a bucket
 
 
 def test_a_wrong_table_digest_is_refused() -> None:

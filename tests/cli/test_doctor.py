@@ -9,6 +9,7 @@ import resource
 import socket
 import sys
 import threading
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -155,9 +156,15 @@ def test_no_shared_memory_is_a_problem(tmp_path: Path) -> None:
 
 
 def test_only_what_dead_owners_left_is_removed() -> None:
-    with private_directory() as directory, running(python(OWNER, directory)) as owner:
+    with (
+        private_directory() as directory,
+        running(python(OWNER, directory)) as owner,
+        ExitStack() as stack,
+    ):
         dead = line_of(owner)
         mine = Segment.create(4096, directory=directory)
+        beside = stack.enter_context(socket.socket(socket.AF_UNIX))
+        beside.bind(str(directory / f"{dead}.sock"))
         (finding,) = doctor_host.look_at_leftovers(clean=True, directory=directory)
         assert (finding.level, finding.seen) == (Level.OK, "none; 2 segments in use")
         kill(owner)
@@ -167,7 +174,8 @@ def test_only_what_dead_owners_left_is_removed() -> None:
         assert "--clean" in finding.remedy
         assert (directory / dead).exists()
         (finding,) = doctor_host.look_at_leftovers(clean=True, directory=directory)
-        assert finding.seen.startswith("removed 1 segments of dead owners")
+        removed = "removed 1 segments of dead owners, 0.0 MiB, 1 sockets of dead owners"
+        assert finding.seen.startswith(removed)
         assert [path.name for path in directory.iterdir()] == [mine.name]
         mine.close()
 

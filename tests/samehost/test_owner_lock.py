@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import fcntl
 import os
+import socket
 import threading
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -123,6 +125,25 @@ class TestLeftovers:
                 assert remove_leftovers(shm) == []
                 assert not reader.owner_alive()
             assert [path.name for path in shm.iterdir()] == [living.name]
+
+    def test_a_socket_goes_with_the_segment_that_it_lay_beside(self, shm: Path) -> None:
+        with running(python(OWNER, shm)) as owner, Segment.create(64, directory=shm) as living:
+            name = line_of(owner)
+            lost = f"weightsync-{'0' * 32}"
+            others = ("other.sock", f"{lost}.sock.sock")
+            with ExitStack() as sockets:
+                for beside in (name, living.name, lost):
+                    listener = sockets.enter_context(socket.socket(socket.AF_UNIX))
+                    listener.bind(str(shm / f"{beside}.sock"))
+                for other in others:
+                    (shm / other).touch()
+                assert find_leftovers(shm) == [Leftover(f"{lost}.sock", 0)]
+                assert remove_leftovers(shm) == [Leftover(f"{lost}.sock", 0)]
+                kill(owner)
+                removed = [Leftover(name, 4096), Leftover(f"{name}.sock", 0)]
+                assert remove_leftovers(shm) == removed
+            kept = {living.name, f"{living.name}.sock", *others}
+            assert {path.name for path in shm.iterdir()} == kept
 
     def test_forked_child_does_not_keep_a_killed_owners_lock(self, shm: Path) -> None:
         script = """

@@ -63,7 +63,7 @@ def test_staged_weights_without_memory_are_an_error_at_init() -> None:
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("TransferError: ")
-    assert f"keeping an update aside takes {MODEL_NBYTES} bytes" in done.stdout
+    assert f"this update takes {MODEL_NBYTES} bytes" in done.stdout
     assert 'apply="in_place"' in done.stdout
 
 

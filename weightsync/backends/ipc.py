@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 
 from weightsync.backends.base import Received, Reception, WeightTransferEngine
 from weightsync.backends.ipc_transfer import Opened, Transfer, chunked_plan
+from weightsync.backends.lending import Assembly
 from weightsync.errors import HandleError, ProtocolError, SegmentError
 from weightsync.samehost.device_keys import pick
 from weightsync.samehost.memory import OpenMemory
@@ -31,6 +32,7 @@ class IpcWeightTransferEngine(WeightTransferEngine):
         super().__init__(device_keys)
         self._opened: Opened | None = None
         self._programs: dict[tuple[int, int, int], tuple[object, list[list[CompiledRun]]]] = {}
+        self._assembly = Assembly()
         self._since = time.monotonic()
         self._at_work = False
 
@@ -96,7 +98,9 @@ class IpcWeightTransferEngine(WeightTransferEngine):
             raise ProtocolError("this engine takes updates of its own sender only")
         self._at_work = True
         try:
-            received = Transfer(self._open, update_info, reception, self._programs).run()
+            received = Transfer(
+                self._open, update_info, reception, self._programs, self._assembly
+            ).run()
         finally:
             self._at_work = False
         while len(self._programs) > _KEPT_PROGRAMS:
@@ -151,6 +155,7 @@ class IpcWeightTransferEngine(WeightTransferEngine):
         """Close everything. Idempotent."""
         opened, self._opened = self._opened, None
         self._programs.clear()
+        self._assembly.clear()
         if opened is None:
             return
         opened.slots.clear()

@@ -11,7 +11,7 @@ from typing import TypeVar
 import torch
 
 from weightsync.backends.base import Received, Reception
-from weightsync.backends.lending import Lender
+from weightsync.backends.lending import Assembly, Lender
 from weightsync.errors import (
     ProtocolError,
     SegmentError,
@@ -71,11 +71,13 @@ class Transfer:
         info: RegisteredUpdate,
         reception: Reception,
         programs: dict[tuple[int, int, int], tuple[object, list[list[CompiledRun]]]],
+        assembly: Assembly,
     ) -> None:
         self._opened = opened
         self._info = info
         self._reception = reception
         self._programs = programs
+        self._assembly = assembly
         self._control = opened.control
         self._got: list[int] = []
         self._wrong: list[Run] = []
@@ -127,7 +129,7 @@ class Transfer:
             )
 
     def _through_ring(self, landing: Landing) -> None:
-        lender = Lender(self._plan, landing, self._reception) if landing.memory is None else None
+        lender = self._lender(landing) if landing.memory is None else None
         programs = None if lender else self._compile(landing, ring=True)
         for j, chunk in enumerate(self._plan.chunks):
             self._check()
@@ -158,7 +160,7 @@ class Transfer:
                 "an unpacked update needs storages, and init gave none; init again with them"
             )
         if landing.memory is None:
-            lender = Lender(self._plan, landing, self._reception)
+            lender = self._lender(landing)
             if self._info.verify:
                 read = hashers(self._compiled_in_place(registered))
                 self._compare(self._plan.runs, self._each(read), self._published_table())
@@ -177,6 +179,9 @@ class Transfer:
             self._compare(self._plan.runs, got, self._published_table())
         if self._control.epoch != self._info.epoch:
             raise TransferError("the sender went on to another update while this one was read")
+
+    def _lender(self, landing: Landing) -> Lender:
+        return Lender(self._plan, landing, self._reception, self._assembly)
 
     def _each(self, steps: Sequence[Callable[[], Step]]) -> list[Step]:
         """Take a step for each run of registered memory, and let the sender see how far this is."""

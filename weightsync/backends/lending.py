@@ -8,6 +8,7 @@ import torch
 
 from weightsync.backends.base import Reception
 from weightsync.specs import TensorSpec
+from weightsync.weights import slab
 from weightsync.weights.buckets import Chunk, Piece, Plan
 from weightsync.weights.copier import Memory
 from weightsync.weights.cuda_runs import slot_reader
@@ -18,17 +19,44 @@ from weightsync.weights.packer import slot_views
 from weightsync.weights.sink import Landing
 
 
+class Assembly:
+    """Where tensors larger than a bucket are put together, one after the other.
+
+    On the host it is kept from update to update, since memory that is touched for the first time
+    costs ten times a warm copy; torch keeps a GPU's by itself.
+    """
+
+    def __init__(self) -> None:
+        self._kept: torch.Tensor | None = None
+
+    def take(self, nbytes: int, device: torch.device) -> torch.Tensor:
+        """Return `uint8[nbytes]` with anything in it, for one update. Raises TransferError."""
+        if device.type != "cpu":
+            return torch.empty(nbytes, dtype=torch.uint8, device=device)
+        if self._kept is None or self._kept.numel() < nbytes:
+            self._kept = None  # before there are two
+            self._kept = slab.allocate(nbytes, device)
+        return self._kept[:nbytes]
+
+    def clear(self) -> None:
+        """Let the memory go."""
+        self._kept = None
+
+
 class Lender:
     """Lends tensors to `landing.load`, in the manifest's order, each valid until that returns.
 
-    A tensor larger than a bucket is assembled in one buffer of the largest such tensor's size. A
+    A tensor larger than a bucket is put together in `assembly`, which has the largest one's size. A
     hook that kept a view is found out by its storage's use count: TransferError names the tensors.
     """
 
-    def __init__(self, plan: Plan, landing: Landing, reception: Reception) -> None:
+    def __init__(
+        self, plan: Plan, landing: Landing, reception: Reception, assembly: Assembly
+    ) -> None:
         self._plan = plan
         self._landing = landing
         self._checks_views = reception.lends_views
+        self._place = assembly
         self._assembly: torch.Tensor | None = None
         self._next = 0
 
@@ -100,7 +128,7 @@ class Lender:
         spec = self._plan.manifest.specs[piece.index]
         if self._assembly is None:
             largest = max(spec.nbytes for spec in self._plan.manifest.specs)
-            self._assembly = torch.empty(largest, dtype=torch.uint8, device=flat.device)
+            self._assembly = self._place.take(largest, flat.device)
         whole = self._assembly[: spec.nbytes]
         whole[piece.begin : piece.begin + piece.nbytes].copy_(flat)
         return whole if piece.begin + piece.nbytes == spec.nbytes else None

@@ -105,10 +105,12 @@ def look_at_leftovers(*, clean: bool, directory: Path = DIRECTORY) -> Sequence[F
     if clean:
         sweep(directory)
     names = {leftover.name for leftover in dead}
+    sockets = [leftover for leftover in dead if not PATTERN.fullmatch(leftover.name)]
     living = [path for path in directory.iterdir() if PATTERN.fullmatch(path.name)]
     alive = f"{len([path for path in living if path.name not in names])} segments in use"
     left = [
-        _left("segments", [leftover.nbytes for leftover in dead]),
+        _left("segments", [leftover.nbytes for leftover in dead if leftover not in sockets]),
+        _left("sockets", [leftover.nbytes for leftover in sockets]),
         _left("directories of weights for SGLang", [home.nbytes for home in homes]),
     ]
     seen = ", ".join(filter(None, left))

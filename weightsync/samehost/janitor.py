@@ -1,4 +1,4 @@
-"""Whoever starts next removes the segments that dead owners left behind, and only those."""
+"""Whoever starts next removes what dead owners left behind, and only that."""
 
 from __future__ import annotations
 
@@ -19,4 +19,4 @@ def sweep() -> None:
         return
     if removed:
         nbytes = sum(leftover.nbytes for leftover in removed)
-        logger.info("removed %d segments of dead owners, %d bytes", len(removed), nbytes)
+        logger.info("removed %d files of dead owners, %d bytes", len(removed), nbytes)

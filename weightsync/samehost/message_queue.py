@@ -22,11 +22,11 @@ from typing import Any, Self
 import torch.distributed as dist
 
 from weightsync.errors import ConfigError, PeerLostError, ProtocolError
+from weightsync.samehost.janitor import sweep
 from weightsync.samehost.message_codec import MessageCodec
 from weightsync.samehost.message_group import Group, StoreGroup, split_by_host
 from weightsync.samehost.message_reader import Reader, open_reader
 from weightsync.samehost.message_ring import SPIN_S
-from weightsync.samehost.message_sockets import remove_what_the_dead_left
 from weightsync.samehost.message_writer import QueueHandle, Writer, WriterTerms
 from weightsync.samehost.patience import Cancel, Patience
 
@@ -358,7 +358,7 @@ class MessageQueue:
     def _look_at_writer(self) -> None:
         how = self._require_reader().writer_lost()
         if how is not None:
-            remove_what_the_dead_left()
+            sweep()
             rank = self._handle.writer_rank
             who = "the writer" if rank is None else f"the writer, rank {rank},"
             raise PeerLostError(

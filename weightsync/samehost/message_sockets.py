@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import ipaddress
 import os
-import re
 import socket
 import struct
 import weakref
@@ -28,10 +27,9 @@ from weightsync.errors import (
     ProtocolError,
     TransferError,
 )
-from weightsync.samehost.janitor import sweep
 from weightsync.samehost.message_parts import Encoded
 from weightsync.samehost.patience import Patience
-from weightsync.samehost.segment import DIRECTORY
+from weightsync.samehost.segment import DIRECTORY, SOCKET_SUFFIX
 
 try:
     import zmq
@@ -52,22 +50,11 @@ _LINGER_MS = 5000
 _HEARTBEAT_MS = 2000
 _SILENCE_MS = 10000
 _POLL_S = 0.05
-_SOCKET_FILE = re.compile(r"(weightsync-[0-9a-f]{32})\.sock")
 
 
 def socket_path(segment: str) -> Path:
     """Return where the local socket of the queue with this control segment lies."""
-    return DIRECTORY / f"{segment}.sock"
-
-
-def remove_what_the_dead_left() -> None:
-    """Remove the segments of dead owners, and the sockets of queues whose segment is gone."""
-    sweep()
-    for path in DIRECTORY.glob("weightsync-*.sock"):
-        found = _SOCKET_FILE.fullmatch(path.name)
-        if found and not (DIRECTORY / found[1]).exists():
-            with suppress(OSError):
-                path.unlink()
+    return DIRECTORY / f"{segment}{SOCKET_SUFFIX}"
 
 
 def tcp_address(connect_ip: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address:

@@ -11,17 +11,11 @@ from dataclasses import dataclass
 import msgspec
 
 from weightsync.errors import ConfigError, PeerLostError
+from weightsync.samehost.janitor import sweep
 from weightsync.samehost.message_layout import INLINE, INLINE_NBYTES, SLOT, SOCKET, Layout
 from weightsync.samehost.message_parts import Encoded
 from weightsync.samehost.message_ring import RingWriter
-from weightsync.samehost.message_sockets import (
-    LOCAL,
-    READY,
-    REMOTE,
-    Publisher,
-    remove_what_the_dead_left,
-    socket_path,
-)
+from weightsync.samehost.message_sockets import LOCAL, READY, REMOTE, Publisher, socket_path
 from weightsync.samehost.patience import Patience
 
 logger = logging.getLogger(__name__)
@@ -84,7 +78,7 @@ class Writer:
         self._all_there = False
         self._ring: RingWriter | None = None
         self._closed = False
-        remove_what_the_dead_left()
+        sweep()
         if terms.local_ranks:
             layout = Layout(terms.slots, terms.slot_nbytes, len(terms.local_ranks))
             self._ring = RingWriter(layout, spin_s=terms.spin_s)
@@ -226,7 +220,7 @@ class Writer:
             lost |= {self.terms.local_ranks[p]: how for p, how in self._ring.lost().items()}
         if not lost:
             return
-        remove_what_the_dead_left()
+        sweep()
         named = "; ".join(f"reader {rank} is gone: {how}" for rank, how in sorted(lost.items()))
         if not self.terms.drop_dead_readers:
             raise PeerLostError(

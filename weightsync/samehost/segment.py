@@ -35,6 +35,8 @@ logger = logging.getLogger(__name__)
 
 DIRECTORY = Path("/dev/shm")
 PATTERN = re.compile(r"weightsync-[0-9a-f]{32}")
+SOCKET_SUFFIX = ".sock"
+"""Ends the name of a socket that lies beside a segment, and is nothing without it."""
 
 # From linux/mman.h (5.14); the mmap module does not name them.
 _MADV_POPULATE_READ = 22
@@ -219,7 +221,7 @@ class Segment:
 
 @dataclass(frozen=True)
 class Leftover:
-    """A segment of `nbytes` bytes whose owner died without unlinking `name`."""
+    """A segment of `nbytes` bytes whose owner died without unlinking `name`, or its socket."""
 
     name: str
     nbytes: int
@@ -231,13 +233,13 @@ def live_segments() -> list[Segment]:
 
 
 def find_leftovers(directory: Path = DIRECTORY) -> list[Leftover]:
-    """Return our own user's segments in `directory` whose owner is dead, by name."""
+    """Return our own user's segments in `directory` whose owner is dead, and lost sockets."""
     found = []
     for path in _candidates(directory):
         with _dead(path) as info:
             if info is not None:
                 found.append(Leftover(path.name, info.st_size))
-    return found
+    return [*found, *(Leftover(path.name, 0) for path in _lost_sockets(directory))]
 
 
 def remove_leftovers(directory: Path = DIRECTORY) -> list[Leftover]:
@@ -251,6 +253,10 @@ def remove_leftovers(directory: Path = DIRECTORY) -> list[Leftover]:
             if info is not None and os.path.samestat(info, os.lstat(path)):
                 os.unlink(path)
                 removed.append(Leftover(path.name, info.st_size))
+    for path in _lost_sockets(directory):  # those of what was just removed, too
+        with suppress(OSError):
+            os.unlink(path)
+            removed.append(Leftover(path.name, 0))
     return removed
 
 
@@ -259,6 +265,21 @@ def _candidates(directory: Path) -> list[Path]:
     with _mapped_errors(f"cannot list {directory}"), os.scandir(directory) as entries:
         names = [entry.name for entry in entries if PATTERN.fullmatch(entry.name)]
     return [directory / name for name in sorted(names)]
+
+
+def _lost_sockets(directory: Path) -> list[Path]:
+    """List our own user's sockets that lie beside no segment any more; one is made after it."""
+    with _mapped_errors(f"cannot list {directory}"):
+        names = sorted(name for name in os.listdir(directory) if name.endswith(SOCKET_SUFFIX))
+    lost = []
+    for name in names:
+        segment = name.removesuffix(SOCKET_SUFFIX)
+        with suppress(OSError):
+            info = os.lstat(directory / name)
+            ours = stat.S_ISSOCK(info.st_mode) and info.st_uid == os.geteuid()
+            if ours and PATTERN.fullmatch(segment) and not (directory / segment).exists():
+                lost.append(directory / name)
+    return lost
 
 
 @contextmanager

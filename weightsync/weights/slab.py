@@ -69,9 +69,9 @@ def _no_room(nbytes: int, device: torch.device) -> Iterator[None]:
     except (MemoryError, OSError, torch.OutOfMemoryError) as exc:
         reason = str(exc).partition("\n")[0]
         raise TransferError(
-            f"keeping an update aside takes {nbytes} bytes of memory on {device}, and there is no "
-            f"room: {reason}; free some, or let the receiver write into the weights in use with "
-            'apply="in_place"'
+            f"this update takes {nbytes} bytes of memory on {device} beside the weights, and there "
+            f"is no room: {reason}; free some, or, where it is kept aside until it is whole, let "
+            'the receiver write into the weights in use with apply="in_place"'
         ) from exc
 
 
