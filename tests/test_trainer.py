@@ -378,6 +378,25 @@ def test_what_large_tensors_are_put_together_in_is_made_once(
     assert made == [64 * 64 * 4]  # the weight; the bias fits a bucket
 
 
+def test_no_room_for_a_large_tensor_is_said_before_a_hook_is_given_anything(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    given: list[str] = []
+    receiver = ws.WeightReceiver(
+        ws.HookSink(lambda pairs: given.extend(name for name, _ in pairs)), apply="in_place"
+    )
+    model = nn.ModuleDict({"a": nn.Linear(2, 2), "b": make()})
+    with ws.connect(model, to=receiver.handle, **BUCKET) as sender:
+        monkeypatch.setattr(slab, "available", lambda _: -(1 << 60))
+        with pytest.raises(ws.TransferError, match="no room"):
+            sender.send_weights()
+        assert receiver.status().state == "READY"
+        assert given == []
+        monkeypatch.undo()
+        sender.send_weights()
+        assert set(given) == {"a.weight", "a.bias", "b.weight", "b.bias"}
+
+
 def test_a_wrong_table_digest_is_refused() -> None:
     server = make()
     receiver = ws.WeightReceiver(server)

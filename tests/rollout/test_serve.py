@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import importlib.util
 import json
 import re
 import signal
@@ -19,6 +20,7 @@ import torch
 import weightsync as ws
 from tests.rollout.servers import END_S, START_S, command, environment, server, wait_until
 from tests.rollout.servers import running as at_work
+from tests.server.live import raw
 from weightsync.rollout.model import make_tiny_model
 from weightsync.rollout.status_page_data import FRESH_S
 from weightsync.server.listening import listen, url_of
@@ -190,6 +192,15 @@ def test_changing_needs_the_token(running: tuple[str, str]) -> None:
     for path in ("update_weights", "pause", "abort_weight_update", "no_such_route"):
         assert requests.post(f"{url}/{path}", timeout=10).status_code == 401
     assert requests.get(f"{url}/openapi.json", timeout=10).json()["paths"]["/generate"]["post"]
+
+
+def test_headers_have_an_end(running: tuple[str, str]) -> None:
+    """With httptools installed, which takes as many as come."""
+    assert importlib.util.find_spec("httptools")
+    with raw(running[0]) as connection:
+        endless = b"GET /health HTTP/1.1\r\n" + b"x: %s\r\n" % (b"a" * 16_000) * 2_000
+        with pytest.raises(ConnectionError):
+            connection.sendall(endless)
 
 
 @pytest.mark.usefixtures("shm_clean")

@@ -35,6 +35,9 @@ from weightsync.errors import (
 from weightsync.samehost import patience
 from weightsync.samehost.message_layout import RECORDS
 from weightsync.samehost.message_queue import MessageCodec, MessageQueue, QueueHandle
+from weightsync.samehost.message_ring import RingWriter
+from weightsync.samehost.message_sockets import socket_path
+from weightsync.samehost.segment import find_leftovers
 
 pytestmark = pytest.mark.usefixtures("shm_clean")
 
@@ -506,6 +509,25 @@ def test_a_writer_that_closed_is_told_from_a_dead_one() -> None:
         found, why = reader.call(told.take_until_lost)
         assert found == ["last"]
         assert why.startswith("(3,) the writer, rank 3, is gone: it closed the queue")
+
+
+def test_a_queue_that_closes_has_nothing_of_the_dead(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[set[str]] = []
+    close = RingWriter.close
+
+    def looked_at(ring: RingWriter) -> None:
+        close(ring)
+        seen.append({leftover.name for leftover in find_leftovers()})
+
+    monkeypatch.setattr(RingWriter, "close", looked_at)
+    with pair() as (writer, reader):
+        own = writer.export_handle().control
+        assert socket_path(own).exists()
+        writer.enqueue(bytes(SMALL_SLOT * 8), WAIT_S)  # by the socket
+        assert reader.dequeue(WAIT_S) == bytes(SMALL_SLOT * 8)
+    (left,) = seen
+    assert left.isdisjoint({own, socket_path(own).name})
+    assert not socket_path(own).exists()
 
 
 def test_a_writer_that_died_with_a_message_on_its_socket_is_noticed() -> None:

@@ -130,7 +130,7 @@ class TestLeftovers:
         with running(python(OWNER, shm)) as owner, Segment.create(64, directory=shm) as living:
             name = line_of(owner)
             lost = f"weightsync-{'0' * 32}"
-            others = ("other.sock", f"{lost}.sock.sock")
+            others = ("other.sock", f"{lost}.sock.sock", f"weightsync-{'1' * 32}.sock")
             with ExitStack() as sockets:
                 for beside in (name, living.name, lost):
                     listener = sockets.enter_context(socket.socket(socket.AF_UNIX))

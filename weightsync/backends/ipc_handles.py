@@ -8,7 +8,7 @@ from itertools import accumulate
 import torch
 
 from weightsync.backends.base import Received, Reception
-from weightsync.backends.lending import Assembly, Lender
+from weightsync.backends.lending import Lender
 from weightsync.errors import ConfigError, HandleError, ProtocolError, VerificationError
 from weightsync.samehost.device_keys import pick
 from weightsync.samehost.memory import OpenMemory
@@ -44,7 +44,7 @@ def receive_handles(
         reception.touch()
         memory = Memory(tensors)
         if landing.memory is None:
-            lender = Lender(plan, landing, reception, Assembly())
+            lender = Lender(plan, landing, reception)
             lender.deliver_whole(memory)
             lender.finish()
         else:

@@ -35,7 +35,8 @@ from weightsync.wire.offers import IpcInit
 _LIVENESS_INTERVAL_S = 0.05
 _SHOWN_RUNS = 2
 """How often readers of registered memory show how far they are; a sender that verifies follows."""
-_SHOWN_RUNS_UNFOLLOWED = 32
+_SHOWN_SHARE = 100
+"""And how often others do: a hundred times an update, for whoever looks on."""
 _IN_PLACE = 4
 """Marks kept programs that read memory and write nothing; others are `ring` plus twice `verify`."""
 
@@ -181,19 +182,25 @@ class Transfer:
             raise TransferError("the sender went on to another update while this one was read")
 
     def _lender(self, landing: Landing) -> Lender:
-        return Lender(self._plan, landing, self._reception, self._assembly)
+        """What lends to a hook; memory for large tensors is there before anything is touched."""
+        place = None
+        if nbytes := self._plan.largest_cut_nbytes:
+            # Memory is kept for the model; the tensors of a block may be larger than any of it.
+            assembly = self._assembly if self._info.manifest is None else Assembly()
+            place = assembly.take(nbytes, self._opened.slots[0].device)
+        return Lender(self._plan, landing, self._reception, place)
 
     def _each(self, steps: Sequence[Callable[[], Step]]) -> list[Step]:
         """Take a step for each run of registered memory, and let the sender see how far this is."""
         done: list[Step] = []
         reader, runs = self._opened.info.reader, self._plan.runs
         before = self._control.loaded(reader)
-        shown = _SHOWN_RUNS if self._info.verify else _SHOWN_RUNS_UNFOLLOWED
-        for i, step in enumerate(steps):
+        shown = _SHOWN_RUNS if self._info.verify else max(_SHOWN_RUNS, len(runs) // _SHOWN_SHARE)
+        for i, (run, step) in enumerate(zip(runs, steps, strict=True)):
             if i % 64 == 0:
                 self._check()
             if i % shown == 0:
-                self._control.load(reader, before + runs[i].start)
+                self._control.load(reader, before + run.start)
             done.append(step())
         self._control.load(reader, before + self._plan.nbytes)
         return done

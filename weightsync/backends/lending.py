@@ -46,18 +46,21 @@ class Assembly:
 class Lender:
     """Lends tensors to `landing.load`, in the manifest's order, each valid until that returns.
 
-    A tensor larger than a bucket is put together in `assembly`, which has the largest one's size. A
+    A tensor larger than a bucket is put together in `assembly`, `uint8[plan.largest_cut_nbytes]`. A
     hook that kept a view is found out by its storage's use count: TransferError names the tensors.
     """
 
     def __init__(
-        self, plan: Plan, landing: Landing, reception: Reception, assembly: Assembly
+        self,
+        plan: Plan,
+        landing: Landing,
+        reception: Reception,
+        assembly: torch.Tensor | None = None,
     ) -> None:
         self._plan = plan
         self._landing = landing
         self._checks_views = reception.lends_views
-        self._place = assembly
-        self._assembly: torch.Tensor | None = None
+        self._assembly = assembly
         self._next = 0
 
     def fingerprints(self, chunk: Chunk, slot: torch.Tensor, *, verify: bool) -> list[int]:
@@ -127,8 +130,7 @@ class Lender:
     def _assemble(self, piece: Piece, flat: torch.Tensor) -> torch.Tensor | None:
         spec = self._plan.manifest.specs[piece.index]
         if self._assembly is None:
-            largest = max(spec.nbytes for spec in self._plan.manifest.specs)
-            self._assembly = self._place.take(largest, flat.device)
+            raise ValueError("this plan cuts tensors; the lender needs a place to join them")
         whole = self._assembly[: spec.nbytes]
         whole[piece.begin : piece.begin + piece.nbytes].copy_(flat)
         return whole if piece.begin + piece.nbytes == spec.nbytes else None

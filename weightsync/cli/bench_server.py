@@ -18,5 +18,7 @@ def serve_receiver(parent: Connection, receiver: WeightReceiver, token: str) -> 
     app = FastAPI()
     app.include_router(weight_router(receiver, token=token))
     parent.send_bytes(url_of(listener).encode())
-    config = uvicorn.Config(app, log_level="warning", access_log=False, lifespan="off", ws="none")
+    config = uvicorn.Config(
+        app, log_level="warning", access_log=False, lifespan="off", http="h11", ws="none"
+    )
     uvicorn.Server(config).run(sockets=[listener])

@@ -97,6 +97,7 @@ def api_main(ready: Ready, terms: ApiTerms, listener: socket.socket) -> None:
             log_level="warning",
             access_log=False,
             lifespan="on",
+            http="h11",  # httptools, where it is installed, takes headers without end
             ws="none",
             proxy_headers=False,
             server_header=False,

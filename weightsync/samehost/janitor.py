@@ -7,6 +7,8 @@ import logging
 from weightsync.errors import SegmentError
 from weightsync.samehost.segment import remove_leftovers
 
+_SHOWN = 10
+
 logger = logging.getLogger(__name__)
 
 
@@ -19,4 +21,5 @@ def sweep() -> None:
         return
     if removed:
         nbytes = sum(leftover.nbytes for leftover in removed)
-        logger.info("removed %d files of dead owners, %d bytes", len(removed), nbytes)
+        names = ", ".join(leftover.name for leftover in removed[:_SHOWN])
+        logger.info("removed what dead owners left: %d bytes in %s", nbytes, names)

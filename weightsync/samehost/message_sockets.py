@@ -178,7 +178,11 @@ class Publisher:
             return
         if self.tcp_endpoint is not None:
             self.announce(BYE)
+        self.hide()
         self._context.destroy(linger=_LINGER_MS)
+
+    def hide(self) -> None:
+        """Take the local socket's name away; who is connected stays so. Idempotent."""
         if self.path is not None:
             self._remove()
 

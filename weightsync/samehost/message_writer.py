@@ -148,6 +148,7 @@ class Writer:
             if self._closed:
                 return
             self._closed = True
+            self._publisher.hide()  # a socket without its segment would be a dead owner's
             if self._ring is not None:
                 self._ring.close()
             self._publisher.close()

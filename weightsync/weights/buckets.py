@@ -102,6 +102,14 @@ class Plan:
         return [specs[piece.index].name for piece in self.pieces(run.start, run.stop)]
 
     @cached_property
+    def largest_cut_nbytes(self) -> int:
+        """Bytes of the largest tensor that no bucket holds whole; 0 where there is none."""
+        if self.bucket_nbytes is None:
+            return 0
+        sizes = [spec.nbytes for spec in self.manifest.specs]
+        return max((size for size in sizes if aligned(size) > self.bucket_nbytes), default=0)
+
+    @cached_property
     def _filled(self) -> list[int]:
         return [i for i, spec in enumerate(self.manifest.specs) if spec.nbytes]
 

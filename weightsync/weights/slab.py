@@ -18,6 +18,9 @@ logger = logging.getLogger(__name__)
 _MADV_POPULATE_WRITE = 23
 """From Linux's mman.h; Python has no name for it."""
 
+# mmap.madvise keeps the interpreter lock: heartbeats of other threads get a turn between pieces.
+_PREFAULT_PIECE = 64 << 20
+
 _CGROUPS = Path("/sys/fs/cgroup")
 _OWN_CGROUP = Path("/proc/self/cgroup")
 
@@ -37,11 +40,9 @@ def allocate(nbytes: int, device: torch.device) -> torch.Tensor:
         if nbytes > (free := available(device) + _kilobytes("SwapFree:")):
             raise MemoryError(f"{free} bytes are free")
         memory = mmap.mmap(-1, max(nbytes, mmap.PAGESIZE))
-    for advice in (mmap.MADV_HUGEPAGE, _MADV_POPULATE_WRITE):
-        try:
-            memory.madvise(advice)
-        except OSError as exc:
-            logger.debug("madvise(%d) of %d bytes refused: %s", advice, nbytes, exc)
+    _advise(memory, mmap.MADV_HUGEPAGE, 0, len(memory))
+    for start in range(0, len(memory), _PREFAULT_PIECE):
+        _advise(memory, _MADV_POPULATE_WRITE, start, min(_PREFAULT_PIECE, len(memory) - start))
     with torch.inference_mode(False):
         return torch.frombuffer(memory, dtype=torch.uint8)[:nbytes]
 
@@ -60,6 +61,13 @@ def available(device: torch.device) -> int:
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
     return min([_kilobytes("MemAvailable:"), *_group_rooms(_CGROUPS, _OWN_CGROUP)])
+
+
+def _advise(memory: mmap.mmap, advice: int, start: int, nbytes: int) -> None:
+    try:
+        memory.madvise(advice, start, nbytes)
+    except OSError as exc:
+        logger.debug("madvise(%d) of %d bytes refused: %s", advice, nbytes, exc)
 
 
 @contextmanager
