@@ -88,7 +88,9 @@ def receive(address: str, mib: int, tensors: int) -> None:
     listener.bind((address, PORT))
     listener.listen(64)
     print("ready", flush=True)
-    config = uvicorn.Config(app, log_level="warning", access_log=False, lifespan="off", ws="none")
+    config = uvicorn.Config(
+        app, log_level="warning", access_log=False, lifespan="off", http="h11", ws="none"
+    )
     uvicorn.Server(config).run(sockets=[listener])
 
 

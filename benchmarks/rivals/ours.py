@@ -77,7 +77,7 @@ class Receiver(Reader):
         app.include_router(ws.server.weight_router(self._receiver, token=token))
         self._listener = listen("127.0.0.1", 0)
         settings = uvicorn.Config(
-            app, log_level="warning", access_log=False, lifespan="off", ws="none"
+            app, log_level="warning", access_log=False, lifespan="off", http="h11", ws="none"
         )
         self._server = uvicorn.Server(settings)
         self._thread = threading.Thread(target=self._serve, daemon=True)

@@ -521,7 +521,7 @@ def test_a_queue_that_closes_has_nothing_of_the_dead(monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(RingWriter, "close", looked_at)
     with pair() as (writer, reader):
-        own = writer.export_handle().control
+        own = str(writer.export_handle().control)
         assert socket_path(own).exists()
         writer.enqueue(bytes(SMALL_SLOT * 8), WAIT_S)  # by the socket
         assert reader.dequeue(WAIT_S) == bytes(SMALL_SLOT * 8)
