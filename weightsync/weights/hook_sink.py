@@ -26,8 +26,8 @@ class HookSink(WeightSink):
     what fails before has changed nothing, what fails inside the hook leaves the receiver TORN. That
     takes as many bytes as the model, and as many again for the clones of `keeps_views`, stated as
     `peak_extra_nbytes`; `apply="auto"` does it where they fit into the memory that is free with a
-    tenth to spare, and else hands tensors over as they come, which keeps no more than the largest
-    (and its clone).
+    tenth to spare, and else hands tensors over as they come, which takes no more than the largest
+    (and its clone); where buckets cut it, its memory stays for the next update.
     """
 
     def __init__(
