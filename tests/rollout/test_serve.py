@@ -201,6 +201,7 @@ def test_headers_have_an_end(running: tuple[str, str]) -> None:
         endless = b"GET /health HTTP/1.1\r\n" + b"x: %s\r\n" % (b"a" * 16_000) * 2_000
         with pytest.raises(ConnectionError):
             connection.sendall(endless)
+    assert requests.get(f"{running[0]}/health", timeout=60).ok
 
 
 @pytest.mark.usefixtures("shm_clean")

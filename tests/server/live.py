@@ -45,6 +45,7 @@ def serving(
         log_level="error",
         access_log=False,
         lifespan="off",
+        http="h11",
         ws="none",
         timeout_keep_alive=keep_alive_s,
         timeout_graceful_shutdown=2,

@@ -185,8 +185,9 @@ class Transfer:
         """What lends to a hook; memory for large tensors is there before anything is touched."""
         place = None
         if nbytes := self._plan.largest_cut_nbytes:
-            # Memory is kept for the model; the tensors of a block may be larger than any of it.
-            assembly = self._assembly if self._info.manifest is None else Assembly()
+            # What the model needs is kept; a block may bring tensors larger than any of its.
+            kept = nbytes <= self._opened.chunked.largest_cut_nbytes
+            assembly = self._assembly if kept else Assembly()
             place = assembly.take(nbytes, self._opened.slots[0].device)
         return Lender(self._plan, landing, self._reception, place)
 

@@ -32,7 +32,8 @@ class Assembly:
     def take(self, nbytes: int, device: torch.device) -> torch.Tensor:
         """Return `uint8[nbytes]` with anything in it, for one update. Raises TransferError."""
         if device.type != "cpu":
-            return torch.empty(nbytes, dtype=torch.uint8, device=device)
+            with slab.no_room(nbytes, device):
+                return torch.empty(nbytes, dtype=torch.uint8, device=device)
         if self._kept is None or self._kept.numel() < nbytes:
             self._kept = None  # before there are two
             self._kept = slab.allocate(nbytes, device)

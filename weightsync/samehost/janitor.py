@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import logging
 
-from weightsync.errors import SegmentError
+from weightsync.errors import SegmentError, shorten
 from weightsync.samehost.segment import remove_leftovers
-
-_SHOWN = 10
 
 logger = logging.getLogger(__name__)
 
@@ -21,5 +19,5 @@ def sweep() -> None:
         return
     if removed:
         nbytes = sum(leftover.nbytes for leftover in removed)
-        names = ", ".join(leftover.name for leftover in removed[:_SHOWN])
+        names = shorten(leftover.name for leftover in removed)
         logger.info("removed what dead owners left: %d bytes in %s", nbytes, names)

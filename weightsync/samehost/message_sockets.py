@@ -99,9 +99,12 @@ class Publisher:
         self._flying_nbytes = 0
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.XPUB)
+        # At exit too; a forked child is not the one to remove it.
+        self._remove = weakref.finalize(self, _remove_own, path, os.getpid())
         try:
             self._bind(path, connect_ip)
         except BaseException:
+            self.hide()
             self._context.destroy(linger=0)
             raise
 
@@ -111,8 +114,6 @@ class Publisher:
             if path is not None:
                 self._socket.bind(f"ipc://{path}")
                 path.chmod(0o600)
-                # At exit too; a forked child is not the one to remove it.
-                self._remove = weakref.finalize(self, _remove_own, path, os.getpid())
             if connect_ip is not None:
                 address = tcp_address(connect_ip)
                 _set_heartbeat(self._socket)
@@ -183,8 +184,7 @@ class Publisher:
 
     def hide(self) -> None:
         """Take the local socket's name away; who is connected stays so. Idempotent."""
-        if self.path is not None:
-            self._remove()
+        self._remove()
 
     def _has_room(self, nbytes: int) -> bool:
         floor = min((self._acknowledged.get(rank, 0) for rank in self.remote), default=None)
@@ -323,7 +323,7 @@ def _set_heartbeat(target: zmq.Socket[bytes]) -> None:
     target.heartbeat_timeout = _SILENCE_MS
 
 
-def _remove_own(path: Path, pid: int) -> None:
-    if os.getpid() == pid:
+def _remove_own(path: Path | None, pid: int) -> None:
+    if path is not None and os.getpid() == pid:
         with suppress(OSError):
             path.unlink()

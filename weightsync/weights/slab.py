@@ -34,15 +34,17 @@ def allocate(nbytes: int, device: torch.device) -> torch.Tensor:
     """
     if device.type != "cpu":
         # Parameters will point here: an inference tensor could never be trained again.
-        with torch.inference_mode(False), _no_room(nbytes, device):
+        with torch.inference_mode(False), no_room(nbytes, device):
             return torch.zeros(max(nbytes, ALIGNMENT), dtype=torch.uint8, device=device)[:nbytes]
-    with _no_room(nbytes, device):
+    with no_room(nbytes, device):
         if nbytes > (free := available(device) + _kilobytes("SwapFree:")):
             raise MemoryError(f"{free} bytes are free")
         memory = mmap.mmap(-1, max(nbytes, mmap.PAGESIZE))
     _advise(memory, mmap.MADV_HUGEPAGE, 0, len(memory))
     for start in range(0, len(memory), _PREFAULT_PIECE):
-        _advise(memory, _MADV_POPULATE_WRITE, start, min(_PREFAULT_PIECE, len(memory) - start))
+        nbytes_left = len(memory) - start
+        if not _advise(memory, _MADV_POPULATE_WRITE, start, min(_PREFAULT_PIECE, nbytes_left)):
+            break
     with torch.inference_mode(False):
         return torch.frombuffer(memory, dtype=torch.uint8)[:nbytes]
 
@@ -63,15 +65,18 @@ def available(device: torch.device) -> int:
     return min([_kilobytes("MemAvailable:"), *_group_rooms(_CGROUPS, _OWN_CGROUP)])
 
 
-def _advise(memory: mmap.mmap, advice: int, start: int, nbytes: int) -> None:
+def _advise(memory: mmap.mmap, advice: int, start: int, nbytes: int) -> bool:
     try:
         memory.madvise(advice, start, nbytes)
     except OSError as exc:
         logger.debug("madvise(%d) of %d bytes refused: %s", advice, nbytes, exc)
+        return False
+    return True
 
 
 @contextmanager
-def _no_room(nbytes: int, device: torch.device) -> Iterator[None]:
+def no_room(nbytes: int, device: torch.device) -> Iterator[None]:
+    """Have errors of an allocation say what it was for, as TransferError."""
     try:
         yield
     except (MemoryError, OSError, torch.OutOfMemoryError) as exc:
