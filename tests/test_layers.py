@@ -41,6 +41,7 @@ LAYERS = (
         "specs",
         "report",
         "lifecycle",
+        "prefault",
         "progress",
         "tracing",
         mutual=True,

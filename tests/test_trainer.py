@@ -375,7 +375,14 @@ def test_what_large_tensors_are_put_together_in_is_made_once(
             fill(model, value)
             sender.send_weights()
             assert seen(held.values()) == {value}
-    assert made == [64 * 64 * 4]  # the weight; the bias fits a bucket
+        assert made == [64 * 64 * 4]  # the weight; the bias fits a bucket
+        for _ in range(2):
+            with sender.update() as update:
+                update.send([("weight", torch.ones(128, 64)), ("bias", torch.ones(64))])
+        # What a block needs beyond the model is not kept, and does not take the model's place.
+        assert made[1:] == [128 * 64 * 4] * 2
+        sender.send_weights()
+        assert len(made) == 3
 
 
 def test_no_room_for_a_large_tensor_is_said_before_a_hook_is_given_anything(

@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import atexit
 import errno
-import functools
-import logging
 import mmap
 import os
 import re
@@ -29,20 +27,13 @@ from typing import Self
 import torch
 
 from weightsync.errors import ConfigError, HandleError, SegmentError
+from weightsync.prefault import ask_for_huge_pages, populate
 from weightsync.samehost.owner_lock import OwnerLock, reopen, try_shared, unlock_and_close
-
-logger = logging.getLogger(__name__)
 
 DIRECTORY = Path("/dev/shm")
 PATTERN = re.compile(r"weightsync-[0-9a-f]{32}")
 SOCKET_SUFFIX = ".sock"
 """Ends the name of a socket that lies beside a segment, and is nothing without it."""
-
-# From linux/mman.h (5.14); the mmap module does not name them.
-_MADV_POPULATE_READ = 22
-_MADV_POPULATE_WRITE = 23
-# mmap.madvise keeps the interpreter lock: heartbeats of other threads get a turn between pieces.
-_PREFAULT_PIECE = 64 << 20
 
 _ENLARGE = (
     "enlarge it (docker run --shm-size=…, an emptyDir of medium Memory in Kubernetes, or "
@@ -367,28 +358,10 @@ def _no_space(nbytes: int, free: int, directory: Path) -> SegmentError:
 def _map(fd: int, nbytes: int, *, writable: bool, prefault: bool) -> mmap.mmap:
     access = mmap.ACCESS_WRITE if writable else mmap.ACCESS_READ
     mapping = mmap.mmap(fd, nbytes, access=access)
-    _advise(mapping, mmap.MADV_HUGEPAGE, 0, nbytes)
+    ask_for_huge_pages(mapping)
     if prefault:
-        advice = _MADV_POPULATE_WRITE if writable else _MADV_POPULATE_READ
-        for start in range(0, nbytes, _PREFAULT_PIECE):
-            if not _advise(mapping, advice, start, min(_PREFAULT_PIECE, nbytes - start)):
-                break
+        populate(mapping, writable=writable)
     return mapping
-
-
-def _advise(mapping: mmap.mmap, advice: int, start: int, nbytes: int) -> bool:
-    try:
-        mapping.madvise(advice, start, nbytes)
-    except OSError as exc:
-        _say_once(advice, exc.strerror)
-        return False
-    return True
-
-
-@functools.cache
-def _say_once(advice: int, reason: str) -> None:
-    what = "huge pages" if advice == mmap.MADV_HUGEPAGE else "pre-faulting"
-    logger.warning("%s cannot be had for shared memory (%s); going on without", what, reason)
 
 
 def _unlink_at_exit() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import mmap
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,15 +10,8 @@ from pathlib import Path
 import torch
 
 from weightsync.errors import TransferError
+from weightsync.prefault import ask_for_huge_pages, populate
 from weightsync.weights.buckets import ALIGNMENT
-
-logger = logging.getLogger(__name__)
-
-_MADV_POPULATE_WRITE = 23
-"""From Linux's mman.h; Python has no name for it."""
-
-# mmap.madvise keeps the interpreter lock: heartbeats of other threads get a turn between pieces.
-_PREFAULT_PIECE = 64 << 20
 
 _CGROUPS = Path("/sys/fs/cgroup")
 _OWN_CGROUP = Path("/proc/self/cgroup")
@@ -40,11 +32,8 @@ def allocate(nbytes: int, device: torch.device) -> torch.Tensor:
         if nbytes > (free := available(device) + _kilobytes("SwapFree:")):
             raise MemoryError(f"{free} bytes are free")
         memory = mmap.mmap(-1, max(nbytes, mmap.PAGESIZE))
-    _advise(memory, mmap.MADV_HUGEPAGE, 0, len(memory))
-    for start in range(0, len(memory), _PREFAULT_PIECE):
-        nbytes_left = len(memory) - start
-        if not _advise(memory, _MADV_POPULATE_WRITE, start, min(_PREFAULT_PIECE, nbytes_left)):
-            break
+    ask_for_huge_pages(memory)
+    populate(memory)
     with torch.inference_mode(False):
         return torch.frombuffer(memory, dtype=torch.uint8)[:nbytes]
 
@@ -63,15 +52,6 @@ def available(device: torch.device) -> int:
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
     return min([_kilobytes("MemAvailable:"), *_group_rooms(_CGROUPS, _OWN_CGROUP)])
-
-
-def _advise(memory: mmap.mmap, advice: int, start: int, nbytes: int) -> bool:
-    try:
-        memory.madvise(advice, start, nbytes)
-    except OSError as exc:
-        logger.debug("madvise(%d) of %d bytes refused: %s", advice, nbytes, exc)
-        return False
-    return True
 
 
 @contextmanager
