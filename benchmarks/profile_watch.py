@@ -31,6 +31,7 @@ RECEIVER = {
     },
     "weightsync.receiving.updates:Updates": {"prepare": "prepare", "_commit": "commit"},
     "weightsync.samehost.ring:RingReader": {"wait": "wait", "release": "release"},
+    "weightsync.weights.copier:HostCopies": {"copy": "copy"},
     "weightsync.weights.copier:HostRun": {
         "copy": "copy",
         "fingerprint": "fingerprint",

@@ -17,7 +17,7 @@ from typing import Any
 from weightsync.receiver import WeightReceiver
 from weightsync.samehost.ring import Control, RingReader, RingWriter
 from weightsync.transports.http_client import HttpTransport
-from weightsync.weights.copier import HostRun
+from weightsync.weights.copier import HostCopies, HostRun
 from weightsync.wire.messages import CALL_OF, StatusRequest
 
 Label = Callable[..., str]
@@ -46,7 +46,8 @@ class Boundaries:
         self._around(WeightReceiver, "dispatch", _call)
         self._around(RingReader, "wait", lambda *_, **__: "wait")
         self._around(RingReader, "release", lambda *_: "release")
-        self._around(HostRun, "copy", lambda *_: "copy")
+        for copying in (HostRun, HostCopies):
+            self._around(copying, "copy", lambda *_: "copy")
         return self
 
     def begin(self, fatal: str = "") -> None:

@@ -15,7 +15,7 @@ from weightsync.samehost.probe import check_probe
 from weightsync.samehost.ring import Control
 from weightsync.specs import Manifest
 from weightsync.weights.buckets import Plan, runs_per_chunk
-from weightsync.weights.copier import CompiledRun, Memory
+from weightsync.weights.copier import Memory, Program
 from weightsync.wire.codec import manifest_from_wire
 from weightsync.wire.messages import LedgerEntry, RegisteredUpdate, UpdateInfo
 from weightsync.wire.offers import IpcInit, Offer
@@ -31,7 +31,7 @@ class IpcWeightTransferEngine(WeightTransferEngine):
     def __init__(self, device_keys: Sequence[str]) -> None:
         super().__init__(device_keys)
         self._opened: Opened | None = None
-        self._programs: dict[tuple[int, int, int], tuple[object, list[list[CompiledRun]]]] = {}
+        self._programs: dict[tuple[int, int, int], tuple[object, list[Program]]] = {}
         self._assembly = Assembly()
         self._since = time.monotonic()
         self._at_work = False

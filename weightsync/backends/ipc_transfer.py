@@ -6,7 +6,6 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TypeVar
 
 import torch
 
@@ -24,7 +23,7 @@ from weightsync.samehost.pinning import CudaDriver
 from weightsync.samehost.ring import LOCAL, NETWORK, Control, RingReader, wait_until
 from weightsync.specs import Manifest
 from weightsync.weights.buckets import Plan, Run
-from weightsync.weights.copier import CompiledRun, DeviceRun, Memory, RunCompiler
+from weightsync.weights.copier import CompiledRun, DeviceRun, Memory, Program, RunCompiler
 from weightsync.weights.cuda_runs import FusedRun, fused, hashers
 from weightsync.weights.shard_copier import DeviceShardRun, compiler_for
 from weightsync.weights.sink import Landing, Verification
@@ -35,12 +34,11 @@ from weightsync.wire.offers import IpcInit
 _LIVENESS_INTERVAL_S = 0.05
 _SHOWN_RUNS = 2
 """How often readers of registered memory show how far they are; a sender that verifies follows."""
-_SHOWN_SHARE = 100
-"""And how often others do: a hundred times an update, for whoever looks on."""
+_JOINED_RUNS = 16
+"""And others, for whoever looks on; or a hundred times an update, if that is more often."""
+_CHECKED_STEPS = 8
 _IN_PLACE = 4
 """Marks kept programs that read memory and write nothing; others are `ring` plus twice `verify`."""
-
-Step = TypeVar("Step")
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +69,7 @@ class Transfer:
         opened: Opened,
         info: RegisteredUpdate,
         reception: Reception,
-        programs: dict[tuple[int, int, int], tuple[object, list[list[CompiledRun]]]],
+        programs: dict[tuple[int, int, int], tuple[object, list[Program]]],
         assembly: Assembly,
     ) -> None:
         self._opened = opened
@@ -148,7 +146,7 @@ class Transfer:
                 lender.deliver(chunk, buffer)
             elif programs:
                 self._reception.touch()
-                self._run_all(programs[j], runs, expected)
+                self._run(programs[j], runs, expected)
             self._reader.release(j)
         if lender:
             self._reception.touch()  # of a model whose tensors are all empty nothing was lent yet
@@ -164,19 +162,20 @@ class Transfer:
             lender = self._lender(landing)
             if self._info.verify:
                 read = hashers(self._compiled_in_place(registered))
-                self._compare(self._plan.runs, self._each(read), self._published_table())
+                cut = range(0, len(read), _SHOWN_RUNS)
+                got = self._each(
+                    [self._plan.runs[i].start for i in cut],
+                    [partial(_call_all, read[i : i + _SHOWN_RUNS]) for i in cut],
+                )
+                self._compare(self._plan.runs, got, self._published_table())
             self._refuse_wrong()
             self._reception.touch()
             lender.deliver_whole(registered)
         else:
             self._reception.touch()
-            runs = [run for chunk in self._compile(landing, ring=False) for run in chunk]
-            got = []
-            if self._info.verify:
-                got = self._each([partial(_copy_and_read_back, run) for run in runs])
-            else:
-                self._each([run.copy for run in runs])
-            _settle(runs)
+            programs = self._compile(landing, ring=False)
+            got = self._each([p.start for p in programs], [p.run for p in programs])
+            _settle(programs)
             self._compare(self._plan.runs, got, self._published_table())
         if self._control.epoch != self._info.epoch:
             raise TransferError("the sender went on to another update while this one was read")
@@ -191,41 +190,36 @@ class Transfer:
             place = assembly.take(nbytes, self._opened.slots[0].device)
         return Lender(self._plan, landing, self._reception, place)
 
-    def _each(self, steps: Sequence[Callable[[], Step]]) -> list[Step]:
-        """Take a step for each run of registered memory, and let the sender see how far this is."""
-        done: list[Step] = []
-        reader, runs = self._opened.info.reader, self._plan.runs
+    def _each(self, starts: Sequence[int], steps: Sequence[Callable[[], list[int]]]) -> list[int]:
+        """Take steps through registered memory, and let the sender see how far this is."""
+        got: list[int] = []
+        reader = self._opened.info.reader
         before = self._control.loaded(reader)
-        shown = _SHOWN_RUNS if self._info.verify else max(_SHOWN_RUNS, len(runs) // _SHOWN_SHARE)
-        for i, (run, step) in enumerate(zip(runs, steps, strict=True)):
-            if i % 64 == 0:
+        for i, (start, step) in enumerate(zip(starts, steps, strict=True)):
+            if i % _CHECKED_STEPS == 0:
                 self._check()
-            if i % shown == 0:
-                self._control.load(reader, before + run.start)
-            done.append(step())
+            self._control.load(reader, before + start)
+            got += step()
         self._control.load(reader, before + self._plan.nbytes)
-        return done
+        return got
 
-    def _run_all(self, programs: list[CompiledRun], runs: list[Run], expected: list[int]) -> None:
-        got = []
-        for program in programs:
-            program.copy()
-            if self._info.verify:
-                got.append(program.fingerprint())
-        _settle(programs)
+    def _run(self, program: Program, runs: list[Run], expected: list[int]) -> None:
+        got = program.run()
+        _settle([program])
         self._compare(runs, got, expected)
 
-    def _compiled_in_place(self, registered: Memory) -> list[CompiledRun]:
+    def _compiled_in_place(self, registered: Memory) -> Sequence[CompiledRun]:
         """What fingerprints registered memory where it lies, before a hook is given it."""
         key = (id(self._plan), id(registered), _IN_PLACE)
         kept = self._programs.get(key)
         if kept is None:
             compiler = RunCompiler(self._plan, registered, registered)
-            programs: list[CompiledRun] = [compiler.compile(run) for run in self._plan.runs]
-            kept = self._programs[key] = ((self._plan, registered), [programs])
-        return kept[1][0]
+            program = Program.of(0, [compiler.compile(r) for r in self._plan.runs], verify=True)
+            kept = self._programs[key] = ((self._plan, registered), [program])
+        return kept[1][0].runs
 
-    def _compile(self, landing: Landing, *, ring: bool) -> list[list[CompiledRun]]:
+    def _compile(self, landing: Landing, *, ring: bool) -> list[Program]:
+        """Plan a program for each chunk, or some for registered memory as often as it is shown."""
         memory = landing.memory
         if memory is None:
             raise TransferError("this landing has no memory of its own")
@@ -239,16 +233,27 @@ class Transfer:
         slots = self._opened.slots
         if ring and slots[0].device.type == "cpu":
             _pin_for(memory, self._opened.ring)
-        programs: list[list[CompiledRun]] = []
+        programs: list[Program] = []
         for j, chunk in enumerate(self._plan.chunks):
             slot = slots[j % len(slots)] if ring else None
             runs = self._plan.runs[chunk.first_run : chunk.last_run]
-            compiled = [compiler.compile(run, slot, chunk.start) for run in runs]
-            programs.append(fused(compiled, verify=verify))
+            compiled = fused([compiler.compile(r, slot, chunk.start) for r in runs], verify=verify)
+            step = len(runs) if ring else self._shown_runs
+            programs += [
+                Program.of(runs[i].start, compiled[i : i + step], verify=verify)
+                for i in range(0, len(runs), step)
+            ]
         if self._info.manifest is None:
             # The plan and the memory ride along: while they live, their ids are theirs alone.
             self._programs[key] = ((self._plan, memory), programs)
         return programs
+
+    @property
+    def _shown_runs(self) -> int:
+        """After how many runs of registered memory this shows how far it is."""
+        if self._info.verify:
+            return _SHOWN_RUNS
+        return min(max(_SHOWN_RUNS, len(self._plan.runs) // 100), _JOINED_RUNS)
 
     def _expected_of(self, j: int, count: int) -> list[int]:
         if not self._info.verify:
@@ -317,15 +322,15 @@ def _pin_for(memory: Memory, ring: OpenMemory) -> None:
         ring.pin(CudaDriver(device))
 
 
-def _copy_and_read_back(run: CompiledRun) -> int:
-    run.copy()
-    return run.fingerprint()
+def _call_all(calls: Sequence[Callable[[], int]]) -> list[int]:
+    return [call() for call in calls]
 
 
-def _settle(runs: Sequence[CompiledRun]) -> None:
+def _settle(programs: Sequence[Program]) -> None:
     """Wait for copies that a GPU still makes; the sender may overwrite their source afterwards."""
-    if not runs or runs[0].on_host:
+    if not programs or programs[0].runs[0].on_host:
         return
+    runs = [run for program in programs for run in program.runs]
     if isinstance(runs[0], FusedRun):
         for run in runs:
             if isinstance(run, FusedRun) and run.index == 0:

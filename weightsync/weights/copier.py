@@ -7,6 +7,7 @@ destination still in cache when it is fingerprinted. With a GPU on either end to
 from __future__ import annotations
 
 import ctypes
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Protocol
@@ -75,6 +76,30 @@ class HostRun:
     def fingerprint(self) -> int:
         """Read the destination back and return its xxh3."""
         return stream_xxh3(self.held)
+
+
+@dataclass(frozen=True, slots=True)
+class HostCopies:
+    """The copies of several runs, with no line of Python between them: each copy empties caches."""
+
+    on_host: ClassVar[bool] = True
+    targets: tuple[int, ...]
+    sources: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+    @classmethod
+    def of(cls, runs: Sequence[HostRun]) -> HostCopies:
+        """Return what `runs` copy, in their order."""
+        copies = [copy for run in runs for copy in run.copies]
+        return cls(
+            tuple(copy.target for copy in copies),
+            tuple(copy.source for copy in copies),
+            tuple(copy.nbytes for copy in copies),
+        )
+
+    def copy(self) -> None:
+        """Copy the runs."""
+        deque(map(ctypes.memmove, self.targets, self.sources, self.sizes), maxlen=0)
 
 
 class Places:
@@ -209,14 +234,49 @@ class DeviceCompiler:
         return DeviceRun(tuple(targets), tuple(sources), tuple(gaps))
 
 
-class CompiledRun(Protocol):
-    """A run whose copies are planned; one that is not `on_host` must be waited for."""
+class Copying(Protocol):
+    """Planned copies; those that are not `on_host` must be waited for."""
 
     on_host: ClassVar[bool]
 
     def copy(self) -> None: ...
 
+
+class CompiledRun(Copying, Protocol):
+    """A run whose copies are planned."""
+
     def fingerprint(self) -> int: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Program:
+    """Runs that follow one another from `start` of the stream on.
+
+    `copies` are what `runs` copy, where they need no fingerprints: on the host all at once.
+    """
+
+    start: int
+    runs: Sequence[CompiledRun]
+    copies: Sequence[Copying] | None
+
+    @classmethod
+    def of(cls, start: int, runs: Sequence[CompiledRun], *, verify: bool) -> Program:
+        """Plan what is done with `runs`."""
+        if verify:
+            return cls(start, runs, None)
+        on_host = [run for run in runs if isinstance(run, HostRun)]
+        return cls(start, runs, [HostCopies.of(on_host)] if len(on_host) == len(runs) else runs)
+
+    def run(self) -> list[int]:
+        """Copy, and return the fingerprints of what the runs' destinations hold, if asked for."""
+        got: list[int] = []
+        for copying in self.copies or ():
+            copying.copy()
+        if self.copies is None:
+            for run in self.runs:
+                run.copy()
+                got.append(run.fingerprint())
+        return got
 
 
 class RunCompiler:

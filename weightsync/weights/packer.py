@@ -11,7 +11,7 @@ import torch
 from weightsync.errors import ManifestMismatchError, shorten
 from weightsync.specs import TensorSpec
 from weightsync.weights.buckets import Chunk, Plan
-from weightsync.weights.copier import HostRun, Memory, Places, compile_host, host_view, zero
+from weightsync.weights.copier import HostCopies, Memory, Places, compile_host, host_view, zero
 from weightsync.weights.cuda_runs import Batch, chunk_batches, slot_reader
 from weightsync.weights.dtypes import TORCH_DTYPES, as_bytes, from_bytes
 from weightsync.weights.fingerprint import xxh3
@@ -35,7 +35,7 @@ class Packer:
         self.plan = plan
         self._slots = slots
         self._on_host = slots[0].device.type == "cpu"
-        self._replayed: list[list[HostRun]] = []
+        self._replayed: list[HostCopies] = []
         self._replayed_from: list[int] = []
         self._gaps = cache(lambda j: list(plan.gaps(plan.chunks[j].start, plan.chunks[j].stop)))
         self._views = cache(self._make_views)
@@ -65,11 +65,10 @@ class Packer:
         if addresses != self._replayed_from:
             self._replayed = self._compile(tensors)
             self._replayed_from = addresses
-        for j, runs in enumerate(self._replayed):
+        for j, copies in enumerate(self._replayed):
             slot = acquire(j)
             self._clear_gaps(j, slot)
-            for run in runs:
-                run.copy()
+            copies.copy()
             yield j, self._fingerprints(j) if verify else []
 
     def pack(
@@ -142,13 +141,14 @@ class Packer:
             torch.cuda.current_stream(self._slots[0].device).synchronize()
         return fingerprints
 
-    def _compile(self, tensors: Sequence[torch.Tensor]) -> list[list[HostRun]]:
+    def _compile(self, tensors: Sequence[torch.Tensor]) -> list[HostCopies]:
         source = Places(Memory([as_bytes(tensor) for tensor in tensors]))
         compiled = []
         for j, chunk in enumerate(self.plan.chunks):
             target = Places(None, self._slot(j).data_ptr(), chunk.start)
             runs = self.plan.runs[chunk.first_run : chunk.last_run]
-            compiled.append([compile_host(self.plan, run, target, source) for run in runs])
+            planned = [compile_host(self.plan, run, target, source) for run in runs]
+            compiled.append(HostCopies.of(planned))
         return compiled
 
     def _slot(self, j: int) -> torch.Tensor:
