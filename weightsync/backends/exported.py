@@ -4,20 +4,28 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 
+from weightsync.backends.fences import WriterFence
 from weightsync.errors import ConfigError
 from weightsync.samehost import cuda_handle
 from weightsync.samehost.device_keys import host_key
+from weightsync.samehost.device_stream import DeviceStream
 from weightsync.samehost.pinning import CudaDriver, Driver, Pinned
 from weightsync.samehost.probe import PROBE_NBYTES, probe_digest
+from weightsync.samehost.ready_event import CUDA
 from weightsync.samehost.ring import Control
 from weightsync.samehost.segment import Segment
+from weightsync.samehost.shared_stream import SharedStream
 from weightsync.samehost.staging import CudaLane, Lane, StagedSlots
 from weightsync.weights.buckets import Plan
-from weightsync.wire.offers import KeyedHandle, ProbeInfo, SegmentHandle
+from weightsync.weights.copier import Memory, RunCompiler
+from weightsync.weights.cuda_runs import hashers
+from weightsync.weights.dtypes import TORCH_DTYPES
+from weightsync.wire.offers import KeyedHandle, ProbeInfo, SegmentHandle, StorageInfo
 
 logger = logging.getLogger(__name__)
 
@@ -78,6 +86,48 @@ def stage_on_gpu(ring: Ring, device: torch.device) -> StagedSlots | None:
     if device.type != "cuda":
         return None
     return ring.stage(device, CudaLane(device), CudaDriver(device))
+
+
+def fence_on_gpu(
+    control: Control, device: torch.device | None, count: int, *, packed: bool
+) -> WriterFence:
+    """Make the events of memory on a GPU; none for `device` None or the host."""
+    on_gpu = device is not None and device.type == "cuda"
+    return WriterFence(control, device if on_gpu else None, count, packed=packed, edge=CUDA)
+
+
+def register(
+    plan: Plan, stable: list[torch.Tensor] | None, device: torch.device | None, *, adopt: bool
+) -> SharedStream | DeviceStream:
+    """Register a stream's tensors on the GPU `device`, or in a segment; None is the host."""
+    specs = plan.manifest.specs
+    dtypes = [TORCH_DTYPES[spec.dtype] for spec in specs]
+    shapes = [spec.shape for spec in specs]
+    if device is not None:
+        return DeviceStream(dtypes, shapes, device, stable)
+    return SharedStream(plan.offsets, dtypes, shapes, plan.nbytes, adopt=adopt)
+
+
+def in_place_hashers(memory: SharedStream | DeviceStream, plan: Plan) -> list[Callable[[], int]]:
+    """Return what fingerprints each run of registered memory where it lies."""
+    lying = Memory(memory.tensors, flat=isinstance(memory, SharedStream))
+    compiler = RunCompiler(plan, lying, lying)
+    return hashers([compiler.compile(run) for run in plan.runs])
+
+
+def storage_info(memory: SharedStream | DeviceStream | None, plan: Plan) -> StorageInfo | None:
+    """Export registered memory, once per reader."""
+    if memory is None:
+        return None
+    if isinstance(memory, SharedStream):
+        return StorageInfo(
+            handles=[keyed_handle(memory.segment)],
+            storage=[0] * len(plan.offsets),
+            offset=plan.offsets,
+        )
+    storages, where, offsets = memory.storages()
+    handles = [keyed_handle(None, storage) for storage in storages]
+    return StorageInfo(handles=handles, storage=where, offset=offsets)
 
 
 def keyed_handle(segment: Segment | None, memory: torch.Tensor | None = None) -> KeyedHandle:

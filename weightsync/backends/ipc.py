@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from weightsync.backends.base import Received, Reception, WeightTransferEngine
+from weightsync.backends.fences import open_fence
 from weightsync.backends.ipc_transfer import Opened, Transfer, chunked_plan
 from weightsync.backends.lending import Assembly
 from weightsync.errors import HandleError, ProtocolError, SegmentError
@@ -61,6 +62,9 @@ class IpcWeightTransferEngine(WeightTransferEngine):
             data = OpenMemory(pick(ring.data, self._keys))
             opened.append(data.close)
             storages = _open_storages(init_info, self._keys, opened)
+            stored = init_info.storages
+            fenced = ring.data if stored is None or not stored.handles else stored.handles[0]
+            fence = open_fence(init_info.ready, fenced, self._keys, slots=ring.num_slots)
             whole = Plan(manifest, run_nbytes=init_info.run_nbytes)
             self._opened = Opened(
                 info=init_info,
@@ -74,8 +78,11 @@ class IpcWeightTransferEngine(WeightTransferEngine):
                 whole=whole,
                 chunked=chunked_plan(manifest, init_info),
                 registered=_registered(init_info, whole, storages),
+                fence=fence,
             )
             _check_entries(self._opened)
+            if fence is not None:
+                control.take_events(init_info.reader)
         except BaseException:
             self._opened = None
             for close in reversed(opened):

@@ -12,8 +12,18 @@ from typing import Literal, Protocol, TypeVar
 import torch
 
 from weightsync.backends.base import Check, TrainerWeightTransferEngine
-from weightsync.backends.exported import PackedStream, Probe, Ring, keyed_handle, stage_on_gpu
+from weightsync.backends.exported import (
+    PackedStream,
+    Probe,
+    Ring,
+    fence_on_gpu,
+    in_place_hashers,
+    register,
+    stage_on_gpu,
+    storage_info,
+)
 from weightsync.backends.exports import Exports
+from weightsync.backends.fences import Fence, WriterFence, fence_from_environment
 from weightsync.backends.pace import Pace
 from weightsync.backends.trail import Trail
 from weightsync.errors import ConfigError
@@ -23,9 +33,7 @@ from weightsync.samehost.shared_stream import SharedStream
 from weightsync.samehost.staging import StagedSlots
 from weightsync.specs import Manifest
 from weightsync.weights.buckets import RUN_NBYTES, Plan, runs_per_chunk
-from weightsync.weights.copier import Memory, RunCompiler
-from weightsync.weights.cuda_runs import hashers
-from weightsync.weights.dtypes import TORCH_DTYPES, spec_of
+from weightsync.weights.dtypes import spec_of
 from weightsync.weights.fingerprint import table_digest
 from weightsync.weights.packer import Packer
 from weightsync.weights.source import NamedTensors, WeightSource, checked
@@ -38,7 +46,6 @@ from weightsync.wire.offers import (
     ProbeInfo,
     RingInfo,
     SegmentHandle,
-    StorageInfo,
 )
 
 Road = Literal["cuda_ipc", "shared_memory"]
@@ -60,6 +67,7 @@ _OFFER_NUMBERS = itertools.count(1)
 class IpcOptions:
     """How to move: `packed` None lets the source decide; sizes None take the road's defaults.
 
+    `fence` `event` leaves it to readers on the sender's GPU to wait for it, where they all do.
     `sender_id` is who receivers know this by; a sender keeps it over all the engines that it makes.
     """
 
@@ -69,6 +77,7 @@ class IpcOptions:
     num_buckets: int | None = None
     adopt: bool = True
     timeout_s: float = 300.0
+    fence: Fence = field(default_factory=fence_from_environment)
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     sender_id: str = field(default_factory=lambda: secrets.token_hex(8))
 
@@ -83,8 +92,9 @@ Kept = TypeVar("Kept", bound=_Closable)
 class IpcTrainerEngine(TrainerWeightTransferEngine):
     """Moves a source through a ring (packed) or lets receivers read it where it is (unpacked).
 
-    `stage` gives a ring on the host its side on the source's device. Raises SegmentError at
-    construction when `/dev/shm` has no room, naming the size needed.
+    `stage` gives a ring on the host its side on the source's device, `make_fence` the events of
+    memory on a GPU. Raises SegmentError at construction when `/dev/shm` has no room, naming the
+    size needed.
     """
 
     def __init__(
@@ -93,6 +103,7 @@ class IpcTrainerEngine(TrainerWeightTransferEngine):
         options: IpcOptions,
         *,
         stage: Callable[[Ring, torch.device], StagedSlots | None] = stage_on_gpu,
+        make_fence: Callable[..., WriterFence] = fence_on_gpu,
     ) -> None:
         self.road = options.road
         self.sender_id = options.sender_id
@@ -118,7 +129,12 @@ class IpcTrainerEngine(TrainerWeightTransferEngine):
             self._ring = self._keep(Ring(slots, bucket, device))
             self._stage = None if on_gpu else stage(self._ring, options.device)
             self._probe_memory = self._keep(Probe(options.device if on_gpu else None))
-            self._memory = None if packed else self._keep(self._register(stable))
+            gpu = options.device if on_gpu else None
+            memory = None if packed else register(self._whole, stable, gpu, adopt=options.adopt)
+            self._memory = memory and self._keep(memory)
+            fenced = gpu if options.fence == "event" else None
+            count = slots if packed else 1
+            self._fence = self._keep(make_fence(self._control, fenced, count, packed=packed))
         except BaseException:
             self.close()
             raise
@@ -177,7 +193,8 @@ class IpcTrainerEngine(TrainerWeightTransferEngine):
                 num_slots=self._control.slots,
                 slot_nbytes=self._bucket_nbytes,
             ),
-            storages=self._storages(),
+            storages=storage_info(self._memory, self._whole),
+            ready=self._fence.offer(),
         )
 
     def begin(
@@ -258,29 +275,6 @@ class IpcTrainerEngine(TrainerWeightTransferEngine):
         slots = self._ring.tensors
         return StagedPacker(plan, slots, self._stage) if self._stage else Packer(plan, slots)
 
-    def _register(self, stable: list[torch.Tensor] | None) -> SharedStream | DeviceStream:
-        specs = self.manifest.specs
-        dtypes = [TORCH_DTYPES[spec.dtype] for spec in specs]
-        shapes = [spec.shape for spec in specs]
-        if self._options.road == "cuda_ipc":
-            return DeviceStream(dtypes, shapes, self._options.device, stable)
-        return SharedStream(
-            self._whole.offsets, dtypes, shapes, self._whole.nbytes, adopt=self._options.adopt
-        )
-
-    def _storages(self) -> StorageInfo | None:
-        if self._memory is None:
-            return None
-        if isinstance(self._memory, SharedStream):
-            return StorageInfo(
-                handles=[keyed_handle(self._memory.segment)],
-                storage=[0] * len(self._whole.offsets),
-                offset=self._whole.offsets,
-            )
-        storages, where, offsets = self._memory.storages()
-        handles = [keyed_handle(None, storage) for storage in storages]
-        return StorageInfo(handles=handles, storage=where, offset=offsets)
-
     def _begin_pairs(
         self, readers: list[int], pairs: list[tuple[str, torch.Tensor]]
     ) -> RegisteredUpdate:
@@ -299,6 +293,7 @@ class IpcTrainerEngine(TrainerWeightTransferEngine):
         chunks = len(packer.plan.chunks)
         epoch = self._writer.begin(readers, chunks)
         self.trail.begin_packed(packer.plan, self._writer.base)
+        by_event = self._fence.left_to(readers, verify=self._verify, packed=True)
         self._stream = PackedStream(
             control=self._control,
             slots=self._ring.tensors,
@@ -321,15 +316,19 @@ class IpcTrainerEngine(TrainerWeightTransferEngine):
 
             stable = self._source.stable_tensors() if manifest is None else None
             if stable is not None:
-                filled = packer.pack_stable(stable, acquire, verify=self._verify)
+                filled = packer.pack_stable(
+                    stable, acquire, verify=self._verify, settle=not by_event
+                )
             else:
                 pairs = checked(tensors(), packer.plan.manifest)
-                filled = packer.pack(pairs, acquire, verify=self._verify)
+                filled = packer.pack(pairs, acquire, verify=self._verify, settle=not by_event)
             room = self._control.entries // self._control.slots
             with closing(filled):
                 for j, fingerprints in filled:
                     self._control.write_fingerprints(j % self._control.slots * room, fingerprints)
                     self._table += fingerprints
+                    if by_event:
+                        self._fence.record(j % self._control.slots)
                     self._writer.publish(j)
                     self.trail.mark("published", j)
                     self._written_nbytes += packer.plan.chunks[j].stop - packer.plan.chunks[j].start
@@ -359,6 +358,11 @@ class IpcTrainerEngine(TrainerWeightTransferEngine):
                 memory.write(i, tensor)
         else:
             memory.refresh(stable)
+        # Readers begin with the message that is made of what this returns.
+        if self._fence.left_to(readers, verify=self._verify, packed=False):
+            self._fence.record()
+        elif isinstance(memory, DeviceStream):
+            memory.settle()
         self._update = self._publish_table
         return RegisteredUpdate(
             sender=self.sender_id,
@@ -376,9 +380,7 @@ class IpcTrainerEngine(TrainerWeightTransferEngine):
         on_host = isinstance(self._memory, SharedStream)  # a GPU takes all passes at once
         pace = Pace(self.trail.furthest) if on_host else None
         if self._hashers is None:
-            memory = Memory(self._memory.tensors, flat=on_host)
-            compiler = RunCompiler(self._whole, memory, memory)
-            self._hashers = hashers([compiler.compile(run) for run in self._whole.runs])
+            self._hashers = in_place_hashers(self._memory, self._whole)
         self.trail.mark("acquired", 0)
         for run, hasher in zip(self._whole.runs, self._hashers, strict=True):
             check()

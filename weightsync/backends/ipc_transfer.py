@@ -10,6 +10,7 @@ from functools import partial
 import torch
 
 from weightsync.backends.base import Received, Reception
+from weightsync.backends.fences import Arrivals, OpenFence
 from weightsync.backends.lending import Assembly, Lender
 from weightsync.errors import (
     ProtocolError,
@@ -54,6 +55,7 @@ class Opened:
     whole: Plan
     chunked: Plan
     registered: Memory | None
+    fence: OpenFence | None = None
 
 
 def chunked_plan(manifest: Manifest, info: IpcInit) -> Plan:
@@ -93,6 +95,9 @@ class Transfer:
             base=info.base,
             pace=NETWORK if opened.info.road == "distributed" else LOCAL,
         )
+        # Where it verifies the sender has waited for its GPU itself.
+        fence = None if info.verify else opened.fence
+        self._arrivals = Arrivals(fence, check=self._check, timeout_s=opened.info.lease_s)
 
     def run(self) -> Received:
         """Move, compare, report."""
@@ -136,6 +141,7 @@ class Transfer:
             runs = self._plan.runs[chunk.first_run : chunk.last_run]
             expected = self._expected_of(j, len(runs))
             if lender:
+                self._arrivals.arrive(slot)
                 buffer = self._opened.slots[slot]
                 self._compare(
                     runs, lender.fingerprints(chunk, buffer, verify=self._info.verify), expected
@@ -146,7 +152,8 @@ class Transfer:
                 lender.deliver(chunk, buffer)
             elif programs:
                 self._reception.touch()
-                self._run(programs[j], runs, expected)
+                with self._arrivals.behind(slot):
+                    self._run(programs[j], runs, expected)
             self._reader.release(j)
         if lender:
             self._reception.touch()  # of a model whose tensors are all empty nothing was lent yet
@@ -169,13 +176,16 @@ class Transfer:
                 )
                 self._compare(self._plan.runs, got, self._published_table())
             self._refuse_wrong()
+            self._arrivals.arrive(None)
             self._reception.touch()
             lender.deliver_whole(registered)
         else:
             self._reception.touch()
             programs = self._compile(landing, ring=False)
-            got = self._each([p.start for p in programs], [p.run for p in programs])
-            _settle(programs)
+            with self._arrivals.behind(None):
+                got = self._each([p.start for p in programs], [p.run for p in programs])
+                self._arrivals.settle()
+                _settle(programs)
             self._compare(self._plan.runs, got, self._published_table())
         if self._control.epoch != self._info.epoch:
             raise TransferError("the sender went on to another update while this one was read")
@@ -205,6 +215,7 @@ class Transfer:
 
     def _run(self, program: Program, runs: list[Run], expected: list[int]) -> None:
         got = program.run()
+        self._arrivals.settle()
         _settle([program])
         self._compare(runs, got, expected)
 

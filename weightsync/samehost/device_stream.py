@@ -55,17 +55,19 @@ class DeviceStream:
         return bool(self._seen) and self._identities(tensors) != self._seen
 
     def refresh(self, tensors: Sequence[torch.Tensor]) -> int:
-        """Bring the copied tensors up to date and wait for the trainer's own kernels."""
+        """Bring the copied tensors up to date, behind the trainer's own kernels; see `settle`."""
         copied = 0
         for i, buffer in self._buffers.items():
             buffer.copy_(tensors[i].detach())
             copied += buffer.numel() * buffer.element_size()
-        torch.cuda.current_stream(self._device).synchronize()
         return copied
 
     def write(self, index: int, tensor: torch.Tensor) -> None:
-        """Copy one tensor to its buffer and wait until it is there."""
+        """Copy one tensor to its buffer; see `settle`."""
         self._buffers[index].copy_(tensor.detach())
+
+    def settle(self) -> None:
+        """Wait until all that was written, by the trainer's kernels too, is there."""
         torch.cuda.current_stream(self._device).synchronize()
 
     def close(self) -> None:

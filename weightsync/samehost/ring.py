@@ -5,7 +5,7 @@ ever clears; then the fingerprints of chunks. Chunk *j* of an update with base *
 number *b + j + 1* and lies in slot *j mod slots*. The writer sets `published[slot]` when the slot
 holds it; a reader sets `released[reader]` when it needs it no more. Before it does, it looks again
 at sequence and epoch: a reader that slept through an abort and the slot's reuse must not release a
-chunk that it never saw.
+chunk that it never saw. The second word of a reader's `released` line says that it takes events.
 
 Aligned 8-byte stores of x86-64 are atomic and seen in order, which is what this relies on; on
 other machines the ring refuses to work.
@@ -26,6 +26,8 @@ _MAGIC = 0x7773_7269_6E67_0002
 _LINE_WORDS = 8
 _LINE_NBYTES = 64
 _FIXED_LINES = 5
+_TAKES_EVENTS = 1
+"""The word of a reader's `released` line that says so; without it the writer waits on the host."""
 _HEADER, _EPOCH, _WRITER_BEAT, _TABLE, _PROBE = range(_FIXED_LINES)
 
 SPIN_S = 0.002
@@ -156,6 +158,14 @@ class Control:
     def release(self, reader: int, sequence: int) -> None:
         """Called by this reader alone."""
         self._set(self._released + reader, sequence)
+
+    def takes_events(self, reader: int) -> bool:
+        """Whether `reader` has its GPU wait for the writer's ready events."""
+        return bool(self._words[(self._released + reader) * _LINE_WORDS + _TAKES_EVENTS])
+
+    def take_events(self, reader: int) -> None:
+        """Called by this reader alone, when it has opened the events."""
+        self._words[(self._released + reader) * _LINE_WORDS + _TAKES_EVENTS] = 1
 
     def loaded(self, reader: int) -> int:
         """Bytes of registered memory that `reader` has copied, ever; for whoever looks on."""

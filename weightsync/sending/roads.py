@@ -21,9 +21,10 @@ from weightsync.sending.commands import Offers, Open, Places, Probe, Withdraw
 from weightsync.sending.ensemble import Ensemble
 from weightsync.sending.feeder import RELAY_PLACE
 from weightsync.sending.fleet import Answer, Fleet, Member, failures, raise_first
+from weightsync.sending.init_calls import ask_init
 from weightsync.sending.placement import Way, check_backend, settle, ways
 from weightsync.sending.rendezvous import Rendezvous, host_of
-from weightsync.wire.messages import InitRequest, Request, ShutdownRequest
+from weightsync.wire.messages import InitRequest, ShutdownRequest
 from weightsync.wire.offers import IpcInit, ProbeInfo
 
 logger = logging.getLogger(__name__)
@@ -268,7 +269,7 @@ class Roads:
         for rank, answer in enumerate(told):
             there = [member for member in members if member.rank == rank]
             inits.update(zip(there, answer.inits, strict=True))
-        return self._init(members, inits)
+        return self._init({member: inits[member] for member in members})
 
     def _probe(self, members: Sequence[Member]) -> list[Answer]:
         if not members:
@@ -286,11 +287,8 @@ class Roads:
             )
         )
 
-    def _init(self, members: Sequence[Member], inits: dict[Member, IpcInit]) -> list[Answer]:
-        def request(member: Member) -> Request:
-            return InitRequest(init_info=inits[member])
-
-        answers = self._fleet.ask(request, timeout_s=self._options.timeout_s, members=members)
+    def _init(self, inits: dict[Member, IpcInit]) -> list[Answer]:
+        answers = ask_init(self._fleet, inits, timeout_s=self._options.timeout_s)
         for i, answer in enumerate(answers):
             if answer.error is None:
                 answers[i] = _same_instance(answer)

@@ -74,7 +74,7 @@ class Batch:
                 self._host = torch.empty(len(runs), dtype=torch.int64, pin_memory=pinned)
         self._sizes = [_nbytes(run) for run in runs]
         self._found: list[int] | None = None
-        self._done: Callable[[], None] = _nothing
+        self._done: Done = _NOW
 
     def launch(self) -> None:
         """Enqueue everything, behind what the caller's stream has been given so far."""
@@ -83,7 +83,11 @@ class Batch:
 
     def settle(self) -> None:
         """Return when what was launched is complete."""
-        self._done()
+        self._done.settle()
+
+    def hold(self) -> None:
+        """Make what the caller's stream does from now on wait for it; return at once."""
+        self._done.hold()
 
     def fingerprints(self) -> list[int]:
         """Wait, and return mix64 of each run: of its targets, or of its sources if only read."""
@@ -104,12 +108,43 @@ class Batch:
             self._host.copy_(self._sums, non_blocking=True)
 
 
+class Done(Protocol):
+    """The end of a launch."""
+
+    def settle(self) -> None: ...
+
+    def hold(self) -> None: ...
+
+
+class _Now:
+    def settle(self) -> None:
+        pass
+
+    def hold(self) -> None:
+        pass
+
+
+_NOW = _Now()
+
+
 class _HostLane:
     """Kernels that run where they are called: an interpreter's."""
 
-    def run(self, work: Callable[[], None], spans: list[Span] | None) -> Callable[[], None]:
+    def run(self, work: Callable[[], None], spans: list[Span] | None) -> Done:
         work()
-        return _nothing
+        return _NOW
+
+
+@dataclass(frozen=True, slots=True)
+class _OnGpu:
+    event: torch.cuda.Event
+    device: torch.device
+
+    def settle(self) -> None:
+        self.event.synchronize()
+
+    def hold(self) -> None:
+        torch.cuda.current_stream(self.device).wait_event(self.event)
 
 
 class _CudaLane:
@@ -119,7 +154,7 @@ class _CudaLane:
         self._device = device
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]  # torch's
 
-    def run(self, work: Callable[[], None], spans: list[Span] | None) -> Callable[[], None]:
+    def run(self, work: Callable[[], None], spans: list[Span] | None) -> Done:
         timed = spans is not None
         # The current device is a thread's own, and Triton launches on it.
         with torch.cuda.device(self._device):
@@ -131,7 +166,7 @@ class _CudaLane:
                 last.record(self._stream)
         if spans is not None:
             spans.append((first, last))
-        return last.synchronize
+        return _OnGpu(last, self._device)
 
     def _on_stream(self) -> AbstractContextManager[Any]:
         return cast(AbstractContextManager[Any], torch.cuda.stream(self._stream))
@@ -143,10 +178,6 @@ def _nbytes(run: DeviceRun) -> int:
 
 def _event(*, timed: bool) -> torch.cuda.Event:
     return torch.cuda.Event(enable_timing=timed)  # type: ignore[no-untyped-call]  # torch's
-
-
-def _nothing() -> None:
-    pass
 
 
 @cache

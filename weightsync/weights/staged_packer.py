@@ -47,6 +47,7 @@ class StagedPacker(Packer):
     A chunk of several tensors is made in its twin; one that a single tensor fills crosses from
     where it lies. With three slots or more a chunk crosses while the next one is made. Close what
     the methods return when you stop early: it waits for copies into slots that are on their way.
+    What crosses is always settled: slots on the host are published by the host.
     """
 
     def __init__(self, plan: Plan, slots: Sequence[torch.Tensor], stage: Stage) -> None:
@@ -55,11 +56,16 @@ class StagedPacker(Packer):
         self._pieces = [list(plan.pieces(chunk.start, chunk.stop)) for chunk in plan.chunks]
 
     def pack_stable(
-        self, tensors: Sequence[torch.Tensor], acquire: Acquire, *, verify: bool
+        self,
+        tensors: Sequence[torch.Tensor],
+        acquire: Acquire,
+        *,
+        verify: bool,
+        settle: bool = True,
     ) -> Generator[Packed, None, None]:
         """Pack tensors that stay where they are, all those of a chunk at once."""
         if not any(map(self._here, tensors)):
-            yield from super().pack_stable(tensors, acquire, verify=verify)
+            yield from super().pack_stable(tensors, acquire, verify=verify, settle=settle)
             return
         specs = self.plan.manifest.specs
         check_whole(specs, tensors)
@@ -71,7 +77,7 @@ class StagedPacker(Packer):
         yield from self._send(filled, acquire, verify=verify)
 
     def pack(
-        self, pairs: NamedTensors, acquire: Acquire, *, verify: bool
+        self, pairs: NamedTensors, acquire: Acquire, *, verify: bool, settle: bool = True
     ) -> Generator[Packed, None, None]:
         """Pack tensors as they come; the first one says on which side they are."""
         coming = iter(pairs)
@@ -84,7 +90,7 @@ class StagedPacker(Packer):
         if staged:
             yield from self._send(self._fill(coming), acquire, verify=verify)
         else:
-            yield from super().pack(coming, acquire, verify=verify)
+            yield from super().pack(coming, acquire, verify=verify, settle=settle)
 
     def _send(
         self, filled: Iterable[Filled], acquire: Acquire, *, verify: bool

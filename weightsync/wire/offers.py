@@ -87,6 +87,18 @@ class StorageInfo(Message, frozen=True, kw_only=True):
     offset: Annotated[list[Size], Meta(max_length=MAX_TENSORS)]
 
 
+class ReadyEvents(Message, frozen=True, kw_only=True):
+    """Interprocess events of the GPU `device`, 64 bytes each: one a slot, or one for `storages`.
+
+    Whoever opens them says so in the control segment, and copies behind them where an update is not
+    verified.
+    """
+
+    device: Annotated[str, Meta(max_length=128)]
+    slots: Annotated[list[bytes], Meta(max_length=1024)] = []
+    registered: bytes | None = None
+
+
 class ProbeInfo(Message, frozen=True, kw_only=True):
     """Known bytes that a receiver opens and checks before a road counts as usable."""
 
@@ -129,6 +141,7 @@ class IpcInit(Offer, frozen=True, kw_only=True, tag="ipc", tag_field="backend"):
     reader: Annotated[int, Meta(ge=0, le=4096)]
     ring: RingInfo
     storages: StorageInfo | None = None
+    ready: ReadyEvents | None = None
 
 
 class GroupInfo(Message, frozen=True, kw_only=True):
