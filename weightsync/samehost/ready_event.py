@@ -16,7 +16,6 @@ import torch
 
 from weightsync.errors import HandleError
 from weightsync.samehost import cuda_handle
-from weightsync.samehost.device_keys import host_key
 
 EVENT_NBYTES = 64
 """Of a cudaIpcEventHandle_t."""
@@ -67,7 +66,7 @@ class CudaEdge:
 
     def key(self, device: torch.device) -> str:
         """Return the GPU's key."""
-        return cuda_handle.gpu_key(device) if device.type == "cuda" else host_key()
+        return cuda_handle.gpu_key(device)
 
     def make(self, device: torch.device) -> OwnEvent:
         """Make an event that exists on this GPU from here on; see the contract."""

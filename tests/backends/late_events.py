@@ -1,0 +1,143 @@
+"""The driver's edge of ready events without a GPU: bytes that are not there yet when recorded.
+
+To record an event takes the bytes before it out of their place; they come back a moment later, and
+only then the event has passed. Whoever does not wait reads something else. Events are words of a
+file, so that another process can open them.
+"""
+
+from __future__ import annotations
+
+import mmap
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from weightsync.backends import ipc
+from weightsync.backends.fences import OpenFence, WriterFence, open_fence
+from weightsync.errors import HandleError
+from weightsync.samehost.device_keys import host_key
+from weightsync.samehost.ready_event import EVENT_NBYTES
+from weightsync.samehost.ring import Control
+
+if TYPE_CHECKING:
+    from weightsync.wire.offers import KeyedHandle, ReadyEvents
+
+LATE_S = 0.02
+WAIT_S = 20.0
+WORDS = 64
+SPOILED = 0x5A
+
+
+class LateEvents:
+    """The edge. `before(index)` says whose bytes come late; `refuses` are the driver's calls."""
+
+    def __init__(self, path: Path, *, refuses: Sequence[str] = ()) -> None:
+        if not path.exists():
+            path.write_bytes(bytes(16 * WORDS))
+        self.path = path
+        self.refuses = refuses
+        self.before: Callable[[int], Sequence[torch.Tensor]] = lambda _: ()
+        self.made = 0
+        with path.open("r+b") as file:
+            self._words = memoryview(mmap.mmap(file.fileno(), 0)).cast("Q")
+        self._coming: list[threading.Thread] = []
+
+    def key(self, device: torch.device) -> str:
+        return host_key()
+
+    def make(self, device: torch.device) -> LateOwn:
+        self._refuse("make")
+        self.made += 1
+        return LateOwn(self, self.made - 1)
+
+    def open(self, key: str, handle: bytes) -> LateOpen:
+        self._refuse("open")
+        return LateOpen(self, int.from_bytes(handle, "little"))
+
+    def make_fence(
+        self, control: Control, device: torch.device | None, count: int, *, packed: bool
+    ) -> WriterFence:
+        """What an engine takes as `make_fence`: its memory on the host counts as a GPU's."""
+        return WriterFence(control, torch.device("cpu"), count, packed=packed, edge=self)
+
+    def recorded(self, index: int) -> int:
+        return self._words[2 * index]
+
+    def passed(self, index: int) -> int:
+        return self._words[2 * index + 1]
+
+    def record(self, index: int) -> None:
+        lying = self.before(index)
+        held = [tensor.clone() for tensor in lying]
+        for tensor in lying:
+            tensor.fill_(SPOILED)
+        self._words[2 * index] += 1
+        coming = threading.Thread(target=self._come, args=(index, lying, held))
+        self._coming.append(coming)
+        coming.start()
+
+    def close(self) -> None:
+        for coming in self._coming:
+            coming.join(WAIT_S)
+
+    def _come(
+        self, index: int, lying: Sequence[torch.Tensor], held: Sequence[torch.Tensor]
+    ) -> None:
+        time.sleep(LATE_S)
+        for tensor, content in zip(lying, held, strict=True):
+            tensor.copy_(content)
+        self._words[2 * index + 1] += 1
+
+    def _refuse(self, call: str) -> None:
+        if call in self.refuses:
+            raise HandleError(f"the driver does not {call} events")
+
+
+class LateOwn:
+    def __init__(self, edge: LateEvents, index: int) -> None:
+        self._edge = edge
+        self._index = index
+
+    def record(self) -> None:
+        self._edge.record(self._index)
+
+    def handle(self) -> bytes:
+        return self._index.to_bytes(EVENT_NBYTES, "little")
+
+
+class LateOpen:
+    """A stream that waits is the caller itself here, since the CPU has no streams."""
+
+    def __init__(self, edge: LateEvents, index: int) -> None:
+        self._edge = edge
+        self._index = index
+
+    @contextmanager
+    def ahead(self) -> Iterator[None]:
+        wanted = self._edge.recorded(self._index)
+        deadline = time.monotonic() + WAIT_S
+        while self._edge.passed(self._index) < wanted:
+            assert time.monotonic() < deadline
+            time.sleep(0.001)
+        yield
+
+    def passed(self) -> bool:
+        return self._edge.passed(self._index) >= self._edge.recorded(self._index)
+
+
+def open_late(path: Path) -> None:
+    """Have this process open events of the file."""
+    ipc.open_fence = partial(open_fence, edge=LateEvents(path))
+
+
+def ignore_events(
+    offer: ReadyEvents | None, memory: KeyedHandle, keys: list[str], *, slots: int
+) -> OpenFence | None:
+    """What a receiver does that reads past the field."""
+    return None

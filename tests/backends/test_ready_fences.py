@@ -1,0 +1,436 @@
+"""Ready events, with the driver's edge put on the CPU: whoever reads before it waits is found out.
+
+The trainer's `connect`, the packing, the ring, the messages and the receivers are the real ones.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from msgspec.structs import replace
+
+import weightsync as ws
+from tests.backends.late_events import LateEvents, ignore_events, open_late
+from tests.gpu.receiver_process import EveryDtype, as_bytes, digests, fill, receiver_process
+from tests.weights.fused_cases import HostKernel
+from weightsync.backends import ipc_sender
+from weightsync.backends.exported import Probe
+from weightsync.backends.fences import (
+    FENCE_VARIABLE,
+    Arrivals,
+    WriterFence,
+    fence_from_environment,
+    open_fence,
+)
+from weightsync.backends.ipc_sender import IpcOptions, IpcTrainerEngine
+from weightsync.errors import ConfigError, HandleError, ProtocolError, TransferTimeout
+from weightsync.samehost.device_keys import host_key
+from weightsync.samehost.ring import Control
+from weightsync.weights import cuda_runs
+from weightsync.weights.buckets import Plan
+from weightsync.weights.copier import DeviceRun
+from weightsync.weights.packer import Packer
+from weightsync.weights.source import ModuleSource
+from weightsync.wire.codec import decode_request
+from weightsync.wire.messages import InitRequest
+from weightsync.wire.offers import KeyedHandle, ReadyEvents, SegmentHandle
+
+pytestmark = pytest.mark.usefixtures("shm_clean")
+
+BUCKET_NBYTES = 192 << 10
+WAIT_S = 20.0
+packings = pytest.mark.parametrize("packed", [False, True], ids=["unpacked", "packed"])
+
+
+class Trainer:
+    """A model, the engine that `connect` makes of it, and what happened in which order."""
+
+    def __init__(self, events: LateEvents) -> None:
+        self.events = events
+        self.model = EveryDtype("cpu")
+        self.log: list[str] = []
+        self.settled: list[bool] = []
+        events.before = self._late
+
+    def engine(self, *args: Any, **kwargs: Any) -> IpcTrainerEngine:
+        self._engine = IpcTrainerEngine(*args, make_fence=self.events.make_fence, **kwargs)
+        return self._engine
+
+    def telling(self, receiver: Callable[[Mapping[str, object]], object]) -> Any:
+        def tell(message: Mapping[str, object]) -> object:
+            if message["call"] == "update_weights":
+                self.log.append("told")
+            return receiver(message)
+
+        return tell
+
+    def _late(self, index: int) -> Sequence[torch.Tensor]:
+        if self._engine.packed:
+            slots = self._engine._ring.tensors
+            slot = index % len(slots)  # of this connection: the edge counts on
+            self.log.append(f"recorded at {self._engine._control.published(slot)}")
+            return [slots[slot]]
+        self.log.append("recorded")
+        assert self._engine._memory is not None
+        return self._engine._memory.tensors
+
+    def updates(self, to: object, *, packed: bool, verify: bool, count: int = 2) -> None:
+        connect = partial(ws.connect, bucket_nbytes=BUCKET_NBYTES, num_buckets=2)
+        with connect(self.model, to=to, packed=packed, verify=verify) as sender:  # type: ignore[arg-type]  # any callable
+            for seed in range(count):
+                fill(self.model, seed)
+                report = sender.send_weights()
+                assert report.road == "shared_memory"
+                assert (report.verified != "none") is verify
+            self.chunks = len(self._engine._packer.plan.chunks)
+
+
+@pytest.fixture
+def trainer(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Trainer]:
+    events = LateEvents(tmp_path / "events")
+    made = Trainer(events)
+    plain = Packer.pack_stable
+
+    def pack_stable(packer: Packer, *args: Any, settle: bool = True, **kwargs: Any) -> Any:
+        made.settled.append(settle)
+        return plain(packer, *args, settle=settle, **kwargs)
+
+    monkeypatch.setattr("weightsync.sending.feeder.IpcTrainerEngine", made.engine)
+    monkeypatch.setattr(Packer, "pack_stable", pack_stable)
+    yield made
+    events.close()
+
+
+@pytest.fixture
+def opening(monkeypatch: pytest.MonkeyPatch, trainer: Trainer) -> None:
+    """Receivers of this process open late events."""
+    late = partial(open_fence, edge=LateEvents(trainer.events.path))
+    monkeypatch.setattr("weightsync.backends.ipc.open_fence", late)
+
+
+def test_a_reader_of_buckets_waits_for_what_was_recorded(trainer: Trainer) -> None:
+    with receiver_process("cpu", prepare=partial(open_late, trainer.events.path)) as receiver:
+        trainer.updates(receiver, packed=True, verify=False)
+        assert receiver.digests() == digests(trainer.model)
+    assert trainer.chunks > 4
+    # Each chunk was recorded while its slot still said what had been there before.
+    published, wanted = [0, 0], []
+    for n in range(2 * trainer.chunks):
+        slot = n % trainer.chunks % 2
+        wanted.append(f"recorded at {published[slot]}")
+        published[slot] = n + 1
+    assert trainer.log == wanted
+    assert trainer.settled == [False, False]
+
+
+def test_a_reader_of_registered_memory_waits_for_what_was_recorded(trainer: Trainer) -> None:
+    with receiver_process("cpu", prepare=partial(open_late, trainer.events.path)) as receiver:
+        trainer.updates(trainer.telling(receiver), packed=False, verify=False)
+        assert receiver.digests() == digests(trainer.model)
+    assert trainer.log == ["recorded", "told"] * 2
+
+
+@packings
+@pytest.mark.usefixtures("opening")
+def test_a_hook_is_given_what_has_come(trainer: Trainer, packed: bool) -> None:
+    held: dict[str, torch.Tensor] = {}
+
+    def load(pairs: Sequence[tuple[str, torch.Tensor]]) -> None:
+        held.update((name, tensor.clone()) for name, tensor in pairs)
+
+    receiver = ws.WeightReceiver(ws.HookSink(load), apply="in_place")
+    trainer.updates(receiver.handle, packed=packed, verify=False)
+    receiver.close()
+    assert trainer.log
+    model = trainer.model.state_dict()
+    assert set(held) <= set(model)
+    assert all(torch.equal(as_bytes(tensor), as_bytes(model[n])) for n, tensor in held.items())
+
+
+@packings
+@pytest.mark.usefixtures("opening")
+def test_a_verified_update_is_fenced_by_the_host(trainer: Trainer, packed: bool) -> None:
+    theirs = EveryDtype("cpu")
+    receiver = ws.WeightReceiver(theirs)
+    trainer.updates(receiver.handle, packed=packed, verify=True)
+    receiver.close()
+    assert trainer.events.made > 0
+    assert trainer.log == []
+    assert trainer.settled == [True, True] * packed
+    assert digests(theirs) == digests(trainer.model)
+
+
+@packings
+def test_one_reader_that_takes_no_events_brings_the_host_back(
+    trainer: Trainer, packed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    late = partial(open_fence, edge=LateEvents(trainer.events.path))
+    opens = iter([late, ignore_events, late, late])
+
+    def opening(*args: Any, **kwargs: Any) -> object:
+        return next(opens)(*args, **kwargs)
+
+    monkeypatch.setattr("weightsync.backends.ipc.open_fence", opening)
+    for taken in (False, True):
+        models = [EveryDtype("cpu"), EveryDtype("cpu")]
+        receivers = [ws.WeightReceiver(model) for model in models]
+        trainer.log.clear()
+        trainer.settled.clear()
+        trainer.updates([r.handle for r in receivers], packed=packed, verify=False)
+        for receiver in receivers:
+            receiver.close()
+        assert bool(trainer.log) is taken
+        assert trainer.settled == [not taken] * 2 * packed
+        assert [digests(model) for model in models] == [digests(trainer.model)] * 2
+
+
+@pytest.mark.usefixtures("opening")
+def test_an_older_receiver_is_offered_no_events(trainer: Trainer) -> None:
+    theirs = EveryDtype("cpu")
+    receiver = ws.WeightReceiver(theirs)
+    refused = []
+
+    def older(message: Mapping[str, Any]) -> object:
+        info = message["body"].get("init_info") or {}
+        if "ready" in info:
+            refused.append(info)
+            raise ProtocolError("update refused: Object contains unknown field `ready` - at `$`")
+        return receiver.handle(message)
+
+    trainer.updates(older, packed=True, verify=False)
+    receiver.close()
+    assert len(refused) == 1
+    assert trainer.log == []
+    assert digests(theirs) == digests(trainer.model)
+
+
+def test_what_a_receiver_says_to_a_field_that_it_does_not_know() -> None:
+    with pytest.raises(ProtocolError, match="unknown field `ready`"):
+        decode_request("init_weight_transfer_engine", b'{"ready":{"device":"GPU"}}')
+
+
+@pytest.mark.parametrize("refused", ["make", "open"])
+def test_a_driver_without_events_is_one_warning(
+    trainer: Trainer,
+    refused: str,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    trainer.events.refuses = [refused]
+    late = partial(open_fence, edge=trainer.events)
+    monkeypatch.setattr("weightsync.backends.ipc.open_fence", late)
+    theirs = EveryDtype("cpu")
+    receiver = ws.WeightReceiver(theirs)
+    with caplog.at_level(logging.WARNING, "weightsync.backends.fences"):
+        trainer.updates(receiver.handle, packed=True, verify=False)
+    receiver.close()
+    (record,) = [r for r in caplog.records if r.name == "weightsync.backends.fences"]
+    assert f"the driver does not {refused} events; the sender waits" in record.getMessage()
+    assert trainer.log == []
+    assert digests(theirs) == digests(trainer.model)
+
+
+# What is offered
+
+
+GPU, OTHER = "GPU-one", "GPU-two"
+MEMORY: KeyedHandle = {GPU: SegmentHandle(name="x", nbytes=1)}
+
+
+@pytest.mark.parametrize(
+    ("offer", "said"),
+    [
+        (
+            ReadyEvents(device=GPU, slots=[bytes(64), bytes(63)]),
+            "an event handle has 64 bytes, this has 63",
+        ),
+        (
+            ReadyEvents(device=GPU, registered=bytes(65)),
+            "an event handle has 64 bytes, this has 65",
+        ),
+        (
+            ReadyEvents(device=OTHER, slots=[bytes(64)] * 2),
+            "the ready events are of GPU GPU-two, the memory that they are for is on GPU-one",
+        ),
+        (ReadyEvents(device=GPU, slots=[bytes(64)]), "1 ready events were offered for 2 slots"),
+    ],
+)
+def test_events_that_cannot_be_right_are_refused(
+    tmp_path: Path, offer: ReadyEvents, said: str
+) -> None:
+    edge = LateEvents(tmp_path / "events", refuses=["open"])
+    with pytest.raises(HandleError) as caught:
+        open_fence(offer, MEMORY, [GPU, OTHER], slots=2, edge=edge)
+    assert said in str(caught.value)
+
+
+def test_an_init_with_a_wrong_event_leaves_nothing_open() -> None:
+    model = EveryDtype("cpu")
+    receiver = ws.WeightReceiver(EveryDtype("cpu"))
+    engine = IpcTrainerEngine(ModuleSource(model), IpcOptions(packed=True))
+    wrong = ReadyEvents(device=host_key(), slots=[b"short"] * 4)
+    info = engine.init_info(0)
+    assert info.ready is None
+    with pytest.raises(HandleError, match="an event handle has 64 bytes, this has 5"):
+        receiver.dispatch(InitRequest(init_info=replace(info, ready=wrong)))
+    assert not engine._control.takes_events(0)
+    receiver.dispatch(InitRequest(init_info=info))
+    receiver.close()
+    engine.close()
+
+
+# The choice
+
+
+def test_the_environment_says_the_fence(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(FENCE_VARIABLE, raising=False)
+    assert IpcOptions().fence == "host"
+    monkeypatch.setenv(FENCE_VARIABLE, "event")
+    assert IpcOptions().fence == "event"
+    monkeypatch.setenv(FENCE_VARIABLE, "fast")
+    with pytest.raises(ConfigError, match="WEIGHTSYNC_GPU_FENCE is 'fast'; it may be host"):
+        fence_from_environment()
+
+
+@pytest.fixture
+def log(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What is asked of streams: the CPU counts as a GPU."""
+    said: list[str] = []
+
+    class Stream:
+        def synchronize(self) -> None:
+            said.append("settle")
+
+    class Lane:
+        def run(self, work: Callable[[], None], spans: object) -> Lane:
+            work()
+            said.append("launch")
+            return self
+
+        def settle(self) -> None:
+            said.append("settle")
+
+        def hold(self) -> None:
+            said.append("hold")
+
+    def kernel_of(runs: Sequence[DeviceRun], *, among: int) -> HostKernel | None:
+        return HostKernel() if runs and len(runs) == among else None
+
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda _: Stream())
+    monkeypatch.setattr(cuda_runs, "_lane_of", lambda _: Lane())
+    monkeypatch.setattr(cuda_runs, "kernel_of", kernel_of)
+    return said
+
+
+@pytest.mark.parametrize("flowing", [False, True], ids=["stable", "flowing"])
+@pytest.mark.parametrize("settle", [False, True])
+def test_a_packer_leaves_the_wait_only_if_told(log: list[str], settle: bool, flowing: bool) -> None:
+    source = ModuleSource(EveryDtype("cpu"))
+    plan = Plan(source.manifest, bucket_nbytes=BUCKET_NBYTES)
+    packer = Packer(plan, [torch.zeros(BUCKET_NBYTES, dtype=torch.uint8)])
+    packer._on_host = False
+    options: dict[str, Any] = {"verify": False, "settle": settle}
+    if flowing:
+        filled = packer.pack(source.tensors(), lambda _: 0, **options)
+        wanted = ["settle"] * settle
+    else:
+        filled = packer.pack_stable(source.stable_tensors() or [], lambda _: 0, **options)
+        wanted = ["launch", "settle" if settle else "hold"]
+    for _ in filled:
+        assert log == wanted
+        log.clear()
+
+
+class Noting(WriterFence):
+    """Writes down what it was made with, and when it records."""
+
+    log: list[str]
+    devices: list[torch.device | None]
+
+    def __init__(
+        self, control: Control, device: torch.device | None, count: int, *, packed: bool
+    ) -> None:
+        self.devices.append(device)
+        super().__init__(control, device, count, packed=packed, edge=self.edge)
+
+    def record(self, index: int = 0) -> None:
+        self.log.append("record")
+
+    edge: LateEvents
+
+
+@pytest.mark.parametrize(
+    ("fence", "takes", "verify", "wanted"),
+    [
+        ("host", True, False, "settle"),
+        ("event", True, False, "record"),
+        ("event", False, False, "settle"),
+        ("event", True, True, "settle"),
+    ],
+)
+def test_registered_memory_has_one_fence(
+    log: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    fence: Any,
+    takes: bool,
+    verify: bool,
+    wanted: str,
+) -> None:
+    monkeypatch.setattr(ipc_sender, "Probe", lambda _: Probe())
+    monkeypatch.setattr(Noting, "log", log, raising=False)
+    monkeypatch.setattr(Noting, "devices", [], raising=False)
+    monkeypatch.setattr(Noting, "edge", LateEvents(tmp_path / "events"), raising=False)
+    device = torch.device("cpu")
+    options = IpcOptions(road="cuda_ipc", packed=False, fence=fence, device=device)
+    with ExitStack() as stack:
+        source = ModuleSource(EveryDtype("cpu"))
+        engine = IpcTrainerEngine(source, options, make_fence=Noting)
+        stack.callback(engine.close)
+        if takes:
+            engine._control.take_events(0)
+        engine.begin([0], verify=verify)
+        assert Noting.devices == [device if fence == "event" else None]
+        assert log == [wanted]
+        log.clear()
+        if wanted == "record":
+            engine.begin([0, 1], verify=False)
+            assert log == ["settle"]
+
+
+# A reader's wait ends
+
+
+class Never:
+    def ahead(self) -> Any:
+        raise NotImplementedError
+
+    def passed(self) -> bool:
+        return False
+
+
+class NeverOpen:
+    def event(self, slot: int | None) -> Never:
+        return Never()
+
+
+def test_a_reader_gives_up_bytes_that_never_come() -> None:
+    arrivals = Arrivals(NeverOpen(), check=lambda: None, timeout_s=0.05)  # type: ignore[arg-type]  # one method
+    with pytest.raises(TransferTimeout, match=r"its GPU did not bring for 0\.05 s"):
+        arrivals.arrive(0)
+
+
+def test_a_reader_looks_whether_its_sender_lives() -> None:
+    def dead() -> None:
+        raise ws.SegmentError("the sender died")
+
+    arrivals = Arrivals(NeverOpen(), check=dead, timeout_s=WAIT_S)  # type: ignore[arg-type]  # one method
+    with pytest.raises(ws.SegmentError, match="the sender died"):
+        arrivals.arrive(None)
