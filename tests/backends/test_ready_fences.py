@@ -167,6 +167,24 @@ def test_a_verified_update_is_fenced_by_the_host(trainer: Trainer, packed: bool)
     assert digests(theirs) == digests(trainer.model)
 
 
+@pytest.mark.usefixtures("opening")
+def test_other_tensors_than_the_registered_come_by_the_host(trainer: Trainer) -> None:
+    theirs = EveryDtype("cpu")
+    receiver = ws.WeightReceiver(theirs)
+    with ws.connect(trainer.model, to=receiver.handle, packed=False, verify=False) as sender:
+        fill(trainer.model, seed=1)
+        sender.send_weights()
+        assert trainer.log == ["recorded"]
+        fill(trainer.model, seed=2)
+        others = {n: t for n, t in trainer.model.state_dict().items() if "weight" not in n}
+        with sender.update(partial=True) as update:
+            update.send((name, tensor.clone()) for name, tensor in others.items())
+        assert trainer.log == ["recorded"]
+        ours, held = digests(trainer.model), digests(theirs)
+        assert {name for name in ours if ours[name] == held[name]} == set(others)
+    receiver.close()
+
+
 @packings
 def test_one_reader_that_takes_no_events_brings_the_host_back(
     trainer: Trainer, packed: bool, monkeypatch: pytest.MonkeyPatch
