@@ -4,20 +4,21 @@
 
 needs no arguments, and no package but torch, msgspec, xxhash and urllib3. The trainer is this
 process, the receiver another on the same GPU; control messages go through a pipe. The limit is a
-copy of as many bytes on the device, measured in the same run. `--strict` ends with status 3 where a
-bar is not met. `--device cpu --preset toy` runs the same code without a GPU; its figures say
-nothing.
+copy of as many bytes on the device, measured in the same run. Updates that are not verified are
+measured with both fences (WEIGHTSYNC_GPU_FENCE): the sender waits on the host, or its readers wait
+for events; the line `fences` says which is ahead. `--strict` ends with status 3 where a bar is not
+met. `--device cpu --preset toy` runs the same code without a GPU; its figures say nothing.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from itertools import product
 from pathlib import Path
 
 import msgspec
@@ -30,6 +31,7 @@ from benchmarks.gpu_device import Device, FreshBuffer, launches, watch_launches
 from benchmarks.gpu_peer import Peer, fill, module_on, receiving_process, sums
 from benchmarks.gpu_table import bars_of, table
 from benchmarks.shapes import Tensor
+from weightsync.backends.fences import FENCE_VARIABLE, Fence, WriterFence
 from weightsync.backends.ipc_sender import CUDA_BUCKET_NBYTES, CUDA_BUCKETS, CUDA_RUN_NBYTES
 from weightsync.weights.buckets import Plan
 from weightsync.weights.copier import CompiledRun, Memory, RunCompiler
@@ -47,6 +49,15 @@ MODELS: dict[str, tuple[str, Callable[[], list[Tensor]]]] = {
     "toy": ("40 tensors of three dtypes", lambda: shapes.mixed(2 << 20, 40)),
 }
 PRESETS = {"full": (("qwen3-8b", "qwen3-30b-a3b"), 10), "toy": (("toy",), 2)}
+WAYS: Sequence[tuple[bool, bool, Fence]] = (
+    (False, True, "host"),
+    (False, False, "host"),
+    (False, False, "event"),
+    (True, True, "host"),
+    (True, False, "host"),
+    (True, False, "event"),
+)
+"""Packed, verified, and the fence; a verified update has the host's, whatever is asked for."""
 # Trainer's model, receiver's two, and room for buckets.
 COPIES = 3.3
 
@@ -55,7 +66,8 @@ COPIES = 3.3
 class Row:
     """One way to update; seconds are medians. `data_s` is from the first copy to the last's end.
 
-    `clock` says whose: the GPU's events, or the host's where no copy was fused.
+    `clock` says whose: the GPU's events, or the host's where no copy was fused. `fence` is what
+    hands bytes over.
     """
 
     way: str
@@ -70,6 +82,7 @@ class Row:
     trainer_extra: int
     receiver_extra: int
     seconds: Mapping[str, float] = field(default_factory=dict)
+    fence: Fence = "host"
 
     @property
     def control_s(self) -> float:
@@ -137,10 +150,12 @@ def copy_seconds(nbytes: int, device: Device, repeats: int) -> float:
 
 
 def measure(
-    module: nn.Module, peer: Peer, device: Device, *, packed: bool, verify: bool, repeats: int
+    module: nn.Module, peer: Peer, device: Device, way: tuple[bool, bool, Fence], repeats: int
 ) -> tuple[Row, Mapping[str, str]]:
     """Time updates of one way, check what arrived, and say which roads were passed over."""
-    before = device.allocated()
+    packed, verify, fence = way
+    os.environ[FENCE_VARIABLE] = fence
+    before, recorded = device.allocated(), WriterFence.recorded
     data, passes, totals, clock = [], [], [], "host"
     with ws.connect(module, to=peer.handle, packed=packed, verify=verify) as sender:
         fill(module, seed=1 + 2 * packed + verify)
@@ -165,6 +180,7 @@ def measure(
             passes.append(mine[0] if mine and not packed else 0.0)
         # Whatever comes next takes memory too.
         trainer_extra, receiver_peak = device.peak() - before, peer.ask("peak")
+    del os.environ[FENCE_VARIABLE]
     if peer.ask("sums") != sums(module):
         raise SystemExit("the receiver does not hold what was sent")
     row = Row(
@@ -180,6 +196,7 @@ def measure(
         trainer_extra=trainer_extra if device.on_gpu else report.peak_extra_nbytes,
         receiver_extra=receiver_peak - 2 * report.nbytes if device.on_gpu else 0,
         seconds=dict(report.seconds),
+        fence="event" if WriterFence.recorded > recorded else "host",
     )
     return row, report.skipped_roads
 
@@ -248,10 +265,14 @@ def run_model(title: str, tensors: Sequence[Tensor], device: Device, kind: str, 
     device.forget()
     rows: list[Row] = []
     with receiving_process(tensors, kind) as peer:
-        for packed, verify in product((False, True), (True, False)):
+        for way in WAYS:
+            if way[2] == "event" and not device.on_gpu:
+                continue
             peer.ask("renew")
-            row, skipped = measure(module, peer, device, packed=packed, verify=verify, repeats=n)
+            row, skipped = measure(module, peer, device, way, n)
             rows.append(row)
+            if row.fence != way[2]:
+                print(f"{row.way}: events were not used; the log says why")
             for road, reason in skipped.items():
                 print(f"{row.way}, verified: {row.verified}: not by {road}: {reason}")
         peer.ask("renew")

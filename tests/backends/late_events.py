@@ -133,7 +133,7 @@ class LateOpen:
 
 def open_late(path: Path) -> None:
     """Have this process open events of the file."""
-    ipc.open_fence = partial(open_fence, edge=LateEvents(path))
+    setattr(ipc, "open_fence", partial(open_fence, edge=LateEvents(path)))  # noqa: B010  # not its export
 
 
 def ignore_events(

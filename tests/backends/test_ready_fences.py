@@ -6,7 +6,7 @@ The trainer's `connect`, the packing, the ring, the messages and the receivers a
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -142,7 +142,7 @@ def test_a_reader_of_registered_memory_waits_for_what_was_recorded(trainer: Trai
 def test_a_hook_is_given_what_has_come(trainer: Trainer, packed: bool) -> None:
     held: dict[str, torch.Tensor] = {}
 
-    def load(pairs: Sequence[tuple[str, torch.Tensor]]) -> None:
+    def load(pairs: Iterable[tuple[str, torch.Tensor]]) -> None:
         held.update((name, tensor.clone()) for name, tensor in pairs)
 
     receiver = ws.WeightReceiver(ws.HookSink(load), apply="in_place")
@@ -190,7 +190,7 @@ def test_one_reader_that_takes_no_events_brings_the_host_back(
     trainer: Trainer, packed: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     late = partial(open_fence, edge=LateEvents(trainer.events.path))
-    opens = iter([late, ignore_events, late, late])
+    opens: Iterator[Callable[..., object]] = iter([late, ignore_events, late, late])
 
     def opening(*args: Any, **kwargs: Any) -> object:
         return next(opens)(*args, **kwargs)

@@ -38,10 +38,16 @@ def test_the_benchmark_ends_with_its_bars(device: str, tmp_path: Path) -> None:
     assert [line.split("  ")[0] for line in last] == [bar["name"] for bar in found["bars"]]
     assert [line.endswith("NOT MET") for line in last] == [not bar["met"] for bar in found["bars"]]
     assert found["tensors"] == 40
-    ways = [(row["way"], row["verified"] != "none") for row in found["rows"]]
-    assert ways == [("unpacked", True), ("unpacked", False), ("packed", True), ("packed", False)]
+    ways = [(row["way"], row["verified"] != "none", row["fence"]) for row in found["rows"]]
+    assert ways == [
+        (way, verified, fence)
+        for way in ("unpacked", "packed")
+        for verified, fence in ((True, "host"), (False, "host"), (False, "event"))
+        if fence == "host" or device == "cuda"
+    ]
+    assert done.stdout.count("only the host's was measured") == 2 * (device == "cpu")
     assert all(0 < row["data_s"] <= row["total_s"] for row in found["rows"])
-    assert [row["slots"] > 0 for row in found["rows"]] == [False, False, True, True]
+    assert all((row["slots"] > 0) is (row["way"] == "packed") for row in found["rows"])
     assert found["rival_s"] > 0
     if device == "cuda":
         assert found["fused"]
@@ -90,6 +96,20 @@ def good() -> Result:
             row_of("packed", "none", 0.36, 0.009),
         ],
     )
+
+
+def test_the_fence_that_is_ahead_is_named() -> None:
+    host = good()
+    slower, faster = (
+        replace(row_of(way, "none", 0.9, control_s), fence="event")
+        for way, control_s in (("unpacked", 0.02), ("packed", 0.001))
+    )
+    both = replace(host, rows=[slower, faster, *host.rows])
+    said = [line for line in table(both, ring_nbytes=RING_NBYTES).splitlines() if "ahead" in line]
+    assert [line.split(";")[-1].strip() for line in said[:2]] == ["host is ahead", "event is ahead"]
+    assert [line.split(":")[0] for line in said[:2]] == ["fences, unpacked", "fences, packed"]
+    # What is held against the bars is the default, wherever its row stands.
+    assert bars_of(both, ring_nbytes=RING_NBYTES)[:6] == bars_of(host, ring_nbytes=RING_NBYTES)[:6]
 
 
 def test_bars_that_are_met() -> None:
