@@ -5,7 +5,9 @@ The trainer's `connect`, the packing, the ring, the messages and the receivers a
 
 from __future__ import annotations
 
+import itertools
 import logging
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
@@ -21,7 +23,7 @@ from tests.backends.late_events import LateEvents, ignore_events, open_late
 from tests.gpu.receiver_process import EveryDtype, as_bytes, digests, fill, receiver_process
 from tests.weights.fused_cases import HostKernel
 from weightsync.backends import ipc_sender
-from weightsync.backends.exported import Probe
+from weightsync.backends.exported import Probe, fence_on_gpu
 from weightsync.backends.fences import (
     FENCE_VARIABLE,
     Arrivals,
@@ -32,6 +34,7 @@ from weightsync.backends.fences import (
 from weightsync.backends.ipc_sender import IpcOptions, IpcTrainerEngine
 from weightsync.errors import ConfigError, HandleError, ProtocolError, TransferTimeout
 from weightsync.samehost.device_keys import host_key
+from weightsync.samehost.ready_event import CUDA
 from weightsync.samehost.ring import Control
 from weightsync.weights import cuda_runs
 from weightsync.weights.buckets import Plan
@@ -46,6 +49,7 @@ pytestmark = pytest.mark.usefixtures("shm_clean")
 
 BUCKET_NBYTES = 192 << 10
 WAIT_S = 20.0
+SILENT_S = 0.2
 packings = pytest.mark.parametrize("packed", [False, True], ids=["unpacked", "packed"])
 
 
@@ -255,6 +259,21 @@ def test_a_driver_without_events_is_one_warning(
     assert digests(theirs) == digests(trainer.model)
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA")
+def test_torch_without_cuda_is_such_a_driver(caplog: pytest.LogCaptureFixture) -> None:
+    with ExitStack() as stack:
+        control = Control.create(slots=2, readers=1, entries=1)
+        stack.callback(control.close)
+        fence = fence_on_gpu(control, torch.device("cuda", 0), 2, packed=True)
+        control.take_events(0)
+        assert fence.offer() is None
+        assert not fence.left_to([0], verify=False, packed=True)
+    (record,) = caplog.records
+    assert "making an interprocess event failed" in record.getMessage()
+    with pytest.raises(HandleError, match="of GPU GPU-one, which is not seen here"):
+        CUDA.open("GPU-one", bytes(64))
+
+
 # What is offered
 
 
@@ -435,20 +454,37 @@ class Never:
 
 
 class NeverOpen:
+    opened = Never()
+
     def event(self, slot: int | None) -> Never:
-        return Never()
+        return self.opened
 
 
 def test_a_reader_gives_up_bytes_that_never_come() -> None:
-    arrivals = Arrivals(NeverOpen(), check=lambda: None, timeout_s=0.05)  # type: ignore[arg-type]  # one method
+    nothing = Arrivals(NeverOpen(), check=lambda: None, beat=lambda: 1, timeout_s=0.05)  # type: ignore[arg-type]  # one method
     with pytest.raises(TransferTimeout, match=r"its GPU did not bring for 0\.05 s"):
-        arrivals.arrive(0)
+        nothing.arrive(0)
+
+
+def test_a_reader_is_patient_while_its_sender_beats() -> None:
+    beats = itertools.count()
+    begun = time.monotonic()
+
+    class Late(Never):
+        def passed(self) -> bool:
+            return time.monotonic() - begun > 1.5 * SILENT_S
+
+    opened = NeverOpen()
+    opened.opened = Late()
+    arrivals = Arrivals(opened, check=lambda: None, beat=lambda: next(beats), timeout_s=SILENT_S)  # type: ignore[arg-type]  # one method
+    arrivals.arrive(0)
+    assert opened.opened.passed()
 
 
 def test_a_reader_looks_whether_its_sender_lives() -> None:
     def dead() -> None:
         raise ws.SegmentError("the sender died")
 
-    arrivals = Arrivals(NeverOpen(), check=dead, timeout_s=WAIT_S)  # type: ignore[arg-type]  # one method
+    arrivals = Arrivals(NeverOpen(), check=dead, beat=lambda: 1, timeout_s=WAIT_S)  # type: ignore[arg-type]  # one method
     with pytest.raises(ws.SegmentError, match="the sender died"):
         arrivals.arrive(None)

@@ -135,10 +135,16 @@ class Arrivals:
     """A reader's waits in one update. The sender waited by itself where `fence` is None."""
 
     def __init__(
-        self, fence: OpenFence | None, *, check: Callable[[], None], timeout_s: float
+        self,
+        fence: OpenFence | None,
+        *,
+        check: Callable[[], None],
+        beat: Callable[[], int],
+        timeout_s: float,
     ) -> None:
         self._fence = fence
         self._check = check
+        self._beat = beat
         self._timeout_s = timeout_s
         self._last: OpenEvent | None = None
 
@@ -150,13 +156,16 @@ class Arrivals:
     def settle(self) -> None:
         """Return when the bytes that copies were enqueued behind are in place.
 
-        A GPU's own wait has no end where the sender dies in front of it; this one looks. Raises
-        TransferTimeout, and what `check` does.
+        A GPU's own wait has no end where the sender dies in front of it; this one looks, and is
+        patient while the sender beats. Raises TransferTimeout, and what `check` does.
         """
         last, self._last = self._last, None
-        if last is None:
-            return
-        if not wait_until(last.passed, check=self._check, timeout_s=self._timeout_s):
+        if last is not None and not wait_until(
+            last.passed,
+            check=self._check,
+            timeout_s=self._timeout_s,
+            progress=lambda: (0, self._beat()),
+        ):
             raise TransferTimeout(
                 f"the sender published bytes that its GPU did not bring for {self._timeout_s:g} s; "
                 "the update is given up"

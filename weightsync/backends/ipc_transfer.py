@@ -97,7 +97,12 @@ class Transfer:
         )
         # Where it verifies the sender has waited for its GPU itself.
         fence = None if info.verify else opened.fence
-        self._arrivals = Arrivals(fence, check=self._check, timeout_s=opened.info.lease_s)
+        self._arrivals = Arrivals(
+            fence,
+            check=self._check,
+            beat=lambda: self._control.writer_beat,
+            timeout_s=opened.info.lease_s,
+        )
 
     def run(self) -> Received:
         """Move, compare, report."""

@@ -63,11 +63,12 @@ class DeviceStream:
         return copied
 
     def write(self, index: int, tensor: torch.Tensor) -> None:
-        """Copy one tensor to its buffer; see `settle`."""
+        """Copy one tensor to its buffer and wait: the caller may use its memory again."""
         self._buffers[index].copy_(tensor.detach())
+        self.settle()
 
     def settle(self) -> None:
-        """Wait until all that was written, by the trainer's kernels too, is there."""
+        """Wait until all that was copied is there, and what the trainer's kernels write."""
         torch.cuda.current_stream(self._device).synchronize()
 
     def close(self) -> None:

@@ -75,7 +75,9 @@ class CudaEdge:
 
     def open(self, key: str, handle: bytes) -> OpenEvent:
         """Open on this process's ordinal of the same GPU; see the contract."""
-        ordinal = cuda_handle.local_gpu_keys()[key]
+        ordinal = cuda_handle.local_gpu_keys().get(key)
+        if ordinal is None:
+            raise HandleError(f"the ready events are of GPU {key[:128]}, which is not seen here")
         with _driver_errors("opening an interprocess event"):
             return _CudaOpen(torch.device("cuda", ordinal), handle)
 
