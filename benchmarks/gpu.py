@@ -2,7 +2,7 @@
 
     python -m benchmarks.gpu
 
-needs no arguments, and no package but torch, msgspec, xxhash and urllib3. The trainer is this
+needs no arguments, and no package but torch, msgspec and xxhash. The trainer is this
 process, the receiver another on the same GPU; control messages go through a pipe. The limit is a
 copy of as many bytes on the device, measured in the same run. Updates that are not verified are
 measured with both fences (WEIGHTSYNC_GPU_FENCE): the sender waits on the host, or its readers wait

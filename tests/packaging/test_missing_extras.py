@@ -108,7 +108,7 @@ def test_what_one_extra_lacks_stops_no_other(answers: dict[tuple[str, str], Answ
 
 
 OURS_AT_ONCE = {"errors", "progress", "report", "specs"}
-LATER = ("urllib3", "http", "weightsync.transports.vllm", "weightsync.transports.sglang")
+LATER = ("http", "weightsync.transports.vllm", "weightsync.transports.sglang")
 
 
 def loaded_by(code: str, *, before: str = "") -> set[str]:

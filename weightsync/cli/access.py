@@ -11,7 +11,7 @@ import typer
 
 from weightsync.errors import ConfigError
 from weightsync.trainer import MAX_TIMEOUT_S
-from weightsync.transports.http_client import tls_settings
+from weightsync.transports.http_client import tls_context
 from weightsync.wire.bearer_token import read_token_file
 
 TokenOption = Annotated[
@@ -57,5 +57,5 @@ def given_trust(ca_file: Path | None, urls: Sequence[str]) -> bool | str:
         return True
     if not any(url.startswith(("https://", "vllm+https://", "sglang+https://")) for url in urls):
         raise ConfigError("--ca-file is for https:// URLs, and none is given")
-    tls_settings(str(ca_file))
+    tls_context(str(ca_file))
     return str(ca_file)

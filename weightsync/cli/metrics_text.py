@@ -5,9 +5,9 @@ from __future__ import annotations
 import re
 
 import msgspec
-import urllib3
 
-from weightsync.transports.http_client import tls_settings
+from weightsync.errors import WeightSyncError
+from weightsync.transports.http_client import HttpTransport
 
 MAX_NBYTES = 4 << 20
 
@@ -27,7 +27,7 @@ class LastUpdates(msgspec.Struct, kw_only=True):
 
 def read_last_updates(url: str, timeout_s: float, trusted: bool | str = True) -> LastUpdates:
     """Ask the server at `url`; one that serves no metrics has none, and that is no error."""
-    return parse(_get(f"{url}/metrics", timeout_s, trusted).decode("utf-8", "replace"))
+    return parse(_get(url, "metrics", timeout_s, trusted).decode("utf-8", "replace"))
 
 
 def read_server_info(
@@ -35,19 +35,22 @@ def read_server_info(
 ) -> dict[str, object] | None:
     """Return what `weightsync serve` says of itself; None for servers that do not."""
     try:
-        answer = _get(f"{url}/server_info", timeout_s, trusted)
+        answer = _get(url, "server_info", timeout_s, trusted)
         return msgspec.json.decode(answer, type=dict[str, object])
     except msgspec.DecodeError:
         return None
 
 
-def _get(url: str, timeout_s: float, trusted: bool | str) -> bytes:
+def _get(url: str, path: str, timeout_s: float, trusted: bool | str) -> bytes:
     try:
-        with urllib3.PoolManager(**tls_settings(trusted)) as pool:
-            answer = pool.request("GET", url, timeout=timeout_s, retries=False)
-    except urllib3.exceptions.HTTPError:
+        transport = HttpTransport(url, "", verify_tls=trusted)
+        try:
+            status, answer = transport.get(path, timeout_s=timeout_s, max_nbytes=MAX_NBYTES)
+        finally:
+            transport.close()
+    except WeightSyncError:
         return b""
-    return b"" if answer.status != 200 or len(answer.data) > MAX_NBYTES else answer.data
+    return answer if status == 200 else b""
 
 
 def parse(text: str) -> LastUpdates:

@@ -2,23 +2,14 @@
 
 from __future__ import annotations
 
+import http.client
+import logging
 import os
+import ssl
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NoReturn
-from urllib.parse import SplitResult, urlsplit
-
-import urllib3
-from urllib3.connection import HTTPConnection, HTTPSConnection
-from urllib3.exceptions import (
-    ClosedPoolError,
-    ConnectTimeoutError,
-    HTTPError,
-    LocationParseError,
-    NewConnectionError,
-    ReadTimeoutError,
-    SSLError,
-)
+from typing import NoReturn
+from urllib.parse import SplitResult, quote, urlsplit
 
 from weightsync.errors import (
     AuthError,
@@ -29,13 +20,21 @@ from weightsync.errors import (
     TransportTimeout,
 )
 from weightsync.transports.counting import CountingTransport
+from weightsync.transports.http_pool import (
+    Call,
+    HttpPool,
+    PoolClosedError,
+    StaleConnectionError,
+    UnreachableError,
+)
 from weightsync.wire import codec, problem
 from weightsync.wire.bearer_token import TOKEN_VARIABLE, check_token_text, token_from_environment
 from weightsync.wire.messages import CALL_OF, Reply, Request
 
+logger = logging.getLogger(__name__)
+
 POOL_SIZE = 4
 MAX_REPLY_NBYTES = 256 << 20
-CONNECT_TIMEOUT_S = 10.0
 
 _TRUST_VARIABLES = ("REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE")
 
@@ -43,65 +42,6 @@ _GET_CALLS = frozenset(
     {"weight_info", "is_paused", "version", "get_world_size", "server_info?config_format=json"}
     | {"model_info", "get_model_info", "server_info", "get_server_info"}
 )
-
-
-class _StaleConnectionError(Exception):
-    """A connection that had served before was closed by the peer, and nothing was answered."""
-
-
-class _OneSegment:
-    """Sends header and body of a request in one piece, and knows whether it answered before.
-
-    Two small segments would wait for each other where Nagle's algorithm meets delayed ACKs.
-    """
-
-    _held: list[Any] | None = None
-    _answered = False
-
-    def request(self, *args: Any, **kwargs: Any) -> None:
-        held: list[Any] = []
-        self._held = held
-        try:
-            super().request(*args, **kwargs)  # type: ignore[misc]  # of the class mixed with
-        finally:
-            self._held = None
-        super().send(b"".join(held))  # type: ignore[misc]  # same
-
-    def send(self, data: Any) -> None:
-        if self._held is None:
-            super().send(data)  # type: ignore[misc]  # same
-        else:
-            self._held.append(data)
-
-    def getresponse(self) -> Any:
-        try:
-            response = super().getresponse()  # type: ignore[misc]  # same
-        except ConnectionError as exc:  # RemoteDisconnected, too
-            if self._answered:
-                raise _StaleConnectionError(str(exc)) from exc
-            raise
-        self._answered = True
-        return response
-
-    def connect(self) -> None:
-        self._answered = False
-        super().connect()  # type: ignore[misc]  # same
-
-
-class _HttpConnection(_OneSegment, HTTPConnection):
-    pass
-
-
-class _HttpsConnection(_OneSegment, HTTPSConnection):
-    pass
-
-
-class _HttpPool(urllib3.HTTPConnectionPool):
-    ConnectionCls = _HttpConnection
-
-
-class _HttpsPool(urllib3.HTTPSConnectionPool):
-    ConnectionCls = _HttpsConnection
 
 
 class HttpTransport(CountingTransport):
@@ -121,8 +61,9 @@ class HttpTransport(CountingTransport):
     ) -> None:
         super().__init__(url.rstrip("/"))
         self._parts = _split(self._target)
-        self._path = self._parts.path
+        self._path = quote(self._parts.path, safe="/%:@!$&'()*+,;=~")
         self._verify_tls = verify_tls
+        self._tls = self._context()
         self._pool = self._make_pool()
         self._sharers: set[HttpTransport] = {self}
         self._closed = False
@@ -141,6 +82,10 @@ class HttpTransport(CountingTransport):
                 f"{self._target} answered {call} with something else than its reply ({exc}); "
                 "is this a weightsync server of the same version?"
             ) from exc
+
+    def get(self, path: str, *, timeout_s: float, max_nbytes: int) -> tuple[int, bytes]:
+        """Return the status and the body of `GET {url}/{path}`. Raises as `call` does."""
+        return self._exchange(path, None, timeout_s, max_nbytes)
 
     def expand(self, paths: Sequence[str]) -> list[HttpTransport]:
         """Return transports to receivers below this URL, with its token and trust in servers."""
@@ -162,16 +107,16 @@ class HttpTransport(CountingTransport):
         if not self._sharers:
             self._pool.close()
 
-    def _make_pool(self, size: int = POOL_SIZE) -> urllib3.HTTPConnectionPool:
-        host, port = self._parts.hostname or "", self._parts.port
-        try:
-            if self._parts.scheme == "http":
-                return _HttpPool(host, port or 80, maxsize=size)
-            return _HttpsPool(host, port or 443, maxsize=size, **tls_settings(self._verify_tls))
-        except LocationParseError as exc:
-            raise ConfigError(
-                f"{self._target} names no host; give http://host:port or https://host:port"
-            ) from exc
+    def _context(self) -> ssl.SSLContext | None:
+        if self._parts.scheme == "http":
+            return None
+        if not self._verify_tls:
+            logger.warning("verify_tls=False: %s may be anybody", self._target)
+        return tls_context(self._verify_tls)
+
+    def _make_pool(self, size: int = POOL_SIZE) -> HttpPool:
+        port = self._parts.port or (443 if self._tls else 80)
+        return HttpPool(self._parts.hostname or "", port, self._tls, size=size)
 
     def _refuse(self, call: str, status: int, answer: bytes) -> NoReturn:
         try:
@@ -186,29 +131,30 @@ class HttpTransport(CountingTransport):
             raise
         raise AssertionError("raise_problem returned")
 
-    def _exchange(self, call: str, body: bytes, timeout_s: float) -> tuple[int, bytes]:
+    def _exchange(
+        self,
+        call: str,
+        body: bytes | None,
+        timeout_s: float,
+        max_nbytes: int = MAX_REPLY_NBYTES,
+    ) -> tuple[int, bytes]:
         try:
             try:
-                if self._closed:
-                    raise ClosedPoolError(self._pool, "closed")
-                return self._send(self._pool, call, body, timeout_s)
-            except _StaleConnectionError:
-                # Its own pool, since other idle connections may be as stale as this one was.
-                with self._make_pool() as fresh:
-                    return self._send(fresh, call, body, timeout_s)
-        except ClosedPoolError as exc:
+                return self._send(call, body, timeout_s, max_nbytes)
+            except StaleConnectionError:
+                return self._send(call, body, timeout_s, max_nbytes, fresh=True)
+        except PoolClosedError as exc:
             raise ConnectError(f"{self._target}: this transport is closed; connect again") from exc
-        except (NewConnectionError, ConnectTimeoutError) as exc:
+        except UnreachableError as exc:
             raise ConnectError(
-                f"{self._target} cannot be reached for {call}: {exc.__cause__ or exc}; "
-                "is the server running?"
+                f"{self._target} cannot be reached for {call}: {exc}; is the server running?"
             ) from exc
-        except ReadTimeoutError as exc:
+        except TimeoutError as exc:
             raise TransportTimeout(
                 f"{self._target} did not answer {call} within {timeout_s:g} s; "
                 "send it again, or give more time with timeout_s="
             ) from exc
-        except SSLError as exc:
+        except ssl.SSLError as exc:
             plain = "WRONG_VERSION_NUMBER" in str(exc) or "RECORD_LAYER_FAILURE" in str(exc)
             advice = (
                 "what listens there speaks no TLS; give an http:// URL"
@@ -216,57 +162,53 @@ class HttpTransport(CountingTransport):
                 else "name the certificates to trust with verify_tls= or REQUESTS_CA_BUNDLE"
             )
             raise ConnectError(f"no TLS with {self._target} for {call}: {exc}; {advice}") from exc
-        except (HTTPError, OSError) as exc:
+        except (http.client.HTTPException, OSError) as exc:
             raise ConnectError(
                 f"the connection to {self._target} broke during {call}: {exc}; try again (or is "
                 "it a server of another kind, https:// for instance?)"
             ) from exc
 
     def _send(
-        self, pool: urllib3.HTTPConnectionPool, call: str, body: bytes, timeout_s: float
+        self,
+        call: str,
+        body: bytes | None,
+        timeout_s: float,
+        max_nbytes: int,
+        *,
+        fresh: bool = False,
     ) -> tuple[int, bytes]:
-        reads = call in _GET_CALLS
-        self._count(0 if reads else len(body))
-        response = pool.urlopen(
-            "GET" if reads else "POST",
-            f"{self._path}/{call}",
-            body=None if reads else body,
-            headers=self._headers,
-            timeout=urllib3.Timeout(connect=min(timeout_s, CONNECT_TIMEOUT_S), read=timeout_s),
-            retries=False,
-            redirect=False,
-            preload_content=False,
+        if self._closed:
+            raise PoolClosedError
+        if call in _GET_CALLS:
+            body = None
+        self._count(len(body or b""))
+        method = "GET" if body is None else "POST"
+        path = f"{self._path}/{call}"
+        return self._pool.exchange(
+            Call(method, path, body, self._headers, timeout_s, max_nbytes), fresh=fresh
         )
-        try:
-            answer = response.read(MAX_REPLY_NBYTES + 1)
-            if len(answer) > MAX_REPLY_NBYTES:
-                raise ProtocolError(
-                    f"{self._target} answered {call} with over {MAX_REPLY_NBYTES} bytes"
-                )
-        except BaseException:
-            response.close()
-            raise
-        if response.status >= 500:
-            response.close()
-        response.release_conn()
-        return response.status, answer
 
 
-def tls_settings(verify_tls: bool | str = True) -> dict[str, Any]:
-    """Return urllib3's settings for whom to trust; see HttpTransport.
+def tls_context(verify_tls: bool | str = True) -> ssl.SSLContext:
+    """Return whom to trust; see HttpTransport.
 
-    Raises ConfigError for a file of certificates that is not there.
+    Raises ConfigError for a file of certificates that is not there, or holds none.
     """
     if not verify_tls:
-        return {"cert_reqs": "CERT_NONE"}
+        context = ssl.create_default_context()
+        context.check_hostname = False
+        context.verify_mode = ssl.CERT_NONE
+        return context
     named = verify_tls if isinstance(verify_tls, str) else None
     trusted = named or next(filter(None, map(os.environ.get, _TRUST_VARIABLES)), None)
     if trusted is None:
-        return {"cert_reqs": "CERT_REQUIRED"}
-    if not os.access(trusted, os.R_OK):
-        raise ConfigError(f"the certificates to trust, {trusted}, cannot be read")
-    kind = "ca_cert_dir" if Path(trusted).is_dir() else "ca_certs"
-    return {"cert_reqs": "CERT_REQUIRED", kind: trusted}
+        return ssl.create_default_context()
+    try:
+        if Path(trusted).is_dir():
+            return ssl.create_default_context(capath=trusted)
+        return ssl.create_default_context(cafile=trusted)
+    except OSError as exc:
+        raise ConfigError(f"the certificates to trust, {trusted}, cannot be read: {exc}") from exc
 
 
 def _split(url: str) -> SplitResult:
