@@ -5,9 +5,9 @@ from __future__ import annotations
 import itertools
 import secrets
 from collections.abc import Callable, Iterable
-from contextlib import closing
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
-from typing import Literal, Protocol, TypeVar
+from typing import Literal
 
 import torch
 
@@ -82,13 +82,6 @@ class IpcOptions:
     sender_id: str = field(default_factory=lambda: secrets.token_hex(8))
 
 
-class _Closable(Protocol):
-    def close(self) -> None: ...
-
-
-Kept = TypeVar("Kept", bound=_Closable)
-
-
 class IpcTrainerEngine(TrainerWeightTransferEngine):
     """Moves a source through a ring (packed) or lets receivers read it where it is (unpacked).
 
@@ -120,21 +113,21 @@ class IpcTrainerEngine(TrainerWeightTransferEngine):
         self._bucket_nbytes = bucket
         self._whole = Plan(self.manifest, run_nbytes=self._run_nbytes)
         entries = max(slots * runs_per_chunk(bucket, self._run_nbytes), len(self._whole.runs), 1)
-        self._closers: list[Callable[[], None]] = []
+        self._kept = ExitStack()
+        keep = self._kept.enter_context
         try:
-            self._control = self._keep(
-                Control.create(slots=slots, readers=READER_PLACES, entries=entries)
-            )
-            device = options.device if ring_on_gpu else torch.device("cpu")
-            self._ring = self._keep(Ring(slots, bucket, device))
-            self._stage = None if on_gpu else stage(self._ring, options.device)
-            self._probe_memory = self._keep(Probe(options.device if on_gpu else None))
+            control = Control.create(slots=slots, readers=READER_PLACES, entries=entries)
+            self._control = keep(closing(control))
             gpu = options.device if on_gpu else None
+            device = options.device if ring_on_gpu else torch.device("cpu")
+            self._ring = keep(closing(Ring(slots, bucket, device)))
+            self._stage = None if on_gpu else stage(self._ring, options.device)
+            self._probe_memory = keep(closing(Probe(gpu)))
             memory = None if packed else register(self._whole, stable, gpu, adopt=options.adopt)
-            self._memory = memory and self._keep(memory)
+            self._memory = None if memory is None else keep(closing(memory))
             fenced = gpu if options.fence == "event" else None
             count = slots if packed else 1
-            self._fence = self._keep(make_fence(self._control, fenced, count, packed=packed))
+            self._fence = keep(closing(make_fence(control, fenced, count, packed=packed)))
         except BaseException:
             self.close()
             raise
@@ -263,12 +256,7 @@ class IpcTrainerEngine(TrainerWeightTransferEngine):
     def close(self) -> None:
         """Free everything, in the reverse order."""
         self._update = self._stream = self._hashers = self._looked = None
-        while self._closers:
-            self._closers.pop()()
-
-    def _keep(self, thing: Kept) -> Kept:
-        self._closers.append(thing.close)
-        return thing
+        self._kept.close()
 
     def _packer_of(self, manifest: Manifest) -> Packer:
         plan = Plan(manifest, bucket_nbytes=self._bucket_nbytes, run_nbytes=self._run_nbytes)
