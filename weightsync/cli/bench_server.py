@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from multiprocessing.connection import Connection
 
 import uvicorn
@@ -17,6 +18,8 @@ def serve_receiver(parent: Connection, receiver: WeightReceiver, token: str) -> 
     listener = listen("127.0.0.1", 0)
     app = FastAPI()
     app.include_router(weight_router(receiver, token=token))
+    gc.collect()
+    gc.freeze()  # as weightsync serve does
     parent.send_bytes(url_of(listener).encode())
     config = uvicorn.Config(
         app, log_level="warning", access_log=False, lifespan="off", http="h11", ws="none"
