@@ -31,7 +31,8 @@ RECEIVER = {
     },
     "weightsync.receiving.updates:Updates": {"prepare": "prepare", "_commit": "commit"},
     "weightsync.samehost.ring:RingReader": {"wait": "wait", "release": "release"},
-    "weightsync.weights.copier:HostCopies": {"copy": "copy"},
+    "weightsync.weights.copier:HostCopies": {"run": "copy"},
+    "weightsync.weights.copier:HostProofs": {"run": "copy and fingerprint"},
     "weightsync.weights.copier:HostRun": {
         "copy": "copy",
         "fingerprint": "fingerprint",

@@ -265,13 +265,36 @@ def test_torch_without_cuda_is_such_a_driver(caplog: pytest.LogCaptureFixture) -
         control = Control.create(slots=2, readers=1, entries=1)
         stack.callback(control.close)
         fence = fence_on_gpu(control, torch.device("cuda", 0), 2, packed=True)
-        control.take_events(0)
-        assert fence.offer() is None
+        assert fence.offer(0, 1) is None
+        control.take_events(0, 1)
         assert not fence.left_to([0], verify=False, packed=True)
     (record,) = caplog.records
     assert "making an interprocess event failed" in record.getMessage()
     with pytest.raises(HandleError, match="of GPU GPU-one, which is not seen here"):
         CUDA.open("GPU-one", bytes(64))
+
+
+def test_whoever_takes_a_place_over_has_to_say_it_again(tmp_path: Path) -> None:
+    edge = LateEvents(tmp_path / "events")
+    with ExitStack() as stack:
+        control = Control.create(slots=2, readers=2, entries=1)
+        stack.callback(control.close)
+        fence = WriterFence(control, torch.device("cpu"), 2, packed=True, edge=edge)
+        stack.callback(fence.close)
+
+        def left_to(*readers: int) -> bool:
+            return fence.left_to(readers, verify=False, packed=True)
+
+        assert not left_to(0)
+        fence.offer(0, 1)
+        assert not left_to(0)
+        control.take_events(0, 1)
+        assert left_to(0)
+        assert not left_to(0, 1)
+        fence.offer(0, 2)  # to another process, which may not know of events
+        assert not left_to(0)
+        control.take_events(0, 2)
+        assert left_to(0)
 
 
 # What is offered
@@ -432,7 +455,8 @@ def test_registered_memory_has_one_fence(
         engine = IpcTrainerEngine(source, options, make_fence=Noting)
         stack.callback(engine.close)
         if takes:
-            engine._control.take_events(0)
+            engine._fence.offer(0, 7)
+            engine._control.take_events(0, 7)
         engine.begin([0], verify=verify)
         assert Noting.devices == [device if fence == "event" else None]
         assert log == [wanted]

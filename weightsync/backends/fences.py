@@ -53,6 +53,7 @@ class WriterFence:
         self._packed = packed
         self._events: list[OwnEvent] = []
         self._offer: ReadyEvents | None = None
+        self._numbers: dict[int, int] = {}
         if device is None:
             return
         try:
@@ -65,15 +66,20 @@ class WriterFence:
         registered = None if packed else handles.pop()
         self._offer = ReadyEvents(device=edge.key(device), slots=handles, registered=registered)
 
-    def offer(self) -> ReadyEvents | None:
-        """Return what readers need to wait; the same for each of them."""
+    def offer(self, reader: int, number: int) -> ReadyEvents | None:
+        """Return what whoever reads at place `reader` from now on needs to wait.
+
+        `number` tells this offer from earlier ones: who had the place before may have taken it up.
+        """
+        self._numbers[reader] = number
         return self._offer
 
     def left_to(self, readers: Sequence[int], *, verify: bool, packed: bool) -> bool:
         """Whether these readers, all of them, wait for events in an update of this kind."""
         if not self._events or verify or packed != self._packed or not readers:
             return False
-        return all(self._control.takes_events(reader) for reader in readers)
+        numbers = [self._numbers.get(reader, 0) for reader in readers]
+        return all(numbers) and numbers == [self._control.takes_events(r) for r in readers]
 
     def record(self, index: int = 0) -> None:
         """Put the event of a slot behind what the caller's stream was given; then publish.

@@ -82,7 +82,7 @@ class IpcWeightTransferEngine(WeightTransferEngine):
             )
             _check_entries(self._opened)
             if fence is not None:
-                control.take_events(init_info.reader)
+                control.take_events(init_info.reader, init_info.number)
         except BaseException:
             self._opened = None
             for close in reversed(opened):

@@ -164,6 +164,7 @@ class IpcTrainerEngine(TrainerWeightTransferEngine):
         """Return what receiver place `reader` needs; GPU memory is exported once per call."""
         if reader >= READER_PLACES:
             raise ConfigError(f"one sender has {READER_PLACES} reader places; {reader} is too many")
+        number = next(_OFFER_NUMBERS)
         return IpcInit(
             protocol_min=PROTOCOL,
             protocol_max=PROTOCOL,
@@ -180,14 +181,14 @@ class IpcTrainerEngine(TrainerWeightTransferEngine):
             run_nbytes=self._run_nbytes,
             lease_s=self._options.timeout_s,
             fleet_version=fleet_version,
-            number=next(_OFFER_NUMBERS),
+            number=number,
             ring=RingInfo(
                 data=self._ring.handle(),
                 num_slots=self._control.slots,
                 slot_nbytes=self._bucket_nbytes,
             ),
             storages=storage_info(self._memory, self._whole),
-            ready=self._fence.offer(),
+            ready=self._fence.offer(reader, number),
         )
 
     def begin(

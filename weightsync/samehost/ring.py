@@ -5,7 +5,8 @@ ever clears; then the fingerprints of chunks. Chunk *j* of an update with base *
 number *b + j + 1* and lies in slot *j mod slots*. The writer sets `published[slot]` when the slot
 holds it; a reader sets `released[reader]` when it needs it no more. Before it does, it looks again
 at sequence and epoch: a reader that slept through an abort and the slot's reuse must not release a
-chunk that it never saw. The second word of a reader's `released` line says that it takes events.
+chunk that it never saw. The second word of a reader's `released` line says which offer's
+events it takes.
 
 Aligned 8-byte stores of x86-64 are atomic and seen in order, which is what this relies on; on
 other machines the ring refuses to work.
@@ -159,13 +160,13 @@ class Control:
         """Called by this reader alone."""
         self._set(self._released + reader, sequence)
 
-    def takes_events(self, reader: int) -> bool:
-        """Whether `reader` has its GPU wait for the writer's ready events."""
-        return bool(self._words[(self._released + reader) * _LINE_WORDS + _TAKES_EVENTS])
+    def takes_events(self, reader: int) -> int:
+        """Return the number of the offer whose ready events `reader` has its GPU wait for; or 0."""
+        return self._words[(self._released + reader) * _LINE_WORDS + _TAKES_EVENTS]
 
-    def take_events(self, reader: int) -> None:
-        """Called by this reader alone, when it has opened the events."""
-        self._words[(self._released + reader) * _LINE_WORDS + _TAKES_EVENTS] = 1
+    def take_events(self, reader: int, number: int) -> None:
+        """Called by this reader alone, when it has opened the events of offer `number`."""
+        self._words[(self._released + reader) * _LINE_WORDS + _TAKES_EVENTS] = number
 
     def loaded(self, reader: int) -> int:
         """Bytes of registered memory that `reader` has copied, ever; for whoever looks on."""

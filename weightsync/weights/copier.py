@@ -82,7 +82,6 @@ class HostRun:
 class HostCopies:
     """The copies of several runs, with no line of Python between them: each copy empties caches."""
 
-    on_host: ClassVar[bool] = True
     targets: tuple[int, ...]
     sources: tuple[int, ...]
     sizes: tuple[int, ...]
@@ -97,9 +96,42 @@ class HostCopies:
             tuple(copy.nbytes for copy in copies),
         )
 
-    def copy(self) -> None:
-        """Copy the runs."""
+    def run(self) -> list[int]:
+        """Copy; nothing is fingerprinted."""
         deque(map(ctypes.memmove, self.targets, self.sources, self.sizes), maxlen=0)
+        return []
+
+
+@dataclass(frozen=True, slots=True)
+class HostProofs:
+    """The copies of several runs, and after the last of each run what fingerprints it.
+
+    As little Python as can be between them, for the same reason.
+    """
+
+    steps: tuple[tuple[int, int, int, memoryview | None], ...]
+
+    @classmethod
+    def of(cls, runs: Sequence[HostRun]) -> HostProofs | None:
+        """Return what `runs` do, in their order; None where one lies in several pieces."""
+        steps: list[tuple[int, int, int, memoryview | None]] = []
+        for run in runs:
+            view = run.held[0]
+            if len(run.held) > 1 or not isinstance(view, memoryview):
+                return None
+            steps += [(copy.target, copy.source, copy.nbytes, None) for copy in run.copies[:-1]]
+            last = run.copies[-1]
+            steps.append((last.target, last.source, last.nbytes, view))
+        return cls(tuple(steps))
+
+    def run(self) -> list[int]:
+        """Copy, and return each run's xxh3, of its destination."""
+        got: list[int] = []
+        for target, source, nbytes, view in self.steps:
+            ctypes.memmove(target, source, nbytes)
+            if view is not None:
+                got.append(xxh3(view))
+        return got
 
 
 class Places:
@@ -234,47 +266,44 @@ class DeviceCompiler:
         return DeviceRun(tuple(targets), tuple(sources), tuple(gaps))
 
 
-class Copying(Protocol):
-    """Planned copies; those that are not `on_host` must be waited for."""
+class CompiledRun(Protocol):
+    """A run whose copies are planned; one that is not `on_host` must be waited for."""
 
     on_host: ClassVar[bool]
 
     def copy(self) -> None: ...
-
-
-class CompiledRun(Copying, Protocol):
-    """A run whose copies are planned."""
 
     def fingerprint(self) -> int: ...
 
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """Runs that follow one another from `start` of the stream on.
+    """Runs that follow one another from `start` of the stream on, and what is done with them.
 
-    `copies` are what `runs` copy, where they need no fingerprints: on the host all at once.
+    `joined` does the same for all of them, where they are on the host.
     """
 
     start: int
     runs: Sequence[CompiledRun]
-    copies: Sequence[Copying] | None
+    verify: bool
+    joined: HostCopies | HostProofs | None
 
     @classmethod
     def of(cls, start: int, runs: Sequence[CompiledRun], *, verify: bool) -> Program:
-        """Plan what is done with `runs`."""
-        if verify:
-            return cls(start, runs, None)
+        """Plan what is done with `runs`: copies, and fingerprints with `verify`."""
         on_host = [run for run in runs if isinstance(run, HostRun)]
-        return cls(start, runs, [HostCopies.of(on_host)] if len(on_host) == len(runs) else runs)
+        kind = HostProofs if verify else HostCopies
+        joined = kind.of(on_host) if len(on_host) == len(runs) else None
+        return cls(start, runs, verify, joined)
 
     def run(self) -> list[int]:
         """Copy, and return the fingerprints of what the runs' destinations hold, if asked for."""
+        if self.joined is not None:
+            return self.joined.run()
         got: list[int] = []
-        for copying in self.copies or ():
-            copying.copy()
-        if self.copies is None:
-            for run in self.runs:
-                run.copy()
+        for run in self.runs:
+            run.copy()
+            if self.verify:
                 got.append(run.fingerprint())
         return got
 

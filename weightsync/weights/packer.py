@@ -74,7 +74,7 @@ class Packer:
         for j, copies in enumerate(self._replayed):
             slot = acquire(j)
             self._clear_gaps(j, slot)
-            copies.copy()
+            copies.run()
             yield j, self._fingerprints(j) if verify else []
 
     def pack(
