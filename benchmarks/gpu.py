@@ -18,6 +18,7 @@ import os
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -149,15 +150,30 @@ def copy_seconds(nbytes: int, device: Device, repeats: int) -> float:
     return device.seconds(lambda: target.copy_(source), repeats)
 
 
+@contextmanager
+def asking_for(fence: Fence) -> Iterator[None]:
+    """Set the fence that a `connect` in here takes; what the user has set comes back."""
+    before = os.environ.get(FENCE_VARIABLE)
+    os.environ[FENCE_VARIABLE] = fence
+    try:
+        yield
+    finally:
+        del os.environ[FENCE_VARIABLE]
+        if before is not None:
+            os.environ[FENCE_VARIABLE] = before
+
+
 def measure(
     module: nn.Module, peer: Peer, device: Device, way: tuple[bool, bool, Fence], repeats: int
 ) -> tuple[Row, Mapping[str, str]]:
     """Time updates of one way, check what arrived, and say which roads were passed over."""
     packed, verify, fence = way
-    os.environ[FENCE_VARIABLE] = fence
     before, recorded = device.allocated(), WriterFence.recorded
     data, passes, totals, clock = [], [], [], "host"
-    with ws.connect(module, to=peer.handle, packed=packed, verify=verify) as sender:
+    with (
+        asking_for(fence),
+        ws.connect(module, to=peer.handle, packed=packed, verify=verify) as sender,
+    ):
         fill(module, seed=1 + 2 * packed + verify)
         for i in range(WARM_UPS + repeats):
             if i == WARM_UPS:
@@ -180,7 +196,6 @@ def measure(
             passes.append(mine[0] if mine and not packed else 0.0)
         # Whatever comes next takes memory too.
         trainer_extra, receiver_peak = device.peak() - before, peer.ask("peak")
-    del os.environ[FENCE_VARIABLE]
     if peer.ask("sums") != sums(module):
         raise SystemExit("the receiver does not hold what was sent")
     row = Row(

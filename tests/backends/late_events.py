@@ -10,8 +10,7 @@ from __future__ import annotations
 import mmap
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -20,7 +19,7 @@ import torch
 
 from weightsync.backends import ipc
 from weightsync.backends.fences import OpenFence, WriterFence, open_fence
-from weightsync.errors import HandleError
+from weightsync.errors import HandleError, TransferError
 from weightsync.samehost.device_keys import host_key
 from weightsync.samehost.ready_event import EVENT_NBYTES
 from weightsync.samehost.ring import Control
@@ -112,23 +111,26 @@ class LateOwn:
 
 
 class LateOpen:
-    """A stream that waits is the caller itself here, since the CPU has no streams."""
-
     def __init__(self, edge: LateEvents, index: int) -> None:
         self._edge = edge
         self._index = index
 
-    @contextmanager
-    def ahead(self) -> Iterator[None]:
-        wanted = self._edge.recorded(self._index)
-        deadline = time.monotonic() + WAIT_S
-        while self._edge.passed(self._index) < wanted:
-            assert time.monotonic() < deadline
-            time.sleep(0.001)
-        yield
-
     def passed(self) -> bool:
         return self._edge.passed(self._index) >= self._edge.recorded(self._index)
+
+
+class GivenUp(LateEvents):
+    """An edge whose events fail when they are asked before they have passed."""
+
+    def open(self, key: str, handle: bytes) -> LateOpen:
+        return FailingOpen(self, int.from_bytes(handle, "little"))
+
+
+class FailingOpen(LateOpen):
+    def passed(self) -> bool:
+        if not super().passed():
+            raise TransferError("asking an event failed")
+        return True
 
 
 def open_late(path: Path) -> None:

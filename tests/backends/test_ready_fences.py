@@ -19,21 +19,29 @@ import torch
 from msgspec.structs import replace
 
 import weightsync as ws
-from tests.backends.late_events import LateEvents, ignore_events, open_late
+from tests.backends.late_events import GivenUp, LateEvents, ignore_events, open_late
 from tests.gpu.receiver_process import EveryDtype, as_bytes, digests, fill, receiver_process
 from tests.weights.fused_cases import HostKernel
 from weightsync.backends import ipc_sender
 from weightsync.backends.exported import Probe, fence_on_gpu
 from weightsync.backends.fences import (
     FENCE_VARIABLE,
-    Arrivals,
+    OpenFence,
     WriterFence,
     fence_from_environment,
     open_fence,
 )
 from weightsync.backends.ipc_sender import IpcOptions, IpcTrainerEngine
-from weightsync.errors import ConfigError, HandleError, ProtocolError, TransferTimeout
+from weightsync.errors import (
+    ConfigError,
+    HandleError,
+    ProtocolError,
+    TransferError,
+    TransferTimeout,
+)
+from weightsync.samehost import ready_event
 from weightsync.samehost.device_keys import host_key
+from weightsync.samehost.memory import OpenMemory
 from weightsync.samehost.ready_event import CUDA
 from weightsync.samehost.ring import Control
 from weightsync.weights import cuda_runs
@@ -259,6 +267,33 @@ def test_a_driver_without_events_is_one_warning(
     assert digests(theirs) == digests(trainer.model)
 
 
+@packings
+def test_an_init_that_comes_again_may_say_otherwise(
+    trainer: Trainer, packed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The answer to the first was lost; the second time the driver refuses."""
+    refusals: Iterator[list[str]] = iter([[], ["open"]])
+
+    def opening(*args: Any, **kwargs: Any) -> object:
+        edge = LateEvents(trainer.events.path, refuses=next(refusals))
+        return open_fence(*args, edge=edge, **kwargs)
+
+    monkeypatch.setattr("weightsync.backends.ipc.open_fence", opening)
+    theirs = EveryDtype("cpu")
+    receiver = ws.WeightReceiver(theirs)
+
+    def twice(message: Mapping[str, Any]) -> object:
+        if "init_info" in message["body"]:
+            receiver.handle(message)
+        return receiver.handle(message)
+
+    trainer.updates(twice, packed=packed, verify=False)
+    receiver.close()
+    assert next(refusals, None) is None
+    assert trainer.log == []
+    assert digests(theirs) == digests(trainer.model)
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA")
 def test_torch_without_cuda_is_such_a_driver(caplog: pytest.LogCaptureFixture) -> None:
     with ExitStack() as stack:
@@ -469,46 +504,109 @@ def test_registered_memory_has_one_fence(
 # A reader's wait ends
 
 
-class Never:
-    def ahead(self) -> Any:
-        raise NotImplementedError
+class Asked:
+    """An event that passes when `passed` says so, and the edge that opens it."""
 
-    def passed(self) -> bool:
-        return False
+    def __init__(self, passed: Callable[[], bool] = lambda: False) -> None:
+        self.passed = passed
+
+    def open(self, key: str, handle: bytes) -> Asked:
+        return self
 
 
-class NeverOpen:
-    opened = Never()
-
-    def event(self, slot: int | None) -> Never:
-        return self.opened
+def fence_of(event: Asked) -> OpenFence:
+    events = ReadyEvents(device=GPU, slots=[bytes(64)], registered=bytes(64))
+    return OpenFence(events, event)  # type: ignore[arg-type]  # readers open
 
 
 def test_a_reader_gives_up_bytes_that_never_come() -> None:
-    nothing = Arrivals(NeverOpen(), check=lambda: None, beat=lambda: 1, timeout_s=0.05)  # type: ignore[arg-type]  # one method
     with pytest.raises(TransferTimeout, match=r"its GPU did not bring for 0\.05 s"):
-        nothing.arrive(0)
+        fence_of(Asked()).arrive(0, check=lambda: None, beat=lambda: 1, timeout_s=0.05)
 
 
 def test_a_reader_is_patient_while_its_sender_beats() -> None:
     beats = itertools.count()
     begun = time.monotonic()
-
-    class Late(Never):
-        def passed(self) -> bool:
-            return time.monotonic() - begun > 1.5 * SILENT_S
-
-    opened = NeverOpen()
-    opened.opened = Late()
-    arrivals = Arrivals(opened, check=lambda: None, beat=lambda: next(beats), timeout_s=SILENT_S)  # type: ignore[arg-type]  # one method
-    arrivals.arrive(0)
-    assert opened.opened.passed()
+    late = Asked(lambda: time.monotonic() - begun > 1.5 * SILENT_S)
+    fence_of(late).arrive(0, check=lambda: None, beat=lambda: next(beats), timeout_s=SILENT_S)
+    assert late.passed()
 
 
 def test_a_reader_looks_whether_its_sender_lives() -> None:
     def dead() -> None:
         raise ws.SegmentError("the sender died")
 
-    arrivals = Arrivals(NeverOpen(), check=dead, beat=lambda: 1, timeout_s=WAIT_S)  # type: ignore[arg-type]  # one method
     with pytest.raises(ws.SegmentError, match="the sender died"):
-        arrivals.arrive(None)
+        fence_of(Asked()).arrive(None, check=dead, beat=lambda: 1, timeout_s=WAIT_S)
+
+
+@pytest.mark.parametrize("packed", [True, False], ids=["packed", "unpacked"])
+def test_nothing_is_touched_before_it_has_come(
+    trainer: Trainer, packed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A reader that gives up has put nothing behind the event that may run later."""
+    late = partial(open_fence, edge=GivenUp(trainer.events.path))
+    monkeypatch.setattr("weightsync.backends.ipc.open_fence", late)
+    theirs = EveryDtype("cpu")
+    before = digests(theirs)
+    receiver = ws.WeightReceiver(theirs, apply="in_place")
+    with ws.connect(trainer.model, to=receiver.handle, packed=packed, verify=False) as sender:
+        with pytest.raises(ws.TransferError, match="asking an event failed"):
+            sender.send_weights()
+        trainer.events.close()
+    assert digests(theirs) == before
+    assert receiver.may_generate
+    receiver.close()
+
+
+def test_events_are_let_go_of_before_their_memory(
+    trainer: Trainer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fences: list[OpenFence] = []  # as the traceback of an update would hold them
+    left: list[int] = []
+
+    def opening(*args: Any, **kwargs: Any) -> OpenFence | None:
+        fence = open_fence(*args, edge=edge, **kwargs)
+        assert fence is not None
+        fences.append(fence)
+        return fence
+
+    def closing(memory: OpenMemory) -> None:
+        left.append(sum(len(fence._events) for fence in fences))
+        plain(memory)
+
+    edge = LateEvents(trainer.events.path)
+    plain = OpenMemory.close
+    monkeypatch.setattr("weightsync.backends.ipc.open_fence", opening)
+    monkeypatch.setattr(OpenMemory, "close", closing)
+    receiver = ws.WeightReceiver(EveryDtype("cpu"))
+    trainer.updates(receiver.handle, packed=True, verify=False)
+    receiver.close()
+    assert len(fences) == 1
+    assert left
+    assert not any(left)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA")
+def test_what_the_driver_says_is_an_error_of_ours(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The driver fails when it is asked, not when it opens: an illegal access of long ago."""
+
+    class Event:
+        def query(self) -> bool:
+            raise RuntimeError("CUDA error: an illegal memory access\nCompile with DSA")
+
+        def record(self, stream: object) -> None:
+            self.query()
+
+    opened = object.__new__(ready_event._CudaOpen)
+    opened._event = Event()  # type: ignore[assignment]  # the two methods
+    with pytest.raises(TransferError) as caught:
+        opened.passed()
+    assert str(caught.value) == (
+        "asking an interprocess event failed: CUDA error: an illegal memory access"
+    )
+    own = object.__new__(ready_event._CudaOwn)
+    own._event, own._device = Event(), torch.device("cuda", 0)  # type: ignore[assignment]  # same
+    with pytest.raises(TransferError, match="recording an interprocess event failed") as caught:
+        own.record()
+    assert not isinstance(caught.value, HandleError)  # which would have the sender leave the road

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from dataclasses import replace
@@ -10,8 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.gpu import UNMET, Result, Row
+from benchmarks.gpu import UNMET, Result, Row, asking_for
 from benchmarks.gpu_table import bars_of, table
+from weightsync.backends.fences import FENCE_VARIABLE
 
 ROOT = Path(__file__).resolve().parents[2]
 WAIT_S = 110.0
@@ -53,6 +55,22 @@ def test_the_benchmark_ends_with_its_bars(device: str, tmp_path: Path) -> None:
         assert found["fused"]
         assert {row["clock"] for row in found["rows"]} == {"events"}
         assert 0 < found["fenced_handles"] <= found["handles"]
+
+
+@pytest.mark.parametrize("users", ["event", None])
+def test_the_users_fence_comes_back(users: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(FENCE_VARIABLE, raising=False)
+    if users is not None:
+        monkeypatch.setenv(FENCE_VARIABLE, users)
+
+    def fail() -> None:
+        with asking_for("host"):
+            assert os.environ[FENCE_VARIABLE] == "host"
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        fail()
+    assert os.environ.get(FENCE_VARIABLE) == users
 
 
 def row_of(way: str, verified: str, of_copy_rate: float, control_s: float) -> Row:

@@ -1,10 +1,10 @@
-"""How readers on a GPU know that bytes are in place: the writer waits on the host, or they wait.
+"""How readers on a GPU know that bytes are in place: the writer waits on the host, or they do.
 
 `host`: the sender waits for its stream, then publishes. `event`: it records an interprocess event
-and publishes at once; readers copy behind that event. Never neither: a sender leaves the wait to
-its readers only in an update all of whose readers have said, in the control segment, that they
-opened the events. A verified update is fenced by the host, since its sender waits anyway: what it
-publishes holds the fingerprints of what was copied.
+and publishes at once; readers look at that event until it has passed, and only then copy. Never
+neither: a sender leaves the wait to its readers only in an update all of whose readers have said,
+in the control segment, that they opened the events. A verified update is fenced by the host, since
+its sender waits anyway: what it publishes holds the fingerprints of what was copied.
 """
 
 from __future__ import annotations
@@ -12,13 +12,12 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from typing import ClassVar, Literal, cast
 
 import torch
 
 from weightsync.errors import ConfigError, HandleError, TransferTimeout
-from weightsync.samehost.ready_event import CUDA, Edge, OpenEvent, OwnEvent, check_handles
+from weightsync.samehost.ready_event import CUDA, Edge, OwnEvent, check_handles
 from weightsync.samehost.ring import Control, wait_until
 from weightsync.wire.offers import KeyedHandle, ReadyEvents
 
@@ -84,7 +83,8 @@ class WriterFence:
     def record(self, index: int = 0) -> None:
         """Put the event of a slot behind what the caller's stream was given; then publish.
 
-        All readers have released the slot, so that whoever waits for it means this record.
+        All readers have released the slot, so that whoever waits for it means this record. Raises
+        TransferError.
         """
         self._events[index].record()
         WriterFence.recorded += 1
@@ -96,18 +96,45 @@ class WriterFence:
 
 
 class OpenFence:
-    """A reader's side: the events of one sender, opened."""
+    """A reader's side: the events of one sender, opened, by slot; None is registered memory."""
 
     def __init__(self, offer: ReadyEvents, edge: Edge) -> None:
-        self._slots = [edge.open(offer.device, handle) for handle in offer.slots]
-        handle = offer.registered
-        self._registered = None if handle is None else edge.open(offer.device, handle)
+        handles: dict[int | None, bytes] = dict(enumerate(offer.slots))
+        if offer.registered is not None:
+            handles[None] = offer.registered
+        self._events = {slot: edge.open(offer.device, h) for slot, h in handles.items()}
 
-    def event(self, slot: int | None) -> OpenEvent | None:
-        """Return the event of a slot, or of registered memory; None where there is none."""
-        if slot is None:
-            return self._registered
-        return self._slots[slot] if self._slots else None
+    def arrive(
+        self,
+        slot: int | None,
+        *,
+        check: Callable[[], None],
+        beat: Callable[[], int],
+        timeout_s: float,
+    ) -> None:
+        """Return when what was published in `slot` is in place; nothing was enqueued for it.
+
+        Patient while the sender beats. Of memory without an event the sender has waited itself.
+        Raises TransferTimeout, TransferError where the driver fails, and what `check` does.
+        """
+        if not wait_until(
+            lambda: self._passed(slot),
+            check=check,
+            timeout_s=timeout_s,
+            progress=lambda: (0, beat()),
+        ):
+            raise TransferTimeout(
+                f"the sender published bytes that its GPU did not bring for {timeout_s:g} s; "
+                "the update is given up"
+            )
+
+    def close(self) -> None:
+        """Let go of the events, whoever still refers to this: the error of an update may."""
+        self._events.clear()
+
+    def _passed(self, slot: int | None) -> bool:
+        event = self._events.get(slot)
+        return event is None or event.passed()
 
 
 def open_fence(
@@ -135,49 +162,3 @@ def open_fence(
     except HandleError as exc:
         logger.warning("%s; the sender waits for its GPU on the host instead", exc)
         return None
-
-
-class Arrivals:
-    """A reader's waits in one update. The sender waited by itself where `fence` is None."""
-
-    def __init__(
-        self,
-        fence: OpenFence | None,
-        *,
-        check: Callable[[], None],
-        beat: Callable[[], int],
-        timeout_s: float,
-    ) -> None:
-        self._fence = fence
-        self._check = check
-        self._beat = beat
-        self._timeout_s = timeout_s
-        self._last: OpenEvent | None = None
-
-    def behind(self, slot: int | None) -> AbstractContextManager[None]:
-        """Enqueue copies out of a slot (None: registered memory) behind its event."""
-        self._last = self._fence.event(slot) if self._fence else None
-        return self._last.ahead() if self._last else nullcontext()
-
-    def settle(self) -> None:
-        """Return when the bytes that copies were enqueued behind are in place.
-
-        A GPU's own wait has no end where the sender dies in front of it; this one looks, and is
-        patient while the sender beats. Raises TransferTimeout, and what `check` does.
-        """
-        last, self._last = self._last, None
-        if last is not None and not wait_until(
-            last.passed,
-            check=self._check,
-            timeout_s=self._timeout_s,
-            progress=lambda: (0, self._beat()),
-        ):
-            raise TransferTimeout(
-                f"the sender published bytes that its GPU did not bring for {self._timeout_s:g} s; "
-                "the update is given up"
-            )
-
-    def arrive(self, slot: int | None) -> None:
-        """Wait on the host, for those who may copy on any stream: hooks."""
-        self._last = self._fence.event(slot) if self._fence else None
-        self.settle()

@@ -65,6 +65,8 @@ class IpcWeightTransferEngine(WeightTransferEngine):
             stored = init_info.storages
             fenced = ring.data if stored is None or not stored.handles else stored.handles[0]
             fence = open_fence(init_info.ready, fenced, self._keys, slots=ring.num_slots)
+            if fence is not None:
+                opened.append(fence.close)
             whole = Plan(manifest, run_nbytes=init_info.run_nbytes)
             self._opened = Opened(
                 info=init_info,
@@ -81,8 +83,8 @@ class IpcWeightTransferEngine(WeightTransferEngine):
                 fence=fence,
             )
             _check_entries(self._opened)
-            if fence is not None:
-                control.take_events(init_info.reader, init_info.number)
+            # An init that came before, with the same number, may have said otherwise.
+            control.take_events(init_info.reader, 0 if fence is None else init_info.number)
         except BaseException:
             self._opened = None
             for close in reversed(opened):
@@ -168,6 +170,8 @@ class IpcWeightTransferEngine(WeightTransferEngine):
         opened.slots.clear()
         if opened.registered is not None:
             opened.registered.forget()
+        if opened.fence is not None:
+            opened.fence.close()
         for storage in opened.storages:
             storage.close()
         opened.ring.close()

@@ -10,7 +10,7 @@ from functools import partial
 import torch
 
 from weightsync.backends.base import Received, Reception
-from weightsync.backends.fences import Arrivals, OpenFence
+from weightsync.backends.fences import OpenFence
 from weightsync.backends.lending import Assembly, Lender
 from weightsync.errors import (
     ProtocolError,
@@ -95,14 +95,6 @@ class Transfer:
             base=info.base,
             pace=NETWORK if opened.info.road == "distributed" else LOCAL,
         )
-        # Where it verifies the sender has waited for its GPU itself.
-        fence = None if info.verify else opened.fence
-        self._arrivals = Arrivals(
-            fence,
-            check=self._check,
-            beat=lambda: self._control.writer_beat,
-            timeout_s=opened.info.lease_s,
-        )
 
     def run(self) -> Received:
         """Move, compare, report."""
@@ -145,8 +137,8 @@ class Transfer:
             slot = self._reader.wait(j, check=self._check, timeout_s=self._opened.info.lease_s)
             runs = self._plan.runs[chunk.first_run : chunk.last_run]
             expected = self._expected_of(j, len(runs))
+            self._arrive(slot)
             if lender:
-                self._arrivals.arrive(slot)
                 buffer = self._opened.slots[slot]
                 self._compare(
                     runs, lender.fingerprints(chunk, buffer, verify=self._info.verify), expected
@@ -157,8 +149,7 @@ class Transfer:
                 lender.deliver(chunk, buffer)
             elif programs:
                 self._reception.touch()
-                with self._arrivals.behind(slot):
-                    self._run(programs[j], runs, expected)
+                self._run(programs[j], runs, expected)
             self._reader.release(j)
         if lender:
             self._reception.touch()  # of a model whose tensors are all empty nothing was lent yet
@@ -170,6 +161,7 @@ class Transfer:
             raise ProtocolError(
                 "an unpacked update needs storages, and init gave none; init again with them"
             )
+        self._arrive(None)
         if landing.memory is None:
             lender = self._lender(landing)
             if self._info.verify:
@@ -181,19 +173,26 @@ class Transfer:
                 )
                 self._compare(self._plan.runs, got, self._published_table())
             self._refuse_wrong()
-            self._arrivals.arrive(None)
             self._reception.touch()
             lender.deliver_whole(registered)
         else:
             self._reception.touch()
             programs = self._compile(landing, ring=False)
-            with self._arrivals.behind(None):
-                got = self._each([p.start for p in programs], [p.run for p in programs])
-                self._arrivals.settle()
-                _settle(programs)
+            got = self._each([p.start for p in programs], [p.run for p in programs])
+            _settle(programs)
             self._compare(self._plan.runs, got, self._published_table())
         if self._control.epoch != self._info.epoch:
             raise TransferError("the sender went on to another update while this one was read")
+
+    def _arrive(self, slot: int | None) -> None:
+        """Before anything reads a slot, or registered memory: the sender's GPU may be at it yet."""
+        if self._opened.fence is not None:
+            self._opened.fence.arrive(
+                slot,
+                check=self._check,
+                beat=lambda: self._control.writer_beat,
+                timeout_s=self._opened.info.lease_s,
+            )
 
     def _lender(self, landing: Landing) -> Lender:
         """What lends to a hook; memory for large tensors is there before anything is touched."""
@@ -220,7 +219,6 @@ class Transfer:
 
     def _run(self, program: Program, runs: list[Run], expected: list[int]) -> None:
         got = program.run()
-        self._arrivals.settle()
         _settle([program])
         self._compare(runs, got, expected)
 

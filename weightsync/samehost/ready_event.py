@@ -1,20 +1,19 @@
-"""Interprocess events on a GPU: the only file that makes, opens or waits for them.
+"""Interprocess events on a GPU: the only file that makes, opens or asks them.
 
 Whoever writes memory that others read records one behind the last copy into it, on its own stream;
-readers only open it, and have the stream that they copy on wait for it. So no stream of the writer
-ever waits for a reader, dead or alive. Nothing here makes a CUDA context by being imported.
+readers only open it, and ask it on the host before they copy. So no stream waits for another
+process, dead or alive. Nothing here makes a CUDA context by being imported.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
-from functools import cache
-from typing import Any, Protocol, cast
+from contextlib import contextmanager
+from typing import Any, Protocol
 
 import torch
 
-from weightsync.errors import HandleError
+from weightsync.errors import HandleError, TransferError
 from weightsync.samehost import cuda_handle
 
 EVENT_NBYTES = 64
@@ -25,27 +24,27 @@ class OwnEvent(Protocol):
     """The writer's event; others can use it for as long as this lives."""
 
     def record(self) -> None:
-        """Put it behind what the caller's stream has been given so far, in place of its last."""
+        """Put it behind what the caller's stream has been given so far, in place of its last.
+
+        Raises TransferError where the driver cannot.
+        """
 
     def handle(self) -> bytes:
-        """Return what another process opens, any number of them: `EVENT_NBYTES` bytes."""
+        """Return what another process opens, any number of them: `EVENT_NBYTES` bytes.
+
+        Raises HandleError where the driver cannot.
+        """
 
 
 class OpenEvent(Protocol):
-    """The same event in a reader's process. Both methods mean what was recorded last, if anything.
-
-    Called after the writer has said, in host memory, that it recorded.
-    """
-
-    def ahead(self) -> AbstractContextManager[None]:
-        """Have what the caller enqueues meanwhile wait for it, on a stream of its own.
-
-        Nothing else that this process does on the GPU waits; whoever uses what was enqueued
-        settles it on the host first.
-        """
+    """The same event in a reader's process."""
 
     def passed(self) -> bool:
-        """Whether all before it is done. Never waits."""
+        """Whether all before the last record is done. Never waits.
+
+        Called after the writer has said, in host memory, that it recorded. Raises TransferError
+        where the driver cannot tell.
+        """
 
 
 class Edge(Protocol):
@@ -107,9 +106,13 @@ class _CudaOwn:
         # Timing cannot be shared. torch makes the event when it is first recorded or exported, and
         # then on the current device, so it is recorded here once: nothing waits for that.
         self._event = event(interprocess=True)
-        self.record()
+        self._record()
 
     def record(self) -> None:
+        with _driver_errors("recording an interprocess event", TransferError):
+            self._record()
+
+    def _record(self) -> None:
         with torch.cuda.device(self._device):
             self._event.record(torch.cuda.current_stream(self._device))
 
@@ -121,33 +124,20 @@ class _CudaOwn:
 
 class _CudaOpen:
     def __init__(self, device: torch.device, handle: bytes) -> None:
-        self._device = device
         from_handle: Any = torch.cuda.Event.from_ipc_handle
         with torch.cuda.device(device):
             self._event: torch.cuda.Event = from_handle(device, handle)
 
-    @contextmanager
-    def ahead(self) -> Iterator[None]:
-        stream = _copy_stream(self._device)
-        stream.wait_stream(torch.cuda.current_stream(self._device))
-        stream.wait_event(self._event)
-        with cast(AbstractContextManager[Any], torch.cuda.stream(stream)):
-            yield
-
     def passed(self) -> bool:
         query: Callable[[], bool] = self._event.query
-        return query()
-
-
-@cache
-def _copy_stream(device: torch.device) -> torch.cuda.Stream:
-    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]  # torch's
+        with _driver_errors("asking an interprocess event", TransferError):
+            return query()
 
 
 @contextmanager
-def _driver_errors(what: str) -> Iterator[None]:
+def _driver_errors(what: str, error: type[TransferError] = HandleError) -> Iterator[None]:
     try:
         yield
     except (RuntimeError, AssertionError, TypeError, ValueError) as exc:
         first_line = str(exc).partition("\n")[0]
-        raise HandleError(f"{what} failed: {first_line}") from exc
+        raise error(f"{what} failed: {first_line}") from exc

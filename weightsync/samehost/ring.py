@@ -161,11 +161,11 @@ class Control:
         self._set(self._released + reader, sequence)
 
     def takes_events(self, reader: int) -> int:
-        """Return the number of the offer whose ready events `reader` has its GPU wait for; or 0."""
+        """Return the number of the offer whose ready events `reader` waits for; or 0."""
         return self._words[(self._released + reader) * _LINE_WORDS + _TAKES_EVENTS]
 
     def take_events(self, reader: int, number: int) -> None:
-        """Called by this reader alone, when it has opened the events of offer `number`."""
+        """Called by this reader alone, when it has opened the events of offer `number`; else 0."""
         self._words[(self._released + reader) * _LINE_WORDS + _TAKES_EVENTS] = number
 
     def loaded(self, reader: int) -> int:

@@ -90,8 +90,8 @@ class StorageInfo(Message, frozen=True, kw_only=True):
 class ReadyEvents(Message, frozen=True, kw_only=True):
     """Interprocess events of the GPU `device`, 64 bytes each: one a slot, or one for `storages`.
 
-    Whoever opens them says so in the control segment, and copies behind them where an update is not
-    verified.
+    Whoever opens them says so in the control segment, and copies nothing before its event has
+    passed.
     """
 
     device: Annotated[str, Meta(max_length=128)]
