@@ -18,9 +18,10 @@ def main(ready, terms, *more):
 
 {module}.{main} = main
 said = []
-process_terms.{run}(said.append, None{more})
-assert said == [b"card"]
-print(gc.get_freeze_count())
+process_terms.{run}(lambda payload: said.append((payload, gc.get_freeze_count())), None{more})
+((payload, frozen),) = said
+assert payload == b"card"
+print(frozen)
 """
 
 

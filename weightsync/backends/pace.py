@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 
 LEAD_NBYTES = 1 << 20
-"""Measured: at 4 MiB verification costs twice as much, without an end up to five times."""
+"""Measured: at 4 MiB verification costs twice as much, with no limit three to four times."""
 STANDSTILL_S = 0.005
 _NAP_S = 20e-6
 

@@ -84,8 +84,8 @@ class ApiTerms(msgspec.Struct, frozen=True, kw_only=True):
 def frozen(ready: Ready) -> Ready:
     """Return `ready` after which no collection looks again at what there was until then.
 
-    All of that stays for good, and a full collection of it, every few hundred updates, would hold
-    a step or an update for a tenth of a second.
+    All of that stays for good, and a full collection of it would hold a step or an update for a
+    tenth of a second.
     """
 
     def say(payload: bytes) -> None:

@@ -50,20 +50,20 @@ class HttpTransport(CountingTransport):
     `token` is sent as a bearer token; None takes that of WEIGHTSYNC_TOKEN or of the file
     WEIGHTSYNC_TOKEN_FILE, "" sends none. `verify_tls` may be the path of a file or directory with
     certificates to trust; True trusts those of REQUESTS_CA_BUNDLE, CURL_CA_BUNDLE (as requests
-    does) or else the system; False trusts anyone.
+    does) or else the system; False trusts anyone, and a line of the log says so; an SSLContext is
+    taken as it is.
     Connections are kept alive and shared by threads. Proxies that the environment names are not
     used, redirects are not followed. Raises ConfigError for anything but an http or https URL.
     What `expand` returns shares connections, and is closed one by one.
     """
 
     def __init__(
-        self, url: str, token: str | None = None, *, verify_tls: bool | str = True
+        self, url: str, token: str | None = None, *, verify_tls: bool | str | ssl.SSLContext = True
     ) -> None:
         super().__init__(url.rstrip("/"))
         self._parts = _split(self._target)
         self._path = quote(self._parts.path, safe="/%:@!$&'()*+,;=~")
-        self._verify_tls = verify_tls
-        self._tls = self._context()
+        self._tls = self._context(verify_tls)
         self._pool = self._make_pool()
         self._sharers: set[HttpTransport] = {self}
         self._closed = False
@@ -90,7 +90,7 @@ class HttpTransport(CountingTransport):
     def expand(self, paths: Sequence[str]) -> list[HttpTransport]:
         """Return transports to receivers below this URL, with its token and trust in servers."""
         made = [
-            HttpTransport(f"{self._target}/{path}", "", verify_tls=self._verify_tls)
+            HttpTransport(f"{self._target}/{path}", "", verify_tls=self._tls or True)
             for path in paths
         ]
         pool = self._make_pool(POOL_SIZE * len(made))
@@ -107,12 +107,14 @@ class HttpTransport(CountingTransport):
         if not self._sharers:
             self._pool.close()
 
-    def _context(self) -> ssl.SSLContext | None:
+    def _context(self, verify_tls: bool | str | ssl.SSLContext) -> ssl.SSLContext | None:
         if self._parts.scheme == "http":
             return None
-        if not self._verify_tls:
+        if isinstance(verify_tls, ssl.SSLContext):
+            return verify_tls
+        if not verify_tls:
             logger.warning("verify_tls=False: %s may be anybody", self._target)
-        return tls_context(self._verify_tls)
+        return tls_context(verify_tls)
 
     def _make_pool(self, size: int = POOL_SIZE) -> HttpPool:
         port = self._parts.port or (443 if self._tls else 80)

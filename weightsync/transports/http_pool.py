@@ -25,7 +25,7 @@ class UnreachableError(Exception):
     """No connection could be made, so nothing was sent."""
 
 
-class StaleConnectionError(Exception):
+class StaleConnectionError(ConnectionError):
     """A connection that had served before was closed by the peer, and nothing was answered."""
 
 
@@ -112,14 +112,15 @@ class HttpPool:
         """
         if fresh:
             _close_all(self._idle)
-        connection = self._take(call.timeout_s)
+        connection = None if fresh else self._take_idle(call.timeout_s)
+        connection = connection or self._connect(call.timeout_s)
         try:
             status, answer = _exchange(connection, call)
         except BaseException:
             connection.close()
             raise
-        # After an error of its own a server is not trusted to be in step.
-        self._give(connection, keep=status < 500)
+        # One that is in trouble, or has more to say, is not trusted to be in step.
+        self._give(connection, keep=200 <= status < 500)
         return status, answer
 
     def close(self) -> None:
@@ -128,9 +129,7 @@ class HttpPool:
             self._closed = True
         _close_all(self._idle)
 
-    def _take(self, timeout_s: float) -> _Connection:
-        if self._closed:
-            raise PoolClosedError
+    def _take_idle(self, timeout_s: float) -> _Connection | None:
         while self._idle:
             try:
                 connection = self._idle.pop()
@@ -140,13 +139,20 @@ class HttpPool:
                 connection.sock.settimeout(timeout_s)
                 return connection
             connection.close()
+        return None
+
+    def _connect(self, timeout_s: float) -> _Connection:
+        if self._closed:
+            raise PoolClosedError
         connection = self._make(min(timeout_s, CONNECT_TIMEOUT_S))
         try:
             connection.connect()
             connection.sock.settimeout(timeout_s)
         except BaseException as exc:
+            # Who was reached, and then said nothing in a TLS handshake, did not answer in time.
+            reached = connection.sock is not None and isinstance(exc, TimeoutError)
             connection.close()
-            if isinstance(exc, OSError) and not isinstance(exc, ssl.SSLError):
+            if isinstance(exc, OSError) and not isinstance(exc, ssl.SSLError) and not reached:
                 raise UnreachableError(str(exc)) from exc
             raise
         return connection
@@ -190,12 +196,23 @@ def _exchange(connection: _Connection, call: Call) -> tuple[int, bytes]:
             raise StaleConnectionError(str(exc)) from exc
         raise
     with response:
-        known = response.length is not None and response.length <= call.max_nbytes
-        # Only a read of everything finds out that a body of a known length was cut short.
-        answer = response.read() if known else response.read(call.max_nbytes + 1)
-    if len(answer) > call.max_nbytes:
+        return response.status, _read(response, call)
+
+
+def _read(response: http.client.HTTPResponse, call: Call) -> bytes:
+    length = response.length
+    try:
+        if length is None:
+            answer = response.read(call.max_nbytes + 1)
+            length = len(answer)
+        elif length <= call.max_nbytes:
+            # Only a read of everything finds out that a body was cut short.
+            answer = response.read()
+    except ValueError as exc:  # of the size of a chunk
+        raise http.client.HTTPException(str(exc)) from exc
+    if length > call.max_nbytes:
         raise ProtocolError(f"{call.path} was answered with over {call.max_nbytes} bytes")
-    return response.status, answer
+    return answer
 
 
 def _has_hung_up(connection: _Connection) -> bool:

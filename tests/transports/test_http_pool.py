@@ -1,0 +1,230 @@
+"""Connections that are kept: which are used again, which are not, and when they are closed."""
+
+from __future__ import annotations
+
+import gc
+import http.client
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+
+import pytest
+
+from weightsync.errors import ProtocolError
+from weightsync.transports import http_pool
+from weightsync.transports.http_pool import Call, HttpPool, PoolClosedError, UnreachableError
+
+WAIT_S = 20.0
+OK = b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nok"
+
+
+class Peer:
+    """Answers requests with what `answer` returns. Knows who came and who left."""
+
+    def __init__(self, answer: Callable[[bytes], bytes]) -> None:
+        self.accepted = 0
+        self.left = threading.Semaphore(0)
+        self._answer = answer
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self._listener.settimeout(WAIT_S)
+        self._threads = [threading.Thread(target=self._accept)]
+        self._threads[0].start()
+
+    def pool(self, size: int = 4) -> HttpPool:
+        return HttpPool("127.0.0.1", self._listener.getsockname()[1], None, size=size)
+
+    def gone(self, count: int = 1) -> bool:
+        """Whether so many connections were closed by the other side."""
+        return all(self.left.acquire(timeout=WAIT_S) for _ in range(count))
+
+    def close(self) -> None:
+        self._listener.shutdown(socket.SHUT_RDWR)
+        self._threads[0].join(WAIT_S)
+        self._listener.close()
+        for thread in self._threads:
+            thread.join(WAIT_S)
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                connection, _ = self._listener.accept()
+            except OSError:
+                return
+            self.accepted += 1
+            self._threads.append(threading.Thread(target=self._serve, args=[connection]))
+            self._threads[-1].start()
+
+    def _serve(self, connection: socket.socket) -> None:
+        with connection, suppress(ConnectionError):
+            connection.settimeout(WAIT_S)
+            while request := connection.recv(1 << 16):
+                connection.sendall(self._answer(request))
+        self.left.release()
+
+
+@contextmanager
+def peer(answer: Callable[[bytes], bytes] = lambda _: OK) -> Iterator[Peer]:
+    made = Peer(answer)
+    try:
+        yield made
+    finally:
+        made.close()
+
+
+def get(timeout_s: float = WAIT_S, max_nbytes: int = 100) -> Call:
+    return Call("GET", "/", None, {}, timeout_s, max_nbytes)
+
+
+def test_a_connection_is_used_again_until_the_pool_is_closed() -> None:
+    with peer() as there:
+        pool = there.pool()
+        assert [pool.exchange(get()) for _ in range(3)] == [(200, b"ok")] * 3
+        assert there.accepted == 1
+        pool.close()
+        assert there.gone()
+        with pytest.raises(PoolClosedError):
+            pool.exchange(get())
+
+
+def test_one_that_has_hung_up_is_not_tried() -> None:
+    with peer() as there:
+        pool = there.pool()
+        pool.exchange(get())
+        (idle,) = pool._idle
+        idle.sock.shutdown(socket.SHUT_WR)  # the peer hangs up in turn
+        assert there.gone()
+        assert pool.exchange(get()) == (200, b"ok")  # StaleConnectionError, had it been tried
+        assert there.accepted == 2
+        pool.close()
+
+
+def test_an_early_hint_is_never_taken_for_the_answer_of_another() -> None:
+    with peer(lambda _: b"HTTP/1.1 103 Hint\r\n\r\n") as there:
+        pool = there.pool()
+        assert pool.exchange(get())[0] == 103
+        pool.exchange(get())
+        assert there.accepted == 2
+        pool.close()
+
+
+def test_no_more_are_kept_than_it_has_room_for() -> None:
+    together = threading.Barrier(2)
+
+    def answer(_: bytes) -> bytes:
+        together.wait(WAIT_S)
+        return OK
+
+    with peer(answer) as there, ThreadPoolExecutor(2) as threads:
+        pool = there.pool(size=1)
+        for accepted in (2, 3):
+            list(threads.map(pool.exchange, [get(), get()]))
+            assert there.accepted == accepted
+        pool.close()
+
+
+def test_one_in_use_is_closed_when_its_call_is_over() -> None:
+    asked, let_go = threading.Event(), threading.Event()
+
+    def answer(_: bytes) -> bytes:
+        asked.set()
+        assert let_go.wait(WAIT_S)
+        return OK
+
+    with peer(answer) as there, ThreadPoolExecutor(1) as threads:
+        pool = there.pool()
+        at_work = threads.submit(pool.exchange, get())
+        assert asked.wait(WAIT_S)
+        pool.close()
+        let_go.set()
+        assert at_work.result(WAIT_S) == (200, b"ok")
+        assert there.gone()
+
+
+def test_a_fresh_one_takes_the_place_of_all_that_were_idle() -> None:
+    with peer() as there:
+        pool = there.pool()
+        pool.exchange(get())
+        pool.exchange(get(), fresh=True)
+        assert there.gone()
+        assert there.accepted == 2
+        pool.close()
+
+
+def test_a_fresh_one_is_new_though_another_thread_gives_one_back(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with peer() as there:
+        pool = there.pool()
+        pool.exchange(get())
+        monkeypatch.setattr(http_pool, "_close_all", lambda _: None)
+        pool.exchange(get(), fresh=True)
+        assert there.accepted == 2
+        monkeypatch.undo()
+        pool.close()
+
+
+def test_a_pool_that_nobody_closes_closes_what_it_kept() -> None:
+    with peer() as there:
+        pool = there.pool()
+        pool.exchange(get())
+        del pool
+        gc.collect()
+        assert there.gone()
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"content-length: 101\r\n\r\n" + b"x" * 101,
+        b"content-length: 99999999999\r\n\r\n" + b"x" * 50,
+        b"transfer-encoding: chunked\r\n\r\n65\r\n" + b"x" * 101 + b"\r\n0\r\n\r\n",
+    ],
+)
+def test_an_answer_that_is_too_long_is_refused(body: bytes) -> None:
+    with peer(lambda _: b"HTTP/1.1 200 OK\r\n" + body) as there:
+        pool = there.pool()
+        with pytest.raises(ProtocolError, match="over 100 bytes"):
+            pool.exchange(get())
+        assert there.gone()
+        pool.close()
+
+
+@pytest.mark.parametrize("size", [b"-5", b"zz"])
+def test_a_chunk_of_no_size_is_a_broken_connection(size: bytes) -> None:
+    chunked = b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n"
+    with peer(lambda _: chunked + size + b"\r\nabcde\r\n0\r\n\r\n") as there:
+        pool = there.pool()
+        with pytest.raises(http.client.HTTPException):
+            pool.exchange(get())
+        pool.close()
+
+
+def test_each_call_has_its_own_patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http_pool, "CONNECT_TIMEOUT_S", 0.2)
+    let_go = threading.Event()
+    slow = [lambda: let_go.wait(0.6)]
+
+    def answer(_: bytes) -> bytes:
+        if slow:
+            slow.pop()()
+        return OK
+
+    with peer(answer) as there:
+        pool = there.pool()
+        pool.exchange(get())  # longer than a connection may take to be made
+        slow.append(lambda: let_go.wait(WAIT_S))
+        with pytest.raises(TimeoutError):
+            pool.exchange(get(timeout_s=0.2))  # on the connection that had more
+        let_go.set()
+        assert there.accepted == 1
+        pool.close()
+
+
+def test_who_is_not_there_is_unreachable() -> None:
+    with socket.socket() as bound:
+        bound.bind(("127.0.0.1", 0))
+        pool = HttpPool("127.0.0.1", bound.getsockname()[1], None, size=1)
+        with pytest.raises(UnreachableError):
+            pool.exchange(get())
