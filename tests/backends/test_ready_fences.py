@@ -540,7 +540,7 @@ def test_a_reader_looks_whether_its_sender_lives() -> None:
         fence_of(Asked()).arrive(None, check=dead, beat=lambda: 1, timeout_s=WAIT_S)
 
 
-@pytest.mark.parametrize("packed", [True, False], ids=["packed", "unpacked"])
+@packings
 def test_nothing_is_touched_before_it_has_come(
     trainer: Trainer, packed: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -559,11 +559,13 @@ def test_nothing_is_touched_before_it_has_come(
     receiver.close()
 
 
-def test_events_are_let_go_of_before_their_memory(
-    trainer: Trainer, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def left(trainer: Trainer, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many events are open whenever a reader lets go of memory."""
     fences: list[OpenFence] = []  # as the traceback of an update would hold them
-    left: list[int] = []
+    found: list[int] = []
+    edge = LateEvents(trainer.events.path)
+    plain = OpenMemory.close
 
     def opening(*args: Any, **kwargs: Any) -> OpenFence | None:
         fence = open_fence(*args, edge=edge, **kwargs)
@@ -572,19 +574,31 @@ def test_events_are_let_go_of_before_their_memory(
         return fence
 
     def closing(memory: OpenMemory) -> None:
-        left.append(sum(len(fence._events) for fence in fences))
+        if fences:  # else it is the probe's
+            found.append(sum(len(fence._events) for fence in fences))
         plain(memory)
 
-    edge = LateEvents(trainer.events.path)
-    plain = OpenMemory.close
     monkeypatch.setattr("weightsync.backends.ipc.open_fence", opening)
     monkeypatch.setattr(OpenMemory, "close", closing)
+    return found
+
+
+def test_events_are_let_go_of_before_their_memory(trainer: Trainer, left: list[int]) -> None:
     receiver = ws.WeightReceiver(EveryDtype("cpu"))
     trainer.updates(receiver.handle, packed=True, verify=False)
     receiver.close()
-    assert len(fences) == 1
-    assert left
-    assert not any(left)
+    assert left == [0]
+
+
+def test_events_of_an_init_that_fails_are_let_go_of(trainer: Trainer, left: list[int]) -> None:
+    engine = trainer.engine(ModuleSource(trainer.model), IpcOptions(packed=True))
+    receiver = ws.WeightReceiver(EveryDtype("cpu"))
+    info = engine.init_info(0)
+    with pytest.raises(HandleError, match="has room for"):
+        receiver.dispatch(InitRequest(init_info=replace(info, run_nbytes=1 << 10)))
+    receiver.close()
+    engine.close()
+    assert left == [0]
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA")
