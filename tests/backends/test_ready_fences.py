@@ -102,6 +102,7 @@ class Trainer:
                 assert report.road == "shared_memory"
                 assert (report.verified != "none") is verify
             self.chunks = len(self._engine._packer.plan.chunks)
+            self.events.close()  # while the memory that bytes come back to is there
 
 
 @pytest.fixture
