@@ -137,12 +137,14 @@ class Packer:
             source = tensor[begin : begin + take]
         else:
             source = tensor.detach()
+        # Whoever made a tensor on the host may write the next one into the same pinned memory.
+        enqueued = source.is_cuda and not self._on_host
         if self._on_host and _is_bytes_like(source, take, spec):
             ctypes.memmove(target.data_ptr(), source.data_ptr(), take)
         elif take < spec.nbytes:
-            target.copy_(source, non_blocking=not self._on_host)
+            target.copy_(source, non_blocking=enqueued)
         else:
-            from_bytes(target, spec).copy_(source, non_blocking=not self._on_host)
+            from_bytes(target, spec).copy_(source, non_blocking=enqueued)
 
     def _complete(self, j: int, *, verify: bool, settle: bool) -> list[int]:
         fingerprints = self._fingerprints(j) if verify else []
