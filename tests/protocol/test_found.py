@@ -9,7 +9,7 @@ import pytest
 import weightsync as ws
 from tests.protocol.trainers import Death, Offering, Trainer
 from tests.protocol.world import SHORT_S, Apply, World
-from weightsync.wire.messages import InitRequest, ShutdownRequest, StartRequest
+from weightsync.wire.messages import InitRequest, ShutdownRequest, StartRequest, UpdateRequest
 
 
 def connected(applies: list[Apply], *, packed: bool) -> tuple[World, Trainer, ws.WeightSender]:
@@ -215,4 +215,27 @@ def test_one_whose_new_offer_was_refused_leaves_no_update_for_ever(anew: str) ->
         else:
             world.offer_again(member, dying, Offering.THE_SAME)
     assert all(status.orphaned for status in world.statuses())
+    world.end()
+
+
+@pytest.mark.usefixtures("shm_clean")
+@pytest.mark.parametrize("apply", ["staged", "in_place"])
+def test_an_update_that_came_late_to_a_new_instance_is_ended_by_its_own_sender(
+    apply: Apply,
+) -> None:
+    """PREPARED has no lease, and the sender that lives is not followed by another."""
+    world, trainer, sender = connected([apply, "staged"], packed=False)
+    trainer.fill()
+    sender.send_weights()
+    member = world.fleet[0]
+    member.restart()
+    for request in list(world.messages[member.name]):
+        if isinstance(request, InitRequest | UpdateRequest):
+            with suppress(ws.ConfigError):  # the first only asks who is there
+                member.receiver.dispatch(request)
+    assert member.receiver.status().state == "PREPARED"
+    trainer.fill()
+    version = sender.send_weights().version
+    for other in world.fleet:
+        world.holds(other, version, trainer.contents)
     world.end()

@@ -41,18 +41,26 @@ def end_orphans(fleet: Fleet, answers: Sequence[Answer], timeout_s: float) -> li
 
 
 def end_own(fleet: Fleet, answers: Sequence[Answer], timeout_s: float) -> bool:
-    """Abort updates of this sender that receivers load though none is at work; say if there were.
+    """Abort updates of this sender that receivers hold though none is at work; say if there were.
 
-    A start that came late opens one where its end is not remembered: in a receiver that was
-    started again. Called between two updates, with what the receivers said just before.
+    A late message opens one where its end is not remembered: in a receiver that was started again.
+    One whose finish the member still owes an answer for stays. Called between two updates, with
+    what the receivers said just before.
     """
-    stale = [a for a in answers if a.status.state == "UPDATING" and fleet.began(a.status.update_id)]
+    stale = [a for a in answers if fleet.began(a.status.update_id) and _is_stale(a)]
     for answer in stale:
         update_id = answer.status.update_id or ""
         logger.warning("update %s came late to %s and is aborted", update_id, answer.member.target)
         request = AbortRequest(update_id=update_id, reason="it is over; its start came late")
         fleet.ask(request, timeout_s=timeout_s, members=[answer.member])
     return bool(stale)
+
+
+def _is_stale(answer: Answer) -> bool:
+    """Whether an open update of this sender has nobody left who would finish it."""
+    owed = answer.member.unfinished
+    is_owed = owed is not None and owed.update_id == answer.status.update_id
+    return answer.status.state in ("UPDATING", "PREPARED") and not is_owed
 
 
 def end_prepared(fleet: Fleet, member: Member, timeout_s: float) -> None:
