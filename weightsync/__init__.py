@@ -47,6 +47,7 @@ if TYPE_CHECKING:  # else by __getattr__, each when it is wanted: a receiver is 
     from weightsync.oneshot import close, send_weights
     from weightsync.receiver import WeightReceiver
     from weightsync.trainer import WeightSender, connect
+    from weightsync.weights.experts import FusedExpertsSource, PerExpertSource
     from weightsync.weights.hook_sink import HookSink
     from weightsync.weights.module_sink import ModuleSink
     from weightsync.weights.sharded_sink import ShardedModuleSink
@@ -63,6 +64,7 @@ __all__ = [
     "BackendUnavailableError",
     "ConfigError",
     "ConnectError",
+    "FusedExpertsSource",
     "HandleError",
     "HookSink",
     "IPCTrainerSendWeightsArgs",
@@ -74,6 +76,7 @@ __all__ = [
     "ModuleSink",
     "ModuleSource",
     "NotReadyError",
+    "PerExpertSource",
     "Progress",
     "ProtocolError",
     "ReceiverReport",
@@ -116,6 +119,7 @@ _MODULES = {
     "oneshot": ("close", "send_weights"),
     "receiver": ("WeightReceiver",),
     "trainer": ("WeightSender", "connect"),
+    "weights.experts": ("FusedExpertsSource", "PerExpertSource"),
     "weights.hook_sink": ("HookSink",),
     "weights.module_sink": ("ModuleSink",),
     "weights.safetensors_source": ("SafetensorsSource",),

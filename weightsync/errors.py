@@ -31,9 +31,11 @@ ProcessLostError, read its log and start the server again.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Sequence
 
 SHOWN_NAMES = 10
+_GATE_OF_EXPERT = re.compile(r"\.experts\.\d+\.(gate_proj|w1)\.weight$")
 
 
 def shorten(names: Iterable[str], limit: int = SHOWN_NAMES) -> str:
@@ -42,6 +44,32 @@ def shorten(names: Iterable[str], limit: int = SHOWN_NAMES) -> str:
     shown = ", ".join(listed[:limit])
     hidden = len(listed) - limit
     return f"{shown} and {hidden} more" if hidden > 0 else shown
+
+
+def convert_experts(missing: Iterable[str], unexpected: Iterable[str]) -> str:
+    """Name the source that turns the experts offered into those wanted; "" where none does."""
+    wanted, offered = list(missing), list(unexpected)
+    projection = _projection(wanted)
+    if projection and (_has_fused(offered) or _projection(offered)):
+        source = "PerExpertSource"
+    elif _has_fused(wanted) and (projection := _projection(offered)):
+        source = "FusedExpertsSource"
+    else:
+        return ""
+    layout = ', layout="mixtral"' if projection == "w1" else ""
+    return (
+        "These are experts of a mixture in two forms: give connect() "
+        f"weightsync.{source}(source{layout}) in place of the source (docs/sources.md)."
+    )
+
+
+def _has_fused(names: Iterable[str]) -> bool:
+    return any(name.endswith(".experts.gate_up_proj") for name in names)
+
+
+def _projection(names: Iterable[str]) -> str:
+    """What the gate projection of one expert is called among `names`; "" where there is none."""
+    return next((found[1] for name in names if (found := _GATE_OF_EXPERT.search(name))), "")
 
 
 class WeightSyncError(Exception):
@@ -87,10 +115,11 @@ class ManifestMismatchError(ProtocolError):
             ("mismatched", self.mismatched),
         )
         found = [f"{len(names)} {kind}: {shorten(names)}" for kind, names in groups if names]
-        return (
-            f"the tensors offered do not fit the receiver; {'; '.join(found)}. "
-            "Map names with rename=, cast with dtype=, or send a subset with partial=True."
+        remedy = (
+            convert_experts(self.missing, self.unexpected)
+            or "Map names with rename=, cast with dtype=, or send a subset with partial=True."
         )
+        return f"the tensors offered do not fit the receiver; {'; '.join(found)}. {remedy}"
 
 
 class StaleVersionError(ProtocolError):

@@ -20,6 +20,7 @@ from weightsync.weights.source import as_source
 
 Tensors = dict[str, torch.Tensor]
 ADAPTERS = "A model with adapters"
+EXPERTS = "A mixture of experts"
 PAGE = Path(__file__).parents[2] / "docs" / "sources.md"
 FOUND = re.findall(
     r"^## ([^\n]+)\n(?:(?!^## ).)*?```python\n(.*?)```", PAGE.read_text(), re.MULTILINE | re.DOTALL
@@ -100,8 +101,27 @@ def check(found: Tensors, wanted: Tensors) -> None:
 
 
 def test_every_example_is_run() -> None:
-    assert set(EXAMPLES) == {*WANTED, ADAPTERS}
+    assert set(EXAMPLES) == {*WANTED, ADAPTERS, EXPERTS}
     assert PAGE.read_text().count("```python") == len(EXAMPLES)
+
+
+@pytest.mark.usefixtures("shm_clean")
+def test_experts_arrive_one_by_one() -> None:
+    mixture, received = nn.Module(), {}
+    mixture.mlp = nn.Module()
+    mixture.mlp.experts = nn.ParameterDict(
+        {"gate_up_proj": torch.randn(2, 6, 4), "down_proj": torch.randn(2, 4, 3)}
+    )
+
+    def load(weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        received.update({name: tensor.clone() for name, tensor in weights})
+
+    run(EXPERTS, mixture, ws=ws, url=ws.WeightReceiver(load).handle)
+    fused = mixture.mlp.experts
+    wanted = {f"mlp.experts.{i}.gate_proj.weight": fused["gate_up_proj"][i, :3] for i in (0, 1)}
+    wanted |= {f"mlp.experts.{i}.up_proj.weight": fused["gate_up_proj"][i, 3:] for i in (0, 1)}
+    wanted |= {f"mlp.experts.{i}.down_proj.weight": fused["down_proj"][i] for i in (0, 1)}
+    check(received, wanted)
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning:transformers")

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from weightsync.errors import ManifestMismatchError, shorten
+from weightsync.errors import ManifestMismatchError, convert_experts, shorten
 from weightsync.specs import Manifest
 from weightsync.weights.dtypes import TORCH_DTYPES
 from weightsync.weights.safetensors_source import SafetensorsSource
@@ -73,8 +73,8 @@ def explain(error: ManifestMismatchError, path: Path, targets: Sequence[str]) ->
         return str(error)
     return (
         f"{path} is a checkpoint of another model than {server} serves: {'; '.join(found)}; "
-        "nothing was changed"
-    )
+        f"nothing was changed. {convert_experts(error.missing, error.unexpected)}"
+    ).rstrip(" .")
 
 
 def _only_dtypes(error: ManifestMismatchError) -> str | None:
