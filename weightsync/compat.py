@@ -6,21 +6,37 @@ makes. `weightsync.send_weights` does all of that, and more, in two messages.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+import asyncio
+import inspect
+from collections.abc import Awaitable, Callable, Generator, Iterable, Iterator, Mapping
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from importlib import import_module
 from typing import Any
+from weakref import WeakKeyDictionary
 
+import msgspec
 import torch
+import torch.distributed as dist
 
 from weightsync.backends.base import Received, Reception
 from weightsync.backends.ipc_handles import receive_handles
-from weightsync.errors import BackendUnavailableError, ConfigError, ProtocolError
+from weightsync.errors import (
+    BackendUnavailableError,
+    ConfigError,
+    ProtocolError,
+    TransportTimeout,
+    VerificationError,
+    shorten,
+)
 from weightsync.samehost import cuda_handle
 from weightsync.samehost.cuda_handle import local_gpu_keys
 from weightsync.samehost.device_keys import host_key
 from weightsync.samehost.segment import Segment
+from weightsync.sending import agreement
+from weightsync.sending.joining import join_ranks
+from weightsync.sending.ranks import Ranks, alone
 from weightsync.specs import Manifest
 from weightsync.transports.base import Transport
 from weightsync.weights.buckets import aligned
@@ -35,15 +51,21 @@ from weightsync.wire.offers import Init, IpcInit, KeyedHandle, SegmentHandle
 IPCWeightTransferInitInfo = IpcInit
 IPCWeightTransferUpdateInfo = UnpackedUpdate | PackedUpdate
 
-NamedTensors = Sequence[tuple[str, torch.Tensor]]
-_TIMEOUT_S = 300.0
+NamedTensors = Iterable[tuple[str, torch.Tensor]]
+DEFAULT_TIMEOUT_S = 300.0
+_CALL = "trainer_send_weights()"
+_GROUP_PATIENCE = 1.2
+"""How much longer than one delivery the other ranks wait for rank 0."""
 
 
 @dataclass(frozen=True, slots=True)
 class IPCTrainerSendWeightsArgs:
     """How to deliver: `send_mode` is "ray", "http", or a callable that takes the update info.
 
-    Raises ConfigError (a ValueError) where the mode is unknown or lacks its handle or URL.
+    A callable may be a coroutine function: it is awaited. `packed_buffer_size_bytes` is the size
+    of the one buffer that packed weights pass through. `timeout_s` bounds each delivery over
+    HTTP, Ray or a coroutine, and each wait for another rank of the trainer. Raises ConfigError (a
+    ValueError) where the mode is unknown or lacks its handle or URL, or a number is not positive.
     """
 
     send_mode: str | Callable[[IPCWeightTransferUpdateInfo], object]
@@ -52,8 +74,13 @@ class IPCTrainerSendWeightsArgs:
     packed: bool = False
     packed_buffer_size_bytes: int = 1 << 30
     token: str | None = None
+    timeout_s: float = DEFAULT_TIMEOUT_S
 
     def __post_init__(self) -> None:
+        for name in ("packed_buffer_size_bytes", "timeout_s"):
+            value = getattr(self, name)
+            if not isinstance(value, int | float) or not value > 0:
+                raise ConfigError(f"{name} must be a positive number, not {value!r}")
         if callable(self.send_mode):
             return
         if self.send_mode not in ("ray", "http"):
@@ -74,25 +101,33 @@ class IPCWeightTransferEngine:
 
     @staticmethod
     def trainer_send_weights(
-        iterator: Iterable[tuple[str, torch.Tensor]],
+        iterator: NamedTensors,
         trainer_args: IPCTrainerSendWeightsArgs | Mapping[str, Any],
     ) -> None:
         """Send every tensor; returns when the receivers have copied them.
 
-        Unpacked is one message, packed one message for each `packed_buffer_size_bytes`. Raises
-        what the receivers raised, ConfigError for wrong arguments.
+        Under torch.distributed every rank of the default group calls this, with the same tensors
+        in the same order, each on its own GPU. The handles of all ranks are merged, rank 0 alone
+        delivers them, and the other ranks return when it has.
+
+        Unpacked is one message, for which all tensors are kept alive. Packed is one message for
+        each `packed_buffer_size_bytes`: tensors are taken from `iterator` one bufferful at a time.
+
+        Raises what the receivers raised, ConfigError for wrong arguments, ManifestMismatchError
+        where ranks send different tensors, VerificationError where they send different bytes. An
+        error of one rank is raised on all of them, with the rank's number. A rank that does not
+        come within `timeout_s` is a TransferTimeout with its number. Afterwards all of them may
+        call again.
         """
-        args = (
-            trainer_args
-            if isinstance(trainer_args, IPCTrainerSendWeightsArgs)
-            else IPCTrainerSendWeightsArgs(**trainer_args)
-        )
-        deliver = _deliverer(args)
-        pairs = [(name, tensor.detach().contiguous()) for name, tensor in iterator]
-        groups = _groups(pairs, args.packed_buffer_size_bytes) if args.packed else iter([pairs])
-        for group in groups:
-            with _Export(group, packed=args.packed) as info:
-                deliver(info)
+        with _trainer_ranks(_timeout_of(trainer_args)) as ranks, ExitStack() as stack:
+            args = ranks.together(lambda: _typed(trainer_args))
+            deliver = ranks.together(lambda: _deliverer(args, stack) if ranks.rank == 0 else None)
+            hosts = ranks.exchange(host_key().encode())
+            # Ranks of one host can all offer its memory: the first of them does.
+            lends_host = hosts.index(hosts[ranks.rank]) == ranks.rank
+            messages = stack.enter_context(closing(_messages(iterator, args, lends_host)))
+            while (info := _merged(ranks, messages, packed=args.packed)) is not None:
+                ranks.together(partial(deliver, info) if deliver else _nothing)
 
     @staticmethod
     def parse_init_info(data: Mapping[str, object]) -> Init | None:
@@ -153,113 +188,340 @@ def _value_errors() -> Iterator[None]:
         raise ConfigError(str(exc)) from exc
 
 
-class _Export:
-    """The handles of some tensors, for as long as the block lasts."""
+def _typed(given: IPCTrainerSendWeightsArgs | Mapping[str, Any]) -> IPCTrainerSendWeightsArgs:
+    if isinstance(given, IPCTrainerSendWeightsArgs):
+        return given
+    known = IPCTrainerSendWeightsArgs.__slots__
+    unknown = [str(name) for name in given if name not in known]
+    if unknown or "send_mode" not in given:
+        raise ConfigError(
+            f"trainer_args has {shorten(map(str, given)) or 'nothing'}; it needs send_mode and may "
+            f"have {', '.join(known[1:])}"
+        )
+    return IPCTrainerSendWeightsArgs(**given)
 
-    def __init__(self, pairs: NamedTensors, *, packed: bool) -> None:
-        self._pairs = pairs
-        self._packed = packed
-        self._segment: Segment | None = None
-        self._buffer: torch.Tensor | None = None
 
-    def __enter__(self) -> IPCWeightTransferUpdateInfo:
-        manifest = Manifest(tuple(spec_of(name, tensor) for name, tensor in self._pairs))
-        specs = manifest.specs
-        on_gpu = bool(self._pairs) and self._pairs[0][1].is_cuda
-        handles = self._on_gpu() if on_gpu and not self._packed else self._in_one_buffer()
-        columns = codec.manifest_to_wire(manifest)
-        fingerprints = [to_hex(mix64(as_bytes(tensor))) for _, tensor in self._pairs]
-        if self._packed:
-            return PackedUpdate(
-                names=columns.names,
-                dtype_names=columns.dtype_names,
-                shapes=columns.shapes,
-                ipc_handles=handles[0],
-                tensor_sizes=[spec.nbytes for spec in specs],
-                fingerprints=fingerprints,
-                packed=True,
+# The trainer's ranks
+
+_groups_of_ranks: WeakKeyDictionary[dist.ProcessGroup, Ranks] = WeakKeyDictionary()
+"""The private group beside each default group, kept from call to call."""
+
+
+def _timeout_of(given: IPCTrainerSendWeightsArgs | Mapping[str, Any]) -> float:
+    """Return the bound of the first waits: the ranks meet before wrong arguments are raised."""
+    named = given.get("timeout_s") if isinstance(given, Mapping) else given.timeout_s
+    return named if isinstance(named, int | float) and named > 0 else DEFAULT_TIMEOUT_S
+
+
+@contextmanager
+def _trainer_ranks(timeout_s: float) -> Iterator[Ranks]:
+    """Yield the ranks of the default group. After a failure they meet anew in the next call."""
+    world = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
+    if world is None:
+        yield alone()
+        return
+    ranks = _groups_of_ranks.pop(world, None)
+    if ranks is None or ranks.broken or ranks.is_losing():
+        bound_s = timeout_s * _GROUP_PATIENCE
+        ranks = join_ranks(None, timeout_s=bound_s, join_timeout_s=timeout_s, call=_CALL)
+    else:
+        ranks.limit(timeout_s * _GROUP_PATIENCE)
+    try:
+        yield ranks
+    except BaseException:
+        ranks.close()
+        raise
+    _groups_of_ranks[world] = ranks
+
+
+def _nothing() -> None:
+    """What a rank does while rank 0 delivers."""
+
+
+class _Lent(msgspec.Struct, frozen=True, kw_only=True):
+    """One rank's part of a message: its handles, and fingerprints where it lends all tensors."""
+
+    handles: list[KeyedHandle]
+    fingerprints: list[str]
+
+
+@dataclass(frozen=True, slots=True)
+class _Message:
+    manifest: Manifest
+    lent: _Lent
+
+
+def _merged(
+    ranks: Ranks, messages: Iterator[_Message], *, packed: bool
+) -> IPCWeightTransferUpdateInfo | None:
+    """Return the next message of all ranks with the handles of all; None after the last."""
+    try:
+        own = next(messages, None)
+    except BaseException as exc:
+        ranks.agree(exc)
+        raise
+    manifest = own.manifest if own else Manifest(())
+    agreement.compare(manifest, ranks, advice=f"every rank has to give {_CALL} the same tensors")
+    bodies = ranks.exchange(msgspec.json.encode(own.lent) if own else b"")
+    if own is None:
+        return None
+    lent = [msgspec.json.decode(body, type=_Lent) for body in bodies]
+    handles: list[KeyedHandle] = [{} for _ in lent[0].handles]
+    for part in lent:
+        for into, offered in zip(handles, part.handles, strict=True):
+            into.update({key: handle for key, handle in offered.items() if key not in into})
+    _compare_bytes(manifest, lent, ranks)
+    return _update_info(manifest, handles, lent[0].fingerprints, packed=packed)
+
+
+def _compare_bytes(manifest: Manifest, lent: list[_Lent], ranks: Ranks) -> None:
+    """All ranks compare the same lists, so they raise together."""
+    for rank, part in enumerate(lent):
+        pairs = zip(manifest.specs, lent[0].fingerprints, part.fingerprints, strict=False)
+        wrong = [spec.name for spec, first, other in pairs if first != other]
+        if wrong:
+            raise VerificationError(
+                f"the trainer's ranks send different bytes: on rank {ranks.names[rank]} "
+                f"{len(wrong)} tensors are not those of rank {ranks.names[0]}: {shorten(wrong)}; "
+                "gather or broadcast them first",
+                names=wrong,
             )
-        return UnpackedUpdate(
+
+
+def _update_info(
+    manifest: Manifest, handles: list[KeyedHandle], fingerprints: list[str], *, packed: bool
+) -> IPCWeightTransferUpdateInfo:
+    columns = codec.manifest_to_wire(manifest)
+    if packed:
+        return PackedUpdate(
             names=columns.names,
             dtype_names=columns.dtype_names,
             shapes=columns.shapes,
-            ipc_handles=handles,
+            ipc_handles=handles[0],
+            tensor_sizes=[spec.nbytes for spec in manifest.specs],
             fingerprints=fingerprints,
+            packed=True,
         )
+    return UnpackedUpdate(
+        names=columns.names,
+        dtype_names=columns.dtype_names,
+        shapes=columns.shapes,
+        ipc_handles=handles,
+        fingerprints=fingerprints,
+    )
 
-    def __exit__(self, *_: object) -> None:
-        self._buffer = None
-        if self._segment is not None:
-            self._segment.close()
+
+# Memory that receivers can open
+
+
+def _messages(
+    pairs: NamedTensors, args: IPCTrainerSendWeightsArgs, lends_host: bool
+) -> Generator[_Message]:
+    """Yield one message, or one for each bufferful.
+
+    What a message names stays readable until the next one is asked for. Host memory is lent where
+    `lends_host`, GPU memory always.
+    """
+    try:
+        if args.packed:
+            yield from _packed(pairs, args.packed_buffer_size_bytes, lends_host)
+        else:
+            yield from _unpacked(pairs, lends_host)
+    finally:
         cuda_handle.collect()
 
-    def _on_gpu(self) -> list[KeyedHandle]:
-        exported = [cuda_handle.export(as_bytes(tensor)) for _, tensor in self._pairs]
-        torch.cuda.synchronize()
-        return [{handle.device: handle} for handle in exported]
 
-    def _in_one_buffer(self) -> list[KeyedHandle]:
-        """Copy everything into one segment (or GPU buffer); packed has no gaps."""
-        starts, at = [], 0
-        for _, tensor in self._pairs:
-            starts.append(at)
-            nbytes = tensor.numel() * tensor.element_size()
-            at += nbytes if self._packed else aligned(nbytes)
-        buffer = self._make_buffer(max(at, 1))
-        for start, (_, tensor) in zip(starts, self._pairs, strict=True):
-            flat = as_bytes(tensor)
-            buffer[start : start + flat.numel()].copy_(flat)
+def _unpacked(pairs: NamedTensors, lends_host: bool) -> Iterator[_Message]:
+    kept = [(name, tensor.detach().contiguous()) for name, tensor in pairs]
+    manifest = Manifest(tuple(spec_of(name, tensor) for name, tensor in kept))
+    flats = [as_bytes(tensor) for _, tensor in kept]
+    # An empty tensor has no memory on a GPU that could be opened.
+    on_host = [not flat.is_cuda or not flat.numel() for flat in flats]
+    with ExitStack() as stack:
+        handles: list[KeyedHandle] = [{} for _ in flats]
+        if any(on_host) and lends_host:
+            sizes = [flat.numel() for flat, here in zip(flats, on_host, strict=True) if here]
+            segment = stack.enter_context(Segment.create(max(sum(map(aligned, sizes)), 1)))
+            at = 0
+            for i, flat in enumerate(flats):
+                if on_host[i]:
+                    segment.tensor(at, flat.numel()).copy_(flat)
+                    handles[i] = _host_handle(segment, at)
+                    at += aligned(flat.numel())
+        for i, flat in enumerate(flats):
+            if not on_host[i]:
+                handles[i] = _gpu_handle(flat)
+        _synchronize(flats)
+        lends = lends_host or not all(on_host)
+        fingerprints = [to_hex(mix64(flat)) for flat in flats] if lends else []
+        yield _Message(manifest, _Lent(handles=handles, fingerprints=fingerprints))
+
+
+def _packed(pairs: NamedTensors, limit: int, lends_host: bool) -> Iterator[_Message]:
+    """Copy a group into the bucket, lend it, and only then take the next tensors."""
+    bucket: _Bucket | None = None
+    try:
+        for group, is_last in _groups(pairs, limit):
+            manifest = Manifest(tuple(spec_of(name, tensor) for name, tensor in group))
+            device = next((t.device for _, t in group if t.is_cuda), torch.device("cpu"))
+            lends = lends_host or device.type == "cuda"
+            if lends and (bucket is None or not bucket.fits(manifest.nbytes, device)):
+                if bucket is not None:
+                    bucket.close()
+                nbytes = manifest.nbytes if is_last else max(manifest.nbytes, limit)
+                bucket = _Bucket(nbytes, device)
+            if bucket is not None and lends:
+                lent = bucket.fill(group)
+            else:
+                lent = _Lent(handles=[{}], fingerprints=[])
+            group.clear()
+            yield _Message(manifest, lent)
+    finally:
+        if bucket is not None:
+            bucket.close()
+
+
+class _Bucket:
+    """Memory of `device` through which the tensors of one group after the other are lent."""
+
+    def __init__(self, nbytes: int, device: torch.device) -> None:
+        self._device = device
+        self._segment = Segment.create(max(nbytes, 1)) if device.type == "cpu" else None
         if self._segment is None:
-            torch.cuda.synchronize()
-            exported = cuda_handle.export(buffer)
-            return [{exported.device: exported}]
-        name, nbytes = self._segment.name, self._segment.nbytes
-        starts = starts[:1] or [0] if self._packed else starts
-        return [
-            {host_key(): SegmentHandle(name=name, nbytes=nbytes, offset=start)} for start in starts
-        ]
+            self._memory = torch.empty(max(nbytes, 1), dtype=torch.uint8, device=device)
+        else:
+            self._memory = self._segment.tensor()
 
-    def _make_buffer(self, nbytes: int) -> torch.Tensor:
-        if self._pairs and self._pairs[0][1].is_cuda:
-            device = self._pairs[0][1].device
-            self._buffer = torch.empty(nbytes, dtype=torch.uint8, device=device)
-            return self._buffer
-        self._segment = Segment.create(nbytes)
-        return self._segment.tensor()
+    def fits(self, nbytes: int, device: torch.device) -> bool:
+        return nbytes <= self._memory.numel() and device == self._device
+
+    def fill(self, group: list[tuple[str, torch.Tensor]]) -> _Lent:
+        """Lay the tensors one after another, without gaps; forget each when it is copied."""
+        at, fingerprints = 0, []
+        for i, (name, tensor) in enumerate(group):
+            flat = as_bytes(tensor.contiguous())
+            part = self._memory[at : at + flat.numel()]
+            part.copy_(flat)
+            fingerprints.append(to_hex(mix64(flat)))
+            at += flat.numel()
+            group[i] = (name, part)
+        _synchronize([self._memory])
+        segment = self._segment
+        handle = _host_handle(segment, 0) if segment else _gpu_handle(self._memory)
+        return _Lent(handles=[handle], fingerprints=fingerprints)
+
+    def close(self) -> None:
+        """Free it."""
+        del self._memory
+        if self._segment is not None:
+            self._segment.close()
 
 
-def _groups(pairs: NamedTensors, limit: int) -> Iterator[NamedTensors]:
-    """Cut into groups of at most `limit` bytes; a larger tensor is a group of its own."""
+def _groups(
+    pairs: NamedTensors, limit: int
+) -> Iterator[tuple[list[tuple[str, torch.Tensor]], bool]]:
+    """Cut into groups of at most `limit` bytes; a larger tensor is a group of its own.
+
+    Yields each with whether it is the last; the caller clears it before it asks for the next.
+    """
     group: list[tuple[str, torch.Tensor]] = []
     size = 0
     for name, tensor in pairs:
         nbytes = tensor.numel() * tensor.element_size()
         if group and size + nbytes > limit:
-            yield group
+            yield group, False
             group, size = [], 0
-        group.append((name, tensor))
+        group.append((name, tensor.detach()))
         size += nbytes
     if group:
-        yield group
+        yield group, True
 
 
-def _deliverer(
-    args: IPCTrainerSendWeightsArgs,
-) -> Callable[[IPCWeightTransferUpdateInfo], object]:
+def _host_handle(segment: Segment, offset: int) -> KeyedHandle:
+    return {host_key(): SegmentHandle(name=segment.name, nbytes=segment.nbytes, offset=offset)}
+
+
+def _gpu_handle(flat: torch.Tensor) -> KeyedHandle:
+    exported = cuda_handle.export(flat)
+    return {exported.device: exported}
+
+
+def _synchronize(tensors: Iterable[torch.Tensor]) -> None:
+    for device in {tensor.device for tensor in tensors if tensor.is_cuda}:
+        torch.cuda.synchronize(device)
+
+
+# Delivery
+
+_Deliver = Callable[[IPCWeightTransferUpdateInfo], object]
+
+
+def _deliverer(args: IPCTrainerSendWeightsArgs, stack: ExitStack) -> _Deliver:
+    """Return what delivers one message; `stack` closes what that needs."""
     if callable(args.send_mode):
-        return args.send_mode
+        return _caller(args.send_mode, args.timeout_s, stack)
     if args.send_mode == "http":
         http = import_module("weightsync.transports.http_client")
         transport: Transport = http.HttpTransport(str(args.url), args.token)
+        stack.callback(transport.close)
 
         def post(info: IPCWeightTransferUpdateInfo) -> None:
-            transport.call(UpdateRequest(update_info=info), timeout_s=_TIMEOUT_S)
+            transport.call(UpdateRequest(update_info=info), timeout_s=args.timeout_s)
 
         return post
-    return _ray_deliverer(args.llm_handle)
+    return _ray_deliverer(args.llm_handle, args.timeout_s)
 
 
-def _ray_deliverer(handle: Any) -> Callable[[IPCWeightTransferUpdateInfo], object]:
+def _caller(send_mode: _Deliver, timeout_s: float, stack: ExitStack) -> _Deliver:
+    """Call `send_mode`, and wait for what it returns where that is awaitable.
+
+    One event loop serves all messages of a call. Raises ConfigError where this thread already
+    runs one, since it would have to wait for itself.
+    """
+    try:
+        loop_runs = asyncio.get_running_loop() is not None
+    except RuntimeError:
+        loop_runs = False
+    if loop_runs and inspect.iscoroutinefunction(send_mode):
+        raise _loop_is_running(send_mode)
+    runner = asyncio.Runner()  # makes its loop when it is first used
+    stack.callback(runner.close)
+
+    def call(info: IPCWeightTransferUpdateInfo) -> None:
+        answer = send_mode(info)
+        if not inspect.isawaitable(answer):
+            return
+        if loop_runs:
+            if inspect.iscoroutine(answer):
+                answer.close()
+            raise _loop_is_running(send_mode)
+        try:
+            runner.run(_within(answer, timeout_s))
+        except TimeoutError as exc:
+            raise TransportTimeout(
+                f"send_mode {_name(send_mode)} did not end within {timeout_s:g} s and was "
+                "cancelled; give more time with timeout_s="
+            ) from exc
+
+    return call
+
+
+async def _within(answer: Awaitable[object], timeout_s: float) -> None:
+    await asyncio.wait_for(answer, timeout_s)
+
+
+def _loop_is_running(send_mode: object) -> ConfigError:
+    return ConfigError(
+        f"send_mode {_name(send_mode)} has to be awaited, and {_CALL} was called by a thread whose "
+        "event loop is running: call it with asyncio.to_thread(), or give a plain function"
+    )
+
+
+def _name(function: object) -> str:
+    return getattr(function, "__qualname__", None) or type(function).__name__
+
+
+def _ray_deliverer(handle: Any, timeout_s: float) -> _Deliver:
     try:
         tell_all = import_module("weightsync.transports.ray_actor").tell_all
     except ImportError as exc:
@@ -270,6 +532,6 @@ def _ray_deliverer(handle: Any) -> Callable[[IPCWeightTransferUpdateInfo], objec
 
     def send(info: IPCWeightTransferUpdateInfo) -> None:
         body = codec.to_plain(UpdateRequest(update_info=info))["body"]
-        tell_all(actors, "update_weights", body, timeout_s=_TIMEOUT_S)
+        tell_all(actors, "update_weights", body, timeout_s=timeout_s)
 
     return send

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import threading
+import weakref
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from typing import Any
@@ -44,6 +46,8 @@ def _nothing_stays_open() -> Iterator[None]:
         ({"send_mode": "ray"}, "llm_handle"),
         ({"send_mode": "http"}, "url"),
         ({"send_mode": "pigeon"}, "'pigeon'"),
+        ({"send_mode": list, "packed_buffer_size_bytes": 0}, "packed_buffer_size_bytes"),
+        ({"send_mode": list, "timeout_s": -1}, "timeout_s"),
     ],
 )
 def test_wrong_arguments_are_value_errors(arguments: dict[str, Any], told: str) -> None:
@@ -53,10 +57,17 @@ def test_wrong_arguments_are_value_errors(arguments: dict[str, Any], told: str) 
         Engine.trainer_send_weights(iter(tensors()), arguments)
 
 
+@pytest.mark.parametrize("arguments", [{}, {"send_mode": list, "pace": 1}])
+def test_a_dict_of_other_names_says_which_are_known(arguments: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=r"needs send_mode and may have llm_handle, url, packed"):
+        Engine.trainer_send_weights(iter(tensors()), arguments)
+
+
 def test_the_defaults_are_the_known_ones() -> None:
     arguments = Args(send_mode="http", url="http://127.0.0.1:1")
     assert arguments.packed is False
     assert arguments.packed_buffer_size_bytes == 1 << 30
+    assert arguments.timeout_s == 300
 
 
 @pytest.mark.parametrize("as_dict", [True, False])
@@ -95,6 +106,108 @@ def test_packed_groups_hold_what_fits_and_larger_tensors_travel_alone() -> None:
         ["turned", "half", "empty", "scalar"],
     ]
     assert [size for _, size in groups] == [3, 4800, 182]
+
+
+class Counting:
+    """Yields tensors of 1 KiB, made one by one, and counts how many of them exist at once."""
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+        self.alive = 0
+        self.most = 0
+
+    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+        for i in range(self.count):
+            yield f"layer.{i}", self._made(i)
+
+    def _made(self, value: int) -> torch.Tensor:
+        tensor = torch.full((256,), float(value))
+        self.alive += 1
+        self.most = max(self.most, self.alive)
+        weakref.finalize(tensor.untyped_storage(), self._gone)
+        return tensor
+
+    def _gone(self) -> None:
+        self.alive -= 1
+
+
+def test_packed_takes_a_bufferful_at_a_time_through_one_buffer() -> None:
+    source, engine, segments, values = Counting(10), Engine(), [], {}
+
+    def load(pairs: Any) -> None:
+        values.update({name: float(tensor[0]) for name, tensor in pairs})
+
+    def deliver(info: Any) -> None:
+        segments.append(info.ipc_handles[host_key()].name)
+        assert source.alive <= 1  # the first of the next buffer
+        engine.receive_weights(info, load)
+
+    Engine.trainer_send_weights(
+        source, {"send_mode": deliver, "packed": True, "packed_buffer_size_bytes": 2048}
+    )
+    assert len(segments) == 5
+    assert len(set(segments)) == 1
+    assert source.most <= 4  # two groups of two
+    assert source.alive == 0
+    assert values == {f"layer.{i}": float(i) for i in range(10)}
+
+
+def test_a_coroutine_function_is_awaited_in_one_event_loop() -> None:
+    loops, names = set(), []
+
+    async def deliver(info: Any) -> None:
+        loops.add(asyncio.get_running_loop())
+        await asyncio.sleep(0)
+        names.extend(info.names)
+
+    Engine.trainer_send_weights(
+        iter(tensors()), {"send_mode": deliver, "packed": True, "packed_buffer_size_bytes": 200}
+    )
+    assert names == [name for name, _ in tensors()]
+    assert len(loops) == 1
+
+
+def test_a_coroutine_that_does_not_end_is_cancelled() -> None:
+    cancelled = []
+
+    async def deliver(_: Any) -> None:
+        try:
+            await asyncio.Event().wait()
+        except asyncio.CancelledError:
+            cancelled.append(True)
+            raise
+
+    with pytest.raises(ws.TransportTimeout, match=r"deliver did not end within 0\.1 s"):
+        Engine.trainer_send_weights(iter(tensors()), {"send_mode": deliver, "timeout_s": 0.1})
+    assert cancelled == [True]
+
+
+class Hidden:
+    """A callable that does not look like the coroutine function that it is."""
+
+    def __init__(self, function: Any) -> None:
+        self._function = function
+
+    def __call__(self, info: Any) -> Any:
+        return self._function(info)
+
+
+@pytest.mark.parametrize("hidden", [False, True], ids=["function", "object"])
+def test_a_coroutine_function_is_refused_where_an_event_loop_runs(hidden: bool) -> None:
+    entered = []
+
+    async def deliver(_: Any) -> None:
+        entered.append(True)
+
+    async def train() -> None:
+        mode = Hidden(deliver) if hidden else deliver
+        with pytest.raises(ws.ConfigError, match=r"call it with asyncio\.to_thread"):
+            Engine.trainer_send_weights(iter(tensors()), {"send_mode": mode})
+        assert entered == []
+        await asyncio.to_thread(Engine.trainer_send_weights, iter(tensors()), {"send_mode": mode})
+
+    asyncio.run(train())
+    assert entered == [True]
 
 
 class Recorder(BaseHTTPRequestHandler):

@@ -26,13 +26,14 @@ def join_ranks(
     *,
     timeout_s: float,
     join_timeout_s: float = JOIN_TIMEOUT_S,
+    call: str = "connect()",
 ) -> Ranks:
     """Make the private group over the ranks of `process_group`; each of them has to call this.
 
     None means the default group where there is one of more than one rank, else `alone()`.
     `timeout_s` bounds every later wait for another rank, so it has to cover the longest time that
-    rank 0 may wait for receivers. Raises TransferTimeout naming the ranks that did not call this
-    within the shorter of the two times.
+    rank 0 may wait for receivers. Raises TransferTimeout naming the ranks that did not make the
+    user's `call` within the shorter of the two times.
     """
     if process_group is None and not (dist.is_available() and dist.is_initialized()):
         return alone()
@@ -47,7 +48,7 @@ def join_ranks(
     if rank == 0:
         _compare_timeouts(process_group, join_timeout_s)
     bound_s = min(join_timeout_s, timeout_s)
-    check_in = _meet_at_store(names, rank, bound_s)
+    check_in = _meet_at_store(names, rank, bound_s, call)
     group = _make_group(check_in, rank, names, bound_s)
     group.set_timeout(timedelta(seconds=timeout_s))
     return Ranks(group, check_in, rank=rank, names=names, timeout_s=timeout_s)
@@ -69,7 +70,7 @@ def _compare_timeouts(process_group: dist.ProcessGroup | None, timeout_s: float)
         )
 
 
-def _meet_at_store(names: Sequence[int], rank: int, timeout_s: float) -> CheckIn:
+def _meet_at_store(names: Sequence[int], rank: int, timeout_s: float, call: str) -> CheckIn:
     """Meet the other ranks in the trainer's store."""
     digest = hashlib.blake2b(repr(list(names)).encode(), digest_size=8).hexdigest()
     store = PrefixStore(f"weightsync/{digest}", dist.distributed_c10d._get_default_store())
@@ -83,7 +84,7 @@ def _meet_at_store(names: Sequence[int], rank: int, timeout_s: float) -> CheckIn
     if missing:
         late = name_ranks(names[rank] for rank in missing)
         raise TransferTimeout(
-            f"{late} of {len(names)} did not call connect() within {timeout_s:g} s; every rank of "
+            f"{late} of {len(names)} did not call {call} within {timeout_s:g} s; every rank of "
             "the process group has to call it"
         )
     return check_in

@@ -90,6 +90,12 @@ class Ranks:
         """Whether a rank was lost, so that every further call raises."""
         return self._broken is not None
 
+    def limit(self, timeout_s: float) -> None:
+        """Wait for other ranks as long as this from now on. Not collective; each rank calls it."""
+        self.timeout_s = timeout_s
+        if self._group is not None:
+            self._group.set_timeout(timedelta(seconds=timeout_s))
+
     def exchange(self, payload: bytes) -> list[bytes]:
         """Return every rank's payload, in rank order. Collective; payloads may differ in length."""
         self._meet("exchange")
