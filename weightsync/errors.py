@@ -16,7 +16,7 @@ WeightSyncError
 |  +- HandleError
 |  +- SegmentError
 |  +- TransferTimeout
-|  +- TransferCancelled       the caller itself called the wait off
+|  +- TransferCancelled       the caller itself ended the wait, or closed the queue
 |  +- PeerLostError           .ranks: a process at the other end died or left
 |  +- VerificationError       .names
 +- ProcessLostError           .process .pid .exitcode: a process of this server ended by itself
@@ -187,7 +187,7 @@ class TransferTimeout(TransferError):
 
 
 class TransferCancelled(TransferError):
-    """The caller called its own wait off; nothing was moved by it."""
+    """The caller ended its own wait, or closed the queue; nothing was moved by the call."""
 
 
 class PeerLostError(TransferError):

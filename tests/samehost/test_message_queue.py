@@ -281,10 +281,10 @@ def test_each_end_refuses_what_is_the_others() -> None:
         with pytest.raises(ConfigError, match="only readers dequeue"):
             writer.dequeue()
         writer.close()
-        with pytest.raises(ConfigError, match="closed"):
+        with pytest.raises(TransferCancelled, match="closed"):
             writer.enqueue(1)
         reader.close()
-        with pytest.raises(ConfigError, match="closed"):
+        with pytest.raises(TransferCancelled, match="closed"):
             reader.dequeue()
 
 

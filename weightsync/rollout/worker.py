@@ -74,7 +74,8 @@ class Worker:
             while True:
                 step: Step = self._steps.dequeue(cancel=self._cancel, indefinite=True)
                 # No update swaps inside a step: it holds the core first, which waits for this.
-                self._results.enqueue(self._runner.execute(step, self.receiver.version))
+                result = self._runner.execute(step, self.receiver.version)
+                self._results.enqueue(result, cancel=self._cancel)
 
     def stop(self) -> None:
         """Have `run` return. Safe in a signal handler."""

@@ -14,14 +14,15 @@ slow, dies, or comes late.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from types import TracebackType
 from typing import Any, Self
 
 import torch.distributed as dist
 
-from weightsync.errors import ConfigError, PeerLostError, ProtocolError
+from weightsync.errors import ConfigError, PeerLostError, ProtocolError, TransferCancelled
+from weightsync.samehost.closable_lock import ClosableLock
 from weightsync.samehost.janitor import sweep
 from weightsync.samehost.message_codec import MessageCodec
 from weightsync.samehost.message_group import Group, StoreGroup, split_by_host
@@ -78,8 +79,8 @@ class MessageQueue:
         self._writer: Writer | None = Writer(terms)
         self._reader: Reader | None = None
         self._handle = self._writer.handle()
+        self._lock = self._writer.lock
         self._reading = False
-        self._closed = False
 
     @classmethod
     def create_from_handle(
@@ -93,9 +94,10 @@ class MessageQueue:
         queue = cls.__new__(cls)
         queue._codec = codec or MessageCodec()
         queue._writer = None
-        queue._reader = open_reader(handle, rank)
+        queue._reader = reader = open_reader(handle, rank)
         queue._handle = handle
-        queue._reading = queue._closed = False
+        queue._lock = ClosableLock("message queue", wake=reader.interrupt, release=reader.close)
+        queue._reading = False
         return queue
 
     @classmethod
@@ -216,18 +218,22 @@ class MessageQueue:
         else:
             reader = self._require_reader()
             doing = "the writer to see all readers"
-            reader.wait_ready(Patience(lambda: doing, self._look_at_writer, timeout_s=timeout_s))
+            with self._lock:
+                reader.wait_ready(self._patience(lambda: doing, timeout_s))
 
-    def enqueue(self, obj: object, timeout_s: float | None = None) -> None:
+    def enqueue(
+        self, obj: object, timeout_s: float | None = None, cancel: Cancel | None = None
+    ) -> None:
         """Send `obj` to all readers; `obj` may be changed as soon as this returns.
 
         Waits while the slots are full. When it raises, nobody gets the message: ConfigError for an
         object that cannot travel, TransferTimeout naming the readers that are behind,
-        PeerLostError for one that died. Several threads may call it.
+        PeerLostError for one that died, TransferCancelled once `cancel` is set or the queue is
+        closed. Several threads may call it.
         """
         if self._writer is None:
             raise ConfigError("this is a reader's end of the queue; only the writer enqueues")
-        self._writer.send(self._codec.encode(obj), timeout_s)
+        self._writer.send(self._codec.encode(obj), timeout_s, cancel)
 
     def dequeue(
         self,
@@ -238,16 +244,18 @@ class MessageQueue:
     ) -> Any:
         """Return the next message, copied out of the queue. One thread calls it.
 
-        Raises TransferTimeout after `timeout_s`, TransferCancelled once `cancel` is set,
-        PeerLostError when the writer is gone and everything it sent was read, ProtocolError for
-        a message with a type that is not registered here; that message is spent. A long wait is
-        logged now and then unless it is expected (`indefinite`).
+        Raises TransferTimeout after `timeout_s`, TransferCancelled once `cancel` is set or this
+        end is closed, PeerLostError when the writer is gone and everything it sent was read,
+        ProtocolError for a message with a type that is not registered here; that message is spent.
+        A long wait is logged now and then unless it is expected (`indefinite`).
         """
-        reader, body, buffers = self._take(timeout_s, cancel, indefinite)
-        try:
-            return self._decoded(reader, body, buffers, None)
-        finally:
-            self._release(reader)
+        reader = self._require_reader()
+        with self._lock:
+            body, buffers = self._take(reader, timeout_s, cancel, indefinite)
+            try:
+                return self._decoded(reader, body, buffers, None)
+            finally:
+                reader.release()
 
     @contextmanager
     def read(
@@ -260,19 +268,28 @@ class MessageQueue:
         """Yield the next message in place: nothing is copied, and nothing may be written to.
 
         Views of bytes end with the block (using one later is a ValueError); tensors and arrays
-        would show later messages, so do not keep them. Raises as `dequeue` does, and a
-        TransferError at the end of the block if the writer went on without this reader meanwhile.
+        would show later messages, so do not keep them. Raises as `dequeue` does. At the end of the
+        block, what was read may have been overwritten: TransferError if the writer went on without
+        this reader meanwhile, TransferCancelled if this end was closed.
         """
         views: list[memoryview] = []
-        reader, body, buffers = self._take(timeout_s, cancel, indefinite)
+        reader = self._require_reader()
+        with self._lock:
+            body, buffers = self._take(reader, timeout_s, cancel, indefinite)
+            self._reading = True
         try:
-            yield self._decoded(reader, body, buffers, views)
-            reader.check()
+            with self._lock:
+                message = self._decoded(reader, body, buffers, views)
+            yield message
+            with self._lock:
+                reader.check()
         finally:
             for view in views:
                 with suppress(BufferError):
                     view.release()
-            self._release(reader)
+            self._reading = False
+            with suppress(TransferCancelled), self._lock:
+                reader.release()
 
     def broadcast_object(self, obj: object = None, timeout_s: float | None = None) -> Any:
         """At the writer, send `obj` and return it; at a reader, return what was sent."""
@@ -291,12 +308,11 @@ class MessageQueue:
         self._writer.drop_reader(rank)
 
     def close(self) -> None:
-        """Leave the queue; idempotent. Readers still get what the writer sent before."""
-        self._closed = True
-        if self._writer is not None:
-            self._writer.close()
-        if self._reader is not None:
-            self._reader.close()
+        """Leave the queue, from any thread; idempotent. Readers get what the writer sent before.
+
+        Calls of this end that wait in other threads raise TransferCancelled, as later calls do.
+        """
+        self._lock.close()
 
     def __enter__(self) -> Self:
         return self
@@ -310,31 +326,38 @@ class MessageQueue:
         self.close()
 
     def _take(
-        self, timeout_s: float | None, cancel: Cancel | None, indefinite: bool
-    ) -> tuple[Reader, memoryview, list[memoryview]]:
-        reader = self._require_reader()
+        self,
+        reader: Reader,
+        timeout_s: float | None,
+        cancel: Cancel | None,
+        indefinite: bool,
+    ) -> tuple[memoryview, list[memoryview]]:
         if self._reading:
             raise ConfigError("the message before is still being read; end its block first")
 
         def patience() -> Patience:
-            return Patience(
-                self._awaited,
-                self._look_at_writer,
-                timeout_s=timeout_s,
-                cancel=cancel,
-                indefinite=indefinite,
-            )
+            return self._patience(self._awaited, timeout_s, cancel, indefinite=indefinite)
 
         if not reader.available:
             reader.wait(patience())
-        body, buffers = reader.take(patience)
-        self._reading = True
-        return reader, body, buffers
+        return reader.take(patience)
 
-    def _release(self, reader: Reader) -> None:
-        self._reading = False
-        if not self._closed:
-            reader.release()
+    def _patience(
+        self,
+        doing: Callable[[], str],
+        timeout_s: float | None,
+        cancel: Cancel | None = None,
+        *,
+        indefinite: bool = False,
+    ) -> Patience:
+        return Patience(
+            doing,
+            self._look_at_writer,
+            timeout_s=timeout_s,
+            cancel=cancel,
+            closing=self._lock,
+            indefinite=indefinite,
+        )
 
     def _decoded(
         self,
@@ -369,8 +392,6 @@ class MessageQueue:
     def _require_reader(self) -> Reader:
         if self._reader is None:
             raise ConfigError("this is the writer's end of the queue; only readers dequeue")
-        if self._closed:
-            raise ConfigError("this message queue is closed; open it again from its handle")
         return self._reader
 
 

@@ -17,7 +17,7 @@ Parts = tuple[memoryview, list[memoryview]]
 
 
 class Reader(Protocol):
-    """One reading end; one thread uses it. Messages come one by one: `take`, then `release`."""
+    """One reading end; one thread at a time uses it. Messages: `take` one, then `release` it."""
 
     @property
     def available(self) -> bool:
@@ -46,6 +46,10 @@ class Reader(Protocol):
 
     def writer_lost(self) -> str | None:
         """Say how it is known that no more messages will come, None while they may."""
+        ...
+
+    def interrupt(self) -> None:
+        """Wake the thread that waits; from any thread, also after `close`."""
         ...
 
     def close(self) -> None:
@@ -107,6 +111,9 @@ class LocalReader:
     def writer_lost(self) -> str | None:
         return self._ring.writer_lost()
 
+    def interrupt(self) -> None:
+        self._ring.interrupt()
+
     def close(self) -> None:
         self._ring.close()
         self._subscriber.close()
@@ -147,6 +154,9 @@ class RemoteReader:
 
     def writer_lost(self) -> str | None:
         return self._subscriber.writer_lost()
+
+    def interrupt(self) -> None:
+        """A wait for the socket looks by itself, every quarter of a second."""
 
     def close(self) -> None:
         self._subscriber.close()

@@ -75,6 +75,7 @@ class RingWriter:
         self._used: list[int] = [0] * layout.slots
         self._posted = 0
         self._peers: dict[int, Segment] = {}
+        self._sleeps_on = [self.control.address + 8 * line_of(r) for r in range(layout.readers)]
 
     @property
     def published(self) -> int:
@@ -162,6 +163,11 @@ class RingWriter:
         self._words[PUBLISHED] = number
         self._wake_readers()
 
+    def interrupt(self) -> None:
+        """Wake this writer's own waits; from any thread, also after `close`."""
+        for address in self._sleeps_on:
+            wake(address)
+
     def close(self) -> None:
         """Tell the readers, who may read on to the last message, and let go. Idempotent."""
         if not self._words.nbytes:
@@ -215,7 +221,7 @@ class RingWriter:
         slowest = min(self.active, key=lambda reader: self._words[line_of(reader)])
         value = self._words[line_of(slowest)]
         if value < wanted:
-            sleep_on(self.control.address + 8 * line_of(slowest), value, nap_s)
+            sleep_on(self._sleeps_on[slowest], value, nap_s)
 
     def _alive(self, reader: int) -> bool:
         """Look at the lock of the segment that the reader made and named when it joined."""
@@ -246,6 +252,7 @@ class RingReader:
         self._line = line_of(reader)
         self._control = Segment.open(control, nbytes=layout.control_nbytes, writable=True)
         self._words = self._control.buffer.cast("Q")
+        self._address = self._control.address
         self._own: Segment | None = None
         self._joined = False
         self._data: Segment | None = None
@@ -275,7 +282,7 @@ class RingReader:
     def wait_ready(self, patience: Patience) -> None:
         """Return once the writer said that all are there."""
         while not self._words[READY]:
-            sleep_on(self._control.address + 8 * READY, 0, patience.nap_s)
+            sleep_on(self._address + 8 * READY, 0, patience.nap_s)
             if not self._words[READY]:
                 patience.look(closed=bool(self._words[CLOSED]))
 
@@ -330,7 +337,12 @@ class RingReader:
         fence()
         wanted = words[WANTED]
         if wanted and self._next >= wanted:
-            wake(self._control.address + 8 * self._line)
+            wake(self._address + 8 * self._line)
+
+    def interrupt(self) -> None:
+        """Wake this reader's own waits; from any thread, also after `close`."""
+        wake(self._address + 8 * PUBLISHED)
+        wake(self._address + 8 * READY)
 
     def close(self) -> None:
         """Tell the writer and let go; idempotent. Views that are still about stay readable."""
@@ -338,7 +350,7 @@ class RingReader:
             return
         if self._joined:
             self._words[self._line + LEFT] = 1
-            wake(self._control.address + 8 * self._line)
+            wake(self._address + 8 * self._line)
         with suppress(BufferError):
             self._buffer.release()
         self._words.release()
@@ -361,7 +373,7 @@ class RingReader:
         words[self._line + ASLEEP] = 1
         try:
             while words[PUBLISHED] <= following:
-                sleep_on(self._control.address + 8 * PUBLISHED, following, patience.nap_s)
+                sleep_on(self._address + 8 * PUBLISHED, following, patience.nap_s)
                 if words[PUBLISHED] <= following:
                     self._look(patience)
         finally:

@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import logging
-import threading
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 
 import msgspec
 
 from weightsync.errors import ConfigError, PeerLostError
+from weightsync.samehost.closable_lock import ClosableLock
 from weightsync.samehost.janitor import sweep
 from weightsync.samehost.message_layout import INLINE, INLINE_NBYTES, SLOT, SOCKET, Layout
 from weightsync.samehost.message_parts import Encoded
 from weightsync.samehost.message_ring import RingWriter
 from weightsync.samehost.message_sockets import LOCAL, READY, REMOTE, Publisher, socket_path
-from weightsync.samehost.patience import Patience
+from weightsync.samehost.patience import Cancel, Patience
 
 logger = logging.getLogger(__name__)
 
@@ -68,16 +69,17 @@ class WriterTerms:
 
 
 class Writer:
-    """Owns the segments and the socket. Safe to use from several threads."""
+    """Owns the segments and the socket. Safe to use from several threads.
+
+    `lock.close()` ends the calls that wait, lets readers read to the end, and releases everything.
+    """
 
     def __init__(self, terms: WriterTerms) -> None:
         self.terms = terms
-        self._lock = threading.Lock()
         self._count = 0
         self._looked = time.monotonic()
         self._all_there = False
         self._ring: RingWriter | None = None
-        self._closed = False
         sweep()
         if terms.local_ranks:
             layout = Layout(terms.slots, terms.slot_nbytes, len(terms.local_ranks))
@@ -93,6 +95,11 @@ class Writer:
                 self._ring.close()
             raise
         self._publisher.remote = terms.remote_ranks
+        self.lock = ClosableLock(
+            "message queue",
+            wake=self._ring.interrupt if self._ring else lambda: None,
+            release=partial(_release, self._publisher, self._ring),
+        )
 
     def handle(self) -> QueueHandle:
         """Return what readers open."""
@@ -108,13 +115,13 @@ class Writer:
             spin_s=self.terms.spin_s,
         )
 
-    def send(self, message: Encoded, timeout_s: float | None) -> None:
+    def send(self, message: Encoded, timeout_s: float | None, cancel: Cancel | None) -> None:
         """Send one message to all, or, when this raises, to none."""
-        with self._lock:
-            self._require_open()
+        timeout_s = self._enter(timeout_s, cancel)
+        try:
             if time.monotonic() - self._looked > _LOOK_S:
                 self._look_at_readers()
-            patience = self._patience(self._awaited, timeout_s)
+            patience = self._patience(self._awaited, timeout_s, cancel)
             if self._publisher.remote:
                 self._wait_joined(patience())
                 self._publisher.wait_window(message.nbytes, patience())
@@ -123,35 +130,43 @@ class Writer:
             if self._publisher.remote:
                 self._publisher.send(REMOTE, self._count, message)
             self._count += 1
+        finally:
+            self.lock.leave()
 
     def wait_until_ready(self, timeout_s: float | None) -> None:
         """Return when every reader has opened its end; then theirs return too."""
-        with self._lock:
-            self._require_open()
+        timeout_s = self._enter(timeout_s, None)
+        try:
             self._wait_joined(self._patience(self._missing, timeout_s)())
             if self._ring is not None:
                 self._ring.announce_ready()
             if self._publisher.remote:
                 self._publisher.announce(READY)
+        finally:
+            self.lock.leave()
 
     def drop_reader(self, rank: int) -> None:
         """Go on without a reader; it will find out. Raises ConfigError when there is none."""
-        with self._lock:
-            self._require_open()
+        with self.lock:
             if rank not in self._readers():
                 raise ConfigError(f"rank {rank} is none of the readers, {self._readers()}")
             self._drop(rank)
 
-    def close(self) -> None:
-        """Let readers read to the end, and let go; idempotent."""
-        with self._lock:
-            if self._closed:
-                return
-            self._closed = True
-            self._publisher.hide()  # a socket without its segment would be a dead owner's
-            if self._ring is not None:
-                self._ring.close()
-            self._publisher.close()
+    def _enter(self, timeout_s: float | None, cancel: Cancel | None) -> float | None:
+        """Go inside the lock, which another thread may hold; return what is left of the time."""
+        if self.lock.acquire(0):
+            return timeout_s
+        started = time.monotonic()
+        patience = Patience(
+            lambda: "another thread's message to be sent",
+            lambda: None,
+            timeout_s=timeout_s,
+            cancel=cancel,
+            closing=self.lock,
+        )
+        while not self.lock.acquire(patience.nap_s):
+            patience.look()
+        return None if timeout_s is None else max(0.0, started + timeout_s - time.monotonic())
 
     def _put(self, ring: RingWriter, message: Encoded, patience: Callable[[], Patience]) -> None:
         if not ring.record_free:
@@ -171,14 +186,22 @@ class Writer:
             ring.publish(SOCKET, nbytes)
 
     def _patience(
-        self, doing: Callable[[], str], timeout_s: float | None
+        self, doing: Callable[[], str], timeout_s: float | None, cancel: Cancel | None = None
     ) -> Callable[[], Patience]:
         """Return what makes the patience of one call, once it is needed."""
         made: list[Patience] = []
 
         def get() -> Patience:
             if not made:
-                made.append(Patience(doing, self._look_at_readers, timeout_s=timeout_s))
+                made.append(
+                    Patience(
+                        doing,
+                        self._look_at_readers,
+                        timeout_s=timeout_s,
+                        cancel=cancel,
+                        closing=self.lock,
+                    )
+                )
             return made[0]
 
         return get
@@ -241,9 +264,12 @@ class Writer:
         if not self._readers():
             raise PeerLostError("no reader is left", ranks=(rank,))
 
-    def _require_open(self) -> None:
-        if self._closed:
-            raise ConfigError("this message queue is closed; make another one")
+
+def _release(publisher: Publisher, ring: RingWriter | None) -> None:
+    publisher.hide()  # a socket without its segment would be a dead owner's
+    if ring is not None:
+        ring.close()
+    publisher.close()
 
 
 def _listed(ranks: Iterable[int]) -> str:

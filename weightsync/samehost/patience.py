@@ -28,8 +28,9 @@ class Cancel(Protocol):
 class Patience:
     """One wait. `look` is called now and then and raises when waiting has become pointless.
 
-    `doing` says what is waited for, `peers` raises when that will never come. A wait is logged
-    every `warn_s` unless it is expected to be long (`indefinite`).
+    `doing` says what is waited for, `peers` raises when that will never come. `cancel` is the
+    caller's, looked at often; `closing` is set by a close that also wakes the wait. A wait is
+    logged every `warn_s` unless it is expected to be long (`indefinite`).
     """
 
     def __init__(
@@ -39,6 +40,7 @@ class Patience:
         *,
         timeout_s: float | None,
         cancel: Cancel | None = None,
+        closing: Cancel | None = None,
         indefinite: bool = False,
         warn_s: float = WARN_S,
     ) -> None:
@@ -46,6 +48,7 @@ class Patience:
         self._peers = peers
         self._timeout_s = timeout_s
         self._cancel = cancel
+        self._closing = closing
         self._started = time.monotonic()
         self._looked = self._started
         self._warn_s = None if indefinite else warn_s
@@ -66,6 +69,8 @@ class Patience:
         """
         if self._cancel is not None and self._cancel.is_set():
             raise TransferCancelled(f"called off while waiting for {self._doing()}")
+        if self._closing is not None and self._closing.is_set():
+            raise TransferCancelled(f"closed in this process while waiting for {self._doing()}")
         now = time.monotonic()
         if closed or now - self._looked >= LOOK_S:
             self._looked = now
