@@ -32,7 +32,7 @@ def seen_by_a_profiler(setting: str | None) -> str:
         [sys.executable, "-W", "ignore", "-c", SCRIPT],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=240,
         env=environment,
         check=True,
     )

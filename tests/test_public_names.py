@@ -104,7 +104,7 @@ def test_the_import_loads_no_optional_package() -> None:
         [sys.executable, "-c", IMPORT_AND_LIST],
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=240,
         check=False,
     )
     assert done.returncode == 0, done.stderr

@@ -22,7 +22,7 @@ def test_a_warning_is_shown_to_who_asked(set_up: str, shown: bool) -> None:
         [sys.executable, "-c", WARNS.format(set_up=set_up)],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=240,
         check=True,
     )
     assert ended.stdout == ""

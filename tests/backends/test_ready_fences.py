@@ -56,7 +56,7 @@ from weightsync.wire.offers import KeyedHandle, ReadyEvents, SegmentHandle
 pytestmark = pytest.mark.usefixtures("shm_clean")
 
 BUCKET_NBYTES = 192 << 10
-WAIT_S = 20.0
+WAIT_S = 60.0
 SILENT_S = 0.2
 packings = pytest.mark.parametrize("packed", [False, True], ids=["unpacked", "packed"])
 

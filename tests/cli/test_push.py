@@ -214,7 +214,7 @@ def test_a_process_ends_with_one_line(hidden: str, code: int, said: str, tmp_pat
         [sys.executable, "-c", script],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=240,
         check=False,
         cwd=tmp_path,
         env={"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},

@@ -22,8 +22,8 @@ def test_one_line_says_all() -> None:
         assert set(ready) == {"url", "token", "pid", "model"}
         assert (ready["pid"], ready["model"]) == (process.pid, "tiny")
         headers = {"Authorization": f"Bearer {ready['token']}"}
-        assert requests.post(f"{ready['url']}/resume", timeout=60).status_code == 401
-        answer = requests.post(f"{ready['url']}/resume", headers=headers, timeout=60)
+        assert requests.post(f"{ready['url']}/resume", timeout=240).status_code == 401
+        answer = requests.post(f"{ready['url']}/resume", headers=headers, timeout=240)
         assert answer.status_code == 200, answer.text
         process.send_signal(signal.SIGTERM)
         rest, _ = process.communicate(timeout=END_S)

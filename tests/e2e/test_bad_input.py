@@ -373,7 +373,7 @@ def test_a_small_dev_shm_is_an_error_at_init_that_names_the_size() -> None:
         capture_output=True,
         text=True,
         check=True,
-        timeout=60,
+        timeout=240,
         env={**os.environ, "PYTHONPATH": root},
     )
     lines = done.stdout.splitlines()

@@ -74,7 +74,7 @@ def save(model: Any, folder: Path, label: str) -> str:
     return str(path)
 
 
-@pytest.mark.timeout(180)
+@pytest.mark.timeout(560)
 @pytest.mark.parametrize("apply", ["staged", "in_place"])
 @pytest.mark.parametrize("packed", [True, False], ids=["packed", "unpacked"])
 @pytest.mark.parametrize("label", CONFIGS)
@@ -105,7 +105,7 @@ def test_every_rank_gets_what_a_checkpoint_would_give_it(
             assert held[0]["tokens"] == held[1]["tokens"]
 
 
-@pytest.mark.timeout(180)
+@pytest.mark.timeout(560)
 def test_a_cast_on_the_way(ranks: Group, tmp_path: Path) -> None:
     """A float32 master, and a server in bfloat16: the common case."""
     trained = make("fused and strided")
@@ -122,7 +122,7 @@ def test_a_cast_on_the_way(ranks: Group, tmp_path: Path) -> None:
         assert rank["different"] == []
 
 
-@pytest.mark.timeout(180)
+@pytest.mark.timeout(560)
 def test_ranks_need_not_be_in_step(ranks: Group, tmp_path: Path) -> None:
     """No collective runs: a rank gets its slice while the other one waits for a message."""
     trained = make("fused and strided")

@@ -68,12 +68,12 @@ def served(pair: Group) -> Iterator[str]:
 
 def check(url: str, **body: Any) -> Any:
     headers = {"Authorization": f"Bearer {TOKEN}"}
-    answer = requests.post(f"{url}/weight_checker", json=body, headers=headers, timeout=60)
+    answer = requests.post(f"{url}/weight_checker", json=body, headers=headers, timeout=240)
     assert answer.status_code == 200, answer.text
     return answer.json()
 
 
-@pytest.mark.timeout(180)
+@pytest.mark.timeout(560)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("label", CONFIGS)
 def test_shards_add_up_to_the_checksums_of_the_whole_model(
@@ -100,7 +100,7 @@ def test_shards_add_up_to_the_checksums_of_the_whole_model(
         assert sorted(compared["different"]) == sorted(different)
 
 
-@pytest.mark.timeout(180)
+@pytest.mark.timeout(560)
 def test_the_command_line_takes_one_url(pair: Group, tmp_path: Path, shm_clean: None) -> None:
     trained = make("fused rows")
     start = save(trained, tmp_path, "start")

@@ -59,7 +59,7 @@ def test_trainer_and_receiver() -> None:
             env=environment,
             capture_output=True,
             text=True,
-            timeout=60,
+            timeout=240,
             check=True,
         ).stdout
         after = _answer(port)

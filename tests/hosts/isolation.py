@@ -29,9 +29,9 @@ _NET = 0x40000000
 _PLACE = _NET | _MOUNT | _UTS | _IPC
 
 TOOL_PATH = os.pathsep.join((os.environ.get("PATH", os.defpath), "/usr/sbin", "/sbin"))
-SETUP_S = 20.0
-TOOL_S = 20.0
-END_S = 20.0
+SETUP_S = 60.0
+TOOL_S = 60.0
+END_S = 60.0
 
 T = TypeVar("T")
 Arg = str | os.PathLike[str]

@@ -13,7 +13,7 @@ from pathlib import Path
 from tests.hosts.isolation import TOOL_PATH
 from tests.hosts.namespaces import Host
 
-WAIT_S = 20.0
+WAIT_S = 60.0
 
 
 def machine_state() -> dict[str, set[str]]:

@@ -222,7 +222,7 @@ def test_the_example_program(served: Server) -> None:
     line = [sys.executable, program, "--steps", "2", "--url", served.url]
     environment = {**os.environ, "WEIGHTSYNC_TOKEN": served.token}
     ended = subprocess.run(
-        line, env=environment, text=True, capture_output=True, timeout=100, check=False
+        line, env=environment, text=True, capture_output=True, timeout=240, check=False
     )
     assert ended.returncode == 0, ended.stderr
     rewards, made, held, verified = (ended.stdout.splitlines()[at] for at in (-5, -3, -2, -1))

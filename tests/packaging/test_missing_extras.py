@@ -72,7 +72,7 @@ def run(*words: str) -> str:
         [sys.executable, *words],
         capture_output=True,
         text=True,
-        timeout=110,
+        timeout=240,
         check=False,
         env={**os.environ, "PYTHONPATH": str(ROOT)},
     )

@@ -33,12 +33,12 @@ except weightsync.BackendUnavailableError as exc:
 @pytest.mark.slow
 @pytest.mark.parametrize("file", ["one_host.py", "cluster.py"])
 def test_with_real_actors(file: str) -> None:
-    assert sandbox.run_pytest(HERE / file, timeout_s=110) > 0
+    assert sandbox.run_pytest(HERE / file, timeout_s=280) > 0
 
 
 def test_a_missing_extra_names_itself() -> None:
     done = subprocess.run(
-        [sys.executable, "-c", WITHOUT_RAY], capture_output=True, text=True, timeout=60, check=True
+        [sys.executable, "-c", WITHOUT_RAY], capture_output=True, text=True, timeout=240, check=True
     )
     assert done.stdout == "told\n"
 

@@ -12,7 +12,7 @@ from weightsync.errors import NotReadyError, TransferError, TransferTimeout
 from weightsync.receiving.gate import Gate
 
 SHORT_S = 0.05
-WAIT_S = 20.0
+WAIT_S = 60.0
 
 
 @pytest.fixture

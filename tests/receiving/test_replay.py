@@ -17,7 +17,7 @@ from weightsync.errors import (
 from weightsync.receiving.replay import Replay
 from weightsync.wire.messages import StepReply
 
-WAIT_S = 20.0
+WAIT_S = 60.0
 
 
 class Calls:

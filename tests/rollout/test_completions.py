@@ -15,7 +15,7 @@ from weightsync.rollout.requests import VersionSpan, spans
 from weightsync.rollout.text import Texts
 
 TEXTS = Texts(TOKENIZER)
-WAIT_S = 20
+WAIT_S = 60
 
 
 def work(*prompts: str, stops: tuple[str, ...] = (), n: int = 1, room: int = 64) -> Work:

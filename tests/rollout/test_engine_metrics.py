@@ -48,7 +48,7 @@ def samples(engine: Told) -> dict[str, list[float]]:
     app.include_router(weight_router(receiver, token=None, more_metrics=more))
     try:
         with serving(app) as url:
-            answer = requests.get(f"{url}/metrics", timeout=60)
+            answer = requests.get(f"{url}/metrics", timeout=240)
     finally:
         receiver.close()
     assert answer.status_code == 200, answer.text

@@ -26,7 +26,7 @@ from tests.server.live import raw, serving
 from weightsync.errors import NotReadyError
 from weightsync.rollout.requests import VersionSpan, decode_response
 
-WAIT_S = 20
+WAIT_S = 60
 
 
 @contextmanager

@@ -23,7 +23,7 @@ from weightsync.rollout.requests import (
 )
 
 PROMPTS: list[str | list[int]] = ["a", "The sea, the sky.", "weights " * 9]
-JOIN_S = 30
+JOIN_S = 60
 
 
 class Gate:

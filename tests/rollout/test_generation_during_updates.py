@@ -40,7 +40,7 @@ def _generate(url: str, stop: threading.Event, seed: int) -> list[tuple[list[int
             prompt += torch.randint(3, 250, (length,), generator=random).tolist()
             tokens = int(torch.randint(4, 60, (), generator=random))
             body = {"prompts": [prompt], "max_new_tokens": tokens, "temperature": 0.0}
-            answer = session.post(f"{url}/generate", json=body, timeout=120)
+            answer = session.post(f"{url}/generate", json=body, timeout=240)
             assert answer.status_code == 200, answer.text
             made += [(prompt, completion) for completion in answer.json()["completions"]]
     return made

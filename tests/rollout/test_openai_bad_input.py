@@ -25,7 +25,7 @@ from weightsync.rollout.openai_messages import REFUSED, ChatMessage, RequestErro
 from weightsync.rollout.text import Texts
 from weightsync.rollout.tiny_tokenizer import byte_tokenizer
 
-WAIT_S = 20
+WAIT_S = 60
 
 
 @pytest.fixture(scope="module")

@@ -27,7 +27,7 @@ from tests.rollout.scripted_engine import (
 from tests.server.live import serving
 from weightsync.errors import NotReadyError
 
-WAIT_S = 20.0
+WAIT_S = 60.0
 CHAT: Any = [{"role": "user", "content": "hi"}]
 
 

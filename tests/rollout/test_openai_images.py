@@ -21,7 +21,7 @@ from weightsync.rollout.model import load_reader
 from weightsync.rollout.model_choice import TINY_VISION
 from weightsync.rollout.openai_messages import RequestError
 
-WAIT_S = 20.0
+WAIT_S = 60.0
 
 
 def encoded(image: Image.Image, kind: str = "PNG") -> bytes:

@@ -38,7 +38,7 @@ def test_what_it_starts_with_is_left_out_of_collections(
 ) -> None:
     code = BEGIN.format(module=module, main=main, run=run, more=more)
     ended = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=240, check=False
     )
     assert ended.returncode == 0, ended.stderr
     assert int(ended.stdout) > 10_000

@@ -28,7 +28,7 @@ from weightsync.server.listening import listen, url_of
 
 def generate(url: str, **fields: Any) -> requests.Response:
     body = {"prompts": ["hello"], "max_new_tokens": 8, "temperature": 0.0} | fields
-    return requests.post(f"{url}/generate", json=body, timeout=60)
+    return requests.post(f"{url}/generate", json=body, timeout=240)
 
 
 def replica(url: str) -> dict[str, Any]:
@@ -54,14 +54,14 @@ def running() -> Iterator[tuple[str, str]]:
 def post(running: tuple[str, str], call: str, **json: Any) -> requests.Response:
     url, token = running
     headers = {"Authorization": f"Bearer {token}"}
-    return requests.post(f"{url}/{call}", json=json, headers=headers, timeout=60)
+    return requests.post(f"{url}/{call}", json=json, headers=headers, timeout=240)
 
 
 def test_metrics_count_what_was_generated(running: tuple[str, str]) -> None:
     url, _ = running
 
     def total() -> float:
-        lines = requests.get(f"{url}/metrics", timeout=60).text.splitlines()
+        lines = requests.get(f"{url}/metrics", timeout=240).text.splitlines()
         (line,) = [one for one in lines if one.startswith("weightsync_tokens_total{")]
         return float(line.partition(" ")[2])
 
@@ -201,7 +201,7 @@ def test_headers_have_an_end(running: tuple[str, str]) -> None:
         endless = b"GET /health HTTP/1.1\r\n" + b"x: %s\r\n" % (b"a" * 16_000) * 2_000
         with pytest.raises(ConnectionError):
             connection.sendall(endless)
-    assert requests.get(f"{running[0]}/health", timeout=60).ok
+    assert requests.get(f"{running[0]}/health", timeout=240).ok
 
 
 @pytest.mark.usefixtures("shm_clean")

@@ -53,7 +53,7 @@ from weightsync.wire.messages import (
     UpdateRecord,
 )
 
-WAIT_S = 20
+WAIT_S = 60
 WAIT_MS = WAIT_S * 1000
 NOW = 1_800_000_000.0
 HOSTILE = '"><script>window.taken=1</script><img src=x onerror="window.taken=2">'

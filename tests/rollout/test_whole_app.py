@@ -19,7 +19,7 @@ from tests.server.live import serving
 from weightsync.rollout.api_server import make_app
 from weightsync.rollout.text import Texts
 
-WAIT_S = 20
+WAIT_S = 60
 
 
 @pytest.fixture(scope="module")

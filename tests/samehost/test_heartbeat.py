@@ -8,7 +8,7 @@ import pytest
 
 from weightsync.samehost.heartbeat import beating
 
-WAIT_S = 30.0
+WAIT_S = 60.0
 
 
 def beats() -> list[threading.Thread]:

@@ -23,7 +23,7 @@ from weightsync.samehost.segment import Segment, live_segments
 from weightsync.transports.callback import CallbackTransport
 from weightsync.wire.messages import LedgerEntry
 
-WAIT_S = 20.0
+WAIT_S = 60.0
 OTHER_READER = """
 reader = Segment.open(args[0], nbytes=4096, directory=directory)
 print("open", flush=True)

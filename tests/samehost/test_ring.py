@@ -30,7 +30,7 @@ from weightsync.samehost.ring import (
 )
 from weightsync.samehost.segment import DIRECTORY, Segment
 
-WAIT_S = 20.0
+WAIT_S = 60.0
 SHORT_S = 0.05
 SHAPE = {"slots": 2, "readers": 3, "entries": 10}
 

@@ -35,7 +35,7 @@ def make_certificate(directory: Path, passphrase: str = "") -> Certificate:
         [openssl, "req", *kind, *locked, *subject, "-keyout", made.keyfile, "-out", made.certfile],
         check=True,
         capture_output=True,
-        timeout=60,
+        timeout=240,
     )
     return made
 

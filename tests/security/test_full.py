@@ -57,7 +57,7 @@ def test_staged_weights_without_memory_are_an_error_at_init() -> None:
         [*MODULE, "too_little_memory"],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=240,
         env=environment(),
         check=False,
     )

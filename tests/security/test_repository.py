@@ -43,7 +43,7 @@ def tracked_files() -> list[Path]:
         check=True,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=240,
     )
     return [ROOT / name for name in listed.stdout.split("\0") if name]
 

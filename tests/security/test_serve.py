@@ -32,7 +32,7 @@ def test_https_with_a_token_from_a_file(tmp_path: Path) -> None:
         server(*options, want_token=False, stderr=stderr) as (url, _, _),
     ):
         assert url.startswith("https://127.0.0.1:")
-        asked = requests.get(f"{url}/weight_info", verify=trusted, timeout=60)
+        asked = requests.get(f"{url}/weight_info", verify=trusted, timeout=240)
         assert asked.json()["version"] == 0
         model = make_tiny_model(seed=3).model
         with pytest.raises(ws.AuthError):
@@ -40,7 +40,7 @@ def test_https_with_a_token_from_a_file(tmp_path: Path) -> None:
         with ws.connect(model, to=url, token=TOKEN, verify_tls=trusted) as sender:
             assert sender.send_weights().version == 1
         pages = [
-            requests.get(f"{url}/{page}", verify=trusted, timeout=60).text
+            requests.get(f"{url}/{page}", verify=trusted, timeout=240).text
             for page in ("", "weight_info", "metrics", "server_info")
         ]
     assert TOKEN not in "".join(pages) + log.read_text()

@@ -285,6 +285,6 @@ assert not logging.getLogger().handlers
 
 def test_a_plain_script_prints_nothing() -> None:
     done = subprocess.run(
-        [sys.executable, "-c", QUIET], capture_output=True, text=True, timeout=100, check=True
+        [sys.executable, "-c", QUIET], capture_output=True, text=True, timeout=240, check=True
     )
     assert (done.stdout, done.stderr) == ("", "")

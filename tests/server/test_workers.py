@@ -49,7 +49,7 @@ from weightsync.wire.messages import (
 )
 from weightsync.wire.offers import ProbeInfo, SegmentHandle
 
-WAIT_S = 20.0
+WAIT_S = 60.0
 
 
 def workers_app(workers: Workers) -> FastAPI:

@@ -16,7 +16,7 @@ from weightsync.errors import ProtocolError
 from weightsync.transports import http_pool
 from weightsync.transports.http_pool import Call, HttpPool, PoolClosedError, UnreachableError
 
-WAIT_S = 20.0
+WAIT_S = 60.0
 OK = b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nok"
 
 
