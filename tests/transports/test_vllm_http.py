@@ -146,7 +146,7 @@ def test_other_servers_are_not_taken_for_a_vllm() -> None:
     try:
         with pytest.raises((ProtocolError, RemoteError, TransferError, TransportTimeout)):
             ws.connect(source(), to=http.url)
-        asked = ["version", "model_info", "get_model_info", "weight_info"]
+        asked = ["weight_info", "version", "model_info", "get_model_info", "weight_info"]
         assert http.paths == [f"GET /{path}" for path in asked]
     finally:
         http.close()

@@ -5,7 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from weightsync.errors import ConfigError
+from weightsync.errors import (
+    AuthError,
+    ConfigError,
+    ProtocolError,
+    RemoteError,
+    TransportTimeout,
+    WeightSyncError,
+)
 from weightsync.transports.base import Transport
 from weightsync.transports.http_client import HttpTransport
 from weightsync.transports.sglang_http import is_sglang
@@ -13,7 +20,9 @@ from weightsync.transports.sglang_server import MakeReceiver, SglangTarget, Sgla
 from weightsync.transports.sglang_shelf import Shelf
 from weightsync.transports.vllm_http import VllmHttpControl, is_vllm, plain_url
 from weightsync.transports.vllm_server import worker_transports
+from weightsync.wire.messages import StatusRequest
 
+_PROBE_S = 5.0
 _GREETING_S = 30.0
 """A vLLM server answers between decode steps."""
 
@@ -40,10 +49,12 @@ class Addresses:
             return [self._sglang(sglang)]
         token, trust = self._token, self._verify_tls
         said = plain_url(target)
-        if said is None and not is_vllm(target, token, verify_tls=trust):
-            if self._make_receiver and is_sglang(target, token, verify_tls=trust):
-                return [self._sglang(SglangTarget(url=target))]
-            return [HttpTransport(target, token, verify_tls=trust)]
+        if said is None:
+            ours = _is_ours(target, token, verify_tls=trust)
+            if ours or not is_vllm(target, token, verify_tls=trust):
+                if not ours and self._make_receiver and is_sglang(target, token, verify_tls=trust):
+                    return [self._sglang(SglangTarget(url=target))]
+                return [HttpTransport(target, token, verify_tls=trust)]
         control = VllmHttpControl(said or target, token, verify_tls=trust)
         control.greet(timeout_s=_GREETING_S)
         return worker_transports(control, timeout_s=_GREETING_S)
@@ -57,3 +68,20 @@ class Addresses:
         return SglangTransport(
             target, shelf, self._make_receiver, token=self._token, verify_tls=self._verify_tls
         )
+
+
+def _is_ours(url: str, token: str | None, *, verify_tls: bool | str) -> bool:
+    """Ask for our own `weight_info`: a user's app may have routes that other engines have, too.
+
+    A server that cannot be reached counts as ours, whose first call says so.
+    """
+    probe = HttpTransport(url, token, verify_tls=verify_tls)
+    try:
+        probe.call(StatusRequest(), timeout_s=_PROBE_S)
+    except (AuthError, ProtocolError, RemoteError, TransportTimeout):
+        return False  # the answer of another server, or none in time
+    except WeightSyncError:
+        return True
+    finally:
+        probe.close()
+    return True

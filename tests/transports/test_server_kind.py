@@ -1,0 +1,74 @@
+"""What stands behind a URL: our own routes are asked first, whatever else the app answers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import fastapi
+import pytest
+import torch
+
+import weightsync as ws
+from tests.server.live import serving
+from tests.transports.test_vllm_http import VERSION, Http
+from weightsync.errors import BackendUnavailableError, ConnectError
+from weightsync.sending.addresses import Addresses
+from weightsync.transports.http_client import HttpTransport
+
+FOREIGN_ROUTES = {
+    "/version": {"version": "1.4.2"},
+    "/get_world_size": {"world_size": 2},
+    "/model_info": {"model_path": "m", "tokenizer_path": "m", "is_generation": True},
+    "/server_info": {"vllm_config": {}},
+}
+
+
+@pytest.fixture
+def app() -> Iterator[tuple[fastapi.FastAPI, ws.WeightReceiver]]:
+    """An app of a user's, whose own routes are those of other engines by chance."""
+    receiver = ws.WeightReceiver(torch.nn.Linear(6, 5))
+    made = fastapi.FastAPI()
+    for path, answer in FOREIGN_ROUTES.items():
+        made.add_api_route(path, lambda answer=answer: answer)
+    made.include_router(ws.server.weight_router(receiver, token=None))
+    yield made, receiver
+    receiver.close()
+
+
+def test_an_app_with_routes_of_other_engines_and_ours_is_ours(
+    app: tuple[fastapi.FastAPI, ws.WeightReceiver],
+) -> None:
+    sent = torch.nn.Linear(6, 5)
+    with serving(app[0]) as url, ws.connect(sent, to=url) as sender:
+        assert sender.send_weights().version == 1
+    assert app[1].version == 1
+
+
+def test_a_receiver_whose_status_is_an_error_is_ours_still(
+    app: tuple[fastapi.FastAPI, ws.WeightReceiver], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail() -> None:
+        raise ws.NotReadyError("a worker is down")
+
+    monkeypatch.setattr(app[1], "status", fail)
+    with serving(app[0]) as url:
+        (transport,) = Addresses(None, verify_tls=True, make_receiver=None).transports(url)
+        assert type(transport) is HttpTransport
+        transport.close()
+
+
+def test_a_vllm_that_has_weight_info_is_vllm() -> None:
+    http = Http({**VERSION, "/weight_info": (200, {"weight_version": "default"})})
+    try:
+        with pytest.raises(BackendUnavailableError, match="VLLM_SERVER_DEV_MODE=1"):
+            ws.connect(torch.nn.Linear(6, 5), to=http.url)
+        assert http.paths[:3] == ["GET /weight_info", "GET /version", "GET /get_world_size"]
+    finally:
+        http.close()
+
+
+def test_a_server_that_cannot_be_reached_is_said_to_be_so() -> None:
+    http = Http({})
+    http.close()
+    with pytest.raises(ConnectError, match="is the server running"):
+        ws.connect(torch.nn.Linear(6, 5), to=http.url)
