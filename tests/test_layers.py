@@ -48,6 +48,7 @@ LAYERS = (
         stdlib_only=True,
     ),
     layer("wire", ban="torch"),
+    layer("optimizer_steps"),
     layer("weights", "samehost"),
     layer("backends", "transports"),
     layer("sending", "receiving"),

@@ -34,6 +34,9 @@ class _LatestTensors:
     def stable_tensors(self) -> list[torch.Tensor] | None:
         return None
 
+    def made_of(self) -> tuple[list[str], list[torch.Tensor]]:
+        return [name for name, _ in self.pairs], [tensor for _, tensor in self.pairs]
+
 
 @dataclass(slots=True)
 class _Kept:

@@ -185,7 +185,9 @@ class WeightSender:
         """Bring every receiver to the source's current weights; return when all use them.
 
         `version` None is one more than the last. Versions grow, unless `rewind` says that the
-        trainer went back to an older checkpoint. The source may change again when this returns.
+        trainer went back to an older checkpoint. The source may change again when this returns;
+        one that changes before is a VerificationError that names the tensors, and nothing is
+        committed.
         `trace` is a file for a time line of this update in Chrome's trace format, from rank 0.
         Raises VerificationError, TransferError, TransportError or ProtocolError; the receivers are
         then as they were, except those that errors or their status call TORN. What any rank raises
@@ -203,7 +205,9 @@ class WeightSender:
     ) -> SyncReport:
         """`send_weights` without blocking the event loop.
 
-        Cancelled, it stops the transfer and returns when nothing reads the source any more.
+        The source must not change before this returns: an optimizer that steps meanwhile makes it a
+        VerificationError. Cancelled, it stops the transfer and returns when nothing reads the
+        source any more.
         """
         stop = threading.Event()
         work = asyncio.to_thread(self._send_weights, version, label, rewind, stop, trace)

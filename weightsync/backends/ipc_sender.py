@@ -125,6 +125,8 @@ class IpcTrainerEngine(TrainerWeightTransferEngine):
             self._probe_memory = keep(closing(Probe(gpu)))
             memory = None if packed else register(self._whole, stable, gpu, adopt=options.adopt)
             self._memory = None if memory is None else keep(closing(memory))
+            if isinstance(memory, SharedStream) and stable is not None:
+                memory.adopt(stable)
             fenced = gpu if options.fence == "event" else None
             count = slots if packed else 1
             self._fence = keep(closing(make_fence(control, fenced, count, packed=packed)))
@@ -195,15 +197,31 @@ class IpcTrainerEngine(TrainerWeightTransferEngine):
         self, readers: Iterable[int], *, verify: bool, pairs: NamedTensors | None = None
     ) -> RegisteredUpdate:
         """Start an update; nothing is read from the source yet, except to see if it has moved."""
-        looked, self._looked = self._looked, None
+        stable = None if pairs is not None else self.look()
+        self._looked = None
         self._verify = verify
         self._table = []
         self._written_nbytes = 0
         if pairs is not None:
             return self._begin_pairs(list(readers), list(pairs))
         if self.packed:
-            return self._begin_packed(list(readers), self._packer, self._source.tensors, None)
-        return self._begin_unpacked(list(readers), looked or self._source.stable_tensors())
+            tensors = self._source.tensors
+            return self._begin_packed(list(readers), self._packer, tensors, None, stable)
+        return self._begin_unpacked(list(readers), stable)
+
+    def look(self) -> list[torch.Tensor] | None:
+        """The tensors that the update which begins next reads where they are, if there are such.
+
+        Asked of the source once an update: a look takes a microsecond a tensor.
+        """
+        if self._looked is None:
+            self._looked = self._source.stable_tensors()
+        return self._looked
+
+    def is_place(self, index: int, address: int) -> bool:
+        """Whether tensor `index` was moved to `address` by this engine."""
+        memory = self._memory
+        return isinstance(memory, SharedStream) and memory.is_place(index, address)
 
     def transfer(self, check: Check) -> None:
         """Pack and publish every chunk, or publish the fingerprints of registered memory."""
@@ -230,10 +248,10 @@ class IpcTrainerEngine(TrainerWeightTransferEngine):
     def needs_init(self) -> bool:
         """GPU storages that moved need new handles; on a host every tensor has its place.
 
-        Unless another tensor has stayed in that place, which must not be overwritten. What is
-        found is kept for the update that begins next: a look takes a microsecond a tensor.
+        Unless another tensor has stayed in that place, which must not be overwritten.
         """
-        stable = self._looked = self._source.stable_tensors() if self._memory else None
+        self._looked = None
+        stable = self.look() if self._memory else None
         if isinstance(self._memory, DeviceStream):
             return self._memory.moved(stable or [])
         return self._memory is not None and stable is not None and self._memory.occupied(stable)
@@ -270,7 +288,7 @@ class IpcTrainerEngine(TrainerWeightTransferEngine):
         manifest = Manifest(tuple(spec_of(name, tensor) for name, tensor in pairs))
         packer = self._packer_of(manifest)
         wire = manifest_to_wire(manifest)
-        return self._begin_packed(readers, packer, lambda: iter(pairs), wire)
+        return self._begin_packed(readers, packer, lambda: iter(pairs), wire, None)
 
     def _begin_packed(
         self,
@@ -278,6 +296,7 @@ class IpcTrainerEngine(TrainerWeightTransferEngine):
         packer: Packer,
         tensors: Callable[[], NamedTensors],
         manifest: ManifestMessage | None,
+        stable: list[torch.Tensor] | None,
     ) -> RegisteredUpdate:
         chunks = len(packer.plan.chunks)
         epoch = self._writer.begin(readers, chunks)
@@ -303,7 +322,6 @@ class IpcTrainerEngine(TrainerWeightTransferEngine):
                 self.trail.mark("acquired", j)
                 return slot
 
-            stable = self._source.stable_tensors() if manifest is None else None
             if stable is not None:
                 filled = packer.pack_stable(
                     stable, acquire, verify=self._verify, settle=not by_event

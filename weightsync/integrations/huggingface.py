@@ -57,10 +57,14 @@ class MergedSource:
         """None: merged tensors are new ones every time."""
         return
 
+    def made_of(self) -> tuple[list[str], list[torch.Tensor]]:
+        """The base model's and the adapters' own tensors, under the names of the module itself."""
+        self._look_again()
+        return self._tensors.names, self._tensors.tensors
+
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield tensor by tensor; a layer is merged when its first one is asked for."""
-        if self._tensors.refresh():
-            self._names = self._plan()
+        self._look_again()
         layers = _tuner_layers(self._base)
         merged: tuple[str, dict[str, torch.Tensor]] = ("", {})
         for i, name in self._names.items():
@@ -71,6 +75,10 @@ class MergedSource:
             if merged[0] != prefix:
                 merged = prefix, _merge(layers[prefix])
             yield name, merged[1][within]
+
+    def _look_again(self) -> None:
+        if self._tensors.refresh():
+            self._names = self._plan()
 
     def _plan(self) -> dict[int, str]:
         """Return the receivers' name of each tensor that travels, by its place in the walk."""

@@ -16,6 +16,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from weightsync.errors import ManifestMismatchError
+from weightsync.optimizer_steps import held_back
 from weightsync.samehost.segment import Segment, live_segments
 
 logger = logging.getLogger(__name__)
@@ -67,6 +68,21 @@ class SharedStream:
             return 0
         sizes = enumerate(flat.numel() for flat in self.tensors)
         return sum(nbytes for i, nbytes in sizes if i not in self._adopted)
+
+    def is_place(self, index: int, address: int) -> bool:
+        """Whether `address` is the place of tensor `index` here."""
+        return self._addresses[index] == address
+
+    def adopt(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Move those here that can be moved, before a thread of its own sends them.
+
+        A step that writes a parameter while it is moved would write to memory that nobody reads
+        any more.
+        """
+        if self._adopt:
+            for i, (tensor, view) in enumerate(zip(tensors, self._views, strict=True)):
+                if tensor.shape == view.shape and _alone_in_its_storage(tensor, view):
+                    self._bring(i, tensor)
 
     def refresh(self, tensors: Sequence[torch.Tensor]) -> int:
         """Bring every place up to date; return the bytes that had to be copied.
@@ -132,12 +148,13 @@ class SharedStream:
             )
         if tensor.numel() == 0:
             return 0
-        view.copy_(tensor.detach())
-        if self._adopt and _alone_in_its_storage(tensor, view):
-            tensor.data = self._lend(index)
-            self._adopted[index] = tensor
-        else:
-            self._adopted.pop(index, None)
+        with held_back() as nobody_steps:  # a step writes where the tensor was as it began
+            view.copy_(tensor.detach())
+            if nobody_steps and self._adopt and _alone_in_its_storage(tensor, view):
+                tensor.data = self._lend(index)
+                self._adopted[index] = tensor
+            else:
+                self._adopted.pop(index, None)
         return view.numel() * view.element_size()
 
     def _lend(self, index: int) -> torch.Tensor:

@@ -83,7 +83,10 @@ AnyCommand = Open | Probe | Offers | Look | Begin | Transfer | Stay | End | With
 
 
 class Answer(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What one rank answers: the fields that belong to the command, or `problem`."""
+    """What one rank answers: the fields that belong to the command, or `problem`.
+
+    `changed` names tensors of its source that changed while they were sent.
+    """
 
     problem: Problem | None = None
     probes: list[ProbeInfo] = []
@@ -93,6 +96,7 @@ class Answer(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     table_digest: str | None = None
     extra_nbytes: int = 0
     written_nbytes: int = 0
+    changed: list[str] = []
 
 
 class Card(msgspec.Struct, frozen=True, kw_only=True):

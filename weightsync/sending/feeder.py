@@ -36,7 +36,8 @@ from weightsync.sending.ranks import Ranks
 from weightsync.specs import Manifest
 from weightsync.weights.dtypes import spec_of
 from weightsync.weights.sharded_source import gather
-from weightsync.weights.source import NamedTensors, WeightSource
+from weightsync.weights.source import IterableSource, NamedTensors, WeightSource
+from weightsync.weights.source_changes import SourceWatch
 from weightsync.wire.messages import LedgerEntry, RegisteredUpdate
 from weightsync.wire.offers import IpcInit
 
@@ -62,6 +63,8 @@ class Feeder:
         self._ranks = ranks
         self._alone = ranks.size == 1
         self._steps = Lockstep(source, ranks)
+        self._given = source
+        self._watch = SourceWatch()
         self.source: WeightSource = source if self._alone else self._steps
         self._options = replace(options, device=source_device(source))
         self._gathers = source.stable_tensors() is None
@@ -125,6 +128,7 @@ class Feeder:
     def close(self) -> None:
         """Free everything. Idempotent."""
         self._during.close()
+        self._watch.end()
         relay, self.relay = self.relay, None
         engine, self.engine = self.engine, None
         if relay is not None:
@@ -161,6 +165,7 @@ class Feeder:
 
         def begin() -> None:
             nonlocal update
+            self._watch_source(pairs)
             whole = None if pairs is None else [(name, gather(tensor)) for name, tensor in pairs]
             if engine is not None and self._active:
                 update = engine.begin(places, verify=command.verify, pairs=whole)
@@ -172,6 +177,26 @@ class Feeder:
         if engine is not None:
             self._during.enter_context(beating(engine.beat))
         return Answer(update=update)
+
+    def _watch_source(self, pairs: list[tuple[str, torch.Tensor]] | None) -> None:
+        """From here on nothing that this rank's part is read from may change."""
+        source = self._given
+        if isinstance(source, IterableSource):
+            source.changed = []
+        if pairs is not None:
+            self._watch.begin([name for name, _ in pairs], [tensor for _, tensor in pairs])
+        elif self._active or self._gathers:
+            stable = self.engine.look() if self.engine is not None and not self._gathers else None
+            if stable is not None:
+                self._watch.begin([spec.name for spec in source.manifest.specs], stable)
+            elif hasattr(source, "made_of"):
+                self._watch.begin(*source.made_of())
+
+    def _what_changed(self) -> list[str]:
+        """Name what others changed of this rank's source since the update began."""
+        engine, source = self.engine, self._given
+        changed = self._watch.end(engine.is_place) if engine is not None else self._watch.end()
+        return changed + (source.changed if isinstance(source, IterableSource) else [])
 
     def _take_pairs(self) -> list[tuple[str, torch.Tensor]]:
         """Return this rank's tensors, shards ungathered, once all ranks have the same."""
@@ -224,10 +249,12 @@ class Feeder:
         self._relaying = False
         if relaying and self.relay is not None:
             self.relay.stop()
+        changed = self._what_changed()
         if engine is None:
-            return Answer()
+            return Answer(changed=changed)
         engine.end()
         return Answer(
+            changed=changed,
             table_digest=engine.table_digest if self._active else None,
             extra_nbytes=engine.extra_nbytes,
             written_nbytes=engine.written_nbytes if self._active else 0,

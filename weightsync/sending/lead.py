@@ -311,7 +311,7 @@ class Lead:
         self._membership.mend([member])
         again = self._update([member])
         try:
-            again.send_whole(terms)
+            again.send_whole(terms, before_finish=self._check_unchanged)
         except WeightSyncError:
             if member.unfinished is None:
                 with suppress(WeightSyncError):

@@ -17,6 +17,7 @@ from weightsync.errors import (
     TransportError,
     VerificationError,
     WeightSyncError,
+    shorten,
 )
 from weightsync.report import ReceiverReport, SyncReport
 from weightsync.samehost.ring import PATIENCE
@@ -86,6 +87,7 @@ class Update:
         self._told: list[RankAnswer] = []
         self._whole = False
         self._aborted = False
+        self._torn: list[str] = []
         self._first: Member | None = None
 
     @property
@@ -196,8 +198,9 @@ class Update:
         request = AbortRequest(update_id=self.update_id, reason=reason)
         for answer in self._fleet.ask(request, timeout_s=timeout_s, members=members):
             if answer.error is None:
-                torn = answer.step.state == "TORN" and answer.step.update_id == self.update_id
-                self.touched = self.touched or torn
+                if answer.step.state == "TORN" and answer.step.update_id == self.update_id:
+                    self.touched = True
+                    self._torn.append(answer.member.target)
                 continue
             logger.warning("abort at %s: %s", answer.member.target, answer.error)
             if isinstance(answer.error, TransportError):
@@ -269,19 +272,49 @@ class Update:
         begun = self._fleet.begin(request, timeout_s=self._patience, members=members)
         calls = dict(zip(members, begun, strict=True))
         try:
+            self._hand_over(calls, started)
+        except VerificationError as exc:
+            self._refuse_changed(exc)
+            raise
+        answers = [future.result() for future in begun]
+        self._note(answers)
+        self._refuse_changed()
+        self._seconds["load"] = time.perf_counter() - started
+        self._raise_unless_all(answers, "update_weights")
+
+    def _hand_over(self, calls: Mapping[Member, Future[Answer]], started: float) -> None:
+        """Hand every byte over, and wait until the receivers have answered."""
+        try:
             self._ensemble.tell(Transfer(), check=lambda: self._raise_early(calls))
             self._seconds["transfer"] = time.perf_counter() - started
-            while wait(begun, timeout=_LOOK_S).not_done:
+            while wait(calls.values(), timeout=_LOOK_S).not_done:
                 self._ensemble.tell(Stay())
         except BaseException as exc:
             self._stop(calls, exc)
             raise
         finally:
             self._told = self._ensemble.tell(End())
-        answers = [future.result() for future in begun]
-        self._note(answers)
-        self._seconds["load"] = time.perf_counter() - started
-        self._raise_unless_all(answers, "update_weights")
+
+    def _refuse_changed(self, cause: BaseException | None = None) -> None:
+        """Raise VerificationError, with the update aborted, if the source changed meanwhile.
+
+        What receivers got may be of two steps, and so may the fingerprints that they compared.
+        """
+        changed = list(dict.fromkeys(name for told in self._told for name in told.changed))
+        if not changed:
+            return
+        self.abort("the source changed while it was sent")
+        refused = [m for m, error in self.failed.items() if isinstance(error, VerificationError)]
+        for member in refused:
+            del self.failed[member]
+        torn = ", ".join(self._torn)
+        held = f"{torn} load in place and are TORN until the next send" if torn else ""
+        raise VerificationError(
+            f"the source changed while it was sent: {len(changed)} tensors: {shorten(changed)}; "
+            f"{held or 'nothing was committed'}. Let the send return (await asend_weights()) "
+            "before the next optimizer step, then send again",
+            names=changed,
+        ) from cause
 
     def _info(self, member: Member) -> RegisteredUpdate:
         """What one member is told: the ring of its rank, and whom it feeds itself."""

@@ -15,6 +15,7 @@ from weightsync.weights.groups import groups_of
 from weightsync.weights.module_tensors import ModuleTensors, Rename, identity, rename_with
 from weightsync.weights.sharded_source import find_fsdp, gather, gather_groups
 from weightsync.weights.shards import is_sharded
+from weightsync.weights.source_changes import YieldWatch
 
 NamedTensors = Iterable[tuple[str, torch.Tensor]]
 
@@ -26,6 +27,9 @@ class WeightSource(Protocol):
     tensors in the manifest's order, aliases left out; a sender keeps each alive until its bytes
     are copied. `stable_tensors` is asked once per update too: the same tensors where they live in
     memory that stays (so that they can be registered), or None where they are made on the fly.
+
+    A source whose `stable_tensors` is None may also have `made_of() -> (names, tensors)`: what its
+    tensors are made of. An update fails with VerificationError where those change while it is sent.
     """
 
     @property
@@ -84,6 +88,11 @@ class ModuleSource:
         self._look_again()
         return None if self._sharded or self._casts() else self._found.tensors
 
+    def made_of(self) -> tuple[list[str], list[torch.Tensor]]:
+        """The module's own tensors, shards as they are, with the names that they are sent by."""
+        self._look_again()
+        return self._found.names, self._found.tensors
+
     def _casts(self) -> bool:
         return self._dtype is not None and any(
             TORCH_DTYPES[spec.dtype] is not tensor.dtype
@@ -123,7 +132,8 @@ class IterableSource:
 
     It is iterated once at `connect` for the manifest; the sender compares every later iteration
     with that as it flows. A DTensor is gathered when it is asked for, so every rank has to
-    yield the same names in the same order.
+    yield the same names in the same order. `changed` are the tensors that the last iteration found
+    changed by others, as `YieldWatch` sees it.
     """
 
     def __init__(
@@ -136,6 +146,7 @@ class IterableSource:
         self._factory = factory
         self._rename = rename_with(rename)
         self._dtype = dtype
+        self.changed: list[str] = []
         self._manifest = Manifest(
             tuple(spec_of(self._rename(name), tensor, dtype) for name, tensor in factory())
         )
@@ -152,8 +163,19 @@ class IterableSource:
 
     def shards(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield a fresh iteration as it is; `gather` makes its shards whole."""
-        for name, tensor in self._factory():
-            yield self._rename(name), tensor
+        self.changed = []
+        watch = YieldWatch()
+        last = len(self._manifest.specs) - 1
+        try:
+            for i, (name, tensor) in enumerate(self._factory()):
+                sent = self._rename(name)
+                watch.note(sent, tensor)
+                yield sent, tensor
+                watch.read()
+                if i == last:  # what the callable does at its own end changes nothing that was sent
+                    self.changed = watch.end()
+        finally:
+            watch.end()
 
     def gather(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return the full tensor of a shard, cast; others as they are. Collective over its mesh."""

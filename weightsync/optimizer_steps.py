@@ -1,0 +1,107 @@
+"""Which torch optimizers step now: fused ones write parameters without raising their versions."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import CodeType
+from typing import Any
+
+import torch
+from torch.optim import optimizer as hooks
+
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+_lock = threading.Lock()
+_installed = False
+_windows: set[StepWindow] = set()
+_running: dict[tuple[int, int], tuple[torch.optim.Optimizer, CodeType]] = {}
+"""The optimizers that are inside `step()`, by thread and optimizer."""
+
+
+class StepWindow:
+    """Collects the optimizers that step, in part or as a whole, until it is closed.
+
+    A step of the calling thread that is under way does not count: its caller is the send itself.
+    """
+
+    def __init__(self) -> None:
+        self._optimizers: list[torch.optim.Optimizer] = []
+        with _lock:
+            self._optimizers += _running_elsewhere()
+            _windows.add(self)
+
+    def close(self) -> list[torch.optim.Optimizer]:
+        """Stop collecting; return the optimizers. Idempotent."""
+        with _lock:
+            _windows.discard(self)
+        return self._optimizers
+
+    def add(self, optimizer: torch.optim.Optimizer) -> None:
+        """Called when a step begins."""
+        self._optimizers.append(optimizer)
+
+
+def install() -> None:
+    """Ask torch to report every optimizer step of this process. Idempotent."""
+    global _installed  # noqa: PLW0603  # torch's hooks are of the whole process too
+    with _lock:
+        if not _installed:
+            hooks.register_optimizer_step_pre_hook(_begin_step)
+            hooks.register_optimizer_step_post_hook(_end_step)
+            _installed = True
+
+
+@contextmanager
+def held_back() -> Iterator[bool]:
+    """Keep optimizers from beginning a step; yields whether none is in the middle of one."""
+    with _lock:
+        yield not _running_elsewhere()
+
+
+def stored_at(optimizer: torch.optim.Optimizer) -> set[int]:
+    """Return the addresses of the storages that a step writes parameters to."""
+    return {
+        storage_address(parameter)
+        for group in optimizer.param_groups
+        for parameter in group["params"]
+    }
+
+
+def storage_address(tensor: torch.Tensor) -> int:
+    """Return where the storage of a tensor, or of a DTensor's shard, begins; 0 if there is none."""
+    if type(tensor) not in _PLAIN:
+        tensor = getattr(tensor, "_local_tensor", tensor)
+    try:
+        return tensor.untyped_storage().data_ptr()
+    except (RuntimeError, NotImplementedError):
+        return 0
+
+
+def _running_elsewhere() -> list[torch.optim.Optimizer]:
+    """Return who steps in other threads; forgets steps that ended by an exception."""
+    if not _running:
+        return []
+    frames = sys._current_frames()
+    for (thread, number), (_, code) in list(_running.items()):
+        frame = frames.get(thread)
+        while frame is not None and frame.f_code is not code:
+            frame = frame.f_back
+        if frame is None:
+            del _running[thread, number]
+    own = threading.get_ident()
+    return [optimizer for (thread, _), (optimizer, _) in _running.items() if thread != own]
+
+
+def _begin_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    code = sys._getframe(1).f_code
+    with _lock:
+        _running[threading.get_ident(), id(optimizer)] = optimizer, code
+        for window in _windows:
+            window.add(optimizer)
+
+
+def _end_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    with _lock:
+        _running.pop((threading.get_ident(), id(optimizer)), None)
