@@ -224,6 +224,10 @@ class WeightReceiver:
         """Every mapping that senders made this receiver open, with size and age."""
         return self._updates.peers.ledger()
 
+    def sender_alive(self, sender: str) -> bool:
+        """Whether the sender of this id is connected and its process lives."""
+        return self._updates.peers.alive(sender)
+
     def show_paused(self, paused: bool) -> None:
         """Note that generation is paused, or goes on, by somebody else's word. Calls no hook."""
         if paused:

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import gc
 import json
+import time
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 import weightsync as ws
 from tests.e2e import models
 from tests.soak.boundaries import Boundaries
+from weightsync.rollout.model import make_tiny_model
 
 ROADS: dict[str, dict[str, Any]] = {
     "packed": {"packed": True, "bucket_nbytes": 80 << 10, "num_buckets": 2},
@@ -54,3 +57,15 @@ def with_collector(_: object) -> None:
 def passed(_: object) -> list[str]:
     """What this process of receivers has come by since it was armed."""
     return _here[0].passed
+
+
+def send_until_killed(url: str, token: str, road: str, seed: int, pipe: Connection) -> None:
+    """Say how long an update of `weightsync serve` takes, and send others until killed."""
+    model = make_tiny_model(seed=seed).model
+    with ws.connect(model, to=url, token=token, timeout_s=TIMEOUT_S, **ROADS[road]) as sender:
+        sender.send_weights()
+        started = time.perf_counter()
+        sender.send_weights()
+        pipe.send(time.perf_counter() - started)
+        while True:
+            sender.send_weights()

@@ -6,129 +6,29 @@ is against that one itself.
 
 from __future__ import annotations
 
-import copy
-import threading
+import os
+import signal
 import time
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
+from dataclasses import dataclass
 from itertools import groupby
-from typing import Any
 
 import pytest
 import torch
 
 import weightsync as ws
+from tests.children import CONTEXT
+from tests.e2e.processes import wait_until
+from tests.transports.vllm_workers import Endpoints, Waiting, Workers
 from weightsync.errors import (
     ConnectError,
     ProtocolError,
     RemoteError,
     WeightSyncError,
 )
-from weightsync.receiving.landings import ApplyChoice
-from weightsync.transports import vllm_door
+from weightsync.samehost.segment import remove_leftovers
 from weightsync.transports.vllm_server import worker_transports
-from weightsync.wire import codec, problem
-
-
-class Workers:
-    """The verbs of a server of several workers, each a real receiver, and a log of what came."""
-
-    target = "server"
-
-    def __init__(self, count: int, *, apply: ApplyChoice = "staged", late: int = 0) -> None:
-        self.models = [torch.nn.Linear(40, 40) for _ in range(count)]
-        self.receivers = [ws.WeightReceiver(model, apply=apply) for model in self.models]
-        self.held = [False] * count
-        self.paused = False
-        self.log: list[str] = []
-        self.version = ""
-        self.pauses = True
-        self.fails: dict[str, Exception] = {}
-        self.broken: dict[str, Exception] = {}
-        self.seen: list[int] = []
-        self.visible = count
-        self._late = late
-        self._results: list[dict[str, Any]] = []
-        self._busy = threading.Lock()
-        self._pool = ThreadPoolExecutor(count)
-
-    @property
-    def sent(self) -> tuple[int, int]:
-        return len(self.log), 0
-
-    def rpc(self, text: str, *, timeout_s: float) -> object:
-        told = vllm_door.decode_round(text)
-        calls = sorted({call.call for call in told.calls.values()})
-        self._note(f"rpc {' '.join(calls)}".rstrip())
-        with self._busy:  # one call at a time, as in an engine's loop
-            self.seen.append(len(told.calls))
-            futures = [self._pool.submit(self._answer, told, i) for i in range(len(self.models))]
-            results = [future.result() for future in futures]
-        if self._late:  # what a call that raised left behind
-            results[-1], self._results = (self._results or results)[-1], results
-        return results[: self.visible]
-
-    def is_paused(self, *, timeout_s: float) -> bool:
-        return self.paused
-
-    def pause(self, mode: str, *, timeout_s: float) -> None:
-        self._note(f"pause {mode}")
-        self.paused = self.pauses
-
-    def resume(self, *, timeout_s: float) -> None:
-        self._note("resume")
-        self.paused = False
-
-    def reset_prefix_cache(self, *, timeout_s: float) -> None:
-        self._note("reset")
-
-    def set_version(self, version: str, *, timeout_s: float) -> None:
-        self._note(f"version {version}")
-        self.version = version
-
-    def close(self) -> None:
-        self._note("close")
-
-    def end(self) -> None:
-        for receiver in self.receivers:
-            receiver.close()
-        self._pool.shutdown()
-
-    def _note(self, what: str) -> None:
-        self.log.append(what)
-        last = what.rsplit(maxsplit=1)[-1]
-        if last in self.broken:
-            raise copy.copy(self.broken[last])
-        if last in self.fails:
-            raise self.fails.pop(last)
-
-    def _answer(self, told: vllm_door.Round, rank: int) -> dict[str, Any]:
-        receiver = self.receivers[rank]
-        if told.holds is not None:
-            self.held[rank] = told.holds
-        call, reply, wrong = vllm_door.addressed(told, rank), None, None
-        if call is not None:
-            try:
-                request = codec.decode_request(call.call, call.body.encode())
-                reply = codec.encode(receiver.dispatch(request)).decode()
-            except Exception as exc:  # noqa: BLE001  # as the engine does
-                wrong = problem.encode_problem(problem.to_problem(exc)).decode()
-        status = receiver.status()
-        return vllm_door.encode_answer(
-            vllm_door.WorkerAnswer(
-                nonce=told.nonce,
-                rank=rank,
-                world=len(self.models),
-                state=status.state,
-                version=status.version,
-                apply=status.apply,
-                may_generate=status.may_generate,
-                held=self.held[rank],
-                reply=reply,
-                problem=wrong,
-            )
-        )
 
 
 @pytest.fixture(params=[1, 3])
@@ -160,7 +60,6 @@ def test_an_update_pauses_resets_and_resumes_in_this_order(workers: Workers) -> 
         "resume",
         "rpc",
     ]
-    assert workers.held == [False] * len(workers.models)
     assert workers.log[-1] == "close"
     assert report.control_messages == len(log)
     assert all(torch.equal(held.weight, model.weight) for held in workers.models)
@@ -182,7 +81,7 @@ def test_workers_that_load_in_place_are_paused_before_the_bytes_come() -> None:
         with ws.connect(source(), to=worker_transports(workers, timeout_s=5)) as sender:
             workers.log.clear()
             sender.send_weights()
-            assert workers.log[:2] == ["pause keep", "rpc update_weights"]
+            assert workers.log[:3] == ["rpc", "pause keep", "rpc update_weights"]
             assert not workers.paused
     finally:
         workers.end()
@@ -234,7 +133,6 @@ def test_a_server_of_torn_workers_stays_paused_until_a_whole_update() -> None:
             with pytest.raises(RuntimeError, match="lost its weights"):
                 sender.send_weights()
             assert workers.paused
-            assert workers.held == [True, True]
             healthy.append(True)
         with ws.connect(tensors, to=worker_transports(workers, timeout_s=5)) as successor:
             successor.send_weights()  # knows from the workers whose pause it found
@@ -316,15 +214,128 @@ def test_an_engine_that_cannot_be_paused_is_told_not_to_generate(workers: Worker
 
 @pytest.mark.usefixtures("shm_clean")
 def test_a_pause_that_somebody_ended_by_hand_is_made_again() -> None:
-    workers = Workers(2, apply="in_place")
+    workers, model, healthy = Workers(2, apply="in_place"), source(), [True]
+
+    def tensors() -> Iterator[tuple[str, torch.Tensor]]:
+        return (
+            iter(list(model.named_parameters())) if healthy else failing(model, workers.receivers)
+        )
+
     try:
-        workers.held = [True, True]  # as a sender left it that died paused
-        with ws.connect(source(), to=worker_transports(workers, timeout_s=5)) as sender:
+        to = worker_transports(workers, timeout_s=5)
+        with ws.connect(tensors, to=to, bucket_nbytes=1024, timeout_s=20) as sender:
+            healthy.clear()
+            with pytest.raises(RuntimeError, match="lost its weights"):
+                sender.send_weights()
+        assert workers.paused
+        workers.resume(timeout_s=5)
+        with ws.connect(model, to=worker_transports(workers, timeout_s=5)) as sender:
             workers.log.clear()
             sender.send_weights()
-        assert workers.log[:2] == ["pause keep", "rpc update_weights"]
+        assert workers.log[:3] == ["rpc", "pause keep", "rpc update_weights"]
+        assert not workers.paused
     finally:
         workers.end()
+
+
+def send_until_killed(url: str, half: bool) -> None:
+    """A trainer's process. `half`: it kills itself when a part of its weights has been loaded."""
+    model, dies = source(), [False]
+
+    def tensors() -> Iterator[tuple[str, torch.Tensor]]:
+        yield "weight", model.weight.detach()  # more than the ring holds
+        if dies[0]:
+            os.kill(os.getpid(), signal.SIGKILL)
+        yield "bias", model.bias.detach()
+
+    with ws.connect(tensors, to=url, timeout_s=20, bucket_nbytes=1024, num_buckets=2) as sender:
+        dies[0] = half
+        sender.send_weights()
+    raise AssertionError("it should be dead by now")
+
+
+@dataclass
+class Doomed:
+    """A server over HTTP, and trainers that are killed when it hears a certain call of theirs."""
+
+    workers: Workers
+    endpoints: Endpoints
+
+    @property
+    def url(self) -> str:
+        return self.endpoints.url
+
+    def kill_at(self, verb: str) -> None:
+        """Kill a trainer when its call `verb` is heard; without one it kills itself half way."""
+        trainer = CONTEXT.Process(target=send_until_killed, args=(self.url, not verb))
+
+        def kill() -> None:
+            assert trainer.pid is not None
+            os.kill(trainer.pid, signal.SIGKILL)
+            trainer.join(20)
+
+        self.workers.heard[verb] = kill
+        trainer.start()
+        trainer.join(60)
+        assert trainer.exitcode == -signal.SIGKILL, f"it never called {verb}"
+        wait_until(lambda: not self.endpoints.busy, "the end of its last call")
+
+    def ask(self) -> str:
+        """Return what became of a request that comes now."""
+        self.workers.waiting.append(Waiting("asked"))
+        try:
+            wait_until(lambda: not self.workers.paused or bool(self.workers.refused), "an answer")
+            return "refused" if self.workers.refused else "answered"
+        finally:
+            self.workers.waiting.clear()
+            self.workers.refused.clear()
+
+
+@pytest.fixture(params=["staged", "in_place"])
+def doomed(request: pytest.FixtureRequest, shm_clean: None) -> Iterator[Doomed]:
+    workers = Workers(2, apply=request.param)
+    endpoints = Endpoints(workers)
+    yield Doomed(workers, endpoints)
+    endpoints.close()
+    workers.end()
+    remove_leftovers()
+
+
+@pytest.mark.parametrize("doomed", ["staged"], indirect=True)
+def test_a_killed_trainer_s_pause_ends_without_it(doomed: Doomed) -> None:
+    for verb, resets in {"keep": 1, "reset": 2}.items():
+        doomed.workers.log.clear()
+        doomed.kill_at(verb)
+        assert doomed.ask() == "answered"
+        assert doomed.workers.log.count("reset") == resets  # caches of older weights are forgotten
+    model = source()
+    with ws.connect(model, to=doomed.url) as sender:
+        sender.send_weights()
+    assert not doomed.workers.paused
+    assert all(torch.equal(held.weight, model.weight) for held in doomed.workers.models)
+
+
+@pytest.mark.parametrize("doomed", ["in_place"], indirect=True)
+def test_a_server_whose_trainer_was_killed_half_way_refuses_until_it_is_whole(
+    doomed: Doomed,
+) -> None:
+    doomed.kill_at("")
+    assert doomed.ask() == "refused"
+    model = source()
+    with ws.connect(model, to=doomed.url) as sender:
+        sender.send_weights()
+    assert not doomed.workers.paused
+    assert all(torch.equal(held.weight, model.weight) for held in doomed.workers.models)
+
+
+@pytest.mark.parametrize("doomed", ["staged"], indirect=True)
+def test_a_pause_of_a_user_outlives_a_killed_trainer(doomed: Doomed) -> None:
+    doomed.workers.pause("keep", timeout_s=5)
+    doomed.kill_at("finish_weight_update")
+    with ws.connect(source(), to=doomed.url) as sender:
+        sender.send_weights()
+    assert doomed.workers.paused
+    assert "resume" not in doomed.workers.log
 
 
 def test_a_pause_of_somebody_else_is_kept(workers: Workers) -> None:

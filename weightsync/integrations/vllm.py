@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import logging
+
 from weightsync.errors import BackendUnavailableError
+from weightsync.integrations import vllm_pauses
 
 try:
     from vllm.distributed.weight_transfer import WeightTransferEngineFactory
@@ -10,6 +13,8 @@ except ImportError as exc:
     raise BackendUnavailableError(
         f"this needs a vLLM with weight transfer engines ({exc}); pip install 'weightsync[vllm]'"
     ) from exc
+
+logger = logging.getLogger(__name__)
 
 BACKEND = "weightsync"
 
@@ -19,9 +24,24 @@ def register() -> None:
 
     The engine's module is imported by the workers of a server that asks for it, and by nobody else.
     """
+    _guard_pauses()
     try:
         WeightTransferEngineFactory.register_engine(
             BACKEND, "weightsync.integrations.vllm_engine", "WeightsyncEngine"
         )
     except ValueError:  # it is registered already
         return
+
+
+def _guard_pauses() -> None:
+    """Have pauses of senders that die ended in the process of the engine core, which is any."""
+    try:
+        from vllm.v1.engine import EngineCoreRequestType  # noqa: PLC0415  # may be elsewhere
+        from vllm.v1.engine.core import EngineCore  # noqa: PLC0415  # in another vLLM
+        from vllm.v1.request import RequestStatus  # noqa: PLC0415  # than those tried
+    except ImportError as exc:
+        logger.warning("a trainer that dies may leave this vLLM paused: %s", exc)
+        return
+    vllm_pauses.install(
+        EngineCore, utility=EngineCoreRequestType.UTILITY, refused=RequestStatus.FINISHED_ERROR
+    )

@@ -51,7 +51,6 @@ class WeightsyncEngine(WeightTransferEngine):  # type: ignore[misc]  # vLLM has 
         super().__init__(config, vllm_config, device, model)
         apply = cast(ApplyChoice, os.environ.get(APPLY_VARIABLE, "auto"))
         self.receiver = WeightReceiver(VllmSink(model, vllm_config, device), apply=apply)
-        self.held = False
         self._asked: Request | None = None
         self._replied: Reply | None = None
         WorkerBase.weightsync = _door
@@ -130,8 +129,6 @@ class WeightsyncEngine(WeightTransferEngine):  # type: ignore[misc]  # vLLM has 
 
     def at_door(self, worker: Any, told: Round) -> WorkerAnswer:
         """Answer a round: never raises, for the sake of the other workers' answers."""
-        if told.holds is not None:
-            self.held = told.holds
         rank, world = _place(self.vllm_config)
         call = vllm_door.addressed(told, rank)
         reply = wrong = None
@@ -148,6 +145,7 @@ class WeightsyncEngine(WeightTransferEngine):  # type: ignore[misc]  # vLLM has 
         self, told: Round, rank: int, world: int, reply: str | None, wrong: str | None
     ) -> WorkerAnswer:
         status = self.receiver.status()
+        watched = told.watched.get(rank)
         return WorkerAnswer(
             nonce=told.nonce,
             rank=rank,
@@ -156,7 +154,7 @@ class WeightsyncEngine(WeightTransferEngine):  # type: ignore[misc]  # vLLM has 
             version=status.version,
             apply=status.apply,
             may_generate=status.may_generate,
-            held=self.held,
+            sender_lives=not watched or self.receiver.sender_alive(watched),
             reply=reply,
             problem=wrong,
         )

@@ -7,7 +7,7 @@ a server with several, where each later call would be answered by the one before
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import msgspec
@@ -28,19 +28,24 @@ class Call(msgspec.Struct, frozen=True, kw_only=True):
 class Round(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """What all workers are told at once: `calls` by rank; `nonce` comes back with each answer.
 
-    `holds` tells workers whether this sender has paused the server, so that a later one knows
-    whose pause it finds; None leaves that as it is.
+    `holds` is for the engine's guard: `owner` pauses the server, or is about to. It has the ids by
+    which workers know that sender, by rank ("" where none is known yet). Empty: its pause is over,
+    or will not come. None leaves that as it is. `watched` asks each worker whether that sender
+    lives.
     """
 
     nonce: str
     calls: dict[int, Call] = {}
-    holds: bool | None = None
+    owner: str = ""
+    holds: dict[int, str] | None = None
+    watched: dict[int, str] = {}
 
 
 class WorkerAnswer(msgspec.Struct, frozen=True, kw_only=True):
     """How one worker stands afterwards, and its `reply` or `problem` as JSON.
 
-    `may_generate`: its model is whole. `held`: a sender paused the server and has not resumed it.
+    `may_generate`: its model is whole. `held`: a sender had paused the server before this round,
+    and whoever made the round may end that pause. `sender_lives` answers `watched`.
     """
 
     nonce: str
@@ -50,7 +55,8 @@ class WorkerAnswer(msgspec.Struct, frozen=True, kw_only=True):
     version: int
     apply: str
     may_generate: bool
-    held: bool
+    held: bool = False
+    sender_lives: bool = True
     reply: str | None = None
     problem: str | None = None
 
@@ -102,6 +108,19 @@ def decode_answers(told: Round, results: object, *, peer: str) -> list[WorkerAns
             "and name them all"
         )
     return answers
+
+
+def one_version(answers: Iterable[WorkerAnswer]) -> bool:
+    """Whether every worker may compute with the version of all others."""
+    answers = list(answers)
+    return len({answer.version for answer in answers}) == 1 and all(
+        answer.may_generate for answer in answers
+    )
+
+
+def standing(answers: Iterable[WorkerAnswer]) -> str:
+    """Say how workers stand."""
+    return ", ".join(f"worker {a.rank} is {a.state} at {a.version}" for a in answers)
 
 
 def addressed(told: Round, rank: int) -> Call | None:

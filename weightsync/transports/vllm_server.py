@@ -71,7 +71,7 @@ class VllmControl(Protocol):
     def resume(self, *, timeout_s: float) -> None:
         """Let it go on."""
 
-    def reset_prefix_cache(self, *, timeout_s: float) -> None:
+    def reset_prefix_cache(self, *, timeout_s: float) -> object:
         """Forget what was computed with other weights. Raises when it has not."""
 
     def set_version(self, version: str, *, timeout_s: float) -> None:
@@ -86,14 +86,15 @@ class VllmServer:
 
     def __init__(self, control: VllmControl, *, timeout_s: float) -> None:
         self.control = control
+        self._owner = secrets.token_hex(8)
+        self._holds: dict[int, str] = {}
         self._answers = self._ask({}, timeout_s=timeout_s)
         self.workers = len(self._answers)
         self._turn = threading.Lock()
         self._rounds: dict[type[Request], _Gathering] = {}
         self._server = threading.RLock()
-        held = any(answer.held for answer in self._answers)
-        self._paused_by_us = held and control.is_paused(timeout_s=timeout_s)
-        self._owes_reset = self._paused_by_us  # by a sender that is gone, for all that is known
+        self._paused_by_us = False
+        self._owes_reset = False
         self._open = self.workers
 
     def call(self, rank: int, request: Request, *, timeout_s: float) -> WorkerAnswer:
@@ -132,8 +133,8 @@ class VllmServer:
             self.control.pause(first.mode, timeout_s=timeout_s)
         elif isinstance(first, ResumeRequest):
             self._reset_if_owed(timeout_s)
-            self._paused_by_us = False
             self.control.resume(timeout_s=timeout_s)
+            self._announce({}, {}, timeout_s=timeout_s)
         elif isinstance(first, ResetCacheRequest):
             self._reset(timeout_s)
         elif isinstance(first, LabelRequest):
@@ -146,9 +147,13 @@ class VllmServer:
         """A step that may touch weights in place, or ends an update: no generation in between."""
         ends = isinstance(first, AbortRequest)
         try:
-            if not ends and any(answer.apply != "staged" for answer in self._answers):
-                self._pause(timeout_s)
-            answers = self._tell(requests, timeout_s)
+            if ends:
+                answers = self._tell(requests, timeout_s)
+            elif any(answer.apply != "staged" for answer in self._answers):
+                self._pause(requests, timeout_s)
+                answers = self._tell(requests, timeout_s)
+            else:  # announced with the bytes, since the pause comes with the next step
+                answers = self._announce(self._holders(requests), requests, timeout_s=timeout_s)
         except BaseException:
             self._mend(timeout_s)
             raise
@@ -160,11 +165,11 @@ class VllmServer:
         self, requests: dict[int, Request], first: FinishRequest, timeout_s: float
     ) -> dict[int, WorkerAnswer]:
         try:
-            self._pause(timeout_s)
+            self._pause(requests, timeout_s)
             # Whatever is heard of it: the workers may have put new weights to use.
             self._owes_reset = self._owes_reset or first.clear_cache
             answers = self._tell(requests, timeout_s)
-            if not self._failed(answers) and self._one_version():
+            if not self._failed(answers) and vllm_door.one_version(self._answers):
                 self._reset_if_owed(timeout_s)
                 version = first.weight_version or str(self._answers[0].version)
                 self.control.set_version(version, timeout_s=timeout_s)
@@ -174,12 +179,41 @@ class VllmServer:
         self._resume_where_whole(timeout_s)
         return answers
 
-    def _pause(self, timeout_s: float) -> None:
+    def _holders(self, requests: dict[int, Request]) -> dict[int, str]:
+        """The ids by which workers know the sender of these requests, and of those before them."""
+        return self._holds | {
+            rank: _sender_of(request) or self._holds.get(rank, "")
+            for rank, request in requests.items()
+        }
+
+    def _announce(
+        self, holds: dict[int, str], requests: dict[int, Request], *, timeout_s: float
+    ) -> dict[int, WorkerAnswer]:
+        """Say, before a pause, whose it will be: it ends with that sender, if not before.
+
+        Empty `holds`: it is over, or will not come. What a dead sender has paused becomes ours.
+        """
+        with self._server:
+            self._holds = holds
+            self._answers = self._ask(requests, timeout_s=timeout_s, holds=holds)
+            self._paused_by_us = bool(holds) and any(answer.held for answer in self._answers)
+            # By a sender that is gone, for all that is known.
+            self._owes_reset = self._owes_reset or self._paused_by_us
+        return {answer.rank: answer for answer in self._answers}
+
+    def _pause(self, requests: dict[int, Request], timeout_s: float) -> None:
         """Hold generation, unless it is held: by us from before, or by somebody else for good."""
         with self._server:
-            if not self._paused_by_us and not self.control.is_paused(timeout_s=timeout_s):
-                self._paused_by_us = True
-                self.control.pause("keep", timeout_s=timeout_s)
+            holds = self._holders(requests)
+            if holds != self._holds:
+                self._announce(holds, {}, timeout_s=timeout_s)
+            if self._paused_by_us:
+                return
+            if self.control.is_paused(timeout_s=timeout_s):
+                self._announce({}, {}, timeout_s=timeout_s)
+                return
+            self._paused_by_us = True
+            self.control.pause("keep", timeout_s=timeout_s)
 
     def _reset_if_owed(self, timeout_s: float) -> None:
         if self._owes_reset:
@@ -211,6 +245,7 @@ class VllmServer:
         timeout_s = min(timeout_s, _MEND_S)
         try:
             self._answers = self._ask({}, timeout_s=timeout_s)
+            self._paused_by_us |= any(answer.held for answer in self._answers)
             self._resume_where_whole(timeout_s)
         except WeightSyncError as exc:
             logger.warning("%s was not resumed: %s", self.control.target, exc)
@@ -218,40 +253,33 @@ class VllmServer:
     def _resume_where_whole(self, timeout_s: float) -> None:
         """Let generation go on, where every worker may compute with the version of all others."""
         with self._server:
-            if not self._paused_by_us:
+            if not self._holds:
                 return
-            if not self._one_version():
-                logger.warning("%s stays paused: %s", self.control.target, self._standing())
-                return
-            self._reset_if_owed(timeout_s)
-            self.control.resume(timeout_s=timeout_s)
-            self._paused_by_us = False
-            self._answers = self._ask({}, timeout_s=timeout_s, holds=False)
-
-    def _one_version(self) -> bool:
-        versions = {answer.version for answer in self._answers}
-        return len(versions) == 1 and all(answer.may_generate for answer in self._answers)
-
-    def _standing(self) -> str:
-        return ", ".join(f"worker {a.rank} is {a.state} at {a.version}" for a in self._answers)
+            if self._paused_by_us:
+                if not vllm_door.one_version(self._answers):
+                    standing = vllm_door.standing(self._answers)
+                    logger.warning("%s stays paused: %s", self.control.target, standing)
+                    return
+                self._reset_if_owed(timeout_s)
+                self.control.resume(timeout_s=timeout_s)
+            self._announce({}, {}, timeout_s=timeout_s)
 
     @staticmethod
     def _failed(answers: dict[int, WorkerAnswer]) -> bool:
         return any(answer.problem is not None for answer in answers.values())
 
     def _tell(self, requests: dict[int, Request], timeout_s: float) -> dict[int, WorkerAnswer]:
-        holds = True if self._paused_by_us else None
-        self._answers = self._ask(requests, timeout_s=timeout_s, holds=holds)
+        self._answers = self._ask(requests, timeout_s=timeout_s)
         return {answer.rank: answer for answer in self._answers}
 
     def _ask(
-        self, requests: dict[int, Request], *, timeout_s: float, holds: bool | None = None
+        self, requests: dict[int, Request], *, timeout_s: float, holds: dict[int, str] | None = None
     ) -> list[WorkerAnswer]:
         calls = {
             rank: Call(call=CALL_OF[type(request)], body=codec.encode(request).decode())
             for rank, request in requests.items()
         }
-        told = Round(nonce=secrets.token_hex(8), calls=calls, holds=holds)
+        told = Round(nonce=secrets.token_hex(8), calls=calls, owner=self._owner, holds=holds)
         results = self.control.rpc(vllm_door.encode_round(told), timeout_s=timeout_s)
         return vllm_door.decode_answers(told, results, peer=self.control.target)
 
@@ -353,6 +381,12 @@ def worker_transports(control: VllmControl, *, timeout_s: float) -> list[VllmWor
     """Return a transport to every worker of a server. Raises what its first answer raises."""
     server = VllmServer(control, timeout_s=timeout_s)
     return [VllmWorkerTransport(server, rank) for rank in range(server.workers)]
+
+
+def _sender_of(request: Request) -> str:
+    """Return the id by which a worker knows who sent this to it; none where it says none."""
+    said = request.update_info if isinstance(request, UpdateRequest) else request
+    return getattr(said, "sender", None) or ""
 
 
 def _copy(error: BaseException) -> BaseException:

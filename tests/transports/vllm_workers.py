@@ -1,0 +1,263 @@
+"""What stands in for a vLLM server: an engine's loop with real receivers as its workers.
+
+It keeps to what was seen of the real one; `make test-vllm` is against that one itself.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import queue
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+import torch
+
+import weightsync as ws
+from weightsync.integrations import vllm_pauses
+from weightsync.receiving.landings import ApplyChoice
+from weightsync.transports import vllm_door
+from weightsync.wire import codec, problem
+
+
+@dataclass
+class Waiting:
+    """A request that waits for generation to go on."""
+
+    request_id: str
+    client_index: int = 0
+
+
+class Endpoints:
+    """The control endpoints of a server of these workers, over HTTP; `busy` with some calls."""
+
+    def __init__(self, workers: Workers) -> None:
+        self.busy = 0
+        counting = threading.Lock()
+
+        def count(calls: int) -> None:
+            with counting:
+                self.busy += calls
+
+        class Handler(BaseHTTPRequestHandler):
+            protocol_version = "HTTP/1.1"
+
+            def do_GET(self) -> None:
+                self.do_POST()
+
+            def do_POST(self) -> None:
+                length = int(self.headers.get("Content-Length", 0))
+                told = json.loads(self.rfile.read(length) or b"{}")
+                count(1)
+                body = json.dumps(_answer_http(workers, self.path.strip("/"), told)).encode()
+                count(-1)
+                with suppress(OSError):  # who asked may be killed
+                    self.send_response(200)
+                    self.send_header("Content-Length", str(len(body)))
+                    self.end_headers()
+                    self.wfile.write(body)
+
+            def log_message(self, *_: object) -> None:
+                pass
+
+        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.url = f"http://127.0.0.1:{self._server.server_address[1]}"
+        self._thread = threading.Thread(target=self._server.serve_forever, args=(0.05,))
+        self._thread.start()
+
+    def close(self) -> None:
+        self._server.shutdown()
+        self._thread.join(10)
+        self._server.server_close()
+
+
+def _answer_http(workers: Workers, path: str, told: dict[str, Any]) -> object:
+    verb, _, query = path.partition("?")
+    if verb == "version":
+        return {"version": "0.32.0"}
+    if verb == "get_world_size":
+        return {"world_size": 1}  # asks for no look at the configuration
+    if verb == "is_paused":
+        return {"is_paused": workers.is_paused(timeout_s=5)}
+    if verb == "collective_rpc":
+        return {"results": workers.rpc(told["args"][0], timeout_s=5)}
+    if verb == "pause":
+        workers.pause(query.partition("=")[2], timeout_s=5)
+    elif verb == "resume":
+        workers.resume(timeout_s=5)
+    elif verb == "reset_prefix_cache":
+        workers.reset_prefix_cache()
+    elif verb == "update_weight_version":
+        workers.set_version(told["new_version"], timeout_s=5)
+    else:
+        raise AssertionError(path)
+    return {}
+
+
+class Workers:
+    """The verbs of a server of several workers, each a real receiver, and a log of what came.
+
+    What `heard` has for a verb is called once, before the verb does something. With the parts of an
+    EngineCore that look after pauses, and its loop in a thread.
+    """
+
+    target = "server"
+
+    def __init__(self, count: int, *, apply: ApplyChoice = "staged", late: int = 0) -> None:
+        self.models = [torch.nn.Linear(40, 40) for _ in range(count)]
+        self.receivers = [ws.WeightReceiver(model, apply=apply) for model in self.models]
+        self.paused = False
+        self.log: list[str] = []
+        self.version = ""
+        self.pauses = True
+        self.fails: dict[str, Exception] = {}
+        self.broken: dict[str, Exception] = {}
+        self.heard: dict[str, Callable[[], None]] = {}
+        self.seen: list[int] = []
+        self.visible = count
+        self.waiting: list[Waiting] = []
+        self.refused: list[str] = []
+        self.scheduler = self
+        self.input_queue: queue.Queue[Any] = queue.Queue()
+        self._late = late
+        self._results: list[dict[str, Any]] = []
+        self._pool = ThreadPoolExecutor(count)
+        self._runs = True
+        self._loop = threading.Thread(target=self._run, name="engine loop")
+        self._loop.start()
+
+    # What a server's client calls.
+
+    @property
+    def sent(self) -> tuple[int, int]:
+        return len(self.log), 0
+
+    def rpc(self, text: str, *, timeout_s: float) -> object:
+        calls = sorted({call.call for call in vllm_door.decode_round(text).calls.values()})
+        self._note(f"rpc {' '.join(calls)}".rstrip())
+        return self._in_loop(lambda: self.collective_rpc(vllm_door.METHOD, None, (text,)))
+
+    def is_paused(self, *, timeout_s: float) -> bool:
+        return bool(self._in_loop(self.is_scheduler_paused))
+
+    def pause(self, mode: str, *, timeout_s: float) -> None:
+        self._note(f"pause {mode}")
+        self._in_loop(lambda: setattr(self, "paused", self.pauses))
+
+    def resume(self, *, timeout_s: float) -> None:
+        self._note("resume")
+        self._in_loop(self.resume_scheduler)
+
+    def reset_prefix_cache(
+        self, *, timeout_s: float = 5, reset_running_requests: bool = True
+    ) -> bool:
+        self._note("reset")
+        return True
+
+    def set_version(self, version: str, *, timeout_s: float) -> None:
+        self._note(f"version {version}")
+        self.version = version
+
+    def close(self) -> None:
+        self._note("close")
+
+    def end(self) -> None:
+        self._runs = False
+        self.input_queue.put(None)
+        self._loop.join(10)
+        for receiver in self.receivers:
+            receiver.close()
+        self._pool.shutdown()
+
+    # What is used of an EngineCore, in its loop.
+
+    def collective_rpc(
+        self, method: str, timeout: object = None, args: tuple[Any, ...] = (), kwargs: object = None
+    ) -> list[dict[str, Any]]:
+        told = vllm_door.decode_round(args[0])
+        if not told.watched:
+            self.seen.append(len(told.calls))
+        futures = [self._pool.submit(self._answer, told, i) for i in range(len(self.models))]
+        results = [future.result() for future in futures]
+        if self._late:  # what a call that raised left behind
+            results[-1], self._results = (self._results or results)[-1], results
+        return results[: self.visible]
+
+    def is_running(self) -> bool:
+        return self._runs
+
+    def is_scheduler_paused(self) -> bool:
+        return self.paused
+
+    def resume_scheduler(self) -> None:
+        self.paused = False
+
+    def finish_requests(self, request_ids: None, status: str) -> list[Waiting]:
+        assert status == "refused"
+        ended, self.waiting = self.waiting, []
+        return ended
+
+    def _send_error_outputs_to_client(self, req_ids: list[str], client_index: int) -> None:
+        self.refused += req_ids
+
+    def _in_loop(self, call: Callable[[], object]) -> Any:
+        done: Future[object] = Future()
+        self.input_queue.put(("call", (done, call)))
+        return done.result(60)
+
+    def _run(self) -> None:
+        while True:
+            told = self.input_queue.get()
+            if told is None:
+                return
+            kind, content = told
+            if kind == "utility":
+                getattr(self, content[2])(*content[3])
+                continue
+            done, call = content
+            try:
+                done.set_result(call())
+            except Exception as exc:  # noqa: BLE001  # raised where it was asked for
+                done.set_exception(exc)
+
+    def _note(self, what: str) -> None:
+        self.log.append(what)
+        last = what.rsplit(maxsplit=1)[-1]
+        self.heard.pop(last, lambda: None)()
+        if last in self.broken:
+            raise copy.copy(self.broken[last])
+        if last in self.fails:
+            raise self.fails.pop(last)
+
+    def _answer(self, told: vllm_door.Round, rank: int) -> dict[str, Any]:
+        receiver = self.receivers[rank]
+        call, reply, wrong = vllm_door.addressed(told, rank), None, None
+        if call is not None:
+            try:
+                request = codec.decode_request(call.call, call.body.encode())
+                reply = codec.encode(receiver.dispatch(request)).decode()
+            except Exception as exc:  # noqa: BLE001  # as the engine does
+                wrong = problem.encode_problem(problem.to_problem(exc)).decode()
+        status, watched = receiver.status(), told.watched.get(rank)
+        return vllm_door.encode_answer(
+            vllm_door.WorkerAnswer(
+                nonce=told.nonce,
+                rank=rank,
+                world=len(self.models),
+                state=status.state,
+                version=status.version,
+                apply=status.apply,
+                may_generate=status.may_generate,
+                sender_lives=not watched or receiver.sender_alive(watched),
+                reply=reply,
+                problem=wrong,
+            )
+        )
+
+
+vllm_pauses.install(Workers, utility="utility", refused="refused")
