@@ -41,6 +41,7 @@ from weightsync.wire.messages import (
     CheckRequest,
     EmptyUpdate,
     FinishRequest,
+    HandlesUpdate,
     InitRequest,
     LabelRequest,
     PauseRequest,
@@ -52,7 +53,6 @@ from weightsync.wire.messages import (
     StartRequest,
     StartTerms,
     StepReply,
-    UnpackedUpdate,
     UpdateRequest,
 )
 from weightsync.wire.offers import KeyedHandle, SegmentHandle
@@ -122,7 +122,7 @@ class Bare:
     def __init__(self, stack: ExitStack) -> None:
         self._stack = stack
 
-    def info(self, pairs: Mapping[str, torch.Tensor]) -> UnpackedUpdate:
+    def info(self, pairs: Mapping[str, torch.Tensor]) -> HandlesUpdate:
         handles: list[KeyedHandle] = []
         prints = []
         for tensor in pairs.values():
@@ -133,7 +133,7 @@ class Bare:
             handles.append({host_key(): handle})
             prints.append(to_hex(mix64(flat)))
         specs = [spec_of(name, tensor) for name, tensor in pairs.items()]
-        return UnpackedUpdate(
+        return HandlesUpdate(
             names=[spec.name for spec in specs],
             dtype_names=[spec.dtype for spec in specs],
             shapes=[list(spec.shape) for spec in specs],
@@ -377,8 +377,9 @@ class TestSessions:
     def test_a_handle_that_cannot_be_opened(self, bare: Bare, served: nn.Module) -> None:
         receiver = WeightReceiver(served)
         info = bare.info({"0.bias": torch.ones(3)})
+        assert isinstance(info.ipc_handles, list)
         handles: list[KeyedHandle] = [{"HOST-elsewhere": h} for h in info.ipc_handles[0].values()]
-        foreign = UnpackedUpdate(
+        foreign = HandlesUpdate(
             names=info.names,
             dtype_names=info.dtype_names,
             shapes=info.shapes,

@@ -45,17 +45,20 @@ from weightsync.weights.fingerprint import mix64, to_hex
 from weightsync.weights.hook_sink import HookSink
 from weightsync.weights.sink import LoadWeights
 from weightsync.wire import codec
-from weightsync.wire.messages import PackedUpdate, UnpackedUpdate, UpdateInfo, UpdateRequest
-from weightsync.wire.offers import Init, IpcInit, KeyedHandle, SegmentHandle
+from weightsync.wire.messages import EmptyUpdate, HandlesUpdate, RegisteredUpdate, UpdateRequest
+from weightsync.wire.offers import KeyedHandle, SegmentHandle
 
-IPCWeightTransferInitInfo = IpcInit
-IPCWeightTransferUpdateInfo = UnpackedUpdate | PackedUpdate
+IPCWeightTransferUpdateInfo = HandlesUpdate
 
 NamedTensors = Iterable[tuple[str, torch.Tensor]]
 DEFAULT_TIMEOUT_S = 300.0
 _CALL = "trainer_send_weights()"
 _GROUP_PATIENCE = 1.2
 """How much longer than one delivery the other ranks wait for rank 0."""
+
+
+class IPCWeightTransferInitInfo(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Empty: handles need no rendezvous."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,19 +133,26 @@ class IPCWeightTransferEngine:
                 ranks.together(partial(deliver, info) if deliver else _nothing)
 
     @staticmethod
-    def parse_init_info(data: Mapping[str, object]) -> Init | None:
-        """Return the typed init info; `{}` is None, since IPC needs no rendezvous.
-
-        Raises ConfigError (a ValueError) saying what is invalid.
-        """
-        with _value_errors():
-            return codec.parse_init_info(data)
+    def parse_init_info(data: Mapping[str, object]) -> IPCWeightTransferInitInfo:
+        """Return the typed init info. Raises ConfigError (a ValueError) saying what is invalid."""
+        try:
+            return msgspec.convert(data, IPCWeightTransferInitInfo)
+        except msgspec.ValidationError as exc:
+            raise ConfigError(f"init_info of this engine is empty: {exc}") from exc
 
     @staticmethod
-    def parse_update_info(data: Mapping[str, object]) -> UpdateInfo:
+    def parse_update_info(data: Mapping[str, object]) -> IPCWeightTransferUpdateInfo:
         """Return the typed update info. Raises ConfigError (a ValueError) saying what is wrong."""
-        with _value_errors():
-            return codec.parse_update_info(data)
+        try:
+            info = codec.parse_update_info(data)
+        except ProtocolError as exc:
+            raise ConfigError(str(exc)) from exc
+        if isinstance(info, RegisteredUpdate | EmptyUpdate):
+            raise ConfigError(
+                "update_info carries no handles; give names, dtype_names, shapes and ipc_handles "
+                "here, and a registered update to a receiver"
+            )
+        return info
 
     def init_transfer_engine(self, init_info: object = None) -> None:
         """Nothing to do: handles come with each update."""
@@ -155,20 +165,21 @@ class IPCWeightTransferEngine:
         update_info: IPCWeightTransferUpdateInfo | Mapping[str, object],
         load_weights: LoadWeights,
     ) -> Received:
-        """Open the handles, lend every tensor to `load_weights`, close."""
+        """Open the handles, lend every tensor to `load_weights`, close.
+
+        Raises ConfigError (a ValueError) for another update info, HandleError naming the devices
+        offered where none is of this process, TransferError where `load_weights` kept a tensor.
+        """
         info = (
             self.parse_update_info(update_info) if isinstance(update_info, Mapping) else update_info
         )
-        if not isinstance(info, UnpackedUpdate | PackedUpdate):
-            raise ConfigError(
-                "update_info carries no handles; give a registered update to a receiver"
-            )
         sink = HookSink(load_weights)
         reception = Reception(
             land=lambda plan: sink.land(plan, "in_place"),
             touch=lambda: None,
             check=lambda: None,
             verification="arrived",
+            kept_advice="copy them in load_weights",
         )
         return receive_handles(info, self._keys, reception)
 
@@ -177,15 +188,6 @@ class IPCWeightTransferEngine:
 
     def shutdown(self) -> None:
         """Nothing stays open."""
-
-
-@contextmanager
-def _value_errors() -> Iterator[None]:
-    """A wrong argument is a ValueError here, as users of these names expect."""
-    try:
-        yield
-    except ProtocolError as exc:
-        raise ConfigError(str(exc)) from exc
 
 
 def _typed(given: IPCTrainerSendWeightsArgs | Mapping[str, Any]) -> IPCTrainerSendWeightsArgs:
@@ -292,21 +294,13 @@ def _update_info(
     manifest: Manifest, handles: list[KeyedHandle], fingerprints: list[str], *, packed: bool
 ) -> IPCWeightTransferUpdateInfo:
     columns = codec.manifest_to_wire(manifest)
-    if packed:
-        return PackedUpdate(
-            names=columns.names,
-            dtype_names=columns.dtype_names,
-            shapes=columns.shapes,
-            ipc_handles=handles[0],
-            tensor_sizes=[spec.nbytes for spec in manifest.specs],
-            fingerprints=fingerprints,
-            packed=True,
-        )
-    return UnpackedUpdate(
+    return IPCWeightTransferUpdateInfo(
         names=columns.names,
         dtype_names=columns.dtype_names,
         shapes=columns.shapes,
-        ipc_handles=handles,
+        ipc_handles=handles[0] if packed else handles,
+        tensor_sizes=[spec.nbytes for spec in manifest.specs] if packed else None,
+        packed=packed,
         fingerprints=fingerprints,
     )
 

@@ -10,12 +10,15 @@ from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 
 import weightsync as ws
 from weightsync.samehost.device_keys import host_key
+from weightsync.samehost.memory import OpenMemory
 from weightsync.samehost.segment import live_segments
+from weightsync.wire.offers import Handle, KeyedHandle, SegmentHandle
 
 Engine = ws.IPCWeightTransferEngine
 Args = ws.IPCTrainerSendWeightsArgs
@@ -250,9 +253,11 @@ def test_http_posts_typed_json_and_error_statuses_raise() -> None:
 
 
 def test_infos_are_parsed_or_refused() -> None:
-    assert Engine.parse_init_info({}) is None
-    with pytest.raises(ValueError, match="backend"):
+    assert Engine.parse_init_info({}) == ws.IPCWeightTransferInitInfo()
+    with pytest.raises(ValueError, match=r"init_info of this engine is empty: .*`x`"):
         Engine.parse_init_info({"x": 1})
+    with pytest.raises(ValueError, match="carries no handles"):
+        Engine.parse_update_info({})
     info = {"names": ["a", "b"], "dtype_names": ["int8"], "shapes": [[1], [1]], "ipc_handles": []}
     with pytest.raises(ValueError, match="2 entries, dtype_names has 1"):
         Engine.parse_update_info(info)
@@ -265,6 +270,64 @@ def test_lists_of_unequal_length_are_value_errors_that_name_both(packed: bool) -
     info |= {"tensor_sizes": [1, 1]} if packed else {}
     with pytest.raises(ValueError, match="names has 2 entries, dtype_names has 1"):
         Engine.parse_update_info(info)
+
+
+COLUMNS: dict[str, Any] = {"names": ["a"], "dtype_names": ["int8"], "shapes": [[1]]}
+HANDLE: KeyedHandle = {"GPU-x": SegmentHandle(name="weightsync-" + "0" * 32, nbytes=1)}
+
+
+def test_an_update_info_is_made_from_its_fields() -> None:
+    info = ws.IPCWeightTransferUpdateInfo(**COLUMNS, ipc_handles=[HANDLE])
+    assert (info.packed, info.tensor_sizes, info.ipc_handles_pickled) == (False, None, None)
+    packed = ws.IPCWeightTransferUpdateInfo(
+        **COLUMNS, ipc_handles=HANDLE, tensor_sizes=[1], packed=True
+    )
+    assert Engine.parse_update_info(msgspec.to_builtins(packed)) == packed
+    plain = msgspec.to_builtins(info) | {"ipc_handles_pickled": None, "tensor_sizes": None}
+    assert Engine.parse_update_info(plain) == info
+
+
+@pytest.mark.parametrize(
+    ("fields", "told"),
+    [
+        ({}, "ipc_handles is missing; packed=False needs a list"),
+        ({"ipc_handles": [HANDLE, HANDLE]}, "names has 1 entries, ipc_handles has 2"),
+        ({"ipc_handles": [HANDLE], "shapes": []}, "names has 1 entries, shapes has 0"),
+        ({"ipc_handles": [HANDLE], "packed": True}, "packed=True needs one dict, of the buffer"),
+        ({"ipc_handles": HANDLE, "packed": True}, "packed=True needs tensor_sizes"),
+        ({"ipc_handles_pickled": "gASV"}, "a pickle runs code"),
+    ],
+)
+def test_an_update_info_whose_fields_do_not_fit_is_refused(
+    fields: dict[str, Any], told: str
+) -> None:
+    with pytest.raises(ValueError, match=told):
+        ws.IPCWeightTransferUpdateInfo(**COLUMNS | fields)
+
+
+def test_a_hook_that_keeps_views_is_told_what_it_can_do() -> None:
+    engine = Engine()
+    kept: list[Any] = []
+
+    def deliver(info: Any) -> None:
+        engine.receive_weights(info, kept.extend)
+
+    with pytest.raises(ws.TransferError, match=r"kept views of .*; copy them in load_weights$"):
+        Engine.trainer_send_weights(iter(tensors()), {"send_mode": deliver})
+
+
+def test_one_segment_is_mapped_once_for_all_its_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, opened = Engine(), []
+
+    def open_memory(handle: Handle) -> OpenMemory:
+        opened.append(handle)
+        return OpenMemory(handle)
+
+    monkeypatch.setattr("weightsync.backends.ipc_handles.OpenMemory", open_memory)
+    Engine.trainer_send_weights(
+        iter(tensors()), {"send_mode": lambda info: engine.receive_weights(info, list)}
+    )
+    assert len(opened) == 1
 
 
 def test_no_handle_for_this_process_lists_what_was_offered() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import requests
 
 import weightsync as ws
 from tests.e2e import models
@@ -46,6 +47,25 @@ def test_packed_groups_inside_a_session_of_the_caller(host: Host) -> None:
         transport.close()
     assert receiver.digests() == digests(model)
     assert receiver.status()["label"] == "step-7"
+
+
+def test_a_session_is_started_as_vllms_clients_do(host: Host) -> None:
+    receiver = host.receiver("http", model="plain")
+    model = models.make("plain", seed=6)
+
+    def post(call: str, body: dict[str, object]) -> requests.Response:
+        return requests.post(f"{receiver.url}/{call}", json=body, timeout=TIMEOUT_S)
+
+    refused = post("start_weight_update", {"is_checkpoint_format": False})
+    assert refused.status_code == 400
+    assert "send them as the checkpoint has them" in refused.json()["detail"]
+    assert receiver.status()["state"] == "READY"
+    assert post("init_weight_transfer_engine", {"init_info": {}}).ok
+    assert post("start_weight_update", {"is_checkpoint_format": True}).ok
+    args = ws.IPCTrainerSendWeightsArgs(send_mode="http", url=receiver.url)
+    ws.IPCWeightTransferEngine.trainer_send_weights(model.named_parameters(), args)
+    assert post("finish_weight_update", {}).ok
+    assert receiver.digests() == digests(model)
 
 
 def test_a_part_outside_a_session_is_refused(host: Host) -> None:

@@ -32,6 +32,7 @@ from weightsync.wire.messages import (
     CheckReply,
     CheckRequest,
     FinishRequest,
+    HandlesUpdate,
     InitReply,
     InitRequest,
     LabelRequest,
@@ -46,7 +47,6 @@ from weightsync.wire.messages import (
     Status,
     StatusRequest,
     StepReply,
-    UnpackedUpdate,
     UpdateRequest,
 )
 from weightsync.wire.offers import CudaHandle
@@ -64,7 +64,7 @@ HANDLE = CudaHandle(
     event_sync_required=True,
 )
 UPDATE = UpdateRequest(
-    update_info=UnpackedUpdate(
+    update_info=HandlesUpdate(
         names=["layer.weight", "größe"],
         dtype_names=["bfloat16", "float32"],
         shapes=[[2, 3], []],

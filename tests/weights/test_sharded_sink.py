@@ -41,7 +41,7 @@ from weightsync.weights.shard_copier import (
 from weightsync.weights.sharded_sink import ShardedModuleSink
 from weightsync.weights.shards import local_of
 from weightsync.weights.sink import Apply, Landing
-from weightsync.wire.messages import StepReply, UnpackedUpdate, UpdateRequest
+from weightsync.wire.messages import HandlesUpdate, StepReply, UpdateRequest
 from weightsync.wire.offers import SegmentHandle
 
 Way = Literal["pointer", "copy", "in_place"]
@@ -290,7 +290,7 @@ class TestUpdatesWithHandlesOfTheirOwn:
             segment.tensor().copy_(as_bytes(tensor))
             handles.append({host_key(): SegmentHandle(name=segment.name, nbytes=segment.nbytes)})
         prints = [mix64(as_bytes(t)) ^ (name == spoilt) for name, t in pairs]
-        info = UnpackedUpdate(
+        info = HandlesUpdate(
             names=[name for name, _ in pairs],
             dtype_names=["float32"] * len(pairs),
             shapes=[list(tensor.shape) for _, tensor in pairs],

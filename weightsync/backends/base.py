@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 from weightsync.specs import Manifest
 from weightsync.weights.buckets import Plan
+from weightsync.weights.loans import HOOK_ADVICE
 from weightsync.weights.sink import Landing, Verification
 from weightsync.weights.source import NamedTensors
 from weightsync.wire.messages import LedgerEntry, UpdateInfo
@@ -43,6 +44,7 @@ class Reception:
     check: Check
     verification: Verification
     lends_views: bool = True
+    kept_advice: str = HOOK_ADVICE
 
 
 class WeightTransferEngine(ABC):

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from itertools import accumulate
 
 import torch
+from msgspec.structs import replace
 
 from weightsync.backends.base import Received, Reception
 from weightsync.backends.lending import Lender
@@ -18,13 +19,11 @@ from weightsync.weights.copier import CompiledRun, Memory
 from weightsync.weights.fingerprint import mix64, to_hex
 from weightsync.weights.shard_copier import DeviceShardRun, HostShardRun, ShardMemory, compiler_for
 from weightsync.wire.codec import manifest_from_wire
-from weightsync.wire.messages import PackedUpdate, UnpackedUpdate
-from weightsync.wire.offers import KeyedHandle
+from weightsync.wire.messages import HandlesUpdate
+from weightsync.wire.offers import KeyedHandle, SegmentHandle
 
 
-def receive_handles(
-    info: UnpackedUpdate | PackedUpdate, keys: list[str], reception: Reception
-) -> Received:
+def receive_handles(info: HandlesUpdate, keys: list[str], reception: Reception) -> Received:
     """Open the handles for `keys`, bring the tensors to their landing, close.
 
     Raises HandleError before anything is touched when a handle does not fit its tensor, and
@@ -72,7 +71,7 @@ def _copy(plan: Plan, target: Memory, source: Memory, reception: Reception) -> l
 
 
 def _check_held(
-    info: UnpackedUpdate | PackedUpdate, plan: Plan, target: Memory, runs: Sequence[CompiledRun]
+    info: HandlesUpdate, plan: Plan, target: Memory, runs: Sequence[CompiledRun]
 ) -> None:
     """Read what was copied back: the fingerprints are of whole tensors, shards are compared."""
     if not isinstance(target, ShardMemory):
@@ -89,39 +88,45 @@ def _check_held(
 
 
 def _tensors(
-    info: UnpackedUpdate | PackedUpdate,
+    info: HandlesUpdate,
     manifest: Manifest,
     keys: list[str],
     opened: dict[str, OpenMemory],
 ) -> list[torch.Tensor]:
     """Return `uint8[nbytes]` per tensor, every range checked."""
     sizes = [spec.nbytes for spec in manifest.specs]
-    if isinstance(info, PackedUpdate):
-        if info.tensor_sizes != sizes:
-            wrong = next(i for i, n in enumerate(sizes) if n != info.tensor_sizes[i])
+    handles = info.ipc_handles
+    if isinstance(handles, dict):
+        told = info.tensor_sizes or []
+        wrong = next((i for i, n in enumerate(sizes) if n != told[i]), None)
+        if wrong is not None:
             raise HandleError(
-                f"{info.names[wrong]}: tensor_sizes says {info.tensor_sizes[wrong]} bytes, its "
-                f"dtype and shape make {sizes[wrong]}"
+                f"{info.names[wrong]}: tensor_sizes says {told[wrong]} bytes, its dtype and shape "
+                f"make {sizes[wrong]}"
             )
-        buffer = _open(info.ipc_handles, keys, opened)
         starts = [0, *accumulate(sizes)]
-        return [buffer.part(start, n) for start, n in zip(starts, sizes, strict=False)]
-    return [
-        _open(handle, keys, opened).part(0, n)
-        for handle, n in zip(info.ipc_handles, sizes, strict=True)
-    ]
+        parts = zip(starts, sizes, strict=False)
+        return [_part(handles, keys, opened, start, n) for start, n in parts]
+    pairs = zip(handles or [], sizes, strict=True)
+    return [_part(handle, keys, opened, 0, n) for handle, n in pairs]
 
 
-def _open(handles: KeyedHandle, keys: list[str], opened: dict[str, OpenMemory]) -> OpenMemory:
+def _part(
+    handles: KeyedHandle, keys: list[str], opened: dict[str, OpenMemory], start: int, nbytes: int
+) -> torch.Tensor:
+    """Return bytes of the memory that `handles` offer to `keys`; a segment is mapped once."""
     handle = pick(handles, keys)
+    if isinstance(handle, SegmentHandle) and handle.offset <= handle.nbytes:
+        start += handle.offset
+        handle = replace(handle, offset=0)
     key = repr(handle)
     if key not in opened:
         opened[key] = OpenMemory(handle)
-    return opened[key]
+    return opened[key].part(start, nbytes)
 
 
 def _check_fingerprints(
-    info: UnpackedUpdate | PackedUpdate, manifest: Manifest, tensors: Sequence[torch.Tensor]
+    info: HandlesUpdate, manifest: Manifest, tensors: Sequence[torch.Tensor]
 ) -> None:
     if info.fingerprints is None:
         return

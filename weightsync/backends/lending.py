@@ -61,6 +61,7 @@ class Lender:
         self._plan = plan
         self._landing = landing
         self._checks_views = reception.lends_views
+        self._kept_advice = reception.kept_advice
         self._assembly = assembly
         self._next = 0
 
@@ -119,7 +120,7 @@ class Lender:
             ]
         )
         if self._checks_views:
-            refuse_kept(lent, counts)
+            refuse_kept(lent, counts, self._kept_advice)
 
     def _loan(self, spec: TensorSpec, flat: torch.Tensor | None) -> torch.Tensor:
         if flat is None:

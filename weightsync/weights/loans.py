@@ -27,10 +27,18 @@ def uses(tensor: torch.Tensor) -> int:
     return int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata))
 
 
-def refuse_kept(lent: Sequence[tuple[str, torch.Tensor]], counts: Sequence[int]) -> None:
+HOOK_ADVICE = (
+    "copy them in the hook, or give HookSink(hook, keeps_views=True), which hands out clones"
+)
+
+
+def refuse_kept(
+    lent: Sequence[tuple[str, torch.Tensor]], counts: Sequence[int], advice: str = HOOK_ADVICE
+) -> None:
     """Raise TransferError naming the bases in `lent` whose views outlive the call.
 
     `counts` are their uses before any view of them was made: a larger one means a view lives on.
+    `advice` ends the message.
     """
     kept = [
         name
@@ -40,6 +48,5 @@ def refuse_kept(lent: Sequence[tuple[str, torch.Tensor]], counts: Sequence[int])
     if kept:
         raise TransferError(
             f"load_weights kept views of {len(kept)} tensors after it returned: {shorten(kept)}; "
-            "their memory is about to be overwritten. Copy them in the hook, or give "
-            "HookSink(hook, keeps_views=True), which hands out clones"
+            f"their memory is about to be overwritten; {advice}"
         )

@@ -12,15 +12,15 @@ from weightsync.specs import Manifest
 from weightsync.wire.messages import (
     CALL_OF,
     CALLS,
+    NO_PICKLES,
     REPLIES,
     EmptyUpdate,
+    HandlesUpdate,
     InitRequest,
-    PackedUpdate,
     RegisteredUpdate,
     Reply,
     Request,
     StartTerms,
-    UnpackedUpdate,
     UpdateInfo,
     UpdateRequest,
 )
@@ -52,9 +52,7 @@ class _UpdateShape(msgspec.Struct):
     """Just enough of an update_info to know which struct it must be."""
 
     registered: bool = False
-    packed: bool = False
-    names: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
-    ipc_handles_pickled: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
+    ipc_handles_pickled: object = None
 
 
 class _InitShape(msgspec.Struct):
@@ -132,7 +130,7 @@ def manifest_to_wire(manifest: Manifest) -> ManifestMessage:
 
 
 def manifest_from_wire(
-    message: ManifestMessage | UnpackedUpdate | PackedUpdate,
+    message: ManifestMessage | HandlesUpdate,
 ) -> Manifest:
     """Return the manifest that columns describe. Raises ConfigError naming the wrong entry."""
     aliases = message.aliases if isinstance(message, ManifestMessage) else {}
@@ -167,43 +165,15 @@ def parse_update_info(data: Mapping[str, Any] | bytes) -> UpdateInfo:
     if _is_empty(raw):
         return EmptyUpdate()
     shape = _decode(raw, _UpdateShape)
-    if shape.ipc_handles_pickled is not msgspec.UNSET:
-        raise ProtocolError(
-            "update_info.ipc_handles_pickled: pickled handles are never read here, since a pickle "
-            "runs code; send with weightsync: ws.send_weights(named_tensors, to=this_server)"
-        )
-    kind: type[UpdateInfo]
+    if shape.ipc_handles_pickled is not None:  # whatever else is there or not
+        raise ProtocolError(f"update_info.{NO_PICKLES}")
     if shape.registered:
-        kind = RegisteredUpdate
-    else:
-        kind = PackedUpdate if shape.packed else UnpackedUpdate
-    info: UpdateInfo = _decode(raw, kind)
-    _check_lengths(info)
-    return info
+        return _decode(raw, RegisteredUpdate)
+    return _decode(raw, HandlesUpdate)
 
 
 def _is_empty(raw: bytes) -> bool:
     return raw.translate(None, b" \t\r\n") in (b"{}", b"null")
-
-
-def _check_lengths(info: UpdateInfo) -> None:
-    if not isinstance(info, UnpackedUpdate | PackedUpdate):
-        return
-    columns: dict[str, list[Any] | None] = {
-        "dtype_names": info.dtype_names,
-        "shapes": info.shapes,
-        "fingerprints": info.fingerprints,
-    }
-    if isinstance(info, PackedUpdate):
-        columns["tensor_sizes"] = info.tensor_sizes
-    else:
-        columns["ipc_handles"] = info.ipc_handles
-    for label, column in columns.items():
-        if column is not None and len(column) != len(info.names):
-            raise ProtocolError(
-                f"update_info: names has {len(info.names)} entries, {label} has {len(column)}; "
-                "they must be equally long"
-            )
 
 
 def _decode_init(body: bytes) -> InitRequest:

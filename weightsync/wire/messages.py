@@ -5,10 +5,12 @@ A steady update is two of them, UpdateRequest (carrying start and prepare) and F
 
 from __future__ import annotations
 
+from collections.abc import Sized
 from typing import Annotated, Literal
 
 from msgspec import UNSET, Meta, UnsetType
 
+from weightsync.errors import ConfigError
 from weightsync.wire.offers import (
     DistributedInit,
     HostRing,
@@ -70,12 +72,21 @@ class StartRequest(StartTerms, frozen=True, kw_only=True):
     """`start_weight_update`; without `update_id` it opens an anonymous session.
 
     So it does with `anonymous`, which lets several receivers open one under one id. `sender` is who
-    called init: once it is dead, its successor ends what it started.
+    called init: once it is dead, its successor ends what it started. `is_checkpoint_format` is for
+    vLLM's clients: weights come by the names and shapes of the checkpoint, always.
     """
 
     update_id: UpdateId | None = None
     sender: Name | None = None
     anonymous: bool = False
+    is_checkpoint_format: bool = True
+
+    def __post_init__(self) -> None:
+        if not self.is_checkpoint_format:
+            raise ConfigError(
+                "is_checkpoint_format is false: weights in a kernel's own format are not taken "
+                "here; send them as the checkpoint has them"
+            )
 
 
 class RegisteredUpdate(Message, frozen=True, kw_only=True):
@@ -95,37 +106,60 @@ class RegisteredUpdate(Message, frozen=True, kw_only=True):
     registered: Literal[True]
 
 
-class UnpackedUpdate(Message, frozen=True, kw_only=True):
-    """One handle per tensor. `fingerprints` are mix64 of each tensor, 16 hex digits."""
-
-    names: list[Name]
-    dtype_names: list[str]
-    shapes: list[Shape]
-    ipc_handles: list[KeyedHandle]
-    fingerprints: list[str] | None = None
-    packed: Literal[False] = False
+NO_PICKLES = (
+    "ipc_handles_pickled: pickled handles are never read here, since a pickle runs code; send with "
+    "weightsync: ws.send_weights(named_tensors, to=this_server)"
+)
 
 
-class PackedUpdate(Message, frozen=True, kw_only=True):
-    """One handle for a buffer in which the tensors lie one after another.
+class HandlesUpdate(Message, frozen=True, kw_only=False):
+    """Handles in the message itself; known to users as IPCWeightTransferUpdateInfo.
 
-    `tensor_sizes` are their bytes.
+    `ipc_handles` is a list of one handle per tensor; `packed`, one handle for a buffer in which
+    the tensors lie one after another, `tensor_sizes` bytes each. `fingerprints` are mix64 of each
+    tensor, 16 hex digits. Raises ConfigError (a ValueError) where the fields do not fit together.
     """
 
     names: list[Name]
     dtype_names: list[str]
     shapes: list[Shape]
-    ipc_handles: KeyedHandle
-    tensor_sizes: list[Size]
+    ipc_handles: list[KeyedHandle] | KeyedHandle | None = None
+    ipc_handles_pickled: str | None = None
+    tensor_sizes: list[Size] | None = None
+    packed: bool = False
     fingerprints: list[str] | None = None
-    packed: Literal[True]
+
+    def __post_init__(self) -> None:
+        if self.ipc_handles_pickled is not None:
+            raise ConfigError(NO_PICKLES)
+        if not isinstance(self.ipc_handles, dict if self.packed else list):
+            seen = "missing" if self.ipc_handles is None else f"a {type(self.ipc_handles).__name__}"
+            raise ConfigError(
+                f"ipc_handles is {seen}; packed={self.packed} needs "
+                + ("one dict, of the buffer" if self.packed else "a list, of one dict per tensor")
+            )
+        if self.packed and self.tensor_sizes is None:
+            raise ConfigError("packed=True needs tensor_sizes: the bytes of each tensor")
+        columns: dict[str, Sized | None] = {
+            "dtype_names": self.dtype_names,
+            "shapes": self.shapes,
+            "ipc_handles": None if self.packed else self.ipc_handles,
+            "tensor_sizes": self.tensor_sizes,
+            "fingerprints": self.fingerprints,
+        }
+        for label, column in columns.items():
+            if column is not None and len(column) != len(self.names):
+                raise ConfigError(
+                    f"names has {len(self.names)} entries, {label} has {len(column)}; they must "
+                    "be equally long"
+                )
 
 
 class EmptyUpdate(Message, frozen=True, kw_only=True):
     """`{}`: nothing new to load."""
 
 
-UpdateInfo = RegisteredUpdate | UnpackedUpdate | PackedUpdate | EmptyUpdate
+UpdateInfo = RegisteredUpdate | HandlesUpdate | EmptyUpdate
 
 
 class UpdateRequest(Message, frozen=True, kw_only=True):
