@@ -159,6 +159,49 @@ class TestEnds:
             sender.send_weights()
         assert receiver.version == 1
 
+    def test_a_second_cancellation_ends_no_send_that_still_reads(self) -> None:
+        def cancel(task: asyncio.Task[object]) -> None:
+            task.cancel()
+
+        self.check_cancelled(cancel)
+
+    def test_a_loop_that_cancels_every_task_ends_no_send_that_still_reads(self) -> None:
+        def cancel(_: asyncio.Task[object]) -> None:
+            current = asyncio.current_task()
+            for task in asyncio.all_tasks() - {current}:
+                task.cancel()
+
+        self.check_cancelled(cancel)
+
+    def check_cancelled(self, cancel: Callable[[asyncio.Task[object]], None]) -> None:
+        """Cancel a send again and again while a hook still reads what it was lent."""
+        entered, go_on = threading.Event(), threading.Event()
+
+        def slow(pairs: Iterable[tuple[str, torch.Tensor]]) -> None:
+            list(pairs)
+            entered.set()
+            assert go_on.wait(TIMEOUT_S)
+
+        receiver = ws.WeightReceiver(slow, apply="in_place")
+
+        async def cancelled(sender: ws.WeightSender) -> None:
+            task: asyncio.Task[object] = asyncio.ensure_future(sender.asend_weights())
+            loop = asyncio.get_running_loop()
+            await loop.run_in_executor(None, entered.wait, TIMEOUT_S)
+            for _ in range(5):
+                cancel(task)
+                await asyncio.sleep(0)
+            assert not task.done()
+            go_on.set()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+            assert not receiver.status().busy
+
+        with ws.connect(make(1), to=receiver.handle, **BUCKET) as sender:
+            asyncio.run(cancelled(sender))
+            sender.send_weights()
+            assert receiver.version == sender.version
+
     def test_closing_waits_for_the_loader(self) -> None:
         entered, gone = threading.Event(), threading.Event()
 

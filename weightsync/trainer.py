@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextvars
 import logging
 import os
 import threading
@@ -210,14 +211,20 @@ class WeightSender:
         source any more.
         """
         stop = threading.Event()
-        work = asyncio.to_thread(self._send_weights, version, label, rewind, stop, trace)
-        task = asyncio.ensure_future(work)
+        run = contextvars.copy_context().run
+        # No task: a loop that ends cancels its tasks, and this thread would go on reading.
+        sending = asyncio.get_running_loop().run_in_executor(
+            None, run, self._send_weights, version, label, rewind, stop, trace
+        )
         try:
-            return await asyncio.shield(task)
+            return await asyncio.shield(sending)
         except asyncio.CancelledError:
             stop.set()
+            while not sending.done():
+                with suppress(asyncio.CancelledError):
+                    await asyncio.wait([sending])
             with suppress(WeightSyncError):
-                await task
+                sending.result()
             raise
 
     @contextmanager
