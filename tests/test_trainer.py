@@ -490,3 +490,12 @@ def ws_segments() -> Iterator[str]:
 def test_a_time_that_no_process_can_wait_is_refused(timeout_s: float) -> None:
     with pytest.raises(ws.ConfigError, match="timeout_s must be positive and at most 1000000"):
         ws.connect(make(), to="http://127.0.0.1:1", timeout_s=timeout_s)
+
+
+@pytest.mark.parametrize("bucket_nbytes", [1, 1000, 5000])
+def test_any_size_of_bucket_will_do(bucket_nbytes: int) -> None:
+    server = make()
+    options: dict[str, Any] = {**BUCKET, "bucket_nbytes": bucket_nbytes}
+    with ws.connect(make(3), to=ws.WeightReceiver(server).handle, **options) as sender:
+        sender.send_weights()
+    assert values(server) == {3}

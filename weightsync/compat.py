@@ -28,6 +28,7 @@ from weightsync.errors import (
     ProtocolError,
     TransportTimeout,
     VerificationError,
+    WeightSyncError,
     shorten,
 )
 from weightsync.samehost import cuda_handle
@@ -491,6 +492,8 @@ def _caller(send_mode: _Deliver, timeout_s: float, stack: ExitStack) -> _Deliver
             raise _loop_is_running(send_mode)
         try:
             runner.run(_within(answer, timeout_s))
+        except WeightSyncError:
+            raise  # the callable's own, which may be a timeout too
         except TimeoutError as exc:
             raise TransportTimeout(
                 f"send_mode {_name(send_mode)} did not end within {timeout_s:g} s and was "

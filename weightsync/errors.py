@@ -11,11 +11,11 @@ WeightSyncError
 +- NotReadyError              the receiver may not generate now: .state .update_id
 +- TransportError             the control plane failed
 |  +- ConnectError
-|  +- TransportTimeout
+|  +- TransportTimeout       also a TimeoutError
 +- TransferError              the data plane failed; the update is aborted
 |  +- HandleError
 |  +- SegmentError
-|  +- TransferTimeout
+|  +- TransferTimeout        also a TimeoutError
 |  +- TransferCancelled       the caller itself ended the wait, or closed the queue
 |  +- PeerLostError           .ranks: a process at the other end died or left
 |  +- VerificationError       .names
@@ -166,7 +166,7 @@ class ConnectError(TransportError):
     """The peer could not be reached, or the connection broke."""
 
 
-class TransportTimeout(TransportError):
+class TransportTimeout(TransportError, TimeoutError):
     """The peer did not answer in time."""
 
 
@@ -182,7 +182,7 @@ class SegmentError(TransferError):
     """A shared-memory segment cannot be made, opened or trusted."""
 
 
-class TransferTimeout(TransferError):
+class TransferTimeout(TransferError, TimeoutError):
     """The other side of a transfer made no progress in time."""
 
 

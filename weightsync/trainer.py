@@ -75,11 +75,12 @@ def connect(  # noqa: PLR0913  # the settings of a connection, all keyword-only
     on the way; `rename` maps names. `backend`: `auto` takes for each receiver the fastest road that
     works, `ipc` only those of the same host, `distributed` the one that crosses hosts. `packed`
     None lets receivers read stable parameters where they are and streams others through buckets;
-    `bucket_nbytes` and `num_buckets` size those. `adopt` allows parameters in host memory to be
-    moved into shared memory. `verify` fingerprints what arrives; `token` and `verify_tls` are
-    HttpTransport's: by default the environment says both. `timeout_s` bounds every wait for
-    progress. `on_failure`: `abort` leaves all receivers as they were when one fails, `drop` goes on
-    without it. `progress` shows a bar, or is told of each update's `Progress` about ten times a
+    `bucket_nbytes` (rounded up to 64) and `num_buckets` size those. `adopt` allows parameters in
+    host memory to be moved into shared memory. `verify` fingerprints what arrives; `token` and
+    `verify_tls` are HttpTransport's: by default the environment says both. `timeout_s` bounds every
+    wait for progress. `on_failure`: `abort` leaves all receivers as they were when one fails,
+    `drop` goes on without it. `progress` shows a bar, or is told of each update's `Progress` about
+    ten times a
     second, from another thread, on rank 0.
 
     Under torch.distributed every rank of `process_group` (None: the default group) calls this, and

@@ -38,9 +38,9 @@ def tree() -> dict[str, str]:
 
 
 def test_the_tree_is_that_of_the_code() -> None:
-    wanted = {name: kind.__base__.__name__ for name, kind in KINDS.items() if kind.__base__}
-    # A second base, ValueError, is said beside the name.
-    wanted |= {"WeightSyncError": "", "ConfigError": "WeightSyncError"}
+    wanted = {name: kind.__bases__[0].__name__ for name, kind in KINDS.items()}
+    # A second base, ValueError or TimeoutError, is said beside the name.
+    wanted |= {"WeightSyncError": ""}
     assert tree() == wanted
 
 
@@ -54,3 +54,10 @@ def test_rows_say_the_status_and_what_an_error_carries() -> None:
         error = KINDS[name.strip("`")]("seen")
         assert status_of(error) == int(status), name
         assert set(re.findall(r"`(\w+)`", carries)) == set(vars(error)), name
+
+
+def test_errors_of_time_are_pythons_own_too() -> None:
+    found = {name for name, kind in KINDS.items() if issubclass(kind, TimeoutError)}
+    assert found == {name for name in KINDS if name.endswith("Timeout")} != set()
+    for name in found:
+        assert str(KINDS[name]("seen")) == "seen"

@@ -136,7 +136,7 @@ def _obey(pipe: Connection) -> None:
 
 
 def make(*args: Any, **options: Any) -> QueueHandle:
-    _queues["q"] = MessageQueue(*args, max_chunk_bytes=SMALL_SLOT, **options)
+    _queues["q"] = MessageQueue(*args, **{"max_chunk_bytes": SMALL_SLOT, **options})
     return _queues["q"].export_handle()
 
 

@@ -178,6 +178,9 @@ def test_who_has_not_registered_the_type_is_told_its_name() -> None:
 def test_registering_twice_or_without_hooks_is_refused() -> None:
     codec = MessageCodec()
     codec.register(Point)
+    for kind in (int, type(None), dict, bytes, set):
+        with pytest.raises(ConfigError, match="travels as it is"):
+            codec.register(kind, encode=repr, decode=eval)
     with pytest.raises(ConfigError, match="registered already"):
         codec.register(Point)
     with pytest.raises(ConfigError, match="neither a dataclass nor a msgspec Struct"):

@@ -261,7 +261,6 @@ def test_a_handle_is_plain_data() -> None:
         ((1, 2), {}, "2 of 1 readers"),
         ((2, 2, [1, 1]), {}, "each once"),
         ((2, 2, [1]), {}, "are not 2 and 0"),
-        ((2, 1), {}, "give connect_ip"),
         ((2, 1), {"connect_ip": "0.0.0.0"}, "means every address"),
         ((2, 1), {"connect_ip": "localhost"}, "give an IPv4 or IPv6 address"),
         ((1, 1), {"max_chunks": 0}, "make no queue"),
@@ -654,3 +653,57 @@ def test_the_benchmark_runs_and_prints_both_rates() -> None:
     for readers in (1, 2):
         assert found[f"ours, {readers}"]["small_us"] > 0
         assert found[f"ours, {readers}"]["large_read_gbps"] > 0
+
+
+# What users of the queue taken over write.
+
+
+def test_what_is_written_in_a_slot_is_one_message_of_bytes() -> None:
+    with pair() as (writer, reader):
+        with writer.acquire_write(nbytes=5000) as view:
+            view[:] = noise(5000)
+        with writer.acquire_write(WAIT_S) as view:
+            most = len(view)
+            assert SMALL_SLOT - 64 <= most <= SMALL_SLOT
+            view[-3:] = b"end"
+        with writer.acquire_write(nbytes=0):
+            pass
+        assert reader.dequeue(WAIT_S) == noise(5000)
+        with reader.read(WAIT_S) as got:
+            assert isinstance(got, memoryview)
+            assert (len(got), bytes(got[-3:])) == (most, b"end")
+        assert reader.dequeue(WAIT_S) == b""
+        with pytest.raises(ValueError, match="released"):
+            view[0] = 1
+
+
+def test_a_block_of_writing_that_raises_sends_nothing() -> None:
+    with pair() as (writer, reader):
+        with suppress(KeyError), writer.acquire_write():
+            raise KeyError
+        writer.enqueue("next")
+        assert reader.dequeue(WAIT_S) == "next"
+        with pytest.raises(ConfigError, match=f"{SMALL_SLOT} bytes are to be written in a slot"):
+            writer.acquire_write(nbytes=SMALL_SLOT).__enter__()
+        with pytest.raises(ConfigError, match="only the writer writes"):
+            reader.acquire_write().__enter__()
+
+
+def test_readers_elsewhere_get_what_was_written_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    with (
+        MessageQueue(2, 1, [0], SMALL_SLOT, 3) as writer,  # no connect_ip: it is found
+        MessageQueue.create_from_handle(writer.export_handle(), 0) as here,
+        MessageQueue.create_from_handle(writer.export_handle(), 1) as elsewhere,
+    ):
+        assert str(writer.export_handle().remote_endpoint).startswith("tcp://127.0.0.1:")
+        with writer.acquire_write(WAIT_S, nbytes=3) as view:
+            view[:] = b"abc"
+        assert [here.dequeue(WAIT_S), elsewhere.dequeue(WAIT_S)] == [b"abc", b"abc"]
+        with (
+            MessageQueue(1, 0, None, SMALL_SLOT, 3, "127.0.0.1") as alone,
+            MessageQueue.create_from_handle(alone.export_handle(), 0) as remote,
+        ):
+            with alone.acquire_write(WAIT_S, nbytes=3) as view:
+                view[:] = b"xyz"
+            assert remote.dequeue(WAIT_S) == b"xyz"

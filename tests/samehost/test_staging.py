@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import zmq
 
-from weightsync.errors import ConfigError
+from weightsync.errors import ConfigError, ConnectError
 from weightsync.samehost.addresses import IPC_PATH_LIMIT, socket_address
 from weightsync.samehost.staging import CpuGpuBuffer, copy_slice, numpy_view
 
@@ -84,9 +85,9 @@ class TestBuffer:
         buffer.cpu.fill_(1)
         assert buffer.copy_to_gpu(2).tolist() == [1, 1]
 
-    @pytest.mark.parametrize("size", [(), (-1,), (3, -1)])
-    def test_sizes_that_are_none(self, size: tuple[int, ...]) -> None:
-        with pytest.raises(ConfigError, match="a buffer needs a size"):
+    @pytest.mark.parametrize("size", [(), (-1,), (3, -1), ((3, 4),), (2.0,), ("3",)])
+    def test_sizes_that_are_none(self, size: tuple[Any, ...]) -> None:
+        with pytest.raises(ConfigError, match=r"one whole number .* as in CpuGpuBuffer\(3, 4"):
             CpuGpuBuffer(*size, dtype=torch.uint8)
 
 
@@ -135,6 +136,26 @@ class TestAddresses:
         host, _, port = self.bound(address).rpartition(":")
         assert host == "tcp://127.0.0.1"
         assert int(port) > 0
+
+    @pytest.mark.parametrize("host", ["127.0.0.1", "::1"])
+    def test_a_socket_that_is_given_is_bound_and_its_port_told(self, host: str) -> None:
+        with (
+            zmq.Context() as context,
+            context.socket(zmq.PULL) as listener,
+            context.socket(zmq.PUSH) as peer,
+            context.socket(zmq.PULL) as second,
+        ):
+            address = socket_address(local_only=False, host=host, bind=listener)
+            port = int(address.rpartition(":")[2])
+            assert port > 0
+            peer.ipv6 = ":" in host
+            peer.linger = 0
+            peer.connect(address)
+            peer.send(b"hello")
+            assert listener.poll(60_000)
+            assert listener.recv() == b"hello"
+            with pytest.raises(ConnectError, match="cannot bind to"):
+                socket_address(local_only=False, host=host, port=port, bind=second)
 
     def test_ipv6_has_brackets(self) -> None:
         for host in ("::1", "[::1]"):

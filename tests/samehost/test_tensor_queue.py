@@ -314,15 +314,39 @@ class TestCleanup:
             receiver.recv_tensor(aborted[1])
         assert same(receiver.recv_tensor(kept), pattern(2, BLOCK))
 
-    def test_what_comes_later_is_dropped_too(
-        self, receiver: TensorIpcReceiver, sender: TensorIpcSender
-    ) -> None:
-        assert receiver.cleanup_request_tensors("aborted") == 0
-        sender.send_tensor(pattern(1, BLOCK), "aborted")
-        kept = sender.send_tensor(pattern(2, BLOCK), "kept")
-        assert same(receiver.recv_tensor(kept), pattern(2, BLOCK))
-        assert receiver.pending == 0
-        assert comes_true(lambda: sender.pool.lent_blocks == 0)
+    def test_what_comes_later_and_is_not_asked_for_is_dropped_too(self, nothing_left: None) -> None:
+        with TensorIpcReceiver(grace_s=0.1) as receiver, TensorIpcSender(receiver.handle) as sender:
+            assert receiver.cleanup_request_tensors("aborted") == 0
+            late = [sender.send_tensor(pattern(1, size), "aborted") for size in (64, BLOCK)]
+            kept = sender.send_tensor(pattern(2, BLOCK), "kept")
+            assert same(receiver.recv_tensor(kept), pattern(2, BLOCK))
+            assert comes_true(lambda: receiver.pending == 0 and sender.pool.lent_blocks == 0)
+            with pytest.raises(TransferError, match="its request was cleaned up"):
+                receiver.recv_tensor(late[1])
+
+    def test_another_attempt_under_the_same_id_works(self, nothing_left: None) -> None:
+        with TensorIpcReceiver(grace_s=0.5) as receiver, TensorIpcSender(receiver.handle) as sender:
+            for attempt in range(3):
+                aborted = sender.send_tensor(pattern(attempt, BLOCK), "r")
+                assert comes_true(lambda: receiver.pending == 1)
+                assert receiver.cleanup_request_tensors("r") == 1
+                with pytest.raises(TransferError, match="its request was cleaned up"):
+                    receiver.recv_tensor(aborted)
+                sender.send_tensor(pattern(9, BLOCK), "r")  # of the same attempt, and late
+                again = [sender.send_tensor(pattern(n, BLOCK), "r") for n in range(2)]
+                for n, handle in enumerate(again):
+                    assert same(receiver.recv_tensor(handle), pattern(n, BLOCK))
+                assert comes_true(lambda: receiver.pending == 0)
+            assert comes_true(lambda: sender.pool.lent_blocks == 0)
+
+    def test_another_attempt_is_not_hurried(self, nothing_left: None) -> None:
+        with TensorIpcReceiver(grace_s=0.1) as receiver, TensorIpcSender(receiver.handle) as sender:
+            receiver.cleanup_request_tensors("r")
+            first = sender.send_tensor(pattern(1, BLOCK), "r")
+            assert same(receiver.recv_tensor(first), pattern(1, BLOCK))
+            second = sender.send_tensor(pattern(2, BLOCK), "r")
+            time.sleep(0.4)  # more than the grace of a late one: this one is none
+            assert same(receiver.recv_tensor(second), pattern(2, BLOCK))
 
     def test_whoever_waits_for_it_is_told(
         self, receiver: TensorIpcReceiver, sender: TensorIpcSender
@@ -372,6 +396,23 @@ class TestMemory:
         assert sender.pool.lent_blocks == 1
         del view
         assert sender.pool.lent_blocks == 0
+
+    @pytest.mark.parametrize("max_nbytes", [128 << 10, 1 << 20, 3 << 20])
+    def test_a_small_pool_takes_what_fits_it(
+        self, receiver: TensorIpcReceiver, max_nbytes: int
+    ) -> None:
+        with TensorIpcSender(receiver.handle, max_nbytes=max_nbytes) as sender:
+            for nbytes in (20 << 10, 100 << 10, max_nbytes // 2):
+                tensor = pattern(1, nbytes)
+                assert same(receiver.recv_tensor(sender.send_tensor(tensor)), tensor)
+                assert sender.pool.nbytes <= max_nbytes
+            with pytest.raises(SegmentError, match="does not go into a pool"):
+                sender.send_tensor(pattern(1, max_nbytes + 1))
+
+    @pytest.mark.parametrize("queue", [SPAWN.Queue, dict, lambda: None], ids=["Queue", "dict", "-"])
+    def test_a_sender_needs_a_handle(self, queue: Callable[[], object]) -> None:
+        with pytest.raises(ConfigError, match="give the `handle` of a TensorIpcReceiver"):
+            TensorIpcSender(queue())  # type: ignore[arg-type]  # what users of torch's queue give
 
     def test_a_full_pool_waits_and_then_says_so(self, receiver: TensorIpcReceiver) -> None:
         with TensorIpcSender(receiver.handle, max_nbytes=20 << 20) as sender:

@@ -160,10 +160,10 @@ def _proven(
         if _overtaken(proof, meeting, size, limit_s):
             return data, _FOLLOWS
         proof.result(0)
-    except TimeoutError:
-        return data, f"NCCL made no connection within {limit_s:g} s"
     except (RuntimeError, WeightSyncError) as exc:
         return data, str(exc).partition("\n")[0][:300] or type(exc).__name__
+    except TimeoutError:
+        return data, f"NCCL made no connection within {limit_s:g} s"
     return data, ""
 
 

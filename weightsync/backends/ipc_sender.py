@@ -32,7 +32,7 @@ from weightsync.samehost.ring import NETWORK, Control, RingWriter
 from weightsync.samehost.shared_stream import SharedStream
 from weightsync.samehost.staging import StagedSlots
 from weightsync.specs import Manifest
-from weightsync.weights.buckets import RUN_NBYTES, Plan, runs_per_chunk
+from weightsync.weights.buckets import RUN_NBYTES, Plan, aligned, runs_per_chunk
 from weightsync.weights.dtypes import spec_of
 from weightsync.weights.fingerprint import table_digest
 from weightsync.weights.packer import Packer
@@ -402,6 +402,6 @@ class IpcTrainerEngine(TrainerWeightTransferEngine):
 def _ring_size(options: IpcOptions, *, on_gpu: bool) -> tuple[int, int]:
     staged = options.device.type == "cuda"
     host_bucket = STAGED_BUCKET_NBYTES if staged else HOST_BUCKET_NBYTES
-    bucket = options.bucket_nbytes or (CUDA_BUCKET_NBYTES if on_gpu else host_bucket)
+    bucket = aligned(options.bucket_nbytes or (CUDA_BUCKET_NBYTES if on_gpu else host_bucket))
     slots = options.num_buckets or (CUDA_BUCKETS if on_gpu else HOST_BUCKETS)
     return bucket, slots

@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 from fastapi import Request, Response
 from starlette.types import Receive, Scope, Send
 
+from weightsync.errors import WeightSyncError
 from weightsync.rollout.completions import closing, end_tasks
 
 T = TypeVar("T")
@@ -64,6 +65,8 @@ class EventStream(Response):
         async with closing(self._events):
             try:
                 await _first_of(self._send_all(send), receive)
+            except WeightSyncError:
+                raise  # the engine's; a timeout among them is an OSError too
             except (ClientGoneError, OSError):
                 return
 

@@ -11,7 +11,7 @@ import msgspec
 import zmq
 import zmq.asyncio
 
-from weightsync.errors import ConnectError, TransportTimeout
+from weightsync.errors import ConnectError, TransportTimeout, WeightSyncError
 from weightsync.rollout.lasting_task import end_process
 from weightsync.rollout.worker_messages import REPORT_CALL, WorkerReport
 from weightsync.wire import codec
@@ -70,6 +70,8 @@ class WorkerClient:
             frames = [number, call.encode(), body]
             self._loop.call_soon_threadsafe(self._send, worker, frames)
             return answer.result(timeout_s)
+        except WeightSyncError:
+            raise  # the worker's own answer, which may be a timeout too
         except TimeoutError:
             raise TransportTimeout(
                 f"worker {worker} did not answer {call} within {timeout_s:g} s"

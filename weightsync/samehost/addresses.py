@@ -7,8 +7,12 @@ import re
 import secrets
 import tempfile
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from weightsync.errors import ConfigError
+from weightsync.errors import ConfigError, ConnectError
+
+if TYPE_CHECKING:
+    import zmq
 
 IPC_PATH_LIMIT = 107
 """Bytes of the longest path that a Unix socket can have."""
@@ -17,17 +21,33 @@ _HOST_NAME = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]{0,251}[A-Za-z0-9.])?")
 
 
 def socket_address(
-    *, local_only: bool, host: str = "127.0.0.1", port: int = 0, directory: Path | None = None
+    *,
+    local_only: bool,
+    host: str = "127.0.0.1",
+    port: int = 0,
+    directory: Path | None = None,
+    bind: zmq.Socket[bytes] | None = None,
 ) -> str:
-    """Return an address to bind a ZeroMQ socket to: `ipc://…` if all its peers are local.
+    """Return an address for a ZeroMQ socket: `ipc://…` if all its peers are local.
 
-    Else `tcp://host:port`, IPv6 addresses in brackets; port 0 binds to any free one, which the
-    socket's LAST_ENDPOINT then tells. IPC paths are fresh, and lie in `directory` (the temporary
-    one by default). Raises ConfigError.
+    Else `tcp://host:port`, IPv6 addresses in brackets. With `bind`, the socket is bound to it, and
+    the address returned is the one that peers connect to: port 0 becomes the free port that the
+    socket got. Without, port 0 stays, for a socket that is bound later. IPC paths are fresh, and
+    lie in `directory` (the temporary one by default). Raises ConfigError, and ConnectError when
+    the socket cannot be bound.
     """
-    if local_only:
-        return ipc_address(directory)
-    return tcp_address(host, port)
+    address = ipc_address(directory) if local_only else tcp_address(host, port)
+    if bind is None:
+        return address
+    import zmq  # noqa: PLC0415  # optional: who gives a socket of it has it
+
+    try:
+        if "[" in address:
+            bind.ipv6 = True
+        bind.bind(address)
+        return bind.get_string(zmq.LAST_ENDPOINT)
+    except zmq.ZMQError as exc:
+        raise ConnectError(f"cannot bind to {address}: {exc}") from exc
 
 
 def ipc_address(directory: Path | None = None) -> str:

@@ -45,6 +45,8 @@ _memory = ctypes.PYFUNCTYPE(ctypes.py_object, ctypes.c_void_p, ctypes.c_ssize_t,
 _READ_ONLY = 0x100
 
 Hook = Callable[[Any], Any]
+BYTES_BODY = msgspec.msgpack.encode(msgspec.msgpack.Ext(_BYTES, msgspec.msgpack.encode([0])))
+"""The body of a message that is one bytes object, its only buffer."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -76,8 +78,13 @@ class MessageCodec:
         """Let objects of exactly this type pass: `encode(obj)` is any message, `decode` undoes it.
 
         A dataclass or msgspec Struct needs no hooks: its fields travel and its constructor is
-        called with them. Raises ConfigError for others, and for a name that is taken.
+        called with them. Raises ConfigError for others, for a name that is taken, and for types
+        that messages carry as they are.
         """
+        if kind in _BUILT_IN:
+            raise ConfigError(
+                f"{kind.__qualname__} travels as it is, so hooks for it would never be called"
+            )
         name = name or kind.__qualname__
         if name in self._by_name or kind in self._by_kind:
             raise ConfigError(f"{kind.__qualname__} or the name {name!r} is registered already")
@@ -222,6 +229,7 @@ class _Packer:
         return msgspec.msgpack.Ext(code, msgspec.msgpack.encode(about))
 
 
+_BUILT_IN = _PLAIN | {dict, list, tuple, set, frozenset, bytes, bytearray, memoryview}
 _SETS: dict[type, int] = {set: _SET, frozenset: _FROZENSET}
 _BYTES_LIKE: dict[type, int] = {bytes: _BYTES, bytearray: _BYTEARRAY, memoryview: _MEMORYVIEW}
 

@@ -47,6 +47,20 @@ class Encoded:
             at += len(buffer)
 
 
+def buffer_offset(body: bytes) -> int:
+    """Return where the buffer of a message with this `body` and a single buffer begins."""
+    return _aligned(_COUNTS.size + 8 + len(body))
+
+
+def write_around(target: memoryview, body: bytes) -> memoryview:
+    """Write a message with a single buffer, but for that: it is returned, the rest of `target`."""
+    at = buffer_offset(body)
+    _COUNTS.pack_into(target, 0, len(body), 1)
+    struct.pack_into("<Q", target, _COUNTS.size, len(target) - at)
+    target[_COUNTS.size + 8 : _COUNTS.size + 8 + len(body)] = body
+    return target[at:]
+
+
 def split(source: memoryview) -> tuple[memoryview, list[memoryview]]:
     """Return body and buffers of what `Encoded.write` wrote, as views. Raises ProtocolError."""
     try:

@@ -42,7 +42,8 @@ class MessageQueue:
 
     `n_local_reader` of the `n_reader` readers share this host; their ranks are
     `local_reader_ranks`, by default the first ones. The others, `remote_reader_ranks`, connect to
-    `connect_ip`, an IPv4 or IPv6 address of this host. Messages up to `max_chunk_bytes` pass
+    `connect_ip`, an IPv4 or IPv6 address of this host: by default the one on the way to
+    `MASTER_ADDR`, or else to other networks. Messages up to `max_chunk_bytes` pass
     through `max_chunks` slots of shared memory; larger ones through a socket. A reader that died
     makes `enqueue` raise PeerLostError, or, with `drop_dead_readers`, is left out from then on.
     `spin_s` is how long a reader polls before it sleeps. Raises ConfigError; SegmentError when
@@ -54,11 +55,11 @@ class MessageQueue:
         n_reader: int,
         n_local_reader: int,
         local_reader_ranks: Sequence[int] | None = None,
-        *,
-        remote_reader_ranks: Sequence[int] | None = None,
         max_chunk_bytes: int = MAX_CHUNK_BYTES,
         max_chunks: int = MAX_CHUNKS,
         connect_ip: str | None = None,
+        *,
+        remote_reader_ranks: Sequence[int] | None = None,
         codec: MessageCodec | None = None,
         drop_dead_readers: bool = False,
         writer_rank: int | None = None,
@@ -106,10 +107,10 @@ class MessageQueue:
         pg: dist.ProcessGroup | StoreGroup,
         max_chunk_bytes: int = MAX_CHUNK_BYTES,
         max_chunks: int = MAX_CHUNKS,
-        *,
         writer_rank: int = 0,
         external_writer_handle: QueueHandle | None = None,
-        blocking: bool = True,
+        blocking: bool = True,  # users know this order
+        *,
         connect_ip: str | None = None,
         codec: MessageCodec | None = None,
         drop_dead_readers: bool = False,
@@ -157,9 +158,9 @@ class MessageQueue:
         pg: dist.ProcessGroup | StoreGroup,
         max_chunk_bytes: int = MAX_CHUNK_BYTES,
         max_chunks: int = MAX_CHUNKS,
-        *,
         reader_rank: int = 0,
-        blocking: bool = False,
+        blocking: bool = False,  # users know this order
+        *,
         connect_ip: str | None = None,
         codec: MessageCodec | None = None,
     ) -> tuple[Self | None, dict[int, Self]]:
@@ -290,6 +291,32 @@ class MessageQueue:
             self._reading = False
             with suppress(TransferCancelled), self._lock:
                 reader.release()
+
+    @contextmanager
+    def acquire_write(
+        self,
+        timeout_s: float | None = None,
+        cancel: Cancel | None = None,
+        *,
+        nbytes: int | None = None,
+    ) -> Iterator[memoryview]:
+        """Yield `nbytes` writable bytes of a slot, sent as one message when the block ends.
+
+        Readers get bytes (`read`: a view). By default `nbytes` is the most that a slot takes,
+        `max_chunk_bytes` less 64. A block that raises sends nothing. The view ends with the block;
+        messages and a `close` of other threads wait for its end. Raises as `enqueue` does, and
+        ConfigError for more bytes than a slot takes.
+        """
+        if self._writer is None:
+            raise ConfigError("this is a reader's end of the queue; only the writer writes")
+        view = None
+        try:
+            with self._writer.write_in_place(nbytes, timeout_s, cancel) as view:
+                yield view
+        finally:
+            if view is not None:
+                with suppress(BufferError):
+                    view.release()
 
     def broadcast_object(self, obj: object = None, timeout_s: float | None = None) -> Any:
         """At the writer, send `obj` and return it; at a reader, return what was sent."""

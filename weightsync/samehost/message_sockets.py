@@ -72,8 +72,15 @@ def tcp_address(connect_ip: str) -> ipaddress.IPv4Address | ipaddress.IPv6Addres
     return address
 
 
-def own_address(toward: str) -> str:
-    """Return this host's address on the way to another, by its routes; no packet is sent."""
+_ANYWHERE = "192.0.2.1"  # an address for documentation, on no network
+
+
+def own_address(toward: str | None = None) -> str:
+    """Return this host's address on the way to another, by its routes; no packet is sent.
+
+    By default the other is `MASTER_ADDR`, or else any on other networks. Raises ConfigError.
+    """
+    toward = toward or os.environ.get("MASTER_ADDR") or _ANYWHERE
     try:
         family, kind, _, _, target = socket.getaddrinfo(toward, 9, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, kind) as probe:

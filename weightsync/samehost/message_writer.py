@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 
@@ -13,10 +14,18 @@ import msgspec
 from weightsync.errors import ConfigError, PeerLostError
 from weightsync.samehost.closable_lock import ClosableLock
 from weightsync.samehost.janitor import sweep
+from weightsync.samehost.message_codec import BYTES_BODY
 from weightsync.samehost.message_layout import INLINE, INLINE_NBYTES, SLOT, SOCKET, Layout
-from weightsync.samehost.message_parts import Encoded
+from weightsync.samehost.message_parts import Encoded, buffer_offset, write_around
 from weightsync.samehost.message_ring import RingWriter
-from weightsync.samehost.message_sockets import LOCAL, READY, REMOTE, Publisher, socket_path
+from weightsync.samehost.message_sockets import (
+    LOCAL,
+    READY,
+    REMOTE,
+    Publisher,
+    own_address,
+    socket_path,
+)
 from weightsync.samehost.patience import Cancel, Patience
 
 logger = logging.getLogger(__name__)
@@ -61,11 +70,6 @@ class WriterTerms:
             )
         if self.slots < 1 or self.slot_nbytes < 1:
             raise ConfigError(f"{self.slots} slots of {self.slot_nbytes} bytes make no queue")
-        if self.remote_ranks and self.connect_ip is None:
-            raise ConfigError(
-                f"readers {list(self.remote_ranks)} are on other hosts; give connect_ip, the "
-                "address of this host by which they reach it"
-            )
 
 
 class Writer:
@@ -87,7 +91,7 @@ class Writer:
         try:
             self._publisher = Publisher(
                 path=socket_path(self._ring.control.name) if self._ring else None,
-                connect_ip=terms.connect_ip if terms.remote_ranks else None,
+                connect_ip=(terms.connect_ip or own_address()) if terms.remote_ranks else None,
                 window_nbytes=terms.slots * terms.slot_nbytes,
             )
         except BaseException:
@@ -119,16 +123,40 @@ class Writer:
         """Send one message to all, or, when this raises, to none."""
         timeout_s = self._enter(timeout_s, cancel)
         try:
-            if time.monotonic() - self._looked > _LOOK_S:
-                self._look_at_readers()
-            patience = self._patience(self._awaited, timeout_s, cancel)
-            if self._publisher.remote:
-                self._wait_joined(patience())
-                self._publisher.wait_window(message.nbytes, patience())
+            patience = self._ready_for(message.nbytes, timeout_s, cancel)
             if self._ring is not None:
                 self._put(self._ring, message, patience)
             if self._publisher.remote:
                 self._publisher.send(REMOTE, self._count, message)
+            self._count += 1
+        finally:
+            self.lock.leave()
+
+    @contextmanager
+    def write_in_place(
+        self, nbytes: int | None, timeout_s: float | None, cancel: Cancel | None
+    ) -> Iterator[memoryview]:
+        """Yield `nbytes` writable bytes, by default all that a slot takes; sent at the end."""
+        most = self.terms.slot_nbytes - buffer_offset(BYTES_BODY)
+        nbytes = most if nbytes is None else nbytes
+        if not 0 <= nbytes <= most:
+            raise ConfigError(f"{nbytes} bytes are to be written in a slot, which takes {most}")
+        whole = buffer_offset(BYTES_BODY) + nbytes
+        timeout_s = self._enter(timeout_s, cancel)
+        try:
+            patience = self._ready_for(whole, timeout_s, cancel)
+            if self._ring is None:
+                view = write_around(memoryview(bytearray(whole)), BYTES_BODY)
+                yield view
+            else:
+                if not self._ring.record_free:
+                    self._ring.wait_record(patience())
+                slot = self._ring.wait_slot(patience())
+                view = write_around(self._ring.slot(slot, whole), BYTES_BODY)
+                yield view
+                self._ring.publish(SLOT, whole, slot)
+            if self._publisher.remote:
+                self._publisher.send(REMOTE, self._count, Encoded(BYTES_BODY, [view], []))
             self._count += 1
         finally:
             self.lock.leave()
@@ -167,6 +195,18 @@ class Writer:
         while not self.lock.acquire(patience.nap_s):
             patience.look()
         return None if timeout_s is None else max(0.0, started + timeout_s - time.monotonic())
+
+    def _ready_for(
+        self, nbytes: int, timeout_s: float | None, cancel: Cancel | None
+    ) -> Callable[[], Patience]:
+        """Wait until readers elsewhere can be sent `nbytes`; return the call's patience."""
+        if time.monotonic() - self._looked > _LOOK_S:
+            self._look_at_readers()
+        patience = self._patience(self._awaited, timeout_s, cancel)
+        if self._publisher.remote:
+            self._wait_joined(patience())
+            self._publisher.wait_window(nbytes, patience())
+        return patience
 
     def _put(self, ring: RingWriter, message: Encoded, patience: Callable[[], Patience]) -> None:
         if not ring.record_free:

@@ -21,7 +21,8 @@ from weightsync.wire.tensor_packets import MAX_BLOCKS
 
 HEADER_NBYTES = 4096
 MIN_BLOCK_NBYTES = 64 << 10
-_SHARED_SEGMENT_NBYTES = 4 << 20  # small blocks lie together in segments of about this size
+_SHARED_SEGMENT_NBYTES = 4 << 20  # small blocks lie together in segments of about this size,
+_SEGMENTS_OF_A_SMALL_POOL = 4  # or, in a pool of less than so many of them, in this part of it
 _STEPS_PER_DOUBLING = 4  # at most a fifth of a block is air
 _NAP_S = 50e-6
 _LONG_NAP_S = 1e-3
@@ -36,16 +37,6 @@ def size_class(nbytes: int) -> int:
         return MIN_BLOCK_NBYTES
     step = (1 << (nbytes - 1).bit_length() - 1) // _STEPS_PER_DOUBLING
     return -(-nbytes // step) * step
-
-
-def blocks_of(block_nbytes: int) -> int:
-    """Return how many blocks of this size share a segment."""
-    return min(max(_SHARED_SEGMENT_NBYTES // block_nbytes, 1), MAX_BLOCKS)
-
-
-def segment_nbytes(block_nbytes: int) -> int:
-    """Return the size of a segment of such blocks."""
-    return HEADER_NBYTES + blocks_of(block_nbytes) * block_nbytes
 
 
 @dataclass(eq=False, slots=True)
@@ -84,6 +75,7 @@ class SegmentPool:
     def __init__(self, *, max_nbytes: int, on_forget: Callable[[str], None] | None = None) -> None:
         require_ordered_stores()
         self.max_nbytes = max_nbytes
+        self._shared_nbytes = min(_SHARED_SEGMENT_NBYTES, max_nbytes // _SEGMENTS_OF_A_SMALL_POOL)
         self._on_forget = on_forget or _tell_nobody
         self._lock = threading.Lock()
         self._lots: list[Lot] = []
@@ -117,7 +109,7 @@ class SegmentPool:
         large or shared memory is full, and what `check` raises.
         """
         wanted = size_class(nbytes)
-        if segment_nbytes(wanted) > self.max_nbytes:
+        if self._segment_nbytes(wanted) > self.max_nbytes:
             raise SegmentError(
                 f"a tensor of {nbytes} bytes does not go into a pool of {self.max_nbytes} bytes; "
                 "make the pool larger (max_nbytes) or send the tensor in the message"
@@ -162,6 +154,13 @@ class SegmentPool:
             self._lots.clear()
             self._nbytes = 0
 
+    def _blocks_of(self, block_nbytes: int) -> int:
+        """Return how many blocks of this size share a segment."""
+        return min(max(self._shared_nbytes // block_nbytes, 1), MAX_BLOCKS)
+
+    def _segment_nbytes(self, block_nbytes: int) -> int:
+        return HEADER_NBYTES + self._blocks_of(block_nbytes) * block_nbytes
+
     def _try_take(self, wanted: int) -> Block | None:
         if self._closed:
             raise SegmentError("this pool of shared memory is closed")
@@ -190,7 +189,7 @@ class SegmentPool:
 
     def _grow(self, wanted: int) -> bool:
         """Make a segment of `wanted`-sized blocks if there is room for it, or can be made."""
-        nbytes = segment_nbytes(wanted)
+        nbytes = self._segment_nbytes(wanted)
         self._make_room(nbytes)
         if self._nbytes + nbytes > self.max_nbytes:
             return False
@@ -211,7 +210,7 @@ class SegmentPool:
 
     def _add(self, segment: Segment, block_nbytes: int) -> None:
         lot = Lot(segment, block_nbytes, segment.buffer[:HEADER_NBYTES].cast("Q"))
-        for index in range(blocks_of(block_nbytes)):
+        for index in range(self._blocks_of(block_nbytes)):
             offset = HEADER_NBYTES + index * block_nbytes
             lot.blocks.append(Block(lot, index, offset, segment.tensor(offset, block_nbytes)))
         self._lots.append(lot)

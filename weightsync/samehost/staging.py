@@ -33,8 +33,11 @@ class CpuGpuBuffer:
         pin_memory: bool = True,
     ) -> None:
         """Allocate both; `device` is the current GPU by default. Raises ConfigError."""
-        if not size or any(rows < 0 for rows in size):
-            raise ConfigError(f"a buffer needs a size of one dimension or more, this is {size}")
+        if not _is_size(size):
+            raise ConfigError(
+                f"a buffer's size is one whole number for each of one dimension or more, as in "
+                f"CpuGpuBuffer(3, 4, dtype=…); this is {size}"
+            )
         target = torch.device(device) if device is not None else _default_device()
         pinned = pin_memory and target.type == "cuda" and torch.cuda.is_available()
         self.cpu = torch.zeros(*size, dtype=dtype, device="cpu", pin_memory=pinned)
@@ -206,6 +209,10 @@ def numpy_view(tensor: torch.Tensor) -> NDArray[Any]:
     except RuntimeError as exc:
         raise BackendUnavailableError(f"there is no NumPy here ({exc}): pip install numpy") from exc
     return view
+
+
+def _is_size(size: Sequence[object]) -> bool:
+    return bool(size) and all(isinstance(rows, int) and rows >= 0 for rows in size)
 
 
 def _default_device() -> torch.device:

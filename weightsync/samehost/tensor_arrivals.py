@@ -19,7 +19,7 @@ from weightsync.errors import ProtocolError, TransferError, TransferTimeout
 from weightsync.wire.tensor_packets import TensorIpcHandle
 
 MAX_CLEANED = 1 << 14
-"""Aborted requests that are remembered, so that their late tensors are dropped."""
+"""Aborted requests that are remembered, so that their late tensors do not stay."""
 MAX_UNWANTED = 1 << 12
 """Tensors of one sender that were given up before they came."""
 MAX_GONE = 1 << 10
@@ -72,15 +72,17 @@ class SenderState:
 class Arrivals:
     """The tensors of all senders; any thread may call, and none holds the lock while it waits."""
 
-    def __init__(self, *, max_pending: int) -> None:
+    def __init__(self, *, max_pending: int, late_s: float) -> None:
         self._max_pending = max_pending
+        self._late_s = late_s
         self._changed = threading.Condition()
         self._pending: dict[Key, Arrival] = {}
         self._requests: dict[str, set[Key]] = {}
         self._senders: OrderedDict[str, SenderState] = OrderedDict()
         self._cleaned: OrderedDict[str, None] = OrderedDict()
+        self._late: OrderedDict[Key, float] = OrderedDict()
+        self._cleanups = 0
         self._closed = False
-        self.late = 0
 
     def __len__(self) -> int:
         return len(self._pending)
@@ -99,17 +101,22 @@ class Arrivals:
             return True
 
     def add(self, arrivals: Iterable[Arrival]) -> None:
-        """Keep tensors in the order of arrival; those of requests cleaned up are dropped."""
+        """Keep tensors in the order of arrival; those of requests cleaned up not for long.
+
+        They are of the attempt that was aborted, or of another under the same id: only the latter
+        are asked for.
+        """
         unwanted = []
         with self._changed:
             for arrival in arrivals:
                 state = self._senders[arrival.handle.sender]
                 wanted = state.wants(arrival.handle.sequence)
-                if self._closed or not wanted or arrival.handle.request_id in self._cleaned:
-                    self.late += 1
+                if self._closed or not wanted:
                     unwanted.append(arrival)
-                else:
-                    self._keep(arrival, state)
+                    continue
+                self._keep(arrival, state)
+                if arrival.handle.request_id in self._cleaned:
+                    self._late[arrival.key] = time.monotonic() + self._late_s
             self._changed.notify_all()
         for arrival in unwanted:
             arrival.content.drop()
@@ -122,7 +129,10 @@ class Arrivals:
         """
         deadline = time.monotonic() + timeout_s
         with self._changed:
+            cleanups = self._cleanups
             while (arrival := self._pending.get((handle.sender, handle.sequence))) is None:
+                if cleanups != self._cleanups and handle.request_id in self._cleaned:
+                    raise _cleaned_up(handle)
                 self._check_may_come(handle)
                 self._wait(deadline, f"tensor {_shown(handle)} did not come", timeout_s)
             if arrival.handle != handle:
@@ -131,6 +141,8 @@ class Arrivals:
                     f"{_shown(arrival.handle)}; the handle was changed on its way"
                 )
             self._forget(arrival)
+            if handle.request_id is not None:
+                self._cleaned.pop(handle.request_id, None)
         return arrival.content.tensor()
 
     def take_next(self, timeout_s: float) -> tuple[TensorIpcHandle, torch.Tensor]:
@@ -145,8 +157,9 @@ class Arrivals:
         return arrival.handle, arrival.content.tensor()
 
     def clean(self, request_id: str) -> int:
-        """Drop the tensors of a request, those here and those to come; returns how many were."""
+        """Drop the tensors of a request, those here and late ones; returns how many were here."""
         with self._changed:
+            self._cleanups += 1
             self._cleaned[request_id] = None
             self._cleaned.move_to_end(request_id)
             while len(self._cleaned) > MAX_CLEANED:
@@ -158,6 +171,22 @@ class Arrivals:
         for arrival in dropped:
             arrival.content.drop()
         return len(dropped)
+
+    @property
+    def any_late(self) -> bool:
+        """Whether `drop_late` will have something to do."""
+        return bool(self._late)
+
+    def drop_late(self, now: float) -> None:
+        """Drop the tensors of requests cleaned up that came later and were not asked for."""
+        dropped = []
+        with self._changed:
+            while self._late and next(iter(self._late.values())) <= now:
+                arrival = self._pending[next(iter(self._late))]
+                self._forget(arrival)
+                dropped.append(arrival)
+        for arrival in dropped:
+            arrival.content.drop()
 
     def discard(self, sender: str, sequence: int) -> None:
         """Drop one tensor: now if it is here, else when it comes."""
@@ -215,6 +244,7 @@ class Arrivals:
 
     def _forget(self, arrival: Arrival) -> None:
         del self._pending[arrival.key]
+        self._late.pop(arrival.key, None)
         self._senders[arrival.handle.sender].waiting.discard(arrival.handle.sequence)
         request_id = arrival.handle.request_id
         if request_id is not None:
@@ -229,14 +259,14 @@ class Arrivals:
 
     def _check_may_come(self, handle: TensorIpcHandle) -> None:
         self._check_open()
-        if handle.request_id in self._cleaned:
-            raise TransferError(f"tensor {_shown(handle)} was dropped: its request was cleaned up")
         state = self._senders.get(handle.sender)
         if state is None:
             raise TransferError(
                 f"tensor {_shown(handle)} is of a sender that this queue never met, or long "
                 "forgot; each message must go to the queue that its tensors went to"
             )
+        if handle.sequence <= state.last and handle.request_id in self._cleaned:
+            raise _cleaned_up(handle)
         if handle.sequence <= state.last:
             raise TransferError(
                 f"tensor {_shown(handle)} was handed out or dropped before; each is handed out once"
@@ -254,6 +284,10 @@ class Arrivals:
                 f"{sum(not state.gone for state in self._senders.values())} living senders"
             )
         self._changed.wait(remaining)
+
+
+def _cleaned_up(handle: TensorIpcHandle) -> TransferError:
+    return TransferError(f"tensor {_shown(handle)} was dropped: its request was cleaned up")
 
 
 def _shown(handle: TensorIpcHandle) -> str:

@@ -138,7 +138,7 @@ class Channel:
                 self._hear(key.data)
 
     def _next_errand_s(self) -> float | None:
-        if self._ended:
+        if self._ended or self._arrivals.any_late:
             return _LOOK_S
         return max(min(self._sweeps) - time.monotonic(), 0.0) if self._sweeps else None
 
@@ -232,6 +232,7 @@ class Channel:
         if any(when <= now for when in self._sweeps):
             self._sweeps = [when for when in self._sweeps if when > now]
             janitor.sweep()
+        self._arrivals.drop_late(now)
         for until, peer in list(self._ended):
             if until <= now or not self._arrivals.waiting_of(peer.sender):
                 self._ended.remove((until, peer))

@@ -63,8 +63,9 @@ class TensorIpcReceiver:
     """The one end that receives: give `handle` to the senders; any thread may call.
 
     `gpus` are the device keys (GPU UUIDs) whose tensors may stay on the GPU: by default all that
-    this process can open; tensors of others arrive on the CPU. What a sender that ended left is
-    kept for `grace_s`. Raises ConfigError in a process that was forked.
+    this process can open; tensors of others arrive on the CPU. What a sender that ended left, and
+    what comes of a request after its cleanup, is kept for `grace_s`. Raises ConfigError in a
+    process that was forked.
     """
 
     def __init__(
@@ -76,7 +77,7 @@ class TensorIpcReceiver:
     ) -> None:
         refuse_forked("a tensor queue")
         self._pid = os.getpid()
-        self._arrivals = Arrivals(max_pending=max_pending)
+        self._arrivals = Arrivals(max_pending=max_pending, late_s=grace_s)
         keys = openable_gpus() if gpus is None else gpus
         self._channel = Channel(self._arrivals, gpus=keys, grace_s=grace_s)
         self.handle = TensorQueueHandle(address=self._channel.address, host=host_key())
@@ -100,7 +101,11 @@ class TensorIpcReceiver:
         return TensorIpcData(handle.request_id, handle.tensor_id, tensor)
 
     def cleanup_request_tensors(self, request_id: str) -> int:
-        """Drop what a request left here and what is still to come; returns how many were here."""
+        """Drop what a request left here; returns how many tensors were here.
+
+        What comes later under this id is dropped after `grace_s` unless it is asked for, as the
+        tensors of another attempt under the same id are.
+        """
         refuse_other_process("this tensor queue", self._pid)
         return self._arrivals.clean(request_id)
 
@@ -152,6 +157,11 @@ class TensorIpcSender:
         timeout_s: float = DEFAULT_TIMEOUT_S,
     ) -> None:
         refuse_forked("a sender of tensors")
+        if not isinstance(queue, TensorQueueHandle):
+            raise ConfigError(
+                f"a {type(queue).__name__} is no handle of a tensor queue; give the `handle` of "
+                "a TensorIpcReceiver, which is plain data"
+            )
         self.timeout_s = timeout_s
         self._pid = os.getpid()
         self._id = secrets.token_hex(16)
