@@ -59,7 +59,8 @@ from weightsync.wire.messages import (
 from weightsync.wire.offers import Message
 
 R = TypeVar("R", bound=Message)
-DEFAULT_LEASE_S = 300.0
+DEFAULT_LEASE_S = 60.0
+_READING_S = 300.0
 
 
 class WeightReceiver:
@@ -168,7 +169,7 @@ class WeightReceiver:
         return self._updates.history.open_update(self._updates.lifecycle)
 
     @contextmanager
-    def reading(self, *, timeout_s: float = DEFAULT_LEASE_S) -> Iterator[int]:
+    def reading(self, *, timeout_s: float = _READING_S) -> Iterator[int]:
         """Be inside for one decode step: no swap happens meanwhile. Yields the version in use.
 
         Raises NotReadyError when the weights are torn, or an update holds them for `timeout_s`.

@@ -41,7 +41,7 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-DEFAULT_TIMEOUT_S = 300.0
+DEFAULT_TIMEOUT_S = 60.0
 MAX_TIMEOUT_S = 1e6
 """Eleven days: waits of the operating system overflow at some more."""
 _RANKS_SLACK_S = 60.0
@@ -254,6 +254,7 @@ class WeightSender:
                 finally:
                     self.version = self._ensemble.version
                 return
+            self._lead.fleet.forgive()
             self._lead.verify = self.verify
             try:
                 with (
@@ -371,6 +372,7 @@ class WeightSender:
                     return self._ensemble.follow().report
                 finally:
                     self.version = self._ensemble.version
+            self._lead.fleet.forgive()
             self._lead.verify = self.verify
             try:
                 with watching(self._ensemble, trace):

@@ -100,7 +100,10 @@ class WeightTransferEngine(ABC):
 
     @abstractmethod
     def beat(self) -> None:
-        """Show the sender that this process lives and works; called from a thread of its own."""
+        """Show the sender that this process lives; called now and then from a thread of its own.
+
+        From the end of `init_transfer_engine` until before `shutdown`.
+        """
 
     def ledger(self) -> list[LedgerEntry]:
         """What this engine holds open."""

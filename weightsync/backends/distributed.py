@@ -52,6 +52,7 @@ class DistributedWeightTransferEngine(WeightTransferEngine):
         self._link: Link | None = None
         self._whole_sizes: list[int] = []
         self._lifeline: Lifeline | None = None
+        self._at_work = False
 
     def init_transfer_engine(self, init_info: Offer) -> None:
         """Make the host's ring, then join the group, within its timeout.
@@ -90,6 +91,7 @@ class DistributedWeightTransferEngine(WeightTransferEngine):
             raise ProtocolError("the transfer engine is not initialised; call init first")
         intake = _intake(update_info, init, self._whole_sizes)
         link.take_in(intake)
+        self._at_work = True
 
         def check() -> None:
             reception.check()
@@ -106,6 +108,8 @@ class DistributedWeightTransferEngine(WeightTransferEngine):
             if cause is not None and cause is not exc:
                 raise cause from exc
             raise
+        finally:
+            self._at_work = False
         return received
 
     def sender_alive(self) -> bool:
@@ -116,7 +120,7 @@ class DistributedWeightTransferEngine(WeightTransferEngine):
     def beat(self) -> None:
         self._inner.beat()
         link, control = self._link, self._control
-        if link is not None and control is not None and link.failure is None:
+        if self._at_work and link is not None and control is not None and link.failure is None:
             control.beat_writer()
 
     def ledger(self) -> list[LedgerEntry]:

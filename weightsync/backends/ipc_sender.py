@@ -76,7 +76,7 @@ class IpcOptions:
     bucket_nbytes: int | None = None
     num_buckets: int | None = None
     adopt: bool = True
-    timeout_s: float = 300.0
+    timeout_s: float = 60.0
     fence: Fence = field(default_factory=fence_from_environment)
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     sender_id: str = field(default_factory=lambda: secrets.token_hex(8))
@@ -235,9 +235,20 @@ class IpcTrainerEngine(TrainerWeightTransferEngine):
             raise
 
     def end(self) -> None:
-        """Forget this update's tensors."""
+        """Forget this update's tensors. A reader that is still at it sees that it is over."""
         self._update = None
         self._stream = None
+        self._control.epoch += 1
+
+    def signs(self, reader: int) -> tuple[int, ...]:
+        """Return what grows while the reader at this place lives and works."""
+        control = self._control
+        return control.reader_beat(reader), control.released(reader), control.loaded(reader)
+
+    @property
+    def late(self) -> list[int]:
+        """The reader places for which the ring last waited in vain."""
+        return self._writer.late
 
     @property
     def table_digest(self) -> str | None:

@@ -12,7 +12,6 @@ from weightsync.receiving.gate import Gate
 from weightsync.receiving.incoming import Incoming
 from weightsync.receiving.landings import Landings
 from weightsync.receiving.peers import Peers
-from weightsync.samehost.heartbeat import beating
 from weightsync.specs import Manifest
 from weightsync.weights.buckets import Plan
 from weightsync.weights.sink import Landing, WeightSink, check_manifest
@@ -52,8 +51,7 @@ class Loader:
         incoming.sender = info.sender
         if info.manifest is None:
             check_manifest(self._sink, engine.manifest, partial=incoming.partial)
-        with beating(engine.beat):
-            return engine.receive_weights(info, reception)
+        return engine.receive_weights(info, reception)
 
     def _reception(self, incoming: Incoming) -> Reception:
         def land(plan: Plan) -> Landing:

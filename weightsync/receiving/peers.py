@@ -8,6 +8,7 @@ from collections import OrderedDict
 from weightsync.backends.base import WeightTransferEngine
 from weightsync.backends.registry import load_backend
 from weightsync.errors import ProtocolError, UnknownSenderError
+from weightsync.samehost.heartbeat import Heartbeat
 from weightsync.specs import Manifest
 from weightsync.wire.messages import LedgerEntry
 from weightsync.wire.offers import DistributedInit, HostRing, Init, Offer
@@ -25,6 +26,7 @@ class Peers:
     def __init__(self, keys: list[str]) -> None:
         self.keys = keys
         self._engines: dict[str, WeightTransferEngine] = {}
+        self._heartbeats: dict[str, Heartbeat] = {}
         self._remote: set[str] = set()
         self._roads: dict[str, str] = {}
         self._numbers: OrderedDict[str, int] = OrderedDict()
@@ -52,6 +54,7 @@ class Peers:
         engine.init_transfer_engine(info)
         self.close(info.sender)
         self._engines[info.sender] = engine
+        self._heartbeats[info.sender] = Heartbeat(engine.beat)
         self._roads[info.sender] = info.road
         self._note_number(info)
         if remote:
@@ -112,6 +115,7 @@ class Peers:
         self._roads.pop(sender, None)
         engine = self._engines.pop(sender, None)
         if engine is not None:
+            self._heartbeats.pop(sender).close()
             engine.shutdown()
 
     def close_all(self) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -27,3 +28,31 @@ def beating(beat: Callable[[], None]) -> Iterator[None]:
         done.set()
         if thread.is_alive():
             thread.join()
+
+
+class Heartbeat:
+    """Calls the bound method `beat` now and then, until `close` or until its object is gone."""
+
+    def __init__(self, beat: Callable[[], None]) -> None:
+        self._done = threading.Event()
+        self._thread = threading.Thread(
+            target=_beat,
+            args=(weakref.WeakMethod(beat), self._done),
+            name="weightsync-heartbeat",
+            daemon=True,
+        )
+        self._thread.start()
+
+    def close(self) -> None:
+        """End it; `beat` is not called any more when this returns. Idempotent."""
+        self._done.set()
+        self._thread.join()
+
+
+def _beat(beat: weakref.WeakMethod[Callable[[], None]], done: threading.Event) -> None:
+    while not done.wait(INTERVAL_S):
+        call = beat()
+        if call is None:
+            return
+        call()
+        del call

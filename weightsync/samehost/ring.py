@@ -17,7 +17,7 @@ from __future__ import annotations
 import platform
 import struct
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from weightsync.errors import BackendUnavailableError, HandleError, TransferError, TransferTimeout
@@ -33,7 +33,7 @@ _HEADER, _EPOCH, _WRITER_BEAT, _TABLE, _PROBE = range(_FIXED_LINES)
 
 SPIN_S = 0.002
 """How long a wait spins before it sleeps: about one large chunk."""
-PATIENCE = 5
+PATIENCE = 30
 """A peer that beats but makes no progress is waited for this many times as long as a silent one."""
 _STANDSTILL_S = 0.25
 """Longer than any step of a wait takes while its process runs."""
@@ -207,7 +207,10 @@ def control_nbytes(*, slots: int, readers: int, entries: int) -> int:
 
 
 class RingWriter:
-    """The writing end. Updates follow one another: `begin`, then per chunk `acquire`, `publish`."""
+    """The writing end. Updates follow one another: `begin`, then per chunk `acquire`, `publish`.
+
+    `late` are the readers for which the last wait that failed was in vain.
+    """
 
     def __init__(self, control: Control, *, pace: Pace = LOCAL) -> None:
         self.control = control
@@ -216,6 +219,7 @@ class RingWriter:
         self._base = 0
         self._active: tuple[int, ...] = ()
         self._acquired = 0.0
+        self.late: list[int] = []
 
     @property
     def base(self) -> int:
@@ -225,6 +229,7 @@ class RingWriter:
     def begin(self, readers: Iterable[int], chunks: int) -> int:
         """Start an update of `chunks` chunks for these readers; return its epoch."""
         self._active = tuple(readers)
+        self.late = []
         self._base = self._sequence
         self._sequence += chunks
         self.control.epoch += 1
@@ -275,20 +280,18 @@ class RingWriter:
         return [r for r in self._active if self.control.released(r) < sequence]
 
     def _wait_released(self, sequence: int, *, check: Check, timeout_s: float, pace: Pace) -> None:
-        released = self.control.released
+        released, beat = self.control.released, self.control.reader_beat
         active = self._active
 
         def ready() -> bool:
             return all(released(reader) >= sequence for reader in active)
 
-        beat = self.control.reader_beat
+        def signs() -> dict[int, tuple[int, int]]:
+            return {r: (released(r), beat(r)) for r in self.waiting_for(sequence)}
 
-        def progress() -> tuple[int, int]:
-            done = sum(released(reader) for reader in active)
-            return done, sum(beat(reader) for reader in self.waiting_for(sequence))
-
-        if not wait_until(ready, check=check, timeout_s=timeout_s, progress=progress, pace=pace):
-            late = ", ".join(str(reader) for reader in self.waiting_for(sequence))
+        self.late = wait_for_peers(ready, signs, check=check, timeout_s=timeout_s, pace=pace)
+        if self.late:
+            late = ", ".join(str(reader) for reader in self.late)
             raise TransferTimeout(
                 f"no progress for {timeout_s:g} s while waiting for reader {late} to release chunk "
                 f"{sequence - self._base} of this update; the update is aborted"
@@ -352,18 +355,35 @@ def wait_until(
     progress: Callable[[], tuple[int, int]] = lambda: (0, 0),
     pace: Pace = LOCAL,
 ) -> bool:
-    """Wait for `ready`: spin briefly, then sleep. Return False when it is not to be expected.
+    """Wait for `ready`, which one peer brings about. Return False when it is not to be expected.
 
-    `progress` returns what was done, and the heartbeats: without either for `timeout_s`, or with
-    heartbeats alone for `PATIENCE` times as long, the wait ends. `check` is called on the way and
-    ends the wait by raising. Time in which this process itself stood still (SIGSTOP, a suspended
-    machine) is not held against the others.
+    `progress` returns what was done, and the heartbeats; see `wait_for_peers`.
+    """
+    return not wait_for_peers(
+        ready, lambda: {0: progress()}, check=check, timeout_s=timeout_s, pace=pace
+    )
+
+
+def wait_for_peers(
+    ready: Callable[[], bool],
+    signs: Callable[[], Mapping[int, tuple[int, int]]],
+    *,
+    check: Check,
+    timeout_s: float,
+    pace: Pace = LOCAL,
+) -> list[int]:
+    """Wait for `ready`: spin briefly, then sleep. Return the peers that keep it waiting in vain.
+
+    `signs` returns, for each peer that is waited for, what was done and its heartbeats: one without
+    either for `timeout_s`, or with heartbeats alone for `PATIENCE` times as long, ends the wait,
+    whatever the others do. `check` is called on the way and ends the wait by raising. Time in which
+    this process itself stood still (SIGSTOP, a suspended machine) is not held against the others.
     """
     if ready():
-        return True
+        return []
     looked = time.monotonic()
-    now = moved = beaten = 0.0
-    last = progress()
+    now = moved = 0.0
+    peers: dict[int, _Signs] = {}
     while not ready():
         here = time.monotonic()
         now += min(here - looked, _STANDSTILL_S)
@@ -372,13 +392,28 @@ def wait_until(
             time.sleep(0)
             continue
         check()
-        done, beats = progress()
-        if done != last[0]:
-            moved = beaten = now
-        elif beats != last[1]:
-            beaten = now
-        last = done, beats
-        if now - beaten > timeout_s or now - moved > PATIENCE * timeout_s:
-            return False
+        seen = signs()
+        for peer, (done, beats) in seen.items():
+            known = peers.setdefault(peer, _Signs())
+            if done != known.done:
+                known.moved = known.beaten = moved = now
+            elif beats != known.beats:
+                known.beaten = now
+            known.done, known.beats = done, beats
+        if any(now - peers[peer].beaten > timeout_s for peer in seen):
+            # Those that fell silent together are late together.
+            return [peer for peer in seen if now - peers[peer].beaten > timeout_s / 2]
+        if idle := [peer for peer in seen if now - peers[peer].moved > PATIENCE * timeout_s]:
+            return idle
         time.sleep(pace.nap_s if now - moved < 20 * SPIN_S else _LONG_NAP_S)
-    return True
+    return []
+
+
+@dataclass(slots=True)
+class _Signs:
+    """What one peer showed last, and when something new came."""
+
+    done: int = -1
+    beats: int = -1
+    moved: float = 0.0
+    beaten: float = 0.0

@@ -92,6 +92,7 @@ class Answer(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     probes: list[ProbeInfo] = []
     inits: list[IpcInit] = []
     moved: bool = False
+    beats: dict[int, int] = {}
     update: RegisteredUpdate | None = None
     table_digest: str | None = None
     extra_nbytes: int = 0

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable
-from contextlib import ExitStack
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -15,7 +14,7 @@ from weightsync.backends.ipc_sender import READER_PLACES, IpcOptions, IpcTrainer
 from weightsync.errors import ConfigError, ProtocolError, TransferError
 from weightsync.samehost import cuda_handle
 from weightsync.samehost.device_keys import host_key
-from weightsync.samehost.heartbeat import beating
+from weightsync.samehost.heartbeat import Heartbeat
 from weightsync.sending.agreement import compare
 from weightsync.sending.commands import (
     Answer,
@@ -74,7 +73,8 @@ class Feeder:
         self.stop = threading.Event()
         self.fault: BaseException | None = None
         self._check: Callable[[], None] = lambda: None
-        self._during = ExitStack()
+        self._heartbeat: Heartbeat | None = None
+        self._reading: list[int] = []
         self._packed = False
         self._relaying = False
         self._active = False
@@ -127,8 +127,10 @@ class Feeder:
 
     def close(self) -> None:
         """Free everything. Idempotent."""
-        self._during.close()
         self._watch.end()
+        heartbeat, self._heartbeat = self._heartbeat, None
+        if heartbeat is not None:
+            heartbeat.close()
         relay, self.relay = self.relay, None
         engine, self.engine = self.engine, None
         if relay is not None:
@@ -154,10 +156,12 @@ class Feeder:
                 num_buckets=options.num_buckets or RELAYED_BUCKETS,
             )
         self.engine = IpcTrainerEngine(self.source, options)
+        self._heartbeat = Heartbeat(self.engine.beat)
         return Answer(extra_nbytes=self.engine.extra_nbytes)
 
     def _begin(self, command: Begin) -> Answer:
         engine, places = self._own(command.places)
+        self._reading = places
         self._active = engine is not None and bool(places)
         self._moves_model = not command.pairs
         pairs = self._take_pairs() if command.pairs else None
@@ -174,8 +178,6 @@ class Feeder:
                 self._steps.drain()
 
         self._in_step(begin)
-        if engine is not None:
-            self._during.enter_context(beating(engine.beat))
         return Answer(update=update)
 
     def _watch_source(self, pairs: list[tuple[str, torch.Tensor]] | None) -> None:
@@ -211,7 +213,8 @@ class Feeder:
     def _look(self, command: Look | Stay) -> Answer:
         self._check_own()
         if isinstance(command, Stay):
-            return Answer()
+            engine, reading = self.engine, self._reading
+            return Answer(beats={r: hash(engine.signs(r)) for r in reading} if engine else {})
         if self.pairs is not None:
             self.pairs = None
             raise ProtocolError(
@@ -244,7 +247,6 @@ class Feeder:
             raise
 
     def _end(self) -> Answer:
-        self._during.close()
         engine, relaying = self.engine, self._relaying
         self._relaying = False
         if relaying and self.relay is not None:

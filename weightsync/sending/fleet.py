@@ -5,22 +5,50 @@ from __future__ import annotations
 import itertools
 import logging
 import secrets
-from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+import time
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
+from functools import partial
 from typing import cast
 
-from weightsync.errors import ProtocolError, RemoteError, WeightSyncError
+from weightsync.errors import (
+    ConnectError,
+    ProtocolError,
+    RemoteError,
+    TransportError,
+    TransportTimeout,
+    WeightSyncError,
+)
+from weightsync.samehost.ring import PATIENCE
+from weightsync.sending.calls import LOOK_S, CallThreads, Flight, Flights, exiting
 from weightsync.sending.watch import Call, Watch
 from weightsync.transports.base import Transport
-from weightsync.wire.messages import FinishRequest, InitReply, Reply, Request, Status, StepReply
+from weightsync.wire.messages import (
+    CALL_OF,
+    AbortRequest,
+    FinishRequest,
+    InitReply,
+    Reply,
+    Request,
+    ShutdownRequest,
+    Status,
+    StatusRequest,
+    StepReply,
+)
 
 logger = logging.getLogger(__name__)
 
 _IDLE_S = 0.5
-
-MAX_CALLS = 4096
-"""Calls in flight at once: a load and an abort beside it for every member. Threads start late."""
+_EXIT_S = 1.0
+"""How long a receiver may take to answer while the interpreter exits."""
+_ASIDE = 0.1
+"""The part of `timeout_s` that a silent member gets for what it is told all the same."""
+_PROBE_S = 10.0
+_BRIEF = (StatusRequest, AbortRequest, ShutdownRequest)
+"""What a living receiver answers within `timeout_s`, too; other steps may take longer."""
+_TOLD = (AbortRequest, ShutdownRequest)
+"""What a silent member is told, so that it knows when it goes on."""
 
 
 @dataclass(slots=True, eq=False)
@@ -123,20 +151,28 @@ class Answer:
 class Fleet:
     """Members that are called at once. Safe to call from one thread; close it last.
 
-    `idle` is called now and then while `ask` waits; `watch` is told of every message.
+    `idle` is called now and then while `ask` waits; `watch` is told of every message. `beat` is
+    what grows while a member lives, where that is seen from here.
+
+    A member that does not answer and gives no sign of life for the `timeout_s` of a call is
+    silent, until `forgive`: further calls to it fail at once.
     """
 
     def __init__(self, transports: Sequence[Transport]) -> None:
         self.members: list[Member] = []
         for transport in transports:
             self.add(transport)
-        self._pool = ThreadPoolExecutor(max_workers=MAX_CALLS)
+        self._threads: CallThreads[Answer] = CallThreads()
+        self._probes: CallThreads[bool | None] = CallThreads()
+        self._flights: Flights[Answer] = Flights()
+        self._silent: set[Member] = set()
         self._token = secrets.token_hex(6)
         self._updates = itertools.count(1)
         self._gone_nbytes = 0
         self._gone_messages = 0
         self.idle: Callable[[], None] | None = None
         self.watch = Watch()
+        self.beat: Callable[[Member], Hashable | None] = lambda _: None
 
     def new_update_id(self) -> str:
         """Return the id of one more update of this fleet's sender."""
@@ -218,13 +254,17 @@ class Fleet:
         timeout_s: float,
         members: Sequence[Member] | None = None,
     ) -> list[Answer]:
-        """Call members (all by default) and wait for every answer; errors come as answers."""
-        chosen = self.members if members is None else members
-        if len(chosen) == 1 and self.idle is None:
-            return [_ask(chosen[0], request, timeout_s, self.watch)]
-        begun = self.begin(request, timeout_s=timeout_s, members=chosen)
-        while self.idle and wait(begun, timeout=_IDLE_S).not_done:
-            self.idle()
+        """Call members (all by default) and wait for every answer; errors come as answers.
+
+        `timeout_s` is how long a member may give no sign of life; see `begin`.
+        """
+        begun = self.begin(request, timeout_s=timeout_s, members=members)
+        idled = time.monotonic()
+        while wait(begun, timeout=LOOK_S).not_done:
+            self.look()
+            if self.idle and time.monotonic() - idled > _IDLE_S:
+                idled = time.monotonic()
+                self.idle()
         return [future.result() for future in begun]
 
     def begin(
@@ -234,16 +274,94 @@ class Fleet:
         timeout_s: float,
         members: Sequence[Member] | None = None,
     ) -> list[Future[Answer]]:
-        """Call members without waiting."""
+        """Call members without waiting; `look` is called while their answers are waited for.
+
+        A member that lives has PATIENCE times `timeout_s` for a step of an update.
+        """
         chosen = self.members if members is None else members
-        submit, watch = self._pool.submit, self.watch
-        return [submit(_ask, member, request, timeout_s, watch) for member in chosen]
+        return [self._begin(member, request, timeout_s) for member in chosen]
+
+    def look(self) -> None:
+        """Give up calls to members that show no life. Cheap enough for every wait."""
+        self._flights.look()
+
+    def forgive(self) -> None:
+        """Another call of the sender's user begins: whoever was silent is asked again."""
+        self._silent.clear()
+
+    def silence(self, members: Iterable[Member]) -> None:
+        """Ask these members nothing more until `forgive`: they gave no sign of life."""
+        for member in members:
+            self._silent.update(
+                m for m in self.members if _answers_with(m) is _answers_with(member)
+            )
 
     def close(self) -> None:
         """Close every transport."""
         for transport in self._transports:
             transport.close()
-        self._pool.shutdown(wait=False, cancel_futures=True)
+        self._threads.close()
+        self._probes.close()
+
+    def _begin(
+        self, member: Member, request: Request | Callable[[Member], Request], timeout_s: float
+    ) -> Future[Answer]:
+        future: Future[Answer] = Future()
+        try:
+            message = request(member) if callable(request) else request
+        except WeightSyncError as exc:
+            future.set_result(Answer(member, error=named(exc, member.target)))
+            return future
+        call = CALL_OF[type(message)]
+        if member in self._silent:
+            if not isinstance(message, _TOLD):
+                future.set_result(Answer(member, error=_silent(member, call, timeout_s)))
+                return future
+            timeout_s *= _ASIDE
+        timeout_s = min(timeout_s, _EXIT_S) if exiting() else timeout_s
+        brief = isinstance(message, _BRIEF)
+
+        def give_up(lost: bool) -> Answer:
+            if not lost:
+                self.silence([member])
+            return Answer(member, error=_silent(member, call, timeout_s, lost=lost))
+
+        flight = Flight(
+            member,
+            future,
+            timeout_s,
+            beat=lambda: self.beat(member),
+            probe=None if isinstance(message, StatusRequest) else partial(self._probe, member),
+            give_up=give_up,
+        )
+        # Longer than what is waited for here, so that silence is told from a lost answer.
+        limit_s = timeout_s * (1.1 if brief else PATIENCE + 1) + LOOK_S
+        try:
+            self._threads.submit(
+                lambda: _ask(member, message, limit_s, self.watch, future.done), future
+            )
+        except RuntimeError as exc:
+            error = ConnectError(f"{member.target} cannot be told {call} any more: {exc}")
+            future.set_result(Answer(member, error=error))
+        self._flights.add(flight)
+        return future
+
+    def _probe(self, member: Member, future: Future[bool | None]) -> None:
+        """Ask a member whether it has a step at work; None where it does not say."""
+
+        def ask() -> bool | None:
+            try:
+                status = member.transport.call(StatusRequest(), timeout_s=_PROBE_S)
+            except TransportError:
+                return None
+            except Exception:  # noqa: BLE001  # an answer, whatever it is: it lives
+                return True
+            return isinstance(status, Status) and status.busy
+
+        try:
+            self._probes.submit(ask, future)
+        except RuntimeError:
+            future.set_result(None)
 
     @property
     def _transports(self) -> list[Transport]:
@@ -258,33 +376,20 @@ class Fleet:
 
 
 def _ask(
-    member: Member,
-    request: Request | Callable[[Member], Request],
-    timeout_s: float,
-    watch: Watch,
+    member: Member, message: Request, timeout_s: float, watch: Watch, given_up: Callable[[], bool]
 ) -> Answer:
     if not watch:
-        return _call(member, request, timeout_s)
-    call: Call | None = None
-
-    def seen(member: Member) -> Request:
-        nonlocal call
-        message = request(member) if callable(request) else request
-        call = Call(member.target, member.rank, member.reader, member.road, message)
-        watch.asked(call)
-        return message
-
-    answer = _call(member, seen, timeout_s)
-    if call is not None:
+        return _call(member, message, timeout_s)
+    call = Call(member.target, member.rank, member.reader, member.road, message)
+    watch.asked(call)
+    answer = _call(member, message, timeout_s)
+    if not given_up():
         watch.answered(call, answer.error or answer.reply)
     return answer
 
 
-def _call(
-    member: Member, request: Request | Callable[[Member], Request], timeout_s: float
-) -> Answer:
+def _call(member: Member, message: Request, timeout_s: float) -> Answer:
     try:
-        message = request(member) if callable(request) else request
         return Answer(member, reply=member.transport.call(message, timeout_s=timeout_s))
     except WeightSyncError as exc:
         return Answer(member, error=named(exc, member.target))
@@ -296,6 +401,23 @@ def _call(
         )
         foreign.__cause__ = exc
         return Answer(member, error=foreign)
+
+
+def _answers_with(member: Member) -> object:
+    """What stands or falls with it: workers of a server that answers for all of them at once."""
+    return getattr(member.transport, "round", member)
+
+
+def _silent(member: Member, call: str, timeout_s: float, *, lost: bool = False) -> TransportTimeout:
+    seen = (
+        "says that it has no such call at work: the message or its answer was lost"
+        if lost
+        else "gave no sign of life: its process is stopped, or its host cannot be reached"
+    )
+    return TransportTimeout(
+        f"{member.target} did not answer {call} within {timeout_s:g} s and {seen}; send it again, "
+        "or give more time with timeout_s="
+    )
 
 
 def named(error: WeightSyncError, target: str) -> WeightSyncError:

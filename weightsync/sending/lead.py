@@ -49,6 +49,7 @@ class Lead:
     ) -> None:
         self.fleet = fleet
         self.roads = Roads(ensemble, fleet, options, backend=backend)
+        fleet.beat = self.roads.beat
         self.verify = True
         self._ensemble = ensemble
         fleet.watch = ensemble.watch

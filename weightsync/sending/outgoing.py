@@ -20,7 +20,7 @@ from weightsync.errors import (
     shorten,
 )
 from weightsync.report import ReceiverReport, SyncReport
-from weightsync.samehost.ring import PATIENCE
+from weightsync.sending.calls import LOOK_S
 from weightsync.sending.commands import Answer as RankAnswer
 from weightsync.sending.commands import Begin, End, Stay, Transfer
 from weightsync.sending.ensemble import Ensemble
@@ -42,7 +42,8 @@ from weightsync.wire.messages import (
 logger = logging.getLogger(__name__)
 
 _FINISH_TRIES = 3
-_LOOK_S = 0.5
+_STAY_S = 0.5
+"""How often the other ranks are asked whether they still want the update."""
 _ABORT_TIMEOUT_S = 30.0
 _STRENGTH = ("none", "arrived", "held")
 
@@ -260,8 +261,7 @@ class Update:
         """Send one message to each, and the bytes that belong to it while they read."""
         started = time.perf_counter()
         members = self._staying
-        places = self._roads.places(members)
-        self._begun = self._ensemble.tell(Begin(places=places, verify=self._verify, pairs=pairs))
+        begin = Begin(places=self._roads.places(members), verify=self._verify, pairs=pairs)
 
         def request(member: Member) -> Request:
             info = self._info(member)
@@ -269,31 +269,38 @@ class Update:
                 update_id=self.update_id, start=terms, update_info=info, prepare=prepare
             )
 
-        begun = self._fleet.begin(request, timeout_s=self._patience, members=members)
-        calls = dict(zip(members, begun, strict=True))
         try:
-            self._hand_over(calls, started)
+            answers = self._hand_over(begin, members, request, started)
         except VerificationError as exc:
             self._refuse_changed(exc)
             raise
-        answers = [future.result() for future in begun]
         self._note(answers)
         self._refuse_changed()
         self._seconds["load"] = time.perf_counter() - started
         self._raise_unless_all(answers, "update_weights")
 
-    def _hand_over(self, calls: Mapping[Member, Future[Answer]], started: float) -> None:
+    def _hand_over(
+        self,
+        begin: Begin,
+        members: Sequence[Member],
+        request: Callable[[Member], Request],
+        started: float,
+    ) -> list[Answer]:
         """Hand every byte over, and wait until the receivers have answered."""
+        calls: dict[Member, Future[Answer]] = {}
         try:
+            self._begun = self._ensemble.tell(begin)
+            begun = self._fleet.begin(request, timeout_s=self._timeout_s, members=members)
+            calls = dict(zip(members, begun, strict=True))
             self._ensemble.tell(Transfer(), check=lambda: self._raise_early(calls))
             self._seconds["transfer"] = time.perf_counter() - started
-            while wait(calls.values(), timeout=_LOOK_S).not_done:
-                self._ensemble.tell(Stay())
+            self._wait(begun)
         except BaseException as exc:
             self._stop(calls, exc)
             raise
         finally:
             self._told = self._ensemble.tell(End())
+        return [future.result() for future in begun]
 
     def _refuse_changed(self, cause: BaseException | None = None) -> None:
         """Raise VerificationError, with the update aborted, if the source changed meanwhile.
@@ -316,6 +323,15 @@ class Update:
             names=changed,
         ) from cause
 
+    def _wait(self, begun: Sequence[Future[Answer]]) -> None:
+        """Return when all have answered, or were given up; ask the other ranks now and then."""
+        asked = time.monotonic()
+        while wait(begun, timeout=LOOK_S).not_done:
+            self._fleet.look()
+            if time.monotonic() - asked > _STAY_S:
+                self._roads.heard(self._ensemble.tell(Stay()))
+                asked = time.monotonic()
+
     def _info(self, member: Member) -> RegisteredUpdate:
         """What one member is told: the ring of its rank, and whom it feeds itself."""
         info = self._begun[member.rank].update
@@ -336,11 +352,6 @@ class Update:
         digest = self._told[member.rank].table_digest if self._whole and self._told else None
         return FinishRequest(update_id=self.update_id, table_digest=digest)
 
-    @property
-    def _patience(self) -> float:
-        """A call outlasts the receiver's own limits, so that its reason is what is seen."""
-        return self._timeout_s * (PATIENCE + 1) + 10
-
     def _stop(self, begun: Mapping[Member, Future[Answer]], why: BaseException) -> None:
         """The bytes stopped: tell the readers, and wait until none of them reads any more.
 
@@ -355,15 +366,18 @@ class Update:
         if isinstance(why, TransferTimeout) and not (self.failed or blamed):
             blamed = self._roads.late(list(begun))
             named(why, ", ".join(member.target for member in blamed))
+            self._fleet.silence(blamed)
         if isinstance(why, WeightSyncError):
             self.failed.update(dict.fromkeys(blamed, why))
         self.abort("the sender stopped in the middle")
         for member, future in begun.items():
             if self._packed and member.unaborted == self.update_id:
                 continue  # out of reach, and it reads buckets, not the source
-            answer = future.result()
-            if answer.error is not None:
-                logger.debug("after the stop: %s: %s", member.target, answer.error)
+            while wait([future], timeout=LOOK_S).not_done:
+                self._fleet.look()
+            error = future.result().error
+            if error is not None:
+                logger.debug("after the stop: %s: %s", member.target, error)
 
     def _raise_unless_all(self, answers: list[Answer], doing: str) -> None:
         """One refusal aborts all, unless a receiver in place has nothing to return to."""
@@ -398,6 +412,7 @@ class Update:
     def _raise_early(self, begun: Mapping[Member, Future[Answer]]) -> None:
         """Stop when asked to, or when a receiver has answered that the rest need not go on."""
         self._raise_if_cancelled()
+        self._fleet.look()
         for member, future in begun.items():
             if future.done():
                 answer = future.result()

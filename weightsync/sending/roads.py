@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Literal, cast
 
@@ -17,6 +17,7 @@ from weightsync.errors import (
     SegmentError,
     WeightSyncError,
 )
+from weightsync.sending.commands import Answer as Told
 from weightsync.sending.commands import Offers, Open, Places, Probe, Withdraw
 from weightsync.sending.ensemble import Ensemble
 from weightsync.sending.feeder import RELAY_PLACE
@@ -61,6 +62,7 @@ class Roads:
         self._next_reader: dict[int, int] = {}
         self._relayed = False
         self._joined: set[Member] = set()
+        self._heard: dict[tuple[int, int], int] = {}
 
     @property
     def layout(self) -> str:
@@ -167,18 +169,25 @@ class Roads:
             return None
         return [other.reader for other in members if other.group_rank == member.group_rank]
 
-    def late(self, members: Sequence[Member]) -> list[Member]:
-        """Return those of rank 0's readers in this process' ring that are behind all others."""
+    def beat(self, member: Member) -> Hashable | None:
+        """Return what grows while a reader of this host lives and works; None for any other."""
         engine = self._ensemble.feeder.engine
-        own = [m for m in members if m.rank == 0 and m.road != "distributed"]
-        if engine is None or not self.packed or not own:
-            return []
-        control = engine.stream.control
-        released = {member: control.released(member.reader) for member in own}
-        least = min(released.values())
-        if len(own) < len(members) and control.released(RELAY_PLACE) < least:
-            return []  # other hosts are: the private group knows which
-        return [member for member in own if released[member] == least]
+        if member.road == "distributed" or engine is None:
+            return None
+        if member.rank:
+            return self._heard.get((member.rank, member.reader))
+        return engine.signs(member.reader)
+
+    def heard(self, told: Sequence[Told]) -> None:
+        """Take in what the ranks see of their own readers."""
+        for rank, answer in enumerate(told):
+            self._heard.update({(rank, reader): n for reader, n in answer.beats.items()})
+
+    def late(self, members: Sequence[Member]) -> list[Member]:
+        """Return those for which rank 0's ring waited in vain."""
+        engine = self._ensemble.feeder.engine
+        late = engine.late if engine is not None else ()
+        return [m for m in members if m.rank == 0 and m.road != "distributed" and m.reader in late]
 
     def unread(self, member: Member) -> bool:
         """Whether a reader of rank 0's own ring has not released all chunks of this update."""

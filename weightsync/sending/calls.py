@@ -1,0 +1,149 @@
+"""Calls in flight to receivers: each in a daemon thread, watched for signs of life of its peer."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Hashable
+from concurrent.futures import Future, InvalidStateError
+from contextlib import suppress
+from dataclasses import dataclass
+from queue import SimpleQueue
+from typing import Generic, TypeVar
+
+T = TypeVar("T")
+
+LOOK_S = 0.05
+"""How often calls in flight are looked at."""
+_STANDSTILL_S = 1.0
+"""Longer than looks are apart while this process runs."""
+
+
+class CallThreads(Generic[T]):
+    """Daemon threads that make calls, kept for the next ones. Interpreter exit waits for none.
+
+    ThreadPoolExecutor's threads are joined at exit, where a call to a stopped peer would hold it.
+    """
+
+    def __init__(self) -> None:
+        self._idle: deque[SimpleQueue[tuple[Callable[[], T], Future[T]] | None]] = deque()
+        self._closed = False
+
+    def submit(self, call: Callable[[], T], future: Future[T]) -> None:
+        """Make `call` in a thread and settle `future`, unless it was settled meanwhile.
+
+        Raises RuntimeError where no thread can be started: from Python 3.12 on at interpreter exit.
+        """
+        try:
+            inbox = self._idle.pop()
+        except IndexError:
+            inbox = SimpleQueue()
+            threading.Thread(
+                target=self._run, args=(inbox,), name="weightsync-call", daemon=True
+            ).start()
+        inbox.put((call, future))
+
+    def close(self) -> None:
+        """End the threads that are idle; the others end after their call."""
+        self._closed = True
+        while self._idle:
+            with suppress(IndexError):  # another thread took it
+                self._idle.pop().put(None)
+
+    def _run(self, inbox: SimpleQueue[tuple[Callable[[], T], Future[T]] | None]) -> None:
+        while (work := inbox.get()) is not None:
+            call, future = work
+            try:
+                answer = call()
+            except BaseException as exc:  # noqa: BLE001 # raised where the result is asked for
+                with suppress(InvalidStateError):
+                    future.set_exception(exc)
+                del exc
+            else:
+                with suppress(InvalidStateError):
+                    future.set_result(answer)
+                del answer
+            del call, future, work
+            self._idle.append(inbox)
+            if self._closed:
+                self.close()
+
+
+@dataclass(slots=True, eq=False)
+class Flight(Generic[T]):
+    """One call in flight, and when its peer last gave a sign of life.
+
+    A sign is a change of `beat()`, which returns what grows while the peer lives (None where
+    nothing of it is seen), or an answer to `probe`, which asks whether a step is at work there
+    (None: the call is not probed). A peer that lives and has no step at work has lost the call, or
+    its answer was lost: no sign counts any more. `give_up(lost)` returns the answer of a peer that
+    gave no sign for `timeout_s`. Calls of the same `peer` know of each other's signs.
+    """
+
+    peer: object
+    future: Future[T]
+    timeout_s: float
+    beat: Callable[[], Hashable | None]
+    probe: Callable[[Future[bool | None]], None] | None
+    give_up: Callable[[bool], T]
+    heard_s: float = 0.0
+    seen: Hashable | None = None
+    lost: bool = False
+    asked_s: float = 0.0
+    asked: Future[bool | None] | None = None
+
+    def look(self, now: float) -> None:
+        """Take note of signs of life, ask for one, or give the call up."""
+        seen = self.beat()
+        if seen != self.seen:
+            self.seen = seen
+            if not self.lost:
+                self.heard_s = now
+        if self.asked is not None and self.asked.done():
+            busy, self.asked = self.asked.result(), None
+            self.lost = busy is False
+            if busy:
+                self.heard_s = now
+        if now - self.heard_s > self.timeout_s:
+            with suppress(InvalidStateError):
+                self.future.set_result(self.give_up(self.lost))
+        elif self.probe and self.asked is None and now - self.asked_s > self.timeout_s / 4:
+            self.asked, self.asked_s = Future(), now
+            self.probe(self.asked)
+
+
+class Flights(Generic[T]):
+    """All calls in flight of one sender. Time in which this process stood still does not count."""
+
+    def __init__(self) -> None:
+        self._flying: list[Flight[T]] = []
+        self._now = 0.0
+        self._looked = time.monotonic()
+
+    def add(self, flight: Flight[T]) -> None:
+        """Look at one more call."""
+        self._advance()
+        beside = [f.heard_s for f in self._flying if f.peer is flight.peer and not f.future.done()]
+        flight.heard_s = max(beside, default=self._now)
+        flight.asked_s, flight.seen = self._now, flight.beat()
+        self._flying.append(flight)
+
+    def look(self) -> None:
+        """Give up calls whose peer shows no life. Cheap enough for every wait."""
+        if time.monotonic() - self._looked < LOOK_S:
+            return
+        self._advance()
+        self._flying = [flight for flight in self._flying if not flight.future.done()]
+        for flight in self._flying:
+            flight.look(self._now)
+
+    def _advance(self) -> None:
+        here = time.monotonic()
+        self._now += min(here - self._looked, _STANDSTILL_S)
+        self._looked = here
+
+
+def exiting() -> bool:
+    """Whether the interpreter exits: what runs now are functions of atexit."""
+    return not threading.main_thread().is_alive()
