@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import threading
 from collections.abc import Hashable, Iterable, Iterator, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
 
 import torch
@@ -100,11 +101,14 @@ def send_weights(  # noqa: PLR0913  # the settings of a connection, all keyword-
 
 
 def close() -> None:
-    """End every connection that `send_weights` keeps; adopted parameters are moved back."""
-    with _lock:
-        while _kept:
-            _, kept = _kept.popitem()
-            kept.sender.close()
+    """End every connection that `send_weights` keeps; adopted parameters are moved back.
+
+    All of them are closed, also where one raises.
+    """
+    with _lock, ExitStack() as closing:
+        for kept in _kept.values():
+            closing.callback(kept.sender.close)
+        _kept.clear()
 
 
 def _reconnect(key: Hashable, settings: Settings, source: object, to: Targets) -> _Kept:

@@ -22,6 +22,7 @@ from weightsync.receiver import receiver_of_files
 from weightsync.report import SyncReport
 from weightsync.samehost.janitor import sweep
 from weightsync.samehost.ring import PATIENCE
+from weightsync.sending.calls import exiting
 from weightsync.sending.ensemble import Ensemble
 from weightsync.sending.feeder import Feeder
 from weightsync.sending.fleet import Fleet
@@ -313,7 +314,10 @@ class WeightSender:
             return
         known = self._ensemble.ranks.broken
         try:
-            self._together("close", lambda lead: lead.disconnect(leaves=True))
+            if exiting():
+                self._part()  # the other ranks may be gone, and exit waits for nobody
+            else:
+                self._together("close", lambda lead: lead.disconnect(leaves=True))
         except WeightSyncError:
             self._part()
             if not known:
@@ -325,6 +329,7 @@ class WeightSender:
         """Tell the receivers, as far as that goes without the other ranks."""
         self._ensemble.ranks.close()
         if self._lead is not None:
+            self._lead.fleet.forgive()
             with suppress(WeightSyncError):
                 self._lead.disconnect(leaves=True)
 

@@ -58,7 +58,7 @@ def push(  # noqa: PLR0913, PLR0917  # one parameter per option
     verify: Annotated[
         bool, typer.Option("--verify/--no-verify", help="fingerprint what arrives")
     ] = True,
-    timeout: Annotated[float, seconds("seconds without progress")] = 300.0,
+    timeout: Annotated[float, seconds("seconds without progress")] = 60.0,
     json_: Annotated[bool, typer.Option("--json", help="print one JSON object")] = False,
 ) -> None:
     """Load a safetensors checkpoint into servers that are running."""

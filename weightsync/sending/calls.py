@@ -145,5 +145,6 @@ class Flights(Generic[T]):
 
 
 def exiting() -> bool:
-    """Whether the interpreter exits: what runs now are functions of atexit."""
-    return not threading.main_thread().is_alive()
+    """Whether the interpreter exits: this is a function of atexit, which the main thread calls."""
+    main = threading.main_thread()
+    return threading.current_thread() is main and not main.is_alive()
