@@ -222,6 +222,31 @@ def test_each_call_has_its_own_patience(monkeypatch: pytest.MonkeyPatch) -> None
         pool.close()
 
 
+@pytest.mark.parametrize("rest", [b"", b"content-length: 90\r\n\r\n"], ids=["head", "body"])
+def test_a_peer_that_trickles_wins_no_time(rest: bytes) -> None:
+    """Each byte comes in time; all of them would not."""
+    ended = threading.Event()
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def trickle() -> None:
+            there, _ = listener.accept()
+            with there, suppress(OSError):
+                there.sendall(b"HTTP/1.1 200 OK\r\n" + rest)
+                while not ended.wait(0.05):
+                    there.sendall(b"x")
+
+        thread = threading.Thread(target=trickle)
+        thread.start()
+        pool = HttpPool("127.0.0.1", listener.getsockname()[1], None, size=1)
+        try:
+            with pytest.raises(TimeoutError):
+                pool.exchange(get(timeout_s=0.5))
+        finally:
+            ended.set()
+            thread.join(WAIT_S)
+        pool.close()
+
+
 def test_who_is_not_there_is_unreachable() -> None:
     with socket.socket() as bound:
         bound.bind(("127.0.0.1", 0))

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import http.client
+import io
 import re
 import select
+import socket
 import ssl
 import threading
+import time
 import weakref
 from collections import deque
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from weightsync.errors import ConfigError, ProtocolError
@@ -35,7 +39,7 @@ class PoolClosedError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """One request: `body` None sends none. `timeout_s` bounds each wait for the peer."""
+    """One request: `body` None sends none. `timeout_s` bounds it, from the start to the answer."""
 
     method: str
     path: str
@@ -70,6 +74,38 @@ class _OneSegment:
             super().send(data)  # type: ignore[misc]  # same
         else:
             self._held.append(data)
+
+
+class _UntilDeadline(io.RawIOBase):
+    """Reads what `raw` reads of `sock`, until `deadline`: no byte of a slow peer wins it time."""
+
+    def __init__(self, raw: io.RawIOBase, sock: socket.socket, deadline: float) -> None:
+        self._raw = raw
+        self._sock = sock
+        self._deadline = deadline
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int | None:
+        left_s = self._deadline - time.monotonic()
+        if left_s <= 0:
+            raise TimeoutError("timed out")
+        self._sock.settimeout(left_s)
+        return self._raw.readinto(buffer)
+
+    def close(self) -> None:
+        super().close()
+        self._raw.close()
+
+
+class _Response(http.client.HTTPResponse):
+    """An answer that is read until `deadline`."""
+
+    def __init__(self, deadline: float, sock: Any, *args: Any, **kwargs: Any) -> None:
+        super().__init__(sock, *args, **kwargs)
+        raw = self.fp.detach()
+        self.fp = io.BufferedReader(_UntilDeadline(raw, sock, deadline))
 
 
 class _Plain(_OneSegment, http.client.HTTPConnection):
@@ -188,6 +224,8 @@ def _close_all(connections: deque[_Connection]) -> None:
 
 
 def _exchange(connection: _Connection, call: Call) -> tuple[int, bytes]:
+    deadline = time.monotonic() + call.timeout_s
+    connection.response_class = partial(_Response, deadline)  # type: ignore[assignment]  # makes one
     connection.request(call.method, call.path, body=call.body, headers=dict(call.headers))
     try:
         response = connection.getresponse()
