@@ -9,12 +9,13 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import pytest
 from torch import nn
 
 import weightsync as ws
-from tests.e2e import models, processes
+from tests.e2e import models, processes, trainers
 from tests.e2e.processes import Host, Remote, wait_until
 from weightsync.sending.targets import Targets
 from weightsync.transports.http_client import HttpTransport
@@ -202,6 +203,46 @@ class TestReceiver:
         begun = time.monotonic()
         sender.close()
         assert time.monotonic() - begun < BOUND_S
+
+
+class TestSender:
+    """Its process is stopped, and not dead: a receiver gives the open update up all the same."""
+
+    def give_up(self, receiver: Remote, state: str) -> None:
+        wait_until(lambda: receiver.status()["state"] == "UPDATING", "the update to begin")
+        begun = time.monotonic()
+        wait_until(lambda: receiver.status()["state"] == state, "its end")
+        assert time.monotonic() - begun < BOUND_S
+
+    @pytest.mark.parametrize(
+        ("packed", "apply"),
+        [
+            pytest.param(True, "staged"),
+            pytest.param(True, "in_place", marks=soak),
+            pytest.param(False, "staged", marks=soak),
+            pytest.param(False, "in_place"),
+        ],
+    )
+    def test_while_it_is_read(self, host: Host, packed: bool, apply: Any) -> None:
+        receiver = host.receiver("http", model="plain", apply=apply, lease_s=TIMEOUT_S)
+        args = (receiver.url, packed, TIMEOUT_S)
+        with processes.started(trainers.stopped_while_read, *args):
+            self.give_up(receiver, "READY" if apply == "staged" else "TORN")
+        self.heal(receiver)
+
+    @pytest.mark.parametrize("kind", [UpdateRequest, pytest.param(PrepareRequest, marks=soak)])
+    def test_between_two_messages(self, host: Host, kind: type) -> None:
+        receiver = host.receiver("http", model="plain", apply="staged", lease_s=TIMEOUT_S)
+        args = (receiver.url, kind, True, TIMEOUT_S)
+        with processes.started(trainers.stopped_before, *args):
+            self.give_up(receiver, "READY")
+        self.heal(receiver)
+
+    def heal(self, receiver: Remote) -> None:
+        model = models.make("plain", seed=3)
+        with connected(receiver.url, model, False) as sender:
+            sender.send_weights()
+        assert receiver.digests() == models.digests(model)
 
 
 def test_a_slow_receiver_is_waited_for(host: Host) -> None:

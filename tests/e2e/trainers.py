@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing
-from typing import NoReturn, cast
+from typing import Any, NoReturn, cast
 
 import torch
 from torch import nn
@@ -65,6 +65,62 @@ class DiesBefore(HttpTransport):
         if isinstance(request, self._kind):
             die()
         return super().call(request, timeout_s=timeout_s)
+
+
+class StopsBefore(HttpTransport):
+    """Stops its own process (SIGSTOP) instead of sending one kind of message."""
+
+    def __init__(self, url: str, kind: type) -> None:
+        super().__init__(url)
+        self._kind = kind
+
+    def call(self, request: Request, *, timeout_s: float) -> Reply:
+        if isinstance(request, self._kind):
+            os.kill(os.getpid(), signal.SIGSTOP)
+        return super().call(request, timeout_s=timeout_s)
+
+
+def stopped_before(url: str, kind: type, packed: bool, timeout_s: float) -> None:
+    """Stop between two messages of an update."""
+    with ws.connect(
+        models.make("plain", 7), to=StopsBefore(url, kind), packed=packed, timeout_s=timeout_s
+    ) as sender:
+        send_in_pieces(sender)
+
+
+def stopped_while_read(url: str, packed: bool, timeout_s: float) -> None:
+    """Stop when the receiver waits for bytes, or for the fingerprints of what it has read."""
+    model = models.make("plain", 7)
+    with ws.connect(
+        model, to=url, packed=packed, bucket_nbytes=16 << 10, num_buckets=2, timeout_s=timeout_s
+    ) as sender:
+        control = control_of(sender)
+        genuine = control.write_fingerprints
+
+        def stop(at: int, values: Any) -> None:
+            await_state(url, "UPDATING")
+            os.kill(os.getpid(), signal.SIGSTOP)
+            genuine(at, values)
+
+        control.write_fingerprints = stop  # type: ignore[method-assign]  # on purpose
+        sender.send_weights()
+
+
+def send_in_pieces(sender: ws.WeightSender) -> None:
+    """An update whose start, tensors, prepare and finish are messages of their own."""
+    pairs = list(models.make("plain", 7).named_parameters())
+    with sender.update() as update:
+        update.send(pairs)
+
+
+def await_state(url: str, state: str) -> None:
+    with closing(HttpTransport(url)) as transport:
+        deadline = time.monotonic() + 20
+        while time.monotonic() < deadline:
+            if cast(Status, transport.call(StatusRequest(), timeout_s=5)).state == state:
+                return
+            time.sleep(0.005)
+    raise AssertionError(f"{url} never was {state}")
 
 
 class DyingSource:

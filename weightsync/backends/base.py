@@ -98,6 +98,10 @@ class WeightTransferEngine(ABC):
     def sender_alive(self) -> bool:
         """Whether the process that called `init` still lives."""
 
+    def sender_beat(self) -> int | None:
+        """Return what grows while the sender's process is not stopped; None where it is unseen."""
+        return None
+
     @abstractmethod
     def beat(self) -> None:
         """Show the sender that this process lives; called now and then from a thread of its own.

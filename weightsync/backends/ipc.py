@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 
 from weightsync.backends.base import Received, Reception, WeightTransferEngine
 from weightsync.backends.fences import open_fence
@@ -127,6 +128,15 @@ class IpcWeightTransferEngine(WeightTransferEngine):
             if self._opened is opened:
                 raise
             return False
+
+    def sender_beat(self) -> int | None:
+        """The heartbeat of the ring's writer; on a ring of this host's member, its alone."""
+        opened = self._opened
+        if opened is None or opened.info.road == "distributed":
+            return None
+        with suppress(ValueError):  # of words that another thread has let go
+            return opened.control.writer_beat
+        return None
 
     def ledger(self) -> list[LedgerEntry]:
         """The mappings of this engine, none once closed; any thread asks."""

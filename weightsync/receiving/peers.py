@@ -94,6 +94,11 @@ class Peers:
             self._engines.get(sender) is not engine and self.alive(sender)
         )
 
+    def beat(self, sender: str | None) -> int | None:
+        """Return what grows while a sender's process is not stopped; None where it is unseen."""
+        engine = self._engines.get(sender) if sender is not None else None
+        return engine.sender_beat() if engine is not None else None
+
     def forget_dead(self, *, keep: str | None) -> list[str]:
         """Close what dead senders left, except of `keep`, whose update is still open.
 

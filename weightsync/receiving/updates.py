@@ -28,11 +28,15 @@ from weightsync.wire.offers import Init
 
 logger = logging.getLogger(__name__)
 
+_LEASES = 5
+"""For a sender whose caller computes between two messages of one update."""
+
 
 class Updates:
     """Owns the state of one receiver. Thread-safe; loading and committing take turns.
 
-    `lease_s`: how long an update may go without progress before it is given up.
+    `lease_s`: how long an update may go without progress before it is given up; between messages
+    of a sender that is seen to live _LEASES times as long.
     """
 
     def __init__(
@@ -59,6 +63,8 @@ class Updates:
         self._lease_s = lease_s
         self._overtaken = Overtaken(lease_s)
         self._lease = Lease(lease_s, self._expire)
+        self._beat: int | None = None
+        self._waited = 0
         self._loader = Loader(
             sink, peers, self.landings, self.gate, self.lifecycle, self._state, lease_s
         )
@@ -367,7 +373,17 @@ class Updates:
         with self._state:
             self._lease.stop()
             if self._may_expire(self._incoming):
+                self._beat, self._waited = self._sender_beat(), 0
                 self._lease.renew(self.lifecycle.update_id)
+
+    def _sender_beat(self) -> int | None:
+        return self.peers.beat(self._incoming.sender) if self._incoming is not None else None
+
+    def _sender_lives(self) -> bool:
+        """Whether its heart beat since the last look, and not for too long without a message."""
+        before, self._beat = self._beat, self._sender_beat()
+        self._waited += 1
+        return self._beat != before and self._waited < _LEASES
 
     def _may_expire(self, incoming: Incoming | None) -> bool:
         """PREPARED waits for its sender's successor; where none can know of it, it expires too."""
@@ -380,7 +396,7 @@ class Updates:
             current = self._incoming is not None and self._incoming.update_id == update_id
             if not current or not self._may_expire(self._incoming):
                 return
-            if self._turns.serves(update_id):
+            if self._turns.serves(update_id) or self._sender_lives():
                 self._lease.renew(update_id)
                 return
         reason = f"nothing was heard of its sender for {self._lease_s:g} s"
