@@ -336,10 +336,18 @@ class Fleet:
         )
         # Longer than what is waited for here, so that silence is told from a lost answer.
         limit_s = timeout_s * (1.1 if brief else PATIENCE + 1) + LOOK_S
+        watch = self.watch
+        seen = Call(member.target, member.rank, member.reader, member.road, message)
+        watch.asked(seen)
+
+        def ask() -> Answer:
+            answer = _call(member, message, limit_s)
+            if not future.done():
+                watch.answered(seen, answer.error or answer.reply)
+            return answer
+
         try:
-            self._threads.submit(
-                lambda: _ask(member, message, limit_s, self.watch, future.done), future
-            )
+            self._threads.submit(ask, future)
         except RuntimeError as exc:
             error = ConnectError(f"{member.target} cannot be told {call} any more: {exc}")
             future.set_result(Answer(member, error=error))
@@ -373,19 +381,6 @@ class Fleet:
         self._gone_nbytes += transport.sent_nbytes
         self._gone_messages += transport.sent_messages
         transport.close()
-
-
-def _ask(
-    member: Member, message: Request, timeout_s: float, watch: Watch, given_up: Callable[[], bool]
-) -> Answer:
-    if not watch:
-        return _call(member, message, timeout_s)
-    call = Call(member.target, member.rank, member.reader, member.road, message)
-    watch.asked(call)
-    answer = _call(member, message, timeout_s)
-    if not given_up():
-        watch.answered(call, answer.error or answer.reply)
-    return answer
 
 
 def _call(member: Member, message: Request, timeout_s: float) -> Answer:
