@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 import pytest
 import torch
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from tests.weights.streams import random_tensors
-from weightsync.errors import ConfigError, ManifestMismatchError
+from weightsync.errors import ConfigError, ManifestMismatchError, TransferError
+from weightsync.receiving.landings import Landings
 from weightsync.specs import Manifest, TensorSpec
+from weightsync.weights import slab
 from weightsync.weights.buckets import Plan
 from weightsync.weights.dtypes import TORCH_DTYPES, as_bytes, spec_of
 from weightsync.weights.fingerprint import mix64, to_hex
@@ -99,6 +102,67 @@ def test_making_room_changes_no_value() -> None:
     before = {name: tensor.clone() for name, tensor in module.state_dict().items()}
     land(sink, manifest_of(sink), "pointer")
     assert all(equal_bits(tensor, before[name]) for name, tensor in module.state_dict().items())
+
+
+def test_staging_takes_one_slab_beside_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the module held is let go of before there is a second slab."""
+    module = nn.Sequential(*[nn.Linear(64, 64, bias=False) for _ in range(4)])
+    module.add_module("kept", nn.Linear(64, 64, bias=False))
+    shown = module.get_parameter("kept.weight")[1:]  # a view: its parameter cannot move
+    sink = sink_of(module, "pointer")
+    plan = Plan(manifest_of(sink))
+    weak: Any = StorageWeakRef
+    held = [(t.untyped_storage().nbytes(), weak(t.untyped_storage())) for t in module.parameters()]
+    made: list[torch.Tensor] = []
+    beside: list[int] = []
+    allocate = slab.allocate
+
+    def counted(nbytes: int, device: torch.device) -> torch.Tensor:
+        made.append(allocate(nbytes, device))
+        old = sum(size for size, storage in held if not storage.expired())
+        beside.append(old + sum(map(torch.Tensor.numel, made)) - sink_nbytes)
+        return made[-1]
+
+    sink_nbytes = sum(size for size, _ in held)
+    monkeypatch.setattr(slab, "allocate", counted)
+    landing = sink.land(plan, "staged")
+    one = 64 * 64 * 4
+    assert beside == [plan.nbytes, plan.nbytes + one]
+    assert sink.staged_nbytes(plan) == max(beside)
+    deliver(landing, random_tensors(manifest_of(sink), 1))
+    assert equal_bits(shown, module.get_parameter("kept.weight")[1:])
+
+
+@pytest.mark.parametrize("room_for", [0, 1])
+def test_without_room_for_what_is_staged_auto_writes_in_place(
+    room_for: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where only the second slab finds none."""
+    module = Model()
+    sink = sink_of(module, "pointer")
+    before = sink.checksums()
+    allocate = slab.allocate
+    made: list[int] = []
+
+    def full(nbytes: int, device: torch.device) -> torch.Tensor:
+        if len(made) == room_for:
+            raise TransferError("no room")
+        made.append(nbytes)
+        return allocate(nbytes, device)
+
+    monkeypatch.setattr(slab, "allocate", full)
+    with pytest.raises(TransferError, match="no room"):
+        Landings(sink_of(Model(), "pointer"), "staged").get(Plan(manifest_of(sink)), whole=True)
+    made.clear()
+    landings = Landings(sink, "auto")
+    landing = landings.get(Plan(manifest_of(sink)), whole=True)
+    assert (landings.apply, landing.in_place) == ("in_place", True)
+    assert sink.checksums() == before
+    tensors = random_tensors(manifest_of(sink), 1)
+    deliver(landing, tensors)
+    state = module.state_dict()
+    for spec, tensor in zip(manifest_of(sink).specs, tensors, strict=True):
+        assert equal_bits(state[spec.name], tensor)
 
 
 def test_a_swap_by_copy_leaves_every_address() -> None:

@@ -6,7 +6,7 @@ import logging
 from collections import OrderedDict
 from typing import Literal
 
-from weightsync.errors import ConfigError
+from weightsync.errors import ConfigError, TransferError
 from weightsync.weights import slab
 from weightsync.weights.buckets import Plan
 from weightsync.weights.sink import Apply, Landing, WeightSink
@@ -52,7 +52,7 @@ class Landings:
         digest = plan.manifest.digest
         if whole:
             self.apply = self._choose(plan)
-        landing = self._sink.land(plan, self.apply)
+        landing = self._land(plan)
         if whole:
             self._whole = (digest, landing)
         else:
@@ -61,17 +61,31 @@ class Landings:
                 self._subsets.popitem(last=False)
         return landing
 
+    def _land(self, plan: Plan) -> Landing:
+        """Make a landing; without room for a staged one in place, where that may be chosen."""
+        try:
+            return self._sink.land(plan, self.apply)
+        except TransferError:
+            if self._choice != "auto" or self.apply == "in_place":
+                raise
+            self._warn(plan)
+            self.apply = "in_place"
+            return self._sink.land(plan, self.apply)
+
     def _choose(self, plan: Plan) -> Apply:
         if self._choice != "auto":
             return self._choice
-        nbytes, device = self._sink.staged_nbytes(plan), self._sink.device
-        if slab.fits(nbytes, device):
+        if slab.fits(self._sink.staged_nbytes(plan), self._sink.device):
             return "staged"
+        self._warn(plan)
+        return "in_place"
+
+    def _warn(self, plan: Plan) -> None:
+        device = self._sink.device
         logger.warning(
             "no room on %s to stage %d bytes (%d are free): weights in use are written in place, "
             "and an update that fails half way leaves the receiver TORN",
             device,
-            nbytes,
+            self._sink.staged_nbytes(plan),
             slab.available(device),
         )
-        return "in_place"

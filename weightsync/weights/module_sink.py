@@ -148,8 +148,16 @@ class ModuleSink(WeightSink):
         return _CopyLanding(self, layout)
 
     def staged_nbytes(self, plan: Plan) -> int:
-        """One slab beside the model."""
-        return self.layout(plan).nbytes
+        """One slab beside the model, and what cannot move into the other one."""
+        layout = self.layout(plan)
+        if self.swap == "copy":
+            return layout.nbytes
+        staying = [p for p in layout.places if not all(self.moves(t, p.spec) for t in p.targets)]
+        return layout.nbytes + sum(aligned(place.spec.nbytes) for place in staying)
+
+    def moves(self, tensor: torch.Tensor, spec: TensorSpec) -> bool:
+        """Whether the tensor may be pointed at other memory, which holds bytes of `spec`."""
+        return _is_plain(tensor, spec, self.device) and self.is_alone(tensor)
 
     def layout(self, plan: Plan) -> Layout:
         """What is landed of each tensor of `plan`."""
@@ -269,9 +277,10 @@ class _PointerLanding(_ModuleLanding):
 
     def __init__(self, sink: ModuleSink, layout: Layout) -> None:
         super().__init__(sink)
-        self._slabs = [_Slab(layout, sink) for _ in range(2)]
-        self._slabs[0].adopt_current()
+        in_use = _Slab(layout, sink)
+        in_use.adopt_current()  # what the module held so far is free before there is a second one
         sink.settled()
+        self._slabs = [in_use, _Slab(layout, sink)]
         self._spare = 1
         self.peak_extra_nbytes = layout.nbytes
 
@@ -289,15 +298,14 @@ class _Slab:
     """All places, and the views of them that the module's tensors can point at."""
 
     def __init__(self, layout: Layout, sink: ModuleSink) -> None:
-        device = sink.device
-        self.memory = layout.in_slab(device)
+        self.memory = layout.in_slab(sink.device)
         self._plain: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._other: list[tuple[torch.Tensor, torch.Tensor]] = []
         for place, flat in zip(layout.places, self.memory.tensors, strict=True):
             view = from_bytes(flat, place.spec)
             for tensor in place.targets:
-                plain = _is_plain(tensor, place.spec, device) and sink.is_alone(tensor)
-                (self._plain if plain else self._other).append((tensor, view))
+                moves = sink.moves(tensor, place.spec)
+                (self._plain if moves else self._other).append((tensor, view))
 
     def adopt_current(self) -> None:
         """Move what is in use into this slab; unusual tensors stay as they are."""
