@@ -30,6 +30,8 @@ logger = logging.getLogger(__name__)
 
 _LEASES = 5
 """For a sender whose caller computes between two messages of one update."""
+_WATCH_S = 1.0
+"""How often it is looked whether a sender lives that keeps readers out between its messages."""
 
 
 class Updates:
@@ -65,6 +67,7 @@ class Updates:
         self._lease = Lease(lease_s, self._expire)
         self._beat: int | None = None
         self._waited = 0
+        self._watch = Lease(_WATCH_S, self._look_at_sender)
         self._loader = Loader(
             sink, peers, self.landings, self.gate, self.lifecycle, self._state, lease_s
         )
@@ -279,6 +282,7 @@ class Updates:
         A loader that does not stop in time keeps what it reads: unmapping it would be a crash.
         """
         self._lease.stop()
+        self._watch.stop()
         self.abort(None, "the receiver closes")
         with self._turns.waited_for() as ours:
             if ours:
@@ -292,7 +296,7 @@ class Updates:
         with self._state:
             self._loader.check_not_aborted(incoming)
             incoming.committing = True
-        if not self.lifecycle.touched:
+        if not self.gate.held:
             self.gate.hold(self._lease_s)
         try:
             for landing in incoming.landings:
@@ -315,6 +319,7 @@ class Updates:
     def _step(self, step: str, update_id: str) -> Iterator[None]:
         """Be at work for an update: no lease runs meanwhile."""
         self._lease.stop()
+        self._watch.stop()
         try:
             with self._turns.taken(step, update_id):
                 yield
@@ -375,6 +380,8 @@ class Updates:
             if self._may_expire(self._incoming):
                 self._beat, self._waited = self._sender_beat(), 0
                 self._lease.renew(self.lifecycle.update_id)
+            if self._incoming is not None and self.gate.held:
+                self._watch.renew(self.lifecycle.update_id)
 
     def _sender_beat(self) -> int | None:
         return self.peers.beat(self._incoming.sender) if self._incoming is not None else None
@@ -390,6 +397,24 @@ class Updates:
         if incoming is None:
             return False
         return self.lifecycle.state is not State.PREPARED or incoming.sender is None
+
+    def _look_at_sender(self, update_id: str) -> None:
+        """Readers do not wait for a sender that is dead: weights that it left half way refuse them.
+
+        What is PREPARED stays so, for a successor to finish.
+        """
+        with self._turns.if_free() as ours:
+            incoming = self._incoming
+            if incoming is None or incoming.update_id != update_id or not self.gate.held:
+                return
+            gone = ours and self.orphaned
+            if gone and self.lifecycle.state is State.PREPARED:
+                logger.warning("the sender of update %s died before it was finished", update_id)
+                self.gate.release()
+            elif gone:
+                self._give_up(update_id)
+            else:
+                self._watch.renew(update_id)
 
     def _expire(self, update_id: str) -> None:
         with self._state:
