@@ -1,10 +1,10 @@
 """Messages as msgpack with their large parts beside it, to be written and read in place.
 
 A message is made of None, bool, int, float, str, bytes, bytearray, memoryview, list, tuple, dict,
-set, frozenset, strided torch tensors, numpy arrays of plain numbers, and of types registered by
-both sides. Every one of these comes back as what it was; anything else is refused when it is
-encoded, since msgpack alone would quietly turn tuples into lists and objects into dicts. Nothing
-is ever unpickled.
+set, frozenset, strided torch tensors, numpy arrays of plain numbers, the kinds of message_values,
+and types registered by both sides. Every one of these comes back as what it was; anything else is
+refused when it is encoded, since msgpack alone would quietly turn tuples into lists and objects
+into dicts. Nothing is ever unpickled.
 """
 
 from __future__ import annotations
@@ -21,14 +21,13 @@ import torch
 
 from weightsync.errors import ConfigError, ProtocolError
 from weightsync.samehost.message_parts import Encoded
+from weightsync.samehost.message_values import ARRAY_KINDS, from_plain, plain_dtype, to_plain
 
 INLINE_NBYTES = 512
 """Bytes objects up to this size travel inside the msgpack."""
 _PLAIN = frozenset({NoneType, bool, int, float, str})
-_KEYS = _PLAIN | {bytes}
 _TENSOR, _ARRAY, _BYTES, _BYTES_INLINE, _BYTEARRAY, _MEMORYVIEW = 1, 2, 3, 4, 5, 6
-_TUPLE, _SET, _FROZENSET, _REGISTERED = 7, 8, 9, 10
-_ARRAY_KINDS = "biufcUSMm"
+_TUPLE, _SET, _FROZENSET, _REGISTERED, _DICT, _VALUE = 7, 8, 9, 10, 11, 12
 _MAX_DIMENSIONS = 64
 
 _DTYPES: dict[str, torch.dtype] = {
@@ -98,7 +97,11 @@ class MessageCodec:
         """Return `message` encoded, its large parts as views. Raises ConfigError with the path."""
         packer = _Packer(self._by_kind)
         try:
-            body = msgspec.msgpack.encode(packer.lift(message))
+            try:
+                body = msgspec.msgpack.encode(packer.lift(message))
+            except OverflowError:  # rare, so only now are integers looked at one by one
+                packer = _Packer(self._by_kind, plain=_PLAIN - {int})
+                body = msgspec.msgpack.encode(packer.lift(message))
         except _Foreign as exc:
             path = _path_to(message, exc.args[0]) or "inside a registered type"
             raise ConfigError(f"{path}: {exc.args[1]}") from None
@@ -133,21 +136,25 @@ class _Foreign(Exception):
 class _Packer:
     """One message being taken apart."""
 
-    def __init__(self, registered: dict[type, _Registered]) -> None:
+    def __init__(
+        self, registered: dict[type, _Registered], plain: frozenset[type] = _PLAIN
+    ) -> None:
         self.buffers: list[memoryview] = []
         self.kept: list[object] = []
         self._registered = registered
+        self._plain = plain
+        self._keys = plain | {bytes}
         self._in_set = False
 
     def lift(self, value: Any) -> Any:
         """Return `value` with all that msgpack has no exact word for replaced by extensions."""
         kind = type(value)
-        if kind in _PLAIN:
+        if kind in self._plain:
             return value
         if kind is dict:
             return self._lift_dict(value)
         if kind is list:
-            if _PLAIN.issuperset(map(type, value)):
+            if self._plain.issuperset(map(type, value)):
                 return value
             return [self.lift(item) for item in value]
         if kind is tuple:
@@ -166,6 +173,11 @@ class _Packer:
             return self._lift_tensor(value)
         if kind.__module__ == "numpy" and kind.__name__ == "ndarray":
             return self._lift_array(value)
+        if kind is int and -(1 << 63) <= value < 1 << 64:
+            return value
+        plain = to_plain(value)
+        if plain is not None:
+            return self._extension(_VALUE, list(plain))
         raise _Foreign(
             value,
             f"{kind.__module__}.{kind.__qualname__} is nothing that a message may contain; "
@@ -175,14 +187,21 @@ class _Packer:
     def _extension(self, code: int, value: Any) -> msgspec.msgpack.Ext:
         return msgspec.msgpack.Ext(code, msgspec.msgpack.encode(self.lift(value)))
 
-    def _lift_dict(self, value: dict[Any, Any]) -> dict[Any, Any]:
-        if not _KEYS.issuperset(map(type, value)):
-            raise _Foreign(
-                value, f"a key is none of {', '.join(sorted(k.__name__ for k in _KEYS))}"
-            )
-        if _PLAIN.issuperset(map(type, value.values())):
+    def _lift_dict(self, value: dict[Any, Any]) -> dict[Any, Any] | msgspec.msgpack.Ext:
+        if not self._keys.issuperset(map(type, value)):
+            return self._lift_pairs(value)
+        if self._plain.issuperset(map(type, value.values())):
             return value
         return {key: self.lift(item) for key, item in value.items()}
+
+    def _lift_pairs(self, value: dict[Any, Any]) -> msgspec.msgpack.Ext:
+        outer, self._in_set = self._in_set, True
+        try:
+            keys = [self.lift(key) for key in value]
+        finally:
+            self._in_set = outer
+        pairs = [keys, [self.lift(item) for item in value.values()]]
+        return msgspec.msgpack.Ext(_DICT, msgspec.msgpack.encode(pairs))
 
     def _lift_set(self, value: Any, code: int) -> msgspec.msgpack.Ext:
         outer, self._in_set = self._in_set, True
@@ -214,7 +233,7 @@ class _Packer:
         return self._place(_TENSOR, [name, list(value.shape)], view, plain)
 
     def _lift_array(self, value: Any) -> msgspec.msgpack.Ext:
-        if value.dtype.kind not in _ARRAY_KINDS:
+        if value.dtype.kind not in ARRAY_KINDS:
             raise _Foreign(value, f"an array of {value.dtype} has no plain bytes")
         flat = value.ravel()  # contiguous: a view, or a copy in C order
         view = memoryview(flat.view("u1")) if flat.nbytes else memoryview(b"")
@@ -298,9 +317,7 @@ class _Unpacker:
         import numpy as np  # noqa: PLC0415  # optional: only who sends arrays needs it
 
         kind, shape, index = about
-        dtype, view = np.dtype(str(kind)), self.buffer(index)
-        if dtype.kind not in _ARRAY_KINDS:
-            raise ProtocolError(f"a message has an array of {dtype}, which has no plain bytes")
+        dtype, view = plain_dtype(kind), self.buffer(index)
         _check_shape(shape, dtype.itemsize, len(view))
         if not len(view):
             return np.empty(shape, dtype)
@@ -329,6 +346,8 @@ _BUILDERS: dict[int, Callable[[_Unpacker, Any], Any]] = {
     _SET: lambda _, items: set(items),
     _FROZENSET: lambda _, items: frozenset(items),
     _REGISTERED: _Unpacker.registered,
+    _DICT: lambda _, pairs: dict(zip(*pairs, strict=True)),
+    _VALUE: lambda _, about: from_plain(*about),
 }
 
 

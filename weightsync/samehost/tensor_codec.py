@@ -28,12 +28,14 @@ from weightsync.errors import (
     WeightSyncError,
     shorten,
 )
+from weightsync.samehost.message_values import from_plain, to_plain
 from weightsync.samehost.tensor_bytes import spec_of, tensor_data
 from weightsync.samehost.tensor_forms import (
     CARRIED,
     IN_FRAME,
     IN_LINE,
     MAX_TENSORS,
+    VALUE,
     Frame,
     frame_of,
     from_line,
@@ -95,7 +97,8 @@ class TensorEncoder:
 
     With `torch_shm`, `open_carrier` is called once, here. If it or a later `put` shows that shared
     memory does not work, tensors travel in the message from then on: a warning says so once, and
-    `tensor_ipc` and `fallback_reason` tell. `enc_hook` turns other foreign types into plain data.
+    `tensor_ipc` and `fallback_reason` tell. What is neither plain data nor a kind of message_values
+    goes to `enc_hook`, which returns plain data.
     """
 
     def __init__(
@@ -142,7 +145,9 @@ class TensorEncoder:
     def replace_foreign(self, value: object) -> object:
         """Return plain data for what is no tensor. Raises TypeError."""
         if self._enc_hook is None:
-            raise TypeError(f"{type(value).__name__} is neither plain data nor a tensor")
+            raise TypeError(
+                f"{type(value).__name__} is neither plain data nor a tensor; give enc_hook"
+            )
         return self._enc_hook(value)
 
     def fits_in_line(self, nbytes: int) -> bool:
@@ -198,7 +203,10 @@ class _Encoding:
     def replace(self, value: object) -> object:
         """Return what stands in the message for a value that msgpack does not know."""
         if not isinstance(value, torch.Tensor):
-            return self._encoder.replace_foreign(value)
+            plain = to_plain(value)
+            if plain is None:
+                return self._encoder.replace_foreign(value)
+            return Ext(VALUE, msgspec.msgpack.encode(plain, enc_hook=self.replace))
         self._tensors += 1
         if self._tensors > MAX_TENSORS:
             raise ConfigError(f"a message has at most {MAX_TENSORS} tensors, this has more")
@@ -299,9 +307,11 @@ class TensorDecoder(Generic[T]):
         return call.restore(code, data)
 
     def _convert(self, kind: Any, value: Any) -> Any:
+        if isinstance(kind, type) and isinstance(value, kind):
+            return value  # a tensor, or another value that came as an extension
+        if kind is torch.Size and isinstance(value, list):
+            return torch.Size(value)  # a tuple, which msgpack has a word for
         if isinstance(kind, type) and issubclass(kind, torch.Tensor):
-            if isinstance(value, torch.Tensor):
-                return value
             raise ValueError(f"Expected a tensor, got `{type(value).__name__}`")
         if self._dec_hook is None:
             raise ValueError(f"{kind} can be read with a dec_hook alone")
@@ -319,8 +329,11 @@ class _Decoding:
         self._tensors = 0
         self._taken: set[bytes] = set()
 
-    def restore(self, code: int, data: memoryview) -> torch.Tensor:
-        """Return the tensor of an extension. Raises ProtocolError and what the carrier raises."""
+    def restore(self, code: int, data: memoryview) -> Any:
+        """Return what an extension holds. Raises ProtocolError and what the carrier raises."""
+        if code == VALUE:
+            name, plain = msgspec.msgpack.decode(data, type=tuple[str, Any], ext_hook=self.restore)
+            return from_plain(name, plain)
         self._tensors += 1
         if self._tensors > MAX_TENSORS:
             raise ProtocolError(f"a message has at most {MAX_TENSORS} tensors, this has more")
@@ -350,6 +363,8 @@ class _Decoding:
             return
 
         def drop(code: int, data: memoryview) -> None:
+            if code == VALUE:
+                msgspec.msgpack.decode(data, ext_hook=drop)
             if code == CARRIED and bytes(data) not in self._taken:
                 with suppress(WeightSyncError):
                     carrier.drop(bytes(data))

@@ -17,8 +17,9 @@ from weightsync.wire.offers import Shape
 T = TypeVar("T")
 Frame = bytes | bytearray | memoryview
 
-IN_LINE, IN_FRAME, CARRIED = 1, 2, 3
-"""Extension codes: with its bytes; with the number of its frame; with a carrier's handle."""
+IN_LINE, IN_FRAME, CARRIED, VALUE = 1, 2, 3, 4
+"""Extension codes: a tensor with its bytes, with the number of its frame, with a carrier's handle;
+and what is no tensor (message_values)."""
 MAX_TENSORS = 1 << 16
 
 _Dtype = Annotated[str, Meta(max_length=32)]
