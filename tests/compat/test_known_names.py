@@ -15,9 +15,11 @@ import pytest
 import torch
 
 import weightsync as ws
+from weightsync.receiving.landings import ApplyChoice
 from weightsync.samehost.device_keys import host_key
 from weightsync.samehost.memory import OpenMemory
 from weightsync.samehost.segment import live_segments
+from weightsync.wire.messages import UpdateRequest
 from weightsync.wire.offers import Handle, KeyedHandle, SegmentHandle
 
 Engine = ws.IPCWeightTransferEngine
@@ -340,3 +342,59 @@ def test_no_handle_for_this_process_lists_what_was_offered() -> None:
 def test_pickled_handles_are_refused_and_our_sender_is_named() -> None:
     with pytest.raises(ValueError, match=r"ws\.send_weights"):
         Engine.parse_update_info({"names": ["a"], "ipc_handles_pickled": "gAR9lC4="})
+
+
+class Tied(torch.nn.Module):
+    """An embedding, a layer, and a head over the embedding's tensor, or one of its own."""
+
+    def __init__(self, *, tied: bool = True, fill: float = 0) -> None:
+        super().__init__()
+        self.embed = torch.nn.Embedding(8, 4)
+        self.layer = torch.nn.Linear(4, 4)
+        self.head = torch.nn.Linear(4, 8, bias=False)
+        if tied:
+            self.head.weight = self.embed.weight
+        with torch.no_grad():
+            for parameter in self.parameters():
+                parameter.fill_(fill)
+
+
+@pytest.mark.parametrize("apply", ["staged", "in_place"])
+@pytest.mark.parametrize("packed", [True, False], ids=["packed", "unpacked"])
+@pytest.mark.parametrize("names", ["once", "twice", "head"])
+def test_a_tied_tensor_may_be_offered_by_one_name_or_by_both(
+    names: str, packed: bool, apply: ApplyChoice
+) -> None:
+    model, sent = Tied(), Tied(fill=3)
+    pairs = dict(sent.named_parameters() if names == "once" else sent.state_dict())
+    if names == "head":
+        del pairs["embed.weight"]
+    receiver = ws.WeightReceiver(model, apply=apply)
+    try:
+        Engine.trainer_send_weights(
+            pairs.items(),
+            {
+                "send_mode": lambda info: receiver.dispatch(UpdateRequest(update_info=info)),
+                "packed": packed,
+            },
+        )
+        assert receiver.version == 1
+        assert model.head.weight is model.embed.weight
+        assert all(torch.equal(p, torch.full_like(p, 3)) for p in model.parameters())
+    finally:
+        receiver.close()
+
+
+def test_two_tensors_for_one_tied_place_are_refused() -> None:
+    model, sent = Tied(), Tied(tied=False, fill=3)
+    torch.nn.init.zeros_(sent.head.weight)
+    receiver = ws.WeightReceiver(model)
+    try:
+        with pytest.raises(ws.ManifestMismatchError, match="wanted as one tied tensor"):
+            Engine.trainer_send_weights(
+                sent.state_dict().items(),
+                {"send_mode": lambda info: receiver.dispatch(UpdateRequest(update_info=info))},
+            )
+        assert receiver.version == 0
+    finally:
+        receiver.close()

@@ -316,6 +316,28 @@ class TestUpdatesWithHandlesOfTheirOwn:
                 here = module.state_dict()[name]
                 assert equal_bits(local_of(here), cut(tensor, here)), name
 
+    @pytest.mark.parametrize("offered", ["embed.w", "both"])
+    def test_a_tied_tensor_that_is_cut_twice_may_be_offered_once(self, offered: str) -> None:
+        with member(1, (2,)) as mesh, ExitStack() as stack:
+            module = nn.Module()
+            module.embed, module.head = nn.Module(), nn.Module()
+            module.embed.w = nn.Parameter(shard(torch.zeros(8, 4), mesh, Shard(0)))
+            module.head.w = nn.Parameter(shard(torch.zeros(8, 4), mesh, Shard(1)))
+            sent = torch.randn(8, 4)
+            pairs = [("embed.w", sent)] + [("head.w", sent)] * (offered == "both")
+            receiver = WeightReceiver(module)
+            stack.callback(receiver.close)
+            if offered != "both":
+                with pytest.raises(ManifestMismatchError, match=r"1 missing: head\.w"):
+                    receiver.dispatch(self._update(stack, pairs))
+            # What transformers says of a model whose config ties them.
+            declared: Any = {"head.w": "embed.w", "gone.w": "embed.w"}
+            module.all_tied_weights_keys = declared
+            receiver.dispatch(self._update(stack, pairs))
+            assert receiver.version == 1
+            for held in (module.embed.w, module.head.w):
+                assert equal_bits(local_of(held), cut(sent, held))
+
     def test_what_did_not_arrive_or_is_not_held_is_named(self) -> None:
         with member(1, (2,)) as mesh, ExitStack() as stack:
             module = nn.Module()

@@ -7,7 +7,7 @@ nothing of how messages travel, of versions or of who may generate.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from weightsync.specs import Manifest
@@ -36,7 +36,7 @@ class Reception:
     """What the receiving state machine lends an engine for one transfer.
 
     `land` returns where a plan's tensors go; `touch` is called before the first byte of weights in
-    use changes; `check` raises when the update was aborted.
+    use changes; `check` raises when the update was aborted. `ties` are those of the sink.
     """
 
     land: Callable[[Plan], Landing]
@@ -45,6 +45,7 @@ class Reception:
     verification: Verification
     lends_views: bool = True
     kept_advice: str = HOOK_ADVICE
+    ties: Mapping[str, str] = field(default_factory=dict)
 
 
 class WeightTransferEngine(ABC):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import accumulate
 
 import torch
@@ -37,7 +37,11 @@ def receive_handles(info: HandlesUpdate, keys: list[str], reception: Reception) 
     tensors: list[torch.Tensor] = []
     try:
         tensors = _tensors(info, manifest, keys, opened)
-        _check_fingerprints(info, manifest, tensors)
+        _check_fingerprints(info.fingerprints, manifest, tensors)
+        manifest, kept = _tie(manifest, tensors, reception.ties)
+        tensors = [tensors[i] for i in kept]
+        told = info.fingerprints
+        fingerprints = None if told is None else [told[i] for i in kept]
         plan = Plan(manifest)
         landing = reception.land(plan)
         reception.touch()
@@ -48,7 +52,7 @@ def receive_handles(info: HandlesUpdate, keys: list[str], reception: Reception) 
             lender.finish()
         else:
             runs = _copy(plan, landing.memory, memory, reception)
-            _check_held(info, plan, landing.memory, runs)
+            _check_held(fingerprints, plan, landing.memory, runs)
         held = landing.memory is not None
         level = reception.verification if held else "arrived"
         return Received(manifest, [], level if info.fingerprints else "none")
@@ -56,6 +60,30 @@ def receive_handles(info: HandlesUpdate, keys: list[str], reception: Reception) 
         del tensors
         for handle in opened.values():
             handle.close()
+
+
+def _tie(
+    manifest: Manifest, tensors: Sequence[torch.Tensor], ties: Mapping[str, str]
+) -> tuple[Manifest, list[int]]:
+    """Note as aliases what the receiver ties; return which tensors are left.
+
+    These messages cannot say what is tied: a tied name is not offered, or twice the same bytes are.
+    """
+    aliases: dict[str, str] = {}
+    for alias, name in ties.items():
+        if name not in manifest.index:
+            continue
+        one, other = manifest.index[name], manifest.index.get(alias, -1)
+        same = other < 0 or (
+            manifest.specs[one].shape == manifest.specs[other].shape
+            and manifest.specs[one].dtype == manifest.specs[other].dtype
+            and torch.equal(tensors[one], tensors[other])
+        )
+        if same:
+            aliases[alias] = name
+    aliases = {alias: aliases.get(name, name) for alias, name in aliases.items()}
+    kept = [i for i, spec in enumerate(manifest.specs) if spec.name not in aliases]
+    return Manifest(tuple(manifest.specs[i] for i in kept), aliases), kept
 
 
 def _copy(plan: Plan, target: Memory, source: Memory, reception: Reception) -> list[CompiledRun]:
@@ -71,12 +99,12 @@ def _copy(plan: Plan, target: Memory, source: Memory, reception: Reception) -> l
 
 
 def _check_held(
-    info: HandlesUpdate, plan: Plan, target: Memory, runs: Sequence[CompiledRun]
+    fingerprints: list[str] | None, plan: Plan, target: Memory, runs: Sequence[CompiledRun]
 ) -> None:
     """Read what was copied back: the fingerprints are of whole tensors, shards are compared."""
     if not isinstance(target, ShardMemory):
-        _check_fingerprints(info, plan.manifest, target.tensors)
-    elif info.fingerprints is not None:
+        _check_fingerprints(fingerprints, plan.manifest, target.tensors)
+    elif fingerprints is not None:
         wrong = [
             name
             for run, program in zip(plan.runs, runs, strict=True)
@@ -126,13 +154,13 @@ def _part(
 
 
 def _check_fingerprints(
-    info: HandlesUpdate, manifest: Manifest, tensors: Sequence[torch.Tensor]
+    fingerprints: list[str] | None, manifest: Manifest, tensors: Sequence[torch.Tensor]
 ) -> None:
-    if info.fingerprints is None:
+    if fingerprints is None:
         return
     wrong = [
         spec.name
-        for spec, tensor, expected in zip(manifest.specs, tensors, info.fingerprints, strict=True)
+        for spec, tensor, expected in zip(manifest.specs, tensors, fingerprints, strict=True)
         if to_hex(mix64(tensor)) != expected
     ]
     if wrong:

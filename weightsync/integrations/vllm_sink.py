@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -54,6 +54,11 @@ class VllmSink(WeightSink):
     def device(self) -> torch.device:
         """Where the weights live."""
         return self._device
+
+    @property
+    def ties(self) -> Mapping[str, str]:
+        """Those of the checkpoint that the server was started from."""
+        return self._checkpoint.aliases if self._checkpoint else {}
 
     def difference(self, offered: Manifest) -> ManifestDifference:
         """How `offered` differs from what this worker's model takes, found out once."""

@@ -71,6 +71,7 @@ class Loader:
             check=lambda: self.check_not_aborted(incoming),
             verification=self._sink.verification,
             lends_views=not getattr(self._sink, "keeps_views", False),
+            ties=self._sink.ties,
         )
 
     def check_not_aborted(self, incoming: Incoming) -> None:

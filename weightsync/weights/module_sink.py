@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -97,6 +97,17 @@ class ModuleSink(WeightSink):
     def device(self) -> torch.device:
         """The device of the first tensor."""
         return next((t.device for t in self._held), torch.device("cpu"))
+
+    @property
+    def ties(self) -> Mapping[str, str]:
+        """The tied names that were found, and those that transformers declares.
+
+        Shards of a tied tensor are tensors of their own, since each place is cut in its own way.
+        """
+        found, known = super().ties, self._described.index
+        declared = getattr(self.module, "all_tied_weights_keys", None)
+        pairs = declared.items() if isinstance(declared, dict) else ()
+        return {**{a: n for a, n in pairs if a in known and n in known}, **found}
 
     @property
     def tensors(self) -> list[torch.Tensor]:

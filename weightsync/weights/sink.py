@@ -8,7 +8,7 @@ reused; the receiver calls `begin`, then `commit` or `discard`, for every update
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Literal, cast
 
 import torch
@@ -82,6 +82,14 @@ class WeightSink(ABC):
     @abstractmethod
     def staged_nbytes(self, plan: Plan) -> int:
         """Bytes that a staged landing allocates."""
+
+    @property
+    def ties(self) -> Mapping[str, str]:
+        """The names whose tensor is that of another name, and that name.
+
+        A sender that cannot say what is tied offers one of them, or both with equal bytes.
+        """
+        return self.manifest.aliases if self.manifest else {}
 
     def difference(self, offered: Manifest) -> ManifestDifference:
         """How `offered` differs from what this sink declares; nothing where it declares nothing.
