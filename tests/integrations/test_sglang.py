@@ -3,18 +3,25 @@
 from __future__ import annotations
 
 import logging
+import os
 import re
+import signal
 import socket
+import time
 from collections.abc import Iterator
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 from safetensors.torch import save_file
 from torch import nn
 
 import weightsync as ws
+from tests.children import CONTEXT
+from tests.e2e.processes import wait_until
 from tests.integrations.sglang_process import Served, StandInProcess, stand_in
 from tests.integrations.sglang_stand_in import CONTRACT, Tiny
 from weightsync.errors import (
@@ -27,7 +34,9 @@ from weightsync.errors import (
     TransferError,
     UpdateConflictError,
 )
+from weightsync.samehost.segment import remove_leftovers
 from weightsync.transports import sglang_shelf
+from weightsync.transports.sglang_http import SglangControl
 
 pytestmark = pytest.mark.usefixtures("shm_clean", "no_files_left")
 
@@ -373,6 +382,57 @@ def test_a_pause_that_is_refused_is_taken_back(server: Served) -> None:
         assert server.state()["calls"][-1] == "continue_generation"
         assert sender.send_weights().version
     assert holds(server, module)
+
+
+def die_paused(url: str, pipe: Connection) -> None:
+    """A trainer's process: killed while the server is paused; a child of its own lives on."""
+
+    def die(*_: object, **__: object) -> None:
+        child = os.fork()  # has the trainer's ends of all its pipes
+        if not child:
+            time.sleep(300)
+            os._exit(0)
+        pipe.send(child)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    SglangControl.load = die  # type: ignore[method-assign]  # it is our own process
+    ws.connect(model(), to=f"sglang+{url}", timeout_s=20).send_weights()
+
+
+def test_a_killed_trainer_s_pause_ends_without_it(server: Served) -> None:
+    ours, theirs = CONTEXT.Pipe()
+    trainer = CONTEXT.Process(target=die_paused, args=(server.url, theirs))
+    trainer.start()
+    try:
+        assert ours.poll(120)
+        child = ours.recv()
+        try:
+            trainer.join(20)
+            assert trainer.exitcode == -signal.SIGKILL
+            wait_until(lambda: "continue_generation" in server.state()["calls"], "it goes on")
+            assert server.state()["paused"] == ""
+        finally:
+            os.kill(child, signal.SIGKILL)
+    finally:
+        trainer.kill()
+        trainer.join(20)
+        ours.close()
+        theirs.close()
+    trained = model()
+    with connect(trained, server) as sender:
+        sender.send_weights()
+    assert holds(server, trained)
+    remove_leftovers()
+
+
+def test_a_trainer_that_leaves_ends_what_watched_it(server: Served) -> None:
+    with connect(model(), server) as sender:
+        sender.send_weights()
+        watch = sender._lead.fleet.members[0].transport._pause_watch  # type: ignore[union-attr]
+        assert psutil.pid_exists(watch.pid)
+        pid = watch.pid
+    assert not psutil.pid_exists(pid)
+    assert server.state()["calls"].count("continue_generation") == 1
 
 
 def test_a_full_directory(server: Served, monkeypatch: pytest.MonkeyPatch) -> None:

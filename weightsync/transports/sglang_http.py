@@ -16,6 +16,7 @@ from weightsync.errors import (
     TransportError,
 )
 from weightsync.transports.http_client import HttpTransport
+from weightsync.transports.pause_watch import PauseWatch
 
 Pause = Literal["auto", "keep", "wait", "abort"]
 """What happens to requests in flight while weights are read: `keep` takes them back and computes
@@ -92,6 +93,11 @@ class SglangControl(HttpTransport):
     def pause(self, mode: str, *, timeout_s: float) -> None:
         """Hold generation; what becomes of requests in flight is `keep` or `abort`."""
         self._ask("pause_generation", {"mode": _MODES[mode]}, timeout_s)
+
+    def watch_pauses(self, *, verify_tls: bool | str) -> PauseWatch:
+        """Return what lets the server go on when this process dies."""
+        url = f"{self._target}/continue_generation"
+        return PauseWatch(url, self._headers, verify_tls=verify_tls)
 
     def proceed(self, *, timeout_s: float) -> None:
         """Let generation go on."""

@@ -159,6 +159,7 @@ class SglangTransport(CountingTransport):
         self._finish = FinishRequest()
         self._timeout_s = _GREETING_S
         self._owes_proceed = False
+        self._pause_watch = control.watch_pauses(verify_tls=verify_tls)
         self._closed = False
         shelf.share()
 
@@ -197,6 +198,7 @@ class SglangTransport(CountingTransport):
         self._receiver.close()
         self._sink.leave()
         self._shelf.close()
+        self._pause_watch.close()
         self._control.close()
 
     def _prepare(self, request: Request, timeout_s: float) -> None:
@@ -260,6 +262,7 @@ class SglangTransport(CountingTransport):
                 self._proceed()
             return
         self._owes_proceed = True
+        self._pause_watch.paused()
         try:
             self._control.pause(mode, timeout_s=self._timeout_s)
             yield
@@ -274,6 +277,7 @@ class SglangTransport(CountingTransport):
     def _proceed(self) -> None:
         self._control.proceed(timeout_s=min(self._timeout_s, _GREETING_S))
         self._owes_proceed = False
+        self._pause_watch.over()
 
     def _load(self, directory: Path) -> None:
         """Called by the sink when all files are there."""

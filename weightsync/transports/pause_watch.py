@@ -1,0 +1,164 @@
+"""A process beside a trainer that ends the trainer's pause of a server when the trainer dies.
+
+For servers in which no code of ours runs. The process is this file, and imports nothing of
+weightsync, so that it costs some megabytes and no torch.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import select
+import ssl
+import subprocess
+import sys
+import threading
+import time
+import urllib.error
+import urllib.request
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+logger = logging.getLogger(__name__)
+
+_LOOK_S = 0.5
+_RETRY_S = 0.5
+_GIVE_UP_S = 120.0
+_END_S = 5.0
+_PAUSED, _OVER = b"p", b"o"
+_TRUST_VARIABLES = ("REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE")
+
+
+class PauseWatch:
+    """Tells the watching process about one server's pauses; it is started before the first.
+
+    When this process dies during a pause, that one posts `{}` to `url`, with `headers`. It is a
+    session of its own, so that no signal for the trainer's process group reaches it. `verify_tls`
+    is as for HttpTransport. Thread-safe.
+    """
+
+    def __init__(self, url: str, headers: dict[str, str], *, verify_tls: bool | str) -> None:
+        self._settings = {"url": url, "headers": headers, "verify_tls": verify_tls}
+        self._process: subprocess.Popen[bytes] | None = None
+        self._lock = threading.Lock()
+
+    @property
+    def pid(self) -> int | None:
+        """The watching process, once there is one."""
+        return self._process.pid if self._process is not None else None
+
+    def paused(self) -> None:
+        """Called before the server is paused."""
+        with self._lock:
+            if self._process is None or self._process.poll() is not None:
+                self._process = self._start()
+            self._say(_PAUSED)
+
+    def over(self) -> None:
+        """Called when the server goes on."""
+        with self._lock:
+            self._say(_OVER)
+
+    def close(self) -> None:
+        """End the process. Called when this one has ended the pause, or has tried to."""
+        with self._lock:
+            process, self._process = self._process, None
+        if process is not None and process.stdin is not None:
+            process.kill()
+            with suppress(OSError):
+                process.stdin.close()
+            process.wait(_END_S)
+
+    def _start(self) -> subprocess.Popen[bytes] | None:
+        command = [sys.executable, "-I", __file__]
+        try:
+            process = subprocess.Popen(
+                command,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                start_new_session=True,
+            )
+        except OSError as exc:
+            url = self._settings["url"]
+            logger.warning("if this trainer dies, %s may not be called: %s", url, exc)
+            return None
+        assert process.stdin is not None
+        # Not as arguments, which every user of the host may read: there is a token among them.
+        told = {**self._settings, "parent": os.getpid()}
+        process.stdin.write(json.dumps(told).encode() + b"\n")
+        return process
+
+    def _say(self, word: bytes) -> None:
+        if self._process is None or self._process.stdin is None:
+            return
+        try:
+            self._process.stdin.write(word)
+            self._process.stdin.flush()
+        except OSError as exc:
+            logger.warning("the process that watches this trainer's pauses has ended: %s", exc)
+
+
+def _watch() -> None:
+    """What the watching process does."""
+    told = b""
+    settings: dict[str, Any] = {}
+    while True:
+        # Other children of the trainer may hold its end of the pipe: its end is looked for as well.
+        gone = bool(settings) and os.getppid() != settings["parent"]
+        ready, _, _ = select.select([0], [], [], 0 if gone else _LOOK_S)
+        if ready:
+            more = os.read(0, 1 << 16)
+            told += more
+            if not settings and b"\n" in told:
+                line, _, told = told.partition(b"\n")
+                settings = json.loads(line)
+        if (ready and not more) or (gone and not ready):
+            break
+    if settings and told.endswith(_PAUSED):
+        _end_pause(settings)
+
+
+def _end_pause(settings: dict[str, Any]) -> None:
+    deadline = time.monotonic() + _GIVE_UP_S
+    request = urllib.request.Request(  # noqa: S310  # the URL of an HttpTransport: http or https
+        settings["url"], b"{}", {"Content-Type": "application/json", **settings["headers"]}
+    )
+    tls = urllib.request.HTTPSHandler(context=_context(settings["verify_tls"]))
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}), tls, _NoRedirects())
+    while time.monotonic() < deadline:
+        try:
+            with opener.open(request, timeout=deadline - time.monotonic()):
+                return
+        except urllib.error.HTTPError as exc:
+            if exc.code < 500:
+                return
+        except OSError:
+            pass
+        time.sleep(_RETRY_S)
+
+
+class _NoRedirects(urllib.request.HTTPRedirectHandler):
+    """The token is for the server alone."""
+
+    def redirect_request(self, *_: object) -> None:
+        return None
+
+
+def _context(verify_tls: bool | str) -> ssl.SSLContext:
+    named = (os.environ.get(name) for name in _TRUST_VARIABLES)
+    trusted = verify_tls if isinstance(verify_tls, str) else next(filter(None, named), None)
+    if trusted is not None and Path(trusted).is_dir():
+        context = ssl.create_default_context(capath=trusted)
+    else:
+        context = ssl.create_default_context(cafile=trusted)
+    if verify_tls is False:
+        context.check_hostname = False
+        context.verify_mode = ssl.CERT_NONE
+    return context
+
+
+if __name__ == "__main__":
+    _watch()
