@@ -73,6 +73,7 @@ class EngineCore:
         self._rate = _Rate()
         self._tokens_total = self._steps_total = self._requests_total = 0
         self._stopping = False
+        self._deferred: list[Callable[[], None]] | None = None
         self._poller = zmq.Poller()
         self._poller.register(orders, zmq.POLLIN)
         self._poller.register(crew.socket, zmq.POLLIN)
@@ -104,11 +105,32 @@ class EngineCore:
         step = self._scheduler.next_step()
         if step is None:
             return
-        result = self._crew.make(step)
+        self._deferred = []
+        try:
+            result = self._crew.make(step, self._meanwhile)
+        except _Stopped:
+            return
+        finally:
+            deferred, self._deferred = self._deferred, None
+        for answer in deferred:
+            answer()
         self._steps_total += 1
         self._tokens_total += len(result.chosen)
         self._rate.count(len(result.chosen))
         self._post(self._scheduler.done(result))
+
+    def _meanwhile(self) -> None:
+        """A step takes long: serve what does not need it to be over."""
+        if self._stopping:
+            raise _Stopped
+        self._hear(0)
+
+    def _answer(self, worker: int, done: Done) -> None:
+        """Answer a worker; once no step is at work, which is what some of them wait for."""
+        if self._deferred is None:
+            self._crew.answer(worker, done)
+        else:
+            self._deferred.append(lambda: self._crew.answer(worker, done))
 
     def _settle(self) -> None:
         """Tell requesters what cannot go on, and pauses what is over."""
@@ -164,26 +186,26 @@ class EngineCore:
     def _noticed(self, worker: int, notice: Notice) -> None:
         if isinstance(notice, Hold):
             self._standings.hold(worker)
-            self._crew.answer(worker, Done(call=notice.call))
+            self._answer(worker, Done(call=notice.call))
         elif isinstance(notice, Standing):
             self._standings.heard(worker, notice)
         elif isinstance(notice, ClearCacheCall):
             self._scheduler.clear_cache()
-            self._crew.answer(worker, Done(call=notice.call))
+            self._answer(worker, Done(call=notice.call))
         elif isinstance(notice, PauseCall):
             self._pause(worker, notice)
         elif isinstance(notice, ResumeCall):
             for owner, job in self._pauses.resume():
                 self._submit(owner, job)
             self._crew.tell_all(PauseState(paused=False))
-            self._crew.answer(worker, Done(call=notice.call))
+            self._answer(worker, Done(call=notice.call))
         elif isinstance(notice, Hello):
             raise ProtocolError(f"worker {worker} says hello again; was it started twice?")
 
     def _pause(self, worker: int, notice: PauseCall) -> None:
         def answer(error: WeightSyncError | None) -> None:
             problem = encode_problem(to_problem(error)) if error else None
-            self._crew.answer(worker, Done(call=notice.call, problem=problem))
+            self._answer(worker, Done(call=notice.call, problem=problem))
 
         self._pauses.pause(notice.mode, answer)
         self._crew.tell_all(PauseState(paused=True))
@@ -219,6 +241,10 @@ class EngineCore:
             stall_s=self._standings.last_stall_s,
             why_not=str(refusal) if isinstance(refusal, NotReadyError) else "",
         )
+
+
+class _Stopped(Exception):  # no error: `stop` was called while a step was at work
+    pass
 
 
 class _Rate:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
-from typing import Any, Self
+from collections.abc import Callable, Iterable
+from typing import Any, Self, cast
 
 import msgspec
 import zmq
@@ -14,9 +14,14 @@ from weightsync.rollout.steps import Choosing, Chosen, ModelCard, NewRows, Step,
 from weightsync.rollout.worker_messages import CoreWord, Hello, Notice, Welcome
 from weightsync.samehost.message_codec import MessageCodec
 from weightsync.samehost.message_queue import MessageQueue
+from weightsync.samehost.ring import PATIENCE
 
 STEP_SLOT_NBYTES = 1 << 20
 STEP_SLOTS = 4
+LOOK_S = 0.05
+"""How often a core that waits for a worker looks at what else it is told."""
+SILENCE_S = 60.0
+"""How long a worker may give no sign of life while a step is at work."""
 
 _notice_decoder: msgspec.msgpack.Decoder[Notice] = msgspec.msgpack.Decoder(Notice)
 
@@ -53,6 +58,7 @@ class WorkerCrew:
             spin_s=0.0,
         )
         self._results: list[MessageQueue] = []
+        self._heard: dict[int, float] = {}
         try:
             for rank in sorted(hellos):
                 results = hellos[rank].results
@@ -86,14 +92,18 @@ class WorkerCrew:
         """The number of workers."""
         return len(self._results)
 
-    def make(self, step: Step) -> StepResult:
+    def make(self, step: Step, meanwhile: Callable[[], None] = lambda: None) -> StepResult:
         """Have all workers make a step; return what the first one chose.
 
-        Raises PeerLostError naming a worker that died, and ProtocolError when workers made the
-        step with different weights: the tokens would be of no version.
+        `meanwhile` is called now and then while they are waited for: it takes in `notices`, and
+        ends the wait by raising. Raises PeerLostError naming a worker that died, TransferTimeout
+        one that gave no sign of life for SILENCE_S or took PATIENCE times as long, and
+        ProtocolError when workers made the step with different weights: the tokens would be of no
+        version.
         """
         self._steps.enqueue(step)
-        results: list[StepResult] = [queue.dequeue(indefinite=True) for queue in self._results]
+        begun = time.monotonic()
+        results = [self._result(rank, begun, meanwhile) for rank in range(self.size)]
         first = results[0]
         told = {(result.number, result.version, tuple(result.refused)) for result in results}
         if len(told) > 1:
@@ -109,7 +119,9 @@ class WorkerCrew:
                 frames = self.socket.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:
                 return
-            yield _notice(frames)
+            worker, notice = _notice(frames)
+            self._heard[worker] = time.monotonic()
+            yield worker, notice
 
     def answer(self, worker: int, word: CoreWord) -> None:
         """Tell one worker something."""
@@ -125,6 +137,20 @@ class WorkerCrew:
         self._steps.close()
         for queue in self._results:
             queue.close()
+
+    def _result(self, rank: int, begun: float, meanwhile: Callable[[], None]) -> StepResult:
+        while True:
+            try:
+                return cast(StepResult, self._results[rank].dequeue(LOOK_S))
+            except TransferTimeout:
+                meanwhile()
+                now = time.monotonic()
+                silent_s = now - max(begun, self._heard.get(rank, begun))
+                if silent_s > SILENCE_S or now - begun > PATIENCE * SILENCE_S:
+                    raise TransferTimeout(
+                        f"worker {rank} did not make its step within {now - begun:.0f} s, and was "
+                        f"last heard of {silent_s:.0f} s ago; is its process stopped?"
+                    ) from None
 
     def _tell(self, rank: int, word: CoreWord) -> None:
         self.socket.send_multipart([worker_identity(rank), msgspec.msgpack.encode(word)])

@@ -41,6 +41,8 @@ logger = logging.getLogger(__name__)
 
 LOOK_S = 0.25
 """How often a worker looks whether its standing has changed by itself (a sender died, say)."""
+BEAT_S = 1.0
+"""How often it says so in any case, which shows the core that it lives."""
 PAUSE_TIMEOUT_S = 660.0
 MAX_LOADS = 64
 MAX_SHORT_CALLS = 16
@@ -71,6 +73,7 @@ class WorkerLink:
         self._welcome: asyncio.Future[Welcome] | None = None
         self._next_call = 0
         self._said: Standing | None = None
+        self._said_at = 0.0
         self._look: Look = _not_served
         self._on_paused: Callable[[bool], None] = _not_served
         self._loads = ThreadPoolExecutor(MAX_LOADS, thread_name_prefix="load")
@@ -244,6 +247,8 @@ class WorkerLink:
         while True:
             await asyncio.sleep(LOOK_S)
             self._tell_if_changed()
+            if self._loop.time() - self._said_at > BEAT_S:
+                self._tell_standing(self._look())
 
     def _tell_if_changed(self) -> None:
         standing = self._look()
@@ -251,6 +256,7 @@ class WorkerLink:
             self._tell_standing(standing)
 
     def _tell_standing(self, standing: Standing) -> None:
+        self._said_at = self._loop.time()
         self._said = msgspec.structs.replace(standing, released=False)
         self._spawn(self._tell(standing))
 
