@@ -30,6 +30,7 @@ from weightsync.sending.following import FollowedUpdate, following
 from weightsync.sending.joining import join_ranks
 from weightsync.sending.lead import Lead, OnFailure
 from weightsync.sending.outgoing import Update
+from weightsync.sending.placement import check_backend
 from weightsync.sending.ranks import Ranks
 from weightsync.sending.targets import Reach, Target, Targets
 from weightsync.sending.turns import Turns
@@ -97,6 +98,7 @@ def connect(  # noqa: PLR0913  # the settings of a connection, all keyword-only
         )
     if on_failure not in ("abort", "drop"):
         raise ConfigError(f"on_failure must be abort or drop, not {on_failure!r}")
+    check_backend(backend, packed=packed)
     on_progress = progress_callback(progress)
     sweep()
     options = IpcOptions(
@@ -110,15 +112,21 @@ def connect(  # noqa: PLR0913  # the settings of a connection, all keyword-only
     patience_s = timeout_s * (PATIENCE + 1) + _RANKS_SLACK_S
     ranks = join_ranks(process_group, timeout_s=patience_s, join_timeout_s=timeout_s)
 
-    reach = Reach(token, verify_tls=verify_tls, make_receiver=receiver_of_files)
+    reach = Reach(
+        token, verify_tls=verify_tls, make_receiver=receiver_of_files, timeout_s=timeout_s
+    )
 
     def feed() -> Feeder:
         return Feeder(as_source(source, dtype=dtype, rename=rename), options, ranks)
 
     def lead(ensemble: Ensemble) -> Lead:
         fleet = Fleet(reach.every(to))
-        watch_progress(ensemble, on_progress)
-        return Lead(ensemble, fleet, options, backend=backend, on_failure=on_failure)
+        try:
+            watch_progress(ensemble, on_progress)
+            return Lead(ensemble, fleet, options, backend=backend, on_failure=on_failure)
+        except BaseException:
+            fleet.close()
+            raise
 
     return WeightSender(ranks, feed, lead, reach.one, verify=verify)
 

@@ -105,9 +105,10 @@ class WeightTransferEngine(ABC):
 
     @abstractmethod
     def beat(self) -> None:
-        """Show the sender that this process lives; called now and then from a thread of its own.
+        """Show the sender that this process lives and works; called from a thread of its own.
 
-        From the end of `init_transfer_engine` until before `shutdown`.
+        That is now and then while the receiver is at work, between `init_transfer_engine` and
+        `shutdown`.
         """
 
     def ledger(self) -> list[LedgerEntry]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import OrderedDict
+from collections.abc import Callable
 
 from weightsync.backends.base import WeightTransferEngine
 from weightsync.backends.registry import load_backend
@@ -21,7 +22,10 @@ REMEMBERED_SENDERS = 1024
 
 
 class Peers:
-    """Engines by sender id; `keys` are the device keys that they open handles with."""
+    """Engines by sender id; `keys` are the device keys that they open handles with.
+
+    The engines' hearts beat while `at_work` says that the receiver is.
+    """
 
     def __init__(self, keys: list[str]) -> None:
         self.keys = keys
@@ -31,6 +35,7 @@ class Peers:
         self._roads: dict[str, str] = {}
         self._numbers: OrderedDict[str, int] = OrderedDict()
         self._opening = ""
+        self.at_work: Callable[[], bool] = lambda: False
 
     def open(self, info: Init) -> WeightTransferEngine:
         """Open what a sender offers; what it offered before is closed.
@@ -54,7 +59,7 @@ class Peers:
         engine.init_transfer_engine(info)
         self.close(info.sender)
         self._engines[info.sender] = engine
-        self._heartbeats[info.sender] = Heartbeat(engine.beat)
+        self._heartbeats[info.sender] = Heartbeat(engine.beat, at_work=self._works)
         self._roads[info.sender] = info.road
         self._note_number(info)
         if remote:
@@ -122,6 +127,9 @@ class Peers:
         if engine is not None:
             self._heartbeats.pop(sender).close()
             engine.shutdown()
+
+    def _works(self) -> bool:
+        return self.at_work()
 
     def close_all(self) -> None:
         """Close every engine."""

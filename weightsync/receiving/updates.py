@@ -61,7 +61,8 @@ class Updates:
         self.gate = Gate(self.readiness.refuse, on_hold=on_hold, on_release=on_release)
         self.history = History()
         self._incoming: Incoming | None = None
-        self._turns = Turns(self.lifecycle, lease_s)
+        turns = self._turns = Turns(self.lifecycle, lease_s)
+        peers.at_work = lambda: turns.busy
         self._lease_s = lease_s
         self._overtaken = Overtaken(lease_s)
         self._lease = Lease(lease_s, self._expire)

@@ -31,13 +31,20 @@ def beating(beat: Callable[[], None]) -> Iterator[None]:
 
 
 class Heartbeat:
-    """Calls the bound method `beat` now and then, until `close` or until its object is gone."""
+    """Calls the bound method `beat` now and then, until `close` or until its object is gone.
 
-    def __init__(self, beat: Callable[[], None]) -> None:
+    Not while the bound method `at_work` returns False, where that is given.
+    """
+
+    def __init__(
+        self, beat: Callable[[], None], *, at_work: Callable[[], bool] | None = None
+    ) -> None:
+        self._beat = weakref.WeakMethod(beat)
+        self._at_work = at_work and weakref.WeakMethod(at_work)
         self._done = threading.Event()
         self._thread = threading.Thread(
-            target=_beat,
-            args=(weakref.WeakMethod(beat), self._done),
+            target=_run,
+            args=(self._done, self._beat, self._at_work),
             name="weightsync-heartbeat",
             daemon=True,
         )
@@ -49,10 +56,19 @@ class Heartbeat:
         self._thread.join()
 
 
-def _beat(beat: weakref.WeakMethod[Callable[[], None]], done: threading.Event) -> None:
+def _run(
+    done: threading.Event,
+    beat: weakref.WeakMethod[Callable[[], None]],
+    at_work: weakref.WeakMethod[Callable[[], bool]] | None,
+) -> None:
     while not done.wait(INTERVAL_S):
-        call = beat()
-        if call is None:
+        call, asked = beat(), at_work() if at_work is not None else _always
+        if call is None or asked is None:
             return
-        call()
-        del call
+        if asked():
+            call()
+        del call, asked
+
+
+def _always() -> bool:
+    return True

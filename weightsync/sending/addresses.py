@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -36,50 +37,66 @@ class Addresses:
         *,
         verify_tls: bool | str,
         make_receiver: MakeReceiver | None,
+        timeout_s: float = _GREETING_S,
     ) -> None:
+        self._timeout_s = timeout_s
+        self._lock = threading.Lock()
         self._token = token
         self._verify_tls = verify_tls
         self._make_receiver = make_receiver
         self._shelves: dict[Path | None, Shelf] = {}
 
     def transports(self, target: str) -> Sequence[Transport]:
-        """Return the transports to what a URL names: several to a vLLM of many workers."""
+        """Return the transports to what a URL names: several to a vLLM of many workers.
+
+        Called from several threads at once. Raises TransportTimeout for a server that takes a
+        connection and does not answer for `timeout_s`.
+        """
         sglang = SglangTarget.parse(target)
         if sglang is not None:
             return [self._sglang(sglang)]
         token, trust = self._token, self._verify_tls
         said = plain_url(target)
         if said is None:
-            ours = _is_ours(target, token, verify_tls=trust)
-            if ours or not is_vllm(target, token, verify_tls=trust):
-                if not ours and self._make_receiver and is_sglang(target, token, verify_tls=trust):
+            most_s = min(_PROBE_S, self._timeout_s)
+            ours = _is_ours(target, token, verify_tls=trust, timeout_s=self._timeout_s)
+            if ours or not is_vllm(target, token, verify_tls=trust, timeout_s=most_s):
+                if (
+                    not ours
+                    and self._make_receiver
+                    and is_sglang(target, token, verify_tls=trust, timeout_s=most_s)
+                ):
                     return [self._sglang(SglangTarget(url=target))]
                 return [HttpTransport(target, token, verify_tls=trust)]
         control = VllmHttpControl(said or target, token, verify_tls=trust)
-        control.greet(timeout_s=_GREETING_S)
-        return worker_transports(control, timeout_s=_GREETING_S)
+        greeting_s = min(_GREETING_S, self._timeout_s)
+        control.greet(timeout_s=greeting_s)
+        return worker_transports(control, timeout_s=greeting_s)
 
     def _sglang(self, target: SglangTarget) -> Transport:
         if self._make_receiver is None:
             raise ConfigError(f"{target.url}: SGLang is reached by connect()")
-        shelf = self._shelves.get(target.directory)
-        if shelf is None:
-            shelf = self._shelves[target.directory] = Shelf(target.directory)
+        with self._lock:
+            shelf = self._shelves.get(target.directory)
+            if shelf is None:
+                shelf = self._shelves[target.directory] = Shelf(target.directory)
         return SglangTransport(
             target, shelf, self._make_receiver, token=self._token, verify_tls=self._verify_tls
         )
 
 
-def _is_ours(url: str, token: str | None, *, verify_tls: bool | str) -> bool:
+def _is_ours(url: str, token: str | None, *, verify_tls: bool | str, timeout_s: float) -> bool:
     """Ask for our own `weight_info`: a user's app may have routes that other engines have, too.
 
     A server that cannot be reached counts as ours, whose first call says so.
     """
     probe = HttpTransport(url, token, verify_tls=verify_tls)
     try:
-        probe.call(StatusRequest(), timeout_s=_PROBE_S)
-    except (AuthError, ProtocolError, RemoteError, TransportTimeout):
-        return False  # the answer of another server, or none in time
+        probe.call(StatusRequest(), timeout_s=timeout_s)
+    except TransportTimeout:
+        raise
+    except (AuthError, ProtocolError, RemoteError):
+        return False  # the answer of another server
     except WeightSyncError:
         return True
     finally:

@@ -23,10 +23,12 @@ class Way:
     road: Road
 
 
-def check_backend(backend: str) -> None:
-    """Raise ConfigError for a backend that there is not."""
+def check_backend(backend: str, *, packed: bool | None = None) -> None:
+    """Raise ConfigError for a backend that there is not, or that cannot send so."""
     if backend not in BACKENDS:
         raise ConfigError(f"backend must be one of {', '.join(BACKENDS)}, not {backend!r}")
+    if backend == "distributed" and packed is False:
+        raise ConfigError("the distributed backend streams: leave packed out, or say True")
 
 
 def ways(member: Member, cards: Sequence[Card], backend: str) -> list[Way]:

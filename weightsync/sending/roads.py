@@ -23,7 +23,7 @@ from weightsync.sending.ensemble import Ensemble
 from weightsync.sending.feeder import RELAY_PLACE
 from weightsync.sending.fleet import Answer, Fleet, Member, failures, raise_first
 from weightsync.sending.init_calls import ask_init
-from weightsync.sending.placement import Way, check_backend, settle, ways
+from weightsync.sending.placement import Way, settle, ways
 from weightsync.sending.rendezvous import Rendezvous, host_of
 from weightsync.wire.messages import InitRequest, ShutdownRequest
 from weightsync.wire.offers import IpcInit, ProbeInfo
@@ -46,9 +46,6 @@ class Roads:
     def __init__(
         self, ensemble: Ensemble, fleet: Fleet, options: IpcOptions, *, backend: str
     ) -> None:
-        check_backend(backend)
-        if backend == "distributed" and options.packed is False:
-            raise ConfigError("the distributed backend streams: leave packed out, or say True")
         self.seconds: dict[str, float] = {}
         self.unreported = False
         self.met = False

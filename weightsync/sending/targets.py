@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future, wait
+from functools import partial
 from importlib import import_module
 from typing import TYPE_CHECKING
 
 from weightsync.errors import ConfigError
+from weightsync.sending.calls import CallThreads
 from weightsync.transports.base import Transport
 from weightsync.transports.callback import CallbackTransport
 
@@ -30,14 +34,21 @@ class Reach:
         *,
         verify_tls: bool | str = True,
         make_receiver: MakeReceiver | None = None,
+        timeout_s: float = 30.0,
     ) -> None:
         self._token = token
+        self._timeout_s = timeout_s
         self._verify_tls = verify_tls
         self._make_receiver = make_receiver
         self._addresses: Addresses | None = None
+        self._lock = threading.Lock()
 
     def every(self, to: Targets) -> list[Transport]:
-        """Return a transport per receiver. Raises ConfigError for a target of no known kind."""
+        """Return a transport per receiver. What is to be asked first is asked all at once.
+
+        Raises ConfigError for a target of no known kind, TransportTimeout for one that does not
+        answer; no transport stays open then.
+        """
         alone = (
             isinstance(to, str)
             or callable(to)
@@ -47,14 +58,18 @@ class Reach:
         targets = [to] if alone else list(to)  # type: ignore[arg-type]  # the line above
         if not targets:
             raise ConfigError("to= names no receiver")
-        made: list[Transport] = []
-        try:
-            for target in targets:
-                made += self._transports(target)
-        except BaseException:
+        asked: list[Future[Sequence[Transport]]] = [Future() for _ in targets]
+        threads: CallThreads[Sequence[Transport]] = CallThreads()
+        for target, future in zip(targets, asked, strict=True):
+            threads.submit(partial(self._transports, target), future)
+        threads.close()
+        wait(asked)
+        errors = [error for future in asked if (error := future.exception()) is not None]
+        made = [t for future in asked if future.exception() is None for t in future.result()]
+        if errors:
             for transport in made:
                 transport.close()
-            raise
+            raise errors[0]
         return made
 
     def one(self, target: object) -> Transport:
@@ -73,11 +88,15 @@ class Reach:
         """Return the transports to what a target names: several to a vLLM of many workers."""
         if not isinstance(target, str):
             return [_transport(target)]
-        if self._addresses is None:
-            # HTTP and what speaks it take a while to load, and `import weightsync` is not to wait.
-            self._addresses = import_module("weightsync.sending.addresses").Addresses(
-                self._token, verify_tls=self._verify_tls, make_receiver=self._make_receiver
-            )
+        with self._lock:
+            if self._addresses is None:
+                # HTTP and what speaks it take a while to load; `import weightsync` does not wait.
+                self._addresses = import_module("weightsync.sending.addresses").Addresses(
+                    self._token,
+                    verify_tls=self._verify_tls,
+                    make_receiver=self._make_receiver,
+                    timeout_s=self._timeout_s,
+                )
         return self._addresses.transports(target)
 
 

@@ -16,6 +16,9 @@ class Transport(Protocol):
     One whose target is no URL may have an attribute `local_address` (`str | None`): where the
     receiver's host reaches this one. The `distributed` backend listens there.
 
+    Transports to workers of one server that answers for all of them at once have an attribute
+    `round`, the same object for all: when one of them is silent, none is asked any more.
+
     One whose target may stand for several receivers has `expand(paths)`, which returns a transport
     to each, by its path below this target. The sender closes them like any other.
     """

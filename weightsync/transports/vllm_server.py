@@ -348,6 +348,11 @@ class VllmWorkerTransport(CountingTransport):
         self._closed = False
 
     @property
+    def round(self) -> object:
+        """What it has in common with the server's other workers: all of them answer, or none."""
+        return self._server
+
+    @property
     def sent_nbytes(self) -> int:
         """Bytes of requests: those of the whole server are counted at its first worker."""
         return self._server.control.sent[1] if self._rank == 0 else 0

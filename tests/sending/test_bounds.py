@@ -1,0 +1,134 @@
+"""Waits of a sender that no transport bounds, and what an error leaves behind."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
+
+import pytest
+import torch
+from torch import nn
+
+import weightsync as ws
+from weightsync.sending.commands import AnyCommand, Begin, End
+from weightsync.wire.messages import Reply
+
+TIMEOUT_S = 1.0
+
+
+class Watcher:
+    """Notes the kinds of all commands."""
+
+    def __init__(self) -> None:
+        self.told: list[type] = []
+
+    def began(self, command: AnyCommand) -> None:
+        self.told.append(type(command))
+
+    def ended(self, command: AnyCommand) -> None: ...
+
+    def asked(self, call: object) -> None: ...
+
+    def answered(self, call: object, answer: Reply | ws.WeightSyncError | None) -> None: ...
+
+    def over(self, error: BaseException | None) -> None: ...
+
+
+@pytest.fixture
+def receiver() -> Iterator[ws.WeightReceiver]:
+    made = ws.WeightReceiver(nn.Linear(6, 5))
+    yield made
+    made.close()
+
+
+@pytest.mark.parametrize("call", ["update_weights", "finish_weight_update"])
+def test_a_callback_that_never_returns(receiver: ws.WeightReceiver, call: str) -> None:
+    """Nothing but this sender bounds it. What is asked beside it is answered."""
+    held, let_go = threading.Event(), threading.Event()
+
+    def carry(message: Mapping[str, object]) -> object:
+        if message["call"] == call and not held.is_set():
+            held.set()
+            let_go.wait(60)
+            raise ConnectionError("far too late")
+        return receiver.handle(message)
+
+    try:
+        with ws.connect(nn.Linear(6, 5), to=carry, timeout_s=TIMEOUT_S) as sender:
+            if call == "finish_weight_update":
+                sender.send_weights()  # told again, it goes through
+            else:
+                with pytest.raises(ws.TransportTimeout, match="was lost"):
+                    sender.send_weights()
+                sender.send_weights()
+        assert held.is_set()
+        assert receiver.version == 1
+    finally:
+        let_go.set()
+
+
+def test_a_server_that_is_stopped_in_front_of_a_receiver_that_lives(
+    receiver: ws.WeightReceiver,
+) -> None:
+    """The receiver's heart beats while it is at work, and not because its process lives."""
+    let_go, stopped = threading.Event(), threading.Event()
+
+    def carry(message: Mapping[str, object]) -> object:
+        if stopped.is_set():
+            let_go.wait(60)
+            raise ConnectionError("far too late")
+        answer = receiver.handle(message)
+        if message["call"] == "update_weights":
+            stopped.set()
+            return carry(message)
+        return answer
+
+    try:
+        with ws.connect(nn.Linear(6, 5), to=carry, timeout_s=TIMEOUT_S) as sender:
+            begun = time.monotonic()
+            with pytest.raises(ws.TransportTimeout, match="no sign of life"):
+                sender.send_weights()
+            assert time.monotonic() - begun < 8 * TIMEOUT_S
+    finally:
+        let_go.set()
+
+
+def test_silent_targets_are_asked_at_the_same_time() -> None:
+    with ExitStack() as kept:
+        silent = [kept.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(12)]
+        urls = [f"http://127.0.0.1:{listener.getsockname()[1]}" for listener in silent]
+        begun = time.monotonic()
+        with pytest.raises(ws.TransportTimeout, match=urls[0]):
+            ws.connect(nn.Linear(6, 5), to=urls, timeout_s=TIMEOUT_S)
+        assert time.monotonic() - begun < len(urls) * TIMEOUT_S / 1.5
+
+
+def test_a_backend_that_there_is_not_is_refused_before_anybody_is_asked() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        listener.setblocking(False)
+        url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+        with pytest.raises(ws.ConfigError, match="backend must be one of"):
+            ws.connect(nn.Linear(6, 5), to=url, backend="typo", timeout_s=TIMEOUT_S)
+        with pytest.raises(BlockingIOError):
+            listener.accept()
+
+
+def test_a_begin_that_fails_is_ended(receiver: ws.WeightReceiver) -> None:
+    def broken() -> Iterator[tuple[str, torch.Tensor]]:
+        yield "weight", torch.zeros(5, 6)
+        raise ZeroDivisionError("in the source")
+
+    watcher = Watcher()
+    with ws.connect(nn.Linear(6, 5), to=receiver.handle) as sender:
+        watch = sender._ensemble.watch
+        with (
+            watch.also(watcher),
+            pytest.raises(ZeroDivisionError),
+            sender.update(partial=True) as update,
+        ):
+            update.send(broken())
+        assert [kind for kind in watcher.told if kind in (Begin, End)] == [Begin, End]
+        assert sender.send_weights().version == 1
