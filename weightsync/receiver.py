@@ -172,6 +172,8 @@ class WeightReceiver:
     def reading(self, *, timeout_s: float = _READING_S) -> Iterator[int]:
         """Be inside for one decode step: no swap happens meanwhile. Yields the version in use.
 
+        On a GPU the step ends with the kernels on the stream that is current where the block ends;
+        make that one wait for others that the step used. (This has not run on a GPU yet.)
         Raises NotReadyError when the weights are torn, or an update holds them for `timeout_s`.
         """
         with self._updates.gate.reading(timeout_s):

@@ -17,6 +17,7 @@ from weightsync.specs import Manifest
 from weightsync.weights.buckets import Plan
 from weightsync.weights.copier import CompiledRun, Memory
 from weightsync.weights.fingerprint import mix64, to_hex
+from weightsync.weights.gpu_order import wait_for
 from weightsync.weights.shard_copier import DeviceShardRun, HostShardRun, ShardMemory, compiler_for
 from weightsync.wire.codec import manifest_from_wire
 from weightsync.wire.messages import HandlesUpdate
@@ -93,8 +94,8 @@ def _copy(plan: Plan, target: Memory, source: Memory, reception: Reception) -> l
         reception.check()
         runs.append(compiler.compile(run))
         runs[-1].copy()
-    if not (target.on_host() and source.on_host()):
-        torch.cuda.synchronize()
+    # Requests run in threads whose current device need not be that of the weights.
+    wait_for(tensor.device for tensor in (*target.tensors, *source.tensors))
     return runs
 
 

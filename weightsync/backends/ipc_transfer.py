@@ -26,6 +26,7 @@ from weightsync.specs import Manifest
 from weightsync.weights.buckets import Plan, Run
 from weightsync.weights.copier import CompiledRun, DeviceRun, Memory, Program, RunCompiler
 from weightsync.weights.cuda_runs import FusedRun, fused, hashers
+from weightsync.weights.gpu_order import wait_for
 from weightsync.weights.shard_copier import DeviceShardRun, compiler_for
 from weightsync.weights.sink import Landing, Verification
 from weightsync.wire.codec import manifest_from_wire
@@ -351,5 +352,4 @@ def _settle(programs: Sequence[Program]) -> None:
                 run.settle()
         return
     moving = [run.gpus() for run in runs if isinstance(run, DeviceRun | DeviceShardRun)]
-    for device in set[torch.device]().union(*moving):
-        torch.cuda.synchronize(device)
+    wait_for(set[torch.device]().union(*moving))

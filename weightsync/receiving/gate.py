@@ -5,15 +5,19 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 
+import torch
+
 from weightsync.errors import NotReadyError, TransferError, TransferTimeout
+from weightsync.weights.gpu_order import Marks
 
 logger = logging.getLogger(__name__)
 
+_LOOK_S = 2e-4
 OnHold = Callable[[float], None]
 OnRelease = Callable[[], None]
 
@@ -32,6 +36,8 @@ class Gate:
     The hold may be taken by one thread and given back by another. `on_hold(timeout_s)` is called
     before readers are kept out, without a lock of the gate; what it raises fails the hold.
     `on_release()` is called once for every `on_hold` that returned, after readers are let in again.
+    On `gpus()` a reader is inside until what its streams had been given as it left is done: the
+    streams that are current where a block ends. (The waits for GPUs have not run on one yet.)
     """
 
     def __init__(
@@ -40,10 +46,13 @@ class Gate:
         *,
         on_hold: OnHold | None = None,
         on_release: OnRelease | None = None,
+        gpus: Callable[[], Collection[torch.device]] = tuple,
     ) -> None:
         self._refuse = refuse
         self._on_hold = on_hold
         self._on_release = on_release
+        self._gpus = gpus
+        self._marks = Marks()
         self._condition = threading.Condition()
         self._readers = 0
         self._held_since: float | None = None
@@ -84,14 +93,28 @@ class Gate:
             # The step that `on_hold` waited for was generation, and no stall.
             self._held_since = time.perf_counter()
             left_s = max(timeout_s - (time.perf_counter() - started), 0.0)
-            if self._condition.wait_for(lambda: self._readers == 0, left_s):
-                return
+            self._condition.wait_for(lambda: self._readers == 0, left_s)
             inside = self._readers
+        if not inside and self._kernels_ended(started + timeout_s):
+            return
         self.release()
+        if not inside:
+            raise TransferTimeout(
+                f"the kernels of the last decode step did not end within {timeout_s:g} s; look at "
+                "the GPU"
+            )
         raise TransferTimeout(
             f"{inside} decode steps did not end within {timeout_s:g} s; is "
             "reading() held around more than one step?"
         )
+
+    def _kernels_ended(self, deadline: float) -> bool:
+        """Wait for what readers left behind on their streams; nobody is inside any more."""
+        while not self._marks.passed():
+            if time.perf_counter() > deadline:
+                return False
+            time.sleep(_LOOK_S)
+        return True
 
     def release(self) -> float:
         """Let readers in again; return the seconds for which they were kept out."""
@@ -140,9 +163,10 @@ class Gate:
 
     def _leave(self, stay: _Stay) -> None:
         with self._condition:
-            stay.blocks -= 1
-            if stay.blocks:
-                return
-            self._readers -= 1
-            if not self._readers:
-                self._condition.notify_all()
+            try:
+                self._marks.put(self._gpus())
+            finally:
+                stay.blocks -= 1
+                self._readers -= not stay.blocks
+                if not self._readers:
+                    self._condition.notify_all()

@@ -22,6 +22,7 @@ from weightsync.receiving.overtaken import Overtaken
 from weightsync.receiving.peers import Peers
 from weightsync.receiving.readiness import Readiness
 from weightsync.receiving.turns import Turns
+from weightsync.weights.gpu_order import wait_for
 from weightsync.weights.sink import WeightSink
 from weightsync.wire.messages import StartTerms, StepReply, UpdateInfo
 from weightsync.wire.offers import Init
@@ -58,7 +59,12 @@ class Updates:
         self.landings = Landings(sink, apply)
         self._state = threading.RLock()
         self.readiness = Readiness(self.lifecycle, peers, self._state, self.forget_dead, lease_s)
-        self.gate = Gate(self.readiness.refuse, on_hold=on_hold, on_release=on_release)
+        self.gate = Gate(
+            self.readiness.refuse,
+            on_hold=on_hold,
+            on_release=on_release,
+            gpus=lambda: sink.gpus,
+        )
         self.history = History()
         self._incoming: Incoming | None = None
         turns = self._turns = Turns(self.lifecycle, lease_s)
@@ -305,6 +311,8 @@ class Updates:
                     # From here a failure leaves the sink between two versions.
                     self.lifecycle.touched = True
                 landing.commit()
+            # Generation's streams know nothing of this thread's, and go on when the gate is open.
+            wait_for(self.sink.gpus)
             # Before the commit counts: new weights over a stale cache are not one whole version.
             if clear_cache and self._clear_cache is not None:
                 self._clear_cache()

@@ -31,6 +31,8 @@ from weightsync.weights.sink import Apply, Landing, Verification, WeightSink, ch
 
 Swap = Literal["auto", "pointer", "copy"]
 
+_COMPILED = operator.attrgetter("_compiled_call_impl")
+
 
 @dataclass(frozen=True, slots=True)
 class Place:
@@ -75,8 +77,9 @@ class ModuleSink(WeightSink):
     """Parameters and persistent buffers of `module`.
 
     `cast` lets floating-point tensors arrive in another dtype. `swap` says how staged weights are
-    put to use: by `pointer` (a microsecond a tensor), or by `copy` where something captured the
-    parameters' addresses (CUDA graphs); `auto` copies for compiled modules.
+    put to use: by `pointer` (a microsecond a tensor), or by `copy`, which leaves every address as
+    it is. `auto` copies on GPUs, where captured graphs keep addresses, and for compiled modules,
+    also those compiled later. (Copies on a GPU have not run on one yet.)
     """
 
     verification: Verification = "held"
@@ -88,7 +91,8 @@ class ModuleSink(WeightSink):
         self._held = self._hold()
         self._described = self._describe()
         self.manifest = self._described
-        self.swap = _choose_swap(module) if swap == "auto" else swap
+        self._chooses = swap == "auto"
+        self.swap = self._choose_swap() if swap == "auto" else swap
         self._generation = 0
         self.settled()
         self._alone = self._find_alone()
@@ -110,6 +114,11 @@ class ModuleSink(WeightSink):
         return {**{a: n for a, n in pairs if a in known and n in known}, **found}
 
     @property
+    def gpus(self) -> frozenset[torch.device]:
+        """The GPUs of all tensors, as they were last looked at."""
+        return self._gpus
+
+    @property
     def tensors(self) -> list[torch.Tensor]:
         """What this process holds of the module's tensors, in the manifest's order."""
         self.refresh()
@@ -120,6 +129,9 @@ class ModuleSink(WeightSink):
         replaced = self._found.refresh()
         before, self._held = self._held, self._hold()
         replaced = replaced or not all(map(operator.is_, before, self._held))
+        if self._chooses and self.swap == "pointer" and self._choose_swap() == "copy":
+            self.swap = "copy"
+            replaced = True
         if replaced or [t.data_ptr() for t in self._held] != self._addresses:
             self._described = self._describe()
             self._generation += 1
@@ -219,6 +231,7 @@ class ModuleSink(WeightSink):
 
     def _describe(self) -> Manifest:
         self._inspect()
+        self._gpus = frozenset(t.device for t in self._held if t.device.type == "cuda")
         found = zip(self._found.names, self._found.tensors, strict=True)
         specs = tuple(spec_of(name, tensor) for name, tensor in found)
         return Manifest(specs, self._found.aliases)
@@ -231,6 +244,10 @@ class ModuleSink(WeightSink):
                 alone.update(map(id, [tensor, *twins]))
         return alone
 
+    def _choose_swap(self) -> Swap:
+        compiled = any(map(_COMPILED, self._found.modules)) or self._found.wrapped
+        return "copy" if compiled or self.gpus else "pointer"
+
     def _index(self) -> dict[str, int]:
         return dict(self.manifest.index) if self.manifest else {}
 
@@ -239,14 +256,6 @@ class ModuleSink(WeightSink):
             return []
         places = self.manifest.places()
         return [(spec, places[spec.name]) for spec in self.manifest.specs]
-
-
-def _choose_swap(module: nn.Module) -> Swap:
-    compiled = any(
-        getattr(m, "_compiled_call_impl", None) is not None or hasattr(m, "_orig_mod")
-        for m in module.modules()
-    )
-    return "copy" if compiled else "pointer"
 
 
 def _uses_alone(tensor: torch.Tensor, *, others: int) -> bool:

@@ -33,7 +33,8 @@ class ModuleTensors:
 
     The walk over the module is planned once; `refresh` looks at every place again and walks anew
     only if one holds another tensor, since a walk over 37,000 parameters takes longer than a copy.
-    `twins` are further tensor objects over the memory of `tensors[index]`.
+    `twins` are further tensor objects over the memory of `tensors[index]`. `modules` are all parts,
+    and `wrapped` says that torch.compile wraps one of them.
     """
 
     def __init__(self, module: nn.Module, *, rename: Rename | None = None) -> None:
@@ -65,6 +66,8 @@ class ModuleTensors:
         self._places: list[tuple[dict[str, torch.Tensor | None], str, torch.Tensor]] = []
         self._children: list[tuple[dict[str, nn.Module | None], str, nn.Module]] = []
         self._modules: list[tuple[nn.Module, tuple[int, int, int]]] = []
+        self.modules: list[nn.Module] = []
+        self.wrapped = False
         first: dict[object, int] = {}
         for prefix, module in self.module.named_modules(remove_duplicate=False):
             self._note_module(module)
@@ -87,6 +90,8 @@ class ModuleTensors:
     def _note_module(self, module: nn.Module) -> None:
         sizes = (len(module._parameters), len(module._buffers), len(module._modules))
         self._modules.append((module, sizes))
+        self.modules.append(module)
+        self.wrapped = self.wrapped or "_orig_mod" in module._modules
         for key, child in module._modules.items():
             if child is not None:
                 self._children.append((module._modules, key, child))

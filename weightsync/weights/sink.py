@@ -8,7 +8,7 @@ reused; the receiver calls `begin`, then `commit` or `discard`, for every update
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Literal, cast
 
 import torch
@@ -71,6 +71,11 @@ class WeightSink(ABC):
     @abstractmethod
     def device(self) -> torch.device:
         """Where the weights live."""
+
+    @property
+    def gpus(self) -> Collection[torch.device]:
+        """The GPUs that hold weights, whose streams generation and updates share."""
+        return (self.device,) if self.device.type == "cuda" else ()
 
     @abstractmethod
     def land(self, plan: Plan, apply: Apply) -> Landing:
