@@ -1,4 +1,4 @@
-"""A Qwen3 of a few thousand parameters, made on the spot, and what transformers says of it."""
+"""Models of a few thousand parameters, made on the spot, and what transformers says of them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,15 @@ from typing import Any, cast
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    MixtralConfig,
+    MixtralForCausalLM,
+    PreTrainedTokenizerFast,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
 
 PROMPT = [5, 77, 130, 42, 9]
 TOKENS = 12
@@ -16,24 +24,56 @@ LARGEST_DIFFERENCE = 2e-6
 """Of log-probabilities in float32; weights of another version differ by more than 0.1."""
 
 
+_SIZES: dict[str, Any] = {
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "vocab_size": 320,
+    "max_position_embeddings": 512,
+    "initializer_range": 0.1,
+    "bos_token_id": None,
+    "eos_token_id": None,
+}
+
+
 def make_model(folder: Path, *, tied: bool) -> Qwen3ForCausalLM:
     """Save a model with a byte-level tokenizer, and return it."""
     torch.manual_seed(0)
-    config = Qwen3Config(
-        hidden_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=32,
-        intermediate_size=128,
-        vocab_size=320,
-        max_position_embeddings=512,
-        tie_word_embeddings=tied,
-        initializer_range=0.1,
-        bos_token_id=None,
-        eos_token_id=None,
-    )
+    config = Qwen3Config(**_SIZES, intermediate_size=128, tie_word_embeddings=tied)
     model: Qwen3ForCausalLM = cast(Any, Qwen3ForCausalLM(config)).float().eval()
+    save(model, folder)
+    return model
+
+
+def make_mixture(folder: Path, kind: str) -> Any:
+    """Save a mixture of four experts, `mixtral` or `qwen3_moe`, and return it.
+
+    vLLM's kernel on CPU wants experts of a multiple of 32, and pads those of the second.
+    """
+    torch.manual_seed(0)
+    common = {**_SIZES, "tie_word_embeddings": False, "num_experts_per_tok": 2}
+    model: Any
+    if kind == "mixtral":
+        model = MixtralForCausalLM(
+            MixtralConfig(**common, intermediate_size=64, num_local_experts=4)
+        )
+    else:
+        config = Qwen3MoeConfig(
+            **common,
+            intermediate_size=128,
+            moe_intermediate_size=48,
+            num_experts=4,
+            norm_topk_prob=True,
+        )
+        model = Qwen3MoeForCausalLM(config)
+    save(model.float().eval(), folder)
+    return model
+
+
+def save(model: Any, folder: Path) -> None:
+    """Save a model, and a byte-level tokenizer."""
     model.save_pretrained(folder)
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(letters)}, merges=[]))
@@ -42,7 +82,6 @@ def make_model(folder: Path, *, tied: bool) -> Qwen3ForCausalLM:
     PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]  # transformers has no type for it
         tokenizer_object=tokenizer
     ).save_pretrained(folder)
-    return model
 
 
 def change(model: torch.nn.Module, seed: int, names: str = "") -> None:

@@ -57,9 +57,8 @@ def _unpacked(
     layer: nn.Module, weight: torch.Tensor, linear: Callable[..., torch.Tensor]
 ) -> torch.Tensor:
     """Multiply with the unit vectors: every product but one is zero, so the sums are exact."""
-    width = getattr(layer, "input_size_per_partition", None) or getattr(
-        layer, "embedding_dim", None
-    )
+    names = ("input_size_per_partition", "input_size", "embedding_dim")
+    width = next((size for name in names if (size := getattr(layer, name, None))), None)
     if not isinstance(width, int):
         raise ConfigError(f"a packed {type(layer).__name__} does not say how wide it is")
     rows = []

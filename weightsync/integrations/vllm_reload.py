@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -31,6 +32,7 @@ class Reload:
         self.model = model
         self.vllm_config = vllm_config
         self.is_open = False
+        self._once_only: list[Any] = []
 
     def begin(self) -> None:
         """Take the layers apart, so that they can be loaded. Nothing happens when they are.
@@ -40,6 +42,7 @@ class Reload:
         refuse_asleep("loading weights")
         if not self.is_open:
             self.is_open = True
+            self._once_only = once_only_methods(self.model)
             with self._configured():
                 initialize_layerwise_reload(self.model)
 
@@ -79,8 +82,47 @@ class Reload:
             torch.inference_mode(False),
             torch.no_grad(),
             set_current_vllm_config(self.vllm_config),
+            _processing_as_at_first(self._once_only),
         ):
             yield
+
+
+def once_only_methods(model: nn.Module) -> list[Any]:
+    """Return the layers' methods that derive kernel weights at the first load alone.
+
+    A fused mixture of experts has its weights packed while its `moe_kernel` is made, and vLLM keeps
+    that kernel: weights that are loaded later stay in checkpoint format, and the kernel computes
+    with them as if they were packed. On a GPU the kernel's tensors may be part of a captured graph,
+    and what vLLM does itself there is left alone.
+    """
+    methods = [
+        layer.quant_method
+        for layer in model.modules()
+        if getattr(getattr(layer, "quant_method", None), "moe_kernel", None) is not None
+        and all(parameter.device.type == "cpu" for parameter in layer.parameters(recurse=False))
+    ]
+    return list({id(method): method for method in methods}.values())
+
+
+@contextmanager
+def _processing_as_at_first(methods: list[Any]) -> Iterator[None]:
+    """Have `methods` process loaded weights as if no kernel had been made yet."""
+
+    def process(method: Any, layer: nn.Module) -> None:
+        kernel, method.moe_kernel = method.moe_kernel, None
+        try:
+            type(method).process_weights_after_loading(method, layer)
+        finally:
+            if method.moe_kernel is None:
+                method.moe_kernel = kernel
+
+    for method in methods:
+        method.process_weights_after_loading = partial(process, method)
+    try:
+        yield
+    finally:
+        for method in methods:
+            del method.process_weights_after_loading
 
 
 @contextmanager

@@ -108,6 +108,8 @@ class VllmSink(WeightSink):
         known = compare(offered, wanted, cast=True) if wanted else ManifestDifference()
         if known.unexpected or known.mismatched:
             return known
+        if wanted and not known.missing:
+            return known  # the model was loaded from the same tensors
         trial = try_out(self.reload, offered, self.given_names(offered))
         unexpected = known.unexpected if wanted else self._unexpected(offered, trial)
         missing = known.missing if wanted else self._untouched(trial)
