@@ -58,7 +58,10 @@ class TestTurns:
     def test_two_senders_take_turns(self) -> None:
         server, ours, theirs = make(), make(1), make(2)
         receiver = ws.WeightReceiver(server)
-        with ws.connect(ours, to=receiver.handle) as a, ws.connect(theirs, receiver.handle) as b:
+        with (
+            ws.connect(ours, to=receiver.handle, yields=True) as a,
+            ws.connect(theirs, receiver.handle, yields=True) as b,
+        ):
             for version in range(1, 7, 2):
                 assert a.send_weights().version == version
                 assert values(server) == {1}

@@ -7,6 +7,8 @@ WeightSyncError
 |  +- ManifestMismatchError   .missing .unexpected .mismatched
 |  +- StaleVersionError       .held .offered
 |  +- UnknownSenderError      the receiver has not met this sender: init again
+|  +- SenderConflictError     .owner .since: the receiver belongs to another living sender
+|  |  +- SenderReplacedError  another sender has taken the receiver over from this one
 |  +- UpdateConflictError     .state .update_id: this step does not fit the receiver's state
 +- NotReadyError              the receiver may not generate now: .state .update_id
 +- TransportError             the control plane failed
@@ -138,6 +140,22 @@ class StaleVersionError(ProtocolError):
 
 class UnknownSenderError(ProtocolError):
     """The receiver does not know this sender, or has closed what it offered. Init again."""
+
+
+class SenderConflictError(ProtocolError):
+    """The receiver belongs to another living sender: `owner`, `since` (UTC, as ISO 8601).
+
+    Close that sender, or take the receiver over with `connect(takeover=True)`.
+    """
+
+    def __init__(self, message: str, *, owner: str = "", since: str = "") -> None:
+        self.owner = owner
+        self.since = since
+        super().__init__(message)
+
+
+class SenderReplacedError(SenderConflictError):
+    """Another sender, `owner`, has taken a receiver over that belonged to this one."""
 
 
 class UpdateConflictError(ProtocolError):

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from weightsync.errors import ConfigError
+from weightsync.errors import ConfigError, SenderReplacedError
 from weightsync.report import SyncReport
 from weightsync.sending.targets import Targets
 from weightsync.specs import Manifest
@@ -64,11 +64,14 @@ def send_weights(  # noqa: PLR0913  # the settings of a connection, all keyword-
     verify: bool = True,
     token: str | None = None,
     timeout_s: float = DEFAULT_TIMEOUT_S,
+    takeover: bool = False,
 ) -> SyncReport:
     """Send a module, a mapping or `(name, tensor)` pairs to `to`, as one whole update.
 
     The connection is made by the first call and kept per target; other names, shapes or settings
-    make a new one; `close()` ends it. A generator is drained before anything moves: pass a module,
+    make a new one; `close()` ends it. Between two calls it yields to other senders: processes may
+    call this in turn for one receiver. `takeover` takes it from a sender that does not. A generator
+    is drained before anything moves: pass a module,
     or use `connect` with a callable, where all tensors at once are too much. Raises what
     `connect` and `WeightSender.send_weights` raise.
     """
@@ -90,11 +93,14 @@ def send_weights(  # noqa: PLR0913  # the settings of a connection, all keyword-
             settings += (manifest.digest,)
         kept = _kept.get(key)
         if kept is None or kept.settings != settings:
-            kept = _reconnect(key, settings, source, to)
+            kept = _reconnect(key, settings, source, to, takeover=takeover)
         if kept.latest is not None and pairs is not None:
             kept.latest.pairs = pairs
         try:
             return kept.sender.send_weights(version, label=label, rewind=rewind)
+        except SenderReplacedError:
+            _kept.pop(key).sender.close()  # the next call connects anew
+            raise
         finally:
             if kept.latest is not None:
                 kept.latest.pairs = []
@@ -111,7 +117,9 @@ def close() -> None:
         _kept.clear()
 
 
-def _reconnect(key: Hashable, settings: Settings, source: object, to: Targets) -> _Kept:
+def _reconnect(
+    key: Hashable, settings: Settings, source: object, to: Targets, *, takeover: bool
+) -> _Kept:
     old = _kept.pop(key, None)
     if old is not None:
         old.sender.close()
@@ -125,6 +133,8 @@ def _reconnect(key: Hashable, settings: Settings, source: object, to: Targets) -
         verify=bool(verify),
         token=token,  # type: ignore[arg-type]
         timeout_s=timeout_s,  # type: ignore[arg-type]
+        takeover=takeover,
+        yields=True,
     )
     kept = _kept[key] = _Kept(settings, sender, latest)
     return kept

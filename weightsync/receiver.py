@@ -221,6 +221,7 @@ class WeightReceiver:
             device_keys=updates.peers.keys,
             ledger=self.ledger(),
             senders=updates.peers.roads(),
+            owner=updates.peers.owner,
         )
 
     def ledger(self) -> list[LedgerEntry]:

@@ -7,6 +7,7 @@ import contextvars
 import logging
 import os
 import threading
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from types import TracebackType
@@ -67,6 +68,8 @@ def connect(  # noqa: PLR0913  # the settings of a connection, all keyword-only
     adopt: bool = True,
     on_failure: OnFailure = "abort",
     progress: Shown = False,
+    takeover: bool = False,
+    yields: bool = False,
 ) -> WeightSender:
     """Return a sender of `source` to every receiver in `to`; everything large is allocated now.
 
@@ -82,13 +85,15 @@ def connect(  # noqa: PLR0913  # the settings of a connection, all keyword-only
     `verify_tls` are HttpTransport's: by default the environment says both. `timeout_s` bounds every
     wait for progress. `on_failure`: `abort` leaves all receivers as they were when one fails,
     `drop` goes on without it. `progress` shows a bar, or is told of each update's `Progress` about
-    ten times a
-    second, from another thread, on rank 0.
+    ten times a second, from another thread, on rank 0. A receiver belongs to one living sender:
+    `takeover` takes it from another one, whose next call raises SenderReplacedError; one that
+    `yields` gives it up to anybody between its updates.
 
     Under torch.distributed every rank of `process_group` (None: the default group) calls this, and
     every method of the sender after it, in step; rank 0 alone talks to the receivers.
 
-    Raises ConfigError, ManifestMismatchError when the tensors do not fit a receiver or another
+    Raises ConfigError, SenderConflictError when a receiver belongs to another living sender,
+    ManifestMismatchError when the tensors do not fit a receiver or another
     rank's, SegmentError when `/dev/shm` has no room, BackendUnavailableError when no road works,
     TransferTimeout naming ranks that did not call, ConnectError or AuthError.
     """
@@ -120,10 +125,12 @@ def connect(  # noqa: PLR0913  # the settings of a connection, all keyword-only
         return Feeder(as_source(source, dtype=dtype, rename=rename), options, ranks)
 
     def lead(ensemble: Ensemble) -> Lead:
-        fleet = Fleet(reach.every(to))
+        fleet = Fleet(reach.every(to), yields=yields)
         try:
             watch_progress(ensemble, on_progress)
-            return Lead(ensemble, fleet, options, backend=backend, on_failure=on_failure)
+            return Lead(
+                ensemble, fleet, options, backend=backend, on_failure=on_failure, takeover=takeover
+            )
         except BaseException:
             fleet.close()
             raise
@@ -160,6 +167,8 @@ class WeightSender:
         except BaseException:
             ranks.close()
             raise
+        self._dropped = weakref.finalize(self, _free_dropped, ensemble, self._lead, self._pid)
+        self._dropped.atexit = False  # the kernel does it then
         try:
             self._together("connect", lambda leading: leading.connect())
         except BaseException:
@@ -414,11 +423,23 @@ class WeightSender:
 
     def _free(self) -> None:
         self._closed = True
-        try:
-            if self._lead is not None:
-                self._lead.fleet.close()
-        finally:
-            self._ensemble.close()
+        self._dropped.detach()
+        _free(self._ensemble, self._lead)
+
+
+def _free(ensemble: Ensemble, lead: Lead | None) -> None:
+    try:
+        if lead is not None:
+            lead.fleet.close()
+    finally:
+        ensemble.close()
+
+
+def _free_dropped(ensemble: Ensemble, lead: Lead | None, pid: int) -> None:
+    """A sender that was dropped without close() must not hold its receivers."""
+    if os.getpid() == pid:
+        logger.warning("a sender was dropped without close(); what it shared is freed")
+        _free(ensemble, lead)
 
 
 def _required(report: SyncReport | None) -> SyncReport:

@@ -1,7 +1,8 @@
-"""Who is no sender of ours: a client that moves a receiver by anonymous messages, with handles."""
+"""Who is no sender of ours: a client that moves a receiver by handles in its messages."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Literal
 
@@ -16,12 +17,18 @@ from weightsync.weights.dtypes import as_bytes
 if TYPE_CHECKING:
     from tests.protocol.world import World
 
-Step = Literal["start", "start_partial", "all", "some", "prepare", "finish", "abort", "expire"]
+Step = Literal[
+    "start", "start_partial", "start_named", "all", "some", "prepare", "finish", "abort", "expire"
+]
 NBYTES = 32 << 10
+_NUMBERS = itertools.count(1)
 
 
 class Stranger:
-    """An anonymous client of one receiver; it forgets what it did once the receiver ended it."""
+    """A client of one receiver; it forgets what it did once the receiver ended it.
+
+    Its updates are anonymous sessions, or have names and no sender.
+    """
 
     def __init__(self, world: World, member: FleetMember) -> None:
         self._world = world
@@ -29,21 +36,22 @@ class Stranger:
         self._session: str | None = None
         self._partial = False
         self._brought: dict[str, float] = {}
+        self._named: dict[str, object] = {}
 
     @property
     def session(self) -> str | None:
-        """The anonymous update that is open, whether it began here or not."""
+        """The update that is open and no sender's, whether it began here or not."""
         incoming = self._member.receiver._updates._incoming
-        return incoming.update_id if incoming is not None and incoming.anonymous else None
+        return incoming.update_id if incoming is not None and incoming.sender is None else None
 
     def do(self, step: Step, names: Iterable[str]) -> None:
         """Make one step. Whether it is refused is the receiver's business."""
         if self.session != self._session:
-            self._session, self._brought = None, {}
+            self._session, self._brought, self._named = None, {}, {}
         if step == "expire":
             self._world.expire(self._member)
-        elif step in ("start", "start_partial"):
-            self._start(partial=step == "start_partial")
+        elif step in ("start", "start_partial", "start_named"):
+            self._start(step)
         elif step in ("all", "some"):
             self._load(list(self._names if step == "all" else names))
         else:
@@ -55,7 +63,9 @@ class Stranger:
     def _names(self) -> list[str]:
         return [name for name, _ in self._member.module.named_parameters()]
 
-    def _start(self, *, partial: bool) -> None:
+    def _start(self, step: Step) -> None:
+        partial = step == "start_partial"
+        self._named = {"update_id": f"stranger-{next(_NUMBERS)}"} if step == "start_named" else {}
         if self._tell("start_weight_update", partial=partial):
             self._session, self._partial, self._brought = self.session, partial, {}
 
@@ -83,7 +93,9 @@ class Stranger:
         )
 
     def _tell(self, call: str, **body: object) -> bool:
-        return accepted(lambda: self._member.receiver.handle({"call": call, "body": body}))
+        return accepted(
+            lambda: self._member.receiver.handle({"call": call, "body": body | self._named})
+        )
 
 
 def accepted(call: Callable[[], object]) -> bool:

@@ -51,7 +51,9 @@ FAULTS = st.lists(
 )
 DEATHS = st.none() | st.none() | st.builds(Death, st.integers(1, 12), st.booleans())
 MEANWHILE = (
-    st.none() | st.none() | st.tuples(st.integers(1, 8), st.none() | st.sampled_from(Offering))
+    st.none()
+    | st.none()
+    | st.tuples(st.integers(1, 8), st.none() | st.sampled_from(Offering) | st.integers(0, 12))
 )
 NAMES = st.sets(st.sampled_from(["embedding", "norm", "scale"]), min_size=1)
 LIKELY: list[Step] = ["start", "all", "prepare", "finish"]
@@ -78,19 +80,27 @@ class FleetMachine(RuleBasedStateMachine):
         assert self.world is not None
         return self.world
 
-    @rule(slot=SLOTS, packed=st.booleans(), drops=st.booleans(), faults=FAULTS, death=DEATHS)
+    @rule(
+        slot=SLOTS,
+        packed=st.booleans(),
+        drops=st.booleans(),
+        takes_over=st.booleans(),
+        faults=FAULTS,
+        death=DEATHS,
+    )
     def connect(
         self,
         slot: int,
         packed: bool,
         drops: bool,
+        takes_over: bool,
         faults: list[tuple[int, Fault]],
         death: Death | None,
     ) -> None:
         """A trainer starts where none lives."""
         if self.slots[slot] is not None:
             return
-        trainer = Trainer(self.here, packed=packed, drops=drops)
+        trainer = Trainer(self.here, packed=packed, drops=drops, takes_over=takes_over)
         self.here.trainers.append(trainer)
         trainer.arm(death)
         if self._call(trainer, faults, lambda: trainer.connect(SHORT_S)):
@@ -144,7 +154,6 @@ class FleetMachine(RuleBasedStateMachine):
         for member in self.here.fleet:
             if member.unreachable:
                 member.restart()
-        self.here.end_sessions()
         trainer, sender = self._living(slot)
         trainer.arm(None)
         trainer.fill()
@@ -251,7 +260,7 @@ class FleetMachine(RuleBasedStateMachine):
 
     @rule(member=MEMBERS, steps=STEPS, names=NAMES)
     def a_stranger_comes(self, member: int, steps: list[Step], names: set[str]) -> None:
-        """Anonymous messages to one receiver; what they begin may stay open."""
+        """Messages of no sender to one receiver; what they begin may stay open."""
         stranger = self.here.strangers[self.here.fleet[member % len(self.here.fleet)].name]
         for step in steps:
             stranger.do(step, names)

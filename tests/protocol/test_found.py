@@ -119,8 +119,8 @@ def test_who_finds_others_ahead_after_going_forward_in_place_passes_them() -> No
     world, trainer, sender = connected(["in_place", "staged"], packed=False)
     trainer.fill()
     sender.send_weights()
-    with ws.connect(trainer.model, to=world.fleet[1].transport(), timeout_s=SHORT_S) as other:
-        assert other.send_weights().version == 2
+    world.strangers[world.fleet[1].name].do("all", [])
+    assert world.fleet[1].receiver.version == 2
     trainer.fill()
     report = sender.send_weights()
     assert (report.version, report.rule) == (3, "roll-forward")
@@ -140,8 +140,8 @@ def test_who_finds_others_ahead_after_freeing_them_passes_them() -> None:
     assert staying.sender is not None
     staying.fill()
     staying.sender.send_weights()
-    with ws.connect(staying.model, to=world.fleet[0].transport(), timeout_s=SHORT_S) as other:
-        assert other.send_weights().version == 2
+    world.strangers[world.fleet[0].name].do("all", [])
+    assert world.fleet[0].receiver.version == 2
     staying.note_segments()
     dying.connect(SHORT_S)
     assert dying.sender is not None

@@ -34,8 +34,9 @@ class Offering(Enum):
     NO_PLACE = "a place outside of the ring, known before anything is"
 
 
-Meanwhile = tuple[int, Offering | None]
-"""At which message of a call its receiver's lease runs out (None), or is offered what anew."""
+Meanwhile = tuple[int, Offering | int | None]
+"""At which message of a call its receiver's lease runs out (None), is offered what anew, or is sent
+an old message again: which, counted from the last."""
 
 
 class SourceFailed(Exception):
@@ -83,8 +84,9 @@ class Line:
 class Trainer:
     """A sender and its weights: every tensor is full of one value, another one for every try."""
 
-    def __init__(self, world: World, *, packed: bool, drops: bool) -> None:
+    def __init__(self, world: World, *, packed: bool, drops: bool, takes_over: bool = True) -> None:
         self.world = world
+        self.takes_over = takes_over
         self.dead = False
         self.packed = packed
         self.drops = drops
@@ -111,6 +113,7 @@ class Trainer:
             num_buckets=2,
             timeout_s=timeout_s,
             on_failure="drop" if self.drops else "abort",
+            takeover=self.takes_over,
         )
 
     def fill(self) -> None:

@@ -86,20 +86,15 @@ class World:
             timer.cancel()
             timer.function(*timer.args, **timer.kwargs)
 
-    def disturb(self, member: FleetMember, trainer: Trainer, what: Offering | None) -> None:
+    def disturb(self, member: FleetMember, trainer: Trainer, what: Offering | int | None) -> None:
         """In the middle of a trainer's call; see Meanwhile."""
         if what is None:
             self.expire(member)
+        elif isinstance(what, int):
+            self.replay(member, what)
         elif member.name in trainer.offers:
             with suppress(ws.WeightSyncError):
                 self.offer_again(member, trainer, what)
-
-    def end_sessions(self) -> None:
-        """What strangers left open ends by its lease, and leaves room for others."""
-        for member in self.fleet:
-            if self.strangers[member.name].session:
-                self.expire(member)
-                assert not self.strangers[member.name].session
 
     def offer_again(self, member: FleetMember, trainer: Trainer, what: Offering) -> None:
         """A trainer connects anew. Raises what the receiver has against it."""
@@ -199,7 +194,6 @@ class World:
             member.deliver_late()
             if member.unreachable:
                 member.restart()
-        self.end_sessions()
         last = Trainer(self, packed=True, drops=False)
         last.connect(PATIENT_S)
         assert last.sender is not None

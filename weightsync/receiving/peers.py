@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections import OrderedDict
 from collections.abc import Callable
 
+from msgspec.structs import replace
+
 from weightsync.backends.base import WeightTransferEngine
 from weightsync.backends.registry import load_backend
-from weightsync.errors import ProtocolError, UnknownSenderError
+from weightsync.errors import ProtocolError, SenderConflictError, UnknownSenderError
 from weightsync.samehost.heartbeat import Heartbeat
 from weightsync.specs import Manifest
 from weightsync.wire.messages import LedgerEntry
-from weightsync.wire.offers import DistributedInit, HostRing, Init, Offer
+from weightsync.wire.offers import DistributedInit, HostRing, Init, Offer, Owner, describe, utc
 
 logger = logging.getLogger(__name__)
 
@@ -24,7 +27,8 @@ REMEMBERED_SENDERS = 1024
 class Peers:
     """Engines by sender id; `keys` are the device keys that they open handles with.
 
-    The engines' hearts beat while `at_work` says that the receiver is.
+    They are those of one owner, of dead ones before it, and of senders that claim nothing. The
+    engines' hearts beat while `at_work` says that the receiver is.
     """
 
     def __init__(self, keys: list[str]) -> None:
@@ -36,20 +40,61 @@ class Peers:
         self._numbers: OrderedDict[str, int] = OrderedDict()
         self._opening = ""
         self.at_work: Callable[[], bool] = lambda: False
+        self._owner: Owner | None = None
+        self._owned: set[str] = set()
+
+    @property
+    def owner(self) -> Owner | None:
+        """The last one that this receiver belonged to."""
+        alive = any(self.alive(sender) for sender in list(self._owned))
+        return replace(self._owner, alive=alive) if self._owner else None
 
     def open(self, info: Init) -> WeightTransferEngine:
         """Open what a sender offers; what it offered before is closed.
 
-        Raises ProtocolError for an offer that is older than one that came before it.
+        Raises ProtocolError for an offer that is older than one that came before it, and
+        SenderConflictError where this receiver belongs to another living sender.
         """
         self._check_number(info)
+        replaced = self.replaces(info)
         if info.sender not in self._engines and len(self._engines) >= MAX_PEERS:
             raise ProtocolError(f"{MAX_PEERS} senders are connected already; shut one down")
         self._opening = info.sender
         try:
-            return self._replace(info)
+            engine = self._replace(info)
         finally:
             self._opening = ""
+        if info.owner is not None:
+            self._belong_to(info.owner, info.sender, replaced)
+        return engine
+
+    def replaces(self, info: Init) -> Owner | None:
+        """Return the living owner whose place this offer takes, if there is one.
+
+        Raises SenderConflictError where it may not.
+        """
+        owner, offered = self.owner, info.owner
+        if owner is None or offered is None or not owner.alive or owner.id == offered.id:
+            return None
+        if offered.term <= owner.term:
+            raise SenderConflictError(
+                f"this receiver belongs to the sender of {describe(owner)}; close() that one, or "
+                "connect(takeover=True)",
+                owner=owner.name,
+                since=utc(owner.since),
+            )
+        return owner
+
+    def _belong_to(self, owner: Owner, sender: str, replaced: Owner | None) -> None:
+        if replaced is not None:
+            logger.warning("%s takes this receiver over from %s", owner.name, describe(replaced))
+            for other in [s for s in self._owned if s != sender and self.alive(s)]:
+                self.close(other)
+        known = self._owner
+        if known is None or known.id != owner.id:
+            self._owner = replace(owner, since=time.time())
+            self._owned.clear()
+        self._owned.add(sender)
 
     def _replace(self, info: Init) -> WeightTransferEngine:
         remote = isinstance(info, DistributedInit)

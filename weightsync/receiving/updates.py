@@ -25,7 +25,7 @@ from weightsync.receiving.turns import Turns
 from weightsync.weights.gpu_order import wait_for
 from weightsync.weights.sink import WeightSink
 from weightsync.wire.messages import StartTerms, StepReply, UpdateInfo
-from weightsync.wire.offers import Init
+from weightsync.wire.offers import Init, describe
 
 logger = logging.getLogger(__name__)
 
@@ -94,6 +94,11 @@ class Updates:
 
     def init(self, info: Init) -> None:
         """Open what a sender offers, check its names, and make room. Raises what does not fit."""
+        replaced = self.peers.replaces(info)
+        if replaced is not None and self.lifecycle.state is State.UPDATING:
+            # Its loader may wait for a sender that is stopped. One that is PREPARED is left for the
+            # new owner to end: others may have committed it.
+            self.abort(None, f"{describe(replaced)} was replaced as the owner of this receiver")
         with self._turns.taken("init"):
             self._part_from_dead()
             engine = self.peers.open(info)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import itertools
 import logging
+import os
 import secrets
+import socket
 import time
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from concurrent.futures import Future, wait
@@ -36,6 +38,7 @@ from weightsync.wire.messages import (
     StatusRequest,
     StepReply,
 )
+from weightsync.wire.offers import Owner
 
 logger = logging.getLogger(__name__)
 
@@ -73,7 +76,8 @@ class Member:
     host, which the one of `group_rank` (1 or more) fills. `sender` is what it knows this sender by,
     `released` the same once memory was withdrawn. `unfinished` and `unaborted` are updates whose
     end it has not answered for: it is told again before the next one; `last_told` is the update
-    that it was last told to finish. `name` is given where another member's transport has the same
+    that it was last told to finish. `term` is this sender's as the owner of the receiver, 0 before
+    it was met. `name` is given where another member's transport has the same
     target. `server` is the one that it is a worker of, where that has several.
     """
 
@@ -89,6 +93,7 @@ class Member:
     skipped: dict[str, str] = field(default_factory=dict)
     instance: str = ""
     version: int = 0
+    term: int = 0
     apply: str = ""
     keys: list[str] = field(default_factory=list)
     last_finished: str | None = None
@@ -152,14 +157,16 @@ class Fleet:
     """Members that are called at once. Safe to call from one thread; close it last.
 
     `idle` is called now and then while `ask` waits; `watch` is told of every message. `beat` is
-    what grows while a member lives, where that is seen from here.
+    what grows while a member lives, where that is seen from here. `yields`: other senders may take
+    the receivers between two updates.
 
     A member that does not answer and gives no sign of life for the `timeout_s` of a call is
     silent, until `forgive`: further calls to it fail at once.
     """
 
-    def __init__(self, transports: Sequence[Transport]) -> None:
+    def __init__(self, transports: Sequence[Transport], *, yields: bool = False) -> None:
         self.members: list[Member] = []
+        self.yields = yields
         for transport in transports:
             self.add(transport)
         self._threads: CallThreads[Answer] = CallThreads()
@@ -178,9 +185,14 @@ class Fleet:
         """Return the id of one more update of this fleet's sender."""
         return f"{self._token}-{next(self._updates)}"
 
-    def began(self, update_id: str | None) -> bool:
-        """Whether an update of this id was this sender's."""
-        return update_id is not None and update_id.startswith(f"{self._token}-")
+    def owner(self, member: Member) -> Owner:
+        """Return what a member is told: to whom it belongs."""
+        name = f"{socket.gethostname()}, pid {os.getpid()}"[:256]
+        return Owner(id=self._token, name=name, term=member.term, yields=self.yields)
+
+    def owns(self, owner: Owner) -> bool:
+        """Whether that is this fleet's sender."""
+        return owner.id == self._token
 
     def add(self, transport: Transport) -> Member:
         """Take one more member in. A second one of the same name is called name#2."""

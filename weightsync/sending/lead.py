@@ -46,6 +46,7 @@ class Lead:
         *,
         backend: str,
         on_failure: OnFailure,
+        takeover: bool = False,
     ) -> None:
         self.fleet = fleet
         self.roads = Roads(ensemble, fleet, options, backend=backend)
@@ -58,7 +59,12 @@ class Lead:
         self._timeout_s = options.timeout_s
         self._drops = on_failure == "drop"
         self._membership = Membership(
-            ensemble, fleet, self.roads, timeout_s=options.timeout_s, drops=self._drops
+            ensemble,
+            fleet,
+            self.roads,
+            timeout_s=options.timeout_s,
+            drops=self._drops,
+            takeover=takeover,
         )
         self._sent = Sent()
 

@@ -9,6 +9,8 @@ from weightsync.errors import (
     ConfigError,
     ProtocolError,
     RemoteError,
+    SenderConflictError,
+    SenderReplacedError,
     TransferError,
     TransportError,
     UnknownSenderError,
@@ -19,7 +21,7 @@ from weightsync.sending.ensemble import Ensemble
 from weightsync.sending.fleet import Answer, Fleet, Member, Server, failures, named, raise_first
 from weightsync.sending.roads import Roads
 from weightsync.sending.servers import SAYS_NOTHING, ReshapedError, find_reshaped, unfold
-from weightsync.sending.takeover import end_orphans, end_own, end_prepared
+from weightsync.sending.takeover import end_orphans, end_others, end_prepared
 from weightsync.transports.base import Transport
 from weightsync.wire.messages import (
     PROTOCOL,
@@ -29,6 +31,7 @@ from weightsync.wire.messages import (
     StatusRequest,
     StepReply,
 )
+from weightsync.wire.offers import describe, utc
 
 logger = logging.getLogger(__name__)
 
@@ -40,11 +43,19 @@ class Membership:
 
     `version` is the last version that receivers hold. With `drops`, a member that was connected
     once and is out of reach is dropped instead of raised about, unless it is the last; `dropped`
-    says who and why, and is taken by the next report.
+    says who and why, and is taken by the next report. With `takeover`, members that belong to
+    another living sender are taken from it the first time that they are met.
     """
 
     def __init__(
-        self, ensemble: Ensemble, fleet: Fleet, roads: Roads, *, timeout_s: float, drops: bool
+        self,
+        ensemble: Ensemble,
+        fleet: Fleet,
+        roads: Roads,
+        *,
+        timeout_s: float,
+        drops: bool,
+        takeover: bool = False,
     ) -> None:
         self.fleet = fleet
         self.roads = roads
@@ -52,6 +63,7 @@ class Membership:
         self.connected = False
         self.dropped: dict[str, str] = {}
         self._drops = drops
+        self._takeover = takeover
         self._ensemble = ensemble
         self._timeout_s = timeout_s
         self._owed: dict[str, tuple[FinishRequest | None, str | None]] = {}
@@ -62,7 +74,7 @@ class Membership:
         The first time everyone has to be there: a wrong address is no failure to go on without.
         """
         answers = self._greet(self.fleet.members, drops=self._drops and self.roads.met)
-        check_fleet(self.fleet, answers)
+        check_fleet(self.fleet, answers, takeover=self._takeover)
         self.learn(answer.status.version for answer in answers)
         self.roads.take(self.version)
         self.connected = True
@@ -130,7 +142,7 @@ class Membership:
 
     def _take_in(self, members: Sequence[Member], *, drops: bool) -> None:
         answers = self._greet(members, drops=drops)
-        check_fleet(self.fleet, answers)
+        check_fleet(self.fleet, answers, takeover=self._takeover)
         if not all(self.roads.extend(answer.member, self.version) for answer in answers):
             self.disconnect()
             self.connect()
@@ -249,14 +261,13 @@ class Membership:
             if answer.member.is_new_to(answer.status)
             or isinstance(failed.get(answer.member), UnknownSenderError)
         ]
-        late = end_own(self.fleet, known, timeout_s)
         ended = any(answer.status.orphaned for answer in known) and self._end_orphans(timeout_s)
-        if not strangers or not self.connected:
-            return late or ended
-        logger.warning("connecting again: %s", names(a.member for a in strangers))
-        check_fleet(self.fleet, strangers)
-        self._offer([answer.member for answer in strangers])
-        return True
+        if strangers and self.connected:
+            logger.warning("connecting again: %s", names(a.member for a in strangers))
+            check_fleet(self.fleet, strangers, takeover=self._takeover)
+            self._offer([answer.member for answer in strangers])
+            ended = True
+        return end_others(self.fleet, known, timeout_s) or ended
 
     def _end_orphans(self, timeout_s: float) -> bool:
         """End what a sender that died beside this one left open, once everyone can be asked."""
@@ -374,11 +385,11 @@ def names(members: Iterable[Member]) -> str:
     return ", ".join(member.target for member in members)
 
 
-def check_fleet(fleet: Fleet, answers: Sequence[Answer]) -> None:
+def check_fleet(fleet: Fleet, answers: Sequence[Answer], *, takeover: bool = False) -> None:
     """Take note of who members are, before anything is made for them.
 
-    Raises ConfigError when two targets are one receiver, and ProtocolError for a receiver of
-    another protocol.
+    Raises ConfigError when two targets are one receiver, ProtocolError for a receiver of another
+    protocol, SenderConflictError for one that belongs to another living sender.
     """
     asked = {answer.member for answer in answers}
     seen = {member.instance: member for member in fleet.members if member not in asked}
@@ -395,3 +406,34 @@ def check_fleet(fleet: Fleet, answers: Sequence[Answer]) -> None:
                 f"{known.target} and {answer.member.target} are the same receiver (instance "
                 f"{answer.status.instance}); name every receiver once"
             )
+    for answer in answers:
+        _check_owner(fleet, answer, takeover=takeover and not answer.member.term)
+    for answer in answers:
+        owner = answer.status.owner
+        if owner is not None:
+            newer = owner.term if fleet.owns(owner) else owner.term + 1
+            answer.member.term = max(answer.member.term, newer)
+        answer.member.term = max(answer.member.term, 1)
+
+
+def _check_owner(fleet: Fleet, answer: Answer, *, takeover: bool) -> None:
+    """Raise where a member belongs to another living sender, and neither yields nor is ours."""
+    owner, member = answer.status.owner, answer.member
+    if owner is None or not owner.alive or fleet.owns(owner) or takeover:
+        return
+    idle = answer.status.state not in ("UPDATING", "PREPARED", "ABORTING")
+    if (owner.yields and idle) or owner.term < member.term:
+        return  # the other came by an offer that was on its way when we took the member over
+    if not member.term:
+        raise SenderConflictError(
+            f"{member.target} belongs to another living sender: {describe(owner)}; close() that "
+            "one, or connect(takeover=True) to replace it",
+            owner=owner.name,
+            since=utc(owner.since),
+        )
+    raise SenderReplacedError(
+        f"{member.target} was taken over by another sender: {describe(owner)}; close() this one or "
+        f"remove({member.target!r}), or connect(takeover=True) to take it back",
+        owner=owner.name,
+        since=utc(owner.since),
+    )

@@ -10,6 +10,8 @@ from collections.abc import Sequence
 from typing import cast
 from urllib.parse import urlsplit
 
+from msgspec.structs import replace
+
 from weightsync.backends.data_group import Staging
 from weightsync.backends.distributed import member_init, place_on
 from weightsync.backends.distributed_sender import Chain
@@ -79,6 +81,7 @@ class Rendezvous:
             if ring is None or relay is None:
                 raise TransferError(f"{worker.target}: nobody made a ring for its host")
             init = member_init(base, relay.info(worker.group_rank))
+            init = replace(init, owner=self._fleet.owner(worker))
             return InitRequest(init_info=place_on(ring, init, worker.reader))
 
         return answers + self._fleet.ask(request, timeout_s=self._timeout_s, members=others)
@@ -104,7 +107,8 @@ class Rendezvous:
         joining = _Joining(chain)
 
         def request(leader: Member) -> Request:
-            return InitRequest(init_info=member_init(base, chain.info(leader.group_rank)))
+            init = member_init(base, chain.info(leader.group_rank))
+            return InitRequest(init_info=replace(init, owner=self._fleet.owner(leader)))
 
         try:
             answers = self._fleet.ask(request, timeout_s=2 * self._timeout_s, members=leaders)

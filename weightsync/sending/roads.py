@@ -8,6 +8,8 @@ from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Literal, cast
 
+from msgspec.structs import replace
+
 from weightsync.backends.ipc_sender import IpcOptions
 from weightsync.errors import (
     BackendUnavailableError,
@@ -275,7 +277,8 @@ class Roads:
         for rank, answer in enumerate(told):
             there = [member for member in members if member.rank == rank]
             inits.update(zip(there, answer.inits, strict=True))
-        return self._init({member: inits[member] for member in members})
+        owner = self._fleet.owner
+        return self._init({m: replace(inits[m], owner=owner(m)) for m in members})
 
     def _probe(self, members: Sequence[Member]) -> list[Answer]:
         if not members:

@@ -40,27 +40,28 @@ def end_orphans(fleet: Fleet, answers: Sequence[Answer], timeout_s: float) -> li
     return versions
 
 
-def end_own(fleet: Fleet, answers: Sequence[Answer], timeout_s: float) -> bool:
-    """Abort updates of this sender that receivers hold though none is at work; say if there were.
+def end_others(fleet: Fleet, answers: Sequence[Answer], timeout_s: float) -> bool:
+    """Abort what receivers of this sender hold open though it sends nothing; say if there was such.
 
-    A late message opens one where its end is not remembered: in a receiver that was started again.
-    One whose finish the member still owes an answer for stays. Called between two updates, with
-    what the receivers said just before.
+    A late message opens an update where its end is not remembered: in a receiver that was started
+    again. Others are sessions of clients that do not connect. One whose finish the member still
+    owes an answer for stays. Called between two updates, with what the receivers said just before.
     """
-    stale = [a for a in answers if fleet.began(a.status.update_id) and _is_stale(a)]
+    stale = [answer for answer in answers if _is_stale(answer)]
     for answer in stale:
         update_id = answer.status.update_id or ""
-        logger.warning("update %s came late to %s and is aborted", update_id, answer.member.target)
-        request = AbortRequest(update_id=update_id, reason="it is over; its start came late")
+        logger.warning("update %s of %s is aborted", update_id, answer.member.target)
+        request = AbortRequest(update_id=update_id, reason="the receiver's owner did not start it")
         fleet.ask(request, timeout_s=timeout_s, members=[answer.member])
     return bool(stale)
 
 
 def _is_stale(answer: Answer) -> bool:
-    """Whether an open update of this sender has nobody left who would finish it."""
-    owed = answer.member.unfinished
-    is_owed = owed is not None and owed.update_id == answer.status.update_id
-    return answer.status.state in ("UPDATING", "PREPARED") and not is_owed
+    """Whether a receiver that belongs to this sender is in an update that it will not finish."""
+    member, status = answer.member, answer.status
+    is_owed = member.unfinished is not None and member.unfinished.update_id == status.update_id
+    is_open = status.state in ("UPDATING", "PREPARED") and not status.orphaned
+    return is_open and not is_owed and bool(member.sender)
 
 
 def end_prepared(fleet: Fleet, member: Member, timeout_s: float) -> None:

@@ -10,6 +10,7 @@ from msgspec.structs import replace
 
 from weightsync.lifecycle import State
 from weightsync.wire.messages import Status, StepReply
+from weightsync.wire.offers import Owner
 
 T = TypeVar("T")
 
@@ -63,6 +64,7 @@ def merge_statuses(statuses: Mapping[str, Status]) -> Status:
         ],
         workers=list(statuses),
         senders=_roads(held),
+        owner=max((s.owner for s in held if s.owner), key=_standing, default=None),
     )
 
 
@@ -96,6 +98,10 @@ def _roads(held: Sequence[Status]) -> dict[str, str]:
     ids = dict.fromkeys(sender for status in held for sender in status.senders)
     found = {s: {status.senders[s] for status in held if s in status.senders} for s in ids}
     return {sender: ", ".join(sorted(roads)) for sender, roads in found.items()}
+
+
+def _standing(owner: Owner) -> tuple[bool, int]:
+    return owner.alive, owner.term
 
 
 def _common(values: Sequence[T | None]) -> T | None:

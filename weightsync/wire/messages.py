@@ -19,6 +19,7 @@ from weightsync.wire.offers import (
     ManifestMessage,
     Message,
     Name,
+    Owner,
     ProbeInfo,
     Shape,
     Size,
@@ -297,7 +298,8 @@ class Status(Message, frozen=True, kw_only=True):
     `prepared_version` is the version that `finish` would commit; `orphaned` says that the sender
     of the open update is dead, `detail` why the receiver may not generate. `workers` are the paths,
     below this one's URL, of the receivers that it stands for; none where it is one itself.
-    `senders` are the roads by which connected senders send, by sender id.
+    `senders` are the roads by which connected senders send, by sender id; `owner` is the last one
+    that the receiver belonged to, alive or not.
     """
 
     instance: str
@@ -321,6 +323,7 @@ class Status(Message, frozen=True, kw_only=True):
     ledger: list[LedgerEntry] = []
     workers: list[WorkerPath] = []
     senders: dict[Name, str] = {}
+    owner: Owner | None = None
 
 
 class InitReply(Message, frozen=True, kw_only=True):

@@ -5,6 +5,7 @@ A handle is plain data with which another process opens memory.
 
 from __future__ import annotations
 
+from datetime import UTC, datetime
 from typing import Annotated, Literal
 
 from msgspec import Meta, Struct
@@ -107,13 +108,30 @@ class ProbeInfo(Message, frozen=True, kw_only=True):
     digest: str
 
 
+class Owner(Message, frozen=True, kw_only=True):
+    """The sender that a receiver belongs to.
+
+    `id` is new for each `connect`; `name` says where it runs. `term` orders the owners of one
+    receiver: an offer replaces a living owner of a lower term. One that `yields` gives the receiver
+    up to anybody between its updates. `since` is Unix time; `alive` is the receiver's to say.
+    """
+
+    id: Name
+    name: Annotated[str, Meta(max_length=256)]
+    term: Annotated[int, Meta(ge=0, le=1 << 62)] = 0
+    yields: bool = False
+    since: float = 0.0
+    alive: bool = True
+
+
 class Offer(Message, frozen=True, kw_only=True):
     """What every road's init says.
 
     `entries` is the room for fingerprints in the control segment, `lease_s` how long the receiver
     waits for progress before it gives an update up. `fleet_version` is the version that the other
     receivers hold: one that holds an older one must not generate before it was brought up to date.
-    `number` grows with each offer of a sender, so that a late one does not undo a newer.
+    `number` grows with each offer of a sender, so that a late one does not undo a newer. `owner` is
+    to whom the receiver belongs from here on; without it nothing is claimed.
     """
 
     protocol_min: int
@@ -126,6 +144,7 @@ class Offer(Message, frozen=True, kw_only=True):
     lease_s: Seconds
     fleet_version: Version | None = None
     number: Annotated[int, Meta(ge=0, le=1 << 62)] = 0
+    owner: Owner | None = None
 
 
 class IpcInit(Offer, frozen=True, kw_only=True, tag="ipc", tag_field="backend"):
@@ -179,3 +198,13 @@ class HostRing(Message, frozen=True, kw_only=True):
 
 
 Init = IpcInit | DistributedInit
+
+
+def describe(owner: Owner) -> str:
+    """Name an owner for a message, and since when it is one."""
+    return f"{owner.name} (since {utc(owner.since)})"
+
+
+def utc(seconds: float) -> str:
+    """Return Unix time as ISO 8601, in UTC."""
+    return datetime.fromtimestamp(seconds, UTC).isoformat(timespec="seconds")

@@ -1,0 +1,221 @@
+"""A receiver belongs to one living sender."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
+
+import pytest
+import torch
+from torch import nn
+
+import weightsync as ws
+from tests.children import CONTEXT, load_beforehand
+from tests.protocol.strangers import Step
+from tests.protocol.trainers import NAMES, Trainer
+from tests.protocol.world import World
+from weightsync.testing import FleetMember, InProcessFleet, TinyModel
+
+load_beforehand("tests.test_second_sender")
+
+pytestmark = pytest.mark.usefixtures("shm_clean")
+WAIT_S = 60.0
+
+
+def model(value: float) -> nn.Module:
+    made = TinyModel()
+    with torch.no_grad():
+        for tensor in made.parameters():
+            tensor.fill_(value)
+    return made
+
+
+@pytest.fixture
+def fleet() -> Iterator[InProcessFleet]:
+    with InProcessFleet(2) as fleet:
+        yield fleet
+
+
+def value(member: FleetMember) -> float:
+    return float(member.tensors()[1]["scale"])
+
+
+def connect(fleet: InProcessFleet, of: float, **settings: bool) -> ws.WeightSender:
+    return ws.connect(model(of), to=fleet.to(), **settings)  # type: ignore[arg-type]  # booleans
+
+
+def test_a_second_sender_is_refused_and_told_who_is_there(fleet: InProcessFleet) -> None:
+    with connect(fleet, 1) as first:
+        first.send_weights()
+        with pytest.raises(ws.SenderConflictError) as refused:
+            connect(fleet, 2)
+        assert refused.value.owner == f"{socket.gethostname()}, pid {os.getpid()}"
+        owner = fleet[0].receiver.status().owner
+        assert owner is not None
+        assert owner.alive
+        said = str(refused.value)
+        assert all(word in said for word in ("receiver-0", refused.value.owner, "takeover=True"))
+        assert refused.value.since in said
+        assert first.send_weights().version == 2
+    with connect(fleet, 2) as second:
+        assert second.send_weights().version == 3
+
+
+def test_one_that_was_replaced_learns_of_it_at_its_next_send(fleet: InProcessFleet) -> None:
+    with connect(fleet, 1) as first:
+        first.send_weights()
+        with connect(fleet, 2, takeover=True) as second:
+            assert second.send_weights().version == 2
+            for _ in range(2):
+                with pytest.raises(ws.SenderReplacedError, match="taken over by another sender"):
+                    first.send_weights()
+            assert second.send_weights().version == 3
+            assert value(fleet[1]) == 2
+        first.send_weights()  # nobody is there any more
+        assert value(fleet[1]) == 1
+
+
+def test_an_update_that_is_open_is_ended_by_who_takes_over(fleet: InProcessFleet) -> None:
+    pairs = list(model(1).named_parameters())
+
+    def interrupted(first: ws.WeightSender) -> None:
+        with first.update() as update:
+            update.send(pairs[:1])
+            with connect(fleet, 2, takeover=True) as second:
+                second.send_weights()
+                assert [value(member) for member in fleet] == [2, 2]
+            update.send(pairs[1:])
+
+    with connect(fleet, 1) as first, pytest.raises(ws.WeightSyncError):
+        interrupted(first)
+    assert [value(member) for member in fleet] == [2, 2]
+
+
+def test_an_offer_that_comes_late_takes_nothing_from_who_came_after(fleet: InProcessFleet) -> None:
+    """Even at a receiver that was started again, and remembers neither of them."""
+    member = fleet[0]
+    offers: list[Mapping[str, object]] = []
+
+    def carry(message: Mapping[str, object]) -> object:
+        if message["call"] == "init_weight_transfer_engine":
+            offers.append(message)
+        return member.receiver.handle(message)
+
+    with ws.connect(model(1), to=carry) as first:
+        first.send_weights()
+        with ws.connect(model(2), to=member.transport(), takeover=True) as second:
+            member.restart()
+            first.send_weights()  # it has not heard of the other one, nor has the receiver
+            second.send_weights()
+            assert value(member) == 2
+            for offer in offers:
+                with pytest.raises(ws.WeightSyncError):
+                    member.receiver.handle(offer)
+            with pytest.raises(ws.SenderReplacedError):
+                first.send_weights()
+            second.send_weights()
+
+
+def test_a_sender_that_was_dropped_holds_nothing(fleet: InProcessFleet) -> None:
+    dropped = connect(fleet, 1)
+    dropped.send_weights()
+    del dropped
+    with connect(fleet, 2) as second:
+        assert second.send_weights().version == 2
+
+
+def test_one_shots_take_turns_and_do_not_take_from_a_sender(fleet: InProcessFleet) -> None:
+    receiver = fleet[0].receiver
+    yielding = ws.connect(model(1), to=receiver.handle, yields=True)
+    try:
+        for version in (1, 3):
+            assert yielding.send_weights().version == version
+            assert ws.send_weights(model(2), to=receiver.handle).version == version + 1
+        with ws.connect(model(3), to=receiver.handle) as sender:
+            sender.send_weights()
+            with pytest.raises(ws.SenderReplacedError):
+                yielding.send_weights()
+            for _ in range(2):  # the connection that it kept, and a new one
+                with pytest.raises(ws.SenderConflictError):
+                    ws.send_weights(model(2), to=receiver.handle)
+            assert value(fleet[0]) == 3
+        assert ws.send_weights(model(2), to=receiver.handle).version == 6
+    finally:
+        yielding.close()
+        ws.oneshot.close()
+
+
+def _own(pipe: Connection) -> None:
+    def carry(message: Mapping[str, object]) -> object:
+        pipe.send(dict(message))
+        return pipe.recv()
+
+    with ws.connect(model(1), to=carry) as sender:
+        sender.send_weights()
+        pipe.send(None)
+        pipe.recv()  # never comes
+
+
+@contextmanager
+def owner_elsewhere(receiver: ws.WeightReceiver) -> Iterator[BaseProcess]:
+    ours, theirs = CONTEXT.Pipe()
+    process = CONTEXT.Process(target=_own, args=(theirs,), daemon=True)
+    process.start()
+    try:
+        assert ours.poll(WAIT_S)
+        while (message := ours.recv()) is not None:
+            ours.send(receiver.handle(message))
+            assert ours.poll(WAIT_S)
+        yield process
+    finally:
+        process.kill()
+        process.join(WAIT_S)
+        ours.close()
+        theirs.close()
+
+
+def test_a_dead_senders_receiver_is_free_at_once_and_a_stopped_ones_by_takeover(
+    fleet: InProcessFleet,
+) -> None:
+    receiver = fleet[0].receiver
+    with owner_elsewhere(receiver) as owner:
+        assert owner.pid is not None
+        os.kill(owner.pid, signal.SIGSTOP)
+        with pytest.raises(ws.SenderConflictError, match=f"pid {owner.pid}"):
+            ws.connect(model(2), to=receiver.handle)
+        with ws.connect(model(2), to=receiver.handle, takeover=True) as sender:
+            assert sender.send_weights().version == 2
+    with owner_elsewhere(receiver) as owner:
+        owner.kill()
+        owner.join(WAIT_S)
+        with ws.connect(model(3), to=receiver.handle) as sender:
+            assert sender.send_weights().version == 4
+
+
+@pytest.mark.parametrize(
+    "opened", [["start"], ["start_named", "some"], ["start", "all", "prepare"]]
+)
+def test_what_a_client_without_a_sender_left_open_is_ended_by_the_owners_next_send(
+    opened: list[Step],
+) -> None:
+    """Its lease may be minutes long."""
+    world = World(["staged", "in_place"])
+    trainer = Trainer(world, packed=False, drops=False)
+    world.trainers.append(trainer)
+    trainer.connect(WAIT_S)
+    trainer.fill()
+    world.fleet[1].restart()  # so that this one does not know the owner either
+    for member in world.fleet:
+        for step in opened:
+            world.strangers[member.name].do(step, NAMES[:1])
+    assert {status.state for status in world.statuses()} <= {"UPDATING", "PREPARED"}
+    assert trainer.sender is not None
+    version = trainer.sender.send_weights().version
+    for member in world.fleet:
+        world.holds(member, version, trainer.contents)
+    world.end()
