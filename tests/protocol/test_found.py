@@ -239,3 +239,19 @@ def test_an_update_that_came_late_to_a_new_instance_is_ended_by_its_own_sender(
     for other in world.fleet:
         world.holds(other, version, trainer.contents)
     world.end()
+
+
+@pytest.mark.usefixtures("shm_clean")
+def test_a_goodbye_that_comes_late_beside_a_session_does_not_end_the_next_update() -> None:
+    """One refusal comes after the other: both are mended within one call."""
+    for after in range(1, 9):
+        world, trainer, sender = connected(["staged", "staged"], packed=True)
+        member = world.fleet[0]
+        member.fail("late", "shutdown_weight_transfer_engine", after=after)
+        sender.release()
+        world.strangers[member.name].do("start", [])
+        trainer.fill()
+        version = sender.send_weights().version
+        for other in world.fleet:
+            world.holds(other, version, trainer.contents)
+        world.end()

@@ -30,6 +30,8 @@ logger = logging.getLogger(__name__)
 
 OnFailure = Literal["abort", "drop"]
 _GOODBYE_S = 10.0
+_TRIES = 4
+"""How often an update begins anew after a receiver was met again, or freed, that refused it."""
 
 
 class Lead:
@@ -227,12 +229,12 @@ class Lead:
     ) -> tuple[Update, StartTerms]:
         """Send until those who can go on hold the version; `failed` of the update are the others.
 
-        One that was met again gets another try with everyone, once. Without those who failed it
+        After one was met again everyone gets another try, a few times. Without those who failed it
         goes on where they are dropped, or where there is no way back: an update in place was cut.
         """
         weights_id = secrets.token_hex(8)
         without: dict[Member, WeightSyncError] = {}
-        tried = touched = False
+        tries, touched = 1, False
         while True:
             terms = self._terms(
                 self.version + 1 if version is None else version,
@@ -248,8 +250,8 @@ class Lead:
                 again = self._try_again(update, exc, follows=version is None)
                 if self._ensemble.feeder.stop.is_set():
                     raise
-                if again and not tried:
-                    tried = True
+                if again and tries < _TRIES:
+                    tries += 1
                     continue
                 without.update(update.failed)
                 if not self._may_go_on(update, without, touched=touched):
@@ -258,9 +260,9 @@ class Lead:
                 self._membership.mend([m for m in self.fleet.members if m not in without])
             else:
                 ahead = any(isinstance(e, StaleVersionError) for e in update.failed.values())
-                if ahead and version is None and not tried:
+                if ahead and version is None and tries < _TRIES:
                     # Those in place took a version that others had passed already.
-                    tried = touched = True
+                    tries, touched = tries + 1, True
                     self._membership.meet_again(update.failed)
                     continue
                 update.failed.update(without)
