@@ -13,6 +13,7 @@ from torch import nn
 from weightsync.errors import ConfigError, ProtocolError
 from weightsync.lifecycle import State
 from weightsync.receiving.gate import OnHold, OnRelease
+from weightsync.receiving.history import WorkerReport
 from weightsync.receiving.incoming import new_update_id
 from weightsync.receiving.landings import ApplyChoice
 from weightsync.receiving.peers import Peers, check_protocol
@@ -222,6 +223,16 @@ class WeightReceiver:
             ledger=self.ledger(),
             senders=updates.peers.roads(),
             owner=updates.peers.owner,
+        )
+
+    def report(self) -> WorkerReport:
+        """Return all that there is to tell, for status pages and metrics; never waits."""
+        return WorkerReport(
+            status=self.status(),
+            updates_total=dict(self.updates_total),
+            last_reply=self.last_reply,
+            recent=self.recent_updates,
+            open_update=self.open_update,
         )
 
     def ledger(self) -> list[LedgerEntry]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -18,19 +18,17 @@ from tests.e2e.models import soften
 from tests.e2e.tensor_parallel import Group, Rank, group
 from tests.e2e.test_tensor_parallel import CONFIGS, make, save
 from tests.server.live import TOKEN, serving
+from weightsync.receiving.history import WorkerReport
 from weightsync.server import Workers, worker_path, workers_router
 from weightsync.weights.module_sink import ModuleSink
 from weightsync.wire import codec
-from weightsync.wire.messages import CALL_OF, Reply, Request, Status, StatusRequest, StepReply
+from weightsync.wire.messages import CALL_OF, Reply, Request, Status, StatusRequest
 
 transformers = pytest.importorskip("transformers", reason="needs the hf extra")
 
 
 class Forwarded:
     """A receiver in another process, as a server's routes want it."""
-
-    updates_total: Mapping[str, int] = {}  # nobody changes it
-    last_reply: StepReply | None = None
 
     def __init__(self, rank: Rank) -> None:
         self._rank = rank
@@ -43,6 +41,9 @@ class Forwarded:
         status = self.dispatch(StatusRequest())
         assert isinstance(status, Status)
         return status
+
+    def report(self) -> WorkerReport:
+        return WorkerReport(status=self.status(), updates_total={})
 
 
 @pytest.fixture(scope="module")

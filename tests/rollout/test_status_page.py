@@ -23,6 +23,7 @@ from torch import nn
 import weightsync as ws
 from tests.server.live import TOKEN, serving
 from weightsync.errors import TransportTimeout
+from weightsync.receiving.history import WorkerReport
 from weightsync.rollout import status_page_figures as figures
 from weightsync.rollout.engine_messages import Delta, EngineStats, Job
 from weightsync.rollout.status_page import status_router
@@ -40,7 +41,6 @@ from weightsync.rollout.status_page_data import (
 from weightsync.rollout.status_page_markup import escaped, isolated, joined, tag
 from weightsync.rollout.status_page_view import render_fragment, render_page, waits_for
 from weightsync.rollout.steps import ModelCard
-from weightsync.rollout.worker_messages import WorkerReport
 from weightsync.server.door import Receiver
 from weightsync.server.router import weight_router
 from weightsync.wire.messages import (
@@ -49,7 +49,6 @@ from weightsync.wire.messages import (
     Reply,
     Request,
     Status,
-    StepReply,
     UpdateRecord,
 )
 
@@ -340,14 +339,6 @@ class Watched:
 
     def status(self) -> Status:
         return self.report().status
-
-    @property
-    def updates_total(self) -> dict[str, int]:
-        return self.report().updates_total
-
-    @property
-    def last_reply(self) -> StepReply | None:
-        return None
 
 
 @contextmanager

@@ -9,6 +9,7 @@ import pytest
 
 import weightsync as ws
 from tests.sending.uniform import fill, make
+from weightsync.sending import membership
 
 TIMEOUT_S = 10.0
 FINISH = "finish_weight_update"
@@ -216,3 +217,17 @@ def test_a_sender_is_known_by_one_name_however_often_it_releases() -> None:
     inits = [m for m in receiver.messages if m["call"] == "init_weight_transfer_engine"]
     assert len(inits) == 3
     assert len({m["body"]["init_info"]["sender"] for m in inits}) == 1
+
+
+def test_members_that_never_come_back_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(membership, "MAX_OWED", 2)
+    model, stays = make(1), Receiver("stays")
+    with ws.connect(model, to=stays, timeout_s=TIMEOUT_S, on_failure="drop") as sender:
+        left = [Receiver(f"left-{k}") for k in range(4)]
+        for receiver in left:
+            sender.add(receiver)
+            receiver.before = lose(FINISH, "shutdown_weight_transfer_engine")
+            assert set(sender.send_weights().dropped) == {receiver.__qualname__}
+        assert sender._lead is not None
+        owed = sender._lead._membership._owed
+        assert set(owed) == {receiver.receiver.instance for receiver in left[2:]}

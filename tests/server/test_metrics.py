@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+from typing import cast
+
+import msgspec
+import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from torch import nn
 
 import weightsync as ws
+from weightsync.rollout.worker_client import RemoteReceiver, WorkerClient
+from weightsync.rollout.worker_messages import REPORT_CALL
+from weightsync.server import Workers
 from weightsync.server.metrics import ReceiverMetrics
 
 NBYTES = 4 * (8 * 8 + 8)
@@ -47,3 +54,29 @@ def test_a_pause_is_seen() -> None:
     receiver = ws.WeightReceiver(nn.Linear(8, 8))
     receiver.handle({"call": "pause", "body": {"mode": "keep"}})
     assert samples(ReceiverMetrics(receiver))["weightsync_paused", ""] == 1
+
+
+class Asked:
+    """Where an API server's way to its workers ends: counts calls to each."""
+
+    def __init__(self, receiver: ws.WeightReceiver) -> None:
+        self._receiver = receiver
+        self.calls: list[tuple[int, str]] = []
+
+    def call(self, worker: int, call: str, body: bytes, timeout_s: float) -> bytes:
+        self.calls.append((worker, call))
+        return msgspec.json.encode(self._receiver.report())
+
+
+@pytest.mark.parametrize("workers", [1, 3])
+def test_a_scrape_asks_each_worker_once(workers: int) -> None:
+    asked = Asked(ws.WeightReceiver(nn.Linear(8, 8), version=4))
+    stands_for = {
+        f"workers/{k}": RemoteReceiver(cast(WorkerClient, asked), k) for k in range(workers)
+    }
+    together = Workers(stands_for)
+    try:
+        assert samples(ReceiverMetrics(together))["weightsync_version", ""] == 4
+        assert sorted(asked.calls) == [(k, REPORT_CALL) for k in range(workers)]
+    finally:
+        together.close()

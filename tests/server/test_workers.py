@@ -167,9 +167,10 @@ def test_a_whole_model_in_one_message_reaches_all(server: Server) -> None:
     assert isinstance(reply, StepReply)
     assert (reply.state, reply.version, reply.verified) == ("READY", 1, "held")
     assert server.held == [(1, {1.0})] * 3
-    assert server.workers.updates_total == {"committed": 1}
-    assert server.workers.last_reply is not None
-    assert server.workers.last_reply.version == 1
+    report = server.workers.report()
+    assert report.updates_total == {"committed": 1}
+    assert report.last_reply is not None
+    assert report.last_reply.version == 1
 
 
 @pytest.mark.parametrize("kind", [UpdateRequest, PrepareRequest])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Mapping
 
+from weightsync.receiving.history import WorkerReport
 from weightsync.wire import codec
 from weightsync.wire.messages import (
     CALL_OF,
@@ -62,6 +63,13 @@ class ScriptedReceiver:
 
     def status(self) -> Status:
         return self.state
+
+    def report(self) -> WorkerReport:
+        return WorkerReport(
+            status=self.status(),
+            updates_total=dict(self.updates_total),
+            last_reply=self.last_reply,
+        )
 
     def answer(self, request: Request) -> Reply:
         kind = REPLIES[CALL_OF[type(request)]]

@@ -5,10 +5,22 @@ from __future__ import annotations
 import time
 from collections import Counter, deque
 
+from msgspec import Struct
+
 from weightsync.lifecycle import UpdateLifecycle
-from weightsync.wire.messages import OpenUpdate, StepReply, UpdateRecord
+from weightsync.wire.messages import OpenUpdate, Status, StepReply, UpdateRecord
 
 KEPT_UPDATES = 64
+
+
+class WorkerReport(Struct, frozen=True, kw_only=True):
+    """What a receiver tells of itself at one moment; `recent`: the oldest first."""
+
+    status: Status
+    updates_total: dict[str, int]
+    last_reply: StepReply | None = None
+    recent: list[UpdateRecord] = []
+    open_update: OpenUpdate | None = None
 
 
 class History:

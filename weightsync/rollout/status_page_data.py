@@ -6,17 +6,16 @@ import asyncio
 import time
 from collections import defaultdict
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
-from typing import Generic, Protocol, TypeVar, runtime_checkable
+from typing import Generic, TypeVar
 
 import anyio
 import anyio.to_thread
 import msgspec
-from msgspec.structs import asdict, replace
+from msgspec.structs import asdict
 
-from weightsync.receiver import WeightReceiver
+from weightsync.receiving.history import WorkerReport
 from weightsync.rollout.engine_client import EngineClient
 from weightsync.rollout.engine_messages import EngineStats
-from weightsync.rollout.worker_messages import WorkerReport
 from weightsync.server.door import Receiver
 from weightsync.server.merging import merge_statuses
 from weightsync.wire.messages import LedgerEntry, OpenUpdate, Status, UpdateRecord
@@ -83,14 +82,6 @@ class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
     replicas: list[EngineStats]
     updates: list[UpdateView]
     engine_error: str = ""
-
-
-@runtime_checkable
-class _Reports(Protocol):
-    """A receiver that tells all of itself in one answer."""
-
-    def report(self) -> WorkerReport:
-        """All that the worker tells of itself."""
 
 
 class _Question(Generic[T]):
@@ -162,22 +153,8 @@ def _in_thread(
     receiver: Receiver, limiter: anyio.CapacityLimiter
 ) -> Callable[[], Coroutine[object, object, WorkerReport]]:
     return lambda: anyio.to_thread.run_sync(
-        report_of, receiver, limiter=limiter, abandon_on_cancel=True
+        receiver.report, limiter=limiter, abandon_on_cancel=True
     )
-
-
-def report_of(receiver: Receiver) -> WorkerReport:
-    """Return all that a receiver tells of itself; one that keeps no history tells of none."""
-    if isinstance(receiver, _Reports):
-        return receiver.report()
-    report = WorkerReport(
-        status=receiver.status(),
-        updates_total=dict(receiver.updates_total),
-        last_reply=receiver.last_reply,
-    )
-    if not isinstance(receiver, WeightReceiver):
-        return report
-    return replace(report, recent=receiver.recent_updates, open_update=receiver.open_update)
 
 
 def worker_names(workers: int, replicas: int) -> list[str]:

@@ -25,7 +25,7 @@ from weightsync.rollout.sharded_model import load_for_worker
 from weightsync.rollout.steps import Step
 from weightsync.rollout.worker_crew import STEP_SLOT_NBYTES, STEP_SLOTS, step_codec
 from weightsync.rollout.worker_link import WorkerLink
-from weightsync.rollout.worker_messages import REPORT_CALL, Hello, Standing, WorkerReport
+from weightsync.rollout.worker_messages import REPORT_CALL, Hello, Standing
 from weightsync.samehost.message_queue import MessageQueue
 from weightsync.wire import codec
 
@@ -90,15 +90,7 @@ class Worker:
 
     def _handle(self, call: str, body: bytes) -> bytes:
         if call == REPORT_CALL:
-            return msgspec.json.encode(
-                WorkerReport(
-                    status=self.receiver.status(),
-                    updates_total=dict(self.receiver.updates_total),
-                    last_reply=self.receiver.last_reply,
-                    recent=self.receiver.recent_updates,
-                    open_update=self.receiver.open_update,
-                )
-            )
+            return msgspec.json.encode(self.receiver.report())
         return codec.encode(self.receiver.dispatch(codec.decode_request(call, body)))
 
     def _release(self) -> None:

@@ -5,15 +5,16 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import msgspec
 import zmq
 import zmq.asyncio
 
 from weightsync.errors import ConnectError, TransportTimeout, WeightSyncError
+from weightsync.receiving.history import WorkerReport
 from weightsync.rollout.lasting_task import end_process
-from weightsync.rollout.worker_messages import REPORT_CALL, WorkerReport
+from weightsync.rollout.worker_messages import REPORT_CALL
 from weightsync.wire import codec
 from weightsync.wire.messages import (
     CALL_OF,
@@ -21,8 +22,6 @@ from weightsync.wire.messages import (
     Request,
     Status,
     StatusRequest,
-    StepReply,
-    UpdateRecord,
 )
 from weightsync.wire.problem import Problem, from_problem
 
@@ -162,21 +161,6 @@ class RemoteReceiver:
     def status(self) -> Status:
         """The worker's state."""
         return self.report().status
-
-    @property
-    def updates_total(self) -> Mapping[str, int]:
-        """The worker's updates by result."""
-        return self.report().updates_total
-
-    @property
-    def last_reply(self) -> StepReply | None:
-        """What the worker's last committed update said."""
-        return self.report().last_reply
-
-    @property
-    def recent_updates(self) -> list[UpdateRecord]:
-        """The worker's last committed updates, the oldest first."""
-        return self.report().recent
 
     def report(self) -> WorkerReport:
         """All that the worker tells of itself."""

@@ -70,6 +70,7 @@ class WorkerLink:
         self._core_address = core_address
         self._control_address = control_address
         self._calls: dict[int, asyncio.Future[Done]] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
         self._welcome: asyncio.Future[Welcome] | None = None
         self._next_call = 0
         self._said: Standing | None = None
@@ -183,7 +184,14 @@ class WorkerLink:
 
     def _spawn(self, work: Any) -> None:
         """Run a task without which the worker is of no use."""
-        self._loop.create_task(work).add_done_callback(end_process)
+        self._keep(work).add_done_callback(end_process)
+
+    def _keep(self, work: Any) -> asyncio.Task[None]:
+        """Run a task and refer to it meanwhile: the loop itself holds its tasks weakly."""
+        task: asyncio.Task[None] = self._loop.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
 
     async def _begin(self, handle: Handle) -> None:
         self._spawn(self._listen_to_api(handle))
@@ -222,7 +230,7 @@ class WorkerLink:
     async def _listen_to_api(self, handle: Handle) -> None:
         while True:
             owner, call, name, body = await self._control.recv_multipart()
-            self._loop.create_task(self._answer(handle, owner, call, name.decode(), body))
+            self._keep(self._answer(handle, owner, call, name.decode(), body))
 
     async def _answer(
         self, handle: Handle, owner: bytes, call: bytes, name: str, body: bytes

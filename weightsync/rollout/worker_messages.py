@@ -7,7 +7,6 @@ import msgspec
 from weightsync.rollout.engine_messages import PauseMode
 from weightsync.rollout.steps import ModelCard
 from weightsync.samehost.message_queue import QueueHandle
-from weightsync.wire.messages import OpenUpdate, Status, StepReply, UpdateRecord
 
 REPORT_CALL = "worker_report"
 """What API servers ask a worker beside the calls of the wire."""
@@ -92,16 +91,3 @@ class PauseState(_Tagged, frozen=True, kw_only=True, tag="pause_state"):
 
 
 CoreWord = Welcome | Done | PauseState
-
-
-# To API servers.
-
-
-class WorkerReport(msgspec.Struct, frozen=True, kw_only=True):
-    """What a worker tells of itself, for status pages and metrics; `recent`: the oldest first."""
-
-    status: Status
-    updates_total: dict[str, int]
-    last_reply: StepReply | None = None
-    recent: list[UpdateRecord] = []
-    open_update: OpenUpdate | None = None

@@ -36,6 +36,8 @@ from weightsync.wire.offers import describe, utc
 logger = logging.getLogger(__name__)
 
 _STATUS_TIMEOUT_S = 10.0
+MAX_OWED = 256
+"""Of how many members that left it is known what they were not told; most never return."""
 
 
 class Membership:
@@ -183,6 +185,8 @@ class Membership:
         self._pay([member])
         if member.unfinished is not None or member.unaborted is not None:
             self._owed[member.instance] = (member.unfinished, member.unaborted)
+            while len(self._owed) > MAX_OWED:
+                del self._owed[next(iter(self._owed))]
         self.roads.withdraw([member], leaves=True)
         self.roads.forget(member)
         self.fleet.remove(member)

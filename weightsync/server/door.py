@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Protocol, TypeVar
 
 import anyio
@@ -14,9 +14,10 @@ from msgspec import structs
 from starlette.requests import ClientDisconnect
 
 from weightsync.errors import AuthError, ConfigError, WeightSyncError
+from weightsync.receiving.history import WorkerReport
 from weightsync.server.auth import challenge
 from weightsync.wire import codec, problem
-from weightsync.wire.messages import Reply, Request, Status, StepReply
+from weightsync.wire.messages import Reply, Request, Status
 
 T = TypeVar("T")
 
@@ -38,13 +39,8 @@ class Receiver(Protocol):
     def status(self) -> Status:
         """Return the state now; does not wait for a step in progress."""
 
-    @property
-    def updates_total(self) -> Mapping[str, int]:
-        """Updates so far, by result."""
-
-    @property
-    def last_reply(self) -> StepReply | None:
-        """The reply to the last finished update."""
+    def report(self) -> WorkerReport:
+        """Return all that it tells of itself, read at one moment."""
 
 
 class BodyError(ConfigError):

@@ -33,15 +33,16 @@ class ReceiverMetrics:
 
     def collect(self) -> Iterator[Metric]:
         """Yield the metrics of the receiver."""
-        yield from _of_status(self._receiver.status())
+        report = self._receiver.report()
+        yield from _of_status(report.status)
         updates = CounterMetricFamily(
             "weightsync_updates", "Updates by how they ended.", labels=["result"]
         )
-        for result, count in sorted(self._receiver.updates_total.items()):
+        for result, count in sorted(report.updates_total.items()):
             updates.add_metric([result], count)
         yield updates
-        if (reply := self._receiver.last_reply) is not None:
-            yield from _of_reply(reply)
+        if report.last_reply is not None:
+            yield from _of_reply(report.last_reply)
 
 
 class _Fixed(Collector):

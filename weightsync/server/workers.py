@@ -16,6 +16,7 @@ from fastapi import APIRouter
 from msgspec.structs import replace
 
 from weightsync.errors import ConfigError, ProtocolError, WeightSyncError
+from weightsync.receiving.history import WorkerReport
 from weightsync.receiving.incoming import new_update_id
 from weightsync.server import merging
 from weightsync.server.door import DEFAULT_MAX_BODY_NBYTES, Receiver
@@ -86,18 +87,24 @@ class Workers:
             CheckRequest: self._check,
         }
 
-    @property
-    def updates_total(self) -> Mapping[str, int]:
-        """Updates by result; one that ended alike on all workers counts once."""
-        totals = [worker.updates_total for worker in self.workers.values()]
-        return {kind: max(t.get(kind, 0) for t in totals) for kind in sorted(set().union(*totals))}
+    def report(self) -> WorkerReport:
+        """Return what all tell of themselves as one, each asked once.
 
-    @property
-    def last_reply(self) -> StepReply | None:
-        """What the last committed update said on all workers; None until each has one."""
-        replies = [worker.last_reply for worker in self.workers.values()]
+        Updates that ended alike on all workers count once; the last reply is that of all, or none.
+        """
+        reports = self._each(lambda _, worker: worker.report())
+        if self._only is not None:
+            return next(iter(reports.values()))
+        totals = [report.updates_total for report in reports.values()]
+        replies = [report.last_reply for report in reports.values()]
         known = [reply for reply in replies if reply is not None]
-        return merging.merge_steps(known) if len(known) == len(replies) else None
+        return WorkerReport(
+            status=merging.merge_statuses({name: r.status for name, r in reports.items()}),
+            updates_total={
+                kind: max(t.get(kind, 0) for t in totals) for kind in sorted(set().union(*totals))
+            },
+            last_reply=merging.merge_steps(known) if len(known) == len(replies) else None,
+        )
 
     def status(self) -> Status:
         """Return the state of all as one; never waits for an update at work."""
