@@ -18,7 +18,16 @@ if TYPE_CHECKING:
     from tests.protocol.world import World
 
 Step = Literal[
-    "start", "start_partial", "start_named", "all", "some", "prepare", "finish", "abort", "expire"
+    "start",
+    "start_partial",
+    "start_named",
+    "start_as_sender",
+    "all",
+    "some",
+    "prepare",
+    "finish",
+    "abort",
+    "expire",
 ]
 NBYTES = 32 << 10
 _NUMBERS = itertools.count(1)
@@ -42,7 +51,10 @@ class Stranger:
     def session(self) -> str | None:
         """The update that is open and no sender's, whether it began here or not."""
         incoming = self._member.receiver._updates._incoming
-        return incoming.update_id if incoming is not None and incoming.sender is None else None
+        ours = incoming is not None and (
+            incoming.sender is None or incoming.update_id.startswith("stranger-")
+        )
+        return incoming.update_id if incoming is not None and ours else None
 
     def do(self, step: Step, names: Iterable[str]) -> None:
         """Make one step. Whether it is refused is the receiver's business."""
@@ -50,7 +62,7 @@ class Stranger:
             self._session, self._brought, self._named = None, {}, {}
         if step == "expire":
             self._world.expire(self._member)
-        elif step in ("start", "start_partial", "start_named"):
+        elif step.startswith("start"):
             self._start(step)
         elif step in ("all", "some"):
             self._load(list(self._names if step == "all" else names))
@@ -65,8 +77,11 @@ class Stranger:
 
     def _start(self, step: Step) -> None:
         partial = step == "start_partial"
-        self._named = {"update_id": f"stranger-{next(_NUMBERS)}"} if step == "start_named" else {}
-        if self._tell("start_weight_update", partial=partial):
+        named = step in ("start_named", "start_as_sender")
+        self._named = {"update_id": f"stranger-{next(_NUMBERS)}"} if named else {}
+        sender = next(iter(self._member.receiver.status().senders), None)
+        pretends = {"sender": sender} if step == "start_as_sender" else {}
+        if self._tell("start_weight_update", partial=partial, **pretends):
             self._session, self._partial, self._brought = self.session, partial, {}
 
     def _load(self, names: list[str]) -> None:
