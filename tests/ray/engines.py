@@ -7,6 +7,7 @@ import signal
 import socket
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -98,7 +99,14 @@ def test_an_actor_that_fails(servers: APIServerProcessManager, tmp_path: Path) -
 def test_an_actor_that_has_finished(servers: APIServerProcessManager, tmp_path: Path) -> None:
     manager, actors = engines(tmp_path)
     (tmp_path / "engine core 0").write_text("end")
-    wait_for_completion_or_failure(servers, manager)
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(wait_for_completion_or_failure, servers, manager)
+        ray.wait([next(iter(manager._names))], timeout=WAIT_S)
+        with pytest.raises(TimeoutError):
+            waiting.result(1.5)
+        (tmp_path / "engine core 1").write_text("fail")
+        with pytest.raises(ProcessLostError, match="engine core 1 failed: KeyError"):
+            waiting.result(WAIT_S)
     assert_all_ended(servers, actors)
 
 

@@ -13,12 +13,15 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from multiprocessing import connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 import psutil
 import pytest
 
+from tests.children import CONTEXT
 from tests.ray import sandbox
 from tests.rollout import supervised
 from tests.rollout.supervised import WAIT_S
@@ -63,6 +66,34 @@ def engines(*targets: str) -> Supervisor:
     ]
     tree.launch("engine cores", specs)
     return tree
+
+
+def end_as_told(word: Path) -> None:
+    """End with the exit code that a file says."""
+    deadline = time.monotonic() + WAIT_S
+    while not word.exists() and time.monotonic() < deadline:
+        time.sleep(0.02)
+    raise SystemExit(int(word.read_text(encoding="ascii")))
+
+
+class Started:
+    """A manager of one process, which ends when and as it is told."""
+
+    def __init__(self, word: Path) -> None:
+        self._word = word
+        self.processes: list[BaseProcess] = [CONTEXT.Process(target=end_as_told, args=(word,))]
+        self.processes[0].start()
+        self.closed = False
+
+    def end(self, code: int) -> None:
+        told = self._word.with_suffix(".new")
+        told.write_text(str(code), encoding="ascii")
+        told.rename(self._word)
+
+    def close(self) -> None:
+        self.closed = True
+        self.processes[0].kill()
+        self.processes[0].join(WAIT_S)
 
 
 def ask(address: tuple[str, int]) -> list[object]:
@@ -130,15 +161,41 @@ class TestWaitForAll:
             for manager in managers:
                 manager.close()
 
-    def test_a_clean_end_of_one_is_the_end_of_all(self, listener: socket.socket) -> None:
-        servers, cores = api_servers(listener, 1), engines("ends")
+    @pytest.mark.parametrize("last", [0, 3])
+    def test_clean_ends_are_waited_for_until_all_have_ended_or_one_fails(
+        self, tmp_path: Path, last: int
+    ) -> None:
+        started = [Started(tmp_path / str(index)) for index in range(2)]
+        with ThreadPoolExecutor(1) as pool:
+            try:
+                waiting = pool.submit(wait_for_completion_or_failure, *started)
+                started[0].end(0)
+                # Not by join: a process of the fork server is asked by one thread at a time.
+                assert connection.wait([started[0].processes[0].sentinel], WAIT_S)
+                with pytest.raises(TimeoutError):
+                    waiting.result(0.5)
+                started[1].end(last)
+                if last == 0:
+                    assert waiting.result(WAIT_S) is None
+                else:
+                    with pytest.raises(ProcessLostError, match="exit code 3"):
+                        waiting.result(WAIT_S)
+                assert [one.closed for one in started] == [True, True]
+            finally:
+                for one in started:
+                    one.close()
+
+    def test_one_that_fails_ends_those_that_still_run(self, tmp_path: Path) -> None:
+        started = [Started(tmp_path / str(index)) for index in range(3)]
         try:
-            wait_for_completion_or_failure(servers, cores)
-            assert not any(p.is_alive() for m in (servers, cores) for p in m.processes)
-            assert cores.processes[0].exitcode == 0
+            started[0].end(0)
+            started[1].end(5)
+            with pytest.raises(ProcessLostError, match="exit code 5"):
+                wait_for_completion_or_failure(*started)
+            assert not started[2].processes[0].is_alive()
         finally:
-            servers.close()
-            cores.close()
+            for one in started:
+                one.close()
 
     def test_ctrl_c_ends_it_cleanly(self, listener: socket.socket) -> None:
         servers = api_servers(listener, 1)

@@ -14,6 +14,7 @@ import zmq
 import zmq.asyncio
 
 from weightsync.errors import NotReadyError, TransportTimeout
+from weightsync.rollout import bad_frames
 from weightsync.rollout.engine_messages import (
     Answer,
     Ask,
@@ -218,8 +219,13 @@ class CoreClient:
         sending.add_done_callback(self._sending.discard)
 
     async def _listen(self, core: _Core) -> None:
+        index = self._cores.index(core)
         while True:
-            for event in _events.decode(await core.socket.recv()):
+            frame = await core.socket.recv()
+            events: list[Event] = []
+            with bad_frames.dropped(f"engine core {index}"):
+                events = _events.decode(frame)
+            for event in events:
                 self._take(event)
 
     def _take(self, event: Event) -> None:

@@ -151,8 +151,9 @@ class EngineCore:
                 self._ordered(owner, frames)
 
     def _ordered(self, owner: Owner, frames: list[Any]) -> None:
-        request_id = bytes(frames[0].buffer).decode("utf-8", "replace")
+        request_id = ""
         try:
+            request_id = bytes(frames[0].buffer).decode("utf-8", "replace")
             order = self._decoder.decode([frame.buffer for frame in frames[1:]])
         except Exception as exc:  # noqa: BLE001 - one bad message is its sender's alone
             logger.warning("request %s of %r cannot be read: %s", request_id, owner, exc)

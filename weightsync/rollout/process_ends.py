@@ -81,6 +81,8 @@ def wait_any(
     with _end_descriptors([] if ended else started) as ends:
         ready = wait([*ends, *connections], 0 if ended else timeout_s)
     ended += [process for fd, process in ends.items() if fd in ready]
+    for process in ended:
+        process.join(KILL_S)  # a fork server tells exit codes a moment later
     return ended, [connection for connection in connections if connection in ready]
 
 

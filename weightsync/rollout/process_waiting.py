@@ -32,7 +32,7 @@ class PolledManager(Protocol):
     """What has to be asked how its processes do: RayEngines, for instance."""
 
     def poll(self) -> bool:
-        """Whether one of them has ended as it should. Raises ProcessLostError for one that died."""
+        """Whether all have ended as they should. Raises ProcessLostError for one that died."""
 
     def close(self) -> None:
         """End them. Idempotent."""
@@ -43,10 +43,10 @@ def wait_for_completion_or_failure(
     engine_manager: ProcessManager | PolledManager | None = None,
     coordinator: ProcessManager | PolledManager | None = None,
 ) -> None:
-    """Wait until one process of any of them ends, then close all of them.
+    """Wait until the processes of all of them have ended, or one has failed; then close all.
 
-    Returns where it ended with exit code 0, and on Ctrl-C. Raises ProcessLostError, with its name,
-    pid and exit code, where it ended otherwise.
+    Returns when all ended with exit code 0, and on Ctrl-C. Raises ProcessLostError, with its name,
+    pid and exit code, for the first that ended otherwise; the others are ended then.
     """
     given = [api_server_manager, engine_manager, coordinator]
     managers = [manager for manager in given if manager is not None]
@@ -75,7 +75,10 @@ def _wait(managers: Sequence[ProcessManager | PolledManager]) -> None:
         if not isinstance(manager, PolledManager)
         for process in manager.processes
     ]
-    ended: list[BaseProcess] = []
-    while not ended and not any(manager.poll() for manager in polled):
+    while True:
+        polled = [manager for manager in polled if not manager.poll()]
+        if not (processes or polled):
+            return
         ended, _ = process_ends.wait_any(processes, timeout_s=POLL_S if polled else None)
-    process_ends.raise_for(ended)
+        process_ends.raise_for(ended)
+        processes = [process for process in processes if process not in ended]

@@ -30,12 +30,12 @@ class RayEngines:
         self._names = {ref: name for name, ref in run_refs.items()}
 
     def poll(self) -> bool:
-        """Whether a call has returned. Raises ProcessLostError if one failed, or its actor died."""
+        """Whether all calls have returned. Raises ProcessLostError if one failed or died."""
         refs = list(self._names)
         done, _ = ray.wait(refs, num_returns=len(refs), timeout=0)
         for ref in done:
             self._check(ref)
-        return bool(done)
+        return len(done) == len(refs)
 
     def close(self) -> None:
         """Kill the actors, without restart. Idempotent."""

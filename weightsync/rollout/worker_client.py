@@ -13,6 +13,7 @@ import zmq.asyncio
 
 from weightsync.errors import ConnectError, TransportTimeout, WeightSyncError
 from weightsync.receiving.history import WorkerReport
+from weightsync.rollout import bad_frames
 from weightsync.rollout.lasting_task import end_process
 from weightsync.rollout.worker_messages import REPORT_CALL
 from weightsync.wire import codec
@@ -127,16 +128,20 @@ class WorkerClient:
 
     async def _listen(self, socket: zmq.asyncio.Socket) -> None:
         while True:
-            number, kind, body = await socket.recv_multipart()
-            with self._lock:
-                answer = self._calls.get(number)
-            if answer is None or answer.done():
-                continue  # its caller has stopped waiting
-            if kind == b"reply":
-                answer.set_result(body)
-            else:
-                problem = msgspec.json.decode(body, type=Problem)
-                answer.set_exception(from_problem(problem, peer=""))
+            frames = await socket.recv_multipart()
+            with bad_frames.dropped("a worker"):
+                self._take(*frames)
+
+    def _take(self, number: bytes, kind: bytes = b"", body: bytes = b"", *_: bytes) -> None:
+        with self._lock:
+            answer = self._calls.get(number)
+        if answer is None or answer.done():
+            return  # its caller has stopped waiting
+        if kind == b"reply":
+            answer.set_result(body)
+        else:
+            problem = msgspec.json.decode(body, type=Problem)
+            answer.set_exception(from_problem(problem, peer=""))
 
 
 async def _send_all(socket: zmq.asyncio.Socket, frames: list[bytes]) -> None:

@@ -10,6 +10,7 @@ import msgspec
 import zmq
 
 from weightsync.errors import ProtocolError, TransferTimeout
+from weightsync.rollout import bad_frames
 from weightsync.rollout.steps import Choosing, Chosen, ModelCard, NewRows, Step, StepResult
 from weightsync.rollout.worker_messages import CoreWord, Hello, Notice, Welcome
 from weightsync.samehost.message_codec import MessageCodec
@@ -82,9 +83,11 @@ class WorkerCrew:
                 raise TransferTimeout(
                     f"worker {late} of {size} did not load the model within {timeout_s:g} s"
                 )
-            rank, notice = _notice(socket.recv_multipart())
-            if isinstance(notice, Hello):
-                hellos[rank] = notice
+            frames = socket.recv_multipart()
+            with bad_frames.dropped("a worker"):
+                rank, notice = _notice(frames)
+                if isinstance(notice, Hello):
+                    hellos[rank] = notice
         return cls(socket, hellos)
 
     @property
@@ -119,9 +122,12 @@ class WorkerCrew:
                 frames = self.socket.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:
                 return
-            worker, notice = _notice(frames)
-            self._heard[worker] = time.monotonic()
-            yield worker, notice
+            found: list[tuple[int, Notice]] = []
+            with bad_frames.dropped("a worker"):
+                found.append(_notice(frames))
+            for worker, notice in found:
+                self._heard[worker] = time.monotonic()
+                yield worker, notice
 
     def answer(self, worker: int, word: CoreWord) -> None:
         """Tell one worker something."""

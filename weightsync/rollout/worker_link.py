@@ -18,6 +18,7 @@ import zmq
 import zmq.asyncio
 
 from weightsync.errors import TransferError, TransferTimeout
+from weightsync.rollout import bad_frames
 from weightsync.rollout.engine_messages import PauseMode
 from weightsync.rollout.lasting_task import end_process
 from weightsync.rollout.worker_crew import worker_identity
@@ -218,19 +219,25 @@ class WorkerLink:
 
     async def _listen_to_core(self) -> None:
         while True:
-            word = _word_decoder.decode(await self._core.recv())
-            if isinstance(word, Welcome):
-                if self._welcome is not None and not self._welcome.done():
-                    self._welcome.set_result(word)
-            elif isinstance(word, PauseState):
-                self._on_paused(word.paused)
-            elif word.call in self._calls and not self._calls[word.call].done():
-                self._calls[word.call].set_result(word)
+            frame = await self._core.recv()
+            with bad_frames.dropped("the engine core"):
+                self._take(_word_decoder.decode(frame))
+
+    def _take(self, word: CoreWord) -> None:
+        if isinstance(word, Welcome):
+            if self._welcome is not None and not self._welcome.done():
+                self._welcome.set_result(word)
+        elif isinstance(word, PauseState):
+            self._on_paused(word.paused)
+        elif word.call in self._calls and not self._calls[word.call].done():
+            self._calls[word.call].set_result(word)
 
     async def _listen_to_api(self, handle: Handle) -> None:
         while True:
-            owner, call, name, body = await self._control.recv_multipart()
-            self._keep(self._answer(handle, owner, call, name.decode(), body))
+            frames = await self._control.recv_multipart()
+            with bad_frames.dropped("an API server"):
+                owner, call, name, body = frames
+                self._keep(self._answer(handle, owner, call, name.decode(), body))
 
     async def _answer(
         self, handle: Handle, owner: bytes, call: bytes, name: str, body: bytes
