@@ -45,6 +45,7 @@ from weightsync.weights.dtypes import as_bytes, spec_of
 from weightsync.weights.fingerprint import mix64, to_hex
 from weightsync.weights.hook_sink import HookSink
 from weightsync.weights.sink import LoadWeights
+from weightsync.weights.source_changes import SourceWatch
 from weightsync.wire import codec
 from weightsync.wire.messages import EmptyUpdate, HandlesUpdate, RegisteredUpdate, UpdateRequest
 from weightsync.wire.offers import KeyedHandle, SegmentHandle
@@ -118,7 +119,9 @@ class IPCWeightTransferEngine:
         each `packed_buffer_size_bytes`: tensors are taken from `iterator` one bufferful at a time.
 
         Raises what the receivers raised, ConfigError for wrong arguments, ManifestMismatchError
-        where ranks send different tensors, VerificationError where they send different bytes. An
+        where ranks send different tensors, VerificationError where they send different bytes, or,
+        unpacked, where tensors change meanwhile: host memory is then not delivered, while receivers
+        of GPU memory may have put a mixture to use. Packed this is not looked at. An
         error of one rank is raised on all of them, with the rank's number. A rank that does not
         come within `timeout_s` is a TransferTimeout with its number. Afterwards all of them may
         call again.
@@ -327,7 +330,10 @@ def _messages(
 
 
 def _unpacked(pairs: NamedTensors, lends_host: bool) -> Iterator[_Message]:
-    kept = [(name, tensor.detach().contiguous()) for name, tensor in pairs]
+    given = list(pairs)
+    watch = SourceWatch()
+    watch.begin([name for name, _ in given], [tensor for _, tensor in given])
+    kept = [(name, tensor.detach().contiguous()) for name, tensor in given]
     manifest = Manifest(tuple(spec_of(name, tensor) for name, tensor in kept))
     flats = [as_bytes(tensor) for _, tensor in kept]
     # An empty tensor has no memory on a GPU that could be opened.
@@ -349,7 +355,20 @@ def _unpacked(pairs: NamedTensors, lends_host: bool) -> Iterator[_Message]:
         _synchronize(flats)
         lends = lends_host or not all(on_host)
         fingerprints = [to_hex(mix64(flat)) for flat in flats] if lends else []
+        if all(on_host):
+            _refuse_changed(watch.end())  # what is lent is a copy from here on
         yield _Message(manifest, _Lent(handles=handles, fingerprints=fingerprints))
+        _refuse_changed(watch.end())
+
+
+def _refuse_changed(names: list[str]) -> None:
+    if names:
+        raise VerificationError(
+            f"the source changed while it was sent: {len(names)} tensors: {shorten(names)}; let "
+            "this call return before the next optimizer step, then send again: receivers that "
+            "took what was sent hold a mixture until then",
+            names=names,
+        )
 
 
 def _packed(pairs: NamedTensors, limit: int, lends_host: bool) -> Iterator[_Message]:

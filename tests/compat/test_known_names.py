@@ -15,10 +15,12 @@ import pytest
 import torch
 
 import weightsync as ws
+from weightsync import compat
 from weightsync.receiving.landings import ApplyChoice
 from weightsync.samehost.device_keys import host_key
 from weightsync.samehost.memory import OpenMemory
 from weightsync.samehost.segment import live_segments
+from weightsync.weights.fingerprint import mix64
 from weightsync.wire.messages import UpdateRequest
 from weightsync.wire.offers import Handle, KeyedHandle, SegmentHandle
 
@@ -36,6 +38,28 @@ def tensors() -> list[tuple[str, torch.Tensor]]:
         ("empty", torch.zeros(0, 4)),
         ("scalar", torch.tensor(3)),
     ]
+
+
+def test_what_changes_while_it_is_copied_is_not_delivered(monkeypatch: pytest.MonkeyPatch) -> None:
+    parameter = torch.nn.Parameter(torch.ones(8))
+    parameter.grad = torch.ones(8)
+    step = torch.optim.SGD([parameter], lr=1.0, fused=True).step
+    changes = [step]
+
+    def changed(flat: torch.Tensor) -> int:
+        while changes:
+            changes.pop()()
+        return mix64(flat)
+
+    monkeypatch.setattr(compat, "mix64", changed)
+    delivered: list[object] = []
+    args = Args(send_mode=delivered.append)
+    with pytest.raises(ws.VerificationError, match="the source changed while it was sent") as seen:
+        Engine.trainer_send_weights([("w", parameter)], args)
+    assert seen.value.names == ("w",)
+    assert not delivered
+    Engine.trainer_send_weights([("w", parameter)], args)
+    assert len(delivered) == 1
 
 
 @pytest.fixture(autouse=True)
