@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import hashlib
 import os
 import signal
@@ -18,6 +19,7 @@ from tests.children import CONTEXT
 from weightsync.errors import PeerLostError, TransferTimeout
 from weightsync.samehost.message_layout import SOCKET
 from weightsync.samehost.message_queue import MessageQueue, QueueHandle
+from weightsync.samehost.message_writer import LOOK_S
 
 WAIT_S = 60.0
 SMALL_SLOT = 64 << 10
@@ -211,9 +213,39 @@ def close() -> None:
 
 def resources() -> tuple[int, int]:
     """Return open descriptors and resident bytes."""
+    gc.collect()
     pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1])
     fds = list(Path("/proc/self/fd").iterdir())
     return len(fds), pages * os.sysconf("SC_PAGE_SIZE")
+
+
+def enqueue_times(count: int, message: Any) -> None:
+    for _ in range(count):
+        _queues["q"].enqueue(message, WAIT_S)
+
+
+def dequeue_times(count: int) -> None:
+    for _ in range(count):
+        _queues["q"].dequeue(WAIT_S)
+
+
+def look_at_readers(message: Any) -> None:
+    """Enqueue late enough after the last message for the writer to look at its readers."""
+    time.sleep(1.1 * LOOK_S)
+    _queues["q"].enqueue(message, WAIT_S)
+
+
+def descriptors_of_queues(times: int) -> list[int]:
+    """Make and close both ends of a queue again and again; return open descriptors after each."""
+    counts = []
+    for _ in range(times):
+        writer = MessageQueue(1, 1, max_chunk_bytes=SMALL_SLOT, max_chunks=3)
+        with writer, MessageQueue.create_from_handle(writer.export_handle(), 0) as reader:
+            writer.enqueue(bytes(4 * SMALL_SLOT), WAIT_S)
+            reader.dequeue(WAIT_S)
+        del writer, reader
+        counts.append(resources()[0])
+    return counts
 
 
 def make_remote(address: str) -> QueueHandle:

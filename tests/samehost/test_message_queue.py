@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import gc
 import hashlib
 import json
 import logging
@@ -10,7 +9,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -603,33 +602,31 @@ def test_nobody_drops_a_reader_that_is_none() -> None:
 
 def test_memory_and_descriptors_stay_where_they_were() -> None:
     message = {"a": torch.ones(10_000), "b": noise(2000), "c": (1, "x")}
-    with with_readers(1) as (queue, (reader,)):
+    with peers(2) as (writer, reader):  # this process is the other tests' too
+        reader.call(told.attach, writer.call(told.make, 1, 1), 0)
 
-        def rounds(count: int) -> None:
-            for _ in range(count):
-                queue.enqueue(message, WAIT_S)
-                reader.call(told.dequeue)
-            queue.enqueue(bytes(OVERSIZE), WAIT_S)
-            reader.call(told.dequeue)
+        def rounds(what: Callable[..., None], *args: Any, count: int) -> None:
+            reader.start(told.dequeue_times, count)
+            writer.call(what, *args)
+            reader.answer()
 
-        rounds(100)
-        before = [told.resources(), reader.call(told.resources)]
-        rounds(1000)
-        after = [told.resources(), reader.call(told.resources)]
+        rounds(told.enqueue_times, 100, message, count=100)
+        rounds(told.enqueue_times, 1, bytes(OVERSIZE), count=1)
+        # The first look at a reader opens what its life is told by: two descriptors.
+        rounds(told.look_at_readers, message, count=1)
+        before = [peer.call(told.resources) for peer in (writer, reader)]
+        rounds(told.enqueue_times, 1000, message, count=1000)
+        rounds(told.enqueue_times, 1, bytes(OVERSIZE), count=1)
+        rounds(told.look_at_readers, message, count=1)
+        after = [peer.call(told.resources) for peer in (writer, reader)]
         for (fds, nbytes), (fds_now, nbytes_now) in zip(before, after, strict=True):
             assert fds_now == fds
             assert nbytes_now - nbytes < 20 << 20
 
 
 def test_queues_made_and_closed_leave_nothing_open() -> None:
-    counts = []
-    for _ in range(10):
-        with pair() as (writer, reader):
-            writer.enqueue(bytes(OVERSIZE), WAIT_S)
-            reader.dequeue(WAIT_S)
-        del writer, reader
-        gc.collect()
-        counts.append(told.resources()[0])
+    with peers(1) as (alone,):
+        counts = alone.call(told.descriptors_of_queues, 10)
     assert counts[1:] == counts[:-1]
 
 

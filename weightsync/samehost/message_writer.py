@@ -30,7 +30,7 @@ from weightsync.samehost.patience import Cancel, Patience
 
 logger = logging.getLogger(__name__)
 
-_LOOK_S = 1.0
+LOOK_S = 1.0
 """How often a writer that never waits looks whether its readers live."""
 
 
@@ -200,7 +200,7 @@ class Writer:
         self, nbytes: int, timeout_s: float | None, cancel: Cancel | None
     ) -> Callable[[], Patience]:
         """Wait until readers elsewhere can be sent `nbytes`; return the call's patience."""
-        if time.monotonic() - self._looked > _LOOK_S:
+        if time.monotonic() - self._looked > LOOK_S:
             self._look_at_readers()
         patience = self._patience(self._awaited, timeout_s, cancel)
         if self._publisher.remote:
