@@ -39,7 +39,6 @@ from weightsync.sending import agreement
 from weightsync.sending.joining import join_ranks
 from weightsync.sending.ranks import Ranks, alone
 from weightsync.specs import Manifest
-from weightsync.transports.base import Transport
 from weightsync.weights.buckets import aligned
 from weightsync.weights.dtypes import as_bytes, spec_of
 from weightsync.weights.fingerprint import mix64, to_hex
@@ -476,11 +475,12 @@ def _deliverer(args: IPCTrainerSendWeightsArgs, stack: ExitStack) -> _Deliver:
         return _caller(args.send_mode, args.timeout_s, stack)
     if args.send_mode == "http":
         http = import_module("weightsync.transports.http_client")
-        transport: Transport = http.HttpTransport(str(args.url), args.token)
+        transport = http.HttpTransport(str(args.url), args.token)
         stack.callback(transport.close)
 
         def post(info: IPCWeightTransferUpdateInfo) -> None:
-            transport.call(UpdateRequest(update_info=info), timeout_s=args.timeout_s)
+            # Of the answer only the status counts: vLLM's is {"message": ...}.
+            transport.deliver(UpdateRequest(update_info=info), timeout_s=args.timeout_s)
 
         return post
     return _ray_deliverer(args.llm_handle, args.timeout_s)

@@ -164,19 +164,39 @@ class Manifest:
 
 @dataclass(frozen=True, slots=True)
 class ManifestDifference:
-    """How the tensors `offered` by a sender differ from those a receiver `wanted`."""
+    """How the tensors `offered` by a sender differ from those a receiver `wanted`.
+
+    `cut` are offered without others that the receiver needs together with them.
+    """
 
     missing: tuple[str, ...] = ()
     unexpected: tuple[str, ...] = ()
     mismatched: tuple[str, ...] = ()
+    cut: tuple[str, ...] = ()
 
-    def check(self, *, partial: bool) -> None:
-        """Raise ManifestMismatchError with all names at once; `partial` allows missing ones."""
+    def check(self, *, partial: bool, more_follows: bool = False) -> None:
+        """Raise ManifestMismatchError with all names at once; `partial` allows missing ones.
+
+        `more_follows`: this is one message of several, and may cut what belongs together.
+        """
         missing = () if partial else self.missing
-        if missing or self.unexpected or self.mismatched:
+        mismatched = self.mismatched if more_follows else (*self.mismatched, *self.cut)
+        if missing or self.unexpected or mismatched:
             raise ManifestMismatchError(
-                missing=missing, unexpected=self.unexpected, mismatched=self.mismatched
+                missing=missing, unexpected=self.unexpected, mismatched=mismatched
             )
+
+
+def union(manifests: Sequence[Manifest], ties: Mapping[str, str]) -> Manifest:
+    """Return what several messages brought together; of a name that came twice, the last.
+
+    A name that `ties` makes another's alias is one where that came, too.
+    """
+    specs = {spec.name: spec for manifest in manifests for spec in manifest.specs}
+    aliases = {alias: name for manifest in manifests for alias, name in manifest.aliases.items()}
+    aliases.update((alias, name) for alias, name in ties.items() if alias in specs)
+    left = {alias: name for alias, name in aliases.items() if name in specs and alias != name}
+    return Manifest(tuple(spec for name, spec in specs.items() if name not in left), left)
 
 
 def compare(offered: Manifest, wanted: Manifest, *, cast: bool = False) -> ManifestDifference:

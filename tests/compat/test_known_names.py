@@ -21,7 +21,7 @@ from weightsync.samehost.device_keys import host_key
 from weightsync.samehost.memory import OpenMemory
 from weightsync.samehost.segment import live_segments
 from weightsync.weights.fingerprint import mix64
-from weightsync.wire.messages import UpdateRequest
+from weightsync.wire.messages import FinishRequest, StartRequest, UpdateRequest
 from weightsync.wire.offers import Handle, KeyedHandle, SegmentHandle
 
 Engine = ws.IPCWeightTransferEngine
@@ -409,16 +409,27 @@ def test_a_tied_tensor_may_be_offered_by_one_name_or_by_both(
         receiver.close()
 
 
-def test_two_tensors_for_one_tied_place_are_refused() -> None:
+@pytest.mark.parametrize("packed", [True, False], ids=["packed", "unpacked"])
+def test_two_tensors_for_one_tied_place_are_refused(packed: bool) -> None:
     model, sent = Tied(), Tied(tied=False, fill=3)
     torch.nn.init.zeros_(sent.head.weight)
     receiver = ws.WeightReceiver(model)
+    receiver.dispatch(StartRequest())
+
+    def send() -> None:
+        Engine.trainer_send_weights(
+            sent.state_dict().items(),
+            {
+                "send_mode": lambda info: receiver.dispatch(UpdateRequest(update_info=info)),
+                "packed": packed,
+                "packed_buffer_size_bytes": 128,
+            },
+        )
+        receiver.dispatch(FinishRequest())
+
     try:
         with pytest.raises(ws.ManifestMismatchError, match="wanted as one tied tensor"):
-            Engine.trainer_send_weights(
-                sent.state_dict().items(),
-                {"send_mode": lambda info: receiver.dispatch(UpdateRequest(update_info=info))},
-            )
+            send()
         assert receiver.version == 0
     finally:
         receiver.close()

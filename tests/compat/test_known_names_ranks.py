@@ -230,6 +230,18 @@ def test_a_rank_that_stays_away_is_named_and_the_next_call_works(two: Crew) -> N
     assert second == third == ("", "")
 
 
+def twice(_: int) -> int:
+    delivered: list[Any] = []
+    for _ in range(2):
+        Engine.trainer_send_weights(tensors(), arguments(delivered.append))
+    return len(delivered)
+
+
+def test_a_process_group_of_one_rank_sends_again_and_again() -> None:
+    with crew(1) as made:
+        assert made.run(twice) == [2]
+
+
 def again(rank: int) -> list[int]:
     """Send, leave the process group and join another one, and send there, too."""
     delivered: list[Any] = []

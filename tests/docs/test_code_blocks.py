@@ -36,7 +36,7 @@ ELSEWHERE: dict[tuple[str, str], tuple[int, str]] = {
     ("docs/command-line.md", "python"): (1, "tests/cli/test_docs_command_line.py"),
     ("docs/migrating-from-openrlhf.md", "python"): (5, "tests/docs/test_migrating.py"),
     ("docs/migrating-from-trl.md", "python"): (3, "tests/docs/test_migrating.py"),
-    ("docs/migrating-from-vllm.md", "python"): (3, "tests/docs/test_migrating.py"),
+    ("docs/migrating-from-vllm.md", "python"): (4, "tests/docs/test_migrating.py"),
     ("docs/quickstart.md", "console"): (5, "tests/docs/test_quickstart.py"),
     ("docs/quickstart.md", "python"): (2, "tests/docs/test_quickstart.py"),
     ("docs/seeing.md", "python"): (3, "tests/sending/test_docs_seeing.py"),

@@ -20,8 +20,6 @@ from torch import nn
 import weightsync as ws
 from tests.server.live import TOKEN, make_app, serving
 from weightsync.testing import TinyModel
-from weightsync.transports.http_client import HttpTransport
-from weightsync.wire.messages import FinishRequest, InitRequest, Request, StartRequest
 
 DOCS = Path(__file__).parents[2] / "docs"
 BEFORE = {
@@ -129,20 +127,26 @@ def test_the_names_that_are_kept_do_what_they_did(
     model = TinyModel()
     train(model, 3.0)
     (block,) = [b for b in blocks("docs/migrating-from-vllm.md") if "control(" in b.code]
-    requests: dict[str, Request] = {
-        "init_weight_transfer_engine": InitRequest(),
-        "start_weight_update": StartRequest(),
-        "finish_weight_update": FinishRequest(),
-    }
-    transport = HttpTransport(url, TOKEN)
-    try:
-        names = {"model": model, "url": url}
-        run(
-            block.code,
-            {**names, "control": lambda call: transport.call(requests[call], timeout_s=30)},
-        )
-    finally:
-        transport.close()
+    run(block.code, {"model": model, "url": url, "token": TOKEN})
+    assert receiver.version == 1
+    assert same(model, served)
+
+
+def test_the_names_that_are_kept_send_by_a_callable(
+    held: tuple[TinyModel, ws.WeightReceiver],
+) -> None:
+    served, receiver = held
+    model = TinyModel()
+    train(model, 3.0)
+
+    class Engine:
+        """The verbs of vLLM's LLM; tests/vllm runs the same lines with a real one."""
+
+        def __getattr__(self, call: str) -> Any:
+            return lambda body=None: receiver.handle({"call": call, "body": body or {}})
+
+    (block,) = [b for b in blocks("docs/migrating-from-vllm.md") if "llm.update" in b.code]
+    run(block.code, {"model": model, "llm": Engine()})
     assert receiver.version == 1
     assert same(model, served)
 

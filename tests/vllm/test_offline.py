@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 
 import weightsync as ws
 from tests.vllm.offline import assert_computes, engine_of, generated, offline_llm
+from tests.vllm.test_migrating import block
 from tests.vllm.tiny import change, expected, largest_difference, make_model
 from weightsync.compat import IPCWeightTransferEngine
 from weightsync.errors import ConfigError, ManifestMismatchError, ProtocolError, WeightSyncError
@@ -245,6 +248,55 @@ def test_vllms_own_verbs_drive_the_engine(pair: Pair) -> None:
     pair.llm.reset_prefix_cache()
     assert_computes(pair.llm, pair.model)
     assert pair.llm.get_weight_version() == "by hand"
+
+
+def test_the_known_names_send_by_a_callable(pair: Pair) -> None:
+    for seed in (21, 22):
+        change(pair.model, seed)
+        code = block("migrating-from-vllm.md", "llm.start_weight_update")
+        exec(code, {"llm": pair.llm, "model": pair.model})
+        assert_computes(pair.llm, pair.model)
+
+
+@pytest.mark.parametrize("names", ["parameters", "state_dict"])
+def test_packed_messages_may_cut_what_vllm_fuses(pair: Pair, names: str) -> None:
+    change(pair.model, 17 + len(names))
+    pairs = pair.model.named_parameters() if names == "parameters" else pair.model.state_dict()
+    sent = pairs.items() if isinstance(pairs, dict) else pairs
+    pair.llm.init_weight_transfer_engine({"init_info": {}})
+    pair.llm.start_weight_update()
+    messages: list[list[str]] = []
+
+    def deliver(info: Any) -> None:
+        messages.append(info.names)
+        pair.llm.update_weights({"update_info": msgspec.to_builtins(info)})
+
+    IPCWeightTransferEngine.trainer_send_weights(
+        sent, {"send_mode": deliver, "packed": True, "packed_buffer_size_bytes": 1 << 15}
+    )
+    assert any("q_proj" in message[-1] or "gate_proj" in message[-1] for message in messages)
+    pair.llm.finish_weight_update()
+    pair.llm.reset_prefix_cache()
+    assert_computes(pair.llm, pair.model)
+
+
+def test_a_session_that_leaves_out_part_of_a_fused_layer_is_refused(pair: Pair) -> None:
+    before = copy.deepcopy(pair.model)
+    change(pair.model, 19)
+    pair.llm.init_weight_transfer_engine({"init_info": {}})
+    pair.llm.start_weight_update()
+    given = [(n, p) for n, p in pair.model.named_parameters() if "layers.1.self_attn.k_" not in n]
+
+    def deliver(info: Any) -> None:
+        pair.llm.update_weights({"update_info": msgspec.to_builtins(info)})
+
+    IPCWeightTransferEngine.trainer_send_weights(given, {"send_mode": deliver})
+    with pytest.raises(ManifestMismatchError, match=r"layers\.1\.self_attn\.k_proj"):
+        pair.llm.finish_weight_update()
+    assert_computes(pair.llm, before)
+    with ws.connect(pair.model, to=vllm_targets(pair.llm)) as sender:
+        sender.send_weights()
+    assert_computes(pair.llm, pair.model)
 
 
 def ws_update(info: Any) -> Any:

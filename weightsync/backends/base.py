@@ -24,11 +24,15 @@ Check = Callable[[], None]
 
 @dataclass(frozen=True, slots=True)
 class Received:
-    """What one transfer brought: tensors, the fingerprints seen, and what they prove."""
+    """What one transfer brought: tensors, the fingerprints seen, and what they prove.
+
+    `tied` are the fingerprints of tensors that the sink ties to another one, by name.
+    """
 
     manifest: Manifest
     fingerprints: list[int] = field(default_factory=list)
     verified: Verification = "none"
+    tied: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

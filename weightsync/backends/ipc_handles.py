@@ -43,6 +43,9 @@ def receive_handles(info: HandlesUpdate, keys: list[str], reception: Reception) 
         tensors = [tensors[i] for i in kept]
         told = info.fingerprints
         fingerprints = None if told is None else [told[i] for i in kept]
+        ends = {*reception.ties, *reception.ties.values()}
+        pairs = zip(manifest.specs, tensors, strict=True)
+        tied = {spec.name: to_hex(mix64(t)) for spec, t in pairs if spec.name in ends}
         plan = Plan(manifest)
         landing = reception.land(plan)
         reception.touch()
@@ -56,7 +59,7 @@ def receive_handles(info: HandlesUpdate, keys: list[str], reception: Reception) 
             _check_held(fingerprints, plan, landing.memory, runs)
         held = landing.memory is not None
         level = reception.verification if held else "arrived"
-        return Received(manifest, [], level if info.fingerprints else "none")
+        return Received(manifest, [], level if info.fingerprints else "none", tied)
     finally:
         del tensors
         for handle in opened.values():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -71,10 +71,30 @@ class VllmSink(WeightSink):
 
     def land(self, plan: Plan, apply: Apply) -> Landing:
         """Keep the stream aside until `commit`; a whole model may also go straight in."""
-        self.difference(plan.manifest).check(partial=True)
+        self.difference(plan.manifest).check(partial=True, more_follows=True)
         if apply == "in_place" and not self.difference(plan.manifest).missing:
             return _InPlaceLanding(self, plan.manifest)
         return _AsideLanding(self, plan)
+
+    def commit_all(self, landings: Sequence[Landing]) -> None:
+        """Load all of them in one reload: what vLLM fuses may have come in several messages."""
+        aside = [landing for landing in landings if isinstance(landing, _AsideLanding)]
+        for landing in landings:
+            if landing not in aside:
+                landing.commit()
+        if not aside:
+            return
+        lent = {name: kept for landing in aside for name, kept in landing.lend()}
+        counts = [uses(flat) for _, flat in lent.values()]
+        self.reload.begin()
+        try:
+            self.reload.load((name, from_bytes(flat, spec)) for name, (spec, flat) in lent.items())
+            self.reload.end()
+        except BaseException:
+            self.reload.abandon()
+            raise
+        # What is kept would change with the next update's first bytes.
+        refuse_kept([(name, flat) for name, (_, flat) in lent.items()], counts)
 
     def staged_nbytes(self, plan: Plan) -> int:
         """The whole stream is kept aside, by every worker, before it is cut into shards."""
@@ -114,7 +134,7 @@ class VllmSink(WeightSink):
         unexpected = known.unexpected if wanted else self._unexpected(offered, trial)
         missing = known.missing if wanted else self._untouched(trial)
         return ManifestDifference(
-            tuple(missing), tuple(unexpected), (*known.mismatched, *trial.mismatched)
+            tuple(missing), tuple(unexpected), tuple(trial.mismatched), tuple(trial.cut)
         )
 
     def _unexpected(self, offered: Manifest, trial: Trial) -> list[str]:
@@ -174,21 +194,14 @@ class _AsideLanding(_WakefulLanding):
         self.memory: Memory = Memory.of_stream(plan, slab.allocate(plan.nbytes, sink.device))
         self.peak_extra_nbytes = plan.nbytes
 
-    def commit(self) -> None:
-        reload = self._sink.reload
-        lent = [(name, own_storage(self.memory.tensors[self._index[name]])) for name in self._names]
-        counts = [uses(flat) for _, flat in lent]
-        reload.begin()
-        try:
-            reload.load((name, from_bytes(flat, self._spec(name))) for name, flat in lent)
-            reload.end()
-        except BaseException:
-            reload.abandon()
-            raise
-        refuse_kept(lent, counts)  # it would change with the next update's first bytes
+    def lend(self) -> Iterator[tuple[str, tuple[TensorSpec, torch.Tensor]]]:
+        """Yield what was kept by the names under which the model takes it."""
+        for name in self._names:
+            i = self._index[name]
+            yield name, (self._specs[i], own_storage(self.memory.tensors[i]))
 
-    def _spec(self, name: str) -> TensorSpec:
-        return self._specs[self._index[name]]
+    def commit(self) -> None:
+        self._sink.commit_all([self])
 
 
 def _checkpoint_manifest(model_config: Any) -> Manifest | None:

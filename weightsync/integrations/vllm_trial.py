@@ -33,11 +33,12 @@ Place = tuple[str, str]
 class Trial:
     """What the loaders did with a manifest.
 
-    `mismatched` says which tensors do not fit, and which layers would be loaded in part;
+    `mismatched` says which tensors do not fit, `cut` which layers would be loaded in part;
     `ignored` are the names that no loader took, `untouched` the layers that nothing came for.
     """
 
     mismatched: list[str] = field(default_factory=list)
+    cut: list[str] = field(default_factory=list)
     ignored: list[str] = field(default_factory=list)
     untouched: list[str] = field(default_factory=list)
 
@@ -117,7 +118,7 @@ class _Watch:
                 if numel:
                     self._trial.untouched.append(".".join(place))
             elif loaded < numel:
-                self._trial.mismatched.append(
+                self._trial.cut.append(
                     f"{shorten(self._sources[place])}: offered alone, wanted together with all "
                     f"that vLLM fuses into {'.'.join(place)} ({loaded} of its {numel} elements); "
                     "send them in one message"

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from weightsync.backends.base import Received
 from weightsync.errors import ManifestMismatchError, ProtocolError, VerificationError
 from weightsync.lifecycle import UpdateLifecycle
-from weightsync.specs import Manifest
+from weightsync.specs import Manifest, union
 from weightsync.weights.fingerprint import table_digest
 from weightsync.weights.sink import Apply, Landing, Verification, WeightSink
 from weightsync.wire.messages import StepReply
@@ -31,6 +31,7 @@ class Incoming:
     fingerprints: list[int] = field(default_factory=list)
     manifests: list[Manifest] = field(default_factory=list)
     levels: set[Verification] = field(default_factory=set)
+    tied: dict[str, str] = field(default_factory=dict)
     seconds: dict[str, float] = field(default_factory=dict)
 
     def use(self, landing: Landing) -> Landing:
@@ -47,6 +48,7 @@ class Incoming:
         self.manifests.append(received.manifest)
         self.fingerprints += received.fingerprints
         self.levels.add(received.verified)
+        self.tied.update(received.tied)
 
     @property
     def nbytes(self) -> int:
@@ -77,6 +79,7 @@ class Incoming:
         """Everything was sent: raise ManifestMismatchError for tensors that never came."""
         for landing in self.landings:
             landing.settle()
+        self._check_ties(sink)
         announced = self.manifest_digest
         if announced is not None and len(self.manifests) == 1 and not self.partial:
             digest = self.manifests[0].digest
@@ -94,6 +97,7 @@ class Incoming:
                     f"update {self.update_id} brought no tensors; send them with update_weights "
                     "before it is finished"
                 )
+            sink.difference(union(self.manifests, sink.ties)).check(partial=False)
             return
         if any(not sink.difference(m).missing for m in self._whole_ones(sink)):
             return
@@ -101,6 +105,16 @@ class Incoming:
         missing = [name for name, names in wanted.places().items() if arrived.isdisjoint(names)]
         if missing:
             raise ManifestMismatchError(missing=missing)
+
+    def _check_ties(self, sink: WeightSink) -> None:
+        """Two names of one tensor came in several messages: raise where their bytes differ."""
+        wrong = [
+            f"{name}: offered as {name} and {alias} with other bytes, wanted as one tied tensor"
+            for alias, name in sink.ties.items()
+            if alias in self.tied and self.tied.get(name, self.tied[alias]) != self.tied[alias]
+        ]
+        if wrong:
+            raise ManifestMismatchError(mismatched=wrong)
 
     def _whole_ones(self, sink: WeightSink) -> list[Manifest]:
         """Without a declared manifest no single message can be known to be whole."""

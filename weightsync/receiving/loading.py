@@ -55,7 +55,9 @@ class Loader:
 
     def _reception(self, incoming: Incoming) -> Reception:
         def land(plan: Plan) -> Landing:
-            check_manifest(self._sink, plan.manifest, partial=True)
+            # A session of messages without ids may cut what belongs together: settle looks at all.
+            more_follows = incoming.anonymous and not incoming.partial
+            check_manifest(self._sink, plan.manifest, partial=True, more_follows=more_follows)
             whole = not incoming.partial and not self._sink.difference(plan.manifest).missing
             return incoming.use(self.landing(plan, whole=whole))
 

@@ -104,7 +104,7 @@ class Updates:
             engine = self.peers.open(info)
             try:
                 difference = self.sink.difference(engine.manifest)
-                if difference.unexpected or difference.mismatched:
+                if difference.unexpected or difference.mismatched or difference.cut:
                     difference.check(partial=False)
                 if not difference.missing and self._incoming is None:
                     # While an update is open its landings must stay where they are.
@@ -311,11 +311,11 @@ class Updates:
         if not self.gate.held:
             self.gate.hold(self._lease_s)
         try:
-            for landing in incoming.landings:
+            if incoming.landings:
                 with self._state:
                     # From here a failure leaves the sink between two versions.
                     self.lifecycle.touched = True
-                landing.commit()
+                self.sink.commit_all(incoming.landings)
             # Generation's streams know nothing of this thread's, and go on when the gate is open.
             wait_for(self.sink.gpus)
             # Before the commit counts: new weights over a stale cache are not one whole version.

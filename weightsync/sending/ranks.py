@@ -251,6 +251,9 @@ class Alone(Ranks):
         self.store: Store | None = None
         self._broken = None
 
+    def limit(self, timeout_s: float) -> None:
+        """Nobody is waited for."""
+
     def exchange(self, payload: bytes) -> list[bytes]:
         """Return the own payload."""
         return [payload]

@@ -83,6 +83,16 @@ class HttpTransport(CountingTransport):
                 "is this a weightsync server of the same version?"
             ) from exc
 
+    def deliver(self, request: Request, *, timeout_s: float) -> None:
+        """Send one request to a server of any kind; of its answer the status counts, no more.
+
+        Raises as `call` does, RemoteError with the reason that a foreign server gives.
+        """
+        call = CALL_OF[type(request)]
+        status, answer = self._exchange(call, codec.encode(request), timeout_s)
+        if not 200 <= status < 300:
+            self._refuse(call, status, answer)
+
     def get(self, path: str, *, timeout_s: float, max_nbytes: int) -> tuple[int, bytes]:
         """Return the status and the body of `GET {url}/{path}`. Raises as `call` does."""
         return self._exchange(path, None, timeout_s, max_nbytes)

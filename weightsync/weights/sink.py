@@ -110,6 +110,11 @@ class WeightSink(ABC):
             known[offered.digest] = compare(offered, self.manifest, cast=self.casts)
         return cast(ManifestDifference, known[offered.digest])
 
+    def commit_all(self, landings: Sequence[Landing]) -> None:
+        """Put the weights of one update to use, in this order; see Landing.commit."""
+        for landing in landings:
+            landing.commit()
+
     def refresh(self) -> int:
         """Look at the destination again; landings made under another answer are of no use any more.
 
@@ -135,6 +140,8 @@ class WeightSink(ABC):
         return self.checksums(names), {}
 
 
-def check_manifest(sink: WeightSink, offered: Manifest, *, partial: bool) -> None:
+def check_manifest(
+    sink: WeightSink, offered: Manifest, *, partial: bool, more_follows: bool = False
+) -> None:
     """Raise ManifestMismatchError unless `offered` fits what the sink declares."""
-    sink.difference(offered).check(partial=partial)
+    sink.difference(offered).check(partial=partial, more_follows=more_follows)

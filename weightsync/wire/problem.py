@@ -95,13 +95,31 @@ def raise_problem(body: bytes, *, status: int, peer: str) -> None:
         problem = msgspec.json.decode(body, type=Problem)
     except msgspec.DecodeError:
         text = body[:300].decode("utf-8", "replace")
+        reason = foreign_reason(body)
+        told = f": {reason}" if reason else f", not a problem document: {text[:80]!r}"
         raise RemoteError(
-            f"{peer} answered {status}, not a problem document: {text[:80]!r}; is this the URL of "
-            "a weightsync server?",
+            f"{peer} answered {status}{told}; is this the URL of a weightsync server?",
             remote_type=f"HTTP {status}",
             remote_message=text,
         ) from None
     raise from_problem(problem, peer=peer)
+
+
+class _ForeignReason(msgspec.Struct):
+    message: str
+
+
+class _ForeignAnswer(msgspec.Struct):
+    error: _ForeignReason | str
+
+
+def foreign_reason(body: bytes) -> str:
+    """Return the reason in an OpenAI-like error answer, as vLLM's; empty where there is none."""
+    try:
+        error = msgspec.json.decode(body, type=_ForeignAnswer).error
+    except msgspec.DecodeError:
+        return ""
+    return error if isinstance(error, str) else error.message
 
 
 def from_problem(problem: Problem, *, peer: str = "") -> WeightSyncError:
