@@ -192,7 +192,7 @@ def untouched(receiver: Remote) -> Iterator[None]:
     assert receiver.reading() == version
     assert receiver.status()["state"] == "READY"
     model = models.make("plain", seed=9)
-    with ws.connect(model, to=receiver.url) as sender:
+    with ws.connect(model, to=receiver.url, takeover=True) as sender:
         sender.send_weights()
         assert receiver.digests() == digests(model)
 

@@ -136,10 +136,10 @@ def test_a_refusal_names_the_tensors_and_leaves_the_server_as_it_was(server: Ser
     served, model = server.served, server.model
     state = {name: parameter.detach() for name, parameter in model.named_parameters()}
     wrong = {**state, "model.norm.weight": torch.zeros(3)}
+    with pytest.raises(ManifestMismatchError, match=r"model\.norm\.weight"):
+        ws.connect(wrong, to=served.url)
     with ws.connect(model, to=served.url) as sender:
         sender.send_weights()
-        with pytest.raises(ManifestMismatchError, match=r"model\.norm\.weight"):
-            ws.connect(wrong, to=served.url)
         part = [(n, p) for n, p in state.items() if "layers.0." in n and "v_proj" not in n]
         with (
             pytest.raises(ManifestMismatchError, match="fuses into"),
