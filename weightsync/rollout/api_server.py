@@ -24,6 +24,7 @@ from weightsync.rollout.text import Texts
 from weightsync.rollout.worker_client import RemoteReceiver, WorkerClient
 from weightsync.server.auth import LocalOnly, TokenAuth
 from weightsync.server.door import Receiver
+from weightsync.server.listening import SparingListener
 from weightsync.server.workers import Workers, worker_path, workers_router
 
 logger = logging.getLogger(__name__)
@@ -108,7 +109,7 @@ def api_main(ready: Ready, terms: ApiTerms, listener: socket.socket) -> None:
             timeout_graceful_shutdown=SHUTDOWN_S,
         )
         app.include_router(server_info_router(_info(terms)))
-        _Server(config, engine, ready).run(sockets=[listener])
+        _Server(config, engine, ready).run(sockets=[SparingListener.taking(listener)])
     finally:
         workers.close()
 

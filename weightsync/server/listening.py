@@ -2,11 +2,24 @@
 
 from __future__ import annotations
 
+import errno
 import ipaddress
+import logging
+import math
+import os
+import resource
 import socket
 import ssl
+import time
+from contextlib import suppress
+from typing import Any
 
 from weightsync.errors import ConfigError
+
+logger = logging.getLogger(__name__)
+
+_NAP_S = 0.05
+_TELL_S = 60.0
 
 
 def listen(host: str, port: int) -> socket.socket:
@@ -33,6 +46,69 @@ def listen(host: str, port: int) -> socket.socket:
             f"cannot listen on {host} port {port}: {exc}; give another --port, or 0 for any"
         ) from exc
     return listener
+
+
+class SparingListener(socket.socket):
+    """A listening socket that closes new connections while this process has no descriptor left.
+
+    asyncio would log a traceback for each try to accept one, thousands a second. A descriptor is
+    kept in reserve, so that such a connection can be accepted and closed, and its client is told.
+    """
+
+    @classmethod
+    def taking(cls, listener: socket.socket) -> SparingListener:
+        """Take the descriptor of a listening socket over; `listener` is of no use afterwards."""
+        sparing = cls(fileno=listener.detach())
+        sparing._reserve = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
+        return sparing
+
+    _reserve: int | None = None
+    _closed = 0
+    _told = -math.inf
+
+    def accept(self) -> tuple[socket.socket, Any]:
+        """Accept a connection; BlockingIOError, as where there is none, after closing one."""
+        try:
+            return super().accept()
+        except OSError as exc:
+            if exc.errno not in (errno.EMFILE, errno.ENFILE):
+                raise
+            self._close_one()
+            raise BlockingIOError(errno.EAGAIN, "one was closed for want of descriptors") from exc
+
+    def close(self) -> None:
+        """Close the socket and the reserve."""
+        super().close()
+        if self._reserve is not None:
+            os.close(self._reserve)
+            self._reserve = None
+
+    def _close_one(self) -> None:
+        if self._reserve is None:
+            self._reserve = self._reserved()
+        if self._reserve is None:
+            time.sleep(_NAP_S)  # every descriptor is in use: what waits stays in line
+            return
+        os.close(self._reserve)
+        self._reserve = None
+        with suppress(OSError):
+            super().accept()[0].close()
+            self._closed += 1
+        self._reserve = self._reserved()
+        if time.monotonic() - self._told >= _TELL_S:
+            self._told = time.monotonic()
+            logger.warning(
+                "no descriptor is left (the limit is %d): %d connections were closed so far; "
+                "raise ulimit -n, or have clients open fewer",
+                resource.getrlimit(resource.RLIMIT_NOFILE)[0],
+                self._closed,
+            )
+
+    @staticmethod
+    def _reserved() -> int | None:
+        with suppress(OSError):
+            return os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
+        return None
 
 
 def url_of(listener: socket.socket, *, tls: bool = False) -> str:
