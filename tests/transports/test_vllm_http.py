@@ -19,6 +19,7 @@ from weightsync.errors import (
     TransferError,
     TransportTimeout,
 )
+from weightsync.integrations.vllm_actors import vllm_targets
 from weightsync.transports.vllm_http import VllmHttpControl, plain_url
 
 
@@ -86,6 +87,14 @@ VERSION = {"/version": (200, {"version": "0.32.0"})}
             },
             "backend 'nccl'; start it with --weight-transfer-config",
         ),
+        (
+            {
+                **VERSION,
+                "/get_world_size": (200, {"world_size": 2}),
+                "/server_info": (200, {"vllm_config": {"weight_transfer_config": None}}),
+            },
+            "without an engine; start it with --weight-transfer-config",
+        ),
     ],
 )
 def test_a_vllm_that_cannot_be_updated_is_told_how_to_start(
@@ -100,8 +109,14 @@ def test_a_vllm_that_cannot_be_updated_is_told_how_to_start(
         http.close()
 
 
-def test_a_worker_without_our_engine_is_told_how_to_start() -> None:
-    reason = "Call to collective_rpc method failed: Method 'weightsync' is not implemented."
+NO_DOOR = [
+    "Call to collective_rpc method failed: Method 'weightsync' is not implemented.",
+    "Call to collective_rpc method failed: 'CPUWorker' object has no attribute 'weightsync'",
+]
+
+
+@pytest.mark.parametrize("reason", NO_DOOR)
+def test_a_worker_without_our_engine_is_told_how_to_start(reason: str) -> None:
     http = Http(
         {
             **VERSION,
@@ -110,10 +125,22 @@ def test_a_worker_without_our_engine_is_told_how_to_start() -> None:
         }
     )
     try:
-        with pytest.raises(RemoteError, match="start it with --weight-transfer-config"):
+        with pytest.raises(
+            BackendUnavailableError, match="no engine of weightsync; start it with --weight-trans"
+        ):
             ws.connect(source(), to=f"vllm+{http.url}")
     finally:
         http.close()
+
+
+@pytest.mark.parametrize("reason", NO_DOOR)
+def test_an_engine_that_is_not_ours_is_told_how_to_make_one(reason: str) -> None:
+    class LLM:
+        def collective_rpc(self, method: str, args: tuple[str, ...]) -> None:
+            raise AttributeError(reason)
+
+    with pytest.raises(BackendUnavailableError, match=r"weight_transfer_config=\{.backend.: "):
+        vllm_targets(LLM())
 
 
 def test_a_call_after_an_error_goes_over_a_fresh_connection() -> None:

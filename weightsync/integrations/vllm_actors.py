@@ -15,6 +15,7 @@ from importlib import import_module
 from typing import Any
 
 from weightsync.errors import (
+    BackendUnavailableError,
     ConfigError,
     ConnectError,
     RemoteError,
@@ -116,6 +117,12 @@ class _Engine:
         except WeightSyncError:
             raise
         except Exception as exc:
+            if method == "collective_rpc" and vllm_door.has_no_door(str(exc)):
+                raise BackendUnavailableError(
+                    f"{self._target}: the workers of this vLLM have no engine of weightsync; make "
+                    'it with weight_transfer_config={"backend": "weightsync"}, in an environment '
+                    f"in which weightsync is installed ({exc})"
+                ) from exc
             raise RemoteError(
                 f"{self._target}: {method} raised {type(exc).__name__}: {exc}",
                 remote_type=type(exc).__name__,

@@ -61,6 +61,14 @@ class WorkerAnswer(msgspec.Struct, frozen=True, kw_only=True):
     problem: str | None = None
 
 
+def has_no_door(text: str) -> bool:
+    """Whether this is what vLLM says of a call to workers that have no engine of ours.
+
+    Its message is all there is to go by: it has no type, and no code of its own.
+    """
+    return METHOD in text and ("has no attribute" in text or "is not implemented" in text)
+
+
 def encode_round(told: Round) -> str:
     """Return the text of a round."""
     return msgspec.json.encode(told).decode()

@@ -17,6 +17,7 @@ from weightsync.errors import (
     ProtocolError,
     RemoteError,
     TransportError,
+    WeightSyncError,
 )
 from weightsync.transports import vllm_door
 from weightsync.transports.http_client import HttpTransport
@@ -54,11 +55,11 @@ class VllmHttpControl(HttpTransport):
         config = told.get("vllm_config") if isinstance(told, dict) else None
         if not isinstance(config, dict):
             return
-        backend = (config.get("weight_transfer_config") or {}).get("backend")
+        said = config.get("weight_transfer_config")
+        backend = (said or {}).get("backend")
         if backend != BACKEND:
-            raise BackendUnavailableError(
-                f"{self.target} was started with weight transfer backend {backend!r}; {_START}"
-            )
+            how = f"with weight transfer backend {backend!r}" if said else "without an engine"
+            raise BackendUnavailableError(f"{self.target} was started {how}; {_START}")
 
     def rpc(self, text: str, *, timeout_s: float) -> object:
         """Call every worker's door."""
@@ -103,7 +104,7 @@ class VllmHttpControl(HttpTransport):
             raise AuthError(f"{self.target} refused {verb} with {status}", status=status)
         if status == 404:
             raise BackendUnavailableError(f"{self.target} has no {verb}: {_DEV_MODE}")
-        raise _remote_error(f"{self.target}: {verb}", status, answer)
+        raise _answered(f"{self.target}: {verb}", status, answer)
 
 
 def is_vllm(
@@ -142,15 +143,17 @@ def _decoded(answer: bytes) -> object:
         return None
 
 
-def _remote_error(what: str, status: int, answer: bytes) -> RemoteError:
+def _answered(what: str, status: int, answer: bytes) -> WeightSyncError:
     told = _decoded(answer)
     error = told.get("error") if isinstance(told, dict) else None
     reason = error.get("message") if isinstance(error, dict) else error
     text = str(reason or answer[:300].decode("utf-8", "replace"))
+    if vllm_door.has_no_door(text):
+        return BackendUnavailableError(
+            f"{what}: the workers of this vLLM have no engine of weightsync; {_START} ({text})"
+        )
     hint = ""
-    if "weightsync" in text and ("attribute" in text or "not implemented" in text):
-        hint = f"; {_START}"
-    elif "Worker failed with error" in text:
+    if "Worker failed with error" in text:
         hint = (
             "; if that is about another call, an earlier one raised in one of several workers, and "
             "vLLM's answers are late by one since then: restart the server"
