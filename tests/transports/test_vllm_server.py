@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import groupby
+from typing import Any
 
 import pytest
 import torch
@@ -29,6 +30,22 @@ from weightsync.errors import (
 )
 from weightsync.samehost.segment import remove_leftovers
 from weightsync.transports.vllm_server import worker_transports
+
+
+class Restarted:
+    """What a URL leads to: a server, and another one after it. Has the verbs of `now`."""
+
+    def __init__(self, now: Workers) -> None:
+        self.now = now
+        self._first = now
+
+    @property
+    def sent(self) -> tuple[int, int]:
+        then = len(self.now.log) if self.now is not self._first else 0
+        return len(self._first.log) + then, 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.now, name)
 
 
 @pytest.fixture(params=[1, 3])
@@ -368,3 +385,27 @@ def test_replicas_that_cannot_be_seen_are_refused() -> None:
             worker_transports(workers, timeout_s=5)
     finally:
         workers.end()
+
+
+@pytest.mark.parametrize(("before", "after"), [(2, 1), (1, 3)])
+@pytest.mark.usefixtures("shm_clean")
+def test_a_server_that_was_restarted_with_other_workers_is_met_again(
+    before: int, after: int
+) -> None:
+    first, then = Workers(before), Workers(after)
+    control, model = Restarted(first), source()
+    try:
+        with ws.connect(model, to=worker_transports(control, timeout_s=5), timeout_s=5) as sender:
+            sender.send_weights()
+            control.now = then
+            for _ in range(2):
+                report = sender.send_weights()
+                assert len(report.receivers) == after
+            assert all(torch.equal(held.weight, model.weight) for held in then.models)
+            assert not then.paused
+            sent = sum(len(workers.log) for workers in (first, then))
+            assert sender._lead.fleet.sent_messages == sent  # type: ignore[union-attr]
+        assert then.log.count("close") == 1
+    finally:
+        first.end()
+        then.end()

@@ -79,15 +79,17 @@ def vllm_server(
     log: Path,
     *,
     workers: int = 1,
-    backend: str = "weightsync",
+    backend: str | None = "weightsync",
     dev_mode: bool = True,
     apply: str | None = None,
+    port: int | None = None,
 ) -> Iterator[Served]:
     """Start a server on the model in `folder`, and end it with everything it started.
 
-    `apply` is what its environment says of where weights go; None says nothing.
+    `apply` is what its environment says of where weights go; None says nothing. Without `backend`
+    it has no engine for weights. `port` is for one that was started before.
     """
-    port = _free_port()
+    port = port or _free_port()
     arguments = {
         "--model": str(folder),
         "--served-model-name": "tiny",
@@ -98,8 +100,9 @@ def vllm_server(
         "--max-num-seqs": "8",
         "--max-num-batched-tokens": "256",
         "--tensor-parallel-size": str(workers),
-        "--weight-transfer-config": f'{{"backend":"{backend}"}}',
     }
+    if backend is not None:
+        arguments["--weight-transfer-config"] = f'{{"backend":"{backend}"}}'
     environment = {**os.environ, "VLLM_SERVER_DEV_MODE": "1" if dev_mode else "0"}
     for name in _NOT_INHERITED:
         environment.pop(name, None)

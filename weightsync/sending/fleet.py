@@ -196,13 +196,21 @@ class Fleet:
 
     def add(self, transport: Transport) -> Member:
         """Take one more member in. A second one of the same name is called name#2."""
-        member = Member(transport)
+        member = Member(transport, server=self._server_of(transport))
         names = {other.target for other in self.members}
         if member.target in names:
             numbered = (f"{transport.target}#{n}" for n in range(2, len(names) + 3))
             member.name = next(name for name in numbered if name not in names)
         self.members.append(member)
         return member
+
+    def _server_of(self, transport: Transport) -> Server | None:
+        """The server that a transport leads to a worker of, where it says that (`whole`)."""
+        whole = getattr(transport, "whole", None)
+        if whole is None:
+            return None
+        known = (server for server in self.servers if server.transport is whole)
+        return next(known, None) or Server(whole, whole.paths)
 
     def remove(self, member: Member) -> None:
         """Let a member go, and close its transport."""

@@ -21,6 +21,10 @@ class Transport(Protocol):
 
     One whose target may stand for several receivers has `expand(paths)`, which returns a transport
     to each, by its path below this target. The sender closes them like any other.
+
+    One to a worker of a server that is found by itself may have `whole`, the transport to that
+    server, which has `expand` and `paths`: so workers are met anew when the server was restarted
+    with others. The sender closes it after the workers.
     """
 
     @property

@@ -12,12 +12,12 @@ import copy
 import logging
 import secrets
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import msgspec
 
-from weightsync.errors import ConnectError, ProtocolError, WeightSyncError
+from weightsync.errors import ConnectError, ProtocolError, RemoteError, WeightSyncError
 from weightsync.transports import vllm_door
 from weightsync.transports.counting import CountingTransport
 from weightsync.transports.vllm_door import Call, Round, WorkerAnswer
@@ -33,6 +33,7 @@ from weightsync.wire.messages import (
     ResetCacheRequest,
     ResumeRequest,
     StartRequest,
+    StatusRequest,
     UpdateRequest,
 )
 
@@ -86,6 +87,8 @@ class VllmServer:
 
     def __init__(self, control: VllmControl, *, timeout_s: float) -> None:
         self.control = control
+        self.has_whole = False
+        self._whole: VllmServerTransport | None = None
         self._owner = secrets.token_hex(8)
         self._holds: dict[int, str] = {}
         self._answers = self._ask({}, timeout_s=timeout_s)
@@ -115,11 +118,18 @@ class VllmServer:
             gathering.settle(lambda requests: self._run(requests, timeout_s))
         return gathering.result(rank, timeout_s + _GATHER_UPDATE_S)
 
+    def whole(self) -> VllmServerTransport:
+        """Return the transport to the server itself, the same each time."""
+        with self._turn:
+            if self._whole is None:
+                self._whole, self.has_whole = VllmServerTransport(self), True
+            return self._whole
+
     def close_one(self) -> None:
-        """One of the workers' transports is closed; with the last one, the control is."""
+        """A worker's transport is closed; with the last one the control is, but for `whole`."""
         with self._turn:
             self._open -= 1
-            last = self._open == 0
+            last = self._open == 0 and not self.has_whole
         if last:
             self.control.close()
 
@@ -139,7 +149,10 @@ class VllmServer:
             self._reset(timeout_s)
         elif isinstance(first, LabelRequest):
             self.control.set_version(first.new_version, timeout_s=timeout_s)
-        return self._tell(requests, timeout_s)
+        answers = self._tell(requests, timeout_s)
+        if isinstance(first, StatusRequest) and not any(a.held for a in self._answers):
+            self._holds, self._paused_by_us = {}, False  # it was resumed by hand, or started again
+        return answers
 
     def _change(
         self, requests: dict[int, Request], first: Request, timeout_s: float
@@ -331,6 +344,12 @@ class _Gathering:
             raise ConnectError("another worker's call did not come back")
         if self._error is not None:
             raise _copy(self._error)
+        if rank not in self._answers:
+            raise RemoteError(
+                f"this vLLM has no worker {rank} any more: it was started again with fewer",
+                remote_type="vLLM",
+                remote_message="",
+            )
         return self._answers[rank]
 
 
@@ -340,10 +359,13 @@ class VllmWorkerTransport(CountingTransport):
     `weight_checker` names vLLM's own parameters, each worker its shards.
     """
 
-    def __init__(self, server: VllmServer, rank: int) -> None:
+    def __init__(
+        self, server: VllmServer, rank: int, whole: VllmServerTransport | None = None
+    ) -> None:
         name = server.control.target
         super().__init__(name if server.workers == 1 else f"{name}#worker-{rank}")
         self._server = server
+        self._whole = whole
         self._rank = rank
         self._closed = False
 
@@ -353,14 +375,26 @@ class VllmWorkerTransport(CountingTransport):
         return self._server
 
     @property
+    def whole(self) -> VllmServerTransport:
+        """The transport to the server itself, one for all workers; who asks for it closes it."""
+        if self._whole is None:
+            self._whole = self._server.whole()
+        return self._whole
+
+    @property
     def sent_nbytes(self) -> int:
-        """Bytes of requests: those of the whole server are counted at its first worker."""
-        return self._server.control.sent[1] if self._rank == 0 else 0
+        """Bytes of requests: counted at `whole`, or else at the server's first worker."""
+        return self._sent[1]
 
     @property
     def sent_messages(self) -> int:
-        """Requests to the server, counted at its first worker."""
-        return self._server.control.sent[0] if self._rank == 0 else 0
+        """Requests, counted there too."""
+        return self._sent[0]
+
+    @property
+    def _sent(self) -> tuple[int, int]:
+        counts = self._rank == 0 and not self._server.has_whole
+        return self._server.control.sent if counts else (0, 0)
 
     def call(self, request: Request, *, timeout_s: float) -> Reply:
         """Send one request and return its reply; see Transport.call."""
@@ -380,6 +414,50 @@ class VllmWorkerTransport(CountingTransport):
         if not self._closed:
             self._closed = True
             self._server.close_one()
+
+
+class VllmServerTransport(CountingTransport):
+    """A Transport to a vLLM server, which says how many workers it has now; nothing else."""
+
+    def __init__(self, server: VllmServer) -> None:
+        super().__init__(server.control.target)
+        self._control = server.control
+        self.paths = worker_paths(server.workers)
+
+    @property
+    def sent_nbytes(self) -> int:
+        """Bytes of all requests to the server."""
+        return self._control.sent[1]
+
+    @property
+    def sent_messages(self) -> int:
+        """All requests to the server."""
+        return self._control.sent[0]
+
+    def call(self, request: Request, *, timeout_s: float) -> Reply:
+        """Answer a StatusRequest with that of the first worker; see Transport.call."""
+        if not isinstance(request, StatusRequest):
+            raise ProtocolError(f"{self._target}: this is for its workers to answer")
+        server = VllmServer(self._control, timeout_s=timeout_s)
+        status = VllmWorkerTransport(server, 0, self).call(request, timeout_s=timeout_s)
+        return msgspec.structs.replace(status, workers=list(worker_paths(server.workers)))
+
+    def expand(self, paths: Sequence[str]) -> list[VllmWorkerTransport]:
+        """Return a transport to every worker; see Transport."""
+        server = VllmServer(self._control, timeout_s=_MEND_S)
+        if worker_paths(server.workers) != tuple(paths):
+            raise ConnectError(f"{self._target} was started again meanwhile; connect again")
+        server.has_whole = True
+        return [VllmWorkerTransport(server, rank, self) for rank in range(server.workers)]
+
+    def close(self) -> None:
+        """Let the connections to the server go."""
+        self._control.close()
+
+
+def worker_paths(workers: int) -> tuple[str, ...]:
+    """How the workers of a server are told apart."""
+    return tuple(f"worker-{rank}" for rank in range(workers))
 
 
 def worker_transports(control: VllmControl, *, timeout_s: float) -> list[VllmWorkerTransport]:
