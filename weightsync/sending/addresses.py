@@ -26,6 +26,8 @@ from weightsync.wire.messages import StatusRequest
 _PROBE_S = 5.0
 _GREETING_S = 30.0
 """A vLLM server answers between decode steps."""
+_FILES_TIMES = 5
+"""SGLang reads files while it is asked nothing else: one call may take so many `timeout_s`."""
 
 
 class Addresses:
@@ -81,7 +83,12 @@ class Addresses:
             if shelf is None:
                 shelf = self._shelves[target.directory] = Shelf(target.directory)
         return SglangTransport(
-            target, shelf, self._make_receiver, token=self._token, verify_tls=self._verify_tls
+            target,
+            shelf,
+            self._make_receiver,
+            token=self._token,
+            verify_tls=self._verify_tls,
+            patience_s=_FILES_TIMES * self._timeout_s,
         )
 
 

@@ -122,7 +122,8 @@ class SglangTransport(CountingTransport):
     """A Transport to one SGLang server, by files on `shelf`. Raises what its greeting raises.
 
     `road` is how reports name the way of the bytes. What the server holds is taken from its
-    `weight_version`, where that is a number.
+    `weight_version`, where that is a number. No call to it takes longer than `patience_s`: whether a
+    server that reads files makes progress is not seen.
     """
 
     road = "safetensors_file"
@@ -135,7 +136,9 @@ class SglangTransport(CountingTransport):
         *,
         token: str | None = None,
         verify_tls: bool | str = True,
+        patience_s: float = 300.0,
     ) -> None:
+        self._patience_s = patience_s
         control = SglangControl(target.url, token, verify_tls=verify_tls)
         super().__init__(control.target)
         if target.directory is None:
@@ -182,6 +185,7 @@ class SglangTransport(CountingTransport):
         """Answer one request, with calls to the server where it concerns it; see Transport.call."""
         if self._closed:
             raise ConnectError(f"{self._target}: this transport is closed; connect again")
+        timeout_s = min(timeout_s, self._patience_s)
         if isinstance(request, FinishRequest):
             return self._finish_update(request, timeout_s)
         self._prepare(request, timeout_s)
