@@ -134,7 +134,7 @@ class Host:
     def stopped(self) -> Iterator[None]:
         """No thread of it runs during the block."""
         assert self.process.pid is not None
-        os.kill(self.process.pid, signal.SIGSTOP)
+        stop(self.process.pid)
         try:
             yield
         finally:
@@ -186,6 +186,17 @@ def kill(process: BaseProcess) -> None:
     os.kill(process.pid, signal.SIGKILL)
     process.join(WAIT_S)
     assert not process.is_alive()
+
+
+def stop(pid: int) -> None:
+    """SIGSTOP, and wait until every thread stands still."""
+    os.kill(pid, signal.SIGSTOP)
+
+    def stands() -> bool:
+        tasks = Path(f"/proc/{pid}/task").glob("*/stat")
+        return all(task.read_text().rpartition(")")[2].split()[0] == "T" for task in tasks)
+
+    wait_until(stands, f"process {pid} to stop")
 
 
 @contextmanager

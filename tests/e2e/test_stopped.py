@@ -51,7 +51,7 @@ def stop(host: Host) -> Iterator[Stop]:
     assert host.process.pid is not None
     pid = host.process.pid
     try:
-        yield lambda: os.kill(pid, signal.SIGSTOP)
+        yield lambda: processes.stop(pid)
     finally:
         os.kill(pid, signal.SIGCONT)
 

@@ -29,6 +29,8 @@ from weightsync.wire.offers import Init, describe
 
 logger = logging.getLogger(__name__)
 
+_LOOKS = 10
+"""How often in a lease it is looked at whether the sender lives."""
 _LEASES = 5
 """For a sender whose caller computes between two messages of one update."""
 _WATCH_S = 1.0
@@ -71,9 +73,9 @@ class Updates:
         peers.at_work = lambda: turns.busy
         self._lease_s = lease_s
         self._overtaken = Overtaken(lease_s)
-        self._lease = Lease(lease_s, self._expire)
+        self._lease = Lease(lease_s / _LOOKS, self._expire)
         self._beat: int | None = None
-        self._waited = 0
+        self._told_at = self._heard_at = 0.0
         self._watch = Lease(_WATCH_S, self._look_at_sender)
         self._loader = Loader(
             sink, peers, self.landings, self.gate, self.lifecycle, self._state, lease_s
@@ -392,7 +394,8 @@ class Updates:
         with self._state:
             self._lease.stop()
             if self._may_expire(self._incoming):
-                self._beat, self._waited = self._sender_beat(), 0
+                self._beat = self._sender_beat()
+                self._told_at = self._heard_at = time.monotonic()
                 self._lease.renew(self.lifecycle.update_id)
             if self._incoming is not None and self.gate.held:
                 self._watch.renew(self.lifecycle.update_id)
@@ -400,11 +403,13 @@ class Updates:
     def _sender_beat(self) -> int | None:
         return self.peers.beat(self._incoming.sender) if self._incoming is not None else None
 
-    def _sender_lives(self) -> bool:
-        """Whether its heart beat since the last look, and not for too long without a message."""
-        before, self._beat = self._beat, self._sender_beat()
-        self._waited += 1
-        return self._beat != before and self._waited < _LEASES
+    def _is_heard_of(self) -> bool:
+        """Whether its sender's message or heartbeat is new enough to wait for another message."""
+        now, beat = time.monotonic(), self._sender_beat()
+        if beat != self._beat:
+            self._beat, self._heard_at = beat, now
+        silent_s, quiet_s = now - self._heard_at, now - self._told_at
+        return silent_s < self._lease_s and quiet_s < _LEASES * self._lease_s
 
     def _may_expire(self, incoming: Incoming | None) -> bool:
         """PREPARED waits for its sender's successor; where none can know of it, it expires too."""
@@ -435,7 +440,7 @@ class Updates:
             current = self._incoming is not None and self._incoming.update_id == update_id
             if not current or not self._may_expire(self._incoming):
                 return
-            if self._turns.serves(update_id) or self._sender_lives():
+            if self._turns.serves(update_id) or self._is_heard_of():
                 self._lease.renew(update_id)
                 return
         reason = f"nothing was heard of its sender for {self._lease_s:g} s"
