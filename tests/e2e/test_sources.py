@@ -258,12 +258,14 @@ def test_dynamo_9131_one_refusal_keeps_both_on_the_old_version(host: Host, packe
         sender.send_weights()
         held = digests(model)
         fill(model, seed=2)
+        with ws.connect(models.make("plain", seed=3), to=receivers[1].to, takeover=True) as other:
+            other.send_weights(version=9)
+        with pytest.raises(ws.StaleVersionError) as caught:
+            sender.send_weights(version=2)
+        assert caught.value.held == 9
+        assert (receivers[0].digests(), receivers[0].reading()) == (held, 1)
+        assert [r.status()["state"] for r in receivers] == ["READY", "READY"]
+        assert receivers[1].reading() == 9
         receivers[1].call("start_weight_update", {"update_id": "someone else's"})
-        with pytest.raises(ws.UpdateConflictError) as caught:
-            sender.send_weights()
-        assert caught.value.update_id == "someone else's"
-        assert all(r.digests() == held and r.reading() == 1 for r in receivers)
-        assert receivers[0].status()["state"] == "READY"
-        receivers[1].call("abort_weight_update", {"update_id": "someone else's"})
-        sender.send_weights()
-        assert all(r.digests() == digests(model) and r.reading() == 2 for r in receivers)
+        assert sender.send_weights().version == 10
+        assert all(r.digests() == digests(model) and r.reading() == 10 for r in receivers)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from typing import Any, cast
 
 import torch
@@ -13,7 +13,7 @@ from vllm.config import set_current_vllm_config
 from vllm.distributed.weight_transfer.base import WeightTransferEngine
 from vllm.v1.worker.worker_base import WorkerBase
 
-from weightsync.errors import ConfigError, UpdateConflictError
+from weightsync.errors import ConfigError
 from weightsync.integrations.vllm_sink import VllmSink
 from weightsync.receiver import WeightReceiver
 from weightsync.receiving.landings import ApplyChoice
@@ -69,18 +69,15 @@ class WeightsyncEngine(WeightTransferEngine):  # type: ignore[misc]  # vLLM has 
         if isinstance(self._asked, UpdateRequest):
             self._handle(self._asked)
             return
-        self._handle(UpdateRequest(update_info=codec.parse_update_info(update_info)))
+        try:
+            self._handle(UpdateRequest(update_info=codec.parse_update_info(update_info)))
+        except BaseException as exc:  # vLLM has ended its session already
+            self.receiver.dispatch(AbortRequest(reason=f"{type(exc).__name__}: {exc}"))
+            raise
 
     def finish_weight_update(self) -> None:
         """Put the weights to use."""
         self._handle(FinishRequest())
-
-    def reset_weight_update_target(self) -> None:
-        """A session of vLLM's own verbs is over, well or not: it leaves nothing open here."""
-        super().reset_weight_update_target()
-        if self._asked is None:
-            with suppress(UpdateConflictError):  # what is open is a sender's
-                self.receiver.dispatch(AbortRequest(reason="vLLM has ended its session"))
 
     def shutdown(self) -> None:
         """Close every mapping, and give up what is open. vLLM may start anew with `init`."""
