@@ -315,9 +315,53 @@ class TestSinks:
             sender.send_weights()
             server.to(torch.bfloat16)
             for _ in range(2):
-                with pytest.raises(ws.ManifestMismatchError, match="no longer the one"):
+                with pytest.raises(ws.ManifestMismatchError, match="no longer the one") as raised:
                     sender.send_weights()
             assert server.weight.dtype is torch.bfloat16
+
+            bias, weight = sorted(told for told in raised.value.mismatched)
+            assert bias == "bias: float32[64] before, bfloat16[64] now"
+            assert weight == "weight: float32[64, 64] before, bfloat16[64, 64] now"
+
+    @pytest.mark.parametrize("packed", [True, False])
+    def test_a_model_that_moves_or_is_cast_between_sends_is_followed(self, packed: bool) -> None:
+        server, model = make(), make(1)
+        receiver = ws.WeightReceiver(server)
+        with ws.connect(model, to=receiver.handle, packed=packed) as sender:
+            sender.send_weights()
+            for value, move in ((2, torch.nn.Module.bfloat16), (3, torch.nn.Module.float)):
+                move(model)
+                fill(model, value)
+                sender.send_weights()
+                assert values(server) == {value}
+            model.weight.data = model.weight.data.clone()
+            model.bias = nn.Parameter(model.bias.detach().clone())
+            fill(model, 4)
+            sender.send_weights()
+            assert values(server) == {4}
+
+    @pytest.mark.parametrize("packed", [True, False])
+    def test_a_model_that_is_offloaded_or_another_is_told_once_by_name(self, packed: bool) -> None:
+        server, model = make(), make(1)
+        receiver = ws.WeightReceiver(server)
+        with ws.connect(model, to=receiver.handle, packed=packed) as sender:
+            sender.send_weights()
+            model.to("meta")
+            for _ in range(2):
+                with pytest.raises(
+                    ws.ManifestMismatchError,
+                    match=r"meta device \(offloaded\): weight, bias; bring",
+                ):
+                    sender.send_weights()
+            model.to_empty(device="cpu")
+            fill(model, 2)
+            sender.send_weights()
+            assert values(server) == {2}
+            model.bias = nn.Parameter(torch.zeros(63))
+            with pytest.raises(ws.ManifestMismatchError) as raised:
+                sender.send_weights()
+            assert raised.value.mismatched == ("bias: float32[64] before, float32[63] now",)
+            assert str(raised.value).count("bias") == 1
 
     def test_a_view_that_the_module_keeps_is_updated_too(self) -> None:
         server = make()

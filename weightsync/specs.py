@@ -187,6 +187,28 @@ class ManifestDifference:
             )
 
 
+def changes(before: Manifest, now: Manifest) -> list[str]:
+    """Return `name: float32[8, 4] before, bfloat16[8, 4] now` for each name that differs, once."""
+    was = {spec.name: spec for spec in before.specs}
+    is_now = {spec.name: spec for spec in now.specs}
+    names = [name for name in {**was, **is_now} if was.get(name) != is_now.get(name)]
+    found = [
+        f"{name}: {was.get(name, 'nothing')} before, {is_now.get(name, 'nothing')} now"
+        for name in names
+    ]
+    ties = {name for name, _ in set(before.aliases.items()) ^ set(now.aliases.items())}
+    found += [
+        f"{name}: {_tie(before, name)} before, {_tie(now, name)} now"
+        for name in sorted(ties.difference(names))
+    ]
+    return found or ["their order"]
+
+
+def _tie(manifest: Manifest, name: str) -> str:
+    other = manifest.aliases.get(name)
+    return f"tied to {other}" if other else "not tied"
+
+
 def union(manifests: Sequence[Manifest], ties: Mapping[str, str]) -> Manifest:
     """Return what several messages brought together; of a name that came twice, the last.
 

@@ -17,7 +17,7 @@ from weightsync.errors import (
     VerificationError,
     shorten,
 )
-from weightsync.specs import Manifest, TensorSpec
+from weightsync.specs import Manifest, TensorSpec, changes
 from weightsync.weights import slab
 from weightsync.weights.buckets import Plan, aligned
 from weightsync.weights.copier import Memory
@@ -138,11 +138,11 @@ class ModuleSink(WeightSink):
             self._alone = self._find_alone()
             self.settled()
         if self.manifest is not None and self._described.digest != self.manifest.digest:
-            changed = set(self._described.specs) ^ set(self.manifest.specs)
+            changed = changes(self.manifest, self._described)
             raise ManifestMismatchError(
                 "the receiving module is no longer the one that WeightReceiver was made with: "
-                f"{shorten(sorted(f'{spec.name} {spec}' for spec in changed))}; bring it back, or "
-                "make a new WeightReceiver"
+                f"{shorten(changed)}; bring it back, or make a new WeightReceiver",
+                mismatched=changed,
             )
         return self._generation
 

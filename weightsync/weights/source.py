@@ -8,8 +8,8 @@ from typing import Any, Protocol, cast
 import torch
 from torch import nn
 
-from weightsync.errors import ConfigError, ManifestMismatchError
-from weightsync.specs import Manifest, TensorSpec
+from weightsync.errors import ConfigError, ManifestMismatchError, shorten
+from weightsync.specs import Manifest, TensorSpec, changes
 from weightsync.weights.dtypes import TORCH_DTYPES, dtype_name, spec_of
 from weightsync.weights.groups import groups_of
 from weightsync.weights.module_tensors import ModuleTensors, Rename, identity, rename_with
@@ -105,21 +105,29 @@ class ModuleSource:
 
     def _look_again(self) -> None:
         self._reshard()
-        if not self._found.refresh():
-            return
-        self._fsdp = find_fsdp(self.module)
-        self._reshard()
-        self._found.refresh()
-        self._sharded = any(map(is_sharded, self._found.tensors))
-        now = self._describe()
-        if now.digest != self._manifest.digest:
-            changed = set(now.specs) ^ set(self._manifest.specs)
+        if self._found.refresh():
+            self._fsdp = find_fsdp(self.module)
+            self._reshard()
+            self._found.refresh()
+            self._sharded = any(map(is_sharded, self._found.tensors))
+            now = self._describe()
+            if now.digest != self._manifest.digest:
+                changed = changes(self._manifest, now)
+                raise ManifestMismatchError(
+                    "the module's tensors are no longer those of connect(): "
+                    f"{shorten(changed)}; bring them back, or connect again",
+                    mismatched=changed,
+                )
+        if self._on_meta:
             raise ManifestMismatchError(
-                "the module's tensors are no longer those of connect(): "
-                f"{', '.join(sorted(str(spec.name) for spec in changed)[:10])}; connect again"
+                f"{len(self._on_meta)} tensors have no memory, they are on the meta device "
+                f"(offloaded): {shorten(self._on_meta)}; bring them back before send_weights()",
+                missing=self._on_meta,
             )
 
     def _describe(self) -> Manifest:
+        found = zip(self._found.names, self._found.tensors, strict=True)
+        self._on_meta = [name for name, tensor in found if tensor.is_meta]
         specs = tuple(
             spec_of(name, tensor, self._dtype)
             for name, tensor in zip(self._found.names, self._found.tensors, strict=True)
