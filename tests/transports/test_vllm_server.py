@@ -26,6 +26,7 @@ from weightsync.errors import (
     ConnectError,
     ProtocolError,
     RemoteError,
+    TransportTimeout,
     WeightSyncError,
 )
 from weightsync.samehost.segment import remove_leftovers
@@ -409,3 +410,24 @@ def test_a_server_that_was_restarted_with_other_workers_is_met_again(
     finally:
         first.end()
         then.end()
+
+
+@pytest.mark.usefixtures("shm_clean")
+def test_workers_that_are_stopped_are_an_error_in_time_and_sent_to_again() -> None:
+    workers = Workers(2)
+    endpoints = Endpoints(workers)
+    try:
+        with ws.connect(source(), to=endpoints.url, timeout_s=2) as sender:
+            sender.send_weights()
+            workers.awake.clear()
+            started = time.monotonic()
+            with pytest.raises(TransportTimeout, match="within 2 s"):
+                sender.send_weights()
+            assert time.monotonic() - started < 10  # 38 s once
+            workers.awake.set()
+            sender.send_weights()
+            assert not workers.paused
+    finally:
+        workers.awake.set()
+        endpoints.close()
+        workers.end()

@@ -103,8 +103,9 @@ def _answer_http(workers: Workers, path: str, told: dict[str, Any]) -> object:
 class Workers:
     """The verbs of a server of several workers, each a real receiver, and a log of what came.
 
-    What `heard` has for a verb is called once, before the verb does something. With the parts of an
-    EngineCore that look after pauses, and its loop in a thread.
+    What `heard` has for a verb is called once, before the verb does something. While not
+    `awake` no worker answers. With the parts of an EngineCore that look after pauses, and its loop
+    in a thread.
     """
 
     target = "server"
@@ -121,6 +122,8 @@ class Workers:
         self.heard: dict[str, Callable[[], None]] = {}
         self.seen: list[int] = []
         self.visible = count
+        self.awake = threading.Event()
+        self.awake.set()
         self.waiting: list[Waiting] = []
         self.refused: list[str] = []
         self.scheduler = self
@@ -236,6 +239,7 @@ class Workers:
             raise self.fails.pop(last)
 
     def _answer(self, told: vllm_door.Round, rank: int) -> dict[str, Any]:
+        self.awake.wait(60)
         receiver = self.receivers[rank]
         call, reply, wrong = vllm_door.addressed(told, rank), None, None
         if call is not None:
