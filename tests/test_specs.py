@@ -35,7 +35,7 @@ class TestTensorSpec:
         [
             ("", "float32", (1,), "1 to 1024 characters"),
             ("n" * (MAX_NAME_LENGTH + 1), "float32", (1,), "1 to 1024 characters"),
-            ("w", "complex64", (1,), "unknown dtype 'complex64'"),
+            ("w", "complex32", (1,), "unknown dtype 'complex32'"),
             ("w", "float32", (2, -1), "none negative"),
             ("w", "float32", (1,) * (MAX_DIMENSIONS + 1), "at most 16 sizes"),
             ("w", "float32", (1 << 40, 1 << 40), "too many for one tensor"),

@@ -28,6 +28,12 @@ def pattern(seed: int, nbytes: int) -> torch.Tensor:
     return period.repeat(nbytes // 251 + 1)[:nbytes]
 
 
+def any_of(dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
+    """Return a tensor of any bytes: those of 0 and 1 are values of every dtype."""
+    ones = torch.randint(0, 2, (*shape, dtype.itemsize), dtype=torch.uint8)
+    return ones.view(dtype).view(shape)
+
+
 def comes_true(what: Callable[[], bool]) -> bool:
     deadline = time.monotonic() + WAIT_S
     while not what():

@@ -26,6 +26,7 @@ from tests.samehost.tensor_senders import (
     SPAWN,
     WAIT_S,
     answer,
+    any_of,
     comes_true,
     pattern,
     producers,
@@ -103,7 +104,7 @@ def on_disk(names: set[str]) -> set[str]:
 
 
 def of_dtype(dtype: torch.dtype, *shape: int) -> torch.Tensor:
-    return torch.randint(0, 2, shape).to(dtype)
+    return any_of(dtype, shape)
 
 
 def same(one: torch.Tensor, other: torch.Tensor) -> bool:

@@ -9,7 +9,9 @@ import torch
 from weightsync.errors import ConfigError, ProtocolError
 from weightsync.specs import DTYPE_NBYTES, TensorSpec
 
-DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in DTYPE_NBYTES}
+DTYPES: dict[str, torch.dtype] = {
+    name: getattr(torch, name) for name in DTYPE_NBYTES if hasattr(torch, name)
+}
 _NAMES: dict[torch.dtype, str] = {dtype: name for name, dtype in DTYPES.items()}
 
 
@@ -26,7 +28,7 @@ def spec_of(tensor: torch.Tensor, name: str = "tensor") -> TensorSpec:
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     """Return `uint8[nbytes]`: a view of a contiguous tensor, else of a contiguous copy."""
-    plain = tensor.detach().resolve_neg()
+    plain = tensor.detach().resolve_conj().resolve_neg()
     return plain.contiguous().reshape(-1).view(torch.uint8)
 
 

@@ -7,7 +7,9 @@ import torch
 from weightsync.errors import ConfigError
 from weightsync.specs import DTYPE_NBYTES, TensorSpec
 
-TORCH_DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in DTYPE_NBYTES}
+TORCH_DTYPES: dict[str, torch.dtype] = {
+    name: getattr(torch, name) for name in DTYPE_NBYTES if hasattr(torch, name)
+}
 NAMES: dict[torch.dtype, str] = {dtype: name for name, dtype in TORCH_DTYPES.items()}
 
 
