@@ -13,6 +13,7 @@ import transformers
 from torch import nn
 
 import weightsync as ws
+from weightsync.cli.checkpoint import explain
 from weightsync.errors import ConfigError, ManifestMismatchError
 from weightsync.weights.experts import ExpertLayout
 
@@ -337,3 +338,10 @@ def test_a_source_that_changes_its_shapes_is_an_error() -> None:
     held[UP] = torch.randn(3, 6, 4)
     with pytest.raises(ManifestMismatchError, match="diverges"):
         list(source.tensors())
+
+
+def test_push_names_the_source_too() -> None:
+    error = ManifestMismatchError(missing=[UP], unexpected=["l.0.mlp.experts.0.gate_proj.weight"])
+    said = explain(error, Path("checkpoint"), ["http://server"])
+    assert "nothing was changed. " in said
+    assert "weightsync.FusedExpertsSource(source)" in said
