@@ -310,7 +310,9 @@ class WeightReceiver:
             update_id = request.update_id or new_update_id()
             if sender is not None:
                 self._updates.check_start(sender, request.start)
-            self._updates.start(update_id, request.start or StartTerms(), sender=sender)
+            unnamed = request.update_id is None
+            terms = request.start or StartTerms()
+            self._updates.start(update_id, terms, sender=sender, anonymous=unnamed)
         else:
             update_id = self._updates.open_id(request.update_id, "update_weights")
         reply = self._updates.load(update_id, info)
