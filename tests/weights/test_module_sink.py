@@ -272,7 +272,7 @@ class TestUnusual:
     @pytest.mark.parametrize("dtype", TORCH_DTYPES)
     def test_every_dtype(self, way: Way, dtype: str) -> None:
         module = nn.Module()
-        module.register_buffer("t", torch.zeros(3, 5).to(TORCH_DTYPES[dtype]))
+        module.register_buffer("t", torch.zeros(3, 5, dtype=TORCH_DTYPES[dtype]))
         sink = sink_of(module, way)
         tensors = random_tensors(manifest_of(sink), 4)
         deliver(land(sink, manifest_of(sink), way), tensors)
