@@ -146,7 +146,7 @@ def test_who_finds_others_ahead_after_freeing_them_passes_them() -> None:
     dying.connect(SHORT_S)
     assert dying.sender is not None
     dying.fill()
-    dying.arm(Death(2, acted=False))
+    dying.arm(Death(2, acted=False, last=world.fleet[1].name))
     with pytest.raises(ws.WeightSyncError), dying.sender.update():
         raise AssertionError("a dead trainer's block does not run")
     assert [m.receiver.status().state for m in world.fleet] == ["UPDATING", "READY"]

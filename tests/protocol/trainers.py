@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import Enum
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from tests.protocol.world import World
 
 BUCKET_NBYTES = 4096
+WAIT_S = 60.0
 NAMES = ("embedding", "norm", "scale")
 
 Contents = tuple[float, ...]
@@ -45,10 +47,14 @@ class SourceFailed(Exception):
 
 @dataclass(frozen=True)
 class Death:
-    """The trainer dies at its `message`-th message of a call, once it was acted on or before."""
+    """The trainer dies at its `message`-th message of a call, once it was acted on or before.
+
+    Members are sent to at the same time. A message to `last` waits until the others were acted on.
+    """
 
     message: int
     acted: bool
+    last: str | None = None
 
 
 class Line:
@@ -64,6 +70,7 @@ class Line:
 
     def call(self, request: Request, *, timeout_s: float) -> Reply:
         trainer = self._trainer
+        trainer.wait_for_others(self.member)
         dies = trainer.count(self.member)
         if dies is not None and not dies.acted:
             trainer.die()
@@ -74,6 +81,7 @@ class Line:
         finally:
             if dies is not None:
                 trainer.die()
+            trainer.acted.release()
             trainer.refuse_if_dead()
 
     def close(self) -> None:
@@ -99,6 +107,7 @@ class Trainer:
         self.lines = [Line(self, member) for member in world.fleet]
         self.death: Death | None = None
         self._messages = 0
+        self.acted = threading.Semaphore(0)
         self._segments: set[str] = set()
         self.meanwhile: Meanwhile | None = None
         self.offers: dict[str, IpcInit] = {}
@@ -144,12 +153,19 @@ class Trainer:
     ) -> None:
         """What goes wrong in the next call."""
         self.death, self._messages, self.meanwhile = death, 0, meanwhile
+        self.acted = threading.Semaphore(0)
         self.fails_at, self.dies_in_source = fails_at, dies_in_source
 
     def line_again(self, line: Line) -> Line:
         """A new transport to a member whose last one was closed."""
         self.lines[self.lines.index(line)] = again = Line(self, line.member)
         return again
+
+    def wait_for_others(self, member: FleetMember) -> None:
+        """Wait until the messages before the one that the trainer dies at were acted on."""
+        if self.death is not None and self.death.last == member.name:
+            for _ in range(self.death.message - 1):
+                assert self.acted.acquire(timeout=WAIT_S)
 
     def count(self, member: FleetMember) -> Death | None:
         """Return how it dies at this message, if it does."""
