@@ -14,6 +14,7 @@ from transformers import TrainerCallback
 
 import weightsync as ws
 from tests.integrations.tiny_trl import COMMON, GROUPS, LORA, lower, prompts, sft_trainer, trl
+from tests.segments import opened_since
 from weightsync.integrations.trl import WeightSyncCallback
 from weightsync.rollout.model import make_tiny_model
 from weightsync.samehost.segment import live_segments
@@ -125,6 +126,7 @@ def test_add_to_puts_the_values_before_the_reporters(tmp_path: Path) -> None:
 
 
 def test_a_send_that_fails_ends_the_training_and_the_connection(tmp_path: Path) -> None:
+    before = live_segments()
     served = make_tiny_model(seed=1).model
     sync = WeightSyncCallback(ws.WeightReceiver(served).handle)
     trainer = sft_trainer(tmp_path, callbacks=[sync])
@@ -132,7 +134,7 @@ def test_a_send_that_fails_ends_the_training_and_the_connection(tmp_path: Path) 
     with pytest.raises(ws.ManifestMismatchError, match="connect again"):
         trainer.train()
     assert sync.version == 1
-    assert not live_segments()
+    assert not opened_since(before)
 
 
 class Breaking(Reporter):
@@ -150,11 +152,12 @@ class Breaking(Reporter):
 
 
 def test_leaving_the_block_closes_where_training_failed(tmp_path: Path) -> None:
+    before = live_segments()
     sync = WeightSyncCallback(ws.WeightReceiver(make_tiny_model().model).handle)
     trainer = sft_trainer(tmp_path, callbacks=[sync, Breaking()])
     with pytest.raises(RuntimeError, match="the training failed"), sync:
         trainer.train()
-    assert not live_segments()
+    assert not opened_since(before)
 
 
 def test_a_server_that_is_down_ends_the_training_before_its_first_step(tmp_path: Path) -> None:
