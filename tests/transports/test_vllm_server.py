@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
 
+import psutil
 import pytest
 import torch
 
@@ -288,9 +289,11 @@ class Doomed:
         trainer = CONTEXT.Process(target=send_until_killed, args=(self.url, not verb))
 
         def kill() -> None:
-            assert trainer.pid is not None
-            os.kill(trainer.pid, signal.SIGKILL)
-            trainer.join(20)
+            pid = trainer.pid
+            assert pid is not None
+            os.kill(pid, signal.SIGKILL)
+            # Not join(), which this thread may not call beside the test's.
+            wait_until(lambda: not psutil.pid_exists(pid), "its end")
 
         self.workers.heard[verb] = kill
         trainer.start()
