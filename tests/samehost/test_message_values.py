@@ -108,7 +108,7 @@ NATIVE = (enum.Enum, dt.date, dt.time, dt.timedelta, Decimal, uuid.UUID, tuple, 
 """What the codec of requests, which goes by the types of fields, leaves to msgpack's own rules."""
 
 
-@pytest.mark.parametrize("value", KINDS, ids=lambda value: f"{type(value).__name__} {value}"[:40])
+@pytest.mark.parametrize("value", KINDS, ids=lambda value: type(value).__name__)
 @pytest.mark.parametrize("in_place", [False, True])
 def test_a_value_comes_back_as_what_it_was(value: Any, in_place: bool) -> None:
     got = sent([value, {"k": value}], in_place=in_place)
@@ -121,7 +121,7 @@ def test_a_value_comes_back_as_what_it_was(value: Any, in_place: bool) -> None:
 @pytest.mark.parametrize(
     "value",
     [value for value in KINDS if not isinstance(value, NATIVE) and not isinstance(value, int)],
-    ids=lambda value: f"{type(value).__name__} {value}"[:40],
+    ids=lambda value: type(value).__name__,
 )
 def test_requests_carry_what_msgpack_has_no_word_for(value: Any) -> None:
     frames = TensorEncoder("direct_rpc").encode([value, {"k": value}])
