@@ -24,8 +24,8 @@ LEASE_S = 3.0
 class Far:
     """A receiver that believes to be on a host of its own; messages to it may be cut."""
 
-    def __init__(self, host: str) -> None:
-        self.receiver = ws.WeightReceiver(nn.Linear(4, 4), lease_s=LEASE_S)
+    def __init__(self, host: str, lease_s: float = LEASE_S) -> None:
+        self.receiver = ws.WeightReceiver(nn.Linear(4, 4), lease_s=lease_s)
         self.receiver._updates.peers.keys.append(host)
         self.cut = False
 
@@ -61,6 +61,23 @@ def test_it_is_waited_for_no_longer_than_the_lease() -> None:
     finally:
         first.receiver.close()
         late.receiver.close()
+
+
+def test_its_sender_may_compute_for_longer_than_a_lease_while_the_group_holds() -> None:
+    """No heartbeat is seen across hosts: that the sender is connected counts instead."""
+    torch.manual_seed(0)
+    trained, far = nn.Linear(4, 4), Far("host-far", lease_s=1.0)
+    try:
+        with ws.connect(trained, to=far, backend="distributed", timeout_s=TIMEOUT_S) as sender:
+            assert sender.send_weights().road == "distributed"
+            tensors = list(trained.state_dict().items())
+            with sender.update() as update:
+                update.send(tensors[:1])
+                time.sleep(1.6)
+                update.send(tensors[1:])
+            assert far.receiver.version == 2
+    finally:
+        far.receiver.close()
 
 
 @pytest.mark.usefixtures("shm_clean")

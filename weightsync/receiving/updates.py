@@ -403,10 +403,15 @@ class Updates:
     def _sender_beat(self) -> int | None:
         return self.peers.beat(self._incoming.sender) if self._incoming is not None else None
 
+    def _sender_is_connected(self) -> bool:
+        """What is known of a sender on another host, whose heartbeat is unseen."""
+        sender = self._incoming.sender if self._incoming is not None else None
+        return sender is not None and self.peers.alive(sender)
+
     def _is_heard_of(self) -> bool:
         """Whether its sender's message or heartbeat is new enough to wait for another message."""
         now, beat = time.monotonic(), self._sender_beat()
-        if beat != self._beat:
+        if beat != self._beat or (beat is None and self._sender_is_connected()):
             self._beat, self._heard_at = beat, now
         silent_s, quiet_s = now - self._heard_at, now - self._told_at
         return silent_s < self._lease_s and quiet_s < _LEASES * self._lease_s
