@@ -5,7 +5,7 @@ from __future__ import annotations
 import socket
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack
 
 import pytest
@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 import weightsync as ws
+from weightsync.sending import fleet
 from weightsync.sending.commands import AnyCommand, Begin, End
 from weightsync.wire.messages import Reply
 
@@ -68,6 +69,35 @@ def test_a_callback_that_never_returns(receiver: ws.WeightReceiver, call: str) -
         assert receiver.version == 1
     finally:
         let_go.set()
+
+
+def test_a_hook_that_never_returns(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its heart beats on and nothing but the sender bounds the call: it has its patience, once."""
+    let_go, finishes = threading.Event(), list[object]()
+
+    def hook(pairs: Iterable[tuple[str, torch.Tensor]]) -> None:
+        for _ in pairs:
+            pass
+        let_go.wait(120)
+
+    receiver = ws.WeightReceiver(hook)
+
+    def carry(message: Mapping[str, object]) -> object:
+        if message["call"] == "finish_weight_update":
+            finishes.append(message)
+        return receiver.handle(message)
+
+    monkeypatch.setattr(fleet, "PATIENCE", 3)
+    try:
+        with ws.connect(nn.Linear(6, 5), to=carry, timeout_s=TIMEOUT_S) as sender:
+            began = time.monotonic()
+            with pytest.raises(ws.TransportTimeout, match=r"within 3 s and lives"):
+                sender.send_weights()
+            assert 2 * TIMEOUT_S < time.monotonic() - began < 20 * TIMEOUT_S
+            assert len(finishes) == 1
+    finally:
+        let_go.set()
+        receiver.close()
 
 
 def test_a_server_that_is_stopped_in_front_of_a_receiver_that_lives(

@@ -77,16 +77,19 @@ class Flight(Generic[T]):
     A sign is a change of `beat()`, which returns what grows while the peer lives (None where
     nothing of it is seen), or an answer to `probe`, which asks whether a step is at work there
     (None: the call is not probed). A peer that lives and has no step at work has lost the call, or
-    its answer was lost: no sign counts any more. `give_up(lost)` returns the answer of a peer that
-    gave no sign for `timeout_s`. Calls of the same `peer` know of each other's signs.
+    its answer was lost: no sign counts any more. `give_up(lost, over)` returns the answer of a peer
+    that gave no sign for `timeout_s`, or (`over`) has not answered for `limit_s`, which no sign
+    extends. Calls of the same `peer` know of each other's signs.
     """
 
     peer: object
     future: Future[T]
     timeout_s: float
+    limit_s: float
     beat: Callable[[], Hashable | None]
     probe: Callable[[Future[bool | None]], None] | None
-    give_up: Callable[[bool], T]
+    give_up: Callable[[bool, bool], T]
+    began_s: float = 0.0
     heard_s: float = 0.0
     seen: Hashable | None = None
     lost: bool = False
@@ -105,9 +108,10 @@ class Flight(Generic[T]):
             self.lost = busy is False
             if busy:
                 self.heard_s = now
-        if now - self.heard_s > self.timeout_s:
+        over = now - self.began_s > self.limit_s
+        if over or now - self.heard_s > self.timeout_s:
             with suppress(InvalidStateError):
-                self.future.set_result(self.give_up(self.lost))
+                self.future.set_result(self.give_up(self.lost, over))
         elif self.probe and self.asked is None and now - self.asked_s > self.timeout_s / 4:
             self.asked, self.asked_s = Future(), now
             self.probe(self.asked)
@@ -126,7 +130,8 @@ class Flights(Generic[T]):
         self._advance()
         beside = [f.heard_s for f in self._flying if f.peer is flight.peer and not f.future.done()]
         flight.heard_s = max(beside, default=self._now)
-        flight.asked_s, flight.seen = self._now, flight.beat()
+        flight.began_s = flight.asked_s = self._now
+        flight.seen = flight.beat()
         self._flying.append(flight)
 
     def look(self) -> None:

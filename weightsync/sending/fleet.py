@@ -160,8 +160,9 @@ class Fleet:
     what grows while a member lives, where that is seen from here. `yields`: other senders may take
     the receivers between two updates.
 
-    A member that does not answer and gives no sign of life for the `timeout_s` of a call is
-    silent, until `forgive`: further calls to it fail at once.
+    A member that does not answer and gives no sign of life for the `timeout_s` of a call, or
+    lives and does not answer for PATIENCE times that, is silent, until `forgive`: further calls
+    to it fail at once.
     """
 
     def __init__(self, transports: Sequence[Transport], *, yields: bool = False) -> None:
@@ -316,6 +317,10 @@ class Fleet:
                 m for m in self.members if _answers_with(m) is _answers_with(member)
             )
 
+    def is_silent(self, member: Member) -> bool:
+        """Whether it is asked nothing more until `forgive`."""
+        return member in self._silent
+
     def close(self) -> None:
         """Close every transport."""
         for transport in self._transports:
@@ -341,15 +346,17 @@ class Fleet:
         timeout_s = min(timeout_s, _EXIT_S) if exiting() else timeout_s
         brief = isinstance(message, _BRIEF)
 
-        def give_up(lost: bool) -> Answer:
-            if not lost:
+        def give_up(lost: bool, over: bool) -> Answer:
+            if over or not lost:
                 self.silence([member])
-            return Answer(member, error=_silent(member, call, timeout_s, lost=lost))
+            waited_s = PATIENCE * timeout_s if over else timeout_s
+            return Answer(member, error=_silent(member, call, waited_s, lost=lost, over=over))
 
         flight = Flight(
             member,
             future,
             timeout_s,
+            PATIENCE * timeout_s,
             beat=lambda: self.beat(member),
             probe=None if isinstance(message, StatusRequest) else partial(self._probe, member),
             give_up=give_up,
@@ -423,12 +430,14 @@ def _answers_with(member: Member) -> object:
     return getattr(member.transport, "round", member)
 
 
-def _silent(member: Member, call: str, timeout_s: float, *, lost: bool = False) -> TransportTimeout:
-    seen = (
-        "says that it has no such call at work: the message or its answer was lost"
-        if lost
-        else "gave no sign of life: its process is stopped, or its host cannot be reached"
-    )
+def _silent(
+    member: Member, call: str, timeout_s: float, *, lost: bool = False, over: bool = False
+) -> TransportTimeout:
+    seen = "gave no sign of life: its process is stopped, or its host cannot be reached"
+    if over:
+        seen = "lives: see what its model, or the hook that takes the weights, waits for"
+    elif lost:
+        seen = "says that it has no such call at work: the message or its answer was lost"
     return TransportTimeout(
         f"{member.target} did not answer {call} within {timeout_s:g} s and {seen}; send it again, "
         "or give more time with timeout_s="

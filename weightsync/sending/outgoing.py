@@ -174,7 +174,8 @@ class Update:
             member.last_told = self.update_id
         answers = self._ask(self._finish_request, staying)
         for _ in range(_FINISH_TRIES - 1):
-            again = [a.member for a in answers if isinstance(a.error, TransportError)]
+            failed = [a.member for a in answers if isinstance(a.error, TransportError)]
+            again = [member for member in failed if not self._fleet.is_silent(member)]
             if not again:
                 break
             answers = [a for a in answers if a.member not in again]
