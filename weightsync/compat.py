@@ -331,13 +331,14 @@ def _messages(
 def _unpacked(pairs: NamedTensors, lends_host: bool) -> Iterator[_Message]:
     given = list(pairs)
     watch = SourceWatch()
-    watch.begin([name for name, _ in given], [tensor for _, tensor in given])
-    kept = [(name, tensor.detach().contiguous()) for name, tensor in given]
-    manifest = Manifest(tuple(spec_of(name, tensor) for name, tensor in kept))
-    flats = [as_bytes(tensor) for _, tensor in kept]
-    # An empty tensor has no memory on a GPU that could be opened.
-    on_host = [not flat.is_cuda or not flat.numel() for flat in flats]
     with ExitStack() as stack:
+        stack.callback(watch.end)  # it may be asked for no more messages
+        watch.begin([name for name, _ in given], [tensor for _, tensor in given])
+        kept = [(name, tensor.detach().contiguous()) for name, tensor in given]
+        manifest = Manifest(tuple(spec_of(name, tensor) for name, tensor in kept))
+        flats = [as_bytes(tensor) for _, tensor in kept]
+        # An empty tensor has no memory on a GPU that could be opened.
+        on_host = [not flat.is_cuda or not flat.numel() for flat in flats]
         handles: list[KeyedHandle] = [{} for _ in flats]
         if any(on_host) and lends_host:
             sizes = [flat.numel() for flat, here in zip(flats, on_host, strict=True) if here]

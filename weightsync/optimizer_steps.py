@@ -13,7 +13,7 @@ import torch
 from torch.optim import optimizer as hooks
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
-_lock = threading.Lock()
+_lock = threading.RLock()  # the garbage collector may come here in the middle of it
 _installed = False
 _windows: set[StepWindow] = set()
 _running: dict[tuple[int, int], tuple[torch.optim.Optimizer, CodeType]] = {}
@@ -91,14 +91,14 @@ def _running_elsewhere() -> list[torch.optim.Optimizer]:
         if frame is None:
             del _running[thread, number]
     own = threading.get_ident()
-    return [optimizer for (thread, _), (optimizer, _) in _running.items() if thread != own]
+    return [optimizer for (thread, _), (optimizer, _) in list(_running.items()) if thread != own]
 
 
 def _begin_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
     code = sys._getframe(1).f_code
     with _lock:
         _running[threading.get_ident(), id(optimizer)] = optimizer, code
-        for window in _windows:
+        for window in list(_windows):
             window.add(optimizer)
 
 

@@ -16,7 +16,7 @@ import torch
 
 import weightsync as ws
 from tests.segments import opened_since
-from weightsync import compat
+from weightsync import compat, optimizer_steps
 from weightsync.receiving.landings import ApplyChoice
 from weightsync.samehost.device_keys import host_key
 from weightsync.samehost.memory import OpenMemory
@@ -39,6 +39,18 @@ def tensors() -> list[tuple[str, torch.Tensor]]:
         ("empty", torch.zeros(0, 4)),
         ("scalar", torch.tensor(3)),
     ]
+
+
+@pytest.mark.parametrize("names", [("a", "a"), ("a", "b")])
+def test_a_session_that_fails_watches_nothing_any_more(names: tuple[str, str]) -> None:
+    before = set(optimizer_steps._windows)
+
+    def fail(_: object) -> None:
+        raise ConnectionError("not delivered")
+
+    with pytest.raises((ValueError, ws.WeightSyncError, ConnectionError)):
+        Engine.trainer_send_weights([(name, torch.ones(3)) for name in names], {"send_mode": fail})
+    assert set(optimizer_steps._windows) <= before
 
 
 def test_what_changes_while_it_is_copied_is_not_delivered(monkeypatch: pytest.MonkeyPatch) -> None:

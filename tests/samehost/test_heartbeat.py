@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from weightsync.samehost.heartbeat import beating
+from weightsync.samehost.heartbeat import Heartbeat, beating
 
 WAIT_S = 60.0
 
@@ -29,3 +29,21 @@ def test_ctrl_c_while_it_starts_ends_it(monkeypatch: pytest.MonkeyPatch) -> None
     for thread in set(beats()) - set(before):
         thread.join(WAIT_S)
     assert set(beats()) <= set(before)
+
+
+def test_it_may_be_closed_in_its_own_thread() -> None:
+    """The garbage collector ends a dropped sender in whatever thread it runs."""
+    closed = threading.Event()
+
+    class Dropped:
+        def __init__(self) -> None:
+            self.heartbeat = Heartbeat(self.beat)
+
+        def beat(self) -> None:
+            self.heartbeat.close()
+            closed.set()
+
+    dropped = Dropped()
+    assert closed.wait(WAIT_S)
+    dropped.heartbeat.close()
+    assert not dropped.heartbeat._thread.is_alive()

@@ -51,9 +51,13 @@ class Heartbeat:
         self._thread.start()
 
     def close(self) -> None:
-        """End it; `beat` is not called any more when this returns. Idempotent."""
+        """End it; `beat` is not called any more when this returns. Idempotent.
+
+        The garbage collector may call it in any thread, in the heartbeat's own too.
+        """
         self._done.set()
-        self._thread.join()
+        if threading.current_thread() is not self._thread:
+            self._thread.join()
 
 
 def _run(

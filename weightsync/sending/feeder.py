@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable
+from contextlib import ExitStack
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -126,17 +127,14 @@ class Feeder:
         return engine.exports.entries(names) if engine is not None else []
 
     def close(self) -> None:
-        """Free everything. Idempotent."""
-        self._watch.end()
-        heartbeat, self._heartbeat = self._heartbeat, None
-        if heartbeat is not None:
-            heartbeat.close()
-        relay, self.relay = self.relay, None
-        engine, self.engine = self.engine, None
-        if relay is not None:
-            relay.close()
-        if engine is not None:
-            engine.close()
+        """Free everything, also where a part of it raises. Idempotent."""
+        parts = self.engine, self.relay, self._heartbeat
+        self.engine = self.relay = self._heartbeat = None
+        with ExitStack() as last:
+            for part in parts:
+                if part is not None:
+                    last.callback(part.close)
+            self._watch.end()
 
     def _own(self, places: dict[int, list[int]]) -> tuple[IpcTrainerEngine | None, list[int]]:
         return self.engine, places.get(self._ranks.rank, [])
