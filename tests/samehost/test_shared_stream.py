@@ -233,6 +233,28 @@ class TestTheModelDoesNotNotice:
         assert kept.tolist() == [[3.0] * 4] * 3
 
 
+def test_in_inference_mode_parameters_stay_trainable() -> None:
+    """Whoever calls the sender in that mode gets no parameters that refuse gradients."""
+    module = linear()
+    tensors = list(module.parameters())
+    with torch.inference_mode():
+        stream = stream_of(tensors)
+        stream.refresh(tensors)
+    assert stream.adopted == {0, 1}
+    optimizer = torch.optim.SGD(module.parameters(), lr=1.0)
+
+    def train() -> None:
+        module(torch.ones(1, 4, requires_grad=True)).sum().backward()
+        optimizer.step()
+        assert not module.weight.data.is_inference()
+
+    train()
+    with torch.inference_mode():
+        stream.close()
+    train()
+    assert not held(stream, module.weight)
+
+
 def test_scalars_and_empty_tensors() -> None:
     tensors = [torch.tensor(3.0), torch.zeros(0, 4), torch.tensor(5, dtype=torch.int64)]
     stream = stream_of(tensors)

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import logging
 import operator
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -26,6 +27,13 @@ _OWN_REFERENCES = 2
 """Uses of a storage that only one tensor has: that tensor, and Python's wrapper of the storage."""
 
 
+@contextmanager
+def _plain_tensors() -> Iterator[None]:
+    """What is made here is trained later, whatever mode the caller is in."""
+    with torch.inference_mode(False), torch.no_grad():
+        yield
+
+
 class SharedStream:
     """Tensors at `offsets` of a segment of `nbytes` bytes.
 
@@ -33,6 +41,7 @@ class SharedStream:
     `/dev/shm` too small is a SegmentError now.
     """
 
+    @_plain_tensors()
     def __init__(
         self,
         offsets: Sequence[int],
@@ -108,6 +117,7 @@ class SharedStream:
             and all(map(torch.Tensor.is_contiguous, tensors))
         )
 
+    @_plain_tensors()
     def occupied(self, tensors: Sequence[torch.Tensor]) -> bool:
         """Whether something else still uses the place of a tensor that moved elsewhere since.
 
@@ -125,10 +135,12 @@ class SharedStream:
                 return True
         return False
 
+    @_plain_tensors()
     def write(self, index: int, tensor: torch.Tensor) -> None:
         """Copy one tensor to its place."""
         self._views[index].copy_(tensor.detach())
 
+    @_plain_tensors()
     def close(self) -> None:
         """Move adopted tensors back into their own memory, remove the segment. Idempotent."""
         for i, tensor in self._adopted.items():
@@ -139,6 +151,7 @@ class SharedStream:
         self.tensors.clear()
         self.segment.close()
 
+    @_plain_tensors()
     def _bring(self, index: int, tensor: torch.Tensor) -> int:
         view = self._views[index]
         if tensor.shape != view.shape:
