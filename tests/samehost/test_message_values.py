@@ -214,6 +214,15 @@ def test_what_would_come_back_as_something_else_is_refused(value: Any) -> None:
         ("Decimal", "x"),
         ("defaultdict", ["eval", {}]),
         ("array", ["?", b""]),
+        ("array", ["b", 1 << 50]),  # bytes(1 << 50) would be as many zeros
+        ("numpy scalar", ["f4", 1 << 50]),
+        ("numpy scalar", ["f4", bytes(400)]),
+        ("numpy array", ["S0", [1 << 50], torch.zeros(0, dtype=torch.uint8)]),
+        ("numpy array", ["f4", [1], 5]),
+        ("enum", ["sys", 5, "x"]),
+        ("enum", [5, "x", "x"]),
+        ("UUID", 5),
+        ("Fraction", ["1e5000", 1]),
     ],
 )
 def test_values_that_are_none_are_errors_of_the_message(name: str, plain: Any) -> None:
@@ -225,3 +234,18 @@ def test_a_codec_may_have_its_own_rule_for_a_kind() -> None:
     codec = MessageCodec()
     codec.register(slice, encode=lambda s: s.stop, decode=slice)
     assert sent(slice(5), codec) == slice(5)
+
+
+def test_the_shape_of_an_array_makes_no_memory() -> None:
+    """NumPy makes elements of no bytes one byte each."""
+    for code, kind, shape in (
+        (2, "S0", [1 << 50]),
+        (2, "U0", [1 << 50]),
+        (1, "float32", [1 << 62, 1 << 62, 0]),
+        (1, "float32", ["x", 1 << 50]),
+    ):
+        body = msgspec.msgpack.encode(
+            msgspec.msgpack.Ext(code, msgspec.msgpack.encode([kind, shape, 0]))
+        )
+        with pytest.raises(ProtocolError, match=r"have no bytes|of shape|cannot be decoded"):
+            MessageCodec().decode(body, [memoryview(b"")])

@@ -21,7 +21,7 @@ import torch
 
 from weightsync.errors import ConfigError, ProtocolError
 from weightsync.samehost.message_parts import Encoded
-from weightsync.samehost.message_values import ARRAY_KINDS, from_plain, plain_dtype, to_plain
+from weightsync.samehost.message_values import ARRAY_KINDS, array_dtype, from_plain, to_plain
 
 INLINE_NBYTES = 512
 """Bytes objects up to this size travel inside the msgpack."""
@@ -43,6 +43,7 @@ _memory = ctypes.PYFUNCTYPE(ctypes.py_object, ctypes.c_void_p, ctypes.c_ssize_t,
 )
 _READ_ONLY = 0x100
 
+_WRONG = (TypeError, ValueError, AttributeError, ArithmeticError, MemoryError)
 Hook = Callable[[Any], Any]
 BYTES_BODY = msgspec.msgpack.encode(msgspec.msgpack.Ext(_BYTES, msgspec.msgpack.encode([0])))
 """The body of a message that is one bytes object, its only buffer."""
@@ -125,7 +126,7 @@ class MessageCodec:
             return unpacker.decode(body)
         except ProtocolError:
             raise
-        except (msgspec.MsgspecError, TypeError, ValueError, IndexError, RecursionError) as exc:
+        except (msgspec.MsgspecError, IndexError, RecursionError, *_WRONG) as exc:
             raise ProtocolError(f"a message cannot be decoded: {exc}") from exc
 
 
@@ -233,7 +234,7 @@ class _Packer:
         return self._place(_TENSOR, [name, list(value.shape)], view, plain)
 
     def _lift_array(self, value: Any) -> msgspec.msgpack.Ext:
-        if value.dtype.kind not in ARRAY_KINDS:
+        if value.dtype.kind not in ARRAY_KINDS or not value.dtype.itemsize:
             raise _Foreign(value, f"an array of {value.dtype} has no plain bytes")
         flat = value.ravel()  # contiguous: a view, or a copy in C order
         view = memoryview(flat.view("u1")) if flat.nbytes else memoryview(b"")
@@ -317,7 +318,7 @@ class _Unpacker:
         import numpy as np  # noqa: PLC0415  # optional: only who sends arrays needs it
 
         kind, shape, index = about
-        dtype, view = plain_dtype(kind), self.buffer(index)
+        dtype, view = array_dtype(kind), self.buffer(index)
         _check_shape(shape, dtype.itemsize, len(view))
         if not len(view):
             return np.empty(shape, dtype)
@@ -352,7 +353,11 @@ _BUILDERS: dict[int, Callable[[_Unpacker, Any], Any]] = {
 
 
 def _check_shape(shape: Any, itemsize: int, nbytes: int) -> None:
-    if len(shape) > _MAX_DIMENSIONS or any(size < 0 for size in shape):
+    if (
+        len(shape) > _MAX_DIMENSIONS
+        or any(size < 0 for size in shape)
+        or math.prod(size or 1 for size in shape) * itemsize >= 1 << 63
+    ):
         raise ProtocolError(f"a message has a tensor of shape {str(shape)[:80]}")
     if math.prod(shape) * itemsize != nbytes:
         raise ProtocolError(

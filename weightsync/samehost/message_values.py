@@ -17,6 +17,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from decimal import Decimal
 from fractions import Fraction
+from operator import index
 from pathlib import Path, PosixPath, PurePath, PurePosixPath
 from types import EllipsisType
 from typing import Any
@@ -28,6 +29,17 @@ from weightsync.errors import ProtocolError
 
 ARRAY_KINDS = "biufcUSMm"
 """NumPy's kinds of dtypes whose bytes are their value."""
+_WRONG = (
+    TypeError,
+    ValueError,
+    RuntimeError,
+    ArithmeticError,
+    LookupError,
+    AttributeError,
+    MemoryError,
+    SyntaxError,
+)
+"""What Python, NumPy and torch raise for plain data that is no value of the kind named."""
 _FACTORIES = (list, dict, set, tuple, int, float, str, bool, bytes)
 
 
@@ -57,7 +69,7 @@ def from_plain(name: str, plain: Any) -> Any:
         return kind.from_plain(plain)
     except ProtocolError:
         raise
-    except (TypeError, ValueError, RuntimeError, ArithmeticError, LookupError) as exc:
+    except _WRONG as exc:
         raise ProtocolError(f"a message has a {name} that is none: {exc}") from exc
 
 
@@ -86,7 +98,9 @@ def _dotted(kind: type) -> list[str] | None:
         return None
 
 
-def _class(module: str, name: str) -> Any:
+def _class(module: object, name: object) -> Any:
+    if not (isinstance(module, str) and isinstance(name, str)):
+        raise ProtocolError(f"a message has a value of {module!r}.{name!r}, which names no class")
     found: Any = sys.modules.get(module)
     for part in name.split("."):  # not getattr: that could run code
         found = vars(found).get(part) if hasattr(found, "__dict__") else None
@@ -138,12 +152,16 @@ def _from_scalar(value: Any) -> list[Any] | None:
 def _to_scalar(plain: Any) -> Any:
     import numpy as np  # noqa: PLC0415  # optional: who is sent one of its values has it
 
-    dtype = plain_dtype(plain[0])
-    return np.frombuffer(bytes(plain[1]), dtype)[0] if dtype.itemsize else np.zeros((), dtype)[()]
+    dtype, data = plain_dtype(plain[0]), _bytes(plain[1])
+    if not dtype.itemsize:
+        return dtype.type()  # an empty string
+    if len(data) != dtype.itemsize:
+        raise ProtocolError(f"a message has a {dtype} in {len(data)} bytes")
+    return np.frombuffer(data, dtype)[0]
 
 
 def _from_array(value: Any) -> list[Any] | None:
-    if value.dtype.kind not in ARRAY_KINDS:
+    if value.dtype.kind not in ARRAY_KINDS or not value.dtype.itemsize:
         return None
     flat = value.ravel()
     data = flat.view("u1") if flat.nbytes else flat[:0].astype("u1")
@@ -155,7 +173,7 @@ def _to_array(plain: Any) -> Any:
     import numpy as np  # noqa: PLC0415  # as above
 
     name, shape, data = plain
-    dtype = plain_dtype(name)
+    dtype = array_dtype(name)
     if data.dtype is not torch.uint8 or data.numel() != math.prod(shape) * dtype.itemsize:
         raise ProtocolError(f"an array of {dtype}{shape} came in {data.numel()} x {data.dtype}")
     return data.numpy().view(dtype).reshape(shape) if data.numel() else np.empty(shape, dtype)
@@ -169,6 +187,24 @@ def plain_dtype(name: object) -> Any:
     if dtype.kind not in ARRAY_KINDS:
         raise ProtocolError(f"a message has an array of {dtype}, which has no plain bytes")
     return dtype
+
+
+def array_dtype(name: object) -> Any:
+    """Return the dtype of an array's elements. Raises ProtocolError for those without bytes.
+
+    NumPy would make them larger, and of a few bytes of a message an array of any size.
+    """
+    dtype = plain_dtype(name)
+    if not dtype.itemsize:
+        raise ProtocolError(f"a message has an array of {dtype}, whose elements have no bytes")
+    return dtype
+
+
+def _bytes(value: object) -> bytes:
+    """Return bytes as bytes; of a number, `bytes` would make as many zeros."""
+    if not isinstance(value, bytes | bytearray | memoryview):
+        raise ProtocolError(f"a message has a {type(value).__name__} in the place of bytes")
+    return bytes(value)
 
 
 def _torch_constant(kind: type) -> Callable[[Any], Any]:
@@ -217,7 +253,9 @@ _BY_TYPE: dict[type, _Kind] = {
     range: _Kind("range", lambda v: [v.start, v.stop, v.step], lambda p: range(*p)),
     EllipsisType: _Kind("Ellipsis", lambda _: True, lambda _: ...),
     Decimal: _Kind("Decimal", str, Decimal),
-    Fraction: _Kind("Fraction", lambda v: [v.numerator, v.denominator], lambda p: Fraction(*p)),
+    Fraction: _Kind(
+        "Fraction", lambda v: [v.numerator, v.denominator], lambda p: Fraction(*map(index, p))
+    ),
     UUID: _Kind("UUID", lambda v: v.hex, UUID),
     dt.datetime: _Kind(
         "datetime",
@@ -238,7 +276,7 @@ _BY_TYPE: dict[type, _Kind] = {
     defaultdict: _Kind("defaultdict", _from_default_dict, _to_default_dict),
     deque: _Kind("deque", lambda v: [list(v), v.maxlen], lambda p: deque(*p)),
     array.array: _Kind(
-        "array", lambda v: [v.typecode, v.tobytes()], lambda p: array.array(p[0], bytes(p[1]))
+        "array", lambda v: [v.typecode, v.tobytes()], lambda p: array.array(p[0], _bytes(p[1]))
     ),
     torch.Size: _Kind("torch.Size", list, torch.Size),
     torch.dtype: _Kind("torch.dtype", _name_in_torch, _torch_constant(torch.dtype)),
