@@ -50,6 +50,20 @@ class Point(NamedTuple):
 
 Pair = namedtuple("Pair", ["a", "b"])  # noqa: PYI024  # the other way of making one
 
+
+class Spot(Pair):
+    """A named tuple with a method, as it is usually written."""
+
+    def total(self) -> Any:
+        return self.a + self.b
+
+
+def with_attribute() -> Spot:
+    spot = Spot(1, 2)
+    spot.color = "red"  # type: ignore[attr-defined]
+    return spot
+
+
 UTC = dt.UTC
 MOMENT = dt.datetime(2026, 11, 22, 9, 30, 1, 5, tzinfo=UTC)
 KINDS: list[Any] = [
@@ -83,6 +97,7 @@ KINDS: list[Any] = [
     Right.READ,
     Right.READ | Right.WRITE,
     Pair(1, (2, "x")),
+    Spot(1, 2),
     MOMENT,
     MOMENT.replace(tzinfo=None, fold=1),
     MOMENT.date(),
@@ -183,10 +198,13 @@ def local_enum() -> object:
         np.void(b"xx"),
         np.array([object()]),
         print,
+        with_attribute(),
+        memoryview(array.array("d", [1.0])),
+        memoryview(bytes(4)).cast("B", (2, 2)),
     ],
 )
 def test_what_would_come_back_as_something_else_is_refused(value: Any) -> None:
-    with pytest.raises(ConfigError, match=r"register it with the codec|no plain bytes"):
+    with pytest.raises(ConfigError, match=r"register it with the codec|no plain bytes|of bytes"):
         sent([value])
 
 

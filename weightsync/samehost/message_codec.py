@@ -218,6 +218,12 @@ class _Packer:
             return value
         if code == _BYTES and len(value) <= INLINE_NBYTES:
             return msgspec.msgpack.Ext(_BYTES_INLINE, value)
+        if code == _MEMORYVIEW and (value.format != "B" or value.ndim != 1):
+            raise _Foreign(
+                value,
+                f"a memoryview of format {value.format!r} and {value.ndim} dimensions would come "
+                'back as one of bytes; send view.cast("B"), or an array',
+            )
         if code == _MEMORYVIEW and not value.c_contiguous:
             value = value.tobytes()
         return self._place(code, [], memoryview(value), value)

@@ -1,8 +1,10 @@
 """Ordinary values of Python, NumPy and torch that msgpack has no word for, as plain data and back.
 
-Both codecs use these rules, so that a value comes back as what it was or is refused when it is
-sent. Decoding runs nothing that the message names: classes of enumerations and named tuples are
-looked up in modules that this process has imported already, and only their values are made.
+MessageCodec uses these rules for every value, so that each comes back as what it was or is refused
+when it is sent. TensorEncoder uses them for what msgspec has no rule of its own for: enumerations,
+tuples, sets, dates, Decimal and UUID go by the types of fields there. Decoding runs nothing that
+the message names: classes of enumerations and named tuples are looked up in modules that this
+process has imported already, and only their values are made.
 """
 
 from __future__ import annotations
@@ -77,7 +79,7 @@ def _family(value: object) -> _Kind | None:
     """Return the kind of a value whose exact type is not in the table."""
     if isinstance(value, enum.Enum):
         return _ENUM
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
+    if _fields(type(value)) is not None:
         return _NAMED_TUPLE
     numpy = sys.modules.get("numpy")  # what is one of its values was made by it
     if numpy is None:
@@ -131,16 +133,28 @@ def _to_enum(plain: Any) -> Any:
     return kind.__members__[member]
 
 
+def _fields(kind: type) -> tuple[str, ...] | None:
+    """Return the fields of a class of named tuples, or of one derived from it; else None."""
+    if not issubclass(kind, tuple):
+        return None
+    found = next((vars(one)["_fields"] for one in kind.__mro__ if "_fields" in vars(one)), None)
+    return found if isinstance(found, tuple) else None
+
+
 def _from_named_tuple(value: Any) -> list[Any] | None:
-    where = _dotted(type(value))
-    return None if where is None else [*where, list(value)]
+    where, fields = _dotted(type(value)), _fields(type(value))
+    if where is None or fields is None or len(fields) != len(value):
+        return None
+    if getattr(value, "__dict__", None):
+        return None  # its attributes would be lost
+    return [*where, list(value)]
 
 
 def _to_named_tuple(plain: Any) -> Any:
     module, name, items = plain
     kind = _class(module, name)
-    fields = vars(kind).get("_fields")
-    if not (issubclass(kind, tuple) and fields is not None and len(fields) == len(items)):
+    fields = _fields(kind)
+    if fields is None or len(fields) != len(items):
         raise ProtocolError(f"{module}.{name} is no named tuple of {len(items)} fields")
     return tuple.__new__(kind, items)
 
