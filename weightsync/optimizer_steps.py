@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import CodeType
@@ -14,6 +15,10 @@ from torch.optim import optimizer as hooks
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 _lock = threading.RLock()  # the garbage collector may come here in the middle of it
+_ended = threading.Condition(_lock)
+_POLL_S = 0.05
+"""Steps that end by an exception are not reported."""
+_waiting = 0
 _installed = False
 _windows: set[StepWindow] = set()
 _running: dict[tuple[int, int], tuple[torch.optim.Optimizer, CodeType]] = {}
@@ -54,10 +59,23 @@ def install() -> None:
 
 
 @contextmanager
-def held_back() -> Iterator[bool]:
-    """Keep optimizers from beginning a step; yields whether none is in the middle of one."""
+def held_back(wait_s: float = 0.0, *, own: bool = False) -> Iterator[bool]:
+    """Keep optimizers from beginning a step; yields whether none is in the middle of one.
+
+    Steps of other threads have `wait_s` to end. `own` counts one of this thread, too.
+    """
+    global _waiting  # noqa: PLW0603  # as the lock is
     with _lock:
-        yield not _running_elsewhere()
+        if wait_s:
+            _waiting += 1
+            try:
+                until = time.monotonic() + wait_s
+                while _running_elsewhere() and time.monotonic() < until:
+                    _ended.wait(_POLL_S)
+            finally:
+                _waiting -= 1
+                _ended.notify_all()
+        yield not (_running_elsewhere() or (own and _steps_itself()))
 
 
 def stored_at(optimizer: torch.optim.Optimizer) -> set[int]:
@@ -94,9 +112,15 @@ def _running_elsewhere() -> list[torch.optim.Optimizer]:
     return [optimizer for (thread, _), (optimizer, _) in list(_running.items()) if thread != own]
 
 
+def _steps_itself() -> bool:
+    return any(thread == threading.get_ident() for thread, _ in list(_running))
+
+
 def _begin_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
     code = sys._getframe(1).f_code
     with _lock:
+        while _waiting and not _steps_itself():
+            _ended.wait(_POLL_S)
         _running[threading.get_ident(), id(optimizer)] = optimizer, code
         for window in list(_windows):
             window.add(optimizer)
@@ -105,3 +129,4 @@ def _begin_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
 def _end_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
     with _lock:
         _running.pop((threading.get_ident(), id(optimizer)), None)
+        _ended.notify_all()

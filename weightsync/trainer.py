@@ -439,6 +439,8 @@ def _free_dropped(ensemble: Ensemble, lead: Lead | None, pid: int) -> None:
     """A sender that was dropped without close() must not hold its receivers."""
     if os.getpid() == pid:
         logger.warning("a sender was dropped without close(); what it shared is freed")
+        if ensemble.feeder.engine is not None:
+            ensemble.feeder.engine.dropped()
         _free(ensemble, lead)
 
 

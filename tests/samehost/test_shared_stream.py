@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import copy
+import threading
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
 from tests.segments import opened_since
+from weightsync import optimizer_steps
 from weightsync.errors import ManifestMismatchError
+from weightsync.samehost import shared_stream
 from weightsync.samehost.segment import live_segments
 from weightsync.samehost.shared_stream import SharedStream
 
@@ -253,6 +257,74 @@ def test_in_inference_mode_parameters_stay_trainable() -> None:
         stream.close()
     train()
     assert not held(stream, module.weight)
+
+
+class TestBesideAStep:
+    """A step writes to the memory that it began with: nothing moves or frees that meanwhile."""
+
+    class Step(torch.optim.SGD):
+        """A step that does `middle` first."""
+
+        middle = staticmethod(lambda: None)
+
+        def step(self, closure: Any = None) -> None:  # type: ignore[override]
+            """As SGD's."""
+            self.middle()
+            super().step(closure)
+
+    @pytest.fixture
+    def module(self) -> nn.Linear:
+        made = linear(2.0)
+        for parameter in made.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        return made
+
+    @pytest.fixture
+    def stream(self, module: nn.Linear) -> SharedStream:
+        optimizer_steps.install()
+        made = stream_of(list(module.parameters()))
+        made.refresh(list(module.parameters()))
+        assert made.adopted == {0, 1}
+        return made
+
+    @pytest.mark.parametrize("ends", [True, False])
+    def test_close_waits_for_another_threads_step(
+        self, module: nn.Linear, stream: SharedStream, ends: bool, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(shared_stream, "_STEP_S", 60.0 if ends else 0.1)
+        entered, go = threading.Event(), threading.Event()
+
+        def middle() -> None:
+            entered.set()
+            go.wait(60)
+
+        optimizer = self.Step(module.parameters(), lr=1.0)
+        optimizer.middle = middle
+        threads = [threading.Thread(target=optimizer.step), threading.Thread(target=stream.close)]
+        try:
+            threads[0].start()
+            assert entered.wait(60)
+            threads[1].start()
+            threads[1].join(0.2 if ends else 60)
+            assert threads[1].is_alive() is ends
+            assert held(stream, module.weight)
+        finally:
+            go.set()
+            for thread in threads:
+                thread.join(60)
+        assert held(stream, module.weight) is not ends
+        assert module.weight.tolist() == [[1.0] * 4] * 3
+
+    def test_the_collector_moves_nothing_in_the_middle_of_a_step(
+        self, module: nn.Linear, stream: SharedStream
+    ) -> None:
+        stream.dropped = True
+        optimizer = self.Step(module.parameters(), lr=1.0)
+        optimizer.middle = stream.close
+        optimizer.step()
+        assert stream.segment not in live_segments()
+        assert held(stream, module.weight)
+        assert module.weight.tolist() == [[1.0] * 4] * 3
 
 
 def test_scalars_and_empty_tensors() -> None:

@@ -283,6 +283,11 @@ class IpcTrainerEngine(TrainerWeightTransferEngine):
         """Show readers that this process lives and works."""
         self._control.beat_writer()
 
+    def dropped(self) -> None:
+        """The garbage collector closes it next: no tensor is moved in the middle of a step."""
+        if isinstance(self._memory, SharedStream):
+            self._memory.dropped = True
+
     def close(self) -> None:
         """Free everything, in the reverse order."""
         self._update = self._stream = self._hashers = self._looked = None

@@ -23,6 +23,8 @@ from weightsync.samehost.segment import Segment, live_segments
 logger = logging.getLogger(__name__)
 
 _SHAPE = operator.attrgetter("shape")
+_STEP_S = 5.0
+"""How long a step of another thread may take before its tensors are left where they are."""
 _OWN_REFERENCES = 2
 """Uses of a storage that only one tensor has: that tensor, and Python's wrapper of the storage."""
 
@@ -52,6 +54,7 @@ class SharedStream:
         adopt: bool,
     ) -> None:
         self.segment = Segment.create(max(nbytes, 1))
+        self.dropped = False
         self._adopt = adopt
         self._adopted: dict[int, torch.Tensor] = {}
         self._lent: dict[int, StorageWeakRef] = {}
@@ -126,13 +129,15 @@ class SharedStream:
         """
         if list(map(torch.Tensor.data_ptr, tensors)) == self._addresses:
             return False
-        for i, adopted in self._adopted.items():
-            if tensors[i].data_ptr() == self._addresses[i]:
-                continue
-            if adopted is not tensors[i] and adopted.data_ptr() == self._addresses[i]:
-                adopted.data = adopted.detach().clone()
-            if not self._lent[i].expired():  # type: ignore[no-untyped-call]  # torch's
-                return True
+        with held_back() as nobody_steps:
+            for i, adopted in self._adopted.items():
+                if tensors[i].data_ptr() == self._addresses[i]:
+                    continue
+                replaced = adopted is not tensors[i] and nobody_steps
+                if replaced and adopted.data_ptr() == self._addresses[i]:
+                    adopted.data = adopted.detach().clone()
+                if not self._lent[i].expired():  # type: ignore[no-untyped-call]  # torch's
+                    return True
         return False
 
     @_plain_tensors()
@@ -142,14 +147,25 @@ class SharedStream:
 
     @_plain_tensors()
     def close(self) -> None:
-        """Move adopted tensors back into their own memory, remove the segment. Idempotent."""
-        for i, tensor in self._adopted.items():
-            if tensor.data_ptr() == self._addresses[i]:
-                tensor.data = tensor.detach().clone()
+        """Move adopted tensors back into their own memory, remove the segment. Idempotent.
+
+        A step of another thread has 5 s to end, and holds the tensors where they are otherwise:
+        the mapping lives as long as they do. So does any step where the stream was `dropped`: the
+        garbage collector may come in the middle of it.
+        """
+        if self._adopted:
+            with held_back(0.0 if self.dropped else _STEP_S, own=self.dropped) as nobody_steps:
+                if nobody_steps:
+                    self._move_back()
         self._adopted.clear()
         self._views.clear()
         self.tensors.clear()
         self.segment.close()
+
+    def _move_back(self) -> None:
+        for i, tensor in self._adopted.items():
+            if tensor.data_ptr() == self._addresses[i]:
+                tensor.data = tensor.detach().clone()
 
     @_plain_tensors()
     def _bring(self, index: int, tensor: torch.Tensor) -> int:
