@@ -368,6 +368,34 @@ class TestCleanup:
         waiting.join(WAIT_S)
         assert "its request was cleaned up" in str(errors[0])
 
+    def test_that_of_another_request_ends_no_waiting_for_another_attempt(
+        self, receiver: TensorIpcReceiver, sender: TensorIpcSender
+    ) -> None:
+        coming = later(sender.send_tensor(torch.ones(1), "r", "t"), 1)
+        assert comes_true(lambda: receiver.pending == 1)
+        assert receiver.cleanup_request_tensors("r") == 1
+        with ThreadPoolExecutor(1) as pool:
+            waiting = pool.submit(receiver.recv_tensor, coming, WAIT_S)
+            time.sleep(SOON_S)
+            receiver.cleanup_request_tensors("another")
+            time.sleep(SOON_S)
+            sender.send_tensor(torch.ones(1), "r", "t")
+            assert same(waiting.result(WAIT_S), torch.ones(1))
+
+    def test_what_another_sender_sends_late_does_not_stay_beside_another_attempt(
+        self, nothing_left: None
+    ) -> None:
+        with (
+            TensorIpcReceiver(grace_s=0.1) as receiver,
+            TensorIpcSender(receiver.handle) as sender,
+            TensorIpcSender(receiver.handle) as other,
+        ):
+            receiver.cleanup_request_tensors("r")
+            assert same(receiver.recv_tensor(sender.send_tensor(torch.ones(1), "r")), torch.ones(1))
+            other.send_tensor(pattern(1, BLOCK), "r")  # of the attempt that was aborted
+            assert comes_true(lambda: other.pool.lent_blocks == 0)
+            assert comes_true(lambda: receiver.pending == 0)
+
 
 class TestMemory:
     def test_a_steady_stream_allocates_nothing(

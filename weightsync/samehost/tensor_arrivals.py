@@ -69,6 +69,14 @@ class SenderState:
         return wanted
 
 
+@dataclass(frozen=True, slots=True)
+class Cleanup:
+    """When a request was cleaned up, and which senders sent for another attempt under its id."""
+
+    number: int
+    again: set[str] = field(default_factory=set)
+
+
 class Arrivals:
     """The tensors of all senders; any thread may call, and none holds the lock while it waits."""
 
@@ -79,7 +87,7 @@ class Arrivals:
         self._pending: dict[Key, Arrival] = {}
         self._requests: dict[str, set[Key]] = {}
         self._senders: OrderedDict[str, SenderState] = OrderedDict()
-        self._cleaned: OrderedDict[str, None] = OrderedDict()
+        self._cleaned: OrderedDict[str, Cleanup] = OrderedDict()
         self._late: OrderedDict[Key, float] = OrderedDict()
         self._cleanups = 0
         self._closed = False
@@ -104,7 +112,7 @@ class Arrivals:
         """Keep tensors in the order of arrival; those of requests cleaned up not for long.
 
         They are of the attempt that was aborted, or of another under the same id: only the latter
-        are asked for.
+        are asked for. What the same sender sends after one that was asked for is of the latter.
         """
         unwanted = []
         with self._changed:
@@ -115,7 +123,7 @@ class Arrivals:
                     unwanted.append(arrival)
                     continue
                 self._keep(arrival, state)
-                if arrival.handle.request_id in self._cleaned:
+                if self._aborted(arrival.handle) is not None:
                     self._late[arrival.key] = time.monotonic() + self._late_s
             self._changed.notify_all()
         for arrival in unwanted:
@@ -131,7 +139,8 @@ class Arrivals:
         with self._changed:
             cleanups = self._cleanups
             while (arrival := self._pending.get((handle.sender, handle.sequence))) is None:
-                if cleanups != self._cleanups and handle.request_id in self._cleaned:
+                cleanup = self._aborted(handle)
+                if cleanup is not None and cleanup.number > cleanups:
                     raise _cleaned_up(handle)
                 self._check_may_come(handle)
                 self._wait(deadline, f"tensor {_shown(handle)} did not come", timeout_s)
@@ -141,8 +150,9 @@ class Arrivals:
                     f"{_shown(arrival.handle)}; the handle was changed on its way"
                 )
             self._forget(arrival)
-            if handle.request_id is not None:
-                self._cleaned.pop(handle.request_id, None)
+            cleanup = self._aborted(handle)
+            if cleanup is not None:
+                cleanup.again.add(handle.sender)
         return arrival.content.tensor()
 
     def take_next(self, timeout_s: float) -> tuple[TensorIpcHandle, torch.Tensor]:
@@ -160,7 +170,7 @@ class Arrivals:
         """Drop the tensors of a request, those here and late ones; returns how many were here."""
         with self._changed:
             self._cleanups += 1
-            self._cleaned[request_id] = None
+            self._cleaned[request_id] = Cleanup(self._cleanups)
             self._cleaned.move_to_end(request_id)
             while len(self._cleaned) > MAX_CLEANED:
                 self._cleaned.popitem(last=False)
@@ -253,6 +263,13 @@ class Arrivals:
             if not keys:
                 del self._requests[request_id]
 
+    def _aborted(self, handle: TensorIpcHandle) -> Cleanup | None:
+        """Return the cleanup that a tensor may be too late for; None after another attempt's."""
+        if handle.request_id is None:
+            return None
+        cleanup = self._cleaned.get(handle.request_id)
+        return None if cleanup is None or handle.sender in cleanup.again else cleanup
+
     def _check_open(self) -> None:
         if self._closed:
             raise TransferError("this tensor queue is closed")
@@ -265,7 +282,7 @@ class Arrivals:
                 f"tensor {_shown(handle)} is of a sender that this queue never met, or long "
                 "forgot; each message must go to the queue that its tensors went to"
             )
-        if handle.sequence <= state.last and handle.request_id in self._cleaned:
+        if handle.sequence <= state.last and self._aborted(handle) is not None:
             raise _cleaned_up(handle)
         if handle.sequence <= state.last:
             raise TransferError(
