@@ -108,6 +108,7 @@ class YieldWatch:
             if address in written or (tensor is not None and _version(tensor) != version):
                 self._changed[name] = None
         self._noted.clear()
+        self._before.clear()
         return list(self._changed)
 
 
