@@ -9,6 +9,7 @@ from collections.abc import Callable, Hashable
 from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from queue import SimpleQueue
 from typing import Generic, TypeVar
 
@@ -121,27 +122,34 @@ class Flights(Generic[T]):
     """All calls in flight of one sender. Time in which this process stood still does not count."""
 
     def __init__(self) -> None:
-        self._flying: list[Flight[T]] = []
+        self._flying: dict[int, Flight[T]] = {}
         self._now = 0.0
         self._looked = time.monotonic()
 
     def add(self, flight: Flight[T]) -> None:
         """Look at one more call."""
         self._advance()
-        beside = [f.heard_s for f in self._flying if f.peer is flight.peer and not f.future.done()]
+        beside = [f.heard_s for f in self._in_flight() if f.peer is flight.peer]
         flight.heard_s = max(beside, default=self._now)
         flight.began_s = flight.asked_s = self._now
         flight.seen = flight.beat()
-        self._flying.append(flight)
+        self._flying[id(flight)] = flight
+        # An answer may be an error, whose frames keep what they saw: it is not kept here.
+        flight.future.add_done_callback(partial(self._forget, id(flight)))
 
     def look(self) -> None:
         """Give up calls whose peer shows no life. Cheap enough for every wait."""
         if time.monotonic() - self._looked < LOOK_S:
             return
         self._advance()
-        self._flying = [flight for flight in self._flying if not flight.future.done()]
-        for flight in self._flying:
+        for flight in self._in_flight():
             flight.look(self._now)
+
+    def _in_flight(self) -> list[Flight[T]]:
+        return [f for f in list(self._flying.values()) if not f.future.done()]
+
+    def _forget(self, key: int, _: Future[T]) -> None:
+        self._flying.pop(key, None)
 
     def _advance(self) -> None:
         here = time.monotonic()
