@@ -24,13 +24,13 @@ def hook(pairs: object) -> None:
 
 
 def too_little_memory() -> None:
-    """Let the address space end a few MB above what is mapped, the sender's ring included."""
+    """Let the address space end above what is mapped where a second model no longer fits."""
     source = model()
     receiver = ws.WeightReceiver(hook, apply="staged")
     used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-    limit = used + MODEL_NBYTES // 2
+    limit = used + MODEL_NBYTES * 7 // 8  # threads of the sender have stacks, too
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
-    with ws.connect(source, to=receiver.handle, packed=True):
+    with ws.connect(source, to=receiver.handle, packed=True, bucket_nbytes=1 << 20):
         print("connected")
 
 
