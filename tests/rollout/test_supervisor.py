@@ -59,6 +59,16 @@ def left_of(mark: str, *, sweeping: bool) -> list[psutil.Process]:
     return left
 
 
+def come(mark: str, count: int) -> bool:
+    """Whether so many processes of the tree come to be; one that starts is not seen at once."""
+    deadline = time.monotonic() + WAIT_S
+    while len(having(mark)) != count:
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.05)
+    return True
+
+
 def gone_soon(mark: str) -> bool:
     """Whether the tree goes within the bound, and the last one of all some time later."""
     for sweeping, within_s in ((False, BOUND_S), (True, WAIT_S)):
@@ -99,7 +109,7 @@ def test_whoever_is_killed_is_named_and_nothing_is_left(mark: str, victim: int) 
         killed = tree.processes[victim]
         assert killed.pid is not None
         # Three of the tree, a grandchild, the warden.
-        assert len(having(mark)) == 5
+        assert come(mark, 5)
         begin = time.monotonic()
         os.kill(killed.pid, signal.SIGKILL)
         message = rf"process {killed.name} \(pid {killed.pid}\) was ended by SIGKILL \(exit code -9"
@@ -118,7 +128,7 @@ def test_a_supervisor_that_is_killed_leaves_nothing(mark: str, number: int) -> N
         try:
             directory = Path(line_of(program))
             # The supervisor, its resource tracker, a warden, three children and a grandchild.
-            assert len(having(mark)) == 7
+            assert come(mark, 7)
             program.send_signal(number)
             program.wait(WAIT_S)
         finally:

@@ -36,9 +36,9 @@ if child == 0:
     assert not segment.owner
     from weightsync.samehost.janitor import sweep
     sweep()
-    print("swept", flush=True)
+    os.write(1, b"swept\\n")  # whole lines, whatever the other process writes
     signal.pause()
-print(segment.name, child, flush=True)
+os.write(1, f"{segment.name} {child}\\n".encode())
 signal.pause()
 """
 SWEEP = "from weightsync.samehost.janitor import sweep; sweep(); print('swept')"

@@ -6,6 +6,7 @@ import functools
 import gc
 import logging
 import re
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -238,7 +239,8 @@ class TestWays:
         self, sender: TensorIpcSender, queue: TensorIpcReceiver
     ) -> None:
         frames = TensorEncoder("torch_shm", lambda: sender).encode([floats(LARGE)], key="aborted")
-        queue.cleanup_request_tensors("aborted")
+        while not queue.cleanup_request_tensors("aborted"):  # it has not arrived yet
+            time.sleep(0.01)
         with pytest.raises(TransferError, match="request was cleaned up"):
             read(frames, None, queue)
 

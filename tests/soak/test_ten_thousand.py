@@ -80,9 +80,8 @@ def test_nothing_grows(host: Host, apply: str, road: str, size: Size) -> None:
         assert [segment.name for segment in live_segments()] == own
         assert receiver.reading() == size.warm_up + len(run.seconds)
     for old, new in zip(before, after, strict=True):
-        assert {what: new[what] for what in ("fds", "segments", "threads")} == {
-            what: old[what] for what in ("fds", "segments", "threads")
-        }
+        grown = {w: (old[w], new[w]) for w in ("fds", "segments", "threads") if new[w] > old[w]}
+        assert not grown  # what earlier tests dropped may be freed meanwhile
         assert new["rss"] <= (1 + GROWTH) * old["rss"]
     rss = [
         round(100 * (new["rss"] / old["rss"] - 1), 2)
