@@ -95,8 +95,17 @@ def queue() -> Iterator[TensorIpcReceiver]:
 
 
 def own_names() -> set[str]:
-    """Return the segments that this process has open, its own and those of others."""
-    return {segment.name for segment in live_segments()}
+    """Return what these tests have open in this process, their own segments and those of others."""
+    return {segment.name for segment in live_segments()} - _EARLIER
+
+
+_EARLIER: set[str] = set()
+"""What the tests of other files left open in this process."""
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _know_what_others_left() -> None:
+    _EARLIER.update(segment.name for segment in live_segments())
 
 
 def on_disk(names: set[str]) -> set[str]:
