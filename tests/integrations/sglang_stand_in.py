@@ -153,9 +153,11 @@ def make_app(stand_in: StandIn) -> FastAPI:  # noqa: C901  # one small function 
             stand_in.requests = 0
         return JSONResponse({"message": "Generation paused successfully.", "status": "ok"})
 
-    async def proceed() -> dict[str, str]:
+    async def proceed() -> JSONResponse:
+        if stand_in.next.get("refuse_proceed", False):
+            return JSONResponse({"error": {"message": "not now"}}, 500)
         stand_in.paused = ""
-        return {"message": "Generation continued successfully.", "status": "ok"}
+        return JSONResponse({"message": "Generation continued successfully.", "status": "ok"})
 
     async def flush() -> Response:
         return Response(

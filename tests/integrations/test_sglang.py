@@ -36,6 +36,7 @@ from weightsync.errors import (
 )
 from weightsync.samehost.segment import remove_leftovers
 from weightsync.transports import sglang_shelf
+from weightsync.transports.pause_watch import PauseWatch
 from weightsync.transports.sglang_http import SglangControl
 
 pytestmark = pytest.mark.usefixtures("shm_clean", "no_files_left")
@@ -433,6 +434,41 @@ def test_a_trainer_that_leaves_ends_what_watched_it(server: Served) -> None:
         pid = watch.pid
     assert not psutil.pid_exists(pid)
     assert server.state()["calls"].count("continue_generation") == 1
+
+
+def test_a_pause_that_is_still_owed_at_close_ends_all_the_same(server: Served) -> None:
+    with connect(model(), server) as sender:
+        server.next(refuse_proceed=True)
+        with pytest.raises(ws.errors.RemoteError, match="continue_generation answered 500"):
+            sender.send_weights()
+        watch = sender._lead.fleet.members[0].transport._pause_watch  # type: ignore[union-attr]
+        pid = watch.pid
+    assert server.state()["paused"] != ""
+    server.next(refuse_proceed=False)
+    wait_until(lambda: server.state()["paused"] == "", "it goes on")
+    wait_until(lambda: not psutil.pid_exists(pid), "the process beside the trainer to end")
+
+
+def test_a_pause_is_ended_whatever_the_server_answers_first() -> None:
+    answers = [b"", b"?\r\n\r\n", b"HTTP/1.1 "]
+    answers += [b"HTTP/1.1 %d -\r\n\r\n" % status for status in (408, 429, 503, 200)]
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        listener.settimeout(60)
+        url = f"http://127.0.0.1:{listener.getsockname()[1]}/continue_generation"
+        watch = PauseWatch(url, {}, verify_tls=True)
+        watch.paused()
+        pid = watch.pid
+        assert pid is not None
+        watch.close()
+        for answer in answers:
+            client, _ = listener.accept()
+            with client, client.makefile("rb") as asked:
+                assert asked.readline().startswith(b"POST /continue_generation ")
+                while asked.readline().strip():
+                    pass
+                assert asked.read(2) == b"{}"
+                client.sendall(answer)
+    wait_until(lambda: not psutil.pid_exists(pid), "the process beside the trainer to end")
 
 
 def test_a_full_directory(server: Served, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,6 +18,7 @@ import time
 import urllib.error
 import urllib.request
 from contextlib import suppress
+from http.client import HTTPException
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,8 @@ _LOOK_S = 0.5
 _RETRY_S = 0.5
 _GIVE_UP_S = 120.0
 _END_S = 5.0
-_PAUSED, _OVER = b"p", b"o"
+_PAUSED, _OVER, _LEFT = b"p", b"o", b"l"
+_TRY_AGAIN = (408, 429)
 _TRUST_VARIABLES = ("REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE")
 
 
@@ -42,6 +44,7 @@ class PauseWatch:
     def __init__(self, url: str, headers: dict[str, str], *, verify_tls: bool | str) -> None:
         self._settings = {"url": url, "headers": headers, "verify_tls": verify_tls}
         self._process: subprocess.Popen[bytes] | None = None
+        self._owed = False
         self._lock = threading.Lock()
 
     @property
@@ -54,22 +57,34 @@ class PauseWatch:
         with self._lock:
             if self._process is None or self._process.poll() is not None:
                 self._process = self._start()
+            self._owed = True
             self._say(_PAUSED)
 
     def over(self) -> None:
         """Called when the server goes on."""
         with self._lock:
+            self._owed = False
             self._say(_OVER)
 
     def close(self) -> None:
-        """End the process. Called when this one has ended the pause, or has tried to."""
+        """End the process. One that still has a pause to end does that first, and is not awaited.
+
+        Called when this one has ended the pause, or has tried to.
+        """
         with self._lock:
+            if self._owed:
+                self._say(_LEFT)
             process, self._process = self._process, None
-        if process is not None and process.stdin is not None:
+        if process is None or process.stdin is None:
+            return
+        with suppress(OSError):
+            process.stdin.close()
+        if not self._owed:
             process.kill()
-            with suppress(OSError):
-                process.stdin.close()
             process.wait(_END_S)
+            return
+        with suppress(RuntimeError):  # at interpreter exit no thread is started
+            threading.Thread(target=process.wait, daemon=True).start()
 
     def _start(self) -> subprocess.Popen[bytes] | None:
         command = [sys.executable, "-I", __file__]
@@ -115,9 +130,9 @@ def _watch() -> None:
             if not settings and b"\n" in told:
                 line, _, told = told.partition(b"\n")
                 settings = json.loads(line)
-        if (ready and not more) or (gone and not ready):
+        if (ready and not more) or (gone and not ready) or (settings and told.endswith(_LEFT)):
             break
-    if settings and told.endswith(_PAUSED):
+    if settings and told.endswith((_PAUSED, _LEFT)):
         _end_pause(settings)
 
 
@@ -133,9 +148,9 @@ def _end_pause(settings: dict[str, Any]) -> None:
             with opener.open(request, timeout=deadline - time.monotonic()):
                 return
         except urllib.error.HTTPError as exc:
-            if exc.code < 500:
+            if exc.code < 500 and exc.code not in _TRY_AGAIN:
                 return
-        except OSError:
+        except (OSError, HTTPException):
             pass
         time.sleep(_RETRY_S)
 
