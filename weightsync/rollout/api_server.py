@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import signal
 import socket
@@ -24,7 +25,7 @@ from weightsync.rollout.text import Texts
 from weightsync.rollout.worker_client import RemoteReceiver, WorkerClient
 from weightsync.server.auth import LocalOnly, TokenAuth
 from weightsync.server.door import Receiver
-from weightsync.server.listening import SparingListener
+from weightsync.server.listening import SparingListener, tell_sparingly
 from weightsync.server.workers import Workers, worker_path, workers_router
 
 logger = logging.getLogger(__name__)
@@ -109,7 +110,8 @@ def api_main(ready: Ready, terms: ApiTerms, listener: socket.socket) -> None:
             timeout_graceful_shutdown=SHUTDOWN_S,
         )
         app.include_router(server_info_router(_info(terms)))
-        _Server(config, engine, ready).run(sockets=[SparingListener.taking(listener)])
+        sparing = SparingListener.taking(listener, shared=terms.api_servers > 1)
+        _Server(config, engine, ready).run(sockets=[sparing])
     finally:
         workers.close()
 
@@ -134,6 +136,7 @@ class _Server(uvicorn.Server):
         self._say_ready = ready
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        asyncio.get_running_loop().set_exception_handler(tell_sparingly)
         await super().startup(sockets)
         self._say_ready(b"")
 

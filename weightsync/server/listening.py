@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import ipaddress
 import logging
@@ -19,6 +20,7 @@ from weightsync.errors import ConfigError
 logger = logging.getLogger(__name__)
 
 _NAP_S = 0.05
+_REST_S = 0.5
 _TELL_S = 60.0
 
 
@@ -48,31 +50,47 @@ def listen(host: str, port: int) -> socket.socket:
     return listener
 
 
+class _OutOfDescriptors(OSError):
+    """Says to asyncio that it is to look at a listener again a second later."""
+
+
 class SparingListener(socket.socket):
     """A listening socket that closes new connections while this process has no descriptor left.
 
     asyncio would log a traceback for each try to accept one, thousands a second. A descriptor is
     kept in reserve, so that such a connection can be accepted and closed, and its client is told.
+    One that is shared with other servers leaves them the connection instead, and rests for a
+    second; `tell_sparingly` is to be the event loop's exception handler then.
     """
 
     @classmethod
-    def taking(cls, listener: socket.socket) -> SparingListener:
+    def taking(cls, listener: socket.socket, *, shared: bool = False) -> SparingListener:
         """Take the descriptor of a listening socket over; `listener` is of no use afterwards."""
         sparing = cls(fileno=listener.detach())
-        sparing._reserve = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
+        sparing._shared = shared
+        if not shared:
+            sparing._reserve = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
         return sparing
 
     _reserve: int | None = None
+    _shared = False
+    _rests_until = -math.inf
     _closed = 0
     _told = -math.inf
 
     def accept(self) -> tuple[socket.socket, Any]:
         """Accept a connection; BlockingIOError, as where there is none, after closing one."""
+        if time.monotonic() < self._rests_until:  # asyncio tries a whole backlog at a time
+            raise BlockingIOError(errno.EAGAIN, "left to other servers for want of descriptors")
         try:
             return super().accept()
         except OSError as exc:
             if exc.errno not in (errno.EMFILE, errno.ENFILE):
                 raise
+            if self._shared:
+                self._rests_until = time.monotonic() + _REST_S
+                self._tell("new connections are left to the other servers of this socket")
+                raise _OutOfDescriptors(exc.errno, exc.strerror) from exc
             self._close_one()
             raise BlockingIOError(errno.EAGAIN, "one was closed for want of descriptors") from exc
 
@@ -95,13 +113,16 @@ class SparingListener(socket.socket):
             super().accept()[0].close()
             self._closed += 1
         self._reserve = self._reserved()
+        self._tell(f"{self._closed} connections were closed so far")
+
+    def _tell(self, what: str) -> None:
         if time.monotonic() - self._told >= _TELL_S:
             self._told = time.monotonic()
             logger.warning(
-                "no descriptor is left (the limit is %d): %d connections were closed so far; "
-                "raise ulimit -n, or have clients open fewer",
+                "no descriptor is left (the limit is %d): %s; raise ulimit -n, or have clients "
+                "open fewer",
                 resource.getrlimit(resource.RLIMIT_NOFILE)[0],
-                self._closed,
+                what,
             )
 
     @staticmethod
@@ -109,6 +130,12 @@ class SparingListener(socket.socket):
         with suppress(OSError):
             return os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
         return None
+
+
+def tell_sparingly(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+    """Handle an event loop's exceptions as it does, but for those that a listener has told of."""
+    if not isinstance(context.get("exception"), _OutOfDescriptors):
+        loop.default_exception_handler(context)
 
 
 def url_of(listener: socket.socket, *, tls: bool = False) -> str:
