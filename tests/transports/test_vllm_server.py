@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import groupby
@@ -17,6 +18,7 @@ from typing import Any
 
 import psutil
 import pytest
+import requests
 import torch
 
 import weightsync as ws
@@ -30,8 +32,11 @@ from weightsync.errors import (
     TransportTimeout,
     WeightSyncError,
 )
+from weightsync.integrations import vllm_pauses
 from weightsync.samehost.segment import remove_leftovers
-from weightsync.transports.vllm_server import worker_transports
+from weightsync.transports import vllm_door
+from weightsync.transports.vllm_server import VllmServer, worker_transports
+from weightsync.wire.messages import StatusRequest
 
 
 class Restarted:
@@ -72,6 +77,7 @@ def test_an_update_pauses_resets_and_resumes_in_this_order(workers: Workers) -> 
         log = list(workers.log)
     assert log == [
         "rpc update_weights",
+        "rpc",
         "pause keep",
         "rpc finish_weight_update",
         "reset",
@@ -90,7 +96,7 @@ def test_all_workers_of_a_server_are_told_in_one_round(workers: Workers) -> None
         for _ in range(5):
             workers.seen.clear()
             sender.send_weights()
-            assert workers.seen == [len(workers.models), len(workers.models), 0]
+            assert workers.seen == [len(workers.models), 0, len(workers.models), 0]
 
 
 @pytest.mark.usefixtures("shm_clean")
@@ -273,6 +279,20 @@ def send_until_killed(url: str, half: bool) -> None:
     raise AssertionError("it should be dead by now")
 
 
+def meet_a_user(url: str, verb: str) -> None:
+    """A trainer's process. Its user calls `verb` between its weights' arrival and their use.
+
+    It kills itself after a user's pause; after a resume it goes on.
+    """
+    model = source()
+    with ws.connect(model, to=url, timeout_s=20) as sender, sender.update() as update:
+        update.send(model.named_parameters())
+        requests.post(f"{url}/{verb}", timeout=20).raise_for_status()
+        if verb != "resume":
+            os.kill(os.getpid(), signal.SIGKILL)
+    raise AssertionError("it should be dead by now")
+
+
 @dataclass
 class Doomed:
     """A server over HTTP, and trainers that are killed when it hears a certain call of theirs."""
@@ -284,9 +304,11 @@ class Doomed:
     def url(self) -> str:
         return self.endpoints.url
 
-    def kill_at(self, verb: str) -> None:
+    def kill_at(
+        self, verb: str, target: Callable[..., None] = send_until_killed, *args: object
+    ) -> None:
         """Kill a trainer when its call `verb` is heard; without one it kills itself half way."""
-        trainer = CONTEXT.Process(target=send_until_killed, args=(self.url, not verb))
+        trainer = CONTEXT.Process(target=target, args=(self.url, *(args or (not verb,))))
 
         def kill() -> None:
             pid = trainer.pid
@@ -357,6 +379,68 @@ def test_a_pause_of_a_user_outlives_a_killed_trainer(doomed: Doomed) -> None:
         sender.send_weights()
     assert doomed.workers.paused
     assert "resume" not in doomed.workers.log
+
+
+@pytest.mark.parametrize("doomed", ["staged"], indirect=True)
+def test_a_pause_after_that_of_a_user_ends_with_a_killed_trainer(doomed: Doomed) -> None:
+    doomed.workers.pause("keep", timeout_s=5)
+    doomed.kill_at("finish_weight_update", meet_a_user, "resume")
+    assert doomed.ask() == "answered"
+
+
+@pytest.mark.parametrize("doomed", ["staged"], indirect=True)
+def test_a_pause_that_a_user_makes_during_an_update_is_kept(doomed: Doomed) -> None:
+    doomed.kill_at("", meet_a_user, "pause?mode=keep")
+    time.sleep(4 * vllm_pauses.LOOK_S)
+    assert doomed.workers.paused
+    with ws.connect(source(), to=doomed.url) as sender:
+        sender.send_weights()
+    assert doomed.workers.paused
+
+
+def test_a_status_that_is_asked_before_a_pause_does_not_hide_it(workers: Workers) -> None:
+    transports = worker_transports(workers, timeout_s=5)
+    with ws.connect(source(), to=transports) as sender:
+        asking = threading.Thread(
+            target=transports[0].call, args=(StatusRequest(),), kwargs={"timeout_s": 5}
+        )
+
+        def ask() -> None:
+            asking.start()
+            asking.join(0.3)
+
+        workers.heard["keep"] = ask
+        sender.send_weights()
+        asking.join(10)
+        assert not workers.paused
+
+
+@pytest.mark.usefixtures("shm_clean")
+def test_only_its_owner_s_word_prolongs_a_pause(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(vllm_pauses, "LEASE_S", 3.0)
+    workers = Workers(1)
+    try:
+        owner, other = (VllmServer(workers, timeout_s=5) for _ in range(2))
+        owner._announce({0: ""}, timeout_s=5)
+        workers.pause("keep", timeout_s=5)
+
+        def resumed(by: VllmServer) -> bool:
+            by.call(0, StatusRequest(), timeout_s=5)
+            return not workers.paused
+
+        for _ in range(45):
+            assert not resumed(owner)
+            time.sleep(0.1)
+        wait_until(lambda: resumed(other), "the end of the lease")
+    finally:
+        workers.end()
+
+
+def test_what_no_worker_could_read_is_raised_as_it_is() -> None:
+    told = vllm_door.Round(nonce="n")
+    answer = vllm_door.encode_refusal(ProtocolError("this is no round"))
+    with pytest.raises(ProtocolError, match="this is no round"):
+        vllm_door.decode_answers(told, [answer, answer], peer="server")
 
 
 def test_a_pause_of_somebody_else_is_kept(workers: Workers) -> None:

@@ -26,7 +26,10 @@ load_beforehand("tests.vllm.victims")
 KILLS = int(os.environ.get("WEIGHTSYNC_TEST_VLLM_KILLS", "12"))
 ANSWER_S = 10.0
 STEPS = {
-    "staged": ("is_paused", "pause", "collective_rpc 2", "reset_prefix_cache", "resume"),
+    "staged": (
+        *("collective_rpc 2", "pause", "collective_rpc 3"),
+        *("reset_prefix_cache", "resume", "collective_rpc 4"),
+    ),
     "in_place": ("pause", "collective_rpc 2", "collective_rpc 3", "resume", "collective_rpc 4"),
 }
 """Calls of an update: a trainer is killed before each of them, beside those killed at random."""
@@ -124,7 +127,7 @@ def test_the_server_answers_after_every_kill(killed: Killed) -> None:
 def test_a_pause_of_the_user_outlives_a_trainer(killed: Killed) -> None:
     killed.served.post("pause?mode=keep").raise_for_status()
     try:
-        killed.kill("collective_rpc 2")
+        killed.kill("collective_rpc 3")
         time.sleep(4 * LOOK_S)
         assert killed.served.is_paused
     finally:

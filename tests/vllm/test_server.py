@@ -81,7 +81,7 @@ def test_a_steady_update_takes_few_requests(server: Server) -> None:
     with ws.connect(server.model, to=server.served.url) as sender:
         sender.send_weights()
         report = sender.send_weights()
-    # update, is it paused, pause, finish, version, prefix cache, resume, and a note that it runs
+    # update, whose the pause is, pause, finish, version, prefix cache, resume, a note that it runs
     assert report.control_messages == 8
 
 
@@ -233,6 +233,16 @@ def test_one_target_at_a_time_is_added(server: Server) -> None:
         with pytest.raises(wanted):
             sender.add(server.served.url)
     receiver.close()
+
+
+def test_a_round_that_no_worker_can_read_leaves_them_in_step(server: Server) -> None:
+    body = {"method": "weightsync", "args": ["this is no round"]}
+    answer = server.served.post("collective_rpc", body)
+    assert [set(result) for result in answer.json()["results"]] == [{"problem"}] * server.workers
+    with ws.connect(server.model, to=server.served.url) as sender:
+        change(server.model, 90)
+        sender.send_weights()
+    server.served.assert_computes(server.model)
 
 
 def test_answers_of_an_earlier_call_are_found_out(server: Server) -> None:

@@ -128,7 +128,7 @@ class WeightsyncEngine(WeightTransferEngine):  # type: ignore[misc]  # vLLM has 
             self._asked = None
 
     def at_door(self, worker: Any, told: Round) -> WorkerAnswer:
-        """Answer a round: never raises, for the sake of the other workers' answers."""
+        """Answer a round; what a request raises is an answer too."""
         rank, world = _place(self.vllm_config)
         call = vllm_door.addressed(told, rank)
         reply = wrong = None
@@ -178,12 +178,18 @@ class _Session:
 
 
 def _door(worker: Any, text: str) -> dict[str, Any]:
-    """Answer a round of our sender; called by vLLM's collective_rpc in every worker."""
-    told = vllm_door.decode_round(text)
-    engine = getattr(worker, "weight_transfer_engine", None)
-    if not isinstance(engine, WeightsyncEngine):
-        raise ConfigError("this worker's weight transfer engine is not weightsync's")
-    return vllm_door.encode_answer(engine.at_door(worker, told))
+    """Answer a round of our sender; called by vLLM's collective_rpc in every worker.
+
+    Never raises: vLLM would leave the answers of the other workers behind, for the next call.
+    """
+    try:
+        told = vllm_door.decode_round(text)
+        engine = getattr(worker, "weight_transfer_engine", None)
+        if not isinstance(engine, WeightsyncEngine):
+            raise ConfigError("this worker's weight transfer engine is not weightsync's")
+        return vllm_door.encode_answer(engine.at_door(worker, told))
+    except Exception as exc:  # noqa: BLE001  # it is told to the sender, who raises it
+        return vllm_door.encode_refusal(exc)
 
 
 def _place(vllm_config: Any) -> tuple[int, int]:

@@ -75,10 +75,12 @@ class PauseGuard:
         self._timer: threading.Timer | None = None
 
     def note(self, text: object, results: Sequence[dict[str, Any]]) -> None:
-        """A round was answered. Add to the answers whether a sender's pause was there before it."""
+        """A round was answered. Add to the answers whether it found a pause, and a sender's."""
         told = vllm_door.decode_round(text)
         paused = self._engine.is_scheduler_paused()
         ours = told.owner == self._owner != ""
+        for result in results:
+            result["paused"] = paused
         if told.holds:
             if paused and not ours and (not self._owner or not self._is_gone()):
                 return  # by a user, or by another sender that lives
@@ -91,7 +93,8 @@ class PauseGuard:
             self._let_go()
         for result in results:
             result["held"] = paused and ours
-        self._heard = time.monotonic()
+        if told.owner == self._owner:
+            self._heard = time.monotonic()
 
     def look(self) -> Future[None]:
         """Resume the engine if the sender that paused it is gone.

@@ -13,6 +13,7 @@ from typing import Any
 import msgspec
 
 from weightsync.errors import ProtocolError
+from weightsync.wire import problem
 
 METHOD = "weightsync"
 """The worker's method that is called."""
@@ -44,8 +45,9 @@ class Round(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 class WorkerAnswer(msgspec.Struct, frozen=True, kw_only=True):
     """How one worker stands afterwards, and its `reply` or `problem` as JSON.
 
-    `may_generate`: its model is whole. `held`: a sender had paused the server before this round,
-    and whoever made the round may end that pause. `sender_lives` answers `watched`.
+    `may_generate`: its model is whole. `sender_lives` answers `watched`. `paused`: generation was
+    held before this round; `held`: by a sender's pause, and whoever made the round may end it. Both
+    come from the engine's guard; without one `paused` is None.
     """
 
     nonce: str
@@ -55,6 +57,7 @@ class WorkerAnswer(msgspec.Struct, frozen=True, kw_only=True):
     version: int
     apply: str
     may_generate: bool
+    paused: bool | None = None
     held: bool = False
     sender_lives: bool = True
     reply: str | None = None
@@ -88,12 +91,22 @@ def encode_answer(answer: WorkerAnswer) -> dict[str, Any]:
     return plain
 
 
+def encode_refusal(exc: Exception) -> dict[str, str]:
+    """Return, as plain data, the answer to a round that could not be read."""
+    return {"problem": problem.encode_problem(problem.to_problem(exc)).decode()}
+
+
 def decode_answers(told: Round, results: object, *, peer: str) -> list[WorkerAnswer]:
     """Return every worker's answer, by rank.
 
-    Raises ProtocolError where they are of another call, or not of all workers.
+    Raises ProtocolError where they are of another call, or not of all workers; and what a worker
+    says that could not read the round.
     """
     plain = results if isinstance(results, list) else []
+    for result in plain:
+        if isinstance(result, dict) and set(result) - {"paused", "held"} == {"problem"}:
+            wrong = msgspec.json.decode(result["problem"], type=problem.Problem)
+            raise problem.from_problem(wrong, peer=peer)
     try:
         answers = [msgspec.convert(result, WorkerAnswer) for result in plain]
     except msgspec.ValidationError as exc:

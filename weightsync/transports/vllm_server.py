@@ -90,7 +90,9 @@ class VllmServer:
         self.has_whole = False
         self._whole: VllmServerTransport | None = None
         self._owner = secrets.token_hex(8)
+        self._senders: dict[int, str] = {}
         self._holds: dict[int, str] = {}
+        self._begins = False
         self._answers = self._ask({}, timeout_s=timeout_s)
         self.workers = len(self._answers)
         self._turn = threading.Lock()
@@ -144,29 +146,35 @@ class VllmServer:
         elif isinstance(first, ResumeRequest):
             self._reset_if_owed(timeout_s)
             self.control.resume(timeout_s=timeout_s)
-            self._announce({}, {}, timeout_s=timeout_s)
+            self._announce({}, timeout_s=timeout_s)
         elif isinstance(first, ResetCacheRequest):
             self._reset(timeout_s)
         elif isinstance(first, LabelRequest):
             self.control.set_version(first.new_version, timeout_s=timeout_s)
-        answers = self._tell(requests, timeout_s)
-        if isinstance(first, StatusRequest) and not any(a.held for a in self._answers):
-            self._holds, self._paused_by_us = {}, False  # it was resumed by hand, or started again
-        return answers
+        elif isinstance(first, StatusRequest):
+            return self._look(requests, timeout_s)
+        return self._tell(requests, timeout_s)
+
+    def _look(self, requests: dict[int, Request], timeout_s: float) -> dict[int, WorkerAnswer]:
+        """Ask for the status; not while a pause is on its way, which the answer would not know."""
+        with self._server:
+            answers = self._tell(requests, timeout_s)
+            if not self._is_ours():
+                self._holds, self._paused_by_us = {}, False  # resumed by hand, or started again
+            return answers
 
     def _change(
         self, requests: dict[int, Request], first: Request, timeout_s: float
     ) -> dict[int, WorkerAnswer]:
         """A step that may touch weights in place, or ends an update: no generation in between."""
         ends = isinstance(first, AbortRequest)
+        self._begins |= isinstance(first, StartRequest) or bool(getattr(first, "start", None))
+        for rank, request in requests.items():
+            self._senders[rank] = _sender_of(request) or self._senders.get(rank, "")
         try:
-            if ends:
-                answers = self._tell(requests, timeout_s)
-            elif any(answer.apply != "staged" for answer in self._answers):
+            if not ends and any(answer.apply != "staged" for answer in self._answers):
                 self._pause(requests, timeout_s)
-                answers = self._tell(requests, timeout_s)
-            else:  # announced with the bytes, since the pause comes with the next step
-                answers = self._announce(self._holders(requests), requests, timeout_s=timeout_s)
+            answers = self._tell(requests, timeout_s)
         except BaseException:
             self._mend(timeout_s)
             raise
@@ -192,41 +200,47 @@ class VllmServer:
         self._resume_where_whole(timeout_s)
         return answers
 
-    def _holders(self, requests: dict[int, Request]) -> dict[int, str]:
-        """The ids by which workers know the sender of these requests, and of those before them."""
-        return self._holds | {
-            rank: _sender_of(request) or self._holds.get(rank, "")
-            for rank, request in requests.items()
-        }
+    def _announce(self, holds: dict[int, str], *, timeout_s: float) -> None:
+        """Say, right before a pause, whose it will be: it ends with that sender, if not before.
 
-    def _announce(
-        self, holds: dict[int, str], requests: dict[int, Request], *, timeout_s: float
-    ) -> dict[int, WorkerAnswer]:
-        """Say, before a pause, whose it will be: it ends with that sender, if not before.
-
-        Empty `holds`: it is over, or will not come. What a dead sender has paused becomes ours.
+        `holds` has the ids by which workers know us. Empty: it is over, or will not come. What a
+        dead sender has paused becomes ours.
         """
         with self._server:
-            self._holds = holds
-            self._answers = self._ask(requests, timeout_s=timeout_s, holds=holds)
-            self._paused_by_us = bool(holds) and any(answer.held for answer in self._answers)
+            self._holds, self._begins = holds, False
+            self._answers = self._ask({}, timeout_s=timeout_s, holds=holds)
+            self._paused_by_us = bool(holds) and self._is_ours()
             # By a sender that is gone, for all that is known.
             self._owes_reset = self._owes_reset or self._paused_by_us
-        return {answer.rank: answer for answer in self._answers}
 
     def _pause(self, requests: dict[int, Request], timeout_s: float) -> None:
-        """Hold generation, unless it is held: by us from before, or by somebody else for good."""
+        """Hold generation, unless it is held: by us from before, or by somebody else for good.
+
+        The engine says of the announcement whether it was paused, since a user may pause it, and
+        resume it, at any time before.
+        """
         with self._server:
-            holds = self._holders(requests)
-            if holds != self._holds:
-                self._announce(holds, {}, timeout_s=timeout_s)
+            if self._paused_by_us and not self._begins:
+                return
+            self._announce(dict.fromkeys(requests, "") | self._senders, timeout_s=timeout_s)
             if self._paused_by_us:
                 return
-            if self.control.is_paused(timeout_s=timeout_s):
-                self._announce({}, {}, timeout_s=timeout_s)
+            if self._is_paused(timeout_s):
+                self._announce({}, timeout_s=timeout_s)
                 return
             self._paused_by_us = True
             self.control.pause("keep", timeout_s=timeout_s)
+
+    def _is_paused(self, timeout_s: float) -> bool:
+        """Whether generation was held before the last round; asked where no guard has said it."""
+        said = self._answers[0].paused
+        return self.control.is_paused(timeout_s=timeout_s) if said is None else said
+
+    def _is_ours(self) -> bool:
+        """Whether it was held by us, or by a dead sender; as we know it where there is no guard."""
+        if self._answers[0].paused is None:
+            return self._paused_by_us
+        return self._answers[0].held
 
     def _reset_if_owed(self, timeout_s: float) -> None:
         if self._owes_reset:
@@ -275,7 +289,7 @@ class VllmServer:
                     return
                 self._reset_if_owed(timeout_s)
                 self.control.resume(timeout_s=timeout_s)
-            self._announce({}, {}, timeout_s=timeout_s)
+            self._announce({}, timeout_s=timeout_s)
 
     @staticmethod
     def _failed(answers: dict[int, WorkerAnswer]) -> bool:
