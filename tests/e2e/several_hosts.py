@@ -11,6 +11,7 @@ import ipaddress
 import os
 import signal
 import socket
+import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
@@ -278,6 +279,18 @@ class DiesBetweenFinishes(HttpTransport):
         return super().call(request, timeout_s=timeout_s)
 
 
+class OneAtATime(HttpTransport):
+    """Reaches a receiver that cannot answer for its status while it is at work."""
+
+    def __init__(self, url: str) -> None:
+        super().__init__(url)
+        self._door = threading.Lock()
+
+    def call(self, request: Request, *, timeout_s: float) -> Reply:
+        with self._door:
+            return super().call(request, timeout_s=timeout_s)
+
+
 class _Work:
     """What a trainer's process is asked to do; one method a call."""
 
@@ -310,6 +323,9 @@ class _Work:
         options = {"bucket_nbytes": models.BUCKET_NBYTES, **options}
         self.sender = ws.connect(self.model, to=list(to), **options)
         return str(self.sender.road)
+
+    def connect_one_at_a_time(self, to: Sequence[str], **options: Any) -> None:
+        self.sender = ws.connect(self.model, to=[OneAtATime(url) for url in to], **options)
 
     def connect_to_die(self, dies: str, first: str) -> None:
         self.model = self.twin = models.make("plain")

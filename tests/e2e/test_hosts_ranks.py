@@ -6,6 +6,7 @@ import time
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 
@@ -80,6 +81,26 @@ def test_each_rank_feeds_its_own_host_and_rank_0_the_others(
     assert gone.reading() == 3
     together(sharded.ranks, "end_sender")
     assert [name for host in network.hosts for name in segments(host)] == []
+
+
+@pytest.mark.parametrize("apply", ["staged", "in_place"])
+def test_slow_receivers_that_cannot_answer_beside_their_work_are_waited_for(
+    sharded: Sharded, served: list[processes.Host], apply: str
+) -> None:
+    """On the host of rank 1, and on one that no rank is on; while they load and while they finish.
+
+    No rank's buckets are waited for meanwhile: the model fits one.
+    """
+    slow: dict[str, Any] = {"sink": "hook", "apply": apply, "model": "plain", "delay_s": 3.0}
+    sharded.fleet[:] = [served[host].receiver("http", **slow) for host in (B, C)]
+    urls = [remote.url for remote in sharded.fleet]
+    given = {"timeout_s": 1.0, "bucket_nbytes": 16 << 20}
+    assert together(sharded.ranks, "connect_one_at_a_time", urls, **given) == [None, None]
+    for report in together(sharded.ranks, "send", 1):
+        assert [receiver.road for receiver in report.receivers] == ["shared_memory", "distributed"]
+        slept = [max(receiver.seconds.values()) for receiver in report.receivers]
+        assert min(slept) > 2.0
+    sharded.check_all_hold(1)
 
 
 def test_a_rank_on_another_host_dies(sharded: Sharded) -> None:

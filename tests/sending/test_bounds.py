@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack
+from typing import Literal
 
 import pytest
 import torch
@@ -69,6 +70,38 @@ def test_a_callback_that_never_returns(receiver: ws.WeightReceiver, call: str) -
         assert receiver.version == 1
     finally:
         let_go.set()
+
+
+@pytest.mark.parametrize("backend", ["ipc", "distributed"])
+@pytest.mark.parametrize("apply", ["staged", "in_place"])
+def test_a_slow_hook_behind_a_door_that_takes_one_call_at_a_time(
+    apply: Literal["staged", "in_place"], backend: Literal["ipc", "distributed"]
+) -> None:
+    """It cannot answer for its status beside the step: that its reader works is seen elsewhere."""
+    held: list[float] = []
+
+    def hook(pairs: Iterable[tuple[str, torch.Tensor]]) -> None:
+        for _ in pairs:
+            pass
+        time.sleep(3 * TIMEOUT_S)
+
+    receiver = ws.WeightReceiver(hook, apply=apply)
+    door = threading.Lock()
+
+    def carry(message: Mapping[str, object]) -> object:
+        with door:
+            began = time.monotonic()
+            answer = receiver.handle(message)
+            held.append(time.monotonic() - began)
+            return answer
+
+    try:
+        sender = ws.connect(nn.Linear(6, 5), to=carry, timeout_s=TIMEOUT_S, backend=backend)
+        with sender:
+            assert sender.send_weights().version == 1
+        assert max(held) > 2 * TIMEOUT_S
+    finally:
+        receiver.close()
 
 
 def test_a_hook_that_never_returns(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,6 +22,7 @@ from weightsync.backends.data_group import DataGroup, Transit
 from weightsync.backends.intake import Intake
 from weightsync.backends.private_group import HEADS, Meeting, PrivateGroup
 from weightsync.errors import ProtocolError, TransferError, TransferTimeout, WeightSyncError
+from weightsync.samehost.heartbeat import Heartbeat
 from weightsync.samehost.ring import NETWORK, Control, RingWriter
 from weightsync.weights.buckets import runs_per_chunk
 from weightsync.wire.offers import GroupInfo
@@ -86,8 +87,10 @@ class Link:
         self._closing = False
         self._progress = time.monotonic()
         self._asked = 0.0
+        self._shown: list[int] = []
         self._thread = threading.Thread(target=self._run, name="weightsync-link", daemon=True)
         self._thread.start()
+        self._heartbeat = Heartbeat(self._show_signs)
 
     def take_in(self, intake: Intake) -> None:
         """Put the update that comes next into the ring. Raises what broke the group."""
@@ -115,6 +118,7 @@ class Link:
         with self._changed:
             self._closing = True
             self._changed.notify_all()
+        self._heartbeat.close()
         self._sever()
         self._thread.join(_JOIN_S)
         if not self._thread.is_alive():
@@ -129,6 +133,13 @@ class Link:
     def _end_late(self, free: Callable[[], None]) -> None:
         self._thread.join()
         self._let_go(free)
+
+    def _show_signs(self) -> None:
+        """The sender sees none of this host's readers by itself, and a busy one may not answer."""
+        signs = [self._control.signs(reader) for reader in range(self._control.readers)]
+        if signs != self._shown:
+            self._shown = signs
+            self._meeting.show(self._rank, signs)
 
     def _sever(self) -> None:
         self._data.sever()
@@ -316,6 +327,11 @@ class Link:
 
         return check
 
+    def _last(self, intake: Intake) -> None:
+        """Everything has come, so the rank before no longer waits while this host's readers do."""
+        self._progress = time.monotonic()
+        self._check_wanted(intake)
+
     def _check_wanted(self, intake: Intake) -> None:
         if intake.error is not None:
             raise intake.error
@@ -331,9 +347,7 @@ class Link:
             return
         try:
             self._writer.drain(
-                len(intake.sizes),
-                check=self._watch(intake),
-                timeout_s=self._patience(at_ring=True),
+                len(intake.sizes), check=lambda: self._last(intake), timeout_s=self._timeout_s
             )
         except WeightSyncError as exc:
             intake.fail(exc)

@@ -33,6 +33,7 @@ from weightsync.wire.offers import GroupInfo
 
 SENDER = "the sender"
 _CHECK_S = 0.05
+_SIGNS_S = 0.2
 _GOODBYE_S = 1.0
 
 
@@ -104,7 +105,8 @@ class Chain:
         self.no_nccl: str | None = None
         self._sending: Sending | None = None
         self._update: int | None = None
-        self._looked = 0.0
+        self._looked = self._asked = 0.0
+        self._signs: list[list[int]] = [[] for _ in self.members]
         self._failure: WeightSyncError | None = None
         self._closed = threading.Event()
 
@@ -150,6 +152,15 @@ class Chain:
             if reported is not None:
                 self._failure = TransferError(reported)
         return self._failure
+
+    def signs(self, rank: int, reader: int) -> int | None:
+        """Return what grows while a reader of that rank's host lives and works; None if unseen."""
+        meeting = self._meeting
+        if meeting is not None and time.monotonic() - self._asked > _SIGNS_S:
+            self._asked = time.monotonic()
+            self._signs = [meeting.signs(rank) for rank in range(len(self.members))]
+        shown = self._signs[rank]
+        return shown[reader] if reader < len(shown) else None
 
     def start(self, feed: Feed) -> None:
         """Begin to send an update's chunks, in a thread. Raises TransferError when broken."""

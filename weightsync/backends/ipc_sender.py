@@ -240,10 +240,9 @@ class IpcTrainerEngine(TrainerWeightTransferEngine):
         self._stream = None
         self._control.epoch += 1
 
-    def signs(self, reader: int) -> tuple[int, ...]:
+    def signs(self, reader: int) -> int:
         """Return what grows while the reader at this place lives and works."""
-        control = self._control
-        return control.reader_beat(reader), control.released(reader), control.loaded(reader)
+        return self._control.signs(reader)
 
     @property
     def late(self) -> list[int]:

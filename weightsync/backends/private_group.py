@@ -228,6 +228,14 @@ class Meeting:
         said = {rank: self._read(f"{topic}/{rank}") for rank in range(size)}
         return {rank: word for rank, word in said.items() if word is not None}
 
+    def show(self, rank: int, signs: Sequence[int]) -> None:
+        """Let the sender see the signs of life of the readers of one host, by their places."""
+        self._ask(lambda: self.store.set(f"signs/{rank}", " ".join(map(str, signs))))
+
+    def signs(self, rank: int) -> list[int]:
+        """Return what `show` was last given there; empty before."""
+        return [int(sign) for sign in (self._read(f"signs/{rank}") or "").split()]
+
     def report(self, error: TransferError) -> TransferError:
         """Leave word of what broke the group; return what its first witness said.
 

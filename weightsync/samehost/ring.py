@@ -176,6 +176,10 @@ class Control:
         """Called by this reader alone, with a number that grows."""
         self._set(self._loaded + reader, nbytes)
 
+    def signs(self, reader: int) -> int:
+        """Return what grows while this reader lives and works."""
+        return self.reader_beat(reader) + self.released(reader) + self.loaded(reader)
+
     def write_fingerprints(self, at: int, values: Sequence[int]) -> None:
         """Store fingerprints from entry `at` on, before their chunk is published."""
         if at + len(values) > self.entries:

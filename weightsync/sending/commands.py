@@ -60,7 +60,12 @@ class Transfer(Command, frozen=True, kw_only=True):
 
 
 class Stay(Command, frozen=True, kw_only=True):
-    """Rank 0 waits for receivers: say that this rank is there, and still wants the update."""
+    """Rank 0 waits for receivers: say how those of this rank stand, and raise if it leaves.
+
+    Without `asks` the update is past giving up: it does not raise.
+    """
+
+    asks: bool = True
 
 
 class End(Command, frozen=True, kw_only=True):

@@ -209,10 +209,11 @@ class Feeder:
         return taken
 
     def _look(self, command: Look | Stay) -> Answer:
-        self._check_own()
+        if not isinstance(command, Stay) or command.asks:
+            self._check_own()
         if isinstance(command, Stay):
             engine, reading = self.engine, self._reading
-            return Answer(beats={r: hash(engine.signs(r)) for r in reading} if engine else {})
+            return Answer(beats={r: engine.signs(r) for r in reading} if engine else {})
         if self.pairs is not None:
             self.pairs = None
             raise ProtocolError(

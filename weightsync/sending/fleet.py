@@ -274,19 +274,27 @@ class Fleet:
         *,
         timeout_s: float,
         members: Sequence[Member] | None = None,
+        idle: Callable[[], None] | None = None,
     ) -> list[Answer]:
         """Call members (all by default) and wait for every answer; errors come as answers.
 
         `timeout_s` is how long a member may give no sign of life; see `begin`.
         """
         begun = self.begin(request, timeout_s=timeout_s, members=members)
+        self.await_all(begun, idle=idle)
+        return [future.result() for future in begun]
+
+    def await_all(
+        self, begun: Sequence[Future[Answer]], *, idle: Callable[[], None] | None = None
+    ) -> None:
+        """Return when all have answered or were given up; `idle` is called beside that of all."""
         idled = time.monotonic()
         while wait(begun, timeout=LOOK_S).not_done:
             self.look()
-            if self.idle and time.monotonic() - idled > _IDLE_S:
+            if time.monotonic() - idled > _IDLE_S:
+                for call in filter(None, (self.idle, idle)):
+                    call()
                 idled = time.monotonic()
-                self.idle()
-        return [future.result() for future in begun]
 
     def begin(
         self,

@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, wait
+from concurrent.futures import Future
+from contextlib import suppress
 
 from msgspec.structs import replace
 
@@ -20,7 +21,6 @@ from weightsync.errors import (
     shorten,
 )
 from weightsync.report import ReceiverReport, SyncReport
-from weightsync.sending.calls import LOOK_S
 from weightsync.sending.commands import Answer as RankAnswer
 from weightsync.sending.commands import Begin, End, Stay, Transfer
 from weightsync.sending.ensemble import Ensemble
@@ -42,8 +42,6 @@ from weightsync.wire.messages import (
 logger = logging.getLogger(__name__)
 
 _FINISH_TRIES = 3
-_STAY_S = 0.5
-"""How often the other ranks are asked whether they still want the update."""
 _ABORT_TIMEOUT_S = 30.0
 _STRENGTH = ("none", "arrived", "held")
 
@@ -295,7 +293,7 @@ class Update:
             calls = dict(zip(members, begun, strict=True))
             self._ensemble.tell(Transfer(), check=lambda: self._raise_early(calls))
             self._seconds["transfer"] = time.perf_counter() - started
-            self._wait(begun)
+            self._fleet.await_all(begun, idle=self._stay)
         except BaseException as exc:
             self._stop(calls, exc)
             raise
@@ -324,14 +322,14 @@ class Update:
             names=changed,
         ) from cause
 
-    def _wait(self, begun: Sequence[Future[Answer]]) -> None:
-        """Return when all have answered, or were given up; ask the other ranks now and then."""
-        asked = time.monotonic()
-        while wait(begun, timeout=LOOK_S).not_done:
-            self._fleet.look()
-            if time.monotonic() - asked > _STAY_S:
-                self._roads.heard(self._ensemble.tell(Stay()))
-                asked = time.monotonic()
+    def _stay(self) -> None:
+        """Ask the ranks whether they still want the update, and how their readers stand."""
+        self._roads.heard(self._ensemble.tell(Stay()))
+
+    def _hear(self) -> None:
+        """Ask only how they stand, where nothing can be given up any more."""
+        with suppress(WeightSyncError):
+            self._roads.heard(self._ensemble.tell(Stay(asks=False)))
 
     def _info(self, member: Member) -> RegisteredUpdate:
         """What one member is told: the ring of its rank, and whom it feeds itself."""
@@ -347,7 +345,8 @@ class Update:
         members: Sequence[Member] | None = None,
     ) -> list[Answer]:
         chosen = self.members if members is None else members
-        return self._fleet.ask(request, timeout_s=self._timeout_s, members=chosen)
+        idle = self._hear if any(member.rank for member in chosen) else None
+        return self._fleet.ask(request, timeout_s=self._timeout_s, members=chosen, idle=idle)
 
     def _finish_request(self, member: Member) -> FinishRequest:
         digest = self._told[member.rank].table_digest if self._whole and self._told else None
@@ -374,8 +373,7 @@ class Update:
         for member, future in begun.items():
             if self._packed and member.unaborted == self.update_id:
                 continue  # out of reach, and it reads buckets, not the source
-            while wait([future], timeout=LOOK_S).not_done:
-                self._fleet.look()
+            self._fleet.await_all([future], idle=self._hear if member.rank else None)
             error = future.result().error
             if error is not None:
                 logger.debug("after the stop: %s: %s", member.target, error)
@@ -413,6 +411,7 @@ class Update:
     def _raise_early(self, begun: Mapping[Member, Future[Answer]]) -> None:
         """Stop when asked to, or when a receiver has answered that the rest need not go on."""
         self._raise_if_cancelled()
+        self._roads.trust()
         self._fleet.look()
         for member, future in begun.items():
             if future.done():

@@ -62,6 +62,7 @@ class Roads:
         self._relayed = False
         self._joined: set[Member] = set()
         self._heard: dict[tuple[int, int], int] = {}
+        self._trusted = 0
 
     @property
     def layout(self) -> str:
@@ -169,13 +170,18 @@ class Roads:
         return [other.reader for other in members if other.group_rank == member.group_rank]
 
     def beat(self, member: Member) -> Hashable | None:
-        """Return what grows while a reader of this host lives and works; None for any other."""
-        engine = self._ensemble.feeder.engine
-        if member.road == "distributed" or engine is None:
-            return None
+        """Return what grows while a reader lives and works; None where it is not seen."""
+        feeder = self._ensemble.feeder
+        if member.road == "distributed":
+            relay = feeder.relay
+            return relay.signs(member.group_rank, member.reader) if relay is not None else None
         if member.rank:
-            return self._heard.get((member.rank, member.reader))
-        return engine.signs(member.reader)
+            return self._trusted, self._heard.get((member.rank, member.reader))
+        return feeder.engine.signs(member.reader) if feeder.engine is not None else None
+
+    def trust(self) -> None:
+        """While ranks hand over, each bounds the waits for its own readers: none is silent here."""
+        self._trusted += 1
 
     def heard(self, told: Sequence[Told]) -> None:
         """Take in what the ranks see of their own readers."""
