@@ -12,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 
@@ -24,6 +25,7 @@ from weightsync.wire.messages import Status, StatusRequest
 pytestmark = pytest.mark.timeout(400)
 WORKERS = (1, 2)
 LONG = 200
+TIMEOUT_S = 4.0
 
 
 class Server:
@@ -83,6 +85,39 @@ def test_a_steady_update_takes_few_requests(server: Server) -> None:
         report = sender.send_weights()
     # update, whose the pause is, pause, finish, version, prefix cache, resume, a note that it runs
     assert report.control_messages == 8
+
+
+def test_what_vllms_own_verbs_left_open_the_next_send_ends(server: Server) -> None:
+    served, model = server.served, server.model
+    with ws.connect(model, to=served.url, timeout_s=20) as sender:
+        sender.send_weights()
+        for seed in (60, 61):
+            served.post("start_weight_update").raise_for_status()
+            change(model, seed=seed)
+            sender.send_weights()
+            served.assert_computes(model)
+            assert not served.is_paused
+
+
+def test_a_stopped_worker_is_an_error_in_time(server: Server) -> None:
+    served, model = server.served, server.model
+    children = psutil.Process(served.process.pid).children(recursive=True)
+    # The last is the last worker, or the engine core that has the only one in its own process.
+    stopped = max(children, key=lambda child: (child.create_time(), child.pid))
+    with ws.connect(model, to=served.url, timeout_s=TIMEOUT_S) as sender:
+        sender.send_weights()
+        change(model, seed=62)
+        stopped.suspend()
+        began = time.monotonic()
+        try:
+            with pytest.raises(ws.WeightSyncError):
+                sender.send_weights()
+            assert time.monotonic() - began < 3 * TIMEOUT_S
+        finally:
+            stopped.resume()
+        sender.send_weights()
+        served.assert_computes(model)
+        assert not served.is_paused
 
 
 def test_requests_in_flight_are_held_and_go_on(server: Server) -> None:
