@@ -1,4 +1,7 @@
-"""Interpreter exit waits for no peer, and tells those that live that the sender leaves."""
+"""Interpreter exit waits for no peer, and tells those that live that the sender leaves.
+
+On the distributed road it aborts no process whose threads are inside torch.
+"""
 
 from __future__ import annotations
 
@@ -6,8 +9,14 @@ import os
 import signal
 import subprocess
 import sys
+import time
+from collections.abc import Mapping
+from multiprocessing.connection import Client
 
-from tests.e2e import processes
+import pytest
+
+import weightsync as ws
+from tests.e2e import models, processes
 from tests.e2e.processes import wait_until
 
 TRAINER = """
@@ -28,6 +37,54 @@ while not any(flight for flight in sender._lead.fleet._flights._flying):
     time.sleep(0.01)
 print("leaves", flush=True)
 """
+
+BOTH = """
+import weightsync as ws
+from tests.e2e import models
+
+receiver = ws.WeightReceiver(models.make("plain", seed=2))
+sender = ws.connect(
+    models.make("plain", seed=1), to=receiver.handle, backend="distributed", timeout_s=600
+)
+sender.send_weights()
+print("leaves", flush=True)
+"""
+SENDING = """
+import os, signal, sys, threading, time
+import weightsync as ws
+from tests.e2e import models
+
+url, pid, stops = sys.argv[1], int(sys.argv[2]), sys.argv[3] == "True"
+sender = ws.connect(
+    models.make("plain", seed=1),
+    to=url,
+    backend="distributed",
+    timeout_s=600,
+    bucket_nbytes=256,
+    num_buckets=2,
+)
+sending = threading.Thread(target=sender.send_weights, daemon=True)
+sending.start()
+while not any(thread.name == "weightsync-chain" for thread in threading.enumerate()):
+    time.sleep(0.001)
+if stops:
+    os.kill(pid, signal.SIGSTOP)
+print("leaves", sending.is_alive(), flush=True)
+"""
+RECEIVER = """
+from multiprocessing.connection import Listener
+import weightsync as ws
+from tests.e2e import models
+
+with Listener(("127.0.0.1", 0)) as listener:
+    print(listener.address[1], flush=True)
+    pipe = listener.accept()
+receiver = ws.WeightReceiver(models.make("plain", seed=2))
+while (message := pipe.recv()) is not None:
+    pipe.send(receiver.handle(message))
+print("leaves", flush=True)
+"""
+EXIT_S = 30.0
 
 
 def test_a_call_in_flight_and_two_that_live() -> None:
@@ -58,3 +115,71 @@ def test_a_call_in_flight_and_two_that_live() -> None:
             lambda: not any(receiver.status().get("senders") for receiver in living),
             "the sender to leave",
         )
+
+
+def test_both_ends_of_the_distributed_road_in_one_process() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", BOTH],
+        timeout=processes.WAIT_S * 2,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, "leaves\n", "")
+
+
+@pytest.mark.parametrize("stops", [False, True])
+def test_an_update_at_work_on_the_distributed_road(stops: bool) -> None:
+    with processes.host() as host:
+        receiver = host.receiver("http", model="plain", sink="hook", delay_s=0.02)
+        arguments = [receiver.url, str(host.process.pid), str(stops)]
+        with subprocess.Popen(
+            [sys.executable, "-c", SENDING, *arguments],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        ) as trainer:
+            assert trainer.stdout is not None
+            assert host.process.pid is not None
+            try:
+                said = trainer.stdout.readline()
+                begin = time.monotonic()
+                _, errors = trainer.communicate(timeout=processes.WAIT_S)
+                took_s = time.monotonic() - begin
+            finally:
+                os.kill(host.process.pid, signal.SIGCONT)
+                trainer.kill()
+        assert (trainer.returncode, said, errors) == (0, "leaves True\n", "")
+        assert took_s < EXIT_S
+        with ws.connect(models.make("plain", seed=3), to=receiver.url) as successor:
+            successor.send_weights()
+
+
+def test_a_receiver_whose_sender_leaves_while_it_exits() -> None:
+    over = False
+    with subprocess.Popen(
+        [sys.executable, "-c", RECEIVER],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as process:
+        try:
+            assert process.stdout is not None
+            with Client(("127.0.0.1", int(process.stdout.readline()))) as pipe:
+
+                def carry(message: Mapping[str, object]) -> object:
+                    if over:
+                        raise ConnectionError("the receiver has left")
+                    pipe.send(dict(message))
+                    return pipe.recv()
+
+                weights = models.make("plain", seed=1)
+                with ws.connect(weights, to=carry, backend="distributed") as sender:
+                    sender.send_weights()
+                    pipe.send(None)
+                    assert process.stdout.readline() == "leaves\n"
+                    over = True
+                _, errors = process.communicate(timeout=processes.WAIT_S)
+        finally:
+            process.kill()
+    assert (process.returncode, errors) == (0, "")

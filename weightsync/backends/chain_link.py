@@ -20,6 +20,7 @@ from weightsync.backends.chain_head import Head, patience_s
 from weightsync.backends.chain_onward import Onward
 from weightsync.backends.data_group import DataGroup, Transit
 from weightsync.backends.intake import Intake
+from weightsync.backends.interpreter_exit import end_at_exit
 from weightsync.backends.private_group import HEADS, Meeting, PrivateGroup
 from weightsync.errors import ProtocolError, TransferError, TransferTimeout, WeightSyncError
 from weightsync.samehost.heartbeat import Heartbeat
@@ -91,6 +92,7 @@ class Link:
         self._thread = threading.Thread(target=self._run, name="weightsync-link", daemon=True)
         self._thread.start()
         self._heartbeat = Heartbeat(self._show_signs)
+        end_at_exit(self)
 
     def take_in(self, intake: Intake) -> None:
         """Put the update that comes next into the ring. Raises what broke the group."""
@@ -113,14 +115,18 @@ class Link:
                 "given up"
             )
 
-    def close(self, free: Callable[[], None]) -> None:
-        """Leave the group, end the thread, and `free` what it used: later, if it ends late."""
+    def end(self, timeout_s: float) -> None:
+        """Leave the group, and wait that long for the thread to end. Idempotent."""
         with self._changed:
             self._closing = True
             self._changed.notify_all()
         self._heartbeat.close()
         self._sever()
-        self._thread.join(_JOIN_S)
+        self._thread.join(timeout_s)
+
+    def close(self, free: Callable[[], None]) -> None:
+        """Leave the group, end the thread, and `free` what it used: later, if it ends late."""
+        self.end(_JOIN_S)
         if not self._thread.is_alive():
             self._let_go(free)
             return

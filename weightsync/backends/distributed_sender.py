@@ -18,6 +18,7 @@ from weightsync.backends.base import Check
 from weightsync.backends.chain_head import FIRST, Head, HeadStatus, patience_s
 from weightsync.backends.chain_sending import Feed, Sending
 from weightsync.backends.data_group import DataGroup, Staging, data_group
+from weightsync.backends.interpreter_exit import end_at_exit
 from weightsync.backends.ipc_sender import IpcTrainerEngine
 from weightsync.backends.private_group import HEADS, Meeting, PrivateGroup
 from weightsync.errors import (
@@ -109,6 +110,7 @@ class Chain:
         self._signs: list[list[int]] = [[] for _ in self.members]
         self._failure: WeightSyncError | None = None
         self._closed = threading.Event()
+        end_at_exit(self)
 
     def info(self, rank: int) -> GroupInfo:
         """Return what the member `rank` needs to join."""
@@ -213,15 +215,22 @@ class Chain:
             self._sever()
         self._settle(sending)
 
-    def close(self) -> None:
-        """Leave the group at once; whoever waits in it gets an error. Idempotent."""
+    def end(self, timeout_s: float) -> None:
+        """Leave the group at once, and wait that long for its thread to end. Idempotent."""
         if not self._closed.is_set():
             self._say_goodbye()
         self._closed.set()
         self._failure = self._failure or TransferError("the private group was closed")
-        if self._sending is not None:
-            self._sending.stop.set()
+        sending = self._sending
+        if sending is not None:
+            sending.stop.set()
         self._sever()
+        if sending is not None:
+            sending.thread.join(timeout_s)
+
+    def close(self) -> None:
+        """Leave the group at once; whoever waits in it gets an error. Idempotent."""
+        self.end(timeout_s=0.0)
         if self._sending is not None:
             self._settle(self._sending)
         if self._data is not None:
