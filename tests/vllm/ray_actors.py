@@ -101,6 +101,25 @@ def test_actors_compute_what_transformers_does(kind: Any) -> None:
             ray.kill(actor)
 
 
+@pytest.mark.parametrize("packed", [False, True])
+def test_the_known_names_reach_an_actor(*, packed: bool) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        model = make_model(Path(folder), tied=False)
+        own = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+        actor = ray.remote(Offline).options(runtime_env={"env_vars": own}).remote(folder, **ENGINE)
+        given = {"send_mode": "ray", "llm_handle": actor, "packed": packed}
+        try:
+            ray.get(actor.init_weight_transfer_engine.remote({"init_info": {}}), timeout=WAIT_S)
+            for seed in (1, 2):
+                change(model, seed)
+                ray.get(actor.start_weight_update.remote(), timeout=WAIT_S)
+                ws.IPCWeightTransferEngine.trainer_send_weights(model.named_parameters(), given)
+                ray.get(actor.finish_weight_update.remote(), timeout=WAIT_S)
+                check(actor, model)
+        finally:
+            ray.kill(actor)
+
+
 def check(actor: Any, model: torch.nn.Module) -> None:
     tokens, logprobs = ray.get(actor.continuation.remote(), timeout=WAIT_S)
     wanted, wanted_logprobs = expected(model)
