@@ -302,7 +302,7 @@ def test_changes_of_membership_leave_nothing_behind(site: Site) -> None:
         change()
     after = site.footprints()
     for old, new in zip(before, after, strict=True):
-        assert {k: new[k] for k in fields} == {k: old[k] for k in fields}
+        assert all(new[k] <= old[k] for k in fields), (old, new)
     assert len(site.left()) == len(left)
     site.trainer.send(seed=2)
     site.check_all_hold(2, on=[here, there])

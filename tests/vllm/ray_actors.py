@@ -106,7 +106,9 @@ def test_the_known_names_reach_an_actor(*, packed: bool) -> None:
     with tempfile.TemporaryDirectory() as folder:
         model = make_model(Path(folder), tied=False)
         own = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
-        actor = ray.remote(Offline).options(runtime_env={"env_vars": own}).remote(folder, **ENGINE)
+        actor: Any = (
+            ray.remote(Offline).options(runtime_env={"env_vars": own}).remote(folder, **ENGINE)
+        )
         given = {"send_mode": "ray", "llm_handle": actor, "packed": packed}
         try:
             ray.get(actor.init_weight_transfer_engine.remote({"init_info": {}}), timeout=WAIT_S)
