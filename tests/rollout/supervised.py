@@ -159,6 +159,14 @@ def serve_stubborn() -> None:
     print("closed", flush=True)
 
 
+def start_first() -> None:
+    """Start the first child of a process that has no resource tracker yet. For `program`."""
+    with Supervisor() as tree:
+        tree.launch("cores", [ChildSpec(name="core 0", target=say_interrupts)])
+        (said,) = tree.await_ready("cores", timeout_s=WAIT_S)
+        print(said.decode(), flush=True)
+
+
 def program(name: str, mark: str) -> subprocess.Popen[str]:
     """Run a function of this module as a program with a process group of its own."""
     root = Path(__file__).parents[2]

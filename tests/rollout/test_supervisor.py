@@ -183,6 +183,15 @@ class TestStart:
             assert "WEIGHTSYNC_TEST_GIVEN" not in os.environ
             assert tree.wait(0.1) is False
 
+    def test_the_first_child_of_a_process_is_spared_of_ctrl_c_too(self, mark: str) -> None:
+        with supervised.program("start_first", mark) as program:
+            try:
+                assert line_of(program) == "True True"
+                assert program.wait(WAIT_S) == 0
+            finally:
+                program.kill()
+        assert gone_soon(mark)
+
     def test_errors_at_start_are_raised_as_they_were(self, mark: str) -> None:
         specs = [child("worker 1", supervised.fails_at_start)]
         with Supervisor() as tree:

@@ -140,6 +140,8 @@ class Child:
     def start_here(self) -> None:
         """Start it from this very thread, whose end would be the child's. Called by the starter."""
         resource_tracker.ensure_running()  # it outlives the child, and wants none of its variables
+        # After that, which unblocks it where it has a process to start.
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         try:
             with _environment(self._env):
                 self.process.start()
@@ -196,7 +198,6 @@ class _Starter:
         self._orders.put(child)
 
     def _run(self) -> None:
-        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         while True:
             child = self._orders.get()
             try:
