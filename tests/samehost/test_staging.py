@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from pathlib import Path
 from typing import Any
 
@@ -130,12 +131,23 @@ class TestAddresses:
         assert self.bound(addresses[0]) == addresses[0]
         assert socket_address(local_only=True).startswith("ipc:///")
 
-    def test_any_free_port(self) -> None:
-        address = socket_address(local_only=False)
-        assert address == "tcp://127.0.0.1:0"
-        host, _, port = self.bound(address).rpartition(":")
-        assert host == "tcp://127.0.0.1"
-        assert int(port) > 0
+    @pytest.mark.parametrize("host", ["127.0.0.1", "::1", "[::1]"])
+    def test_a_free_port_is_kept_for_a_socket_that_is_bound_later(self, host: str) -> None:
+        addresses = [socket_address(local_only=False, host=host) for _ in range(3)]
+        ports = {int(address.rpartition(":")[2]) for address in addresses}
+        assert len(ports) == 3
+        assert 0 not in ports
+        shown = "[::1]" if ":" in host else host
+        assert all(address.startswith(f"tcp://{shown}:") for address in addresses)
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        with socket.socket(family) as other, pytest.raises(OSError, match="in use"):
+            other.bind((host.strip("[]"), min(ports)))
+        for address in addresses * 2:
+            assert self.bound(address, ipv6=":" in host) == address
+
+    def test_a_host_that_is_not_this_one_has_no_port_to_keep(self) -> None:
+        with pytest.raises(ConnectError, match=r"cannot bind to tcp://192\.0\.2\.7:0.*give a port"):
+            socket_address(local_only=False, host="192.0.2.7")
 
     @pytest.mark.parametrize("host", ["127.0.0.1", "::1"])
     def test_a_socket_that_is_given_is_bound_and_its_port_told(self, host: str) -> None:
@@ -156,12 +168,6 @@ class TestAddresses:
             assert listener.recv() == b"hello"
             with pytest.raises(ConnectError, match="cannot bind to"):
                 socket_address(local_only=False, host=host, port=port, bind=second)
-
-    def test_ipv6_has_brackets(self) -> None:
-        for host in ("::1", "[::1]"):
-            address = socket_address(local_only=False, host=host)
-            assert address == "tcp://[::1]:0"
-        assert self.bound(address, ipv6=True).startswith("tcp://[::1]:")
 
     @pytest.mark.parametrize("host", ["10.0.0.1", "node-7.cluster.local", "localhost"])
     def test_other_hosts_stand_as_they_are(self, host: str) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ipaddress
 import re
 import secrets
+import socket
 import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -30,15 +31,17 @@ def socket_address(
 ) -> str:
     """Return an address for a ZeroMQ socket: `ipc://…` if all its peers are local.
 
-    Else `tcp://host:port`, IPv6 addresses in brackets. With `bind`, the socket is bound to it, and
-    the address returned is the one that peers connect to: port 0 becomes the free port that the
-    socket got. Without, port 0 stays, for a socket that is bound later. IPC paths are fresh, and
-    lie in `directory` (the temporary one by default). Raises ConfigError, and ConnectError when
-    the socket cannot be bound.
+    Else `tcp://host:port`, IPv6 addresses in brackets; port 0 becomes a free one. With `bind`, that
+    socket is bound to it. Without, a descriptor of this process keeps the port free until it ends,
+    for a ZeroMQ socket that any process of this host binds later. IPC paths are fresh, and lie in
+    `directory` (the temporary one by default). Raises ConfigError, and ConnectError when the socket
+    cannot be bound.
     """
-    address = ipc_address(directory) if local_only else tcp_address(host, port)
     if bind is None:
-        return address
+        if local_only:
+            return ipc_address(directory)
+        return tcp_address(host, port) if port else _held_address(host)
+    address = ipc_address(directory) if local_only else tcp_address(host, port)
     import zmq  # noqa: PLC0415  # optional: who gives a socket of it has it
 
     try:
@@ -48,6 +51,22 @@ def socket_address(
         return bind.get_string(zmq.LAST_ENDPOINT)
     except zmq.ZMQError as exc:
         raise ConnectError(f"cannot bind to {address}: {exc}") from exc
+
+
+def _held_address(host: str) -> str:
+    asked = tcp_address(host, 0)
+    bare = bracketed(host).strip("[]")
+    try:
+        family, kind, _, _, address = socket.getaddrinfo(bare, 0, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, kind) as holder:
+            # ZeroMQ sets it too: then both may be bound, as long as one of them alone listens.
+            holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            holder.bind(address)
+            port = holder.getsockname()[1]
+            holder.detach()  # open until this process ends, so that nobody else is given the port
+    except (OSError, UnicodeError) as exc:
+        raise ConnectError(f"cannot bind to {asked}: {exc}; give a port") from exc
+    return tcp_address(host, port)
 
 
 def ipc_address(directory: Path | None = None) -> str:
