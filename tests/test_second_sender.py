@@ -5,10 +5,13 @@ from __future__ import annotations
 import os
 import signal
 import socket
+import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
+from typing import Any
 
 import pytest
 import torch
@@ -45,8 +48,8 @@ def value(member: FleetMember) -> float:
     return float(member.tensors()[1]["scale"])
 
 
-def connect(fleet: InProcessFleet, of: float, **settings: bool) -> ws.WeightSender:
-    return ws.connect(model(of), to=fleet.to(), **settings)  # type: ignore[arg-type]  # booleans
+def connect(fleet: InProcessFleet, of: float, **settings: Any) -> ws.WeightSender:
+    return ws.connect(model(of), to=fleet.to(), **settings)
 
 
 def test_a_second_sender_is_refused_and_told_who_is_there(fleet: InProcessFleet) -> None:
@@ -148,6 +151,48 @@ def test_one_shots_take_turns_and_do_not_take_from_a_sender(fleet: InProcessFlee
     finally:
         yielding.close()
         ws.oneshot.close()
+
+
+@pytest.mark.parametrize("met", [False, True])
+def test_the_update_of_an_owner_that_yields_is_waited_for(fleet: InProcessFleet, met: bool) -> None:
+    """By one that comes new, and by one that it took the receivers from in its turn."""
+    pairs = list(model(1).named_parameters())
+    with ExitStack() as stack:
+        pool = stack.enter_context(ThreadPoolExecutor(1))
+        others = []
+        if met:
+            others.append(stack.enter_context(connect(fleet, 2, yields=True)))
+            others[0].send_weights()
+        first = stack.enter_context(connect(fleet, 1, yields=True))
+
+        def send() -> int:
+            second = others[0] if met else stack.enter_context(connect(fleet, 2, yields=True))
+            return second.send_weights().version
+
+        with first.update() as update:
+            update.send(pairs[:1])
+            coming = pool.submit(send)
+            with pytest.raises(TimeoutError):
+                coming.result(1.0)
+            update.send(pairs[1:])
+        assert coming.result(WAIT_S) == (3 if met else 2)
+        assert [value(member) for member in fleet] == [2, 2]
+        assert first.send_weights().version == (4 if met else 3)
+
+
+def test_the_update_of_an_owner_that_yields_is_waited_for_no_longer_than_timeout_s(
+    fleet: InProcessFleet,
+) -> None:
+    pairs = list(model(1).named_parameters())
+    with connect(fleet, 1, yields=True) as first:
+        with first.update() as update:
+            update.send(pairs[:1])
+            begin = time.monotonic()
+            with pytest.raises(ws.SenderConflictError, match=f"pid {os.getpid()}"):
+                connect(fleet, 2, timeout_s=1.0)
+            assert time.monotonic() - begin >= 1.0
+            update.send(pairs[1:])
+        assert [value(member) for member in fleet] == [1, 1]
 
 
 def _own(pipe: Connection) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Iterable, Mapping, Sequence
 
 from weightsync.errors import (
@@ -36,6 +37,7 @@ from weightsync.wire.offers import describe, utc
 logger = logging.getLogger(__name__)
 
 _STATUS_TIMEOUT_S = 10.0
+_POLL_S = 0.05
 MAX_OWED = 256
 """Of how many members that left it is known what they were not told; most never return."""
 
@@ -268,6 +270,7 @@ class Membership:
         ended = any(answer.status.orphaned for answer in known) and self._end_orphans(timeout_s)
         if strangers and self.connected:
             logger.warning("connecting again: %s", names(a.member for a in strangers))
+            strangers = self._await_turns(strangers, drops=False)
             check_fleet(self.fleet, strangers, takeover=self._takeover)
             self._offer([answer.member for answer in strangers])
             ended = True
@@ -309,8 +312,32 @@ class Membership:
             if answer.status.workers:
                 self.roads.forget(answer.member)
         told = unfold(self.fleet, answers, self._timeout_s)
-        answers = self._without_lost(told, drops=drops)
+        answers = self._await_turns(self._without_lost(told, drops=drops), drops=drops)
         return [self._pay_back(answer) for answer in answers]
+
+    def _await_turns(self, answers: Sequence[Answer], *, drops: bool) -> list[Answer]:
+        """Wait, up to `timeout_s`, until owners that yield have ended the updates that they began.
+
+        Returns what members say then.
+        """
+        deadline = time.monotonic() + self._timeout_s
+        told = list(answers)
+        while busy := [answer.member for answer in told if self._is_in_turn(answer)]:
+            if time.monotonic() > deadline:
+                break
+            time.sleep(_POLL_S)
+            again = self.fleet.ask(StatusRequest(), timeout_s=self._timeout_s, members=busy)
+            told = [answer for answer in told if answer.member not in busy]
+            told += self._without_lost(again, drops=drops)
+        return told
+
+    def _is_in_turn(self, answer: Answer) -> bool:
+        """Whether a member is in an update of another sender, which gives it up afterwards."""
+        owner, member = answer.status.owner, answer.member
+        if owner is None or not owner.yields or (self._takeover and not member.term):
+            return False
+        free = not owner.alive or self.fleet.owns(owner) or owner.term < member.term
+        return not free and not _is_idle(answer.status)
 
     def _without_lost(self, answers: Sequence[Answer], *, drops: bool) -> list[Answer]:
         """Drop those who do not say who they are, where that is done. Raises any other error."""
@@ -425,8 +452,7 @@ def _check_owner(fleet: Fleet, answer: Answer, *, takeover: bool) -> None:
     owner, member = answer.status.owner, answer.member
     if owner is None or not owner.alive or fleet.owns(owner) or takeover:
         return
-    idle = answer.status.state not in ("UPDATING", "PREPARED", "ABORTING")
-    if (owner.yields and idle) or owner.term < member.term:
+    if (owner.yields and _is_idle(answer.status)) or owner.term < member.term:
         return  # the other came by an offer that was on its way when we took the member over
     if not member.term:
         raise SenderConflictError(
@@ -441,3 +467,7 @@ def _check_owner(fleet: Fleet, answer: Answer, *, takeover: bool) -> None:
         owner=owner.name,
         since=utc(owner.since),
     )
+
+
+def _is_idle(status: Status) -> bool:
+    return status.state not in ("UPDATING", "PREPARED", "ABORTING")
