@@ -11,6 +11,8 @@ from tests.protocol.trainers import Death, Offering, Trainer
 from tests.protocol.world import SHORT_S, Apply, World
 from weightsync.wire.messages import InitRequest, ShutdownRequest, StartRequest, UpdateRequest
 
+pytestmark = pytest.mark.usefixtures("shm_clean")
+
 
 def connected(applies: list[Apply], *, packed: bool) -> tuple[World, Trainer, ws.WeightSender]:
     """A fleet, and a trainer that is connected to all of it."""
@@ -22,7 +24,16 @@ def connected(applies: list[Apply], *, packed: bool) -> tuple[World, Trainer, ws
     return world, trainer, trainer.sender
 
 
-@pytest.mark.usefixtures("shm_clean")
+def the_next_update_reaches_all(world: World, trainer: Trainer) -> None:
+    """The last step of a test."""
+    assert trainer.sender is not None
+    trainer.fill()
+    version = trainer.sender.send_weights().version
+    for member in world.fleet:
+        world.holds(member, version, trainer.contents)
+    world.end()
+
+
 def test_an_update_that_was_only_started_is_known_to_be_a_dead_senders() -> None:
     """Its lease may be minutes long: the next sender must not have to wait for it."""
     world = World(["staged", "in_place"])
@@ -40,7 +51,6 @@ def test_an_update_that_was_only_started_is_known_to_be_a_dead_senders() -> None
     world.end()
 
 
-@pytest.mark.usefixtures("shm_clean")
 @pytest.mark.parametrize("death", [Death(2, acted=True), Death(5, acted=True)])
 def test_a_sender_that_was_there_before_ends_what_another_one_left(death: Death) -> None:
     """It is connected already, so it is no successor that starts: it must not wait for one."""
@@ -63,7 +73,6 @@ def test_a_sender_that_was_there_before_ends_what_another_one_left(death: Death)
     world.end()
 
 
-@pytest.mark.usefixtures("shm_clean")
 def test_one_that_rolls_forward_alone_is_freed_from_a_dead_sender_as_well() -> None:
     """The others could go on, since one of them is in place; this one has to follow."""
     world = World(["in_place", "staged"])
@@ -93,7 +102,6 @@ def test_one_that_rolls_forward_alone_is_freed_from_a_dead_sender_as_well() -> N
     world.end()
 
 
-@pytest.mark.usefixtures("shm_clean")
 def test_a_late_offer_does_not_undo_a_newer_one() -> None:
     """It names a place in the ring that nobody waits for any more."""
     world, trainer, sender = connected(["staged", "staged"], packed=True)
@@ -107,14 +115,9 @@ def test_a_late_offer_does_not_undo_a_newer_one() -> None:
     member.receiver.dispatch(ShutdownRequest(sender=late.init_info.sender))
     with pytest.raises(ws.ProtocolError, match="comes after offer"):
         member.receiver.dispatch(late)
-    trainer.fill()
-    version = sender.send_weights().version
-    for other in world.fleet:
-        world.holds(other, version, trainer.contents)
-    world.end()
+    the_next_update_reaches_all(world, trainer)
 
 
-@pytest.mark.usefixtures("shm_clean")
 def test_who_finds_others_ahead_after_going_forward_in_place_passes_them() -> None:
     world, trainer, sender = connected(["in_place", "staged"], packed=False)
     trainer.fill()
@@ -129,7 +132,6 @@ def test_who_finds_others_ahead_after_going_forward_in_place_passes_them() -> No
     world.end()
 
 
-@pytest.mark.usefixtures("shm_clean")
 def test_who_finds_others_ahead_after_freeing_them_passes_them() -> None:
     """Held by a dead sender's update, one could not say at once that it had been passed."""
     world = World(["staged", "in_place"])
@@ -157,7 +159,6 @@ def test_who_finds_others_ahead_after_freeing_them_passes_them() -> None:
     world.end()
 
 
-@pytest.mark.usefixtures("shm_clean")
 def test_a_start_that_came_late_to_a_new_instance_is_ended_by_its_own_sender() -> None:
     """The sender lives, so nobody else would end it before its lease."""
     world, trainer, sender = connected(["staged", "in_place"], packed=False)
@@ -178,23 +179,17 @@ def test_a_start_that_came_late_to_a_new_instance_is_ended_by_its_own_sender() -
     world.end()
 
 
-@pytest.mark.usefixtures("shm_clean")
 def test_all_who_forgot_the_sender_are_met_again_at_once() -> None:
     """One refusal ends the update before the others have answered."""
-    world, trainer, sender = connected(["staged", "staged", "staged"], packed=True)
+    world, trainer, _ = connected(["staged", "staged", "staged"], packed=True)
     for member in world.fleet:
         inits = [m for m in world.messages[member.name] if isinstance(m, InitRequest)]
         offered = next(m.init_info for m in inits if m.init_info is not None)
         member.receiver.dispatch(ShutdownRequest(sender=offered.sender))
     world.fleet[2].fail("delay", "update_weights", seconds=0.3)
-    trainer.fill()
-    version = sender.send_weights().version
-    for member in world.fleet:
-        world.holds(member, version, trainer.contents)
-    world.end()
+    the_next_update_reaches_all(world, trainer)
 
 
-@pytest.mark.usefixtures("shm_clean")
 @pytest.mark.parametrize("anew", ["refused", "accepted"])
 def test_one_whose_new_offer_was_refused_leaves_no_update_for_ever(anew: str) -> None:
     """PREPARED has no lease, and there is no engine left to tell that the sender is dead."""
@@ -218,7 +213,6 @@ def test_one_whose_new_offer_was_refused_leaves_no_update_for_ever(anew: str) ->
     world.end()
 
 
-@pytest.mark.usefixtures("shm_clean")
 @pytest.mark.parametrize("apply", ["staged", "in_place"])
 def test_an_update_that_came_late_to_a_new_instance_does_not_hold_it(
     apply: Apply,
@@ -234,14 +228,9 @@ def test_an_update_that_came_late_to_a_new_instance_does_not_hold_it(
             with suppress(ws.WeightSyncError):  # the first only asks who is there
                 member.receiver.dispatch(request)
     assert member.receiver.status().senders
-    trainer.fill()
-    version = sender.send_weights().version
-    for other in world.fleet:
-        world.holds(other, version, trainer.contents)
-    world.end()
+    the_next_update_reaches_all(world, trainer)
 
 
-@pytest.mark.usefixtures("shm_clean")
 def test_a_goodbye_that_comes_late_beside_a_session_does_not_end_the_next_update() -> None:
     """One refusal comes after the other: both are mended within one call."""
     for after in range(1, 9):
@@ -250,8 +239,4 @@ def test_a_goodbye_that_comes_late_beside_a_session_does_not_end_the_next_update
         member.fail("late", "shutdown_weight_transfer_engine", after=after)
         sender.release()
         world.strangers[member.name].do("start", [])
-        trainer.fill()
-        version = sender.send_weights().version
-        for other in world.fleet:
-            world.holds(other, version, trainer.contents)
-        world.end()
+        the_next_update_reaches_all(world, trainer)

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import json
-import threading
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from typing import Any
 
 import pytest
 import torch
 
 import weightsync as ws
+from tests.transports.vllm_workers import Served
 from weightsync.errors import (
     BackendUnavailableError,
     ConfigError,
@@ -27,7 +27,7 @@ def source() -> torch.nn.Linear:
     return torch.nn.Linear(6, 5)
 
 
-class Http:
+class Http(Served):
     """A server that answers as a vLLM would; `answers` are status and body by path."""
 
     def __init__(self, answers: dict[str, tuple[int, Any]]) -> None:
@@ -58,15 +58,7 @@ class Http:
             def log_message(self, *_: object) -> None:
                 pass
 
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self.url = f"http://127.0.0.1:{self._server.server_address[1]}"
-        self._thread = threading.Thread(target=self._server.serve_forever, args=(0.05,))
-        self._thread.start()
-
-    def close(self) -> None:
-        self._server.shutdown()
-        self._thread.join(10)
-        self._server.server_close()
+        super().__init__(Handler)
 
 
 VERSION = {"/version": (200, {"version": "0.32.0"})}

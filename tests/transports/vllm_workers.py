@@ -33,7 +33,22 @@ class Waiting:
     client_index: int = 0
 
 
-class Endpoints:
+class Served:
+    """A server of this process with a handler, until `close`."""
+
+    def __init__(self, handler: type[BaseHTTPRequestHandler]) -> None:
+        self._server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
+        self.url = f"http://127.0.0.1:{self._server.server_address[1]}"
+        self._thread = threading.Thread(target=self._server.serve_forever, args=(0.05,))
+        self._thread.start()
+
+    def close(self) -> None:
+        self._server.shutdown()
+        self._thread.join(10)
+        self._server.server_close()
+
+
+class Endpoints(Served):
     """The control endpoints of a server of these workers, over HTTP; `busy` with some calls."""
 
     def __init__(self, workers: Workers) -> None:
@@ -66,15 +81,7 @@ class Endpoints:
             def log_message(self, *_: object) -> None:
                 pass
 
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self.url = f"http://127.0.0.1:{self._server.server_address[1]}"
-        self._thread = threading.Thread(target=self._server.serve_forever, args=(0.05,))
-        self._thread.start()
-
-    def close(self) -> None:
-        self._server.shutdown()
-        self._thread.join(10)
-        self._server.server_close()
+        super().__init__(Handler)
 
 
 def _answer_http(workers: Workers, path: str, told: dict[str, Any]) -> object:
