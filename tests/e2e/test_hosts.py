@@ -204,6 +204,20 @@ def test_another_worker_leads_when_the_member_of_its_host_is_removed(site: Site)
     site.check_all_hold(3)
 
 
+def test_what_is_outside_of_the_present_group_is_talked_to_as_before(site: Site) -> None:
+    first, second = site.receiver(B), site.receiver(C)
+    site.connect(first, second)
+    site.trainer.send(seed=1)
+    site.trainer.do("call", "resync", first.url)  # a group of this one alone
+    site.trainer.do("call", "remove", second.url)
+    assert second.status()["state"] == "READY"
+    site.trainer.do("call", "add", second.url)
+    site.trainer.send(seed=2)
+    site.check_all_hold(2)
+    site.trainer.do("call", "resync", first.url)
+    site.trainer.do("end_sender")
+
+
 def test_a_late_joiner_on_a_third_host_disturbs_nobody(site: Site) -> None:
     here, there = site.receiver(A), site.receiver(B)
     site.connect(here, there)

@@ -196,6 +196,22 @@ class TestReceiver:
                 with fails_in_time(gone.target):
                     sender.send_weights()
 
+    @pytest.mark.parametrize("backend", ["ipc", "distributed"])
+    def test_no_more_than_a_fifth_is_added(self, host: Host, stop: Stop, backend: Any) -> None:
+        """With a `timeout_s` long enough to tell a fifth of it from what a machine needs."""
+        relay = Relay(host.receiver("http", model="plain"))
+        timeout_s, machine_s = 6.0, 4.0  # together less than two tries would take
+        model = models.make("plain", seed=1)
+        with ws.connect(model, to=relay, timeout_s=timeout_s, backend=backend) as sender:
+            sender.send_weights()
+            relay.before[UpdateRequest] = stop
+            begun = time.monotonic()
+            with pytest.raises(SILENT):
+                sender.send_weights()
+            assert timeout_s / 2 < time.monotonic() - begun < 1.2 * timeout_s + machine_s
+            go_on(host)
+            sender.send_weights()
+
     def test_at_close(self, host: Host, stop: Stop) -> None:
         relay = Relay(host.receiver("http", model="plain"))
         sender = connected(relay, models.make("plain", seed=1), True)

@@ -233,8 +233,11 @@ class Meeting:
         self._ask(lambda: self.store.set(f"signs/{rank}", " ".join(map(str, signs))))
 
     def signs(self, rank: int) -> list[int]:
-        """Return what `show` was last given there; empty before."""
-        return [int(sign) for sign in (self._read(f"signs/{rank}") or "").split()]
+        """Return what `show` was last given there; empty before, and where it is no list."""
+        try:
+            return [int(sign) for sign in (self._read(f"signs/{rank}") or "").split()]
+        except ValueError:  # anybody on this network may write into the store
+            return []
 
     def report(self, error: TransferError) -> TransferError:
         """Leave word of what broke the group; return what its first witness said.

@@ -73,12 +73,12 @@ class Member:
 
     Rank `rank` of the trainer feeds it, on `road`; `skipped` says why not on a faster one. It reads
     at place `reader` of that rank's ring or, on the road `distributed`, of the ring of its own
-    host, which the one of `group_rank` (1 or more) fills. `sender` is what it knows this sender by,
-    `released` the same once memory was withdrawn. `unfinished` and `unaborted` are updates whose
-    end it has not answered for: it is told again before the next one; `last_told` is the update
-    that it was last told to finish. `term` is this sender's as the owner of the receiver, 0 before
-    it was met. `name` is given where another member's transport has the same
-    target. `server` is the one that it is a worker of, where that has several.
+    host, which the one of `group_rank` fills (0 where it is in no group now). `sender` is what it
+    knows this sender by, `released` the same once memory was withdrawn. `unfinished` and
+    `unaborted` are updates whose end it has not answered for: it is told again before the next one;
+    `last_told` is the update that it was last told to finish. `term` is this sender's as the owner
+    of the receiver, 0 before it was met. `name` is given where another member's transport has the
+    same target. `server` is the one that it is a worker of, where that has several.
     """
 
     transport: Transport

@@ -173,8 +173,8 @@ class Roads:
         """Return what grows while a reader lives and works; None where it is not seen."""
         feeder = self._ensemble.feeder
         if member.road == "distributed":
-            relay = feeder.relay
-            return relay.signs(member.group_rank, member.reader) if relay is not None else None
+            relay, rank = feeder.relay, member.group_rank
+            return relay.signs(rank, member.reader) if relay is not None and rank else None
         if member.rank:
             return self._trusted, self._heard.get((member.rank, member.reader))
         return feeder.engine.signs(member.reader) if feeder.engine is not None else None
@@ -319,6 +319,8 @@ class Roads:
         chosen = self._fleet.members if among is None else among
         members = [member for member in chosen if member.road == "distributed"]
         self._joined.clear()
+        for member in self._fleet.members:
+            member.group_rank = 0  # of a group that ends now
         if not members:
             self._rendezvous.leave()
             return []
