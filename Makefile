@@ -47,7 +47,9 @@ $(STAMP): pyproject.toml
 # One test after the other, for a debugger:  make test ARGS='-n 0 tests/e2e'
 SIDE_BY_SIDE := -n auto --dist loadfile --no-loadscope-reorder --max-worker-restart 0
 
+# Compiled first: hundreds of processes import it, and not each environment lets them keep that.
 test: $(STAMP)
+	$(BIN)/python -m compileall -q weightsync
 	$(ONE_THREAD) $(BIN)/python -m pytest $(SIDE_BY_SIDE) --durations=15 $(ARGS)
 
 soak: $(STAMP)
