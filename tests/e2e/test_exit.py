@@ -84,7 +84,58 @@ while (message := pipe.recv()) is not None:
     pipe.send(receiver.handle(message))
 print("leaves", flush=True)
 """
+READING = """
+import os, signal, sys, threading
+from multiprocessing.connection import Client
+import weightsync as ws
+from weightsync.backends import private_group
+
+private_group._ANSWER_S = 120.0
+begun = threading.Event()
+sender = int(sys.argv[1])
+
+def hook(pairs):
+    for _ in pairs:
+        pass
+    begun.set()
+    threading.Event().wait()
+
+def serve():
+    with Client(("127.0.0.1", int(sys.argv[2]))) as pipe:
+        while True:
+            pipe.send(receiver.handle(pipe.recv()))
+
+def asking():
+    return [thread for thread in threading.enumerate() if thread.name == "weightsync-ask"]
+
+receiver = ws.WeightReceiver(hook, apply="in_place")
+threading.Thread(target=serve, daemon=True).start()
+assert begun.wait(60)
+os.kill(sender, signal.SIGSTOP)
+while len(asking()) < 2:  # the link's thread and its heartbeat
+    threading.Event().wait(0.01)
+print("leaves", flush=True)
+"""
+STOPPED = """
+from multiprocessing.connection import Listener
+import weightsync as ws
+from tests.e2e import models
+
+with Listener(("127.0.0.1", 0)) as listener:
+    print(listener.address[1], flush=True)
+    pipe = listener.accept()
+
+def carry(message):
+    pipe.send(dict(message))
+    return pipe.recv()
+
+ws.connect(
+    models.make("plain", seed=1), to=carry, backend="distributed", timeout_s=600
+).send_weights()
+"""
 EXIT_S = 30.0
+THREADS_S = 2.0
+"""What docs/guarantees.md gives the threads of private groups."""
 
 
 def test_a_call_in_flight_and_two_that_live() -> None:
@@ -153,6 +204,34 @@ def test_an_update_at_work_on_the_distributed_road(stops: bool) -> None:
         assert took_s < EXIT_S
         with ws.connect(models.make("plain", seed=3), to=receiver.url) as successor:
             successor.send_weights()
+
+
+def test_a_receiver_at_work_whose_sender_is_stopped() -> None:
+    """Two of its threads ask the sender's store, which would have two minutes to answer."""
+    with subprocess.Popen(
+        [sys.executable, "-c", STOPPED], stdout=subprocess.PIPE, text=True
+    ) as trainer:
+        try:
+            assert trainer.stdout is not None
+            port = trainer.stdout.readline().strip()
+            with subprocess.Popen(
+                [sys.executable, "-c", READING, str(trainer.pid), port],
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+            ) as receiver:
+                try:
+                    assert receiver.stdout is not None
+                    said = receiver.stdout.readline()
+                    begin = time.monotonic()
+                    _, errors = receiver.communicate(timeout=processes.WAIT_S)
+                    took_s = time.monotonic() - begin
+                finally:
+                    receiver.kill()
+        finally:
+            trainer.kill()
+    assert (receiver.returncode, said, errors) == (0, "leaves\n", "")
+    assert took_s < THREADS_S + 15
 
 
 def test_a_receiver_whose_sender_leaves_while_it_exits() -> None:

@@ -51,7 +51,7 @@ class _Arrival:
 
 
 class Link:
-    """The thread of one member; from its construction until `close`."""
+    """The threads of one member; from its construction until `close`."""
 
     def __init__(
         self,
@@ -116,27 +116,32 @@ class Link:
             )
 
     def end(self, timeout_s: float) -> None:
-        """Leave the group, and wait that long for the thread to end. Idempotent."""
+        """Leave the group, and wait that long for the threads to end. Idempotent.
+
+        Either of them may be asking the store of a sender that is stopped.
+        """
+        deadline = time.monotonic() + timeout_s
         with self._changed:
             self._closing = True
             self._changed.notify_all()
-        self._heartbeat.close()
         self._sever()
-        self._thread.join(timeout_s)
+        self._heartbeat.close(max(0.0, deadline - time.monotonic()))
+        self._thread.join(max(0.0, deadline - time.monotonic()))
 
     def close(self, free: Callable[[], None]) -> None:
-        """Leave the group, end the thread, and `free` what it used: later, if it ends late."""
+        """Leave the group, end the threads, and `free` what they used: later, if one ends late."""
         self.end(_JOIN_S)
-        if not self._thread.is_alive():
+        if self._heartbeat.ended and not self._thread.is_alive():
             self._let_go(free)
             return
-        logger.warning("the thread of a private group does not end; its ring stays until it does")
+        logger.warning("a thread of a private group does not end; its ring stays until it does")
         ended = threading.Thread(
             target=self._end_late, args=(free,), name="weightsync-late", daemon=True
         )
         ended.start()
 
     def _end_late(self, free: Callable[[], None]) -> None:
+        self._heartbeat.close()
         self._thread.join()
         self._let_go(free)
 

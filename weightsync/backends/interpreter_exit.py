@@ -1,4 +1,4 @@
-"""What has threads inside torch leaves its private group before the interpreter ends.
+"""Ends private groups at interpreter exit, before CPython ends their threads.
 
 A thread that comes back from torch's C++ afterwards is unwound through it by CPython, which is
 `std::terminate`.
@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import atexit
 import os
+import threading
 import time
+from contextlib import ExitStack
 from typing import Protocol
 from weakref import WeakSet
 
@@ -24,6 +26,7 @@ class Leaving(Protocol):
 
 
 _members: WeakSet[Leaving] = WeakSet()
+_lock = threading.Lock()
 
 
 def end_at_exit(member: Leaving) -> None:
@@ -31,14 +34,33 @@ def end_at_exit(member: Leaving) -> None:
 
     Not in forked children, which have none of its threads.
     """
-    _members.add(member)
+    with _lock:
+        _members.add(member)
 
 
 def _end_all() -> None:
+    """End all members, also when one of them raises or Ctrl-C comes."""
     deadline = time.monotonic() + _END_S
-    for member in list(_members):
-        member.end(max(0.0, deadline - time.monotonic()))
+    with _lock:
+        members = list(_members)
+    with ExitStack() as ends:
+        for waiting, member in enumerate(members, 1):  # the last of them is ended first
+            ends.callback(_end, member, deadline, waiting)
+
+
+def _end(member: Leaving, deadline: float, waiting: int) -> None:
+    """Leave a share of the time to each of those that wait for their end."""
+    member.end(max(0.0, deadline - time.monotonic()) / waiting)
+
+
+def _after_fork_in_child() -> None:
+    _members.clear()
+    _lock.release()
 
 
 atexit.register(_end_all)
-os.register_at_fork(after_in_child=_members.clear)
+os.register_at_fork(
+    before=_lock.acquire,
+    after_in_parent=_lock.release,
+    after_in_child=_after_fork_in_child,
+)

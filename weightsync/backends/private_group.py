@@ -113,7 +113,8 @@ class Meeting:
 
     `host` binds and serves it; `reach` connects to it. Keys of another epoch are never seen. torch
     writes a page to stderr when it finds the server gone, so the lifeline is looked at before. One
-    that is there, but silent, would hold whoever asks for ever: nobody waits longer than 3 s.
+    that is there, but silent, would hold a caller for ever. So a question to it takes at most 3 s,
+    and further ones return at once until that one is answered. A method may ask several at a time.
     """
 
     def __init__(

@@ -50,14 +50,20 @@ class Heartbeat:
         )
         self._thread.start()
 
-    def close(self) -> None:
+    @property
+    def ended(self) -> bool:
+        """Whether `beat` is not called any more."""
+        return not self._thread.is_alive()
+
+    def close(self, timeout_s: float | None = None) -> None:
         """End it; `beat` is not called any more when this returns. Idempotent.
 
-        The garbage collector may call it in any thread, in the heartbeat's own too.
+        With `timeout_s`, one that is at work may outlast this: `ended` tells. The garbage
+        collector may call it in any thread, in the heartbeat's own too.
         """
         self._done.set()
         if threading.current_thread() is not self._thread:
-            self._thread.join()
+            self._thread.join(timeout_s)
 
 
 def _run(
