@@ -38,6 +38,7 @@ from weightsync.samehost.segment import remove_leftovers
 from weightsync.transports import sglang_shelf
 from weightsync.transports.pause_watch import PauseWatch
 from weightsync.transports.sglang_http import SglangControl
+from weightsync.wire.messages import PauseRequest, ResumeRequest
 
 pytestmark = pytest.mark.usefixtures("shm_clean", "no_files_left")
 
@@ -447,6 +448,34 @@ def test_a_pause_that_is_still_owed_at_close_ends_all_the_same(server: Served) -
     server.next(refuse_proceed=False)
     wait_until(lambda: server.state()["paused"] == "", "it goes on")
     wait_until(lambda: not psutil.pid_exists(pid), "the process beside the trainer to end")
+
+
+@pytest.mark.parametrize("by_hand", [False, True])
+def test_a_pause_that_is_still_owed_does_not_end_one_of_the_next_sender(
+    server: Served, by_hand: bool
+) -> None:
+    with connect(model(), server) as sender:
+        server.next(refuse_proceed=True)
+        with pytest.raises(ws.errors.RemoteError, match="continue_generation answered 500"):
+            sender.send_weights()
+        watch = sender._lead.fleet.members[0].transport._pause_watch  # type: ignore[union-attr]
+        pid = watch.pid
+    assert psutil.pid_exists(pid)
+    with connect(model(), server) as sender:
+        if by_hand:
+            transport = sender._lead.fleet.members[0].transport  # type: ignore[union-attr]
+            transport.call(PauseRequest(mode="keep"), timeout_s=20)
+            assert server.state()["paused"] != ""
+        else:
+            with pytest.raises(ws.errors.RemoteError, match="continue_generation answered 500"):
+                sender.send_weights()
+        assert not psutil.pid_exists(pid)
+        server.next(refuse_proceed=False)
+        if by_hand:
+            transport.call(ResumeRequest(), timeout_s=20)
+        else:
+            sender.send_weights()
+        assert server.state()["paused"] == ""
 
 
 def test_a_pause_is_ended_whatever_the_server_answers_first() -> None:

@@ -32,6 +32,9 @@ _PAUSED, _OVER, _LEFT = b"p", b"o", b"l"
 _TRY_AGAIN = (408, 429)
 _TRUST_VARIABLES = ("REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE")
 
+_left: dict[str, subprocess.Popen[bytes]] = {}
+"""By URL: the processes of closed watches that still had a pause to end."""
+
 
 class PauseWatch:
     """Tells the watching process about one server's pauses; it is started before the first.
@@ -42,6 +45,7 @@ class PauseWatch:
     """
 
     def __init__(self, url: str, headers: dict[str, str], *, verify_tls: bool | str) -> None:
+        self._url = url
         self._settings = {"url": url, "headers": headers, "verify_tls": verify_tls}
         self._process: subprocess.Popen[bytes] | None = None
         self._owed = False
@@ -52,8 +56,19 @@ class PauseWatch:
         """The watching process, once there is one."""
         return self._process.pid if self._process is not None else None
 
+    def take_over(self) -> None:
+        """Called before a pause by hand too, which a closed watch of this process would end.
+
+        Their processes are ended; what they owed is for the caller to do.
+        """
+        process = _left.pop(self._url, None)
+        if process is not None:
+            process.kill()
+            process.wait(_END_S)
+
     def paused(self) -> None:
         """Called before the server is paused."""
+        self.take_over()
         with self._lock:
             if self._process is None or self._process.poll() is not None:
                 self._process = self._start()
@@ -83,6 +98,7 @@ class PauseWatch:
             process.kill()
             process.wait(_END_S)
             return
+        _left[self._url] = process
         with suppress(RuntimeError):  # at interpreter exit no thread is started
             threading.Thread(target=process.wait, daemon=True).start()
 
@@ -97,8 +113,7 @@ class PauseWatch:
                 start_new_session=True,
             )
         except OSError as exc:
-            url = self._settings["url"]
-            logger.warning("if this trainer dies, %s may not be called: %s", url, exc)
+            logger.warning("if this trainer dies, %s may not be called: %s", self._url, exc)
             return None
         assert process.stdin is not None
         # Not as arguments, which every user of the host may read: there is a token among them.

@@ -311,6 +311,7 @@ class SglangTransport(CountingTransport):
             raise ConfigError(
                 f"{self._target}: SGLang cannot wait for requests to end; pause with keep or abort"
             )
+        self._pause_watch.take_over()
         self._control.pause(mode, timeout_s=timeout_s)
 
     def _leave_what_is_over(self) -> None:
