@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import socket
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -144,6 +146,21 @@ class TestAddresses:
             other.bind((host.strip("[]"), min(ports)))
         for address in addresses * 2:
             assert self.bound(address, ipv6=":" in host) == address
+
+    def test_no_more_than_128_ports_are_kept(self) -> None:
+        program = (
+            "import os\n"
+            "from weightsync.samehost.addresses import socket_address\n"
+            "held = [len(os.listdir('/proc/self/fd'))]\n"
+            "for _ in range(2):\n"
+            "    for _ in range(150): socket_address(local_only=False)\n"
+            "    held.append(len(os.listdir('/proc/self/fd')))\n"
+            "print(*(now - held[0] for now in held))"
+        )
+        done = subprocess.run(
+            [sys.executable, "-c", program], check=True, capture_output=True, text=True
+        )
+        assert done.stdout == "0 128 128\n"
 
     def test_a_host_that_is_not_this_one_has_no_port_to_keep(self) -> None:
         with pytest.raises(ConnectError, match=r"cannot bind to tcp://192\.0\.2\.7:0.*give a port"):

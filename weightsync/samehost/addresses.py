@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import ipaddress
+import os
 import re
 import secrets
 import socket
 import tempfile
+from collections import deque
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,6 +19,10 @@ if TYPE_CHECKING:
 
 IPC_PATH_LIMIT = 107
 """Bytes of the longest path that a Unix socket can have."""
+
+_KEPT = 128
+_kept: deque[int] = deque()
+"""Descriptors that keep ports free, oldest first."""
 
 _HOST_NAME = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]{0,251}[A-Za-z0-9.])?")
 
@@ -32,10 +38,10 @@ def socket_address(
     """Return an address for a ZeroMQ socket: `ipc://…` if all its peers are local.
 
     Else `tcp://host:port`, IPv6 addresses in brackets; port 0 becomes a free one. With `bind`, that
-    socket is bound to it. Without, a descriptor of this process keeps the port free until it ends,
-    for a ZeroMQ socket that any process of this host binds later. IPC paths are fresh, and lie in
-    `directory` (the temporary one by default). Raises ConfigError, and ConnectError when the socket
-    cannot be bound.
+    socket is bound to it. Without, a descriptor of this process keeps the port free for a ZeroMQ
+    socket that any process of this host binds later, until this one ends or has told 128 more.
+    IPC paths are fresh, and lie in `directory` (the temporary one by default). Raises ConfigError,
+    and ConnectError when the socket cannot be bound.
     """
     if bind is None:
         if local_only:
@@ -63,9 +69,11 @@ def _held_address(host: str) -> str:
             holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             holder.bind(address)
             port = holder.getsockname()[1]
-            holder.detach()  # open until this process ends, so that nobody else is given the port
+            _kept.append(holder.detach())  # so that nobody else is given the port
     except (OSError, UnicodeError) as exc:
         raise ConnectError(f"cannot bind to {asked}: {exc}; give a port") from exc
+    if len(_kept) > _KEPT:
+        os.close(_kept.popleft())
     return tcp_address(host, port)
 
 
