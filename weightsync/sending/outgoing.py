@@ -327,7 +327,7 @@ class Update:
         self._roads.heard(self._ensemble.tell(Stay()))
 
     def _hear(self) -> None:
-        """Ask only how they stand, where nothing can be given up any more."""
+        """Ask the ranks how their readers stand; an error of theirs ends nothing here."""
         with suppress(WeightSyncError):
             self._roads.heard(self._ensemble.tell(Stay(asks=False)))
 
