@@ -27,8 +27,8 @@ from weightsync.errors import (
     UpdateConflictError,
     VerificationError,
 )
+from weightsync.lifecycle import ApplyChoice
 from weightsync.receiver import WeightReceiver
-from weightsync.receiving.landings import ApplyChoice
 from weightsync.samehost.device_keys import host_key
 from weightsync.samehost.segment import Segment, live_segments
 from weightsync.specs import Manifest, TensorSpec

@@ -12,10 +12,15 @@ Callers hold their own lock; every method either makes the whole step or raises 
 
 from __future__ import annotations
 
+import secrets
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import Literal
 
 from weightsync.errors import StaleVersionError, UpdateConflictError
+
+ApplyChoice = Literal["auto", "staged", "in_place"]
+"""How a receiver is told to put weights to use."""
 
 
 class State(StrEnum):
@@ -177,3 +182,8 @@ class UpdateLifecycle:
             state=self.state.value,
             update_id=self.update_id,
         )
+
+
+def new_update_id(prefix: str = "anonymous") -> str:
+    """Return a fresh id for an update."""
+    return f"{prefix}-{secrets.token_hex(8)}"

@@ -11,11 +11,9 @@ from typing import TypeVar
 from torch import nn
 
 from weightsync.errors import ConfigError, ProtocolError
-from weightsync.lifecycle import State
+from weightsync.lifecycle import ApplyChoice, State, new_update_id
 from weightsync.receiving.gate import OnHold, OnRelease
 from weightsync.receiving.history import WorkerReport
-from weightsync.receiving.incoming import new_update_id
-from weightsync.receiving.landings import ApplyChoice
 from weightsync.receiving.peers import Peers, check_protocol
 from weightsync.receiving.replay import Replay
 from weightsync.receiving.updates import Updates

@@ -17,7 +17,7 @@ import torch
 import weightsync as ws
 from tests.segments import opened_since
 from weightsync import compat, optimizer_steps
-from weightsync.receiving.landings import ApplyChoice
+from weightsync.lifecycle import ApplyChoice
 from weightsync.samehost.device_keys import host_key
 from weightsync.samehost.memory import OpenMemory
 from weightsync.samehost.segment import live_segments

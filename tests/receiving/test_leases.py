@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import weightsync as ws
-from weightsync.receiving.landings import ApplyChoice
+from weightsync.lifecycle import ApplyChoice
 from weightsync.samehost.device_keys import host_key
 from weightsync.samehost.segment import Segment
 from weightsync.specs import Manifest, ManifestDifference

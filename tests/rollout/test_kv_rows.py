@@ -8,7 +8,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from weightsync.rollout.hugging_face import Cache, hf
+from weightsync.rollout.hugging_face import hf
+from weightsync.rollout.hugging_face_cache import Cache
 from weightsync.rollout.kv_rows import KeptPrompt, KvRows, RoomyLayer, held_by
 
 HEADS, KEY_SIZE, VALUE_SIZE, LAYERS = 2, 3, 5, 2

@@ -19,8 +19,8 @@ from tests.server.live import serving
 from weightsync.errors import ConfigError
 from weightsync.rollout.chat import chat_prompt, render
 from weightsync.rollout.completions import read_prompts
-from weightsync.rollout.model import load_reader
 from weightsync.rollout.model_choice import TINY_VISION
+from weightsync.rollout.model_reader import load_reader
 from weightsync.rollout.openai_messages import REFUSED, ChatMessage, RequestError
 from weightsync.rollout.text import Texts
 from weightsync.rollout.tiny_tokenizer import byte_tokenizer

@@ -17,8 +17,8 @@ from tests.rollout.scripted_engine import MODEL, ScriptedEngine, app_of
 from tests.server.live import serving
 from weightsync.errors import ConfigError
 from weightsync.rollout.images import MAX_IMAGES, read_images
-from weightsync.rollout.model import load_reader
 from weightsync.rollout.model_choice import TINY_VISION
+from weightsync.rollout.model_reader import load_reader
 from weightsync.rollout.openai_messages import RequestError
 
 WAIT_S = 60.0

@@ -10,7 +10,8 @@ import torch
 from PIL import Image
 
 from weightsync.errors import ConfigError
-from weightsync.rollout.model import LoadedModel, load_model, load_reader
+from weightsync.rollout.model import LoadedModel, load_model
+from weightsync.rollout.model_reader import load_reader
 from weightsync.rollout.vision import ImagePreparer
 
 RED = Image.new("RGB", (40, 30), "red")

@@ -20,7 +20,7 @@ import torch
 
 import weightsync as ws
 from weightsync.integrations import vllm_pauses
-from weightsync.receiving.landings import ApplyChoice
+from weightsync.lifecycle import ApplyChoice
 from weightsync.transports import vllm_door
 from weightsync.wire import codec, problem
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import secrets
 import time
 from dataclasses import dataclass, field
 
@@ -146,8 +145,3 @@ class Incoming:
     def timed(self, phase: str, started: float) -> None:
         """Add the seconds since `started` to a phase."""
         self.seconds[phase] = self.seconds.get(phase, 0.0) + time.perf_counter() - started
-
-
-def new_update_id(prefix: str = "anonymous") -> str:
-    """Return a fresh id for an update."""
-    return f"{prefix}-{secrets.token_hex(8)}"

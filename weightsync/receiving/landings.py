@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import logging
 from collections import OrderedDict
-from typing import Literal
 
 from weightsync.errors import ConfigError, TransferError
+from weightsync.lifecycle import ApplyChoice
 from weightsync.weights import slab
 from weightsync.weights.buckets import Plan
 from weightsync.weights.sink import Apply, Landing, WeightSink
 
 logger = logging.getLogger(__name__)
-
-ApplyChoice = Literal["auto", "staged", "in_place"]
 
 _KEPT_SUBSETS = 2
 

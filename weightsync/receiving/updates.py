@@ -11,11 +11,11 @@ from contextlib import contextmanager
 from msgspec.structs import replace
 
 from weightsync.errors import ProtocolError, StaleVersionError, UpdateConflictError
-from weightsync.lifecycle import State, Terms, UpdateLifecycle
+from weightsync.lifecycle import ApplyChoice, State, Terms, UpdateLifecycle
 from weightsync.receiving.gate import Gate, OnHold, OnRelease
 from weightsync.receiving.history import History
 from weightsync.receiving.incoming import Incoming
-from weightsync.receiving.landings import ApplyChoice, Landings
+from weightsync.receiving.landings import Landings
 from weightsync.receiving.lease import Lease
 from weightsync.receiving.loading import Loader
 from weightsync.receiving.overtaken import Overtaken

@@ -9,7 +9,6 @@ import socket
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
 
-import torch
 import uvicorn
 from fastapi import FastAPI
 
@@ -17,7 +16,7 @@ from weightsync.rollout.core_client import CoreClient
 from weightsync.rollout.engine_client import EngineClient
 from weightsync.rollout.engine_metrics import engine_metrics
 from weightsync.rollout.generate_route import generation_router
-from weightsync.rollout.model import load_reader
+from weightsync.rollout.model_reader import load_reader
 from weightsync.rollout.process_terms import ApiTerms, Ready
 from weightsync.rollout.server_info import ServerInfo, server_info_router
 from weightsync.rollout.status_page import status_router
@@ -72,7 +71,6 @@ def make_app(
 
 def api_main(ready: Ready, terms: ApiTerms, listener: socket.socket) -> None:
     """Serve on the shared `listener` until SIGTERM. `ready` is called when it does."""
-    torch.set_num_threads(1)
     identity = terms.name.replace(" ", "-").encode()
     workers = WorkerClient(terms.workers, identity=identity)
     engine = CoreClient(terms.cores, terms.card, identity=identity, tensor_ipc=terms.tensor_ipc)

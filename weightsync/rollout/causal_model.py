@@ -8,7 +8,8 @@ from typing import Any
 import torch
 
 from weightsync.errors import ConfigError
-from weightsync.rollout.hugging_face import Cache, get_layer_types_and_kwargs, hf
+from weightsync.rollout.hugging_face import hf
+from weightsync.rollout.hugging_face_cache import Cache, get_layer_types_and_kwargs
 from weightsync.rollout.kv_rows import RoomyLayer
 from weightsync.rollout.steps import ModelCard, NewRows
 

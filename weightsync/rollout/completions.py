@@ -6,10 +6,9 @@ import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import anyio
-import torch
 
 from weightsync.errors import ConfigError, NotReadyError, TransferError, TransportError
 from weightsync.rollout.engine_client import EngineClient
@@ -17,6 +16,9 @@ from weightsync.rollout.engine_messages import Delta, FinishReason, Job, TopToke
 from weightsync.rollout.requests import Completion, VersionSpan, spans
 from weightsync.rollout.steps import Choosing, ModelCard
 from weightsync.rollout.text import CompletionText, Texts
+
+if TYPE_CHECKING:
+    import torch
 
 MAX_COMPLETIONS = 1024
 LEAST_LOGPROB = -9999.0

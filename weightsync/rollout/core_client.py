@@ -6,7 +6,7 @@ import asyncio
 import logging
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import anyio.to_thread
 import msgspec
@@ -27,12 +27,14 @@ from weightsync.rollout.engine_messages import (
     Order,
 )
 from weightsync.rollout.lasting_task import end_process
-from weightsync.rollout.process_terms import CoreAddress
+from weightsync.rollout.process_terms import CoreAddress, takes_images
 from weightsync.rollout.steps import ModelCard
 from weightsync.samehost.tensor_codec import TensorEncoder
-from weightsync.samehost.tensor_queue import TensorIpcSender
 from weightsync.wire.problem import Problem, from_problem
 from weightsync.wire.tensor_packets import TensorQueueHandle
+
+if TYPE_CHECKING:
+    from weightsync.samehost.tensor_queue import TensorIpcSender
 
 logger = logging.getLogger(__name__)
 
@@ -61,6 +63,9 @@ class _Core:
     def _open(self, queue: TensorQueueHandle | None) -> TensorIpcSender:
         if queue is None:
             raise NotReadyError("this engine core has no tensor queue", state="READY")
+        # It loads torch, which an API server of a model of text alone does without.
+        from weightsync.samehost.tensor_queue import TensorIpcSender  # noqa: PLC0415 - see above
+
         self._sender = TensorIpcSender(queue)
         return self._sender
 
@@ -98,7 +103,7 @@ class CoreClient:
         self._card = card
         self._addresses = list(addresses)
         self._identity = identity
-        self._tensor_ipc = tensor_ipc
+        self._tensor_ipc = tensor_ipc if takes_images(card) else "direct_rpc"
         self._context: zmq.asyncio.Context | None = None
         self._cores: list[_Core] = []
         self._inboxes: dict[str, _Inbox] = {}

@@ -6,26 +6,27 @@ import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
+from typing import TYPE_CHECKING
 
 import msgspec
-import torch
 import zmq
 
 from weightsync.rollout.engine_core import EngineCore
-from weightsync.rollout.process_terms import CoreAddress, CoreTerms, Ready
+from weightsync.rollout.process_terms import CoreAddress, CoreTerms, Ready, takes_images
 from weightsync.rollout.scheduling import Scheduler
 from weightsync.rollout.worker_crew import WorkerCrew
-from weightsync.samehost.tensor_queue import TensorIpcReceiver
+
+if TYPE_CHECKING:
+    from weightsync.samehost.tensor_queue import TensorIpcReceiver
 
 GATHER_TIMEOUT_S = 600.0
 
 
 def core_main(ready: Ready, terms: CoreTerms) -> None:
     """Be an engine core until SIGTERM. `ready` takes the encoded CoreAddress."""
-    torch.set_num_threads(1)
     with _sockets(terms.orders, terms.gate) as (orders, gate):
         crew = WorkerCrew.gather(gate, terms.workers, timeout_s=GATHER_TIMEOUT_S)
-        tensors = TensorIpcReceiver() if terms.tensor_ipc == "torch_shm" else None
+        tensors = _tensor_queue(terms) if takes_images(crew.card) else None
         try:
             scheduler = Scheduler(crew.card, max_rows=terms.max_rows)
             core = EngineCore(orders, crew, tensors=tensors, scheduler=scheduler)
@@ -41,6 +42,13 @@ def core_main(ready: Ready, terms: CoreTerms) -> None:
             if tensors is not None:
                 tensors.close()
             crew.close()
+
+
+def _tensor_queue(terms: CoreTerms) -> TensorIpcReceiver | None:
+    # It loads torch, which the core of a model of text alone does without.
+    from weightsync.samehost.tensor_queue import TensorIpcReceiver  # noqa: PLC0415 - see above
+
+    return TensorIpcReceiver() if terms.tensor_ipc == "torch_shm" else None
 
 
 @contextmanager

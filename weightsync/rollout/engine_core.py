@@ -6,7 +6,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import msgspec
 import zmq
@@ -39,8 +39,10 @@ from weightsync.rollout.worker_messages import (
     Standing,
 )
 from weightsync.samehost.tensor_codec import TensorDecoder
-from weightsync.samehost.tensor_queue import TensorIpcReceiver
 from weightsync.wire.problem import encode_problem, to_problem
+
+if TYPE_CHECKING:
+    from weightsync.samehost.tensor_queue import TensorIpcReceiver
 
 logger = logging.getLogger(__name__)
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Literal
 
 import msgspec
-import torch
 
 from weightsync.rollout.steps import Choosing
+from weightsync.samehost.tensor_kind import Tensor
 
 FinishReason = Literal["stop", "length", "abort"]
 PauseMode = Literal["abort", "wait", "keep"]
@@ -33,7 +33,7 @@ class Job(_Tagged, frozen=True, kw_only=True, tag="job"):
     n: int = 1
     choosing: Choosing = Choosing()
     stop_at_end: bool = True
-    inputs: dict[str, torch.Tensor] | None = None
+    inputs: dict[str, Tensor] | None = None
 
 
 class Cancel(_Tagged, frozen=True, kw_only=True, tag="cancel"):

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from weightsync.rollout.hugging_face import Cache, DynamicLayer
+from weightsync.rollout.hugging_face_cache import Cache, DynamicLayer
 from weightsync.rollout.steps import RowId
 
 _SPARE_TOKENS = 64

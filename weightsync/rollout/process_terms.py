@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 import msgspec
 
-from weightsync.receiving.landings import ApplyChoice
+from weightsync.lifecycle import ApplyChoice
 from weightsync.rollout.steps import ModelCard
 from weightsync.wire.tensor_packets import TensorQueueHandle
 
@@ -79,6 +79,11 @@ class ApiTerms(msgspec.Struct, frozen=True, kw_only=True):
     def __repr__(self) -> str:
         """Name it, without its token."""
         return f"ApiTerms(name={self.name!r})"
+
+
+def takes_images(card: ModelCard) -> bool:
+    """Whether requests can bring tensors: else API servers and engine cores do without torch."""
+    return card.image_token_id is not None
 
 
 def frozen(ready: Ready) -> Ready:

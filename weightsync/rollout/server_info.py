@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import platform
+from importlib import metadata
 
 import msgspec
-import torch
 from fastapi import APIRouter, Response
 
 from weightsync.rollout.steps import ModelCard
@@ -30,7 +30,7 @@ class ServerInfo(msgspec.Struct, frozen=True, kw_only=True):
     apply: str
     tensor_ipc: str
     features: tuple[str, ...] = FEATURES
-    torch: str = str(torch.__version__)
+    torch: str = metadata.version("torch")
     python: str = platform.python_version()
 
 

@@ -12,7 +12,7 @@ from typing import Literal
 import msgspec
 
 from weightsync.errors import ConfigError
-from weightsync.receiving.landings import ApplyChoice
+from weightsync.lifecycle import ApplyChoice
 from weightsync.rollout.child_process import ChildSpec
 from weightsync.rollout.model_choice import check_choice
 from weightsync.rollout.process_terms import (
@@ -163,7 +163,8 @@ def _api_server(terms: ApiTerms, index: int, listener: socket.socket) -> ChildSp
     return ChildSpec(name=name, target=run_api_server, args=(own, listener), env=_ONE_THREAD)
 
 
-_ONE_THREAD = {"OMP_NUM_THREADS": "1"}
+_ONE_THREAD = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+"""Of torch too, where they load it."""
 
 
 def _thread_variables(options: ServeOptions) -> Mapping[str, str]:

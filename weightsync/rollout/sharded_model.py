@@ -11,8 +11,9 @@ import torch.distributed as dist
 
 from weightsync.errors import ConfigError
 from weightsync.rollout.hugging_face import hf, hf_logging
-from weightsync.rollout.model import LoadedModel, load_model, load_reader, own_memory
+from weightsync.rollout.model import LoadedModel, load_model, own_memory
 from weightsync.rollout.model_choice import check_heads
+from weightsync.rollout.model_reader import load_reader
 
 _HEADS = ("num_attention_heads", "num_key_value_heads")
 """Of a config; also where its file calls them otherwise."""

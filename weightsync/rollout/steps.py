@@ -6,10 +6,12 @@ tokens, and the core hands its choice to all with the next step.
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import msgspec
-import torch
+
+if TYPE_CHECKING:
+    import torch
 
 NO_LOGPROBS = -1
 

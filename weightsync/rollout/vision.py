@@ -9,10 +9,9 @@ from collections.abc import Sequence
 from importlib import util as import_util
 from typing import Any
 
-import torch
-
 from weightsync.errors import BackendUnavailableError, ConfigError
 from weightsync.rollout.hugging_face import hf
+from weightsync.samehost.tensor_kind import Tensor
 
 IMAGE_TOKEN = "<image>"  # noqa: S105 # a token of text
 TINY_IMAGE_SIZE = 16
@@ -34,7 +33,7 @@ class ImagePreparer:
 
     def prepare(
         self, text: str, images: Sequence[Any], *, add_special_tokens: bool = True
-    ) -> tuple[list[int], dict[str, torch.Tensor]]:
+    ) -> tuple[list[int], dict[str, Tensor]]:
         """Return the prompt's token ids, placeholders spread out, and the tensors of its images.
 
         `images` are PIL images, one for each `image_token` in `text`, in that order. A chat
@@ -63,7 +62,7 @@ class ImagePreparer:
         inputs = {
             name: tensor
             for name, tensor in made.items()
-            if name not in _READ_BY_THE_RUNNER and isinstance(tensor, torch.Tensor)
+            if name not in _READ_BY_THE_RUNNER and isinstance(tensor, Tensor)
         }
         return made["input_ids"][0].tolist(), inputs
 

@@ -11,17 +11,21 @@ from __future__ import annotations
 
 import ctypes
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Sequence
 from types import NoneType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
-import torch
 
 from weightsync.errors import ConfigError, ProtocolError
 from weightsync.samehost.message_parts import Encoded
 from weightsync.samehost.message_values import ARRAY_KINDS, array_dtype, from_plain, to_plain
+from weightsync.samehost.tensor_kind import Tensor
+
+if TYPE_CHECKING:
+    import torch
 
 INLINE_NBYTES = 512
 """Bytes objects up to this size travel inside the msgpack."""
@@ -29,13 +33,6 @@ _PLAIN = frozenset({NoneType, bool, int, float, str})
 _TENSOR, _ARRAY, _BYTES, _BYTES_INLINE, _BYTEARRAY, _MEMORYVIEW = 1, 2, 3, 4, 5, 6
 _TUPLE, _SET, _FROZENSET, _REGISTERED, _DICT, _VALUE = 7, 8, 9, 10, 11, 12
 _MAX_DIMENSIONS = 64
-
-_DTYPES: dict[str, torch.dtype] = {
-    str(value).removeprefix("torch."): value
-    for value in vars(torch).values()
-    if isinstance(value, torch.dtype) and "q" not in str(value) and "bits" not in str(value)
-}
-_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 
 # A view of a tensor's bytes: without numpy, for every dtype, and no new ctypes type for each size.
 _memory = ctypes.PYFUNCTYPE(ctypes.py_object, ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int)(
@@ -170,7 +167,7 @@ class _Packer:
         entry = self._registered.get(kind)
         if entry is not None:
             return self._extension(_REGISTERED, [entry.name, entry.encode(value)])
-        if isinstance(value, torch.Tensor):
+        if isinstance(value, Tensor):
             return self._lift_tensor(value)
         if kind.__module__ == "numpy" and kind.__name__ == "ndarray":
             return self._lift_array(value)
@@ -229,8 +226,10 @@ class _Packer:
         return self._place(code, [], memoryview(value), value)
 
     def _lift_tensor(self, value: torch.Tensor) -> msgspec.msgpack.Ext:
-        name = _NAMES.get(value.dtype)
-        if type(value) not in (torch.Tensor, torch.nn.Parameter) or name is None:
+        import torch  # noqa: PLC0415  # messages without tensors need none
+
+        name = str(value.dtype).removeprefix("torch.")
+        if type(value) not in (torch.Tensor, torch.nn.Parameter) or name not in _dtypes():
             raise _Foreign(value, f"a {type(value).__name__} of {value.dtype} cannot travel")
         if value.layout is not torch.strided or value.device.type == "meta":
             raise _Foreign(value, f"a tensor ({value.layout}, {value.device}) has no plain bytes")
@@ -307,10 +306,12 @@ class _Unpacker:
         return view
 
     def tensor(self, about: Any) -> torch.Tensor:
+        import torch  # noqa: PLC0415  # as above
+
         name, shape, index = about
-        if name not in _DTYPES:
+        if name not in _dtypes():
             raise ProtocolError(f"a message has a tensor of dtype {name!r}, unknown to this torch")
-        dtype, view = _DTYPES[name], self.buffer(index)
+        dtype, view = _dtypes()[name], self.buffer(index)
         _check_shape(shape, dtype.itemsize, len(view))
         if not len(view):
             return torch.empty(shape, dtype=dtype)
@@ -356,6 +357,20 @@ _BUILDERS: dict[int, Callable[[_Unpacker, Any], Any]] = {
     _DICT: lambda _, pairs: dict(zip(*pairs, strict=True)),
     _VALUE: lambda _, about: from_plain(*about),
 }
+
+
+@functools.cache
+def _dtypes() -> dict[str, torch.dtype]:
+    """Return the dtypes that travel, by name; torch is shown read-only memory from here on."""
+    import torch  # noqa: PLC0415  # as above
+
+    from weightsync.samehost import tensor_bytes  # noqa: F401, PLC0415  # spends torch's warning
+
+    return {
+        str(value).removeprefix("torch."): value
+        for value in vars(torch).values()
+        if isinstance(value, torch.dtype) and "q" not in str(value) and "bits" not in str(value)
+    }
 
 
 def _check_shape(shape: Any, itemsize: int, nbytes: int) -> None:

@@ -5,9 +5,8 @@ from __future__ import annotations
 import ctypes
 import struct
 
-import torch
-
 from weightsync.errors import ProtocolError
+from weightsync.samehost.buffer_address import buffer_address
 
 ALIGNMENT = 64
 _COUNTS = struct.Struct("<QQ")
@@ -94,8 +93,4 @@ def copy_bytes(target: memoryview, source: memoryview) -> None:
     if nbytes < _LARGE_NBYTES:
         target[:] = source
     else:
-        ctypes.memmove(_address(target), _address(source), nbytes)
-
-
-def _address(view: memoryview) -> int:
-    return torch.frombuffer(view, dtype=torch.uint8).data_ptr()
+        ctypes.memmove(buffer_address(target), buffer_address(source), nbytes)

@@ -17,19 +17,21 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from types import TracebackType
-from typing import Any, Self
-
-import torch.distributed as dist
+from typing import TYPE_CHECKING, Any, Self
 
 from weightsync.errors import ConfigError, PeerLostError, ProtocolError, TransferCancelled
 from weightsync.samehost.closable_lock import ClosableLock
 from weightsync.samehost.janitor import sweep
 from weightsync.samehost.message_codec import MessageCodec
-from weightsync.samehost.message_group import Group, StoreGroup, split_by_host
 from weightsync.samehost.message_reader import Reader, open_reader
 from weightsync.samehost.message_ring import SPIN_S
 from weightsync.samehost.message_writer import QueueHandle, Writer, WriterTerms
 from weightsync.samehost.patience import Cancel, Patience
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
+
+    from weightsync.samehost.message_group import StoreGroup
 
 __all__ = ["MessageCodec", "MessageQueue", "QueueHandle"]
 
@@ -121,6 +123,9 @@ class MessageQueue:
         all are its readers. Returns when all are there (`wait_until_ready`) unless `blocking` is
         off. Raises what making the queue raises, and TransferError at the other ranks.
         """
+        # Here and below, since queues made of a handle need no torch.
+        from weightsync.samehost.message_group import Group, split_by_host  # noqa: PLC0415 - above
+
         group = Group(pg)
         writer: Self | None = None
 
@@ -169,6 +174,8 @@ class MessageQueue:
         Every rank but `reader_rank` has a queue of its own to it; all call this. `blocking`
         returns when the reader has opened them all.
         """
+        from weightsync.samehost.message_group import Group  # noqa: PLC0415 - as above
+
         group = Group(pg)
         hosts = group.everybodys_host()
         writer: Self | None = None

@@ -25,8 +25,6 @@ from types import EllipsisType
 from typing import Any
 from uuid import UUID
 
-import torch
-
 from weightsync.errors import ProtocolError
 
 ARRAY_KINDS = "biufcUSMm"
@@ -81,7 +79,10 @@ def _family(value: object) -> _Kind | None:
         return _ENUM
     if _fields(type(value)) is not None:
         return _NAMED_TUPLE
-    numpy = sys.modules.get("numpy")  # what is one of its values was made by it
+    torch = sys.modules.get("torch")  # what is one of its values was made by it
+    if torch is not None and vars(torch).get(type(value).__name__) is type(value):
+        return _BY_NAME.get(f"torch.{type(value).__name__}")
+    numpy = sys.modules.get("numpy")  # as above
     if numpy is None:
         return None
     if isinstance(value, numpy.generic):
@@ -179,6 +180,8 @@ def _from_array(value: Any) -> list[Any] | None:
         return None
     flat = value.ravel()
     data = flat.view("u1") if flat.nbytes else flat[:0].astype("u1")
+    import torch  # noqa: PLC0415  # an array travels as a tensor
+
     tensor = torch.from_numpy(data if data.flags.writeable else data.copy())
     return [value.dtype.str, list(value.shape), tensor]
 
@@ -188,7 +191,7 @@ def _to_array(plain: Any) -> Any:
 
     name, shape, data = plain
     dtype = array_dtype(name)
-    if data.dtype is not torch.uint8 or data.numel() != math.prod(shape) * dtype.itemsize:
+    if str(data.dtype) != "torch.uint8" or data.numel() != math.prod(shape) * dtype.itemsize:
         raise ProtocolError(f"an array of {dtype}{shape} came in {data.numel()} x {data.dtype}")
     return data.numpy().view(dtype).reshape(shape) if data.numel() else np.empty(shape, dtype)
 
@@ -221,11 +224,22 @@ def _bytes(value: object) -> bytes:
     return bytes(value)
 
 
-def _torch_constant(kind: type) -> Callable[[Any], Any]:
+def _of_torch(name: str) -> Callable[[Any], Any]:
+    def make(plain: Any) -> Any:
+        import torch  # noqa: PLC0415  # only who is sent one of its values needs it
+
+        return getattr(torch, name)(plain)
+
+    return make
+
+
+def _torch_constant(kind: str) -> Callable[[Any], Any]:
     def find(name: Any) -> Any:
+        import torch  # noqa: PLC0415  # as above
+
         found = vars(torch).get(str(name))
-        if not isinstance(found, kind):
-            raise ProtocolError(f"torch.{name} is no {kind.__name__} of the torch installed here")
+        if not isinstance(found, getattr(torch, kind)):
+            raise ProtocolError(f"torch.{name} is no {kind} of the torch installed here")
         return found
 
     return find
@@ -292,14 +306,24 @@ _BY_TYPE: dict[type, _Kind] = {
     array.array: _Kind(
         "array", lambda v: [v.typecode, v.tobytes()], lambda p: array.array(p[0], _bytes(p[1]))
     ),
-    torch.Size: _Kind("torch.Size", list, torch.Size),
-    torch.dtype: _Kind("torch.dtype", _name_in_torch, _torch_constant(torch.dtype)),
-    torch.layout: _Kind("torch.layout", _name_in_torch, _torch_constant(torch.layout)),
-    torch.memory_format: _Kind(
-        "torch.memory_format", _name_in_torch, _torch_constant(torch.memory_format)
-    ),
-    torch.device: _Kind("torch.device", str, torch.device),
 }
+_TORCH_KINDS = (
+    _Kind("torch.Size", list, _of_torch("Size")),
+    _Kind("torch.device", str, _of_torch("device")),
+    *(
+        _Kind(f"torch.{kind}", _name_in_torch, _torch_constant(kind))
+        for kind in ("dtype", "layout", "memory_format")
+    ),
+)
 _BY_NAME: dict[str, _Kind] = {
-    kind.name: kind for kind in (*_BY_TYPE.values(), _ENUM, _NAMED_TUPLE, _SCALAR, _ARRAY, _DTYPE)
+    kind.name: kind
+    for kind in (
+        *_BY_TYPE.values(),
+        *_TORCH_KINDS,
+        _ENUM,
+        _NAMED_TUPLE,
+        _SCALAR,
+        _ARRAY,
+        _DTYPE,
+    )
 }

@@ -15,20 +15,21 @@ import re
 import secrets
 import stat
 import sys
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from multiprocessing.util import Finalize, register_after_fork
 from pathlib import Path
 from types import TracebackType
-from typing import Self
-
-import torch
+from typing import TYPE_CHECKING, Self
 
 from weightsync.errors import ConfigError, HandleError, SegmentError
 from weightsync.prefault import ask_for_huge_pages, populate
+from weightsync.samehost.buffer_address import buffer_address
 from weightsync.samehost.owner_lock import OwnerLock, reopen, try_shared, unlock_and_close
+
+if TYPE_CHECKING:
+    import torch
 
 DIRECTORY = Path("/dev/shm")
 PATTERN = re.compile(r"weightsync-[0-9a-f]{32}")
@@ -41,11 +42,6 @@ _ENLARGE = (
 )
 
 _live: dict[int, Segment] = {}
-
-# torch warns once per process when it is shown read-only memory; that once is spent here.
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore")
-    torch.frombuffer(b"\0", dtype=torch.uint8)
 
 
 class Segment:
@@ -67,7 +63,7 @@ class Segment:
         self.name = path.name
         self.nbytes = len(mapping)
         self.writable = writable
-        self.address: int = torch.frombuffer(memoryview(mapping), dtype=torch.uint8).data_ptr()
+        self.address = buffer_address(mapping)
         self._path = path
         self._mapping: mmap.mmap | None = mapping
         self._fd = fd
@@ -137,12 +133,12 @@ class Segment:
                 f"bytes {offset} to {offset + count} are wanted of segment {self.name}, "
                 f"which has {self.nbytes}; the handle does not fit the segment"
             )
-        view = self.buffer
-        if count == 0:
-            return torch.empty(0, dtype=torch.uint8)
+        # Here, since most of what a segment is for needs no torch.
+        from weightsync.samehost.tensor_bytes import view_bytes  # noqa: PLC0415 - see above
+
         # torch keeps the object but not its buffer export, which is what stops an early unmapping;
         # the private memoryview holds that export as long as the tensor lives.
-        return torch.frombuffer(view, dtype=torch.uint8, count=count, offset=offset)
+        return view_bytes(self.buffer, offset, count)
 
     def owner_alive(self) -> bool:
         """Say whether the creator still holds its lock, whatever became of the name.

@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 import ctypes
+import warnings
 
 import torch
 
 from weightsync.errors import ConfigError, ProtocolError
+from weightsync.samehost.tensor_forms import Frame
 from weightsync.specs import DTYPE_NBYTES, TensorSpec
 
 DTYPES: dict[str, torch.dtype] = {
     name: getattr(torch, name) for name in DTYPE_NBYTES if hasattr(torch, name)
 }
 _NAMES: dict[torch.dtype, str] = {dtype: name for name, dtype in DTYPES.items()}
+
+# torch warns once per process when it is shown read-only memory; that once is spent here.
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    torch.frombuffer(b"\0", dtype=torch.uint8)
 
 
 def spec_of(tensor: torch.Tensor, name: str = "tensor") -> TensorSpec:
@@ -35,6 +42,30 @@ def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
 def from_bytes(flat: torch.Tensor, dtype: str, shape: tuple[int, ...]) -> torch.Tensor:
     """View `uint8[nbytes]`, which must fit, as the tensor described."""
     return flat.view(DTYPES[dtype]).view(shape)
+
+
+def view_bytes(view: memoryview, offset: int, count: int) -> torch.Tensor:
+    """Return `uint8[count]` from `offset` of memory that may be read-only; it holds `view`."""
+    if count == 0:
+        return torch.empty(0, dtype=torch.uint8)
+    return torch.frombuffer(view, dtype=torch.uint8, count=count, offset=offset)
+
+
+def tensor_of(data: Frame, dtype: str, shape: list[int]) -> torch.Tensor:
+    """Return a tensor from its bytes: a view of them if they may be written, else a copy.
+
+    Raises ProtocolError unless the bytes are as many as dtype and shape say.
+    """
+    spec = checked_spec("tensor", dtype, shape)
+    view = memoryview(data)
+    if view.nbytes != spec.nbytes:
+        raise ProtocolError(f"{spec} takes {spec.nbytes} bytes, and {view.nbytes} came")
+    if not spec.nbytes:
+        return from_bytes(torch.empty(0, dtype=torch.uint8), dtype, spec.shape)
+    flat = torch.frombuffer(view, dtype=torch.uint8)
+    # Whoever wrote the frame chose its alignment.
+    usable = not view.readonly and flat.data_ptr() % DTYPES[dtype].itemsize == 0
+    return from_bytes(flat if usable else flat.clone(), dtype, spec.shape)
 
 
 def checked_spec(name: str, dtype: str, shape: list[int]) -> TensorSpec:

@@ -10,13 +10,13 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import Any, Generic, Literal, Protocol, TypeVar, cast, get_args, overload
+from typing import TYPE_CHECKING, Any, Generic, Literal, Protocol, TypeVar, cast, get_args, overload
 
 import msgspec
-import torch
 from msgspec.msgpack import Ext
 
 from weightsync.errors import (
@@ -29,7 +29,6 @@ from weightsync.errors import (
     shorten,
 )
 from weightsync.samehost.message_values import from_plain, to_plain
-from weightsync.samehost.tensor_bytes import spec_of, tensor_data
 from weightsync.samehost.tensor_forms import (
     CARRIED,
     IN_FRAME,
@@ -38,11 +37,14 @@ from weightsync.samehost.tensor_forms import (
     VALUE,
     Frame,
     frame_of,
-    from_line,
     in_frame,
     in_line,
-    tensor_of,
+    line_of,
 )
+from weightsync.samehost.tensor_kind import Tensor
+
+if TYPE_CHECKING:
+    import torch
 
 logger = logging.getLogger(__name__)
 
@@ -202,11 +204,14 @@ class _Encoding:
 
     def replace(self, value: object) -> object:
         """Return what stands in the message for a value that msgpack does not know."""
-        if not isinstance(value, torch.Tensor):
+        if not isinstance(value, Tensor):
             plain = to_plain(value)
             if plain is None:
                 return self._encoder.replace_foreign(value)
             return Ext(VALUE, msgspec.msgpack.encode(plain, enc_hook=self.replace))
+        # Here, since messages without tensors need no torch.
+        from weightsync.samehost.tensor_bytes import spec_of, tensor_data  # noqa: PLC0415 - above
+
         self._tensors += 1
         if self._tensors > MAX_TENSORS:
             raise ConfigError(f"a message has at most {MAX_TENSORS} tensors, this has more")
@@ -265,7 +270,7 @@ class TensorDecoder(Generic[T]):
         max_message_nbytes: int = MAX_MESSAGE_NBYTES,
     ) -> None:
         self._carrier = carrier
-        self._pin = pin_memory and torch.cuda.is_available()
+        self._pin = pin_memory and _has_cuda()
         self._dec_hook = dec_hook
         self._max_nbytes = max_message_nbytes
         self._call = threading.local()
@@ -309,9 +314,10 @@ class TensorDecoder(Generic[T]):
     def _convert(self, kind: Any, value: Any) -> Any:
         if isinstance(kind, type) and isinstance(value, kind):
             return value  # a tensor, or another value that came as an extension
-        if kind is torch.Size and isinstance(value, list):
+        torch = sys.modules.get("torch")  # what is one of its types was made by it
+        if torch is not None and kind is torch.Size and isinstance(value, list):
             return torch.Size(value)  # a tuple, which msgpack has a word for
-        if isinstance(kind, type) and issubclass(kind, torch.Tensor):
+        if _is_tensor_kind(kind):
             raise ValueError(f"Expected a tensor, got `{type(value).__name__}`")
         if self._dec_hook is None:
             raise ValueError(f"{kind} can be read with a dec_hook alone")
@@ -337,8 +343,12 @@ class _Decoding:
         self._tensors += 1
         if self._tensors > MAX_TENSORS:
             raise ProtocolError(f"a message has at most {MAX_TENSORS} tensors, this has more")
+        # Here, since messages without tensors need no torch.
+        from weightsync.samehost.tensor_bytes import tensor_of  # noqa: PLC0415 - see above
+
         if code == IN_LINE:
-            tensor = from_line(data)
+            came = line_of(data)
+            tensor = tensor_of(came.data, came.dtype, came.shape)
         elif code == IN_FRAME:
             place = frame_of(data)
             tensor = tensor_of(self._frame(place.frame), place.dtype, place.shape)
@@ -395,3 +405,15 @@ class _Decoding:
 def pinnable(tensor: torch.Tensor) -> bool:
     """Whether a tensor can be pinned: only memory of the CPU can, and only if there is some."""
     return tensor.device.type == "cpu" and tensor.numel() > 0
+
+
+def _is_tensor_kind(kind: Any) -> bool:
+    torch = sys.modules.get("torch")
+    known = (Tensor,) if torch is None else (Tensor, torch.Tensor)
+    return isinstance(kind, type) and issubclass(kind, known)
+
+
+def _has_cuda() -> bool:
+    import torch  # noqa: PLC0415 - only who pins needs it to read messages
+
+    return torch.cuda.is_available()

@@ -5,12 +5,10 @@ from __future__ import annotations
 from typing import Annotated, TypeVar
 
 import msgspec
-import torch
 from msgspec import Meta, Struct
 from msgspec.msgpack import Ext
 
 from weightsync.errors import ProtocolError
-from weightsync.samehost.tensor_bytes import DTYPES, checked_spec, from_bytes
 from weightsync.specs import TensorSpec
 from weightsync.wire.offers import Shape
 
@@ -52,32 +50,14 @@ def in_frame(spec: TensorSpec, number: int) -> Ext:
     return Ext(IN_FRAME, msgspec.msgpack.encode(InFrame(spec.dtype, list(spec.shape), number)))
 
 
-def from_line(data: memoryview) -> torch.Tensor:
-    """Return a tensor that came with its bytes. Raises ProtocolError."""
-    came = _decode(data, InLine)
-    return tensor_of(came.data, came.dtype, came.shape)
+def line_of(data: memoryview) -> InLine:
+    """Return what a tensor is that came with its bytes. Raises ProtocolError."""
+    return _decode(data, InLine)
 
 
 def frame_of(data: memoryview) -> InFrame:
     """Return which frame a tensor is in, and what it is. Raises ProtocolError."""
     return _decode(data, InFrame)
-
-
-def tensor_of(data: Frame, dtype: str, shape: list[int]) -> torch.Tensor:
-    """Return a tensor from its bytes: a view of them if they may be written, else a copy.
-
-    Raises ProtocolError unless the bytes are as many as dtype and shape say.
-    """
-    spec = checked_spec("tensor", dtype, shape)
-    view = memoryview(data)
-    if view.nbytes != spec.nbytes:
-        raise ProtocolError(f"{spec} takes {spec.nbytes} bytes, and {view.nbytes} came")
-    if not spec.nbytes:
-        return from_bytes(torch.empty(0, dtype=torch.uint8), dtype, spec.shape)
-    flat = torch.frombuffer(view, dtype=torch.uint8)
-    # Whoever wrote the frame chose its alignment.
-    usable = not view.readonly and flat.data_ptr() % DTYPES[dtype].itemsize == 0
-    return from_bytes(flat if usable else flat.clone(), dtype, spec.shape)
 
 
 def _decode(data: memoryview, kind: type[T]) -> T:

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from weightsync.errors import ConfigError
+from weightsync.lifecycle import ApplyChoice
 from weightsync.receiver import WeightReceiver
-from weightsync.receiving.landings import ApplyChoice
 from weightsync.testing.faults import Act, Fault, Faults
 from weightsync.testing.faulty_transport import FaultyTransport
 from weightsync.transports.base import Transport

@@ -15,10 +15,20 @@ from collections.abc import Sequence
 import torch
 import xxhash
 
-_GOLDEN = 0x9E3779B97F4A7C15
-_MULTIPLIERS = (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
-MASK = (1 << 64) - 1
-WORD = 8
+from weightsync.weights.mixing import GOLDEN, MASK, MULTIPLIERS, WORD, settled, to_hex
+
+__all__ = [
+    "MASK",
+    "WORD",
+    "mix64",
+    "mixed_rows",
+    "settled",
+    "table_digest",
+    "to_hex",
+    "xxh3",
+    "xxh3_parts",
+]
+
 _BLOCK_WORDS = {"cpu": 1 << 17, "cuda": 1 << 20}
 """Words mixed at a time: on the host what a cache holds, on a GPU enough for a kernel."""
 
@@ -71,16 +81,6 @@ def mixed_rows(rows: torch.Tensor, first: int, stride: int) -> int:
     return total & MASK
 
 
-def settled(total: int, nbytes: int) -> int:
-    """Return mix64 of `nbytes` bytes whose mixed words sum to `total`."""
-    return _mix_int((total + nbytes * _GOLDEN) & MASK)
-
-
-def to_hex(value: int) -> str:
-    """Return a fingerprint as 16 hex digits."""
-    return f"{value:016x}"
-
-
 def table_digest(fingerprints: Sequence[int]) -> str:
     """Return 32 hex digits that name a whole table of fingerprints, in order."""
     return hashlib.blake2b(array("Q", fingerprints).tobytes(), digest_size=16).hexdigest()
@@ -98,8 +98,8 @@ def _mixed_sum(words: torch.Tensor, start: int) -> torch.Tensor:
 
 def _mixed(words: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
     """Mix words with the numbers of their places, from 1 on; `keys` is overwritten."""
-    mixed = keys.mul_(_signed(_GOLDEN)).add_(words)
-    for shift, multiplier in zip((30, 27), _MULTIPLIERS, strict=True):
+    mixed = keys.mul_(_signed(GOLDEN)).add_(words)
+    for shift, multiplier in zip((30, 27), MULTIPLIERS, strict=True):
         mixed = (mixed ^ _shifted(mixed, shift)).mul_(_signed(multiplier))
     mixed ^= _shifted(mixed, 31)
     return mixed.sum()
@@ -112,9 +112,3 @@ def _shifted(values: torch.Tensor, bits: int) -> torch.Tensor:
 
 def _signed(value: int) -> int:
     return value - (1 << 64) if value >> 63 else value
-
-
-def _mix_int(value: int) -> int:
-    for shift, multiplier in zip((30, 27), _MULTIPLIERS, strict=True):
-        value = ((value ^ (value >> shift)) * multiplier) & MASK
-    return value ^ (value >> 31)
