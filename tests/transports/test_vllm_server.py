@@ -443,6 +443,127 @@ def test_what_no_worker_could_read_is_raised_as_it_is() -> None:
         vllm_door.decode_answers(told, [answer, answer], peer="server")
 
 
+def lose(
+    patch: pytest.MonkeyPatch,
+    workers: Workers,
+    verb: str,
+    *,
+    heard: bool = False,
+    holds: Sequence[bool | None] = (None,),
+    then: Callable[[], object] = lambda: None,
+) -> None:
+    """Lose the next calls of `verb`, or only their answers where they are `heard`.
+
+    Of rounds those are lost that say, one after the other, that a pause comes (True), that it is
+    over (False), or neither. `then` is called right before each.
+    """
+    verb_of, left = getattr(workers, verb), list(holds)
+
+    def call(*args: str, timeout_s: float) -> object:
+        said = vllm_door.decode_round(args[0]).holds if verb == "rpc" else None
+        if not left or left[0] != (None if said is None else bool(said)):
+            return verb_of(*args, timeout_s=timeout_s)
+        left.pop(0)
+        then()
+        if heard:
+            verb_of(*args, timeout_s=timeout_s)
+        raise ConnectError("reset by peer")
+
+    patch.setattr(workers, verb, call)
+
+
+@pytest.mark.parametrize("end", ["update", "close"])
+@pytest.mark.parametrize("heard", [False, True])
+def test_a_pause_of_a_user_is_kept_when_the_end_of_ours_got_no_answer(
+    workers: Workers, end: str, heard: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with ws.connect(source(), to=worker_transports(workers, timeout_s=5), timeout_s=5) as sender:
+        sender.send_weights()
+        lose(monkeypatch, workers, "rpc", heard=heard, holds=[False])
+        sender.send_weights()
+        assert not workers.paused
+        workers.pause("keep", timeout_s=5)
+        if end == "update":
+            sender.send_weights()
+            assert workers.paused
+    time.sleep(3 * vllm_pauses.LOOK_S)
+    assert workers.paused
+
+
+@pytest.mark.parametrize("end", ["update", "close"])
+def test_a_pause_of_a_user_is_kept_after_ours_that_was_ended_by_hand(
+    workers: Workers, end: str
+) -> None:
+    with ws.connect(source(), to=worker_transports(workers, timeout_s=5), timeout_s=5) as sender:
+        workers.broken["reset"] = RemoteError("the cache is stuck")
+        with pytest.raises(RemoteError, match="it stays paused"):
+            sender.send_weights()
+        workers.broken.clear()
+        workers.resume(timeout_s=5)
+        workers.pause("keep", timeout_s=5)
+        if end == "update":
+            workers.log.clear()
+            sender.send_weights()
+            assert "reset" in workers.log
+            assert workers.paused
+    time.sleep(3 * vllm_pauses.LOOK_S)
+    assert workers.paused
+
+
+@pytest.mark.parametrize(
+    ("verb", "heard", "holds"),
+    [
+        ("rpc", False, [False, True, None]),  # the end of a pause; the next one, and the question
+        ("rpc", True, [False, True, None]),
+        ("pause", False, [None]),
+        ("resume", True, [None]),
+    ],
+)
+def test_no_worker_is_told_to_finish_while_its_server_generates(
+    workers: Workers,
+    verb: str,
+    heard: bool,
+    holds: Sequence[bool | None],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    paused: list[bool] = []
+    note = workers._note
+
+    def watch(what: str) -> None:
+        if what == "rpc finish_weight_update":
+            paused.append(workers.paused)
+        note(what)
+
+    monkeypatch.setattr(workers, "_note", watch)
+    with ws.connect(source(), to=worker_transports(workers, timeout_s=5), timeout_s=5) as sender:
+        sender.send_weights()
+        lose(monkeypatch, workers, verb, heard=heard, holds=holds)
+        for _ in range(2):
+            sender.send_weights()
+        assert not workers.paused
+    assert len(paused) >= 3
+    assert all(paused)
+
+
+def test_a_pause_of_a_dead_sender_ends_after_a_reset_though_no_answer_tells_of_it(
+    workers: Workers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with ws.connect(source(), to=worker_transports(workers, timeout_s=5), timeout_s=5) as sender:
+        workers.broken["reset"] = RemoteError("the cache is stuck")
+        with pytest.raises(RemoteError, match="it stays paused"):
+            sender.send_weights()
+
+    def heal() -> None:
+        workers.broken.clear()
+        workers.log.clear()
+
+    with ws.connect(source(), to=worker_transports(workers, timeout_s=5), timeout_s=5) as sender:
+        lose(monkeypatch, workers, "rpc", heard=True, holds=[True], then=heal)
+        sender.send_weights()
+    assert next(step for step in workers.log if step in STEPS[1:]) == "reset"
+    assert not workers.paused
+
+
 def test_a_pause_of_somebody_else_is_kept(workers: Workers) -> None:
     workers.paused = True
     with ws.connect(source(), to=worker_transports(workers, timeout_s=5)) as sender:

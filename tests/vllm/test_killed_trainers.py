@@ -19,7 +19,9 @@ from tests.children import CONTEXT, load_beforehand
 from tests.vllm import victims
 from tests.vllm.served import Served, vllm_server
 from tests.vllm.tiny import PROMPT, change, make_model
-from weightsync.integrations.vllm_pauses import LOOK_S
+from weightsync.integrations.vllm_pauses import LEASE_S, LOOK_S
+from weightsync.transports.vllm_http import VllmHttpControl
+from weightsync.transports.vllm_server import VllmServer
 
 load_beforehand("tests.vllm.victims")
 
@@ -122,6 +124,20 @@ def test_the_server_answers_after_every_kill(killed: Killed) -> None:
         sender.send_weights()
     killed.served.assert_computes(killed.model)
     assert not killed.served.is_paused
+
+
+def test_a_pause_after_one_that_was_ended_by_hand_is_the_user_s(killed: Killed) -> None:
+    served = killed.served
+    sender = VllmServer(VllmHttpControl(served.url), timeout_s=30)
+    try:
+        sender._announce({0: ""}, timeout_s=30)  # the last that is heard of it
+        for verb in ("pause?mode=keep", "resume", "pause?mode=keep"):
+            served.post(verb).raise_for_status()
+        time.sleep(LEASE_S + 4 * LOOK_S)
+        assert served.is_paused
+    finally:
+        served.post("resume").raise_for_status()
+        sender.control.close()
 
 
 def test_a_pause_of_the_user_outlives_a_trainer(killed: Killed) -> None:

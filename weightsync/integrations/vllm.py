@@ -39,9 +39,9 @@ def _guard_pauses() -> None:
         from vllm.v1.engine import EngineCoreRequestType  # noqa: PLC0415  # may be elsewhere
         from vllm.v1.engine.core import EngineCore  # noqa: PLC0415  # in another vLLM
         from vllm.v1.request import RequestStatus  # noqa: PLC0415  # than those tried
-    except ImportError as exc:
+
+        vllm_pauses.install(
+            EngineCore, utility=EngineCoreRequestType.UTILITY, refused=RequestStatus.FINISHED_ERROR
+        )
+    except (ImportError, AttributeError) as exc:
         logger.warning("a trainer that dies may leave this vLLM paused: %s", exc)
-        return
-    vllm_pauses.install(
-        EngineCore, utility=EngineCoreRequestType.UTILITY, refused=RequestStatus.FINISHED_ERROR
-    )

@@ -60,8 +60,9 @@ class PauseGuard:
     """Knows which sender has paused one engine, and resumes the engine when that sender is gone.
 
     `rpc` asks the workers; `utility` and `refused` are vLLM's words for a call of a method in the
-    loop, and for a request that ended with an error. `note` and `look` are called in the engine's
-    loop, between its steps. A pause that was there before a sender's is a user's, and is kept.
+    loop, and for a request that ended with an error. `note`, `let_go` and `look` are called in the
+    engine's loop, between its steps. A pause that was there before a sender's is a user's, and
+    is kept.
     """
 
     def __init__(self, engine: Engine, rpc: Rpc, *, utility: Any, refused: Any) -> None:
@@ -90,11 +91,18 @@ class PauseGuard:
             if self._timer is None:
                 self._look_later()
         elif told.holds is not None and ours:
-            self._let_go()
+            self.let_go()
         for result in results:
             result["held"] = paused and ours
         if told.owner == self._owner:
             self._heard = time.monotonic()
+
+    def let_go(self) -> None:
+        """A pause is over, or will not come: the next without an announcement is a user's."""
+        self._owner, self._holds = "", {}
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
 
     def look(self) -> Future[None]:
         """Resume the engine if the sender that paused it is gone.
@@ -130,7 +138,7 @@ class PauseGuard:
                 "%d of its weights",
                 answers[0].version,
             )
-        self._let_go()
+        self.let_go()
 
     def _refuse_requests(self, answers: Iterable[WorkerAnswer]) -> None:
         """Fail the requests that wait: nobody knows whether another sender will come."""
@@ -151,12 +159,6 @@ class PauseGuard:
         text = vllm_door.encode_round(told)
         results = self._rpc(self._engine, vllm_door.METHOD, None, (text,), None)
         return vllm_door.decode_answers(told, results, peer="this engine")
-
-    def _let_go(self) -> None:
-        self._owner, self._holds = "", {}
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
 
     def _look_later(self) -> None:
         if self._timer is not None:
@@ -179,7 +181,7 @@ def install(core: Any, *, utility: Any, refused: Any) -> None:
     """
     if hasattr(core, "weightsync_look"):
         return
-    rpc = core.collective_rpc
+    rpc, resume = core.collective_rpc, core.resume_scheduler
 
     def guard(engine: Any) -> PauseGuard:
         if not hasattr(engine, "_weightsync_guard"):
@@ -199,5 +201,12 @@ def install(core: Any, *, utility: Any, refused: Any) -> None:
                 logger.warning("a round of a sender could not be read: %s", exc)
         return results
 
-    core.collective_rpc = collective_rpc
+    @functools.wraps(resume)
+    def resume_scheduler(self: Any) -> None:
+        was_paused = self.is_scheduler_paused()
+        resume(self)
+        if was_paused:
+            guard(self).let_go()
+
+    core.collective_rpc, core.resume_scheduler = collective_rpc, resume_scheduler
     core.weightsync_look = lambda engine: guard(engine).look()

@@ -9,6 +9,7 @@ else it stays paused.
 from __future__ import annotations
 
 import copy
+import enum
 import logging
 import secrets
 import threading
@@ -82,6 +83,14 @@ class VllmControl(Protocol):
         """Let connections go."""
 
 
+class _Hold(enum.Enum):
+    """What is known of a sender's pause of the server."""
+
+    NONE = "no pause is ours, and the engine expects none of ours"
+    UNSURE = "one may be ours: a call about it had no answer yet, or it is of an earlier update"
+    OURS = "generation is held, and ours to resume"
+
+
 class VllmServer:
     """Sends rounds to all workers of one server, and pauses and resumes it around updates."""
 
@@ -91,14 +100,12 @@ class VllmServer:
         self._whole: VllmServerTransport | None = None
         self._owner = secrets.token_hex(8)
         self._senders: dict[int, str] = {}
-        self._holds: dict[int, str] = {}
-        self._begins = False
         self._answers = self._ask({}, timeout_s=timeout_s)
         self.workers = len(self._answers)
         self._turn = threading.Lock()
         self._rounds: dict[type[Request], _Gathering] = {}
         self._server = threading.RLock()
-        self._paused_by_us = False
+        self._hold = _Hold.NONE
         self._owes_reset = False
         self._open = self.workers
 
@@ -159,8 +166,8 @@ class VllmServer:
         """Ask for the status; not while a pause is on its way, which the answer would not know."""
         with self._server:
             answers = self._tell(requests, timeout_s)
-            if not self._is_ours():
-                self._holds, self._paused_by_us = {}, False  # resumed by hand, or started again
+            if self._hold is not _Hold.NONE and not self._is_ours(timeout_s):
+                self._announce({}, timeout_s=timeout_s)  # resumed by hand, or started again
             return answers
 
     def _change(
@@ -168,7 +175,8 @@ class VllmServer:
     ) -> dict[int, WorkerAnswer]:
         """A step that may touch weights in place, or ends an update: no generation in between."""
         ends = isinstance(first, AbortRequest)
-        self._begins |= isinstance(first, StartRequest) or bool(getattr(first, "start", None))
+        if isinstance(first, StartRequest) or getattr(first, "start", None):
+            self._doubt()  # an earlier update's pause may be ended by hand by now
         for rank, request in requests.items():
             self._senders[rank] = _sender_of(request) or self._senders.get(rank, "")
         try:
@@ -207,11 +215,10 @@ class VllmServer:
         dead sender has paused becomes ours.
         """
         with self._server:
-            self._holds, self._begins = holds, False
+            self._hold = _Hold.UNSURE
             self._answers = self._ask({}, timeout_s=timeout_s, holds=holds)
-            self._paused_by_us = bool(holds) and self._is_ours()
-            # By a sender that is gone, for all that is known.
-            self._owes_reset = self._owes_reset or self._paused_by_us
+            if not holds:
+                self._hold = _Hold.NONE
 
     def _pause(self, requests: dict[int, Request], timeout_s: float) -> None:
         """Hold generation, unless it is held: by us from before, or by somebody else for good.
@@ -220,26 +227,41 @@ class VllmServer:
         resume it, at any time before.
         """
         with self._server:
-            if self._paused_by_us and not self._begins:
+            if self._hold is _Hold.OURS:
                 return
+            may_be_ours = self._hold is _Hold.UNSURE
             self._announce(dict.fromkeys(requests, "") | self._senders, timeout_s=timeout_s)
-            if self._paused_by_us:
+            if self._take(timeout_s, may_be_ours=may_be_ours):
                 return
             if self._is_paused(timeout_s):
                 self._announce({}, timeout_s=timeout_s)
                 return
-            self._paused_by_us = True
             self.control.pause("keep", timeout_s=timeout_s)
+            self._hold = _Hold.OURS
+
+    def _doubt(self) -> None:
+        """Ask the engine before a pause is taken for ours again."""
+        with self._server:
+            if self._hold is _Hold.OURS:
+                self._hold = _Hold.UNSURE
+
+    def _take(self, timeout_s: float, *, may_be_ours: bool = True) -> bool:
+        """After a round: whether a pause was found that is ours to end from now on."""
+        if not self._is_ours(timeout_s, may_be_ours=may_be_ours):
+            return False
+        self._hold = _Hold.OURS
+        self._owes_reset = True  # by a sender that is gone, for all that is known
+        return True
 
     def _is_paused(self, timeout_s: float) -> bool:
         """Whether generation was held before the last round; asked where no guard has said it."""
         said = self._answers[0].paused
         return self.control.is_paused(timeout_s=timeout_s) if said is None else said
 
-    def _is_ours(self) -> bool:
-        """Whether it was held by us, or by a dead sender; as we know it where there is no guard."""
+    def _is_ours(self, timeout_s: float, *, may_be_ours: bool = True) -> bool:
+        """Whether it was held by us, or by a dead sender; where no guard says so, it may be."""
         if self._answers[0].paused is None:
-            return self._paused_by_us
+            return may_be_ours and self._is_paused(timeout_s)
         return self._answers[0].held
 
     def _reset_if_owed(self, timeout_s: float) -> None:
@@ -269,20 +291,22 @@ class VllmServer:
 
     def _mend(self, timeout_s: float) -> None:
         """After a call without an answer: ask how the workers stand, and resume if well."""
-        timeout_s = min(timeout_s, _MEND_S)
         try:
-            self._answers = self._ask({}, timeout_s=timeout_s)
-            self._paused_by_us |= any(answer.held for answer in self._answers)
-            self._resume_where_whole(timeout_s)
+            self._doubt()
+            self._resume_where_whole(min(timeout_s, _MEND_S))
         except WeightSyncError as exc:
             logger.warning("%s was not resumed: %s", self.control.target, exc)
 
     def _resume_where_whole(self, timeout_s: float) -> None:
         """Let generation go on, where every worker may compute with the version of all others."""
         with self._server:
-            if not self._holds:
+            if self._hold is _Hold.NONE:
                 return
-            if self._paused_by_us:
+            if self._hold is _Hold.UNSURE:
+                self._answers = self._ask({}, timeout_s=timeout_s)
+                self._take(timeout_s)
+            if self._hold is _Hold.OURS:
+                self._hold = _Hold.UNSURE  # where it stays paused, it may be resumed by hand
                 if not vllm_door.one_version(self._answers):
                     standing = vllm_door.standing(self._answers)
                     logger.warning("%s stays paused: %s", self.control.target, standing)
