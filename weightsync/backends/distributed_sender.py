@@ -227,6 +227,8 @@ class Chain:
         self._sever()
         if sending is not None:
             sending.thread.join(timeout_s)
+        if self._meeting is not None:
+            self._meeting.end()
 
     def close(self) -> None:
         """Leave the group at once; whoever waits in it gets an error. Idempotent."""

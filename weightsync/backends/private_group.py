@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ipaddress
 import socket
+import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -131,6 +132,8 @@ class Meeting:
         self._server = store
         self._epoch = epoch
         self._unanswered: BoundedCall[Any] | None = None
+        self._asking = threading.Lock()
+        self._ended = False
         self.store = PrefixStore(f"weightsync/{epoch}", store)
 
     @classmethod
@@ -259,6 +262,11 @@ class Meeting:
         """Return what broke the group, as its first witness told it."""
         return self._read(_BROKEN)
 
+    def end(self) -> None:
+        """Have the store's own process ask it nothing more: no thread does when this returns."""
+        with self._asking:
+            self._ended = True
+
     def close(self) -> None:
         """Let go of the connection that shows the sender's life, or forget the port. Idempotent."""
         if self.lifeline is not None:
@@ -283,7 +291,8 @@ class Meeting:
             return None
         with suppress(RuntimeError):
             if self.lifeline is None:  # it is this process' own
-                return question()
+                with self._asking:
+                    return None if self._ended else question()
             asked = BoundedCall(question)
             try:
                 return asked.result(_ANSWER_S)
