@@ -48,6 +48,7 @@ from weightsync.weights.source_changes import SourceWatch
 from weightsync.wire import codec
 from weightsync.wire.messages import EmptyUpdate, HandlesUpdate, RegisteredUpdate, UpdateRequest
 from weightsync.wire.offers import KeyedHandle, SegmentHandle
+from weightsync.wire.struct_types import prepare
 
 IPCWeightTransferUpdateInfo = HandlesUpdate
 
@@ -552,3 +553,6 @@ def _ray_deliverer(handle: Any, timeout_s: float) -> _Deliver:
         tell_all(actors, "update_weights", body, timeout_s=timeout_s)
 
     return send
+
+
+prepare(_Lent)

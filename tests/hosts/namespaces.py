@@ -24,6 +24,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from ipaddress import IPv6Address
 from pathlib import Path
 from typing import TypeVar
 
@@ -268,7 +269,7 @@ def _plan(count: int) -> list[Link]:
         Link(
             name=f"host-{number}",
             address=f"10.83.{subnet}.{number}",
-            address6=f"fd83:{subnet:x}::{number:x}" if has_ipv6 else None,
+            address6=str(IPv6Address(f"fd83:{subnet:x}::{number:x}")) if has_ipv6 else None,
             mac=f"02:83:00:00:00:{number:02x}",
             port=f"port{number}",
         )

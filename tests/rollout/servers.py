@@ -63,6 +63,9 @@ def server(
         yield first[2], second[2] if second else "", process
     finally:
         watchdog.cancel()
+        process.terminate()  # in order, so that nothing of it is left
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(END_S / 6)
         process.kill()
         process.wait(END_S)
         if process.stdout is not None:

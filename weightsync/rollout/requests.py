@@ -8,6 +8,7 @@ from typing import Annotated, Literal
 import msgspec
 
 from weightsync.errors import ProtocolError
+from weightsync.wire.struct_types import prepare
 
 MAX_PROMPTS = 256
 MAX_PROMPT_CHARACTERS = 1 << 20
@@ -102,3 +103,6 @@ def decode_response(body: bytes) -> GenerateResponse:
         return msgspec.json.decode(body, type=GenerateResponse)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as exc:
         raise ProtocolError(f"this is no answer of /generate: {exc}") from exc
+
+
+prepare(GenerateRequest, GenerateResponse)

@@ -6,12 +6,11 @@ tokens, and the core hands its choice to all with the next step.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import msgspec
 
-if TYPE_CHECKING:
-    import torch
+from weightsync.samehost.tensor_kind import Tensor
 
 NO_LOGPROBS = -1
 
@@ -49,7 +48,7 @@ class NewRows(msgspec.Struct, frozen=True, kw_only=True):
     reuse: int | None = None
     reuse_length: int = 0
     keep_as: int | None = None
-    inputs: dict[str, torch.Tensor] | None = None
+    inputs: dict[str, Tensor] | None = None
 
 
 class Step(msgspec.Struct, frozen=True, kw_only=True):

@@ -14,6 +14,7 @@ import msgspec
 
 from weightsync.errors import ProtocolError
 from weightsync.wire import problem
+from weightsync.wire.struct_types import prepare
 
 METHOD = "weightsync"
 """The worker's method that is called."""
@@ -148,3 +149,6 @@ def addressed(told: Round, rank: int) -> Call | None:
     """Return what a round says to the worker of this rank."""
     calls: Mapping[int, Call] = told.calls
     return calls.get(rank)
+
+
+prepare(Round, WorkerAnswer)

@@ -32,6 +32,7 @@ from weightsync.wire.offers import (
     ProbeInfo,
     UpdateId,
 )
+from weightsync.wire.struct_types import prepare
 
 T = TypeVar("T")
 
@@ -197,3 +198,9 @@ def _decode(body: bytes, kind: type[T]) -> T:
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as exc:
         name = kind.__name__.strip("_")
         raise ProtocolError(f"the message is not a valid {name}: {exc}") from exc
+
+
+_PARTS = (InitRequest, UpdateRequest)  # decoded part by part
+prepare(*(kind for kind in CALLS.values() if kind not in _PARTS), *REPLIES.values())
+prepare(_InitEnvelope, _UpdateEnvelope, IpcInit, DistributedInit)
+prepare(RegisteredUpdate, HandlesUpdate, EmptyUpdate)

@@ -20,6 +20,7 @@ from weightsync.errors import (
     UpdateConflictError,
     WeightSyncError,
 )
+from weightsync.wire.struct_types import prepare
 
 MEDIA_TYPE = "application/problem+json"
 
@@ -142,3 +143,6 @@ def _plain(value: Any) -> int | str | list[str]:
     if isinstance(value, tuple):
         return [str(item) for item in value[:MAX_LISTED]]
     return value if isinstance(value, int) else str(value)
+
+
+prepare(Problem, _ForeignAnswer)
