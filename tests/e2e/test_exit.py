@@ -10,7 +10,8 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from multiprocessing.connection import Client
 
 import pytest
@@ -173,6 +174,21 @@ def test_a_call_in_flight_and_two_that_live() -> None:
         )
 
 
+@contextmanager
+def program(source: str, *arguments: str) -> Iterator[subprocess.Popen[str]]:
+    """Run a program that is killed, if it has not ended, when the block does."""
+    with subprocess.Popen(
+        [sys.executable, "-c", source, *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
 def test_both_ends_of_the_distributed_road_in_one_process() -> None:
     done = subprocess.run(
         [sys.executable, "-c", BOTH],
@@ -219,20 +235,12 @@ def test_a_receiver_at_work_whose_sender_is_stopped() -> None:
         try:
             assert trainer.stdout is not None
             port = trainer.stdout.readline().strip()
-            with subprocess.Popen(
-                [sys.executable, "-c", READING, str(trainer.pid), port],
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                text=True,
-            ) as receiver:
-                try:
-                    assert receiver.stdout is not None
-                    said = receiver.stdout.readline()
-                    begin = time.monotonic()
-                    _, errors = receiver.communicate(timeout=processes.WAIT_S)
-                    took_s = time.monotonic() - begin
-                finally:
-                    receiver.kill()
+            with program(READING, str(trainer.pid), port) as receiver:
+                assert receiver.stdout is not None
+                said = receiver.stdout.readline()
+                begin = time.monotonic()
+                _, errors = receiver.communicate(timeout=processes.WAIT_S)
+                took_s = time.monotonic() - begin
         finally:
             trainer.kill()
     assert (receiver.returncode, said, errors) == (0, "leaves\n", "")
@@ -241,29 +249,21 @@ def test_a_receiver_at_work_whose_sender_is_stopped() -> None:
 
 def test_a_receiver_whose_sender_leaves_while_it_exits() -> None:
     over = False
-    with subprocess.Popen(
-        [sys.executable, "-c", RECEIVER],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    ) as process:
-        try:
-            assert process.stdout is not None
-            with Client(("127.0.0.1", int(process.stdout.readline()))) as pipe:
+    with program(RECEIVER) as process:
+        assert process.stdout is not None
+        with Client(("127.0.0.1", int(process.stdout.readline()))) as pipe:
 
-                def carry(message: Mapping[str, object]) -> object:
-                    if over:
-                        raise ConnectionError("the receiver has left")
-                    pipe.send(dict(message))
-                    return pipe.recv()
+            def carry(message: Mapping[str, object]) -> object:
+                if over:
+                    raise ConnectionError("the receiver has left")
+                pipe.send(dict(message))
+                return pipe.recv()
 
-                weights = models.make("plain", seed=1)
-                with ws.connect(weights, to=carry, backend="distributed") as sender:
-                    sender.send_weights()
-                    pipe.send(None)
-                    assert process.stdout.readline() == "leaves\n"
-                    over = True
-                _, errors = process.communicate(timeout=processes.WAIT_S)
-        finally:
-            process.kill()
+            weights = models.make("plain", seed=1)
+            with ws.connect(weights, to=carry, backend="distributed") as sender:
+                sender.send_weights()
+                pipe.send(None)
+                assert process.stdout.readline() == "leaves\n"
+                over = True
+            _, errors = process.communicate(timeout=processes.WAIT_S)
     assert (process.returncode, errors) == (0, "")

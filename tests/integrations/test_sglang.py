@@ -437,13 +437,19 @@ def test_a_trainer_that_leaves_ends_what_watched_it(server: Served) -> None:
     assert server.state()["calls"].count("continue_generation") == 1
 
 
-def test_a_pause_that_is_still_owed_at_close_ends_all_the_same(server: Served) -> None:
+def leave_with_a_pause_owed(server: Served) -> int:
+    """Close a sender whose server refuses to go on; return the pid of what watches the pause."""
     with connect(model(), server) as sender:
         server.next(refuse_proceed=True)
         with pytest.raises(ws.errors.RemoteError, match="continue_generation answered 500"):
             sender.send_weights()
         watch = sender._lead.fleet.members[0].transport._pause_watch  # type: ignore[union-attr]
-        pid = watch.pid
+        pid: int = watch.pid
+    return pid
+
+
+def test_a_pause_that_is_still_owed_at_close_ends_all_the_same(server: Served) -> None:
+    pid = leave_with_a_pause_owed(server)
     assert server.state()["paused"] != ""
     server.next(refuse_proceed=False)
     wait_until(lambda: server.state()["paused"] == "", "it goes on")
@@ -454,12 +460,7 @@ def test_a_pause_that_is_still_owed_at_close_ends_all_the_same(server: Served) -
 def test_a_pause_that_is_still_owed_does_not_end_one_of_the_next_sender(
     server: Served, by_hand: bool
 ) -> None:
-    with connect(model(), server) as sender:
-        server.next(refuse_proceed=True)
-        with pytest.raises(ws.errors.RemoteError, match="continue_generation answered 500"):
-            sender.send_weights()
-        watch = sender._lead.fleet.members[0].transport._pause_watch  # type: ignore[union-attr]
-        pid = watch.pid
+    pid = leave_with_a_pause_owed(server)
     assert psutil.pid_exists(pid)
     with connect(model(), server) as sender:
         if by_hand:
