@@ -46,7 +46,6 @@ from weightsync.wire.messages import (
     StartTerms,
     UpdateRequest,
 )
-from weightsync.wire.offers import DistributedInit
 
 PLACE = READER_PLACES - 1
 TIMEOUT_S = 60.0
@@ -112,12 +111,13 @@ class Trial:
         self.chain = Chain(ADDRESS, ["worker"], epoch=1, timeout_s=TIMEOUT_S)
         with ThreadPoolExecutor(1) as pool:
             joined = pool.submit(self.chain.join)
-            reply = workers[0].handle(InitRequest(init_info=self._offer()))
+            offer = member_init(self.engine.init_info(PLACE), self.chain.info(1))
+            reply = workers[0].handle(InitRequest(init_info=offer))
             joined.result()
         assert isinstance(reply, InitReply)
         assert reply.ring is not None
         for place, worker in enumerate(workers[1:], 1):
-            worker.handle(InitRequest(init_info=place_on(reply.ring, self._offer(), place)))
+            worker.handle(InitRequest(init_info=place_on(reply.ring, offer, place)))
         self._updates = 0
 
     def update(self, workers: int) -> float:
@@ -148,10 +148,6 @@ class Trial:
         """End the group and the ring."""
         self.chain.close()
         self.engine.close()
-
-    def _offer(self) -> DistributedInit:
-        base = self.engine.init_info(PLACE)
-        return member_init(base, self.chain.info(1))
 
 
 class Broadcast:

@@ -178,6 +178,7 @@ class Party:
         if self.chain is not None:
             self.chain.close()
         self.epoch += 1
+        self._base = self.engine.init_info(FEED_PLACE)
         names = [host[0].name for host in self.hosts]
         chain = Chain(
             self._address,
@@ -204,9 +205,8 @@ class Party:
                 worker.handle(InitRequest(init_info=place_on(reply.ring, self.offer(1), place)))
 
     def offer(self, rank: int) -> DistributedInit:
-        base = self.engine.init_info(FEED_PLACE)
         assert self.chain is not None
-        return member_init(base, self.chain.info(rank))
+        return member_init(self._base, self.chain.info(rank))
 
     def send(
         self,

@@ -45,7 +45,7 @@ from weightsync.samehost.memory import OpenMemory
 from weightsync.samehost.ready_event import CUDA
 from weightsync.samehost.ring import Control
 from weightsync.weights import cuda_runs
-from weightsync.weights.buckets import Plan
+from weightsync.weights.buckets import Plan, aligned
 from weightsync.weights.copier import DeviceRun
 from weightsync.weights.packer import Packer
 from weightsync.weights.source import ModuleSource
@@ -595,8 +595,9 @@ def test_events_of_an_init_that_fails_are_let_go_of(trainer: Trainer, left: list
     engine = trainer.engine(ModuleSource(trainer.model), IpcOptions(packed=True))
     receiver = ws.WeightReceiver(EveryDtype("cpu"))
     info = engine.init_info(0)
-    with pytest.raises(HandleError, match="has room for"):
-        receiver.dispatch(InitRequest(init_info=replace(info, run_nbytes=1 << 10)))
+    tight = aligned(-(-engine.manifest.nbytes // info.entries))
+    with pytest.raises(HandleError, match="are needed"):
+        receiver.dispatch(InitRequest(init_info=replace(info, run_nbytes=tight)))
     receiver.close()
     engine.close()
     assert left == [0]

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from itertools import islice
 from typing import Any
 
 import torch
@@ -144,3 +145,17 @@ def _places(holder: Any) -> Any:
         yield holder, key
         if isinstance(holder[key], dict | list):
             yield from _places(holder[key])
+
+
+def damaged(body: bytes) -> Iterator[bytes]:
+    """A valid body with one value of it replaced, every value in turn by junk and by its likes."""
+    for at, (holder, key) in enumerate(_places(json.loads(body))):
+        value = holder[key]
+        likes: list[Any] = [value[:-1] + "0", value + "0"] if isinstance(value, str) else []
+        if isinstance(value, int | float):
+            likes = [value + 1, value * 10, value * 1_000_000]
+        for other in (*JUNK, *likes):
+            root = json.loads(body)
+            there, name = next(islice(_places(root), at, None))
+            there[name] = other
+            yield json.dumps(root).encode()

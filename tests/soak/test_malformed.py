@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from itertools import islice
 
 import msgspec
 import pytest
@@ -20,6 +21,7 @@ from tests.samehost.test_message_codec import messages
 from tests.soak.malformed import (
     Message,
     Recorder,
+    damaged,
     mutated_bytes,
     mutated_json,
     random_json,
@@ -32,7 +34,7 @@ from weightsync.samehost.message_parts import split
 from weightsync.samehost.segment import Segment
 from weightsync.testing import TinyModel
 from weightsync.wire import codec, tensor_packets
-from weightsync.wire.messages import CALLS
+from weightsync.wire.messages import CALLS, ShutdownRequest
 from weightsync.wire.offers import ManifestMessage, SegmentHandle
 
 BATCH = 1_000
@@ -67,7 +69,7 @@ class Target:
         stack.callback(self.receiver.close)
         self._sent = TinyModel()
         self._fill(self._sent, 1)
-        recorder = Recorder(self.receiver)
+        recorder = self.recorder = Recorder(self.receiver)
         self._sender = stack.enter_context(
             ws.connect(self._sent, to=recorder, packed=True, bucket_nbytes=4096, num_buckets=2)
         )
@@ -164,7 +166,7 @@ def many(count: int, inputs: st.SearchStrategy[object], check: Callable[..., Non
 def test_messages_to_a_live_receiver(target: Target, size: int) -> None:
     counted = Counted()
     bodies = [body for _, body in target.messages]
-    damaged = st.one_of(
+    inputs = st.one_of(
         st.sampled_from(target.messages).flatmap(
             lambda message: st.tuples(st.just(message[0]), mutated_json([message[1]]))
         ),
@@ -176,7 +178,7 @@ def test_messages_to_a_live_receiver(target: Target, size: int) -> None:
     # What luck may not find: memory that is not there, and a step of an update that is not open.
     target.feed(counted, "update_weights", target.carried.replace(target.segment, b"weightsync-0"))
     target.feed(counted, "finish_weight_update", b'{"update_id":"never"}')
-    many(size, damaged, lambda message: target.feed(counted, *message))
+    many(size, inputs, lambda message: target.feed(counted, *message))
     target.heal()
     print(f"{size} messages: {counted.taken} taken, refused {dict(counted.refused)}")
     assert sum(counted.refused.values()) > size / 2
@@ -190,6 +192,33 @@ def init_of(target: Target) -> bytes:
         if call == "init_weight_transfer_engine" and info:
             return json.dumps(info).encode()
     raise AssertionError("no init was recorded")
+
+
+@sizes(quick=100, whole=2_000)
+def test_no_damaged_offer_keeps_the_sender_out_whose_it_seems_to_be(
+    target: Target, size: int
+) -> None:
+    """Each is that of now with one value replaced; after it the sender has to connect again."""
+    counted = Counted()
+    sender = json.loads(init_of(target))["sender"]
+    variants = sum(1 for _ in damaged(newest_offer(target)))
+    for at in range(0, variants, max(1, variants // size)):
+        body = next(islice(damaged(newest_offer(target)), at, None))
+        target.feed(counted, "init_weight_transfer_engine", body)
+        target.receiver.dispatch(ShutdownRequest(sender=sender))
+        target.heal()
+    print(f"{counted.refused.total() + counted.taken} damaged offers: {counted.taken} taken")
+    assert counted.refused["ProtocolError"] > size / 4
+    assert counted.refused["HandleError"]
+
+
+def newest_offer(target: Target) -> bytes:
+    """What the sender said last to connect."""
+    return next(
+        body
+        for call, body in reversed(target.recorder.messages)
+        if call == "init_weight_transfer_engine" and json.loads(body).get("init_info")
+    )
 
 
 @sizes(quick=200, whole=10_000)

@@ -149,6 +149,7 @@ class DistributedWeightTransferEngine(WeightTransferEngine):
             slots=init.num_slots, readers=init.num_readers, entries=init.entries
         )
         self._closers.append(control.close)
+        control.offered = init.number
         ring = Ring(init.num_slots, init.slot_nbytes, torch.device("cpu"))
         self._closers.append(ring.close)
         probe = Probe()

@@ -60,6 +60,8 @@ class IpcWeightTransferEngine(WeightTransferEngine):
                 entries=init_info.entries,
             )
             opened.append(control.close)
+            _check_offer(init_info, control)
+            _check_size(init_info, manifest)
             data = OpenMemory(pick(ring.data, self._keys))
             opened.append(data.close)
             storages = _open_storages(init_info, self._keys, opened)
@@ -240,6 +242,24 @@ def _registered(info: IpcInit, whole: Plan, storages: list[OpenMemory]) -> Memor
         for i, offset, spec in zip(where, offsets, specs, strict=True)
     ]
     return Memory(tensors, flat=len(storages) == 1 and offsets == whole.offsets)
+
+
+def _check_offer(info: IpcInit, control: Control) -> None:
+    """Refuse a number that the sender has not given out: its own next offers would come after."""
+    if info.number > control.offered:
+        raise HandleError(
+            f"offer {info.number} is none of the sender's, whose newest is {control.offered}; the "
+            "init_info is damaged"
+        )
+
+
+def _check_size(info: IpcInit, manifest: Manifest) -> None:
+    """Refuse what the ring cannot be for before a plan is made, which takes time by the byte."""
+    if manifest.nbytes > info.entries * info.run_nbytes:
+        raise HandleError(
+            f"the tensors offered have {manifest.nbytes} bytes; the control segment has room for "
+            f"{info.entries} fingerprints of {info.run_nbytes} bytes each"
+        )
 
 
 def _check_entries(opened: Opened) -> None:

@@ -166,7 +166,7 @@ class IpcTrainerEngine(TrainerWeightTransferEngine):
         """Return what receiver place `reader` needs; GPU memory is exported once per call."""
         if reader >= READER_PLACES:
             raise ConfigError(f"one sender has {READER_PLACES} reader places; {reader} is too many")
-        number = next(_OFFER_NUMBERS)
+        number = self._control.offered = next(_OFFER_NUMBERS)
         return IpcInit(
             protocol_min=PROTOCOL,
             protocol_max=PROTOCOL,

@@ -29,7 +29,7 @@ _LINE_NBYTES = 64
 _FIXED_LINES = 5
 _TAKES_EVENTS = 1
 """The word of a reader's `released` line that says so; without it the writer waits on the host."""
-_HEADER, _EPOCH, _WRITER_BEAT, _TABLE, _PROBE = range(_FIXED_LINES)
+_HEADER, _EPOCH, _WRITER_BEAT, _TABLE, _OFFERED = range(_FIXED_LINES)
 
 SPIN_S = 0.002
 """How long a wait spins before it sleeps: about one large chunk."""
@@ -126,6 +126,15 @@ class Control:
     @table_ready.setter
     def table_ready(self, value: int) -> None:
         self._set(_TABLE, value)
+
+    @property
+    def offered(self) -> int:
+        """Number of the newest offer of this ring; the writer raises it before it is sent."""
+        return self._get(_OFFERED)
+
+    @offered.setter
+    def offered(self, number: int) -> None:
+        self._set(_OFFERED, number)
 
     @property
     def writer_beat(self) -> int:
