@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import signal
 import socket
@@ -19,9 +20,12 @@ from torch import nn
 
 import weightsync as ws
 from tests.children import CONTEXT, load_beforehand
-from tests.protocol.strangers import Step
+from tests.protocol.strangers import NBYTES, Step
 from tests.protocol.trainers import NAMES, Trainer
 from tests.protocol.world import World
+from tests.soak.malformed import whole_update
+from weightsync.lifecycle import MAX_VERSION
+from weightsync.samehost.segment import Segment
 from weightsync.testing import FleetMember, InProcessFleet, TinyModel
 
 load_beforehand("tests.test_second_sender")
@@ -122,6 +126,27 @@ def test_an_offer_that_comes_late_takes_nothing_from_who_came_after(fleet: InPro
             with pytest.raises(ws.SenderReplacedError):
                 first.send_weights()
             second.send_weights()
+
+
+def test_what_a_sender_offers_is_nobody_elses_to_own(fleet: InProcessFleet) -> None:
+    """Its memory, offered once more in the name of an owner of the highest term there is."""
+    offers: list[dict[str, Any]] = []
+    handle = fleet[0].receiver.handle
+
+    def carry(message: Mapping[str, Any]) -> object:
+        if message["call"] == "init_weight_transfer_engine":
+            offers.append(copy.deepcopy(dict(message)))
+        return handle(message)
+
+    with ws.connect(model(1), to=carry) as sender:
+        sender.send_weights()
+        info = offers[-1]["body"]["init_info"]
+        info["owner"] |= {"id": "somebody", "term": 1 << 62}
+        with pytest.raises(ws.SenderConflictError):
+            handle(offers[-1])
+        handle({"call": "shutdown_weight_transfer_engine", "body": {"sender": info["sender"]}})
+        assert sender.send_weights().version == 2
+        assert value(fleet[0]) == 1
 
 
 def test_a_sender_that_was_dropped_holds_nothing(fleet: InProcessFleet) -> None:
@@ -271,3 +296,38 @@ def test_what_a_client_without_a_sender_left_open_is_ended_by_the_owners_next_se
     for member in world.fleet:
         world.holds(member, version, trainer.contents)
     world.end()
+
+
+@pytest.mark.parametrize("held_by", [1, 2])
+def test_the_greatest_version_there_is_is_not_the_last(fleet: InProcessFleet, held_by: int) -> None:
+    """A client with the token may commit it; a sender that counts goes on all the same."""
+    with connect(fleet, 1) as sender:
+        sender.send_weights()
+        for member in list(fleet)[-held_by:]:
+            commit_alone(member, version=MAX_VERSION)
+            assert value(member) == 9
+        assert sender.send_weights().version == 1
+        assert [(value(m), m.receiver.version) for m in fleet] == [(1, 1)] * 2
+        assert sender.send_weights().version == 2
+
+
+def test_a_client_that_counts_passes_the_greatest_version(fleet: InProcessFleet) -> None:
+    with connect(fleet, 1) as sender:
+        sender.send_weights()
+        commit_alone(fleet[0], version=MAX_VERSION)
+        commit_alone(fleet[0], version=None)
+        assert fleet[0].receiver.version == 1
+        assert sender.send_weights().version == 2
+        assert [(value(m), m.receiver.version) for m in fleet] == [(1, 2)] * 2
+
+
+def commit_alone(member: FleetMember, *, version: int | None) -> None:
+    """One whole update by handles in its message, as a client does that is no sender."""
+    with Segment.create(NBYTES) as segment:
+        start = {"version": version} if version is not None else {}
+        for call, body in (
+            ("start_weight_update", start),
+            ("update_weights", {"update_info": whole_update(model(9), segment)}),
+            ("finish_weight_update", {}),
+        ):
+            member.receiver.handle({"call": call, "body": body})

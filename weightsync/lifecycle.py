@@ -19,6 +19,8 @@ from typing import Literal
 
 from weightsync.errors import StaleVersionError, UpdateConflictError
 
+MAX_VERSION = 1 << 62
+
 ApplyChoice = Literal["auto", "staged", "in_place"]
 """How a receiver is told to put weights to use."""
 
@@ -51,6 +53,11 @@ class Terms:
     rewind: bool = False
     staged: bool = True
     weights_id: str = ""
+
+
+def version_after(version: int) -> int:
+    """The version that follows; after the greatest, which nobody reaches by counting, it is 1."""
+    return version + 1 if version < MAX_VERSION else 1
 
 
 class UpdateLifecycle:
@@ -92,7 +99,7 @@ class UpdateLifecycle:
             raise self._conflict(f"start of update {terms.update_id}")
         self._check_version(terms)
         self.terms = terms
-        self.next_version = self.version + 1 if terms.version is None else terms.version
+        self.next_version = version_after(self.version) if terms.version is None else terms.version
         self.state = State.UPDATING
         self.touched = False
 

@@ -76,7 +76,8 @@ class Peers:
         owner, offered = self.owner, info.owner
         if owner is None or offered is None or not owner.alive or owner.id == offered.id:
             return None
-        if offered.term <= owner.term:
+        # Whoever offers what is the living owner's own is not somebody else who takes over.
+        if offered.term <= owner.term or info.sender in self._owned:
             raise SenderConflictError(
                 f"this receiver belongs to the sender of {describe(owner)}; close() that one, or "
                 "connect(takeover=True)",

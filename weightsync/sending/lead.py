@@ -13,6 +13,7 @@ from typing import Literal
 
 from weightsync.backends.ipc_sender import IpcOptions
 from weightsync.errors import ConfigError, StaleVersionError, WeightSyncError
+from weightsync.lifecycle import MAX_VERSION, version_after
 from weightsync.report import SyncReport
 from weightsync.sending.commands import Look
 from weightsync.sending.ensemble import Ensemble
@@ -24,7 +25,6 @@ from weightsync.sending.sent import Sent
 from weightsync.sending.servers import ReshapedError
 from weightsync.transports.base import Transport
 from weightsync.wire.messages import StartTerms, StepReply
-from weightsync.wire.offers import MAX_VERSION
 
 logger = logging.getLogger(__name__)
 
@@ -198,7 +198,7 @@ class Lead:
         _check_version(version)
         before = (self.fleet.sent_nbytes, self.fleet.sent_messages)
         self._membership.ready()
-        version = self.version + 1 if version is None else version
+        version, rewind = self._next(version, rewind=rewind)
         base = self.version if partial else None
         terms = StartTerms(
             version=version, label=label, rewind=rewind, partial=partial, base_version=base
@@ -236,12 +236,8 @@ class Lead:
         without: dict[Member, WeightSyncError] = {}
         tries, touched = 1, False
         while True:
-            terms = self._terms(
-                self.version + 1 if version is None else version,
-                label,
-                rewind=rewind,
-                weights_id=weights_id,
-            )
+            following, back = self._next(version, rewind=rewind)
+            terms = self._terms(following, label, rewind=back, weights_id=weights_id)
             update = self._update([m for m in self.fleet.members if m not in without])
             try:
                 update.send_whole(terms)
@@ -268,6 +264,13 @@ class Lead:
                 update.failed.update(without)
                 update.rule = "roll-forward" if touched else update.rule
                 return update, terms
+
+    def _next(self, version: int | None, *, rewind: bool) -> tuple[int, bool]:
+        """The version to send, and whether that goes back, as after the greatest there is."""
+        if version is not None:
+            return version, rewind
+        following = version_after(self.version)
+        return following, rewind or following < self.version
 
     def _try_again(self, update: Update, failure: WeightSyncError, *, follows: bool) -> bool:
         """Whether a second try may go better: someone was met again, or holds a newer version."""

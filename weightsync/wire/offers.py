@@ -10,13 +10,14 @@ from typing import Annotated, Literal
 
 from msgspec import Meta, Struct
 
+from weightsync.lifecycle import MAX_VERSION
+
 MAX_TENSORS = 1_000_000
 
 Name = Annotated[str, Meta(min_length=1, max_length=1024)]
 UpdateId = Annotated[str, Meta(min_length=1, max_length=128)]
 Size = Annotated[int, Meta(ge=0, le=1 << 62)]
 Shape = Annotated[list[Size], Meta(max_length=16)]
-MAX_VERSION = 1 << 62
 Version = Annotated[int, Meta(ge=0, le=MAX_VERSION)]
 Seconds = Annotated[float, Meta(gt=0, le=86_400)]
 
