@@ -205,12 +205,7 @@ def test_an_update_at_work_on_the_distributed_road(stops: bool) -> None:
     with processes.host() as host:
         receiver = host.receiver("http", model="plain", sink="hook", delay_s=0.02)
         arguments = [receiver.url, str(host.process.pid), str(stops)]
-        with subprocess.Popen(
-            [sys.executable, "-c", SENDING, *arguments],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        ) as trainer:
+        with program(SENDING, *arguments) as trainer:
             assert trainer.stdout is not None
             assert host.process.pid is not None
             try:
@@ -220,7 +215,6 @@ def test_an_update_at_work_on_the_distributed_road(stops: bool) -> None:
                 took_s = time.monotonic() - begin
             finally:
                 os.kill(host.process.pid, signal.SIGCONT)
-                trainer.kill()
         assert (trainer.returncode, said, errors) == (0, "leaves True\n", "")
         assert took_s < EXIT_S
         with ws.connect(models.make("plain", seed=3), to=receiver.url) as successor:

@@ -297,7 +297,7 @@ class Updates:
         """
         self._lease.stop()
         self._watch.stop()
-        self.abort(None, "the receiver closes")
+        self.abort(None, "the receiver is closed")
         with self._turns.waited_for() as ours:
             if ours:
                 self.peers.close_all()
