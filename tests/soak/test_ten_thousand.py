@@ -3,25 +3,23 @@
 from __future__ import annotations
 
 import statistics
-import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import pytest
-from torch import nn
 
-import weightsync as ws
-from tests.e2e import models, processes
-from tests.e2e.models import digests, fill
+from tests.e2e import processes
 from tests.e2e.processes import Host
-from tests.soak import victims
+from tests.soak import aging, victims
 from tests.soak.sizes import sizes
-from weightsync.samehost.segment import live_segments
 
 GROWTH = 0.01
 SLOWDOWN = 0.1
-SPANS = 10
-MORE = 3
-"""So many more spans may follow where the last one was slow."""
+TURNS = 10
+TURN = 100
+FRESH = 5
+"""So many fresh pairs may be compared with, since two of them differ a little, too."""
 CHECK_EVERY = 97
 
 
@@ -32,28 +30,42 @@ class Size:
     times: bool
 
 
-class Run:
-    """One sender and one receiver, and how long each update took."""
+@pytest.fixture(scope="module")
+def trainers() -> Iterator[Host]:
+    """The process of the trainers that grow old."""
+    with processes.host() as made:
+        yield made
 
-    def __init__(
-        self, sender: ws.WeightSender, model: nn.Module, receiver: processes.Remote
-    ) -> None:
-        self._sender = sender
-        self._model = model
+
+class Pair:
+    """A sender and a receiver, each in a process of its own."""
+
+    def __init__(self, trainers: Host, receiver: processes.Remote) -> None:
+        self.updates = 0
+        self._trainers = trainers
         self._receiver = receiver
-        self.seconds: list[float] = []
 
-    def update(self, count: int) -> None:
+    def update(self, count: int) -> list[float]:
         """Send so often; look now and then whether what is held is what was sent."""
-        for i in range(count):
-            looks = i % CHECK_EVERY == 0
-            if looks:
-                fill(self._model, seed=i)
-            started = time.perf_counter()
-            self._sender.send_weights()
-            self.seconds.append(time.perf_counter() - started)
-            if looks:
-                assert self._receiver.digests() == digests(self._model)
+        seconds: list[float] = []
+        while len(seconds) < count:
+            some = min(CHECK_EVERY, count - len(seconds))
+            sent = self._trainers.run(aging.send, [self.updates, some])
+            assert self._receiver.digests() == sent["digests"]
+            seconds += sent["seconds"]
+            self.updates += some
+        return seconds
+
+
+@contextmanager
+def pair(trainers: Host, host: Host, apply: str, road: str) -> Iterator[Pair]:
+    receiver = host.receiver("http", apply=apply, model="tied")
+    trainers.run(aging.begin, [receiver.url, road])
+    try:
+        yield Pair(trainers, receiver)
+        receiver.reading()
+    finally:
+        trainers.run(aging.end)
 
 
 @sizes(
@@ -62,23 +74,15 @@ class Run:
 )
 @pytest.mark.parametrize("road", victims.ROADS)
 @pytest.mark.parametrize("apply", ["staged", "in_place"])
-def test_nothing_grows(host: Host, apply: str, road: str, size: Size) -> None:
-    receiver = host.receiver("http", apply=apply, model="tied")
-    model = models.make("tied", seed=1)
-    with ws.connect(model, to=receiver.url, **victims.ROADS[road]) as sender:
-        Run(sender, model, receiver).update(size.warm_up)
-        before = processes.footprint(), host.footprint()
-        own = [segment.name for segment in live_segments()]
-        run = Run(sender, model, receiver)
-        run.update(size.updates)
-        span = size.updates // SPANS
-        first, last = run.seconds[:span], run.seconds[-span:]
-        while size.times and slowed(first, last) and len(run.seconds) < size.updates + MORE * span:
-            run.update(span)  # what grows stays slow, what disturbs goes
-            last = run.seconds[-span:]
-        after = processes.footprint(), host.footprint()
-        assert [segment.name for segment in live_segments()] == own
-        assert receiver.reading() == size.warm_up + len(run.seconds)
+def test_nothing_grows(trainers: Host, host: Host, apply: str, road: str, size: Size) -> None:
+    with pair(trainers, host, apply, road) as aged:
+        aged.update(size.warm_up)
+        before = trainers.footprint(), host.footprint()
+        own = trainers.run(aging.segments)
+        aged.update(size.updates)
+        after = trainers.footprint(), host.footprint()
+        assert trainers.run(aging.segments) == own
+        told = size.times and compare(aged, apply, road, warm_up=size.warm_up)
     for old, new in zip(before, after, strict=True):
         grown = {w: (old[w], new[w]) for w in ("fds", "segments", "threads") if new[w] > old[w]}
         assert not grown  # what earlier tests dropped may be freed meanwhile
@@ -87,17 +91,27 @@ def test_nothing_grows(host: Host, apply: str, road: str, size: Size) -> None:
         round(100 * (new["rss"] / old["rss"] - 1), 2)
         for old, new in zip(before, after, strict=True)
     ]
-    print(
-        f"{len(run.seconds)} updates, {road}, {apply}: memory {rss[0]:+} % and {rss[1]:+} %, the "
-        f"first {span} and the last: undisturbed {in_ms(undisturbed(first))} and "
-        f"{in_ms(undisturbed(last))}, median {in_ms(statistics.median(first))} and "
-        f"{in_ms(statistics.median(last))}"
-    )
-    assert not (size.times and slowed(first, last))
+    print(f"{aged.updates} updates, {road}, {apply}: memory {rss[0]:+} % and {rss[1]:+} %; {told}")
 
 
-def slowed(first: list[float], last: list[float]) -> bool:
-    return undisturbed(last) > (1 + SLOWDOWN) * undisturbed(first)
+def compare(aged: Pair, apply: str, road: str, *, warm_up: int) -> str:
+    """Compare with pairs of fresh processes, in turns: what else the machine does slows both."""
+    told = []
+    for _ in range(FRESH):
+        with (
+            processes.host() as trainers,
+            processes.host() as host,
+            pair(trainers, host, apply, road) as fresh,
+        ):
+            fresh.update(warm_up)
+            old, new = [], []
+            for _ in range(TURNS):
+                old += aged.update(TURN)
+                new += fresh.update(TURN)
+        told.append(f"{in_ms(undisturbed(old))}, and {in_ms(undisturbed(new))} of a fresh pair")
+        if undisturbed(old) <= (1 + SLOWDOWN) * undisturbed(new):
+            return "; ".join(told)
+    raise AssertionError(f"slower than every fresh pair: {'; '.join(told)}")
 
 
 def undisturbed(seconds: list[float]) -> float:
