@@ -280,7 +280,7 @@ def test_an_address_that_was_said(network: HostNetwork) -> None:
 
 def test_everything_listens_at_the_hosts_address_alone(site: Site) -> None:
     for where in ((A, 0), (B, 0), (C, 0), (C, 1)):
-        site.receiver(*where, sink="hook", apply="in_place", delay_s=0.05)
+        site.receiver(*where, sink="hook", apply="in_place", delay_s=0.2)
     before = [listening(host) for host in site.hosts]
     site.connect(*site.made)
     site.trainer.begin("send", 1)
