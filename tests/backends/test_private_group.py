@@ -125,7 +125,9 @@ def test_the_first_witness_is_believed() -> None:
     stale = Meeting.reach(ADDRESS, host.port, epoch=2, timeout_s=TIMEOUT_S)
     try:
         assert str(member.report(ws.TransferTimeout("c hangs"))) == "c hangs"
-        assert str(host.report(ws.TransferError("b is gone"))) == "c hangs"
+        told = host.report(ws.TransferError("b is gone"))
+        assert (str(told), type(told)) == ("c hangs", ws.TransferTimeout)
+        assert type(host.reported()) is ws.TransferTimeout
         assert stale.reported() is None
     finally:
         member.close()

@@ -152,7 +152,7 @@ class Chain:
         if self._failure is None and self._meeting is not None:
             reported = self._meeting.reported()
             if reported is not None:
-                self._failure = TransferError(reported)
+                self._failure = reported
         return self._failure
 
     def signs(self, rank: int, reader: int) -> int | None:

@@ -38,6 +38,7 @@ _GRACE_S = 0.3
 _ANSWER_S = 3.0
 """How long the store of another host may take to answer: it has nothing else to do."""
 _BROKEN = "broken"
+_LATE, _LOST = "late", "lost"
 _FOREVER = timedelta(days=365)
 _KEEPALIVE_S = 10
 
@@ -254,13 +255,18 @@ class Meeting:
             time.sleep(_POLL_S)
             while self._served() and self.reported() is None and time.monotonic() < deadline:
                 time.sleep(_POLL_S)
-        self._ask(lambda: self.store.compare_set(_BROKEN, "", str(error)))
+        kind = _LATE if isinstance(error, TransferTimeout) else _LOST
+        self._ask(lambda: self.store.compare_set(_BROKEN, "", f"{kind} {error}"))
         first = self.reported()
-        return error if first in {None, str(error)} else TransferError(first)
+        return error if first is None or str(first) == str(error) else first
 
-    def reported(self) -> str | None:
-        """Return what broke the group, as its first witness told it."""
-        return self._read(_BROKEN)
+    def reported(self) -> TransferError | None:
+        """Return what broke the group, as its first witness told it: a timeout is one here, too."""
+        told = self._read(_BROKEN)
+        if told is None:
+            return None
+        kind, _, text = told.partition(" ")
+        return TransferTimeout(text) if kind == _LATE else TransferError(text)
 
     def end(self) -> None:
         """Have the store's own process ask it nothing more: no thread does when this returns."""
