@@ -62,8 +62,9 @@ def pair(trainers: Host, host: Host, apply: str, road: str) -> Iterator[Pair]:
     receiver = host.receiver("http", apply=apply, model="tied")
     trainers.run(aging.begin, [receiver.url, road])
     try:
-        yield Pair(trainers, receiver)
-        receiver.reading()
+        made = Pair(trainers, receiver)
+        yield made
+        assert receiver.reading() == made.updates
     finally:
         trainers.run(aging.end)
 
