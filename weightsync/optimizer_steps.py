@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from types import CodeType
+from types import CodeType, FrameType
 from typing import Any
 
 import torch
@@ -101,7 +102,7 @@ def _running_elsewhere() -> list[torch.optim.Optimizer]:
     """Return who steps in other threads; forgets steps that ended by an exception."""
     if not _running:
         return []
-    frames = sys._current_frames()
+    frames = _current_frames()
     for (thread, number), (_, code) in list(_running.items()):
         frame = frames.get(thread)
         while frame is not None and frame.f_code is not code:
@@ -110,6 +111,23 @@ def _running_elsewhere() -> list[torch.optim.Optimizer]:
             del _running[thread, number]
     own = threading.get_ident()
     return [optimizer for (thread, _), (optimizer, _) in list(_running.items()) if thread != own]
+
+
+def _current_frames() -> dict[int, FrameType]:
+    """Return the innermost frame of every thread.
+
+    Until CPython 3.12, `sys._current_frames` makes frame objects under the interpreter's own lock.
+    A collection that begins there and frees a tensor lets the GIL go, and waits for ever for a
+    thread that begins another and wants that lock (python/cpython#106883). So nothing is collected
+    meanwhile.
+    """
+    if sys.version_info >= (3, 12) or not gc.isenabled():
+        return sys._current_frames()
+    gc.disable()
+    try:
+        return sys._current_frames()
+    finally:
+        gc.enable()
 
 
 def _steps_itself() -> bool:

@@ -1,0 +1,33 @@
+"""Which optimizers step now, found out without a risk to the process."""
+
+from __future__ import annotations
+
+import gc
+import sys
+from types import FrameType
+
+import pytest
+
+from weightsync import optimizer_steps
+
+
+@pytest.mark.skipif(sys.version_info >= (3, 12), reason="there nothing is collected in the call")
+@pytest.mark.parametrize("enabled", [True, False])
+def test_nothing_is_collected_while_frames_are_made(
+    monkeypatch: pytest.MonkeyPatch, enabled: bool
+) -> None:
+    found: list[bool] = []
+
+    def frames() -> dict[int, FrameType]:
+        found.append(gc.isenabled())
+        raise RuntimeError("no frames")
+
+    monkeypatch.setattr(sys, "_current_frames", frames)
+    if not enabled:
+        gc.disable()
+    try:
+        with pytest.raises(RuntimeError, match="no frames"):
+            optimizer_steps._current_frames()
+        assert (found, gc.isenabled()) == ([False], enabled)
+    finally:
+        gc.enable()
