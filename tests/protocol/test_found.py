@@ -179,6 +179,32 @@ def test_a_start_that_came_late_to_a_new_instance_is_ended_by_its_own_sender() -
     world.end()
 
 
+def test_a_start_that_came_late_does_not_outlive_its_dead_sender_whom_others_committed() -> None:
+    """It is not PREPARED, so it cannot be finished as it is elsewhere."""
+    world, dying, sender = connected(["staged", "in_place"], packed=False)
+    dying.fill()
+    with sender.update() as update:
+        update.send([(name, tensor.detach()) for name, tensor in dying.model.named_parameters()])
+    member = world.fleet[0]
+    kinds = (InitRequest, StartRequest)
+    late = [m for m in world.messages[member.name] if isinstance(m, kinds)]
+    member.restart()
+    for request in late:
+        with suppress(ws.ConfigError):  # the first only asks who is there
+            member.receiver.dispatch(request)
+    dying.bury()
+    dying.dead = True
+    before = world.statuses()
+    assert before[0].orphaned
+    assert (before[0].state, before[0].update_id) == ("UPDATING", before[1].last_finished)
+    following = Trainer(world, packed=True, drops=False)
+    world.trainers.append(following)
+    following.connect(SHORT_S)
+    following.note_segments()
+    world.check_taken_over(before)
+    the_next_update_reaches_all(world, following)
+
+
 def test_all_who_forgot_the_sender_are_met_again_at_once() -> None:
     """One refusal ends the update before the others have answered."""
     world, trainer, _ = connected(["staged", "staged", "staged"], packed=True)

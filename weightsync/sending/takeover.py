@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from weightsync.errors import TransportError
 from weightsync.sending.fleet import Answer, Fleet, Member, failures, raise_first
-from weightsync.wire.messages import AbortRequest, FinishRequest, Request, StatusRequest
+from weightsync.wire.messages import AbortRequest, FinishRequest, StatusRequest
 
 logger = logging.getLogger(__name__)
 
@@ -16,28 +16,40 @@ def end_orphans(fleet: Fleet, answers: Sequence[Answer], timeout_s: float) -> li
     """End the open updates of dead senders; return the versions that receivers hold then.
 
     `answers` are what the fleet said when it was met. An update that anyone has committed is
-    finished everywhere, any other is aborted. Raises the error of one that is out of reach; any
-    other means that the update is over there, and the next one heals what it left.
+    finished wherever it is PREPARED; what is not, and any other update, is aborted: a late message
+    may have begun a committed one anew. Raises the error of one that is out of reach; any other
+    means that the update is over there, and the next one heals what it left.
     """
     orphans = {a.status.update_id for a in answers if a.status.orphaned and a.status.update_id}
     versions: list[int] = []
     for update_id in orphans:
         committed = any(a.status.last_finished == update_id for a in answers)
-        holders = [a.member for a in answers if a.status.update_id == update_id]
-        end = "finished" if committed else "aborted"
-        logger.warning("update %s of a dead sender is %s", update_id, end)
-        request: Request = (
-            FinishRequest(update_id=update_id)
-            if committed
-            else AbortRequest(update_id=update_id, reason="its sender died")
-        )
-        done = fleet.ask(request, timeout_s=timeout_s, members=holders)
-        lost = [answer for answer in done if isinstance(answer.error, TransportError)]
-        raise_first(lost, f"ending update {update_id} of a dead sender")
-        for answer in failures(done):
-            logger.warning("%s has ended it otherwise: %s", answer.member.target, answer.error)
-        versions += [answer.step.version for answer in done if answer.error is None]
+        ends: dict[bool, list[Member]] = {True: [], False: []}
+        for answer in answers:
+            if answer.status.update_id == update_id:
+                ends[committed and answer.status.state == "PREPARED"].append(answer.member)
+        finish = FinishRequest(update_id=update_id)
+        abort = AbortRequest(update_id=update_id, reason="its sender died")
+        versions += _end(fleet, finish, ends[True], timeout_s)
+        versions += _end(fleet, abort, ends[False], timeout_s)
     return versions
+
+
+def _end(
+    fleet: Fleet, request: FinishRequest | AbortRequest, members: list[Member], timeout_s: float
+) -> list[int]:
+    """End a dead sender's update at those who hold it; return the versions that they have then."""
+    if not members:
+        return []
+    update_id = request.update_id
+    end = "finished" if isinstance(request, FinishRequest) else "aborted"
+    logger.warning("update %s of a dead sender is %s", update_id, end)
+    done = fleet.ask(request, timeout_s=timeout_s, members=members)
+    lost = [answer for answer in done if isinstance(answer.error, TransportError)]
+    raise_first(lost, f"ending update {update_id} of a dead sender")
+    for answer in failures(done):
+        logger.warning("%s has ended it otherwise: %s", answer.member.target, answer.error)
+    return [answer.step.version for answer in done if answer.error is None]
 
 
 def end_others(fleet: Fleet, answers: Sequence[Answer], timeout_s: float) -> bool:
