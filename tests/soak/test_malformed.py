@@ -38,7 +38,7 @@ from weightsync.wire.messages import CALLS, ShutdownRequest
 from weightsync.wire.offers import ManifestMessage, SegmentHandle
 
 BATCH = 1_000
-LEASE_S = 0.2
+LEASE_S = 2.0
 TOKEN = "0123456789abcdef" * 2
 
 
