@@ -23,7 +23,8 @@ TIDY = """
 import pathlib, time
 try:
     print("up", flush=True)
-    time.sleep(600)
+    while True:
+        time.sleep(0.1)  # a signal that comes just before a long one would wait for its end
 finally:
     pathlib.Path("tidied").touch()
 """
