@@ -9,6 +9,7 @@ import pytest
 import weightsync as ws
 from tests.protocol.trainers import Death, Offering, Trainer
 from tests.protocol.world import SHORT_S, Apply, World
+from weightsync.testing.fleet import FleetMember
 from weightsync.wire.messages import InitRequest, ShutdownRequest, StartRequest, UpdateRequest
 
 pytestmark = pytest.mark.usefixtures("shm_clean")
@@ -22,6 +23,16 @@ def connected(applies: list[Apply], *, packed: bool) -> tuple[World, Trainer, ws
     trainer.connect(SHORT_S)
     assert trainer.sender is not None
     return world, trainer, trainer.sender
+
+
+def a_start_comes_late(world: World, member: FleetMember) -> None:
+    """The member is started again, and gets the inits and starts that it had once more."""
+    kinds = (InitRequest, StartRequest)
+    late = [m for m in world.messages[member.name] if isinstance(m, kinds)]
+    member.restart()
+    for request in late:
+        with suppress(ws.ConfigError):  # the first only asks who is there
+            member.receiver.dispatch(request)
 
 
 def the_next_update_reaches_all(world: World, trainer: Trainer) -> None:
@@ -166,12 +177,7 @@ def test_a_start_that_came_late_to_a_new_instance_is_ended_by_its_own_sender() -
     with suppress(ZeroDivisionError), sender.update():
         raise ZeroDivisionError
     member = world.fleet[0]
-    kinds = (InitRequest, StartRequest)
-    late = [m for m in world.messages[member.name] if isinstance(m, kinds)]
-    member.restart()
-    for request in late:
-        with suppress(ws.ConfigError):  # the first only asks who is there
-            member.receiver.dispatch(request)
+    a_start_comes_late(world, member)
     assert member.receiver.status().state == "UPDATING"
     version = sender.send_weights().version
     for other in world.fleet:
@@ -185,13 +191,7 @@ def test_a_start_that_came_late_does_not_outlive_its_dead_sender_whom_others_com
     dying.fill()
     with sender.update() as update:
         update.send([(name, tensor.detach()) for name, tensor in dying.model.named_parameters()])
-    member = world.fleet[0]
-    kinds = (InitRequest, StartRequest)
-    late = [m for m in world.messages[member.name] if isinstance(m, kinds)]
-    member.restart()
-    for request in late:
-        with suppress(ws.ConfigError):  # the first only asks who is there
-            member.receiver.dispatch(request)
+    a_start_comes_late(world, world.fleet[0])
     dying.bury()
     dying.dead = True
     before = world.statuses()

@@ -7,6 +7,7 @@ import sys
 from types import FrameType
 
 import pytest
+import torch
 
 from weightsync import optimizer_steps
 
@@ -23,11 +24,14 @@ def test_nothing_is_collected_while_frames_are_made(
         raise RuntimeError("no frames")
 
     monkeypatch.setattr(sys, "_current_frames", frames)
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))])
+    running = {(0, id(optimizer)): (optimizer, frames.__code__)}
+    monkeypatch.setattr(optimizer_steps, "_running", running)
     if not enabled:
         gc.disable()
     try:
         with pytest.raises(RuntimeError, match="no frames"):
-            optimizer_steps._current_frames()
+            optimizer_steps.StepWindow()
         assert (found, gc.isenabled()) == ([False], enabled)
     finally:
         gc.enable()

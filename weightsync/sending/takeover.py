@@ -24,14 +24,13 @@ def end_orphans(fleet: Fleet, answers: Sequence[Answer], timeout_s: float) -> li
     versions: list[int] = []
     for update_id in orphans:
         committed = any(a.status.last_finished == update_id for a in answers)
-        ends: dict[bool, list[Member]] = {True: [], False: []}
-        for answer in answers:
-            if answer.status.update_id == update_id:
-                ends[committed and answer.status.state == "PREPARED"].append(answer.member)
+        holders = [a for a in answers if a.status.update_id == update_id]
+        prepared = [a.member for a in holders if committed and a.status.state == "PREPARED"]
+        others = [a.member for a in holders if a.member not in prepared]
         finish = FinishRequest(update_id=update_id)
         abort = AbortRequest(update_id=update_id, reason="its sender died")
-        versions += _end(fleet, finish, ends[True], timeout_s)
-        versions += _end(fleet, abort, ends[False], timeout_s)
+        versions += _end(fleet, finish, prepared, timeout_s)
+        versions += _end(fleet, abort, others, timeout_s)
     return versions
 
 
