@@ -41,8 +41,7 @@ class Terms:
     """What a sender asks for when it starts an update.
 
     `version` None means one more than the version held. `base_version` is looked at only for
-    `partial` updates. `weights_id` names what is sent; empty, the update's id does. `staged` is
-    the receiver's own choice: weights land beside those in use.
+    `partial` updates. `weights_id` names what is sent; empty, the update's id does.
     """
 
     update_id: str
@@ -51,7 +50,6 @@ class Terms:
     base_version: int | None = None
     partial: bool = False
     rewind: bool = False
-    staged: bool = True
     weights_id: str = ""
 
 

@@ -268,7 +268,6 @@ class WeightReceiver:
             status=self.status(),
             road=info.road if info else None,
             ring=self._updates.peers.host_ring(info.sender) if info else None,
-            takes_pieces=not isinstance(self.sink, HookSink),
         )
 
     def _check_open(self) -> None:

@@ -100,10 +100,6 @@ class VllmSink(WeightSink):
         """The whole stream is kept aside, by every worker, before it is cut into shards."""
         return plan.nbytes
 
-    def commits_in_place(self) -> bool:
-        """Commit loads the model, which may fail half way."""
-        return True
-
     def checksums(self, names: Iterable[str] | None = None) -> dict[str, str]:
         """Return mix64 of what this worker computes with, by vLLM's names, packed or not."""
         refuse_asleep("weight_checker")

@@ -24,7 +24,6 @@ from weightsync.sending.commands import Offers, Open, Places, Probe, Withdraw
 from weightsync.sending.ensemble import Ensemble
 from weightsync.sending.feeder import RELAY_PLACE
 from weightsync.sending.fleet import Answer, Fleet, Member, failures, raise_first
-from weightsync.sending.init_calls import ask_init
 from weightsync.sending.placement import Way, settle, ways
 from weightsync.sending.rendezvous import Rendezvous, host_of
 from weightsync.wire.messages import InitRequest, ShutdownRequest
@@ -303,7 +302,11 @@ class Roads:
         )
 
     def _init(self, inits: dict[Member, IpcInit]) -> list[Answer]:
-        answers = ask_init(self._fleet, inits, timeout_s=self._options.timeout_s)
+        answers = self._fleet.ask(
+            lambda member: InitRequest(init_info=inits[member]),
+            timeout_s=self._options.timeout_s,
+            members=list(inits),
+        )
         for i, answer in enumerate(answers):
             if answer.error is None:
                 answers[i] = _same_instance(answer)

@@ -60,10 +60,6 @@ class HookSink(WeightSink):
         """Return the bytes of the clones that `call` makes when it is given all of a manifest."""
         return sum(spec.nbytes for spec in manifest.specs) if self.keeps_views else 0
 
-    def commits_in_place(self) -> bool:
-        """The hook runs in commit."""
-        return True
-
     def call(self, pairs: Sequence[NamedTensor]) -> set[str] | None:
         """Call the hook; return the names it says it loaded, or None when it says nothing."""
         given = [(n, t.clone()) for n, t in pairs] if self.keeps_views else list(pairs)

@@ -122,10 +122,6 @@ class WeightSink(ABC):
         """
         return 0
 
-    def commits_in_place(self) -> bool:
-        """Whether `commit` itself can fail half way, so that its failure leaves the sink TORN."""
-        return False
-
     def checksums(self, names: Iterable[str] | None = None) -> dict[str, str]:
         """Return mix64 of the weights in use, aliases included. Raises ConfigError if unknown."""
         raise ConfigError(

@@ -335,8 +335,6 @@ class InitReply(Message, frozen=True, kw_only=True):
     status: Status
     road: str | None = None
     ring: HostRing | None = None
-    takes_pieces: bool = True
-    extra_nbytes: int = 0
 
 
 class StepReply(Message, frozen=True, kw_only=True):
