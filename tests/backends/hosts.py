@@ -12,31 +12,24 @@ import queue
 import signal
 import threading
 import time
-import uuid
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack, contextmanager, suppress
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import msgspec
 import torch
 
 import weightsync as ws
-import weightsync.receiver
-from tests.backends.exact_wire import carried, in_place_of_nccl
 from tests.children import CONTEXT, load_beforehand
-from weightsync.backends import nccl_wire
-from weightsync.backends.data_group import Staging
 from weightsync.backends.distributed import member_init, place_on
 from weightsync.backends.distributed_sender import Chain, RingFeed
 from weightsync.backends.ipc_sender import READER_PLACES, IpcOptions, IpcTrainerEngine
-from weightsync.samehost.device_keys import host_key
 from weightsync.samehost.heartbeat import beating
 from weightsync.samehost.segment import live_segments, remove_leftovers
-from weightsync.weights.sink import WeightSink
 from weightsync.weights.source import ModuleSource, NamedTensors
 from weightsync.wire import codec
 from weightsync.wire.messages import (
@@ -55,7 +48,6 @@ from weightsync.wire.problem import Problem, encode_problem, from_problem, to_pr
 WAIT_S = 60.0
 FEED_PLACE = READER_PLACES - 1
 BUCKET_NBYTES = 64 << 10
-Data = Literal["gloo", "nccl"]
 
 load_beforehand("tests.backends.hosts")
 
@@ -149,13 +141,11 @@ class Party:
         timeout_s: float = WAIT_S / 2,
         num_buckets: int = 4,
         address: str = "127.0.0.1",
-        data: Data = "gloo",
     ) -> None:
         self.hosts = [list(host) for host in hosts]
         self.model = Model()
         self._timeout_s = timeout_s
         self._address = address
-        self._staging = Staging(BUCKET_NBYTES, torch.device("cpu")) if data == "nccl" else None
         self.engine = IpcTrainerEngine(
             ModuleSource(self.model),
             IpcOptions(
@@ -185,7 +175,6 @@ class Party:
             names,
             epoch=self.epoch,
             timeout_s=self._timeout_s,
-            staging=self._staging,
         )
         self.chain = chain
         members = [host[0] for host in self.hosts]
@@ -316,27 +305,20 @@ class _Watched:
 
 
 @contextmanager
-def workers(*hosts: int, hook: bool = False, data: Data = "gloo") -> Iterator[list[list[Worker]]]:
-    """Start `hosts[i]` workers for each host; all end with the block.
-
-    With `nccl` this process and the workers have the stand-in for NCCL.
-    """
+def workers(*hosts: int, hook: bool = False) -> Iterator[list[list[Worker]]]:
+    """Start `hosts[i]` workers for each host; all end with the block."""
     with ExitStack() as stack:
-        if data == "nccl":
-            stack.enter_context(in_place_of_nccl())
         yield [
-            [stack.enter_context(_worker(f"h{i}w{k}", hook=hook, data=data)) for k in range(count)]
+            [stack.enter_context(_worker(f"h{i}w{k}", hook=hook)) for k in range(count)]
             for i, count in enumerate(hosts)
         ]
 
 
 @contextmanager
-def strangers(
-    *hosts: int, hook: bool = False, data: Data = "gloo", **options: Any
-) -> Iterator[Party]:
+def strangers(*hosts: int, hook: bool = False, **options: Any) -> Iterator[Party]:
     """Workers on `len(hosts)` hosts, and a sender that has not built a group with them."""
-    with workers(*hosts, hook=hook, data=data) as started:
-        made = Party(started, data=data, **options)
+    with workers(*hosts, hook=hook) as started:
+        made = Party(started, **options)
         try:
             yield made
         finally:
@@ -353,9 +335,9 @@ def party(*hosts: int, **options: Any) -> Iterator[Party]:
 
 
 @contextmanager
-def _worker(name: str, *, hook: bool, data: Data) -> Iterator[Worker]:
+def _worker(name: str, *, hook: bool) -> Iterator[Worker]:
     parent, child = CONTEXT.Pipe()
-    process = CONTEXT.Process(target=_work, args=(child, hook, data), name=name)
+    process = CONTEXT.Process(target=_work, args=(child, hook), name=name)
     process.start()
     child.close()
     try:
@@ -399,7 +381,7 @@ class _Work:
         self.delay_s = argument.get("delay_s", 0.0)
         self.raise_at = int(argument.get("raise_at", -1))
 
-    def answer(self, what: str, argument: Any) -> object:  # noqa: PLR0911  # a line each
+    def answer(self, what: str, argument: Any) -> object:  # a line each
         match what:
             case "handle":
                 return self.receiver.handle(argument)
@@ -411,11 +393,6 @@ class _Work:
                 return footprint()
             case "mapped":
                 return mapped()
-            case "carried":
-                return carried
-            case "refuse":
-                nccl_wire.why_not = lambda: argument
-                return None
             case "behave":
                 self.behave(argument)
                 return None
@@ -440,20 +417,10 @@ def footprint() -> dict[str, int]:
     }
 
 
-def _work(pipe: Connection, hook: bool, data: Data) -> None:
+def _work(pipe: Connection, hook: bool) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     torch.set_num_threads(1)
-    if data == "gloo":
-        _serve(pipe, _Work(hook=hook))
-        return
-    gpu = f"GPU-{uuid.uuid4()}"
-
-    def device_keys(sink: WeightSink) -> list[str]:
-        return [gpu, host_key()]
-
-    weightsync.receiver.device_keys = device_keys
-    with in_place_of_nccl():
-        _serve(pipe, _Work(hook=hook))
+    _serve(pipe, _Work(hook=hook))
 
 
 def _serve(pipe: Connection, work: _Work) -> None:

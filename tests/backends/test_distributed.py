@@ -16,7 +16,6 @@ from msgspec.structs import replace
 import weightsync as ws
 from tests.backends.hosts import (
     BUCKET_NBYTES,
-    Data,
     Model,
     Party,
     footprint,
@@ -39,9 +38,6 @@ pytestmark = pytest.mark.usefixtures("shm_clean")
 SHORT_S = 3.0
 ROOM_S = 4 * SHORT_S
 """A fault is told within the timeout; the rest is for slow machines."""
-
-both = pytest.mark.parametrize("data", ["gloo", "nccl"])
-"""With `nccl`, a stand-in for its driver edge carries the chunks: see `exact_wire`."""
 
 
 def check_all_hold(party: Party) -> None:
@@ -70,9 +66,8 @@ def told(failed: list[BaseException]) -> str:
 
 
 @pytest.mark.parametrize("hosts", [(1,), (2,), (1, 2), (1, 1, 2)])
-@both
-def test_every_worker_gets_every_bit(hosts: tuple[int, ...], data: Data) -> None:
-    with party(*hosts, data=data) as fleet:
+def test_every_worker_gets_every_bit(hosts: tuple[int, ...]) -> None:
+    with party(*hosts) as fleet:
         for seed in range(3):
             fleet.model.fill(seed)
             assert fleet.send(verify=seed != 1) == []
@@ -80,9 +75,8 @@ def test_every_worker_gets_every_bit(hosts: tuple[int, ...], data: Data) -> None
 
 
 @pytest.mark.parametrize("num_buckets", [1, 2])
-@both
-def test_few_buckets_are_enough(num_buckets: int, data: Data) -> None:
-    with party(1, 2, num_buckets=num_buckets, data=data) as fleet:
+def test_few_buckets_are_enough(num_buckets: int) -> None:
+    with party(1, 2, num_buckets=num_buckets) as fleet:
         send_well(fleet, 1)
         send_well(fleet, 2)
 
@@ -92,9 +86,8 @@ def test_over_ipv6() -> None:
         send_well(fleet, 1)
 
 
-@both
-def test_a_subset_travels_with_a_manifest_of_its_own(data: Data) -> None:
-    with party(1, 2, data=data) as fleet:
+def test_a_subset_travels_with_a_manifest_of_its_own() -> None:
+    with party(1, 2) as fleet:
         send_well(fleet, 1)
         fleet.model.fill(2)
         names = ["large", "layers.3.weight", "nothing", "scale"]
@@ -107,20 +100,18 @@ def test_a_subset_travels_with_a_manifest_of_its_own(data: Data) -> None:
         send_well(fleet, 3)
 
 
-@both
-def test_an_update_without_bytes(data: Data) -> None:
-    with party(1, 1, data=data) as fleet:
+def test_an_update_without_bytes() -> None:
+    with party(1, 1) as fleet:
         assert fleet.send(pairs=[("nothing", torch.zeros(0, 3))]) == []
         send_well(fleet, 1)
 
 
-@both
-def test_an_update_given_up_in_the_middle_leaves_the_group_usable(data: Data) -> None:
+def test_an_update_given_up_in_the_middle_leaves_the_group_usable() -> None:
     def stop(chunk: int) -> None:
         if chunk == 5:
             raise ws.TransferError("enough")
 
-    with party(1, 2, data=data) as fleet:
+    with party(1, 2) as fleet:
         send_well(fleet, 1)
         before = fleet.model.content()
         fleet.model.fill(2)
@@ -133,11 +124,8 @@ def test_an_update_given_up_in_the_middle_leaves_the_group_usable(data: Data) ->
 
 
 @pytest.mark.parametrize("culprit", [(0, 0), (1, 1)])
-@both
-def test_a_worker_that_raises_ends_the_update_and_not_the_group(
-    culprit: tuple[int, int], data: Data
-) -> None:
-    with party(1, 2, hook=True, timeout_s=SHORT_S, data=data) as fleet:
+def test_a_worker_that_raises_ends_the_update_and_not_the_group(culprit: tuple[int, int]) -> None:
+    with party(1, 2, hook=True, timeout_s=SHORT_S) as fleet:
         send_well(fleet, 1)
         bad = fleet.hosts[culprit[0]][culprit[1]]
         bad.ask("behave", {"raise_at": 3})
@@ -150,16 +138,14 @@ def test_a_worker_that_raises_ends_the_update_and_not_the_group(
         send_well(fleet, 2)
 
 
-@both
-def test_a_slow_worker_is_waited_for(data: Data) -> None:
-    with party(1, 2, hook=True, num_buckets=2, data=data) as fleet:
+def test_a_slow_worker_is_waited_for() -> None:
+    with party(1, 2, hook=True, num_buckets=2) as fleet:
         fleet.hosts[1][1].ask("behave", {"delay_s": 0.1})
         send_well(fleet, 1)
 
 
-@both
-def test_a_member_that_gets_no_message_delays_nobody_for_long(data: Data) -> None:
-    with party(1, 1, timeout_s=SHORT_S, data=data) as fleet:
+def test_a_member_that_gets_no_message_delays_nobody_for_long() -> None:
+    with party(1, 1, timeout_s=SHORT_S) as fleet:
         fleet.model.fill(1)
         started = time.monotonic()
         fleet.send(silent=[fleet.hosts[0][0]], stop_after_s=SHORT_S / 10)
@@ -168,9 +154,8 @@ def test_a_member_that_gets_no_message_delays_nobody_for_long(data: Data) -> Non
 
 
 @pytest.mark.parametrize("victim", [0, 1, 2])
-@both
-def test_a_killed_member_is_named_and_the_others_go_on(victim: int, data: Data) -> None:
-    with party(1, 1, 1, timeout_s=SHORT_S, data=data) as fleet:
+def test_a_killed_member_is_named_and_the_others_go_on(victim: int) -> None:
+    with party(1, 1, 1, timeout_s=SHORT_S) as fleet:
         send_well(fleet, 1)
         dead = fleet.hosts[victim][0]
 
@@ -190,9 +175,8 @@ def test_a_killed_member_is_named_and_the_others_go_on(victim: int, data: Data) 
 
 
 @pytest.mark.parametrize("victim", [0, 1, 2])
-@both
-def test_a_member_that_stands_still_is_named(victim: int, data: Data) -> None:
-    with party(1, 1, 1, timeout_s=SHORT_S, data=data) as fleet:
+def test_a_member_that_stands_still_is_named(victim: int) -> None:
+    with party(1, 1, 1, timeout_s=SHORT_S) as fleet:
         send_well(fleet, 1)
         stopped = fleet.hosts[victim][0]
 
@@ -253,9 +237,8 @@ def test_a_member_of_an_earlier_epoch_stays_out() -> None:
             fleet.close()
 
 
-@both
-def test_a_flipped_bit_is_found(data: Data) -> None:
-    with party(1, 2, data=data) as fleet:
+def test_a_flipped_bit_is_found() -> None:
+    with party(1, 2) as fleet:
         send_well(fleet, 1)
         before = fleet.model.content()
         fleet.model.fill(2)
@@ -273,9 +256,8 @@ def test_a_flipped_bit_is_found(data: Data) -> None:
 
 
 @pytest.mark.parametrize("nbytes", [-64, 1 << 40])
-@both
 def test_a_head_that_lies_ends_the_update_and_no_process(
-    monkeypatch: pytest.MonkeyPatch, nbytes: int, data: Data
+    monkeypatch: pytest.MonkeyPatch, nbytes: int
 ) -> None:
     fill = Head.fill
 
@@ -284,7 +266,7 @@ def test_a_head_that_lies_ends_the_update_and_no_process(
             said["nbytes"] += nbytes
         fill(self, *args, **said)
 
-    with party(1, 2, timeout_s=SHORT_S, data=data) as fleet:
+    with party(1, 2, timeout_s=SHORT_S) as fleet:
         send_well(fleet, 1)
         before = fleet.model.content()
         with monkeypatch.context() as patched:
@@ -297,11 +279,10 @@ def test_a_head_that_lies_ends_the_update_and_no_process(
         send_well(fleet, 3)
 
 
-@both
-def test_twenty_groups_one_after_another_leave_nothing_behind(data: Data) -> None:
+def test_twenty_groups_one_after_another_leave_nothing_behind() -> None:
     gc.collect()  # what earlier tests dropped must not go in the middle of this one
     others = set(mapped())
-    with party(1, 2, data=data) as fleet:
+    with party(1, 2) as fleet:
         send_well(fleet, 0)
 
         def prints() -> list[dict[str, int]]:

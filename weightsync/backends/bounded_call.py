@@ -29,10 +29,6 @@ class BoundedCall(Generic[T]):
         """Whether it still waits."""
         return self._thread.is_alive()
 
-    def wait(self, timeout_s: float) -> None:
-        """Return when it does not wait any more, or after `timeout_s`."""
-        self._thread.join(timeout_s)
-
     def result(self, timeout_s: float | None) -> T:
         """Return what the call returns, or raise what it raises; TimeoutError after `timeout_s`."""
         self._thread.join(timeout_s)

@@ -18,10 +18,9 @@ import torch
 from weightsync.backends.base import Check
 from weightsync.backends.chain_head import Head, patience_s
 from weightsync.backends.chain_onward import Onward
-from weightsync.backends.data_group import DataGroup, Transit
 from weightsync.backends.intake import Intake
 from weightsync.backends.interpreter_exit import end_at_exit
-from weightsync.backends.private_group import HEADS, Meeting, PrivateGroup
+from weightsync.backends.private_group import HEADS, Meeting, Pending, PrivateGroup, data_lane
 from weightsync.errors import ProtocolError, TransferError, TransferTimeout, WeightSyncError
 from weightsync.samehost.heartbeat import Heartbeat
 from weightsync.samehost.ring import NETWORK, Control, RingWriter
@@ -47,7 +46,7 @@ class _Arrival:
     memory: torch.Tensor
     place: int
     intake: Intake | None
-    pending: Transit
+    pending: Pending
 
 
 class Link:
@@ -57,7 +56,6 @@ class Link:
         self,
         meeting: Meeting,
         group: PrivateGroup,
-        data: DataGroup,
         info: GroupInfo,
         control: Control,
         slots: Sequence[torch.Tensor],
@@ -66,7 +64,6 @@ class Link:
         self.failure: WeightSyncError | None = None
         self._meeting = meeting
         self._group = group
-        self._data = data
         self._rank = info.rank
         self._size = len(info.members)
         self._members = info.members
@@ -75,11 +72,11 @@ class Link:
         self._writer = RingWriter(control, pace=NETWORK)
         self._slots = list(slots)
         self._slot_nbytes = slots[0].numel()
-        self._depth = min(_IN_FLIGHT, data.depth, len(slots))
+        self._depth = min(_IN_FLIGHT, len(slots))
         self._scratch: list[torch.Tensor] = []
         room = runs_per_chunk(self._slot_nbytes, run_nbytes)
         self._heads = [Head(room) for _ in range(_HEADS)]
-        self._onward = Onward(group, data, info, self._cut_off)
+        self._onward = Onward(group, info, self._cut_off)
         self._arriving: deque[_Arrival] = deque()
         self._changed = threading.Condition()
         self._wanted: Intake | None = None
@@ -124,7 +121,7 @@ class Link:
         with self._changed:
             self._closing = True
             self._changed.notify_all()
-        self._sever()
+        self._group.sever()
         self._heartbeat.close(max(0.0, deadline - time.monotonic()))
         self._thread.join(max(0.0, deadline - time.monotonic()))
 
@@ -152,12 +149,7 @@ class Link:
             self._shown = signs
             self._meeting.show(self._rank, signs)
 
-    def _sever(self) -> None:
-        self._data.sever()
-        self._group.sever()
-
     def _let_go(self, free: Callable[[], None]) -> None:
-        self._data.close()
         self._group.close()
         self._slots.clear()
         self._scratch.clear()
@@ -205,7 +197,7 @@ class Link:
                     intake.fail(error)
         self._arriving.clear()
         self._onward.forget_chunks()
-        self._sever()
+        self._group.sever()
 
     def _handle(self, head: Head) -> None:
         if head.epoch != self._epoch:
@@ -228,8 +220,9 @@ class Link:
         """Make the next chunk's room known to the rank before."""
         place = self._place(head)
         buffer = self._slots[place] if place >= 0 else self._scratch[-place - 1]
+        # All of it: Gloo ends the process of whoever is sent more than it waits for.
         pending = self._receive(
-            lambda: self._data.receive(buffer, head.nbytes, self._rank - 1, head.chunk)
+            lambda: self._group.receive(buffer, self._rank - 1, data_lane(head.chunk))
         )
         self._arriving.append(
             _Arrival(
@@ -365,19 +358,19 @@ class Link:
         self._current = None
         intake.done.set()
 
-    def _post_head(self, turn: int) -> Transit:
+    def _post_head(self, turn: int) -> Pending:
         index = turn % _HEADS
         self._onward.settle_head(index)
         buffer = self._heads[index].buffer
         return self._receive(lambda: self._group.receive(buffer, self._rank - 1, HEADS))
 
-    def _receive(self, receive: Callable[[], Transit]) -> Transit:
+    def _receive(self, receive: Callable[[], Pending]) -> Pending:
         try:
             return receive()
         except TransferError as exc:
             raise self._lost(exc) from exc
 
-    def _from_before(self, pending: Transit, timeout_s: float | None = None) -> None:
+    def _from_before(self, pending: Pending, timeout_s: float | None = None) -> None:
         try:
             pending.wait(timeout_s)
         except TransferError as exc:

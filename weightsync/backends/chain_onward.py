@@ -7,8 +7,7 @@ from collections.abc import Callable
 import torch
 
 from weightsync.backends.chain_head import patience_s
-from weightsync.backends.data_group import DataGroup, Transit
-from weightsync.backends.private_group import HEADS, PrivateGroup
+from weightsync.backends.private_group import HEADS, Pending, PrivateGroup, data_lane
 from weightsync.errors import TransferError
 from weightsync.wire.offers import GroupInfo
 
@@ -22,18 +21,16 @@ class Onward:
     def __init__(
         self,
         group: PrivateGroup,
-        data: DataGroup,
         info: GroupInfo,
         cut_off: Callable[[TransferError], None],
     ) -> None:
         self._group = group
-        self._data = data
         self._next = info.rank + 1
         self._sends = self._next < len(info.members)
         self._patience_s = patience_s(info.timeout_s, info.rank, len(info.members))
         self._cut_off = cut_off
-        self._heads: dict[int, Transit] = {}
-        self._chunks: dict[int, Transit] = {}
+        self._heads: dict[int, Pending] = {}
+        self._chunks: dict[int, Pending] = {}
 
     def send_head(self, index: int, buffer: torch.Tensor) -> None:
         """Send a head; `buffer` is in use until `settle_head`."""
@@ -41,7 +38,9 @@ class Onward:
 
     def send(self, place: int, memory: torch.Tensor, chunk: int) -> None:
         """Send a chunk, `uint8[nbytes]`; `memory` is in use until `settle`."""
-        self._send(self._chunks, place, lambda: self._data.send(memory, self._next, chunk))
+        self._send(
+            self._chunks, place, lambda: self._group.send(memory, self._next, data_lane(chunk))
+        )
 
     def settle_head(self, index: int) -> None:
         """Return when this head is sent, or cannot be."""
@@ -72,7 +71,7 @@ class Onward:
         self._chunks.clear()
         self._cut_off = _ignore  # a cycle would keep all of it until the next collection
 
-    def _send(self, sent: dict[int, Transit], key: int, start: Callable[[], Transit]) -> None:
+    def _send(self, sent: dict[int, Pending], key: int, start: Callable[[], Pending]) -> None:
         if not self._sends:
             return
         try:
@@ -80,12 +79,12 @@ class Onward:
         except TransferError as exc:
             self._stop(exc)
 
-    def _settle(self, sent: dict[int, Transit], key: int) -> None:
-        transit = sent.pop(key, None)
-        if transit is None or not self._sends:
+    def _settle(self, sent: dict[int, Pending], key: int) -> None:
+        pending = sent.pop(key, None)
+        if pending is None or not self._sends:
             return
         try:
-            transit.wait(self._patience_s)
+            pending.wait(self._patience_s)
         except TransferError as exc:
             self._stop(exc)
 

@@ -11,8 +11,7 @@ import torch
 
 from weightsync.backends.base import Check
 from weightsync.backends.chain_head import FIRST, Head, HeadStatus
-from weightsync.backends.data_group import DataGroup, Transit
-from weightsync.backends.private_group import HEADS, PrivateGroup
+from weightsync.backends.private_group import HEADS, Pending, PrivateGroup, data_lane
 from weightsync.errors import TransferError, WeightSyncError
 
 _IN_FLIGHT = 3
@@ -57,7 +56,6 @@ class Sending:
     def __init__(
         self,
         group: PrivateGroup,
-        data: DataGroup,
         feed: Feed,
         first: str,
         timeout_s: float,
@@ -69,12 +67,11 @@ class Sending:
         self.stop = threading.Event()
         self.ended = threading.Event()
         self._group = group
-        self._data = data
         self._feed = feed
         self._heads = [Head(feed.fingerprint_room) for _ in range(_IN_FLIGHT + 1)]
         self._first = first
         self._timeout_s = timeout_s
-        self._flying: deque[tuple[int, list[Transit]]] = deque()
+        self._flying: deque[tuple[int, list[Pending]]] = deque()
         self.thread = threading.Thread(target=self._run, name="weightsync-chain", daemon=True)
         self.thread.start()
 
@@ -93,7 +90,7 @@ class Sending:
 
     def _send_all(self) -> None:
         chunks = self._feed.chunks
-        depth = min(_IN_FLIGHT, self._data.depth, self._feed.depth)
+        depth = min(_IN_FLIGHT, self._feed.depth)
         for j, nbytes in enumerate(chunks):
             self._check()
             data, fingerprints = self._feed.take(j, self._check)
@@ -106,7 +103,7 @@ class Sending:
                 nbytes=nbytes,
                 fingerprints=fingerprints,
             )
-            pending: list[Transit] = []
+            pending: list[Pending] = []
             self._flying.append((j, pending))
             pending.append(self._send(head))
             pending.append(self._send_chunk(data, j))
@@ -147,13 +144,13 @@ class Sending:
         head.fill(status, self._feed.epoch)
         self._send(head).wait(self._timeout_s)
 
-    def _send(self, head: Head) -> Transit:
+    def _send(self, head: Head) -> Pending:
         return self._started(lambda: self._group.send(head.buffer, FIRST, HEADS))
 
-    def _send_chunk(self, data: torch.Tensor, chunk: int) -> Transit:
-        return self._started(lambda: self._data.send(data, FIRST, chunk))
+    def _send_chunk(self, data: torch.Tensor, chunk: int) -> Pending:
+        return self._started(lambda: self._group.send(data, FIRST, data_lane(chunk)))
 
-    def _started(self, send: Callable[[], Transit]) -> Transit:
+    def _started(self, send: Callable[[], Pending]) -> Pending:
         """Whatever went wrong: the other end waits for what was not sent, so the group is over."""
         try:
             return send()

@@ -14,7 +14,6 @@ import torch
 
 from weightsync.backends.base import Received, Reception, WeightTransferEngine
 from weightsync.backends.chain_link import Link
-from weightsync.backends.data_group import Staging, data_group
 from weightsync.backends.exported import Probe, Ring
 from weightsync.backends.intake import Intake
 from weightsync.backends.ipc import IpcWeightTransferEngine
@@ -172,14 +171,7 @@ class DistributedWeightTransferEngine(WeightTransferEngine):
         self._lifeline = meeting.lifeline
         meeting.enter(info.rank, info.timeout_s)
         group = PrivateGroup(meeting, info.rank, len(info.members), info.timeout_s)
-        staging = None if info.data == "gloo" else Staging.of(self._keys, init.slot_nbytes)
-        try:
-            data, _ = data_group(meeting, group, info, staging)
-        except BaseException:
-            group.sever()
-            group.close()
-            raise
-        self._link = Link(meeting, group, data, info, control, ring.tensors, init.run_nbytes)
+        self._link = Link(meeting, group, info, control, ring.tensors, init.run_nbytes)
 
 
 def member_init(base: IpcInit, group: GroupInfo) -> DistributedInit:

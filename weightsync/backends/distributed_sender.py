@@ -17,7 +17,6 @@ import torch
 from weightsync.backends.base import Check
 from weightsync.backends.chain_head import FIRST, Head, HeadStatus, patience_s
 from weightsync.backends.chain_sending import Feed, Sending
-from weightsync.backends.data_group import DataGroup, Staging, data_group
 from weightsync.backends.interpreter_exit import end_at_exit
 from weightsync.backends.ipc_sender import IpcTrainerEngine
 from weightsync.backends.private_group import HEADS, Meeting, PrivateGroup
@@ -79,11 +78,10 @@ class RingFeed:
 class Chain:
     """Rank 0 of one private group; `members` names rank 1 and up, for messages.
 
-    `address` is where the members reach this host. With `staging` chunks go by NCCL where that
-    works for all; `no_nccl` says why it does not.
-    The store listens when the constructor returns; `join` completes the group; then, for each
-    update, `start`, and `finish` or `stop`. A chain that is `broken` is closed, and another with a
-    higher `epoch` takes its place. Raises ConnectError when `address` is none of this host.
+    `address` is where the members reach this host. The store listens when the constructor returns;
+    `join` completes the group; then, for each update, `start`, and `finish` or `stop`. A chain that
+    is `broken` is closed, and another with a higher `epoch` takes its place. Raises ConnectError
+    when `address` is none of this host.
     """
 
     def __init__(
@@ -93,7 +91,6 @@ class Chain:
         *,
         epoch: int,
         timeout_s: float,
-        staging: Staging | None = None,
     ) -> None:
         self.epoch = epoch
         self.members = [SENDER, *members]
@@ -101,9 +98,6 @@ class Chain:
         self._meeting: Meeting | None = Meeting.host(address, epoch=epoch, timeout_s=timeout_s)
         self._address, self._port = address, self._meeting.port
         self._group: PrivateGroup | None = None
-        self._data: DataGroup | None = None
-        self._staging = staging
-        self.no_nccl: str | None = None
         self._sending: Sending | None = None
         self._update: int | None = None
         self._looked = self._asked = 0.0
@@ -121,7 +115,6 @@ class Chain:
             rank=rank,
             members=self.members,
             timeout_s=self._timeout_s,
-            data="gloo" if self._staging is None else "nccl",
         )
 
     def join(self) -> None:
@@ -167,13 +160,11 @@ class Chain:
     def start(self, feed: Feed) -> None:
         """Begin to send an update's chunks, in a thread. Raises TransferError when broken."""
         failure = self.failure
-        if self._group is None or self._data is None or failure is not None:
+        if self._group is None or failure is not None:
             raise failure or TransferError("the private group is not joined")
         self._update = feed.epoch
         patience = patience_s(self._timeout_s, 0, len(self.members))
-        self._sending = Sending(
-            self._group, self._data, feed, self.members[FIRST], patience, self._report
-        )
+        self._sending = Sending(self._group, feed, self.members[FIRST], patience, self._report)
 
     def check(self) -> None:
         """Raise what went wrong with the update at work; cheap enough for every wait."""
@@ -235,19 +226,16 @@ class Chain:
         self.end(timeout_s=0.0)
         if self._sending is not None:
             self._settle(self._sending)
-        if self._data is not None:
-            self._data.close()
         if self._group is not None:
             self._group.close()
-        self._group = self._data = None
+        self._group = None
         meeting, self._meeting = self._meeting, None
         if meeting is not None:
             meeting.close()
 
     def _sever(self) -> None:
-        for connections in (self._data, self._group):
-            if connections is not None:
-                connections.sever()
+        if self._group is not None:
+            self._group.sever()
 
     def _say_goodbye(self) -> None:
         """So that no member takes the end of the group for the death of another."""
@@ -275,9 +263,7 @@ class Chain:
                 "reach this address?"
             )
         self._group = PrivateGroup(meeting, 0, size, self._timeout_s)
-        self._data, self.no_nccl = data_group(meeting, self._group, self.info(0), self._staging)
         if self._closed.is_set():
-            self._data.close()
             self._group.close()
             raise TransferError("the private group was closed while its members came together")
 

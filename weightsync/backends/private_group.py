@@ -29,9 +29,6 @@ HEADS = _DATA_LANES
 """A lane is a connection with a thread of Gloo's own. Heads overtake the bytes before them."""
 
 _LANES = _DATA_LANES + 1
-SILENCE = 2 * _LANES + HEADS
-"""A tag of that connection on which nobody ever sends: what waits there learns when it breaks."""
-
 _POLL_S = 0.01
 _BREAK_S = 0.001
 _GRACE_S = 0.3
@@ -196,11 +193,6 @@ class Meeting:
             self.store.set("complete", "")
         return missing
 
-    def another_store(self, timeout_s: float) -> PrefixStore:
-        """Connect to the store once more: a connection is held by whoever waits for a key."""
-        again = _store(self.address, self.port, timeout_s)
-        return PrefixStore(f"weightsync/{self._epoch}", again)
-
     def is_here(self, rank: int) -> bool:
         """Whether `rank` has entered; asked by the store's own process."""
         return self.store.check([f"here/{rank}"])
@@ -213,25 +205,6 @@ class Meeting:
         """Whether `give_up` was called for this update, or the store is gone."""
         over = self._read("over")
         return not self._served() or (over is not None and int(over) >= update)
-
-    def agree(self, topic: str, rank: int, size: int, word: str, timeout_s: float) -> list[str]:
-        """Say a word on a topic, and return everyone's, by rank, once all have said theirs.
-
-        Raises TransferTimeout naming the ranks that said nothing.
-        """
-        self._ask(lambda: self.store.set(f"{topic}/{rank}", word))
-        deadline = time.monotonic() + timeout_s
-        while len(words := self.words(topic, size)) < size:
-            if not self._served() or time.monotonic() > deadline:
-                silent = [other for other in range(size) if other not in words]
-                raise TransferTimeout(f"ranks {silent} of the private group say no {topic}")
-            time.sleep(_POLL_S)
-        return [words[other] for other in range(size)]
-
-    def words(self, topic: str, size: int) -> dict[int, str]:
-        """Return what has been said on a topic so far, by rank."""
-        said = {rank: self._read(f"{topic}/{rank}") for rank in range(size)}
-        return {rank: word for rank, word in said.items() if word is not None}
 
     def show(self, rank: int, signs: Sequence[int]) -> None:
         """Let the sender see the signs of life of the readers of one host, by their places."""

@@ -12,13 +12,11 @@ from urllib.parse import urlsplit
 
 from msgspec.structs import replace
 
-from weightsync.backends.data_group import Staging
 from weightsync.backends.distributed import member_init, place_on
 from weightsync.backends.distributed_sender import Chain
 from weightsync.backends.ipc_sender import IpcOptions
 from weightsync.errors import ConfigError, ConnectError, TransferError, WeightSyncError
 from weightsync.samehost.device_keys import host_key
-from weightsync.sending.commands import Card
 from weightsync.sending.feeder import RELAY_PLACE, Feeder
 from weightsync.sending.fleet import Answer, Fleet, Member, failures
 from weightsync.transports.base import Transport
@@ -27,8 +25,6 @@ from weightsync.wire.offers import IpcInit
 
 ADDRESS_VARIABLE = "WEIGHTSYNC_ADDRESS"
 """The address under which receivers on other hosts reach this one, where it cannot be found out."""
-DATA_VARIABLE = "WEIGHTSYNC_DATA"
-"""`gloo` keeps NCCL away from what a trainer on a GPU sends to other hosts."""
 
 
 class Rendezvous:
@@ -66,13 +62,9 @@ class Rendezvous:
         hosts = _by_host(members)
         leaders = [workers[0] for workers in hosts]
         base = engine.init_info(RELAY_PLACE, fleet_version=fleet_version)
-        staging, no_nccl = _staging(self._feeder.card(), leaders, base.ring.slot_nbytes)
-        answers = self._gather_leaders(leaders, base, staging)
+        answers = self._gather_leaders(leaders, base)
         if failures(answers):
             return answers
-        if staging is not None and self._feeder.relay is not None:
-            no_nccl = self._feeder.relay.no_nccl
-        _note(members, no_nccl)
         rings = {a.member.host: cast(InitReply, a.reply).ring for a in answers}
         others = [worker for workers in hosts for worker in workers[1:]]
 
@@ -93,16 +85,13 @@ class Rendezvous:
         if relay is not None:
             relay.close()
 
-    def _gather_leaders(
-        self, leaders: list[Member], base: IpcInit, staging: Staging | None
-    ) -> list[Answer]:
+    def _gather_leaders(self, leaders: list[Member], base: IpcInit) -> list[Answer]:
         self._epoch += 1
         chain = Chain(
             _address_for_all(leaders),
             [leader.target for leader in leaders],
             epoch=self._epoch,
             timeout_s=self._timeout_s,
-            staging=staging,
         )
         joining = _Joining(chain)
 
@@ -143,47 +132,6 @@ class _Joining:
             self._chain.join()
         except BaseException as exc:  # noqa: BLE001  # raised by `finish`, in the caller's thread
             self._error = exc
-
-
-def _staging(
-    card: Card, leaders: Sequence[Member], slot_nbytes: int
-) -> tuple[Staging | None, str | None]:
-    """Return what rank 0 needs for NCCL, or why a trainer on a GPU does without it."""
-    if not card.on_gpu:
-        return None, None
-    refused = why_no_nccl(card.keys[0], leaders)
-    if refused is not None:
-        return None, refused
-    staging = Staging.of(card.keys, slot_nbytes)
-    return (None, f"the trainer: {staging.why_not}") if staging.why_not else (staging, None)
-
-
-def why_no_nccl(own: str, leaders: Sequence[Member]) -> str | None:
-    """Return what speaks against NCCL between the GPU `own` and those of the hosts' members.
-
-    Raises ConfigError for a WEIGHTSYNC_DATA that is neither `nccl` nor `gloo`.
-    """
-    said = os.environ.get(DATA_VARIABLE) or "nccl"
-    if said not in {"nccl", "gloo"}:
-        raise ConfigError(f"{DATA_VARIABLE} is {said!r}; it may be nccl (the default) or gloo")
-    if said == "gloo":
-        return f"{DATA_VARIABLE} says gloo"
-    taken = {own: "the trainer"}
-    for leader in leaders:
-        gpu = next((key for key in leader.keys if key.startswith("GPU-")), None)
-        if gpu is None:
-            return f"{leader.target} has its weights on no GPU: it is {', '.join(leader.keys)}"
-        if gpu in taken:
-            return f"{leader.target} is on {gpu} like {taken[gpu]}, and NCCL takes one rank a GPU"
-        taken[gpu] = leader.target
-    return None
-
-
-def _note(members: Sequence[Member], no_nccl: str | None) -> None:
-    for member in members:
-        member.skipped.pop("nccl", None)
-        if no_nccl is not None:
-            member.skipped["nccl"] = no_nccl
 
 
 def _by_host(members: Sequence[Member]) -> list[list[Member]]:

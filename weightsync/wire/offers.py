@@ -168,8 +168,7 @@ class GroupInfo(Message, frozen=True, kw_only=True):
     """A private torch.distributed group, and the place of one receiving host in it.
 
     Its store listens on `address`; `epoch` counts the groups of one sender. `members` names every
-    rank for messages, the sender (rank 0) first. `data` is how chunks travel: `nccl` where that
-    works for every rank, else `gloo`, by which everything else travels.
+    rank for messages, the sender (rank 0) first.
     """
 
     address: Annotated[str, Meta(min_length=1, max_length=256)]
@@ -178,7 +177,6 @@ class GroupInfo(Message, frozen=True, kw_only=True):
     rank: Annotated[int, Meta(ge=1, le=4096)]
     members: Annotated[list[str], Meta(min_length=2, max_length=4096)]
     timeout_s: Seconds
-    data: Literal["gloo", "nccl"] = "gloo"
 
 
 class DistributedInit(Offer, frozen=True, kw_only=True, tag="distributed", tag_field="backend"):
