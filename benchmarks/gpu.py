@@ -34,9 +34,9 @@ from benchmarks.gpu_table import bars_of, table
 from benchmarks.shapes import Tensor
 from weightsync.backends.fences import FENCE_VARIABLE, Fence, WriterFence
 from weightsync.backends.ipc_sender import CUDA_BUCKET_NBYTES, CUDA_BUCKETS, CUDA_RUN_NBYTES
-from weightsync.weights.buckets import Plan
-from weightsync.weights.copier import CompiledRun, Memory, RunCompiler
-from weightsync.weights.cuda_runs import FusedRun, fused, hashers
+from weightsync.weights.buckets import StreamLayout
+from weightsync.weights.copier import CompiledUnit, Memory, UnitCompiler
+from weightsync.weights.cuda_runs import FusedUnit, fused, hashers
 from weightsync.weights.dtypes import as_bytes
 from weightsync.weights.source import ModuleSource
 
@@ -112,14 +112,14 @@ def kernels_of(module: nn.Module, device: Device, repeats: int) -> tuple[dict[st
     """Time single passes over all tensors, and say whether the fused kernel made them."""
     flats = [as_bytes(p.detach()) for p in module.parameters()]
     twins = [torch.empty_like(flat) for flat in flats]
-    plan = Plan(ModuleSource(module).manifest, run_nbytes=CUDA_RUN_NBYTES)
-    compiler = RunCompiler(plan, Memory(twins), Memory(flats))
-    runs: list[CompiledRun] = [compiler.compile(run) for run in plan.runs]
-    own = RunCompiler(plan, Memory(flats), Memory(flats))
+    plan = StreamLayout(ModuleSource(module).manifest, run_nbytes=CUDA_RUN_NBYTES)
+    compiler = UnitCompiler(plan, Memory(twins), Memory(flats))
+    runs: list[CompiledUnit] = [compiler.compile(run) for run in plan.runs]
+    own = UnitCompiler(plan, Memory(flats), Memory(flats))
     readers = hashers([own.compile(run) for run in plan.runs])
     bare, proved = (fused(runs, verify=verify) for verify in (False, True))
 
-    def copy(programs: Sequence[CompiledRun], *, verify: bool) -> None:
+    def copy(programs: Sequence[CompiledUnit], *, verify: bool) -> None:
         for program in programs:
             program.copy()
         if verify:
@@ -140,7 +140,7 @@ def kernels_of(module: nn.Module, device: Device, repeats: int) -> tuple[dict[st
             lambda: [reader() for reader in readers], repeats
         ),
     }
-    return found, isinstance(proved[0], FusedRun)
+    return found, isinstance(proved[0], FusedUnit)
 
 
 def copy_seconds(nbytes: int, device: Device, repeats: int) -> float:
@@ -217,7 +217,7 @@ def measure(
 
 
 def _chunks(module: nn.Module) -> int:
-    plan = Plan(
+    plan = StreamLayout(
         ModuleSource(module).manifest,
         bucket_nbytes=CUDA_BUCKET_NBYTES,
         run_nbytes=CUDA_RUN_NBYTES,

@@ -41,7 +41,7 @@ from benchmarks.http_load import Load, Run, runs_of
 from benchmarks.served import PROMPT, START_S, Found, Server, server, write_llama, write_llava
 from weightsync.rollout.model import load_model
 from weightsync.rollout.model_runner import ModelRunner
-from weightsync.rollout.steps import Choosing, NewRows, Step
+from weightsync.rollout.steps import NewRows, SamplingParams, Step
 
 PACE_S = 2.0
 SHORT, LONG = 1, 65
@@ -210,7 +210,7 @@ def ask_for(connection: http.client.HTTPConnection, served: Server, tokens: int)
 
 def own_steps(runner: ModelRunner, row: int) -> list[float]:
     """Have the model alone make a completion; return what each token but the first took."""
-    new = NewRows(rows=[row], prompt=PROMPT, choosing=Choosing(temperature=0.0))
+    new = NewRows(rows=[row], prompt=PROMPT, choosing=SamplingParams(temperature=0.0))
     result = runner.execute(Step(number=1, new=[new]), 0)
     seconds = []
     for number in range(2, LONG + 1):

@@ -20,7 +20,7 @@ import msgspec
 import torch
 import torch.distributed as dist
 
-from weightsync.backends.base import Received, Reception
+from weightsync.backends.base import LoadContext, Received
 from weightsync.backends.ipc_handles import receive_handles
 from weightsync.errors import (
     BackendUnavailableError,
@@ -37,7 +37,7 @@ from weightsync.samehost.device_keys import host_key
 from weightsync.samehost.segment import Segment
 from weightsync.sending import agreement
 from weightsync.sending.joining import join_ranks
-from weightsync.sending.ranks import Ranks, alone
+from weightsync.sending.ranks import RankComm, alone
 from weightsync.specs import Manifest
 from weightsync.weights.buckets import aligned
 from weightsync.weights.dtypes import as_bytes, spec_of
@@ -178,7 +178,7 @@ class IPCWeightTransferEngine:
             self.parse_update_info(update_info) if isinstance(update_info, Mapping) else update_info
         )
         sink = HookSink(load_weights)
-        reception = Reception(
+        reception = LoadContext(
             land=lambda plan: sink.land(plan, "in_place"),
             touch=lambda: None,
             check=lambda: None,
@@ -209,7 +209,7 @@ def _typed(given: IPCTrainerSendWeightsArgs | Mapping[str, Any]) -> IPCTrainerSe
 
 # The trainer's ranks
 
-_groups_of_ranks: WeakKeyDictionary[dist.ProcessGroup, Ranks] = WeakKeyDictionary()
+_groups_of_ranks: WeakKeyDictionary[dist.ProcessGroup, RankComm] = WeakKeyDictionary()
 """The private group beside each default group, kept from call to call."""
 
 
@@ -220,7 +220,7 @@ def _timeout_of(given: IPCTrainerSendWeightsArgs | Mapping[str, Any]) -> float:
 
 
 @contextmanager
-def _trainer_ranks(timeout_s: float) -> Iterator[Ranks]:
+def _trainer_ranks(timeout_s: float) -> Iterator[RankComm]:
     """Yield the ranks of the default group. After a failure they meet anew in the next call."""
     world = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
     if world is None:
@@ -258,7 +258,7 @@ class _Message:
 
 
 def _merged(
-    ranks: Ranks, messages: Iterator[_Message], *, packed: bool
+    ranks: RankComm, messages: Iterator[_Message], *, packed: bool
 ) -> IPCWeightTransferUpdateInfo | None:
     """Return the next message of all ranks with the handles of all; None after the last."""
     try:
@@ -267,7 +267,9 @@ def _merged(
         ranks.agree(exc)
         raise
     manifest = own.manifest if own else Manifest(())
-    agreement.compare(manifest, ranks, advice=f"every rank has to give {_CALL} the same tensors")
+    agreement.compare_manifests(
+        manifest, ranks, advice=f"every rank has to give {_CALL} the same tensors"
+    )
     bodies = ranks.exchange(msgspec.json.encode(own.lent) if own else b"")
     if own is None:
         return None
@@ -280,7 +282,7 @@ def _merged(
     return _update_info(manifest, handles, lent[0].fingerprints, packed=packed)
 
 
-def _compare_bytes(manifest: Manifest, lent: list[_Lent], ranks: Ranks) -> None:
+def _compare_bytes(manifest: Manifest, lent: list[_Lent], ranks: RankComm) -> None:
     """All ranks compare the same lists, so they raise together."""
     for rank, part in enumerate(lent):
         pairs = zip(manifest.specs, lent[0].fingerprints, part.fingerprints, strict=False)

@@ -9,9 +9,9 @@ from os import PathLike
 
 from weightsync.errors import BackendUnavailableError, ConfigError
 from weightsync.progress import OnProgress
-from weightsync.sending.ensemble import Ensemble
-from weightsync.sending.progress_watch import ProgressWatch
-from weightsync.sending.trace_watch import TraceWatch, trace_path
+from weightsync.sending.ensemble import RankGroup
+from weightsync.sending.progress_watch import ProgressObserver
+from weightsync.sending.trace_watch import TraceObserver, trace_path
 
 Shown = bool | OnProgress
 TracePath = str | PathLike[str]
@@ -36,15 +36,15 @@ def progress_callback(progress: Shown) -> OnProgress | None:
     return progress or None
 
 
-def watch_progress(ensemble: Ensemble, callback: OnProgress | None) -> None:
+def watch_progress(ensemble: RankGroup, callback: OnProgress | None) -> None:
     """Have `callback` told of every update of this ensemble. Called on rank 0 alone."""
     if callback is not None:
-        ensemble.watch.watchers.append(ProgressWatch(ensemble.feeder, callback))
+        ensemble.watch.watchers.append(ProgressObserver(ensemble.feeder, callback))
 
 
 @contextmanager
-def watching(ensemble: Ensemble, trace: TracePath | None) -> Iterator[None]:
+def watching(ensemble: RankGroup, trace: TracePath | None) -> Iterator[None]:
     """Around one call of the user, on rank 0 alone: those who look on learn when it is over."""
-    tracer = TraceWatch(ensemble.feeder, trace_path(trace)) if trace is not None else None
+    tracer = TraceObserver(ensemble.feeder, trace_path(trace)) if trace is not None else None
     with ensemble.watch.also(tracer), ensemble.watch.looking():
         yield

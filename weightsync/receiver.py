@@ -14,12 +14,12 @@ from weightsync.errors import ConfigError, ProtocolError
 from weightsync.lifecycle import ApplyChoice, State, new_update_id
 from weightsync.receiving.gate import OnHold, OnRelease
 from weightsync.receiving.history import WorkerReport
-from weightsync.receiving.peers import Peers, check_protocol
-from weightsync.receiving.replay import Replay
-from weightsync.receiving.updates import Updates
+from weightsync.receiving.peers import Senders, check_protocol
+from weightsync.receiving.replay import IdempotencyCache
+from weightsync.receiving.updates import UpdateSession
 from weightsync.samehost.cuda_handle import gpu_key
 from weightsync.samehost.device_keys import host_key
-from weightsync.samehost.janitor import sweep
+from weightsync.samehost.janitor import cleanup_stale
 from weightsync.samehost.probe import check_probe
 from weightsync.specs import Manifest
 from weightsync.weights.hook_sink import HookSink
@@ -91,12 +91,12 @@ class WeightReceiver:
         lease_s: float = DEFAULT_LEASE_S,
         version: int = 0,
     ) -> None:
-        sweep()
+        cleanup_stale()
         self.sink = as_sink(sink, manifest=manifest)
         self.instance = secrets.token_hex(8)
-        self._updates = Updates(
+        self._updates = UpdateSession(
             self.sink,
-            Peers(device_keys(self.sink)),
+            Senders(device_keys(self.sink)),
             apply=apply,
             lease_s=lease_s,
             clear_cache=on_clear_cache,
@@ -104,7 +104,7 @@ class WeightReceiver:
             on_release=on_release,
         )
         self._updates.lifecycle.version = version
-        self._replay = Replay()
+        self._replay = IdempotencyCache()
         self._lease_s = lease_s
         self._on_pause = on_pause
         self._on_resume = on_resume

@@ -21,20 +21,20 @@ from weightsync.errors import ConfigError, ProtocolError, WeightSyncError
 from weightsync.onlookers import Shown, TracePath, progress_callback, watch_progress, watching
 from weightsync.receiver import receiver_of_files
 from weightsync.report import SyncReport
-from weightsync.samehost.janitor import sweep
+from weightsync.samehost.janitor import cleanup_stale
 from weightsync.samehost.ring import PATIENCE
 from weightsync.sending.calls import exiting
-from weightsync.sending.ensemble import Ensemble
-from weightsync.sending.feeder import Feeder
+from weightsync.sending.ensemble import RankGroup
+from weightsync.sending.feeder import RankWorker
 from weightsync.sending.fleet import Fleet
-from weightsync.sending.following import FollowedUpdate, following
+from weightsync.sending.following import FollowerUpdate, following
 from weightsync.sending.joining import join_ranks
-from weightsync.sending.lead import Lead, OnFailure
-from weightsync.sending.outgoing import Update
+from weightsync.sending.lead import Coordinator, OnFailure
+from weightsync.sending.outgoing import UpdateTransaction
 from weightsync.sending.placement import check_backend
-from weightsync.sending.ranks import Ranks
-from weightsync.sending.targets import Reach, Target, Targets
-from weightsync.sending.turns import Turns
+from weightsync.sending.ranks import RankComm
+from weightsync.sending.targets import Target, Targets, TransportFactory
+from weightsync.sending.turns import UpdateLock
 from weightsync.transports.base import Transport
 from weightsync.weights.module_tensors import Rename
 from weightsync.weights.source import as_source
@@ -105,7 +105,7 @@ def connect(  # noqa: PLR0913  # the settings of a connection, all keyword-only
         raise ConfigError(f"on_failure must be abort or drop, not {on_failure!r}")
     check_backend(backend, packed=packed)
     on_progress = progress_callback(progress)
-    sweep()
+    cleanup_stale()
     options = IpcOptions(
         packed=packed,
         bucket_nbytes=bucket_nbytes,
@@ -117,18 +117,18 @@ def connect(  # noqa: PLR0913  # the settings of a connection, all keyword-only
     patience_s = timeout_s * (PATIENCE + 1) + _RANKS_SLACK_S
     ranks = join_ranks(process_group, timeout_s=patience_s, join_timeout_s=timeout_s)
 
-    reach = Reach(
+    reach = TransportFactory(
         token, verify_tls=verify_tls, make_receiver=receiver_of_files, timeout_s=timeout_s
     )
 
-    def feed() -> Feeder:
-        return Feeder(as_source(source, dtype=dtype, rename=rename), options, ranks)
+    def feed() -> RankWorker:
+        return RankWorker(as_source(source, dtype=dtype, rename=rename), options, ranks)
 
-    def lead(ensemble: Ensemble) -> Lead:
+    def lead(ensemble: RankGroup) -> Coordinator:
         fleet = Fleet(reach.every(to), yields=yields)
         try:
             watch_progress(ensemble, on_progress)
-            return Lead(
+            return Coordinator(
                 ensemble, fleet, options, backend=backend, on_failure=on_failure, takeover=takeover
             )
         except BaseException:
@@ -147,9 +147,9 @@ class WeightSender:
 
     def __init__(
         self,
-        ranks: Ranks,
-        feed: Callable[[], Feeder],
-        lead: Callable[[Ensemble], Lead],
+        ranks: RankComm,
+        feed: Callable[[], RankWorker],
+        lead: Callable[[RankGroup], Coordinator],
         reach: Callable[[Target], Transport],
         *,
         verify: bool,
@@ -158,11 +158,11 @@ class WeightSender:
         self.version = 0
         self._reach = reach
         self._closed = False
-        self._turns = Turns()
+        self._turns = UpdateLock()
         self._pid = os.getpid()
-        self._lead: Lead | None = None
+        self._lead: Coordinator | None = None
         try:
-            ensemble = self._ensemble = Ensemble(ranks.together(feed), ranks)
+            ensemble = self._ensemble = RankGroup(ranks.together(feed), ranks)
             self._lead = ranks.together(lambda: lead(ensemble) if ensemble.leads else None)
         except BaseException:
             ranks.close()
@@ -255,7 +255,7 @@ class WeightSender:
         rewind: bool = False,
         partial: bool = False,
         trace: TracePath | None = None,
-    ) -> Iterator[Update | FollowedUpdate]:
+    ) -> Iterator[UpdateTransaction | FollowerUpdate]:
         """An update whose tensors you send yourself; it commits at the end of the block, or aborts.
 
         `partial` allows a subset of the model (LoRA): it builds on the version held. The report is
@@ -380,7 +380,7 @@ class WeightSender:
     def _together(
         self,
         call: str,
-        do: Callable[[Lead], T],
+        do: Callable[[Coordinator], T],
         stop: threading.Event | None = None,
         trace: TracePath | None = None,
     ) -> T | SyncReport | None:
@@ -427,7 +427,7 @@ class WeightSender:
         _free(self._ensemble, self._lead)
 
 
-def _free(ensemble: Ensemble, lead: Lead | None) -> None:
+def _free(ensemble: RankGroup, lead: Coordinator | None) -> None:
     try:
         if lead is not None:
             lead.fleet.close()
@@ -435,7 +435,7 @@ def _free(ensemble: Ensemble, lead: Lead | None) -> None:
         ensemble.close()
 
 
-def _free_dropped(ensemble: Ensemble, lead: Lead | None, pid: int) -> None:
+def _free_dropped(ensemble: RankGroup, lead: Coordinator | None, pid: int) -> None:
     """A sender that was dropped without close() must not hold its receivers."""
     if os.getpid() == pid:
         logger.warning("a sender was dropped without close(); what it shared is freed")

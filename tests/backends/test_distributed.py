@@ -25,7 +25,7 @@ from tests.backends.hosts import (
 )
 from tests.samehost.processes import line_of, running
 from weightsync.backends import chain_link
-from weightsync.backends.chain_head import Head
+from weightsync.backends.chain_head import ChunkHeader
 from weightsync.backends.distributed import DistributedWeightTransferEngine, member_init
 from weightsync.backends.ipc_sender import IpcOptions, IpcTrainerEngine
 from weightsync.samehost.device_keys import host_key
@@ -259,9 +259,9 @@ def test_a_flipped_bit_is_found() -> None:
 def test_a_head_that_lies_ends_the_update_and_no_process(
     monkeypatch: pytest.MonkeyPatch, nbytes: int
 ) -> None:
-    fill = Head.fill
+    fill = ChunkHeader.fill
 
-    def lie(self: Head, *args: Any, **said: Any) -> None:
+    def lie(self: ChunkHeader, *args: Any, **said: Any) -> None:
         if said.get("chunk") == 3:
             said["nbytes"] += nbytes
         fill(self, *args, **said)
@@ -270,7 +270,7 @@ def test_a_head_that_lies_ends_the_update_and_no_process(
         send_well(fleet, 1)
         before = fleet.model.content()
         with monkeypatch.context() as patched:
-            patched.setattr(Head, "fill", lie)
+            patched.setattr(ChunkHeader, "fill", lie)
             fleet.model.fill(2)
             assert any(isinstance(error, ws.ProtocolError) for error in fleet.send())
         for worker in fleet.workers:

@@ -11,7 +11,7 @@ from torch import nn
 import weightsync as ws
 from tests.weights.fused_cases import HostKernel
 from weightsync.weights import cuda_runs
-from weightsync.weights.copier import DeviceRun, Memory
+from weightsync.weights.copier import DeviceCopyUnit, Memory
 from weightsync.weights.cuda_tiles import Tiles
 from weightsync.weights.packer import Packer
 from weightsync.weights.sink import Apply
@@ -47,7 +47,7 @@ def kernel(monkeypatch: pytest.MonkeyPatch) -> CountingKernel:
     """Treat the host's memory as a GPU's."""
     kernel = CountingKernel()
 
-    def kernel_of(runs: Sequence[DeviceRun], *, among: int) -> CountingKernel | None:
+    def kernel_of(runs: Sequence[DeviceCopyUnit], *, among: int) -> CountingKernel | None:
         return kernel if runs and len(runs) == among else None
 
     plain = Packer.__init__

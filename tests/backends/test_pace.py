@@ -12,7 +12,7 @@ from torch import nn
 
 import weightsync as ws
 from weightsync.backends import pace
-from weightsync.backends.pace import LEAD_NBYTES, Pace
+from weightsync.backends.pace import LEAD_NBYTES, ReadAhead
 from weightsync.samehost.ring import Control
 
 MIB = 1 << 20
@@ -27,7 +27,7 @@ def test_it_stays_within_its_lead_of_the_furthest_reader() -> None:
         now = next(taken)
         return now
 
-    paced = Pace(furthest)
+    paced = ReadAhead(furthest)
     for start in range(0, 32 * MIB, MIB):
         paced.wait(start)
         assert start <= now + LEAD_NBYTES
@@ -38,7 +38,7 @@ def test_near_the_start_nobody_is_asked() -> None:
     def never() -> int:
         raise AssertionError("asked")
 
-    Pace(never).wait(LEAD_NBYTES)
+    ReadAhead(never).wait(LEAD_NBYTES)
 
 
 def test_a_reader_that_stands_still_is_waited_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -49,7 +49,7 @@ def test_a_reader_that_stands_still_is_waited_for_once(monkeypatch: pytest.Monke
         looks.append(time.monotonic())
         return 0
 
-    paced = Pace(still)
+    paced = ReadAhead(still)
     paced.wait(LEAD_NBYTES + 1)
     assert looks[-1] - looks[0] >= 0.19
     count = len(looks)
@@ -65,9 +65,9 @@ def test_an_updates_fingerprints_follow_its_reader(
     monkeypatch.setattr(pace, "STANDSTILL_S", 5.0)
     asked: list[int] = []
     seen: set[int] = set()
-    plain, load = Pace.wait, Control.load
+    plain, load = ReadAhead.wait, Control.load
 
-    def counted(self: Pace, start: int) -> None:
+    def counted(self: ReadAhead, start: int) -> None:
         plain(self, start)
         asked.append(start)
         seen.add(self._taken)
@@ -77,7 +77,7 @@ def test_an_updates_fingerprints_follow_its_reader(
         time.sleep(0.005)
 
     monkeypatch.setattr(Control, "load", slow_load)
-    monkeypatch.setattr(Pace, "wait", counted)
+    monkeypatch.setattr(ReadAhead, "wait", counted)
     ours, theirs = nn.Linear(2048, 2048), nn.Linear(2048, 2048)
     took = threading.Event()
 

@@ -19,9 +19,15 @@ import torch
 
 import weightsync as ws
 from tests.samehost.processes import line_of, running
-from weightsync.backends.chain_head import Head, HeadStatus, patience_s
+from weightsync.backends.chain_head import ChunkHeader, HeaderStatus, patience_s
 from weightsync.backends.distributed_sender import Chain
-from weightsync.backends.private_group import HEADS, Lifeline, Meeting, PrivateGroup, data_lane
+from weightsync.backends.private_group import (
+    HEADER_LANE,
+    GroupRendezvous,
+    LivenessSocket,
+    PrivateGroup,
+    data_lane,
+)
 
 ADDRESS = "127.0.0.1"
 TIMEOUT_S = 20.0
@@ -31,10 +37,10 @@ SHORT_S = 0.3
 @contextmanager
 def group(size: int = 2, address: str = ADDRESS) -> Iterator[list[PrivateGroup]]:
     """A whole group in this process, one thread for each member while they meet."""
-    host = Meeting.host(address, epoch=1, timeout_s=TIMEOUT_S)
+    host = GroupRendezvous.host(address, epoch=1, timeout_s=TIMEOUT_S)
 
-    def member(rank: int) -> tuple[Meeting, PrivateGroup]:
-        meeting = Meeting.reach(address, host.port, epoch=1, timeout_s=TIMEOUT_S)
+    def member(rank: int) -> tuple[GroupRendezvous, PrivateGroup]:
+        meeting = GroupRendezvous.reach(address, host.port, epoch=1, timeout_s=TIMEOUT_S)
         meeting.enter(rank, TIMEOUT_S)
         return meeting, PrivateGroup(meeting, rank, size, TIMEOUT_S)
 
@@ -58,7 +64,7 @@ def group(size: int = 2, address: str = ADDRESS) -> Iterator[list[PrivateGroup]]
 def test_bytes_arrive_in_order_on_every_lane(address: str) -> None:
     sent = [torch.full((1000,), i, dtype=torch.uint8) for i in range(6)]
     with group(address=address) as (first, second):
-        for lane in (data_lane(0), data_lane(1), HEADS):
+        for lane in (data_lane(0), data_lane(1), HEADER_LANE):
             got = [torch.zeros_like(tensor) for tensor in sent]
             arriving = [second.receive(tensor, 0, lane) for tensor in got]
             for tensor in sent:
@@ -94,7 +100,7 @@ def test_a_wait_that_runs_out_is_a_timeout() -> None:
         group() as (_, second),
         pytest.raises(ws.TransferTimeout, match=r"nothing moved for 0\.3 s"),
     ):
-        second.receive(torch.zeros(1, dtype=torch.uint8), 0, HEADS).wait(SHORT_S)
+        second.receive(torch.zeros(1, dtype=torch.uint8), 0, HEADER_LANE).wait(SHORT_S)
 
 
 @pytest.mark.parametrize("rank", [0, 1, 2])
@@ -102,7 +108,7 @@ def test_a_blocked_wait_ends_when_its_group_is_severed(rank: int) -> None:
     with group(3) as groups, ThreadPoolExecutor(1) as pool:
         groups[(rank + 2) % 3].sever()  # a connection that is lost already must not hide the rest
         buffer = torch.zeros(8, dtype=torch.uint8)
-        pending = groups[rank].receive(buffer, (rank + 1) % 3, HEADS)
+        pending = groups[rank].receive(buffer, (rank + 1) % 3, HEADER_LANE)
         waiting = pool.submit(pending.wait, None)
         time.sleep(SHORT_S / 3)
         started = time.monotonic()
@@ -116,13 +122,13 @@ def test_a_group_that_is_closed_refuses_work() -> None:
     with group() as (first, _):
         first.close()
         with pytest.raises(ws.TransferError, match="was closed"):
-            first.send(torch.zeros(1, dtype=torch.uint8), 1, HEADS)
+            first.send(torch.zeros(1, dtype=torch.uint8), 1, HEADER_LANE)
 
 
 def test_the_first_witness_is_believed() -> None:
-    host = Meeting.host(ADDRESS, epoch=3, timeout_s=TIMEOUT_S)
-    member = Meeting.reach(ADDRESS, host.port, epoch=3, timeout_s=TIMEOUT_S)
-    stale = Meeting.reach(ADDRESS, host.port, epoch=2, timeout_s=TIMEOUT_S)
+    host = GroupRendezvous.host(ADDRESS, epoch=3, timeout_s=TIMEOUT_S)
+    member = GroupRendezvous.reach(ADDRESS, host.port, epoch=3, timeout_s=TIMEOUT_S)
+    stale = GroupRendezvous.reach(ADDRESS, host.port, epoch=2, timeout_s=TIMEOUT_S)
     try:
         assert str(member.report(ws.TransferTimeout("c hangs"))) == "c hangs"
         told = host.report(ws.TransferError("b is gone"))
@@ -136,7 +142,7 @@ def test_the_first_witness_is_believed() -> None:
 
 def test_an_address_of_another_host_cannot_be_listened_on() -> None:
     with pytest.raises(ws.ConnectError, match=r"cannot listen on 192\.0\.2\.1"):
-        Meeting.host("192.0.2.1", epoch=1, timeout_s=SHORT_S)
+        GroupRendezvous.host("192.0.2.1", epoch=1, timeout_s=SHORT_S)
 
 
 def test_a_sender_that_is_not_there_cannot_be_reached() -> None:
@@ -144,14 +150,14 @@ def test_a_sender_that_is_not_there_cannot_be_reached() -> None:
         bound.bind((ADDRESS, 0))
         port = bound.getsockname()[1]
     with pytest.raises(ws.ConnectError, match=f"{ADDRESS}:{port} cannot be reached"):
-        Meeting.reach(ADDRESS, port, epoch=1, timeout_s=SHORT_S)
+        GroupRendezvous.reach(ADDRESS, port, epoch=1, timeout_s=SHORT_S)
 
 
 def test_what_listens_but_does_not_answer_is_no_sender() -> None:
     with socket.create_server((ADDRESS, 0)) as mute:
         port = mute.getsockname()[1]
         with pytest.raises(ws.ConnectError, match=r"no answer within 0\.3 s"):
-            Meeting.reach(ADDRESS, port, epoch=1, timeout_s=SHORT_S)
+            GroupRendezvous.reach(ADDRESS, port, epoch=1, timeout_s=SHORT_S)
 
 
 def test_a_sender_that_falls_silent_holds_nobody_for_ever() -> None:
@@ -164,7 +170,7 @@ print(meeting.port, flush=True)
 signal.pause()
 """
     with running([sys.executable, "-c", script]) as process, ThreadPoolExecutor(1) as pool:
-        member = Meeting.reach(ADDRESS, int(line_of(process)), epoch=1, timeout_s=SHORT_S)
+        member = GroupRendezvous.reach(ADDRESS, int(line_of(process)), epoch=1, timeout_s=SHORT_S)
         try:
             assert member.given_up(3)
             process.send_signal(signal.SIGSTOP)
@@ -186,7 +192,7 @@ signal.pause()
 
 def test_those_who_do_not_come_are_named() -> None:
     chain = Chain(ADDRESS, ["here", "not here", "nor here"], epoch=1, timeout_s=SHORT_S)
-    first = Meeting.reach(ADDRESS, chain.info(1).port, epoch=1, timeout_s=TIMEOUT_S)
+    first = GroupRendezvous.reach(ADDRESS, chain.info(1).port, epoch=1, timeout_s=TIMEOUT_S)
     try:
         first.store.set("here/1", "")
         with pytest.raises(ws.TransferTimeout, match=r"2 of 3 hosts .* not here, nor here; can"):
@@ -215,7 +221,7 @@ print(meeting.port, flush=True)
 signal.pause()
 """
     with running([sys.executable, "-c", "import signal\n" + script]) as process:
-        lifeline = Lifeline(ADDRESS, int(line_of(process)), TIMEOUT_S)
+        lifeline = LivenessSocket(ADDRESS, int(line_of(process)), TIMEOUT_S)
         try:
             assert lifeline.holds()
             process.kill()
@@ -242,7 +248,7 @@ signal.pause()
 """
     command = [sys.executable, "-W", "ignore", "-c", script]
     with running(command) as process:
-        lifeline = Lifeline(ADDRESS, int(line_of(process)), TIMEOUT_S)
+        lifeline = LivenessSocket(ADDRESS, int(line_of(process)), TIMEOUT_S)
         assert process.stdin is not None
         process.stdin.write("go on\n")
         process.stdin.flush()
@@ -261,15 +267,15 @@ signal.pause()
 
 
 def test_a_head_says_what_was_filled_in() -> None:
-    head = Head(4)
-    head.fill(HeadStatus.CHUNK, 7, chunk=2, chunks=3, nbytes=99, fingerprints=[2**64 - 1, 5])
-    copy = Head(4)
+    head = ChunkHeader(4)
+    head.fill(HeaderStatus.CHUNK, 7, chunk=2, chunks=3, nbytes=99, fingerprints=[2**64 - 1, 5])
+    copy = ChunkHeader(4)
     copy.buffer.copy_(head.buffer)
     assert (copy.epoch, copy.chunk, copy.nbytes, copy.last) == (7, 2, 99, True)
     assert copy.fingerprints == [2**64 - 1, 5]
     assert not copy.aborts
     with pytest.raises(ws.TransferError, match="5 fingerprints do not fit a head of 4"):
-        head.fill(HeadStatus.CHUNK, 7, fingerprints=[0] * 5)
+        head.fill(HeaderStatus.CHUNK, 7, fingerprints=[0] * 5)
 
 
 def test_whoever_is_further_down_runs_out_of_patience_first() -> None:

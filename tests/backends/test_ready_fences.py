@@ -23,7 +23,7 @@ from tests.backends.late_events import GivenUp, LateEvents, ignore_events, open_
 from tests.gpu.receiver_process import EveryDtype, as_bytes, digests, fill, receiver_process
 from tests.weights.fused_cases import HostKernel
 from weightsync.backends import ipc_sender
-from weightsync.backends.exported import Probe, fence_on_gpu
+from weightsync.backends.exported import ProbeMemory, fence_on_gpu
 from weightsync.backends.fences import (
     FENCE_VARIABLE,
     OpenFence,
@@ -45,8 +45,8 @@ from weightsync.samehost.memory import OpenMemory
 from weightsync.samehost.ready_event import CUDA
 from weightsync.samehost.ring import Control
 from weightsync.weights import cuda_runs
-from weightsync.weights.buckets import Plan, aligned
-from weightsync.weights.copier import DeviceRun
+from weightsync.weights.buckets import StreamLayout, aligned
+from weightsync.weights.copier import DeviceCopyUnit
 from weightsync.weights.packer import Packer
 from weightsync.weights.source import ModuleSource
 from weightsync.wire.codec import decode_request
@@ -416,7 +416,7 @@ def log(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         def hold(self) -> None:
             said.append("hold")
 
-    def kernel_of(runs: Sequence[DeviceRun], *, among: int) -> HostKernel | None:
+    def kernel_of(runs: Sequence[DeviceCopyUnit], *, among: int) -> HostKernel | None:
         return HostKernel() if runs and len(runs) == among else None
 
     monkeypatch.setattr(torch.cuda, "current_stream", lambda _: Stream())
@@ -429,7 +429,7 @@ def log(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 @pytest.mark.parametrize("settle", [False, True])
 def test_a_packer_leaves_the_wait_only_if_told(log: list[str], settle: bool, flowing: bool) -> None:
     source = ModuleSource(EveryDtype("cpu"))
-    plan = Plan(source.manifest, bucket_nbytes=BUCKET_NBYTES)
+    plan = StreamLayout(source.manifest, bucket_nbytes=BUCKET_NBYTES)
     packer = Packer(plan, [torch.zeros(BUCKET_NBYTES, dtype=torch.uint8)])
     packer._on_host = False
     options: dict[str, Any] = {"verify": False, "settle": settle}
@@ -480,7 +480,7 @@ def test_registered_memory_has_one_fence(
     verify: bool,
     wanted: str,
 ) -> None:
-    monkeypatch.setattr(ipc_sender, "Probe", lambda _: Probe())
+    monkeypatch.setattr(ipc_sender, "ProbeMemory", lambda _: ProbeMemory())
     monkeypatch.setattr(Noting, "log", log, raising=False)
     monkeypatch.setattr(Noting, "devices", [], raising=False)
     monkeypatch.setattr(Noting, "edge", LateEvents(tmp_path / "events"), raising=False)

@@ -16,7 +16,7 @@ import torch
 import weightsync as ws
 from tests.gpu.receiver_process import EveryDtype, digests, fill, receiver_process
 from tests.weights.late_lane import LateLane
-from weightsync.backends.exported import Ring
+from weightsync.backends.exported import Buckets
 from weightsync.backends.ipc_sender import IpcTrainerEngine
 from weightsync.samehost import pinning
 from weightsync.samehost.staging import StagedSlots
@@ -35,7 +35,7 @@ class Edge:
         self.refuses = refuses
         self.pinned = 0
 
-    def stage(self, ring: Ring, device: torch.device) -> StagedSlots | None:
+    def stage(self, ring: Buckets, device: torch.device) -> StagedSlots | None:
         return ring.stage(device, self.lane, self)
 
     def register(self, address: int, nbytes: int, flags: int) -> int:

@@ -14,7 +14,7 @@ import pytest
 
 from tests.cli.running import answer_of, weightsync
 from tests.samehost.processes import environment
-from weightsync.samehost.census import take_census
+from weightsync.samehost.census import list_segments
 from weightsync.samehost.segment import remove_leftovers
 
 WAIT_S = 60
@@ -46,7 +46,7 @@ def children_with_segments(process: subprocess.Popen[str]) -> list[psutil.Proces
     deadline = time.monotonic() + WAIT_S
     while time.monotonic() < deadline:
         assert process.poll() is None
-        mine = [found.mapped_by for found in take_census() if found.owner_alive]
+        mine = [found.mapped_by for found in list_segments() if found.owner_alive]
         if any(len(by) > 1 and f"({process.pid})" in " ".join(by) for by in mine):
             return psutil.Process(process.pid).children(recursive=True)
         time.sleep(0.05)

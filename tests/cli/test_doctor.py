@@ -18,13 +18,13 @@ import pytest
 
 from tests.cli.running import answer_of, weightsync
 from tests.samehost.processes import OWNER, kill, line_of, private_directory, python, running
-from weightsync.backends.exported import Probe
+from weightsync.backends.exported import ProbeMemory
 from weightsync.cli import doctor, doctor_gpu, doctor_host, doctor_pairs
 from weightsync.cli.children import command
 from weightsync.cli.doctor_findings import Check, Finding, Level, examine, ok
 from weightsync.errors import TransferError
 from weightsync.samehost.segment import Segment
-from weightsync.transports.sglang_shelf import Shelf, list_homes
+from weightsync.transports.sglang_shelf import WeightDirectory, list_homes
 
 CHECKS = {
     "cpu",
@@ -212,7 +212,7 @@ def test_weights_that_a_dead_trainer_left_for_sglang_are_removed() -> None:
 
 
 def test_weights_that_lie_for_sglang_are_of_this_host() -> None:
-    shelf = Shelf()
+    shelf = WeightDirectory()
     shelf.share()
     batch = shelf.join("some", 1)
     name = batch.weights.parent.name
@@ -339,7 +339,7 @@ def test_an_address_of_nobody_is_a_problem() -> None:
 
 
 def test_memory_with_other_bytes_does_not_count_as_shared() -> None:
-    probe = Probe()
+    probe = ProbeMemory()
     try:
         wrong = msgspec.structs.replace(probe.info(), digest="0" * 32)
         answer = doctor_pairs.opened_by_another([wrong])

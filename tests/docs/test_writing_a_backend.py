@@ -15,7 +15,7 @@ from torch import nn
 import weightsync as ws
 from tests.docs.pages import blocks
 from weightsync.backends import registry
-from weightsync.backends.base import Received, Reception
+from weightsync.backends.base import LoadContext, Received
 from weightsync.testing import TinyModel
 from weightsync.weights.sink import WeightSink
 from weightsync.wire.messages import UpdateInfo
@@ -57,7 +57,7 @@ class Pair:
         """Bring one update to a sink; commit it if it came."""
         landing = sink.land(self.receiver.whole_plan, "staged")
         landing.begin()
-        reception = Reception(
+        reception = LoadContext(
             land=lambda _: landing,
             touch=lambda: self.events.append("touch"),
             check=check,

@@ -253,7 +253,7 @@ def count_calls(rank: int, to: list[str], bucket_nbytes: int) -> tuple[int, int]
         trainer_models.fsdp(), to=to, bucket_nbytes=bucket_nbytes, timeout_s=TIMEOUT_S
     )
     counts: Counter[str] = Counter()
-    run, meet = ranks.Ranks._run, ranks.Ranks._meet
+    run, meet = ranks.RankComm._run, ranks.RankComm._meet
 
     def counted_run(self: Any, *args: Any) -> None:
         counts["run"] += 1
@@ -264,8 +264,8 @@ def count_calls(rank: int, to: list[str], bucket_nbytes: int) -> tuple[int, int]
         meet(self, call, *args)
 
     counting = (
-        mock.patch.object(ranks.Ranks, "_run", counted_run),
-        mock.patch.object(ranks.Ranks, "_meet", counted_meet),
+        mock.patch.object(ranks.RankComm, "_run", counted_run),
+        mock.patch.object(ranks.RankComm, "_meet", counted_meet),
     )
     with sender, counting[0], counting[1]:
         sender.send_weights()

@@ -17,7 +17,7 @@ from tests.e2e.processes import Remote, wait_until
 from tests.e2e.several_hosts import Trainer, port_of, segments, told
 from tests.hosts.fixtures import network
 from tests.hosts.namespaces import HostNetwork
-from weightsync.samehost.janitor import sweep
+from weightsync.samehost.janitor import cleanup_stale
 
 __all__ = ["network"]
 
@@ -75,7 +75,7 @@ def scene(network: HostNetwork, lasting: list[processes.Host]) -> Iterator[Scene
     for process in lasting:
         process.forget()
     for host in network.hosts:
-        host.call(sweep)  # what killed processes left; the others leave nothing
+        host.call(cleanup_stale)  # what killed processes left; the others leave nothing
         assert segments(host) == []
 
 

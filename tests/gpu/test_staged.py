@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from weightsync.backends.exported import Ring, stage_on_gpu
+from weightsync.backends.exported import Buckets, stage_on_gpu
 from weightsync.samehost.memory import OpenMemory
 from weightsync.samehost.pinning import CudaDriver
-from weightsync.samehost.staging import CpuGpuBuffer, Ticket
+from weightsync.samehost.staging import CopyWork, CpuGpuBuffer
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("shm_clean")]
 
@@ -21,7 +21,7 @@ def gpu() -> torch.device:
 
 
 def test_a_ring_is_pinned_while_it_is_staged() -> None:
-    ring = Ring(SLOTS, NBYTES, torch.device("cpu"))
+    ring = Buckets(SLOTS, NBYTES, torch.device("cpu"))
     assert stage_on_gpu(ring, gpu()) is not None
     slots = list(ring.tensors)
     assert all(slot.is_pinned() for slot in slots)
@@ -30,10 +30,10 @@ def test_a_ring_is_pinned_while_it_is_staged() -> None:
 
 
 def test_chunks_cross_while_kernels_go_on() -> None:
-    ring = Ring(SLOTS, NBYTES, torch.device("cpu"))
+    ring = Buckets(SLOTS, NBYTES, torch.device("cpu"))
     stage = stage_on_gpu(ring, gpu())
     assert stage is not None
-    crossings: list[Ticket] = []
+    crossings: list[CopyWork] = []
     for j in range(3 * SLOTS):
         if j >= SLOTS:
             crossings[j - SLOTS].settle()
@@ -44,7 +44,7 @@ def test_chunks_cross_while_kernels_go_on() -> None:
 
 
 def test_a_source_may_be_overwritten_when_it_was_sent_directly() -> None:
-    ring = Ring(SLOTS, NBYTES, torch.device("cpu"))
+    ring = Buckets(SLOTS, NBYTES, torch.device("cpu"))
     stage = stage_on_gpu(ring, gpu())
     assert stage is not None
     source = torch.empty(NBYTES, dtype=torch.uint8, device=gpu())
@@ -59,7 +59,7 @@ def test_a_source_may_be_overwritten_when_it_was_sent_directly() -> None:
 
 
 def test_a_readers_mapping_serves_a_gpu_pinned_or_not() -> None:
-    ring = Ring(SLOTS, NBYTES, torch.device("cpu"))
+    ring = Buckets(SLOTS, NBYTES, torch.device("cpu"))
     ring.tensors[1].fill_(9)
     (handle,) = ring.handle().values()
     with OpenMemory(handle) as memory:
@@ -80,7 +80,7 @@ def test_memory_that_is_not_there_is_refused_and_leaves_cuda_usable() -> None:
 
 
 def test_pairs_around_a_slot() -> None:
-    ring = Ring(1, NBYTES, torch.device("cpu"))
+    ring = Buckets(1, NBYTES, torch.device("cpu"))
     stage = stage_on_gpu(ring, gpu())
     assert stage is not None
     pair = CpuGpuBuffer.around(ring.tensors[0], stage.twin(0))

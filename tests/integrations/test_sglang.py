@@ -147,13 +147,13 @@ def test_one_fleet_writes_once_in_several_shards(
 ) -> None:
     monkeypatch.setattr(sglang_shelf, "SHARD_NBYTES", 300)
     made: list[str] = []
-    add = sglang_shelf.Batch.add
+    add = sglang_shelf.Snapshot.add
 
-    def counted(batch: sglang_shelf.Batch, layout: Any) -> Any:
+    def counted(batch: sglang_shelf.Snapshot, layout: Any) -> Any:
         made.append("")
         return add(batch, layout)
 
-    monkeypatch.setattr(sglang_shelf.Batch, "add", counted)
+    monkeypatch.setattr(sglang_shelf.Snapshot, "add", counted)
     servers = [process.server(name=name) for name in "abc"]
     urls = [f"sglang+{server.url}?directory={tmp_path}" for server in servers]
     module = model()

@@ -9,7 +9,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import pytest
 
 from weightsync.errors import NotReadyError, TransferError, TransferTimeout
-from weightsync.receiving.gate import Gate
+from weightsync.receiving.gate import ReadWriteGate
 
 SHORT_S = 0.05
 WAIT_S = 60.0
@@ -22,11 +22,11 @@ def pool() -> Iterator[ThreadPoolExecutor]:
 
 
 @pytest.fixture
-def gate() -> Gate:
-    return Gate(lambda: None)
+def gate() -> ReadWriteGate:
+    return ReadWriteGate(lambda: None)
 
 
-def enter(gate: Gate, timeout_s: float = SHORT_S) -> bool:
+def enter(gate: ReadWriteGate, timeout_s: float = SHORT_S) -> bool:
     try:
         with gate.reading(timeout_s):
             return True
@@ -34,7 +34,7 @@ def enter(gate: Gate, timeout_s: float = SHORT_S) -> bool:
         return False
 
 
-def test_many_read_at_once(gate: Gate, pool: ThreadPoolExecutor) -> None:
+def test_many_read_at_once(gate: ReadWriteGate, pool: ThreadPoolExecutor) -> None:
     together = threading.Barrier(3)
 
     def read() -> int:
@@ -45,7 +45,7 @@ def test_many_read_at_once(gate: Gate, pool: ThreadPoolExecutor) -> None:
 
 
 def test_a_hold_waits_for_who_is_inside_and_keeps_others_out(
-    gate: Gate, pool: ThreadPoolExecutor
+    gate: ReadWriteGate, pool: ThreadPoolExecutor
 ) -> None:
     with gate.reading(WAIT_S):
         held = pool.submit(gate.hold, WAIT_S)
@@ -59,7 +59,9 @@ def test_a_hold_waits_for_who_is_inside_and_keeps_others_out(
     assert pool.submit(enter, gate).result(WAIT_S)
 
 
-def test_a_reader_kept_out_goes_on_when_the_hold_ends(gate: Gate, pool: ThreadPoolExecutor) -> None:
+def test_a_reader_kept_out_goes_on_when_the_hold_ends(
+    gate: ReadWriteGate, pool: ThreadPoolExecutor
+) -> None:
     gate.hold(WAIT_S)
     waiting: Future[bool] = pool.submit(enter, gate, WAIT_S)
     assert not waiting.done()
@@ -67,13 +69,15 @@ def test_a_reader_kept_out_goes_on_when_the_hold_ends(gate: Gate, pool: ThreadPo
     assert waiting.result(WAIT_S)
 
 
-def test_the_reader_that_waited_too_long_is_told_so(gate: Gate) -> None:
+def test_the_reader_that_waited_too_long_is_told_so(gate: ReadWriteGate) -> None:
     gate.hold(WAIT_S)
     with pytest.raises(NotReadyError, match=r"held generation for 0.05 s"), gate.reading(SHORT_S):
         pass
 
 
-def test_a_hold_that_times_out_lets_all_go_on(gate: Gate, pool: ThreadPoolExecutor) -> None:
+def test_a_hold_that_times_out_lets_all_go_on(
+    gate: ReadWriteGate, pool: ThreadPoolExecutor
+) -> None:
     with gate.reading(WAIT_S):
         with pytest.raises(TransferTimeout, match="1 decode steps did not end"):
             pool.submit(gate.hold, SHORT_S).result(WAIT_S)
@@ -81,11 +85,13 @@ def test_a_hold_that_times_out_lets_all_go_on(gate: Gate, pool: ThreadPoolExecut
         assert pool.submit(enter, gate).result(WAIT_S)
 
 
-def test_releasing_what_nobody_holds_is_nothing(gate: Gate) -> None:
+def test_releasing_what_nobody_holds_is_nothing(gate: ReadWriteGate) -> None:
     assert gate.release() == 0.0
 
 
-def test_an_inner_block_never_waits_for_a_holder(gate: Gate, pool: ThreadPoolExecutor) -> None:
+def test_an_inner_block_never_waits_for_a_holder(
+    gate: ReadWriteGate, pool: ThreadPoolExecutor
+) -> None:
     with gate.reading(WAIT_S):
         held = pool.submit(gate.hold, WAIT_S)
         while not gate.held:
@@ -97,7 +103,9 @@ def test_an_inner_block_never_waits_for_a_holder(gate: Gate, pool: ThreadPoolExe
     gate.release()
 
 
-def test_blocks_of_one_thread_may_end_in_any_order(gate: Gate, pool: ThreadPoolExecutor) -> None:
+def test_blocks_of_one_thread_may_end_in_any_order(
+    gate: ReadWriteGate, pool: ThreadPoolExecutor
+) -> None:
     first, second = gate.reading(WAIT_S), gate.reading(WAIT_S)
     first.__enter__()
     second.__enter__()
@@ -109,7 +117,7 @@ def test_blocks_of_one_thread_may_end_in_any_order(gate: Gate, pool: ThreadPoolE
     assert not enter(gate)
 
 
-def test_a_block_that_raises_leaves(gate: Gate) -> None:
+def test_a_block_that_raises_leaves(gate: ReadWriteGate) -> None:
     with pytest.raises(ZeroDivisionError), gate.reading(WAIT_S):
         _ = 1 // 0
     gate.hold(SHORT_S)
@@ -120,7 +128,7 @@ def test_refused_readers_do_not_count_as_inside() -> None:
     def refuse() -> None:
         raise NotReadyError("torn")
 
-    gate = Gate(refuse)
+    gate = ReadWriteGate(refuse)
     with pytest.raises(NotReadyError, match="torn"), gate.reading(WAIT_S):
         pass
     gate.hold(SHORT_S)
@@ -133,7 +141,7 @@ class Steps:
     def __init__(self, *, fails: Exception | None = None) -> None:
         self.said: list[tuple[str, bool]] = []
         self._fails = fails
-        self.gate = Gate(lambda: None, on_hold=self._hold, on_release=self._release)
+        self.gate = ReadWriteGate(lambda: None, on_hold=self._hold, on_release=self._release)
 
     def _hold(self, timeout_s: float) -> None:
         assert 0 < timeout_s <= WAIT_S

@@ -17,8 +17,8 @@ from torch import nn
 import weightsync as ws
 from weightsync.backends import ipc_handles, ipc_transfer
 from weightsync.errors import TransferTimeout
-from weightsync.receiving.gate import Gate
-from weightsync.weights.copier import DeviceRun
+from weightsync.receiving.gate import ReadWriteGate
+from weightsync.weights.copier import DeviceCopyUnit
 from weightsync.weights.module_sink import ModuleSink
 
 FIRST, SECOND = torch.device("cuda", 0), torch.device("cuda", 1)
@@ -88,7 +88,7 @@ class TestCopies:
 
     def test_a_chunk_waits_for_its_own_streams(self, driver: Driver) -> None:
         driver.use(FIRST, 7)
-        run = DeviceRun(targets=(on(FIRST), on(SECOND)), sources=(on(FIRST),), gaps=())
+        run = DeviceCopyUnit(targets=(on(FIRST), on(SECOND)), sources=(on(FIRST),), gaps=())
         program: Any = SimpleNamespace(runs=[run])
         ipc_transfer._settle([program])
         assert sorted(driver.log) == [
@@ -100,8 +100,8 @@ class TestCopies:
 class TestGate:
     """A reader is inside until the kernels of its step are done."""
 
-    def gate(self, driver: Driver) -> Gate:
-        return Gate(lambda: None, gpus=lambda: {FIRST, SECOND})
+    def gate(self, driver: Driver) -> ReadWriteGate:
+        return ReadWriteGate(lambda: None, gpus=lambda: {FIRST, SECOND})
 
     def test_a_hold_waits_for_the_streams_of_each_step(self, driver: Driver) -> None:
         gate = self.gate(driver)

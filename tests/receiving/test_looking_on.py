@@ -13,7 +13,7 @@ from torch import nn
 
 import weightsync as ws
 from weightsync.backends.distributed import DistributedWeightTransferEngine
-from weightsync.backends.private_group import Lifeline
+from weightsync.backends.private_group import LivenessSocket
 from weightsync.wire import codec
 from weightsync.wire.messages import InitRequest, Request, StartRequest
 
@@ -76,21 +76,21 @@ def test_a_sender_that_connects_anew_is_never_seen_dead() -> None:
 class ClosedMeanwhile(DistributedWeightTransferEngine):
     """Another thread closes it right after the first look at its connection."""
 
-    _left: Lifeline | None = None
+    _left: LivenessSocket | None = None
 
     @property
-    def _lifeline(self) -> Lifeline | None:
+    def _lifeline(self) -> LivenessSocket | None:
         connection, self._left = self._left, None
         return connection
 
     @_lifeline.setter
-    def _lifeline(self, connection: Lifeline | None) -> None:
+    def _lifeline(self, connection: LivenessSocket | None) -> None:
         self._left = connection
 
 
 def test_a_group_that_is_closed_meanwhile_has_an_answer() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
-        lifeline = Lifeline("127.0.0.1", server.getsockname()[1], PATIENT_S)
+        lifeline = LivenessSocket("127.0.0.1", server.getsockname()[1], PATIENT_S)
         try:
             engine = ClosedMeanwhile([])
             engine._lifeline = lifeline

@@ -7,14 +7,14 @@ import time
 import pytest
 
 from weightsync.errors import UpdateConflictError
-from weightsync.receiving.overtaken import Overtaken
+from weightsync.receiving.overtaken import AbortedUpdates
 
 KEEP_S = 60.0
 SHORT_S = 0.02
 
 
 def test_what_ended_may_not_begin() -> None:
-    overtaken = Overtaken(KEEP_S)
+    overtaken = AbortedUpdates(KEEP_S)
     overtaken.note("u")
     for _ in range(2):
         with pytest.raises(UpdateConflictError, match="under another update_id") as caught:
@@ -23,20 +23,20 @@ def test_what_ended_may_not_begin() -> None:
 
 
 def test_others_may_begin() -> None:
-    overtaken = Overtaken(KEEP_S)
+    overtaken = AbortedUpdates(KEEP_S)
     overtaken.note("u")
     overtaken.check("v")
 
 
 def test_it_is_forgotten_in_time() -> None:
-    overtaken = Overtaken(SHORT_S)
+    overtaken = AbortedUpdates(SHORT_S)
     overtaken.note("u")
     time.sleep(2 * SHORT_S)
     overtaken.check("u")
 
 
 def test_the_oldest_make_room_and_a_note_renews() -> None:
-    overtaken = Overtaken(KEEP_S)
+    overtaken = AbortedUpdates(KEEP_S)
     overtaken.note("renewed")
     overtaken.note("oldest")
     for number in range(254):

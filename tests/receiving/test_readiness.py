@@ -8,14 +8,14 @@ import time
 import pytest
 
 from weightsync.lifecycle import State, Terms, UpdateLifecycle
-from weightsync.receiving.peers import Peers
+from weightsync.receiving.peers import Senders
 from weightsync.receiving.readiness import Readiness
 
 GRACE_S = 60.0
 SHORT_S = 0.05
 
 
-class Connected(Peers):
+class Connected(Senders):
     """Senders that are connected because a test says so."""
 
     def __init__(self, *senders: str) -> None:

@@ -14,7 +14,7 @@ from weightsync.errors import (
     UpdateConflictError,
     WeightSyncError,
 )
-from weightsync.receiving.replay import Replay
+from weightsync.receiving.replay import IdempotencyCache
 from weightsync.wire.messages import StepReply
 
 WAIT_S = 60.0
@@ -35,21 +35,21 @@ class Calls:
 
 
 def test_a_repeat_gets_the_first_answer() -> None:
-    replay, calls = Replay(), Calls()
+    replay, calls = IdempotencyCache(), Calls()
     first = replay.once(("u", "finish"), calls, timeout_s=WAIT_S)
     assert replay.once(("u", "finish"), calls, timeout_s=WAIT_S) is first
     assert calls.count == 1
 
 
 def test_other_keys_are_other_calls() -> None:
-    replay, calls = Replay(), Calls()
+    replay, calls = IdempotencyCache(), Calls()
     for key in (("u", "finish"), ("u", "prepare"), ("v", "finish")):
         replay.once(key, calls, timeout_s=WAIT_S)
     assert calls.count == 3
 
 
 def test_a_failure_is_answered_again_too() -> None:
-    replay, calls = Replay(), Calls(TransferError("lost"))
+    replay, calls = IdempotencyCache(), Calls(TransferError("lost"))
     for _ in range(2):
         with pytest.raises(TransferError, match="lost"):
             replay.once("k", calls, timeout_s=WAIT_S)
@@ -58,7 +58,7 @@ def test_a_failure_is_answered_again_too() -> None:
 
 @pytest.mark.parametrize("refusal", [UpdateConflictError("busy"), StaleVersionError()])
 def test_a_refusal_of_the_moment_is_asked_anew(refusal: WeightSyncError) -> None:
-    replay, calls = Replay(), Calls(refusal)
+    replay, calls = IdempotencyCache(), Calls(refusal)
     with pytest.raises(type(refusal)):
         replay.once("k", calls, timeout_s=WAIT_S)
     calls.error = None
@@ -67,7 +67,7 @@ def test_a_refusal_of_the_moment_is_asked_anew(refusal: WeightSyncError) -> None
 
 @pytest.mark.parametrize("error", [None, TransferError("lost"), UpdateConflictError("busy")])
 def test_a_retry_joins_the_call_in_flight(error: WeightSyncError | None) -> None:
-    replay, calls = Replay(), Calls(error)
+    replay, calls = IdempotencyCache(), Calls(error)
     entered, go = threading.Event(), threading.Event()
 
     def slow() -> StepReply:
@@ -89,7 +89,7 @@ def test_a_retry_joins_the_call_in_flight(error: WeightSyncError | None) -> None
 
 
 def test_old_answers_are_forgotten() -> None:
-    replay, calls = Replay(), Calls()
+    replay, calls = IdempotencyCache(), Calls()
     for i in range(2000):
         replay.once(i, calls, timeout_s=WAIT_S)
     assert len(replay._answers) <= 256

@@ -13,7 +13,7 @@ from weightsync.rollout.engine_messages import Delta, EngineStats, FinishReason,
 from weightsync.rollout.generate_route import generation_router
 from weightsync.rollout.model import make_tiny_model
 from weightsync.rollout.steps import NO_LOGPROBS, ModelCard
-from weightsync.rollout.text import Texts
+from weightsync.rollout.text import TokenizerService
 
 MODEL = "scripted"
 MAX_LENGTH = 512
@@ -132,6 +132,6 @@ def app_of(engine: ScriptedEngine) -> FastAPI:
     """The app that serves an engine."""
     app = FastAPI()
     app.include_router(
-        generation_router(engine, Texts(*engine.reader), max_body_nbytes=MAX_BODY_NBYTES)
+        generation_router(engine, TokenizerService(*engine.reader), max_body_nbytes=MAX_BODY_NBYTES)
     )
     return app

@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
-from weightsync.rollout.steps import Choosing, Chosen, NewRows, RowId, Step, StepResult
+from weightsync.rollout.steps import NewRows, RowId, SampledToken, SamplingParams, Step, StepResult
 
-GREEDY = Choosing(temperature=0)
+GREEDY = SamplingParams(temperature=0)
 
 Execute = Callable[[Step, int], StepResult]
 
@@ -25,9 +25,11 @@ class Stepping:
         self._gone: list[RowId] = []
         self.living: list[RowId] = []
         self.said: dict[RowId, list[int]] = {}
-        self.chosen: dict[RowId, list[Chosen]] = {}
+        self.chosen: dict[RowId, list[SampledToken]] = {}
 
-    def new(self, prompt: list[int], choosing: Choosing = GREEDY, n: int = 1, **o: Any) -> NewRows:
+    def new(
+        self, prompt: list[int], choosing: SamplingParams = GREEDY, n: int = 1, **o: Any
+    ) -> NewRows:
         rows = list(itertools.islice(self._rows, n))
         return NewRows(rows=rows, prompt=prompt, choosing=choosing, **o)
 

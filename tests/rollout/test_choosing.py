@@ -9,8 +9,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from weightsync.rollout.choosing import TokenChooser
-from weightsync.rollout.steps import Choosing
+from weightsync.rollout.choosing import TokenSampler
+from weightsync.rollout.steps import SamplingParams
 
 CPU = torch.device("cpu")
 VOCABULARY = 50
@@ -20,9 +20,9 @@ def logits_of(seed: int, vocabulary: int = VOCABULARY) -> torch.Tensor:
     return torch.randn(vocabulary, generator=torch.Generator().manual_seed(seed)) * 2
 
 
-def drawn(choosing: Choosing, logits: torch.Tensor, rows: int) -> torch.Tensor:
+def drawn(choosing: SamplingParams, logits: torch.Tensor, rows: int) -> torch.Tensor:
     """How often each token is chosen, by `rows` rows at once."""
-    chooser = TokenChooser(CPU)
+    chooser = TokenSampler(CPU)
     names = list(range(rows))
     chooser.add(names, choosing)
     chosen = chooser.choose(names, logits.expand(rows, -1))
@@ -34,14 +34,14 @@ def drawn(choosing: Choosing, logits: torch.Tensor, rows: int) -> torch.Tensor:
 def test_tokens_come_as_often_as_they_are_likely(seed: int | None) -> None:
     logits, rows = logits_of(1, vocabulary=8), 20_000
     wanted = torch.softmax(logits / 0.7, dim=-1)
-    found = drawn(Choosing(temperature=0.7, seed=seed), logits, rows)
+    found = drawn(SamplingParams(temperature=0.7, seed=seed), logits, rows)
     # Six standard deviations of a binomial count.
     assert ((found - wanted).abs() < 6 * (wanted * (1 - wanted) / rows).sqrt() + 1e-4).all()
 
 
 def test_the_nucleus_keeps_its_odds_and_nothing_else() -> None:
     logits = torch.tensor([0.5, 0.3, 0.15, 0.05]).log()
-    found = drawn(Choosing(top_p=0.6, seed=3), logits, 8000)
+    found = drawn(SamplingParams(top_p=0.6, seed=3), logits, 8000)
     assert found[2] == found[3] == 0
     assert float(found[0]) == pytest.approx(0.625, abs=0.04)
 
@@ -50,21 +50,21 @@ def test_a_wide_nucleus_is_found_too() -> None:
     logits = torch.zeros(1000)
     logits[:400] = 0.5
     logits[400:] = -0.5
-    wide = drawn(Choosing(top_p=0.4, seed=3), logits, 4000)
+    wide = drawn(SamplingParams(top_p=0.4, seed=3), logits, 4000)
     # 400 tokens hold 64 percent: about 250 of them are the fewest that reach 40 percent.
     share = float(torch.softmax(logits, dim=-1)[0])
     assert 0.9 * 0.4 / share < int((wide > 0).sum()) <= math.ceil(0.4 / share)
     assert not wide[400:].any()
-    wider = drawn(Choosing(top_p=0.9, seed=3), logits, 4000)
+    wider = drawn(SamplingParams(top_p=0.9, seed=3), logits, 4000)
     assert wider[400:].any()
 
 
 def test_a_row_with_a_small_nucleus_does_not_mind_one_with_a_large_one() -> None:
     logits = torch.stack((torch.zeros(1000), logits_of(5, 1000)))
-    alone, among = TokenChooser(CPU), TokenChooser(CPU)
+    alone, among = TokenSampler(CPU), TokenSampler(CPU)
     for chooser in (alone, among):
-        chooser.add([0], Choosing(top_p=0.99, seed=1))
-        chooser.add([1], Choosing(top_p=0.7, seed=2))
+        chooser.add([0], SamplingParams(top_p=0.99, seed=1))
+        chooser.add([1], SamplingParams(top_p=0.7, seed=2))
     for _ in range(20):
         _, second = among.choose([0, 1], logits)
         assert alone.choose([1], logits[1:])[0].token == second.token
@@ -73,7 +73,11 @@ def test_a_row_with_a_small_nucleus_does_not_mind_one_with_a_large_one() -> None
 def test_a_tiny_nucleus_and_no_heat_take_the_likeliest() -> None:
     logits = logits_of(2)
     likeliest = int(logits.argmax())
-    for choosing in (Choosing(top_p=1e-9), Choosing(temperature=0), Choosing(temperature=1e-5)):
+    for choosing in (
+        SamplingParams(top_p=1e-9),
+        SamplingParams(temperature=0),
+        SamplingParams(temperature=1e-5),
+    ):
         assert drawn(choosing, logits, 40)[likeliest] == 1
 
 
@@ -81,14 +85,14 @@ def test_a_tiny_nucleus_and_no_heat_take_the_likeliest() -> None:
 @given(data=st.data())
 def test_a_seeded_row_draws_alike_in_every_company(data: st.DataObject) -> None:
     kinds = st.builds(
-        Choosing,
+        SamplingParams,
         temperature=st.sampled_from([0.0, 0.8, 1.5]),
         top_p=st.sampled_from([0.5, 1.0]),
         seed=st.none() | st.integers(0, 3),
         logprobs=st.sampled_from([-1, 0, 2]),
     )
-    choosing = Choosing(seed=7, top_p=data.draw(st.sampled_from([0.9, 1.0])))
-    alone, among = TokenChooser(CPU), TokenChooser(CPU)
+    choosing = SamplingParams(seed=7, top_p=data.draw(st.sampled_from([0.9, 1.0])))
+    alone, among = TokenSampler(CPU), TokenSampler(CPU)
     alone.add([0], choosing)
     among.add([0], choosing)
     for step in range(6):
@@ -106,9 +110,9 @@ def test_a_seeded_row_draws_alike_in_every_company(data: st.DataObject) -> None:
 
 
 def test_seeds_and_completions_have_streams_of_their_own() -> None:
-    chooser = TokenChooser(CPU)
+    chooser = TokenSampler(CPU)
     for first, seed in ((0, 0), (2, 1), (4, 2**64 - 1)):
-        chooser.add([first, first + 1], Choosing(seed=seed))
+        chooser.add([first, first + 1], SamplingParams(seed=seed))
     rows = list(range(6))
     steps = [chooser.choose(rows, torch.zeros(6, 1000)) for _ in range(4)]
     said = [tuple(step[row].token for step in steps) for row in rows]
@@ -117,8 +121,8 @@ def test_seeds_and_completions_have_streams_of_their_own() -> None:
 
 def test_unseeded_choosers_differ() -> None:
     def once() -> list[int]:
-        chooser = TokenChooser(CPU)
-        chooser.add([0, 1], Choosing())
+        chooser = TokenSampler(CPU)
+        chooser.add([0, 1], SamplingParams())
         return [c.token for c in chooser.choose([0, 1], torch.zeros(2, 100_000))]
 
     first, second = once(), once()
@@ -126,10 +130,10 @@ def test_unseeded_choosers_differ() -> None:
 
 
 def test_each_row_is_told_as_many_of_the_likeliest_as_it_asked_for() -> None:
-    chooser = TokenChooser(CPU)
+    chooser = TokenSampler(CPU)
     counts = [-1, 0, 3, 20]
     for row, count in enumerate(counts):
-        chooser.add([row], Choosing(temperature=0, logprobs=count))
+        chooser.add([row], SamplingParams(temperature=0, logprobs=count))
     logits = logits_of(4)
     chosen = chooser.choose([0, 1, 2, 3], logits.expand(4, -1))
     own = float(torch.log_softmax(logits, dim=-1).max())
@@ -142,7 +146,7 @@ def test_each_row_is_told_as_many_of_the_likeliest_as_it_asked_for() -> None:
 
 
 def test_more_tokens_asked_for_than_there_are() -> None:
-    chooser = TokenChooser(CPU)
-    chooser.add([0], Choosing(logprobs=20))
+    chooser = TokenSampler(CPU)
+    chooser.add([0], SamplingParams(logprobs=20))
     (chosen,) = chooser.choose([0], torch.zeros(1, 3))
     assert len(chosen.top) == 3

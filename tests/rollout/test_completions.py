@@ -9,17 +9,25 @@ import pytest
 
 from tests.rollout.scripted_engine import END_ID, TOKENIZER, ScriptedEngine, say, tokens_of
 from weightsync.errors import ConfigError, NotReadyError, PeerLostError
-from weightsync.rollout.completions import Increment, Prompt, Work, complete, increments
+from weightsync.rollout.completions import (
+    GenerationRequest,
+    Prompt,
+    StreamDelta,
+    complete,
+    stream_deltas,
+)
 from weightsync.rollout.engine_messages import Job
 from weightsync.rollout.requests import VersionSpan, spans
-from weightsync.rollout.text import Texts
+from weightsync.rollout.text import TokenizerService
 
-TEXTS = Texts(TOKENIZER)
+TEXTS = TokenizerService(TOKENIZER)
 WAIT_S = 60
 
 
-def work(*prompts: str, stops: tuple[str, ...] = (), n: int = 1, room: int = 64) -> Work:
-    return Work(
+def work(
+    *prompts: str, stops: tuple[str, ...] = (), n: int = 1, room: int = 64
+) -> GenerationRequest:
+    return GenerationRequest(
         request_id="r",
         prompts=[Prompt(token_ids=tokens_of(prompt)) for prompt in prompts or ("hi",)],
         max_new_tokens=room,
@@ -28,13 +36,13 @@ def work(*prompts: str, stops: tuple[str, ...] = (), n: int = 1, room: int = 64)
     )
 
 
-def whole(engine: ScriptedEngine, asked: Work) -> list[Increment]:
+def whole(engine: ScriptedEngine, asked: GenerationRequest) -> list[StreamDelta]:
     return asyncio.run(asyncio.wait_for(complete(engine, TEXTS, asked), WAIT_S))
 
 
-def listed(engine: ScriptedEngine, asked: Work) -> list[Increment]:
-    async def run() -> list[Increment]:
-        return [increment async for increment in increments(engine, TEXTS, asked)]
+def listed(engine: ScriptedEngine, asked: GenerationRequest) -> list[StreamDelta]:
+    async def run() -> list[StreamDelta]:
+        return [increment async for increment in stream_deltas(engine, TEXTS, asked)]
 
     return asyncio.run(asyncio.wait_for(run(), WAIT_S))
 
@@ -118,7 +126,7 @@ def test_closing_early_cancels_every_prompt() -> None:
     engine = ScriptedEngine(hang_at=2)
 
     async def run() -> None:
-        source = increments(engine, TEXTS, work("a", "b", "c"))
+        source = stream_deltas(engine, TEXTS, work("a", "b", "c"))
         assert (await anext(source)).text == "h"
         assert engine.running == 3
         await source.aclose()
@@ -169,18 +177,24 @@ def test_an_engine_that_is_lost_is_not_ready() -> None:
     [
         (lambda: work("a", n=1025), "send 1 to 1024"),
         (lambda: work("a" * 449), "449 tokens and 64 are to follow, the model has room for 512"),
-        (lambda: Work(request_id="r", prompts=[], max_new_tokens=1), "0 prompts"),
+        (lambda: GenerationRequest(request_id="r", prompts=[], max_new_tokens=1), "0 prompts"),
         (
-            lambda: Work(request_id="r", prompts=[Prompt(token_ids=[9999])], max_new_tokens=1),
+            lambda: GenerationRequest(
+                request_id="r", prompts=[Prompt(token_ids=[9999])], max_new_tokens=1
+            ),
             "prompt 0 is empty or has token ids outside 0 to",
         ),
         (
-            lambda: Work(request_id="r", prompts=[Prompt(token_ids=[])], max_new_tokens=1),
+            lambda: GenerationRequest(
+                request_id="r", prompts=[Prompt(token_ids=[])], max_new_tokens=1
+            ),
             "prompt 0 is empty",
         ),
     ],
 )
-def test_what_the_model_cannot_take_is_refused_before(asked: Callable[[], Work], text: str) -> None:
+def test_what_the_model_cannot_take_is_refused_before(
+    asked: Callable[[], GenerationRequest], text: str
+) -> None:
     engine = ScriptedEngine()
     with pytest.raises(ConfigError, match=text):
         whole(engine, asked())

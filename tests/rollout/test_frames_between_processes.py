@@ -17,7 +17,7 @@ from weightsync.rollout.engine_messages import Answer, EngineStats
 from weightsync.rollout.process_terms import CoreAddress
 from weightsync.rollout.steps import ModelCard
 from weightsync.rollout.worker_client import WorkerClient
-from weightsync.rollout.worker_crew import WorkerCrew, worker_identity
+from weightsync.rollout.worker_crew import WorkerGroup, worker_identity
 from weightsync.rollout.worker_messages import Notice
 from weightsync.samehost.addresses import ipc_address
 
@@ -113,7 +113,7 @@ def test_a_core_drops_notices_that_are_none(tmp_path: Path) -> None:
         core.bind(address)
         worker.identity = worker_identity(0)
         worker.connect(address)
-        crew = WorkerCrew.__new__(WorkerCrew)  # its queues are not needed to listen
+        crew = WorkerGroup.__new__(WorkerGroup)  # its queues are not needed to listen
         crew.socket = core
         crew._heard = {}
         for frames in ([b"\xc1"], [b"a", b"b"], [b""]):

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from weightsync.rollout.hugging_face import hf
 from weightsync.rollout.hugging_face_cache import Cache
-from weightsync.rollout.kv_rows import KeptPrompt, KvRows, RoomyLayer, held_by
+from weightsync.rollout.kv_rows import BatchedKVCache, KeptPrompt, PreallocatedLayer, held_by
 
 HEADS, KEY_SIZE, VALUE_SIZE, LAYERS = 2, 3, 5, 2
 CPU = torch.device("cpu")
@@ -18,7 +18,7 @@ CPU = torch.device("cpu")
 
 def empty() -> Cache:
     cache: Cache = hf.DynamicCache()
-    cache.layers = [RoomyLayer() for _ in range(LAYERS)]
+    cache.layers = [PreallocatedLayer() for _ in range(LAYERS)]
     return cache
 
 
@@ -40,7 +40,7 @@ def contents(cache: Cache) -> list[tuple[torch.Tensor, torch.Tensor]]:
     return [layer.held() for layer in held_by(cache)]
 
 
-def seen(living: KvRows, place: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+def seen(living: BatchedKVCache, place: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """What the mask lets a row see, layer by layer."""
     columns = living.mask()[place, :-1].bool()
     found = []
@@ -61,7 +61,7 @@ def equal(found: list[Any], wanted: list[Any]) -> bool:
 @settings(max_examples=60, deadline=None)
 @given(data=st.data())
 def test_every_row_sees_its_own_tokens_and_no_others(data: st.DataObject) -> None:
-    living = KvRows(empty(), CPU)
+    living = BatchedKVCache(empty(), CPU)
     truth: dict[int, list[Any]] = {}
     for number in range(1, data.draw(st.integers(1, 12)) + 1):
         first = 1000.0 * number
@@ -102,7 +102,7 @@ def test_every_row_sees_its_own_tokens_and_no_others(data: st.DataObject) -> Non
 
 
 def test_columns_of_padding_alone_are_given_back() -> None:
-    living = KvRows(empty(), CPU)
+    living = BatchedKVCache(empty(), CPU)
     living.join([1], written(100, 0.0), [0])
     living.join([2], written(3, 5000.0), [0])
     assert living.width == 100

@@ -16,7 +16,7 @@ from tests.rollout.stepping import Stepping, alone
 from weightsync.errors import ConfigError, ProtocolError
 from weightsync.rollout.model import LoadedModel, make_tiny_model, make_tiny_vision_model
 from weightsync.rollout.model_runner import ModelRunner
-from weightsync.rollout.steps import Choosing, Step
+from weightsync.rollout.steps import SamplingParams, Step
 from weightsync.rollout.vision import ImagePreparer
 
 hf: Any = transformers
@@ -158,15 +158,15 @@ def test_completions_of_one_prompt_share_its_reading() -> None:
 
 
 def test_a_seed_draws_the_same_whatever_is_in_the_batch() -> None:
-    seeded = Choosing(temperature=1.3, top_p=0.9, seed=11)
+    seeded = SamplingParams(temperature=1.3, top_p=0.9, seed=11)
     quiet = stepping()
     quiet.start(quiet.new(PROMPTS[1], seeded, n=2))
     quiet.go_on(9)
     busy = stepping()
-    busy.start(busy.new(PROMPTS[2]), busy.new(PROMPTS[4], Choosing()))
+    busy.start(busy.new(PROMPTS[2]), busy.new(PROMPTS[4], SamplingParams()))
     busy.go_on(3)
     new = busy.new(PROMPTS[1], seeded, n=2)
-    busy.start(busy.new(PROMPTS[5], Choosing(seed=11)), new)
+    busy.start(busy.new(PROMPTS[5], SamplingParams(seed=11)), new)
     busy.go_on(4)
     busy.leave(0, 1)
     busy.go_on(5)
@@ -177,8 +177,8 @@ def test_a_seed_draws_the_same_whatever_is_in_the_batch() -> None:
 
 def test_a_completion_of_a_request_does_not_depend_on_how_many_there_are() -> None:
     core = stepping()
-    many = core.new(PROMPTS[1], Choosing(seed=2), n=3)
-    one = core.new(PROMPTS[1], Choosing(seed=2))
+    many = core.new(PROMPTS[1], SamplingParams(seed=2), n=3)
+    one = core.new(PROMPTS[1], SamplingParams(seed=2))
     core.start(many, one)
     core.go_on(6)
     assert core.said[many.rows[0]] == core.said[one.rows[0]]
@@ -187,9 +187,9 @@ def test_a_completion_of_a_request_does_not_depend_on_how_many_there_are() -> No
 @torch.no_grad()
 def test_logprobs_are_of_the_models_own_distribution() -> None:
     core = stepping()
-    told = core.new(PROMPTS[1], Choosing(temperature=0.5, seed=1, logprobs=3))
+    told = core.new(PROMPTS[1], SamplingParams(temperature=0.5, seed=1, logprobs=3))
     silent = core.new(PROMPTS[2])
-    only_own = core.new(PROMPTS[0], Choosing(temperature=0, logprobs=0))
+    only_own = core.new(PROMPTS[0], SamplingParams(temperature=0, logprobs=0))
     core.start(silent, told, only_own)
     core.go_on(5)
     said = core.said[told.rows[0]]

@@ -22,7 +22,7 @@ from weightsync.rollout.completions import read_prompts
 from weightsync.rollout.model_choice import TINY_VISION
 from weightsync.rollout.model_reader import load_reader
 from weightsync.rollout.openai_messages import REFUSED, ChatMessage, RequestError
-from weightsync.rollout.text import Texts
+from weightsync.rollout.text import TokenizerService
 from weightsync.rollout.tiny_tokenizer import byte_tokenizer
 
 WAIT_S = 60
@@ -157,7 +157,7 @@ def test_what_is_not_there_is_said_in_openais_shape(
 
 def test_prompts_are_counted_before_any_is_encoded() -> None:
     engine = ScriptedEngine()
-    texts = Texts(*engine.reader)
+    texts = TokenizerService(*engine.reader)
     encoded: list[str] = []
     encode = texts.encode_here
 
@@ -174,7 +174,7 @@ def test_prompts_are_counted_before_any_is_encoded() -> None:
 
 @pytest.mark.parametrize("template", ["{{ 1 / 0 }}", "{{ messages + 1 }}", "{{ 'a' % 1 }}"])
 def test_a_template_that_fails_is_a_refusal(template: str) -> None:
-    texts = Texts(byte_tokenizer())
+    texts = TokenizerService(byte_tokenizer())
     texts.tokenizer.chat_template = template
     with pytest.raises(RequestError, match="does not take these messages"):
         render(texts, [{"role": "user", "content": "hi"}])
@@ -187,7 +187,7 @@ def test_a_model_of_images_gets_parts_even_of_text_alone() -> None:
         "{% if part.type == 'text' %}{{ part.text }}{% endif %}{% endfor %}{% endfor %}"
     )
     tokenizer.chat_template, processor.chat_template = None, template
-    texts = Texts(tokenizer, processor)
+    texts = TokenizerService(tokenizer, processor)
     prompt = asyncio.run(chat_prompt(texts, [ChatMessage(role="user", content="What?")]))
     assert texts.decode(prompt.token_ids) == "What?"
 

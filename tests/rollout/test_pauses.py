@@ -2,7 +2,7 @@ from __future__ import annotations
 
 from weightsync.errors import NotReadyError, TransferTimeout, WeightSyncError
 from weightsync.rollout.engine_messages import Job
-from weightsync.rollout.pauses import Pauses
+from weightsync.rollout.pauses import PauseController
 
 Said = list[tuple[str, WeightSyncError | None]]
 
@@ -20,7 +20,7 @@ def job(request_id: str) -> Job:
 
 
 def test_keep_answers_at_once_and_stops_steps() -> None:
-    pauses, said = Pauses(), list[WeightSyncError | None]()
+    pauses, said = PauseController(), list[WeightSyncError | None]()
     pauses.pause("keep", said.append)
     assert said == [None]
     assert not pauses.may_step
@@ -29,7 +29,7 @@ def test_keep_answers_at_once_and_stops_steps() -> None:
 
 
 def test_wait_answers_when_nothing_is_in_flight() -> None:
-    pauses, said = Pauses(), list[WeightSyncError | None]()
+    pauses, said = PauseController(), list[WeightSyncError | None]()
     pauses.pause("wait", said.append)
     assert pauses.may_step
     pauses.look(2)
@@ -40,7 +40,7 @@ def test_wait_answers_when_nothing_is_in_flight() -> None:
 
 
 def test_jobs_that_come_later_wait_for_the_end_in_order() -> None:
-    pauses = Pauses()
+    pauses = PauseController()
     pauses.pause("abort", lambda _: None)
     for name in ("one", "two", "three"):
         pauses.postpone(b"a", job(name))
@@ -52,7 +52,7 @@ def test_jobs_that_come_later_wait_for_the_end_in_order() -> None:
 
 
 def test_everyone_who_waits_is_answered_when_jobs_have_ended_and_not_before() -> None:
-    pauses, said = Pauses(), Said()
+    pauses, said = PauseController(), Said()
     pauses.pause("wait", lambda error: said.append(("first", error)))
     pauses.pause("abort", lambda error: said.append(("second", error)))
     pauses.look(1)
@@ -62,14 +62,14 @@ def test_everyone_who_waits_is_answered_when_jobs_have_ended_and_not_before() ->
 
 
 def test_keep_answers_those_who_wait_too_since_jobs_do_not_end_any_more() -> None:
-    pauses, said = Pauses(), Said()
+    pauses, said = PauseController(), Said()
     pauses.pause("wait", lambda error: said.append(("first", error)))
     pauses.pause("keep", lambda error: said.append(("second", error)))
     assert said == [("first", None), ("second", None)]
 
 
 def test_resume_tells_those_who_wait_that_jobs_have_not_ended() -> None:
-    pauses, said = Pauses(), Said()
+    pauses, said = PauseController(), Said()
     pauses.pause("wait", lambda error: said.append(("first", error)))
     pauses.resume()
     ((_, error),) = said
@@ -79,7 +79,7 @@ def test_resume_tells_those_who_wait_that_jobs_have_not_ended() -> None:
 
 def test_what_takes_too_long_is_told_to_both_sides() -> None:
     clock = Clock()
-    pauses, said = Pauses(timeout_s=5.0, clock=clock), list[WeightSyncError | None]()
+    pauses, said = PauseController(timeout_s=5.0, clock=clock), list[WeightSyncError | None]()
     pauses.pause("wait", said.append)
     pauses.postpone(b"a", job("early"))
     clock.now = 4.0

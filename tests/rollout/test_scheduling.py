@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 from weightsync.errors import ConfigError, NotReadyError, ProtocolError
 from weightsync.rollout.engine_messages import Delta, Failed, Job
-from weightsync.rollout.kept_prompts import KeptPrompts
+from weightsync.rollout.kept_prompts import PrefixCache
 from weightsync.rollout.scheduling import Post, Scheduler
-from weightsync.rollout.steps import Choosing, Chosen, ModelCard, Step, StepResult
+from weightsync.rollout.steps import ModelCard, SampledToken, SamplingParams, Step, StepResult
 from weightsync.wire.problem import Problem
 
 END = 0
@@ -30,7 +30,7 @@ def job(
         prompt=prompt,
         n=n,
         max_new_tokens=tokens,
-        choosing=Choosing(temperature=0.0),
+        choosing=SamplingParams(temperature=0.0),
         stop_at_end=at_end,
     )
 
@@ -56,7 +56,7 @@ class Worker:
             del self.kept[key]
         assert not (step.new and step.rows)
         refused: dict[int, str] = {}
-        chosen: list[Chosen] = []
+        chosen: list[SampledToken] = []
         for group in step.new:
             if group.reuse is not None:
                 shared = group.reuse_length
@@ -77,10 +77,10 @@ class Worker:
             chosen.append(self._choose(row))
         return StepResult(number=step.number, version=self.version, chosen=chosen, refused=refused)
 
-    def _choose(self, row: int) -> Chosen:
+    def _choose(self, row: int) -> SampledToken:
         token = token_after(self.rows[row])
         self.rows[row].append(token)
-        return Chosen(row=row, token=token)
+        return SampledToken(row=row, token=token)
 
 
 def token_after(tokens: list[int]) -> int:
@@ -150,7 +150,7 @@ def test_every_completion_is_what_it_would_be_alone(
         CARD,
         max_rows=max_rows,
         max_prompt_tokens=max_prompt,
-        kept=KeptPrompts(max_tokens=max_kept, min_shared=2, max_prompts=3),
+        kept=PrefixCache(max_tokens=max_kept, min_shared=2, max_prompts=3),
     )
     worker = Worker()
     wanted = {
@@ -267,7 +267,7 @@ def test_failing_all_tells_every_job_once_why() -> None:
 
 
 def test_the_versions_of_tokens_and_of_the_prompt_are_told() -> None:
-    scheduler = Scheduler(CARD, kept=KeptPrompts(min_shared=2))
+    scheduler = Scheduler(CARD, kept=PrefixCache(min_shared=2))
     worker = Worker(version=3)
     prompt = [1, 2, 3, 4, 1]
     scheduler.submit(b"a", job("old", prompt, tokens=2, at_end=False))

@@ -15,8 +15,8 @@ import weightsync as ws
 from weightsync.rollout import worker_crew
 from weightsync.rollout.engine_core import EngineCore
 from weightsync.rollout.engine_messages import Answer, Ask, Cancel, Event, Job
-from weightsync.rollout.steps import Chosen, ModelCard, Step, StepResult
-from weightsync.rollout.worker_crew import WorkerCrew, step_codec, worker_identity
+from weightsync.rollout.steps import ModelCard, SampledToken, Step, StepResult
+from weightsync.rollout.worker_crew import WorkerGroup, step_codec, worker_identity
 from weightsync.rollout.worker_messages import CoreWord, Done, Hello, Hold, Notice, Welcome
 from weightsync.samehost.message_queue import MessageQueue
 from weightsync.samehost.tensor_codec import TensorEncoder
@@ -38,7 +38,7 @@ class Replica:
         self.api = self._socket(zmq.DEALER, "orders", b"api")
         self.results = MessageQueue(1, 1, codec=step_codec(), spin_s=0.0)
         self.say(Hello(card=CARD, results=self.results.export_handle(), version=0))
-        self.crew = WorkerCrew.gather(gate, 1, timeout_s=WAIT_S)
+        self.crew = WorkerGroup.gather(gate, 1, timeout_s=WAIT_S)
         welcome = self.hear()
         assert isinstance(welcome, Welcome)
         self.steps = MessageQueue.create_from_handle(welcome.steps, 0, codec=step_codec())
@@ -116,7 +116,7 @@ def test_what_does_not_need_the_step_to_be_over_is_served(replica: Replica) -> N
     replica.say(Hold(call=7))
     assert replica.running() == 0
     assert replica.hear(0.3) is None  # a hold says that no step is at work
-    chosen = [Chosen(row=step.new[0].rows[0], token=3)]
+    chosen = [SampledToken(row=step.new[0].rows[0], token=3)]
     replica.results.enqueue(StepResult(number=step.number, version=0, chosen=chosen))
     done = replica.hear()
     assert isinstance(done, Done)

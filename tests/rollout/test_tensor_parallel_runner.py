@@ -18,7 +18,7 @@ from tests.rollout.stepping import Stepping, alone
 from weightsync.rollout.kv_rows import held_by
 from weightsync.rollout.model import LoadedModel, make_tiny_vision_model
 from weightsync.rollout.model_runner import ModelRunner
-from weightsync.rollout.steps import Choosing, Step, StepResult
+from weightsync.rollout.steps import SamplingParams, Step, StepResult
 
 RANKS = 2
 WAIT_S = 90
@@ -88,7 +88,7 @@ def seeing() -> LoadedModel:
 
 def _story(core: Stepping) -> None:
     """Joins, seeds, images, refusals, reuse and leaves."""
-    sampling = Choosing(seed=3, logprobs=2)
+    sampling = SamplingParams(seed=3, logprobs=2)
     core.start(core.new(PROMPTS[0], n=2), core.new([]), core.new(PROMPTS[1], sampling, keep_as=1))
     core.go_on(3)
     image = [259] * 4

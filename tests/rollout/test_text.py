@@ -12,30 +12,32 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from weightsync.rollout.model import make_tiny_model
-from weightsync.rollout.text import CompletionText, StopFinder, Texts
+from weightsync.rollout.text import CompletionText, StopFinder, TokenizerService
 
 LETTERS = "aé€😀 \n\ufffd"
 quick = settings(max_examples=150, deadline=None)
 texts = st.text(alphabet=LETTERS, max_size=12) | st.text(max_size=12)
 
 
-def byte_texts(chunks: list[bytes]) -> Texts:
+def byte_texts(chunks: list[bytes]) -> TokenizerService:
     """A byte-level tokenizer whose tokens are the chunks, token `i` being `chunks[i]`."""
-    of_byte = {byte: letter for letter, byte in Texts(make_tiny_tokenizer())._byte_of.items()}
+    of_byte = {
+        byte: letter for letter, byte in TokenizerService(make_tiny_tokenizer())._byte_of.items()
+    }
     pieces = ["".join(of_byte[byte] for byte in chunk) for chunk in chunks]
     vocabulary = {piece: i for i, piece in enumerate(dict.fromkeys([*of_byte.values(), *pieces]))}
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     made: Any = PreTrainedTokenizerFast
-    return Texts(made(tokenizer_object=tokenizer, eos_token="<end>"))
+    return TokenizerService(made(tokenizer_object=tokenizer, eos_token="<end>"))
 
 
 def make_tiny_tokenizer() -> Any:
     return make_tiny_model().tokenizer
 
 
-def ids_of(known: Texts, chunks: list[bytes]) -> list[int]:
+def ids_of(known: TokenizerService, chunks: list[bytes]) -> list[int]:
     of_byte = {byte: letter for letter, byte in known._byte_of.items()}
     pieces = ["".join(of_byte[byte] for byte in chunk) for chunk in chunks]
     ids: list[int] = known.tokenizer.convert_tokens_to_ids(pieces)
@@ -85,7 +87,7 @@ def test_bytes_that_are_no_text_read_as_decoding_them_at_once(
 
 
 def test_no_end_of_broken_bytes_is_decoded_again_and_again() -> None:
-    known = Texts(make_tiny_tokenizer())
+    known = TokenizerService(make_tiny_tokenizer())
     decoded: list[int] = []
     decode = known.decode
 
@@ -140,7 +142,7 @@ def test_stop_texts_do_not_depend_on_the_cut(
 
 
 def test_a_possible_beginning_of_a_stop_text_waits() -> None:
-    known = Texts(make_tiny_tokenizer())
+    known = TokenizerService(make_tiny_tokenizer())
     text = known.completion(["END."])
     ids = known.tokenizer("xENxEND.y")["input_ids"]
     assert [text.push(token) for token in ids[:8]] == ["x", "", "", "ENx", "", "", "", ""]
@@ -149,7 +151,7 @@ def test_a_possible_beginning_of_a_stop_text_waits() -> None:
 
 
 def test_what_was_held_back_comes_at_the_end() -> None:
-    known = Texts(make_tiny_tokenizer())
+    known = TokenizerService(make_tiny_tokenizer())
     text = known.completion(["END."])
     for token in known.tokenizer("END")["input_ids"]:
         assert text.push(token) == ""
@@ -160,7 +162,7 @@ def test_what_was_held_back_comes_at_the_end() -> None:
 
 def test_special_tokens_and_unseen_ones_have_no_text() -> None:
     tokenizer = make_tiny_tokenizer()
-    known = Texts(tokenizer)
+    known = TokenizerService(tokenizer)
     letters = tokenizer("ab")["input_ids"]
     text = known.completion(unseen=[letters[1]])
     ids = [tokenizer.bos_token_id, letters[0], tokenizer.eos_token_id, letters[1], letters[0]]
@@ -171,14 +173,14 @@ def test_a_special_token_in_the_middle_of_a_character() -> None:
     tokenizer = make_tiny_tokenizer()
     first, *rest = tokenizer("€")["input_ids"]
     ids = [first, *[tokenizer.eos_token_id] * 60, *rest]
-    assert run(Texts(tokenizer).completion(), ids)[0][-2:] == ["€", ""]
+    assert run(TokenizerService(tokenizer).completion(), ids)[0][-2:] == ["€", ""]
 
 
 WORDS = ("▁", "▁hello", "▁world", "a", "!")
 FALLBACK = [f"<0x{byte:02X}>" for byte in range(256)]
 
 
-def fallback_texts() -> Texts:
+def fallback_texts() -> TokenizerService:
     """A tokenizer as Llama 2 has it: token `i` is byte `i`, the words come after."""
     pieces = [*FALLBACK, *WORDS, "<unk>"]
     vocabulary = {piece: i for i, piece in enumerate(pieces)}
@@ -192,7 +194,7 @@ def fallback_texts() -> Texts:
         ]
     )
     made: Any = PreTrainedTokenizerFast
-    return Texts(made(tokenizer_object=tokenizer, unk_token="<unk>"))
+    return TokenizerService(made(tokenizer_object=tokenizer, unk_token="<unk>"))
 
 
 FALLBACK_TEXTS = fallback_texts()
@@ -260,7 +262,7 @@ def test_other_kinds_of_tokenizer(decoder: Any, pieces: list[str], text: str) ->
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[], byte_fallback=True))
     tokenizer.decoder = decoder
     made: Any = PreTrainedTokenizerFast
-    known = Texts(made(tokenizer_object=tokenizer, unk_token="<unk>"))
+    known = TokenizerService(made(tokenizer_object=tokenizer, unk_token="<unk>"))
     given_pieces, _ = run(known.completion(), list(range(len(pieces))))
     assert "".join(given_pieces) == text
     assert len([piece for piece in given_pieces if piece]) > 1
@@ -269,7 +271,7 @@ def test_other_kinds_of_tokenizer(decoder: Any, pieces: list[str], text: str) ->
 
 
 def test_the_bytes_and_the_name_of_a_token() -> None:
-    known = Texts(make_tiny_tokenizer())
+    known = TokenizerService(make_tiny_tokenizer())
     ids = known.tokenizer("€a")["input_ids"]
     assert b"".join(known.token_bytes(token) for token in ids) == "€a".encode()
     assert [known.token_name(token) for token in ids] == [
@@ -283,7 +285,7 @@ def test_the_bytes_and_the_name_of_a_token() -> None:
 
 @pytest.mark.anyio
 async def test_short_and_long_texts_are_encoded_alike() -> None:
-    known = Texts(make_tiny_tokenizer())
+    known = TokenizerService(make_tiny_tokenizer())
     long = "weights " * 2000
     assert await known.encode(long) == known.tokenizer(long)["input_ids"]
     assert await known.encode("a") == known.tokenizer("a")["input_ids"]

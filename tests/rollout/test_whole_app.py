@@ -17,7 +17,7 @@ import weightsync as ws
 from tests.rollout.scripted_engine import TOKENIZER, ScriptedEngine
 from tests.server.live import serving
 from weightsync.rollout.api_server import make_app
-from weightsync.rollout.text import Texts
+from weightsync.rollout.text import TokenizerService
 
 WAIT_S = 60
 
@@ -26,7 +26,7 @@ WAIT_S = 60
 def served() -> Iterator[tuple[str, list[ws.WeightReceiver]]]:
     """Two workers behind one URL, each with weights of its own."""
     receivers = [ws.WeightReceiver(nn.Linear(3, 2)) for _ in range(2)]
-    app = make_app(ScriptedEngine(), receivers, Texts(TOKENIZER), token=None)
+    app = make_app(ScriptedEngine(), receivers, TokenizerService(TOKENIZER), token=None)
     with serving(app) as url:
         yield url, receivers
     for receiver in receivers:

@@ -21,7 +21,7 @@ from tests.samehost.processes import (
     run,
     running,
 )
-from weightsync.samehost.janitor import sweep
+from weightsync.samehost.janitor import cleanup_stale
 from weightsync.samehost.segment import DIRECTORY
 
 OWNER = """
@@ -79,7 +79,7 @@ def test_a_living_foreign_owner_keeps_its_segment_and_a_dead_one_does_not(
             assert exists(kept)
             assert not exists(left)
         kill(living)
-        sweep()
+        cleanup_stale()
         assert not exists(kept)
 
 
@@ -91,11 +91,11 @@ def test_a_forked_child_neither_removes_nor_keeps() -> None:
         assert "swept" in lines
         try:
             assert exists(name), "the child took its parent's segment for a dead owner's"
-            sweep()
+            cleanup_stale()
             assert exists(name)
             kill(owner)
             os.kill(int(child), 0)
-            sweep()
+            cleanup_stale()
             assert not exists(name), "the child kept the lock of its dead parent"
         finally:
             os.kill(int(child), 9)
@@ -114,9 +114,9 @@ def test_pids_of_another_namespace_mean_nothing() -> None:
         assert not exists(name)
     with running([*INSIDE, "--kill-child", *python(OWNER, DIRECTORY)]) as owner:
         name = line_of(owner)
-        sweep()
+        cleanup_stale()
         assert exists(name), "an owner inside was taken for dead"
     deadline = time.monotonic() + WAIT_S
     while exists(name) and time.monotonic() < deadline:
-        sweep()
+        cleanup_stale()
         time.sleep(0.01)

@@ -18,7 +18,7 @@ from tests.cli.running import TOKEN, answer_of, weightsync
 from tests.samehost.processes import OWNER, kill, line_of, private_directory, python, running
 from tests.server.live import make_app, serving
 from weightsync.cli.status_host import COLUMNS
-from weightsync.samehost.census import take_census
+from weightsync.samehost.census import list_segments
 from weightsync.samehost.segment import Segment, live_segments
 from weightsync.transports.callback import CallbackTransport
 from weightsync.wire.messages import LedgerEntry
@@ -180,12 +180,12 @@ class TestOfTheHost:
             name = line_of(owner)
             with running(python(OTHER_READER, shm, name)) as reader:
                 assert line_of(reader) == "open"
-                (seen,) = take_census(shm)
+                (seen,) = list_segments(shm)
                 assert (seen.name, seen.nbytes, seen.owner_alive) == (name, 4096, True)
                 for process in (owner, reader):
                     assert any(f"({process.pid})" in one for one in seen.mapped_by)
                 kill(owner)
-                (seen,) = take_census(shm)
+                (seen,) = list_segments(shm)
                 assert not seen.owner_alive
                 assert not any(f"({owner.pid})" in one for one in seen.mapped_by)
                 assert any(f"({reader.pid})" in one for one in seen.mapped_by)

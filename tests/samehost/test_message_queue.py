@@ -34,7 +34,7 @@ from weightsync.errors import (
 from weightsync.samehost import patience
 from weightsync.samehost.message_layout import RECORDS
 from weightsync.samehost.message_queue import MessageCodec, MessageQueue, QueueHandle
-from weightsync.samehost.message_ring import RingWriter
+from weightsync.samehost.message_ring import MessageRingWriter
 from weightsync.samehost.message_sockets import socket_path
 from weightsync.samehost.segment import find_leftovers
 
@@ -356,10 +356,10 @@ def test_a_long_wait_is_logged_unless_it_is_expected(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(
-        patience.Patience.__init__,
+        patience.WaitPolicy.__init__,
         "__kwdefaults__",
         {
-            **(patience.Patience.__init__.__kwdefaults__ or {}),
+            **(patience.WaitPolicy.__init__.__kwdefaults__ or {}),
             "warn_s": 0.01,
         },
     )
@@ -511,13 +511,13 @@ def test_a_writer_that_closed_is_told_from_a_dead_one() -> None:
 
 def test_a_queue_that_closes_has_nothing_of_the_dead(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[set[str]] = []
-    close = RingWriter.close
+    close = MessageRingWriter.close
 
-    def looked_at(ring: RingWriter) -> None:
+    def looked_at(ring: MessageRingWriter) -> None:
         close(ring)
         seen.append({leftover.name for leftover in find_leftovers()})
 
-    monkeypatch.setattr(RingWriter, "close", looked_at)
+    monkeypatch.setattr(MessageRingWriter, "close", looked_at)
     with pair() as (writer, reader):
         own = str(writer.export_handle().control)
         assert socket_path(own).exists()

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tests.weights.late_lane import LateLane
-from weightsync.backends.exported import Ring, stage_on_gpu
+from weightsync.backends.exported import Buckets, stage_on_gpu
 from weightsync.samehost import pinning
 from weightsync.samehost.memory import OpenMemory
 from weightsync.samehost.pinning import CudaDriver, Pinned
@@ -57,8 +57,8 @@ def _not_warned_yet() -> Iterator[None]:
     pinning._warn.cache_clear()
 
 
-def staged_ring(driver: Driver, lane: LateLane) -> tuple[Ring, StagedSlots]:
-    ring = Ring(4, NBYTES, CPU)
+def staged_ring(driver: Driver, lane: LateLane) -> tuple[Buckets, StagedSlots]:
+    ring = Buckets(4, NBYTES, CPU)
     stage = ring.stage(CPU, lane, driver)
     assert stage is not None
     return ring, stage
@@ -113,7 +113,7 @@ def test_a_driver_that_keeps_memory_is_a_warning(caplog: pytest.LogCaptureFixtur
         def unregister(self, address: int) -> int:
             return 1
 
-    ring = Ring(1, NBYTES, CPU)
+    ring = Buckets(1, NBYTES, CPU)
     ring.stage(CPU, LateLane(), Keeps())
     with caplog.at_level(logging.WARNING):
         ring.close()
@@ -128,7 +128,7 @@ def test_no_room_on_the_device_is_a_warning(
 
     monkeypatch.setattr(torch, "empty_like", full)
     driver = Driver()
-    ring = Ring(2, NBYTES, CPU)
+    ring = Buckets(2, NBYTES, CPU)
     assert ring.stage(CPU, LateLane(), driver) is None
     assert "no memory to stage (CUDA out of memory" in caplog.text
     ring.close()
@@ -136,6 +136,6 @@ def test_no_room_on_the_device_is_a_warning(
 
 
 def test_tensors_on_the_host_are_not_staged() -> None:
-    ring = Ring(2, NBYTES, CPU)
+    ring = Buckets(2, NBYTES, CPU)
     assert stage_on_gpu(ring, CPU) is None
     ring.close()

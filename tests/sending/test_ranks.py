@@ -14,7 +14,7 @@ import torch.distributed as dist
 from tests.crew import Crew, Died, crew
 from weightsync.errors import ConfigError, ManifestMismatchError
 from weightsync.sending.joining import join_ranks
-from weightsync.sending.ranks import NAMING_TIMEOUT_S, Alone, Ranks, alone
+from weightsync.sending.ranks import NAMING_TIMEOUT_S, RankComm, SingleRank, alone
 
 TIMEOUT_S = 20.0
 Seen = tuple[str, str, str]
@@ -29,7 +29,7 @@ def seen(act: Callable[[], Any]) -> Seen:
     return "", "", ""
 
 
-def joined() -> Ranks:
+def joined() -> RankComm:
     return join_ranks(None, timeout_s=TIMEOUT_S)
 
 
@@ -177,7 +177,7 @@ def not_a_member(_: int) -> Seen:
 
 def of_one(rank: int) -> bool:
     groups = [dist.new_group([member]) for member in range(4)]
-    return isinstance(join_ranks(groups[rank], timeout_s=TIMEOUT_S), Alone)
+    return isinstance(join_ranks(groups[rank], timeout_s=TIMEOUT_S), SingleRank)
 
 
 def test_sub_groups() -> None:
@@ -190,7 +190,7 @@ def test_sub_groups() -> None:
         assert made.run(of_one) == [True] * 4
 
 
-KEPT: list[Ranks] = []
+KEPT: list[RankComm] = []
 """What a rank that stays away does not close."""
 
 
@@ -240,7 +240,7 @@ class TestAlone:
         ranks.close()
 
     def test_without_torch_distributed(self) -> None:
-        assert isinstance(join_ranks(None, timeout_s=1), Alone)
+        assert isinstance(join_ranks(None, timeout_s=1), SingleRank)
 
     def test_a_broadcast_needs_a_payload(self) -> None:
         with pytest.raises(ConfigError, match="rank 0 has to give"):

@@ -17,7 +17,7 @@ from typing import Any
 from weightsync.receiver import WeightReceiver
 from weightsync.samehost.ring import Control, RingReader, RingWriter
 from weightsync.transports.http_client import HttpTransport
-from weightsync.weights.copier import HostCopies, HostProofs, HostRun
+from weightsync.weights.copier import CopyAndHash, HostCopies, HostCopyUnit
 from weightsync.wire.messages import CALL_OF, StatusRequest
 
 Label = Callable[..., str]
@@ -46,8 +46,8 @@ class Boundaries:
         self._around(WeightReceiver, "dispatch", _call)
         self._around(RingReader, "wait", lambda *_, **__: "wait")
         self._around(RingReader, "release", lambda *_: "release")
-        self._around(HostRun, "copy", lambda *_: "copy")
-        for joined in (HostCopies, HostProofs):
+        self._around(HostCopyUnit, "copy", lambda *_: "copy")
+        for joined in (HostCopies, CopyAndHash):
             self._around(joined, "run", lambda *_: "copy")
         return self
 

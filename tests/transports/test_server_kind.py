@@ -12,7 +12,7 @@ import weightsync as ws
 from tests.server.live import serving
 from tests.transports.test_vllm_http import VERSION, Http
 from weightsync.errors import BackendUnavailableError, ConnectError
-from weightsync.sending.addresses import Addresses
+from weightsync.sending.addresses import UrlTransports
 from weightsync.transports.http_client import HttpTransport
 
 FOREIGN_ROUTES = {
@@ -52,7 +52,7 @@ def test_a_receiver_whose_status_is_an_error_is_ours_still(
 
     monkeypatch.setattr(app[1], "status", fail)
     with serving(app[0]) as url:
-        (transport,) = Addresses(None, verify_tls=True, make_receiver=None).transports(url)
+        (transport,) = UrlTransports(None, verify_tls=True, make_receiver=None).transports(url)
         assert type(transport) is HttpTransport
         transport.close()
 

@@ -16,7 +16,7 @@ from weightsync.errors import ConfigError, TransferError
 from weightsync.samehost.owner_lock import OwnerLock
 from weightsync.transports import sglang_shelf
 from weightsync.transports.sglang_files import INDEX, lay_out, read_manifest
-from weightsync.transports.sglang_shelf import Batch, Shelf
+from weightsync.transports.sglang_shelf import Snapshot, WeightDirectory
 from weightsync.weights.dtypes import as_bytes, spec_of
 
 TENSORS = {
@@ -30,7 +30,7 @@ TENSORS = {
 }
 
 
-def put(shelf: Shelf, who: object, *, shard_nbytes: int) -> Batch:
+def put(shelf: WeightDirectory, who: object, *, shard_nbytes: int) -> Snapshot:
     batch = shelf.join("update", who)
     specs = [spec_of(name, tensor) for name, tensor in TENSORS.items()]
     writing = batch.add(lay_out(specs, shard_nbytes=shard_nbytes))
@@ -50,7 +50,7 @@ def read(directory: Path) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("shard_nbytes", [1, 100, 1 << 20])
 def test_what_was_written_is_read(tmp_path: Path, shard_nbytes: int) -> None:
-    shelf, who = Shelf(tmp_path), object()
+    shelf, who = WeightDirectory(tmp_path), object()
     batch = put(shelf, who, shard_nbytes=shard_nbytes)
     directory = batch.publish()
     assert batch.publish() == directory
@@ -74,7 +74,7 @@ def test_permissions_are_those_of_the_named_directory(tmp_path: Path) -> None:
         base = tmp_path / oct(mode)
         base.mkdir()
         base.chmod(mode)
-        shelf, who = Shelf(base), object()
+        shelf, who = WeightDirectory(base), object()
         directory = put(shelf, who, shard_nbytes=1 << 20).publish()
         (file,) = directory.glob("*.safetensors")
         assert file.stat().st_mode & 0o777 == wanted
@@ -85,7 +85,7 @@ def test_permissions_are_those_of_the_named_directory(tmp_path: Path) -> None:
 
 
 def test_files_that_are_not_complete_are_not_read(tmp_path: Path) -> None:
-    shelf, writer, reader = Shelf(tmp_path), object(), object()
+    shelf, writer, reader = WeightDirectory(tmp_path), object(), object()
     batch = shelf.join("update", writer)
     assert shelf.join("update", reader) is batch
     batch.add(lay_out([spec_of("a", torch.ones(3))], shard_nbytes=100))
@@ -103,7 +103,7 @@ def test_a_directory_without_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    shelf, who = Shelf(tmp_path), object()
+    shelf, who = WeightDirectory(tmp_path), object()
     layout = lay_out([spec_of("a", torch.ones(3))], shard_nbytes=100)
     monkeypatch.setattr(os, "posix_fallocate", full)
     batch = shelf.join("update", who)
@@ -115,7 +115,7 @@ def test_a_directory_without_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 
 def own_and_die(base: str, ready: Any) -> None:
-    shelf = Shelf(Path(base))
+    shelf = WeightDirectory(Path(base))
     batch = put(shelf, shelf, shard_nbytes=1 << 20)
     ready.send(str(batch.publish()))
     os._exit(9)
@@ -140,10 +140,10 @@ def test_what_a_dead_owner_left_is_removed_and_nothing_else(tmp_path: Path) -> N
     lock.link(held / "owner.lock")
     foreign = tmp_path / "weightsync-sglang-foreign"
     foreign.mkdir()
-    sglang_shelf.sweep(tmp_path)
+    sglang_shelf.remove_stale_homes(tmp_path)
     assert sorted(tmp_path.iterdir()) == sorted([held, foreign])
     lock.release()
-    sglang_shelf.sweep(tmp_path)
+    sglang_shelf.remove_stale_homes(tmp_path)
     assert list(tmp_path.iterdir()) == [foreign]
 
 

@@ -9,15 +9,15 @@ from dataclasses import dataclass
 import torch
 
 from weightsync.specs import Manifest, TensorSpec
-from weightsync.weights.buckets import Plan
+from weightsync.weights.buckets import StreamLayout
 from weightsync.weights.copier import (
-    CompiledRun,
+    CompiledUnit,
     DeviceCompiler,
-    DeviceRun,
+    DeviceCopyUnit,
     Memory,
     joined,
 )
-from weightsync.weights.cuda_runs import Batch, FusedRun, Kernel, chunk_batches, fused, hashers
+from weightsync.weights.cuda_runs import Batch, FusedUnit, Kernel, chunk_batches, fused, hashers
 from weightsync.weights.cuda_tiles import Tiles
 from weightsync.weights.fingerprint import WORD, mix64, mixed_rows
 
@@ -80,7 +80,9 @@ def check_case(case: Case, kernel: Kernel | None, device: str) -> None:
     specs = tuple(
         TensorSpec(n, "uint8", (size,)) for n, size in zip(names, case.sizes, strict=True)
     )
-    plan = Plan(Manifest(specs), run_nbytes=case.run_nbytes, bucket_nbytes=case.bucket_nbytes)
+    plan = StreamLayout(
+        Manifest(specs), run_nbytes=case.run_nbytes, bucket_nbytes=case.bucket_nbytes
+    )
     sources = [
         _place(n, shift, device) for n, (shift, _) in zip(case.sizes, case.shifts, strict=True)
     ]
@@ -102,15 +104,15 @@ def check_case(case: Case, kernel: Kernel | None, device: str) -> None:
             (around[: at.start] == UNTOUCHED).all() and (around[at.stop :] == UNTOUCHED).all()
         )
     own = DeviceCompiler(plan, Memory(flats))
-    read: list[CompiledRun] = [own.compile(run, Memory(flats)) for run in plan.runs]
+    read: list[CompiledUnit] = [own.compile(run, Memory(flats)) for run in plan.runs]
     for _ in range(2):
         assert [hasher() for hasher in hashers(read, kernel=kernel)] == wanted
     _check_packing(plan, flats, wanted, kernel)
 
 
-def _check_copies(runs: Sequence[DeviceRun], wanted: list[int], kernel: Kernel | None) -> None:
+def _check_copies(runs: Sequence[DeviceCopyUnit], wanted: list[int], kernel: Kernel | None) -> None:
     programs = fused(runs, verify=True, kernel=kernel)
-    assert all(isinstance(program, FusedRun) for program in programs)
+    assert all(isinstance(program, FusedUnit) for program in programs)
     for _ in range(2):
         for target in (target for run in runs for target in run.targets):
             target.zero_()
@@ -120,13 +122,13 @@ def _check_copies(runs: Sequence[DeviceRun], wanted: list[int], kernel: Kernel |
     for target in (target for run in runs for target in run.targets):
         target.zero_()
     (first, *_) = fused(runs, verify=False, kernel=kernel)
-    assert isinstance(first, FusedRun)
+    assert isinstance(first, FusedUnit)
     first.copy()
     first.settle()
 
 
 def _check_packing(
-    plan: Plan, flats: list[torch.Tensor], wanted: list[int], kernel: Kernel | None
+    plan: StreamLayout, flats: list[torch.Tensor], wanted: list[int], kernel: Kernel | None
 ) -> None:
     assert plan.bucket_nbytes is not None
     room = torch.full((2, plan.bucket_nbytes), UNTOUCHED, dtype=torch.uint8, device=flats[0].device)
@@ -148,7 +150,7 @@ def _check_packing(
 def fused_mix64(flat: torch.Tensor, kernel: Kernel) -> int:
     """Fingerprint one tensor while it is copied."""
     target = torch.empty_like(flat)
-    batch = Batch([DeviceRun((target,), (flat,), ())], kernel)
+    batch = Batch([DeviceCopyUnit((target,), (flat,), ())], kernel)
     batch.launch()
     (found,) = batch.fingerprints()
     assert torch.equal(target, flat)

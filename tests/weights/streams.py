@@ -6,7 +6,7 @@ import torch
 from hypothesis import strategies as st
 
 from weightsync.specs import DTYPE_NBYTES, Manifest, TensorSpec
-from weightsync.weights.buckets import ALIGNMENT, Plan
+from weightsync.weights.buckets import ALIGNMENT, StreamLayout
 from weightsync.weights.copier import Memory
 from weightsync.weights.dtypes import TORCH_DTYPES, as_bytes
 
@@ -48,7 +48,7 @@ def random_tensors(manifest: Manifest, seed: int = 0) -> list[torch.Tensor]:
     return made
 
 
-def flat_memory(plan: Plan) -> tuple[torch.Tensor, Memory]:
+def flat_memory(plan: StreamLayout) -> tuple[torch.Tensor, Memory]:
     buffer = torch.zeros(plan.nbytes, dtype=torch.uint8)
     return buffer, Memory.of_stream(plan, buffer)
 
@@ -59,7 +59,7 @@ def scattered_memory(manifest: Manifest, seed: int | None = None) -> Memory:
     return Memory([as_bytes(t) if seed is not None else as_bytes(t).zero_() for t in tensors])
 
 
-def stream_bytes(plan: Plan, tensors: list[torch.Tensor]) -> bytes:
+def stream_bytes(plan: StreamLayout, tensors: list[torch.Tensor]) -> bytes:
     """The stream, laid out by hand."""
     out = bytearray(plan.nbytes)
     for offset, tensor in zip(plan.offsets, tensors, strict=True):

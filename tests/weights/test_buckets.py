@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from tests.weights.streams import manifests, sizes
 from weightsync.errors import ConfigError
 from weightsync.specs import Manifest, TensorSpec
-from weightsync.weights.buckets import ALIGNMENT, Plan, aligned, runs_per_chunk
+from weightsync.weights.buckets import ALIGNMENT, StreamLayout, aligned, runs_per_chunk
 
 BUCKETS = st.none() | sizes(20)
 
@@ -18,7 +18,7 @@ BUCKETS = st.none() | sizes(20)
 def test_every_byte_is_in_one_chunk_one_run_and_one_piece(
     manifest: Manifest, bucket: int | None, run_nbytes: int
 ) -> None:
-    plan = Plan(manifest, bucket_nbytes=bucket, run_nbytes=run_nbytes)
+    plan = StreamLayout(manifest, bucket_nbytes=bucket, run_nbytes=run_nbytes)
     at = 0
     carried = [bytearray(spec.nbytes) for spec in manifest.specs]
     for chunk in plan.chunks:
@@ -44,7 +44,7 @@ def test_every_byte_is_in_one_chunk_one_run_and_one_piece(
 def test_a_tensor_that_fits_a_bucket_is_not_cut(
     manifest: Manifest, bucket: int, run_nbytes: int
 ) -> None:
-    plan = Plan(manifest, bucket_nbytes=bucket, run_nbytes=run_nbytes)
+    plan = StreamLayout(manifest, bucket_nbytes=bucket, run_nbytes=run_nbytes)
     for chunk in plan.chunks:
         for piece in plan.pieces(chunk.start, chunk.stop):
             spec = manifest.specs[piece.index]
@@ -55,7 +55,7 @@ def test_a_tensor_that_fits_a_bucket_is_not_cut(
 def test_the_room_for_fingerprints_is_enough(
     manifest: Manifest, bucket: int, run_nbytes: int
 ) -> None:
-    plan = Plan(manifest, bucket_nbytes=bucket, run_nbytes=run_nbytes)
+    plan = StreamLayout(manifest, bucket_nbytes=bucket, run_nbytes=run_nbytes)
     most = max((chunk.last_run - chunk.first_run for chunk in plan.chunks), default=0)
     assert most <= runs_per_chunk(bucket, run_nbytes)
 
@@ -63,14 +63,14 @@ def test_the_room_for_fingerprints_is_enough(
 def test_more_runs_than_bytes_alone_would_need() -> None:
     """Tensors of a little more than half a run each take a run of their own."""
     specs = tuple(TensorSpec(f"t{i}", "uint8", (192,)) for i in range(40))
-    plan = Plan(Manifest(specs), bucket_nbytes=1920, run_nbytes=256)
+    plan = StreamLayout(Manifest(specs), bucket_nbytes=1920, run_nbytes=256)
     most = max(chunk.last_run - chunk.first_run for chunk in plan.chunks)
     assert -(-1920 // 256) < most == 10 <= runs_per_chunk(1920, 256)
 
 
 @given(manifests(), st.data())
 def test_gaps_are_exactly_what_pieces_leave(manifest: Manifest, data: st.DataObject) -> None:
-    plan = Plan(manifest)
+    plan = StreamLayout(manifest)
     start = data.draw(st.integers(0, plan.nbytes))
     stop = data.draw(st.integers(start, plan.nbytes))
     parts = [(p.start, p.nbytes) for p in plan.pieces(start, stop)] + list(plan.gaps(start, stop))
@@ -84,7 +84,7 @@ def test_gaps_are_exactly_what_pieces_leave(manifest: Manifest, data: st.DataObj
 
 @given(manifests())
 def test_tensors_lie_aligned_and_in_order(manifest: Manifest) -> None:
-    plan = Plan(manifest)
+    plan = StreamLayout(manifest)
     assert all(offset % ALIGNMENT == 0 for offset in plan.offsets)
     assert plan.offsets == sorted(plan.offsets)
     assert plan.nbytes == sum(aligned(spec.nbytes) for spec in manifest.specs)
@@ -94,7 +94,7 @@ def test_tensors_lie_aligned_and_in_order(manifest: Manifest) -> None:
 
 def test_a_tensor_larger_than_a_bucket_comes_in_full_buckets() -> None:
     manifest = Manifest((TensorSpec("a", "uint8", (64,)), TensorSpec("b", "uint8", (300,))))
-    plan = Plan(manifest, bucket_nbytes=128, run_nbytes=128)
+    plan = StreamLayout(manifest, bucket_nbytes=128, run_nbytes=128)
     assert [(c.start, c.stop) for c in plan.chunks] == [(0, 128), (128, 256), (256, 384)]
     pieces = [p for c in plan.chunks for p in plan.pieces(c.start, c.stop)]
     assert [(p.index, p.begin, p.nbytes) for p in pieces] == [
@@ -109,12 +109,16 @@ def test_a_tensor_larger_than_a_bucket_comes_in_full_buckets() -> None:
 def test_odd_sizes_are_refused(size: int) -> None:
     manifest = Manifest((TensorSpec("a", "uint8", (64,)),))
     with pytest.raises(ConfigError, match=f"bucket_nbytes must be .* not {size}"):
-        Plan(manifest, bucket_nbytes=size)
+        StreamLayout(manifest, bucket_nbytes=size)
     with pytest.raises(ConfigError, match="run_nbytes must be"):
-        Plan(manifest, run_nbytes=size)
+        StreamLayout(manifest, run_nbytes=size)
 
 
 def test_nothing_makes_no_chunks() -> None:
     empty = Manifest((TensorSpec("e", "float32", (0,)),))
-    for plan in (Plan(empty), Plan(empty, bucket_nbytes=64), Plan(Manifest(()))):
+    for plan in (
+        StreamLayout(empty),
+        StreamLayout(empty, bucket_nbytes=64),
+        StreamLayout(Manifest(())),
+    ):
         assert (plan.nbytes, plan.chunks, plan.runs) == (0, [], [])

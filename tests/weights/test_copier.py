@@ -17,13 +17,13 @@ from tests.weights.streams import (
     stream_bytes,
 )
 from weightsync.specs import Manifest
-from weightsync.weights.buckets import Plan
-from weightsync.weights.copier import DeviceCompiler, HostRun, Memory, RunCompiler, joined
+from weightsync.weights.buckets import StreamLayout
+from weightsync.weights.copier import DeviceCompiler, HostCopyUnit, Memory, UnitCompiler, joined
 from weightsync.weights.dtypes import as_bytes
 from weightsync.weights.fingerprint import mix64, xxh3
 
 
-def place(plan: Plan, *, flat: bool, seed: int | None) -> Memory:
+def place(plan: StreamLayout, *, flat: bool, seed: int | None) -> Memory:
     if not flat:
         return scattered_memory(plan.manifest, seed)
     buffer, memory = flat_memory(plan)
@@ -33,14 +33,14 @@ def place(plan: Plan, *, flat: bool, seed: int | None) -> Memory:
     return memory
 
 
-def check(plan: Plan, *, source_flat: bool, target_flat: bool) -> None:
+def check(plan: StreamLayout, *, source_flat: bool, target_flat: bool) -> None:
     source = place(plan, flat=source_flat, seed=1)
     target = place(plan, flat=target_flat, seed=None)
-    compiler = RunCompiler(plan, target, source)
+    compiler = UnitCompiler(plan, target, source)
     wanted = stream_bytes(plan, random_tensors(plan.manifest, 1))
     for run in plan.runs:
         program = compiler.compile(run)
-        assert isinstance(program, HostRun)
+        assert isinstance(program, HostCopyUnit)
         program.copy()
         assert program.fingerprint() == xxh3(memoryview(wanted[run.start : run.stop]))
     for have, want in zip(target.tensors, source.tensors, strict=True):
@@ -51,7 +51,7 @@ def check(plan: Plan, *, source_flat: bool, target_flat: bool) -> None:
 @pytest.mark.parametrize("target_flat", [True, False])
 @pytest.mark.parametrize("run_nbytes", [64, 512, 1 << 20])
 def test_every_dtype(source_flat: bool, target_flat: bool, run_nbytes: int) -> None:
-    plan = Plan(every_dtype(), run_nbytes=run_nbytes)
+    plan = StreamLayout(every_dtype(), run_nbytes=run_nbytes)
     check(plan, source_flat=source_flat, target_flat=target_flat)
 
 
@@ -59,15 +59,15 @@ def test_every_dtype(source_flat: bool, target_flat: bool, run_nbytes: int) -> N
 def test_any_model(
     manifest: Manifest, bucket: int, run_nbytes: int, source_flat: bool, target_flat: bool
 ) -> None:
-    plan = Plan(manifest, bucket_nbytes=bucket, run_nbytes=run_nbytes)
+    plan = StreamLayout(manifest, bucket_nbytes=bucket, run_nbytes=run_nbytes)
     check(plan, source_flat=source_flat, target_flat=target_flat)
 
 
 @pytest.mark.parametrize("target_flat", [True, False])
 def test_from_a_slot_that_carries_one_chunk(target_flat: bool) -> None:
-    plan = Plan(every_dtype(), bucket_nbytes=1024, run_nbytes=256)
+    plan = StreamLayout(every_dtype(), bucket_nbytes=1024, run_nbytes=256)
     target = place(plan, flat=target_flat, seed=None)
-    compiler = RunCompiler(plan, target)
+    compiler = UnitCompiler(plan, target)
     tensors = random_tensors(plan.manifest, 3)
     content = torch.tensor(list(stream_bytes(plan, tensors)), dtype=torch.uint8)
     for chunk in plan.chunks:
@@ -81,11 +81,11 @@ def test_from_a_slot_that_carries_one_chunk(target_flat: bool) -> None:
 
 def test_scattered_targets_keep_what_lies_around_them() -> None:
     """Tensors of a module may be neighbours of memory that is not theirs, spaced as a stream is."""
-    plan = Plan(every_dtype())
+    plan = StreamLayout(every_dtype())
     whole = torch.full((plan.nbytes,), 9, dtype=torch.uint8)
     target = Memory(Memory.of_stream(plan, whole).tensors, flat=False)
     _, source = flat_memory(plan)
-    compiler = RunCompiler(plan, target, source)
+    compiler = UnitCompiler(plan, target, source)
     for run in plan.runs:
         compiler.compile(run).copy()
     gaps = list(plan.gaps(0, plan.nbytes))
@@ -97,21 +97,21 @@ def test_scattered_targets_keep_what_lies_around_them() -> None:
 
 
 def test_neighbours_are_copied_together() -> None:
-    plan = Plan(every_dtype(), run_nbytes=1 << 20)
+    plan = StreamLayout(every_dtype(), run_nbytes=1 << 20)
     _, source = flat_memory(plan)
     _, target = flat_memory(plan)
-    program = RunCompiler(plan, target, source).compile(plan.runs[0])
-    assert isinstance(program, HostRun)
+    program = UnitCompiler(plan, target, source).compile(plan.runs[0])
+    assert isinstance(program, HostCopyUnit)
     assert len(program.copies) == 1
-    scattered = RunCompiler(plan, scattered_memory(plan.manifest), source).compile(plan.runs[0])
-    assert isinstance(scattered, HostRun)
+    scattered = UnitCompiler(plan, scattered_memory(plan.manifest), source).compile(plan.runs[0])
+    assert isinstance(scattered, HostCopyUnit)
     assert len(scattered.copies) == sum(1 for spec in plan.manifest.specs if spec.nbytes)
 
 
 def test_a_changed_target_is_seen_when_it_is_read_back() -> None:
-    plan = Plan(every_dtype())
+    plan = StreamLayout(every_dtype())
     source, target = place(plan, flat=False, seed=1), place(plan, flat=False, seed=None)
-    program = RunCompiler(plan, target, source).compile(plan.runs[0])
+    program = UnitCompiler(plan, target, source).compile(plan.runs[0])
     program.copy()
     before = program.fingerprint()
     target.tensors[2][5] ^= 1
@@ -121,7 +121,7 @@ def test_a_changed_target_is_seen_when_it_is_read_back() -> None:
 @given(manifests(), sizes(10))
 def test_torch_copies_what_memmove_copies(manifest: Manifest, run_nbytes: int) -> None:
     """The code for GPUs, on host memory: same bytes, and the host's fingerprint of the source."""
-    plan = Plan(manifest, run_nbytes=run_nbytes)
+    plan = StreamLayout(manifest, run_nbytes=run_nbytes)
     source, target = place(plan, flat=False, seed=1), place(plan, flat=False, seed=None)
     wanted = stream_bytes(plan, random_tensors(manifest, 1))
     for run in plan.runs:

@@ -22,8 +22,8 @@ from tests.weights import triton_process
 from tests.weights.fused_cases import Case, HostKernel, check_case, host_mix64
 from weightsync.specs import Manifest, TensorSpec
 from weightsync.weights import cuda_runs
-from weightsync.weights.buckets import Plan
-from weightsync.weights.copier import DeviceRun
+from weightsync.weights.buckets import StreamLayout
+from weightsync.weights.copier import DeviceCopyUnit
 from weightsync.weights.cuda_runs import Batch, chunk_batches, fused, hashers, kernel_of
 from weightsync.weights.cuda_tiles import TILE_WORDS
 from weightsync.weights.fingerprint import WORD, mix64
@@ -87,14 +87,14 @@ def test_what_is_planted_is_seen(plant: Plant) -> None:
 def test_a_batch_made_in_inference_mode_serves_outside_of_it() -> None:
     source = torch.arange(100, dtype=torch.uint8)
     with torch.inference_mode():
-        batch = Batch([DeviceRun((torch.zeros_like(source),), (source,), ())], HostKernel())
+        batch = Batch([DeviceCopyUnit((torch.zeros_like(source),), (source,), ())], HostKernel())
     for _ in range(2):
         batch.launch()
         assert batch.fingerprints() == [mix64(source)]
 
 
 def test_tensors_that_are_packed_may_be_freed() -> None:
-    plan = Plan(Manifest((TensorSpec("t", "uint8", (64,)),)), bucket_nbytes=64)
+    plan = StreamLayout(Manifest((TensorSpec("t", "uint8", (64,)),)), bucket_nbytes=64)
     tensor = torch.zeros(64, dtype=torch.uint8)
     slots = [torch.zeros(64, dtype=torch.uint8)]
     alive = StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
@@ -118,7 +118,7 @@ def test_a_kernel_that_reads_elsewhere_is_found_out() -> None:
 
 def test_memory_of_the_host_stays_with_torch() -> None:
     flat = torch.arange(100, dtype=torch.uint8)
-    run = DeviceRun((flat.clone(),), (flat,), ())
+    run = DeviceCopyUnit((flat.clone(),), (flat,), ())
     assert kernel_of([run], among=1) is None
     assert fused([run], verify=True) == [run]
     assert [hasher() for hasher in hashers([run])] == [run.fingerprint()]
@@ -213,7 +213,7 @@ class TestOnAGpu:
 
     def test_it_is_used(self) -> None:
         flat = torch.zeros(100, dtype=torch.uint8, device="cuda")
-        assert kernel_of([DeviceRun((flat.clone(),), (flat,), ())], among=1) is not None
+        assert kernel_of([DeviceCopyUnit((flat.clone(),), (flat,), ())], among=1) is not None
 
     def test_odd_tensors(self) -> None:
         check_case(ODD, None, "cuda")
@@ -242,7 +242,7 @@ class TestOnAGpu:
             pytest.skip("needs 9 GB of free GPU memory")
         source = torch.randint(256, (nbytes,), dtype=torch.uint8, device="cuda")
         target = torch.zeros_like(source)
-        run = DeviceRun((target,), (source,), ())
+        run = DeviceCopyUnit((target,), (source,), ())
         (program,) = fused([run], verify=True)
         program.copy()
         found = program.fingerprint()
@@ -254,7 +254,9 @@ class TestOnAGpu:
 
     def test_it_waits_for_what_the_callers_stream_was_given(self) -> None:
         source = torch.zeros(64 << 20, dtype=torch.uint8, device="cuda")
-        (program,) = fused([DeviceRun((torch.empty_like(source),), (source,), ())], verify=True)
+        (program,) = fused(
+            [DeviceCopyUnit((torch.empty_like(source),), (source,), ())], verify=True
+        )
         for value in range(1, 6):
             for _ in range(20):
                 source.fill_(0)
@@ -266,7 +268,7 @@ class TestOnAGpu:
 def on_gpu(flat: torch.Tensor) -> int:
     source = flat.cuda()
     target = torch.zeros_like(source)
-    (program,) = fused([DeviceRun((target,), (source,), ())], verify=True)
+    (program,) = fused([DeviceCopyUnit((target,), (source,), ())], verify=True)
     program.copy()
     found = program.fingerprint()
     assert torch.equal(target, source)

@@ -11,14 +11,14 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from tests.weights.streams import random_tensors
 from weightsync.errors import ConfigError, ManifestMismatchError, TransferError
-from weightsync.receiving.landings import Landings
+from weightsync.receiving.landings import LoadTargets
 from weightsync.specs import Manifest, TensorSpec
 from weightsync.weights import slab
-from weightsync.weights.buckets import Plan
+from weightsync.weights.buckets import StreamLayout
 from weightsync.weights.dtypes import TORCH_DTYPES, as_bytes, spec_of
 from weightsync.weights.fingerprint import mix64, to_hex
 from weightsync.weights.module_sink import ModuleSink
-from weightsync.weights.sink import Landing
+from weightsync.weights.sink import LoadTarget
 
 Way = Literal["pointer", "copy", "in_place"]
 every_way = pytest.mark.parametrize("way", ["pointer", "copy", "in_place"])
@@ -40,11 +40,11 @@ def sink_of(module: nn.Module, way: Way, *, cast: bool = False) -> ModuleSink:
     return ModuleSink(module, cast=cast, swap="copy" if way == "copy" else "pointer")
 
 
-def land(sink: ModuleSink, manifest: Manifest, way: Way) -> Landing:
-    return sink.land(Plan(manifest), "in_place" if way == "in_place" else "staged")
+def land(sink: ModuleSink, manifest: Manifest, way: Way) -> LoadTarget:
+    return sink.land(StreamLayout(manifest), "in_place" if way == "in_place" else "staged")
 
 
-def deliver(landing: Landing, tensors: list[torch.Tensor], *, commit: bool = True) -> None:
+def deliver(landing: LoadTarget, tensors: list[torch.Tensor], *, commit: bool = True) -> None:
     landing.begin()
     assert landing.memory is not None
     for place, tensor in zip(landing.memory.tensors, tensors, strict=True):
@@ -110,7 +110,7 @@ def test_staging_takes_one_slab_beside_the_model(monkeypatch: pytest.MonkeyPatch
     module.add_module("kept", nn.Linear(64, 64, bias=False))
     shown = module.get_parameter("kept.weight")[1:]  # a view: its parameter cannot move
     sink = sink_of(module, "pointer")
-    plan = Plan(manifest_of(sink))
+    plan = StreamLayout(manifest_of(sink))
     weak: Any = StorageWeakRef
     held = [(t.untyped_storage().nbytes(), weak(t.untyped_storage())) for t in module.parameters()]
     made: list[torch.Tensor] = []
@@ -152,10 +152,12 @@ def test_without_room_for_what_is_staged_auto_writes_in_place(
 
     monkeypatch.setattr(slab, "allocate", full)
     with pytest.raises(TransferError, match="no room"):
-        Landings(sink_of(Model(), "pointer"), "staged").get(Plan(manifest_of(sink)), whole=True)
+        LoadTargets(sink_of(Model(), "pointer"), "staged").get(
+            StreamLayout(manifest_of(sink)), whole=True
+        )
     made.clear()
-    landings = Landings(sink, "auto")
-    landing = landings.get(Plan(manifest_of(sink)), whole=True)
+    landings = LoadTargets(sink, "auto")
+    landing = landings.get(StreamLayout(manifest_of(sink)), whole=True)
     assert (landings.apply, landing.in_place) == ("in_place", True)
     assert sink.checksums() == before
     tensors = random_tensors(manifest_of(sink), 1)

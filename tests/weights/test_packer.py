@@ -10,7 +10,7 @@ from hypothesis import given
 
 from tests.weights.streams import every_dtype, manifests, random_tensors, sizes, stream_bytes
 from weightsync.specs import Manifest, TensorSpec
-from weightsync.weights.buckets import Plan
+from weightsync.weights.buckets import StreamLayout
 from weightsync.weights.dtypes import TORCH_DTYPES
 from weightsync.weights.fingerprint import xxh3
 from weightsync.weights.packer import Packed, Packer
@@ -22,7 +22,7 @@ DIRT = 0xAB
 class Slots:
     """Buckets that are dirty before each use, and copied when a chunk is said to be complete."""
 
-    def __init__(self, plan: Plan, nbytes: int) -> None:
+    def __init__(self, plan: StreamLayout, nbytes: int) -> None:
         self.plan = plan
         self.slots = [torch.full((nbytes,), DIRT, dtype=torch.uint8) for _ in range(SLOTS)]
         self.packer = Packer(plan, self.slots)
@@ -49,7 +49,7 @@ def named(manifest: Manifest, tensors: list[torch.Tensor]) -> Iterator[tuple[str
     return zip((spec.name for spec in manifest.specs), tensors, strict=True)
 
 
-def check(plan: Plan, bucket: int) -> None:
+def check(plan: StreamLayout, bucket: int) -> None:
     slots = Slots(plan, bucket)
     for seed in (1, 2):
         tensors = random_tensors(plan.manifest, seed)
@@ -64,16 +64,16 @@ def check(plan: Plan, bucket: int) -> None:
 
 @pytest.mark.parametrize("bucket", [64, 256, 4096, 1 << 20])
 def test_every_dtype(bucket: int) -> None:
-    check(Plan(every_dtype(), bucket_nbytes=bucket, run_nbytes=192), bucket)
+    check(StreamLayout(every_dtype(), bucket_nbytes=bucket, run_nbytes=192), bucket)
 
 
 @given(manifests(), sizes(12), sizes(12))
 def test_any_model(manifest: Manifest, bucket: int, run_nbytes: int) -> None:
-    check(Plan(manifest, bucket_nbytes=bucket, run_nbytes=run_nbytes), bucket)
+    check(StreamLayout(manifest, bucket_nbytes=bucket, run_nbytes=run_nbytes), bucket)
 
 
 def test_replayed_copies_see_new_values_and_new_places() -> None:
-    plan = Plan(every_dtype(), bucket_nbytes=256)
+    plan = StreamLayout(every_dtype(), bucket_nbytes=256)
     slots = Slots(plan, 256)
     tensors = random_tensors(plan.manifest, 1)
     slots.collect(slots.packer.pack_stable(tensors, slots.acquire, verify=False))
@@ -103,7 +103,7 @@ def test_casts_and_odd_strides(bucket: int, stable: bool) -> None:
         torch.randn(1, 30).half().expand(4, 30),
         torch.randn(10, 10).t(),
     ]
-    plan = Plan(manifest, bucket_nbytes=bucket)
+    plan = StreamLayout(manifest, bucket_nbytes=bucket)
     sent = [
         t.detach().to(TORCH_DTYPES[spec.dtype]).contiguous()
         for t, spec in zip(tensors, manifest.specs, strict=True)

@@ -26,8 +26,8 @@ from weightsync.receiver import WeightReceiver, as_sink
 from weightsync.samehost.device_keys import host_key
 from weightsync.samehost.segment import Segment
 from weightsync.specs import Manifest, TensorSpec
-from weightsync.weights.buckets import Plan
-from weightsync.weights.copier import Memory, RunCompiler
+from weightsync.weights.buckets import StreamLayout
+from weightsync.weights.copier import Memory, UnitCompiler
 from weightsync.weights.dtypes import TORCH_DTYPES, as_bytes
 from weightsync.weights.fingerprint import mix64, to_hex, xxh3
 from weightsync.weights.module_sink import ModuleSink
@@ -40,7 +40,7 @@ from weightsync.weights.shard_copier import (
 )
 from weightsync.weights.sharded_sink import ShardedModuleSink
 from weightsync.weights.shards import local_of
-from weightsync.weights.sink import Apply, Landing
+from weightsync.weights.sink import Apply, LoadTarget
 from weightsync.wire.messages import HandlesUpdate, StepReply, UpdateRequest
 from weightsync.wire.offers import SegmentHandle
 
@@ -100,11 +100,11 @@ class Sender:
     kept: list[torch.Tensor] = field(default_factory=list)
     """Programs know addresses alone: the first tensor or slot of the source, then the rest."""
 
-    def plan(self, manifest: Manifest) -> Plan:
+    def plan(self, manifest: Manifest) -> StreamLayout:
         bucket = self.bucket_nbytes if self.road == "slots" else None
-        return Plan(manifest, bucket_nbytes=bucket, run_nbytes=self.run_nbytes)
+        return StreamLayout(manifest, bucket_nbytes=bucket, run_nbytes=self.run_nbytes)
 
-    def deliver(self, plan: Plan, landing: Landing, tensors: list[torch.Tensor]) -> None:
+    def deliver(self, plan: StreamLayout, landing: LoadTarget, tensors: list[torch.Tensor]) -> None:
         """Bring the tensors; every run must prove itself."""
         landing.begin()
         stream = stream_bytes(plan, tensors)
@@ -114,7 +114,9 @@ class Sender:
         landing.settle()
         landing.commit()
 
-    def programs(self, plan: Plan, landing: Landing, tensors: list[torch.Tensor]) -> list[Any]:
+    def programs(
+        self, plan: StreamLayout, landing: LoadTarget, tensors: list[torch.Tensor]
+    ) -> list[Any]:
         memory = landing.memory
         assert memory is not None
         source = Memory([as_bytes(t.contiguous()) for t in tensors])
@@ -133,7 +135,9 @@ class Sender:
         return made
 
 
-def land(module: nn.Module, way: Way, sender: Sender) -> tuple[ShardedModuleSink, Plan, Landing]:
+def land(
+    module: nn.Module, way: Way, sender: Sender
+) -> tuple[ShardedModuleSink, StreamLayout, LoadTarget]:
     sink = ShardedModuleSink(module, swap="copy" if way == "copy" else "pointer")
     assert sink.manifest is not None
     plan = sender.plan(sink.manifest)
@@ -230,7 +234,7 @@ class TestProof:
     @staticmethod
     def _prepare(
         road: Road, run_nbytes: int = 192
-    ) -> tuple[Sender, Plan, Landing, list[Any], bytes]:
+    ) -> tuple[Sender, StreamLayout, LoadTarget, list[Any], bytes]:
         with member(1, (2,)) as mesh:
             sender = Sender(road, run_nbytes=run_nbytes, bucket_nbytes=max(run_nbytes, 1024))
             _, plan, landing = land(sharded(mesh), "pointer", sender)
@@ -484,7 +488,7 @@ def test_full_shapes_are_wanted() -> None:
         sink = ShardedModuleSink(sharded(mesh))
         offered = Manifest((TensorSpec("rows", "float32", (5, 37)),))
         with pytest.raises(ManifestMismatchError, match=r"wanted float32\[10, 37\]"):
-            sink.land(Plan(offered), "staged")
+            sink.land(StreamLayout(offered), "staged")
 
 
 def test_partial_sums_are_refused_by_name() -> None:
@@ -561,4 +565,4 @@ def test_shards_are_not_for_the_compiler_of_whole_tensors() -> None:
         _, plan, landing = land(sharded(mesh), "pointer", Sender("slots"))
     assert landing.memory is not None
     with pytest.raises(ValueError, match="holds shards of tensors"):
-        RunCompiler(plan, landing.memory)
+        UnitCompiler(plan, landing.memory)

@@ -18,7 +18,7 @@ from tests.weights.streams import every_dtype, manifests, random_tensors, sizes,
 from weightsync.errors import ManifestMismatchError
 from weightsync.samehost.staging import StagedSlots
 from weightsync.specs import Manifest, TensorSpec
-from weightsync.weights.buckets import Plan
+from weightsync.weights.buckets import StreamLayout
 from weightsync.weights.fingerprint import xxh3
 from weightsync.weights.packer import Packed
 from weightsync.weights.staged_packer import StagedPacker
@@ -30,7 +30,7 @@ CPU = torch.device("cpu")
 class World:
     """Dirty slots, a staged packer over them, and a reader that takes what is handed out."""
 
-    def __init__(self, plan: Plan, bucket: int, slots: int) -> None:
+    def __init__(self, plan: StreamLayout, bucket: int, slots: int) -> None:
         self.plan = plan
         self.lane = LateLane()
         self.slots = [torch.full((bucket,), DIRT, dtype=torch.uint8) for _ in range(slots)]
@@ -72,7 +72,7 @@ def reusing(manifest: Manifest, tensors: list[torch.Tensor]) -> Iterator[tuple[s
         lent.view(-1).view(torch.uint8).fill_(DIRT)
 
 
-def check(plan: Plan, bucket: int, slots: int) -> None:
+def check(plan: StreamLayout, bucket: int, slots: int) -> None:
     world = World(plan, bucket, slots)
     for seed in (1, 2):
         tensors = random_tensors(plan.manifest, seed)
@@ -88,12 +88,12 @@ def check(plan: Plan, bucket: int, slots: int) -> None:
 @pytest.mark.parametrize("slots", [1, 2, 3, 4])
 @pytest.mark.parametrize("bucket", [64, 256, 4096, 1 << 20])
 def test_every_dtype(bucket: int, slots: int) -> None:
-    check(Plan(every_dtype(), bucket_nbytes=bucket, run_nbytes=192), bucket, slots)
+    check(StreamLayout(every_dtype(), bucket_nbytes=bucket, run_nbytes=192), bucket, slots)
 
 
 @given(manifests(), sizes(12), sizes(12), st.integers(1, 5))
 def test_any_model(manifest: Manifest, bucket: int, run_nbytes: int, slots: int) -> None:
-    check(Plan(manifest, bucket_nbytes=bucket, run_nbytes=run_nbytes), bucket, slots)
+    check(StreamLayout(manifest, bucket_nbytes=bucket, run_nbytes=run_nbytes), bucket, slots)
 
 
 def models(*shapes: int) -> Manifest:
@@ -102,7 +102,7 @@ def models(*shapes: int) -> Manifest:
 
 @pytest.mark.parametrize("stable", [True, False])
 def test_many_tensors_cross_in_one_copy_and_a_large_one_without_a_twin(stable: bool) -> None:
-    plan = Plan(models(*[64] * 16, 1024, 600, 40), bucket_nbytes=512)
+    plan = StreamLayout(models(*[64] * 16, 1024, 600, 40), bucket_nbytes=512)
     world = World(plan, 512, 4)
     tensors = random_tensors(plan.manifest, 1)
     if stable:
@@ -117,7 +117,7 @@ def test_many_tensors_cross_in_one_copy_and_a_large_one_without_a_twin(stable: b
 
 
 def test_casts_and_odd_strides_are_made_on_the_device() -> None:
-    plan = Plan(
+    plan = StreamLayout(
         Manifest((TensorSpec("a", "bfloat16", (6, 4)), TensorSpec("b", "float32", (3, 5)))),
         bucket_nbytes=128,
     )
@@ -132,7 +132,7 @@ def test_casts_and_odd_strides_are_made_on_the_device() -> None:
 
 
 def test_one_that_stops_early_waits_for_its_copies() -> None:
-    plan = Plan(models(*[64] * 10), bucket_nbytes=128)
+    plan = StreamLayout(models(*[64] * 10), bucket_nbytes=128)
     world = World(plan, 128, 4)
     packed = world.packer.pack_stable(random_tensors(plan.manifest, 1), world.acquire, verify=False)
     assert next(packed)[0] == 0
@@ -142,7 +142,7 @@ def test_one_that_stops_early_waits_for_its_copies() -> None:
 
 
 def test_an_error_between_chunks_leaves_no_copy_behind() -> None:
-    plan = Plan(models(*[64] * 10), bucket_nbytes=128)
+    plan = StreamLayout(models(*[64] * 10), bucket_nbytes=128)
     world = World(plan, 128, 4)
 
     def acquire(chunk: int) -> int:
@@ -160,7 +160,7 @@ def test_an_error_between_chunks_leaves_no_copy_behind() -> None:
 
 
 def test_tensors_on_another_device_go_as_they_did() -> None:
-    plan = Plan(models(300, 300), bucket_nbytes=512)
+    plan = StreamLayout(models(300, 300), bucket_nbytes=512)
     world = World(plan, 512, 3)
     world.stage.device = torch.device("meta")
     tensors = random_tensors(plan.manifest, 1)
@@ -173,13 +173,13 @@ def test_tensors_on_another_device_go_as_they_did() -> None:
 
 
 def test_no_tensors_at_all() -> None:
-    world = World(Plan(Manifest(()), bucket_nbytes=512), 512, 3)
+    world = World(StreamLayout(Manifest(()), bucket_nbytes=512), 512, 3)
     assert world.collect(world.packer.pack_stable([], world.acquire, verify=True)) == (b"", [])
     assert world.collect(world.packer.pack(iter([]), world.acquire, verify=True)) == (b"", [])
 
 
 def test_offloaded_tensors_are_named() -> None:
-    plan = Plan(models(300, 300), bucket_nbytes=512)
+    plan = StreamLayout(models(300, 300), bucket_nbytes=512)
     world = World(plan, 512, 3)
     tensors = [random_tensors(plan.manifest, 1)[0], torch.empty(0, dtype=torch.uint8)]
     with pytest.raises(ManifestMismatchError, match="w1"):

@@ -11,9 +11,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from weightsync.specs import Manifest
-from weightsync.weights.buckets import Plan
+from weightsync.weights.buckets import StreamLayout
 from weightsync.weights.loans import HOOK_ADVICE
-from weightsync.weights.sink import Landing, Verification
+from weightsync.weights.sink import LoadTarget, Verification
 from weightsync.weights.source import NamedTensors
 from weightsync.wire.messages import LedgerEntry, UpdateInfo
 from weightsync.wire.offers import HostRing, Offer
@@ -36,14 +36,14 @@ class Received:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Reception:
+class LoadContext:
     """What the receiving state machine lends an engine for one transfer.
 
     `land` returns where a plan's tensors go; `touch` is called before the first byte of weights in
     use changes; `check` raises when the update was aborted. `ties` are those of the sink.
     """
 
-    land: Callable[[Plan], Landing]
+    land: Callable[[StreamLayout], LoadTarget]
     touch: Callable[[], None]
     check: Check
     verification: Verification
@@ -78,7 +78,7 @@ class WeightTransferEngine(ABC):
 
     @property
     @abstractmethod
-    def whole_plan(self) -> Plan:
+    def whole_plan(self) -> StreamLayout:
         """The stream of the whole model."""
 
     def host_ring(self) -> HostRing | None:
@@ -89,7 +89,7 @@ class WeightTransferEngine(ABC):
         """An update begins."""
 
     @abstractmethod
-    def receive_weights(self, update_info: UpdateInfo, reception: Reception) -> Received:
+    def receive_weights(self, update_info: UpdateInfo, reception: LoadContext) -> Received:
         """Bring every tensor of one message to its landing.
 
         Returns when the last byte is in place and checked; the sender may overwrite its buffers

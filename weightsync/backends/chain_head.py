@@ -17,7 +17,7 @@ _FIXED_WORDS = 6
 _STATUS, _EPOCH, _CHUNK, _CHUNKS, _NBYTES, _COUNT = range(_FIXED_WORDS)
 
 
-class HeadStatus(IntEnum):
+class HeaderStatus(IntEnum):
     """CHUNK: `nbytes` bytes follow on the other lane. ABORT: nothing does, the update is over.
 
     LEAVE: the sender leaves the group, which is over.
@@ -28,7 +28,7 @@ class HeadStatus(IntEnum):
     LEAVE = 3
 
 
-class Head:
+class ChunkHeader:
     """One head in memory of its own: `buffer` is `uint8[…]`, of the same size for all of a group.
 
     It says: chunk `chunk` of `chunks` of the update `epoch`, and the fingerprints of its runs.
@@ -41,7 +41,7 @@ class Head:
 
     def fill(
         self,
-        status: HeadStatus,
+        status: HeaderStatus,
         epoch: int,
         *,
         chunk: int = 0,
@@ -60,12 +60,12 @@ class Head:
     @property
     def aborts(self) -> bool:
         """Whether the update is over before its last chunk."""
-        return self._words[_STATUS] == HeadStatus.ABORT
+        return self._words[_STATUS] == HeaderStatus.ABORT
 
     @property
     def leaves(self) -> bool:
         """Whether the group is over."""
-        return self._words[_STATUS] == HeadStatus.LEAVE
+        return self._words[_STATUS] == HeaderStatus.LEAVE
 
     @property
     def epoch(self) -> int:

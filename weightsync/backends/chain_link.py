@@ -16,11 +16,17 @@ from dataclasses import dataclass
 import torch
 
 from weightsync.backends.base import Check
-from weightsync.backends.chain_head import Head, patience_s
-from weightsync.backends.chain_onward import Onward
-from weightsync.backends.intake import Intake
+from weightsync.backends.chain_head import ChunkHeader, patience_s
+from weightsync.backends.chain_onward import Downstream
+from weightsync.backends.intake import RelayUpdate
 from weightsync.backends.interpreter_exit import end_at_exit
-from weightsync.backends.private_group import HEADS, Meeting, Pending, PrivateGroup, data_lane
+from weightsync.backends.private_group import (
+    HEADER_LANE,
+    GroupRendezvous,
+    PrivateGroup,
+    Work,
+    data_lane,
+)
 from weightsync.errors import ProtocolError, TransferError, TransferTimeout, WeightSyncError
 from weightsync.samehost.heartbeat import Heartbeat
 from weightsync.samehost.ring import NETWORK, Control, RingWriter
@@ -37,7 +43,7 @@ _ASK_S = 0.05
 
 
 @dataclass(slots=True)
-class _Arrival:
+class _InFlight:
     """A chunk on its way in; `slot` None: into a scratch buffer."""
 
     chunk: int
@@ -45,16 +51,16 @@ class _Arrival:
     fingerprints: list[int]
     memory: torch.Tensor
     place: int
-    intake: Intake | None
-    pending: Pending
+    intake: RelayUpdate | None
+    pending: Work
 
 
-class Link:
+class ChainRelay:
     """The threads of one member; from its construction until `close`."""
 
     def __init__(
         self,
-        meeting: Meeting,
+        meeting: GroupRendezvous,
         group: PrivateGroup,
         info: GroupInfo,
         control: Control,
@@ -75,12 +81,12 @@ class Link:
         self._depth = min(_IN_FLIGHT, len(slots))
         self._scratch: list[torch.Tensor] = []
         room = runs_per_chunk(self._slot_nbytes, run_nbytes)
-        self._heads = [Head(room) for _ in range(_HEADS)]
-        self._onward = Onward(group, info, self._cut_off)
-        self._arriving: deque[_Arrival] = deque()
+        self._heads = [ChunkHeader(room) for _ in range(_HEADS)]
+        self._onward = Downstream(group, info, self._cut_off)
+        self._arriving: deque[_InFlight] = deque()
         self._changed = threading.Condition()
-        self._wanted: Intake | None = None
-        self._current: Intake | None = None
+        self._wanted: RelayUpdate | None = None
+        self._current: RelayUpdate | None = None
         self._epoch = 0
         self._closing = False
         self._progress = time.monotonic()
@@ -91,7 +97,7 @@ class Link:
         self._heartbeat = Heartbeat(self._show_signs)
         end_at_exit(self)
 
-    def take_in(self, intake: Intake) -> None:
+    def take_in(self, intake: RelayUpdate) -> None:
         """Put the update that comes next into the ring. Raises what broke the group."""
         with self._changed:
             if self.failure is not None:
@@ -101,7 +107,7 @@ class Link:
             self._wanted, self._progress = intake, time.monotonic()
             self._changed.notify_all()
 
-    def check(self, intake: Intake) -> None:
+    def check(self, intake: RelayUpdate) -> None:
         """Raise why `intake` cannot be completed: it failed, or nothing has come for too long."""
         if intake.error is not None:
             raise intake.error
@@ -199,7 +205,7 @@ class Link:
         self._onward.forget_chunks()
         self._group.sever()
 
-    def _handle(self, head: Head) -> None:
+    def _handle(self, head: ChunkHeader) -> None:
         if head.epoch != self._epoch:
             self._land(0)
             self._turn_to(head.epoch)
@@ -216,7 +222,7 @@ class Link:
         self._accept(head)
         self._land(0 if head.last else self._depth - 1)
 
-    def _accept(self, head: Head) -> None:
+    def _accept(self, head: ChunkHeader) -> None:
         """Make the next chunk's room known to the rank before."""
         place = self._place(head)
         buffer = self._slots[place] if place >= 0 else self._scratch[-place - 1]
@@ -225,7 +231,7 @@ class Link:
             lambda: self._group.receive(buffer, self._rank - 1, data_lane(head.chunk))
         )
         self._arriving.append(
-            _Arrival(
+            _InFlight(
                 chunk=head.chunk,
                 last=head.last,
                 fingerprints=head.fingerprints,
@@ -286,7 +292,7 @@ class Link:
             self._current.fail(error)
         self._current = None
 
-    def _place(self, head: Head) -> int:
+    def _place(self, head: ChunkHeader) -> int:
         """Return the slot of a chunk once it is free, or the scratch buffer as -1, -2."""
         intake = self._current
         if intake is not None and intake.error is None:
@@ -307,7 +313,7 @@ class Link:
         self._onward.settle(place)
         return place
 
-    def _check_fits(self, intake: Intake, head: Head) -> None:
+    def _check_fits(self, intake: RelayUpdate, head: ChunkHeader) -> None:
         sizes = intake.sizes
         if head.chunk >= len(sizes) or head.nbytes != sizes[head.chunk]:
             raise ProtocolError(
@@ -315,7 +321,7 @@ class Link:
                 f"the model into {len(sizes)} chunks; both sides need one manifest and version"
             )
 
-    def _watch(self, intake: Intake) -> Check:
+    def _watch(self, intake: RelayUpdate) -> Check:
         """Heartbeats of a reader that makes no progress must not outlast the rank before."""
         released, patience = self._control.released, self._patience(at_ring=True)
         done, moved = -1, time.monotonic()
@@ -331,12 +337,12 @@ class Link:
 
         return check
 
-    def _last(self, intake: Intake) -> None:
+    def _last(self, intake: RelayUpdate) -> None:
         """Everything has come, so the rank before no longer waits while this host's readers do."""
         self._progress = time.monotonic()
         self._check_wanted(intake)
 
-    def _check_wanted(self, intake: Intake) -> None:
+    def _check_wanted(self, intake: RelayUpdate) -> None:
         if intake.error is not None:
             raise intake.error
         if time.monotonic() - self._asked > _ASK_S:
@@ -344,7 +350,7 @@ class Link:
             if self._closing or self._meeting.given_up(intake.epoch):
                 raise TransferError("the update was given up by its sender")
 
-    def _complete(self, intake: Intake | None) -> None:
+    def _complete(self, intake: RelayUpdate | None) -> None:
         """Everything has come: it is read by all of this host, and sent on."""
         self._onward.settle_chunks()
         if intake is None or intake is not self._current:
@@ -358,19 +364,19 @@ class Link:
         self._current = None
         intake.done.set()
 
-    def _post_head(self, turn: int) -> Pending:
+    def _post_head(self, turn: int) -> Work:
         index = turn % _HEADS
         self._onward.settle_head(index)
         buffer = self._heads[index].buffer
-        return self._receive(lambda: self._group.receive(buffer, self._rank - 1, HEADS))
+        return self._receive(lambda: self._group.receive(buffer, self._rank - 1, HEADER_LANE))
 
-    def _receive(self, receive: Callable[[], Pending]) -> Pending:
+    def _receive(self, receive: Callable[[], Work]) -> Work:
         try:
             return receive()
         except TransferError as exc:
             raise self._lost(exc) from exc
 
-    def _from_before(self, pending: Pending, timeout_s: float | None = None) -> None:
+    def _from_before(self, pending: Work, timeout_s: float | None = None) -> None:
         try:
             pending.wait(timeout_s)
         except TransferError as exc:

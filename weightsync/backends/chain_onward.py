@@ -7,12 +7,12 @@ from collections.abc import Callable
 import torch
 
 from weightsync.backends.chain_head import patience_s
-from weightsync.backends.private_group import HEADS, Pending, PrivateGroup, data_lane
+from weightsync.backends.private_group import HEADER_LANE, PrivateGroup, Work, data_lane
 from weightsync.errors import TransferError
 from weightsync.wire.offers import GroupInfo
 
 
-class Onward:
+class Downstream:
     """Heads by their index, chunks by the place where they lie; for the link's thread alone.
 
     Without a next host, and once `cut_off` was called because it takes no more, nothing is sent.
@@ -29,12 +29,12 @@ class Onward:
         self._sends = self._next < len(info.members)
         self._patience_s = patience_s(info.timeout_s, info.rank, len(info.members))
         self._cut_off = cut_off
-        self._heads: dict[int, Pending] = {}
-        self._chunks: dict[int, Pending] = {}
+        self._heads: dict[int, Work] = {}
+        self._chunks: dict[int, Work] = {}
 
     def send_head(self, index: int, buffer: torch.Tensor) -> None:
         """Send a head; `buffer` is in use until `settle_head`."""
-        self._send(self._heads, index, lambda: self._group.send(buffer, self._next, HEADS))
+        self._send(self._heads, index, lambda: self._group.send(buffer, self._next, HEADER_LANE))
 
     def send(self, place: int, memory: torch.Tensor, chunk: int) -> None:
         """Send a chunk, `uint8[nbytes]`; `memory` is in use until `settle`."""
@@ -71,7 +71,7 @@ class Onward:
         self._chunks.clear()
         self._cut_off = _ignore  # a cycle would keep all of it until the next collection
 
-    def _send(self, sent: dict[int, Pending], key: int, start: Callable[[], Pending]) -> None:
+    def _send(self, sent: dict[int, Work], key: int, start: Callable[[], Work]) -> None:
         if not self._sends:
             return
         try:
@@ -79,7 +79,7 @@ class Onward:
         except TransferError as exc:
             self._stop(exc)
 
-    def _settle(self, sent: dict[int, Pending], key: int) -> None:
+    def _settle(self, sent: dict[int, Work], key: int) -> None:
         pending = sent.pop(key, None)
         if pending is None or not self._sends:
             return

@@ -10,14 +10,14 @@ from typing import Protocol
 import torch
 
 from weightsync.backends.base import Check
-from weightsync.backends.chain_head import FIRST, Head, HeadStatus
-from weightsync.backends.private_group import HEADS, Pending, PrivateGroup, data_lane
+from weightsync.backends.chain_head import FIRST, ChunkHeader, HeaderStatus
+from weightsync.backends.private_group import HEADER_LANE, PrivateGroup, Work, data_lane
 from weightsync.errors import TransferError, WeightSyncError
 
 _IN_FLIGHT = 3
 
 
-class Feed(Protocol):
+class ChunkFeed(Protocol):
     """One update as the chain reads it; called by the chain's thread alone.
 
     `chunks` are the bytes of each chunk; `depth` is how many may be taken and not yet done;
@@ -50,13 +50,13 @@ class _Stopped(TransferError):
     """The update was given up by its sender."""
 
 
-class Sending:
+class ChainSender:
     """The thread that sends one update to rank 1."""
 
     def __init__(
         self,
         group: PrivateGroup,
-        feed: Feed,
+        feed: ChunkFeed,
         first: str,
         timeout_s: float,
         report: Callable[[TransferError], TransferError],
@@ -68,10 +68,10 @@ class Sending:
         self.ended = threading.Event()
         self._group = group
         self._feed = feed
-        self._heads = [Head(feed.fingerprint_room) for _ in range(_IN_FLIGHT + 1)]
+        self._heads = [ChunkHeader(feed.fingerprint_room) for _ in range(_IN_FLIGHT + 1)]
         self._first = first
         self._timeout_s = timeout_s
-        self._flying: deque[tuple[int, list[Pending]]] = deque()
+        self._flying: deque[tuple[int, list[Work]]] = deque()
         self.thread = threading.Thread(target=self._run, name="weightsync-chain", daemon=True)
         self.thread.start()
 
@@ -96,14 +96,14 @@ class Sending:
             data, fingerprints = self._feed.take(j, self._check)
             head = self._heads[j % len(self._heads)]
             head.fill(
-                HeadStatus.CHUNK,
+                HeaderStatus.CHUNK,
                 self._feed.epoch,
                 chunk=j,
                 chunks=len(chunks),
                 nbytes=nbytes,
                 fingerprints=fingerprints,
             )
-            pending: list[Pending] = []
+            pending: list[Work] = []
             self._flying.append((j, pending))
             pending.append(self._send(head))
             pending.append(self._send_chunk(data, j))
@@ -112,7 +112,7 @@ class Sending:
         while self._flying:
             self._land()
         if not chunks:
-            self._send_head(HeadStatus.CHUNK)
+            self._send_head(HeaderStatus.CHUNK)
 
     def _land(self) -> None:
         j, pending = self._flying.popleft()
@@ -134,23 +134,23 @@ class Sending:
             while self._flying:
                 for work in self._flying.popleft()[1]:
                     work.wait(self._timeout_s)
-            self._send_head(HeadStatus.ABORT)
+            self._send_head(HeaderStatus.ABORT)
         except Exception as exc:  # noqa: BLE001  # as of a device: whatever it is, nobody was told
             self.broke = True
             self.error = self._report(TransferError(f"the host of {self._first} is lost: {exc}"))
 
-    def _send_head(self, status: HeadStatus) -> None:
+    def _send_head(self, status: HeaderStatus) -> None:
         head = self._heads[0]
         head.fill(status, self._feed.epoch)
         self._send(head).wait(self._timeout_s)
 
-    def _send(self, head: Head) -> Pending:
-        return self._started(lambda: self._group.send(head.buffer, FIRST, HEADS))
+    def _send(self, head: ChunkHeader) -> Work:
+        return self._started(lambda: self._group.send(head.buffer, FIRST, HEADER_LANE))
 
-    def _send_chunk(self, data: torch.Tensor, chunk: int) -> Pending:
+    def _send_chunk(self, data: torch.Tensor, chunk: int) -> Work:
         return self._started(lambda: self._group.send(data, FIRST, data_lane(chunk)))
 
-    def _started(self, send: Callable[[], Pending]) -> Pending:
+    def _started(self, send: Callable[[], Work]) -> Work:
         """Whatever went wrong: the other end waits for what was not sent, so the group is over."""
         try:
             return send()

@@ -12,16 +12,16 @@ from dataclasses import replace
 import msgspec
 import torch
 
-from weightsync.backends.base import Received, Reception, WeightTransferEngine
-from weightsync.backends.chain_link import Link
-from weightsync.backends.exported import Probe, Ring
-from weightsync.backends.intake import Intake
+from weightsync.backends.base import LoadContext, Received, WeightTransferEngine
+from weightsync.backends.chain_link import ChainRelay
+from weightsync.backends.exported import Buckets, ProbeMemory
+from weightsync.backends.intake import RelayUpdate
 from weightsync.backends.ipc import IpcWeightTransferEngine
-from weightsync.backends.private_group import Lifeline, Meeting, PrivateGroup
+from weightsync.backends.private_group import GroupRendezvous, LivenessSocket, PrivateGroup
 from weightsync.errors import ProtocolError, WeightSyncError
 from weightsync.samehost.ring import Control
 from weightsync.specs import Manifest
-from weightsync.weights.buckets import Plan
+from weightsync.weights.buckets import StreamLayout
 from weightsync.wire.codec import manifest_from_wire
 from weightsync.wire.messages import LedgerEntry, RegisteredUpdate, UpdateInfo
 from weightsync.wire.offers import (
@@ -48,9 +48,9 @@ class DistributedWeightTransferEngine(WeightTransferEngine):
         self._init: DistributedInit | None = None
         self._ring: HostRing | None = None
         self._control: Control | None = None
-        self._link: Link | None = None
+        self._link: ChainRelay | None = None
         self._whole_sizes: list[int] = []
-        self._lifeline: Lifeline | None = None
+        self._lifeline: LivenessSocket | None = None
         self._at_work = False
 
     def init_transfer_engine(self, init_info: Offer) -> None:
@@ -73,14 +73,14 @@ class DistributedWeightTransferEngine(WeightTransferEngine):
         return self._inner.manifest
 
     @property
-    def whole_plan(self) -> Plan:
+    def whole_plan(self) -> StreamLayout:
         return self._inner.whole_plan
 
     def host_ring(self) -> HostRing | None:
         """The ring that this engine made, for the other workers of this host."""
         return self._ring
 
-    def receive_weights(self, update_info: UpdateInfo, reception: Reception) -> Received:
+    def receive_weights(self, update_info: UpdateInfo, reception: LoadContext) -> Received:
         """Bring an update to its landing, and to the rings of this host and those behind it.
 
         Raises what broke the chain, naming the host, before what this caused here.
@@ -149,9 +149,9 @@ class DistributedWeightTransferEngine(WeightTransferEngine):
         )
         self._closers.append(control.close)
         control.offered = init.number
-        ring = Ring(init.num_slots, init.slot_nbytes, torch.device("cpu"))
+        ring = Buckets(init.num_slots, init.slot_nbytes, torch.device("cpu"))
         self._closers.append(ring.close)
-        probe = Probe()
+        probe = ProbeMemory()
         self._closers.append(probe.close)
         self._ring = HostRing(
             control=SegmentHandle(name=control.segment.name, nbytes=control.segment.nbytes),
@@ -164,14 +164,16 @@ class DistributedWeightTransferEngine(WeightTransferEngine):
         self._join(init, control, ring)
         self._init = init
 
-    def _join(self, init: DistributedInit, control: Control, ring: Ring) -> None:
+    def _join(self, init: DistributedInit, control: Control, ring: Buckets) -> None:
         info = init.group
-        meeting = Meeting.reach(info.address, info.port, epoch=info.epoch, timeout_s=info.timeout_s)
+        meeting = GroupRendezvous.reach(
+            info.address, info.port, epoch=info.epoch, timeout_s=info.timeout_s
+        )
         self._closers.append(meeting.close)
         self._lifeline = meeting.lifeline
         meeting.enter(info.rank, info.timeout_s)
         group = PrivateGroup(meeting, info.rank, len(info.members), info.timeout_s)
-        self._link = Link(meeting, group, info, control, ring.tensors, init.run_nbytes)
+        self._link = ChainRelay(meeting, group, info, control, ring.tensors, init.run_nbytes)
 
 
 def member_init(base: IpcInit, group: GroupInfo) -> DistributedInit:
@@ -224,14 +226,14 @@ def _check_place(init: DistributedInit) -> None:
         )
 
 
-def _intake(info: UpdateInfo, init: DistributedInit, whole: list[int]) -> Intake:
+def _intake(info: UpdateInfo, init: DistributedInit, whole: list[int]) -> RelayUpdate:
     if not isinstance(info, RegisteredUpdate) or not info.packed or info.readers is None:
         raise ProtocolError(
             "the member of a private group takes packed updates of its own sender, with the reader "
             "places of its host"
         )
     part = info.manifest
-    return Intake(
+    return RelayUpdate(
         epoch=info.epoch,
         base=info.base,
         readers=sorted({MEMBER_PLACE, *info.readers}),
@@ -241,5 +243,5 @@ def _intake(info: UpdateInfo, init: DistributedInit, whole: list[int]) -> Intake
 
 def _chunk_sizes(manifest: Manifest, init: DistributedInit) -> list[int]:
     """The bytes of each chunk, as this sender cuts its stream."""
-    plan = Plan(manifest, bucket_nbytes=init.slot_nbytes, run_nbytes=init.run_nbytes)
+    plan = StreamLayout(manifest, bucket_nbytes=init.slot_nbytes, run_nbytes=init.run_nbytes)
     return [chunk.stop - chunk.start for chunk in plan.chunks]

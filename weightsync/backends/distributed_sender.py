@@ -15,11 +15,11 @@ from contextlib import suppress
 import torch
 
 from weightsync.backends.base import Check
-from weightsync.backends.chain_head import FIRST, Head, HeadStatus, patience_s
-from weightsync.backends.chain_sending import Feed, Sending
+from weightsync.backends.chain_head import FIRST, ChunkHeader, HeaderStatus, patience_s
+from weightsync.backends.chain_sending import ChainSender, ChunkFeed
 from weightsync.backends.interpreter_exit import end_at_exit
 from weightsync.backends.ipc_sender import IpcTrainerEngine
-from weightsync.backends.private_group import HEADS, Meeting, PrivateGroup
+from weightsync.backends.private_group import HEADER_LANE, GroupRendezvous, PrivateGroup
 from weightsync.errors import (
     BackendUnavailableError,
     TransferError,
@@ -95,10 +95,12 @@ class Chain:
         self.epoch = epoch
         self.members = [SENDER, *members]
         self._timeout_s = timeout_s
-        self._meeting: Meeting | None = Meeting.host(address, epoch=epoch, timeout_s=timeout_s)
+        self._meeting: GroupRendezvous | None = GroupRendezvous.host(
+            address, epoch=epoch, timeout_s=timeout_s
+        )
         self._address, self._port = address, self._meeting.port
         self._group: PrivateGroup | None = None
-        self._sending: Sending | None = None
+        self._sending: ChainSender | None = None
         self._update: int | None = None
         self._looked = self._asked = 0.0
         self._signs: list[list[int]] = [[] for _ in self.members]
@@ -157,14 +159,14 @@ class Chain:
         shown = self._signs[rank]
         return shown[reader] if reader < len(shown) else None
 
-    def start(self, feed: Feed) -> None:
+    def start(self, feed: ChunkFeed) -> None:
         """Begin to send an update's chunks, in a thread. Raises TransferError when broken."""
         failure = self.failure
         if self._group is None or failure is not None:
             raise failure or TransferError("the private group is not joined")
         self._update = feed.epoch
         patience = patience_s(self._timeout_s, 0, len(self.members))
-        self._sending = Sending(self._group, feed, self.members[FIRST], patience, self._report)
+        self._sending = ChainSender(self._group, feed, self.members[FIRST], patience, self._report)
 
     def check(self) -> None:
         """Raise what went wrong with the update at work; cheap enough for every wait."""
@@ -241,10 +243,10 @@ class Chain:
         """So that no member takes the end of the group for the death of another."""
         if self._group is None or self._sending is not None or self.broken:
             return
-        head = Head(0)  # shorter than what is waited for, which does no harm
-        head.fill(HeadStatus.LEAVE, 0)
+        head = ChunkHeader(0)  # shorter than what is waited for, which does no harm
+        head.fill(HeaderStatus.LEAVE, 0)
         with suppress(TransferError):
-            self._group.send(head.buffer, FIRST, HEADS).wait(_GOODBYE_S)
+            self._group.send(head.buffer, FIRST, HEADER_LANE).wait(_GOODBYE_S)
 
     def _join(self) -> None:
         meeting = self._meeting
@@ -267,7 +269,7 @@ class Chain:
             self._group.close()
             raise TransferError("the private group was closed while its members came together")
 
-    def _settle(self, sending: Sending) -> None:
+    def _settle(self, sending: ChainSender) -> None:
         """The thread ends; what broke the group is kept."""
         sending.thread.join()
         if sending.broke and self._failure is None:

@@ -20,9 +20,9 @@ from weightsync.samehost.ready_event import CUDA
 from weightsync.samehost.ring import Control
 from weightsync.samehost.segment import Segment
 from weightsync.samehost.shared_stream import SharedStream
-from weightsync.samehost.staging import CudaLane, Lane, StagedSlots
-from weightsync.weights.buckets import Plan
-from weightsync.weights.copier import Memory, RunCompiler
+from weightsync.samehost.staging import CopyStream, CudaCopyStream, StagedSlots
+from weightsync.weights.buckets import StreamLayout
+from weightsync.weights.copier import Memory, UnitCompiler
 from weightsync.weights.cuda_runs import hashers
 from weightsync.weights.dtypes import TORCH_DTYPES
 from weightsync.wire.offers import KeyedHandle, ProbeInfo, SegmentHandle, StorageInfo
@@ -30,7 +30,7 @@ from weightsync.wire.offers import KeyedHandle, ProbeInfo, SegmentHandle, Storag
 logger = logging.getLogger(__name__)
 
 
-class Ring:
+class Buckets:
     """The buckets: a segment on the host, or device memory; `tensors` are `uint8[slot_nbytes]`."""
 
     def __init__(self, slots: int, slot_nbytes: int, device: torch.device) -> None:
@@ -47,7 +47,7 @@ class Ring:
         self._stage: StagedSlots | None = None
         self._pinned: Pinned | None = None
 
-    def stage(self, device: torch.device, lane: Lane, driver: Driver) -> StagedSlots | None:
+    def stage(self, device: torch.device, lane: CopyStream, driver: Driver) -> StagedSlots | None:
         """Give buckets on the host a side on `device`, and pin them; once, before they are used.
 
         Both fail open: None when `device` has no memory to spare, slower copies when the driver
@@ -81,11 +81,11 @@ class Ring:
             self._segment.close()
 
 
-def stage_on_gpu(ring: Ring, device: torch.device) -> StagedSlots | None:
+def stage_on_gpu(ring: Buckets, device: torch.device) -> StagedSlots | None:
     """Stage a ring on the host for tensors on `device`; None for tensors on the host."""
     if device.type != "cuda":
         return None
-    return ring.stage(device, CudaLane(device), CudaDriver(device))
+    return ring.stage(device, CudaCopyStream(device), CudaDriver(device))
 
 
 def fence_on_gpu(
@@ -97,7 +97,11 @@ def fence_on_gpu(
 
 
 def register(
-    plan: Plan, stable: list[torch.Tensor] | None, device: torch.device | None, *, adopt: bool
+    plan: StreamLayout,
+    stable: list[torch.Tensor] | None,
+    device: torch.device | None,
+    *,
+    adopt: bool,
 ) -> SharedStream | DeviceStream:
     """Register a stream's tensors on the GPU `device`, or in a segment; None is the host."""
     specs = plan.manifest.specs
@@ -108,14 +112,18 @@ def register(
     return SharedStream(plan.offsets, dtypes, shapes, plan.nbytes, adopt=adopt)
 
 
-def in_place_hashers(memory: SharedStream | DeviceStream, plan: Plan) -> list[Callable[[], int]]:
+def in_place_hashers(
+    memory: SharedStream | DeviceStream, plan: StreamLayout
+) -> list[Callable[[], int]]:
     """Return what fingerprints each run of registered memory where it lies."""
     lying = Memory(memory.tensors, flat=isinstance(memory, SharedStream))
-    compiler = RunCompiler(plan, lying, lying)
+    compiler = UnitCompiler(plan, lying, lying)
     return hashers([compiler.compile(run) for run in plan.runs])
 
 
-def storage_info(memory: SharedStream | DeviceStream | None, plan: Plan) -> StorageInfo | None:
+def storage_info(
+    memory: SharedStream | DeviceStream | None, plan: StreamLayout
+) -> StorageInfo | None:
     """Export registered memory, once per reader."""
     if memory is None:
         return None
@@ -146,14 +154,14 @@ class PackedStream:
 
     control: Control
     slots: list[torch.Tensor]
-    plan: Plan
+    plan: StreamLayout
     epoch: int
     base: int
     verify: bool
     timeout_s: float
 
 
-class Probe:
+class ProbeMemory:
     """Known bytes in the kind of memory that a road uses: on the host, or on the GPU `device`."""
 
     def __init__(self, device: torch.device | None = None) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 
-from weightsync.backends.exported import Probe, Ring
+from weightsync.backends.exported import Buckets, ProbeMemory
 from weightsync.samehost.device_stream import DeviceStream
 from weightsync.samehost.probe import PROBE_NBYTES
 from weightsync.samehost.ring import Control, RingWriter
@@ -17,14 +17,20 @@ from weightsync.wire.offers import SegmentHandle
 Registered = SharedStream | DeviceStream | None
 
 
-class Exports:
+class ExportedMemory:
     """The ledger of one engine: its control segment, ring, probe and registered memory.
 
     It only reads, and may be asked while an update is at work, in any thread.
     """
 
     def __init__(
-        self, writer: RingWriter, ring: Ring, probe: Probe, memory: Registered, *, on_gpu: bool
+        self,
+        writer: RingWriter,
+        ring: Buckets,
+        probe: ProbeMemory,
+        memory: Registered,
+        *,
+        on_gpu: bool,
     ) -> None:
         self._writer = writer
         self._ring = ring

@@ -10,7 +10,7 @@ from weightsync.errors import WeightSyncError
 
 
 @dataclass(slots=True, eq=False)
-class Intake:
+class RelayUpdate:
     """`sizes` of the update's chunks, the reader places, the sender's count.
 
     `done` is set when all of it was read here and sent on, or when `error` says why not.

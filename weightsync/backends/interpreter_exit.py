@@ -18,18 +18,18 @@ _END_S = 2.0
 """For all of them together: a peer that is stopped may hold a thread, and does not wake it soon."""
 
 
-class Leaving(Protocol):
+class EndsAtExit(Protocol):
     """One place in a private group, with threads of its own."""
 
     def end(self, timeout_s: float) -> None:
         """Leave the group; wait no longer than that for the threads to come back."""
 
 
-_members: WeakSet[Leaving] = WeakSet()
+_members: WeakSet[EndsAtExit] = WeakSet()
 _lock = threading.Lock()
 
 
-def end_at_exit(member: Leaving) -> None:
+def end_at_exit(member: EndsAtExit) -> None:
     """Have `member.end` called when the interpreter exits, unless it is gone by then.
 
     Not in forked children, which have none of its threads.
@@ -48,7 +48,7 @@ def _end_all() -> None:
             ends.callback(_end, member, deadline, waiting)
 
 
-def _end(member: Leaving, deadline: float, waiting: int) -> None:
+def _end(member: EndsAtExit, deadline: float, waiting: int) -> None:
     """Leave a share of the time to each of those that wait for their end."""
     member.end(max(0.0, deadline - time.monotonic()) / waiting)
 

@@ -6,9 +6,9 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 
-from weightsync.backends.base import Received, Reception, WeightTransferEngine
+from weightsync.backends.base import LoadContext, Received, WeightTransferEngine
 from weightsync.backends.fences import open_fence
-from weightsync.backends.ipc_transfer import Opened, Transfer, chunked_plan
+from weightsync.backends.ipc_transfer import IncomingTransfer, OpenedMemory, chunked_plan
 from weightsync.backends.lending import Assembly
 from weightsync.errors import HandleError, ProtocolError, SegmentError
 from weightsync.samehost.device_keys import pick
@@ -16,8 +16,8 @@ from weightsync.samehost.memory import OpenMemory
 from weightsync.samehost.probe import check_probe
 from weightsync.samehost.ring import Control
 from weightsync.specs import Manifest
-from weightsync.weights.buckets import Plan, runs_per_chunk
-from weightsync.weights.copier import Memory, Program
+from weightsync.weights.buckets import StreamLayout, runs_per_chunk
+from weightsync.weights.copier import CopyPlan, Memory
 from weightsync.wire.codec import manifest_from_wire
 from weightsync.wire.messages import LedgerEntry, RegisteredUpdate, UpdateInfo
 from weightsync.wire.offers import IpcInit, Offer
@@ -32,8 +32,8 @@ class IpcWeightTransferEngine(WeightTransferEngine):
 
     def __init__(self, device_keys: Sequence[str]) -> None:
         super().__init__(device_keys)
-        self._opened: Opened | None = None
-        self._programs: dict[tuple[int, int, int], tuple[object, list[Program]]] = {}
+        self._opened: OpenedMemory | None = None
+        self._programs: dict[tuple[int, int, int], tuple[object, list[CopyPlan]]] = {}
         self._assembly = Assembly()
         self._since = time.monotonic()
         self._at_work = False
@@ -70,8 +70,8 @@ class IpcWeightTransferEngine(WeightTransferEngine):
             fence = open_fence(init_info.ready, fenced, self._keys, slots=ring.num_slots)
             if fence is not None:
                 opened.append(fence.close)
-            whole = Plan(manifest, run_nbytes=init_info.run_nbytes)
-            self._opened = Opened(
+            whole = StreamLayout(manifest, run_nbytes=init_info.run_nbytes)
+            self._opened = OpenedMemory(
                 info=init_info,
                 manifest=manifest,
                 control=control,
@@ -100,17 +100,17 @@ class IpcWeightTransferEngine(WeightTransferEngine):
         return self._open.manifest
 
     @property
-    def whole_plan(self) -> Plan:
+    def whole_plan(self) -> StreamLayout:
         """The stream of the whole model."""
         return self._open.whole
 
-    def receive_weights(self, update_info: UpdateInfo, reception: Reception) -> Received:
+    def receive_weights(self, update_info: UpdateInfo, reception: LoadContext) -> Received:
         """Bring a registered update to its landing; see the contract."""
         if not isinstance(update_info, RegisteredUpdate):
             raise ProtocolError("this engine takes updates of its own sender only")
         self._at_work = True
         try:
-            received = Transfer(
+            received = IncomingTransfer(
                 self._open, update_info, reception, self._programs, self._assembly
             ).run()
         finally:
@@ -190,14 +190,14 @@ class IpcWeightTransferEngine(WeightTransferEngine):
         opened.control.close()
 
     @property
-    def _open(self) -> Opened:
+    def _open(self) -> OpenedMemory:
         opened = self._opened
         if opened is None:
             raise ProtocolError("the transfer engine is not initialised; call init first")
         return opened
 
 
-def _mappings(opened: Opened) -> list[tuple[str, str, int]]:
+def _mappings(opened: OpenedMemory) -> list[tuple[str, str, int]]:
     """Kind, name and bytes of everything that is mapped."""
     control, sender = opened.control.segment, opened.info.sender
     return [
@@ -207,7 +207,7 @@ def _mappings(opened: Opened) -> list[tuple[str, str, int]]:
     ]
 
 
-def _holds_chunk(opened: Opened) -> bool:
+def _holds_chunk(opened: OpenedMemory) -> bool:
     """Whether a chunk was published that this reader has not released."""
     control = opened.control
     newest = max(control.published(slot) for slot in range(len(opened.slots)))
@@ -224,7 +224,7 @@ def _open_storages(
     return memories
 
 
-def _registered(info: IpcInit, whole: Plan, storages: list[OpenMemory]) -> Memory | None:
+def _registered(info: IpcInit, whole: StreamLayout, storages: list[OpenMemory]) -> Memory | None:
     """Return the sender's tensors where they lie, every range checked."""
     if info.storages is None:
         return None
@@ -262,7 +262,7 @@ def _check_size(info: IpcInit, manifest: Manifest) -> None:
         )
 
 
-def _check_entries(opened: Opened) -> None:
+def _check_entries(opened: OpenedMemory) -> None:
     per_chunk = runs_per_chunk(opened.info.ring.slot_nbytes, opened.info.run_nbytes)
     needed = max(opened.info.ring.num_slots * per_chunk, len(opened.whole.runs))
     if opened.info.entries < needed:

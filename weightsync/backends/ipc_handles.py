@@ -8,14 +8,14 @@ from itertools import accumulate
 import torch
 from msgspec.structs import replace
 
-from weightsync.backends.base import Received, Reception
-from weightsync.backends.lending import Lender
+from weightsync.backends.base import LoadContext, Received
+from weightsync.backends.lending import HookFeeder
 from weightsync.errors import ConfigError, HandleError, ProtocolError, VerificationError
 from weightsync.samehost.device_keys import pick
 from weightsync.samehost.memory import OpenMemory
 from weightsync.specs import Manifest
-from weightsync.weights.buckets import Plan
-from weightsync.weights.copier import CompiledRun, Memory
+from weightsync.weights.buckets import StreamLayout
+from weightsync.weights.copier import CompiledUnit, Memory
 from weightsync.weights.fingerprint import mix64, to_hex
 from weightsync.weights.gpu_order import wait_for
 from weightsync.weights.shard_copier import DeviceShardRun, HostShardRun, ShardMemory, compiler_for
@@ -24,7 +24,7 @@ from weightsync.wire.messages import HandlesUpdate
 from weightsync.wire.offers import KeyedHandle, SegmentHandle
 
 
-def receive_handles(info: HandlesUpdate, keys: list[str], reception: Reception) -> Received:
+def receive_handles(info: HandlesUpdate, keys: list[str], reception: LoadContext) -> Received:
     """Open the handles for `keys`, bring the tensors to their landing, close.
 
     Raises HandleError before anything is touched when a handle does not fit its tensor, and
@@ -46,12 +46,12 @@ def receive_handles(info: HandlesUpdate, keys: list[str], reception: Reception) 
         ends = {*reception.ties, *reception.ties.values()}
         pairs = zip(manifest.specs, tensors, strict=True)
         tied = {spec.name: to_hex(mix64(t)) for spec, t in pairs if spec.name in ends}
-        plan = Plan(manifest)
+        plan = StreamLayout(manifest)
         landing = reception.land(plan)
         reception.touch()
         memory = Memory(tensors)
         if landing.memory is None:
-            lender = Lender(plan, landing, reception)
+            lender = HookFeeder(plan, landing, reception)
             lender.deliver_whole(memory)
             lender.finish()
         else:
@@ -90,9 +90,11 @@ def _tie(
     return Manifest(tuple(manifest.specs[i] for i in kept), aliases), kept
 
 
-def _copy(plan: Plan, target: Memory, source: Memory, reception: Reception) -> list[CompiledRun]:
+def _copy(
+    plan: StreamLayout, target: Memory, source: Memory, reception: LoadContext
+) -> list[CompiledUnit]:
     compiler = compiler_for(plan, target, source)
-    runs: list[CompiledRun] = []
+    runs: list[CompiledUnit] = []
     for run in plan.runs:
         reception.check()
         runs.append(compiler.compile(run))
@@ -103,7 +105,7 @@ def _copy(plan: Plan, target: Memory, source: Memory, reception: Reception) -> l
 
 
 def _check_held(
-    fingerprints: list[str] | None, plan: Plan, target: Memory, runs: Sequence[CompiledRun]
+    fingerprints: list[str] | None, plan: StreamLayout, target: Memory, runs: Sequence[CompiledUnit]
 ) -> None:
     """Read what was copied back: the fingerprints are of whole tensors, shards are compared."""
     if not isinstance(target, ShardMemory):

@@ -13,26 +13,26 @@ import torch
 
 from weightsync.backends.base import Check, TrainerWeightTransferEngine
 from weightsync.backends.exported import (
+    Buckets,
     PackedStream,
-    Probe,
-    Ring,
+    ProbeMemory,
     fence_on_gpu,
     in_place_hashers,
     register,
     stage_on_gpu,
     storage_info,
 )
-from weightsync.backends.exports import Exports
+from weightsync.backends.exports import ExportedMemory
 from weightsync.backends.fences import Fence, WriterFence, fence_from_environment
-from weightsync.backends.pace import Pace
-from weightsync.backends.trail import Trail
+from weightsync.backends.pace import ReadAhead
+from weightsync.backends.trail import ReaderProgress
 from weightsync.errors import ConfigError
 from weightsync.samehost.device_stream import DeviceStream
 from weightsync.samehost.ring import NETWORK, Control, RingWriter
 from weightsync.samehost.shared_stream import SharedStream
 from weightsync.samehost.staging import StagedSlots
 from weightsync.specs import Manifest
-from weightsync.weights.buckets import RUN_NBYTES, Plan, aligned, runs_per_chunk
+from weightsync.weights.buckets import RUN_NBYTES, StreamLayout, aligned, runs_per_chunk
 from weightsync.weights.dtypes import spec_of
 from weightsync.weights.fingerprint import table_digest
 from weightsync.weights.packer import Packer
@@ -95,7 +95,7 @@ class IpcTrainerEngine(TrainerWeightTransferEngine):
         source: WeightSource,
         options: IpcOptions,
         *,
-        stage: Callable[[Ring, torch.device], StagedSlots | None] = stage_on_gpu,
+        stage: Callable[[Buckets, torch.device], StagedSlots | None] = stage_on_gpu,
         make_fence: Callable[..., WriterFence] = fence_on_gpu,
     ) -> None:
         self.road = options.road
@@ -111,7 +111,7 @@ class IpcTrainerEngine(TrainerWeightTransferEngine):
         self._run_nbytes = CUDA_RUN_NBYTES if on_gpu else RUN_NBYTES
         bucket, slots = _ring_size(options, on_gpu=ring_on_gpu)
         self._bucket_nbytes = bucket
-        self._whole = Plan(self.manifest, run_nbytes=self._run_nbytes)
+        self._whole = StreamLayout(self.manifest, run_nbytes=self._run_nbytes)
         entries = max(slots * runs_per_chunk(bucket, self._run_nbytes), len(self._whole.runs), 1)
         self._kept = ExitStack()
         keep = self._kept.enter_context
@@ -120,9 +120,9 @@ class IpcTrainerEngine(TrainerWeightTransferEngine):
             self._control = keep(closing(control))
             gpu = options.device if on_gpu else None
             device = options.device if ring_on_gpu else torch.device("cpu")
-            self._ring = keep(closing(Ring(slots, bucket, device)))
+            self._ring = keep(closing(Buckets(slots, bucket, device)))
             self._stage = None if on_gpu else stage(self._ring, options.device)
-            self._probe_memory = keep(closing(Probe(gpu)))
+            self._probe_memory = keep(closing(ProbeMemory(gpu)))
             memory = None if packed else register(self._whole, stable, gpu, adopt=options.adopt)
             self._memory = None if memory is None else keep(closing(memory))
             if isinstance(memory, SharedStream) and stable is not None:
@@ -134,8 +134,8 @@ class IpcTrainerEngine(TrainerWeightTransferEngine):
             self.close()
             raise
         self._writer = RingWriter(self._control)
-        self.trail = Trail(self._control, self._whole)
-        self.exports = Exports(
+        self.trail = ReaderProgress(self._control, self._whole)
+        self.exports = ExportedMemory(
             self._writer, self._ring, self._probe_memory, self._memory, on_gpu=on_gpu
         )
         self._packer = self._packer_of(self.manifest)
@@ -293,7 +293,9 @@ class IpcTrainerEngine(TrainerWeightTransferEngine):
         self._kept.close()
 
     def _packer_of(self, manifest: Manifest) -> Packer:
-        plan = Plan(manifest, bucket_nbytes=self._bucket_nbytes, run_nbytes=self._run_nbytes)
+        plan = StreamLayout(
+            manifest, bucket_nbytes=self._bucket_nbytes, run_nbytes=self._run_nbytes
+        )
         slots = self._ring.tensors
         return StagedPacker(plan, slots, self._stage) if self._stage else Packer(plan, slots)
 
@@ -400,7 +402,7 @@ class IpcTrainerEngine(TrainerWeightTransferEngine):
         if not self._verify or self._memory is None:
             return
         on_host = isinstance(self._memory, SharedStream)  # a GPU takes all passes at once
-        pace = Pace(self.trail.furthest) if on_host else None
+        pace = ReadAhead(self.trail.furthest) if on_host else None
         if self._hashers is None:
             self._hashers = in_place_hashers(self._memory, self._whole)
         self.trail.mark("acquired", 0)

@@ -9,9 +9,9 @@ from functools import partial
 
 import torch
 
-from weightsync.backends.base import Received, Reception
+from weightsync.backends.base import LoadContext, Received
 from weightsync.backends.fences import OpenFence
-from weightsync.backends.lending import Assembly, Lender
+from weightsync.backends.lending import Assembly, HookFeeder
 from weightsync.errors import (
     ProtocolError,
     SegmentError,
@@ -23,12 +23,12 @@ from weightsync.samehost.memory import OpenMemory
 from weightsync.samehost.pinning import CudaDriver
 from weightsync.samehost.ring import LOCAL, NETWORK, Control, RingReader, wait_until
 from weightsync.specs import Manifest
-from weightsync.weights.buckets import Plan, Run
-from weightsync.weights.copier import CompiledRun, DeviceRun, Memory, Program, RunCompiler
-from weightsync.weights.cuda_runs import FusedRun, fused, hashers
+from weightsync.weights.buckets import CopyUnit, StreamLayout
+from weightsync.weights.copier import CompiledUnit, CopyPlan, DeviceCopyUnit, Memory, UnitCompiler
+from weightsync.weights.cuda_runs import FusedUnit, fused, hashers
 from weightsync.weights.gpu_order import wait_for
 from weightsync.weights.shard_copier import DeviceShardRun, compiler_for
-from weightsync.weights.sink import Landing, Verification
+from weightsync.weights.sink import LoadTarget, Verification
 from weightsync.wire.codec import manifest_from_wire
 from weightsync.wire.messages import RegisteredUpdate
 from weightsync.wire.offers import IpcInit
@@ -44,7 +44,7 @@ _IN_PLACE = 4
 
 
 @dataclass(frozen=True, slots=True)
-class Opened:
+class OpenedMemory:
     """What `init` opened: control, buckets, the unpacked road's tensors, and both plans."""
 
     info: IpcInit
@@ -53,26 +53,26 @@ class Opened:
     ring: OpenMemory
     slots: list[torch.Tensor]
     storages: list[OpenMemory]
-    whole: Plan
-    chunked: Plan
+    whole: StreamLayout
+    chunked: StreamLayout
     registered: Memory | None
     fence: OpenFence | None = None
 
 
-def chunked_plan(manifest: Manifest, info: IpcInit) -> Plan:
+def chunked_plan(manifest: Manifest, info: IpcInit) -> StreamLayout:
     """The stream of `manifest` as a sender's ring cuts it."""
-    return Plan(manifest, bucket_nbytes=info.ring.slot_nbytes, run_nbytes=info.run_nbytes)
+    return StreamLayout(manifest, bucket_nbytes=info.ring.slot_nbytes, run_nbytes=info.run_nbytes)
 
 
-class Transfer:
+class IncomingTransfer:
     """One message's worth of bytes: packed or unpacked, into memory or through a hook."""
 
     def __init__(
         self,
-        opened: Opened,
+        opened: OpenedMemory,
         info: RegisteredUpdate,
-        reception: Reception,
-        programs: dict[tuple[int, int, int], tuple[object, list[Program]]],
+        reception: LoadContext,
+        programs: dict[tuple[int, int, int], tuple[object, list[CopyPlan]]],
         assembly: Assembly,
     ) -> None:
         self._opened = opened
@@ -82,7 +82,7 @@ class Transfer:
         self._assembly = assembly
         self._control = opened.control
         self._got: list[int] = []
-        self._wrong: list[Run] = []
+        self._wrong: list[CopyUnit] = []
         self._looked = 0.0
         if info.manifest is not None:
             manifest = manifest_from_wire(info.manifest)
@@ -130,7 +130,7 @@ class Transfer:
                 "is over"
             )
 
-    def _through_ring(self, landing: Landing) -> None:
+    def _through_ring(self, landing: LoadTarget) -> None:
         lender = self._lender(landing) if landing.memory is None else None
         programs = None if lender else self._compile(landing, ring=True)
         for j, chunk in enumerate(self._plan.chunks):
@@ -156,7 +156,7 @@ class Transfer:
             self._reception.touch()  # of a model whose tensors are all empty nothing was lent yet
             lender.finish()
 
-    def _from_storages(self, landing: Landing) -> None:
+    def _from_storages(self, landing: LoadTarget) -> None:
         registered = self._opened.registered
         if registered is None:
             raise ProtocolError(
@@ -195,7 +195,7 @@ class Transfer:
                 timeout_s=self._opened.info.lease_s,
             )
 
-    def _lender(self, landing: Landing) -> Lender:
+    def _lender(self, landing: LoadTarget) -> HookFeeder:
         """What lends to a hook; memory for large tensors is there before anything is touched."""
         place = None
         if nbytes := self._plan.largest_cut_nbytes:
@@ -203,7 +203,7 @@ class Transfer:
             kept = nbytes <= self._opened.chunked.largest_cut_nbytes
             assembly = self._assembly if kept else Assembly()
             place = assembly.take(nbytes, self._opened.slots[0].device)
-        return Lender(self._plan, landing, self._reception, place)
+        return HookFeeder(self._plan, landing, self._reception, place)
 
     def _each(self, starts: Sequence[int], steps: Sequence[Callable[[], list[int]]]) -> list[int]:
         """Take steps through registered memory, and let the sender see how far this is."""
@@ -218,22 +218,22 @@ class Transfer:
         self._control.load(reader, before + self._plan.nbytes)
         return got
 
-    def _run(self, program: Program, runs: list[Run], expected: list[int]) -> None:
+    def _run(self, program: CopyPlan, runs: list[CopyUnit], expected: list[int]) -> None:
         got = program.run()
         _settle([program])
         self._compare(runs, got, expected)
 
-    def _compiled_in_place(self, registered: Memory) -> Sequence[CompiledRun]:
+    def _compiled_in_place(self, registered: Memory) -> Sequence[CompiledUnit]:
         """What fingerprints registered memory where it lies, before a hook is given it."""
         key = (id(self._plan), id(registered), _IN_PLACE)
         kept = self._programs.get(key)
         if kept is None:
-            compiler = RunCompiler(self._plan, registered, registered)
-            program = Program.of(0, [compiler.compile(r) for r in self._plan.runs], verify=True)
+            compiler = UnitCompiler(self._plan, registered, registered)
+            program = CopyPlan.of(0, [compiler.compile(r) for r in self._plan.runs], verify=True)
             kept = self._programs[key] = ((self._plan, registered), [program])
         return kept[1][0].runs
 
-    def _compile(self, landing: Landing, *, ring: bool) -> list[Program]:
+    def _compile(self, landing: LoadTarget, *, ring: bool) -> list[CopyPlan]:
         """Plan a program for each chunk, or some for registered memory as often as it is shown."""
         memory = landing.memory
         if memory is None:
@@ -248,14 +248,14 @@ class Transfer:
         slots = self._opened.slots
         if ring and slots[0].device.type == "cpu":
             _pin_for(memory, self._opened.ring)
-        programs: list[Program] = []
+        programs: list[CopyPlan] = []
         for j, chunk in enumerate(self._plan.chunks):
             slot = slots[j % len(slots)] if ring else None
             runs = self._plan.runs[chunk.first_run : chunk.last_run]
             compiled = fused([compiler.compile(r, slot, chunk.start) for r in runs], verify=verify)
             step = len(runs) if ring else self._shown_runs
             programs += [
-                Program.of(runs[i].start, compiled[i : i + step], verify=verify)
+                CopyPlan.of(runs[i].start, compiled[i : i + step], verify=verify)
                 for i in range(0, len(runs), step)
             ]
         if self._info.manifest is None:
@@ -294,7 +294,7 @@ class Transfer:
             )
         return self._control.fingerprints(0, count)
 
-    def _compare(self, runs: Sequence[Run], got: list[int], expected: list[int]) -> None:
+    def _compare(self, runs: Sequence[CopyUnit], got: list[int], expected: list[int]) -> None:
         self._got += got
         if got != expected:
             pairs = zip(runs, got, expected, strict=True)
@@ -308,7 +308,7 @@ class Transfer:
     def _wrong_names(self) -> list[str]:
         return list(dict.fromkeys(name for run in self._wrong for name in self._plan.names(run)))
 
-    def _level(self, landing: Landing) -> Verification:
+    def _level(self, landing: LoadTarget) -> Verification:
         if not self._info.verify:
             return "none"
         reads_back = landing.memory is not None and self._same_side(landing.memory)
@@ -341,15 +341,15 @@ def _call_all(calls: Sequence[Callable[[], int]]) -> list[int]:
     return [call() for call in calls]
 
 
-def _settle(programs: Sequence[Program]) -> None:
+def _settle(programs: Sequence[CopyPlan]) -> None:
     """Wait for copies that a GPU still makes; the sender may overwrite their source afterwards."""
     if not programs or programs[0].runs[0].on_host:
         return
     runs = [run for program in programs for run in program.runs]
-    if isinstance(runs[0], FusedRun):
+    if isinstance(runs[0], FusedUnit):
         for run in runs:
-            if isinstance(run, FusedRun) and run.index == 0:
+            if isinstance(run, FusedUnit) and run.index == 0:
                 run.settle()
         return
-    moving = [run.gpus() for run in runs if isinstance(run, DeviceRun | DeviceShardRun)]
+    moving = [run.gpus() for run in runs if isinstance(run, DeviceCopyUnit | DeviceShardRun)]
     wait_for(set[torch.device]().union(*moving))

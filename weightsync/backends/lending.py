@@ -6,17 +6,17 @@ from collections.abc import Sequence
 
 import torch
 
-from weightsync.backends.base import Reception
+from weightsync.backends.base import LoadContext
 from weightsync.specs import TensorSpec
 from weightsync.weights import slab
-from weightsync.weights.buckets import Chunk, Piece, Plan
+from weightsync.weights.buckets import Chunk, StreamLayout, TensorSlice
 from weightsync.weights.copier import Memory
 from weightsync.weights.cuda_runs import slot_reader
 from weightsync.weights.dtypes import TORCH_DTYPES, from_bytes
 from weightsync.weights.fingerprint import xxh3
 from weightsync.weights.loans import own_storage, refuse_kept, uses
 from weightsync.weights.packer import slot_views
-from weightsync.weights.sink import Landing
+from weightsync.weights.sink import LoadTarget
 
 
 class Assembly:
@@ -44,7 +44,7 @@ class Assembly:
         self._kept = None
 
 
-class Lender:
+class HookFeeder:
     """Lends tensors to `landing.load`, in the manifest's order, each valid until that returns.
 
     A tensor larger than a bucket is put together in `assembly`, `uint8[plan.largest_cut_nbytes]`. A
@@ -53,9 +53,9 @@ class Lender:
 
     def __init__(
         self,
-        plan: Plan,
-        landing: Landing,
-        reception: Reception,
+        plan: StreamLayout,
+        landing: LoadTarget,
+        reception: LoadContext,
         assembly: torch.Tensor | None = None,
     ) -> None:
         self._plan = plan
@@ -132,7 +132,7 @@ class Lender:
             flat = flat.clone()  # tensors that lie one after another need not be aligned
         return flat
 
-    def _assemble(self, piece: Piece, flat: torch.Tensor) -> torch.Tensor | None:
+    def _assemble(self, piece: TensorSlice, flat: torch.Tensor) -> torch.Tensor | None:
         spec = self._plan.manifest.specs[piece.index]
         if self._assembly is None:
             raise ValueError("this plan cuts tensors; the lender needs a place to join them")

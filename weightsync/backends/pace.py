@@ -11,7 +11,7 @@ STANDSTILL_S = 0.005
 _NAP_S = 20e-6
 
 
-class Pace:
+class ReadAhead:
     """Lets the sender be only so far ahead of the reader that is furthest.
 
     What one has just read from memory the other finds in the cache that their cores share, so the

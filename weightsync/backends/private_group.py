@@ -18,14 +18,15 @@ from typing import Any, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import PrefixStore, TCPStore, Work
+from torch._C._distributed_c10d import PrefixStore, TCPStore
+from torch._C._distributed_c10d import Work as TorchWork
 
 from weightsync.backends.bounded_call import BoundedCall
 from weightsync.backends.forked_sockets import keep_from_children, let_children_have
 from weightsync.errors import BackendUnavailableError, ConnectError, TransferError, TransferTimeout
 
 _DATA_LANES = 2
-HEADS = _DATA_LANES
+HEADER_LANE = _DATA_LANES
 """A lane is a connection with a thread of Gloo's own. Heads overtake the bytes before them."""
 
 _LANES = _DATA_LANES + 1
@@ -50,15 +51,15 @@ def data_lane(chunk: int) -> int:
 class _PointToPoint(Protocol):
     """What torch's own types leave out of ProcessGroupGloo."""
 
-    def send(self, tensors: list[torch.Tensor], rank: int, tag: int) -> Work: ...
+    def send(self, tensors: list[torch.Tensor], rank: int, tag: int) -> TorchWork: ...
 
-    def recv(self, tensors: list[torch.Tensor], rank: int, tag: int) -> Work: ...
+    def recv(self, tensors: list[torch.Tensor], rank: int, tag: int) -> TorchWork: ...
 
 
-class Pending:
+class Work:
     """A send or receive at work; its tensor is in use until `wait` returned."""
 
-    def __init__(self, work: Work) -> None:
+    def __init__(self, work: TorchWork) -> None:
         self._work = work
 
     def wait(self, timeout_s: float | None = None) -> None:
@@ -76,7 +77,7 @@ class Pending:
             raise TransferError(_reason(text)) from exc
 
 
-class Lifeline:
+class LivenessSocket:
     """A connection to the sender's store that carries nothing: it ends when the sender does."""
 
     def __init__(self, address: str, port: int, timeout_s: float) -> None:
@@ -107,7 +108,7 @@ class Lifeline:
         self._socket.close()
 
 
-class Meeting:
+class GroupRendezvous:
     """Where the members of one epoch find each other: a store, and who has come.
 
     `host` binds and serves it; `reach` connects to it. Keys of another epoch are never seen. torch
@@ -122,7 +123,7 @@ class Meeting:
         address: str,
         port: int,
         epoch: int,
-        lifeline: Lifeline | None = None,
+        lifeline: LivenessSocket | None = None,
     ) -> None:
         self.lifeline = lifeline
         self.address = address
@@ -135,7 +136,7 @@ class Meeting:
         self.store = PrefixStore(f"weightsync/{epoch}", store)
 
     @classmethod
-    def host(cls, address: str, *, epoch: int, timeout_s: float) -> Meeting:
+    def host(cls, address: str, *, epoch: int, timeout_s: float) -> GroupRendezvous:
         """Bind a free port of `address`, and serve the store there. Raises ConnectError."""
         require_gloo()
         family = socket.AF_INET6 if _is_v6(address) else socket.AF_INET
@@ -153,10 +154,10 @@ class Meeting:
         return cls(store, address, port, epoch)
 
     @classmethod
-    def reach(cls, address: str, port: int, *, epoch: int, timeout_s: float) -> Meeting:
+    def reach(cls, address: str, port: int, *, epoch: int, timeout_s: float) -> GroupRendezvous:
         """Connect to the store of another host. Raises ConnectError within `timeout_s`."""
         require_gloo()
-        lifeline = Lifeline(address, port, timeout_s)
+        lifeline = LivenessSocket(address, port, timeout_s)
         try:
             return cls(_store(address, port, timeout_s), address, port, epoch, lifeline)
         except BaseException:
@@ -286,7 +287,7 @@ class PrivateGroup:
     Raises TransferError when the connections cannot be made within `timeout_s`.
     """
 
-    def __init__(self, meeting: Meeting, rank: int, size: int, timeout_s: float) -> None:
+    def __init__(self, meeting: GroupRendezvous, rank: int, size: int, timeout_s: float) -> None:
         own = meeting.address if rank == 0 else _own_address(meeting.address, meeting.port)
         gloo: Any = dist.ProcessGroupGloo  # torch types half of what its own code uses of it
         options = gloo._Options()
@@ -305,11 +306,11 @@ class PrivateGroup:
         self._others = [other for other in range(size) if other != rank]
         self._scratch = torch.zeros(1, dtype=torch.uint8)
 
-    def send(self, tensor: torch.Tensor, rank: int, lane: int) -> Pending:
+    def send(self, tensor: torch.Tensor, rank: int, lane: int) -> Work:
         """Send `uint8[n]` of host memory; the same lane keeps its order."""
         return self._start(lambda group: group.send([tensor], rank, lane))
 
-    def receive(self, tensor: torch.Tensor, rank: int, lane: int) -> Pending:
+    def receive(self, tensor: torch.Tensor, rank: int, lane: int) -> Work:
         """Receive exactly `uint8[n]` into host memory."""
         return self._start(lambda group: group.recv([tensor], rank, lane))
 
@@ -335,12 +336,12 @@ class PrivateGroup:
         """End it; nobody may wait any more (`sever` sees to that). Idempotent."""
         self._group = None
 
-    def _start(self, call: Callable[[_PointToPoint], Work]) -> Pending:
+    def _start(self, call: Callable[[_PointToPoint], TorchWork]) -> Work:
         group = self._group
         if group is None:
             raise TransferError("the private group was closed")
         try:
-            return Pending(call(group))
+            return Work(call(group))
         except RuntimeError as exc:
             raise TransferError(_reason(str(exc))) from exc
 

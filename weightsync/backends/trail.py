@@ -6,20 +6,20 @@ import time
 from collections.abc import Iterable
 
 from weightsync.samehost.ring import Control
-from weightsync.weights.buckets import Plan
+from weightsync.weights.buckets import StreamLayout
 
 Mark = tuple[str, int, float]
 """A chunk was `wanted`, `acquired` or `published`: its number, and `time.perf_counter()` then."""
 
 
-class Trail:
+class ReaderProgress:
     """Reads what the readers of one ring show of themselves; nobody waits for it.
 
     `marks`, where somebody puts a list there, takes what becomes of each chunk; by default nothing
     is kept. `plan` is the stream of the update at work, cut into chunks where it is packed.
     """
 
-    def __init__(self, control: Control, plan: Plan) -> None:
+    def __init__(self, control: Control, plan: StreamLayout) -> None:
         self.marks: list[Mark] | None = None
         self.plan = plan
         self.packed = False
@@ -32,11 +32,11 @@ class Trail:
         """Buckets of the ring."""
         return self._control.slots
 
-    def begin_packed(self, plan: Plan, base: int) -> None:
+    def begin_packed(self, plan: StreamLayout, base: int) -> None:
         """An update begins whose first chunk has the sequence number after `base`."""
         self.plan, self._base, self.packed = plan, base, True
 
-    def begin_unpacked(self, plan: Plan, readers: Iterable[int]) -> None:
+    def begin_unpacked(self, plan: StreamLayout, readers: Iterable[int]) -> None:
         """An update begins that these read where it is."""
         self._before = {reader: self._control.loaded(reader) for reader in readers}
         self.plan, self.packed = plan, False

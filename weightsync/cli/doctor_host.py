@@ -25,7 +25,7 @@ from weightsync.samehost.segment import (
     find_leftovers,
     remove_leftovers,
 )
-from weightsync.transports.sglang_shelf import list_homes, sweep
+from weightsync.transports.sglang_shelf import list_homes, remove_stale_homes
 
 _MIB = 1 << 20
 RING_NBYTES = HOST_BUCKET_NBYTES * HOST_BUCKETS
@@ -103,7 +103,7 @@ def look_at_leftovers(*, clean: bool, directory: Path = DIRECTORY) -> Sequence[F
         return [problem("leftovers", str(exc), f"look at the permissions of {directory}")]
     homes = [home for home in list_homes(directory) if not home.owner_alive]
     if clean:
-        sweep(directory)
+        remove_stale_homes(directory)
     names = {leftover.name for leftover in dead}
     sockets = [leftover for leftover in dead if not PATTERN.fullmatch(leftover.name)]
     living = [path for path in directory.iterdir() if PATTERN.fullmatch(path.name)]

@@ -15,8 +15,8 @@ from typing import IO
 import msgspec
 import torch
 
-from weightsync.backends.exported import Probe
-from weightsync.backends.private_group import Meeting, PrivateGroup, data_lane
+from weightsync.backends.exported import ProbeMemory
+from weightsync.backends.private_group import GroupRendezvous, PrivateGroup, data_lane
 from weightsync.cli.children import command
 from weightsync.cli.doctor_findings import Finding, Level, ok, warning
 from weightsync.errors import ConnectError, TransferError, WeightSyncError
@@ -58,7 +58,7 @@ class GpuOffer(msgspec.Struct, kw_only=True):
     why: str = ""
 
 
-class Partner:
+class HelperProcess:
     """The other process of a trial. It answers with lines, and ends with this block."""
 
     def __init__(self, process: subprocess.Popen[bytes], log: IO[bytes]) -> None:
@@ -89,7 +89,7 @@ class Partner:
 
 
 @contextmanager
-def partner(trial: str, *arguments: str) -> Iterator[Partner]:
+def partner(trial: str, *arguments: str) -> Iterator[HelperProcess]:
     """Start the other side of `trial` (see doctor_partner); it is ended with the block."""
     with tempfile.TemporaryFile() as log:
         process = subprocess.Popen(
@@ -103,7 +103,7 @@ def partner(trial: str, *arguments: str) -> Iterator[Partner]:
         watchdog.daemon = True
         watchdog.start()
         try:
-            yield Partner(process, log)
+            yield HelperProcess(process, log)
         finally:
             watchdog.cancel()
             _end(process)
@@ -127,7 +127,7 @@ def try_shared_memory() -> Sequence[Finding]:
     with ExitStack() as stack:
         try:
             require_ordered_stores()
-            probe = Probe()
+            probe = ProbeMemory()
             stack.callback(probe.close)
             answer = opened_by_another([probe.info()])
         except WeightSyncError as exc:
@@ -171,7 +171,7 @@ def check_loopback(address: str) -> None:
 
 def _gloo_round() -> None:
     check_loopback(LOOPBACK)
-    meeting = Meeting.host(LOOPBACK, epoch=1, timeout_s=GLOO_S)
+    meeting = GroupRendezvous.host(LOOPBACK, epoch=1, timeout_s=GLOO_S)
     with partner("gloo", LOOPBACK, str(meeting.port)) as other:
         gone = other.process.poll
         if meeting.gather([1], START_S, given_up=lambda: gone() is not None):

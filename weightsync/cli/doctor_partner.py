@@ -10,8 +10,8 @@ from collections.abc import Callable
 import msgspec
 import torch
 
-from weightsync.backends.exported import Probe
-from weightsync.backends.private_group import Meeting, PrivateGroup, data_lane
+from weightsync.backends.exported import ProbeMemory
+from weightsync.backends.private_group import GroupRendezvous, PrivateGroup, data_lane
 from weightsync.cli.doctor_pairs import GLOO_S, START_S, Answer, Gpu, GpuOffer
 from weightsync.errors import WeightSyncError
 from weightsync.samehost.cuda_handle import local_gpu_keys, why_not
@@ -52,7 +52,7 @@ def offer_gpu_memory() -> None:
     if why := why_not():
         say(GpuOffer(probes=[], why=why))
         return
-    probes = [Probe(torch.device("cuda", ordinal)) for ordinal in ordinals]
+    probes = [ProbeMemory(torch.device("cuda", ordinal)) for ordinal in ordinals]
     say(GpuOffer(probes=[probe.info() for probe in probes]))
     sys.stdin.buffer.readline()
 
@@ -72,7 +72,7 @@ def list_gpus() -> None:
 
 def join_group(address: str, port: str) -> None:
     """Take part in a private group of two, and send back what comes."""
-    meeting = Meeting.reach(address, int(port), epoch=1, timeout_s=START_S)
+    meeting = GroupRendezvous.reach(address, int(port), epoch=1, timeout_s=START_S)
     meeting.enter(1, GLOO_S)
     group = PrivateGroup(meeting, 1, 2, GLOO_S)
     try:

@@ -28,7 +28,7 @@ from weightsync.cli.answers import (
 )
 from weightsync.cli.metrics_text import LastUpdates
 from weightsync.cli.status_host import census_to_dict, show_host
-from weightsync.cli.status_seen import Place, Seen, look, roads_of
+from weightsync.cli.status_seen import ServerStatus, StatusTarget, look, roads_of
 from weightsync.errors import (
     AuthError,
     ConfigError,
@@ -64,7 +64,7 @@ def status(  # noqa: PLR0913, PLR0917  # one parameter per option
             raise ConfigError("status of what? give URLs of servers, or --host")
         secret = given_token(token, token_file) or ""  # reading needs none, so none is looked for
         trusted = given_trust(ca_file, urls or ())
-        places = [Place(url, secret, trusted) for url in urls or ()]
+        places = [StatusTarget(url, secret, trusted) for url in urls or ()]
         if watch:
             _watch(places, interval, timeout)
             return
@@ -85,10 +85,10 @@ def overall(codes: Sequence[int]) -> int:
     return UNREACHABLE if UNREACHABLE in codes else max(codes, default=OK)
 
 
-def _watch(places: Sequence[Place], interval_s: float, timeout_s: float) -> None:
+def _watch(places: Sequence[StatusTarget], interval_s: float, timeout_s: float) -> None:
     console = _console()
 
-    def looked() -> list[Seen]:
+    def looked() -> list[ServerStatus]:
         return look(places, timeout_s)
 
     try:
@@ -101,7 +101,9 @@ def _watch(places: Sequence[Place], interval_s: float, timeout_s: float) -> None
 
 
 def _repeat(
-    looked: Callable[[], list[Seen]], interval_s: float, show: Callable[[list[Seen]], None]
+    looked: Callable[[], list[ServerStatus]],
+    interval_s: float,
+    show: Callable[[list[ServerStatus]], None],
 ) -> None:
     while True:
         show(looked())
@@ -112,11 +114,11 @@ def _console() -> Console:
     return Console(soft_wrap=True, highlight=False, markup=False)
 
 
-def _show(seen: Sequence[Seen]) -> Group:
+def _show(seen: Sequence[ServerStatus]) -> Group:
     return Group(*(line for one in seen for line in _lines(one)))
 
 
-def _lines(seen: Seen) -> Iterator[Text]:
+def _lines(seen: ServerStatus) -> Iterator[Text]:
     yield Text(seen.url, style="bold")
     if seen.facts is not None:
         yield from _sglang_lines(seen.facts)
@@ -158,7 +160,7 @@ def _trouble(error: WeightSyncError | None) -> str:
     return f"{kind}: {one_line(error or '')}"
 
 
-def _worker_line(seen: Seen, *, below: str) -> Text:
+def _worker_line(seen: ServerStatus, *, below: str) -> Text:
     path, held = seen.url.removeprefix(f"{below}/"), seen.status
     if held is None:
         return Text(f"  {path}  {_trouble(seen.error)}", style="red")

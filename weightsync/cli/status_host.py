@@ -10,7 +10,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from weightsync.samehost.census import HostSegment, take_census
+from weightsync.samehost.census import HostSegment, list_segments
 from weightsync.transports.sglang_shelf import list_homes
 
 COLUMNS = ("segment", "MB", "age", "owner", "open in")
@@ -40,7 +40,7 @@ def _everything() -> list[HostSegment]:
         )
         for home in list_homes()
     ]
-    return take_census() + homes
+    return list_segments() + homes
 
 
 def show_census(segments: Sequence[HostSegment]) -> RenderableType:

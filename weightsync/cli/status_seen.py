@@ -23,7 +23,7 @@ MAX_AT_ONCE = 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Seen:
+class ServerStatus:
     """What one server answered, or why it did not; and what each of its workers did.
 
     `facts` are what an SGLang server says of itself, which has no status.
@@ -35,7 +35,7 @@ class Seen:
     server: dict[str, object] | None = None
     facts: SglangFacts | None = None
     error: WeightSyncError | None = None
-    workers: tuple[Seen, ...] = ()
+    workers: tuple[ServerStatus, ...] = ()
 
     @property
     def code(self) -> int:
@@ -68,7 +68,7 @@ class Seen:
         }
 
 
-class Place:
+class StatusTarget:
     """One URL of the command line, to be asked as often as you like.
 
     Raises ConfigError for what is none. `trusted` is HttpTransport's `verify_tls`.
@@ -79,7 +79,7 @@ class Place:
         self._token, self._trusted = token, trusted
         self._http = HttpTransport(self._url, token, verify_tls=trusted)
 
-    def see(self, timeout_s: float) -> list[Seen]:
+    def see(self, timeout_s: float) -> list[ServerStatus]:
         """Return what the server answers: several where its workers are receivers on their own."""
         engine = self._engine
         if engine is None:
@@ -92,9 +92,9 @@ class Place:
         try:
             return self._see_vllm(timeout_s) if engine == "vllm" else [self._see_sglang(timeout_s)]
         except WeightSyncError as exc:
-            return [Seen(url=self._http.target, error=exc)]
+            return [ServerStatus(url=self._http.target, error=exc)]
 
-    def _see_vllm(self, timeout_s: float) -> list[Seen]:
+    def _see_vllm(self, timeout_s: float) -> list[ServerStatus]:
         control = VllmHttpControl(self._url, self._token, verify_tls=self._trusted)
         try:
             control.greet(timeout_s=timeout_s)
@@ -103,15 +103,15 @@ class Place:
         finally:
             control.close()
 
-    def _see_sglang(self, timeout_s: float) -> Seen:
+    def _see_sglang(self, timeout_s: float) -> ServerStatus:
         control = SglangControl(self._url, self._token, verify_tls=self._trusted)
         try:
-            return Seen(url=control.target, facts=control.greet(timeout_s=timeout_s))
+            return ServerStatus(url=control.target, facts=control.greet(timeout_s=timeout_s))
         finally:
             control.close()
 
 
-def look(places: Sequence[Place], timeout_s: float) -> list[Seen]:
+def look(places: Sequence[StatusTarget], timeout_s: float) -> list[ServerStatus]:
     """Ask all servers at once."""
     with ThreadPoolExecutor(max(1, min(MAX_AT_ONCE, len(places)))) as pool:
         every = pool.map(lambda place: place.see(timeout_s), places)
@@ -138,17 +138,19 @@ def _whole(answer: msgspec.Struct) -> dict[str, object]:
     return {k: msgspec.to_builtins(v) for k, v in msgspec.structs.asdict(answer).items()}
 
 
-def _hear(transport: Transport, timeout_s: float, server: dict[str, object] | None = None) -> Seen:
+def _hear(
+    transport: Transport, timeout_s: float, server: dict[str, object] | None = None
+) -> ServerStatus:
     try:
         reply = transport.call(StatusRequest(), timeout_s=timeout_s)
         if not isinstance(reply, Status):
             raise ProtocolError(f"{transport.target} answered with a {type(reply).__name__}")
     except WeightSyncError as exc:
-        return Seen(url=transport.target, error=exc)
-    return Seen(url=transport.target, status=reply, server=server)
+        return ServerStatus(url=transport.target, error=exc)
+    return ServerStatus(url=transport.target, status=reply, server=server)
 
 
-def _ask(transport: HttpTransport, timeout_s: float, trusted: bool | str) -> Seen:
+def _ask(transport: HttpTransport, timeout_s: float, trusted: bool | str) -> ServerStatus:
     seen = _hear(transport, timeout_s)
     if seen.status is None:
         return seen
@@ -162,7 +164,7 @@ def _ask(transport: HttpTransport, timeout_s: float, trusted: bool | str) -> See
 
 def _ask_workers(
     transport: HttpTransport, paths: Sequence[str], timeout_s: float, trusted: bool | str
-) -> tuple[Seen, ...]:
+) -> tuple[ServerStatus, ...]:
     if not paths:
         return ()
     transports = transport.expand(paths)

@@ -12,7 +12,7 @@ from pathlib import Path
 from weightsync.receiver import receiver_of_files
 from weightsync.transports.sglang_http import Pause
 from weightsync.transports.sglang_server import SglangTarget, SglangTransport
-from weightsync.transports.sglang_shelf import Shelf
+from weightsync.transports.sglang_shelf import WeightDirectory
 
 
 def servers(
@@ -34,7 +34,7 @@ def servers(
     `verify_tls` are HttpTransport's. Raises ConfigError, ConnectError, AuthError,
     BackendUnavailableError for a server that must not be updated, ProtocolError for another kind.
     """
-    shelf = Shelf(None if directory is None else Path(directory))
+    shelf = WeightDirectory(None if directory is None else Path(directory))
     made: list[SglangTransport] = []
     try:
         for url in [urls] if isinstance(urls, str) else urls:

@@ -18,11 +18,11 @@ from weightsync.integrations.vllm_sleep import refuse_asleep
 from weightsync.integrations.vllm_trial import Trial, try_out
 from weightsync.specs import Manifest, ManifestDifference, TensorSpec, compare
 from weightsync.weights import slab
-from weightsync.weights.buckets import Plan
+from weightsync.weights.buckets import StreamLayout
 from weightsync.weights.copier import Memory
 from weightsync.weights.dtypes import from_bytes
 from weightsync.weights.loans import own_storage, refuse_kept, uses
-from weightsync.weights.sink import Apply, Landing, NamedTensor, WeightSink
+from weightsync.weights.sink import Apply, LoadTarget, NamedTensor, WeightSink
 
 logger = logging.getLogger(__name__)
 
@@ -69,14 +69,14 @@ class VllmSink(WeightSink):
             self._known[offered.digest] = found
         return self._known[offered.digest]
 
-    def land(self, plan: Plan, apply: Apply) -> Landing:
+    def land(self, plan: StreamLayout, apply: Apply) -> LoadTarget:
         """Keep the stream aside until `commit`; a whole model may also go straight in."""
         self.difference(plan.manifest).check(partial=True, more_follows=True)
         if apply == "in_place" and not self.difference(plan.manifest).missing:
             return _InPlaceLanding(self, plan.manifest)
         return _AsideLanding(self, plan)
 
-    def commit_all(self, landings: Sequence[Landing]) -> None:
+    def commit_all(self, landings: Sequence[LoadTarget]) -> None:
         """Load all of them in one reload: what vLLM fuses may have come in several messages."""
         aside = [landing for landing in landings if isinstance(landing, _AsideLanding)]
         for landing in landings:
@@ -96,7 +96,7 @@ class VllmSink(WeightSink):
         # What is kept would change with the next update's first bytes.
         refuse_kept([(name, flat) for name, (_, flat) in lent.items()], counts)
 
-    def staged_nbytes(self, plan: Plan) -> int:
+    def staged_nbytes(self, plan: StreamLayout) -> int:
         """The whole stream is kept aside, by every worker, before it is cut into shards."""
         return plan.nbytes
 
@@ -144,7 +144,7 @@ class VllmSink(WeightSink):
         return [name for name in trial.untouched if not (tied and "lm_head" in name)]
 
 
-class _WakefulLanding(Landing):
+class _WakefulLanding(LoadTarget):
     """Takes nothing while the model sleeps: looked at with each update's first bytes."""
 
     def begin(self) -> None:
@@ -182,7 +182,7 @@ class _InPlaceLanding(_WakefulLanding):
 class _AsideLanding(_WakefulLanding):
     """Keeps the stream; the model is touched by `commit` alone, and keeps nothing of the stream."""
 
-    def __init__(self, sink: VllmSink, plan: Plan) -> None:
+    def __init__(self, sink: VllmSink, plan: StreamLayout) -> None:
         self._sink = sink
         self._specs = plan.manifest.specs
         self._names = sink.given_names(plan.manifest)

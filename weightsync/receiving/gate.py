@@ -23,13 +23,13 @@ OnRelease = Callable[[], None]
 
 
 @dataclass(slots=True, eq=False)
-class _Stay:
+class _ReadScope:
     """One reader inside, with its nested blocks."""
 
     blocks: int = 1
 
 
-class Gate:
+class ReadWriteGate:
     """Many readers, or one holder. Who holds it keeps new readers out and waits for those inside.
 
     `refuse` is asked by every reader before it enters and raises where the weights may not be used.
@@ -56,7 +56,7 @@ class Gate:
         self._condition = threading.Condition()
         self._readers = 0
         self._held_since: float | None = None
-        self._inside: ContextVar[_Stay | None] = ContextVar("weightsync_stay", default=None)
+        self._inside: ContextVar[_ReadScope | None] = ContextVar("weightsync_stay", default=None)
 
     @property
     def held(self) -> bool:
@@ -73,7 +73,7 @@ class Gate:
         stay = self._inside.get()
         if stay is None or not self._join(stay):
             self._enter(timeout_s)
-            stay = _Stay()
+            stay = _ReadScope()
             self._inside.set(stay)
         try:
             yield
@@ -142,7 +142,7 @@ class Gate:
                 f"generation could not be stopped: on_hold raised {type(exc).__name__}: {exc}"
             ) from exc
 
-    def _join(self, stay: _Stay) -> bool:
+    def _join(self, stay: _ReadScope) -> bool:
         """Count one more block of a stay that has not ended; a task inherits ended ones too."""
         with self._condition:
             if not stay.blocks:
@@ -161,7 +161,7 @@ class Gate:
             self._refuse()
             self._readers += 1
 
-    def _leave(self, stay: _Stay) -> None:
+    def _leave(self, stay: _ReadScope) -> None:
         with self._condition:
             try:
                 self._marks.put(self._gpus())

@@ -10,14 +10,14 @@ from weightsync.errors import ManifestMismatchError, ProtocolError, Verification
 from weightsync.lifecycle import UpdateLifecycle
 from weightsync.specs import Manifest, union
 from weightsync.weights.fingerprint import table_digest
-from weightsync.weights.sink import Apply, Landing, Verification, WeightSink
+from weightsync.weights.sink import Apply, LoadTarget, Verification, WeightSink
 from weightsync.wire.messages import StepReply
 
 _STRENGTH: tuple[Verification, ...] = ("none", "arrived", "held")
 
 
 @dataclass(slots=True)
-class Incoming:
+class IncomingUpdate:
     """What one update has brought so far."""
 
     update_id: str
@@ -26,14 +26,14 @@ class Incoming:
     anonymous: bool = False
     manifest_digest: str | None = None
     committing: bool = False
-    landings: list[Landing] = field(default_factory=list)
+    landings: list[LoadTarget] = field(default_factory=list)
     fingerprints: list[int] = field(default_factory=list)
     manifests: list[Manifest] = field(default_factory=list)
     levels: set[Verification] = field(default_factory=set)
     tied: dict[str, str] = field(default_factory=dict)
     seconds: dict[str, float] = field(default_factory=dict)
 
-    def use(self, landing: Landing) -> Landing:
+    def use(self, landing: LoadTarget) -> LoadTarget:
         """Take part in this update; the first time it begins."""
         if landing in self.landings:
             self.landings.remove(landing)  # what came last is committed last

@@ -8,15 +8,15 @@ from collections import OrderedDict
 from weightsync.errors import ConfigError, TransferError
 from weightsync.lifecycle import ApplyChoice
 from weightsync.weights import slab
-from weightsync.weights.buckets import Plan
-from weightsync.weights.sink import Apply, Landing, WeightSink
+from weightsync.weights.buckets import StreamLayout
+from weightsync.weights.sink import Apply, LoadTarget, WeightSink
 
 logger = logging.getLogger(__name__)
 
 _KEPT_SUBSETS = 2
 
 
-class Landings:
+class LoadTargets:
     """The landings of one sink, by manifest: the last whole model's, and a few subsets'."""
 
     def __init__(self, sink: WeightSink, choice: ApplyChoice) -> None:
@@ -24,12 +24,12 @@ class Landings:
             raise ConfigError(f"apply must be auto, staged or in_place, not {choice!r}")
         self._sink = sink
         self._choice = choice
-        self._whole: tuple[str, Landing] | None = None
-        self._subsets: OrderedDict[str, Landing] = OrderedDict()
+        self._whole: tuple[str, LoadTarget] | None = None
+        self._subsets: OrderedDict[str, LoadTarget] = OrderedDict()
         self._generation = 0
         self.apply: Apply = "in_place" if choice == "in_place" else "staged"
 
-    def find(self, plan: Plan) -> Landing | None:
+    def find(self, plan: StreamLayout) -> LoadTarget | None:
         """Return the landing of `plan` if there is one that still fits the sink."""
         generation = self._sink.refresh()
         if generation != self._generation:
@@ -42,7 +42,7 @@ class Landings:
             self._subsets.move_to_end(digest)
         return self._subsets.get(digest)
 
-    def get(self, plan: Plan, *, whole: bool) -> Landing:
+    def get(self, plan: StreamLayout, *, whole: bool) -> LoadTarget:
         """Return where the tensors of `plan` go, made now if it is not known."""
         known = self.find(plan)
         if known is not None:
@@ -59,7 +59,7 @@ class Landings:
                 self._subsets.popitem(last=False)
         return landing
 
-    def _land(self, plan: Plan) -> Landing:
+    def _land(self, plan: StreamLayout) -> LoadTarget:
         """Make a landing; without room for a staged one in place, where that may be chosen."""
         try:
             return self._sink.land(plan, self.apply)
@@ -70,7 +70,7 @@ class Landings:
             self.apply = "in_place"
             return self._sink.land(plan, self.apply)
 
-    def _choose(self, plan: Plan) -> Apply:
+    def _choose(self, plan: StreamLayout) -> Apply:
         if self._choice != "auto":
             return self._choice
         if slab.fits(self._sink.staged_nbytes(plan), self._sink.device):
@@ -78,7 +78,7 @@ class Landings:
         self._warn(plan)
         return "in_place"
 
-    def _warn(self, plan: Plan) -> None:
+    def _warn(self, plan: StreamLayout) -> None:
         device = self._sink.device
         logger.warning(
             "no room on %s to stage %d bytes (%d are free): weights in use are written in place, "

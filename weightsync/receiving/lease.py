@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable
 
 
-class Lease:
+class ProgressTimer:
     """Calls `expire(update_id)` unless it is renewed or stopped within `seconds`. Thread-safe."""
 
     def __init__(self, seconds: float, expire: Callable[[str], None]) -> None:

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import threading
 
-from weightsync.backends.base import Received, Reception
+from weightsync.backends.base import LoadContext, Received
 from weightsync.backends.ipc_handles import receive_handles
 from weightsync.errors import TransferError
 from weightsync.lifecycle import State, UpdateLifecycle
-from weightsync.receiving.gate import Gate
-from weightsync.receiving.incoming import Incoming
-from weightsync.receiving.landings import Landings
-from weightsync.receiving.peers import Peers
+from weightsync.receiving.gate import ReadWriteGate
+from weightsync.receiving.incoming import IncomingUpdate
+from weightsync.receiving.landings import LoadTargets
+from weightsync.receiving.peers import Senders
 from weightsync.specs import Manifest
-from weightsync.weights.buckets import Plan
-from weightsync.weights.sink import Landing, WeightSink, check_manifest
+from weightsync.weights.buckets import StreamLayout
+from weightsync.weights.sink import LoadTarget, WeightSink, check_manifest
 from weightsync.wire.messages import EmptyUpdate, RegisteredUpdate, UpdateInfo
 
 
@@ -24,9 +24,9 @@ class Loader:
     def __init__(
         self,
         sink: WeightSink,
-        peers: Peers,
-        landings: Landings,
-        gate: Gate,
+        peers: Senders,
+        landings: LoadTargets,
+        gate: ReadWriteGate,
         lifecycle: UpdateLifecycle,
         state: threading.RLock,
         lease_s: float,
@@ -40,7 +40,7 @@ class Loader:
         self._lease_s = lease_s
         self.abort_reason = ""
 
-    def receive(self, incoming: Incoming, info: UpdateInfo) -> Received:
+    def receive(self, incoming: IncomingUpdate, info: UpdateInfo) -> Received:
         """Bring the tensors of one message to their landing. Raises what the engine raises."""
         reception = self._reception(incoming)
         if isinstance(info, EmptyUpdate):
@@ -53,8 +53,8 @@ class Loader:
             check_manifest(self._sink, engine.manifest, partial=incoming.partial)
         return engine.receive_weights(info, reception)
 
-    def _reception(self, incoming: Incoming) -> Reception:
-        def land(plan: Plan) -> Landing:
+    def _reception(self, incoming: IncomingUpdate) -> LoadContext:
+        def land(plan: StreamLayout) -> LoadTarget:
             # A session of messages without ids may cut what belongs together: settle looks at all.
             more_follows = incoming.anonymous and not incoming.partial
             check_manifest(self._sink, plan.manifest, partial=True, more_follows=more_follows)
@@ -67,7 +67,7 @@ class Loader:
                 with self._state:
                     self._lifecycle.touch(incoming.update_id)
 
-        return Reception(
+        return LoadContext(
             land=land,
             touch=touch,
             check=lambda: self.check_not_aborted(incoming),
@@ -76,12 +76,12 @@ class Loader:
             ties=self._sink.ties,
         )
 
-    def check_not_aborted(self, incoming: Incoming) -> None:
+    def check_not_aborted(self, incoming: IncomingUpdate) -> None:
         """Raise TransferError when the update is being aborted."""
         if self._lifecycle.state is State.ABORTING:
             raise TransferError(f"update {incoming.update_id} ends: {self.abort_reason}")
 
-    def landing(self, plan: Plan, *, whole: bool) -> Landing:
+    def landing(self, plan: StreamLayout, *, whole: bool) -> LoadTarget:
         """Return the plan's landing; to make one may move the model, so nobody reads meanwhile."""
         known = self._landings.find(plan)
         if known is not None or self._gate.held:  # by an update in place, which releases it itself

@@ -10,7 +10,7 @@ from weightsync.errors import UpdateConflictError
 _KEPT = 256
 
 
-class Overtaken:
+class AbortedUpdates:
     """Remembers for `keep_s` seconds which updates ended without a commit. Callers hold a lock."""
 
     def __init__(self, keep_s: float) -> None:

@@ -24,7 +24,7 @@ REMEMBERED_SENDERS = 1024
 """How many senders' newest offers are known, those that left included."""
 
 
-class Peers:
+class Senders:
     """Engines by sender id; `keys` are the device keys that they open handles with.
 
     They are those of one owner, of dead ones before it, and of senders that claim nothing. The

@@ -9,13 +9,13 @@ from dataclasses import dataclass
 
 from weightsync.errors import NotReadyError
 from weightsync.lifecycle import UpdateLifecycle
-from weightsync.receiving.peers import Peers
+from weightsync.receiving.peers import Senders
 
 _KEPT = 256
 
 
 @dataclass(slots=True)
-class _Word:
+class _FleetClaim:
     """The version that a sender said its fleet holds.
 
     `during`: said since the last update began. `lost_at`: since when its engine is gone without a
@@ -39,7 +39,7 @@ class Readiness:
     def __init__(
         self,
         lifecycle: UpdateLifecycle,
-        peers: Peers,
+        peers: Senders,
         state: threading.RLock,
         forget_dead: Callable[[], None],
         grace_s: float,
@@ -49,7 +49,7 @@ class Readiness:
         self._state = state
         self._forget_dead = forget_dead
         self._grace_s = grace_s
-        self._told: dict[str, _Word] = {}
+        self._told: dict[str, _FleetClaim] = {}
 
     def refuse(self) -> None:
         """Raise NotReadyError when the weights in use are not one whole, current version."""
@@ -83,7 +83,7 @@ class Readiness:
         """A sender said which version the rest of its fleet holds."""
         with self._state:
             self._told.pop(sender, None)
-            self._told[sender] = _Word(fleet_version)
+            self._told[sender] = _FleetClaim(fleet_version)
             while len(self._told) > _KEPT:
                 del self._told[next(iter(self._told))]
             self._look()
@@ -128,7 +128,7 @@ class Readiness:
         self._told = {s: word for s, word in self._told.items() if self._counts(s, word, now)}
         self._lifecycle.join(max((word.version for word in self._told.values()), default=0))
 
-    def _counts(self, sender: str, word: _Word, now: float) -> bool:
+    def _counts(self, sender: str, word: _FleetClaim, now: float) -> bool:
         """Whether a sender is still connected, or may come again."""
         if self._peers.knows(sender):
             word.withdrawn, word.lost_at = False, None

@@ -17,7 +17,7 @@ _REFUSALS = (UpdateConflictError, StaleVersionError)
 """Answers about the state of the moment: asked again, they may be different."""
 
 
-class Replay:
+class IdempotencyCache:
     """The last answers, by `(update_id, step)`. A retry of a call still in flight joins it."""
 
     def __init__(self) -> None:

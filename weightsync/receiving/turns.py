@@ -10,7 +10,7 @@ from weightsync.errors import UpdateConflictError
 from weightsync.lifecycle import UpdateLifecycle
 
 
-class Turns:
+class StepLock:
     """One step at a time. A step waits `wait_s` for its turn. Thread-safe."""
 
     def __init__(self, lifecycle: UpdateLifecycle, wait_s: float) -> None:

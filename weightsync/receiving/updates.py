@@ -12,16 +12,16 @@ from msgspec.structs import replace
 
 from weightsync.errors import ProtocolError, StaleVersionError, UpdateConflictError
 from weightsync.lifecycle import ApplyChoice, State, Terms, UpdateLifecycle
-from weightsync.receiving.gate import Gate, OnHold, OnRelease
+from weightsync.receiving.gate import OnHold, OnRelease, ReadWriteGate
 from weightsync.receiving.history import History
-from weightsync.receiving.incoming import Incoming
-from weightsync.receiving.landings import Landings
-from weightsync.receiving.lease import Lease
+from weightsync.receiving.incoming import IncomingUpdate
+from weightsync.receiving.landings import LoadTargets
+from weightsync.receiving.lease import ProgressTimer
 from weightsync.receiving.loading import Loader
-from weightsync.receiving.overtaken import Overtaken
-from weightsync.receiving.peers import Peers
+from weightsync.receiving.overtaken import AbortedUpdates
+from weightsync.receiving.peers import Senders
 from weightsync.receiving.readiness import Readiness
-from weightsync.receiving.turns import Turns
+from weightsync.receiving.turns import StepLock
 from weightsync.weights.gpu_order import wait_for
 from weightsync.weights.sink import WeightSink
 from weightsync.wire.messages import StartTerms, StepReply, UpdateInfo
@@ -37,7 +37,7 @@ _WATCH_S = 1.0
 """How often it is looked whether a sender lives that keeps readers out between its messages."""
 
 
-class Updates:
+class UpdateSession:
     """Owns the state of one receiver. Thread-safe; loading and committing take turns.
 
     `lease_s`: how long an update may go without progress before it is given up; between messages
@@ -47,7 +47,7 @@ class Updates:
     def __init__(
         self,
         sink: WeightSink,
-        peers: Peers,
+        peers: Senders,
         *,
         apply: ApplyChoice,
         lease_s: float,
@@ -58,25 +58,25 @@ class Updates:
         self.sink = sink
         self.peers = peers
         self.lifecycle = UpdateLifecycle()
-        self.landings = Landings(sink, apply)
+        self.landings = LoadTargets(sink, apply)
         self._state = threading.RLock()
         self.readiness = Readiness(self.lifecycle, peers, self._state, self.forget_dead, lease_s)
-        self.gate = Gate(
+        self.gate = ReadWriteGate(
             self.readiness.refuse,
             on_hold=on_hold,
             on_release=on_release,
             gpus=lambda: sink.gpus,
         )
         self.history = History()
-        self._incoming: Incoming | None = None
-        turns = self._turns = Turns(self.lifecycle, lease_s)
+        self._incoming: IncomingUpdate | None = None
+        turns = self._turns = StepLock(self.lifecycle, lease_s)
         peers.at_work = lambda: turns.busy
         self._lease_s = lease_s
-        self._overtaken = Overtaken(lease_s)
-        self._lease = Lease(lease_s / _LOOKS, self._expire)
+        self._overtaken = AbortedUpdates(lease_s)
+        self._lease = ProgressTimer(lease_s / _LOOKS, self._expire)
         self._beat: int | None = None
         self._told_at = self._heard_at = 0.0
-        self._watch = Lease(_WATCH_S, self._look_at_sender)
+        self._watch = ProgressTimer(_WATCH_S, self._look_at_sender)
         self._loader = Loader(
             sink, peers, self.landings, self.gate, self.lifecycle, self._state, lease_s
         )
@@ -183,7 +183,7 @@ class Updates:
                 self._loader.abort_reason = ""
                 self.readiness.started()
                 self.history.opened(update_id)
-                self._incoming = Incoming(
+                self._incoming = IncomingUpdate(
                     update_id,
                     sender,
                     terms.partial,
@@ -276,7 +276,7 @@ class Updates:
             self._renew_lease()  # it is tried again then
         return self.reply()
 
-    def reply(self, incoming: Incoming | None = None, *, stall_s: float = 0.0) -> StepReply:
+    def reply(self, incoming: IncomingUpdate | None = None, *, stall_s: float = 0.0) -> StepReply:
         """Say where the receiver stands."""
         incoming = incoming or self._incoming
         lifecycle = self.lifecycle
@@ -304,7 +304,7 @@ class Updates:
             else:
                 logger.warning("a loader is still at work; what it reads stays mapped")
 
-    def _commit(self, incoming: Incoming, *, clear_cache: bool) -> None:
+    def _commit(self, incoming: IncomingUpdate, *, clear_cache: bool) -> None:
         """Swap the weights in while nobody reads. Done, the gate is still held."""
         started = time.perf_counter()
         with self._state:
@@ -376,7 +376,7 @@ class Updates:
             if self.gate.held:
                 self.gate.release()
 
-    def _expect(self, update_id: str, state: State = State.UPDATING) -> Incoming:
+    def _expect(self, update_id: str, state: State = State.UPDATING) -> IncomingUpdate:
         with self._state:
             incoming, now = self._incoming, self.lifecycle.state
             if incoming is None or incoming.update_id != update_id or now is not state:
@@ -416,7 +416,7 @@ class Updates:
         silent_s, quiet_s = now - self._heard_at, now - self._told_at
         return silent_s < self._lease_s and quiet_s < _LEASES * self._lease_s
 
-    def _may_expire(self, incoming: Incoming | None) -> bool:
+    def _may_expire(self, incoming: IncomingUpdate | None) -> bool:
         """PREPARED waits for its sender's successor; where none can know of it, it expires too."""
         if incoming is None:
             return False

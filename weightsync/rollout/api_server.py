@@ -20,7 +20,7 @@ from weightsync.rollout.model_reader import load_reader
 from weightsync.rollout.process_terms import ApiTerms, Ready
 from weightsync.rollout.server_info import ServerInfo, server_info_router
 from weightsync.rollout.status_page import status_router
-from weightsync.rollout.text import Texts
+from weightsync.rollout.text import TokenizerService
 from weightsync.rollout.worker_client import RemoteReceiver, WorkerClient
 from weightsync.server.auth import LocalOnly, TokenAuth
 from weightsync.server.door import Receiver
@@ -38,7 +38,7 @@ Lifespan = Callable[[FastAPI], AbstractAsyncContextManager[None]]
 def make_app(
     engine: EngineClient,
     receivers: Sequence[Receiver],
-    texts: Texts,
+    texts: TokenizerService,
     *,
     token: str | None,
     tensor_parallel: int = 1,
@@ -87,7 +87,7 @@ def api_main(ready: Ready, terms: ApiTerms, listener: socket.socket) -> None:
         app = make_app(
             engine,
             [RemoteReceiver(workers, index) for index in range(len(terms.workers))],
-            Texts(*load_reader(terms.card.directory)),
+            TokenizerService(*load_reader(terms.card.directory)),
             token=terms.token,
             tensor_parallel=terms.tensor_parallel,
             lifespan=lifespan,

@@ -10,7 +10,7 @@ import torch
 from weightsync.errors import ConfigError
 from weightsync.rollout.hugging_face import hf
 from weightsync.rollout.hugging_face_cache import Cache, get_layer_types_and_kwargs
-from weightsync.rollout.kv_rows import RoomyLayer
+from weightsync.rollout.kv_rows import PreallocatedLayer
 from weightsync.rollout.steps import ModelCard, NewRows
 
 _CACHED_TYPES = {"full_attention", "sliding_attention", "chunked_attention"}
@@ -57,7 +57,7 @@ class CausalModel:
         """Make an empty cache that holds all tokens of every layer."""
         cache: Cache = hf.DynamicCache(config=self.model.config)
         cache.layers = [
-            empty if layer_type == _NO_CACHE else RoomyLayer()
+            empty if layer_type == _NO_CACHE else PreallocatedLayer()
             for empty, layer_type in zip(cache.layers, self._layer_types, strict=True)
         ]
         return cache

@@ -9,7 +9,7 @@ from jinja2 import TemplateError
 
 from weightsync.rollout.completions import Prompt
 from weightsync.rollout.openai_messages import ChatMessage, ImagePart, RequestError, TextPart
-from weightsync.rollout.text import Texts
+from weightsync.rollout.text import TokenizerService
 from weightsync.rollout.vision import ImagePreparer
 
 PLAIN_TEMPLATE = (
@@ -23,7 +23,7 @@ _MESSAGE_SIZE = 32
 _UNKNOWN_SIZE = 1 << 20
 
 
-async def chat_prompt(texts: Texts, messages: Sequence[ChatMessage]) -> Prompt:
+async def chat_prompt(texts: TokenizerService, messages: Sequence[ChatMessage]) -> Prompt:
     """Return the prompt of a conversation that the assistant is to go on with.
 
     Raises RequestError for one that the model's template or the model cannot take.
@@ -36,7 +36,7 @@ def _size(message: ChatMessage) -> int:
     return _MESSAGE_SIZE + len(content) if isinstance(content, str) else _UNKNOWN_SIZE
 
 
-def _prompt(texts: Texts, messages: Sequence[ChatMessage]) -> Prompt:
+def _prompt(texts: TokenizerService, messages: Sequence[ChatMessage]) -> Prompt:
     parts = [part for message in messages for part in message.parts]
     urls = [part.image_url.url for part in parts if isinstance(part, ImagePart)]
     preparer = texts.images
@@ -48,7 +48,7 @@ def _prompt(texts: Texts, messages: Sequence[ChatMessage]) -> Prompt:
     return Prompt(token_ids=texts.encode_here(rendered, add_special_tokens=False))
 
 
-def render(texts: Texts, messages: list[dict[str, Any]]) -> str:
+def render(texts: TokenizerService, messages: list[dict[str, Any]]) -> str:
     """Return the text of a conversation. Raises RequestError where the template refuses it."""
     # A tokenizer with several templates of its own chooses among them where it is given none.
     own = texts.tokenizer.chat_template
@@ -72,7 +72,7 @@ def _with_images(preparer: ImagePreparer, rendered: str, urls: list[str]) -> Pro
     return Prompt(token_ids=ids, inputs=inputs)
 
 
-def _as_wanted(texts: Texts, message: ChatMessage) -> dict[str, Any]:
+def _as_wanted(texts: TokenizerService, message: ChatMessage) -> dict[str, Any]:
     # Templates of models for images go through parts, and see none in a string.
     if texts.images is not None and texts.chat_template:
         return _in_parts(message)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 import xxhash
 
-from weightsync.rollout.steps import NO_LOGPROBS, Choosing, Chosen, RowId
+from weightsync.rollout.steps import NO_LOGPROBS, RowId, SampledToken, SamplingParams
 
 _COLDEST = 1e-4
 """Below it a softmax overflows; the likeliest token is what it would choose."""
@@ -24,7 +24,7 @@ _USUAL_NUCLEUS = 256
 class _Chooser:
     """How one row chooses; `random` is its own stream, None for one that need not be repeated."""
 
-    choosing: Choosing
+    choosing: SamplingParams
     random: torch.Generator | None
 
     @property
@@ -51,7 +51,7 @@ class _Plan:
         return len(self.greedy_rows) == len(self.rows)
 
 
-class TokenChooser:
+class TokenSampler:
     """Chooses tokens of rows that it was told of. Used by one thread.
 
     A token is drawn by an exponential race: the likelier one is, the sooner its exponential time
@@ -66,7 +66,7 @@ class TokenChooser:
         self._plan = self._plan_of([])
 
     def add(
-        self, rows: Sequence[RowId], choosing: Choosing, completions: Sequence[int] = ()
+        self, rows: Sequence[RowId], choosing: SamplingParams, completions: Sequence[int] = ()
     ) -> None:
         """Know the rows of one request, and which of its completions each one is (0, 1, …)."""
         for completion, row in zip(completions or range(len(rows)), rows, strict=True):
@@ -77,7 +77,7 @@ class TokenChooser:
         for row in rows:
             self._choosers.pop(row, None)
 
-    def choose(self, rows: list[RowId], logits: torch.Tensor) -> list[Chosen]:
+    def choose(self, rows: list[RowId], logits: torch.Tensor) -> list[SampledToken]:
         """Choose a token for each row of `logits`, float32[rows, vocabulary]."""
         if rows != self._plan.rows:
             self._plan = self._plan_of(rows)
@@ -86,7 +86,8 @@ class TokenChooser:
         if plan.told_rows:
             return _told(plan, tokens, logits)
         return [
-            Chosen(row=row, token=token) for row, token in zip(rows, tokens.tolist(), strict=True)
+            SampledToken(row=row, token=token)
+            for row, token in zip(rows, tokens.tolist(), strict=True)
         ]
 
     def _race(self, plan: _Plan, logits: torch.Tensor) -> torch.Tensor:
@@ -160,7 +161,7 @@ def _nucleus(scores: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
     return torch.full_like(scores, float("-inf")).scatter_(1, places, kept)
 
 
-def _told(plan: _Plan, tokens: torch.Tensor, logits: torch.Tensor) -> list[Chosen]:
+def _told(plan: _Plan, tokens: torch.Tensor, logits: torch.Tensor) -> list[SampledToken]:
     logprobs = torch.log_softmax(logits[plan.told_rows], dim=-1)
     own = logprobs.gather(1, tokens[plan.told_rows][:, None])[:, 0].tolist()
     best = logprobs.topk(min(max(plan.top_counts), logprobs.shape[-1]), dim=-1)
@@ -170,5 +171,5 @@ def _told(plan: _Plan, tokens: torch.Tensor, logits: torch.Tensor) -> list[Chose
     chosen = []
     for i, (row, token) in enumerate(zip(plan.rows, tokens.tolist(), strict=True)):
         logprob, top, count = told.get(i, (None, [], 0))
-        chosen.append(Chosen(row=row, token=token, logprob=logprob, top=top[:count]))
+        chosen.append(SampledToken(row=row, token=token, logprob=logprob, top=top[:count]))
     return chosen

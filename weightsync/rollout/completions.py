@@ -14,8 +14,8 @@ from weightsync.errors import ConfigError, NotReadyError, TransferError, Transpo
 from weightsync.rollout.engine_client import EngineClient
 from weightsync.rollout.engine_messages import Delta, FinishReason, Job, TopToken
 from weightsync.rollout.requests import Completion, VersionSpan, spans
-from weightsync.rollout.steps import Choosing, ModelCard
-from weightsync.rollout.text import CompletionText, Texts
+from weightsync.rollout.steps import ModelCard, SamplingParams
+from weightsync.rollout.text import CompletionText, TokenizerService
 
 if TYPE_CHECKING:
     import torch
@@ -28,7 +28,7 @@ _PROMPT_SIZE = 32  # a prompt costs something however short it is, counted in ch
 
 T = TypeVar("T")
 
-_AS_IT_COMES = Choosing()
+_AS_IT_COMES = SamplingParams()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,7 +40,7 @@ class Prompt:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Work:
+class GenerationRequest:
     """What one request asks for: `n` completions of every prompt.
 
     With a seed, every prompt draws as if it were asked for alone: equal prompts get equal tokens.
@@ -50,7 +50,7 @@ class Work:
     prompts: Sequence[Prompt]
     max_new_tokens: int
     n: int = 1
-    choosing: Choosing = _AS_IT_COMES
+    choosing: SamplingParams = _AS_IT_COMES
     stops: tuple[str, ...] = ()
     stop_at_end: bool = True
 
@@ -72,7 +72,7 @@ class MadeToken:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Increment:
+class StreamDelta:
     """More of completion `index` of prompt `prompt_index`: text, and all tokens not yet told.
 
     `start` is the place of its first token in the completion. A token whose text is held back
@@ -98,7 +98,7 @@ class Increment:
         """Its tokens."""
         return [made.token for made in self.tokens]
 
-    def followed_by(self, later: Increment) -> Increment:
+    def followed_by(self, later: StreamDelta) -> StreamDelta:
         """Return both as one."""
         return replace(
             later, start=self.start, text=self.text + later.text, tokens=self.tokens + later.tokens
@@ -117,7 +117,7 @@ class Increment:
         )
 
 
-def check_work(work: Work, card: ModelCard) -> None:
+def check_work(work: GenerationRequest, card: ModelCard) -> None:
     """Raise ConfigError for what the model cannot take, before anything is generated."""
     _check_count(len(work.prompts), work.n)
     for index, prompt in enumerate(work.prompts):
@@ -136,7 +136,12 @@ def check_work(work: Work, card: ModelCard) -> None:
 
 
 async def read_prompts(
-    texts: Texts, card: ModelCard, asked: Sequence[str | list[int]], *, n: int, max_new_tokens: int
+    texts: TokenizerService,
+    card: ModelCard,
+    asked: Sequence[str | list[int]],
+    *,
+    n: int,
+    max_new_tokens: int,
 ) -> list[Prompt]:
     """Return prompts as token ids. Raises ConfigError for too many, and at the first too long."""
     _check_count(len(asked), n)
@@ -168,9 +173,9 @@ def _check_length(index: int, ids: list[int], max_new_tokens: int, card: ModelCa
         )
 
 
-async def increments(
-    engine: EngineClient, texts: Texts, work: Work
-) -> AsyncGenerator[Increment, None]:
+async def stream_deltas(
+    engine: EngineClient, texts: TokenizerService, work: GenerationRequest
+) -> AsyncGenerator[StreamDelta, None]:
     """Yield every completion's increments as they come, each up to its finish_reason.
 
     Closing it early cancels what is still generated. Raises ConfigError before the first, and what
@@ -183,10 +188,12 @@ async def increments(
             yield increment
 
 
-async def complete(engine: EngineClient, texts: Texts, work: Work) -> list[Increment]:
+async def complete(
+    engine: EngineClient, texts: TokenizerService, work: GenerationRequest
+) -> list[StreamDelta]:
     """Return every completion whole: prompt by prompt, `n` of each."""
-    whole: dict[tuple[int, int], Increment] = {}
-    async with closing(increments(engine, texts, work)) as source:
+    whole: dict[tuple[int, int], StreamDelta] = {}
+    async with closing(stream_deltas(engine, texts, work)) as source:
         async for increment in source:
             place = (increment.prompt_index, increment.index)
             before = whole.get(place)
@@ -216,7 +223,7 @@ class _Row:
     prompt_version: int | None = None
     finish_reason: FinishReason | None = None
 
-    def take(self, delta: Delta) -> Increment | None:
+    def take(self, delta: Delta) -> StreamDelta | None:
         """Add what the engine says; None as long as there is nothing to show."""
         if self.prompt_version is None:
             self.prompt_version = delta.prompt_version
@@ -226,7 +233,7 @@ class _Row:
         self.finish_reason = "stop" if self.text.stopped else delta.finish_reason
         return self._tell(text) if text or self.finish_reason else None
 
-    def end(self) -> Increment:
+    def end(self) -> StreamDelta:
         """Finish what the engine left unfinished."""
         self.finish_reason = "abort"
         return self._tell(self.text.finish())
@@ -243,11 +250,11 @@ class _Row:
         )
         return self.text.push(token)
 
-    def _tell(self, text: str) -> Increment:
+    def _tell(self, text: str) -> StreamDelta:
         start, tokens = self.num_told, self.untold
         self.num_told += len(tokens)
         self.untold = []
-        return Increment(
+        return StreamDelta(
             prompt_index=self.prompt_index,
             index=self.index,
             start=start,
@@ -259,8 +266,8 @@ class _Row:
 
 
 async def _of_prompt(
-    engine: EngineClient, texts: Texts, work: Work, prompt_index: int
-) -> AsyncGenerator[Increment, None]:
+    engine: EngineClient, texts: TokenizerService, work: GenerationRequest, prompt_index: int
+) -> AsyncGenerator[StreamDelta, None]:
     job = _job(work, prompt_index)
     unseen = engine.card.end_ids
     rows = [
@@ -290,7 +297,7 @@ async def _of_prompt(
             yield row.end()
 
 
-def _job(work: Work, prompt_index: int) -> Job:
+def _job(work: GenerationRequest, prompt_index: int) -> Job:
     prompt = work.prompts[prompt_index]
     return Job(
         request_id=f"{work.request_id}-{prompt_index}",

@@ -14,7 +14,7 @@ import zmq
 from weightsync.rollout.engine_core import EngineCore
 from weightsync.rollout.process_terms import CoreAddress, CoreTerms, Ready, takes_images
 from weightsync.rollout.scheduling import Scheduler
-from weightsync.rollout.worker_crew import WorkerCrew
+from weightsync.rollout.worker_crew import WorkerGroup
 
 if TYPE_CHECKING:
     from weightsync.samehost.tensor_queue import TensorIpcReceiver
@@ -25,7 +25,7 @@ GATHER_TIMEOUT_S = 600.0
 def core_main(ready: Ready, terms: CoreTerms) -> None:
     """Be an engine core until SIGTERM. `ready` takes the encoded CoreAddress."""
     with _sockets(terms.orders, terms.gate) as (orders, gate):
-        crew = WorkerCrew.gather(gate, terms.workers, timeout_s=GATHER_TIMEOUT_S)
+        crew = WorkerGroup.gather(gate, terms.workers, timeout_s=GATHER_TIMEOUT_S)
         tensors = _tensor_queue(terms) if takes_images(crew.card) else None
         try:
             scheduler = Scheduler(crew.card, max_rows=terms.max_rows)

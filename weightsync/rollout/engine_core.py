@@ -22,11 +22,11 @@ from weightsync.rollout.engine_messages import (
     Job,
     Order,
 )
-from weightsync.rollout.pauses import Pauses
+from weightsync.rollout.pauses import PauseController
 from weightsync.rollout.scheduling import Owner, Post, Scheduler
-from weightsync.rollout.standings import Standings
+from weightsync.rollout.standings import ReplicaReadiness
 from weightsync.rollout.steps import ModelCard
-from weightsync.rollout.worker_crew import WorkerCrew
+from weightsync.rollout.worker_crew import WorkerGroup
 from weightsync.rollout.worker_messages import (
     ClearCacheCall,
     Done,
@@ -36,7 +36,7 @@ from weightsync.rollout.worker_messages import (
     PauseCall,
     PauseState,
     ResumeCall,
-    Standing,
+    WorkerState,
 )
 from weightsync.samehost.tensor_codec import TensorDecoder
 from weightsync.wire.problem import encode_problem, to_problem
@@ -60,7 +60,7 @@ class EngineCore:
     def __init__(
         self,
         orders: zmq.Socket[bytes],
-        crew: WorkerCrew,
+        crew: WorkerGroup,
         *,
         tensors: TensorIpcReceiver | None = None,
         scheduler: Scheduler | None = None,
@@ -70,8 +70,8 @@ class EngineCore:
         self._tensors = tensors
         self._decoder: TensorDecoder[Order] = TensorDecoder(cast(Any, Order), tensors)
         self._scheduler = scheduler or Scheduler(crew.card)
-        self._standings = Standings(crew.size)
-        self._pauses = Pauses()
+        self._standings = ReplicaReadiness(crew.size)
+        self._pauses = PauseController()
         self._rate = _Rate()
         self._tokens_total = self._steps_total = self._requests_total = 0
         self._stopping = False
@@ -80,7 +80,7 @@ class EngineCore:
         self._poller.register(orders, zmq.POLLIN)
         self._poller.register(crew.socket, zmq.POLLIN)
         for rank, version in enumerate(crew.versions):
-            self._standings.heard(rank, Standing(version=version))
+            self._standings.heard(rank, WorkerState(version=version))
 
     @property
     def card(self) -> ModelCard:
@@ -190,7 +190,7 @@ class EngineCore:
         if isinstance(notice, Hold):
             self._standings.hold(worker)
             self._answer(worker, Done(call=notice.call))
-        elif isinstance(notice, Standing):
+        elif isinstance(notice, WorkerState):
             self._standings.heard(worker, notice)
         elif isinstance(notice, ClearCacheCall):
             self._scheduler.clear_cache()

@@ -6,7 +6,7 @@ from typing import Literal
 
 import msgspec
 
-from weightsync.rollout.steps import Choosing
+from weightsync.rollout.steps import SamplingParams
 from weightsync.samehost.tensor_kind import Tensor
 
 FinishReason = Literal["stop", "length", "abort"]
@@ -31,7 +31,7 @@ class Job(_Tagged, frozen=True, kw_only=True, tag="job"):
     prompt: list[int]
     max_new_tokens: int
     n: int = 1
-    choosing: Choosing = Choosing()
+    choosing: SamplingParams = SamplingParams()
     stop_at_end: bool = True
     inputs: dict[str, Tensor] | None = None
 

@@ -7,7 +7,7 @@ import uuid
 from fastapi import APIRouter, Request, Response
 
 from weightsync.errors import NotReadyError
-from weightsync.rollout.completions import Work, complete, read_prompts
+from weightsync.rollout.completions import GenerationRequest, complete, read_prompts
 from weightsync.rollout.engine_client import EngineClient
 from weightsync.rollout.event_stream import GONE_STATUS, ClientGoneError, while_connected
 from weightsync.rollout.openai_routes import add_openai_routes
@@ -17,8 +17,8 @@ from weightsync.rollout.requests import (
     decode_request,
     encode_response,
 )
-from weightsync.rollout.steps import NO_LOGPROBS, Choosing
-from weightsync.rollout.text import Texts
+from weightsync.rollout.steps import NO_LOGPROBS, SamplingParams
+from weightsync.rollout.text import TokenizerService
 from weightsync.server.door import error_response, read_body
 from weightsync.server.schemas import schema_of
 from weightsync.wire.problem import MEDIA_TYPE, Problem
@@ -28,7 +28,7 @@ RETRY_AFTER_S = 1
 
 
 def generation_router(
-    engine: EngineClient, texts: Texts, *, max_body_nbytes: int = DEFAULT_MAX_BODY_NBYTES
+    engine: EngineClient, texts: TokenizerService, *, max_body_nbytes: int = DEFAULT_MAX_BODY_NBYTES
 ) -> APIRouter:
     """Return `/generate` and the OpenAI-compatible routes over an engine.
 
@@ -58,7 +58,7 @@ def generation_router(
 
 
 class _GenerateRoute:
-    def __init__(self, engine: EngineClient, texts: Texts, max_body_nbytes: int) -> None:
+    def __init__(self, engine: EngineClient, texts: TokenizerService, max_body_nbytes: int) -> None:
         self._engine = engine
         self._texts = texts
         self._max_body_nbytes = max_body_nbytes
@@ -84,7 +84,7 @@ class _GenerateRoute:
         completions = [part.completion(logprobs=request.logprobs) for part in whole]
         return encode_response(GenerateResponse(completions=completions))
 
-    async def _work(self, request: GenerateRequest) -> Work:
+    async def _work(self, request: GenerateRequest) -> GenerationRequest:
         prompts = await read_prompts(
             self._texts,
             self._engine.card,
@@ -92,12 +92,12 @@ class _GenerateRoute:
             n=request.n,
             max_new_tokens=request.max_new_tokens,
         )
-        return Work(
+        return GenerationRequest(
             request_id=f"gen-{uuid.uuid4().hex}",
             prompts=prompts,
             max_new_tokens=request.max_new_tokens,
             n=request.n,
-            choosing=Choosing(
+            choosing=SamplingParams(
                 temperature=request.temperature,
                 top_p=request.top_p,
                 seed=request.seed,

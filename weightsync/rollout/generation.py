@@ -21,7 +21,7 @@ from weightsync.rollout.requests import (
     encode_response,
     spans,
 )
-from weightsync.rollout.steps import NO_LOGPROBS, Choosing, Chosen, NewRows, RowId, Step
+from weightsync.rollout.steps import NO_LOGPROBS, NewRows, RowId, SampledToken, SamplingParams, Step
 from weightsync.rollout.text import find_stop
 
 MAX_ROWS = 1024
@@ -208,7 +208,7 @@ class _Batch:
         return self.rows[row_id - self.rows[0].row_id]
 
     def first_step(self, tokens: list[list[int]], number: int) -> Step:
-        choosing = Choosing(
+        choosing = SamplingParams(
             temperature=self.sampling.temperature,
             top_p=self.sampling.top_p,
             seed=self.sampling.seed,
@@ -222,7 +222,7 @@ class _Batch:
         ]
         return Step(number=number, new=new)
 
-    def append(self, version: int, chosen: list[Chosen]) -> list[_Row]:
+    def append(self, version: int, chosen: list[SampledToken]) -> list[_Row]:
         """Give each row its token; return the rows that had not ended before."""
         for choice in chosen:
             row = self.row(choice.row)

@@ -29,7 +29,7 @@ class Beginning:
     version: int
 
 
-class KeptPrompts:
+class PrefixCache:
     """The prompts that were read last, up to `max_tokens` tokens in all; pure bookkeeping.
 
     Those with fewer than `min_shared` tokens are not worth it. A prompt that is being read may not

@@ -20,7 +20,7 @@ KeysAndValues = tuple[torch.Tensor, torch.Tensor]
 """Of one layer, each [rows, heads, tokens, head size]; the sizes of their heads may differ."""
 
 
-class RoomyLayer(DynamicLayer):  # type: ignore[no-untyped-call] # transformers annotates in part
+class PreallocatedLayer(DynamicLayer):  # type: ignore[no-untyped-call] # transformers annotates in part
     """One layer's keys and values, with room behind them: a decode step copies only its token."""
 
     def __init__(self, **options: Any) -> None:
@@ -70,9 +70,9 @@ class RoomyLayer(DynamicLayer):  # type: ignore[no-untyped-call] # transformers 
         return self.keys, self.values
 
 
-def held_by(cache: Cache) -> list[RoomyLayer]:
+def held_by(cache: Cache) -> list[PreallocatedLayer]:
     """Return the layers of a cache that hold anything; others use what these hold."""
-    return [layer for layer in cache.layers if isinstance(layer, RoomyLayer)]
+    return [layer for layer in cache.layers if isinstance(layer, PreallocatedLayer)]
 
 
 class KeptPrompt:
@@ -106,7 +106,7 @@ class KeptPrompt:
             layer.put(keys[..., :length, :], values[..., :length, :])
 
 
-class KvRows:
+class BatchedKVCache:
     """The cache of all living rows. `cache` goes to the model with `mask` and `positions`."""
 
     def __init__(self, cache: Cache, device: torch.device) -> None:
@@ -175,12 +175,14 @@ def _with_room(held: torch.Tensor, tokens: int) -> torch.Tensor:
     return room
 
 
-def _copies(layer: RoomyLayer, part: tuple[slice, ...]) -> KeysAndValues:
+def _copies(layer: PreallocatedLayer, part: tuple[slice, ...]) -> KeysAndValues:
     keys, values = layer.held()
     return keys[part].clone(), values[part].clone()
 
 
-def _joined(ours: RoomyLayer, theirs: RoomyLayer, width: int) -> Iterator[torch.Tensor]:
+def _joined(
+    ours: PreallocatedLayer, theirs: PreallocatedLayer, width: int
+) -> Iterator[torch.Tensor]:
     for old, new in ((ours.keys, theirs.keys), (ours.values, theirs.values)):
         assert new is not None
         parts = [new] if old is None else [old, new]

@@ -14,10 +14,10 @@ import torch
 
 from weightsync.errors import ProtocolError, shorten
 from weightsync.rollout.causal_model import CausalModel, InputsRejectedError
-from weightsync.rollout.choosing import TokenChooser
+from weightsync.rollout.choosing import TokenSampler
 from weightsync.rollout.hugging_face_cache import Cache
-from weightsync.rollout.kv_rows import KeptPrompt, KvRows
-from weightsync.rollout.steps import Chosen, ModelCard, NewRows, RowId, Step, StepResult
+from weightsync.rollout.kv_rows import BatchedKVCache, KeptPrompt
+from weightsync.rollout.steps import ModelCard, NewRows, RowId, SampledToken, Step, StepResult
 
 _BATCH_TOKENS = 2048
 """Prompts are read together up to so many tokens, padding counted."""
@@ -33,9 +33,9 @@ class ModelRunner:
 
     def __init__(self, model: Any, *, chooses: bool = True) -> None:
         self._model = CausalModel(model)
-        self._living = KvRows(self._model.new_cache(), self._model.device)
+        self._living = BatchedKVCache(self._model.new_cache(), self._model.device)
         self._kept: dict[int, KeptPrompt] = {}
-        self._chooser = TokenChooser(self._model.device) if chooses else None
+        self._chooser = TokenSampler(self._model.device) if chooses else None
 
     @property
     def max_length(self) -> int:
@@ -66,7 +66,7 @@ class ModelRunner:
         begin = time.perf_counter()
         self._forget(step)
         refused: dict[RowId, str] = {}
-        chosen: list[Chosen] = []
+        chosen: list[SampledToken] = []
         if step.new:
             chosen = self._read(step.new, refused)
         elif step.rows:
@@ -86,7 +86,7 @@ class ModelRunner:
         for prompt in step.evict:
             self._kept.pop(prompt, None)
 
-    def _go_on(self, step: Step) -> list[Chosen]:
+    def _go_on(self, step: Step) -> list[SampledToken]:
         self._check_rows(step)
         living = self._living
         token_of = dict(zip(step.rows, step.tokens, strict=True))
@@ -106,10 +106,10 @@ class ModelRunner:
                 "every living row once and drop those that ended"
             )
 
-    def _choose(self, rows: list[RowId], logits: torch.Tensor) -> list[Chosen]:
+    def _choose(self, rows: list[RowId], logits: torch.Tensor) -> list[SampledToken]:
         return self._chooser.choose(rows, logits) if self._chooser else []
 
-    def _read(self, new: Sequence[NewRows], refused: dict[RowId, str]) -> list[Chosen]:
+    def _read(self, new: Sequence[NewRows], refused: dict[RowId, str]) -> list[SampledToken]:
         readable: list[NewRows] = []
         for prompt in new:
             if why := self._model.why_not(prompt):
@@ -165,7 +165,7 @@ class ModelRunner:
         rows = [row for new in prompts for row in new.rows]
         self._living.join(rows, cache, [pads[i] for i in owners])
 
-    def _begin(self, new: Sequence[NewRows], logits: dict[int, torch.Tensor]) -> list[Chosen]:
+    def _begin(self, new: Sequence[NewRows], logits: dict[int, torch.Tensor]) -> list[SampledToken]:
         if not self._chooser or not logits:
             return []
         rows: list[RowId] = []

@@ -8,7 +8,7 @@ from typing import Protocol
 
 import msgspec
 
-from weightsync.rollout.completions import LEAST_LOGPROB, Increment, MadeToken, Work
+from weightsync.rollout.completions import LEAST_LOGPROB, GenerationRequest, MadeToken, StreamDelta
 from weightsync.rollout.openai_answers import (
     ChatAnswer,
     ChatChoice,
@@ -27,16 +27,16 @@ from weightsync.rollout.openai_answers import (
 )
 from weightsync.rollout.openai_messages import OpenAIRequest
 from weightsync.rollout.steps import NO_LOGPROBS
-from weightsync.rollout.text import Texts
+from weightsync.rollout.text import TokenizerService
 
 
 class Answers(Protocol):
     """Writes the answers to one request."""
 
-    def whole(self, completions: Sequence[Increment]) -> msgspec.Struct:
+    def whole(self, completions: Sequence[StreamDelta]) -> msgspec.Struct:
         """Return the answer that is not streamed."""
 
-    def chunk(self, increment: Increment) -> msgspec.Struct:
+    def chunk(self, increment: StreamDelta) -> msgspec.Struct:
         """Return one chunk of a stream."""
 
     def last_chunk(self, num_completion_tokens: int) -> msgspec.Struct:
@@ -46,7 +46,9 @@ class Answers(Protocol):
 class _Head:
     """What all answers to one request have in common."""
 
-    def __init__(self, texts: Texts, work: Work, asked: OpenAIRequest, model: str) -> None:
+    def __init__(
+        self, texts: TokenizerService, work: GenerationRequest, asked: OpenAIRequest, model: str
+    ) -> None:
         self.texts = texts
         self.id = work.request_id
         self.created = int(time.time())
@@ -56,28 +58,30 @@ class _Head:
         self._wants_ids = asked.return_token_ids
         self.num_top = work.choosing.logprobs
 
-    def ids(self, increment: Increment) -> list[int] | msgspec.UnsetType:
+    def ids(self, increment: StreamDelta) -> list[int] | msgspec.UnsetType:
         return increment.token_ids if self._wants_ids else msgspec.UNSET
 
     def usage(self, num_completion_tokens: int) -> Usage:
         return usage_of(self.num_prompt_tokens, num_completion_tokens)
 
-    def usage_of(self, completions: Sequence[Increment]) -> Usage:
+    def usage_of(self, completions: Sequence[StreamDelta]) -> Usage:
         return self.usage(sum(len(completion.tokens) for completion in completions))
 
 
 class TextAnswers:
     """The answers of `/v1/completions`."""
 
-    def __init__(self, texts: Texts, work: Work, asked: OpenAIRequest, model: str) -> None:
+    def __init__(
+        self, texts: TokenizerService, work: GenerationRequest, asked: OpenAIRequest, model: str
+    ) -> None:
         self._head = _Head(texts, work, asked, model)
 
-    def whole(self, completions: Sequence[Increment]) -> TextCompletion:
+    def whole(self, completions: Sequence[StreamDelta]) -> TextCompletion:
         """Return the answer that is not streamed."""
         choices = [self._choice(completion) for completion in completions]
         return self._answer(choices, self._head.usage_of(completions))
 
-    def chunk(self, increment: Increment) -> TextCompletion:
+    def chunk(self, increment: StreamDelta) -> TextCompletion:
         """Return one chunk of a stream."""
         return self._answer([self._choice(increment)])
 
@@ -91,7 +95,7 @@ class TextAnswers:
             id=head.id, created=head.created, model=head.model, choices=choices, usage=usage
         )
 
-    def _choice(self, increment: Increment) -> TextChoice:
+    def _choice(self, increment: StreamDelta) -> TextChoice:
         return TextChoice(
             index=increment.prompt_index * self._head.n + increment.index,
             text=increment.text,
@@ -134,11 +138,13 @@ def _least(logprob: float) -> float:
 class ChatAnswers:
     """The answers of `/v1/chat/completions`."""
 
-    def __init__(self, texts: Texts, work: Work, asked: OpenAIRequest, model: str) -> None:
+    def __init__(
+        self, texts: TokenizerService, work: GenerationRequest, asked: OpenAIRequest, model: str
+    ) -> None:
         self._head = _Head(texts, work, asked, model)
         self._begun: set[int] = set()
 
-    def whole(self, completions: Sequence[Increment]) -> ChatCompletion:
+    def whole(self, completions: Sequence[StreamDelta]) -> ChatCompletion:
         """Return the answer that is not streamed."""
         head = self._head
         return ChatCompletion(
@@ -149,7 +155,7 @@ class ChatAnswers:
             usage=head.usage_of(completions),
         )
 
-    def chunk(self, increment: Increment) -> ChatChunk:
+    def chunk(self, increment: StreamDelta) -> ChatChunk:
         """Return one chunk of a stream; the first of each choice has a role."""
         first = increment.index not in self._begun
         self._begun.add(increment.index)
@@ -174,7 +180,7 @@ class ChatAnswers:
             id=head.id, created=head.created, model=head.model, choices=choices, usage=usage
         )
 
-    def _choice(self, increment: Increment) -> ChatChoice:
+    def _choice(self, increment: StreamDelta) -> ChatChoice:
         return ChatChoice(
             index=increment.index,
             message=ChatAnswer(content=increment.text),

@@ -14,12 +14,12 @@ from starlette.convertors import PathConvertor, register_url_convertor
 
 from weightsync.rollout.chat import chat_prompt
 from weightsync.rollout.completions import (
+    GenerationRequest,
     Prompt,
-    Work,
     closing,
     complete,
-    increments,
     read_prompts,
+    stream_deltas,
 )
 from weightsync.rollout.engine_client import EngineClient
 from weightsync.rollout.event_stream import (
@@ -48,8 +48,8 @@ from weightsync.rollout.openai_messages import (
     RequestError,
     decode_openai,
 )
-from weightsync.rollout.steps import NO_LOGPROBS, Choosing
-from weightsync.rollout.text import Texts
+from weightsync.rollout.steps import NO_LOGPROBS, SamplingParams
+from weightsync.rollout.text import TokenizerService
 from weightsync.server.door import BodyError, read_body
 from weightsync.server.schemas import schema_of
 
@@ -75,7 +75,7 @@ register_url_convertor("anything", _Anything())
 
 
 def add_openai_routes(
-    router: APIRouter, engine: EngineClient, texts: Texts, *, max_body_nbytes: int
+    router: APIRouter, engine: EngineClient, texts: TokenizerService, *, max_body_nbytes: int
 ) -> None:
     """Add the OpenAI-compatible routes over an engine to a router."""
     routes = _OpenAIRoutes(engine, texts, max_body_nbytes)
@@ -92,7 +92,7 @@ def add_openai_routes(
 
 
 class _OpenAIRoutes:
-    def __init__(self, engine: EngineClient, texts: Texts, max_body_nbytes: int) -> None:
+    def __init__(self, engine: EngineClient, texts: TokenizerService, max_body_nbytes: int) -> None:
         self._engine = engine
         self._texts = texts
         self._max_body_nbytes = max_body_nbytes
@@ -145,18 +145,20 @@ class _OpenAIRoutes:
             asked, work, ChatAnswers(self._texts, work, asked, self._engine.card.name)
         )
 
-    async def _answer(self, asked: OpenAIRequest, work: Work, answers: Answers) -> Response:
+    async def _answer(
+        self, asked: OpenAIRequest, work: GenerationRequest, answers: Answers
+    ) -> Response:
         if asked.stream:
             return EventStream(await begun(self._events(asked, work, answers)))
         return _json(answers.whole(await complete(self._engine, self._texts, work)))
 
     async def _events(
-        self, asked: OpenAIRequest, work: Work, answers: Answers
+        self, asked: OpenAIRequest, work: GenerationRequest, answers: Answers
     ) -> AsyncGenerator[bytes, None]:
         begun_already = False
         num_tokens = 0
         try:
-            async with closing(increments(self._engine, self._texts, work)) as source:
+            async with closing(stream_deltas(self._engine, self._texts, work)) as source:
                 async for increment in source:
                     yield event(msgspec.json.encode(answers.chunk(increment)))
                     begun_already = True
@@ -201,13 +203,13 @@ def _work(
     prompts: list[Prompt],
     max_tokens: int,
     logprobs: int | None,
-) -> Work:
-    return Work(
+) -> GenerationRequest:
+    return GenerationRequest(
         request_id=f"{prefix}-{uuid.uuid4().hex}",
         prompts=prompts,
         max_new_tokens=max_tokens,
         n=asked.n or 1,
-        choosing=Choosing(
+        choosing=SamplingParams(
             temperature=1.0 if asked.temperature is None else asked.temperature,
             top_p=1.0 if asked.top_p is None else asked.top_p,
             seed=None if asked.seed is None else asked.seed & _SEED_MASK,

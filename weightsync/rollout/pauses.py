@@ -23,7 +23,7 @@ class _Late:
 Answer = Callable[[WeightSyncError | None], None]
 
 
-class Pauses:
+class PauseController:
     """Holds generation between `pause` and `resume`.
 
     keep: no step begins, and jobs go on at `resume`. wait: jobs that are there finish first. abort:

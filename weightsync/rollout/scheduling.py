@@ -10,8 +10,8 @@ from msgspec.structs import replace
 
 from weightsync.errors import ConfigError, NotReadyError, ProtocolError, WeightSyncError
 from weightsync.rollout.engine_messages import Delta, Event, Failed, FinishReason, Job, TopToken
-from weightsync.rollout.kept_prompts import KeptPrompts
-from weightsync.rollout.steps import Chosen, ModelCard, NewRows, RowId, Step, StepResult
+from weightsync.rollout.kept_prompts import PrefixCache
+from weightsync.rollout.steps import ModelCard, NewRows, RowId, SampledToken, Step, StepResult
 from weightsync.wire.problem import encode_problem, to_problem
 
 MAX_ROWS = 256
@@ -55,13 +55,13 @@ class Scheduler:
         *,
         max_rows: int = MAX_ROWS,
         max_prompt_tokens: int = MAX_PROMPT_TOKENS_A_STEP,
-        kept: KeptPrompts | None = None,
+        kept: PrefixCache | None = None,
     ) -> None:
         self._card = card
         self._end_ids = frozenset(card.end_ids)
         self._max_rows = max_rows
         self._max_prompt_tokens = max_prompt_tokens
-        self._kept = KeptPrompts() if kept is None else kept  # an empty one is falsy
+        self._kept = PrefixCache() if kept is None else kept  # an empty one is falsy
         self._jobs: dict[Key, _Job] = {}
         self._waiting: OrderedDict[Key, Job] = OrderedDict()
         self._rows: dict[RowId, _Row] = {}
@@ -255,7 +255,7 @@ class Scheduler:
             if row is not None:  # else it was cancelled while the step ran
                 yield self._took(row, chosen, result.version)
 
-    def _took(self, row: _Row, chosen: Chosen, version: int) -> Post:
+    def _took(self, row: _Row, chosen: SampledToken, version: int) -> Post:
         row.token = chosen.token
         row.count += 1
         finish: FinishReason | None = None

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 
 from weightsync.errors import NotReadyError
-from weightsync.rollout.worker_messages import Standing
+from weightsync.rollout.worker_messages import WorkerState
 
 SPLIT_S = 10.0
 """How long workers may hold different weights before waiting requests are told so."""
@@ -14,7 +14,7 @@ HELD_S = 900.0
 """How long a worker may hold before waiting requests are told so; longer than any lease."""
 
 
-class Standings:
+class ReplicaReadiness:
     """What the workers of a replica said last; pure, but for the clock it is given.
 
     A worker that is about to change its weights holds first and gives the hold back when the new
@@ -23,7 +23,7 @@ class Standings:
     """
 
     def __init__(self, size: int, *, clock: Callable[[], float] = time.monotonic) -> None:
-        self._standing = dict.fromkeys(range(size), Standing(version=0))
+        self._standing = dict.fromkeys(range(size), WorkerState(version=0))
         self._holds: dict[int, float] = {}
         self._clock = clock
         self._stopped_at: float | None = None
@@ -52,7 +52,7 @@ class Standings:
         self._holds.setdefault(worker, self._clock())
         self._look()
 
-    def heard(self, worker: int, standing: Standing) -> None:
+    def heard(self, worker: int, standing: WorkerState) -> None:
         """A worker says which weights it holds."""
         self._standing[worker] = standing
         if standing.released:

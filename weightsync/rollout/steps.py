@@ -18,7 +18,7 @@ RowId = int
 """One completion being generated; the core numbers them and never uses a number twice."""
 
 
-class Choosing(msgspec.Struct, frozen=True, kw_only=True):
+class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     """How the tokens of a row are chosen.
 
     `temperature` 0 takes the likeliest. `seed` makes the choice repeatable, whatever else is in the
@@ -43,7 +43,7 @@ class NewRows(msgspec.Struct, frozen=True, kw_only=True):
 
     rows: list[RowId]
     prompt: list[int]
-    choosing: Choosing
+    choosing: SamplingParams
     completions: list[int] = []
     reuse: int | None = None
     reuse_length: int = 0
@@ -67,7 +67,7 @@ class Step(msgspec.Struct, frozen=True, kw_only=True):
     tokens: list[int] = []
 
 
-class Chosen(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
+class SampledToken(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     """The token of one row; `top` are (token id, log-probability), the likeliest first.
 
     Log-probabilities are of the model's own distribution, before temperature and top_p.
@@ -88,7 +88,7 @@ class StepResult(msgspec.Struct, frozen=True, kw_only=True):
 
     number: int
     version: int
-    chosen: list[Chosen] = []
+    chosen: list[SampledToken] = []
     refused: dict[RowId, str] = {}
     seconds: float = 0.0
 

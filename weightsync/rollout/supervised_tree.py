@@ -15,8 +15,8 @@ from weightsync.errors import ConfigError, WeightSyncError
 from weightsync.rollout import process_ends, process_tree
 from weightsync.rollout.child_process import Child
 from weightsync.rollout.process_tree import ProcessId
-from weightsync.rollout.warden import Warden
-from weightsync.samehost.janitor import sweep
+from weightsync.rollout.warden import OrphanReaper
+from weightsync.samehost.janitor import cleanup_stale
 
 _KILL_MARGIN_S = 0.5
 _EXIT_S = 5.0
@@ -38,7 +38,7 @@ class ProcessGroups:
 
     directory: Path
     marker: str
-    warden: Warden
+    warden: OrphanReaper
     grace_s: float
     shutdown_s: float
     groups: dict[str, list[Child]] = field(default_factory=dict)
@@ -91,7 +91,7 @@ class ProcessGroups:
                 for child in self.children:
                     child.close()
                 shutil.rmtree(self.directory, ignore_errors=True)
-                sweep()  # the segments of those that were killed
+                cleanup_stale()  # the segments of those that were killed
                 self.warden.close()
 
     def _failed(self, ended: list[BaseProcess], *, starting: bool) -> list[Child]:

@@ -19,7 +19,7 @@ from weightsync.rollout.child_process import Child, ChildSpec, spawn_context
 from weightsync.rollout.process_ends import SHUTDOWN_S
 from weightsync.rollout.runtime_directory import make_runtime_directory
 from weightsync.rollout.supervised_tree import ProcessGroups, new_marker
-from weightsync.rollout.warden import Warden
+from weightsync.rollout.warden import OrphanReaper
 
 logger = logging.getLogger(__name__)
 
@@ -64,7 +64,7 @@ class Supervisor:
         self._state = ProcessGroups(
             directory=directory,
             marker=marker,
-            warden=Warden(marker, directory),
+            warden=OrphanReaper(marker, directory),
             grace_s=grace_s,
             shutdown_s=shutdown_s,
         )

@@ -154,7 +154,7 @@ class CompletionText:
         return self._stops.push(text)
 
 
-class Texts:
+class TokenizerService:
     """The tokenizer of the served model, for one event loop: long texts are encoded in threads.
 
     `processor` is that of a model which takes images, None for a model of text alone.

@@ -25,7 +25,7 @@ if said != {_NOTHING_TO_DO!r}:
 """
 
 
-class Warden:
+class OrphanReaper:
     """Waits for this process's death; then it kills the processes that have the variable `marker`.
 
     It removes `directory` and dead owners' segments too. While it waits it takes about 10 MB.

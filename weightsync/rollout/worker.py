@@ -25,7 +25,7 @@ from weightsync.rollout.sharded_model import load_for_worker
 from weightsync.rollout.steps import Step
 from weightsync.rollout.worker_crew import STEP_SLOT_NBYTES, STEP_SLOTS, step_codec
 from weightsync.rollout.worker_link import WorkerLink
-from weightsync.rollout.worker_messages import REPORT_CALL, Hello, Standing
+from weightsync.rollout.worker_messages import REPORT_CALL, Hello, WorkerState
 from weightsync.samehost.message_queue import MessageQueue
 from weightsync.wire import codec
 
@@ -96,9 +96,9 @@ class Worker:
     def _release(self) -> None:
         self._link.release(msgspec.structs.replace(self._standing(), released=True))
 
-    def _standing(self) -> Standing:
+    def _standing(self) -> WorkerState:
         status = self.receiver.status()
-        return Standing(
+        return WorkerState(
             version=status.version,
             weights_id=status.weights_id or "",
             state=status.state,

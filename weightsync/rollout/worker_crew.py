@@ -11,7 +11,14 @@ import zmq
 
 from weightsync.errors import ProtocolError, TransferTimeout
 from weightsync.rollout import bad_frames
-from weightsync.rollout.steps import Choosing, Chosen, ModelCard, NewRows, Step, StepResult
+from weightsync.rollout.steps import (
+    ModelCard,
+    NewRows,
+    SampledToken,
+    SamplingParams,
+    Step,
+    StepResult,
+)
 from weightsync.rollout.worker_messages import CoreWord, Hello, Notice, Welcome
 from weightsync.samehost.message_codec import MessageCodec
 from weightsync.samehost.message_queue import MessageQueue
@@ -30,7 +37,7 @@ _notice_decoder: msgspec.msgpack.Decoder[Notice] = msgspec.msgpack.Decoder(Notic
 def step_codec() -> MessageCodec:
     """Return the codec of steps and their results, for both ends."""
     codec = MessageCodec()
-    for kind in (Step, NewRows, Choosing, StepResult, Chosen):
+    for kind in (Step, NewRows, SamplingParams, StepResult, SampledToken):
         codec.register(kind)
     return codec
 
@@ -40,7 +47,7 @@ def worker_identity(rank: int) -> bytes:
     return b"worker-%d" % rank
 
 
-class WorkerCrew:
+class WorkerGroup:
     """All workers of one replica. `socket` is the bound ROUTER that they tell things by.
 
     Steps go to all of them by one broadcast queue; each answers by a queue of its own.

@@ -33,8 +33,8 @@ from weightsync.rollout.worker_messages import (
     PauseCall,
     PauseState,
     ResumeCall,
-    Standing,
     Welcome,
+    WorkerState,
 )
 from weightsync.wire.problem import Problem, encode_problem, from_problem, to_problem
 
@@ -57,7 +57,7 @@ _word_decoder: msgspec.msgpack.Decoder[CoreWord] = msgspec.msgpack.Decoder(CoreW
 
 Handle = Callable[[str, bytes], bytes]
 """Answers one call of an API server; raises what is sent back as a problem document."""
-Look = Callable[[], Standing]
+Look = Callable[[], WorkerState]
 
 
 class WorkerLink:
@@ -74,7 +74,7 @@ class WorkerLink:
         self._tasks: set[asyncio.Task[None]] = set()
         self._welcome: asyncio.Future[Welcome] | None = None
         self._next_call = 0
-        self._said: Standing | None = None
+        self._said: WorkerState | None = None
         self._said_at = 0.0
         self._look: Look = _not_served
         self._on_paused: Callable[[bool], None] = _not_served
@@ -122,7 +122,7 @@ class WorkerLink:
         call = self._call(lambda call: ClearCacheCall(call=call))
         self._wait(call, CALL_TIMEOUT_S, "clear_cache")
 
-    def release(self, standing: Standing) -> None:
+    def release(self, standing: WorkerState) -> None:
         """Give the hold back; called when the weights are whole again, or never will be."""
         self._loop.call_soon_threadsafe(self._tell_standing, standing)
 
@@ -270,7 +270,7 @@ class WorkerLink:
         if standing != self._said:
             self._tell_standing(standing)
 
-    def _tell_standing(self, standing: Standing) -> None:
+    def _tell_standing(self, standing: WorkerState) -> None:
         self._said_at = self._loop.time()
         self._said = msgspec.structs.replace(standing, released=False)
         self._spawn(self._tell(standing))

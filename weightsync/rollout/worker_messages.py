@@ -33,7 +33,7 @@ class Hold(_Tagged, frozen=True, kw_only=True, tag="hold"):
     call: int
 
 
-class Standing(_Tagged, frozen=True, kw_only=True, tag="standing"):
+class WorkerState(_Tagged, frozen=True, kw_only=True, tag="standing"):
     """Which weights a worker holds now, and why they may not be used (empty: they may).
 
     `weights_id` tells weights of one version apart. `released` gives a Hold back.
@@ -65,7 +65,7 @@ class ResumeCall(_Tagged, frozen=True, kw_only=True, tag="resume"):
     call: int
 
 
-Notice = Hello | Hold | Standing | ClearCacheCall | PauseCall | ResumeCall
+Notice = Hello | Hold | WorkerState | ClearCacheCall | PauseCall | ResumeCall
 
 
 # From the engine core.

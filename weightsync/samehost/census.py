@@ -39,7 +39,7 @@ class HostSegment:
     named: bool = True
 
 
-def take_census(directory: Path = DIRECTORY) -> list[HostSegment]:
+def list_segments(directory: Path = DIRECTORY) -> list[HostSegment]:
     """Return this user's segments in `directory`, the oldest first. Raises SegmentError."""
     dead = {leftover.name for leftover in find_leftovers(directory)}
     mapped, unlinked = _mappings()

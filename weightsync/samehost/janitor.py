@@ -10,7 +10,7 @@ from weightsync.samehost.segment import remove_leftovers
 logger = logging.getLogger(__name__)
 
 
-def sweep() -> None:
+def cleanup_stale() -> None:
     """Remove leftovers, and say so; a start never fails for it."""
     try:
         removed = remove_leftovers()

@@ -26,7 +26,7 @@ RELEASED, JOINED, ID_HIGH, ID_LOW, ASLEEP, LEFT = range(6)
 
 
 @dataclass(frozen=True)
-class Layout:
+class MessageRingLayout:
     """How many slots of how many bytes for how many readers."""
 
     slots: int

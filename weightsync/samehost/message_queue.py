@@ -21,12 +21,12 @@ from typing import TYPE_CHECKING, Any, Self
 
 from weightsync.errors import ConfigError, PeerLostError, ProtocolError, TransferCancelled
 from weightsync.samehost.closable_lock import ClosableLock
-from weightsync.samehost.janitor import sweep
+from weightsync.samehost.janitor import cleanup_stale
 from weightsync.samehost.message_codec import MessageCodec
 from weightsync.samehost.message_reader import Reader, open_reader
 from weightsync.samehost.message_ring import SPIN_S
 from weightsync.samehost.message_writer import QueueHandle, Writer, WriterTerms
-from weightsync.samehost.patience import Cancel, Patience
+from weightsync.samehost.patience import Cancel, WaitPolicy
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -369,7 +369,7 @@ class MessageQueue:
         if self._reading:
             raise ConfigError("the message before is still being read; end its block first")
 
-        def patience() -> Patience:
+        def patience() -> WaitPolicy:
             return self._patience(self._awaited, timeout_s, cancel, indefinite=indefinite)
 
         if not reader.available:
@@ -383,8 +383,8 @@ class MessageQueue:
         cancel: Cancel | None = None,
         *,
         indefinite: bool = False,
-    ) -> Patience:
-        return Patience(
+    ) -> WaitPolicy:
+        return WaitPolicy(
             doing,
             self._look_at_writer,
             timeout_s=timeout_s,
@@ -415,7 +415,7 @@ class MessageQueue:
     def _look_at_writer(self) -> None:
         how = self._require_reader().writer_lost()
         if how is not None:
-            sweep()
+            cleanup_stale()
             rank = self._handle.writer_rank
             who = "the writer" if rank is None else f"the writer, rank {rank},"
             raise PeerLostError(

@@ -6,12 +6,12 @@ from collections.abc import Callable
 from typing import Protocol
 
 from weightsync.errors import ConfigError, HandleError
-from weightsync.samehost.message_layout import SOCKET, Layout
+from weightsync.samehost.message_layout import SOCKET, MessageRingLayout
 from weightsync.samehost.message_parts import split
-from weightsync.samehost.message_ring import RingReader
+from weightsync.samehost.message_ring import MessageRingReader
 from weightsync.samehost.message_sockets import LOCAL, REMOTE, Subscriber, socket_path
 from weightsync.samehost.message_writer import QueueHandle
-from weightsync.samehost.patience import Patience
+from weightsync.samehost.patience import WaitPolicy
 
 Parts = tuple[memoryview, list[memoryview]]
 
@@ -24,11 +24,11 @@ class Reader(Protocol):
         """Say whether `take` may be called at once."""
         ...
 
-    def wait(self, patience: Patience) -> None:
+    def wait(self, patience: WaitPolicy) -> None:
         """Return when `take` may be called."""
         ...
 
-    def take(self, patience: Callable[[], Patience]) -> Parts:
+    def take(self, patience: Callable[[], WaitPolicy]) -> Parts:
         """Return body and buffers of the next message, valid until `release`."""
         ...
 
@@ -40,7 +40,7 @@ class Reader(Protocol):
         """Give the message back."""
         ...
 
-    def wait_ready(self, patience: Patience) -> None:
+    def wait_ready(self, patience: WaitPolicy) -> None:
         """Return when the writer has seen all readers."""
         ...
 
@@ -76,8 +76,10 @@ class LocalReader:
         if handle.control is None or handle.data is None:
             raise HandleError("the handle has local readers but no segments; it is damaged")
         place = handle.local_reader_ranks.index(rank)
-        layout = Layout(handle.slots, handle.slot_nbytes, len(handle.local_reader_ranks))
-        self._ring = RingReader(layout, handle.control, handle.data, place, spin_s=handle.spin_s)
+        layout = MessageRingLayout(handle.slots, handle.slot_nbytes, len(handle.local_reader_ranks))
+        self._ring = MessageRingReader(
+            layout, handle.control, handle.data, place, spin_s=handle.spin_s
+        )
         try:
             path = socket_path(handle.control)
             self._subscriber = Subscriber(f"ipc://{path}", LOCAL, rank)
@@ -90,10 +92,10 @@ class LocalReader:
     def available(self) -> bool:
         return self._ring.available
 
-    def wait(self, patience: Patience) -> None:
+    def wait(self, patience: WaitPolicy) -> None:
         self._ring.wait(patience)
 
-    def take(self, patience: Callable[[], Patience]) -> Parts:
+    def take(self, patience: Callable[[], WaitPolicy]) -> Parts:
         number, place, view = self._ring.take()
         if place == SOCKET:
             return self._subscriber.receive(number, patience())
@@ -105,7 +107,7 @@ class LocalReader:
     def release(self) -> None:
         self._ring.release()
 
-    def wait_ready(self, patience: Patience) -> None:
+    def wait_ready(self, patience: WaitPolicy) -> None:
         self._ring.wait_ready(patience)
 
     def writer_lost(self) -> str | None:
@@ -136,10 +138,10 @@ class RemoteReader:
     def available(self) -> bool:
         return self._subscriber.available
 
-    def wait(self, patience: Patience) -> None:
+    def wait(self, patience: WaitPolicy) -> None:
         self._subscriber.wait(patience)
 
-    def take(self, patience: Callable[[], Patience]) -> Parts:
+    def take(self, patience: Callable[[], WaitPolicy]) -> Parts:
         return self._subscriber.receive(self._next, patience())
 
     def check(self) -> None:
@@ -149,7 +151,7 @@ class RemoteReader:
         self._next += 1
         self._subscriber.acknowledge(self._next)
 
-    def wait_ready(self, patience: Patience) -> None:
+    def wait_ready(self, patience: WaitPolicy) -> None:
         self._subscriber.wait_ready(patience)
 
     def writer_lost(self) -> str | None:

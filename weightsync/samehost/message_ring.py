@@ -41,10 +41,10 @@ from weightsync.samehost.message_layout import (
     SLOT,
     SOCKET,
     WANTED,
-    Layout,
+    MessageRingLayout,
     line_of,
 )
-from weightsync.samehost.patience import Patience
+from weightsync.samehost.patience import WaitPolicy
 from weightsync.samehost.ring import require_ordered_stores
 from weightsync.samehost.segment import Segment
 
@@ -53,10 +53,10 @@ SPIN_S = 0.0001
 """How long a wait polls, giving way to others, before it sleeps: two or three wake-ups' worth."""
 
 
-class RingWriter:
+class MessageRingWriter:
     """The writing end, which owns both segments. Places of readers are 0 to readers - 1."""
 
-    def __init__(self, layout: Layout, *, spin_s: float = SPIN_S) -> None:
+    def __init__(self, layout: MessageRingLayout, *, spin_s: float = SPIN_S) -> None:
         require_ordered_stores()
         self.layout = layout
         self._spin_s = spin_s
@@ -118,13 +118,13 @@ class RingWriter:
         """Say whether the next message's record is known to be free."""
         return self._published + 1 - RECORDS <= self._floor
 
-    def wait_record(self, patience: Patience) -> None:
+    def wait_record(self, patience: WaitPolicy) -> None:
         """Return when the next message's record is free."""
         needed = self._published + 1 - RECORDS
         # A writer that far ahead is woken once for many messages, not once for each.
         self._wait_released(needed, needed + RECORDS // 2, patience)
 
-    def wait_slot(self, patience: Patience) -> int:
+    def wait_slot(self, patience: WaitPolicy) -> int:
         """Return a free slot: the first, as its memory is the likeliest to be in the cache."""
         if self._floor < self._published:
             self._floor = self._lowest()
@@ -135,7 +135,7 @@ class RingWriter:
             oldest = min(self._used)
             self._wait_released(oldest, oldest, patience)
 
-    def wait_post(self, patience: Patience) -> None:
+    def wait_post(self, patience: WaitPolicy) -> None:
         """Return when the last message that went by socket was read: they pile up nowhere."""
         self._wait_released(self._posted, self._posted, patience)
 
@@ -195,7 +195,7 @@ class RingWriter:
         words = self._words
         return min((words[line_of(r)] for r in self.active), default=self._published)
 
-    def _wait_released(self, needed: int, wanted: int, patience: Patience) -> None:
+    def _wait_released(self, needed: int, wanted: int, patience: WaitPolicy) -> None:
         """Return when all have released `needed`; once asleep, rather when they did `wanted`."""
         self._floor = self._lowest()
         give_up = time.monotonic() + self._spin_s
@@ -238,11 +238,17 @@ class RingWriter:
         return self._peers[reader].owner_alive()
 
 
-class RingReader:
+class MessageRingReader:
     """The reading end of place `reader`. One thread uses it."""
 
     def __init__(
-        self, layout: Layout, control: str, data: str, reader: int, *, spin_s: float = SPIN_S
+        self,
+        layout: MessageRingLayout,
+        control: str,
+        data: str,
+        reader: int,
+        *,
+        spin_s: float = SPIN_S,
     ) -> None:
         """Raises HandleError and SegmentError when the segments cannot be had or the place is."""
         require_ordered_stores()
@@ -279,7 +285,7 @@ class RingReader:
         self._words[self._line + JOINED] = 1
         self._joined = True
 
-    def wait_ready(self, patience: Patience) -> None:
+    def wait_ready(self, patience: WaitPolicy) -> None:
         """Return once the writer said that all are there."""
         while not self._words[READY]:
             sleep_on(self._address + 8 * READY, 0, patience.nap_s)
@@ -359,7 +365,7 @@ class RingReader:
             if segment is not None:
                 segment.close()
 
-    def wait(self, patience: Patience) -> None:
+    def wait(self, patience: WaitPolicy) -> None:
         """Return when the next message is there."""
         words, following = self._words, self._next
         for _ in range(_SPINS):
@@ -379,7 +385,7 @@ class RingReader:
         finally:
             words[self._line + ASLEEP] = 0
 
-    def _look(self, patience: Patience) -> None:
+    def _look(self, patience: WaitPolicy) -> None:
         self.check_member()
         try:
             patience.look(closed=bool(self._words[CLOSED]))

@@ -28,7 +28,7 @@ from weightsync.errors import (
     TransferError,
 )
 from weightsync.samehost.message_parts import Encoded
-from weightsync.samehost.patience import Patience
+from weightsync.samehost.patience import WaitPolicy
 from weightsync.samehost.segment import DIRECTORY, SOCKET_SUFFIX
 
 try:
@@ -142,7 +142,9 @@ class Publisher:
                 return
             self._take(note)
 
-    def wait_joined(self, wanted: Callable[[], set[tuple[bytes, int]]], patience: Patience) -> None:
+    def wait_joined(
+        self, wanted: Callable[[], set[tuple[bytes, int]]], patience: WaitPolicy
+    ) -> None:
         """Return when all the readers wanted, who may become fewer, have subscribed."""
         self.pump()
         while not self.joined.issuperset(wanted()):
@@ -150,7 +152,7 @@ class Publisher:
             if not self.joined.issuperset(wanted()):
                 patience.look(closed=bool(self.lost))
 
-    def wait_window(self, nbytes: int, patience: Patience) -> None:
+    def wait_window(self, nbytes: int, patience: WaitPolicy) -> None:
         """Return when another message of `nbytes` may be on its way to the remote readers."""
         self.pump()
         while not self._has_room(nbytes):
@@ -258,12 +260,12 @@ class Subscriber:
         """Say whether a message has come in."""
         return bool(self._waiting)
 
-    def wait(self, patience: Patience) -> None:
+    def wait(self, patience: WaitPolicy) -> None:
         """Return when a message has come in."""
         while not self._waiting:
             self._take_in(patience)
 
-    def receive(self, number: int, patience: Patience) -> tuple[memoryview, list[memoryview]]:
+    def receive(self, number: int, patience: WaitPolicy) -> tuple[memoryview, list[memoryview]]:
         """Return body and buffers of message `number`, which is the next to come."""
         self.wait(patience)
         found, frames = self._waiting.popleft()
@@ -272,7 +274,7 @@ class Subscriber:
         body, *buffers = (frame.buffer.toreadonly() for frame in frames)
         return body, buffers
 
-    def wait_ready(self, patience: Patience) -> None:
+    def wait_ready(self, patience: WaitPolicy) -> None:
         """Return when the writer has announced that all readers are there."""
         while not self.ready:
             self._take_in(patience)
@@ -292,7 +294,7 @@ class Subscriber:
         self._monitor.close(0)
         self._context.destroy(linger=500)
 
-    def _take_in(self, patience: Patience) -> None:
+    def _take_in(self, patience: WaitPolicy) -> None:
         """Take the next message in, or look at the peer."""
         if not self._socket.poll(_milliseconds(patience.nap_s)):
             try:

@@ -13,11 +13,17 @@ import msgspec
 
 from weightsync.errors import ConfigError, PeerLostError
 from weightsync.samehost.closable_lock import ClosableLock
-from weightsync.samehost.janitor import sweep
+from weightsync.samehost.janitor import cleanup_stale
 from weightsync.samehost.message_codec import BYTES_BODY
-from weightsync.samehost.message_layout import INLINE, INLINE_NBYTES, SLOT, SOCKET, Layout
+from weightsync.samehost.message_layout import (
+    INLINE,
+    INLINE_NBYTES,
+    SLOT,
+    SOCKET,
+    MessageRingLayout,
+)
 from weightsync.samehost.message_parts import Encoded, buffer_offset, write_around
-from weightsync.samehost.message_ring import RingWriter
+from weightsync.samehost.message_ring import MessageRingWriter
 from weightsync.samehost.message_sockets import (
     LOCAL,
     READY,
@@ -26,7 +32,7 @@ from weightsync.samehost.message_sockets import (
     own_address,
     socket_path,
 )
-from weightsync.samehost.patience import Cancel, Patience
+from weightsync.samehost.patience import Cancel, WaitPolicy
 
 logger = logging.getLogger(__name__)
 
@@ -83,11 +89,11 @@ class Writer:
         self._count = 0
         self._looked = time.monotonic()
         self._all_there = False
-        self._ring: RingWriter | None = None
-        sweep()
+        self._ring: MessageRingWriter | None = None
+        cleanup_stale()
         if terms.local_ranks:
-            layout = Layout(terms.slots, terms.slot_nbytes, len(terms.local_ranks))
-            self._ring = RingWriter(layout, spin_s=terms.spin_s)
+            layout = MessageRingLayout(terms.slots, terms.slot_nbytes, len(terms.local_ranks))
+            self._ring = MessageRingWriter(layout, spin_s=terms.spin_s)
         try:
             self._publisher = Publisher(
                 path=socket_path(self._ring.control.name) if self._ring else None,
@@ -185,7 +191,7 @@ class Writer:
         if self.lock.acquire(0):
             return timeout_s
         started = time.monotonic()
-        patience = Patience(
+        patience = WaitPolicy(
             lambda: "another thread's message to be sent",
             lambda: None,
             timeout_s=timeout_s,
@@ -198,7 +204,7 @@ class Writer:
 
     def _ready_for(
         self, nbytes: int, timeout_s: float | None, cancel: Cancel | None
-    ) -> Callable[[], Patience]:
+    ) -> Callable[[], WaitPolicy]:
         """Wait until readers elsewhere can be sent `nbytes`; return the call's patience."""
         if time.monotonic() - self._looked > LOOK_S:
             self._look_at_readers()
@@ -208,7 +214,9 @@ class Writer:
             self._publisher.wait_window(nbytes, patience())
         return patience
 
-    def _put(self, ring: RingWriter, message: Encoded, patience: Callable[[], Patience]) -> None:
+    def _put(
+        self, ring: MessageRingWriter, message: Encoded, patience: Callable[[], WaitPolicy]
+    ) -> None:
         if not ring.record_free:
             ring.wait_record(patience())
         nbytes = message.nbytes
@@ -227,14 +235,14 @@ class Writer:
 
     def _patience(
         self, doing: Callable[[], str], timeout_s: float | None, cancel: Cancel | None = None
-    ) -> Callable[[], Patience]:
+    ) -> Callable[[], WaitPolicy]:
         """Return what makes the patience of one call, once it is needed."""
-        made: list[Patience] = []
+        made: list[WaitPolicy] = []
 
-        def get() -> Patience:
+        def get() -> WaitPolicy:
             if not made:
                 made.append(
-                    Patience(
+                    WaitPolicy(
                         doing,
                         self._look_at_readers,
                         timeout_s=timeout_s,
@@ -246,7 +254,7 @@ class Writer:
 
         return get
 
-    def _wait_joined(self, patience: Patience) -> None:
+    def _wait_joined(self, patience: WaitPolicy) -> None:
         if self._all_there:
             return
         self._publisher.wait_joined(self._expected, patience)
@@ -284,7 +292,7 @@ class Writer:
             lost |= {self.terms.local_ranks[p]: how for p, how in self._ring.lost().items()}
         if not lost:
             return
-        sweep()
+        cleanup_stale()
         named = "; ".join(f"reader {rank} is gone: {how}" for rank, how in sorted(lost.items()))
         if not self.terms.drop_dead_readers:
             raise PeerLostError(
@@ -305,7 +313,7 @@ class Writer:
             raise PeerLostError("no reader is left", ranks=(rank,))
 
 
-def _release(publisher: Publisher, ring: RingWriter | None) -> None:
+def _release(publisher: Publisher, ring: MessageRingWriter | None) -> None:
     publisher.hide()  # a socket without its segment would be a dead owner's
     if ring is not None:
         ring.close()

@@ -25,7 +25,7 @@ class Cancel(Protocol):
         ...
 
 
-class Patience:
+class WaitPolicy:
     """One wait. `look` is called now and then and raises when waiting has become pointless.
 
     `doing` says what is waited for, `peers` raises when that will never come. `cancel` is the

@@ -43,15 +43,15 @@ _HURRIED_SLOTS = 3
 
 
 @dataclass(frozen=True, slots=True)
-class Pace:
+class Backoff:
     """How a wait passes its time: it spins for `spin_s`, then naps for `nap_s` at a time."""
 
     spin_s: float
     nap_s: float
 
 
-LOCAL = Pace(SPIN_S, 50e-6)
-NETWORK = Pace(0.0, 500e-6)
+LOCAL = Backoff(SPIN_S, 50e-6)
+NETWORK = Backoff(0.0, 500e-6)
 """Between chunks that travel: whoever spins takes the processor from the threads that move them."""
 
 Check = Callable[[], None]
@@ -225,7 +225,7 @@ class RingWriter:
     `late` are the readers for which the last wait that failed was in vain.
     """
 
-    def __init__(self, control: Control, *, pace: Pace = LOCAL) -> None:
+    def __init__(self, control: Control, *, pace: Backoff = LOCAL) -> None:
         self.control = control
         self.pace = pace
         self._sequence = 0
@@ -280,19 +280,21 @@ class RingWriter:
         """Return when every reader has released all `chunks`."""
         self._wait_released(self._base + chunks, check=check, timeout_s=timeout_s, pace=self.pace)
 
-    def _unhurried(self) -> Pace:
+    def _unhurried(self) -> Backoff:
         """Nap for as long as a chunk takes: readers have the other slots' chunks meanwhile."""
         now = time.monotonic()
         period_s, self._acquired = now - self._acquired, now
         if self.control.slots < _HURRIED_SLOTS:
             return self.pace
-        return Pace(0.0, min(max(period_s, self.pace.nap_s), _LONG_NAP_S))
+        return Backoff(0.0, min(max(period_s, self.pace.nap_s), _LONG_NAP_S))
 
     def waiting_for(self, sequence: int) -> list[int]:
         """Readers that have not released `sequence`."""
         return [r for r in self._active if self.control.released(r) < sequence]
 
-    def _wait_released(self, sequence: int, *, check: Check, timeout_s: float, pace: Pace) -> None:
+    def _wait_released(
+        self, sequence: int, *, check: Check, timeout_s: float, pace: Backoff
+    ) -> None:
         released, beat = self.control.released, self.control.reader_beat
         active = self._active
 
@@ -315,7 +317,7 @@ class RingReader:
     """The reading end of reader place `reader`, for one update."""
 
     def __init__(
-        self, control: Control, reader: int, *, epoch: int, base: int, pace: Pace = LOCAL
+        self, control: Control, reader: int, *, epoch: int, base: int, pace: Backoff = LOCAL
     ) -> None:
         self._control = control
         self._pace = pace
@@ -366,7 +368,7 @@ def wait_until(
     check: Check,
     timeout_s: float,
     progress: Callable[[], tuple[int, int]] = lambda: (0, 0),
-    pace: Pace = LOCAL,
+    pace: Backoff = LOCAL,
 ) -> bool:
     """Wait for `ready`, which one peer brings about. Return False when it is not to be expected.
 
@@ -383,7 +385,7 @@ def wait_for_peers(
     *,
     check: Check,
     timeout_s: float,
-    pace: Pace = LOCAL,
+    pace: Backoff = LOCAL,
 ) -> list[int]:
     """Wait for `ready`: spin briefly, then sleep. Return the peers that keep it waiting in vain.
 

@@ -43,7 +43,7 @@ def size_class(nbytes: int) -> int:
 class Block:
     """A block on loan: `data` is `uint8[size class]`, writable until its descriptor is sent."""
 
-    lot: Lot
+    lot: Slab
     index: int
     offset: int
     data: torch.Tensor
@@ -56,7 +56,7 @@ class Block:
 
 
 @dataclass(eq=False, slots=True)
-class Lot:
+class Slab:
     """One segment of the pool, and the blocks in it."""
 
     segment: Segment
@@ -78,7 +78,7 @@ class SegmentPool:
         self._shared_nbytes = min(_SHARED_SEGMENT_NBYTES, max_nbytes // _SEGMENTS_OF_A_SMALL_POOL)
         self._on_forget = on_forget or _tell_nobody
         self._lock = threading.Lock()
-        self._lots: list[Lot] = []
+        self._lots: list[Slab] = []
         self._free: dict[int, list[Block]] = {}
         self._lent: dict[int, list[Block]] = {}
         self._nbytes = 0
@@ -209,7 +209,7 @@ class SegmentPool:
             self._give_up(lot)
 
     def _add(self, segment: Segment, block_nbytes: int) -> None:
-        lot = Lot(segment, block_nbytes, segment.buffer[:HEADER_NBYTES].cast("Q"))
+        lot = Slab(segment, block_nbytes, segment.buffer[:HEADER_NBYTES].cast("Q"))
         for index in range(self._blocks_of(block_nbytes)):
             offset = HEADER_NBYTES + index * block_nbytes
             lot.blocks.append(Block(lot, index, offset, segment.tensor(offset, block_nbytes)))
@@ -218,7 +218,7 @@ class SegmentPool:
         self._nbytes += segment.nbytes
         self._made += 1
 
-    def _give_up(self, lot: Lot) -> None:
+    def _give_up(self, lot: Slab) -> None:
         free = self._free[lot.block_nbytes]
         free[:] = [block for block in free if block.lot is not lot]
         self._lots.remove(lot)
@@ -235,7 +235,7 @@ class SegmentPool:
         )
 
 
-def _close(lot: Lot) -> None:
+def _close(lot: Slab) -> None:
     lot.blocks.clear()
     lot.words = memoryview(b"")
     lot.segment.close()

@@ -78,7 +78,7 @@ class CpuGpuBuffer:
         return self.cpu.shape[0] if n is None else n
 
 
-class Ticket(Protocol):
+class CopyWork(Protocol):
     """A copy on its way."""
 
     def hold(self) -> None:
@@ -88,24 +88,24 @@ class Ticket(Protocol):
         """Return when the copy is complete."""
 
 
-class Lane(Protocol):
+class CopyStream(Protocol):
     """Where copies run beside the caller's stream, one after the other."""
 
-    def run(self, copy: Callable[[], object]) -> Ticket:
+    def run(self, copy: Callable[[], object]) -> CopyWork:
         """Enqueue `copy`, behind all that the caller's stream has been given so far."""
 
     def close(self) -> None:
         """Return when all copies are complete."""
 
 
-class CudaLane:
+class CudaCopyStream:
     """A stream of `device` for copies."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]  # torch's
 
-    def run(self, copy: Callable[[], object]) -> Ticket:
+    def run(self, copy: Callable[[], object]) -> CopyWork:
         """Enqueue `copy`; see the contract."""
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
@@ -139,7 +139,9 @@ class StagedSlots:
     OutOfMemoryError when `device` has no room for the twins.
     """
 
-    def __init__(self, slots: Sequence[torch.Tensor], device: torch.device, lane: Lane) -> None:
+    def __init__(
+        self, slots: Sequence[torch.Tensor], device: torch.device, lane: CopyStream
+    ) -> None:
         self.device = device
         self._lane = lane
         self._twins = min(TWINS, len(slots))
@@ -148,7 +150,7 @@ class StagedSlots:
         self._pairs = [
             CpuGpuBuffer.around(slot, memories[i % self._twins]) for i, slot in enumerate(slots)
         ]
-        self._crossing: dict[int, Ticket] = {}
+        self._crossing: dict[int, CopyWork] = {}
 
     def twin(self, slot: int) -> torch.Tensor:
         """Return the slot's device side; the caller's stream may write it from now on."""
@@ -157,13 +159,13 @@ class StagedSlots:
             last.hold()
         return self._pairs[slot].gpu
 
-    def cross(self, slot: int, nbytes: int) -> Ticket:
+    def cross(self, slot: int, nbytes: int) -> CopyWork:
         """Send the first `nbytes` of the slot's twin to the slot, which is free."""
         ticket = self._lane.run(partial(self._pairs[slot].copy_to_cpu, nbytes))
         self._crossing[slot % self._twins] = ticket
         return ticket
 
-    def cross_directly(self, slot: int, source: torch.Tensor) -> Ticket:
+    def cross_directly(self, slot: int, source: torch.Tensor) -> CopyWork:
         """Send `uint8[nbytes]` that lie on `device` to the beginning of the slot, which is free.
 
         The caller may overwrite or free the source at once, on its own stream.

@@ -28,7 +28,7 @@ MAX_GONE = 1 << 10
 Key = tuple[str, int]
 
 
-class Content(Protocol):
+class Payload(Protocol):
     """A tensor in the memory where it arrived."""
 
     def tensor(self) -> torch.Tensor:
@@ -43,7 +43,7 @@ class Arrival:
     """A tensor that came: what its sender said of it, and where it is."""
 
     handle: TensorIpcHandle
-    content: Content
+    content: Payload
 
     @property
     def key(self) -> Key:
@@ -77,7 +77,7 @@ class Cleanup:
     again: set[str] = field(default_factory=set)
 
 
-class Arrivals:
+class Mailbox:
     """The tensors of all senders; any thread may call, and none holds the lock while it waits."""
 
     def __init__(self, *, max_pending: int, late_s: float) -> None:

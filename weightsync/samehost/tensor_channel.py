@@ -21,7 +21,7 @@ from contextlib import suppress
 from weightsync.errors import ProtocolError, WeightSyncError
 from weightsync.samehost import cuda_handle, janitor
 from weightsync.samehost.segment import Segment
-from weightsync.samehost.tensor_arrivals import Arrival, Arrivals
+from weightsync.samehost.tensor_arrivals import Arrival, Mailbox
 from weightsync.samehost.tensor_contents import Mappings, arrival_of
 from weightsync.wire.tensor_packets import (
     MAX_PACKET,
@@ -88,7 +88,7 @@ class _Peer:
 class Channel:
     """Listens under a random `address` and fills `arrivals` until `close`."""
 
-    def __init__(self, arrivals: Arrivals, *, gpus: list[str], grace_s: float) -> None:
+    def __init__(self, arrivals: Mailbox, *, gpus: list[str], grace_s: float) -> None:
         self.address = secrets.token_hex(16)
         self._arrivals = arrivals
         self._gpus = gpus
@@ -231,7 +231,7 @@ class Channel:
         """Remove what senders left that ended: segments of dead ones, tensors nobody asked for."""
         if any(when <= now for when in self._sweeps):
             self._sweeps = [when for when in self._sweeps if when > now]
-            janitor.sweep()
+            janitor.cleanup_stale()
         self._arrivals.drop_late(now)
         for until, peer in list(self._ended):
             if until <= now or not self._arrivals.waiting_of(peer.sender):

@@ -12,7 +12,7 @@ from weightsync.errors import HandleError, WeightSyncError
 from weightsync.samehost import cuda_handle
 from weightsync.samehost.segment import Segment
 from weightsync.samehost.segment_pool import HEADER_NBYTES
-from weightsync.samehost.tensor_arrivals import Arrival, Content
+from weightsync.samehost.tensor_arrivals import Arrival, Payload
 from weightsync.samehost.tensor_bytes import checked_spec, from_bytes
 from weightsync.specs import TensorSpec
 from weightsync.wire.tensor_packets import Arriving, InBlock, InPacket, OnGpu
@@ -60,7 +60,7 @@ def arrival_of(packet: Arriving, mappings: Mappings) -> Arrival:
         return Arrival(handle, _Broken(exc))
 
 
-def _content(packet: Arriving, spec: TensorSpec, mappings: Mappings) -> Content:
+def _content(packet: Arriving, spec: TensorSpec, mappings: Mappings) -> Payload:
     if isinstance(packet, InBlock):
         return _SharedBlock(packet, spec, mappings)
     if isinstance(packet, InPacket):

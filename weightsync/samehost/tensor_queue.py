@@ -25,7 +25,7 @@ from weightsync.samehost import cuda_handle
 from weightsync.samehost.device_keys import host_key
 from weightsync.samehost.segment_pool import Block, SegmentPool
 from weightsync.samehost.spawning import refuse_forked, refuse_other_process
-from weightsync.samehost.tensor_arrivals import Arrivals
+from weightsync.samehost.tensor_arrivals import Mailbox
 from weightsync.samehost.tensor_bytes import as_bytes, from_bytes, spec_of
 from weightsync.samehost.tensor_channel import Channel, openable_gpus
 from weightsync.samehost.tensor_link import SenderLink
@@ -77,7 +77,7 @@ class TensorIpcReceiver:
     ) -> None:
         refuse_forked("a tensor queue")
         self._pid = os.getpid()
-        self._arrivals = Arrivals(max_pending=max_pending, late_s=grace_s)
+        self._arrivals = Mailbox(max_pending=max_pending, late_s=grace_s)
         keys = openable_gpus() if gpus is None else gpus
         self._channel = Channel(self._arrivals, gpus=keys, grace_s=grace_s)
         self.handle = TensorQueueHandle(address=self._channel.address, host=host_key())

@@ -18,7 +18,7 @@ from weightsync.transports.base import Transport
 from weightsync.transports.http_client import HttpTransport
 from weightsync.transports.sglang_http import is_sglang
 from weightsync.transports.sglang_server import MakeReceiver, SglangTarget, SglangTransport
-from weightsync.transports.sglang_shelf import Shelf
+from weightsync.transports.sglang_shelf import WeightDirectory
 from weightsync.transports.vllm_http import VllmHttpControl, is_vllm, plain_url
 from weightsync.transports.vllm_server import worker_transports
 from weightsync.wire.messages import StatusRequest
@@ -30,7 +30,7 @@ _FILES_TIMES = 5
 """SGLang reads files while it is asked nothing else: one call may take so many `timeout_s`."""
 
 
-class Addresses:
+class UrlTransports:
     """Makes transports to the servers of one sender; see Reach."""
 
     def __init__(
@@ -46,7 +46,7 @@ class Addresses:
         self._token = token
         self._verify_tls = verify_tls
         self._make_receiver = make_receiver
-        self._shelves: dict[Path | None, Shelf] = {}
+        self._shelves: dict[Path | None, WeightDirectory] = {}
 
     def transports(self, target: str) -> Sequence[Transport]:
         """Return the transports to what a URL names: several to a vLLM of many workers.
@@ -81,7 +81,7 @@ class Addresses:
         with self._lock:
             shelf = self._shelves.get(target.directory)
             if shelf is None:
-                shelf = self._shelves[target.directory] = Shelf(target.directory)
+                shelf = self._shelves[target.directory] = WeightDirectory(target.directory)
         return SglangTransport(
             target,
             shelf,

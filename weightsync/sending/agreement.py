@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from weightsync.errors import ManifestMismatchError
-from weightsync.sending.ranks import Ranks
+from weightsync.sending.ranks import RankComm
 from weightsync.specs import Manifest
 
 
-def compare(manifest: Manifest, ranks: Ranks, *, advice: str) -> None:
+def compare_manifests(manifest: Manifest, ranks: RankComm, *, advice: str) -> None:
     """Raise ManifestMismatchError on all ranks, naming the first tensor that differs. Collective.
 
     Every rank is compared with rank 0; `advice` ends the message.

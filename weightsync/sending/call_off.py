@@ -6,26 +6,26 @@ import time
 from contextlib import suppress
 
 from weightsync.errors import TransferError
-from weightsync.sending.ranks import Ranks
+from weightsync.sending.ranks import RankComm
 
 _INTERVAL_S = 0.2
 
 
-class CalledOffError(TransferError):
+class CancelledError(TransferError):
     """A step was called off, and the ranks found no reason together: look at their answers."""
 
 
-class CalledOff(Exception):  # no error of its own: the ranks agree on the real one
+class Cancellation(Exception):  # no error of its own: the ranks agree on the real one
     """Another rank failed in this step; meet the others to learn why."""
 
 
-class CallOff:
+class CancelFlag:
     """One flag per step in the trainer's store, looked at now and then.
 
     A store that is gone says nothing: the ranks' group notices that its holder died.
     """
 
-    def __init__(self, ranks: Ranks) -> None:
+    def __init__(self, ranks: RankComm) -> None:
         self._ranks = ranks
         self._store = ranks.store
         self._turn = 0
@@ -52,7 +52,7 @@ class CallOff:
         with suppress(RuntimeError):
             called = called or self._store.check([self._key])
         if called:
-            raise CalledOff
+            raise Cancellation
 
     @property
     def _key(self) -> str:

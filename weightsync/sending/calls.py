@@ -72,7 +72,7 @@ class CallThreads(Generic[T]):
 
 
 @dataclass(slots=True, eq=False)
-class Flight(Generic[T]):
+class InFlightCall(Generic[T]):
     """One call in flight, and when its peer last gave a sign of life.
 
     A sign is a change of `beat()`, which returns what grows while the peer lives (None where
@@ -118,15 +118,15 @@ class Flight(Generic[T]):
             self.probe(self.asked)
 
 
-class Flights(Generic[T]):
+class InFlightCalls(Generic[T]):
     """All calls in flight of one sender. Time in which this process stood still does not count."""
 
     def __init__(self) -> None:
-        self._flying: dict[int, Flight[T]] = {}
+        self._flying: dict[int, InFlightCall[T]] = {}
         self._now = 0.0
         self._looked = time.monotonic()
 
-    def add(self, flight: Flight[T]) -> None:
+    def add(self, flight: InFlightCall[T]) -> None:
         """Look at one more call."""
         self._advance()
         beside = [f.heard_s for f in self._in_flight() if f.peer is flight.peer]
@@ -145,7 +145,7 @@ class Flights(Generic[T]):
         for flight in self._in_flight():
             flight.look(self._now)
 
-    def _in_flight(self) -> list[Flight[T]]:
+    def _in_flight(self) -> list[InFlightCall[T]]:
         return [f for f in list(self._flying.values()) if not f.future.done()]
 
     def _forget(self, key: int, _: Future[T]) -> None:

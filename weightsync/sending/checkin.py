@@ -13,7 +13,7 @@ _POLL_S = 0.005
 _MAX_POLL_S = 0.1
 
 
-class CheckIn:
+class StoreRendezvous:
     """One meeting of all ranks. `store` is the meeting's own corner of the trainer's store.
 
     Every rank counts its own meetings, and the outcome of each is settled once in the store: so a

@@ -36,14 +36,14 @@ class Probe(Command, frozen=True, kw_only=True):
     places: Places
 
 
-class Offers(Command, frozen=True, kw_only=True):
+class Export(Command, frozen=True, kw_only=True):
     """Export everything for each of these places; `fleet_version` goes along."""
 
     places: Places
     fleet_version: int | None = None
 
 
-class Look(Command, frozen=True, kw_only=True):
+class CheckMoved(Command, frozen=True, kw_only=True):
     """Say whether registered memory has moved. Nothing else is on its way."""
 
 
@@ -59,7 +59,7 @@ class Transfer(Command, frozen=True, kw_only=True):
     """Hand every byte over."""
 
 
-class Stay(Command, frozen=True, kw_only=True):
+class KeepAlive(Command, frozen=True, kw_only=True):
     """Rank 0 waits for receivers: say how those of this rank stand, and raise if it leaves.
 
     Without `asks` the update is past giving up: it does not raise.
@@ -76,7 +76,7 @@ class Withdraw(Command, frozen=True, kw_only=True):
     """Free everything that was made for receivers."""
 
 
-class Done(Command, frozen=True, kw_only=True):
+class Finished(Command, frozen=True, kw_only=True):
     """The call that rank 0 made is over: return, or raise `problem`."""
 
     version: int
@@ -84,10 +84,12 @@ class Done(Command, frozen=True, kw_only=True):
     problem: Problem | None = None
 
 
-AnyCommand = Open | Probe | Offers | Look | Begin | Transfer | Stay | End | Withdraw | Done
+AnyCommand = (
+    Open | Probe | Export | CheckMoved | Begin | Transfer | KeepAlive | End | Withdraw | Finished
+)
 
 
-class Answer(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+class CommandResult(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """What one rank answers: the fields that belong to the command, or `problem`.
 
     `changed` names tensors of its source that changed while they were sent.
@@ -105,7 +107,7 @@ class Answer(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     changed: list[str] = []
 
 
-class Card(msgspec.Struct, frozen=True, kw_only=True):
+class RankInfo(msgspec.Struct, frozen=True, kw_only=True):
     """Who a rank is: its device keys, and whether its tensors stay where they are."""
 
     keys: list[str]
@@ -115,10 +117,10 @@ class Card(msgspec.Struct, frozen=True, kw_only=True):
 
 
 _commands: msgspec.msgpack.Decoder[AnyCommand] = msgspec.msgpack.Decoder(AnyCommand)
-_answers = msgspec.msgpack.Decoder(Answer)
+_answers = msgspec.msgpack.Decoder(CommandResult)
 
 
-def encode(message: Command | Answer | Card) -> bytes:
+def encode(message: Command | CommandResult | RankInfo) -> bytes:
     """Return the MessagePack of anything here."""
     return msgspec.msgpack.encode(message)
 
@@ -128,11 +130,11 @@ def decode_command(data: bytes) -> AnyCommand:
     return _commands.decode(data)
 
 
-def decode_answer(data: bytes) -> Answer:
+def decode_result(data: bytes) -> CommandResult:
     """Return what a rank answered."""
     return _answers.decode(data)
 
 
-def decode_card(data: bytes) -> Card:
+def decode_rank_info(data: bytes) -> RankInfo:
     """Return a rank's card."""
-    return msgspec.msgpack.decode(data, type=Card)
+    return msgspec.msgpack.decode(data, type=RankInfo)

@@ -6,26 +6,26 @@ from collections.abc import Callable
 
 from weightsync.errors import ProtocolError
 from weightsync.report import SyncReport
-from weightsync.sending.agreement import compare
-from weightsync.sending.call_off import CalledOffError
+from weightsync.sending.agreement import compare_manifests
+from weightsync.sending.call_off import CancelledError
 from weightsync.sending.commands import (
-    Answer,
     AnyCommand,
-    Card,
-    Done,
-    decode_answer,
-    decode_card,
+    CommandResult,
+    Finished,
+    RankInfo,
     decode_command,
+    decode_rank_info,
+    decode_result,
     encode,
 )
-from weightsync.sending.feeder import Feeder
-from weightsync.sending.ranks import Ranks
-from weightsync.sending.watch import Watch
+from weightsync.sending.feeder import RankWorker
+from weightsync.sending.ranks import RankComm
+from weightsync.sending.watch import Observers
 from weightsync.specs import Manifest
 from weightsync.wire.problem import from_problem, to_problem
 
 
-class Ensemble:
+class RankGroup:
     """The feeders of all ranks. Made on every rank, by all of them together.
 
     Rank 0 calls `tell` as often as it needs and then `done`; the others call `follow` meanwhile,
@@ -33,12 +33,12 @@ class Ensemble:
     Raises ManifestMismatchError when the ranks do not send the same tensors.
     """
 
-    def __init__(self, feeder: Feeder, ranks: Ranks) -> None:
+    def __init__(self, feeder: RankWorker, ranks: RankComm) -> None:
         self.feeder = feeder
         self.ranks = ranks
         self.leads = ranks.rank == 0
         self.version = 0
-        self.watch = Watch()
+        self.watch = Observers()
         card = feeder.card()
         self.cards = [card] if ranks.size == 1 else self._exchange_cards(card)
 
@@ -49,7 +49,7 @@ class Ensemble:
 
     def tell(
         self, command: AnyCommand, *, check: Callable[[], None] = lambda: None
-    ) -> list[Answer]:
+    ) -> list[CommandResult]:
         """Have every rank do `command`; return their answers in rank order.
 
         `check` raises when rank 0 should give up a transfer. Raises what a rank raised, once all
@@ -60,12 +60,12 @@ class Ensemble:
         with self.watch.command(command):
             return self._tell(command, check)
 
-    def _tell(self, command: AnyCommand, check: Callable[[], None]) -> list[Answer]:
+    def _tell(self, command: AnyCommand, check: Callable[[], None]) -> list[CommandResult]:
         if self.ranks.size == 1:
             return [self.feeder.do(command, check)]
         self.ranks.broadcast(encode(command))
         answers, error = self._do(command, check)
-        if error is not None and not isinstance(error, CalledOffError):
+        if error is not None and not isinstance(error, CancelledError):
             raise error
         for name, answer in zip(self.ranks.names, answers, strict=True):
             if answer.problem is not None:
@@ -98,14 +98,14 @@ class Ensemble:
         self.version = version
         if self.ranks.size > 1:
             problem = to_problem(error) if error is not None else None
-            self.ranks.broadcast(encode(Done(version=version, report=report, problem=problem)))
+            self.ranks.broadcast(encode(Finished(version=version, report=report, problem=problem)))
 
-    def follow(self) -> Done:
+    def follow(self) -> Finished:
         """Do what rank 0 tells until its call is over. Raises what rank 0's caller sees raised."""
         own: BaseException | None = None
         while True:
             command = decode_command(self.ranks.broadcast())
-            if isinstance(command, Done):
+            if isinstance(command, Finished):
                 break
             _, error = self._do(command, lambda: None)
             if error is not None and not isinstance(error, Exception):
@@ -123,18 +123,20 @@ class Ensemble:
 
     def _do(
         self, command: AnyCommand, check: Callable[[], None]
-    ) -> tuple[list[Answer], BaseException | None]:
+    ) -> tuple[list[CommandResult], BaseException | None]:
         """Do this rank's part, and tell the others how it went."""
         error: BaseException | None = None
         try:
             answer = self.feeder.do(command, check)
         except BaseException as exc:  # noqa: BLE001  # raised by the caller, after the exchange
-            error, answer = exc, Answer(problem=to_problem(exc))
-        return [decode_answer(data) for data in self.ranks.exchange(encode(answer))], error
+            error, answer = exc, CommandResult(problem=to_problem(exc))
+        return [decode_result(data) for data in self.ranks.exchange(encode(answer))], error
 
-    def _exchange_cards(self, card: Card) -> list[Card]:
-        compare(self.manifest, self.ranks, advice="every rank must give connect() the same model")
-        cards = [decode_card(data) for data in self.ranks.exchange(encode(card))]
+    def _exchange_cards(self, card: RankInfo) -> list[RankInfo]:
+        compare_manifests(
+            self.manifest, self.ranks, advice="every rank must give connect() the same model"
+        )
+        cards = [decode_rank_info(data) for data in self.ranks.exchange(encode(card))]
         if len({card.stable for card in cards}) > 1:
             raise ProtocolError(
                 "some ranks send tensors that stay where they are, others make them on the fly; "

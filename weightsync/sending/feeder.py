@@ -16,23 +16,23 @@ from weightsync.errors import ConfigError, ProtocolError, TransferError
 from weightsync.samehost import cuda_handle
 from weightsync.samehost.device_keys import host_key
 from weightsync.samehost.heartbeat import Heartbeat
-from weightsync.sending.agreement import compare
+from weightsync.sending.agreement import compare_manifests
 from weightsync.sending.commands import (
-    Answer,
     AnyCommand,
     Begin,
-    Card,
+    CheckMoved,
+    CommandResult,
     End,
-    Look,
-    Offers,
+    Export,
+    KeepAlive,
     Open,
     Probe,
-    Stay,
+    RankInfo,
     Transfer,
     Withdraw,
 )
-from weightsync.sending.lockstep import Lockstep
-from weightsync.sending.ranks import Ranks
+from weightsync.sending.lockstep import CollectiveSource
+from weightsync.sending.ranks import RankComm
 from weightsync.specs import Manifest
 from weightsync.weights.dtypes import spec_of
 from weightsync.weights.sharded_source import gather
@@ -45,13 +45,13 @@ if TYPE_CHECKING:
     from weightsync.sending.fleet import Member
 
 LOCAL_ROADS = ("cuda_ipc", "shared_memory")
-RELAY_PLACE = READER_PLACES - 1
+RELAY_READER = READER_PLACES - 1
 """The place on rank 0's ring from which other hosts are fed."""
 RELAYED_BUCKET_NBYTES = 16 << 20
 RELAYED_BUCKETS = 4
 
 
-class Feeder:
+class RankWorker:
     """Does on one rank what rank 0 commands. `relay` is the way to other hosts, on rank 0 alone.
 
     `stop` ends a transfer of this rank, and with it that of all. `pairs` are the tensors of the
@@ -59,10 +59,10 @@ class Feeder:
     this rank's caller has given the update up.
     """
 
-    def __init__(self, source: WeightSource, options: IpcOptions, ranks: Ranks) -> None:
+    def __init__(self, source: WeightSource, options: IpcOptions, ranks: RankComm) -> None:
         self._ranks = ranks
         self._alone = ranks.size == 1
-        self._steps = Lockstep(source, ranks)
+        self._steps = CollectiveSource(source, ranks)
         self._given = source
         self._watch = SourceWatch()
         self.source: WeightSource = source if self._alone else self._steps
@@ -81,18 +81,20 @@ class Feeder:
         self._active = False
         self._moves_model = True
 
-    def card(self) -> Card:
+    def card(self) -> RankInfo:
         """Who this rank is."""
         on_gpu = self._options.device.type == "cuda"
         gpu = [cuda_handle.gpu_key(self._options.device)] if on_gpu else []
-        return Card(
+        return RankInfo(
             keys=[*gpu, host_key()],
             stable=not self._gathers,
             on_gpu=on_gpu,
             no_cuda_ipc=cuda_handle.why_not() if on_gpu else None,
         )
 
-    def do(self, command: AnyCommand, check: Callable[[], None]) -> Answer:  # one line a command
+    def do(
+        self, command: AnyCommand, check: Callable[[], None]
+    ) -> CommandResult:  # one line a command
         """Do one command; `check` raises when a transfer must stop. Raises what went wrong."""
         self._check = check
         match command:
@@ -100,11 +102,11 @@ class Feeder:
                 return self._open(command)
             case Probe():
                 engine, places = self._own(command.places)
-                return Answer(probes=[engine.probe_info() for _ in places] if engine else [])
-            case Offers():
+                return CommandResult(probes=[engine.probe_info() for _ in places] if engine else [])
+            case Export():
                 engine, places = self._own(command.places)
-                return Answer(inits=_inits(engine, places, command) if engine else [])
-            case Look() | Stay():
+                return CommandResult(inits=_inits(engine, places, command) if engine else [])
+            case CheckMoved() | KeepAlive():
                 return self._look(command)
             case Begin():
                 return self._begin(command)
@@ -114,7 +116,7 @@ class Feeder:
                 return self._end()
             case Withdraw():
                 self.close()
-                return Answer()
+                return CommandResult()
             case _:
                 raise ConfigError(f"{type(command).__name__} is no command for a feeder")
 
@@ -123,7 +125,7 @@ class Feeder:
         engine, rank = self.engine, self._ranks.rank
         names = {m.reader: m.target for m in members if m.rank == rank and m.road in LOCAL_ROADS}
         if self.relay is not None:
-            names[RELAY_PLACE] = "other hosts"
+            names[RELAY_READER] = "other hosts"
         return engine.exports.entries(names) if engine is not None else []
 
     def close(self) -> None:
@@ -139,12 +141,12 @@ class Feeder:
     def _own(self, places: dict[int, list[int]]) -> tuple[IpcTrainerEngine | None, list[int]]:
         return self.engine, places.get(self._ranks.rank, [])
 
-    def _open(self, command: Open) -> Answer:
+    def _open(self, command: Open) -> CommandResult:
         self.close()
         self._packed = command.packed
         road = command.roads.get(self._ranks.rank)
         if road is None:
-            return Answer()
+            return CommandResult()
         options = replace(self._options, road=road, packed=command.packed)
         if command.relayed:
             # Every ring of one sender has the same buckets, so that one table fits them all.
@@ -155,9 +157,9 @@ class Feeder:
             )
         self.engine = IpcTrainerEngine(self.source, options)
         self._heartbeat = Heartbeat(self.engine.beat)
-        return Answer(extra_nbytes=self.engine.extra_nbytes)
+        return CommandResult(extra_nbytes=self.engine.extra_nbytes)
 
-    def _begin(self, command: Begin) -> Answer:
+    def _begin(self, command: Begin) -> CommandResult:
         engine, places = self._own(command.places)
         self._reading = places
         self._active = engine is not None and bool(places)
@@ -176,7 +178,7 @@ class Feeder:
                 self._steps.drain()
 
         self._in_step(begin)
-        return Answer(update=update)
+        return CommandResult(update=update)
 
     def _watch_source(self, pairs: list[tuple[str, torch.Tensor]] | None) -> None:
         """From here on nothing that this rank's part is read from may change."""
@@ -205,31 +207,31 @@ class Feeder:
         self._in_step(lambda: taken.extend(given or ()))
         if not self._alone:
             manifest = Manifest(tuple(spec_of(name, tensor) for name, tensor in taken))
-            compare(manifest, self._ranks, advice="every rank has to send() the same")
+            compare_manifests(manifest, self._ranks, advice="every rank has to send() the same")
         return taken
 
-    def _look(self, command: Look | Stay) -> Answer:
-        if not isinstance(command, Stay) or command.asks:
+    def _look(self, command: CheckMoved | KeepAlive) -> CommandResult:
+        if not isinstance(command, KeepAlive) or command.asks:
             self._check_own()
-        if isinstance(command, Stay):
+        if isinstance(command, KeepAlive):
             engine, reading = self.engine, self._reading
-            return Answer(beats={r: engine.signs(r) for r in reading} if engine else {})
+            return CommandResult(beats={r: engine.signs(r) for r in reading} if engine else {})
         if self.pairs is not None:
             self.pairs = None
             raise ProtocolError(
                 "this rank sends tensors that rank 0 does not; every rank has to call send() as "
                 "often as rank 0"
             )
-        return Answer(moved=self.engine is not None and self.engine.needs_init)
+        return CommandResult(moved=self.engine is not None and self.engine.needs_init)
 
     def _feed_relay(self, engine: IpcTrainerEngine, places: list[int]) -> None:
-        self._relaying = self.relay is not None and RELAY_PLACE in places
+        self._relaying = self.relay is not None and RELAY_READER in places
         if self._relaying and self.relay is not None:
-            self.relay.start(RingFeed(engine, RELAY_PLACE))
+            self.relay.start(RingFeed(engine, RELAY_READER))
 
-    def _transfer(self) -> Answer:
+    def _transfer(self) -> CommandResult:
         self._in_step(self._hand_over)
-        return Answer()
+        return CommandResult()
 
     def _hand_over(self) -> None:
         relay = self.relay if self._relaying else None
@@ -245,16 +247,16 @@ class Feeder:
                 relay.stop()
             raise
 
-    def _end(self) -> Answer:
+    def _end(self) -> CommandResult:
         engine, relaying = self.engine, self._relaying
         self._relaying = False
         if relaying and self.relay is not None:
             self.relay.stop()
         changed = self._what_changed()
         if engine is None:
-            return Answer(changed=changed)
+            return CommandResult(changed=changed)
         engine.end()
-        return Answer(
+        return CommandResult(
             changed=changed,
             table_digest=engine.table_digest if self._active else None,
             extra_nbytes=engine.extra_nbytes,
@@ -288,7 +290,7 @@ class Feeder:
             self.relay.check()
 
 
-def _inits(engine: IpcTrainerEngine, places: list[int], command: Offers) -> list[IpcInit]:
+def _inits(engine: IpcTrainerEngine, places: list[int], command: Export) -> list[IpcInit]:
     return [engine.init_info(place, fleet_version=command.fleet_version) for place in places]
 
 

@@ -23,8 +23,8 @@ from weightsync.errors import (
     WeightSyncError,
 )
 from weightsync.samehost.ring import PATIENCE
-from weightsync.sending.calls import LOOK_S, CallThreads, Flight, Flights, exiting
-from weightsync.sending.watch import Call, Watch
+from weightsync.sending.calls import LOOK_S, CallThreads, InFlightCall, InFlightCalls, exiting
+from weightsync.sending.watch import ObservedCall, Observers
 from weightsync.transports.base import Transport
 from weightsync.wire.messages import (
     CALL_OF,
@@ -135,7 +135,7 @@ class Member:
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class MemberReply:
     """What one member answered: `reply`, or the `error` that it or its transport raised."""
 
     member: Member
@@ -170,16 +170,16 @@ class Fleet:
         self.yields = yields
         for transport in transports:
             self.add(transport)
-        self._threads: CallThreads[Answer] = CallThreads()
+        self._threads: CallThreads[MemberReply] = CallThreads()
         self._probes: CallThreads[bool | None] = CallThreads()
-        self._flights: Flights[Answer] = Flights()
+        self._flights: InFlightCalls[MemberReply] = InFlightCalls()
         self._silent: set[Member] = set()
         self._token = secrets.token_hex(6)
         self._updates = itertools.count(1)
         self._gone_nbytes = 0
         self._gone_messages = 0
         self.idle: Callable[[], None] | None = None
-        self.watch = Watch()
+        self.watch = Observers()
         self.beat: Callable[[Member], Hashable | None] = lambda _: None
 
     def new_update_id(self) -> str:
@@ -275,7 +275,7 @@ class Fleet:
         timeout_s: float,
         members: Sequence[Member] | None = None,
         idle: Callable[[], None] | None = None,
-    ) -> list[Answer]:
+    ) -> list[MemberReply]:
         """Call members (all by default) and wait for every answer; errors come as answers.
 
         `timeout_s` is how long a member may give no sign of life; see `begin`.
@@ -285,7 +285,7 @@ class Fleet:
         return [future.result() for future in begun]
 
     def await_all(
-        self, begun: Sequence[Future[Answer]], *, idle: Callable[[], None] | None = None
+        self, begun: Sequence[Future[MemberReply]], *, idle: Callable[[], None] | None = None
     ) -> None:
         """Return when all have answered or were given up; `idle` is called beside that of all."""
         idled = time.monotonic()
@@ -302,7 +302,7 @@ class Fleet:
         *,
         timeout_s: float,
         members: Sequence[Member] | None = None,
-    ) -> list[Future[Answer]]:
+    ) -> list[Future[MemberReply]]:
         """Call members without waiting; `look` is called while their answers are waited for.
 
         A member that lives has PATIENCE times `timeout_s` for a step of an update.
@@ -338,29 +338,29 @@ class Fleet:
 
     def _begin(
         self, member: Member, request: Request | Callable[[Member], Request], timeout_s: float
-    ) -> Future[Answer]:
-        future: Future[Answer] = Future()
+    ) -> Future[MemberReply]:
+        future: Future[MemberReply] = Future()
         try:
             message = request(member) if callable(request) else request
         except WeightSyncError as exc:
-            future.set_result(Answer(member, error=named(exc, member.target)))
+            future.set_result(MemberReply(member, error=add_target(exc, member.target)))
             return future
         call = CALL_OF[type(message)]
         if member in self._silent:
             if not isinstance(message, _TOLD):
-                future.set_result(Answer(member, error=_silent(member, call, timeout_s)))
+                future.set_result(MemberReply(member, error=_silent(member, call, timeout_s)))
                 return future
             timeout_s *= _ASIDE
         timeout_s = min(timeout_s, _EXIT_S) if exiting() else timeout_s
         brief = isinstance(message, _BRIEF)
 
-        def give_up(lost: bool, over: bool) -> Answer:
+        def give_up(lost: bool, over: bool) -> MemberReply:
             if over or not lost:
                 self.silence([member])
             waited_s = PATIENCE * timeout_s if over else timeout_s
-            return Answer(member, error=_silent(member, call, waited_s, lost=lost, over=over))
+            return MemberReply(member, error=_silent(member, call, waited_s, lost=lost, over=over))
 
-        flight = Flight(
+        flight = InFlightCall(
             member,
             future,
             timeout_s,
@@ -372,10 +372,10 @@ class Fleet:
         # Longer than what is waited for here, so that silence is told from a lost answer.
         limit_s = timeout_s * (1.1 if brief else PATIENCE + 1) + LOOK_S
         watch = self.watch
-        seen = Call(member.target, member.rank, member.reader, member.road, message)
+        seen = ObservedCall(member.target, member.rank, member.reader, member.road, message)
         watch.asked(seen)
 
-        def ask() -> Answer:
+        def ask() -> MemberReply:
             answer = _call(member, message, limit_s)
             if not future.done():
                 watch.answered(seen, answer.error or answer.reply)
@@ -385,7 +385,7 @@ class Fleet:
             self._threads.submit(ask, future)
         except RuntimeError as exc:
             error = ConnectError(f"{member.target} cannot be told {call} any more: {exc}")
-            future.set_result(Answer(member, error=error))
+            future.set_result(MemberReply(member, error=error))
         self._flights.add(flight)
         return future
 
@@ -418,11 +418,11 @@ class Fleet:
         transport.close()
 
 
-def _call(member: Member, message: Request, timeout_s: float) -> Answer:
+def _call(member: Member, message: Request, timeout_s: float) -> MemberReply:
     try:
-        return Answer(member, reply=member.transport.call(message, timeout_s=timeout_s))
+        return MemberReply(member, reply=member.transport.call(message, timeout_s=timeout_s))
     except WeightSyncError as exc:
-        return Answer(member, error=named(exc, member.target))
+        return MemberReply(member, error=add_target(exc, member.target))
     except Exception as exc:  # noqa: BLE001  # a transport of the user's, which may raise anything
         foreign = RemoteError(
             f"{member.target}: its transport raised {type(exc).__name__}: {exc}",
@@ -430,7 +430,7 @@ def _call(member: Member, message: Request, timeout_s: float) -> Answer:
             remote_message=str(exc),
         )
         foreign.__cause__ = exc
-        return Answer(member, error=foreign)
+        return MemberReply(member, error=foreign)
 
 
 def _answers_with(member: Member) -> object:
@@ -452,19 +452,19 @@ def _silent(
     )
 
 
-def named(error: WeightSyncError, target: str) -> WeightSyncError:
+def add_target(error: WeightSyncError, target: str) -> WeightSyncError:
     """Have the error say which receiver it is about, unless it begins with that."""
     if not str(error).startswith((f"{target}:", f"{target} ")):
         error.args = (f"{target}: {error}", *error.args[1:])
     return error
 
 
-def failures(answers: Sequence[Answer]) -> list[Answer]:
+def failures(answers: Sequence[MemberReply]) -> list[MemberReply]:
     """Those that answered with an error."""
     return [answer for answer in answers if answer.error is not None]
 
 
-def raise_first(answers: Sequence[Answer], doing: str) -> None:
+def raise_first(answers: Sequence[MemberReply], doing: str) -> None:
     """Raise the first error, with a note that names every member that failed."""
     failed = failures(answers)
     if not failed:

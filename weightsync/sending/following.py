@@ -7,17 +7,17 @@ from contextlib import contextmanager, suppress
 
 from weightsync.errors import WeightSyncError
 from weightsync.report import SyncReport
-from weightsync.sending.ensemble import Ensemble
+from weightsync.sending.ensemble import RankGroup
 from weightsync.weights.source import NamedTensors
 
 
-class FollowedUpdate:
+class FollowerUpdate:
     """Takes part in what rank 0 sends. `send` is called as often as on rank 0.
 
     `last_report` is rank 0's, after the block.
     """
 
-    def __init__(self, ensemble: Ensemble) -> None:
+    def __init__(self, ensemble: RankGroup) -> None:
         self.last_report: SyncReport | None = None
         self._ensemble = ensemble
         self._over = False
@@ -56,9 +56,9 @@ class FollowedUpdate:
 
 
 @contextmanager
-def following(ensemble: Ensemble) -> Iterator[FollowedUpdate]:
+def following(ensemble: RankGroup) -> Iterator[FollowerUpdate]:
     """Around the block of a rank that does not lead: rank 0 learns how it ended."""
-    followed = FollowedUpdate(ensemble)
+    followed = FollowerUpdate(ensemble)
     try:
         yield followed
     except BaseException as exc:

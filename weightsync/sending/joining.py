@@ -13,8 +13,8 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore
 
 from weightsync.errors import ConfigError, TransferError, TransferTimeout
-from weightsync.sending.checkin import CheckIn
-from weightsync.sending.ranks import MAX_RANKS, Gloo, Ranks, alone, name_ranks, who_is_gone
+from weightsync.sending.checkin import StoreRendezvous
+from weightsync.sending.ranks import MAX_RANKS, Gloo, RankComm, alone, name_ranks, who_is_gone
 
 logger = logging.getLogger(__name__)
 
@@ -27,7 +27,7 @@ def join_ranks(
     timeout_s: float,
     join_timeout_s: float = JOIN_TIMEOUT_S,
     call: str = "connect()",
-) -> Ranks:
+) -> RankComm:
     """Make the private group over the ranks of `process_group`; each of them has to call this.
 
     None means the default group where there is one of more than one rank, else `alone()`.
@@ -51,7 +51,7 @@ def join_ranks(
     check_in = _meet_at_store(names, rank, bound_s, call)
     group = _make_group(check_in, rank, names, bound_s)
     group.set_timeout(timedelta(seconds=timeout_s))
-    return Ranks(group, check_in, rank=rank, names=names, timeout_s=timeout_s)
+    return RankComm(group, check_in, rank=rank, names=names, timeout_s=timeout_s)
 
 
 def _compare_timeouts(process_group: dist.ProcessGroup | None, timeout_s: float) -> None:
@@ -70,12 +70,14 @@ def _compare_timeouts(process_group: dist.ProcessGroup | None, timeout_s: float)
         )
 
 
-def _meet_at_store(names: Sequence[int], rank: int, timeout_s: float, call: str) -> CheckIn:
+def _meet_at_store(names: Sequence[int], rank: int, timeout_s: float, call: str) -> StoreRendezvous:
     """Meet the other ranks in the trainer's store."""
     digest = hashlib.blake2b(repr(list(names)).encode(), digest_size=8).hexdigest()
     store = PrefixStore(f"weightsync/{digest}", dist.distributed_c10d._get_default_store())
     try:
-        check_in, missing = CheckIn.arrive(store, rank=rank, size=len(names), timeout_s=timeout_s)
+        check_in, missing = StoreRendezvous.arrive(
+            store, rank=rank, size=len(names), timeout_s=timeout_s
+        )
     except RuntimeError as exc:
         raise TransferError(
             "the trainer's store (held by rank 0, or by torchrun's agent) does not answer; it has "
@@ -90,7 +92,9 @@ def _meet_at_store(names: Sequence[int], rank: int, timeout_s: float, call: str)
     return check_in
 
 
-def _make_group(check_in: CheckIn, rank: int, names: Sequence[int], timeout_s: float) -> Gloo:
+def _make_group(
+    check_in: StoreRendezvous, rank: int, names: Sequence[int], timeout_s: float
+) -> Gloo:
     # Not dist.new_group: its names depend on what this process made before, and ranks that
     # recover from an error at different times would wait for each other under different names.
     try:

@@ -15,14 +15,14 @@ from weightsync.backends.ipc_sender import IpcOptions
 from weightsync.errors import ConfigError, StaleVersionError, WeightSyncError
 from weightsync.lifecycle import MAX_VERSION, version_after
 from weightsync.report import SyncReport
-from weightsync.sending.commands import Look
-from weightsync.sending.ensemble import Ensemble
+from weightsync.sending.commands import CheckMoved
+from weightsync.sending.ensemble import RankGroup
 from weightsync.sending.fleet import Fleet, Member
 from weightsync.sending.membership import Membership, names
-from weightsync.sending.outgoing import Update
-from weightsync.sending.roads import Roads
-from weightsync.sending.sent import Sent
-from weightsync.sending.servers import ReshapedError
+from weightsync.sending.outgoing import UpdateTransaction
+from weightsync.sending.roads import PathSelector
+from weightsync.sending.sent import LastVersion
+from weightsync.sending.servers import WorldSizeChangedError
 from weightsync.transports.base import Transport
 from weightsync.wire.messages import StartTerms, StepReply
 
@@ -34,7 +34,7 @@ _TRIES = 4
 """How often an update begins anew after a receiver was met again, or freed, that refused it."""
 
 
-class Lead:
+class Coordinator:
     """Keeps a fleet in step with the ensemble's source. Used by one thread at a time.
 
     `version` is the last version that receivers hold.
@@ -42,7 +42,7 @@ class Lead:
 
     def __init__(
         self,
-        ensemble: Ensemble,
+        ensemble: RankGroup,
         fleet: Fleet,
         options: IpcOptions,
         *,
@@ -51,7 +51,7 @@ class Lead:
         takeover: bool = False,
     ) -> None:
         self.fleet = fleet
-        self.roads = Roads(ensemble, fleet, options, backend=backend)
+        self.roads = PathSelector(ensemble, fleet, options, backend=backend)
         fleet.beat = self.roads.beat
         self.verify = True
         self._ensemble = ensemble
@@ -68,7 +68,7 @@ class Lead:
             drops=self._drops,
             takeover=takeover,
         )
-        self._sent = Sent()
+        self._sent = LastVersion()
 
     @property
     def version(self) -> int:
@@ -97,12 +97,12 @@ class Lead:
 
     def _send(
         self, version: int | None, label: str | None, *, rewind: bool, last: bool
-    ) -> tuple[Update, int]:
+    ) -> tuple[UpdateTransaction, int]:
         self._membership.ready()
         update, terms = self._reach_most(version, label, rewind=rewind)
         sent = terms.version or 0
         self._membership.version = sent
-        self._sent = Sent(
+        self._sent = LastVersion(
             version=sent,
             label=label,
             weights_id=terms.weights_id,
@@ -193,7 +193,7 @@ class Lead:
     @contextmanager
     def updating(
         self, version: int | None, label: str | None, *, rewind: bool, partial: bool
-    ) -> Iterator[Update]:
+    ) -> Iterator[UpdateTransaction]:
         """An update whose tensors the caller sends: it commits, or is aborted on every receiver."""
         _check_version(version)
         before = (self.fleet.sent_nbytes, self.fleet.sent_messages)
@@ -208,7 +208,7 @@ class Lead:
             update.start(terms)
             self._ensemble.done(self.version)
             yield update
-            self._ensemble.tell(Look())  # raises where another rank's block has failed
+            self._ensemble.tell(CheckMoved())  # raises where another rank's block has failed
             update.prepare()
             update.finish()
         except BaseException as exc:
@@ -218,7 +218,7 @@ class Lead:
                 self._drop_all(update.failed)
             raise
         self._membership.version = version
-        self._sent = Sent()  # what the caller sent cannot be sent again
+        self._sent = LastVersion()  # what the caller sent cannot be sent again
         if update.failed and not self._membership.may_drop(update.failed):
             raise _left_behind(update.failed, version) from next(iter(update.failed.values()))
         self._drop_all(update.failed)
@@ -226,7 +226,7 @@ class Lead:
 
     def _reach_most(
         self, version: int | None, label: str | None, *, rewind: bool
-    ) -> tuple[Update, StartTerms]:
+    ) -> tuple[UpdateTransaction, StartTerms]:
         """Send until those who can go on hold the version; `failed` of the update are the others.
 
         After one was met again everyone gets another try, a few times. Without those who failed it
@@ -272,19 +272,21 @@ class Lead:
         following = version_after(self.version)
         return following, rewind or following < self.version
 
-    def _try_again(self, update: Update, failure: WeightSyncError, *, follows: bool) -> bool:
+    def _try_again(
+        self, update: UpdateTransaction, failure: WeightSyncError, *, follows: bool
+    ) -> bool:
         """Whether a second try may go better: someone was met again, or holds a newer version."""
         met = self._membership.meet_again(update.failed)
         return met or (follows and isinstance(failure, StaleVersionError))
 
     def _may_go_on(
-        self, update: Update, without: Mapping[Member, WeightSyncError], *, touched: bool
+        self, update: UpdateTransaction, without: Mapping[Member, WeightSyncError], *, touched: bool
     ) -> bool:
         rest = [member for member in self.fleet.members if member not in without]
         goes_on = touched or self._membership.may_drop(without)
         return bool(update.failed and rest and not update.finishing and goes_on)
 
-    def _reach_rest(self, update: Update, terms: StartTerms) -> None:
+    def _reach_rest(self, update: UpdateTransaction, terms: StartTerms) -> None:
         """The others hold the version: bring those who failed to it one by one, or drop them."""
         left: dict[Member, WeightSyncError] = {}
         waiting = deque(update.failed.items())
@@ -295,7 +297,7 @@ class Lead:
             try:
                 update.absorb(self._send_again(member, terms, error))
                 update.rule = "roll-forward"
-            except ReshapedError as exc:
+            except WorldSizeChangedError as exc:
                 waiting += [(new, exc) for new in self._membership.meet_workers(member)]
             except WeightSyncError as exc:
                 left[member] = exc
@@ -316,7 +318,7 @@ class Lead:
         if finished:
             return finished
         met = self._membership.meet_again({member: failure}, [member])
-        met = met or isinstance(failure, ReshapedError)
+        met = met or isinstance(failure, WorldSizeChangedError)
         if self._membership.may_drop([member]) and not met:
             raise failure
         self._membership.end_open_update(member)
@@ -349,8 +351,8 @@ class Lead:
             manifest_digest=self._ensemble.manifest.digest,
         )
 
-    def _update(self, members: Sequence[Member]) -> Update:
-        return Update(
+    def _update(self, members: Sequence[Member]) -> UpdateTransaction:
+        return UpdateTransaction(
             self.fleet,
             self._ensemble,
             self.roads,
@@ -360,11 +362,11 @@ class Lead:
             members=members,
         )
 
-    def _check_unchanged(self, update: Update) -> None:
+    def _check_unchanged(self, update: UpdateTransaction) -> None:
         self._sent.check_unchanged(update.table_digests, self.roads.layout)
 
     def _report(
-        self, update: Update, version: int, label: str | None, before: tuple[int, int]
+        self, update: UpdateTransaction, version: int, label: str | None, before: tuple[int, int]
     ) -> SyncReport:
         """Add to the update's report what came before and after it in the same call."""
         connect_seconds = dict(self.roads.seconds) if self.roads.unreported else {}

@@ -8,8 +8,8 @@ from itertools import islice
 
 import torch
 
-from weightsync.sending.call_off import CalledOff, CalledOffError, CallOff
-from weightsync.sending.ranks import Ranks
+from weightsync.sending.call_off import CancelFlag, Cancellation, CancelledError
+from weightsync.sending.ranks import RankComm
 from weightsync.specs import Manifest
 from weightsync.weights.groups import groups_of
 from weightsync.weights.shards import is_sharded
@@ -18,7 +18,7 @@ from weightsync.weights.source import IterableSource, WeightSource, checked
 Pair = tuple[str, torch.Tensor]
 
 
-class Lockstep:
+class CollectiveSource:
     """A WeightSource whose ranks exchange a status word before each group is gathered.
 
     A rank that fails in the middle of a group still takes part in the rest of that group's
@@ -26,11 +26,11 @@ class Lockstep:
     callable yields are looked at on all ranks before any of them is gathered.
     """
 
-    def __init__(self, source: WeightSource, ranks: Ranks) -> None:
+    def __init__(self, source: WeightSource, ranks: RankComm) -> None:
         self._source = source
         self._ranks = ranks
         self._groups = groups_of(source.manifest)
-        self._call_off = CallOff(ranks)
+        self._call_off = CancelFlag(ranks)
         self._making: Iterator[Pair] = iter(())
         self._rest: Iterator[Pair] = iter(())
         self._begin(lambda: None)
@@ -71,7 +71,7 @@ class Lockstep:
         finally:
             self._making = self._rest = iter(())
         if called_off:
-            raise CalledOffError("another rank called the step off, and then found nothing wrong")
+            raise CancelledError("another rank called the step off, and then found nothing wrong")
 
     def check(self) -> None:
         """Raise when this rank should leave the step, CalledOff when another one has."""
@@ -94,7 +94,7 @@ class Lockstep:
         """Return whether the work was given up, because another rank gave up."""
         try:
             work()
-        except CalledOff:
+        except Cancellation:
             for _ in self._making:
                 pass
             return True

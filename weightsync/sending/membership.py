@@ -17,12 +17,25 @@ from weightsync.errors import (
     UnknownSenderError,
     WeightSyncError,
 )
-from weightsync.sending.commands import Look
-from weightsync.sending.ensemble import Ensemble
-from weightsync.sending.fleet import Answer, Fleet, Member, Server, failures, named, raise_first
-from weightsync.sending.roads import Roads
-from weightsync.sending.servers import SAYS_NOTHING, ReshapedError, find_reshaped, unfold
-from weightsync.sending.takeover import end_orphans, end_others, end_prepared
+from weightsync.sending.commands import CheckMoved
+from weightsync.sending.ensemble import RankGroup
+from weightsync.sending.fleet import (
+    Fleet,
+    Member,
+    MemberReply,
+    Server,
+    add_target,
+    failures,
+    raise_first,
+)
+from weightsync.sending.roads import PathSelector
+from weightsync.sending.servers import (
+    SAYS_NOTHING,
+    WorldSizeChangedError,
+    expand_servers,
+    find_resized,
+)
+from weightsync.sending.takeover import abort_others, recover_orphans, recover_prepared
 from weightsync.transports.base import Transport
 from weightsync.wire.messages import (
     PROTOCOL,
@@ -53,9 +66,9 @@ class Membership:
 
     def __init__(
         self,
-        ensemble: Ensemble,
+        ensemble: RankGroup,
         fleet: Fleet,
-        roads: Roads,
+        roads: PathSelector,
         *,
         timeout_s: float,
         drops: bool,
@@ -83,7 +96,7 @@ class Membership:
         self.roads.take(self.version)
         self.connected = True
         try:
-            self.learn(end_orphans(self.fleet, answers, self._timeout_s))
+            self.learn(recover_orphans(self.fleet, answers, self._timeout_s))
         except BaseException:
             self.disconnect()
             raise
@@ -106,7 +119,7 @@ class Membership:
 
         Connects after `release`, or where registered memory has moved.
         """
-        if self.connected and any(told.moved for told in self._ensemble.tell(Look())):
+        if self.connected and any(told.moved for told in self._ensemble.tell(CheckMoved())):
             self.disconnect()
         if not self.connected:
             self.connect()
@@ -171,7 +184,7 @@ class Membership:
         """Go on without a member that failed, and without the other workers of its server."""
         if member not in self.fleet.members:
             return
-        said = str(named(reason, member.target))
+        said = str(add_target(reason, member.target))
         for one in self.fleet.together([member]):
             why = said if one is member else f"its server lost a worker: {said}"
             logger.warning("%s is dropped from the fleet: %s", one.target, why)
@@ -229,7 +242,7 @@ class Membership:
 
     def end_open_update(self, member: Member) -> None:
         """Abort the update of ours that a member which failed in its finish still holds."""
-        end_prepared(self.fleet, member, self._timeout_s)
+        recover_prepared(self.fleet, member, self._timeout_s)
 
     def mend(self, members: Sequence[Member]) -> None:
         """Make the private group anew where one of the members is not in a whole one."""
@@ -256,7 +269,7 @@ class Membership:
         timeout_s = min(self._timeout_s, _STATUS_TIMEOUT_S)
         answers = self.fleet.ask(StatusRequest(), timeout_s=timeout_s, members=members)
         known = [answer for answer in answers if isinstance(answer.reply, Status)]
-        reshaped = [s.target for s in find_reshaped(answers, timeout_s)]
+        reshaped = [s.target for s in find_resized(answers, timeout_s)]
         reshaped += [answer.member.target for answer in known if answer.status.workers]
         if reshaped:
             return self._meet_reshaped(reshaped, everyone=members is None)
@@ -274,19 +287,19 @@ class Membership:
             check_fleet(self.fleet, strangers, takeover=self._takeover)
             self._offer([answer.member for answer in strangers])
             ended = True
-        return end_others(self.fleet, known, timeout_s) or ended
+        return abort_others(self.fleet, known, timeout_s) or ended
 
     def _end_orphans(self, timeout_s: float) -> bool:
         """End what a sender that died beside this one left open, once everyone can be asked."""
         answers = self.fleet.ask(StatusRequest(), timeout_s=timeout_s)
         if failures(answers):
             return False
-        self.learn(end_orphans(self.fleet, answers, self._timeout_s))
+        self.learn(recover_orphans(self.fleet, answers, self._timeout_s))
         return True
 
     def _meet_reshaped(self, servers: Sequence[str], *, everyone: bool) -> bool:
         if not everyone:
-            raise ReshapedError(
+            raise WorldSizeChangedError(
                 f"{', '.join(servers)} was restarted with another number of workers; "
                 "send_weights() meets them, or remove() it and add() it again"
             )
@@ -298,24 +311,24 @@ class Membership:
         """Some receiver holds these versions."""
         self.version = max([self.version, *versions])
 
-    def _greet(self, members: Sequence[Member], *, drops: bool) -> list[Answer]:
+    def _greet(self, members: Sequence[Member], *, drops: bool) -> list[MemberReply]:
         """Ask members who they are, and the workers of servers. Raises what the first did not say.
 
         Only who is not connected is greeted.
         """
         answers = self.fleet.ask(StatusRequest(), timeout_s=self._timeout_s, members=list(members))
-        reshaped = find_reshaped(answers, min(self._timeout_s, _STATUS_TIMEOUT_S))
+        reshaped = find_resized(answers, min(self._timeout_s, _STATUS_TIMEOUT_S))
         if reshaped:
             answers = self._ask_whole(reshaped, answers)
         answers = self._without_lost(answers, drops=drops)
         for answer in answers:
             if answer.status.workers:
                 self.roads.forget(answer.member)
-        told = unfold(self.fleet, answers, self._timeout_s)
+        told = expand_servers(self.fleet, answers, self._timeout_s)
         answers = self._await_turns(self._without_lost(told, drops=drops), drops=drops)
         return [self._pay_back(answer) for answer in answers]
 
-    def _await_turns(self, answers: Sequence[Answer], *, drops: bool) -> list[Answer]:
+    def _await_turns(self, answers: Sequence[MemberReply], *, drops: bool) -> list[MemberReply]:
         """Wait, up to `timeout_s`, until owners that yield have ended the updates that they began.
 
         Returns what members say then.
@@ -331,7 +344,7 @@ class Membership:
             told += self._without_lost(again, drops=drops)
         return told
 
-    def _is_in_turn(self, answer: Answer) -> bool:
+    def _is_in_turn(self, answer: MemberReply) -> bool:
         """Whether a member is in an update of another sender, which gives it up afterwards."""
         owner, member = answer.status.owner, answer.member
         if owner is None or not owner.yields or (self._takeover and not member.term):
@@ -339,14 +352,16 @@ class Membership:
         free = not owner.alive or self.fleet.owns(owner) or owner.term < member.term
         return not free and not _is_idle(answer.status)
 
-    def _without_lost(self, answers: Sequence[Answer], *, drops: bool) -> list[Answer]:
+    def _without_lost(self, answers: Sequence[MemberReply], *, drops: bool) -> list[MemberReply]:
         """Drop those who do not say who they are, where that is done. Raises any other error."""
         self._refuse_unreachable(answers, "status", drops=drops, kinds=SAYS_NOTHING)
         staying = [answer for answer in answers if answer.member in self.fleet.members]
         raise_first(staying, "status")
         return staying
 
-    def _ask_whole(self, servers: Sequence[Server], answers: Sequence[Answer]) -> list[Answer]:
+    def _ask_whole(
+        self, servers: Sequence[Server], answers: Sequence[MemberReply]
+    ) -> list[MemberReply]:
         """Ask servers themselves who they are now, in the place of the workers that they had."""
         kept = [answer for answer in answers if answer.member.server not in servers]
         for answer in answers:
@@ -374,7 +389,7 @@ class Membership:
             except WeightSyncError as exc:
                 logger.warning("%s leaves with an update open: %s", member.target, exc)
 
-    def _pay_back(self, answer: Answer) -> Answer:
+    def _pay_back(self, answer: MemberReply) -> MemberReply:
         """One that left with an update of ours open is told how it ended before it is connected."""
         owed = self._owed.pop(answer.status.instance, None)
         if owed is None:
@@ -387,7 +402,7 @@ class Membership:
 
     def _refuse_unreachable(
         self,
-        answers: Sequence[Answer],
+        answers: Sequence[MemberReply],
         doing: str,
         *,
         drops: bool,
@@ -416,7 +431,7 @@ def names(members: Iterable[Member]) -> str:
     return ", ".join(member.target for member in members)
 
 
-def check_fleet(fleet: Fleet, answers: Sequence[Answer], *, takeover: bool = False) -> None:
+def check_fleet(fleet: Fleet, answers: Sequence[MemberReply], *, takeover: bool = False) -> None:
     """Take note of who members are, before anything is made for them.
 
     Raises ConfigError when two targets are one receiver, ProtocolError for a receiver of another
@@ -447,7 +462,7 @@ def check_fleet(fleet: Fleet, answers: Sequence[Answer], *, takeover: bool = Fal
         answer.member.term = max(answer.member.term, 1)
 
 
-def _check_owner(fleet: Fleet, answer: Answer, *, takeover: bool) -> None:
+def _check_owner(fleet: Fleet, answer: MemberReply, *, takeover: bool) -> None:
     """Raise where a member belongs to another living sender, and neither yields nor is ours."""
     owner, member = answer.status.owner, answer.member
     if owner is None or not owner.alive or fleet.owns(owner) or takeover:

@@ -21,11 +21,10 @@ from weightsync.errors import (
     shorten,
 )
 from weightsync.report import ReceiverReport, SyncReport
-from weightsync.sending.commands import Answer as RankAnswer
-from weightsync.sending.commands import Begin, End, Stay, Transfer
-from weightsync.sending.ensemble import Ensemble
-from weightsync.sending.fleet import Answer, Fleet, Member, failures, named, raise_first
-from weightsync.sending.roads import Roads
+from weightsync.sending.commands import Begin, CommandResult, End, KeepAlive, Transfer
+from weightsync.sending.ensemble import RankGroup
+from weightsync.sending.fleet import Fleet, Member, MemberReply, add_target, failures, raise_first
+from weightsync.sending.roads import PathSelector
 from weightsync.weights.source import NamedTensors
 from weightsync.wire.messages import (
     AbortRequest,
@@ -46,7 +45,7 @@ _ABORT_TIMEOUT_S = 30.0
 _STRENGTH = ("none", "arrived", "held")
 
 
-class Update:
+class UpdateTransaction:
     """A transaction over members of the fleet. Made by the sender; `send` adds tensors to it.
 
     Only when every staged receiver is PREPARED does any finish. Receivers that load in place have
@@ -58,8 +57,8 @@ class Update:
     def __init__(
         self,
         fleet: Fleet,
-        ensemble: Ensemble,
-        roads: Roads,
+        ensemble: RankGroup,
+        roads: PathSelector,
         *,
         timeout_s: float,
         verify: bool,
@@ -82,8 +81,8 @@ class Update:
         self._started = time.perf_counter()
         self._seconds: dict[str, float] = {}
         self._replies: dict[Member, StepReply] = {}
-        self._begun: list[RankAnswer] = []
-        self._told: list[RankAnswer] = []
+        self._begun: list[CommandResult] = []
+        self._told: list[CommandResult] = []
         self._whole = False
         self._aborted = False
         self._torn: list[str] = []
@@ -111,7 +110,10 @@ class Update:
         return [told.table_digest for told in self._told]
 
     def send_whole(
-        self, terms: StartTerms, *, before_finish: Callable[[Update], None] = lambda _: None
+        self,
+        terms: StartTerms,
+        *,
+        before_finish: Callable[[UpdateTransaction], None] = lambda _: None,
     ) -> None:
         """The steady update, two messages a receiver: start, load, prepare in one, then finish.
 
@@ -284,9 +286,9 @@ class Update:
         members: Sequence[Member],
         request: Callable[[Member], Request],
         started: float,
-    ) -> list[Answer]:
+    ) -> list[MemberReply]:
         """Hand every byte over, and wait until the receivers have answered."""
-        calls: dict[Member, Future[Answer]] = {}
+        calls: dict[Member, Future[MemberReply]] = {}
         try:
             self._begun = self._ensemble.tell(begin)
             begun = self._fleet.begin(request, timeout_s=self._timeout_s, members=members)
@@ -324,12 +326,12 @@ class Update:
 
     def _stay(self) -> None:
         """Ask the ranks whether they still want the update, and how their readers stand."""
-        self._roads.heard(self._ensemble.tell(Stay()))
+        self._roads.heard(self._ensemble.tell(KeepAlive()))
 
     def _hear(self) -> None:
         """Ask the ranks how their readers stand; an error of theirs ends nothing here."""
         with suppress(WeightSyncError):
-            self._roads.heard(self._ensemble.tell(Stay(asks=False)))
+            self._roads.heard(self._ensemble.tell(KeepAlive(asks=False)))
 
     def _info(self, member: Member) -> RegisteredUpdate:
         """What one member is told: the ring of its rank, and whom it feeds itself."""
@@ -343,7 +345,7 @@ class Update:
         self,
         request: Request | Callable[[Member], Request],
         members: Sequence[Member] | None = None,
-    ) -> list[Answer]:
+    ) -> list[MemberReply]:
         chosen = self.members if members is None else members
         idle = self._hear if any(member.rank for member in chosen) else None
         return self._fleet.ask(request, timeout_s=self._timeout_s, members=chosen, idle=idle)
@@ -352,7 +354,7 @@ class Update:
         digest = self._told[member.rank].table_digest if self._whole and self._told else None
         return FinishRequest(update_id=self.update_id, table_digest=digest)
 
-    def _stop(self, begun: Mapping[Member, Future[Answer]], why: BaseException) -> None:
+    def _stop(self, begun: Mapping[Member, Future[MemberReply]], why: BaseException) -> None:
         """The bytes stopped: tell the readers, and wait until none of them reads any more.
 
         Only who failed before the stop is to blame for it; where nobody had, whom the private
@@ -365,7 +367,7 @@ class Update:
             self._note([future.result() for future in begun.values() if future.done()])
         if isinstance(why, TransferTimeout) and not (self.failed or blamed):
             blamed = self._roads.late(list(begun))
-            named(why, ", ".join(member.target for member in blamed))
+            add_target(why, ", ".join(member.target for member in blamed))
             self._fleet.silence(blamed)
         if isinstance(why, WeightSyncError):
             self.failed.update(dict.fromkeys(blamed, why))
@@ -378,7 +380,7 @@ class Update:
             if error is not None:
                 logger.debug("after the stop: %s: %s", member.target, error)
 
-    def _raise_unless_all(self, answers: list[Answer], doing: str) -> None:
+    def _raise_unless_all(self, answers: list[MemberReply], doing: str) -> None:
         """One refusal aborts all, unless a receiver in place has nothing to return to."""
         failed = failures(answers)
         if not failed:
@@ -408,7 +410,7 @@ class Update:
         if self._ensemble.feeder.stop.is_set():
             raise TransferError("the update was cancelled by its caller")
 
-    def _raise_early(self, begun: Mapping[Member, Future[Answer]]) -> None:
+    def _raise_early(self, begun: Mapping[Member, Future[MemberReply]]) -> None:
         """Stop when asked to, or when a receiver has answered that the rest need not go on."""
         self._raise_if_cancelled()
         self._roads.trust()
@@ -426,7 +428,7 @@ class Update:
                     )
                     raise self.failed[member]
 
-    def _note(self, answers: list[Answer]) -> None:
+    def _note(self, answers: list[MemberReply]) -> None:
         for answer in answers:
             if answer.error is None:
                 self._replies[answer.member] = answer.step

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from weightsync.errors import ConfigError
-from weightsync.sending.commands import Card
+from weightsync.sending.commands import RankInfo
 from weightsync.sending.fleet import Member
 
 Backend = Literal["auto", "ipc", "distributed"]
@@ -16,7 +16,7 @@ BACKENDS: tuple[Backend, ...] = ("auto", "ipc", "distributed")
 
 
 @dataclass(frozen=True, slots=True)
-class Way:
+class Candidate:
     """The rank that feeds a receiver, and the road."""
 
     rank: int
@@ -31,21 +31,21 @@ def check_backend(backend: str, *, packed: bool | None = None) -> None:
         raise ConfigError("the distributed backend streams: leave packed out, or say True")
 
 
-def ways(member: Member, cards: Sequence[Card], backend: str) -> list[Way]:
+def candidates(member: Member, cards: Sequence[RankInfo], backend: str) -> list[Candidate]:
     """Return the ways to a member, fastest first; why one is not among them goes to `skipped`.
 
     The keys are hints: a probe decides.
     """
-    found: list[Way] = []
+    found: list[Candidate] = []
     if backend != "distributed":
         found += _cuda_ipc(member, cards)
         found += _shared_memory(member, cards)
     if backend != "ipc":
-        found.append(Way(0, "distributed"))
+        found.append(Candidate(0, "distributed"))
     return found
 
 
-def _cuda_ipc(member: Member, cards: Sequence[Card]) -> list[Way]:
+def _cuda_ipc(member: Member, cards: Sequence[RankInfo]) -> list[Candidate]:
     on_gpu = [rank for rank, card in enumerate(cards) if card.on_gpu]
     if not on_gpu:
         return []
@@ -60,10 +60,10 @@ def _cuda_ipc(member: Member, cards: Sequence[Card]) -> list[Way]:
     if refused is not None:
         member.skipped["cuda_ipc"] = refused
         return []
-    return [Way(same[0], "cuda_ipc")]
+    return [Candidate(same[0], "cuda_ipc")]
 
 
-def _shared_memory(member: Member, cards: Sequence[Card]) -> list[Way]:
+def _shared_memory(member: Member, cards: Sequence[RankInfo]) -> list[Candidate]:
     same_host = [rank for rank, card in enumerate(cards) if card.keys[-1] in member.keys]
     if not same_host:
         hosts = sorted({card.keys[-1] for card in cards})
@@ -72,10 +72,10 @@ def _shared_memory(member: Member, cards: Sequence[Card]) -> list[Way]:
         )
         return []
     same_gpu = [rank for rank in same_host if cards[rank].keys[0] in member.keys]
-    return [Way((same_gpu or same_host)[0], "shared_memory")]
+    return [Candidate((same_gpu or same_host)[0], "shared_memory")]
 
 
-def settle(wishes: dict[Member, list[Way]]) -> dict[Member, Way]:
+def assign(wishes: dict[Member, list[Candidate]]) -> dict[Member, Candidate]:
     """Choose for every member the first of its ways that its rank can offer to all it feeds.
 
     A rank has one ring: on the GPU for `cuda_ipc`, on the host for the other two.

@@ -6,12 +6,12 @@ import logging
 import threading
 import time
 
-from weightsync.backends.trail import Trail
+from weightsync.backends.trail import ReaderProgress
 from weightsync.errors import WeightSyncError
 from weightsync.progress import OnProgress, Phase, Progress
 from weightsync.sending.commands import AnyCommand, Begin, End
-from weightsync.sending.feeder import RELAY_PLACE, Feeder
-from weightsync.sending.watch import Call
+from weightsync.sending.feeder import RELAY_READER, RankWorker
+from weightsync.sending.watch import ObservedCall
 from weightsync.wire.messages import FinishRequest, Reply, StartRequest, UpdateRequest
 
 logger = logging.getLogger(__name__)
@@ -21,14 +21,14 @@ _LAST_WORD_S = 1.0
 """A callback that takes longer than this over the last word is no longer waited for."""
 
 
-class ProgressWatch:
+class ProgressObserver:
     """Calls `callback` about ten times a second during an update, and at its end.
 
     All calls come from one thread at a time; the sender only waits for the last. A callback that
     raises is logged once, and not called again.
     """
 
-    def __init__(self, feeder: Feeder, callback: OnProgress) -> None:
+    def __init__(self, feeder: RankWorker, callback: OnProgress) -> None:
         self._feeder = feeder
         self._callback: OnProgress | None = callback
         self._thread: threading.Thread | None = None
@@ -41,8 +41,8 @@ class ProgressWatch:
         self._version: int | None = None
         self._total = 0
         self._started = 0.0
-        self._trail: Trail | None = None
-        self._calls: dict[str, Call] = {}
+        self._trail: ReaderProgress | None = None
+        self._calls: dict[str, ObservedCall] = {}
         self._done: dict[str, int] = {}
         self._relayed = False
 
@@ -62,11 +62,11 @@ class ProgressWatch:
             self._trail = engine.trail
             manifest = engine.trail.plan.manifest
         self._total = manifest.nbytes
-        self._relayed = RELAY_PLACE in command.places.get(0, [])
+        self._relayed = RELAY_READER in command.places.get(0, [])
         if self._thread is None:
             self._start()
 
-    def asked(self, call: Call) -> None:
+    def asked(self, call: ObservedCall) -> None:
         request = call.request
         if isinstance(request, StartRequest):
             self._version = request.version
@@ -76,7 +76,7 @@ class ProgressWatch:
         elif isinstance(request, FinishRequest) and self._thread is not None:
             self._phase = "finish"
 
-    def answered(self, call: Call, answer: Reply | WeightSyncError | None) -> None:
+    def answered(self, call: ObservedCall, answer: Reply | WeightSyncError | None) -> None:
         if isinstance(call.request, UpdateRequest) and not isinstance(answer, WeightSyncError):
             self._done[call.target] = self._total
 
@@ -118,7 +118,7 @@ class ProgressWatch:
         trail = self._trail
         if trail is not None:
             for target, call in calls.items():
-                place = RELAY_PLACE if self._relayed and call.place is None else call.place
+                place = RELAY_READER if self._relayed and call.place is None else call.place
                 if place is not None and not done[target]:
                     done[target] = min(_taken(trail, place), total)
         finished = self._phase == "done" or (self._phase == "finish" and not done)
@@ -141,7 +141,7 @@ class ProgressWatch:
             logger.warning("the progress callback failed and is not called again", exc_info=True)
 
 
-def _taken(trail: Trail, place: int) -> int:
+def _taken(trail: ReaderProgress, place: int) -> int:
     """Between two updates the ring may just be closed: then nothing is known."""
     try:
         return trail.taken_nbytes(place)

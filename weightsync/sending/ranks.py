@@ -22,7 +22,7 @@ from weightsync.errors import (
     TransferTimeout,
     WeightSyncError,
 )
-from weightsync.sending.checkin import CheckIn
+from weightsync.sending.checkin import StoreRendezvous
 from weightsync.wire.problem import Problem, encode_problem, from_problem, to_problem
 
 logger = logging.getLogger(__name__)
@@ -55,7 +55,7 @@ class Gloo(Protocol):
     def set_timeout(self, timeout: timedelta, /) -> None: ...
 
 
-class Ranks:
+class RankComm:
     """The ranks of a trainer; every rank calls the same methods in the same order.
 
     `rank` and `size` are those of the trainer's process group; messages name a rank as the whole
@@ -69,7 +69,7 @@ class Ranks:
     def __init__(
         self,
         group: Gloo,
-        check_in: CheckIn,
+        check_in: StoreRendezvous,
         *,
         rank: int,
         names: Sequence[int],
@@ -240,7 +240,7 @@ class Ranks:
         raise error
 
 
-class Alone(Ranks):
+class SingleRank(RankComm):
     """A trainer of one rank: the same interface, and no torch.distributed."""
 
     def __init__(self) -> None:
@@ -275,9 +275,9 @@ class Alone(Ranks):
         """Do nothing."""
 
 
-def alone() -> Ranks:
+def alone() -> RankComm:
     """Return the ranks of a trainer that is one process."""
-    return Alone()
+    return SingleRank()
 
 
 def name_ranks(names: Iterable[int]) -> str:
@@ -288,7 +288,7 @@ def name_ranks(names: Iterable[int]) -> str:
     return f"ranks {', '.join(listed[:-1])} and {listed[-1]}"
 
 
-def who_is_gone(check_in: CheckIn, names: Sequence[int]) -> str:
+def who_is_gone(check_in: StoreRendezvous, names: Sequence[int]) -> str:
     """Ask through the store who is still there; return the others by name."""
     try:
         missing = check_in.survivors_miss(NAMING_TIMEOUT_S)

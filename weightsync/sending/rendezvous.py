@@ -17,8 +17,8 @@ from weightsync.backends.distributed_sender import Chain
 from weightsync.backends.ipc_sender import IpcOptions
 from weightsync.errors import ConfigError, ConnectError, TransferError, WeightSyncError
 from weightsync.samehost.device_keys import host_key
-from weightsync.sending.feeder import RELAY_PLACE, Feeder
-from weightsync.sending.fleet import Answer, Fleet, Member, failures
+from weightsync.sending.feeder import RELAY_READER, RankWorker
+from weightsync.sending.fleet import Fleet, Member, MemberReply, failures
 from weightsync.transports.base import Transport
 from weightsync.wire.messages import InitReply, InitRequest, Request
 from weightsync.wire.offers import IpcInit
@@ -30,7 +30,7 @@ ADDRESS_VARIABLE = "WEIGHTSYNC_ADDRESS"
 class Rendezvous:
     """Makes the private group of one sender, on rank 0. Every membership is a group of its own."""
 
-    def __init__(self, feeder: Feeder, fleet: Fleet, options: IpcOptions) -> None:
+    def __init__(self, feeder: RankWorker, fleet: Fleet, options: IpcOptions) -> None:
         self._feeder = feeder
         self._fleet = fleet
         self._timeout_s = options.timeout_s
@@ -49,7 +49,7 @@ class Rendezvous:
         relay = self._feeder.relay
         return relay.failure if relay is not None else None
 
-    def meet(self, members: Sequence[Member], fleet_version: int | None) -> list[Answer]:
+    def meet(self, members: Sequence[Member], fleet_version: int | None) -> list[MemberReply]:
         """Make a group of these members' hosts; return what each answered, errors included.
 
         Where some stay away, those who came and waited for them in vain are left out. Raises
@@ -61,7 +61,7 @@ class Rendezvous:
         self.leave()
         hosts = _by_host(members)
         leaders = [workers[0] for workers in hosts]
-        base = engine.init_info(RELAY_PLACE, fleet_version=fleet_version)
+        base = engine.init_info(RELAY_READER, fleet_version=fleet_version)
         answers = self._gather_leaders(leaders, base)
         if failures(answers):
             return answers
@@ -85,7 +85,7 @@ class Rendezvous:
         if relay is not None:
             relay.close()
 
-    def _gather_leaders(self, leaders: list[Member], base: IpcInit) -> list[Answer]:
+    def _gather_leaders(self, leaders: list[Member], base: IpcInit) -> list[MemberReply]:
         self._epoch += 1
         chain = Chain(
             _address_for_all(leaders),
@@ -145,7 +145,7 @@ def _by_host(members: Sequence[Member]) -> list[list[Member]]:
     return list(hosts.values())
 
 
-def _without_victims(answers: list[Answer], absent: Sequence[int]) -> list[Answer]:
+def _without_victims(answers: list[MemberReply], absent: Sequence[int]) -> list[MemberReply]:
     """Leave those out who came and failed, where others did not come."""
     victims = [a for a in failures(answers) if a.member.group_rank not in absent]
     if len(victims) == len(failures(answers)):

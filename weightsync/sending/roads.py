@@ -19,12 +19,11 @@ from weightsync.errors import (
     SegmentError,
     WeightSyncError,
 )
-from weightsync.sending.commands import Answer as Told
-from weightsync.sending.commands import Offers, Open, Places, Probe, Withdraw
-from weightsync.sending.ensemble import Ensemble
-from weightsync.sending.feeder import RELAY_PLACE
-from weightsync.sending.fleet import Answer, Fleet, Member, failures, raise_first
-from weightsync.sending.placement import Way, settle, ways
+from weightsync.sending.commands import CommandResult, Export, Open, Places, Probe, Withdraw
+from weightsync.sending.ensemble import RankGroup
+from weightsync.sending.feeder import RELAY_READER
+from weightsync.sending.fleet import Fleet, Member, MemberReply, failures, raise_first
+from weightsync.sending.placement import Candidate, assign, candidates
 from weightsync.sending.rendezvous import Rendezvous, host_of
 from weightsync.wire.messages import InitRequest, ShutdownRequest
 from weightsync.wire.offers import IpcInit, ProbeInfo
@@ -36,7 +35,7 @@ _ROAD_ERRORS = (HandleError, SegmentError, BackendUnavailableError)
 _GOODBYE_S = 10.0
 
 
-class Roads:
+class PathSelector:
     """The way to every member of a fleet, on rank 0.
 
     `take` finds it, `offer` gives members that do not know this sender what they need again,
@@ -45,7 +44,7 @@ class Roads:
     """
 
     def __init__(
-        self, ensemble: Ensemble, fleet: Fleet, options: IpcOptions, *, backend: str
+        self, ensemble: RankGroup, fleet: Fleet, options: IpcOptions, *, backend: str
     ) -> None:
         self.seconds: dict[str, float] = {}
         self.unreported = False
@@ -75,13 +74,13 @@ class Roads:
         member raised when the tensors do not fit it.
         """
         members = self._fleet.members
-        wishes: dict[Member, list[Way]] = {}
+        wishes: dict[Member, list[Candidate]] = {}
         for member in members:
             member.skipped = {}
-            wishes[member] = ways(member, self._ensemble.cards, self._backend)
+            wishes[member] = candidates(member, self._ensemble.cards, self._backend)
         while True:
             self._refuse_lost(wishes)
-            chosen = settle(wishes)
+            chosen = assign(wishes)
             try:
                 failed = self._try(chosen, fleet_version)
             except BaseException:
@@ -111,7 +110,7 @@ class Roads:
     def extend(self, member: Member, fleet_version: int | None) -> bool:
         """Connect one member more, or again; False when that takes other rings than there are."""
         member.skipped = {}
-        for way in ways(member, self._ensemble.cards, self._backend):
+        for way in candidates(member, self._ensemble.cards, self._backend):
             if not self._serves(way):
                 return False
             member.rank, member.road = way.rank, way.road
@@ -138,7 +137,7 @@ class Roads:
 
     def mend(
         self, fleet_version: int | None, members: Sequence[Member] | None = None
-    ) -> list[Answer]:
+    ) -> list[MemberReply]:
         """Make the private group anew, of these members; return what each of them answered."""
         return self._meet(fleet_version, members)
 
@@ -156,8 +155,8 @@ class Roads:
         places: Places = {}
         for member in members:
             if member.road == "distributed":
-                if RELAY_PLACE not in places.setdefault(0, []):
-                    places[0].append(RELAY_PLACE)
+                if RELAY_READER not in places.setdefault(0, []):
+                    places[0].append(RELAY_READER)
             else:
                 places.setdefault(member.rank, []).append(member.reader)
         return places
@@ -182,7 +181,7 @@ class Roads:
         """While ranks hand over, each bounds the waits for its own readers: none is silent here."""
         self._trusted += 1
 
-    def heard(self, told: Sequence[Told]) -> None:
+    def heard(self, told: Sequence[CommandResult]) -> None:
         """Take in what the ranks see of their own readers."""
         for rank, answer in enumerate(told):
             self._heard.update({(rank, reader): n for reader, n in answer.beats.items()})
@@ -231,7 +230,7 @@ class Roads:
             self._joined.clear()
             self._ensemble.tell(Withdraw())
 
-    def _try(self, chosen: dict[Member, Way], fleet_version: int | None) -> list[Answer]:
+    def _try(self, chosen: dict[Member, Candidate], fleet_version: int | None) -> list[MemberReply]:
         """Open what the chosen ways need, and offer it; return whose road does not work."""
         self._next_reader.clear()
         self._open(chosen)
@@ -245,7 +244,7 @@ class Roads:
             failed = _road_failures(self._meet(fleet_version))
         return failed
 
-    def _open(self, chosen: dict[Member, Way]) -> None:
+    def _open(self, chosen: dict[Member, Candidate]) -> None:
         self._rings.clear()
         for member, way in chosen.items():
             member.rank, member.road = way.rank, way.road
@@ -269,7 +268,9 @@ class Roads:
         )
         return crossing or not cards[0].stable or not self._options.adopt
 
-    def _offer_local(self, members: Sequence[Member], fleet_version: int | None) -> list[Answer]:
+    def _offer_local(
+        self, members: Sequence[Member], fleet_version: int | None
+    ) -> list[MemberReply]:
         """Probe where an export that nobody opens would never be freed, then offer everything."""
         if not members:
             return []
@@ -277,7 +278,7 @@ class Roads:
         if refused:
             return refused
         places = _places_of(members)
-        told = self._ensemble.tell(Offers(places=places, fleet_version=fleet_version))
+        told = self._ensemble.tell(Export(places=places, fleet_version=fleet_version))
         inits: dict[Member, IpcInit] = {}
         for rank, answer in enumerate(told):
             there = [member for member in members if member.rank == rank]
@@ -285,7 +286,7 @@ class Roads:
         owner = self._fleet.owner
         return self._init({m: replace(inits[m], owner=owner(m)) for m in members})
 
-    def _probe(self, members: Sequence[Member]) -> list[Answer]:
+    def _probe(self, members: Sequence[Member]) -> list[MemberReply]:
         if not members:
             return []
         told = self._ensemble.tell(Probe(places=_places_of(members)))
@@ -301,7 +302,7 @@ class Roads:
             )
         )
 
-    def _init(self, inits: dict[Member, IpcInit]) -> list[Answer]:
+    def _init(self, inits: dict[Member, IpcInit]) -> list[MemberReply]:
         answers = self._fleet.ask(
             lambda member: InitRequest(init_info=inits[member]),
             timeout_s=self._options.timeout_s,
@@ -317,7 +318,7 @@ class Roads:
 
     def _meet(
         self, fleet_version: int | None, among: Sequence[Member] | None = None
-    ) -> list[Answer]:
+    ) -> list[MemberReply]:
         engine = self._ensemble.feeder.engine
         chosen = self._fleet.members if among is None else among
         members = [member for member in chosen if member.road == "distributed"]
@@ -340,23 +341,23 @@ class Roads:
     def _give_place(self, member: Member) -> None:
         """Places are never given twice: who held one before may not have noticed yet."""
         place = self._next_reader.get(member.rank, 0)
-        if place >= RELAY_PLACE:
+        if place >= RELAY_READER:
             raise ConfigError(
-                f"rank {member.rank} would feed more than the {RELAY_PLACE} receivers for which "
+                f"rank {member.rank} would feed more than the {RELAY_READER} receivers for which "
                 f"its ring has places; {member.target} is one too many"
             )
         self._next_reader[member.rank] = place + 1
         member.reader = place
         member.group_rank = 0
 
-    def _serves(self, way: Way) -> bool:
+    def _serves(self, way: Candidate) -> bool:
         """Whether there is a ring for it, with a place: new rings have all their places again."""
         ring = self._rings.get(way.rank)
         if way.road == "distributed":
             return self._ensemble.feeder.relay is not None and ring == "shared_memory"
-        return ring == way.road and self._next_reader.get(way.rank, 0) < RELAY_PLACE
+        return ring == way.road and self._next_reader.get(way.rank, 0) < RELAY_READER
 
-    def _refuse_lost(self, wishes: dict[Member, list[Way]]) -> None:
+    def _refuse_lost(self, wishes: dict[Member, list[Candidate]]) -> None:
         lost = [member for member, left in wishes.items() if not left]
         if lost:
             raise _unavailable(lost)
@@ -374,7 +375,7 @@ class Roads:
             self.seconds[phase] = self.seconds.get(phase, 0.0) + took
 
 
-def _road_failures(answers: Sequence[Answer]) -> list[Answer]:
+def _road_failures(answers: Sequence[MemberReply]) -> list[MemberReply]:
     """Return the answers that say that a road cannot work; raise any other error."""
     failed = failures(answers)
     others = [answer for answer in failed if not isinstance(answer.error, _ROAD_ERRORS)]
@@ -384,7 +385,7 @@ def _road_failures(answers: Sequence[Answer]) -> list[Answer]:
     return failed
 
 
-def _same_instance(answer: Answer) -> Answer:
+def _same_instance(answer: MemberReply) -> MemberReply:
     """An error where somebody else answered than the one who was asked who it is."""
     asked, told = answer.member.instance, answer.status.instance
     if asked == told:
@@ -393,7 +394,7 @@ def _same_instance(answer: Answer) -> Answer:
         f"{answer.member.target} answered as instance {asked} and then as {told}: it was restarted "
         "in between, or several receivers stand behind it; name each of them by itself"
     )
-    return Answer(answer.member, error=error)
+    return MemberReply(answer.member, error=error)
 
 
 def _places_of(members: Sequence[Member]) -> Places:

@@ -12,7 +12,7 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class Sent:
+class LastVersion:
     """A version, and the fingerprints that its weights had; `layout` is that of the chunks."""
 
     version: int = 0

@@ -12,7 +12,7 @@ from weightsync.errors import (
     TransportError,
     WeightSyncError,
 )
-from weightsync.sending.fleet import Answer, Fleet, Server
+from weightsync.sending.fleet import Fleet, MemberReply, Server
 from weightsync.wire.messages import Status, StatusRequest
 
 logger = logging.getLogger(__name__)
@@ -21,16 +21,18 @@ SAYS_NOTHING = (TransportError, NotReadyError, RemoteError)
 """Who was met once and answers so when asked who it is, itself or by a proxy, is lost."""
 
 
-class ReshapedError(ProtocolError):
+class WorldSizeChangedError(ProtocolError):
     """A server was restarted with other workers: none of those that were asked is there."""
 
 
-def unfold(fleet: Fleet, answers: Sequence[Answer], timeout_s: float) -> list[Answer]:
+def expand_servers(
+    fleet: Fleet, answers: Sequence[MemberReply], timeout_s: float
+) -> list[MemberReply]:
     """Put its workers in the place of each server, and return what they say, errors included.
 
     Raises ProtocolError for a worker that stands for others.
     """
-    told: list[Answer] = []
+    told: list[MemberReply] = []
     for answer in answers:
         if not answer.status.workers:
             told.append(answer)
@@ -45,7 +47,7 @@ def unfold(fleet: Fleet, answers: Sequence[Answer], timeout_s: float) -> list[An
     return told
 
 
-def find_reshaped(answers: Sequence[Answer], timeout_s: float) -> list[Server]:
+def find_resized(answers: Sequence[MemberReply], timeout_s: float) -> list[Server]:
     """Return the servers that were restarted, and have other workers than they had.
 
     `answers` are what members said of themselves.
@@ -69,7 +71,7 @@ def find_reshaped(answers: Sequence[Answer], timeout_s: float) -> list[Server]:
     return changed
 
 
-def _is_new(answer: Answer) -> bool:
+def _is_new(answer: MemberReply) -> bool:
     """Whether somebody else answers, or nobody knows the path any more."""
     if answer.error is not None:
         return isinstance(answer.error, RemoteError)

@@ -6,13 +6,13 @@ import logging
 from collections.abc import Sequence
 
 from weightsync.errors import TransportError
-from weightsync.sending.fleet import Answer, Fleet, Member, failures, raise_first
+from weightsync.sending.fleet import Fleet, Member, MemberReply, failures, raise_first
 from weightsync.wire.messages import AbortRequest, FinishRequest, StatusRequest
 
 logger = logging.getLogger(__name__)
 
 
-def end_orphans(fleet: Fleet, answers: Sequence[Answer], timeout_s: float) -> list[int]:
+def recover_orphans(fleet: Fleet, answers: Sequence[MemberReply], timeout_s: float) -> list[int]:
     """End the open updates of dead senders; return the versions that receivers hold then.
 
     `answers` are what the fleet said when it was met. An update that anyone has committed is
@@ -51,7 +51,7 @@ def _end(
     return [answer.step.version for answer in done if answer.error is None]
 
 
-def end_others(fleet: Fleet, answers: Sequence[Answer], timeout_s: float) -> bool:
+def abort_others(fleet: Fleet, answers: Sequence[MemberReply], timeout_s: float) -> bool:
     """Abort what receivers of this sender hold open though it sends nothing; say if there was such.
 
     A late message opens an update where its end is not remembered: in a receiver that was started
@@ -67,7 +67,7 @@ def end_others(fleet: Fleet, answers: Sequence[Answer], timeout_s: float) -> boo
     return bool(stale)
 
 
-def _is_stale(answer: Answer) -> bool:
+def _is_stale(answer: MemberReply) -> bool:
     """Whether a receiver that belongs to this sender is in an update that it will not finish."""
     member, status = answer.member, answer.status
     is_owed = member.unfinished is not None and member.unfinished.update_id == status.update_id
@@ -75,7 +75,7 @@ def _is_stale(answer: Answer) -> bool:
     return is_open and not is_owed and bool(member.sender)
 
 
-def end_prepared(fleet: Fleet, member: Member, timeout_s: float) -> None:
+def recover_prepared(fleet: Fleet, member: Member, timeout_s: float) -> None:
     """Abort the update of this sender that a member holds, whose finish failed.
 
     Raises what its abort raises.

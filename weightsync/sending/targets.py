@@ -15,14 +15,14 @@ from weightsync.transports.base import Transport
 from weightsync.transports.callback import CallbackTransport
 
 if TYPE_CHECKING:
-    from weightsync.sending.addresses import Addresses
+    from weightsync.sending.addresses import UrlTransports
     from weightsync.transports.sglang_server import MakeReceiver
 
 Target = str | Callable[..., object] | Transport
 Targets = Target | Iterable[Target]
 
 
-class Reach:
+class TransportFactory:
     """Makes transports for one sender. SGLang servers that it reaches share what is written.
 
     `make_receiver` makes the receiver that stands in for such a server, which is of a layer above.
@@ -40,7 +40,7 @@ class Reach:
         self._timeout_s = timeout_s
         self._verify_tls = verify_tls
         self._make_receiver = make_receiver
-        self._addresses: Addresses | None = None
+        self._addresses: UrlTransports | None = None
         self._lock = threading.Lock()
 
     def every(self, to: Targets) -> list[Transport]:
@@ -104,14 +104,14 @@ def make_transports(
     to: Targets, *, token: str | None, verify_tls: bool | str = True
 ) -> list[Transport]:
     """Return a transport per receiver, SGLang's excepted; see Reach.every."""
-    return Reach(token, verify_tls=verify_tls).every(to)
+    return TransportFactory(token, verify_tls=verify_tls).every(to)
 
 
 def make_transport(
     target: object, token: str | None, *, verify_tls: bool | str = True
 ) -> Transport:
     """Return the transport to one receiver, SGLang's excepted; see Reach.one."""
-    return Reach(token, verify_tls=verify_tls).one(target)
+    return TransportFactory(token, verify_tls=verify_tls).one(target)
 
 
 def _transport(target: object) -> Transport:

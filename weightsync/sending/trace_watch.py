@@ -17,13 +17,13 @@ from operator import itemgetter
 from os import PathLike
 from pathlib import Path
 
-from weightsync.backends.trail import Mark, Trail
+from weightsync.backends.trail import Mark, ReaderProgress
 from weightsync.errors import ConfigError, WeightSyncError
-from weightsync.sending.commands import AnyCommand, Begin, End, Stay, Transfer
-from weightsync.sending.feeder import RELAY_PLACE, Feeder
-from weightsync.sending.watch import Call
+from weightsync.sending.commands import AnyCommand, Begin, End, KeepAlive, Transfer
+from weightsync.sending.feeder import RELAY_READER, RankWorker
+from weightsync.sending.watch import ObservedCall
 from weightsync.tracing import Span, Timeline
-from weightsync.weights.buckets import Plan
+from weightsync.weights.buckets import StreamLayout
 from weightsync.wire.messages import CALLS, Reply, StartRequest, StepReply, UpdateRequest
 
 SAMPLE_S = 0.5e-3
@@ -35,8 +35,8 @@ _TRAINER, _RING, _READERS = 1, 2, 3
 class _Round:
     """The bytes of one message: the ring, what became of its chunks, how far readers were when."""
 
-    trail: Trail
-    plan: Plan
+    trail: ReaderProgress
+    plan: StreamLayout
     packed: bool
     places: tuple[int, ...]
     marks: list[Mark] = field(default_factory=list)
@@ -69,16 +69,16 @@ class _Round:
 
 @dataclass(frozen=True, slots=True)
 class _Message:
-    call: Call
+    call: ObservedCall
     asked_s: float
     answered_s: float
     answer: Reply | WeightSyncError | None
 
 
-class TraceWatch:
+class TraceObserver:
     """Looks on at one call of the sender, and writes `path` when it is over, well or not."""
 
-    def __init__(self, feeder: Feeder, path: Path) -> None:
+    def __init__(self, feeder: RankWorker, path: Path) -> None:
         self._feeder = feeder
         self._path = path
         self._wall = datetime.now(UTC)
@@ -95,7 +95,7 @@ class TraceWatch:
         self._began_s = time.perf_counter()
 
     def ended(self, command: AnyCommand) -> None:
-        if not isinstance(command, Stay):
+        if not isinstance(command, KeepAlive):
             name = type(command).__name__.lower()
             self._commands.append(Span(name, self._began_s, time.perf_counter()))
         engine = self._feeder.engine
@@ -106,10 +106,10 @@ class TraceWatch:
                 )
             )
 
-    def asked(self, call: Call) -> None:
+    def asked(self, call: ObservedCall) -> None:
         self._asked[id(call)] = time.perf_counter()
 
-    def answered(self, call: Call, answer: Reply | WeightSyncError | None) -> None:
+    def answered(self, call: ObservedCall, answer: Reply | WeightSyncError | None) -> None:
         asked_s = self._asked.pop(id(call))
         self._messages.append(_Message(call, asked_s, time.perf_counter(), answer))
 
@@ -163,10 +163,10 @@ class TraceWatch:
             line.lane(pid, 1, "messages", list(_calls(own)))
             places = {message.call.place for message in own} - {None}
             self._add_reading(line, pid, [place for place in places if place is not None])
-        if any(RELAY_PLACE in round_.places for round_ in self._rounds):
+        if any(RELAY_READER in round_.places for round_ in self._rounds):
             pid = _READERS + len(by_target)
             line.process(pid, "relay to other hosts")
-            self._add_reading(line, pid, [RELAY_PLACE])
+            self._add_reading(line, pid, [RELAY_READER])
 
     def _add_reading(self, line: Timeline, pid: int, places: Sequence[int]) -> None:
         samples = [(r, r.samples.get(place, [])) for r in self._rounds for place in places]

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from weightsync.errors import ConfigError
 
 
-class Turns:
+class UpdateLock:
     """Who sends now: the ring of a sender has one writer."""
 
     def __init__(self) -> None:

@@ -16,7 +16,7 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
+class ObservedCall:
     """One message to one member: who that is, how it is fed, and what it is asked."""
 
     target: str
@@ -31,7 +31,7 @@ class Call:
         return self.reader if self.rank == 0 and self.road != "distributed" else None
 
 
-class Watcher(Protocol):
+class Observer(Protocol):
     """Looks on. `began` and `ended` come from the sender's thread, `asked` and `answered` from any.
 
     All return at once. `over` ends what the sender's caller asked for; `error` is what it raises.
@@ -41,18 +41,18 @@ class Watcher(Protocol):
 
     def ended(self, command: AnyCommand) -> None: ...
 
-    def asked(self, call: Call) -> None: ...
+    def asked(self, call: ObservedCall) -> None: ...
 
-    def answered(self, call: Call, answer: Reply | WeightSyncError | None) -> None: ...
+    def answered(self, call: ObservedCall, answer: Reply | WeightSyncError | None) -> None: ...
 
     def over(self, error: BaseException | None) -> None: ...
 
 
-class Watch:
+class Observers:
     """Tells all watchers; what one of them raises is logged, and does not touch the update."""
 
     def __init__(self) -> None:
-        self.watchers: list[Watcher] = []
+        self.watchers: list[Observer] = []
 
     def __bool__(self) -> bool:
         return bool(self.watchers)
@@ -66,16 +66,16 @@ class Watch:
         finally:
             self._tell(lambda watcher: watcher.ended(command))
 
-    def asked(self, call: Call) -> None:
+    def asked(self, call: ObservedCall) -> None:
         """A message goes out."""
         self._tell(lambda watcher: watcher.asked(call))
 
-    def answered(self, call: Call, answer: Reply | WeightSyncError | None) -> None:
+    def answered(self, call: ObservedCall, answer: Reply | WeightSyncError | None) -> None:
         """It was answered, or failed."""
         self._tell(lambda watcher: watcher.answered(call, answer))
 
     @contextmanager
-    def also(self, watcher: Watcher | None) -> Iterator[None]:
+    def also(self, watcher: Observer | None) -> Iterator[None]:
         """Have one more look on, until the block ends."""
         if watcher is not None:
             self.watchers.append(watcher)
@@ -96,7 +96,7 @@ class Watch:
             raise
         self._tell(lambda watcher: watcher.over(None))
 
-    def _tell(self, tell: Callable[[Watcher], None]) -> None:
+    def _tell(self, tell: Callable[[Observer], None]) -> None:
         for watcher in self.watchers:
             try:
                 tell(watcher)

@@ -51,7 +51,7 @@ class BodyError(ConfigError):
         super().__init__(message)
 
 
-class Door:
+class AsyncDispatcher:
     """Runs the steps of one receiver in threads of their own.
 
     Long loads can use up neither the threads of an abort or a resume nor those of status reads.

@@ -12,7 +12,7 @@ from weightsync.errors import NotReadyError, ProtocolError
 from weightsync.server.auth import check_authorization
 from weightsync.server.door import (
     DEFAULT_MAX_BODY_NBYTES,
-    Door,
+    AsyncDispatcher,
     Receiver,
     error_response,
     read_body,
@@ -42,7 +42,7 @@ def weight_router(
     """
     if token is not None:
         check_token_text(token)
-    door = Door(receiver)
+    door = AsyncDispatcher(receiver)
     router = APIRouter(tags=["weights"])
     for call, kind in CALLS.items():
         if kind is not StatusRequest:
@@ -64,7 +64,9 @@ def _add_call(router: APIRouter, call: str, handler: Handler) -> None:
     )
 
 
-def _call_handler(door: Door, call: str, token: str | None, max_body_nbytes: int) -> Handler:
+def _call_handler(
+    door: AsyncDispatcher, call: str, token: str | None, max_body_nbytes: int
+) -> Handler:
     async def handler(request: HttpRequest) -> Response:
         if token is not None:
             check_authorization(request.scope, token)
@@ -85,7 +87,7 @@ def _pause_body(mode: str, body: bytes) -> bytes:
 class _Readings:
     """The GET routes: nothing here changes anything, and nothing wants the token."""
 
-    def __init__(self, door: Door, more_metrics: MoreMetrics | None) -> None:
+    def __init__(self, door: AsyncDispatcher, more_metrics: MoreMetrics | None) -> None:
         self._door = door
         self._more_metrics = more_metrics
         self._metrics = ReceiverMetrics(door.receiver)

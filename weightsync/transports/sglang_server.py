@@ -19,7 +19,7 @@ from weightsync.errors import ConfigError, ConnectError, ProtocolError, WeightSy
 from weightsync.transports.counting import CountingTransport
 from weightsync.transports.sglang_files import read_manifest
 from weightsync.transports.sglang_http import PAUSES, Pause, SglangControl, SglangFacts
-from weightsync.transports.sglang_shelf import Shelf
+from weightsync.transports.sglang_shelf import WeightDirectory
 from weightsync.transports.sglang_sink import FilesSink
 from weightsync.weights.sink import WeightSink
 from weightsync.wire.messages import (
@@ -131,7 +131,7 @@ class SglangTransport(CountingTransport):
     def __init__(
         self,
         target: SglangTarget,
-        shelf: Shelf,
+        shelf: WeightDirectory,
         make_receiver: MakeReceiver,
         *,
         token: str | None = None,

@@ -37,7 +37,7 @@ _LOCK = "owner.lock"
 _WEIGHTS = "weights"
 
 
-class Shelf:
+class WeightDirectory:
     """The directory of one fleet of servers, and the update whose files lie there.
 
     `directory` is one that both sides see, under the same path; None takes shared memory. Made at
@@ -50,7 +50,7 @@ class Shelf:
         self._guard = threading.Lock()
         self._home: Path | None = None
         self._lock: OwnerLock | None = None
-        self._batch: Batch | None = None
+        self._batch: Snapshot | None = None
         self._sharers = 0
         if directory is not None:
             _check_named(directory)
@@ -67,12 +67,12 @@ class Shelf:
             if self._sharers <= 0:
                 self._remove_home()
 
-    def join(self, update_id: str, who: object) -> Batch:
+    def join(self, update_id: str, who: object) -> Snapshot:
         """Take part in an update; the first who does writes its files. TransferError if busy."""
         with self._guard:
             batch = self._batch
             if batch is None or not batch.members:
-                batch = self._batch = Batch(update_id, self._open_home(), self._base, self._mode)
+                batch = self._batch = Snapshot(update_id, self._open_home(), self._base, self._mode)
             if batch.update_id != update_id:
                 raise TransferError(
                     f"files of update {batch.update_id} still lie in {batch.weights}; send again "
@@ -83,7 +83,7 @@ class Shelf:
                 batch.writer = who
             return batch
 
-    def leave(self, batch: Batch, who: object) -> None:
+    def leave(self, batch: Snapshot, who: object) -> None:
         """Take part no longer; the last one removes the files. May be repeated."""
         with self._guard:
             batch.members.discard(who)
@@ -100,7 +100,7 @@ class Shelf:
     def _open_home(self) -> Path:
         if self._home is not None:
             return self._home
-        sweep(self._base)
+        remove_stale_homes(self._base)
         home = self._base / f"{_PREFIX}{secrets.token_hex(8)}"
         try:
             home.mkdir(mode=0o700)
@@ -120,7 +120,7 @@ class Shelf:
         self._home = self._lock = self._batch = None
 
 
-class Batch:
+class Snapshot:
     """The files of one update. The member that is `writer` fills them; all have them read."""
 
     def __init__(self, update_id: str, home: Path, base: Path, mode: int) -> None:
@@ -136,7 +136,7 @@ class Batch:
         self._published = False
         self._guard = threading.Lock()
 
-    def add(self, layout: Layout) -> Writing:
+    def add(self, layout: Layout) -> SnapshotWriter:
         """Make files, all bytes allocated. Raises TransferError where there is no room."""
         self._check_room(layout.nbytes)
         first = len(self._files)
@@ -163,7 +163,7 @@ class Batch:
             {name: shard.names for name, shard in zip(names, layout.shards, strict=True)}
         )
         self._open += 1
-        return Writing(self, layout, fds, kept)
+        return SnapshotWriter(self, layout, fds, kept)
 
     def written(self) -> None:
         """The writer has filled one set of files."""
@@ -203,10 +203,10 @@ class Batch:
             )
 
 
-class Writing:
+class SnapshotWriter:
     """Open files that wait for the bytes of a layout."""
 
-    def __init__(self, batch: Batch, layout: Layout, fds: list[int], opened: ExitStack) -> None:
+    def __init__(self, batch: Snapshot, layout: Layout, fds: list[int], opened: ExitStack) -> None:
         self._batch = batch
         self._layout = layout
         self._fds = fds
@@ -250,7 +250,7 @@ def list_homes(base: Path = MEMORY) -> list[Home]:
     return found
 
 
-def sweep(base: Path = MEMORY) -> list[Path]:
+def remove_stale_homes(base: Path = MEMORY) -> list[Path]:
     """Remove what dead owners of this user left in `base`, and return it; never raises."""
     removed = []
     for home in _own_homes(base):

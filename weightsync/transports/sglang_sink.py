@@ -11,11 +11,11 @@ from weightsync.errors import ConfigError
 from weightsync.specs import Manifest, ManifestDifference, TensorSpec
 from weightsync.transports import sglang_shelf
 from weightsync.transports.sglang_files import Layout, lay_out
-from weightsync.transports.sglang_shelf import Batch, Shelf, Writing
-from weightsync.weights.buckets import Plan
+from weightsync.transports.sglang_shelf import Snapshot, SnapshotWriter, WeightDirectory
+from weightsync.weights.buckets import StreamLayout
 from weightsync.weights.dtypes import as_bytes
 from weightsync.weights.hook_sink import HookSink
-from weightsync.weights.sink import Apply, Landing, NamedTensor
+from weightsync.weights.sink import Apply, LoadTarget, NamedTensor
 
 _CASTS = frozenset({"float64", "float32", "float16", "bfloat16"})
 """Between these SGLang casts while it copies; into others it would write what they do not mean."""
@@ -28,11 +28,13 @@ class FilesSink(HookSink):
     checked against it, and tied tensors are written under those of their names that it has.
     """
 
-    def __init__(self, shelf: Shelf, wanted: Manifest | None, load: Callable[[Path], None]) -> None:
+    def __init__(
+        self, shelf: WeightDirectory, wanted: Manifest | None, load: Callable[[Path], None]
+    ) -> None:
         super().__init__(_refuse_pairs, manifest=wanted)
         self._shelf = shelf
         self._load = load
-        self._batch: Batch | None = None
+        self._batch: Snapshot | None = None
         self._open: list[_FilesLanding] = []
         self._known: tuple[str, ManifestDifference] = ("", ManifestDifference())
 
@@ -59,11 +61,11 @@ class FilesSink(HookSink):
             batch, self._batch = self._batch, None
             self._shelf.leave(batch, self)
 
-    def land(self, plan: Plan, apply: Apply) -> Landing:
+    def land(self, plan: StreamLayout, apply: Apply) -> LoadTarget:
         """Lay out the files; none is made yet. Raises ConfigError for dtypes they cannot hold."""
         return _FilesLanding(self, plan.manifest)
 
-    def staged_nbytes(self, plan: Plan) -> int:
+    def staged_nbytes(self, plan: StreamLayout) -> int:
         """Nothing is kept in this process."""
         return 0
 
@@ -91,7 +93,7 @@ class FilesSink(HookSink):
         ]
         return lay_out(written, shard_nbytes=sglang_shelf.SHARD_NBYTES), names
 
-    def begin(self, landing: _FilesLanding) -> Writing | None:
+    def begin(self, landing: _FilesLanding) -> SnapshotWriter | None:
         """Make files, where it is this server for which the update's are written."""
         batch = self._batch
         if batch is None:
@@ -108,10 +110,10 @@ class FilesSink(HookSink):
         self._load(self._batch.publish())
 
 
-class _FilesLanding(Landing):
+class _FilesLanding(LoadTarget):
     def __init__(self, sink: FilesSink, manifest: Manifest) -> None:
         self._sink = sink
-        self._writing: Writing | None = None
+        self._writing: SnapshotWriter | None = None
         self.layout, self._names = sink.layout_of(manifest)
         self.peak_extra_nbytes = self.layout.nbytes
 

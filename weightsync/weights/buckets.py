@@ -27,7 +27,7 @@ def aligned(nbytes: int) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class TensorSlice:
     """Bytes `begin` to `begin + nbytes` of tensor `index`; they lie at `start` in the stream."""
 
     index: int
@@ -37,7 +37,7 @@ class Piece:
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class CopyUnit:
     """Bytes `start` to `stop` of the stream, copied and fingerprinted together."""
 
     start: int
@@ -54,7 +54,7 @@ class Chunk:
     last_run: int
 
 
-class Plan:
+class StreamLayout:
     """The stream of a manifest, cut into chunks of at most `bucket_nbytes` and runs.
 
     `bucket_nbytes` None makes a single chunk. A tensor that fits a bucket is never cut across
@@ -71,10 +71,10 @@ class Plan:
         self.bucket_nbytes = bucket_nbytes
         self.run_nbytes = run_nbytes
         self.offsets, self.nbytes = self._lay_out()
-        self.runs: list[Run] = []
+        self.runs: list[CopyUnit] = []
         self.chunks = [self._cut_runs(start, stop) for start, stop in self._cut_chunks()]
 
-    def pieces(self, start: int, stop: int) -> Iterator[Piece]:
+    def pieces(self, start: int, stop: int) -> Iterator[TensorSlice]:
         """Yield the parts of tensors that lie between two points of the stream."""
         index = max(0, bisect_right(self._starts, start) - 1)
         for i in self._filled[index:]:
@@ -84,7 +84,7 @@ class Plan:
             begin = max(start - offset, 0)
             end = min(stop - offset, self.manifest.specs[i].nbytes)
             if end > begin:
-                yield Piece(i, begin, end - begin, offset + begin)
+                yield TensorSlice(i, begin, end - begin, offset + begin)
 
     def gaps(self, start: int, stop: int) -> Iterator[tuple[int, int]]:
         """Yield (position, nbytes) of the zeros between two points of the stream."""
@@ -96,7 +96,7 @@ class Plan:
         if stop > at:
             yield at, stop - at
 
-    def names(self, run: Run) -> list[str]:
+    def names(self, run: CopyUnit) -> list[str]:
         """Name the tensors that a run carries."""
         specs = self.manifest.specs
         return [specs[piece.index].name for piece in self.pieces(run.start, run.stop)]
@@ -152,16 +152,16 @@ class Plan:
             if end - open_at <= self.run_nbytes:
                 continue
             if piece.start > open_at:
-                self.runs.append(Run(open_at, piece.start))
+                self.runs.append(CopyUnit(open_at, piece.start))
                 open_at = piece.start
             while end - open_at > self.run_nbytes:
-                self.runs.append(Run(open_at, open_at + self.run_nbytes))
+                self.runs.append(CopyUnit(open_at, open_at + self.run_nbytes))
                 open_at += self.run_nbytes
             if open_at > piece.start:
-                self.runs.append(Run(open_at, end))
+                self.runs.append(CopyUnit(open_at, end))
                 open_at = end
         if stop > open_at:
-            self.runs.append(Run(open_at, stop))
+            self.runs.append(CopyUnit(open_at, stop))
         return Chunk(start, stop, first, len(self.runs))
 
 

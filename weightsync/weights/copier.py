@@ -14,7 +14,7 @@ from typing import ClassVar, Protocol
 
 import torch
 
-from weightsync.weights.buckets import ALIGNMENT, Piece, Plan, Run
+from weightsync.weights.buckets import ALIGNMENT, CopyUnit, StreamLayout, TensorSlice
 from weightsync.weights.fingerprint import mix64, xxh3, xxh3_parts
 
 
@@ -31,7 +31,7 @@ class Memory:
     flat: bool = False
 
     @classmethod
-    def of_stream(cls, plan: Plan, buffer: torch.Tensor) -> Memory:
+    def of_stream(cls, plan: StreamLayout, buffer: torch.Tensor) -> Memory:
         """Memory whose stream begins at `buffer` (`uint8[plan.nbytes]`)."""
         specs = plan.manifest.specs
         return cls(
@@ -61,7 +61,7 @@ class Copy:
 
 
 @dataclass(frozen=True, slots=True)
-class HostRun:
+class HostCopyUnit:
     """What one run copies, and the destination's bytes in stream order."""
 
     on_host: ClassVar[bool] = True
@@ -87,7 +87,7 @@ class HostCopies:
     sizes: tuple[int, ...]
 
     @classmethod
-    def of(cls, runs: Sequence[HostRun]) -> HostCopies:
+    def of(cls, runs: Sequence[HostCopyUnit]) -> HostCopies:
         """Return what `runs` copy, in their order."""
         copies = [copy for run in runs for copy in run.copies]
         return cls(
@@ -103,7 +103,7 @@ class HostCopies:
 
 
 @dataclass(frozen=True, slots=True)
-class HostProofs:
+class CopyAndHash:
     """The copies of several runs, and after the last of each run what fingerprints it.
 
     As little Python as can be between them, for the same reason.
@@ -112,7 +112,7 @@ class HostProofs:
     steps: tuple[tuple[int, int, int, memoryview | None], ...]
 
     @classmethod
-    def of(cls, runs: Sequence[HostRun]) -> HostProofs | None:
+    def of(cls, runs: Sequence[HostCopyUnit]) -> CopyAndHash | None:
         """Return what `runs` do, in their order; None where one lies in several pieces."""
         steps: list[tuple[int, int, int, memoryview | None]] = []
         for run in runs:
@@ -134,7 +134,7 @@ class HostProofs:
         return got
 
 
-class Places:
+class AddressMap:
     """Host addresses of a stream: one per tensor, or a slot that carries it from `chunk_start`."""
 
     def __init__(self, memory: Memory | None, slot: int = 0, chunk_start: int = 0) -> None:
@@ -142,14 +142,16 @@ class Places:
         self._slot = slot - chunk_start
         self.flat = memory is None or memory.flat
 
-    def address(self, piece: Piece) -> int:
+    def address(self, piece: TensorSlice) -> int:
         """Where the first byte of `piece` is."""
         if self._addresses is None:
             return self._slot + piece.start
         return self._addresses[piece.index] + piece.begin
 
 
-def compile_host(plan: Plan, run: Run, target: Places, source: Places) -> HostRun:
+def compile_host(
+    plan: StreamLayout, run: CopyUnit, target: AddressMap, source: AddressMap
+) -> HostCopyUnit:
     """Plan one run between host memories."""
     copies: list[Copy] = []
     parts: list[tuple[int, int, int]] = []
@@ -158,11 +160,11 @@ def compile_host(plan: Plan, run: Run, target: Places, source: Places) -> HostRu
         copy = Copy(address, source.address(piece), piece.nbytes)
         append_copy(copies, copy, padded=target.flat and source.flat)
         parts.append((piece.start, address, piece.nbytes))
-    return HostRun(tuple(copies), stream_views(run, parts, flat=target.flat))
+    return HostCopyUnit(tuple(copies), stream_views(run, parts, flat=target.flat))
 
 
 def stream_views(
-    run: Run, parts: list[tuple[int, int, int]], *, flat: bool
+    run: CopyUnit, parts: list[tuple[int, int, int]], *, flat: bool
 ) -> tuple[memoryview | bytes, ...]:
     """The bytes of a run in stream order, with the zeros between its tensors."""
     if flat:
@@ -188,7 +190,7 @@ def stream_xxh3(views: tuple[memoryview | bytes, ...]) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class DeviceRun:
+class DeviceCopyUnit:
     """A run with a GPU on at least one end: torch copies, in order on the current stream.
 
     The fingerprint is mix64 of the destination's bytes, or xxh3 of the source's where those are
@@ -236,17 +238,17 @@ def interleaved(
 class DeviceCompiler:
     """Turns runs into torch copies; `source` is one tensor per tensor, or a slot."""
 
-    def __init__(self, plan: Plan, destination: Memory) -> None:
+    def __init__(self, plan: StreamLayout, destination: Memory) -> None:
         self._plan = plan
         self._targets = destination.tensors
 
     def compile(
         self,
-        run: Run,
+        run: CopyUnit,
         memory: Memory | None,
         slot: torch.Tensor | None = None,
         chunk_start: int = 0,
-    ) -> DeviceRun:
+    ) -> DeviceCopyUnit:
         """Plan one run from `memory`, or from a `slot` with the stream from `chunk_start` on."""
         targets, sources, gaps = [], [], []
         at = run.start
@@ -263,10 +265,10 @@ class DeviceCompiler:
             at = piece.start + piece.nbytes
         if run.stop > at:
             gaps.append((len(targets), run.stop - at))
-        return DeviceRun(tuple(targets), tuple(sources), tuple(gaps))
+        return DeviceCopyUnit(tuple(targets), tuple(sources), tuple(gaps))
 
 
-class CompiledRun(Protocol):
+class CompiledUnit(Protocol):
     """A run whose copies are planned; one that is not `on_host` must be waited for."""
 
     on_host: ClassVar[bool]
@@ -277,22 +279,22 @@ class CompiledRun(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Program:
+class CopyPlan:
     """Runs that follow one another from `start` of the stream on, and what is done with them.
 
     `joined` does the same for all of them, where they are on the host.
     """
 
     start: int
-    runs: Sequence[CompiledRun]
+    runs: Sequence[CompiledUnit]
     verify: bool
-    joined: HostCopies | HostProofs | None
+    joined: HostCopies | CopyAndHash | None
 
     @classmethod
-    def of(cls, start: int, runs: Sequence[CompiledRun], *, verify: bool) -> Program:
+    def of(cls, start: int, runs: Sequence[CompiledUnit], *, verify: bool) -> CopyPlan:
         """Plan what is done with `runs`: copies, and fingerprints with `verify`."""
-        on_host = [run for run in runs if isinstance(run, HostRun)]
-        kind = HostProofs if verify else HostCopies
+        on_host = [run for run in runs if isinstance(run, HostCopyUnit)]
+        kind = CopyAndHash if verify else HostCopies
         joined = kind.of(on_host) if len(on_host) == len(runs) else None
         return cls(start, runs, verify, joined)
 
@@ -308,29 +310,31 @@ class Program:
         return got
 
 
-class RunCompiler:
+class UnitCompiler:
     """Plans runs into one destination, from host or GPU memory alike.
 
     The source is `memory`, or else a slot given with each run.
     """
 
-    def __init__(self, plan: Plan, destination: Memory, memory: Memory | None = None) -> None:
+    def __init__(
+        self, plan: StreamLayout, destination: Memory, memory: Memory | None = None
+    ) -> None:
         if not destination.holds_whole:
             raise ValueError("this memory holds shards of tensors; compile with compiler_for()")
         self._plan = plan
         self._on_host = destination.on_host() and (memory is None or memory.on_host())
         self._memory = memory
-        self._target = Places(destination) if self._on_host else None
-        self._source = Places(memory) if self._on_host and memory else None
+        self._target = AddressMap(destination) if self._on_host else None
+        self._source = AddressMap(memory) if self._on_host and memory else None
         self._device = DeviceCompiler(plan, destination)
 
     def compile(
-        self, run: Run, slot: torch.Tensor | None = None, chunk_start: int = 0
-    ) -> HostRun | DeviceRun:
+        self, run: CopyUnit, slot: torch.Tensor | None = None, chunk_start: int = 0
+    ) -> HostCopyUnit | DeviceCopyUnit:
         """Plan one run; `slot` carries the stream from `chunk_start` on."""
         if self._target is not None and (slot is None or slot.device.type == "cpu"):
             address = slot.data_ptr() if slot is not None else 0
-            source = self._source or Places(None, address, chunk_start)
+            source = self._source or AddressMap(None, address, chunk_start)
             return compile_host(self._plan, run, self._target, source)
         return self._device.compile(run, self._memory, slot, chunk_start)
 

@@ -16,8 +16,8 @@ from typing import Any, ClassVar, Protocol, cast
 
 import torch
 
-from weightsync.weights.buckets import Chunk, Plan
-from weightsync.weights.copier import CompiledRun, DeviceRun
+from weightsync.weights.buckets import Chunk, StreamLayout
+from weightsync.weights.copier import CompiledUnit, DeviceCopyUnit
 from weightsync.weights.cuda_tiles import Tiles, segments_of, tile
 from weightsync.weights.fingerprint import MASK, mix64, settled
 
@@ -46,7 +46,7 @@ class Batch:
 
     def __init__(
         self,
-        runs: Sequence[DeviceRun],
+        runs: Sequence[DeviceCopyUnit],
         kernel: Kernel,
         *,
         copies: bool = True,
@@ -74,7 +74,7 @@ class Batch:
                 self._host = torch.empty(len(runs), dtype=torch.int64, pin_memory=pinned)
         self._sizes = [_nbytes(run) for run in runs]
         self._found: list[int] | None = None
-        self._done: Done = _NOW
+        self._done: LaunchWork = _NOW
 
     def launch(self) -> None:
         """Enqueue everything, behind what the caller's stream has been given so far."""
@@ -108,7 +108,7 @@ class Batch:
             self._host.copy_(self._sums, non_blocking=True)
 
 
-class Done(Protocol):
+class LaunchWork(Protocol):
     """The end of a launch."""
 
     def settle(self) -> None: ...
@@ -130,7 +130,7 @@ _NOW = _Now()
 class _HostLane:
     """Kernels that run where they are called: an interpreter's."""
 
-    def run(self, work: Callable[[], None], spans: list[Span] | None) -> Done:
+    def run(self, work: Callable[[], None], spans: list[Span] | None) -> LaunchWork:
         work()
         return _NOW
 
@@ -154,7 +154,7 @@ class _CudaLane:
         self._device = device
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]  # torch's
 
-    def run(self, work: Callable[[], None], spans: list[Span] | None) -> Done:
+    def run(self, work: Callable[[], None], spans: list[Span] | None) -> LaunchWork:
         timed = spans is not None
         # The current device is a thread's own, and Triton launches on it.
         with torch.cuda.device(self._device):
@@ -172,7 +172,7 @@ class _CudaLane:
         return cast(AbstractContextManager[Any], torch.cuda.stream(self._stream))
 
 
-def _nbytes(run: DeviceRun) -> int:
+def _nbytes(run: DeviceCopyUnit) -> int:
     return sum(source.numel() for source in run.sources) + sum(nbytes for _, nbytes in run.gaps)
 
 
@@ -186,7 +186,7 @@ def _lane_of(device: torch.device) -> _HostLane | _CudaLane:
 
 
 @dataclass(frozen=True, slots=True)
-class FusedRun:
+class FusedUnit:
     """Run `index` of a batch, which is launched with its first run."""
 
     on_host: ClassVar[bool] = False
@@ -208,7 +208,7 @@ class FusedRun:
 
 
 @dataclass(frozen=True, slots=True)
-class ReadRun(FusedRun):
+class ReadUnit(FusedUnit):
     """A run that is only read."""
 
     def fingerprint(self) -> int:
@@ -218,42 +218,42 @@ class ReadRun(FusedRun):
 
 
 def fused(
-    runs: Sequence[CompiledRun], *, verify: bool, kernel: Kernel | None = None
-) -> list[CompiledRun]:
+    runs: Sequence[CompiledUnit], *, verify: bool, kernel: Kernel | None = None
+) -> list[CompiledUnit]:
     """Return what does the same in one launch, where all runs lie on one GPU; else these.
 
     Called once for fixed memory. `kernel` None takes the GPU's own, if it works.
     """
-    plain = [run for run in runs if isinstance(run, DeviceRun)]
+    plain = [run for run in runs if isinstance(run, DeviceCopyUnit)]
     kernel = kernel or kernel_of(plain, among=len(runs))
     if kernel is None:
         return list(runs)
     batch = Batch(plain, kernel, mixes=verify)
-    return [FusedRun(batch, i) for i in range(len(runs))]
+    return [FusedUnit(batch, i) for i in range(len(runs))]
 
 
 def hashers(
-    runs: Sequence[CompiledRun], *, kernel: Kernel | None = None
+    runs: Sequence[CompiledUnit], *, kernel: Kernel | None = None
 ) -> list[Callable[[], int]]:
     """Return what fingerprints each run's sources; to be called in order, all of them.
 
     Sources and targets are the same memory.
     """
-    plain = [run for run in runs if isinstance(run, DeviceRun)]
+    plain = [run for run in runs if isinstance(run, DeviceCopyUnit)]
     kernel = kernel or kernel_of(plain, among=len(runs))
     if kernel is None:
         return [run.fingerprint for run in runs]
     batch = Batch(plain, kernel, copies=False)
-    return [ReadRun(batch, i).fingerprint for i in range(len(runs))]
+    return [ReadUnit(batch, i).fingerprint for i in range(len(runs))]
 
 
-def slot_reader(plan: Plan, chunk: Chunk, slot: torch.Tensor) -> Callable[[], list[int]]:
+def slot_reader(plan: StreamLayout, chunk: Chunk, slot: torch.Tensor) -> Callable[[], list[int]]:
     """Return what fingerprints the runs of a chunk, zeros between tensors included, in its slot."""
     parts = [
         slot[run.start - chunk.start : run.stop - chunk.start]
         for run in plan.runs[chunk.first_run : chunk.last_run]
     ]
-    runs = [DeviceRun((part,), (part,), ()) for part in parts]
+    runs = [DeviceCopyUnit((part,), (part,), ()) for part in parts]
     kernel = kernel_of(runs, among=len(runs))
     if kernel is None:
         return lambda: [mix64(part) for part in parts]
@@ -262,7 +262,7 @@ def slot_reader(plan: Plan, chunk: Chunk, slot: torch.Tensor) -> Callable[[], li
 
 
 def chunk_batches(
-    plan: Plan,
+    plan: StreamLayout,
     tensors: Sequence[torch.Tensor],
     slots: Sequence[torch.Tensor],
     *,
@@ -290,7 +290,7 @@ def chunk_batches(
     return batches
 
 
-def kernel_of(runs: Sequence[DeviceRun], *, among: int) -> Kernel | None:
+def kernel_of(runs: Sequence[DeviceCopyUnit], *, among: int) -> Kernel | None:
     """Return the kernel for `among` runs, where these are all of them and lie on one GPU."""
     if not runs or len(runs) != among:
         return None
@@ -310,7 +310,7 @@ def _proved(device: torch.device) -> Kernel | None:
         kernel: Kernel = cast(Any, import_module("weightsync.weights.cuda_mix"))
         source = torch.arange(_PROOF_NBYTES, device=device).to(torch.uint8)
         target = torch.zeros_like(source)
-        batch = Batch([DeviceRun((target,), (source,), ())], kernel)
+        batch = Batch([DeviceCopyUnit((target,), (source,), ())], kernel)
         batch.launch()
         if batch.fingerprints() != [mix64(source)] or not torch.equal(source, target):
             raise RuntimeError("it does not copy or fingerprint as torch does")
@@ -332,8 +332,8 @@ def _read(batch: Batch) -> list[int]:
 
 
 def _into_slot(
-    plan: Plan, start: int, stop: int, tensors: Sequence[torch.Tensor], place: torch.Tensor
-) -> DeviceRun:
+    plan: StreamLayout, start: int, stop: int, tensors: Sequence[torch.Tensor], place: torch.Tensor
+) -> DeviceCopyUnit:
     """Return the run `start` to `stop` of the stream; `place` begins where the run does."""
     targets, sources, gaps = [], [], []
     at = start
@@ -345,4 +345,4 @@ def _into_slot(
         at = piece.start + piece.nbytes
     if stop > at:
         gaps.append((len(sources), stop - at))
-    return DeviceRun(tuple(targets), tuple(sources), tuple(gaps))
+    return DeviceCopyUnit(tuple(targets), tuple(sources), tuple(gaps))

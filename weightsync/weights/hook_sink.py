@@ -9,11 +9,11 @@ import torch
 from weightsync.errors import ManifestMismatchError, shorten
 from weightsync.specs import Manifest
 from weightsync.weights import slab
-from weightsync.weights.buckets import Plan
+from weightsync.weights.buckets import StreamLayout
 from weightsync.weights.copier import Memory
 from weightsync.weights.dtypes import from_bytes
 from weightsync.weights.loans import own_storage, refuse_kept, uses
-from weightsync.weights.sink import Apply, Landing, LoadWeights, NamedTensor, WeightSink
+from weightsync.weights.sink import Apply, LoadTarget, LoadWeights, NamedTensor, WeightSink
 
 
 class HookSink(WeightSink):
@@ -48,11 +48,11 @@ class HookSink(WeightSink):
         """Where staged tensors are kept aside."""
         return self._device
 
-    def land(self, plan: Plan, apply: Apply) -> Landing:
+    def land(self, plan: StreamLayout, apply: Apply) -> LoadTarget:
         """Keep the stream aside until `commit`, or hand tensors over as they come."""
         return _AsideLanding(self, plan) if apply == "staged" else _HookLanding(self, plan.manifest)
 
-    def staged_nbytes(self, plan: Plan) -> int:
+    def staged_nbytes(self, plan: StreamLayout) -> int:
         """The whole stream is kept aside, and all of it cloned where the hook keeps views."""
         return plan.nbytes + self.cloned_nbytes(plan.manifest)
 
@@ -97,7 +97,7 @@ class _NamesLoaded:
             )
 
 
-class _HookLanding(Landing):
+class _HookLanding(LoadTarget):
     in_place = True
 
     def __init__(self, sink: HookSink, manifest: Manifest) -> None:
@@ -120,8 +120,8 @@ class _HookLanding(Landing):
         pass
 
 
-class _AsideLanding(Landing):
-    def __init__(self, sink: HookSink, plan: Plan) -> None:
+class _AsideLanding(LoadTarget):
+    def __init__(self, sink: HookSink, plan: StreamLayout) -> None:
         self._sink = sink
         self._plan = plan
         buffer = slab.allocate(plan.nbytes, sink.device)

@@ -19,7 +19,7 @@ from weightsync.errors import (
 )
 from weightsync.specs import Manifest, TensorSpec, changes
 from weightsync.weights import slab
-from weightsync.weights.buckets import Plan, aligned
+from weightsync.weights.buckets import StreamLayout, aligned
 from weightsync.weights.copier import Memory
 from weightsync.weights.dtypes import TORCH_DTYPES, as_bytes, from_bytes, spec_of
 from weightsync.weights.fingerprint import mix64, to_hex
@@ -27,7 +27,7 @@ from weightsync.weights.loans import uses
 from weightsync.weights.module_tensors import ModuleTensors
 from weightsync.weights.shard_copier import ShardMemory, Share
 from weightsync.weights.shards import is_sharded
-from weightsync.weights.sink import Apply, Landing, Verification, WeightSink, check_manifest
+from weightsync.weights.sink import Apply, LoadTarget, Verification, WeightSink, check_manifest
 
 Swap = Literal["auto", "pointer", "copy"]
 
@@ -158,7 +158,7 @@ class ModuleSink(WeightSink):
         """
         return id(tensor) in self._alone
 
-    def land(self, plan: Plan, apply: Apply) -> Landing:
+    def land(self, plan: StreamLayout, apply: Apply) -> LoadTarget:
         """A pair of slabs (staged) or the module's own memory (in place)."""
         check_manifest(self, plan.manifest, partial=True)
         layout = self.layout(plan)
@@ -170,7 +170,7 @@ class ModuleSink(WeightSink):
             return _PointerLanding(self, layout)
         return _CopyLanding(self, layout)
 
-    def staged_nbytes(self, plan: Plan) -> int:
+    def staged_nbytes(self, plan: StreamLayout) -> int:
         """One slab beside the model, and what cannot move into the other one."""
         layout = self.layout(plan)
         if self.swap == "copy":
@@ -182,7 +182,7 @@ class ModuleSink(WeightSink):
         """Whether the tensor may be pointed at other memory, which holds bytes of `spec`."""
         return _is_plain(tensor, spec, self.device) and self.is_alone(tensor)
 
-    def layout(self, plan: Plan) -> Layout:
+    def layout(self, plan: StreamLayout) -> Layout:
         """What is landed of each tensor of `plan`."""
         groups = self.targets(plan.manifest)
         return Layout([Place(*pair) for pair in zip(plan.manifest.specs, groups, strict=True)])
@@ -276,7 +276,7 @@ def _is_plain(tensor: torch.Tensor, spec: TensorSpec, device: torch.device) -> b
     )
 
 
-class _ModuleLanding(Landing):
+class _ModuleLanding(LoadTarget):
     """A landing that knows its module's tensors."""
 
     def __init__(self, sink: ModuleSink) -> None:

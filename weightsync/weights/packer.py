@@ -10,8 +10,8 @@ import torch
 
 from weightsync.errors import ManifestMismatchError, shorten
 from weightsync.specs import TensorSpec
-from weightsync.weights.buckets import Chunk, Plan
-from weightsync.weights.copier import HostCopies, Memory, Places, compile_host, host_view, zero
+from weightsync.weights.buckets import Chunk, StreamLayout
+from weightsync.weights.copier import AddressMap, HostCopies, Memory, compile_host, host_view, zero
 from weightsync.weights.cuda_runs import Batch, chunk_batches, slot_reader
 from weightsync.weights.dtypes import TORCH_DTYPES, as_bytes, from_bytes
 from weightsync.weights.fingerprint import xxh3
@@ -32,7 +32,7 @@ class Packer:
     nothing waits, and the bytes are in place for whatever is behind the caller's current stream.
     """
 
-    def __init__(self, plan: Plan, slots: Sequence[torch.Tensor]) -> None:
+    def __init__(self, plan: StreamLayout, slots: Sequence[torch.Tensor]) -> None:
         self.plan = plan
         self._slots = slots
         self._on_host = slots[0].device.type == "cpu"
@@ -153,10 +153,10 @@ class Packer:
         return fingerprints
 
     def _compile(self, tensors: Sequence[torch.Tensor]) -> list[HostCopies]:
-        source = Places(Memory([as_bytes(tensor) for tensor in tensors]))
+        source = AddressMap(Memory([as_bytes(tensor) for tensor in tensors]))
         compiled = []
         for j, chunk in enumerate(self.plan.chunks):
-            target = Places(None, self._slot(j).data_ptr(), chunk.start)
+            target = AddressMap(None, self._slot(j).data_ptr(), chunk.start)
             runs = self.plan.runs[chunk.first_run : chunk.last_run]
             planned = [compile_host(self.plan, run, target, source) for run in runs]
             compiled.append(HostCopies.of(planned))
@@ -183,7 +183,7 @@ class Packer:
         return slot_views(self.plan, self.plan.chunks[j], self._slot(j))
 
 
-def slot_views(plan: Plan, chunk: Chunk, slot: torch.Tensor) -> list[memoryview]:
+def slot_views(plan: StreamLayout, chunk: Chunk, slot: torch.Tensor) -> list[memoryview]:
     """View the runs of a chunk in its slot (host memory, kept alive by the caller)."""
     address = slot.data_ptr() - chunk.start
     return [

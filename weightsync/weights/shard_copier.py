@@ -15,12 +15,12 @@ from typing import ClassVar
 
 import torch
 
-from weightsync.weights.buckets import Piece, Plan, Run
+from weightsync.weights.buckets import CopyUnit, StreamLayout, TensorSlice
 from weightsync.weights.copier import (
+    AddressMap,
     Copy,
     Memory,
-    Places,
-    RunCompiler,
+    UnitCompiler,
     append_copy,
     interleaved,
     joined,
@@ -149,29 +149,33 @@ class DeviceShardRun:
 class ShardCompiler:
     """Plans runs into shards; the source is `memory`, or else a slot given with each run."""
 
-    def __init__(self, plan: Plan, destination: ShardMemory, memory: Memory | None = None) -> None:
+    def __init__(
+        self, plan: StreamLayout, destination: ShardMemory, memory: Memory | None = None
+    ) -> None:
         self._plan = plan
         self._flat = destination.flat
         self._on_host = destination.on_host() and (memory is None or memory.on_host())
         self._memory = memory
-        self._source = Places(memory) if self._on_host and memory else None
+        self._source = AddressMap(memory) if self._on_host and memory else None
         self._echo: torch.Tensor | None = None
         self._shares: dict[int, list[tuple[torch.Tensor, tuple[Block, ...]]]] = {}
         for tensor, share in zip(destination.tensors, destination.shares, strict=True):
             self._shares.setdefault(share.index, []).append((tensor, share.blocks))
 
     def compile(
-        self, run: Run, slot: torch.Tensor | None = None, chunk_start: int = 0
+        self, run: CopyUnit, slot: torch.Tensor | None = None, chunk_start: int = 0
     ) -> HostShardRun | DeviceShardRun:
         """Plan one run; `slot` carries the stream from `chunk_start` on."""
         # A tensor made in inference mode could not be written outside of it.
         with torch.inference_mode(False):
             if self._on_host and (slot is None or slot.device.type == "cpu"):
                 address = slot.data_ptr() if slot is not None else 0
-                return self._on_the_host(run, self._source or Places(None, address, chunk_start))
+                return self._on_the_host(
+                    run, self._source or AddressMap(None, address, chunk_start)
+                )
             return self._on_devices(run, slot, chunk_start)
 
-    def _on_the_host(self, run: Run, places: Places) -> HostShardRun:
+    def _on_the_host(self, run: CopyUnit, places: AddressMap) -> HostShardRun:
         copies: list[Copy] = []
         grids: list[Grid] = []
         parts: list[tuple[int, int, int]] = []
@@ -207,7 +211,9 @@ class ShardCompiler:
         echo = self._echo[: block.width * block.height].view(word).view(block.height, -1)
         return Grid(ends[0], ends[1], echo)
 
-    def _on_devices(self, run: Run, slot: torch.Tensor | None, chunk_start: int) -> DeviceShardRun:
+    def _on_devices(
+        self, run: CopyUnit, slot: torch.Tensor | None, chunk_start: int
+    ) -> DeviceShardRun:
         pairs: list[Pair] = []
         sources: list[torch.Tensor] = []
         gaps: list[tuple[int, int]] = []
@@ -223,14 +229,16 @@ class ShardCompiler:
             gaps.append((len(sources), run.stop - at))
         return DeviceShardRun(tuple(pairs), tuple(sources), tuple(gaps))
 
-    def _source_of(self, piece: Piece, slot: torch.Tensor | None, chunk_start: int) -> torch.Tensor:
+    def _source_of(
+        self, piece: TensorSlice, slot: torch.Tensor | None, chunk_start: int
+    ) -> torch.Tensor:
         if self._memory is not None:
             return self._memory.tensors[piece.index][piece.begin : piece.begin + piece.nbytes]
         if slot is None:
             raise ValueError("a run needs a slot where the compiler has no memory to copy from")
         return slot[piece.start - chunk_start :][: piece.nbytes]
 
-    def _blocks(self, piece: Piece) -> Iterator[tuple[torch.Tensor, Block]]:
+    def _blocks(self, piece: TensorSlice) -> Iterator[tuple[torch.Tensor, Block]]:
         for tensor, blocks in self._shares.get(piece.index, ()):
             for block in blocks:
                 for part in block.within(piece.begin, piece.begin + piece.nbytes):
@@ -238,12 +246,12 @@ class ShardCompiler:
 
 
 def compiler_for(
-    plan: Plan, destination: Memory, memory: Memory | None = None
-) -> RunCompiler | ShardCompiler:
+    plan: StreamLayout, destination: Memory, memory: Memory | None = None
+) -> UnitCompiler | ShardCompiler:
     """Return what plans runs into `destination`, whole tensors or shards."""
     if isinstance(destination, ShardMemory):
         return ShardCompiler(plan, destination, memory)
-    return RunCompiler(plan, destination, memory)
+    return UnitCompiler(plan, destination, memory)
 
 
 def _proof(arrived: int, *, holds: bool) -> int:

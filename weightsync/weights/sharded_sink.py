@@ -8,7 +8,7 @@ import torch
 
 from weightsync.errors import ConfigError, shorten
 from weightsync.specs import TensorSpec
-from weightsync.weights.buckets import Plan
+from weightsync.weights.buckets import StreamLayout
 from weightsync.weights.checksum_parts import part_of
 from weightsync.weights.dtypes import TORCH_DTYPES, as_bytes
 from weightsync.weights.module_sink import Layout, ModuleSink, Place
@@ -26,7 +26,7 @@ class ShardedModuleSink(ModuleSink):
     say which rows are held (partial sums, unknown placements).
     """
 
-    def layout(self, plan: Plan) -> Layout:
+    def layout(self, plan: StreamLayout) -> Layout:
         """A place for each slice of a tensor; tied tensors may hold different ones."""
         places: list[Place] = []
         shares: list[Share] = []

@@ -15,7 +15,7 @@ import torch
 
 from weightsync.errors import ConfigError
 from weightsync.specs import Manifest, ManifestDifference, compare
-from weightsync.weights.buckets import Plan
+from weightsync.weights.buckets import StreamLayout
 from weightsync.weights.copier import Memory
 from weightsync.wire.messages import TensorPart
 
@@ -27,7 +27,7 @@ LoadWeights = Callable[[Iterable[NamedTensor]], object]
 """vLLM's signature: takes `(name, tensor)` pairs, may return the set of names it loaded."""
 
 
-class Landing(ABC):
+class LoadTarget(ABC):
     """The place of one manifest's updates in one sink.
 
     `memory` holds `uint8[nbytes]` per tensor of the manifest, or is None where the sink takes whole
@@ -78,14 +78,14 @@ class WeightSink(ABC):
         return (self.device,) if self.device.type == "cuda" else ()
 
     @abstractmethod
-    def land(self, plan: Plan, apply: Apply) -> Landing:
+    def land(self, plan: StreamLayout, apply: Apply) -> LoadTarget:
         """Make room for the tensors of `plan.manifest`, once per manifest, before bytes move.
 
         Raises ManifestMismatchError for tensors that have no place here.
         """
 
     @abstractmethod
-    def staged_nbytes(self, plan: Plan) -> int:
+    def staged_nbytes(self, plan: StreamLayout) -> int:
         """Bytes that a staged landing allocates."""
 
     @property
@@ -110,7 +110,7 @@ class WeightSink(ABC):
             known[offered.digest] = compare(offered, self.manifest, cast=self.casts)
         return cast(ManifestDifference, known[offered.digest])
 
-    def commit_all(self, landings: Sequence[Landing]) -> None:
+    def commit_all(self, landings: Sequence[LoadTarget]) -> None:
         """Put the weights of one update to use, in this order; see Landing.commit."""
         for landing in landings:
             landing.commit()

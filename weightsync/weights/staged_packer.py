@@ -9,7 +9,7 @@ from typing import Protocol
 
 import torch
 
-from weightsync.weights.buckets import Piece, Plan
+from weightsync.weights.buckets import StreamLayout, TensorSlice
 from weightsync.weights.dtypes import as_bytes, from_bytes
 from weightsync.weights.packer import Acquire, Packed, Packer, check_whole, flatten, is_plain
 from weightsync.weights.source import NamedTensors
@@ -21,7 +21,7 @@ _PIPELINED_SLOTS = 3
 """With fewer, readers may need a chunk before they can free the next one's slot."""
 
 
-class Crossing(Protocol):
+class HostCopyWork(Protocol):
     """A copy from the device to a slot."""
 
     def settle(self) -> None:
@@ -36,9 +36,9 @@ class Stage(Protocol):
 
     def twin(self, slot: int) -> torch.Tensor: ...
 
-    def cross(self, slot: int, nbytes: int) -> Crossing: ...
+    def cross(self, slot: int, nbytes: int) -> HostCopyWork: ...
 
-    def cross_directly(self, slot: int, source: torch.Tensor) -> Crossing: ...
+    def cross_directly(self, slot: int, source: torch.Tensor) -> HostCopyWork: ...
 
 
 class StagedPacker(Packer):
@@ -50,7 +50,7 @@ class StagedPacker(Packer):
     What crosses is always settled: slots on the host are published by the host.
     """
 
-    def __init__(self, plan: Plan, slots: Sequence[torch.Tensor], stage: Stage) -> None:
+    def __init__(self, plan: StreamLayout, slots: Sequence[torch.Tensor], stage: Stage) -> None:
         super().__init__(plan, slots)
         self._stage = stage
         self._pieces = [list(plan.pieces(chunk.start, chunk.stop)) for chunk in plan.chunks]
@@ -97,7 +97,7 @@ class StagedPacker(Packer):
     ) -> Generator[Packed, None, None]:
         """Send chunk after chunk; each is complete in its slot before it is handed out."""
         ahead = 1 if len(self._slots) >= _PIPELINED_SLOTS else 0
-        flying: deque[tuple[int, Crossing]] = deque()
+        flying: deque[tuple[int, HostCopyWork]] = deque()
         try:
             for j, alone in filled:
                 slot = acquire(j)
@@ -110,14 +110,14 @@ class StagedPacker(Packer):
             for _, crossing in flying:
                 crossing.settle()
 
-    def _cross(self, j: int, slot: int, alone: torch.Tensor | None) -> Crossing:
+    def _cross(self, j: int, slot: int, alone: torch.Tensor | None) -> HostCopyWork:
         if alone is None:
             chunk = self.plan.chunks[j]
             return self._stage.cross(slot, chunk.stop - chunk.start)
         self._clear_gaps(j, slot)
         return self._stage.cross_directly(slot, alone)
 
-    def _land(self, flying: deque[tuple[int, Crossing]], *, verify: bool) -> Packed:
+    def _land(self, flying: deque[tuple[int, HostCopyWork]], *, verify: bool) -> Packed:
         j, crossing = flying[0]
         crossing.settle()
         flying.popleft()
@@ -178,6 +178,6 @@ class StagedPacker(Packer):
         return twin.zero_() if self._gaps(j) else twin
 
 
-def _part(tensor: torch.Tensor, piece: Piece) -> torch.Tensor:
+def _part(tensor: torch.Tensor, piece: TensorSlice) -> torch.Tensor:
     flat = as_bytes(tensor)
     return flat if piece.nbytes == flat.numel() else flat[piece.begin : piece.begin + piece.nbytes]
