@@ -36,15 +36,15 @@ def progress_callback(progress: Shown) -> OnProgress | None:
     return progress or None
 
 
-def watch_progress(ensemble: RankGroup, callback: OnProgress | None) -> None:
+def watch_progress(group: RankGroup, callback: OnProgress | None) -> None:
     """Have `callback` told of every update of this ensemble. Called on rank 0 alone."""
     if callback is not None:
-        ensemble.watch.watchers.append(ProgressObserver(ensemble.feeder, callback))
+        group.observers.observers.append(ProgressObserver(group.worker, callback))
 
 
 @contextmanager
-def watching(ensemble: RankGroup, trace: TracePath | None) -> Iterator[None]:
+def watching(group: RankGroup, trace: TracePath | None) -> Iterator[None]:
     """Around one call of the user, on rank 0 alone: those who look on learn when it is over."""
-    tracer = TraceObserver(ensemble.feeder, trace_path(trace)) if trace is not None else None
-    with ensemble.watch.also(tracer), ensemble.watch.looking():
+    tracer = TraceObserver(group.worker, trace_path(trace)) if trace is not None else None
+    with group.observers.also(tracer), group.observers.looking():
         yield

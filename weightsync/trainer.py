@@ -124,18 +124,18 @@ def connect(  # noqa: PLR0913  # the settings of a connection, all keyword-only
     def feed() -> RankWorker:
         return RankWorker(as_source(source, dtype=dtype, rename=rename), options, ranks)
 
-    def lead(ensemble: RankGroup) -> Coordinator:
+    def coordinator(group: RankGroup) -> Coordinator:
         fleet = Fleet(reach.every(to), yields=yields)
         try:
-            watch_progress(ensemble, on_progress)
+            watch_progress(group, on_progress)
             return Coordinator(
-                ensemble, fleet, options, backend=backend, on_failure=on_failure, takeover=takeover
+                group, fleet, options, backend=backend, on_failure=on_failure, takeover=takeover
             )
         except BaseException:
             fleet.close()
             raise
 
-    return WeightSender(ranks, feed, lead, reach.one, verify=verify)
+    return WeightSender(ranks, feed, coordinator, reach.one, verify=verify)
 
 
 class WeightSender:
@@ -149,7 +149,7 @@ class WeightSender:
         self,
         ranks: RankComm,
         feed: Callable[[], RankWorker],
-        lead: Callable[[RankGroup], Coordinator],
+        coordinator: Callable[[RankGroup], Coordinator],
         reach: Callable[[Target], Transport],
         *,
         verify: bool,
@@ -160,14 +160,14 @@ class WeightSender:
         self._closed = False
         self._turns = UpdateLock()
         self._pid = os.getpid()
-        self._lead: Coordinator | None = None
+        self._coordinator: Coordinator | None = None
         try:
-            ensemble = self._ensemble = RankGroup(ranks.together(feed), ranks)
-            self._lead = ranks.together(lambda: lead(ensemble) if ensemble.leads else None)
+            group = self._group = RankGroup(ranks.together(feed), ranks)
+            self._coordinator = ranks.together(lambda: coordinator(group) if group.leads else None)
         except BaseException:
             ranks.close()
             raise
-        self._dropped = weakref.finalize(self, _free_dropped, ensemble, self._lead, self._pid)
+        self._dropped = weakref.finalize(self, _free_dropped, group, self._coordinator, self._pid)
         self._dropped.atexit = False  # the kernel does it then
         try:
             self._together("connect", lambda leading: leading.connect())
@@ -178,21 +178,25 @@ class WeightSender:
     @property
     def targets(self) -> list[str]:
         """The receivers, as messages name them; nobody on ranks other than 0."""
-        return [member.target for member in self._lead.fleet.members] if self._lead else []
+        return (
+            [member.target for member in self._coordinator.fleet.members]
+            if self._coordinator
+            else []
+        )
 
     @property
     def road(self) -> str:
         """How the bytes go; several roads are joined by `+`. Empty on ranks other than 0."""
-        if self._closed or self._lead is None or not self._lead.connected:
-            if self._lead is None and not self._closed:
+        if self._closed or self._coordinator is None or not self._coordinator.connected:
+            if self._coordinator is None and not self._closed:
                 return ""
             raise ConfigError("this sender is closed or released; send_weights() connects again")
-        return "+".join(sorted({member.shown_road for member in self._lead.fleet.members}))
+        return "+".join(sorted({member.shown_road for member in self._coordinator.fleet.members}))
 
     @property
     def connect_seconds(self) -> Mapping[str, float]:
         """What finding the receivers took the last time, by phase; empty on ranks other than 0."""
-        return dict(self._lead.roads.seconds) if self._lead else {}
+        return dict(self._coordinator.roads.seconds) if self._coordinator else {}
 
     def send_weights(
         self,
@@ -263,28 +267,30 @@ class WeightSender:
         """
         with self._turns.taken():
             self._check_open()
-            self._ensemble.meet(f"update({version}, partial={partial})")
-            self._ensemble.feeder.stop = threading.Event()
-            if self._lead is None:
+            self._group.check_same_call(f"update({version}, partial={partial})")
+            self._group.worker.stop = threading.Event()
+            if self._coordinator is None:
                 try:
-                    with following(self._ensemble) as followed:
+                    with following(self._group) as followed:
                         yield followed
                 finally:
-                    self.version = self._ensemble.version
+                    self.version = self._group.version
                 return
-            self._lead.fleet.forgive()
-            self._lead.verify = self.verify
+            self._coordinator.fleet.forgive()
+            self._coordinator.verify = self.verify
             try:
                 with (
-                    watching(self._ensemble, trace),
-                    self._lead.updating(version, label, rewind=rewind, partial=partial) as update,
+                    watching(self._group, trace),
+                    self._coordinator.updating(
+                        version, label, rewind=rewind, partial=partial
+                    ) as update,
                 ):
                     yield update
             except BaseException as exc:
-                self.version = self._lead.version
+                self.version = self._coordinator.version
                 self._tell_done(error=exc)
                 raise
-            self.version = self._lead.version
+            self.version = self._coordinator.version
             self._tell_done(report=update.last_report)
 
     def add(self, target: Target) -> SyncReport | None:
@@ -293,14 +299,14 @@ class WeightSender:
         The source must still hold what was sent as that version. Raises what `connect` and
         `resync` raise; the fleet is then as it was.
         """
-        return self._together("add", lambda lead: lead.add(self._reach(target)))
+        return self._together("add", lambda coordinator: coordinator.add(self._reach(target)))
 
     def remove(self, target: str) -> None:
         """Let the receiver of that name (`targets`) go, or all workers of a server by its URL.
 
         They keep the weights that they hold.
         """
-        self._together("remove", lambda lead: lead.remove(target))
+        self._together("remove", lambda coordinator: coordinator.remove(target))
 
     def resync(self, target: str) -> SyncReport:
         """Send the current version to one receiver or server that missed it, and to no other.
@@ -309,16 +315,20 @@ class WeightSender:
         changed since, which only fingerprints show (with `verify=False` a warning is logged), and
         ConfigError for an unknown target or before the first update.
         """
-        report = self._together("resync", lambda lead: lead.resync(lead.members(target)))
+        report = self._together(
+            "resync", lambda coordinator: coordinator.resync(coordinator.members(target))
+        )
         return _required(report)
 
     def ledger(self) -> list[LedgerEntry]:
         """What this rank shares now, its size and age, who reads it and who has not released it."""
-        return self._ensemble.feeder.ledger(self._lead.fleet.members if self._lead else ())
+        return self._group.worker.ledger(
+            self._coordinator.fleet.members if self._coordinator else ()
+        )
 
     def release(self) -> None:
         """Unregister all memory, so that it may be offloaded or freed; the next send connects."""
-        self._together("release", lambda lead: lead.disconnect())
+        self._together("release", lambda coordinator: coordinator.disconnect())
 
     def close(self) -> None:
         """Have receivers close what they opened, move adopted parameters back, free everything.
@@ -329,12 +339,12 @@ class WeightSender:
         """
         if self._closed or os.getpid() != self._pid:
             return
-        known = self._ensemble.ranks.broken
+        known = self._group.comm.broken
         try:
             if exiting():
                 self._part()  # the other ranks may be gone, and exit waits for nobody
             else:
-                self._together("close", lambda lead: lead.disconnect(leaves=True))
+                self._together("close", lambda coordinator: coordinator.disconnect(leaves=True))
         except WeightSyncError:
             self._part()
             if not known:
@@ -344,11 +354,11 @@ class WeightSender:
 
     def _part(self) -> None:
         """Tell the receivers, as far as that goes without the other ranks."""
-        self._ensemble.ranks.close()
-        if self._lead is not None:
-            self._lead.fleet.forgive()
+        self._group.comm.close()
+        if self._coordinator is not None:
+            self._coordinator.fleet.forgive()
             with suppress(WeightSyncError):
-                self._lead.disconnect(leaves=True)
+                self._coordinator.disconnect(leaves=True)
 
     def __enter__(self) -> Self:
         return self
@@ -371,7 +381,7 @@ class WeightSender:
     ) -> SyncReport:
         report = self._together(
             f"send_weights({version}, rewind={rewind})",
-            lambda lead: lead.send(version, label, rewind=rewind),
+            lambda coordinator: coordinator.send(version, label, rewind=rewind),
             stop,
             trace,
         )
@@ -387,23 +397,23 @@ class WeightSender:
         """Make one call on every rank: rank 0 does it, the others do what it tells them."""
         with self._turns.taken():
             self._check_open()
-            self._ensemble.meet(call)
-            self._ensemble.feeder.stop = stop or threading.Event()
-            if self._lead is None:
+            self._group.check_same_call(call)
+            self._group.worker.stop = stop or threading.Event()
+            if self._coordinator is None:
                 try:
-                    return self._ensemble.follow().report
+                    return self._group.serve().report
                 finally:
-                    self.version = self._ensemble.version
-            self._lead.fleet.forgive()
-            self._lead.verify = self.verify
+                    self.version = self._group.version
+            self._coordinator.fleet.forgive()
+            self._coordinator.verify = self.verify
             try:
-                with watching(self._ensemble, trace):
-                    result = do(self._lead)
+                with watching(self._group, trace):
+                    result = do(self._coordinator)
             except BaseException as exc:
-                self.version = self._lead.version
+                self.version = self._coordinator.version
                 self._tell_done(error=exc)
                 raise
-            self.version = self._lead.version
+            self.version = self._coordinator.version
             self._tell_done(report=result if isinstance(result, SyncReport) else None)
             return result
 
@@ -411,7 +421,7 @@ class WeightSender:
         self, *, report: SyncReport | None = None, error: BaseException | None = None
     ) -> None:
         try:
-            self._ensemble.done(self.version, report=report, error=error)
+            self._group.finish(self.version, report=report, error=error)
         except WeightSyncError:
             if error is None:
                 raise
@@ -424,24 +434,24 @@ class WeightSender:
     def _free(self) -> None:
         self._closed = True
         self._dropped.detach()
-        _free(self._ensemble, self._lead)
+        _free(self._group, self._coordinator)
 
 
-def _free(ensemble: RankGroup, lead: Coordinator | None) -> None:
+def _free(group: RankGroup, coordinator: Coordinator | None) -> None:
     try:
-        if lead is not None:
-            lead.fleet.close()
+        if coordinator is not None:
+            coordinator.fleet.close()
     finally:
-        ensemble.close()
+        group.close()
 
 
-def _free_dropped(ensemble: RankGroup, lead: Coordinator | None, pid: int) -> None:
+def _free_dropped(group: RankGroup, coordinator: Coordinator | None, pid: int) -> None:
     """A sender that was dropped without close() must not hold its receivers."""
     if os.getpid() == pid:
         logger.warning("a sender was dropped without close(); what it shared is freed")
-        if ensemble.feeder.engine is not None:
-            ensemble.feeder.engine.dropped()
-        _free(ensemble, lead)
+        if group.worker.engine is not None:
+            group.worker.engine.dropped()
+        _free(group, coordinator)
 
 
 def _required(report: SyncReport | None) -> SyncReport:

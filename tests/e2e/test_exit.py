@@ -34,7 +34,7 @@ sender = ws.connect(model, to=stopped, timeout_s=600)
 os.kill(int(pid), signal.SIGSTOP)
 sending = threading.Thread(target=sender.send_weights, daemon=True)
 sending.start()
-while not any(flight for flight in sender._lead.fleet._flights._flying):
+while not any(flight for flight in sender._coordinator.fleet._flights._flying):
     time.sleep(0.01)
 print("leaves", flush=True)
 """

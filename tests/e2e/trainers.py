@@ -49,7 +49,7 @@ def die_while_it_loads(url: str, *, given: bool = True) -> NoReturn:
 
 def control_of(sender: ws.WeightSender) -> Control:
     """The counters and fingerprints of the trainer's ring."""
-    engine = sender._ensemble.feeder.engine
+    engine = sender._group.worker.engine
     assert engine is not None
     return engine._control
 

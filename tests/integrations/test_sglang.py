@@ -430,7 +430,7 @@ def test_a_killed_trainer_s_pause_ends_without_it(server: Served) -> None:
 def test_a_trainer_that_leaves_ends_what_watched_it(server: Served) -> None:
     with connect(model(), server) as sender:
         sender.send_weights()
-        watch = sender._lead.fleet.members[0].transport._pause_watch  # type: ignore[union-attr]
+        watch = sender._coordinator.fleet.members[0].transport._pause_watch  # type: ignore[union-attr]
         assert psutil.pid_exists(watch.pid)
         pid = watch.pid
     assert not psutil.pid_exists(pid)
@@ -443,7 +443,7 @@ def leave_with_a_pause_owed(server: Served) -> int:
         server.next(refuse_proceed=True)
         with pytest.raises(ws.errors.RemoteError, match="continue_generation answered 500"):
             sender.send_weights()
-        watch = sender._lead.fleet.members[0].transport._pause_watch  # type: ignore[union-attr]
+        watch = sender._coordinator.fleet.members[0].transport._pause_watch  # type: ignore[union-attr]
         pid: int = watch.pid
     return pid
 
@@ -464,7 +464,7 @@ def test_a_pause_that_is_still_owed_does_not_end_one_of_the_next_sender(
     assert psutil.pid_exists(pid)
     with connect(model(), server) as sender:
         if by_hand:
-            transport = sender._lead.fleet.members[0].transport  # type: ignore[union-attr]
+            transport = sender._coordinator.fleet.members[0].transport  # type: ignore[union-attr]
             transport.call(PauseRequest(mode="keep"), timeout_s=20)
             assert server.state()["paused"] != ""
         else:

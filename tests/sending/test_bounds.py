@@ -27,16 +27,16 @@ class Watcher:
     def __init__(self) -> None:
         self.told: list[type] = []
 
-    def began(self, command: AnyCommand) -> None:
+    def on_command_start(self, command: AnyCommand) -> None:
         self.told.append(type(command))
 
-    def ended(self, command: AnyCommand) -> None: ...
+    def on_command_end(self, command: AnyCommand) -> None: ...
 
-    def asked(self, call: object) -> None: ...
+    def on_request(self, call: object) -> None: ...
 
-    def answered(self, call: object, answer: Reply | ws.WeightSyncError | None) -> None: ...
+    def on_reply(self, call: object, answer: Reply | ws.WeightSyncError | None) -> None: ...
 
-    def over(self, error: BaseException | None) -> None: ...
+    def on_done(self, error: BaseException | None) -> None: ...
 
 
 @pytest.fixture
@@ -186,7 +186,7 @@ def test_a_begin_that_fails_is_ended(receiver: ws.WeightReceiver) -> None:
 
     watcher = Watcher()
     with ws.connect(nn.Linear(6, 5), to=receiver.handle) as sender:
-        watch = sender._ensemble.watch
+        watch = sender._group.observers
         with (
             watch.also(watcher),
             pytest.raises(ZeroDivisionError),

@@ -228,6 +228,6 @@ def test_members_that_never_come_back_are_forgotten(monkeypatch: pytest.MonkeyPa
             sender.add(receiver)
             receiver.before = lose(FINISH, "shutdown_weight_transfer_engine")
             assert set(sender.send_weights().dropped) == {receiver.__qualname__}
-        assert sender._lead is not None
-        owed = sender._lead._membership._owed
+        assert sender._coordinator is not None
+        owed = sender._coordinator._membership._pending_finishes
         assert set(owed) == {receiver.receiver.instance for receiver in left[2:]}

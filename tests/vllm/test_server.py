@@ -206,7 +206,7 @@ def test_after_an_error_of_vllms_own_the_next_call_gets_through(server: Server) 
     served, model = server.served, server.model
     with ws.connect(model, to=served.url) as sender:
         sender.send_weights()
-        control = sender._lead.fleet.members[0].transport._server.control  # type: ignore[union-attr]
+        control = sender._coordinator.fleet.members[0].transport._server.control  # type: ignore[union-attr]
         for _ in range(3):
             with pytest.raises(RemoteError, match=r"collective_rpc answered 500: .*no_such"):
                 control._ask("collective_rpc", {"method": "no_such"}, 30.0)

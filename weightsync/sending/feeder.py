@@ -81,7 +81,7 @@ class RankWorker:
         self._active = False
         self._moves_model = True
 
-    def card(self) -> RankInfo:
+    def rank_info(self) -> RankInfo:
         """Who this rank is."""
         on_gpu = self._options.device.type == "cuda"
         gpu = [cuda_handle.gpu_key(self._options.device)] if on_gpu else []
@@ -118,7 +118,7 @@ class RankWorker:
                 self.close()
                 return CommandResult()
             case _:
-                raise ConfigError(f"{type(command).__name__} is no command for a feeder")
+                raise ConfigError(f"{type(command).__name__} is no command for a rank")
 
     def ledger(self, members: Iterable[Member]) -> list[LedgerEntry]:
         """What this rank shares now; the readers of it are named after `members`, where known."""

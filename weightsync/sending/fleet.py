@@ -220,7 +220,7 @@ class Fleet:
         if member.server is not None and member.server not in self.servers:
             self._close(member.server.transport)
 
-    def unfold(self, member: Member, paths: Sequence[str]) -> list[Member]:
+    def expand(self, member: Member, paths: Sequence[str]) -> list[Member]:
         """Put the workers of a server in the place of the member that stood for all.
 
         Raises ProtocolError where its transport cannot reach them.
@@ -237,7 +237,7 @@ class Fleet:
         self.members[at : at + 1] = workers
         return workers
 
-    def fold(self, server: Server) -> Member:
+    def collapse(self, server: Server) -> Member:
         """Put one member in the place of all workers of a server, whatever they are now."""
         gone = [member for member in self.members if member.server is server]
         at = self.members.index(gone[0])
@@ -373,12 +373,12 @@ class Fleet:
         limit_s = timeout_s * (1.1 if brief else PATIENCE + 1) + LOOK_S
         watch = self.watch
         seen = ObservedCall(member.target, member.rank, member.reader, member.road, message)
-        watch.asked(seen)
+        watch.on_request(seen)
 
         def ask() -> MemberReply:
             answer = _call(member, message, limit_s)
             if not future.done():
-                watch.answered(seen, answer.error or answer.reply)
+                watch.on_reply(seen, answer.error or answer.reply)
             return answer
 
         try:

@@ -17,19 +17,19 @@ class FollowerUpdate:
     `last_report` is rank 0's, after the block.
     """
 
-    def __init__(self, ensemble: RankGroup) -> None:
+    def __init__(self, group: RankGroup) -> None:
         self.last_report: SyncReport | None = None
-        self._ensemble = ensemble
+        self._group = group
         self._over = False
         self._follow()
 
     def send(self, named_tensors: NamedTensors) -> None:
         """Make these tensors, which rank 0 or this rank's own receivers are sent."""
-        self._ensemble.feeder.pairs = named_tensors
+        self._group.worker.pairs = named_tensors
         try:
             self._follow()
         finally:
-            self._ensemble.feeder.pairs = None
+            self._group.worker.pairs = None
 
     def finish(self) -> None:
         """The block ended well here; raises what rank 0's raises."""
@@ -39,16 +39,16 @@ class FollowerUpdate:
         """The block ended with an error here: no rank's update commits."""
         if self._over:
             return
-        self._ensemble.feeder.fault = error
+        self._group.worker.fault = error
         try:
             with suppress(WeightSyncError):
                 self._follow()
         finally:
-            self._ensemble.feeder.fault = None
+            self._group.worker.fault = None
 
     def _follow(self) -> None:
         try:
-            done = self._ensemble.follow()
+            done = self._group.serve()
         except BaseException:
             self._over = True
             raise
@@ -56,9 +56,9 @@ class FollowerUpdate:
 
 
 @contextmanager
-def following(ensemble: RankGroup) -> Iterator[FollowerUpdate]:
+def following(group: RankGroup) -> Iterator[FollowerUpdate]:
     """Around the block of a rank that does not lead: rank 0 learns how it ended."""
-    followed = FollowerUpdate(ensemble)
+    followed = FollowerUpdate(group)
     try:
         yield followed
     except BaseException as exc:

@@ -42,7 +42,7 @@ class Coordinator:
 
     def __init__(
         self,
-        ensemble: RankGroup,
+        group: RankGroup,
         fleet: Fleet,
         options: IpcOptions,
         *,
@@ -51,17 +51,17 @@ class Coordinator:
         takeover: bool = False,
     ) -> None:
         self.fleet = fleet
-        self.roads = PathSelector(ensemble, fleet, options, backend=backend)
+        self.roads = PathSelector(group, fleet, options, backend=backend)
         fleet.beat = self.roads.beat
         self.verify = True
-        self._ensemble = ensemble
-        fleet.watch = ensemble.watch
-        if ensemble.ranks.size > 1:
-            fleet.idle = ensemble.ranks.attend
+        self._group = group
+        fleet.watch = group.observers
+        if group.comm.size > 1:
+            fleet.idle = group.comm.attend
         self._timeout_s = options.timeout_s
         self._drops = on_failure == "drop"
         self._membership = Membership(
-            ensemble,
+            group,
             fleet,
             self.roads,
             timeout_s=options.timeout_s,
@@ -114,7 +114,7 @@ class Coordinator:
             self._reach_rest(update, terms)
             return update, sent
         except StaleVersionError:
-            if last or self._ensemble.feeder.stop.is_set():
+            if last or self._group.worker.stop.is_set():
                 raise
         finally:
             # What those hold who were left behind is not what the fleet holds.
@@ -144,9 +144,9 @@ class Coordinator:
         try:
             update.send_whole(terms, before_finish=self._check_unchanged)
         except WeightSyncError:
-            if not self._membership.meet_again(update.failed, members):
+            if not self._membership.reconnect(update.failed, members):
                 raise
-            self._membership.mend(members)
+            self._membership.repair_group(members)
             update = self._update(members)
             update.send_whole(terms, before_finish=self._check_unchanged)
         self._sent.update_ids.add(update.update_id)
@@ -168,7 +168,7 @@ class Coordinator:
             return self.resync(members)
         except BaseException:
             for member in members:
-                self._membership.let_go(member)
+                self._membership.remove(member)
             raise
 
     def remove(self, target: str) -> None:
@@ -177,11 +177,11 @@ class Coordinator:
         if len(self.fleet.members) == len(members):
             raise ConfigError(f"{target} is the last receiver; close() the sender instead")
         try:
-            self._membership.settle(members, timeout_s=min(self._timeout_s, _GOODBYE_S))
+            self._membership.retry_pending(members, timeout_s=min(self._timeout_s, _GOODBYE_S))
         except WeightSyncError as exc:
             logger.warning("%s leaves without an answer: %s", target, exc)
         for member in members:
-            self._membership.let_go(member)
+            self._membership.remove(member)
 
     def members(self, target: str) -> list[Member]:
         """Return the member of that name, or all of that server.
@@ -206,15 +206,15 @@ class Coordinator:
         update = self._update(self.fleet.members)
         try:
             update.start(terms)
-            self._ensemble.done(self.version)
+            self._group.finish(self.version)
             yield update
-            self._ensemble.tell(CheckMoved())  # raises where another rank's block has failed
+            self._group.run_on_all(CheckMoved())  # raises where another rank's block has failed
             update.prepare()
             update.finish()
         except BaseException as exc:
             update.abort(f"the sender's block ended with {type(exc).__name__}")
             if isinstance(exc, WeightSyncError):
-                self._membership.meet_again(update.failed)
+                self._membership.reconnect(update.failed)
                 self._drop_all(update.failed)
             raise
         self._membership.version = version
@@ -244,7 +244,7 @@ class Coordinator:
             except WeightSyncError as exc:
                 touched = touched or update.touched
                 again = self._try_again(update, exc, follows=version is None)
-                if self._ensemble.feeder.stop.is_set():
+                if self._group.worker.stop.is_set():
                     raise
                 if again and tries < _TRIES:
                     tries += 1
@@ -253,13 +253,13 @@ class Coordinator:
                 if not self._may_go_on(update, without, touched=touched):
                     raise
                 logger.warning("sending version %s without %s", terms.version, names(without))
-                self._membership.mend([m for m in self.fleet.members if m not in without])
+                self._membership.repair_group([m for m in self.fleet.members if m not in without])
             else:
                 ahead = any(isinstance(e, StaleVersionError) for e in update.failed.values())
                 if ahead and version is None and tries < _TRIES:
                     # Those in place took a version that others had passed already.
                     tries, touched = tries + 1, True
-                    self._membership.meet_again(update.failed)
+                    self._membership.reconnect(update.failed)
                     continue
                 update.failed.update(without)
                 update.rule = "roll-forward" if touched else update.rule
@@ -276,7 +276,7 @@ class Coordinator:
         self, update: UpdateTransaction, failure: WeightSyncError, *, follows: bool
     ) -> bool:
         """Whether a second try may go better: someone was met again, or holds a newer version."""
-        met = self._membership.meet_again(update.failed)
+        met = self._membership.reconnect(update.failed)
         return met or (follows and isinstance(failure, StaleVersionError))
 
     def _may_go_on(
@@ -301,7 +301,7 @@ class Coordinator:
                 waiting += [(new, exc) for new in self._membership.meet_workers(member)]
             except WeightSyncError as exc:
                 left[member] = exc
-        stays = not self._membership.may_drop(left) or self._ensemble.feeder.stop.is_set()
+        stays = not self._membership.may_drop(left) or self._group.worker.stop.is_set()
         if left and stays:
             update.rule = "roll-forward"
             raise _left_behind(left, terms.version or 0) from next(iter(left.values()))
@@ -314,15 +314,15 @@ class Coordinator:
 
         Where members are dropped, only one that was restarted meanwhile is.
         """
-        finished = self._membership.settle([member])
+        finished = self._membership.retry_pending([member])
         if finished:
             return finished
-        met = self._membership.meet_again({member: failure}, [member])
+        met = self._membership.reconnect({member: failure}, [member])
         met = met or isinstance(failure, WorldSizeChangedError)
         if self._membership.may_drop([member]) and not met:
             raise failure
         self._membership.end_open_update(member)
-        self._membership.mend([member])
+        self._membership.repair_group([member])
         again = self._update([member])
         try:
             again.send_whole(terms, before_finish=self._check_unchanged)
@@ -348,13 +348,13 @@ class Coordinator:
             label=label,
             rewind=rewind,
             weights_id=weights_id,
-            manifest_digest=self._ensemble.manifest.digest,
+            manifest_digest=self._group.manifest.digest,
         )
 
     def _update(self, members: Sequence[Member]) -> UpdateTransaction:
         return UpdateTransaction(
             self.fleet,
-            self._ensemble,
+            self._group,
             self.roads,
             timeout_s=self._timeout_s,
             verify=self.verify,

@@ -66,7 +66,7 @@ class Membership:
 
     def __init__(
         self,
-        ensemble: RankGroup,
+        group: RankGroup,
         fleet: Fleet,
         roads: PathSelector,
         *,
@@ -81,22 +81,22 @@ class Membership:
         self.dropped: dict[str, str] = {}
         self._drops = drops
         self._takeover = takeover
-        self._ensemble = ensemble
+        self._group = group
         self._timeout_s = timeout_s
-        self._owed: dict[str, tuple[FinishRequest | None, str | None]] = {}
+        self._pending_finishes: dict[str, tuple[FinishRequest | None, str | None]] = {}
 
     def connect(self) -> None:
         """Take a road to everyone, and end what a dead sender left open.
 
         The first time everyone has to be there: a wrong address is no failure to go on without.
         """
-        answers = self._greet(self.fleet.members, drops=self._drops and self.roads.met)
+        answers = self._handshake(self.fleet.members, drops=self._drops and self.roads.met)
         check_fleet(self.fleet, answers, takeover=self._takeover)
-        self.learn(answer.status.version for answer in answers)
+        self.observe_versions(answer.status.version for answer in answers)
         self.roads.take(self.version)
         self.connected = True
         try:
-            self.learn(recover_orphans(self.fleet, answers, self._timeout_s))
+            self.observe_versions(recover_orphans(self.fleet, answers, self._timeout_s))
         except BaseException:
             self.disconnect()
             raise
@@ -109,7 +109,7 @@ class Membership:
         `leaves` the fleet ends.
         """
         if self.connected:
-            self._pay(self.fleet.members)
+            self._flush_pending_finishes(self.fleet.members)
         if self.connected or leaves:
             self.connected = False
             self.roads.withdraw(leaves=leaves)
@@ -119,12 +119,12 @@ class Membership:
 
         Connects after `release`, or where registered memory has moved.
         """
-        if self.connected and any(told.moved for told in self._ensemble.tell(CheckMoved())):
+        if self.connected and any(told.moved for told in self._group.run_on_all(CheckMoved())):
             self.disconnect()
         if not self.connected:
             self.connect()
-        self.settle(self.fleet.members if members is None else members, drops=self._drops)
-        self.mend(self.fleet.members if members is None else members)
+        self.retry_pending(self.fleet.members if members is None else members, drops=self._drops)
+        self.repair_group(self.fleet.members if members is None else members)
 
     def add(self, transport: Transport) -> list[Member]:
         """Take a receiver, or all of a server, in and connect it. What fails changes no fleet."""
@@ -136,7 +136,7 @@ class Membership:
             self._take_in(taken, drops=False)
         except BaseException:
             for member in self._behind(transport):
-                self.let_go(member)
+                self.remove(member)
             raise
         return self._behind(transport)
 
@@ -158,7 +158,7 @@ class Membership:
         return self._behind(transport)
 
     def _take_in(self, members: Sequence[Member], *, drops: bool) -> None:
-        answers = self._greet(members, drops=drops)
+        answers = self._handshake(members, drops=drops)
         check_fleet(self.fleet, answers, takeover=self._takeover)
         if not all(self.roads.extend(answer.member, self.version) for answer in answers):
             self.disconnect()
@@ -189,24 +189,24 @@ class Membership:
             why = said if one is member else f"its server lost a worker: {said}"
             logger.warning("%s is dropped from the fleet: %s", one.target, why)
             self.dropped[one.target] = why
-            self.let_go(one)
+            self.remove(one)
 
     def may_drop(self, members: Iterable[Member]) -> bool:
         """Whether these may be dropped: not where that leaves nobody."""
         return self._drops and len(self.fleet.together(members)) < len(self.fleet.members)
 
-    def let_go(self, member: Member) -> None:
+    def remove(self, member: Member) -> None:
         """Have a member close what it opened, and forget it. It need not answer."""
-        self._pay([member])
+        self._flush_pending_finishes([member])
         if member.unfinished is not None or member.unaborted is not None:
-            self._owed[member.instance] = (member.unfinished, member.unaborted)
-            while len(self._owed) > MAX_OWED:
-                del self._owed[next(iter(self._owed))]
+            self._pending_finishes[member.instance] = (member.unfinished, member.unaborted)
+            while len(self._pending_finishes) > MAX_OWED:
+                del self._pending_finishes[next(iter(self._pending_finishes))]
         self.roads.withdraw([member], leaves=True)
         self.roads.forget(member)
         self.fleet.remove(member)
 
-    def settle(
+    def retry_pending(
         self, members: Sequence[Member], *, drops: bool = False, timeout_s: float | None = None
     ) -> dict[Member, StepReply]:
         """Tell members again what they could not be told the last time.
@@ -237,18 +237,18 @@ class Membership:
         self._refuse_unreachable(answers, "abort", drops=drops)
         for answer in answers:
             answer.member.unaborted = None
-        self.learn(reply.version for reply in finished.values())
+        self.observe_versions(reply.version for reply in finished.values())
         return finished
 
     def end_open_update(self, member: Member) -> None:
         """Abort the update of ours that a member which failed in its finish still holds."""
         recover_prepared(self.fleet, member, self._timeout_s)
 
-    def mend(self, members: Sequence[Member]) -> None:
+    def repair_group(self, members: Sequence[Member]) -> None:
         """Make the private group anew where one of the members is not in a whole one."""
         while self.roads.apart([m for m in members if m in self.fleet.members]):
             staying = [m for m in members if m in self.fleet.members]
-            failed = failures(self.roads.mend(self.version, staying))
+            failed = failures(self.roads.repair(self.version, staying))
             if not failed:
                 return
             if not self.may_drop(answer.member for answer in failed):
@@ -256,7 +256,7 @@ class Membership:
             for answer in failed:
                 self.drop(answer.member, answer.error or TransferError("it did not join"))
 
-    def meet_again(
+    def reconnect(
         self,
         failed: Mapping[Member, WeightSyncError],
         members: Sequence[Member] | None = None,
@@ -273,7 +273,7 @@ class Membership:
         reshaped += [answer.member.target for answer in known if answer.status.workers]
         if reshaped:
             return self._meet_reshaped(reshaped, everyone=members is None)
-        self.learn(answer.status.version for answer in known)
+        self.observe_versions(answer.status.version for answer in known)
         strangers = [
             answer
             for answer in known
@@ -294,7 +294,7 @@ class Membership:
         answers = self.fleet.ask(StatusRequest(), timeout_s=timeout_s)
         if failures(answers):
             return False
-        self.learn(recover_orphans(self.fleet, answers, self._timeout_s))
+        self.observe_versions(recover_orphans(self.fleet, answers, self._timeout_s))
         return True
 
     def _meet_reshaped(self, servers: Sequence[str], *, everyone: bool) -> bool:
@@ -307,11 +307,11 @@ class Membership:
         self.connect()
         return True
 
-    def learn(self, versions: Iterable[int]) -> None:
+    def observe_versions(self, versions: Iterable[int]) -> None:
         """Some receiver holds these versions."""
         self.version = max([self.version, *versions])
 
-    def _greet(self, members: Sequence[Member], *, drops: bool) -> list[MemberReply]:
+    def _handshake(self, members: Sequence[Member], *, drops: bool) -> list[MemberReply]:
         """Ask members who they are, and the workers of servers. Raises what the first did not say.
 
         Only who is not connected is greeted.
@@ -326,7 +326,7 @@ class Membership:
                 self.roads.forget(answer.member)
         told = expand_servers(self.fleet, answers, self._timeout_s)
         answers = self._await_turns(self._without_lost(told, drops=drops), drops=drops)
-        return [self._pay_back(answer) for answer in answers]
+        return [self._restore_pending(answer) for answer in answers]
 
     def _await_turns(self, answers: Sequence[MemberReply], *, drops: bool) -> list[MemberReply]:
         """Wait, up to `timeout_s`, until owners that yield have ended the updates that they began.
@@ -367,7 +367,7 @@ class Membership:
         for answer in answers:
             if answer.member.server in servers:
                 self.roads.forget(answer.member)
-        whole = [self.fleet.fold(server) for server in servers]
+        whole = [self.fleet.collapse(server) for server in servers]
         asked = self.fleet.ask(StatusRequest(), timeout_s=self._timeout_s, members=whole)
         return [*kept, *asked]
 
@@ -379,23 +379,23 @@ class Membership:
             if transport in (member.transport, member.server and member.server.transport)
         ]
 
-    def _pay(self, members: Sequence[Member]) -> None:
+    def _flush_pending_finishes(self, members: Sequence[Member]) -> None:
         """Tell leaving members how their updates ended; who cannot be reached is not missed."""
         for member in members:
             if member.unfinished is None and member.unaborted is None:
                 continue
             try:
-                self.settle([member], timeout_s=min(self._timeout_s, _STATUS_TIMEOUT_S))
+                self.retry_pending([member], timeout_s=min(self._timeout_s, _STATUS_TIMEOUT_S))
             except WeightSyncError as exc:
                 logger.warning("%s leaves with an update open: %s", member.target, exc)
 
-    def _pay_back(self, answer: MemberReply) -> MemberReply:
+    def _restore_pending(self, answer: MemberReply) -> MemberReply:
         """One that left with an update of ours open is told how it ended before it is connected."""
-        owed = self._owed.pop(answer.status.instance, None)
+        owed = self._pending_finishes.pop(answer.status.instance, None)
         if owed is None:
             return answer
         answer.member.unfinished, answer.member.unaborted = owed
-        self.settle([answer.member])
+        self.retry_pending([answer.member])
         again = self.fleet.ask(StatusRequest(), timeout_s=self._timeout_s, members=[answer.member])
         raise_first(again, "status")
         return again[0]

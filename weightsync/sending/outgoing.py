@@ -57,7 +57,7 @@ class UpdateTransaction:
     def __init__(
         self,
         fleet: Fleet,
-        ensemble: RankGroup,
+        group: RankGroup,
         roads: PathSelector,
         *,
         timeout_s: float,
@@ -73,7 +73,7 @@ class UpdateTransaction:
         self.drops = drops
         self.members = list(fleet.members if members is None else members)
         self._fleet = fleet
-        self._ensemble = ensemble
+        self._group = group
         self._roads = roads
         self._timeout_s = timeout_s
         self._verify = verify
@@ -147,9 +147,9 @@ class UpdateTransaction:
 
     def send(self, named_tensors: NamedTensors) -> None:
         """Send these tensors to every receiver; returns when all have taken them."""
-        self._ensemble.feeder.pairs = named_tensors
+        self._group.worker.pairs = named_tensors
         self._transfer(pairs=True)
-        self._ensemble.done(self._ensemble.version)
+        self._group.finish(self._group.version)
 
     def prepare(self) -> None:
         """Have every receiver check that it has everything."""
@@ -220,7 +220,7 @@ class UpdateTransaction:
             version=version,
             label=label,
             update_id=self.update_id,
-            tensors=len(self._ensemble.manifest.specs),
+            tensors=len(self._group.manifest.specs),
             nbytes=max((r.nbytes for r in replies.values()), default=0),
             packed=self._packed,
             road="+".join(sorted({r.road for r in receivers})),
@@ -290,17 +290,17 @@ class UpdateTransaction:
         """Hand every byte over, and wait until the receivers have answered."""
         calls: dict[Member, Future[MemberReply]] = {}
         try:
-            self._begun = self._ensemble.tell(begin)
+            self._begun = self._group.run_on_all(begin)
             begun = self._fleet.begin(request, timeout_s=self._timeout_s, members=members)
             calls = dict(zip(members, begun, strict=True))
-            self._ensemble.tell(Transfer(), check=lambda: self._raise_early(calls))
+            self._group.run_on_all(Transfer(), check=lambda: self._raise_early(calls))
             self._seconds["transfer"] = time.perf_counter() - started
             self._fleet.await_all(begun, idle=self._stay)
         except BaseException as exc:
             self._stop(calls, exc)
             raise
         finally:
-            self._told = self._ensemble.tell(End())
+            self._told = self._group.run_on_all(End())
         return [future.result() for future in begun]
 
     def _refuse_changed(self, cause: BaseException | None = None) -> None:
@@ -326,12 +326,12 @@ class UpdateTransaction:
 
     def _stay(self) -> None:
         """Ask the ranks whether they still want the update, and how their readers stand."""
-        self._roads.heard(self._ensemble.tell(KeepAlive()))
+        self._roads.heard(self._group.run_on_all(KeepAlive()))
 
-    def _hear(self) -> None:
+    def _receive_reply(self) -> None:
         """Ask the ranks how their readers stand; an error of theirs ends nothing here."""
         with suppress(WeightSyncError):
-            self._roads.heard(self._ensemble.tell(KeepAlive(asks=False)))
+            self._roads.heard(self._group.run_on_all(KeepAlive(asks=False)))
 
     def _info(self, member: Member) -> RegisteredUpdate:
         """What one member is told: the ring of its rank, and whom it feeds itself."""
@@ -347,7 +347,7 @@ class UpdateTransaction:
         members: Sequence[Member] | None = None,
     ) -> list[MemberReply]:
         chosen = self.members if members is None else members
-        idle = self._hear if any(member.rank for member in chosen) else None
+        idle = self._receive_reply if any(member.rank for member in chosen) else None
         return self._fleet.ask(request, timeout_s=self._timeout_s, members=chosen, idle=idle)
 
     def _finish_request(self, member: Member) -> FinishRequest:
@@ -375,7 +375,7 @@ class UpdateTransaction:
         for member, future in begun.items():
             if self._packed and member.unaborted == self.update_id:
                 continue  # out of reach, and it reads buckets, not the source
-            self._fleet.await_all([future], idle=self._hear if member.rank else None)
+            self._fleet.await_all([future], idle=self._receive_reply if member.rank else None)
             error = future.result().error
             if error is not None:
                 logger.debug("after the stop: %s: %s", member.target, error)
@@ -401,13 +401,13 @@ class UpdateTransaction:
         if not self._verify:
             return
         unverified = [m.target for m, reply in self._replies.items() if reply.verified == "none"]
-        if unverified and self._ensemble.manifest.nbytes:
+        if unverified and self._group.manifest.nbytes:
             raise VerificationError(
                 f"not verified by {', '.join(unverified)}: other tensors came into the update"
             )
 
     def _raise_if_cancelled(self) -> None:
-        if self._ensemble.feeder.stop.is_set():
+        if self._group.worker.stop.is_set():
             raise TransferError("the update was cancelled by its caller")
 
     def _raise_early(self, begun: Mapping[Member, Future[MemberReply]]) -> None:

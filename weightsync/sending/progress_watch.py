@@ -28,8 +28,8 @@ class ProgressObserver:
     raises is logged once, and not called again.
     """
 
-    def __init__(self, feeder: RankWorker, callback: OnProgress) -> None:
-        self._feeder = feeder
+    def __init__(self, worker: RankWorker, callback: OnProgress) -> None:
+        self._worker = worker
         self._callback: OnProgress | None = callback
         self._thread: threading.Thread | None = None
         self._stop = threading.Event()
@@ -46,18 +46,18 @@ class ProgressObserver:
         self._done: dict[str, int] = {}
         self._relayed = False
 
-    def began(self, command: AnyCommand) -> None:
+    def on_command_start(self, command: AnyCommand) -> None:
         if isinstance(command, End):
             self._trail = None
 
-    def ended(self, command: AnyCommand) -> None:
+    def on_command_end(self, command: AnyCommand) -> None:
         """An update has begun: the engine knows its stream, and the first call may follow."""
         if not isinstance(command, Begin):
             return
-        engine = self._feeder.engine
+        engine = self._worker.engine
         self._phase = "transfer"
         self._calls, self._done = {}, {}
-        manifest = self._feeder.source.manifest
+        manifest = self._worker.source.manifest
         if engine is not None and command.places.get(0):
             self._trail = engine.trail
             manifest = engine.trail.plan.manifest
@@ -66,7 +66,7 @@ class ProgressObserver:
         if self._thread is None:
             self._start()
 
-    def asked(self, call: ObservedCall) -> None:
+    def on_request(self, call: ObservedCall) -> None:
         request = call.request
         if isinstance(request, StartRequest):
             self._version = request.version
@@ -76,11 +76,11 @@ class ProgressObserver:
         elif isinstance(request, FinishRequest) and self._thread is not None:
             self._phase = "finish"
 
-    def answered(self, call: ObservedCall, answer: Reply | WeightSyncError | None) -> None:
+    def on_reply(self, call: ObservedCall, answer: Reply | WeightSyncError | None) -> None:
         if isinstance(call.request, UpdateRequest) and not isinstance(answer, WeightSyncError):
             self._done[call.target] = self._total
 
-    def over(self, error: BaseException | None) -> None:
+    def on_done(self, error: BaseException | None) -> None:
         """Say the last word, from the thread that said the others."""
         thread, self._thread = self._thread, None
         if thread is None:

@@ -30,8 +30,8 @@ ADDRESS_VARIABLE = "WEIGHTSYNC_ADDRESS"
 class Rendezvous:
     """Makes the private group of one sender, on rank 0. Every membership is a group of its own."""
 
-    def __init__(self, feeder: RankWorker, fleet: Fleet, options: IpcOptions) -> None:
-        self._feeder = feeder
+    def __init__(self, rank_worker: RankWorker, fleet: Fleet, options: IpcOptions) -> None:
+        self._rank_worker = rank_worker
         self._fleet = fleet
         self._timeout_s = options.timeout_s
         self._epoch = 0
@@ -40,13 +40,13 @@ class Rendezvous:
     @property
     def broken(self) -> bool:
         """Whether the group must be made anew: a connection broke, or a member left."""
-        relay = self._feeder.relay
+        relay = self._rank_worker.relay
         return self.parted or (relay is not None and relay.broken)
 
     @property
     def failure(self) -> WeightSyncError | None:
         """What broke the group, if anything did."""
-        relay = self._feeder.relay
+        relay = self._rank_worker.relay
         return relay.failure if relay is not None else None
 
     def meet(self, members: Sequence[Member], fleet_version: int | None) -> list[MemberReply]:
@@ -55,7 +55,7 @@ class Rendezvous:
         Where some stay away, those who came and waited for them in vain are left out. Raises
         TransferTimeout naming members that answered, but did not join.
         """
-        engine = self._feeder.engine
+        engine = self._rank_worker.engine
         if engine is None:
             raise ConfigError("rank 0 has no ring from which other hosts could be fed")
         self.leave()
@@ -69,7 +69,7 @@ class Rendezvous:
         others = [worker for workers in hosts for worker in workers[1:]]
 
         def request(worker: Member) -> Request:
-            ring, relay = rings[worker.host], self._feeder.relay
+            ring, relay = rings[worker.host], self._rank_worker.relay
             if ring is None or relay is None:
                 raise TransferError(f"{worker.target}: nobody made a ring for its host")
             init = member_init(base, relay.info(worker.group_rank))
@@ -81,7 +81,7 @@ class Rendezvous:
     def leave(self) -> None:
         """End the group."""
         self.parted = False
-        relay, self._feeder.relay = self._feeder.relay, None
+        relay, self._rank_worker.relay = self._rank_worker.relay, None
         if relay is not None:
             relay.close()
 
@@ -109,7 +109,7 @@ class Rendezvous:
         except BaseException:
             chain.close()
             raise
-        self._feeder.relay = chain
+        self._rank_worker.relay = chain
         return answers
 
 

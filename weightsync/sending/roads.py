@@ -44,17 +44,17 @@ class PathSelector:
     """
 
     def __init__(
-        self, ensemble: RankGroup, fleet: Fleet, options: IpcOptions, *, backend: str
+        self, group: RankGroup, fleet: Fleet, options: IpcOptions, *, backend: str
     ) -> None:
         self.seconds: dict[str, float] = {}
         self.unreported = False
         self.met = False
         self.packed = False
-        self._ensemble = ensemble
+        self._group = group
         self._fleet = fleet
         self._options = options
         self._backend = backend
-        self._rendezvous = Rendezvous(ensemble.feeder, fleet, options)
+        self._rendezvous = Rendezvous(group.worker, fleet, options)
         self._rings: dict[int, Literal["cuda_ipc", "shared_memory"]] = {}
         self._next_reader: dict[int, int] = {}
         self._relayed = False
@@ -77,7 +77,7 @@ class PathSelector:
         wishes: dict[Member, list[Candidate]] = {}
         for member in members:
             member.skipped = {}
-            wishes[member] = candidates(member, self._ensemble.cards, self._backend)
+            wishes[member] = candidates(member, self._group.rank_infos, self._backend)
         while True:
             self._refuse_lost(wishes)
             chosen = assign(wishes)
@@ -110,7 +110,7 @@ class PathSelector:
     def extend(self, member: Member, fleet_version: int | None) -> bool:
         """Connect one member more, or again; False when that takes other rings than there are."""
         member.skipped = {}
-        for way in candidates(member, self._ensemble.cards, self._backend):
+        for way in candidates(member, self._group.rank_infos, self._backend):
             if not self._serves(way):
                 return False
             member.rank, member.road = way.rank, way.road
@@ -135,7 +135,7 @@ class PathSelector:
         remote = {member for member in members if member.road == "distributed"}
         return bool(remote) and (self._rendezvous.broken or remote != self._joined)
 
-    def mend(
+    def repair(
         self, fleet_version: int | None, members: Sequence[Member] | None = None
     ) -> list[MemberReply]:
         """Make the private group anew, of these members; return what each of them answered."""
@@ -169,13 +169,13 @@ class PathSelector:
 
     def beat(self, member: Member) -> Hashable | None:
         """Return what grows while a reader lives and works; None where it is not seen."""
-        feeder = self._ensemble.feeder
+        worker = self._group.worker
         if member.road == "distributed":
-            relay, rank = feeder.relay, member.group_rank
+            relay, rank = worker.relay, member.group_rank
             return relay.signs(rank, member.reader) if relay is not None and rank else None
         if member.rank:
             return self._trusted, self._heard.get((member.rank, member.reader))
-        return feeder.engine.signs(member.reader) if feeder.engine is not None else None
+        return worker.engine.signs(member.reader) if worker.engine is not None else None
 
     def trust(self) -> None:
         """While ranks hand over, each bounds the waits for its own readers: none is silent here."""
@@ -188,13 +188,13 @@ class PathSelector:
 
     def late(self, members: Sequence[Member]) -> list[Member]:
         """Return those for which rank 0's ring waited in vain."""
-        engine = self._ensemble.feeder.engine
+        engine = self._group.worker.engine
         late = engine.late if engine is not None else ()
         return [m for m in members if m.rank == 0 and m.road != "distributed" and m.reader in late]
 
     def unread(self, member: Member) -> bool:
         """Whether a reader of rank 0's own ring has not released all chunks of this update."""
-        engine = self._ensemble.feeder.engine
+        engine = self._group.worker.engine
         if engine is None or not self.packed or member.rank or member.road == "distributed":
             return False
         stream = engine.stream
@@ -228,7 +228,7 @@ class PathSelector:
         if members is None:
             self._rings.clear()
             self._joined.clear()
-            self._ensemble.tell(Withdraw())
+            self._group.run_on_all(Withdraw())
 
     def _try(self, chosen: dict[Member, Candidate], fleet_version: int | None) -> list[MemberReply]:
         """Open what the chosen ways need, and offer it; return whose road does not work."""
@@ -255,14 +255,14 @@ class PathSelector:
         wanted = self._options.packed
         self.packed = relayed or (self._flows() if wanted is None else wanted)
         with self._timed("open"):
-            self._ensemble.tell(Open(roads=self._rings, packed=self.packed, relayed=relayed))
+            self._group.run_on_all(Open(roads=self._rings, packed=self.packed, relayed=relayed))
 
     def _flows(self) -> bool:
         """Whether tensors cannot be read where they are: made on the way, or on a GPU.
 
         Those of a GPU that nobody can open pass through the host, chunk by chunk.
         """
-        cards = self._ensemble.cards
+        cards = self._group.rank_infos
         crossing = any(
             cards[rank].on_gpu and ring == "shared_memory" for rank, ring in self._rings.items()
         )
@@ -278,7 +278,7 @@ class PathSelector:
         if refused:
             return refused
         places = _places_of(members)
-        told = self._ensemble.tell(Export(places=places, fleet_version=fleet_version))
+        told = self._group.run_on_all(Export(places=places, fleet_version=fleet_version))
         inits: dict[Member, IpcInit] = {}
         for rank, answer in enumerate(told):
             there = [member for member in members if member.rank == rank]
@@ -289,7 +289,7 @@ class PathSelector:
     def _probe(self, members: Sequence[Member]) -> list[MemberReply]:
         if not members:
             return []
-        told = self._ensemble.tell(Probe(places=_places_of(members)))
+        told = self._group.run_on_all(Probe(places=_places_of(members)))
         probes: dict[Member, ProbeInfo] = {}
         for rank, answer in enumerate(told):
             there = [member for member in members if member.rank == rank]
@@ -319,7 +319,7 @@ class PathSelector:
     def _meet(
         self, fleet_version: int | None, among: Sequence[Member] | None = None
     ) -> list[MemberReply]:
-        engine = self._ensemble.feeder.engine
+        engine = self._group.worker.engine
         chosen = self._fleet.members if among is None else among
         members = [member for member in chosen if member.road == "distributed"]
         self._joined.clear()
@@ -354,7 +354,7 @@ class PathSelector:
         """Whether there is a ring for it, with a place: new rings have all their places again."""
         ring = self._rings.get(way.rank)
         if way.road == "distributed":
-            return self._ensemble.feeder.relay is not None and ring == "shared_memory"
+            return self._group.worker.relay is not None and ring == "shared_memory"
         return ring == way.road and self._next_reader.get(way.rank, 0) < RELAY_READER
 
     def _refuse_lost(self, wishes: dict[Member, list[Candidate]]) -> None:

@@ -37,7 +37,7 @@ def expand_servers(
         if not answer.status.workers:
             told.append(answer)
             continue
-        workers = fleet.unfold(answer.member, answer.status.workers)
+        workers = fleet.expand(answer.member, answer.status.workers)
         asked = fleet.ask(StatusRequest(), timeout_s=timeout_s, members=workers)
         said = [one for one in asked if one.error is None]
         nested = [one.member.target for one in said if one.status.workers]

@@ -78,8 +78,8 @@ class _Message:
 class TraceObserver:
     """Looks on at one call of the sender, and writes `path` when it is over, well or not."""
 
-    def __init__(self, feeder: RankWorker, path: Path) -> None:
-        self._feeder = feeder
+    def __init__(self, worker: RankWorker, path: Path) -> None:
+        self._worker = worker
         self._path = path
         self._wall = datetime.now(UTC)
         self._zero_s = time.perf_counter()
@@ -89,16 +89,16 @@ class TraceObserver:
         self._asked: dict[int, float] = {}
         self._messages: list[_Message] = []
 
-    def began(self, command: AnyCommand) -> None:
+    def on_command_start(self, command: AnyCommand) -> None:
         if isinstance(command, End) and self._rounds:
             self._rounds[-1].end()
         self._began_s = time.perf_counter()
 
-    def ended(self, command: AnyCommand) -> None:
+    def on_command_end(self, command: AnyCommand) -> None:
         if not isinstance(command, KeepAlive):
             name = type(command).__name__.lower()
             self._commands.append(Span(name, self._began_s, time.perf_counter()))
-        engine = self._feeder.engine
+        engine = self._worker.engine
         if isinstance(command, Begin) and engine is not None and command.places.get(0):
             self._look_at(
                 _Round(
@@ -106,14 +106,14 @@ class TraceObserver:
                 )
             )
 
-    def asked(self, call: ObservedCall) -> None:
+    def on_request(self, call: ObservedCall) -> None:
         self._asked[id(call)] = time.perf_counter()
 
-    def answered(self, call: ObservedCall, answer: Reply | WeightSyncError | None) -> None:
+    def on_reply(self, call: ObservedCall, answer: Reply | WeightSyncError | None) -> None:
         asked_s = self._asked.pop(id(call))
         self._messages.append(_Message(call, asked_s, time.perf_counter(), answer))
 
-    def over(self, error: BaseException | None) -> None:
+    def on_done(self, error: BaseException | None) -> None:
         """Write the file. Raises OSError."""
         stop_s = time.perf_counter()
         for round_ in self._rounds:
@@ -240,9 +240,11 @@ def _calls(messages: Sequence[_Message]) -> Iterator[Span]:
 
 def _pairs(marks: Sequence[Mark], first: str, second: str, name: str) -> list[Span]:
     """Spans from one mark of a chunk to another."""
-    began = {chunk: at_s for what, chunk, at_s in marks if what == first}
-    ended = [(chunk, at_s) for what, chunk, at_s in marks if what == second and chunk in began]
-    return [Span(name, began[chunk], at_s, {"chunk": chunk}) for chunk, at_s in ended]
+    on_command_start = {chunk: at_s for what, chunk, at_s in marks if what == first}
+    ended = [
+        (chunk, at_s) for what, chunk, at_s in marks if what == second and chunk in on_command_start
+    ]
+    return [Span(name, on_command_start[chunk], at_s, {"chunk": chunk}) for chunk, at_s in ended]
 
 
 def _chunks(round_: _Round) -> Iterator[tuple[str, Span]]:

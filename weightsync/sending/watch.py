@@ -32,58 +32,59 @@ class ObservedCall:
 
 
 class Observer(Protocol):
-    """Looks on. `began` and `ended` come from the sender's thread, `asked` and `answered` from any.
+    """Hooks of one observer. None of them may block.
 
-    All return at once. `over` ends what the sender's caller asked for; `error` is what it raises.
+    The sender's thread calls `on_command_start` and `on_command_end`; any thread calls `on_request`
+    and `on_reply`. `on_done` ends the user's call; `error` is what that call raises.
     """
 
-    def began(self, command: AnyCommand) -> None: ...
+    def on_command_start(self, command: AnyCommand) -> None: ...
 
-    def ended(self, command: AnyCommand) -> None: ...
+    def on_command_end(self, command: AnyCommand) -> None: ...
 
-    def asked(self, call: ObservedCall) -> None: ...
+    def on_request(self, call: ObservedCall) -> None: ...
 
-    def answered(self, call: ObservedCall, answer: Reply | WeightSyncError | None) -> None: ...
+    def on_reply(self, call: ObservedCall, answer: Reply | WeightSyncError | None) -> None: ...
 
-    def over(self, error: BaseException | None) -> None: ...
+    def on_done(self, error: BaseException | None) -> None: ...
 
 
 class Observers:
     """Tells all watchers; what one of them raises is logged, and does not touch the update."""
 
     def __init__(self) -> None:
-        self.watchers: list[Observer] = []
+        self.observers: list[Observer] = []
 
     def __bool__(self) -> bool:
-        return bool(self.watchers)
+        return bool(self.observers)
 
     @contextmanager
     def command(self, command: AnyCommand) -> Iterator[None]:
         """Around what all ranks do."""
-        self._tell(lambda watcher: watcher.began(command))
+        self._notify(lambda observer: observer.on_command_start(command))
         try:
             yield
         finally:
-            self._tell(lambda watcher: watcher.ended(command))
+            self._notify(lambda observer: observer.on_command_end(command))
 
-    def asked(self, call: ObservedCall) -> None:
+    def on_request(self, call: ObservedCall) -> None:
         """A message goes out."""
-        self._tell(lambda watcher: watcher.asked(call))
+        self._notify(lambda observer: observer.on_request(call))
 
-    def answered(self, call: ObservedCall, answer: Reply | WeightSyncError | None) -> None:
+    def on_reply(self, call: ObservedCall, answer: Reply | WeightSyncError | None) -> None:
         """It was answered, or failed."""
-        self._tell(lambda watcher: watcher.answered(call, answer))
+        self._notify(lambda observer: observer.on_reply(call, answer))
 
     @contextmanager
-    def also(self, watcher: Observer | None) -> Iterator[None]:
+    def also(self, observer: Observer | None) -> Iterator[None]:
         """Have one more look on, until the block ends."""
-        if watcher is not None:
-            self.watchers.append(watcher)
+        if observer is not None:
+            self.observers.append(observer)
         try:
             yield
         finally:
-            if watcher is not None:
-                self.watchers.remove(watcher)
+            if observer is not None:
+                self.observers.remove(observer)
 
     @contextmanager
     def looking(self) -> Iterator[None]:
@@ -92,13 +93,13 @@ class Observers:
             yield
         except BaseException as exc:
             error = exc
-            self._tell(lambda watcher: watcher.over(error))
+            self._notify(lambda observer: observer.on_done(error))
             raise
-        self._tell(lambda watcher: watcher.over(None))
+        self._notify(lambda observer: observer.on_done(None))
 
-    def _tell(self, tell: Callable[[Observer], None]) -> None:
-        for watcher in self.watchers:
+    def _notify(self, tell: Callable[[Observer], None]) -> None:
+        for observer in self.observers:
             try:
-                tell(watcher)
+                tell(observer)
             except Exception:
-                logger.warning("%s failed", type(watcher).__name__, exc_info=True)
+                logger.warning("%s failed", type(observer).__name__, exc_info=True)
