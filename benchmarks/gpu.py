@@ -179,7 +179,7 @@ def measure(
             if i == WARM_UPS:
                 device.begin_peak()
                 peer.ask("begin_peak")
-            device.settle()
+            device.wait()
             launches()
             peer.ask("launches")
             begin = time.perf_counter()
@@ -238,7 +238,7 @@ def rival_seconds(
         try:
             for group, nbytes in zip(groups, sizes, strict=True):
                 torch.cat([flat for _, flat in group], out=buffer.tensor[:nbytes])
-                device.settle()
+                device.wait()
                 handle = msgspec.json.encode(buffer.handle()).decode()
                 names = [name for name, _ in group]
                 peer.ask("chunk", {"names": names, "nbytes": nbytes, "handle": handle})
@@ -248,7 +248,7 @@ def rival_seconds(
     taken = []
     for i in range(WARM_UPS + repeats):
         fill(module, seed=91 + i)
-        device.settle()
+        device.wait()
         begin = time.perf_counter()
         update()
         if i >= WARM_UPS:

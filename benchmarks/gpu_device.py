@@ -29,7 +29,7 @@ class Device:
         self.name = torch.cuda.get_device_name() if self.on_gpu else "CPU"
         self.keys = list(cuda_handle.local_gpu_keys()) if self.on_gpu else [host_key()]
 
-    def settle(self) -> None:
+    def wait(self) -> None:
         """Wait for everything."""
         if self.on_gpu:
             torch.cuda.synchronize()

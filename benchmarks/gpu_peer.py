@@ -130,7 +130,7 @@ class _Receiving:
         with OpenMemory(handle) as memory:
             clone = memory.part(0, info["nbytes"]).clone()
             # The sender may overwrite its buffer when it has the answer.
-            self._device.settle()
+            self._device.wait()
         pairs, at = [], 0
         for name in info["names"]:
             tensor = self._tensors[name]
@@ -140,7 +140,7 @@ class _Receiving:
             pairs.append((name, flat.view(DTYPES[tensor.dtype]).view(tensor.shape)))
             at += tensor.nbytes
         load(parameters_of(self._module), pairs)
-        self._device.settle()
+        self._device.wait()
 
 
 def serve(pipe: Connection, tensors: Sequence[Tensor], kind: str) -> None:

@@ -197,9 +197,9 @@ class Lifecycles(RuleBasedStateMachine):
         self.life = UpdateLifecycle()
         self.version = 0
         self.torn = False
-        self.touched = False
+        self.dirty = False
         self.open: Terms | None = None
-        self.awaited = 0
+        self.required_version = 0
 
     def refused(self, call: str, *args: object) -> bool:
         """Make a call; when it is refused, nothing at all may have changed."""
@@ -230,20 +230,20 @@ class Lifecycles(RuleBasedStateMachine):
             again = self.open.update_id == update_id and state is State.UPDATING
             assert refused is not again
             return
-        if (self.torn or self.awaited) and partial:
+        if (self.torn or self.required_version) and partial:
             assert refused
         if not refused:
             assert self.life.state is State.UPDATING
             assert version is None or rewind or version > self.version or self.torn
             assert not (partial and base not in (None, self.version))
-            self.open, self.touched = terms, False
+            self.open, self.dirty = terms, False
 
     @rule(update_id=IDS)
     def touch(self, update_id: str) -> None:
         if not self.refused("touch", update_id):
             assert self.open is not None
             assert self.open.update_id == update_id
-            self.touched = True
+            self.dirty = True
 
     @rule(update_id=IDS)
     def prepare(self, update_id: str) -> None:
@@ -261,12 +261,12 @@ class Lifecycles(RuleBasedStateMachine):
             assert self.open.update_id == update_id
             asked = self.open.version
             self.version = self.version + 1 if asked is None else asked
-            self.torn = self.touched = False
+            self.torn = self.dirty = False
             if not self.open.partial:
-                self.awaited = 0
+                self.required_version = 0
             self.open = None
             assert self.life.last_finished == update_id
-            assert self.life.state is (State.JOINING if self.awaited else State.READY)
+            assert self.life.state is (State.JOINING if self.required_version else State.READY)
 
     @rule(update_id=IDS)
     def abort(self, update_id: str) -> None:
@@ -284,15 +284,15 @@ class Lifecycles(RuleBasedStateMachine):
         state = self.life.state
         if not self.refused("end_abort"):
             assert state is State.ABORTING
-            self.torn = self.torn or self.touched
-            self.open, self.touched = None, False
-            idle = State.JOINING if self.awaited else State.READY
+            self.torn = self.torn or self.dirty
+            self.open, self.dirty = None, False
+            idle = State.JOINING if self.required_version else State.READY
             assert self.life.state is (State.TORN if self.torn else idle)
 
     @rule(version=st.integers(0, 8))
     def join(self, version: int) -> None:
         self.life.join(version)
-        self.awaited = version if version > self.version else 0
+        self.required_version = version if version > self.version else 0
 
     @invariant()
     def version_changes_by_finish_alone(self) -> None:
@@ -300,7 +300,7 @@ class Lifecycles(RuleBasedStateMachine):
 
     @invariant()
     def generation_needs_one_whole_version(self) -> None:
-        assert self.life.may_generate is not bool(self.torn or self.touched or self.awaited)
+        assert self.life.may_generate is not bool(self.torn or self.dirty or self.required_version)
 
     @invariant()
     def an_update_is_open_or_it_is_not(self) -> None:

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import weightsync as ws
-from weightsync.weights import slab
+from weightsync.weights import arena
 from weightsync.weights.source import ModuleSource
 from weightsync.wire.messages import (
     AbortRequest,
@@ -448,13 +448,13 @@ def test_what_large_tensors_are_put_together_in_is_made_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     made = []
-    allocate = slab.allocate
+    allocate = arena.allocate
 
     def counted(nbytes: int, device: torch.device) -> torch.Tensor:
         made.append(nbytes)
         return allocate(nbytes, device)
 
-    monkeypatch.setattr(slab, "allocate", counted)
+    monkeypatch.setattr(arena, "allocate", counted)
     held: dict[str, torch.Tensor] = {}
     receiver = ws.WeightReceiver(
         ws.HookSink(lambda pairs: held.update({n: t.clone() for n, t in pairs})), apply="in_place"
@@ -485,7 +485,7 @@ def test_no_room_for_a_large_tensor_is_said_before_a_hook_is_given_anything(
     model = nn.ModuleDict({"a": nn.Linear(2, 2), "b": make()})
     with ws.connect(model, to=receiver.handle, **BUCKET) as sender:
         with monkeypatch.context() as patch:
-            patch.setattr(slab, "available", lambda _: -(1 << 60))
+            patch.setattr(arena, "available", lambda _: -(1 << 60))
             with pytest.raises(ws.TransferError, match="no room"):
                 sender.send_weights()
         assert receiver.status().state == "READY"

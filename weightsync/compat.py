@@ -179,7 +179,7 @@ class IPCWeightTransferEngine:
         )
         sink = HookSink(load_weights)
         reception = LoadContext(
-            land=lambda plan: sink.land(plan, "in_place"),
+            open_target=lambda plan: sink.open_target(plan, "in_place"),
             touch=lambda: None,
             check=lambda: None,
             verification="arrived",

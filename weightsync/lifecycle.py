@@ -67,9 +67,9 @@ class UpdateLifecycle:
         self.label: str | None = None
         self.terms: Terms | None = None
         self.next_version = version
-        self.touched = False
+        self.dirty = False
         self.torn_by = ""
-        self.awaited = 0
+        self.required_version = 0
         self.last_finished = ""
         self.weights_id = ""
 
@@ -81,11 +81,11 @@ class UpdateLifecycle:
     @property
     def may_generate(self) -> bool:
         """Whether the weights in use are one whole version right now."""
-        return not self.torn_by and not self.touched and not self.awaited
+        return not self.torn_by and not self.dirty and not self.required_version
 
     def join(self, fleet_version: int) -> None:
         """READY becomes JOINING where the fleet holds a newer version, and READY where not (0)."""
-        self.awaited = fleet_version if fleet_version > self.version else 0
+        self.required_version = fleet_version if fleet_version > self.version else 0
         if self.state in (State.READY, State.JOINING):
             self._settle(State.READY)
 
@@ -99,12 +99,12 @@ class UpdateLifecycle:
         self.terms = terms
         self.next_version = version_after(self.version) if terms.version is None else terms.version
         self.state = State.UPDATING
-        self.touched = False
+        self.dirty = False
 
     def touch(self, update_id: str) -> None:
         """In place: the first byte of the weights in use is about to change."""
         self._expect(update_id, State.UPDATING, step="load")
-        self.touched = True
+        self.dirty = True
 
     def prepared(self, update_id: str) -> None:
         """UPDATING becomes PREPARED: everything arrived and was checked."""
@@ -117,7 +117,7 @@ class UpdateLifecycle:
         self.version = self.next_version
         self.label = terms.label
         if not terms.partial:
-            self.awaited = 0
+            self.required_version = 0
         self.last_finished = update_id
         self.weights_id = terms.weights_id or update_id
         self._settle(State.READY)
@@ -136,14 +136,14 @@ class UpdateLifecycle:
         if self.state is not State.ABORTING or self.terms is None:
             raise self._conflict("end of an abort")
         was_torn = bool(self.torn_by)
-        if self.touched:
+        if self.dirty:
             self.torn_by = self.terms.update_id
-        self._settle(State.TORN if self.touched or was_torn else State.READY)
+        self._settle(State.TORN if self.dirty or was_torn else State.READY)
 
     def _settle(self, state: State) -> None:
-        self.state = State.JOINING if state is State.READY and self.awaited else state
+        self.state = State.JOINING if state is State.READY and self.required_version else state
         self.terms = None
-        self.touched = False
+        self.dirty = False
         if state is State.READY:
             self.torn_by = ""
 
@@ -155,10 +155,10 @@ class UpdateLifecycle:
                     state=self.state,
                     update_id=self.torn_by,
                 )
-            if self.awaited:
+            if self.required_version:
                 raise UpdateConflictError(
                     f"the receiver is JOINING: it holds version {self.version}, its fleet "
-                    f"{self.awaited}; only a full update brings it up to date",
+                    f"{self.required_version}; only a full update brings it up to date",
                     state=self.state,
                 )
             if terms.base_version is not None and terms.base_version != self.version:

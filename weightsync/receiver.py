@@ -205,7 +205,7 @@ class WeightReceiver:
             state=lifecycle.state.value,
             version=lifecycle.version,
             may_generate=lifecycle.may_generate,
-            apply=updates.landings.apply,
+            apply=updates.load_targets.apply,
             verification=self.sink.verification,
             label=lifecycle.label,
             update_id=lifecycle.update_id or None,
@@ -217,10 +217,10 @@ class WeightReceiver:
             orphaned=updates.orphaned,
             paused=self.paused,
             detail=updates.readiness.reason(),
-            device_keys=updates.peers.keys,
+            device_keys=updates.senders.keys,
             ledger=self.ledger(),
-            senders=updates.peers.roads(),
-            owner=updates.peers.owner,
+            senders=updates.senders.roads(),
+            owner=updates.senders.owner,
         )
 
     def report(self) -> WorkerReport:
@@ -235,11 +235,11 @@ class WeightReceiver:
 
     def ledger(self) -> list[LedgerEntry]:
         """Every mapping that senders made this receiver open, with size and age."""
-        return self._updates.peers.ledger()
+        return self._updates.senders.ledger()
 
     def sender_alive(self, sender: str) -> bool:
         """Whether the sender of this id is connected and its process lives."""
-        return self._updates.peers.alive(sender)
+        return self._updates.senders.alive(sender)
 
     def show_paused(self, paused: bool) -> None:
         """Note that generation is paused, or goes on, by somebody else's word. Calls no hook."""
@@ -259,7 +259,7 @@ class WeightReceiver:
     def _init(self, request: InitRequest) -> InitReply:
         info = request.init_info
         if request.probe is not None:
-            check_probe(request.probe, self._updates.peers.keys)
+            check_probe(request.probe, self._updates.senders.keys)
         if info is not None:
             self._check_open()
             check_protocol(info, PROTOCOL)
@@ -267,7 +267,7 @@ class WeightReceiver:
         return InitReply(
             status=self.status(),
             road=info.road if info else None,
-            ring=self._updates.peers.host_ring(info.sender) if info else None,
+            ring=self._updates.senders.host_ring(info.sender) if info else None,
         )
 
     def _check_open(self) -> None:

@@ -397,7 +397,7 @@ class _Work:
                 self.behave(argument)
                 return None
             case "alive":
-                return self.receiver._updates.peers.alive(argument)
+                return self.receiver._updates.senders.alive(argument)
             case _:
                 raise AssertionError(what)
 

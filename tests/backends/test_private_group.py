@@ -54,7 +54,7 @@ def group(size: int = 2, address: str = ADDRESS) -> Iterator[list[PrivateGroup]]
         yield groups
     finally:
         for made in groups:
-            made.sever()
+            made.abort()
             made.close()
         for meeting, _ in members:
             meeting.close()
@@ -106,13 +106,13 @@ def test_a_wait_that_runs_out_is_a_timeout() -> None:
 @pytest.mark.parametrize("rank", [0, 1, 2])
 def test_a_blocked_wait_ends_when_its_group_is_severed(rank: int) -> None:
     with group(3) as groups, ThreadPoolExecutor(1) as pool:
-        groups[(rank + 2) % 3].sever()  # a connection that is lost already must not hide the rest
+        groups[(rank + 2) % 3].abort()  # a connection that is lost already must not hide the rest
         buffer = torch.zeros(8, dtype=torch.uint8)
         pending = groups[rank].receive(buffer, (rank + 1) % 3, HEADER_LANE)
         waiting = pool.submit(pending.wait, None)
         time.sleep(SHORT_S / 3)
         started = time.monotonic()
-        groups[rank].sever()
+        groups[rank].abort()
         with pytest.raises(ws.TransferError):
             waiting.result(TIMEOUT_S)
         assert time.monotonic() - started < TIMEOUT_S / 4

@@ -111,9 +111,9 @@ def trainer(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Trainer
     made = Trainer(events)
     plain = Packer.pack_stable
 
-    def pack_stable(packer: Packer, *args: Any, settle: bool = True, **kwargs: Any) -> Any:
-        made.settled.append(settle)
-        return plain(packer, *args, settle=settle, **kwargs)
+    def pack_stable(packer: Packer, *args: Any, wait: bool = True, **kwargs: Any) -> Any:
+        made.settled.append(wait)
+        return plain(packer, *args, wait=wait, **kwargs)
 
     monkeypatch.setattr("weightsync.sending.feeder.IpcTrainerEngine", made.engine)
     monkeypatch.setattr(Packer, "pack_stable", pack_stable)
@@ -410,7 +410,7 @@ def log(monkeypatch: pytest.MonkeyPatch) -> list[str]:
             said.append("launch")
             return self
 
-        def settle(self) -> None:
+        def wait(self) -> None:
             said.append("settle")
 
         def hold(self) -> None:
@@ -427,18 +427,18 @@ def log(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 @pytest.mark.parametrize("flowing", [False, True], ids=["stable", "flowing"])
 @pytest.mark.parametrize("settle", [False, True])
-def test_a_packer_leaves_the_wait_only_if_told(log: list[str], settle: bool, flowing: bool) -> None:
+def test_a_packer_leaves_the_wait_only_if_told(log: list[str], wait: bool, flowing: bool) -> None:
     source = ModuleSource(EveryDtype("cpu"))
     plan = StreamLayout(source.manifest, bucket_nbytes=BUCKET_NBYTES)
     packer = Packer(plan, [torch.zeros(BUCKET_NBYTES, dtype=torch.uint8)])
     packer._on_host = False
-    options: dict[str, Any] = {"verify": False, "settle": settle}
+    options: dict[str, Any] = {"verify": False, "settle": wait}
     if flowing:
         filled = packer.pack(source.tensors(), lambda _: 0, **options)
-        wanted = ["settle"] * settle
+        wanted = ["settle"] * wait
     else:
         filled = packer.pack_stable(source.stable_tensors() or [], lambda _: 0, **options)
-        wanted = ["launch", "settle" if settle else "hold"]
+        wanted = ["launch", "settle" if wait else "hold"]
     for _ in filled:
         assert log == wanted
         log.clear()

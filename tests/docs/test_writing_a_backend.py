@@ -55,17 +55,17 @@ class Pair:
         check: Callable[[], None] = lambda: None,
     ) -> Received:
         """Bring one update to a sink; commit it if it came."""
-        landing = sink.land(self.receiver.whole_plan, "staged")
-        landing.begin()
+        load_target = sink.open_target(self.receiver.whole_plan, "staged")
+        load_target.begin()
         reception = LoadContext(
-            land=lambda _: landing,
+            open_target=lambda _: load_target,
             touch=lambda: self.events.append("touch"),
             check=check,
             verification=sink.verification,
         )
         received: Received = self.receiver.receive_weights(update, reception)
-        landing.settle()
-        landing.commit()
+        load_target.validate()
+        load_target.commit()
         return received
 
 

@@ -155,7 +155,7 @@ class TestInOneProcess:
 
     def test_auto_stages_where_memory_allows(self, monkeypatch: pytest.MonkeyPatch) -> None:
         for free, wanted in ((1 << 40, "staged"), (1, "in_place")):
-            monkeypatch.setattr("weightsync.weights.slab.available", lambda _, free=free: free)
+            monkeypatch.setattr("weightsync.weights.arena.available", lambda _, free=free: free)
             receiver = ws.WeightReceiver(Recorder())
             with ws.connect(nn.Linear(64, 64), to=receiver.handle) as sender:
                 report = sender.send_weights()

@@ -36,10 +36,10 @@ def test_chunks_cross_while_kernels_go_on() -> None:
     crossings: list[CopyWork] = []
     for j in range(3 * SLOTS):
         if j >= SLOTS:
-            crossings[j - SLOTS].settle()
+            crossings[j - SLOTS].wait()
             assert bool((ring.tensors[j % SLOTS] == j - SLOTS + 1).all())
-        stage.twin(j % SLOTS).fill_(j + 1)
-        crossings.append(stage.cross(j % SLOTS, NBYTES))
+        stage.device_buffer(j % SLOTS).fill_(j + 1)
+        crossings.append(stage.copy_to_slot(j % SLOTS, NBYTES))
     ring.close()
 
 
@@ -51,9 +51,9 @@ def test_a_source_may_be_overwritten_when_it_was_sent_directly() -> None:
     crossings = []
     for j in range(SLOTS):
         source.fill_(j + 1)
-        crossings.append(stage.cross_directly(j, source))
+        crossings.append(stage.copy_directly_to_slot(j, source))
     for j, crossing in enumerate(crossings):
-        crossing.settle()
+        crossing.wait()
         assert bool((ring.tensors[j] == j + 1).all())
     ring.close()
 
@@ -83,7 +83,7 @@ def test_pairs_around_a_slot() -> None:
     ring = Buckets(1, NBYTES, torch.device("cpu"))
     stage = stage_on_gpu(ring, gpu())
     assert stage is not None
-    pair = CpuGpuBuffer.around(ring.tensors[0], stage.twin(0))
+    pair = CpuGpuBuffer.around(ring.tensors[0], stage.device_buffer(0))
     pair.gpu.fill_(3)
     pair.copy_to_cpu(10)
     torch.cuda.synchronize()

@@ -36,7 +36,7 @@ class Held:
 
     @property
     def now(self) -> tuple[State, int]:
-        return self.life.state, self.life.awaited
+        return self.life.state, self.life.required_version
 
     def start(self, version: int, *, partial: bool = False) -> None:
         self.life.start(Terms(update_id="u", version=version, partial=partial, rewind=True))

@@ -69,8 +69,8 @@ def test_a_ring_is_pinned_whole_and_given_back_before_it_is_unmapped() -> None:
     ring, stage = staged_ring(driver, lane)
     assert driver.held == {ring.tensors[0].data_ptr(): (4 * NBYTES, PORTABLE)}
     assert stage.nbytes == 2 * NBYTES
-    stage.twin(1).fill_(7)
-    stage.cross(1, NBYTES)
+    stage.device_buffer(1).fill_(7)
+    stage.copy_to_slot(1, NBYTES)
     slot = ring.tensors[1].clone()
     assert int(slot.sum()) == 0
     ring.close()

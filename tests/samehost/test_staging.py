@@ -17,7 +17,7 @@ from weightsync.samehost.addresses import IPC_PATH_LIMIT, socket_address
 from weightsync.samehost.staging import CpuGpuBuffer, copy_slice, numpy_view
 
 
-def settle(buffer: CpuGpuBuffer) -> None:
+def wait(buffer: CpuGpuBuffer) -> None:
     if buffer.gpu.is_cuda:
         torch.cuda.synchronize()
 
@@ -27,13 +27,13 @@ class TestBuffer:
         buffer = CpuGpuBuffer(5, 2, dtype=torch.int32)
         buffer.np[:] = [[row, row] for row in range(5)]
         there = buffer.copy_to_gpu(3)
-        settle(buffer)
+        wait(buffer)
         assert there.data_ptr() == buffer.gpu.data_ptr()
         assert there.tolist() == [[0, 0], [1, 1], [2, 2]]
         assert buffer.gpu[3:].tolist() == [[0, 0], [0, 0]]
         buffer.gpu += 10
         back = buffer.copy_to_cpu(2)
-        settle(buffer)
+        wait(buffer)
         assert back.tolist() == [[10, 10], [11, 11]]
         assert buffer.cpu.tolist() == [[10, 10], [11, 11], [2, 2], [3, 3], [4, 4]]
 
@@ -41,18 +41,18 @@ class TestBuffer:
         buffer = CpuGpuBuffer(4, dtype=torch.float32)
         buffer.cpu.fill_(1)
         assert buffer.copy_to_gpu().shape == (4,)
-        settle(buffer)
+        wait(buffer)
         assert int(buffer.gpu.sum()) == 4
         buffer.gpu.fill_(2)
         assert buffer.copy_to_cpu().shape == (4,)
-        settle(buffer)
+        wait(buffer)
         assert int(buffer.cpu.sum()) == 8
 
     def test_no_rows_at_all(self) -> None:
         buffer = CpuGpuBuffer(4, dtype=torch.float32)
         buffer.cpu.fill_(1)
         assert buffer.copy_to_gpu(0).shape == (0,)
-        settle(buffer)
+        wait(buffer)
         assert int(buffer.gpu.sum()) == 0
 
     def test_the_two_sides_are_two_memories(self) -> None:

@@ -13,7 +13,7 @@ import torch
 from tests.samehost.processes import environment, output, run
 from tests.security.full import MODEL_NBYTES
 from weightsync.errors import TransferError
-from weightsync.weights import slab
+from weightsync.weights import arena
 
 MODULE = [sys.executable, "-m", "tests.security.full"]
 CPU = torch.device("cpu")
@@ -68,21 +68,21 @@ def test_staged_weights_without_memory_are_an_error_at_init() -> None:
 
 
 def test_more_than_there_is_is_refused_before_it_is_touched() -> None:
-    huge = slab.available(CPU) * 100
+    huge = arena.available(CPU) * 100
     with pytest.raises(TransferError, match=f"takes {huge} bytes of memory on cpu"):
-        slab.allocate(huge, CPU)
-    assert not slab.fits(huge, CPU)
-    assert slab.allocate(5, CPU).tolist() == [0] * 5
+        arena.allocate(huge, CPU)
+    assert not arena.fits(huge, CPU)
+    assert arena.allocate(5, CPU).tolist() == [0] * 5
 
 
 def test_what_the_kernel_would_promise_and_not_have_is_refused(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(slab, "available", lambda _: 4096)
-    monkeypatch.setattr(slab, "_kilobytes", lambda _: 0)
+    monkeypatch.setattr(arena, "available", lambda _: 4096)
+    monkeypatch.setattr(arena, "_kilobytes", lambda _: 0)
     with pytest.raises(TransferError, match=r"takes 4097 bytes .* 4096 bytes are free"):
-        slab.allocate(4097, CPU)
-    assert slab.allocate(4096, CPU).numel() == 4096
+        arena.allocate(4097, CPU)
+    assert arena.allocate(4096, CPU).numel() == 4096
 
 
 def test_the_limits_of_control_groups_count(tmp_path: Path) -> None:
@@ -94,8 +94,8 @@ def test_the_limits_of_control_groups_count(tmp_path: Path) -> None:
         (folder / "memory.max").write_text(f"{limit}\n")
         (folder / "memory.current").write_text("700\n")
         (folder / "memory.stat").write_text("anon 500\ninactive_file 200\nactive_file 50\n")
-    assert slab._group_rooms(tmp_path / "root", own) == [500]
+    assert arena._group_rooms(tmp_path / "root", own) == [500]
     (inner / "memory.max").write_text("600\n")
-    assert slab._group_rooms(tmp_path / "root", own) == [100, 500]
-    assert slab._group_rooms(tmp_path / "absent", own) == []
-    assert slab._group_rooms(tmp_path / "root", tmp_path / "absent") == []
+    assert arena._group_rooms(tmp_path / "root", own) == [100, 500]
+    assert arena._group_rooms(tmp_path / "absent", own) == []
+    assert arena._group_rooms(tmp_path / "root", tmp_path / "absent") == []

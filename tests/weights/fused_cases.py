@@ -124,7 +124,7 @@ def _check_copies(runs: Sequence[DeviceCopyUnit], wanted: list[int], kernel: Ker
     (first, *_) = fused(runs, verify=False, kernel=kernel)
     assert isinstance(first, FusedUnit)
     first.copy()
-    first.settle()
+    first.wait()
 
 
 def _check_packing(

@@ -44,10 +44,10 @@ class _LateTicket:
         self._lane = lane
         self.copy = copy
 
-    def hold(self) -> None:
+    def wait_on_stream(self) -> None:
         self._lane.held += self in self._lane._queue
         self._lane.catch_up(self)
 
-    def settle(self) -> None:
+    def wait(self) -> None:
         self._lane.settled += 1
         self._lane.catch_up(self)

@@ -13,7 +13,7 @@ from tests.weights.streams import random_tensors
 from weightsync.errors import ConfigError, ManifestMismatchError, TransferError
 from weightsync.receiving.landings import LoadTargets
 from weightsync.specs import Manifest, TensorSpec
-from weightsync.weights import slab
+from weightsync.weights import arena
 from weightsync.weights.buckets import StreamLayout
 from weightsync.weights.dtypes import TORCH_DTYPES, as_bytes, spec_of
 from weightsync.weights.fingerprint import mix64, to_hex
@@ -40,20 +40,20 @@ def sink_of(module: nn.Module, way: Way, *, cast: bool = False) -> ModuleSink:
     return ModuleSink(module, cast=cast, swap="copy" if way == "copy" else "pointer")
 
 
-def land(sink: ModuleSink, manifest: Manifest, way: Way) -> LoadTarget:
-    return sink.land(StreamLayout(manifest), "in_place" if way == "in_place" else "staged")
+def open_target(sink: ModuleSink, manifest: Manifest, way: Way) -> LoadTarget:
+    return sink.open_target(StreamLayout(manifest), "in_place" if way == "in_place" else "staged")
 
 
-def deliver(landing: LoadTarget, tensors: list[torch.Tensor], *, commit: bool = True) -> None:
-    landing.begin()
-    assert landing.memory is not None
-    for place, tensor in zip(landing.memory.tensors, tensors, strict=True):
+def deliver(load_target: LoadTarget, tensors: list[torch.Tensor], *, commit: bool = True) -> None:
+    load_target.begin()
+    assert load_target.memory is not None
+    for place, tensor in zip(load_target.memory.tensors, tensors, strict=True):
         place.copy_(as_bytes(tensor.contiguous()))
-    landing.settle()
+    load_target.validate()
     if commit:
-        landing.commit()
+        load_target.commit()
     else:
-        landing.discard()
+        load_target.discard()
 
 
 def manifest_of(sink: ModuleSink) -> Manifest:
@@ -71,10 +71,10 @@ def test_update_after_update(way: Way, tied: bool) -> None:
     module = Model(tied=tied)
     sink = sink_of(module, way)
     parameters = dict(module.named_parameters())
-    landing = land(sink, manifest_of(sink), way)
+    load_target = open_target(sink, manifest_of(sink), way)
     for seed in range(4):
         tensors = random_tensors(manifest_of(sink), seed)
-        deliver(landing, tensors)
+        deliver(load_target, tensors)
         state = module.state_dict()
         for spec, tensor in zip(manifest_of(sink).specs, tensors, strict=True):
             assert equal_bits(state[spec.name], tensor)
@@ -86,13 +86,13 @@ def test_update_after_update(way: Way, tied: bool) -> None:
 def test_staged_weights_are_unseen_until_commit_and_after_discard(way: Way) -> None:
     module = Model()
     sink = sink_of(module, way)
-    landing = land(sink, manifest_of(sink), way)
+    load_target = open_target(sink, manifest_of(sink), way)
     first, second = (random_tensors(manifest_of(sink), seed) for seed in (1, 2))
-    deliver(landing, first)
+    deliver(load_target, first)
     held = sink.checksums()
-    deliver(landing, second, commit=False)
+    deliver(load_target, second, commit=False)
     assert sink.checksums() == held
-    deliver(landing, second)
+    deliver(load_target, second)
     assert sink.checksums() != held
 
 
@@ -100,7 +100,7 @@ def test_making_room_changes_no_value() -> None:
     module = Model()
     sink = sink_of(module, "pointer")
     before = {name: tensor.clone() for name, tensor in module.state_dict().items()}
-    land(sink, manifest_of(sink), "pointer")
+    open_target(sink, manifest_of(sink), "pointer")
     assert all(equal_bits(tensor, before[name]) for name, tensor in module.state_dict().items())
 
 
@@ -115,7 +115,7 @@ def test_staging_takes_one_slab_beside_the_model(monkeypatch: pytest.MonkeyPatch
     held = [(t.untyped_storage().nbytes(), weak(t.untyped_storage())) for t in module.parameters()]
     made: list[torch.Tensor] = []
     beside: list[int] = []
-    allocate = slab.allocate
+    allocate = arena.allocate
 
     def counted(nbytes: int, device: torch.device) -> torch.Tensor:
         made.append(allocate(nbytes, device))
@@ -124,12 +124,12 @@ def test_staging_takes_one_slab_beside_the_model(monkeypatch: pytest.MonkeyPatch
         return made[-1]
 
     sink_nbytes = sum(size for size, _ in held)
-    monkeypatch.setattr(slab, "allocate", counted)
-    landing = sink.land(plan, "staged")
+    monkeypatch.setattr(arena, "allocate", counted)
+    load_target = sink.open_target(plan, "staged")
     one = 64 * 64 * 4
     assert beside == [plan.nbytes, plan.nbytes + one]
     assert sink.staged_nbytes(plan) == max(beside)
-    deliver(landing, random_tensors(manifest_of(sink), 1))
+    deliver(load_target, random_tensors(manifest_of(sink), 1))
     assert equal_bits(shown, module.get_parameter("kept.weight")[1:])
 
 
@@ -141,7 +141,7 @@ def test_without_room_for_what_is_staged_auto_writes_in_place(
     module = Model()
     sink = sink_of(module, "pointer")
     before = sink.checksums()
-    allocate = slab.allocate
+    allocate = arena.allocate
     made: list[int] = []
 
     def full(nbytes: int, device: torch.device) -> torch.Tensor:
@@ -150,18 +150,18 @@ def test_without_room_for_what_is_staged_auto_writes_in_place(
         made.append(nbytes)
         return allocate(nbytes, device)
 
-    monkeypatch.setattr(slab, "allocate", full)
+    monkeypatch.setattr(arena, "allocate", full)
     with pytest.raises(TransferError, match="no room"):
         LoadTargets(sink_of(Model(), "pointer"), "staged").get(
             StreamLayout(manifest_of(sink)), whole=True
         )
     made.clear()
-    landings = LoadTargets(sink, "auto")
-    landing = landings.get(StreamLayout(manifest_of(sink)), whole=True)
-    assert (landings.apply, landing.in_place) == ("in_place", True)
+    load_targets = LoadTargets(sink, "auto")
+    load_target = load_targets.get(StreamLayout(manifest_of(sink)), whole=True)
+    assert (load_targets.apply, load_target.in_place) == ("in_place", True)
     assert sink.checksums() == before
     tensors = random_tensors(manifest_of(sink), 1)
-    deliver(landing, tensors)
+    deliver(load_target, tensors)
     state = module.state_dict()
     for spec, tensor in zip(manifest_of(sink).specs, tensors, strict=True):
         assert equal_bits(state[spec.name], tensor)
@@ -171,7 +171,7 @@ def test_a_swap_by_copy_leaves_every_address() -> None:
     module = Model()
     sink = sink_of(module, "copy")
     addresses = [t.data_ptr() for t in module.state_dict().values()]
-    deliver(land(sink, manifest_of(sink), "copy"), random_tensors(manifest_of(sink), 1))
+    deliver(open_target(sink, manifest_of(sink), "copy"), random_tensors(manifest_of(sink), 1))
     assert [t.data_ptr() for t in module.state_dict().values()] == addresses
 
 
@@ -198,7 +198,7 @@ class TestTied:
         )
         for seed in (1, 2):
             tensor = random_tensors(offered, seed)[0]
-            deliver(land(sink, offered, way), [tensor])
+            deliver(open_target(sink, offered, way), [tensor])
             assert equal_bits(module.get_parameter("embed.weight"), tensor)
             assert equal_bits(module.get_parameter("head.weight"), tensor)
 
@@ -209,7 +209,7 @@ class TestTied:
         module["head"].weight = module["embed"].weight
         sink = sink_of(module, way)
         offered = Manifest((spec_of(name, self.tensors[0]),))
-        deliver(land(sink, offered, way), [self.tensors[0]])
+        deliver(open_target(sink, offered, way), [self.tensors[0]])
         assert equal_bits(module.get_parameter("head.weight"), self.tensors[0])
         assert module["head"].weight is module["embed"].weight
 
@@ -221,17 +221,17 @@ class TestTied:
             for name, tensor in zip(("embed.weight", "head.weight"), self.tensors, strict=True)
         )
         with pytest.raises(ManifestMismatchError, match="wanted as one tied tensor"):
-            land(ModuleSink(module), Manifest(specs), "pointer")
+            open_target(ModuleSink(module), Manifest(specs), "pointer")
 
     @every_way
     def test_tied_by_memory_alone(self, way: Way) -> None:
         module = nn.ModuleDict({"embed": nn.Embedding(5, 4), "head": nn.Linear(4, 5, bias=False)})
         module["head"].weight.data = module["embed"].weight.data
         sink = sink_of(module, way)
-        landing = land(sink, manifest_of(sink), way)
+        load_target = open_target(sink, manifest_of(sink), way)
         for seed in (1, 2):
             tensors = random_tensors(manifest_of(sink), seed)
-            deliver(landing, tensors)
+            deliver(load_target, tensors)
             assert equal_bits(module.get_parameter("embed.weight"), tensors[0])
             assert equal_bits(module.get_parameter("head.weight"), tensors[0])
 
@@ -246,7 +246,7 @@ class TestUnusual:
         )
         for value in (1.0, 2.5):
             weight = torch.full((3, 4), value)
-            deliver(land(sink, offered, way), [weight, torch.full((3,), value).bfloat16()])
+            deliver(open_target(sink, offered, way), [weight, torch.full((3,), value).bfloat16()])
             assert equal_bits(module.weight, weight.bfloat16())
             assert module.weight.dtype is torch.bfloat16
             assert module.bias.tolist() == [value] * 3
@@ -256,17 +256,17 @@ class TestUnusual:
         with pytest.raises(
             ManifestMismatchError, match=r"offered bfloat16\[3, 4\], wanted float32"
         ):
-            land(ModuleSink(nn.Linear(4, 3)), offered, "pointer")
+            open_target(ModuleSink(nn.Linear(4, 3)), offered, "pointer")
 
     @every_way
     def test_other_strides_are_kept(self, way: Way) -> None:
         module = nn.Linear(4, 3, bias=False)
         module.weight.data = torch.zeros(4, 3).t()
         sink = sink_of(module, way)
-        landing = land(sink, manifest_of(sink), way)
+        load_target = open_target(sink, manifest_of(sink), way)
         for seed in (1, 2):
             tensors = random_tensors(manifest_of(sink), seed)
-            deliver(landing, tensors)
+            deliver(load_target, tensors)
             assert equal_bits(module.weight, tensors[0])
         assert module.weight.stride() == (1, 3)
 
@@ -277,21 +277,21 @@ class TestUnusual:
         module.register_buffer("t", torch.zeros(3, 5, dtype=TORCH_DTYPES[dtype]))
         sink = sink_of(module, way)
         tensors = random_tensors(manifest_of(sink), 4)
-        deliver(land(sink, manifest_of(sink), way), tensors)
+        deliver(open_target(sink, manifest_of(sink), way), tensors)
         assert equal_bits(module.get_buffer("t"), tensors[0])
 
     @every_way
     def test_a_part_changes_nothing_else(self, way: Way) -> None:
         module = Model()
         sink = sink_of(module, way)
-        whole = land(sink, manifest_of(sink), way)
+        whole = open_target(sink, manifest_of(sink), way)
         part = Manifest((TensorSpec("head.weight", "float32", (5, 4)),))
         for seed in (1, 2):
             tensors = random_tensors(manifest_of(sink), seed)
             deliver(whole, tensors)
             before = sink.checksums()
             tensor = random_tensors(part, seed + 10)
-            deliver(land(sink, part, way), tensor)
+            deliver(open_target(sink, part, way), tensor)
             after = sink.checksums()
             assert {name for name in after if after[name] != before[name]} == {"head.weight"}
             assert equal_bits(module.head.weight, tensor[0])

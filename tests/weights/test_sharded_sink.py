@@ -104,20 +104,22 @@ class Sender:
         bucket = self.bucket_nbytes if self.road == "slots" else None
         return StreamLayout(manifest, bucket_nbytes=bucket, run_nbytes=self.run_nbytes)
 
-    def deliver(self, plan: StreamLayout, landing: LoadTarget, tensors: list[torch.Tensor]) -> None:
+    def deliver(
+        self, plan: StreamLayout, load_target: LoadTarget, tensors: list[torch.Tensor]
+    ) -> None:
         """Bring the tensors; every run must prove itself."""
-        landing.begin()
+        load_target.begin()
         stream = stream_bytes(plan, tensors)
-        for run, program in self.programs(plan, landing, tensors):
+        for run, program in self.programs(plan, load_target, tensors):
             program.copy()
             assert program.fingerprint() == xxh3(memoryview(stream[run.start : run.stop]))
-        landing.settle()
-        landing.commit()
+        load_target.validate()
+        load_target.commit()
 
     def programs(
-        self, plan: StreamLayout, landing: LoadTarget, tensors: list[torch.Tensor]
+        self, plan: StreamLayout, load_target: LoadTarget, tensors: list[torch.Tensor]
     ) -> list[Any]:
-        memory = landing.memory
+        memory = load_target.memory
         assert memory is not None
         source = Memory([as_bytes(t.contiguous()) for t in tensors])
         compiler: Any = compiler_for(plan, memory, None if self.road == "slots" else source)
@@ -135,13 +137,13 @@ class Sender:
         return made
 
 
-def land(
+def open_target(
     module: nn.Module, way: Way, sender: Sender
 ) -> tuple[ShardedModuleSink, StreamLayout, LoadTarget]:
     sink = ShardedModuleSink(module, swap="copy" if way == "copy" else "pointer")
     assert sink.manifest is not None
     plan = sender.plan(sink.manifest)
-    return sink, plan, sink.land(plan, "in_place" if way == "in_place" else "staged")
+    return sink, plan, sink.open_target(plan, "in_place" if way == "in_place" else "staged")
 
 
 @every_way
@@ -153,11 +155,11 @@ def test_every_shard_is_what_torch_cuts(
     with member(rank, shape) as mesh:
         module = sharded(mesh)
         sender = Sender(road)
-        _, plan, landing = land(module, way, sender)
+        _, plan, load_target = open_target(module, way, sender)
         held = {name: local_of(p) for name, p in module.named_parameters()}
         for seed in range(3):
             tensors = random_tensors(plan.manifest, seed)
-            sender.deliver(plan, landing, tensors)
+            sender.deliver(plan, load_target, tensors)
             for spec, tensor in zip(plan.manifest.specs, tensors, strict=True):
                 here = module.state_dict()[spec.name]
                 assert equal_bits(local_of(here), cut(tensor, here)), spec.name
@@ -175,9 +177,9 @@ def test_runs_cut_rows_anywhere(road: Road, run_nbytes: int, dtype: str) -> None
             full = torch.zeros(size, dtype=TORCH_DTYPES[dtype])
             module.register_buffer(name, shard(full, mesh, *placements))
         sender = Sender(road, run_nbytes=run_nbytes, bucket_nbytes=max(run_nbytes, 256))
-        _, plan, landing = land(module, "in_place", sender)
+        _, plan, load_target = open_target(module, "in_place", sender)
         tensors = random_tensors(plan.manifest, 5)
-        sender.deliver(plan, landing, tensors)
+        sender.deliver(plan, load_target, tensors)
         for spec, tensor in zip(plan.manifest.specs, tensors, strict=True):
             here = module.state_dict()[spec.name]
             assert equal_bits(local_of(here), cut(tensor, here)), spec.name
@@ -203,11 +205,11 @@ def test_only_the_shard_is_staged() -> None:
     with member(0, (4,)) as mesh:
         module = nn.Module()
         module.w = nn.Parameter(shard(torch.zeros(64, 256), mesh, Shard(1)))
-        sink, plan, landing = land(module, "pointer", Sender("memory"))
+        sink, plan, load_target = open_target(module, "pointer", Sender("memory"))
     assert sink.staged_nbytes(plan) == 64 * 64 * 4
-    assert landing.peak_extra_nbytes == 64 * 64 * 4
-    assert landing.memory is not None
-    assert sum(t.numel() for t in landing.memory.tensors) == 64 * 64 * 4
+    assert load_target.peak_extra_nbytes == 64 * 64 * 4
+    assert load_target.memory is not None
+    assert sum(t.numel() for t in load_target.memory.tensors) == 64 * 64 * 4
 
 
 @every_way
@@ -220,10 +222,10 @@ def test_a_swap_points_at_new_shards_where_nothing_else_sees_them(way: Way) -> N
         del own
         seen = local_of(module.view)[1:]
         sender = Sender("memory")
-        _, plan, landing = land(module, way, sender)
+        _, plan, load_target = open_target(module, way, sender)
         before = local_of(module.w).data_ptr()
         tensors = random_tensors(plan.manifest, 1)
-        sender.deliver(plan, landing, tensors)
+        sender.deliver(plan, load_target, tensors)
         assert (local_of(module.w).data_ptr() != before) is (way == "pointer")
         assert equal_bits(seen, tensors[1][1:4])
 
@@ -237,19 +239,19 @@ class TestProof:
     ) -> tuple[Sender, StreamLayout, LoadTarget, list[Any], bytes]:
         with member(1, (2,)) as mesh:
             sender = Sender(road, run_nbytes=run_nbytes, bucket_nbytes=max(run_nbytes, 1024))
-            _, plan, landing = land(sharded(mesh), "pointer", sender)
+            _, plan, load_target = open_target(sharded(mesh), "pointer", sender)
             tensors = random_tensors(plan.manifest, 2)
-            made = sender.programs(plan, landing, tensors)
+            made = sender.programs(plan, load_target, tensors)
             for _, program in made:
                 program.copy()
-            return sender, plan, landing, made, stream_bytes(plan, tensors)
+            return sender, plan, load_target, made, stream_bytes(plan, tensors)
 
     @every_road
     @pytest.mark.parametrize("run_nbytes", [192, 1 << 20])
     def test_every_byte_that_is_held(self, road: Road, run_nbytes: int) -> None:
-        sender, _, landing, made, stream = self._prepare(road, run_nbytes)
-        assert isinstance(landing.memory, ShardMemory)
-        for tensor in landing.memory.tensors:
+        sender, _, load_target, made, stream = self._prepare(road, run_nbytes)
+        assert isinstance(load_target.memory, ShardMemory)
+        for tensor in load_target.memory.tensors:
             for at in {0, tensor.numel() // 2, tensor.numel() - 1} if tensor.numel() else ():
                 tensor[at] ^= 1
                 assert sum(not program.holds() for _, program in made) == 1
@@ -270,8 +272,8 @@ class TestProof:
             module = nn.Module()
             module.w = nn.Parameter(shard(torch.zeros(8, 4), mesh, Shard(0)))
             sender = Sender(road)
-            _, plan, landing = land(module, "in_place", sender)
-            ((_, program),) = sender.programs(plan, landing, [torch.zeros(8, 4)])
+            _, plan, load_target = open_target(module, "in_place", sender)
+            ((_, program),) = sender.programs(plan, load_target, [torch.zeros(8, 4)])
             program.copy()
             before = program.fingerprint()
             sender.kept[1][0] = 1  # a row of rank 0
@@ -376,10 +378,10 @@ class TestTied:
             )
             sender = Sender("slots")
             plan = sender.plan(offered)
-            landing = sink.land(plan, "in_place" if way == "in_place" else "staged")
+            load_target = sink.open_target(plan, "in_place" if way == "in_place" else "staged")
             for seed in (1, 2):
                 (full,) = random_tensors(offered, seed)
-                sender.deliver(plan, landing, [full])
+                sender.deliver(plan, load_target, [full])
                 for _, parameter in module.named_parameters():
                     assert equal_bits(local_of(parameter), cut(full, parameter))
 
@@ -395,9 +397,9 @@ class TestUnusual:
             offered = Manifest(tuple(specs), sink.manifest.aliases)
             sender = Sender("slots")
             plan = sender.plan(offered)
-            landing = sink.land(plan, "in_place" if way == "in_place" else "staged")
+            load_target = sink.open_target(plan, "in_place" if way == "in_place" else "staged")
             tensors = [torch.randn(s.shape) for s in offered.specs]
-            sender.deliver(plan, landing, tensors)
+            sender.deliver(plan, load_target, tensors)
             for spec, tensor in zip(offered.specs, tensors, strict=True):
                 here = module.state_dict()[spec.name]
                 assert equal_bits(local_of(here), cut(tensor.to(here.dtype), here)), spec.name
@@ -410,10 +412,10 @@ class TestUnusual:
             given = DTensor.from_local(local, mesh, [Shard(0)], run_check=False)
             module.w = nn.Parameter(given)
             sender = Sender("memory")
-            _, plan, landing = land(module, way, sender)
+            _, plan, load_target = open_target(module, way, sender)
             for seed in (1, 2):
                 (full,) = random_tensors(plan.manifest, seed)
-                sender.deliver(plan, landing, [full])
+                sender.deliver(plan, load_target, [full])
                 assert equal_bits(local_of(module.w), full[:4])
             assert local_of(module.w).stride() == (1, 4)
 
@@ -426,7 +428,7 @@ class TestUnusual:
             plan = sender.plan(offered)
             before = {name: local_of(t).clone() for name, t in module.state_dict().items()}
             (full,) = random_tensors(offered, 1)
-            sender.deliver(plan, sink.land(plan, "staged"), [full])
+            sender.deliver(plan, sink.open_target(plan, "staged"), [full])
             for name, tensor in module.state_dict().items():
                 want = cut(full, tensor) if name in ("columns", "tied") else before[name]
                 assert equal_bits(local_of(tensor), want), name
@@ -437,20 +439,20 @@ class TestReplaced:
         with member(1, (2,)) as mesh:
             module = sharded(mesh)
             sender = Sender("slots")
-            sink, plan, landing = land(module, "pointer", sender)
+            sink, plan, load_target = open_target(module, "pointer", sender)
             full = torch.zeros(10, 37)
             module.rows = nn.Parameter(shard(full, mesh, Shard(1)))
             with pytest.raises(TransferError, match="moved or replaced during the update"):
-                landing.settle()
+                load_target.validate()
             tensors = random_tensors(plan.manifest, 1)
-            sender.deliver(plan, sink.land(plan, "staged"), tensors)
+            sender.deliver(plan, sink.open_target(plan, "staged"), tensors)
             full = tensors[plan.manifest.index["rows"]]
             assert equal_bits(local_of(module.rows), cut(full, module.rows))
 
     def test_a_local_tensor_that_moved(self) -> None:
         with member(1, (2,)) as mesh:
             module: Any = sharded(mesh)
-            sink, _, _ = land(module, "copy", Sender("slots"))
+            sink, _, _ = open_target(module, "copy", Sender("slots"))
             before = sink.refresh()
             assert sink.refresh() == before
             local_of(module.rows).data = local_of(module.rows).clone()
@@ -461,7 +463,7 @@ class TestReplaced:
     def test_what_a_forward_pass_puts_in_its_place_for_as_long_as_it_lasts(self) -> None:
         with member(1, (2,)) as mesh:
             module: Any = sharded(mesh)
-            sink, _, _ = land(module, "pointer", Sender("slots"))
+            sink, _, _ = open_target(module, "pointer", Sender("slots"))
             before, manifest = sink.refresh(), sink.manifest
             places = dict(module._parameters)
             # As transformers does while a tensor-parallel module computes, a bias added later.
@@ -488,7 +490,7 @@ def test_full_shapes_are_wanted() -> None:
         sink = ShardedModuleSink(sharded(mesh))
         offered = Manifest((TensorSpec("rows", "float32", (5, 37)),))
         with pytest.raises(ManifestMismatchError, match=r"wanted float32\[10, 37\]"):
-            sink.land(StreamLayout(offered), "staged")
+            sink.open_target(StreamLayout(offered), "staged")
 
 
 def test_partial_sums_are_refused_by_name() -> None:
@@ -528,10 +530,12 @@ def test_neighbours_that_are_whole_are_copied_together(flat: bool) -> None:
         for i in range(20):
             module.register_buffer(f"b{i}", torch.zeros(5))
         module.w = nn.Parameter(shard(torch.zeros(8, 4), mesh, Shard(0)))
-        _, plan, landing = land(module, "pointer" if flat else "in_place", Sender("slots"))
+        _, plan, load_target = open_target(
+            module, "pointer" if flat else "in_place", Sender("slots")
+        )
         sender = Sender("slots", bucket_nbytes=1 << 20, run_nbytes=1 << 20)
         plan = sender.plan(plan.manifest)
-        ((_, program),) = sender.programs(plan, landing, random_tensors(plan.manifest))
+        ((_, program),) = sender.programs(plan, load_target, random_tensors(plan.manifest))
         assert len(program.copies) == (2 if flat else 21)
 
 
@@ -543,18 +547,18 @@ def test_what_lies_between_neighbours_of_a_module_is_kept() -> None:
         module.a, module.b = nn.Parameter(pool[:5]), nn.Parameter(pool[16:])
         module.w = nn.Parameter(shard(torch.zeros(8, 4), mesh, Shard(0)))
         sender = Sender("slots")
-        _, plan, landing = land(module, "in_place", sender)
+        _, plan, load_target = open_target(module, "in_place", sender)
         tensors = random_tensors(plan.manifest)
-        sender.deliver(plan, landing, tensors)
+        sender.deliver(plan, load_target, tensors)
         assert pool[5:16].tolist() == [7.0] * 11
         assert equal_bits(pool[16:], tensors[1])
 
 
 def test_a_run_without_a_source_is_a_mistake() -> None:
     with member(0, (2,)) as mesh:
-        _, plan, landing = land(sharded(mesh), "pointer", Sender("slots"))
-    assert isinstance(landing.memory, ShardMemory)
-    compiler = ShardCompiler(plan, landing.memory)
+        _, plan, load_target = open_target(sharded(mesh), "pointer", Sender("slots"))
+    assert isinstance(load_target.memory, ShardMemory)
+    compiler = ShardCompiler(plan, load_target.memory)
     compiler._on_host = False
     with pytest.raises(ValueError, match="needs a slot"):
         compiler.compile(plan.runs[0])
@@ -562,7 +566,7 @@ def test_a_run_without_a_source_is_a_mistake() -> None:
 
 def test_shards_are_not_for_the_compiler_of_whole_tensors() -> None:
     with member(0, (2,)) as mesh:
-        _, plan, landing = land(sharded(mesh), "pointer", Sender("slots"))
-    assert landing.memory is not None
+        _, plan, load_target = open_target(sharded(mesh), "pointer", Sender("slots"))
+    assert load_target.memory is not None
     with pytest.raises(ValueError, match="holds shards of tensors"):
-        UnitCompiler(plan, landing.memory)
+        UnitCompiler(plan, load_target.memory)

@@ -39,11 +39,11 @@ class Received:
 class LoadContext:
     """What the receiving state machine lends an engine for one transfer.
 
-    `land` returns where a plan's tensors go; `touch` is called before the first byte of weights in
-    use changes; `check` raises when the update was aborted. `ties` are those of the sink.
+    `open_target` returns the load target of a layout. `touch` is called before the first byte of
+    the weights in use changes. `check` raises when the update was aborted. `ties` are the sink's.
     """
 
-    land: Callable[[StreamLayout], LoadTarget]
+    open_target: Callable[[StreamLayout], LoadTarget]
     touch: Callable[[], None]
     check: Check
     verification: Verification

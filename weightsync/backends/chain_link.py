@@ -51,7 +51,7 @@ class _InFlight:
     fingerprints: list[int]
     memory: torch.Tensor
     place: int
-    intake: RelayUpdate | None
+    relay_update: RelayUpdate | None
     pending: Work
 
 
@@ -82,7 +82,7 @@ class ChainRelay:
         self._scratch: list[torch.Tensor] = []
         room = runs_per_chunk(self._slot_nbytes, run_nbytes)
         self._heads = [ChunkHeader(room) for _ in range(_HEADS)]
-        self._onward = Downstream(group, info, self._cut_off)
+        self._downstream = Downstream(group, info, self._cut_off)
         self._arriving: deque[_InFlight] = deque()
         self._changed = threading.Condition()
         self._wanted: RelayUpdate | None = None
@@ -97,22 +97,22 @@ class ChainRelay:
         self._heartbeat = Heartbeat(self._show_signs)
         end_at_exit(self)
 
-    def take_in(self, intake: RelayUpdate) -> None:
+    def take_in(self, relay_update: RelayUpdate) -> None:
         """Put the update that comes next into the ring. Raises what broke the group."""
         with self._changed:
             if self.failure is not None:
                 raise self.failure
             if self._wanted is not None:
                 self._wanted.fail(TransferError("another update took its place"))
-            self._wanted, self._progress = intake, time.monotonic()
+            self._wanted, self._progress = relay_update, time.monotonic()
             self._changed.notify_all()
 
-    def check(self, intake: RelayUpdate) -> None:
-        """Raise why `intake` cannot be completed: it failed, or nothing has come for too long."""
-        if intake.error is not None:
-            raise intake.error
+    def check(self, relay_update: RelayUpdate) -> None:
+        """Raise why this update cannot be completed: an error, or no progress for too long."""
+        if relay_update.error is not None:
+            raise relay_update.error
         silent = time.monotonic() - self._progress
-        if silent > self._timeout_s and not intake.done.is_set():
+        if silent > self._timeout_s and not relay_update.done.is_set():
             raise TransferTimeout(
                 f"{self._who(self._rank - 1)} sent nothing for {silent:.3g} s; the update is "
                 "given up"
@@ -127,7 +127,7 @@ class ChainRelay:
         with self._changed:
             self._closing = True
             self._changed.notify_all()
-        self._group.sever()
+        self._group.abort()
         self._heartbeat.close(max(0.0, deadline - time.monotonic()))
         self._thread.join(max(0.0, deadline - time.monotonic()))
 
@@ -159,7 +159,7 @@ class ChainRelay:
         self._group.close()
         self._slots.clear()
         self._scratch.clear()
-        self._onward.forget()
+        self._downstream.forget()
         self._current = self._wanted = None
         # The frames of what ended it hold what was at work, and so the group's sockets.
         self.failure = TransferError("the private group was left")
@@ -174,7 +174,7 @@ class ChainRelay:
                 self._from_before(posted)
                 self._progress = time.monotonic()
                 posted = self._post_head(turn + 1)
-                self._onward.send_head(turn % _HEADS, head.buffer)
+                self._downstream.send_head(turn % _HEADS, head.buffer)
                 if head.leaves:
                     return self._leave()
                 self._handle(head)
@@ -189,7 +189,7 @@ class ChainRelay:
     def _leave(self) -> None:
         """Orderly: the next host is told before the connections end."""
         self._land(0)
-        self._onward.settle_all()
+        self._downstream.settle_all()
         self._closing = True
         self._end(TransferError("the sender left its private group"))
 
@@ -198,12 +198,12 @@ class ChainRelay:
             logger.info("epoch %d of the private group ends: %s", self._epoch, error)
         with self._changed:
             self.failure = error
-            for intake in (self._current, self._wanted):
-                if intake is not None and not intake.done.is_set():
-                    intake.fail(error)
+            for relay_update in (self._current, self._wanted):
+                if relay_update is not None and not relay_update.done.is_set():
+                    relay_update.fail(error)
         self._arriving.clear()
-        self._onward.forget_chunks()
-        self._group.sever()
+        self._downstream.forget_chunks()
+        self._group.abort()
 
     def _handle(self, head: ChunkHeader) -> None:
         if head.epoch != self._epoch:
@@ -212,7 +212,8 @@ class ChainRelay:
         if head.aborts:
             self._land(0)
             self._drop(TransferError("the update was given up by its sender"))
-            self._onward.settle_all()  # a next host that died is found now, not in the next update
+            # A next host that died is found now, not in the next update.
+            self._downstream.settle_all()
             return
         if head.nbytes > self._slot_nbytes:
             raise ProtocolError(f"a chunk of {head.nbytes} bytes does not fit the ring")
@@ -237,7 +238,7 @@ class ChainRelay:
                 fingerprints=head.fingerprints,
                 memory=buffer[: head.nbytes],
                 place=place,
-                intake=self._current if place >= 0 else None,
+                relay_update=self._current if place >= 0 else None,
                 pending=pending,
             )
         )
@@ -248,14 +249,14 @@ class ChainRelay:
             arrival = self._arriving.popleft()
             self._from_before(arrival.pending, self._timeout_s)
             self._progress = time.monotonic()
-            intake = arrival.intake
-            if intake is not None and intake.error is None:
+            relay_update = arrival.relay_update
+            if relay_update is not None and relay_update.error is None:
                 room = self._control.entries // self._control.slots
                 self._control.write_fingerprints(arrival.place * room, arrival.fingerprints)
                 self._writer.publish(arrival.chunk)
-            self._onward.send(arrival.place, arrival.memory, arrival.chunk)
+            self._downstream.send(arrival.place, arrival.memory, arrival.chunk)
             if arrival.last:
-                self._complete(intake)
+                self._complete(relay_update)
 
     def _turn_to(self, epoch: int) -> None:
         """The stream is at another update: find out what this host wants of it."""
@@ -294,42 +295,42 @@ class ChainRelay:
 
     def _place(self, head: ChunkHeader) -> int:
         """Return the slot of a chunk once it is free, or the scratch buffer as -1, -2."""
-        intake = self._current
-        if intake is not None and intake.error is None:
+        relay_update = self._current
+        if relay_update is not None and relay_update.error is None:
             try:
-                self._check_fits(intake, head)
+                self._check_fits(relay_update, head)
                 slot = self._writer.acquire(
                     head.chunk,
-                    check=self._watch(intake),
+                    check=self._watch(relay_update),
                     timeout_s=self._patience(at_ring=True),
                 )
-                self._onward.settle(slot)
+                self._downstream.settle(slot)
                 return slot
             except WeightSyncError as exc:
                 self._drop(exc)
         if not self._scratch:
             self._scratch = [torch.empty_like(self._slots[0]) for _ in range(_IN_FLIGHT)]
         place = -1 - head.chunk % _IN_FLIGHT
-        self._onward.settle(place)
+        self._downstream.settle(place)
         return place
 
-    def _check_fits(self, intake: RelayUpdate, head: ChunkHeader) -> None:
-        sizes = intake.sizes
+    def _check_fits(self, relay_update: RelayUpdate, head: ChunkHeader) -> None:
+        sizes = relay_update.sizes
         if head.chunk >= len(sizes) or head.nbytes != sizes[head.chunk]:
             raise ProtocolError(
                 f"chunk {head.chunk + 1} has {head.nbytes} bytes, which is not how this host cuts "
                 f"the model into {len(sizes)} chunks; both sides need one manifest and version"
             )
 
-    def _watch(self, intake: RelayUpdate) -> Check:
+    def _watch(self, relay_update: RelayUpdate) -> Check:
         """Heartbeats of a reader that makes no progress must not outlast the rank before."""
         released, patience = self._control.released, self._patience(at_ring=True)
         done, moved = -1, time.monotonic()
 
         def check() -> None:
             nonlocal done, moved
-            self._check_wanted(intake)
-            now, total = time.monotonic(), sum(map(released, intake.readers))
+            self._check_wanted(relay_update)
+            now, total = time.monotonic(), sum(map(released, relay_update.readers))
             if total != done:
                 done, moved = total, now
             if now - moved > patience:
@@ -337,36 +338,38 @@ class ChainRelay:
 
         return check
 
-    def _last(self, intake: RelayUpdate) -> None:
+    def _last(self, relay_update: RelayUpdate) -> None:
         """Everything has come, so the rank before no longer waits while this host's readers do."""
         self._progress = time.monotonic()
-        self._check_wanted(intake)
+        self._check_wanted(relay_update)
 
-    def _check_wanted(self, intake: RelayUpdate) -> None:
-        if intake.error is not None:
-            raise intake.error
+    def _check_wanted(self, relay_update: RelayUpdate) -> None:
+        if relay_update.error is not None:
+            raise relay_update.error
         if time.monotonic() - self._asked > _ASK_S:
             self._asked = time.monotonic()
-            if self._closing or self._meeting.given_up(intake.epoch):
+            if self._closing or self._meeting.given_up(relay_update.epoch):
                 raise TransferError("the update was given up by its sender")
 
-    def _complete(self, intake: RelayUpdate | None) -> None:
+    def _complete(self, relay_update: RelayUpdate | None) -> None:
         """Everything has come: it is read by all of this host, and sent on."""
-        self._onward.settle_chunks()
-        if intake is None or intake is not self._current:
+        self._downstream.settle_chunks()
+        if relay_update is None or relay_update is not self._current:
             return
         try:
             self._writer.drain(
-                len(intake.sizes), check=lambda: self._last(intake), timeout_s=self._timeout_s
+                len(relay_update.sizes),
+                check=lambda: self._last(relay_update),
+                timeout_s=self._timeout_s,
             )
         except WeightSyncError as exc:
-            intake.fail(exc)
+            relay_update.fail(exc)
         self._current = None
-        intake.done.set()
+        relay_update.done.set()
 
     def _post_head(self, turn: int) -> Work:
         index = turn % _HEADS
-        self._onward.settle_head(index)
+        self._downstream.settle_head(index)
         buffer = self._heads[index].buffer
         return self._receive(lambda: self._group.receive(buffer, self._rank - 1, HEADER_LANE))
 
@@ -391,9 +394,9 @@ class ChainRelay:
         if not self._closing:
             error = self._meeting.report(error)
         self.failure = error
-        for intake in (self._current, self._wanted):
-            if intake is not None:
-                intake.fail(error)
+        for relay_update in (self._current, self._wanted):
+            if relay_update is not None:
+                relay_update.fail(error)
 
     def _patience(self, *, at_ring: bool) -> float:
         return patience_s(self._timeout_s, self._rank, self._size, at_ring=at_ring)

@@ -88,22 +88,22 @@ class DistributedWeightTransferEngine(WeightTransferEngine):
         link, init = self._link, self._init
         if link is None or init is None:
             raise ProtocolError("the transfer engine is not initialised; call init first")
-        intake = _intake(update_info, init, self._whole_sizes)
-        link.take_in(intake)
+        relay_update = _relay_update(update_info, init, self._whole_sizes)
+        link.take_in(relay_update)
         self._at_work = True
 
         def check() -> None:
             reception.check()
-            link.check(intake)
+            link.check(relay_update)
 
         try:
             received = self._inner.receive_weights(update_info, replace(reception, check=check))
-            while not intake.done.wait(_WAIT_S):
+            while not relay_update.done.wait(_WAIT_S):
                 check()
             check()
         except BaseException as exc:
-            cause = intake.error
-            intake.fail(exc if isinstance(exc, WeightSyncError) else ProtocolError(repr(exc)))
+            cause = relay_update.error
+            relay_update.fail(exc if isinstance(exc, WeightSyncError) else ProtocolError(repr(exc)))
             if cause is not None and cause is not exc:
                 raise cause from exc
             raise
@@ -226,7 +226,7 @@ def _check_place(init: DistributedInit) -> None:
         )
 
 
-def _intake(info: UpdateInfo, init: DistributedInit, whole: list[int]) -> RelayUpdate:
+def _relay_update(info: UpdateInfo, init: DistributedInit, whole: list[int]) -> RelayUpdate:
     if not isinstance(info, RegisteredUpdate) or not info.packed or info.readers is None:
         raise ProtocolError(
             "the member of a private group takes packed updates of its own sender, with the reader "

@@ -205,7 +205,7 @@ class Chain:
             self._failure = self._failure or TransferTimeout(
                 f"the host of {self.members[FIRST]} took nothing for {self._timeout_s:g} s"
             )
-            self._sever()
+            self._abort_connections()
         self._settle(sending)
 
     def end(self, timeout_s: float) -> None:
@@ -217,7 +217,7 @@ class Chain:
         sending = self._sending
         if sending is not None:
             sending.stop.set()
-        self._sever()
+        self._abort_connections()
         if sending is not None:
             sending.thread.join(timeout_s)
         if self._meeting is not None:
@@ -235,9 +235,9 @@ class Chain:
         if meeting is not None:
             meeting.close()
 
-    def _sever(self) -> None:
+    def _abort_connections(self) -> None:
         if self._group is not None:
-            self._group.sever()
+            self._group.abort()
 
     def _say_goodbye(self) -> None:
         """So that no member takes the end of the group for the death of another."""

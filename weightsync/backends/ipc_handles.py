@@ -47,17 +47,17 @@ def receive_handles(info: HandlesUpdate, keys: list[str], reception: LoadContext
         pairs = zip(manifest.specs, tensors, strict=True)
         tied = {spec.name: to_hex(mix64(t)) for spec, t in pairs if spec.name in ends}
         plan = StreamLayout(manifest)
-        landing = reception.land(plan)
+        load_target = reception.open_target(plan)
         reception.touch()
         memory = Memory(tensors)
-        if landing.memory is None:
-            lender = HookFeeder(plan, landing, reception)
+        if load_target.memory is None:
+            lender = HookFeeder(plan, load_target, reception)
             lender.deliver_whole(memory)
             lender.finish()
         else:
-            runs = _copy(plan, landing.memory, memory, reception)
-            _check_held(fingerprints, plan, landing.memory, runs)
-        held = landing.memory is not None
+            runs = _copy(plan, load_target.memory, memory, reception)
+            _check_held(fingerprints, plan, load_target.memory, runs)
+        held = load_target.memory is not None
         level = reception.verification if held else "arrived"
         return Received(manifest, [], level if info.fingerprints else "none", tied)
     finally:

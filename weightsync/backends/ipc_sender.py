@@ -134,7 +134,7 @@ class IpcTrainerEngine(TrainerWeightTransferEngine):
             self.close()
             raise
         self._writer = RingWriter(self._control)
-        self.trail = ReaderProgress(self._control, self._whole)
+        self.reader_progress = ReaderProgress(self._control, self._whole)
         self.exports = ExportedMemory(
             self._writer, self._ring, self._probe_memory, self._memory, on_gpu=on_gpu
         )
@@ -317,7 +317,7 @@ class IpcTrainerEngine(TrainerWeightTransferEngine):
     ) -> RegisteredUpdate:
         chunks = len(packer.plan.chunks)
         epoch = self._writer.begin(readers, chunks)
-        self.trail.begin_packed(packer.plan, self._writer.base)
+        self.reader_progress.begin_packed(packer.plan, self._writer.base)
         by_event = self._fence.left_to(readers, verify=self._verify, packed=True)
         self._stream = PackedStream(
             control=self._control,
@@ -334,18 +334,16 @@ class IpcTrainerEngine(TrainerWeightTransferEngine):
 
             def acquire(j: int) -> int:
                 check()
-                self.trail.mark("wanted", j)
+                self.reader_progress.mark("wanted", j)
                 slot = self._writer.acquire(j, check=check, timeout_s=timeout_s)
-                self.trail.mark("acquired", j)
+                self.reader_progress.mark("acquired", j)
                 return slot
 
             if stable is not None:
-                filled = packer.pack_stable(
-                    stable, acquire, verify=self._verify, settle=not by_event
-                )
+                filled = packer.pack_stable(stable, acquire, verify=self._verify, wait=not by_event)
             else:
                 pairs = checked(tensors(), packer.plan.manifest)
-                filled = packer.pack(pairs, acquire, verify=self._verify, settle=not by_event)
+                filled = packer.pack(pairs, acquire, verify=self._verify, wait=not by_event)
             room = self._control.entries // self._control.slots
             with closing(filled):
                 for j, fingerprints in filled:
@@ -354,7 +352,7 @@ class IpcTrainerEngine(TrainerWeightTransferEngine):
                     if by_event:
                         self._fence.record(j % self._control.slots)
                     self._writer.publish(j)
-                    self.trail.mark("published", j)
+                    self.reader_progress.mark("published", j)
                     self._written_nbytes += packer.plan.chunks[j].stop - packer.plan.chunks[j].start
             self._writer.drain(chunks, check=check, timeout_s=timeout_s)
 
@@ -376,7 +374,7 @@ class IpcTrainerEngine(TrainerWeightTransferEngine):
             raise ConfigError("nothing is registered")
         memory = self._memory
         epoch = self._writer.begin(readers, 0)
-        self.trail.begin_unpacked(self._whole, readers)
+        self.reader_progress.begin_unpacked(self._whole, readers)
         if stable is None:
             for i, (_, tensor) in enumerate(self._source.tensors()):
                 memory.write(i, tensor)
@@ -386,7 +384,7 @@ class IpcTrainerEngine(TrainerWeightTransferEngine):
         if self._fence.left_to(readers, verify=self._verify, packed=False):
             self._fence.record()
         elif isinstance(memory, DeviceStream):
-            memory.settle()
+            memory.wait()
         self._update = self._publish_table
         return RegisteredUpdate(
             sender=self.sender_id,
@@ -402,16 +400,16 @@ class IpcTrainerEngine(TrainerWeightTransferEngine):
         if not self._verify or self._memory is None:
             return
         on_host = isinstance(self._memory, SharedStream)  # a GPU takes all passes at once
-        pace = ReadAhead(self.trail.furthest) if on_host else None
+        pace = ReadAhead(self.reader_progress.furthest) if on_host else None
         if self._hashers is None:
             self._hashers = in_place_hashers(self._memory, self._whole)
-        self.trail.mark("acquired", 0)
+        self.reader_progress.mark("acquired", 0)
         for run, hasher in zip(self._whole.runs, self._hashers, strict=True):
             check()
             if pace:
                 pace.wait(run.start)
             self._table.append(hasher())
-        self.trail.mark("published", 0)
+        self.reader_progress.mark("published", 0)
         self._control.write_fingerprints(0, self._table)
         self._control.table_ready += len(self._table)
 

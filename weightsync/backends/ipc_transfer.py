@@ -100,14 +100,14 @@ class IncomingTransfer:
     def run(self) -> Received:
         """Move, compare, report."""
         self._await_epoch()
-        landing = self._reception.land(self._plan)
+        load_target = self._reception.open_target(self._plan)
         if self._info.packed:
-            self._through_ring(landing)
+            self._through_ring(load_target)
         else:
-            self._from_storages(landing)
+            self._from_storages(load_target)
         if self._wrong:
             raise VerificationError(names=self._wrong_names())
-        return Received(self._plan.manifest, self._got, self._level(landing))
+        return Received(self._plan.manifest, self._got, self._level(load_target))
 
     def _await_epoch(self) -> None:
         """A ring that is fed from another host may learn of an update after its readers."""
@@ -130,9 +130,9 @@ class IncomingTransfer:
                 "is over"
             )
 
-    def _through_ring(self, landing: LoadTarget) -> None:
-        lender = self._lender(landing) if landing.memory is None else None
-        programs = None if lender else self._compile(landing, ring=True)
+    def _through_ring(self, load_target: LoadTarget) -> None:
+        lender = self._lender(load_target) if load_target.memory is None else None
+        programs = None if lender else self._compile(load_target, ring=True)
         for j, chunk in enumerate(self._plan.chunks):
             self._check()
             slot = self._reader.wait(j, check=self._check, timeout_s=self._opened.info.lease_s)
@@ -156,15 +156,15 @@ class IncomingTransfer:
             self._reception.touch()  # of a model whose tensors are all empty nothing was lent yet
             lender.finish()
 
-    def _from_storages(self, landing: LoadTarget) -> None:
+    def _from_storages(self, load_target: LoadTarget) -> None:
         registered = self._opened.registered
         if registered is None:
             raise ProtocolError(
                 "an unpacked update needs storages, and init gave none; init again with them"
             )
         self._arrive(None)
-        if landing.memory is None:
-            lender = self._lender(landing)
+        if load_target.memory is None:
+            lender = self._lender(load_target)
             if self._info.verify:
                 read = hashers(self._compiled_in_place(registered))
                 cut = range(0, len(read), _SHOWN_RUNS)
@@ -178,7 +178,7 @@ class IncomingTransfer:
             lender.deliver_whole(registered)
         else:
             self._reception.touch()
-            programs = self._compile(landing, ring=False)
+            programs = self._compile(load_target, ring=False)
             got = self._each([p.start for p in programs], [p.run for p in programs])
             _settle(programs)
             self._compare(self._plan.runs, got, self._published_table())
@@ -195,7 +195,7 @@ class IncomingTransfer:
                 timeout_s=self._opened.info.lease_s,
             )
 
-    def _lender(self, landing: LoadTarget) -> HookFeeder:
+    def _lender(self, load_target: LoadTarget) -> HookFeeder:
         """What lends to a hook; memory for large tensors is there before anything is touched."""
         place = None
         if nbytes := self._plan.largest_cut_nbytes:
@@ -203,7 +203,7 @@ class IncomingTransfer:
             kept = nbytes <= self._opened.chunked.largest_cut_nbytes
             assembly = self._assembly if kept else Assembly()
             place = assembly.take(nbytes, self._opened.slots[0].device)
-        return HookFeeder(self._plan, landing, self._reception, place)
+        return HookFeeder(self._plan, load_target, self._reception, place)
 
     def _each(self, starts: Sequence[int], steps: Sequence[Callable[[], list[int]]]) -> list[int]:
         """Take steps through registered memory, and let the sender see how far this is."""
@@ -233,9 +233,9 @@ class IncomingTransfer:
             kept = self._programs[key] = ((self._plan, registered), [program])
         return kept[1][0].runs
 
-    def _compile(self, landing: LoadTarget, *, ring: bool) -> list[CopyPlan]:
+    def _compile(self, load_target: LoadTarget, *, ring: bool) -> list[CopyPlan]:
         """Plan a program for each chunk, or some for registered memory as often as it is shown."""
-        memory = landing.memory
+        memory = load_target.memory
         if memory is None:
             raise TransferError("this landing has no memory of its own")
         verify = self._info.verify
@@ -308,10 +308,10 @@ class IncomingTransfer:
     def _wrong_names(self) -> list[str]:
         return list(dict.fromkeys(name for run in self._wrong for name in self._plan.names(run)))
 
-    def _level(self, landing: LoadTarget) -> Verification:
+    def _level(self, load_target: LoadTarget) -> Verification:
         if not self._info.verify:
             return "none"
-        reads_back = landing.memory is not None and self._same_side(landing.memory)
+        reads_back = load_target.memory is not None and self._same_side(load_target.memory)
         return self._reception.verification if reads_back else "arrived"
 
     def _same_side(self, memory: Memory) -> bool:
@@ -349,7 +349,7 @@ def _settle(programs: Sequence[CopyPlan]) -> None:
     if isinstance(runs[0], FusedUnit):
         for run in runs:
             if isinstance(run, FusedUnit) and run.index == 0:
-                run.settle()
+                run.wait()
         return
     moving = [run.gpus() for run in runs if isinstance(run, DeviceCopyUnit | DeviceShardRun)]
     wait_for(set[torch.device]().union(*moving))

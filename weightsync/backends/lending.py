@@ -8,7 +8,7 @@ import torch
 
 from weightsync.backends.base import LoadContext
 from weightsync.specs import TensorSpec
-from weightsync.weights import slab
+from weightsync.weights import arena
 from weightsync.weights.buckets import Chunk, StreamLayout, TensorSlice
 from weightsync.weights.copier import Memory
 from weightsync.weights.cuda_runs import slot_reader
@@ -32,11 +32,11 @@ class Assembly:
     def take(self, nbytes: int, device: torch.device) -> torch.Tensor:
         """Return `uint8[nbytes]` with anything in it, for one update. Raises TransferError."""
         if device.type != "cpu":
-            with slab.no_room(nbytes, device):
+            with arena.no_room(nbytes, device):
                 return torch.empty(nbytes, dtype=torch.uint8, device=device)
         if self._kept is None or self._kept.numel() < nbytes:
             self._kept = None  # before there are two
-            self._kept = slab.allocate(nbytes, device)
+            self._kept = arena.allocate(nbytes, device)
         return self._kept[:nbytes]
 
     def clear(self) -> None:
@@ -54,12 +54,12 @@ class HookFeeder:
     def __init__(
         self,
         plan: StreamLayout,
-        landing: LoadTarget,
+        load_target: LoadTarget,
         reception: LoadContext,
         assembly: torch.Tensor | None = None,
     ) -> None:
         self._plan = plan
-        self._landing = landing
+        self._load_target = load_target
         self._checks_views = reception.lends_views
         self._kept_advice = reception.kept_advice
         self._assembly = assembly
@@ -113,7 +113,7 @@ class HookFeeder:
         if not lent:
             return
         counts = [uses(base) for _, base in lent]
-        self._landing.load(
+        self._load_target.load(
             [
                 (name, from_bytes(base, specs[i]))
                 for i, (name, base) in zip(indices, lent, strict=True)

@@ -314,12 +314,12 @@ class PrivateGroup:
         """Receive exactly `uint8[n]` into host memory."""
         return self._start(lambda group: group.recv([tensor], rank, lane))
 
-    def sever(self) -> None:
+    def abort(self) -> None:
         """Make every operation fail, here at once and at the others as they notice. Idempotent."""
         for lane in range(_LANES if self._group is not None else 0):
-            self._sever(_LANES + lane)  # a tag on which nobody sends
+            self._abort_connections(_LANES + lane)  # a tag on which nobody sends
 
-    def _sever(self, tag: int) -> None:
+    def _abort_connections(self, tag: int) -> None:
         """A wait that runs out closes all connections of its lane, and wakes whoever waits there.
 
         One whose own connection broke before ends at once and closes none.
@@ -333,7 +333,7 @@ class PrivateGroup:
                 continue
 
     def close(self) -> None:
-        """End it; nobody may wait any more (`sever` sees to that). Idempotent."""
+        """End it; nobody may wait any more (`abort` sees to that). Idempotent."""
         self._group = None
 
     def _start(self, call: Callable[[_PointToPoint], TorchWork]) -> Work:

@@ -184,7 +184,7 @@ def _gloo_round() -> None:
             group.send(sent, 1, data_lane(0)).wait(GLOO_S)
             arriving.wait(GLOO_S)
         finally:
-            group.sever()
+            group.abort()
             group.close()
     if not torch.equal(sent, echoed):
         raise TransferError("other bytes came back than were sent")

@@ -17,7 +17,7 @@ from weightsync.integrations.vllm_reload import Reload
 from weightsync.integrations.vllm_sleep import refuse_asleep
 from weightsync.integrations.vllm_trial import Trial, try_out
 from weightsync.specs import Manifest, ManifestDifference, TensorSpec, compare
-from weightsync.weights import slab
+from weightsync.weights import arena
 from weightsync.weights.buckets import StreamLayout
 from weightsync.weights.copier import Memory
 from weightsync.weights.dtypes import from_bytes
@@ -69,22 +69,24 @@ class VllmSink(WeightSink):
             self._known[offered.digest] = found
         return self._known[offered.digest]
 
-    def land(self, plan: StreamLayout, apply: Apply) -> LoadTarget:
+    def open_target(self, plan: StreamLayout, apply: Apply) -> LoadTarget:
         """Keep the stream aside until `commit`; a whole model may also go straight in."""
         self.difference(plan.manifest).check(partial=True, more_follows=True)
         if apply == "in_place" and not self.difference(plan.manifest).missing:
             return _InPlaceLanding(self, plan.manifest)
         return _AsideLanding(self, plan)
 
-    def commit_all(self, landings: Sequence[LoadTarget]) -> None:
+    def commit_all(self, load_targets: Sequence[LoadTarget]) -> None:
         """Load all of them in one reload: what vLLM fuses may have come in several messages."""
-        aside = [landing for landing in landings if isinstance(landing, _AsideLanding)]
-        for landing in landings:
-            if landing not in aside:
-                landing.commit()
+        aside = [
+            load_target for load_target in load_targets if isinstance(load_target, _AsideLanding)
+        ]
+        for load_target in load_targets:
+            if load_target not in aside:
+                load_target.commit()
         if not aside:
             return
-        lent = {name: kept for landing in aside for name, kept in landing.lend()}
+        lent = {name: kept for load_target in aside for name, kept in load_target.lend()}
         counts = [uses(flat) for _, flat in lent.values()]
         self.reload.begin()
         try:
@@ -187,7 +189,7 @@ class _AsideLanding(_WakefulLanding):
         self._specs = plan.manifest.specs
         self._names = sink.given_names(plan.manifest)
         self._index = plan.manifest.index
-        self.memory: Memory = Memory.of_stream(plan, slab.allocate(plan.nbytes, sink.device))
+        self.memory: Memory = Memory.of_stream(plan, arena.allocate(plan.nbytes, sink.device))
         self.peak_extra_nbytes = plan.nbytes
 
     def lend(self) -> Iterator[tuple[str, tuple[TensorSpec, torch.Tensor]]]:

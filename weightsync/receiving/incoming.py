@@ -26,21 +26,21 @@ class IncomingUpdate:
     anonymous: bool = False
     manifest_digest: str | None = None
     committing: bool = False
-    landings: list[LoadTarget] = field(default_factory=list)
+    load_targets: list[LoadTarget] = field(default_factory=list)
     fingerprints: list[int] = field(default_factory=list)
     manifests: list[Manifest] = field(default_factory=list)
     levels: set[Verification] = field(default_factory=set)
     tied: dict[str, str] = field(default_factory=dict)
     seconds: dict[str, float] = field(default_factory=dict)
 
-    def use(self, landing: LoadTarget) -> LoadTarget:
+    def use(self, load_target: LoadTarget) -> LoadTarget:
         """Take part in this update; the first time it begins."""
-        if landing in self.landings:
-            self.landings.remove(landing)  # what came last is committed last
+        if load_target in self.load_targets:
+            self.load_targets.remove(load_target)  # what came last is committed last
         else:
-            landing.begin()
-        self.landings.append(landing)
-        return landing
+            load_target.begin()
+        self.load_targets.append(load_target)
+        return load_target
 
     def note(self, received: Received) -> None:
         """Add what one message brought."""
@@ -67,17 +67,21 @@ class IncomingUpdate:
     @property
     def apply(self) -> Apply:
         """How the weights land: in place if any of them does."""
-        return "in_place" if any(landing.in_place for landing in self.landings) else "staged"
+        return (
+            "in_place"
+            if any(load_target.in_place for load_target in self.load_targets)
+            else "staged"
+        )
 
     @property
     def extra_nbytes(self) -> int:
         """What the landings hold beside the model."""
-        return sum(landing.peak_extra_nbytes for landing in self.landings)
+        return sum(load_target.peak_extra_nbytes for load_target in self.load_targets)
 
-    def settle(self, sink: WeightSink, offered: Manifest | None) -> None:
+    def validate(self, sink: WeightSink, offered: Manifest | None) -> None:
         """Everything was sent: raise ManifestMismatchError for tensors that never came."""
-        for landing in self.landings:
-            landing.settle()
+        for load_target in self.load_targets:
+            load_target.validate()
         self._check_ties(sink)
         announced = self.manifest_digest
         if announced is not None and len(self.manifests) == 1 and not self.partial:

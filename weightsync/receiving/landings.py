@@ -7,7 +7,7 @@ from collections import OrderedDict
 
 from weightsync.errors import ConfigError, TransferError
 from weightsync.lifecycle import ApplyChoice
-from weightsync.weights import slab
+from weightsync.weights import arena
 from weightsync.weights.buckets import StreamLayout
 from weightsync.weights.sink import Apply, LoadTarget, WeightSink
 
@@ -50,30 +50,30 @@ class LoadTargets:
         digest = plan.manifest.digest
         if whole:
             self.apply = self._choose(plan)
-        landing = self._land(plan)
+        load_target = self._land(plan)
         if whole:
-            self._whole = (digest, landing)
+            self._whole = (digest, load_target)
         else:
-            self._subsets[digest] = landing
+            self._subsets[digest] = load_target
             while len(self._subsets) > _KEPT_SUBSETS:
                 self._subsets.popitem(last=False)
-        return landing
+        return load_target
 
     def _land(self, plan: StreamLayout) -> LoadTarget:
         """Make a landing; without room for a staged one in place, where that may be chosen."""
         try:
-            return self._sink.land(plan, self.apply)
+            return self._sink.open_target(plan, self.apply)
         except TransferError:
             if self._choice != "auto" or self.apply == "in_place":
                 raise
             self._warn(plan)
             self.apply = "in_place"
-            return self._sink.land(plan, self.apply)
+            return self._sink.open_target(plan, self.apply)
 
     def _choose(self, plan: StreamLayout) -> Apply:
         if self._choice != "auto":
             return self._choice
-        if slab.fits(self._sink.staged_nbytes(plan), self._sink.device):
+        if arena.fits(self._sink.staged_nbytes(plan), self._sink.device):
             return "staged"
         self._warn(plan)
         return "in_place"
@@ -85,5 +85,5 @@ class LoadTargets:
             "and an update that fails half way leaves the receiver TORN",
             device,
             self._sink.staged_nbytes(plan),
-            slab.available(device),
+            arena.available(device),
         )

@@ -24,16 +24,16 @@ class Loader:
     def __init__(
         self,
         sink: WeightSink,
-        peers: Senders,
-        landings: LoadTargets,
+        senders: Senders,
+        load_targets: LoadTargets,
         gate: ReadWriteGate,
         lifecycle: UpdateLifecycle,
         state: threading.RLock,
         lease_s: float,
     ) -> None:
         self._sink = sink
-        self._peers = peers
-        self._landings = landings
+        self._senders = senders
+        self._load_targets = load_targets
         self._gate = gate
         self._lifecycle = lifecycle
         self._state = state
@@ -46,29 +46,29 @@ class Loader:
         if isinstance(info, EmptyUpdate):
             return Received(Manifest(()))
         if not isinstance(info, RegisteredUpdate):
-            return receive_handles(info, self._peers.keys, reception)
-        engine = self._peers.get(info.sender)
+            return receive_handles(info, self._senders.keys, reception)
+        engine = self._senders.get(info.sender)
         incoming.sender = info.sender
         if info.manifest is None:
             check_manifest(self._sink, engine.manifest, partial=incoming.partial)
         return engine.receive_weights(info, reception)
 
     def _reception(self, incoming: IncomingUpdate) -> LoadContext:
-        def land(plan: StreamLayout) -> LoadTarget:
+        def open_target(plan: StreamLayout) -> LoadTarget:
             # A session of messages without ids may cut what belongs together: settle looks at all.
             more_follows = incoming.anonymous and not incoming.partial
             check_manifest(self._sink, plan.manifest, partial=True, more_follows=more_follows)
             whole = not incoming.partial and not self._sink.difference(plan.manifest).missing
-            return incoming.use(self.landing(plan, whole=whole))
+            return incoming.use(self.load_target(plan, whole=whole))
 
         def touch() -> None:
-            if incoming.landings[-1].in_place and not self._lifecycle.touched:
+            if incoming.load_targets[-1].in_place and not self._lifecycle.dirty:
                 self._gate.hold(self._lease_s)
                 with self._state:
                     self._lifecycle.touch(incoming.update_id)
 
         return LoadContext(
-            land=land,
+            open_target=open_target,
             touch=touch,
             check=lambda: self.check_not_aborted(incoming),
             verification=self._sink.verification,
@@ -81,13 +81,13 @@ class Loader:
         if self._lifecycle.state is State.ABORTING:
             raise TransferError(f"update {incoming.update_id} ends: {self.abort_reason}")
 
-    def landing(self, plan: StreamLayout, *, whole: bool) -> LoadTarget:
+    def load_target(self, plan: StreamLayout, *, whole: bool) -> LoadTarget:
         """Return the plan's landing; to make one may move the model, so nobody reads meanwhile."""
-        known = self._landings.find(plan)
+        known = self._load_targets.find(plan)
         if known is not None or self._gate.held:  # by an update in place, which releases it itself
-            return known or self._landings.get(plan, whole=whole)
+            return known or self._load_targets.get(plan, whole=whole)
         self._gate.hold(self._lease_s)
         try:
-            return self._landings.get(plan, whole=whole)
+            return self._load_targets.get(plan, whole=whole)
         finally:
             self._gate.release()

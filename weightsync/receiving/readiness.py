@@ -39,13 +39,13 @@ class Readiness:
     def __init__(
         self,
         lifecycle: UpdateLifecycle,
-        peers: Senders,
+        senders: Senders,
         state: threading.RLock,
         forget_dead: Callable[[], None],
         grace_s: float,
     ) -> None:
         self._lifecycle = lifecycle
-        self._peers = peers
+        self._senders = senders
         self._state = state
         self._forget_dead = forget_dead
         self._grace_s = grace_s
@@ -53,7 +53,7 @@ class Readiness:
 
     def refuse(self) -> None:
         """Raise NotReadyError when the weights in use are not one whole, current version."""
-        if self._lifecycle.awaited:
+        if self._lifecycle.required_version:
             self._forget_dead()
         reason = self.reason()
         if reason:
@@ -68,11 +68,11 @@ class Readiness:
         lifecycle = self._lifecycle
         if lifecycle.may_generate:
             return ""
-        if lifecycle.awaited and not (lifecycle.torn_by or lifecycle.touched):
+        if lifecycle.required_version and not (lifecycle.torn_by or lifecycle.dirty):
             return (
                 f"this receiver holds version {lifecycle.version} and joined a fleet that "
-                f"holds version {lifecycle.awaited}; its sender has to bring it up to date: "
-                "call send_weights() or resync()"
+                f"holds version {lifecycle.required_version}; its sender has to bring it up to "
+                "date: call send_weights() or resync()"
             )
         return (
             f"the weights are {lifecycle.state.value}: update {lifecycle.update_id} changed them "
@@ -96,7 +96,7 @@ class Readiness:
                     self._told.pop(known, None)
                 elif known in self._told:
                     self._told[known].withdrawn = True
-            if self._lifecycle.awaited:
+            if self._lifecycle.required_version:
                 self._look()
 
     def parted(self, dead: Iterable[str]) -> None:
@@ -104,7 +104,7 @@ class Readiness:
         with self._state:
             for sender in dead:
                 self._told.pop(sender, None)
-            if self._lifecycle.awaited:
+            if self._lifecycle.required_version:
                 self._look()
 
     def started(self) -> None:
@@ -130,7 +130,7 @@ class Readiness:
 
     def _counts(self, sender: str, word: _FleetClaim, now: float) -> bool:
         """Whether a sender is still connected, or may come again."""
-        if self._peers.knows(sender):
+        if self._senders.knows(sender):
             word.withdrawn, word.lost_at = False, None
             return True
         if word.withdrawn:

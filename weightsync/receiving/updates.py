@@ -47,7 +47,7 @@ class UpdateSession:
     def __init__(
         self,
         sink: WeightSink,
-        peers: Senders,
+        senders: Senders,
         *,
         apply: ApplyChoice,
         lease_s: float,
@@ -56,11 +56,11 @@ class UpdateSession:
         on_release: OnRelease | None = None,
     ) -> None:
         self.sink = sink
-        self.peers = peers
+        self.senders = senders
         self.lifecycle = UpdateLifecycle()
-        self.landings = LoadTargets(sink, apply)
+        self.load_targets = LoadTargets(sink, apply)
         self._state = threading.RLock()
-        self.readiness = Readiness(self.lifecycle, peers, self._state, self.forget_dead, lease_s)
+        self.readiness = Readiness(self.lifecycle, senders, self._state, self.forget_dead, lease_s)
         self.gate = ReadWriteGate(
             self.readiness.refuse,
             on_hold=on_hold,
@@ -70,7 +70,7 @@ class UpdateSession:
         self.history = History()
         self._incoming: IncomingUpdate | None = None
         turns = self._turns = StepLock(self.lifecycle, lease_s)
-        peers.at_work = lambda: turns.busy
+        senders.at_work = lambda: turns.busy
         self._lease_s = lease_s
         self._overtaken = AbortedUpdates(lease_s)
         self._lease = ProgressTimer(lease_s / _LOOKS, self._expire)
@@ -78,7 +78,7 @@ class UpdateSession:
         self._told_at = self._heard_at = 0.0
         self._watch = ProgressTimer(_WATCH_S, self._look_at_sender)
         self._loader = Loader(
-            sink, peers, self.landings, self.gate, self.lifecycle, self._state, lease_s
+            sink, senders, self.load_targets, self.gate, self.lifecycle, self._state, lease_s
         )
         self._clear_cache = clear_cache
 
@@ -92,27 +92,27 @@ class UpdateSession:
         """Whether the sender of the open update is dead, or was refused when it connected anew."""
         incoming = self._incoming
         sender = incoming.sender if incoming else None
-        return sender is not None and not self.peers.alive(sender)
+        return sender is not None and not self.senders.alive(sender)
 
     def init(self, info: Init) -> None:
         """Open what a sender offers, check its names, and make room. Raises what does not fit."""
-        replaced = self.peers.replaces(info)
+        replaced = self.senders.replaces(info)
         if replaced is not None and self.lifecycle.state is State.UPDATING:
             # Its loader may wait for a sender that is stopped. One that is PREPARED is left for the
             # new owner to end: others may have committed it.
             self.abort(None, f"{describe(replaced)} was replaced as the owner of this receiver")
         with self._turns.taken("init"):
             self._part_from_dead()
-            engine = self.peers.open(info)
+            engine = self.senders.open(info)
             try:
                 difference = self.sink.difference(engine.manifest)
                 if difference.unexpected or difference.mismatched or difference.cut:
                     difference.check(partial=False)
                 if not difference.missing and self._incoming is None:
                     # While an update is open its landings must stay where they are.
-                    self._loader.landing(engine.whole_plan, whole=True)
+                    self._loader.load_target(engine.whole_plan, whole=True)
             except BaseException:
-                self.peers.close(info.sender)
+                self.senders.close(info.sender)
                 raise
             if info.fleet_version is not None:
                 self.readiness.joined(info.sender, info.fleet_version)
@@ -127,7 +127,7 @@ class UpdateSession:
 
     def _part_from_dead(self) -> None:
         keep = self._incoming.sender if self._incoming else None
-        self.readiness.parted(self.peers.forget_dead(keep=keep))
+        self.readiness.parted(self.senders.forget_dead(keep=keep))
 
     def shutdown(self, sender: str | None, *, leaves: bool = True) -> None:
         """Close what a sender (None: every sender) had opened. Refused while its update is open.
@@ -143,9 +143,9 @@ class UpdateSession:
                     update_id=holder.update_id,
                 )
             if sender is None:
-                self.peers.close_all()
+                self.senders.close_all()
             else:
-                self.peers.close(sender)
+                self.senders.close(sender)
             self.readiness.left(sender, for_good=leaves)
 
     @property
@@ -155,7 +155,7 @@ class UpdateSession:
 
     def check_start(self, sender: str, terms: StartTerms | None) -> None:
         """Before anything starts: the sender is known, and sends the model that it announced."""
-        digest = self.peers.get(sender).manifest.digest
+        digest = self.senders.get(sender).manifest.digest
         if terms is not None and terms.manifest_digest not in (None, digest):
             raise ProtocolError(
                 f"the update is of manifest {terms.manifest_digest}, init announced {digest}; "
@@ -226,7 +226,7 @@ class UpdateSession:
         with self._step("prepare", update_id), self._giving_up(update_id):
             incoming = self._expect(update_id)
             started = time.perf_counter()
-            incoming.settle(self.sink, self.peers.manifest(incoming.sender))
+            incoming.validate(self.sink, self.senders.manifest(incoming.sender))
             incoming.timed("settle", started)
             with self._state:
                 self.lifecycle.prepared(update_id)
@@ -285,10 +285,10 @@ class UpdateSession:
                 state=lifecycle.state.value,
                 version=lifecycle.version,
                 update_id=lifecycle.torn_by or None,
-                apply=self.landings.apply,
+                apply=self.load_targets.apply,
             )
         reply = incoming.reply(lifecycle, stall_s)
-        return reply if incoming.landings else replace(reply, apply=self.landings.apply)
+        return reply if incoming.load_targets else replace(reply, apply=self.load_targets.apply)
 
     def close(self) -> None:
         """Give up the open update, wait for its loader, and close every engine.
@@ -300,7 +300,7 @@ class UpdateSession:
         self.abort(None, "the receiver is closed")
         with self._turns.waited_for() as ours:
             if ours:
-                self.peers.close_all()
+                self.senders.close_all()
             else:
                 logger.warning("a loader is still at work; what it reads stays mapped")
 
@@ -313,11 +313,11 @@ class UpdateSession:
         if not self.gate.held:
             self.gate.hold(self._lease_s)
         try:
-            if incoming.landings:
+            if incoming.load_targets:
                 with self._state:
                     # From here a failure leaves the sink between two versions.
-                    self.lifecycle.touched = True
-                self.sink.commit_all(incoming.landings)
+                    self.lifecycle.dirty = True
+                self.sink.commit_all(incoming.load_targets)
             # Generation's streams know nothing of this thread's, and go on when the gate is open.
             wait_for(self.sink.gpus)
             # Before the commit counts: new weights over a stale cache are not one whole version.
@@ -366,8 +366,8 @@ class UpdateSession:
                 self._overtaken.note(update_id)  # what repeats its messages may not begin it again
                 self.lifecycle.begin_abort(update_id)
                 try:
-                    for landing in incoming.landings:
-                        landing.discard()
+                    for load_target in incoming.load_targets:
+                        load_target.discard()
                 finally:
                     self.lifecycle.end_abort()
                     self._incoming = None
@@ -401,12 +401,12 @@ class UpdateSession:
                 self._watch.renew(self.lifecycle.update_id)
 
     def _sender_beat(self) -> int | None:
-        return self.peers.beat(self._incoming.sender) if self._incoming is not None else None
+        return self.senders.beat(self._incoming.sender) if self._incoming is not None else None
 
     def _sender_is_connected(self) -> bool:
         """What is known of a sender on another host, whose heartbeat is unseen."""
         sender = self._incoming.sender if self._incoming is not None else None
-        return sender is not None and self.peers.alive(sender)
+        return sender is not None and self.senders.alive(sender)
 
     def _is_heard_of(self) -> bool:
         """Whether its sender's message or heartbeat is new enough to wait for another message."""

@@ -55,7 +55,7 @@ class DeviceStream:
         return bool(self._seen) and self._identities(tensors) != self._seen
 
     def refresh(self, tensors: Sequence[torch.Tensor]) -> int:
-        """Bring the copied tensors up to date, behind the trainer's own kernels; see `settle`."""
+        """Bring the copied tensors up to date, behind the trainer's own kernels; see `wait`."""
         copied = 0
         for i, buffer in self._buffers.items():
             buffer.copy_(tensors[i].detach())
@@ -65,9 +65,9 @@ class DeviceStream:
     def write(self, index: int, tensor: torch.Tensor) -> None:
         """Copy one tensor to its buffer and wait: the caller may use its memory again."""
         self._buffers[index].copy_(tensor.detach())
-        self.settle()
+        self.wait()
 
-    def settle(self) -> None:
+    def wait(self) -> None:
         """Wait until all that was copied is there, and what the trainer's kernels write."""
         torch.cuda.current_stream(self._device).synchronize()
 

@@ -46,9 +46,9 @@ class MessageRingLayout:
     @property
     def control_nbytes(self) -> int:
         """Bytes of the control segment; the writer's words about readers come last."""
-        return 8 * (self.expelled(self.readers))
+        return 8 * (self.evicted(self.readers))
 
-    def expelled(self, reader: int) -> int:
+    def evicted(self, reader: int) -> int:
         """Return the word in which the writer says that it went on without `reader`."""
         return READERS + (self.readers + 1) * LINE + reader
 

@@ -95,9 +95,9 @@ class MessageRingWriter:
         """Return the active readers that have not released `number` messages."""
         return [r for r in self.active if self._words[line_of(r)] < number]
 
-    def expel(self, reader: int) -> None:
+    def evict(self, reader: int) -> None:
         """Go on without this reader, for good; it finds out as soon as it looks."""
-        self._words[self.layout.expelled(reader)] = self._published + 1
+        self._words[self.layout.evicted(reader)] = self._published + 1
         self.active = tuple(r for r in self.active if r != reader)
         if peer := self._peers.pop(reader, None):
             peer.close()
@@ -328,7 +328,7 @@ class MessageRingReader:
 
         Called after bytes were used and before they are trusted.
         """
-        since = self._words[self.layout.expelled(self._reader)]
+        since = self._words[self.layout.evicted(self._reader)]
         if since:
             raise TransferError(
                 f"the writer went on without reader place {self._reader} at message {since - 1}, "

@@ -306,7 +306,7 @@ class Writer:
 
     def _drop(self, rank: int) -> None:
         if self._ring is not None and rank in self.terms.local_ranks:
-            self._ring.expel(self.terms.local_ranks.index(rank))
+            self._ring.evict(self.terms.local_ranks.index(rank))
         else:
             self._publisher.drop(rank)
         if not self._readers():

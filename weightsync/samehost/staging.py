@@ -81,10 +81,10 @@ class CpuGpuBuffer:
 class CopyWork(Protocol):
     """A copy on its way."""
 
-    def hold(self) -> None:
+    def wait_on_stream(self) -> None:
         """Make what the caller's stream does from now on wait for the copy; return at once."""
 
-    def settle(self) -> None:
+    def wait(self) -> None:
         """Return when the copy is complete."""
 
 
@@ -124,10 +124,10 @@ class _CudaTicket:
         self._event = event
         self._device = device
 
-    def hold(self) -> None:
+    def wait_on_stream(self) -> None:
         torch.cuda.current_stream(self._device).wait_event(self._event)
 
-    def settle(self) -> None:
+    def wait(self) -> None:
         self._event.synchronize()
 
 
@@ -152,27 +152,27 @@ class StagedSlots:
         ]
         self._crossing: dict[int, CopyWork] = {}
 
-    def twin(self, slot: int) -> torch.Tensor:
+    def device_buffer(self, slot: int) -> torch.Tensor:
         """Return the slot's device side; the caller's stream may write it from now on."""
         last = self._crossing.pop(slot % self._twins, None)
         if last is not None:
-            last.hold()
+            last.wait_on_stream()
         return self._pairs[slot].gpu
 
-    def cross(self, slot: int, nbytes: int) -> CopyWork:
+    def copy_to_slot(self, slot: int, nbytes: int) -> CopyWork:
         """Send the first `nbytes` of the slot's twin to the slot, which is free."""
         ticket = self._lane.run(partial(self._pairs[slot].copy_to_cpu, nbytes))
         self._crossing[slot % self._twins] = ticket
         return ticket
 
-    def cross_directly(self, slot: int, source: torch.Tensor) -> CopyWork:
+    def copy_directly_to_slot(self, slot: int, source: torch.Tensor) -> CopyWork:
         """Send `uint8[nbytes]` that lie on `device` to the beginning of the slot, which is free.
 
         The caller may overwrite or free the source at once, on its own stream.
         """
         target = self._pairs[slot].cpu
         ticket = self._lane.run(partial(copy_slice, source, target, source.numel()))
-        ticket.hold()
+        ticket.wait_on_stream()
         return ticket
 
     def close(self) -> None:

@@ -41,14 +41,14 @@ class ProgressObserver:
         self._version: int | None = None
         self._total = 0
         self._started = 0.0
-        self._trail: ReaderProgress | None = None
+        self._reader_progress: ReaderProgress | None = None
         self._calls: dict[str, ObservedCall] = {}
         self._done: dict[str, int] = {}
         self._relayed = False
 
     def on_command_start(self, command: AnyCommand) -> None:
         if isinstance(command, End):
-            self._trail = None
+            self._reader_progress = None
 
     def on_command_end(self, command: AnyCommand) -> None:
         """An update has begun: the engine knows its stream, and the first call may follow."""
@@ -59,8 +59,8 @@ class ProgressObserver:
         self._calls, self._done = {}, {}
         manifest = self._worker.source.manifest
         if engine is not None and command.places.get(0):
-            self._trail = engine.trail
-            manifest = engine.trail.plan.manifest
+            self._reader_progress = engine.reader_progress
+            manifest = engine.reader_progress.plan.manifest
         self._total = manifest.nbytes
         self._relayed = RELAY_READER in command.places.get(0, [])
         if self._thread is None:
@@ -115,12 +115,12 @@ class ProgressObserver:
         done = {target: self._done.get(target, 0) for target in calls}
         if self._phase == "done":
             done = dict.fromkeys(done, total)
-        trail = self._trail
-        if trail is not None:
+        reader_progress = self._reader_progress
+        if reader_progress is not None:
             for target, call in calls.items():
                 place = RELAY_READER if self._relayed and call.place is None else call.place
                 if place is not None and not done[target]:
-                    done[target] = min(_taken(trail, place), total)
+                    done[target] = min(_taken(reader_progress, place), total)
         finished = self._phase == "done" or (self._phase == "finish" and not done)
         slowest = total if finished else min(done.values(), default=0)
         return Progress(
@@ -141,9 +141,9 @@ class ProgressObserver:
             logger.warning("the progress callback failed and is not called again", exc_info=True)
 
 
-def _taken(trail: ReaderProgress, place: int) -> int:
+def _taken(reader_progress: ReaderProgress, place: int) -> int:
     """Between two updates the ring may just be closed: then nothing is known."""
     try:
-        return trail.taken_nbytes(place)
+        return reader_progress.taken_nbytes(place)
     except (ValueError, IndexError):
         return 0

@@ -35,7 +35,7 @@ _TRAINER, _RING, _READERS = 1, 2, 3
 class _Round:
     """The bytes of one message: the ring, what became of its chunks, how far readers were when."""
 
-    trail: ReaderProgress
+    reader_progress: ReaderProgress
     plan: StreamLayout
     packed: bool
     places: tuple[int, ...]
@@ -48,7 +48,10 @@ class _Round:
         """Note for each reader how far it is, where that has changed."""
         now = time.perf_counter()
         for place in self.places:
-            taken, seen = self.trail.taken_nbytes(place), self.samples.setdefault(place, [(now, 0)])
+            taken, seen = (
+                self.reader_progress.taken_nbytes(place),
+                self.samples.setdefault(place, [(now, 0)]),
+            )
             if taken > seen[-1][1]:
                 seen.append((now, taken))
 
@@ -59,7 +62,7 @@ class _Round:
 
     def end(self) -> None:
         """Stop, before the ring may close."""
-        self.trail.marks = None
+        self.reader_progress.marks = None
         self.stop.set()
         if self.thread is not None:
             self.thread.join()
@@ -102,7 +105,10 @@ class TraceObserver:
         if isinstance(command, Begin) and engine is not None and command.places.get(0):
             self._look_at(
                 _Round(
-                    engine.trail, engine.trail.plan, engine.trail.packed, tuple(command.places[0])
+                    engine.reader_progress,
+                    engine.reader_progress.plan,
+                    engine.reader_progress.packed,
+                    tuple(command.places[0]),
                 )
             )
 
@@ -133,7 +139,7 @@ class TraceObserver:
 
     def _look_at(self, round_: _Round) -> None:
         self._rounds.append(round_)
-        round_.trail.marks = round_.marks
+        round_.reader_progress.marks = round_.marks
         round_.sample()
         round_.thread = threading.Thread(target=round_.run, name="weightsync-trace", daemon=True)
         round_.thread.start()
@@ -249,7 +255,7 @@ def _pairs(marks: Sequence[Mark], first: str, second: str, name: str) -> list[Sp
 
 def _chunks(round_: _Round) -> Iterator[tuple[str, Span]]:
     """Each chunk in its bucket: while it is packed, and then until the last reader let it go."""
-    chunks, slots = round_.plan.chunks, round_.trail.slots
+    chunks, slots = round_.plan.chunks, round_.reader_progress.slots
     for span in _pairs(round_.marks, "acquired", "published", "pack"):
         j = span.args["chunk"]
         assert isinstance(j, int)
@@ -286,7 +292,7 @@ def _let_go(round_: _Round, seen: Sequence[tuple[float, int]], j: int) -> float 
     """When a reader was seen to have let a chunk go, or its bucket was taken for another before."""
     position = round_.plan.chunks[j].stop
     looked = [at_s for at_s, taken in seen if taken >= position][:1]
-    reused = _times(round_, "acquired").get(j + round_.trail.slots)
+    reused = _times(round_, "acquired").get(j + round_.reader_progress.slots)
     return min([*looked, *([] if reused is None else [reused])], default=None)
 
 

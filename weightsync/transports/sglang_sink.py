@@ -61,7 +61,7 @@ class FilesSink(HookSink):
             batch, self._batch = self._batch, None
             self._shelf.leave(batch, self)
 
-    def land(self, plan: StreamLayout, apply: Apply) -> LoadTarget:
+    def open_target(self, plan: StreamLayout, apply: Apply) -> LoadTarget:
         """Lay out the files; none is made yet. Raises ConfigError for dtypes they cannot hold."""
         return _FilesLanding(self, plan.manifest)
 
@@ -93,18 +93,18 @@ class FilesSink(HookSink):
         ]
         return lay_out(written, shard_nbytes=sglang_shelf.SHARD_NBYTES), names
 
-    def begin(self, landing: _FilesLanding) -> SnapshotWriter | None:
+    def begin(self, load_target: _FilesLanding) -> SnapshotWriter | None:
         """Make files, where it is this server for which the update's are written."""
         batch = self._batch
         if batch is None:
             raise ConfigError("an update for SGLang needs an id; send it with a sender")
-        self._open.append(landing)
-        return batch.add(landing.layout) if batch.writer is self else None
+        self._open.append(load_target)
+        return batch.add(load_target.layout) if batch.writer is self else None
 
-    def commit(self, landing: _FilesLanding) -> None:
+    def commit(self, load_target: _FilesLanding) -> None:
         """With the last landing of an update: have the server read all files."""
-        if landing in self._open:
-            self._open.remove(landing)
+        if load_target in self._open:
+            self._open.remove(load_target)
         if self._open or self._batch is None:
             return
         self._load(self._batch.publish())
@@ -128,7 +128,7 @@ class _FilesLanding(LoadTarget):
             for written in self._names[name] if flat.numel() else ():
                 self._writing.write(written, flat)
 
-    def settle(self) -> None:
+    def validate(self) -> None:
         if self._writing is not None:
             self._writing.done()
             self._writing = None

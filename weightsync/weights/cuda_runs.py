@@ -81,18 +81,18 @@ class Batch:
         self._found = None
         self._done = self._lane.run(self._enqueue, self.spans)
 
-    def settle(self) -> None:
+    def wait(self) -> None:
         """Return when what was launched is complete."""
-        self._done.settle()
+        self._done.wait()
 
-    def hold(self) -> None:
+    def wait_on_stream(self) -> None:
         """Make what the caller's stream does from now on wait for it; return at once."""
-        self._done.hold()
+        self._done.wait_on_stream()
 
     def fingerprints(self) -> list[int]:
         """Wait, and return mix64 of each run: of its targets, or of its sources if only read."""
         if self._found is None:
-            self.settle()
+            self.wait()
             totals = self._host.tolist()
             self._found = [
                 settled(int(total) & MASK, nbytes)
@@ -111,16 +111,16 @@ class Batch:
 class LaunchWork(Protocol):
     """The end of a launch."""
 
-    def settle(self) -> None: ...
+    def wait(self) -> None: ...
 
-    def hold(self) -> None: ...
+    def wait_on_stream(self) -> None: ...
 
 
 class _Now:
-    def settle(self) -> None:
+    def wait(self) -> None:
         pass
 
-    def hold(self) -> None:
+    def wait_on_stream(self) -> None:
         pass
 
 
@@ -140,10 +140,10 @@ class _OnGpu:
     event: torch.cuda.Event
     device: torch.device
 
-    def settle(self) -> None:
+    def wait(self) -> None:
         self.event.synchronize()
 
-    def hold(self) -> None:
+    def wait_on_stream(self) -> None:
         torch.cuda.current_stream(self.device).wait_event(self.event)
 
 
@@ -202,9 +202,9 @@ class FusedUnit:
         """Wait for the batch and fingerprint."""
         return self.batch.fingerprints()[self.index]
 
-    def settle(self) -> None:
+    def wait(self) -> None:
         """Wait for the batch."""
-        self.batch.settle()
+        self.batch.wait()
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ import torch
 
 from weightsync.errors import ManifestMismatchError, shorten
 from weightsync.specs import Manifest
-from weightsync.weights import slab
+from weightsync.weights import arena
 from weightsync.weights.buckets import StreamLayout
 from weightsync.weights.copier import Memory
 from weightsync.weights.dtypes import from_bytes
@@ -48,7 +48,7 @@ class HookSink(WeightSink):
         """Where staged tensors are kept aside."""
         return self._device
 
-    def land(self, plan: StreamLayout, apply: Apply) -> LoadTarget:
+    def open_target(self, plan: StreamLayout, apply: Apply) -> LoadTarget:
         """Keep the stream aside until `commit`, or hand tensors over as they come."""
         return _AsideLanding(self, plan) if apply == "staged" else _HookLanding(self, plan.manifest)
 
@@ -113,7 +113,7 @@ class _HookLanding(LoadTarget):
     def load(self, pairs: Sequence[NamedTensor]) -> None:
         self._names.note(self._sink.call(pairs))
 
-    def settle(self) -> None:
+    def validate(self) -> None:
         self._names.check()
 
     def commit(self) -> None:
@@ -124,7 +124,7 @@ class _AsideLanding(LoadTarget):
     def __init__(self, sink: HookSink, plan: StreamLayout) -> None:
         self._sink = sink
         self._plan = plan
-        buffer = slab.allocate(plan.nbytes, sink.device)
+        buffer = arena.allocate(plan.nbytes, sink.device)
         self.memory = Memory.of_stream(plan, buffer)
         self.peak_extra_nbytes = sink.staged_nbytes(plan)
 

@@ -18,7 +18,7 @@ from weightsync.errors import (
     shorten,
 )
 from weightsync.specs import Manifest, TensorSpec, changes
-from weightsync.weights import slab
+from weightsync.weights import arena
 from weightsync.weights.buckets import StreamLayout, aligned
 from weightsync.weights.copier import Memory
 from weightsync.weights.dtypes import TORCH_DTYPES, as_bytes, from_bytes, spec_of
@@ -65,7 +65,7 @@ class Layout:
 
     def in_slab(self, device: torch.device) -> Memory:
         """Allocate one slab for all places."""
-        buffer = slab.allocate(self.nbytes, device)
+        buffer = arena.allocate(self.nbytes, device)
         tensors, at = [], 0
         for place in self.places:
             tensors.append(buffer[at : at + place.spec.nbytes])
@@ -158,7 +158,7 @@ class ModuleSink(WeightSink):
         """
         return id(tensor) in self._alone
 
-    def land(self, plan: StreamLayout, apply: Apply) -> LoadTarget:
+    def open_target(self, plan: StreamLayout, apply: Apply) -> LoadTarget:
         """A pair of slabs (staged) or the module's own memory (in place)."""
         check_manifest(self, plan.manifest, partial=True)
         layout = self.layout(plan)
@@ -283,7 +283,7 @@ class _ModuleLanding(LoadTarget):
         self._sink = sink
         self._generation = sink.refresh()
 
-    def settle(self) -> None:
+    def validate(self) -> None:
         """Raise TransferError when the module changed while the update came in."""
         if self._sink.refresh() != self._generation:
             raise TransferError(
@@ -386,9 +386,9 @@ class _InPlaceLanding(_ModuleLanding):
             self._copied += [(spec.name, tensor.detach(), view) for tensor in rest]
         self.memory = layout.memory(parts)
 
-    def settle(self) -> None:
+    def validate(self) -> None:
         """Copy unusual tensors and second places, and read those back."""
-        super().settle()
+        super().validate()
         different = []
         for name, tensor, view in self._copied:
             tensor.copy_(view)

@@ -28,7 +28,7 @@ class Packer:
     """Writes the stream of `plan` into `slots` (`uint8[slot_nbytes]` each), chunk by chunk.
 
     Every method yields a chunk once its bytes are in place, on a GPU too, so that it may be
-    published. Without `settle` (for slots on a GPU, and `verify` False) that is left to others:
+    published. Without `wait` (for slots on a GPU, and `verify` False) that is left to others:
     nothing waits, and the bytes are in place for whatever is behind the caller's current stream.
     """
 
@@ -50,7 +50,7 @@ class Packer:
         acquire: Acquire,
         *,
         verify: bool,
-        settle: bool = True,
+        wait: bool = True,
     ) -> Generator[Packed, None, None]:
         """Pack tensors that stay where they are: the copies are planned once and replayed.
 
@@ -61,10 +61,10 @@ class Packer:
             check_whole(specs, tensors)
             batches = self._batches_of(tensors, verify=verify)
             if batches is not None:
-                yield from self._pack_batches(batches, acquire, verify=verify, settle=settle)
+                yield from self._pack_batches(batches, acquire, verify=verify, wait=wait)
                 return
             pairs = ((spec.name, t) for spec, t in zip(specs, tensors, strict=True))
-            yield from self.pack(pairs, acquire, verify=verify, settle=settle)
+            yield from self.pack(pairs, acquire, verify=verify, wait=wait)
             return
         check_whole(self.plan.manifest.specs, tensors)
         addresses = [tensor.data_ptr() for tensor in tensors]
@@ -78,7 +78,7 @@ class Packer:
             yield j, self._fingerprints(j) if verify else []
 
     def pack(
-        self, pairs: NamedTensors, acquire: Acquire, *, verify: bool, settle: bool = True
+        self, pairs: NamedTensors, acquire: Acquire, *, verify: bool, wait: bool = True
     ) -> Generator[Packed, None, None]:
         """Pack tensors as they come, in the manifest's order: cast, gathered, on any device."""
         j = -1
@@ -90,7 +90,7 @@ class Packer:
             while position < end:
                 if j < 0 or position >= self.plan.chunks[j].stop:
                     if j >= 0:
-                        yield j, self._complete(j, verify=verify, settle=settle)
+                        yield j, self._complete(j, verify=verify, wait=wait)
                     j += 1
                     self._clear_gaps(j, acquire(j))
                 chunk = self.plan.chunks[j]
@@ -100,7 +100,7 @@ class Packer:
                 self._write(j, position, take, tensor if flat is None else flat, spec, end)
                 position += take
         if j >= 0:
-            yield j, self._complete(j, verify=verify, settle=settle)
+            yield j, self._complete(j, verify=verify, wait=wait)
 
     def _batches_of(self, tensors: Sequence[torch.Tensor], *, verify: bool) -> list[Batch] | None:
         """Plan one launch a chunk for tensors on the slots' GPU that need no cast."""
@@ -115,15 +115,15 @@ class Packer:
 
     @staticmethod
     def _pack_batches(
-        batches: Sequence[Batch], acquire: Acquire, *, verify: bool, settle: bool
+        batches: Sequence[Batch], acquire: Acquire, *, verify: bool, wait: bool
     ) -> Generator[Packed, None, None]:
         for j, batch in enumerate(batches):
             acquire(j)
             batch.launch()
-            if settle:
-                batch.settle()
+            if wait:
+                batch.wait()
             else:
-                batch.hold()
+                batch.wait_on_stream()
             yield j, batch.fingerprints() if verify else []
 
     def _write(
@@ -146,9 +146,9 @@ class Packer:
         else:
             from_bytes(target, spec).copy_(source, non_blocking=enqueued)
 
-    def _complete(self, j: int, *, verify: bool, settle: bool) -> list[int]:
+    def _complete(self, j: int, *, verify: bool, wait: bool) -> list[int]:
         fingerprints = self._fingerprints(j) if verify else []
-        if settle and not self._on_host:
+        if wait and not self._on_host:
             torch.cuda.current_stream(self._slots[0].device).synchronize()
         return fingerprints
 

@@ -62,13 +62,13 @@ class ShardMemory(Memory):
 class Grid:
     """Many rows at once between host memories.
 
-    Where the target is contiguous the rows are compared by a second copy, `echo`, whose memory all
-    runs share: that is twice as quick as to compare rows that lie apart (measured).
+    Where the target is contiguous, rows are compared by a second copy into `scratch`, memory that
+    all runs share. That is twice as quick as comparing rows that lie apart (measured).
     """
 
     target: torch.Tensor
     source: torch.Tensor
-    echo: torch.Tensor | None
+    scratch: torch.Tensor | None
 
     def copy(self) -> None:
         """Copy the rows."""
@@ -76,10 +76,10 @@ class Grid:
 
     def holds(self) -> bool:
         """Whether the target is what the source is."""
-        if self.echo is None:
+        if self.scratch is None:
             return torch.equal(self.target, self.source)
-        self.echo.copy_(self.source)
-        ends = self.target.data_ptr(), self.echo.data_ptr()
+        self.scratch.copy_(self.source)
+        ends = self.target.data_ptr(), self.scratch.data_ptr()
         return not _memcmp(*ends, self.target.numel() * self.target.element_size())
 
 
@@ -208,8 +208,8 @@ class ShardCompiler:
             return Grid(ends[0], ends[1], None)
         if self._echo is None:
             self._echo = torch.empty(self._plan.run_nbytes, dtype=torch.uint8)
-        echo = self._echo[: block.width * block.height].view(word).view(block.height, -1)
-        return Grid(ends[0], ends[1], echo)
+        scratch = self._echo[: block.width * block.height].view(word).view(block.height, -1)
+        return Grid(ends[0], ends[1], scratch)
 
     def _on_devices(
         self, run: CopyUnit, slot: torch.Tensor | None, chunk_start: int

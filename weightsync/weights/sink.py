@@ -46,7 +46,7 @@ class LoadTarget(ABC):
         """Take whole tensors, valid until this returns. Called where `memory` is None."""
         raise NotImplementedError
 
-    def settle(self) -> None:
+    def validate(self) -> None:
         """Every byte has arrived. Raises what proves that the weights are not all there."""
 
     @abstractmethod
@@ -78,7 +78,7 @@ class WeightSink(ABC):
         return (self.device,) if self.device.type == "cuda" else ()
 
     @abstractmethod
-    def land(self, plan: StreamLayout, apply: Apply) -> LoadTarget:
+    def open_target(self, plan: StreamLayout, apply: Apply) -> LoadTarget:
         """Make room for the tensors of `plan.manifest`, once per manifest, before bytes move.
 
         Raises ManifestMismatchError for tensors that have no place here.
@@ -110,10 +110,10 @@ class WeightSink(ABC):
             known[offered.digest] = compare(offered, self.manifest, cast=self.casts)
         return cast(ManifestDifference, known[offered.digest])
 
-    def commit_all(self, landings: Sequence[LoadTarget]) -> None:
+    def commit_all(self, load_targets: Sequence[LoadTarget]) -> None:
         """Put the weights of one update to use, in this order; see Landing.commit."""
-        for landing in landings:
-            landing.commit()
+        for load_target in load_targets:
+            load_target.commit()
 
     def refresh(self) -> int:
         """Look at the destination again; landings made under another answer are of no use any more.

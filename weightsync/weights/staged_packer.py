@@ -24,21 +24,21 @@ _PIPELINED_SLOTS = 3
 class HostCopyWork(Protocol):
     """A copy from the device to a slot."""
 
-    def settle(self) -> None:
+    def wait(self) -> None:
         """Return when it is complete."""
 
 
 class Stage(Protocol):
-    """The device's side of the slots. `twin` and what is done with it is ordered by streams."""
+    """The device's side of the slots. Streams order all uses of `device_buffer`."""
 
     @property
     def device(self) -> torch.device: ...
 
-    def twin(self, slot: int) -> torch.Tensor: ...
+    def device_buffer(self, slot: int) -> torch.Tensor: ...
 
-    def cross(self, slot: int, nbytes: int) -> HostCopyWork: ...
+    def copy_to_slot(self, slot: int, nbytes: int) -> HostCopyWork: ...
 
-    def cross_directly(self, slot: int, source: torch.Tensor) -> HostCopyWork: ...
+    def copy_directly_to_slot(self, slot: int, source: torch.Tensor) -> HostCopyWork: ...
 
 
 class StagedPacker(Packer):
@@ -61,11 +61,11 @@ class StagedPacker(Packer):
         acquire: Acquire,
         *,
         verify: bool,
-        settle: bool = True,
+        wait: bool = True,
     ) -> Generator[Packed, None, None]:
         """Pack tensors that stay where they are, all those of a chunk at once."""
         if not any(map(self._here, tensors)):
-            yield from super().pack_stable(tensors, acquire, verify=verify, settle=settle)
+            yield from super().pack_stable(tensors, acquire, verify=verify, wait=wait)
             return
         specs = self.plan.manifest.specs
         check_whole(specs, tensors)
@@ -77,7 +77,7 @@ class StagedPacker(Packer):
         yield from self._send(filled, acquire, verify=verify)
 
     def pack(
-        self, pairs: NamedTensors, acquire: Acquire, *, verify: bool, settle: bool = True
+        self, pairs: NamedTensors, acquire: Acquire, *, verify: bool, wait: bool = True
     ) -> Generator[Packed, None, None]:
         """Pack tensors as they come; the first one says on which side they are."""
         coming = iter(pairs)
@@ -90,7 +90,7 @@ class StagedPacker(Packer):
         if staged:
             yield from self._send(self._fill(coming), acquire, verify=verify)
         else:
-            yield from super().pack(coming, acquire, verify=verify, settle=settle)
+            yield from super().pack(coming, acquire, verify=verify, wait=wait)
 
     def _send(
         self, filled: Iterable[Filled], acquire: Acquire, *, verify: bool
@@ -108,18 +108,18 @@ class StagedPacker(Packer):
                 yield self._land(flying, verify=verify)
         finally:
             for _, crossing in flying:
-                crossing.settle()
+                crossing.wait()
 
     def _cross(self, j: int, slot: int, alone: torch.Tensor | None) -> HostCopyWork:
         if alone is None:
             chunk = self.plan.chunks[j]
-            return self._stage.cross(slot, chunk.stop - chunk.start)
+            return self._stage.copy_to_slot(slot, chunk.stop - chunk.start)
         self._clear_gaps(j, slot)
-        return self._stage.cross_directly(slot, alone)
+        return self._stage.copy_directly_to_slot(slot, alone)
 
     def _land(self, flying: deque[tuple[int, HostCopyWork]], *, verify: bool) -> Packed:
         j, crossing = flying[0]
-        crossing.settle()
+        crossing.wait()
         flying.popleft()
         return j, self._fingerprints(j) if verify else []
 
@@ -130,35 +130,35 @@ class StagedPacker(Packer):
             if len(pieces) == 1:
                 yield j, sources[0]
                 continue
-            twin, start = self._clean_twin(j), self.plan.chunks[j].start
-            places = [twin[p.start - start : p.start - start + p.nbytes] for p in pieces]
+            device_buffer, start = self._clean_device_buffer(j), self.plan.chunks[j].start
+            places = [device_buffer[p.start - start : p.start - start + p.nbytes] for p in pieces]
             torch._foreach_copy_(places, sources, non_blocking=True)
             yield j, None
 
     def _fill(self, pairs: NamedTensors) -> Iterator[Filled]:
         """Make chunks of tensors as they come, copied at once: their memory may be used again."""
-        j, twin = -1, None
+        j, device_buffer = -1, None
         for index, (_, tensor) in enumerate(pairs):
             spec, position = self.plan.manifest.specs[index], self.plan.offsets[index]
             end = position + spec.nbytes
             flat: torch.Tensor | None = None
             while position < end:
                 if j < 0 or position >= self.plan.chunks[j].stop:
-                    if twin is not None:
+                    if device_buffer is not None:
                         yield j, None
                     j += 1
                     alone = len(self._pieces[j]) == 1 and self._here(tensor)
-                    twin = None if alone else self._clean_twin(j)
+                    device_buffer = None if alone else self._clean_device_buffer(j)
                 chunk = self.plan.chunks[j]
                 take = min(end, chunk.stop) - position
                 begin = position + spec.nbytes - end
-                if flat is None and (twin is None or take < spec.nbytes):
+                if flat is None and (device_buffer is None or take < spec.nbytes):
                     flat = flatten(tensor, spec)
                 at = position - chunk.start
-                if twin is None and flat is not None:
+                if device_buffer is None and flat is not None:
                     yield j, flat[begin : begin + take]
-                elif twin is not None:
-                    place, part = twin[at : at + take], tensor.detach()
+                elif device_buffer is not None:
+                    place, part = device_buffer[at : at + take], tensor.detach()
                     if flat is not None:
                         part = flat[begin : begin + take]
                     else:
@@ -166,16 +166,16 @@ class StagedPacker(Packer):
                     # From pinned host memory too the copy must be made before the source goes on.
                     place.copy_(part, non_blocking=part.device.type != "cpu")
                 position += take
-        if twin is not None:
+        if device_buffer is not None:
             yield j, None
 
     def _here(self, tensor: torch.Tensor) -> bool:
         return tensor.device == self._stage.device
 
-    def _clean_twin(self, j: int) -> torch.Tensor:
+    def _clean_device_buffer(self, j: int) -> torch.Tensor:
         chunk = self.plan.chunks[j]
-        twin = self._stage.twin(j % len(self._slots))[: chunk.stop - chunk.start]
-        return twin.zero_() if self._gaps(j) else twin
+        device_buffer = self._stage.device_buffer(j % len(self._slots))[: chunk.stop - chunk.start]
+        return device_buffer.zero_() if self._gaps(j) else device_buffer
 
 
 def _part(tensor: torch.Tensor, piece: TensorSlice) -> torch.Tensor:
