@@ -35,7 +35,6 @@ from weightsync.backends.ipc_sender import IpcOptions, IpcTrainerEngine
 from weightsync.errors import (
     ConfigError,
     HandleError,
-    ProtocolError,
     TransferError,
     TransferTimeout,
 )
@@ -49,7 +48,6 @@ from weightsync.weights.buckets import StreamLayout, aligned
 from weightsync.weights.copier import DeviceCopyUnit
 from weightsync.weights.packer import Packer
 from weightsync.weights.source import ModuleSource
-from weightsync.wire.codec import decode_request
 from weightsync.wire.messages import InitRequest
 from weightsync.wire.offers import KeyedHandle, ReadyEvents, SegmentHandle
 
@@ -222,31 +220,6 @@ def test_one_reader_that_takes_no_events_brings_the_host_back(
         assert [digests(model) for model in models] == [digests(trainer.model)] * 2
 
 
-@pytest.mark.usefixtures("opening")
-def test_an_older_receiver_is_offered_no_events(trainer: Trainer) -> None:
-    theirs = EveryDtype("cpu")
-    receiver = ws.WeightReceiver(theirs)
-    refused = []
-
-    def older(message: Mapping[str, Any]) -> object:
-        info = message["body"].get("init_info") or {}
-        if "ready" in info:
-            refused.append(info)
-            raise ProtocolError("update refused: Object contains unknown field `ready` - at `$`")
-        return receiver.handle(message)
-
-    trainer.updates(older, packed=True, verify=False)
-    receiver.close()
-    assert len(refused) == 1
-    assert trainer.log == []
-    assert digests(theirs) == digests(trainer.model)
-
-
-def test_what_a_receiver_says_to_a_field_that_it_does_not_know() -> None:
-    with pytest.raises(ProtocolError, match="unknown field `ready`"):
-        decode_request("init_weight_transfer_engine", b'{"ready":{"device":"GPU"}}')
-
-
 @pytest.mark.parametrize("refused", ["make", "open"])
 def test_a_driver_without_events_is_one_warning(
     trainer: Trainer,
@@ -413,7 +386,7 @@ def log(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         def wait(self) -> None:
             said.append("settle")
 
-        def hold(self) -> None:
+        def wait_on_stream(self) -> None:
             said.append("hold")
 
     def kernel_of(runs: Sequence[DeviceCopyUnit], *, among: int) -> HostKernel | None:
@@ -426,13 +399,13 @@ def log(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 @pytest.mark.parametrize("flowing", [False, True], ids=["stable", "flowing"])
-@pytest.mark.parametrize("settle", [False, True])
+@pytest.mark.parametrize("wait", [False, True])
 def test_a_packer_leaves_the_wait_only_if_told(log: list[str], wait: bool, flowing: bool) -> None:
     source = ModuleSource(EveryDtype("cpu"))
     plan = StreamLayout(source.manifest, bucket_nbytes=BUCKET_NBYTES)
     packer = Packer(plan, [torch.zeros(BUCKET_NBYTES, dtype=torch.uint8)])
     packer._on_host = False
-    options: dict[str, Any] = {"verify": False, "settle": wait}
+    options: dict[str, Any] = {"verify": False, "wait": wait}
     if flowing:
         filled = packer.pack(source.tensors(), lambda _: 0, **options)
         wanted = ["settle"] * wait
