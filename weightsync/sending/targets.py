@@ -91,7 +91,7 @@ class TransportFactory:
         with self._lock:
             if self._addresses is None:
                 # HTTP and what speaks it take a while to load; `import weightsync` does not wait.
-                self._addresses = import_module("weightsync.sending.addresses").Addresses(
+                self._addresses = import_module("weightsync.sending.addresses").UrlTransports(
                     self._token,
                     verify_tls=self._verify_tls,
                     make_receiver=self._make_receiver,
