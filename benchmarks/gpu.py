@@ -72,7 +72,7 @@ class Row:
     """
 
     way: str
-    road: str
+    path: str
     verified: str
     data_s: float
     total_s: float
@@ -166,7 +166,7 @@ def asking_for(fence: Fence) -> Iterator[None]:
 def measure(
     module: nn.Module, peer: Peer, device: Device, way: tuple[bool, bool, Fence], repeats: int
 ) -> tuple[Row, Mapping[str, str]]:
-    """Time updates of one way, check what arrived, and say which roads were passed over."""
+    """Time updates of one way, check what arrived, and say which paths were passed over."""
     packed, verify, fence = way
     before, recorded = device.allocated(), WriterFence.recorded
     data, passes, totals, clock = [], [], [], "host"
@@ -200,7 +200,7 @@ def measure(
         raise SystemExit("the receiver does not hold what was sent")
     row = Row(
         way="packed" if packed else "unpacked",
-        road=report.road,
+        path=report.path,
         verified=report.verified,
         data_s=statistics.median(data),
         total_s=statistics.median(totals),
@@ -213,7 +213,7 @@ def measure(
         seconds=dict(report.seconds),
         fence="event" if WriterFence.recorded > recorded else "host",
     )
-    return row, report.skipped_roads
+    return row, report.skipped_paths
 
 
 def _chunks(module: nn.Module) -> int:
@@ -288,8 +288,8 @@ def run_model(title: str, tensors: Sequence[Tensor], device: Device, kind: str, 
             rows.append(row)
             if row.fence != way[2]:
                 print(f"{row.way}: events were not used; the log says why")
-            for road, reason in skipped.items():
-                print(f"{row.way}, verified: {row.verified}: not by {road}: {reason}")
+            for path, reason in skipped.items():
+                print(f"{row.way}, verified: {row.verified}: not by {path}: {reason}")
         peer.ask("renew")
         rival = rival_seconds(module, tensors, peer, device, n)
         handles = peer.handles

@@ -25,18 +25,18 @@ from benchmarks.shapes import equal
 from benchmarks.tables import table
 
 WARM_UPS = 2
-ROADS = ("unpacked", "packed")
+PATHS = ("unpacked", "packed")
 WAYS = ("not verified", "verified")
 
 
-def measure(road: str, mib: int, tensors: int, rounds: int) -> dict[str, dict[str, float]]:
-    """Return the median seconds of each phase, not verified and verified, for one road."""
+def measure(path: str, mib: int, tensors: int, rounds: int) -> dict[str, dict[str, float]]:
+    """Return the median seconds of each phase, not verified and verified, for one path."""
     found: dict[str, list[dict[str, float]]] = {way: [] for way in WAYS}
     with tempfile.TemporaryDirectory() as directory:
         job = Job(tensors=tuple(equal(mib << 20, tensors)), readers=1, directory=directory)
         module = make_module(job.tensors)
         fill(parameters_of(module), 1)
-        trainer = WatchedTrainer(f"{road},module,staged")
+        trainer = WatchedTrainer(f"{path},module,staged")
         try:
             trainer.setup(job, module)
             for number in range(WARM_UPS + rounds):
@@ -70,7 +70,7 @@ def report(columns: Mapping[str, Mapping[str, float]]) -> str:
 
 
 def _cell(seconds: float, whole: float) -> str:
-    """Return both, nothing where a phase is not of this road."""
+    """Return both, nothing where a phase is not of this path."""
     return f"{seconds * 1e6:.0f} ({seconds / whole:.1%})" if seconds else ""
 
 
@@ -87,9 +87,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     watch(SENDER)
     Crew.preload("benchmarks.profile_watch")
     columns = {}
-    for road in ROADS:
-        for way, found in measure(road, options.mib, options.tensors, options.rounds).items():
-            columns[f"{road}, {way}"] = found
+    for path in PATHS:
+        for way, found in measure(path, options.mib, options.tensors, options.rounds).items():
+            columns[f"{path}, {way}"] = found
     print(report(columns))
     return 0
 

@@ -101,7 +101,7 @@ def stalls(served: Server, sender: ws.WeightSender, rounds: int) -> Found:
         "update_s": median(total),
         "nbytes": report.nbytes,
         "tensors": report.tensors,
-        "road": report.road,
+        "path": report.path,
         "apply": report.apply,
     }
 

@@ -81,7 +81,7 @@ with ws.connect(model, to=url) as sender:
                 parameter.mul_(1.01)  # where a trainer would step its optimizer
         report = sender.send_weights()
         print(report)
-    print("road", report.road)
+    print("path", report.path)
 
 with urllib.request.urlopen(f"{url}/weight_info", timeout=5) as reply:
     held = json.load(reply)

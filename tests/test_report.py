@@ -11,7 +11,7 @@ import pytest
 from weightsync.report import ReceiverReport, SyncReport
 
 RECEIVER = ReceiverReport(
-    target="http://a", road="shared_memory", apply="staged", verified="held", stall_s=0.002
+    target="http://a", path="shared_memory", apply="staged", verified="held", stall_s=0.002
 )
 
 
@@ -23,7 +23,7 @@ def report(nbytes: int = 2_000_000_000, seconds: Mapping[str, float] | None = No
         tensors=3,
         nbytes=nbytes,
         packed=False,
-        road="shared_memory",
+        path="shared_memory",
         apply="staged",
         verified="held",
         stall_s=0.002,
@@ -32,7 +32,7 @@ def report(nbytes: int = 2_000_000_000, seconds: Mapping[str, float] | None = No
         control_messages=2,
         peak_extra_nbytes=0,
         receivers=(RECEIVER,),
-        skipped_roads={"cuda_ipc": "no GPU"},
+        skipped_paths={"cuda_ipc": "no GPU"},
     )
 
 
@@ -47,7 +47,7 @@ def test_plain_data_has_every_field_and_fits_json() -> None:
     assert set(plain) == {field.name for field in fields(SyncReport)} | {"gbps"}
     again = json.loads(json.dumps(plain))
     assert again["receivers"][0]["target"] == "http://a"
-    assert again["skipped_roads"] == {"cuda_ipc": "no GPU"}
+    assert again["skipped_paths"] == {"cuda_ipc": "no GPU"}
 
 
 def test_reads_as_one_line() -> None:
@@ -67,3 +67,12 @@ def test_says_who_was_dropped_and_that_it_rolled_forward() -> None:
 def test_cannot_be_changed_afterwards() -> None:
     with pytest.raises(FrozenInstanceError):
         report().version = 8  # type: ignore[misc]  # that it is refused is what is tested
+
+
+def test_the_former_names_work_with_a_warning() -> None:
+    with pytest.warns(DeprecationWarning, match="`path`"):
+        assert report().road == "shared_memory"
+    with pytest.warns(DeprecationWarning, match="`skipped_paths`"):
+        assert report().skipped_roads == {"cuda_ipc": "no GPU"}
+    with pytest.warns(DeprecationWarning, match="`path`"):
+        assert RECEIVER.road == "shared_memory"

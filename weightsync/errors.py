@@ -26,7 +26,7 @@ WeightSyncError
 +- RemoteError                the peer raised something foreign: .remote_type .remote_message
 
 What to do: ConfigError, fix the call; BackendUnavailableError, install what is named or take
-another road; ProtocolError, fix versions, names or order; TransportError, try again;
+another path; ProtocolError, fix versions, names or order; TransportError, try again;
 TransferError, send the whole update again; NotReadyError, wait for the update or send one;
 ProcessLostError, read its log and start the server again.
 """
@@ -83,7 +83,7 @@ class ConfigError(WeightSyncError, ValueError):
 
 
 class BackendUnavailableError(WeightSyncError):
-    """A road or an extra cannot work here. Install what the message names, or take another road."""
+    """A path or an extra cannot work here. Install what the message names, or take another path."""
 
 
 class ProtocolError(WeightSyncError):

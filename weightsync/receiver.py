@@ -219,7 +219,7 @@ class WeightReceiver:
             detail=updates.readiness.reason(),
             device_keys=updates.senders.keys,
             ledger=self.ledger(),
-            senders=updates.senders.roads(),
+            senders=updates.senders.paths(),
             owner=updates.senders.owner,
         )
 
@@ -266,7 +266,7 @@ class WeightReceiver:
             self._updates.init(info)
         return InitReply(
             status=self.status(),
-            road=info.road if info else None,
+            path=info.path if info else None,
             ring=self._updates.senders.host_ring(info.sender) if info else None,
         )
 

@@ -3,35 +3,58 @@
 from __future__ import annotations
 
 import json
+import warnings
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 
 
+class _FormerNames:
+    """Names of this version's predecessors: `road` and `skipped_roads`."""
+
+    __slots__ = ()
+    path: str
+    skipped_paths: Mapping[str, str]
+
+    @property
+    def road(self) -> str:
+        """Deprecated: use `path`."""
+        warnings.warn("`road` is called `path` now", DeprecationWarning, stacklevel=2)
+        return self.path
+
+    @property
+    def skipped_roads(self) -> Mapping[str, str]:
+        """Deprecated: use `skipped_paths`."""
+        warnings.warn(
+            "`skipped_roads` is called `skipped_paths` now", DeprecationWarning, stacklevel=2
+        )
+        return self.skipped_paths
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ReceiverReport:
+class ReceiverReport(_FormerNames):
     """What one receiver did with an update."""
 
     target: str
-    road: str
+    path: str
     apply: str
     verified: str
     stall_s: float
     seconds: Mapping[str, float] = field(default_factory=dict)
     peak_extra_nbytes: int = 0
-    skipped_roads: Mapping[str, str] = field(default_factory=dict)
+    skipped_paths: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SyncReport:
+class SyncReport(_FormerNames):
     """What one update moved, where the time went, and what was checked.
 
     `nbytes` are bytes of weights; `seconds` has a value per phase and `total`; `stall_s` is the
-    longest time any receiver held generation up; `road` is `cuda_ipc`, `shared_memory`,
+    longest time any receiver held generation up; `path` is `cuda_ipc`, `shared_memory`,
     `distributed` or `safetensors_file`, joined by `+` where receivers differ; `verified` is `none`,
     `arrived` or `held`, the weakest of all receivers; `apply` is `staged` or `in_place`;
     `control_nbytes` and `control_messages` count what the control plane sent to all receivers;
     `peak_extra_nbytes` is what the sender held beyond the model, `written_nbytes` what it wrote
-    into buckets, once however many receivers read them; `skipped_roads` says for each faster road
+    into buckets, once however many receivers read them; `skipped_paths` says for each faster path
     why it was not taken. `connect_seconds` is what finding the receivers took, by phase, where this
     update had to. `rule` is `two-phase`, or `roll-forward` where a receiver failed that had no
     version to return to; `dropped` says who is no longer in the fleet, and why.
@@ -43,7 +66,7 @@ class SyncReport:
     tensors: int
     nbytes: int
     packed: bool
-    road: str
+    path: str
     apply: str
     verified: str
     stall_s: float
@@ -53,7 +76,7 @@ class SyncReport:
     peak_extra_nbytes: int
     written_nbytes: int = 0
     receivers: tuple[ReceiverReport, ...] = ()
-    skipped_roads: Mapping[str, str] = field(default_factory=dict)
+    skipped_paths: Mapping[str, str] = field(default_factory=dict)
     connect_seconds: Mapping[str, float] = field(default_factory=dict)
     rule: str = "two-phase"
     dropped: Mapping[str, str] = field(default_factory=dict)
@@ -75,7 +98,7 @@ class SyncReport:
         phases = ", ".join(f"{k} {v * 1e3:.1f} ms" for k, v in self.seconds.items())
         return (
             f"version {self.version}: {self.nbytes / 1e6:.1f} MB in {self.tensors} tensors by "
-            f"{self.road} ({'packed' if self.packed else 'unpacked'}, {self.apply}, verified: "
+            f"{self.path} ({'packed' if self.packed else 'unpacked'}, {self.apply}, verified: "
             f"{self.verified}), {self.gbps:.2f} GB/s, stall {self.stall_s * 1e3:.2f} ms; {phases}"
             f"{self._exceptions}"
         )

@@ -7,6 +7,7 @@ import contextvars
 import logging
 import os
 import threading
+import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -77,7 +78,7 @@ def connect(  # noqa: PLR0913  # the settings of a connection, all keyword-only
     `(name, tensor)` pairs, or a WeightSource. `to`: a URL, a Ray actor, a callable that carries
     plain dicts (`receiver.handle`), a Transport, or several; a server of several workers counts as
     that many receivers, by its one URL. `dtype` casts floating-point tensors
-    on the way; `rename` maps names. `backend`: `auto` takes for each receiver the fastest road that
+    on the way; `rename` maps names. `backend`: `auto` takes for each receiver the fastest path that
     works, `ipc` only those of the same host, `distributed` the one that crosses hosts. `packed`
     None lets receivers read stable parameters where they are and streams others through buckets;
     `bucket_nbytes` (rounded up to 64) and `num_buckets` size those. `adopt` allows parameters in
@@ -94,7 +95,7 @@ def connect(  # noqa: PLR0913  # the settings of a connection, all keyword-only
 
     Raises ConfigError, SenderConflictError when a receiver belongs to another living sender,
     ManifestMismatchError when the tensors do not fit a receiver or another
-    rank's, SegmentError when `/dev/shm` has no room, BackendUnavailableError when no road works,
+    rank's, SegmentError when `/dev/shm` has no room, BackendUnavailableError when no path works,
     TransferTimeout naming ranks that did not call, ConnectError or AuthError.
     """
     if not 0 < timeout_s <= MAX_TIMEOUT_S:
@@ -185,18 +186,24 @@ class WeightSender:
         )
 
     @property
-    def road(self) -> str:
-        """How the bytes go; several roads are joined by `+`. Empty on ranks other than 0."""
+    def path(self) -> str:
+        """How the bytes go; several paths are joined by `+`. Empty on ranks other than 0."""
         if self._closed or self._coordinator is None or not self._coordinator.connected:
             if self._coordinator is None and not self._closed:
                 return ""
             raise ConfigError("this sender is closed or released; send_weights() connects again")
-        return "+".join(sorted({member.shown_road for member in self._coordinator.fleet.members}))
+        return "+".join(sorted({member.shown_path for member in self._coordinator.fleet.members}))
+
+    @property
+    def road(self) -> str:
+        """Deprecated: use `path`."""
+        warnings.warn("`road` is called `path` now", DeprecationWarning, stacklevel=2)
+        return self.path
 
     @property
     def connect_seconds(self) -> Mapping[str, float]:
         """What finding the receivers took the last time, by phase; empty on ranks other than 0."""
-        return dict(self._coordinator.roads.seconds) if self._coordinator else {}
+        return dict(self._coordinator.paths.seconds) if self._coordinator else {}
 
     def send_weights(
         self,

@@ -1,7 +1,7 @@
 """weightsync itself: over HTTP, as servers use it; each update verified or not.
 
-A road that quietly did more than it is for would be measured under the wrong name. So a trainer of
-the unpacked road asserts that its parameters were adopted into shared memory, and a reader that
+A path that quietly did more than it is for would be measured under the wrong name. So a trainer of
+the unpacked path asserts that its parameters were adopted into shared memory, and a reader that
 stages updates into a module that they were swapped in.
 """
 
@@ -28,20 +28,20 @@ END_S = 10.0
 
 
 class Trainer(Rival):
-    """`option` is road, sink and apply, with commas between."""
+    """`option` is path, sink and apply, with commas between."""
 
     def setup(self, job: Job, module: nn.Module) -> None:
-        road, sink, apply = self.option.split(",")
+        path, sink, apply = self.option.split(",")
         token = secrets.token_urlsafe(16)
-        self._module = module if road == "unpacked" else nn.Module()
+        self._module = module if path == "unpacked" else nn.Module()
         self._before = addresses(self._module)
         self._crew = Crew(job, self.reader(), [(sink, apply, token)] * job.readers)
         self._sender = ws.connect(
             module,
             to=self._crew.ready(),
             token=token,
-            backend="distributed" if road == "distributed" else "auto",
-            packed={"packed": True, "unpacked": False}.get(road),
+            backend="distributed" if path == "distributed" else "auto",
+            packed={"packed": True, "unpacked": False}.get(path),
         )
 
     def reader(self) -> type[Reader]:

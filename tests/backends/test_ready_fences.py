@@ -97,7 +97,7 @@ class Trainer:
             for seed in range(count):
                 fill(self.model, seed)
                 report = sender.send_weights()
-                assert report.road == "shared_memory"
+                assert report.path == "shared_memory"
                 assert (report.verified != "none") is verify
             self.chunks = len(self._engine._packer.plan.chunks)
             self.events.close()  # while the memory that bytes come back to is there
@@ -458,7 +458,7 @@ def test_registered_memory_has_one_fence(
     monkeypatch.setattr(Noting, "devices", [], raising=False)
     monkeypatch.setattr(Noting, "edge", LateEvents(tmp_path / "events"), raising=False)
     device = torch.device("cpu")
-    options = IpcOptions(road="cuda_ipc", packed=False, fence=fence, device=device)
+    options = IpcOptions(path="cuda_ipc", packed=False, fence=fence, device=device)
     with ExitStack() as stack:
         source = ModuleSource(EveryDtype("cpu"))
         engine = IpcTrainerEngine(source, options, make_fence=Noting)
@@ -598,4 +598,4 @@ def test_what_the_driver_says_is_an_error_of_ours(monkeypatch: pytest.MonkeyPatc
     own._event, own._device = Event(), torch.device("cuda", 0)  # type: ignore[assignment]  # same
     with pytest.raises(TransferError, match="recording an interprocess event failed") as caught:
         own.record()
-    assert not isinstance(caught.value, HandleError)  # which would have the sender leave the road
+    assert not isinstance(caught.value, HandleError)  # which would have the sender leave the path

@@ -39,7 +39,7 @@ def test_phases_add_up_to_the_update() -> None:
     assert [s for name, s in found.items() if name.startswith(REST)] == [1.5, 1, 2]
 
 
-def test_a_phase_that_no_road_has_is_no_line() -> None:
+def test_a_phase_that_no_path_has_is_no_line() -> None:
     found = phases(Span("send", 0, 20), HERE, THERE)
     said = profile_update.report({"one": found})
     assert "| copy | 2500000 (12.5%) |" in said

@@ -29,7 +29,7 @@ def test_the_figures_are_one_object_and_a_file(tmp_path: Path) -> None:
     result = weightsync(*TINY, "--json", "--out", file)
     figures = answer_of(result)
     assert result.stderr == ""
-    assert (figures["nbytes"], figures["tensors"], figures["road"]) == (65536, 4, "shared_memory")
+    assert (figures["nbytes"], figures["tensors"], figures["path"]) == (65536, 4, "shared_memory")
     assert (figures["verified"], len(figures["rounds"]["plain"])) == ("held", 1)
     assert json.loads(file.read_text()) == figures
 

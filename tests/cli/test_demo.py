@@ -18,7 +18,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("shm_clean")]
 
 RUN_TIMEOUT_S = 240
 END_TIMEOUT_S = 100
-STEP_KEYS = {"version", "reward", "nbytes", "sync_s", "gbps", "stall_s", "road"}
+STEP_KEYS = {"version", "reward", "nbytes", "sync_s", "gbps", "stall_s", "path"}
 
 
 def demo_command(out: Path, steps: int) -> list[str]:

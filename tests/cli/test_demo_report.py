@@ -27,7 +27,7 @@ STEP = Step(
     sync_s=0.5,
     gbps=2e-6,
     stall_s=0.125,
-    road="shared_memory",
+    path="shared_memory",
     verified="held",
     rollout_s=1.0,
     train_s=2.0,
@@ -69,7 +69,7 @@ def test_the_report_file_holds_what_the_plot_draws(tmp_path: Path) -> None:
     write_report(report, tmp_path / "report.json")
     read = msgspec.json.decode((tmp_path / "report.json").read_bytes())
     assert (read["model"], read["params"], read["verified"]) == ("tiny", 10, True)
-    wanted = {"version", "reward", "nbytes", "sync_s", "gbps", "stall_s", "road"}
+    wanted = {"version", "reward", "nbytes", "sync_s", "gbps", "stall_s", "path"}
     assert all(wanted <= set(step) for step in read["steps"])
     write_plot(report.steps, tmp_path / "plot.png")
     assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")

@@ -1,4 +1,4 @@
-"""`weightsync doctor`: every road tried for real, and what each check says of what it sees."""
+"""`weightsync doctor`: every path tried for real, and what each check says of what it sees."""
 
 from __future__ import annotations
 
@@ -74,10 +74,10 @@ def test_every_check_says_something(examined: dict[str, Any]) -> None:
 
 
 @pytest.mark.skipif(not HERE, reason="the rings need x86-64")
-def test_the_roads_of_this_machine_work(examined: dict[str, Any]) -> None:
-    assert (examined["roads"]["shared_memory"], examined["roads"]["distributed"]) == (True, True)
-    for road in ("shared_memory", "distributed"):
-        (finding,) = findings_of(examined, road)
+def test_the_paths_of_this_machine_work(examined: dict[str, Any]) -> None:
+    assert (examined["paths"]["shared_memory"], examined["paths"]["distributed"]) == (True, True)
+    for path in ("shared_memory", "distributed"):
+        (finding,) = findings_of(examined, path)
         assert (finding["level"], finding["works"]) == ("ok", True)
 
 
@@ -89,7 +89,7 @@ def test_a_taken_port_is_a_problem(examined: dict[str, Any]) -> None:
 
 @pytest.mark.gpu
 def test_cuda_ipc_works_between_processes(examined: dict[str, Any]) -> None:
-    assert examined["roads"]["cuda_ipc"] is True
+    assert examined["paths"]["cuda_ipc"] is True
     assert any("GPU-" in finding["seen"] for finding in findings_of(examined, "gpu"))
 
 
@@ -107,7 +107,7 @@ def test_people_read_lines_and_a_summary(monkeypatch: pytest.MonkeyPatch) -> Non
     assert [line.split() for line in result.stdout.splitlines()] == [
         ["ok", "shared_memory", "it", "works"],
         *2 * [["warning", "shm", "small"], ["->", "enlarge", "it"]],
-        ["roads", "that", "work", "here:", "shared_memory", "(1", "ok,", "2", "warnings)"],
+        ["paths", "that", "work", "here:", "shared_memory", "(1", "ok,", "2", "warnings)"],
     ]
 
 
@@ -116,7 +116,7 @@ def test_the_worst_finding_makes_the_exit_code(monkeypatch: pytest.MonkeyPatch) 
     assert answer_of(weightsync("doctor", "--json"))["level"] == "warning"
     only(monkeypatch, Finding("shm", Level.PROBLEM, "none", "mount it"), ok("cpu", "fine"))
     answer = answer_of(weightsync("doctor", "--json"), 1)
-    assert answer["roads"] == {"cuda_ipc": False, "shared_memory": False, "distributed": False}
+    assert answer["paths"] == {"cuda_ipc": False, "shared_memory": False, "distributed": False}
     assert weightsync("doctor", "--port", "0").exit_code == 2
 
 

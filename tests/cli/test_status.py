@@ -19,7 +19,7 @@ from tests.samehost.processes import environment, line_of
 from tests.server.live import make_app, serving
 from weightsync.cli.metrics_text import parse, read_last_updates
 from weightsync.cli.status import overall
-from weightsync.cli.status_seen import roads_of
+from weightsync.cli.status_seen import paths_of
 from weightsync.server import Workers, worker_path, workers_router
 from weightsync.server.merging import merge_statuses
 from weightsync.wire.messages import Status
@@ -38,7 +38,7 @@ def test_a_server_shows_what_it_holds(url: str, checkpoint: Path) -> None:
     assert lines[-1] == "  ledger    empty: no sender is connected"
     (server,) = answer_of(weightsync("status", url, "--json"))["servers"]
     assert (server["state"], server["version"]) == ("READY", pushed["version"])
-    assert (server["road"], server["ledger"], server["paused"]) == ("none", [], False)
+    assert (server["path"], server["ledger"], server["paused"]) == ("none", [], False)
     assert server["updates"]["nbytes"] == pushed["nbytes"]
     assert server["updates"]["ended"]["committed"] >= 1
 
@@ -47,10 +47,10 @@ def test_the_ledger_shows_who_is_connected(url: str) -> None:
     with ws.connect(tiny_tensors(5), to=url, token=TOKEN):
         (server,) = answer_of(weightsync("status", url, "--json"))["servers"]
         said = weightsync("status", url).stdout
-    assert server["road"] == "shared_memory"
+    assert server["path"] == "shared_memory"
     assert list(server["senders"].values()) == ["shared_memory"]
     assert {entry["kind"] for entry in server["ledger"]} >= {"control", "ring"}
-    assert "road      shared_memory; HOST-" in said
+    assert "path      shared_memory; HOST-" in said
     assert "ledger    1 control, 1 ring; " in said
 
 
@@ -168,8 +168,8 @@ def held(**senders: str) -> Status:
     )
 
 
-def test_a_road_and_a_code_for_many() -> None:
-    assert roads_of(held(a="shared_memory", b="distributed")) == "distributed, shared_memory"
+def test_a_path_and_a_code_for_many() -> None:
+    assert paths_of(held(a="shared_memory", b="distributed")) == "distributed, shared_memory"
     both = merge_statuses({"0": held(a="shared_memory"), "1": held(a="distributed", b="x")})
     assert both.senders == {"a": "distributed, shared_memory", "b": "x"}
     assert [overall(codes) for codes in ([0, 0], [0, 1], [1, 3, 4], [0, 4])] == [0, 1, 3, 4]

@@ -126,7 +126,7 @@ def test_doctor_looks_at_what_is_shown() -> None:
     (doctor,) = [shown for shown in commands() if shown.line == "weightsync doctor"]
     lines = doctor.output.splitlines()
     assert {line.split()[1] for line in lines[:-1]} == CHECKS
-    assert lines[-1].startswith("roads that work here: ")
+    assert lines[-1].startswith("paths that work here: ")
 
 
 def test_the_commands_print_what_is_shown_in_order(

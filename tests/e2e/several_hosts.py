@@ -322,7 +322,7 @@ class _Work:
             self.model = self.twin = models.make(model)
         options = {"bucket_nbytes": models.BUCKET_NBYTES, **options}
         self.sender = ws.connect(self.model, to=list(to), **options)
-        return str(self.sender.road)
+        return str(self.sender.path)
 
     def connect_one_at_a_time(self, to: Sequence[str], **options: Any) -> None:
         self.sender = ws.connect(self.model, to=[OneAtATime(url) for url in to], **options)

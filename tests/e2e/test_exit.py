@@ -1,6 +1,6 @@
 """Interpreter exit waits for no peer, and tells those that live that the sender leaves.
 
-On the distributed road it aborts no process whose threads are inside torch.
+On the distributed path it aborts no process whose threads are inside torch.
 """
 
 from __future__ import annotations
@@ -189,7 +189,7 @@ def program(source: str, *arguments: str) -> Iterator[subprocess.Popen[str]]:
             process.kill()
 
 
-def test_both_ends_of_the_distributed_road_in_one_process() -> None:
+def test_both_ends_of_the_distributed_path_in_one_process() -> None:
     done = subprocess.run(
         [sys.executable, "-c", BOTH],
         timeout=processes.WAIT_S * 2,
@@ -201,7 +201,7 @@ def test_both_ends_of_the_distributed_road_in_one_process() -> None:
 
 
 @pytest.mark.parametrize("stops", [False, True])
-def test_an_update_at_work_on_the_distributed_road(stops: bool) -> None:
+def test_an_update_at_work_on_the_distributed_path(stops: bool) -> None:
     with processes.host() as host:
         receiver = host.receiver("http", model="plain", sink="hook", delay_s=0.02)
         arguments = [receiver.url, str(host.process.pid), str(stops)]

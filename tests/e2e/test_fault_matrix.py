@@ -45,8 +45,8 @@ class Case:
 
     @property
     def name(self) -> str:
-        road = "packed" if self.packed else "unpacked"
-        return f"{self.phase}-{self.fault}-{self.apply}-{road}".replace(" ", "_")
+        path = "packed" if self.packed else "unpacked"
+        return f"{self.phase}-{self.fault}-{self.apply}-{path}".replace(" ", "_")
 
     @property
     def holds(self) -> set[int]:

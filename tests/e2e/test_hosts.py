@@ -1,4 +1,4 @@
-"""Fleets over several hosts: roads, membership, addresses, and what is left afterwards."""
+"""Fleets over several hosts: paths, membership, addresses, and what is left afterwards."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def site(started_site: Site) -> Iterator[Site]:
 
 @pytest.mark.parametrize("sink", ["module", "hook"])
 @pytest.mark.parametrize("apply", ["staged", "in_place"])
-def test_each_receiver_gets_the_fastest_road_that_works(
+def test_each_receiver_gets_the_fastest_path_that_works(
     site: Site, sink: Sink, apply: Apply
 ) -> None:
     model = "everything"
@@ -90,17 +90,17 @@ def test_each_receiver_gets_the_fastest_road_that_works(
         for remote in at:
             assert remote.digests() == wanted
             assert remote.reading() == version
-        roads = [receiver.road for receiver in report.receivers]
-        assert roads == ["shared_memory", "distributed", "distributed", "distributed"]
+        paths = [receiver.path for receiver in report.receivers]
+        assert paths == ["shared_memory", "distributed", "distributed", "distributed"]
         assert [receiver.target for receiver in report.receivers] == [r.url for r in at]
-        assert [set(receiver.skipped_roads) for receiver in report.receivers] == [
+        assert [set(receiver.skipped_paths) for receiver in report.receivers] == [
             set(),
             {"shared_memory"},
             {"shared_memory"},
             {"shared_memory"},
         ]
-        assert "HOST-" in report.skipped_roads["shared_memory"]
-        assert report.road == "distributed+shared_memory"
+        assert "HOST-" in report.skipped_paths["shared_memory"]
+        assert report.path == "distributed+shared_memory"
         assert (report.packed, report.apply) == (True, apply)
         assert report.verified == ("held" if sink == "module" else "arrived")
         assert report.control_messages == 2 * len(at)
@@ -156,7 +156,7 @@ def test_distributed_on_the_trainers_own_host_when_asked_for(site: Site) -> None
     assert site.connect(*site.made, backend="distributed") == "distributed"
     for version in (1, 2):
         report = site.trainer.send(seed=version)
-        assert {receiver.road for receiver in report.receivers} == {"distributed"}
+        assert {receiver.path for receiver in report.receivers} == {"distributed"}
         site.check_all_hold(version)
 
 
@@ -183,7 +183,7 @@ def test_an_unpacked_fleet_becomes_packed_for_a_remote_member(site: Site) -> Non
     assert listening(site.hosts[A]) != before
     site.trainer.do("call", "remove", there.url)
     assert listening(site.hosts[A]) == before
-    assert site.trainer.send(seed=3).road == "shared_memory"
+    assert site.trainer.send(seed=3).path == "shared_memory"
     site.check_all_hold(3, on=[here])
     assert there.reading() == 2
     assert segments(site.hosts[B]) == []

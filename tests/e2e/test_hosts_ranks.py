@@ -65,8 +65,8 @@ def test_each_rank_feeds_its_own_host_and_rank_0_the_others(
     for version in (1, 2, 3):
         first, second = together(sharded.ranks, "send", version)
         assert first == second
-        roads = [receiver.road for receiver in first.receivers]
-        assert roads == ["shared_memory", "shared_memory", "shared_memory", "distributed"]
+        paths = [receiver.path for receiver in first.receivers]
+        assert paths == ["shared_memory", "shared_memory", "shared_memory", "distributed"]
         assert [receiver.target for receiver in first.receivers] == [r.url for r in sharded.fleet]
         assert first.verified == "held"
         assert first.control_messages == 2 * len(sharded.fleet)
@@ -76,7 +76,7 @@ def test_each_rank_feeds_its_own_host_and_rank_0_the_others(
     added = together(sharded.ranks, "call", "remove", sharded.fleet[-1].url)
     assert not [outcome for outcome in added if isinstance(outcome, Exception)]
     gone = sharded.fleet.pop()
-    assert {report.road for report in together(sharded.ranks, "send", 4)} == {"shared_memory"}
+    assert {report.path for report in together(sharded.ranks, "send", 4)} == {"shared_memory"}
     sharded.check_all_hold(4)
     assert gone.reading() == 3
     together(sharded.ranks, "end_sender")
@@ -97,7 +97,7 @@ def test_slow_receivers_that_cannot_answer_beside_their_work_are_waited_for(
     given = {"timeout_s": 1.0, "bucket_nbytes": 16 << 20}
     assert together(sharded.ranks, "connect_one_at_a_time", urls, **given) == [None, None]
     for report in together(sharded.ranks, "send", 1):
-        assert [receiver.road for receiver in report.receivers] == ["shared_memory", "distributed"]
+        assert [receiver.path for receiver in report.receivers] == ["shared_memory", "distributed"]
         slept = [max(receiver.seconds.values()) for receiver in report.receivers]
         assert min(slept) > 2.0
     sharded.check_all_hold(1)

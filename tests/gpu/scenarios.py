@@ -24,12 +24,12 @@ WARM = 10
 UPDATES = 50
 
 
-def fast_road(device: str) -> str:
+def fast_path(device: str) -> str:
     return "cuda_ipc" if device == "cuda" else "shared_memory"
 
 
 def several_updates(device: str, *, packed: bool, apply: Apply, verify: bool = True) -> None:
-    """Every dtype and shape arrives bit for bit, update after update, by the fast road."""
+    """Every dtype and shape arrives bit for bit, update after update, by the fast path."""
     model = EveryDtype(device)
     with (
         receiver_process(device, apply=apply) as receiver,
@@ -39,7 +39,7 @@ def several_updates(device: str, *, packed: bool, apply: Apply, verify: bool = T
             fill(model, seed=version)
             report = sender.send_weights()
             assert report.version == version
-            assert report.road == fast_road(device), report.skipped_roads
+            assert report.path == fast_path(device), report.skipped_paths
             assert report.packed is packed
             assert report.apply == apply
             assert (report.verified != "none") is verify
@@ -102,10 +102,10 @@ def receiver_without_the_gpu(device: str) -> None:
         for seed in (1, 2):
             fill(model, seed)
             report = sender.send_weights()
-            assert report.road == "shared_memory"
+            assert report.path == "shared_memory"
             assert receiver.digests() == digests(model)
     if device == "cuda":
-        assert report.skipped_roads["cuda_ipc"]
+        assert report.skipped_paths["cuda_ipc"]
 
 
 class BrokenProbe:
@@ -126,7 +126,7 @@ class BrokenProbe:
 
 
 def refused_probe(device: str, *, packed: bool | None) -> None:
-    """A probe that cannot be opened costs the road, not the update; the report says why."""
+    """A probe that cannot be opened costs the path, not the update; the report says why."""
     model = EveryDtype(device)
     with receiver_process(device) as receiver:
         callback = BrokenProbe(receiver)
@@ -134,19 +134,19 @@ def refused_probe(device: str, *, packed: bool | None) -> None:
             for seed in (1, 2):
                 fill(model, seed)
                 report = sender.send_weights()
-                assert report.road == "shared_memory"
+                assert report.path == "shared_memory"
                 assert receiver.digests() == digests(model)
     if device == "cuda":
         assert callback.spoiled > 0
-        assert "malformed CUDA handle" in report.skipped_roads["cuda_ipc"]
+        assert "malformed CUDA handle" in report.skipped_paths["cuda_ipc"]
 
 
-def whatever_road(device: str) -> tuple[str, dict[str, str]]:
-    """Updates arrive by the road that works here; return it, and why others were passed over."""
+def whatever_path(device: str) -> tuple[str, dict[str, str]]:
+    """Updates arrive by the path that works here; return it, and why others were passed over."""
     model = EveryDtype(device)
     with receiver_process(device) as receiver, ws.connect(model, to=receiver) as sender:
         for seed in (1, 2):
             fill(model, seed)
             report = sender.send_weights()
             assert receiver.digests() == digests(model)
-    return report.road, dict(report.skipped_roads)
+    return report.path, dict(report.skipped_paths)

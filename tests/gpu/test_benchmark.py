@@ -77,7 +77,7 @@ def row_of(way: str, verified: str, of_copy_rate: float, control_s: float) -> Ro
     data_s = 0.1 / of_copy_rate
     return Row(
         way=way,
-        road="cuda_ipc",
+        path="cuda_ipc",
         verified=verified,
         data_s=data_s,
         total_s=data_s + control_s,

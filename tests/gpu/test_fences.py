@@ -73,7 +73,7 @@ def test_what_arrives_is_what_the_slow_kernels_left(
             before = WriterFence.recorded
             fill_late(model, seed)
             report = sender.send_weights()
-            assert report.road == "cuda_ipc", report.skipped_roads
+            assert report.path == "cuda_ipc", report.skipped_paths
             by_event = fence == "event" and not verify
             assert (WriterFence.recorded > before) is by_event
             assert receiver.digests() == digests(model)
@@ -91,7 +91,7 @@ def test_tensors_made_behind_slow_kernels(fence: str, monkeypatch: pytest.Monkey
         for seed in (1, 2):
             before = WriterFence.recorded
             fill_late(model, seed)
-            assert sender.send_weights().road == "cuda_ipc"
+            assert sender.send_weights().path == "cuda_ipc"
             assert (WriterFence.recorded > before) is (fence == "event")
             assert receiver.digests() == digests(model)
 
@@ -109,6 +109,6 @@ def test_two_readers_of_one_event(packed: bool, monkeypatch: pytest.MonkeyPatch)
     ):
         before = WriterFence.recorded
         fill_late(model, seed=1)
-        assert sender.send_weights().road == "cuda_ipc"
+        assert sender.send_weights().path == "cuda_ipc"
         assert WriterFence.recorded > before
         assert one.digests() == other.digests() == digests(model)

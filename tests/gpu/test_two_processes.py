@@ -1,4 +1,4 @@
-"""The scenarios on a GPU; on the CPU too, where the same code takes the shared-memory road."""
+"""The scenarios on a GPU; on the CPU too, where the same code takes the shared-memory path."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_a_receiver_on_the_cpu_is_reached_through_the_host(device: str) -> None:
 
 @devices
 @pytest.mark.parametrize("packed", [None, True])
-def test_a_refused_probe_costs_only_the_road(device: str, packed: bool | None) -> None:
+def test_a_refused_probe_costs_only_the_path(device: str, packed: bool | None) -> None:
     scenarios.refused_probe(device, packed=packed)
 
 
@@ -61,7 +61,7 @@ def in_a_fresh_process(device: str) -> tuple[str, dict[str, str]]:
     """Run the trainer where torch's allocator has not read its settings yet."""
     spawn = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(1, mp_context=spawn) as trainer:
-        return trainer.submit(scenarios.whatever_road, device).result(WAIT_S)
+        return trainer.submit(scenarios.whatever_path, device).result(WAIT_S)
 
 
 VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
@@ -84,9 +84,9 @@ def test_expandable_segments(
     for name in VARIABLES:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv(variable, f"expandable_segments:{setting}")
-    road, skipped = in_a_fresh_process(device)
+    path, skipped = in_a_fresh_process(device)
     if setting == "False" or device == "cpu":
-        assert road == scenarios.fast_road(device), skipped
-    elif road != "cuda_ipc":
-        assert road == "shared_memory"
+        assert path == scenarios.fast_path(device), skipped
+    elif path != "cuda_ipc":
+        assert path == "shared_memory"
         assert "expandable" in skipped["cuda_ipc"]

@@ -36,7 +36,7 @@ def test_the_examples(tmp_path: Path) -> None:
             code = block.text.replace("http://127.0.0.1:30000", servers[0].url)
             code = code.replace("http://127.0.0.1:30001", servers[1].url)
             exec(compile(code, PAGE, "exec"), namespace)
-        assert namespace["report"].road == "safetensors_file"
+        assert namespace["report"].path == "safetensors_file"
         assert servers[0].state()["weight_version"] == "4"
         assert servers[1].state()["weight_version"] == "3"
     assert list(tmp_path.iterdir()) == []

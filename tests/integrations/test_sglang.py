@@ -110,9 +110,9 @@ def test_two_updates_arrive_and_nothing_is_left(server: Served) -> None:
             train(module)
             assert not holds(server, module)
             report = sender.send_weights()
-            assert (report.version, report.road) == (version, "safetensors_file")
+            assert (report.version, report.path) == (version, "safetensors_file")
             assert report.receivers[0].verified == "arrived"
-            assert sender.road == "safetensors_file"
+            assert sender.path == "safetensors_file"
             assert holds(server, module)
             state = server.state()
             assert (state["weight_version"], state["paused"]) == (str(version), "")

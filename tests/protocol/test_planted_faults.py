@@ -92,7 +92,7 @@ def test_what_changes_on_the_way_is_refused_and_named(
             pytest.raises(ws.VerificationError) as caught,
         ):
             sender.send_weights()
-        # A run is what is fingerprinted together: on the packed road no more than the chunk.
+        # A run is what is fingerprinted together: on the packed path no more than the chunk.
         assert list(caught.value.names) == (["t2", "t3"] if packed else EVERYTHING)
         assert receiver.reading() == 1
         assert receiver.digests() == held

@@ -69,7 +69,7 @@ def test_its_sender_may_compute_for_longer_than_a_lease_while_the_group_holds() 
     trained, far = nn.Linear(4, 4), Far("host-far", lease_s=1.0)
     try:
         with ws.connect(trained, to=far, backend="distributed", timeout_s=TIMEOUT_S) as sender:
-            assert sender.send_weights().road == "distributed"
+            assert sender.send_weights().path == "distributed"
             tensors = list(trained.state_dict().items())
             with sender.update() as update:
                 update.send(tensors[:1])

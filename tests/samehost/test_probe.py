@@ -1,4 +1,4 @@
-"""The probe decides whether a road works, whatever ids say."""
+"""The probe decides whether a path works, whatever ids say."""
 
 from __future__ import annotations
 

@@ -24,10 +24,10 @@ _here: list[_Trainer] = []
 
 
 def begin(where: tuple[str, str]) -> None:
-    """Connect to the receiver at a URL, by a road."""
-    url, road = where
+    """Connect to the receiver at a URL, by a path."""
+    url, path = where
     model = models.make("tied", seed=1)
-    _here.append(_Trainer(model, ws.connect(model, to=url, **victims.ROADS[road])))
+    _here.append(_Trainer(model, ws.connect(model, to=url, **victims.PATHS[path])))
 
 
 def send(how: tuple[int, int]) -> dict[str, Any]:

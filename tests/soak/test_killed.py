@@ -25,7 +25,7 @@ from weightsync.samehost.segment import find_leftovers, live_segments, remove_le
 
 KILLED = -signal.SIGKILL
 SETTLED = {"READY", "TORN", "PREPARED"}
-roads = pytest.mark.parametrize("road", victims.ROADS)
+paths = pytest.mark.parametrize("path", victims.PATHS)
 applies = pytest.mark.parametrize("apply", ["staged", "in_place"])
 # The size is a stride: every fifth boundary, or every one.
 strides = sizes(quick=5, whole=1)
@@ -124,10 +124,10 @@ def test_an_error_keeps_nothing_of_the_dead_mapped(
 
 @strides
 @applies
-@roads
+@paths
 @pytest.mark.timeout(300)
 @pytest.mark.usefixtures("uncollected")
-def test_the_trainer_dies(host: Host, road: str, apply: Apply, size: int, tmp_path: Path) -> None:
+def test_the_trainer_dies(host: Host, path: str, apply: Apply, size: int, tmp_path: Path) -> None:
     receivers = [host.receiver("http", apply=apply, model="plain") for _ in range(2)]
     urls = [receiver.url for receiver in receivers]
     versions = Versions()
@@ -135,7 +135,7 @@ def test_the_trainer_dies(host: Host, road: str, apply: Apply, size: int, tmp_pa
 
     def heal() -> int:
         left = set(find_leftovers())
-        with ws.connect(versions.model, to=urls, **victims.ROADS[road]) as sender:
+        with ws.connect(versions.model, to=urls, **victims.PATHS[path]) as sender:
             sender.send_weights(versions.next())
             versions.check_all(receivers)
             assert not left & set(find_leftovers()), (
@@ -143,17 +143,17 @@ def test_the_trainer_dies(host: Host, road: str, apply: Apply, size: int, tmp_pa
             )
         return len(left)
 
-    dry_run = (urls, road, versions.next(elsewhere=True), "", listed)
+    dry_run = (urls, path, versions.next(elsewhere=True), "", listed)
     assert processes.ended(victims.send_and_die, *dry_run) == 0
     boundaries = json.loads(listed.read_text(encoding="utf-8"))
-    assert len(boundaries) >= (40 if road == "packed" else 12), boundaries
+    assert len(boundaries) >= (40 if path == "packed" else 12), boundaries
     heal()
     footprints = Footprints(host)
     held: set[int | None] = set()
     left = 0
     for boundary in boundaries[::size]:
         version = versions.next(elsewhere=True)
-        code = processes.ended(victims.send_and_die, urls, road, version, boundary)
+        code = processes.ended(victims.send_and_die, urls, path, version, boundary)
         assert code == KILLED, f"it never came to {boundary}"
         wait_until(lambda: settled(receivers), f"the end of the update after {boundary}")
         for receiver in receivers:
@@ -168,10 +168,10 @@ def test_the_trainer_dies(host: Host, road: str, apply: Apply, size: int, tmp_pa
 
 @strides
 @applies
-@roads
+@paths
 @pytest.mark.timeout(300)
 @pytest.mark.usefixtures("uncollected")
-def test_a_receiver_dies(host: Host, road: str, apply: Apply, size: int) -> None:
+def test_a_receiver_dies(host: Host, path: str, apply: Apply, size: int) -> None:
     survivor = host.receiver("http", apply=apply, model="plain")
     versions = Versions()
     now: list[Remote] = []
@@ -203,9 +203,9 @@ def test_a_receiver_dies(host: Host, road: str, apply: Apply, size: int) -> None
         with processes.host() as first:
             restarted(first)
             to: Any = [lambda message: now[0](message), survivor.url]  # noqa: PLW0108 # whoever is there
-            road_options = victims.ROADS[road]
+            path_options = victims.PATHS[path]
             sender = stack.enter_context(
-                ws.connect(versions.model, to=to, timeout_s=victims.TIMEOUT_S, **road_options)
+                ws.connect(versions.model, to=to, timeout_s=victims.TIMEOUT_S, **path_options)
             )
             sender.send_weights(versions.last)
             first.run(victims.arm, "")
@@ -216,6 +216,6 @@ def test_a_receiver_dies(host: Host, road: str, apply: Apply, size: int) -> None
 
     with ExitStack() as stack:
         sender, boundaries = begin(stack)
-        assert len(boundaries) >= (40 if road == "packed" else 8), boundaries
+        assert len(boundaries) >= (40 if path == "packed" else 8), boundaries
         for boundary in boundaries[::size]:
             die_at(sender, boundary)

@@ -35,13 +35,13 @@ def served(request: pytest.FixtureRequest) -> Iterator[tuple[str, str, str]]:
     remove_leftovers()
 
 
-@pytest.mark.parametrize("road", victims.ROADS)
-def test_the_server_answers_after_every_kill(served: tuple[str, str, str], road: str) -> None:
+@pytest.mark.parametrize("path", victims.PATHS)
+def test_the_server_answers_after_every_kill(served: tuple[str, str, str], path: str) -> None:
     apply, url, token = served
     chance = random.Random(14)
     waited, refused = [], 0
     for number in range(KILLS):
-        _kill(url, token, road, number, chance)
+        _kill(url, token, path, number, chance)
         started = time.monotonic()
         answer = requests.post(f"{url}/generate", json=PROMPT, timeout=6 * ANSWER_S)
         waited.append(time.monotonic() - started)
@@ -51,7 +51,7 @@ def test_the_server_answers_after_every_kill(served: tuple[str, str, str], road:
         else:
             assert answer.status_code == 200, answer.text
     print(
-        f"\n{KILLS} kills, {apply}, {road}: refused {refused}; answers came after "
+        f"\n{KILLS} kills, {apply}, {path}: refused {refused}; answers came after "
         f"{statistics.median(waited):.3f} s (median), {max(waited):.3f} s (maximum)"
     )
     assert max(waited) < ANSWER_S
@@ -61,10 +61,10 @@ def test_the_server_answers_after_every_kill(served: tuple[str, str, str], road:
     assert not requests.get(f"{url}/is_paused", timeout=ANSWER_S).json()["is_paused"]
 
 
-def _kill(url: str, token: str, road: str, seed: int, chance: random.Random) -> None:
+def _kill(url: str, token: str, path: str, seed: int, chance: random.Random) -> None:
     ours, theirs = CONTEXT.Pipe()
     trainer = CONTEXT.Process(
-        target=victims.send_until_killed, args=(url, token, road, seed, theirs)
+        target=victims.send_until_killed, args=(url, token, path, seed, theirs)
     )
     trainer.start()
     theirs.close()

@@ -62,9 +62,9 @@ class Pair:
 
 
 @contextmanager
-def pair(trainers: Host, host: Host, apply: str, road: str) -> Iterator[Pair]:
+def pair(trainers: Host, host: Host, apply: str, path: str) -> Iterator[Pair]:
     receiver = host.receiver("http", apply=apply, model="tied")
-    trainers.run(aging.begin, [receiver.url, road])
+    trainers.run(aging.begin, [receiver.url, path])
     try:
         made = Pair(trainers, receiver)
         yield made
@@ -77,10 +77,10 @@ def pair(trainers: Host, host: Host, apply: str, road: str) -> Iterator[Pair]:
     quick=Size(updates=300, warm_up=50, times=False),
     whole=Size(updates=10_000, warm_up=1_000, times=True),
 )
-@pytest.mark.parametrize("road", victims.ROADS)
+@pytest.mark.parametrize("path", victims.PATHS)
 @pytest.mark.parametrize("apply", ["staged", "in_place"])
-def test_nothing_grows(trainers: Host, host: Host, apply: str, road: str, size: Size) -> None:
-    with pair(trainers, host, apply, road) as aged:
+def test_nothing_grows(trainers: Host, host: Host, apply: str, path: str, size: Size) -> None:
+    with pair(trainers, host, apply, path) as aged:
         aged.update(size.warm_up)
         before = trainers.footprint(), host.footprint()
         own = trainers.run(aging.segments)
@@ -91,7 +91,7 @@ def test_nothing_grows(trainers: Host, host: Host, apply: str, road: str, size: 
             aged.update(TURN)
             after = trainers.footprint(), host.footprint()
         assert trainers.run(aging.segments) == own
-        told = size.times and compare(aged, apply, road, warm_up=size.warm_up)
+        told = size.times and compare(aged, apply, path, warm_up=size.warm_up)
     assert not grown(before, after)  # what earlier tests dropped may be freed meanwhile
     for old, new in zip(before, after, strict=True):
         assert new["rss"] <= (1 + GROWTH) * old["rss"]
@@ -99,7 +99,7 @@ def test_nothing_grows(trainers: Host, host: Host, apply: str, road: str, size: 
         round(100 * (new["rss"] / old["rss"] - 1), 2)
         for old, new in zip(before, after, strict=True)
     ]
-    print(f"{aged.updates} updates, {road}, {apply}: memory {rss[0]:+} % and {rss[1]:+} %; {told}")
+    print(f"{aged.updates} updates, {path}, {apply}: memory {rss[0]:+} % and {rss[1]:+} %; {told}")
 
 
 def grown(before: Footprints, after: Footprints) -> list[str]:
@@ -112,14 +112,14 @@ def grown(before: Footprints, after: Footprints) -> list[str]:
     ]
 
 
-def compare(aged: Pair, apply: str, road: str, *, warm_up: int) -> str:
+def compare(aged: Pair, apply: str, path: str, *, warm_up: int) -> str:
     """Compare with pairs of fresh processes, in turns: what else the machine does slows both."""
     told = []
     for _ in range(FRESH):
         with (
             processes.host() as trainers,
             processes.host() as host,
-            pair(trainers, host, apply, road) as fresh,
+            pair(trainers, host, apply, path) as fresh,
         ):
             fresh.update(warm_up)
             old, new = [], []

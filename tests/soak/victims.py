@@ -14,7 +14,7 @@ from tests.e2e import models
 from tests.soak.boundaries import Boundaries
 from weightsync.rollout.model import make_tiny_model
 
-ROADS: dict[str, dict[str, Any]] = {
+PATHS: dict[str, dict[str, Any]] = {
     "packed": {"packed": True, "bucket_nbytes": 80 << 10, "num_buckets": 2},
     "unpacked": {"packed": False},
 }
@@ -23,12 +23,12 @@ TIMEOUT_S = 15.0
 
 
 def send_and_die(
-    urls: list[str], road: str, version: int, fatal: str, passed: Path | None = None
+    urls: list[str], path: str, version: int, fatal: str, passed: Path | None = None
 ) -> None:
     """Connect and send `version`; die at `fatal`, or write down what there was to die at."""
     boundaries = Boundaries(fatal).of_trainer()
     model = models.make("plain", seed=version)
-    with ws.connect(model, to=urls, timeout_s=TIMEOUT_S, **ROADS[road]) as sender:
+    with ws.connect(model, to=urls, timeout_s=TIMEOUT_S, **PATHS[path]) as sender:
         sender.send_weights(version)
     if passed is not None:
         passed.write_text(json.dumps(boundaries.passed), encoding="utf-8")
@@ -59,10 +59,10 @@ def passed(_: object) -> list[str]:
     return _here[0].passed
 
 
-def send_until_killed(url: str, token: str, road: str, seed: int, pipe: Connection) -> None:
+def send_until_killed(url: str, token: str, path: str, seed: int, pipe: Connection) -> None:
     """Say how long an update of `weightsync serve` takes, and send others until killed."""
     model = make_tiny_model(seed=seed).model
-    with ws.connect(model, to=url, token=token, timeout_s=TIMEOUT_S, **ROADS[road]) as sender:
+    with ws.connect(model, to=url, token=token, timeout_s=TIMEOUT_S, **PATHS[path]) as sender:
         sender.send_weights()
         started = time.perf_counter()
         sender.send_weights()

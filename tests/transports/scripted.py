@@ -74,7 +74,7 @@ class ScriptedReceiver:
     def answer(self, request: Request) -> Reply:
         kind = REPLIES[CALL_OF[type(request)]]
         if kind is InitReply:
-            return InitReply(status=self.state, road="shared_memory")
+            return InitReply(status=self.state, path="shared_memory")
         if kind is CheckReply:
             return CheckReply(version=7, different=["a"], equal=False)
         if kind is Status:

@@ -1,4 +1,4 @@
-"""What must not pass a fingerprint, planted, for every algorithm that the roads use."""
+"""What must not pass a fingerprint, planted, for every algorithm that the paths use."""
 
 from __future__ import annotations
 

@@ -45,9 +45,9 @@ from weightsync.wire.messages import HandlesUpdate, StepReply, UpdateRequest
 from weightsync.wire.offers import SegmentHandle
 
 Way = Literal["pointer", "copy", "in_place"]
-Road = Literal["slots", "memory", "devices"]
+PathName = Literal["slots", "memory", "devices"]
 every_way = pytest.mark.parametrize("way", ["pointer", "copy", "in_place"])
-every_road = pytest.mark.parametrize("road", ["slots", "memory", "devices"])
+every_path = pytest.mark.parametrize("path", ["slots", "memory", "devices"])
 
 TENSORS: dict[str, tuple[tuple[int, ...], list[Placement], list[Placement]]] = {
     "rows": ((10, 37), [Shard(0)], [Replicate(), Shard(0)]),
@@ -94,14 +94,14 @@ def equal_bits(have: torch.Tensor, want: torch.Tensor) -> bool:
 class Sender:
     """Replays runs as a receiving engine does: from slots of a ring, or from whole tensors."""
 
-    road: Road
+    path: PathName
     bucket_nbytes: int = 1024
     run_nbytes: int = 192
     kept: list[torch.Tensor] = field(default_factory=list)
     """Programs know addresses alone: the first tensor or slot of the source, then the rest."""
 
     def plan(self, manifest: Manifest) -> StreamLayout:
-        bucket = self.bucket_nbytes if self.road == "slots" else None
+        bucket = self.bucket_nbytes if self.path == "slots" else None
         return StreamLayout(manifest, bucket_nbytes=bucket, run_nbytes=self.run_nbytes)
 
     def deliver(
@@ -122,14 +122,14 @@ class Sender:
         memory = load_target.memory
         assert memory is not None
         source = Memory([as_bytes(t.contiguous()) for t in tensors])
-        compiler: Any = compiler_for(plan, memory, None if self.road == "slots" else source)
-        if self.road == "devices":
+        compiler: Any = compiler_for(plan, memory, None if self.path == "slots" else source)
+        if self.path == "devices":
             compiler._on_host = False
         made: list[Any] = []
         content = torch.frombuffer(bytearray(stream_bytes(plan, tensors)), dtype=torch.uint8)
         self.kept = [source.tensors[0]]
         for chunk in plan.chunks:
-            slot = content[chunk.start : chunk.stop].clone() if self.road == "slots" else None
+            slot = content[chunk.start : chunk.stop].clone() if self.path == "slots" else None
             runs = plan.runs[chunk.first_run : chunk.last_run]
             made += [(run, compiler.compile(run, slot, chunk.start)) for run in runs]
             self.kept.append(source.tensors[0] if slot is None else slot)
@@ -147,14 +147,14 @@ def open_target(
 
 
 @every_way
-@every_road
+@every_path
 @every_member
 def test_every_shard_is_what_torch_cuts(
-    way: Way, road: Road, rank: int, shape: tuple[int, ...]
+    way: Way, path: PathName, rank: int, shape: tuple[int, ...]
 ) -> None:
     with member(rank, shape) as mesh:
         module = sharded(mesh)
-        sender = Sender(road)
+        sender = Sender(path)
         _, plan, load_target = open_target(module, way, sender)
         held = {name: local_of(p) for name, p in module.named_parameters()}
         for seed in range(3):
@@ -167,16 +167,16 @@ def test_every_shard_is_what_torch_cuts(
         assert module.tied is module.columns
 
 
-@every_road
+@every_path
 @pytest.mark.parametrize("run_nbytes", [64, 128, 1 << 20])
 @pytest.mark.parametrize("dtype", ["uint8", "bfloat16", "float32", "int64"])
-def test_runs_cut_rows_anywhere(road: Road, run_nbytes: int, dtype: str) -> None:
+def test_runs_cut_rows_anywhere(path: PathName, run_nbytes: int, dtype: str) -> None:
     with member(1, (2,)) as mesh:
         module = nn.Module()
         for name, (size, placements, _) in TENSORS.items():
             full = torch.zeros(size, dtype=TORCH_DTYPES[dtype])
             module.register_buffer(name, shard(full, mesh, *placements))
-        sender = Sender(road, run_nbytes=run_nbytes, bucket_nbytes=max(run_nbytes, 256))
+        sender = Sender(path, run_nbytes=run_nbytes, bucket_nbytes=max(run_nbytes, 256))
         _, plan, load_target = open_target(module, "in_place", sender)
         tensors = random_tensors(plan.manifest, 5)
         sender.deliver(plan, load_target, tensors)
@@ -235,10 +235,10 @@ class TestProof:
 
     @staticmethod
     def _prepare(
-        road: Road, run_nbytes: int = 192
+        path: PathName, run_nbytes: int = 192
     ) -> tuple[Sender, StreamLayout, LoadTarget, list[Any], bytes]:
         with member(1, (2,)) as mesh:
-            sender = Sender(road, run_nbytes=run_nbytes, bucket_nbytes=max(run_nbytes, 1024))
+            sender = Sender(path, run_nbytes=run_nbytes, bucket_nbytes=max(run_nbytes, 1024))
             _, plan, load_target = open_target(sharded(mesh), "pointer", sender)
             tensors = random_tensors(plan.manifest, 2)
             made = sender.programs(plan, load_target, tensors)
@@ -246,16 +246,16 @@ class TestProof:
                 program.copy()
             return sender, plan, load_target, made, stream_bytes(plan, tensors)
 
-    @every_road
+    @every_path
     @pytest.mark.parametrize("run_nbytes", [192, 1 << 20])
-    def test_every_byte_that_is_held(self, road: Road, run_nbytes: int) -> None:
-        sender, _, load_target, made, stream = self._prepare(road, run_nbytes)
+    def test_every_byte_that_is_held(self, path: PathName, run_nbytes: int) -> None:
+        sender, _, load_target, made, stream = self._prepare(path, run_nbytes)
         assert isinstance(load_target.memory, ShardMemory)
         for tensor in load_target.memory.tensors:
             for at in {0, tensor.numel() // 2, tensor.numel() - 1} if tensor.numel() else ():
                 tensor[at] ^= 1
                 assert sum(not program.holds() for _, program in made) == 1
-                if road != "devices":  # whose source is on the host here: arrived alone
+                if path != "devices":  # whose source is on the host here: arrived alone
                     wrong = [
                         run
                         for run, program in made
@@ -264,14 +264,14 @@ class TestProof:
                     assert len(wrong) == 1
                 tensor[at] ^= 1
         assert all(program.holds() for _, program in made)
-        assert sender.road == road
+        assert sender.path == path
 
-    @every_road
-    def test_bytes_of_other_ranks_are_part_of_what_arrived(self, road: Road) -> None:
+    @every_path
+    def test_bytes_of_other_ranks_are_part_of_what_arrived(self, path: PathName) -> None:
         with member(1, (2,)) as mesh:
             module = nn.Module()
             module.w = nn.Parameter(shard(torch.zeros(8, 4), mesh, Shard(0)))
-            sender = Sender(road)
+            sender = Sender(path)
             _, plan, load_target = open_target(module, "in_place", sender)
             ((_, program),) = sender.programs(plan, load_target, [torch.zeros(8, 4)])
             program.copy()
@@ -280,8 +280,8 @@ class TestProof:
             assert program.fingerprint() != before
 
     def test_runs_by_kind(self) -> None:
-        for road, kind in (("slots", HostShardRun), ("devices", DeviceShardRun)):
-            assert all(isinstance(p, kind) for _, p in self._prepare(road)[3])  # type: ignore[arg-type]  # roads
+        for path, kind in (("slots", HostShardRun), ("devices", DeviceShardRun)):
+            assert all(isinstance(p, kind) for _, p in self._prepare(path)[3])  # type: ignore[arg-type]  # paths
 
 
 class TestUpdatesWithHandlesOfTheirOwn:

@@ -66,7 +66,7 @@ class WeightTransferEngine(ABC):
 
     @abstractmethod
     def init_transfer_engine(self, init_info: Offer) -> None:
-        """Open everything and prove the road by its probe.
+        """Open everything and prove the path by its probe.
 
         Raises HandleError or SegmentError, ProtocolError for the init of another backend.
         """
@@ -131,7 +131,7 @@ class TrainerWeightTransferEngine(ABC):
     `transfer` (which returns when everything was handed over) and `end`.
     """
 
-    road: str
+    path: str
     manifest: Manifest
 
     @abstractmethod

@@ -210,7 +210,7 @@ def place_on(ring: HostRing, init: DistributedInit, reader: int) -> IpcInit:
         fleet_version=init.fleet_version,
         number=init.number,
         owner=init.owner,
-        road="distributed",
+        path="distributed",
         probe=ring.probe,
         control=ring.control,
         reader=reader,

@@ -47,8 +47,8 @@ class RingFeed:
         stream = engine.stream
         if stream.slots[0].device.type != "cpu":
             raise BackendUnavailableError(
-                f"the distributed road sends from host memory, and this ring is on "
-                f"{stream.slots[0].device}; take road shared_memory, which stages through the host"
+                f"the distributed path sends from host memory, and this ring is on "
+                f"{stream.slots[0].device}; take path shared_memory, which stages through the host"
             )
         plan = stream.plan
         self._stream = stream

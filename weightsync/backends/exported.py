@@ -162,7 +162,7 @@ class PackedStream:
 
 
 class ProbeMemory:
-    """Known bytes in the kind of memory that a road uses: on the host, or on the GPU `device`."""
+    """Known bytes in the kind of memory that a path uses: on the host, or on the GPU `device`."""
 
     def __init__(self, device: torch.device | None = None) -> None:
         content = os.urandom(PROBE_NBYTES)

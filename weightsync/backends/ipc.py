@@ -134,7 +134,7 @@ class IpcWeightTransferEngine(WeightTransferEngine):
     def sender_beat(self) -> int | None:
         """The heartbeat of the ring's writer; on a ring of this host's member, its alone."""
         opened = self._opened
-        if opened is None or opened.info.road == "distributed":
+        if opened is None or opened.info.path == "distributed":
             return None
         with suppress(ValueError):  # of words that another thread has let go
             return opened.control.writer_beat

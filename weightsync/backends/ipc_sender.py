@@ -48,7 +48,7 @@ from weightsync.wire.offers import (
     SegmentHandle,
 )
 
-Road = Literal["cuda_ipc", "shared_memory"]
+PathName = Literal["cuda_ipc", "shared_memory"]
 
 HOST_BUCKET_NBYTES = 2 << 20
 HOST_BUCKETS = 4
@@ -65,13 +65,13 @@ _OFFER_NUMBERS = itertools.count(1)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IpcOptions:
-    """How to move: `packed` None lets the source decide; sizes None take the road's defaults.
+    """How to move: `packed` None lets the source decide; sizes None take the path's defaults.
 
     `fence` `event` leaves it to readers on the sender's GPU to wait for it, where they all do.
     `sender_id` is who receivers know this by; a sender keeps it over all the engines that it makes.
     """
 
-    road: Road = "shared_memory"
+    path: PathName = "shared_memory"
     packed: bool | None = None
     bucket_nbytes: int | None = None
     num_buckets: int | None = None
@@ -98,12 +98,12 @@ class IpcTrainerEngine(TrainerWeightTransferEngine):
         stage: Callable[[Buckets, torch.device], StagedSlots | None] = stage_on_gpu,
         make_fence: Callable[..., WriterFence] = fence_on_gpu,
     ) -> None:
-        self.road = options.road
+        self.path = options.path
         self.sender_id = options.sender_id
         self._source = source
         self._options = options
         self.manifest = source.manifest
-        on_gpu = options.road == "cuda_ipc"
+        on_gpu = options.path == "cuda_ipc"
         stable = source.stable_tensors()
         packed = stable is None or not options.adopt if options.packed is None else options.packed
         self.packed = packed
@@ -171,7 +171,7 @@ class IpcTrainerEngine(TrainerWeightTransferEngine):
             protocol_min=PROTOCOL,
             protocol_max=PROTOCOL,
             sender=self.sender_id,
-            road=self._options.road,
+            path=self._options.path,
             manifest=manifest_to_wire(self.manifest),
             probe=self.probe_info(),
             control=SegmentHandle(

@@ -45,7 +45,7 @@ _IN_PLACE = 4
 
 @dataclass(frozen=True, slots=True)
 class OpenedMemory:
-    """What `init` opened: control, buckets, the unpacked road's tensors, and both plans."""
+    """What `init` opened: control, buckets, the unpacked path's tensors, and both plans."""
 
     info: IpcInit
     manifest: Manifest
@@ -94,7 +94,7 @@ class IncomingTransfer:
             opened.info.reader,
             epoch=info.epoch,
             base=info.base,
-            pace=NETWORK if opened.info.road == "distributed" else LOCAL,
+            pace=NETWORK if opened.info.path == "distributed" else LOCAL,
         )
 
     def run(self) -> Received:
@@ -112,7 +112,7 @@ class IncomingTransfer:
     def _await_epoch(self) -> None:
         """A ring that is fed from another host may learn of an update after its readers."""
         control, epoch = self._control, self._info.epoch
-        fed = self._opened.info.road == "distributed"
+        fed = self._opened.info.path == "distributed"
         begun = not fed or wait_until(
             lambda: control.epoch >= epoch,
             check=self._check,

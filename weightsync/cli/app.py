@@ -28,7 +28,7 @@ VERBS = {
     "push": "Load a safetensors checkpoint into servers that are running.",
     "status": "Show what servers hold, and how the last update went.",
     "verify": "Compare the weights that a server holds with a safetensors checkpoint.",
-    "doctor": "Say which roads work on this machine, and why others do not.",
+    "doctor": "Say which paths work on this machine, and why others do not.",
     "plot": "Draw the updates of a run from their reports.",
 }
 

@@ -29,7 +29,7 @@ def bench(  # noqa: PLR0913, PLR0917  # one parameter per option
         bool, typer.Option("--packed/--unpacked", help="Through buckets, or read in place.")
     ] = False,
     backend: Annotated[
-        str, typer.Option(help="Road: auto, ipc, distributed (as if to another host).")
+        str, typer.Option(help="Path: auto, ipc, distributed (as if to another host).")
     ] = "auto",
     transport: Annotated[str, typer.Option(help="Control messages by: http, callback.")] = "http",
     readers: Annotated[int, typer.Option(min=1, max=16, help="Receiving processes.")] = 1,
@@ -104,7 +104,7 @@ def make_table(measured: Measured) -> Table:
     title = (
         f"{measured.nbytes / 1e6:.0f} MB in {measured.tensors} {setup.dtype} tensors, {mode}, "
         f"{setup.transport}, {setup.readers} reader(s), {setup.sink} sink, {last.apply}, "
-        f"{last.road}"
+        f"{last.path}"
     )
     caption = (
         f"medians of {setup.rounds} rounds; an update sends {last.control_messages} messages, "

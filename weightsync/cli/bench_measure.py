@@ -104,7 +104,7 @@ class Measured:
             "control_messages": report.control_messages,
             "peak_extra_nbytes": report.peak_extra_nbytes,
             "stall_s": statistics.median(r.stall_s for r in self.plain.reports),
-            "road": report.road,
+            "path": report.path,
             "apply": report.apply,
             "verified": self.verified.reports[-1].verified,
             "nbytes": self.nbytes,

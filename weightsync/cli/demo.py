@@ -147,7 +147,7 @@ class _Demo:
                 steps.append(step := self._expect(trainer, Step))
                 progress.console.print(_describe(number, step), markup=False, highlight=False)
                 progress.advance(task)
-        print_line(f"road: {steps[-1].road}, every update verified: {steps[-1].verified}")
+        print_line(f"path: {steps[-1].path}, every update verified: {steps[-1].verified}")
         proof = self._expect(trainer, Proof)
         print_line(_describe_proof(proof), markup=False, style=None if proof.holds else "red")
         return ready, steps, proof

@@ -33,7 +33,7 @@ class Step(Event, frozen=True, kw_only=True, tag="step"):
     sync_s: float
     gbps: float
     stall_s: float
-    road: str
+    path: str
     verified: str
     rollout_s: float
     train_s: float

@@ -113,7 +113,7 @@ def _step(
         sync_s=report.seconds["total"],
         gbps=report.gbps,
         stall_s=report.stall_s,
-        road=report.road,
+        path=report.path,
         verified=report.verified,
         rollout_s=generated - started,
         train_s=trained - generated,

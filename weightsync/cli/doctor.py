@@ -1,4 +1,4 @@
-"""`weightsync doctor`: which roads work on this machine, and why others do not."""
+"""`weightsync doctor`: which paths work on this machine, and why others do not."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from weightsync.cli.doctor_pairs import (
 )
 
 LOOK_S = 20.0
-ROADS = (CUDA_IPC, SHARED_MEMORY, DISTRIBUTED)
+PATHS = (CUDA_IPC, SHARED_MEMORY, DISTRIBUTED)
 _STYLES = {Level.OK: "green", Level.WARNING: "yellow", Level.PROBLEM: "red"}
 
 
@@ -50,7 +50,7 @@ def doctor(
     host: Annotated[str, typer.Option(help="address for --port")] = "127.0.0.1",
     json_: Annotated[bool, typer.Option("--json", help="print one JSON object")] = False,
 ) -> None:
-    """Look at this machine and try every road, and say what to do where one fails."""
+    """Look at this machine and try every path, and say what to do where one fails."""
     with ending(as_json=json_):
         findings: list[Finding] = []
         console = Console(soft_wrap=True, highlight=False, markup=False)
@@ -62,7 +62,7 @@ def doctor(
     if json_:
         answer = {
             "level": level.value,
-            "roads": {road: _works(road, findings) for road in ROADS},
+            "paths": {path: _works(path, findings) for path in PATHS},
             "findings": [finding.to_dict() for finding in findings],
         }
         print_json(answer)
@@ -72,7 +72,7 @@ def doctor(
 
 
 def make_checks(*, clean: bool, host: str, ports: Sequence[int]) -> list[Check]:
-    """Return every check, those that try roads last."""
+    """Return every check, those that try paths last."""
     gpu = has_gpu()
     return [
         Check("cpu", look_at_cpu, LOOK_S),
@@ -98,8 +98,8 @@ def worst(findings: Sequence[Finding]) -> Level:
     return max(levels, key=list(Level).index, default=Level.OK)
 
 
-def _works(road: str, findings: Sequence[Finding]) -> bool:
-    return any(finding.works for finding in findings if finding.check == road)
+def _works(path: str, findings: Sequence[Finding]) -> bool:
+    return any(finding.works for finding in findings if finding.check == path)
 
 
 def _print_finding(console: Console, finding: Finding) -> None:
@@ -111,11 +111,11 @@ def _print_finding(console: Console, finding: Finding) -> None:
 
 
 def _summary(findings: Sequence[Finding]) -> str:
-    working = [road for road in ROADS if _works(road, findings)]
+    working = [path for path in PATHS if _works(path, findings)]
     counted = [(sum(f.level is level for f in findings), level) for level in Level]
     counts = ", ".join(
         f"{count} {level}{'s' if count > 1 and level is not Level.OK else ''}"
         for count, level in counted
         if count
     )
-    return f"roads that work here: {', '.join(working) or 'none'} ({counts})"
+    return f"paths that work here: {', '.join(working) or 'none'} ({counts})"

@@ -11,7 +11,7 @@ from enum import StrEnum
 
 
 class Level(StrEnum):
-    """How bad it is: a warning costs speed or a road, a problem stops weightsync from working."""
+    """How bad it is: a warning costs speed or a path, a problem stops weightsync from working."""
 
     OK = "ok"
     WARNING = "warning"
@@ -22,7 +22,7 @@ class Level(StrEnum):
 class Finding:
     """One line: what was looked at, what was seen, and what to do about it.
 
-    `works` is said by the checks that try a road, and that have its name.
+    `works` is said by the checks that try a path, and that have its name.
     """
 
     check: str
@@ -42,7 +42,7 @@ def ok(check: str, seen: str) -> Finding:
 
 
 def warning(check: str, seen: str, remedy: str) -> Finding:
-    """Something costs speed, or a road that another one replaces."""
+    """Something costs speed, or a path that another one replaces."""
     return Finding(check, Level.WARNING, seen, remedy)
 
 

@@ -16,7 +16,7 @@ from weightsync.errors import WeightSyncError
 from weightsync.samehost.cuda_handle import expandable_setting
 
 _DEVICES = ("/dev/nvidiactl", "/dev/dxg")
-_STAGED = "GPU weights go through host memory instead (the shared_memory road)"
+_STAGED = "GPU weights go through host memory instead (the shared_memory path)"
 
 
 def has_gpu() -> bool:

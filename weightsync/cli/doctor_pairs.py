@@ -1,4 +1,4 @@
-"""Roads tried for real by `weightsync doctor`, each between two processes."""
+"""Paths tried for real by `weightsync doctor`, each between two processes."""
 
 from __future__ import annotations
 

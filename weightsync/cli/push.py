@@ -54,7 +54,7 @@ def push(  # noqa: PLR0913, PLR0917  # one parameter per option
     rewind: Annotated[
         bool, typer.Option("--rewind", help="allow a version lower than the one held")
     ] = False,
-    backend: Annotated[str, typer.Option(help="road: auto, ipc, distributed")] = "auto",
+    backend: Annotated[str, typer.Option(help="path: auto, ipc, distributed")] = "auto",
     verify: Annotated[
         bool, typer.Option("--verify/--no-verify", help="fingerprint what arrives")
     ] = True,
@@ -116,10 +116,10 @@ def _print_report(report: SyncReport) -> None:
     )
     for receiver in report.receivers:
         console.print(
-            f"  {receiver.target}: {receiver.road}, {receiver.apply}, verified: "
+            f"  {receiver.target}: {receiver.path}, {receiver.apply}, verified: "
             f"{receiver.verified}, stall {receiver.stall_s * 1e3:.2f} ms"
         )
-        for road, why in receiver.skipped_roads.items():
-            console.print(f"    not by {road}: {why}", style="yellow")
+        for path, why in receiver.skipped_paths.items():
+            console.print(f"    not by {path}: {why}", style="yellow")
     phases = ", ".join(f"{name} {value * 1e3:.1f} ms" for name, value in report.seconds.items())
     console.print(f"  {phases}")

@@ -28,7 +28,7 @@ from weightsync.cli.answers import (
 )
 from weightsync.cli.metrics_text import LastUpdates
 from weightsync.cli.status_host import census_to_dict, show_host
-from weightsync.cli.status_seen import ServerStatus, StatusTarget, look, roads_of
+from weightsync.cli.status_seen import ServerStatus, StatusTarget, look, paths_of
 from weightsync.errors import (
     AuthError,
     ConfigError,
@@ -133,7 +133,7 @@ def _lines(seen: ServerStatus) -> Iterator[Text]:
     coming = f", version {held.prepared_version} prepared" if held.prepared_version else ""
     yield Text(f"  version   {held.version}{label}{coming}")
     yield Text(f"  applies   {held.apply}, verifies {held.verification}")
-    yield Text(f"  road      {roads_of(held)}; {', '.join(held.device_keys)}")
+    yield Text(f"  path      {paths_of(held)}; {', '.join(held.device_keys)}")
     for line in _update_lines(seen.updates):
         yield Text(f"  updates   {line}")
     yield Text(f"  ledger    {_ledger(held.ledger)}")

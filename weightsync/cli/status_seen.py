@@ -60,7 +60,7 @@ class ServerStatus:
         return {
             "url": self.url,
             "reachable": True,
-            "road": roads_of(self.status),
+            "path": paths_of(self.status),
             **_whole(self.status),
             "updates": _whole(self.updates),
             "server": self.server,
@@ -118,8 +118,8 @@ def look(places: Sequence[StatusTarget], timeout_s: float) -> list[ServerStatus]
         return [seen for answered in every for seen in answered]
 
 
-def roads_of(held: Status) -> str:
-    """Return the roads by which the bytes of connected senders come."""
+def paths_of(held: Status) -> str:
+    """Return the paths by which the bytes of connected senders come."""
     return ", ".join(sorted(set(held.senders.values()))) or "none"
 
 

@@ -36,7 +36,7 @@ class Senders:
         self._engines: dict[str, WeightTransferEngine] = {}
         self._heartbeats: dict[str, Heartbeat] = {}
         self._remote: set[str] = set()
-        self._roads: dict[str, str] = {}
+        self._paths: dict[str, str] = {}
         self._numbers: OrderedDict[str, int] = OrderedDict()
         self._opening = ""
         self.at_work: Callable[[], bool] = lambda: False
@@ -106,7 +106,7 @@ class Senders:
         self.close(info.sender)
         self._engines[info.sender] = engine
         self._heartbeats[info.sender] = Heartbeat(engine.beat, at_work=self._works)
-        self._roads[info.sender] = info.road
+        self._paths[info.sender] = info.path
         self._note_number(info)
         if remote:
             self._remote.add(info.sender)
@@ -168,7 +168,7 @@ class Senders:
     def close(self, sender: str) -> None:
         """Close one sender's engine, if there is one."""
         self._remote.discard(sender)
-        self._roads.pop(sender, None)
+        self._paths.pop(sender, None)
         engine = self._engines.pop(sender, None)
         if engine is not None:
             self._heartbeats.pop(sender).close()
@@ -197,9 +197,9 @@ class Senders:
         while len(self._numbers) > REMEMBERED_SENDERS:
             self._numbers.popitem(last=False)
 
-    def roads(self) -> dict[str, str]:
-        """Return the road of every sender that is connected."""
-        return dict(self._roads)
+    def paths(self) -> dict[str, str]:
+        """Return the path of every sender that is connected."""
+        return dict(self._paths)
 
     def ledger(self) -> list[LedgerEntry]:
         """Everything that the engines hold open."""

@@ -32,12 +32,12 @@ NO_ANSWER = "NO ANSWER"
 class Mapped(msgspec.Struct, frozen=True, kw_only=True):
     """Bytes that a worker has mapped of one sender, or of all senders' control segments ("").
 
-    `road` is that of a sender that is connected.
+    `path` is that of a sender that is connected.
     """
 
     sender: str
     nbytes: int
-    road: str = ""
+    path: str = ""
 
 
 class WorkerView(msgspec.Struct, frozen=True, kw_only=True):
@@ -214,13 +214,13 @@ def _worker_view(name: str, status: Status, report: WorkerReport) -> WorkerView:
     )
 
 
-def mapped_by_sender(ledger: Iterable[LedgerEntry], roads: Mapping[str, str]) -> list[Mapped]:
+def mapped_by_sender(ledger: Iterable[LedgerEntry], paths: Mapping[str, str]) -> list[Mapped]:
     """Return how much is mapped of each sender; a control segment is named after no sender."""
     sums: dict[str, int] = defaultdict(int)
     for entry in ledger:
         sums["" if entry.kind == "control" else entry.name] += entry.nbytes
     return [
-        Mapped(sender=sender, nbytes=nbytes, road=roads.get(sender, ""))
+        Mapped(sender=sender, nbytes=nbytes, path=paths.get(sender, ""))
         for sender, nbytes in sorted(sums.items())
     ]
 

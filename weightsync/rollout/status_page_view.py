@@ -271,22 +271,22 @@ def _replicas(replicas: Sequence[EngineStats]) -> Markup:
 
 def _memory(workers: Sequence[WorkerView]) -> Markup:
     held: dict[str, list[int]] = defaultdict(list)
-    roads: dict[str, set[str]] = defaultdict(set)
+    paths: dict[str, set[str]] = defaultdict(set)
     for worker in workers:
         for mapped in worker.mapped:
             held[mapped.sender].append(mapped.nbytes)
-            roads[mapped.sender].add(mapped.road)
+            paths[mapped.sender].add(mapped.path)
     rows = [
         [
             tag("code", isolated(sender)) if sender else "control segments, of all senders",
-            isolated(", ".join(sorted(filter(None, roads[sender]))) or "any"),
+            isolated(", ".join(sorted(filter(None, paths[sender]))) or "any"),
             figures.nbytes(max(sizes)),
             figures.nbytes(sum(sizes)),
             str(len(sizes)),
         ]
         for sender, sizes in sorted(held.items(), reverse=True)
     ]
-    columns = ("Sender", "Road", "#Largest of a worker", "#Mapped by all", "#Workers")
+    columns = ("Sender", "Path", "#Largest of a worker", "#Mapped by all", "#Workers")
     return _table_section("memory", "Memory mapped of senders", columns, rows, none="None.")
 
 

@@ -128,7 +128,7 @@ def check_torch(rebuild: Callable[..., object] = rebuild_cuda_tensor) -> None:
         raise BackendUnavailableError(
             f"torch {torch.__version__} shares CUDA memory in a way that this weightsync does not "
             f"know (new: {_listed(differs)}; gone: {_listed(gone + lacking)}); use torch 2.11 to "
-            "2.13, a newer weightsync, or the shared_memory road"
+            "2.13, a newer weightsync, or the shared_memory path"
         )
 
 

@@ -1,4 +1,4 @@
-"""A trainer's tensors on a GPU, registered where they are: what the unpacked road reads there.
+"""A trainer's tensors on a GPU, registered where they are: what the unpacked path reads there.
 
 A contiguous tensor of the dtype it is sent in is exported as it lies; another is copied into a
 buffer of its own before each update.

@@ -1,4 +1,4 @@
-"""Known bytes that prove a road before anything depends on it."""
+"""Known bytes that prove a path before anything depends on it."""
 
 from __future__ import annotations
 

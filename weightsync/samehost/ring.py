@@ -120,7 +120,7 @@ class Control:
 
     @property
     def table_ready(self) -> int:
-        """How many fingerprints of the unpacked road were written, ever."""
+        """How many fingerprints of the unpacked path were written, ever."""
         return self._get(_TABLE)
 
     @table_ready.setter

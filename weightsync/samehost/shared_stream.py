@@ -1,4 +1,4 @@
-"""A trainer's parameters in shared memory, moved there once: the unpacked road on a host.
+"""A trainer's parameters in shared memory, moved there once: the unpacked path on a host.
 
 Every tensor has its fixed place in one segment. A tensor that is alone in its storage is *moved*
 there (adopted): from then on the trainer's optimizer writes where the receivers read, and an update

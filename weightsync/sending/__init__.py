@@ -1,1 +1,1 @@
-"""One update as its sender lives it: the fleet, the road, the transaction."""
+"""One update as its sender lives it: the fleet, the path, the transaction."""

@@ -20,12 +20,12 @@ class Command(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class Open(Command, frozen=True, kw_only=True):
-    """Make an engine of this road on each of these ranks; the others have none.
+    """Make an engine of this path on each of these ranks; the others have none.
 
     `relayed` says that rank 0's ring also feeds receivers on other hosts.
     """
 
-    roads: dict[int, Literal["cuda_ipc", "shared_memory"]]
+    paths: dict[int, Literal["cuda_ipc", "shared_memory"]]
     packed: bool
     relayed: bool
 

@@ -44,7 +44,7 @@ from weightsync.wire.offers import IpcInit
 if TYPE_CHECKING:
     from weightsync.sending.fleet import Member
 
-LOCAL_ROADS = ("cuda_ipc", "shared_memory")
+LOCAL_PATHS = ("cuda_ipc", "shared_memory")
 RELAY_READER = READER_PLACES - 1
 """The place on rank 0's ring from which other hosts are fed."""
 RELAYED_BUCKET_NBYTES = 16 << 20
@@ -123,7 +123,7 @@ class RankWorker:
     def ledger(self, members: Iterable[Member]) -> list[LedgerEntry]:
         """What this rank shares now; the readers of it are named after `members`, where known."""
         engine, rank = self.engine, self._ranks.rank
-        names = {m.reader: m.target for m in members if m.rank == rank and m.road in LOCAL_ROADS}
+        names = {m.reader: m.target for m in members if m.rank == rank and m.path in LOCAL_PATHS}
         if self.relay is not None:
             names[RELAY_READER] = "other hosts"
         return engine.exports.entries(names) if engine is not None else []
@@ -144,10 +144,10 @@ class RankWorker:
     def _open(self, command: Open) -> CommandResult:
         self.close()
         self._packed = command.packed
-        road = command.roads.get(self._ranks.rank)
-        if road is None:
+        path = command.paths.get(self._ranks.rank)
+        if path is None:
             return CommandResult()
-        options = replace(self._options, road=road, packed=command.packed)
+        options = replace(self._options, path=path, packed=command.packed)
         if command.relayed:
             # Every ring of one sender has the same buckets, so that one table fits them all.
             options = replace(

@@ -71,8 +71,8 @@ class Server:
 class Member:
     """One receiver: its transport, how it is fed, and who it was when it was last asked.
 
-    Rank `rank` of the trainer feeds it, on `road`; `skipped` says why not on a faster one. It reads
-    at place `reader` of that rank's ring or, on the road `distributed`, of the ring of its own
+    Rank `rank` of the trainer feeds it, on `path`; `skipped` says why not on a faster one. It reads
+    at place `reader` of that rank's ring or, on the path `distributed`, of the ring of its own
     host, which the one of `group_rank` fills (0 where it is in no group now). `sender` is what it
     knows this sender by, `released` the same once memory was withdrawn. `unfinished` and
     `unaborted` are updates whose end it has not answered for: it is told again before the next one;
@@ -85,7 +85,7 @@ class Member:
     name: str = ""
     server: Server | None = None
     rank: int = 0
-    road: str = ""
+    path: str = ""
     reader: int = 0
     group_rank: int = 0
     sender: str = ""
@@ -107,9 +107,9 @@ class Member:
         return self.name or self.transport.target
 
     @property
-    def shown_road(self) -> str:
-        """How reports name its road: its transport may carry the bytes on from there."""
-        return getattr(self.transport, "road", "") or self.road
+    def shown_path(self) -> str:
+        """How reports name its path: its transport may carry the bytes on from there."""
+        return getattr(self.transport, "path", "") or self.path
 
     def is_named(self, target: str) -> bool:
         """Whether messages name it so, or the server that it belongs to."""
@@ -372,7 +372,7 @@ class Fleet:
         # Longer than what is waited for here, so that silence is told from a lost answer.
         limit_s = timeout_s * (1.1 if brief else PATIENCE + 1) + LOOK_S
         watch = self.watch
-        seen = ObservedCall(member.target, member.rank, member.reader, member.road, message)
+        seen = ObservedCall(member.target, member.rank, member.reader, member.path, message)
         watch.on_request(seen)
 
         def ask() -> MemberReply:

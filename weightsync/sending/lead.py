@@ -20,7 +20,7 @@ from weightsync.sending.ensemble import RankGroup
 from weightsync.sending.fleet import Fleet, Member
 from weightsync.sending.membership import Membership, names
 from weightsync.sending.outgoing import UpdateTransaction
-from weightsync.sending.roads import PathSelector
+from weightsync.sending.paths import PathSelector
 from weightsync.sending.sent import LastVersion
 from weightsync.sending.servers import WorldSizeChangedError
 from weightsync.transports.base import Transport
@@ -51,8 +51,8 @@ class Coordinator:
         takeover: bool = False,
     ) -> None:
         self.fleet = fleet
-        self.roads = PathSelector(group, fleet, options, backend=backend)
-        fleet.beat = self.roads.beat
+        self.paths = PathSelector(group, fleet, options, backend=backend)
+        fleet.beat = self.paths.beat
         self.verify = True
         self._group = group
         fleet.watch = group.observers
@@ -63,7 +63,7 @@ class Coordinator:
         self._membership = Membership(
             group,
             fleet,
-            self.roads,
+            self.paths,
             timeout_s=options.timeout_s,
             drops=self._drops,
             takeover=takeover,
@@ -81,7 +81,7 @@ class Coordinator:
         return self._membership.connected
 
     def connect(self) -> None:
-        """Take a road to everyone, and take over what a dead sender left."""
+        """Take a path to everyone, and take over what a dead sender left."""
         self._membership.connect()
 
     def disconnect(self, *, leaves: bool = False) -> None:
@@ -106,7 +106,7 @@ class Coordinator:
             version=sent,
             label=label,
             weights_id=terms.weights_id,
-            layout=self.roads.layout,
+            layout=self.paths.layout,
             digests=update.table_digests,
             update_ids={update.update_id},
         )
@@ -355,7 +355,7 @@ class Coordinator:
         return UpdateTransaction(
             self.fleet,
             self._group,
-            self.roads,
+            self.paths,
             timeout_s=self._timeout_s,
             verify=self.verify,
             drops=self._drops,
@@ -363,14 +363,14 @@ class Coordinator:
         )
 
     def _check_unchanged(self, update: UpdateTransaction) -> None:
-        self._sent.check_unchanged(update.table_digests, self.roads.layout)
+        self._sent.check_unchanged(update.table_digests, self.paths.layout)
 
     def _report(
         self, update: UpdateTransaction, version: int, label: str | None, before: tuple[int, int]
     ) -> SyncReport:
         """Add to the update's report what came before and after it in the same call."""
-        connect_seconds = dict(self.roads.seconds) if self.roads.unreported else {}
-        self.roads.unreported = False
+        connect_seconds = dict(self.paths.seconds) if self.paths.unreported else {}
+        self.paths.unreported = False
         dropped, self._membership.dropped = self._membership.dropped, {}
         return dataclasses.replace(
             update.report(version, label, before),

@@ -28,7 +28,7 @@ from weightsync.sending.fleet import (
     failures,
     raise_first,
 )
-from weightsync.sending.roads import PathSelector
+from weightsync.sending.paths import PathSelector
 from weightsync.sending.servers import (
     SAYS_NOTHING,
     WorldSizeChangedError,
@@ -68,14 +68,14 @@ class Membership:
         self,
         group: RankGroup,
         fleet: Fleet,
-        roads: PathSelector,
+        paths: PathSelector,
         *,
         timeout_s: float,
         drops: bool,
         takeover: bool = False,
     ) -> None:
         self.fleet = fleet
-        self.roads = roads
+        self.paths = paths
         self.version = 0
         self.connected = False
         self.dropped: dict[str, str] = {}
@@ -86,21 +86,21 @@ class Membership:
         self._pending_finishes: dict[str, tuple[FinishRequest | None, str | None]] = {}
 
     def connect(self) -> None:
-        """Take a road to everyone, and end what a dead sender left open.
+        """Take a path to everyone, and end what a dead sender left open.
 
         The first time everyone has to be there: a wrong address is no failure to go on without.
         """
-        answers = self._handshake(self.fleet.members, drops=self._drops and self.roads.met)
+        answers = self._handshake(self.fleet.members, drops=self._drops and self.paths.met)
         check_fleet(self.fleet, answers, takeover=self._takeover)
         self.observe_versions(answer.status.version for answer in answers)
-        self.roads.take(self.version)
+        self.paths.take(self.version)
         self.connected = True
         try:
             self.observe_versions(recover_orphans(self.fleet, answers, self._timeout_s))
         except BaseException:
             self.disconnect()
             raise
-        self.roads.met = True
+        self.paths.met = True
 
     def disconnect(self, *, leaves: bool | None = None) -> None:
         """Unregister all memory; the next call that needs it connects.
@@ -112,7 +112,7 @@ class Membership:
             self._flush_pending_finishes(self.fleet.members)
         if self.connected or leaves:
             self.connected = False
-            self.roads.withdraw(leaves=leaves)
+            self.paths.withdraw(leaves=leaves)
 
     def ready(self, members: Sequence[Member] | None = None) -> None:
         """Have members (None: all) connected and free of updates that are over.
@@ -160,7 +160,7 @@ class Membership:
     def _take_in(self, members: Sequence[Member], *, drops: bool) -> None:
         answers = self._handshake(members, drops=drops)
         check_fleet(self.fleet, answers, takeover=self._takeover)
-        if not all(self.roads.extend(answer.member, self.version) for answer in answers):
+        if not all(self.paths.extend(answer.member, self.version) for answer in answers):
             self.disconnect()
             self.connect()
 
@@ -202,8 +202,8 @@ class Membership:
             self._pending_finishes[member.instance] = (member.unfinished, member.unaborted)
             while len(self._pending_finishes) > MAX_OWED:
                 del self._pending_finishes[next(iter(self._pending_finishes))]
-        self.roads.withdraw([member], leaves=True)
-        self.roads.forget(member)
+        self.paths.withdraw([member], leaves=True)
+        self.paths.forget(member)
         self.fleet.remove(member)
 
     def retry_pending(
@@ -246,9 +246,9 @@ class Membership:
 
     def repair_group(self, members: Sequence[Member]) -> None:
         """Make the private group anew where one of the members is not in a whole one."""
-        while self.roads.apart([m for m in members if m in self.fleet.members]):
+        while self.paths.apart([m for m in members if m in self.fleet.members]):
             staying = [m for m in members if m in self.fleet.members]
-            failed = failures(self.roads.repair(self.version, staying))
+            failed = failures(self.paths.repair(self.version, staying))
             if not failed:
                 return
             if not self.may_drop(answer.member for answer in failed):
@@ -323,7 +323,7 @@ class Membership:
         answers = self._without_lost(answers, drops=drops)
         for answer in answers:
             if answer.status.workers:
-                self.roads.forget(answer.member)
+                self.paths.forget(answer.member)
         told = expand_servers(self.fleet, answers, self._timeout_s)
         answers = self._await_turns(self._without_lost(told, drops=drops), drops=drops)
         return [self._restore_pending(answer) for answer in answers]
@@ -366,7 +366,7 @@ class Membership:
         kept = [answer for answer in answers if answer.member.server not in servers]
         for answer in answers:
             if answer.member.server in servers:
-                self.roads.forget(answer.member)
+                self.paths.forget(answer.member)
         whole = [self.fleet.collapse(server) for server in servers]
         asked = self.fleet.ask(StatusRequest(), timeout_s=self._timeout_s, members=whole)
         return [*kept, *asked]
@@ -415,15 +415,15 @@ class Membership:
             self.drop(answer.member, answer.error or TransferError(doing))
 
     def _offer(self, members: Sequence[Member]) -> None:
-        """Connect members again, by the road that works for them now."""
-        remote = [member for member in members if member.road == "distributed"]
+        """Connect members again, by the path that works for them now."""
+        remote = [member for member in members if member.path == "distributed"]
         for member in members:
-            if member not in remote and not self.roads.extend(member, self.version):
+            if member not in remote and not self.paths.extend(member, self.version):
                 self.disconnect()
                 self.connect()
                 return
         if remote:
-            self.roads.offer(remote, self.version)
+            self.paths.offer(remote, self.version)
 
 
 def names(members: Iterable[Member]) -> str:

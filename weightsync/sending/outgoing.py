@@ -24,7 +24,7 @@ from weightsync.report import ReceiverReport, SyncReport
 from weightsync.sending.commands import Begin, CommandResult, End, KeepAlive, Transfer
 from weightsync.sending.ensemble import RankGroup
 from weightsync.sending.fleet import Fleet, Member, MemberReply, add_target, failures, raise_first
-from weightsync.sending.roads import PathSelector
+from weightsync.sending.paths import PathSelector
 from weightsync.weights.source import NamedTensors
 from weightsync.wire.messages import (
     AbortRequest,
@@ -58,7 +58,7 @@ class UpdateTransaction:
         self,
         fleet: Fleet,
         group: RankGroup,
-        roads: PathSelector,
+        paths: PathSelector,
         *,
         timeout_s: float,
         verify: bool,
@@ -74,7 +74,7 @@ class UpdateTransaction:
         self.members = list(fleet.members if members is None else members)
         self._fleet = fleet
         self._group = group
-        self._roads = roads
+        self._paths = paths
         self._timeout_s = timeout_s
         self._verify = verify
         self._finishing = False
@@ -215,7 +215,7 @@ class UpdateTransaction:
         replies = self._replies
         receivers = tuple(self._receiver(member, reply) for member, reply in replies.items())
         nbytes, messages = before
-        skipped = {road: why for member in replies for road, why in member.skipped.items()}
+        skipped = {path: why for member in replies for path, why in member.skipped.items()}
         return SyncReport(
             version=version,
             label=label,
@@ -223,7 +223,7 @@ class UpdateTransaction:
             tensors=len(self._group.manifest.specs),
             nbytes=max((r.nbytes for r in replies.values()), default=0),
             packed=self._packed,
-            road="+".join(sorted({r.road for r in receivers})),
+            path="+".join(sorted({r.path for r in receivers})),
             apply="in_place" if any(r.apply == "in_place" for r in receivers) else "staged",
             verified=min((r.verified for r in receivers), key=_STRENGTH.index, default="none"),
             stall_s=max((r.stall_s for r in receivers), default=0.0),
@@ -233,7 +233,7 @@ class UpdateTransaction:
             peak_extra_nbytes=max((told.extra_nbytes for told in self._told), default=0),
             written_nbytes=sum(told.written_nbytes for told in self._told),
             receivers=receivers,
-            skipped_roads=skipped,
+            skipped_paths=skipped,
             rule=self.rule,
         )
 
@@ -262,7 +262,7 @@ class UpdateTransaction:
         """Send one message to each, and the bytes that belong to it while they read."""
         started = time.perf_counter()
         members = self._staying
-        begin = Begin(places=self._roads.places(members), verify=self._verify, pairs=pairs)
+        begin = Begin(places=self._paths.places(members), verify=self._verify, pairs=pairs)
 
         def request(member: Member) -> Request:
             info = self._info(member)
@@ -326,19 +326,19 @@ class UpdateTransaction:
 
     def _stay(self) -> None:
         """Ask the ranks whether they still want the update, and how their readers stand."""
-        self._roads.heard(self._group.run_on_all(KeepAlive()))
+        self._paths.heard(self._group.run_on_all(KeepAlive()))
 
     def _receive_reply(self) -> None:
         """Ask the ranks how their readers stand; an error of theirs ends nothing here."""
         with suppress(WeightSyncError):
-            self._roads.heard(self._group.run_on_all(KeepAlive(asks=False)))
+            self._paths.heard(self._group.run_on_all(KeepAlive(asks=False)))
 
     def _info(self, member: Member) -> RegisteredUpdate:
         """What one member is told: the ring of its rank, and whom it feeds itself."""
         info = self._begun[member.rank].update
         if info is None:
             raise TransferError(f"rank {member.rank} began no update for {member.target}")
-        feeds = self._roads.feeds(member, self._staying)
+        feeds = self._paths.feeds(member, self._staying)
         return info if feeds is None else replace(info, readers=feeds)
 
     def _ask(
@@ -360,13 +360,13 @@ class UpdateTransaction:
         Only who failed before the stop is to blame for it; where nobody had, whom the private
         group names, or who kept the sender waiting.
         """
-        blamed = [] if self.failed else self._roads.lost(list(begun), why)
+        blamed = [] if self.failed else self._paths.lost(list(begun), why)
         if self._first is not None and not (self.failed or blamed):
             blamed = [self._first]
         if not (self.failed or blamed):
             self._note([future.result() for future in begun.values() if future.done()])
         if isinstance(why, TransferTimeout) and not (self.failed or blamed):
-            blamed = self._roads.late(list(begun))
+            blamed = self._paths.late(list(begun))
             add_target(why, ", ".join(member.target for member in blamed))
             self._fleet.silence(blamed)
         if isinstance(why, WeightSyncError):
@@ -413,7 +413,7 @@ class UpdateTransaction:
     def _raise_early(self, begun: Mapping[Member, Future[MemberReply]]) -> None:
         """Stop when asked to, or when a receiver has answered that the rest need not go on."""
         self._raise_if_cancelled()
-        self._roads.trust()
+        self._paths.trust()
         self._fleet.look()
         for member, future in begun.items():
             if future.done():
@@ -421,7 +421,7 @@ class UpdateTransaction:
                 if answer.error is not None:
                     self._first = member
                     raise answer.error
-                if self._roads.unread(member):
+                if self._paths.unread(member):
                     self.failed[member] = ProtocolError(
                         f"{member.target} answered that it has everything, and has not read its "
                         "place of the ring; do several receivers stand behind it?"
@@ -439,11 +439,11 @@ class UpdateTransaction:
     def _receiver(self, member: Member, reply: StepReply) -> ReceiverReport:
         return ReceiverReport(
             target=member.target,
-            road=member.shown_road,
+            path=member.shown_path,
             apply=reply.apply,
             verified=reply.verified,
             stall_s=reply.stall_s,
             seconds=reply.seconds,
             peak_extra_nbytes=reply.peak_extra_nbytes,
-            skipped_roads=member.skipped,
+            skipped_paths=member.skipped,
         )

@@ -11,16 +11,16 @@ from weightsync.sending.commands import RankInfo
 from weightsync.sending.fleet import Member
 
 Backend = Literal["auto", "ipc", "distributed"]
-Road = Literal["cuda_ipc", "shared_memory", "distributed"]
+PathName = Literal["cuda_ipc", "shared_memory", "distributed"]
 BACKENDS: tuple[Backend, ...] = ("auto", "ipc", "distributed")
 
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """The rank that feeds a receiver, and the road."""
+    """The rank that feeds a receiver, and the path."""
 
     rank: int
-    road: Road
+    path: PathName
 
 
 def check_backend(backend: str, *, packed: bool | None = None) -> None:
@@ -81,10 +81,10 @@ def assign(wishes: dict[Member, list[Candidate]]) -> dict[Member, Candidate]:
     A rank has one ring: on the GPU for `cuda_ipc`, on the host for the other two.
     """
     chosen = {member: left[0] for member, left in wishes.items()}
-    on_host = {way.rank for way in chosen.values() if way.road != "cuda_ipc"}
+    on_host = {way.rank for way in chosen.values() if way.path != "cuda_ipc"}
     for member, way in chosen.items():
-        others = [other for other in wishes[member] if other.road == "shared_memory"]
-        if way.road == "cuda_ipc" and way.rank in on_host and others:
+        others = [other for other in wishes[member] if other.path == "shared_memory"]
+        if way.path == "cuda_ipc" and way.rank in on_host and others:
             member.skipped["cuda_ipc"] = (
                 f"rank {way.rank} feeds another receiver from host memory, and one ring serves all"
             )

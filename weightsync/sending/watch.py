@@ -22,13 +22,13 @@ class ObservedCall:
     target: str
     rank: int
     reader: int
-    road: str
+    path: str
     request: Request
 
     @property
     def place(self) -> int | None:
         """Its place on this process's own ring; None where another one feeds it."""
-        return self.reader if self.rank == 0 and self.road != "distributed" else None
+        return self.reader if self.rank == 0 and self.path != "distributed" else None
 
 
 class Observer(Protocol):

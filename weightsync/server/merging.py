@@ -63,7 +63,7 @@ def merge_statuses(statuses: Mapping[str, Status]) -> Status:
             for entry in status.ledger
         ],
         workers=list(statuses),
-        senders=_roads(held),
+        senders=_paths(held),
         owner=max((s.owner for s in held if s.owner), key=_standing, default=None),
     )
 
@@ -93,11 +93,11 @@ def _weakest(levels: Iterable[str]) -> str:
     return min(levels, key=_WEAKEST_FIRST.index)
 
 
-def _roads(held: Sequence[Status]) -> dict[str, str]:
-    """Return every sender's road, or roads, where it reaches workers by several."""
+def _paths(held: Sequence[Status]) -> dict[str, str]:
+    """Return every sender's path, or paths, where it reaches workers by several."""
     ids = dict.fromkeys(sender for status in held for sender in status.senders)
     found = {s: {status.senders[s] for status in held if s in status.senders} for s in ids}
-    return {sender: ", ".join(sorted(roads)) for sender, roads in found.items()}
+    return {sender: ", ".join(sorted(paths)) for sender, paths in found.items()}
 
 
 def _standing(owner: Owner) -> tuple[bool, int]:

@@ -121,12 +121,12 @@ class SglangTarget:
 class SglangTransport(CountingTransport):
     """A Transport to one SGLang server, by files on `shelf`. Raises what its greeting raises.
 
-    `road` is how reports name the way of the bytes. What the server holds is taken from its
+    `path` is how reports name the way of the bytes. What the server holds is taken from its
     `weight_version`, where that is a number. No call to it takes longer than `patience_s`: whether
     a server that reads files makes progress is not seen.
     """
 
-    road = "safetensors_file"
+    path = "safetensors_file"
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""Tensors into buckets: the writing half of the packed road."""
+"""Tensors into buckets: the writing half of the packed path."""
 
 from __future__ import annotations
 

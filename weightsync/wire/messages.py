@@ -33,7 +33,7 @@ PROTOCOL = 1  # `init` compares ranges
 class InitRequest(Message, frozen=True, kw_only=True):
     """`init_weight_transfer_engine`; an empty `init_info` only asks who is there.
 
-    `probe` alone tries a road before anything else is exported for it.
+    `probe` alone tries a path before anything else is exported for it.
     """
 
     init_info: IpcInit | DistributedInit | None = None
@@ -298,7 +298,7 @@ class Status(Message, frozen=True, kw_only=True):
     `prepared_version` is the version that `finish` would commit; `orphaned` says that the sender
     of the open update is dead, `detail` why the receiver may not generate. `workers` are the paths,
     below this one's URL, of the receivers that it stands for; none where it is one itself.
-    `senders` are the roads by which connected senders send, by sender id; `owner` is the last one
+    `senders` are the paths by which connected senders send, by sender id; `owner` is the last one
     that the receiver belonged to, alive or not.
     """
 
@@ -327,13 +327,13 @@ class Status(Message, frozen=True, kw_only=True):
 
 
 class InitReply(Message, frozen=True, kw_only=True):
-    """What the receiver is, and the road that proved itself (None: nothing was asked).
+    """What the receiver is, and the path that proved itself (None: nothing was asked).
 
     `ring` is what a member of the private group made for its host.
     """
 
     status: Status
-    road: str | None = None
+    path: str | None = None
     ring: HostRing | None = None
 
 

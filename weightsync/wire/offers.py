@@ -71,7 +71,7 @@ class ManifestMessage(Message, frozen=True, kw_only=True):
 
 
 class RingInfo(Message, frozen=True, kw_only=True):
-    """Where the packed road's buckets are."""
+    """Where the packed path's buckets are."""
 
     data: KeyedHandle
     num_slots: Annotated[int, Meta(ge=1, le=1024)]
@@ -79,7 +79,7 @@ class RingInfo(Message, frozen=True, kw_only=True):
 
 
 class StorageInfo(Message, frozen=True, kw_only=True):
-    """The registered memory of the unpacked road.
+    """The registered memory of the unpacked path.
 
     Tensor i lies `offset[i]` bytes into `storage[i]`. Every tensor is contiguous there.
     """
@@ -102,7 +102,7 @@ class ReadyEvents(Message, frozen=True, kw_only=True):
 
 
 class ProbeInfo(Message, frozen=True, kw_only=True):
-    """Known bytes that a receiver opens and checks before a road counts as usable."""
+    """Known bytes that a receiver opens and checks before a path counts as usable."""
 
     handle: KeyedHandle
     nbytes: Annotated[int, Meta(ge=1, le=1 << 16)]
@@ -126,7 +126,7 @@ class Owner(Message, frozen=True, kw_only=True):
 
 
 class Offer(Message, frozen=True, kw_only=True):
-    """What every road's init says.
+    """What every path's init says.
 
     `entries` is the room for fingerprints in the control segment, `lease_s` how long the receiver
     waits for progress before it gives an update up. `fleet_version` is the version that the other
@@ -151,11 +151,11 @@ class Offer(Message, frozen=True, kw_only=True):
 class IpcInit(Offer, frozen=True, kw_only=True, tag="ipc", tag_field="backend"):
     """A ring in memory that the receiver can open, and its reader place there.
 
-    On the road `distributed` it is the ring of the receiver's own host, fed by the one among its
+    On the path `distributed` it is the ring of the receiver's own host, fed by the one among its
     workers that is a member of the sender's private group.
     """
 
-    road: Literal["cuda_ipc", "shared_memory", "distributed"]
+    path: Literal["cuda_ipc", "shared_memory", "distributed"]
     probe: ProbeInfo
     control: SegmentHandle
     reader: Annotated[int, Meta(ge=0, le=4096)]
@@ -182,7 +182,7 @@ class GroupInfo(Message, frozen=True, kw_only=True):
 class DistributedInit(Offer, frozen=True, kw_only=True, tag="distributed", tag_field="backend"):
     """A place in the sender's private group: the receiver makes a ring for its host."""
 
-    road: Literal["distributed"] = "distributed"
+    path: Literal["distributed"] = "distributed"
     group: GroupInfo
     num_slots: Annotated[int, Meta(ge=1, le=1024)]
     slot_nbytes: Annotated[int, Meta(ge=64, le=1 << 40)]

@@ -1,4 +1,4 @@
-"""Which way the bytes go: for every receiver the first road that proves itself by its probe."""
+"""Which way the bytes go: for every receiver the first path that proves itself by its probe."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ from weightsync.wire.offers import IpcInit, ProbeInfo
 
 logger = logging.getLogger(__name__)
 
-_ROAD_ERRORS = (HandleError, SegmentError, BackendUnavailableError)
-"""What says that a road cannot work, and not that the call was wrong."""
+_PATH_ERRORS = (HandleError, SegmentError, BackendUnavailableError)
+"""What says that a path cannot work, and not that the call was wrong."""
 _GOODBYE_S = 10.0
 
 
@@ -68,9 +68,9 @@ class PathSelector:
         return f"packed={self.packed} relayed={self._relayed}"
 
     def take(self, fleet_version: int | None) -> None:
-        """Connect every member by the fastest road that works for it.
+        """Connect every member by the fastest path that works for it.
 
-        Raises BackendUnavailableError with the reason of each road when none does, and what a
+        Raises BackendUnavailableError with the reason of each path when none does, and what a
         member raised when the tensors do not fit it.
         """
         members = self._fleet.members
@@ -91,15 +91,15 @@ class PathSelector:
             self.withdraw()
             for answer in failed:
                 way = chosen[answer.member]
-                logger.warning("%s: road %s: %s", answer.member.target, way.road, answer.error)
+                logger.warning("%s: path %s: %s", answer.member.target, way.path, answer.error)
                 wishes[answer.member].remove(way)
 
     def offer(self, members: Sequence[Member], fleet_version: int | None) -> None:
-        """Give members all they need, by the road that they have. Raises what the first raised.
+        """Give members all they need, by the path that they have. Raises what the first raised.
 
         One member of the private group more or less is another group, so all of it meets again.
         """
-        local = [member for member in members if member.road != "distributed"]
+        local = [member for member in members if member.path != "distributed"]
         for member in local:
             self._give_place(member)
         answers = self._offer_local(local, fleet_version)
@@ -113,16 +113,16 @@ class PathSelector:
         for way in candidates(member, self._group.rank_infos, self._backend):
             if not self._serves(way):
                 return False
-            member.rank, member.road = way.rank, way.road
+            member.rank, member.path = way.rank, way.path
             try:
-                if way.road == "distributed" and fleet_version:
+                if way.path == "distributed" and fleet_version:
                     # Alone: it is brought up to date before an update of everyone, if there is any.
                     raise_first(self._meet(fleet_version, [member]), "init")
                 else:
                     self.offer([member], fleet_version)
-            except _ROAD_ERRORS as exc:
-                logger.warning("%s: road %s: %s", member.target, way.road, exc)
-                member.skipped[way.road] = str(exc)
+            except _PATH_ERRORS as exc:
+                logger.warning("%s: path %s: %s", member.target, way.path, exc)
+                member.skipped[way.path] = str(exc)
             else:
                 return True
         raise _unavailable([member])
@@ -132,7 +132,7 @@ class PathSelector:
 
         A group of others too would wait for them: all of it takes part in every update.
         """
-        remote = {member for member in members if member.road == "distributed"}
+        remote = {member for member in members if member.path == "distributed"}
         return bool(remote) and (self._rendezvous.broken or remote != self._joined)
 
     def repair(
@@ -144,17 +144,17 @@ class PathSelector:
     def forget(self, member: Member) -> None:
         """A member left the fleet; without it the private group is another one."""
         self._joined.discard(member)
-        if member.road != "distributed":
+        if member.path != "distributed":
             return
         self._rendezvous.parted = True
-        if not any(m.road == "distributed" for m in self._fleet.members if m is not member):
+        if not any(m.path == "distributed" for m in self._fleet.members if m is not member):
             self._rendezvous.leave()
 
     def places(self, members: Sequence[Member]) -> Places:
         """Return the reader places of an update of these members."""
         places: Places = {}
         for member in members:
-            if member.road == "distributed":
+            if member.path == "distributed":
                 if RELAY_READER not in places.setdefault(0, []):
                     places[0].append(RELAY_READER)
             else:
@@ -163,14 +163,14 @@ class PathSelector:
 
     def feeds(self, member: Member, members: Sequence[Member]) -> list[int] | None:
         """Return the places that a member of the private group feeds on its host, of `members`."""
-        if member.road != "distributed" or member.reader != 0:
+        if member.path != "distributed" or member.reader != 0:
             return None
         return [other.reader for other in members if other.group_rank == member.group_rank]
 
     def beat(self, member: Member) -> Hashable | None:
         """Return what grows while a reader lives and works; None where it is not seen."""
         worker = self._group.worker
-        if member.road == "distributed":
+        if member.path == "distributed":
             relay, rank = worker.relay, member.group_rank
             return relay.signs(rank, member.reader) if relay is not None and rank else None
         if member.rank:
@@ -190,12 +190,12 @@ class PathSelector:
         """Return those for which rank 0's ring waited in vain."""
         engine = self._group.worker.engine
         late = engine.late if engine is not None else ()
-        return [m for m in members if m.rank == 0 and m.road != "distributed" and m.reader in late]
+        return [m for m in members if m.rank == 0 and m.path != "distributed" and m.reader in late]
 
     def unread(self, member: Member) -> bool:
         """Whether a reader of rank 0's own ring has not released all chunks of this update."""
         engine = self._group.worker.engine
-        if engine is None or not self.packed or member.rank or member.road == "distributed":
+        if engine is None or not self.packed or member.rank or member.path == "distributed":
             return False
         stream = engine.stream
         return stream.control.released(member.reader) < stream.base + len(stream.plan.chunks)
@@ -203,7 +203,7 @@ class PathSelector:
     def lost(self, members: Sequence[Member], why: BaseException) -> list[Member]:
         """Return the members of the private group whose hosts it names as the reason."""
         said = f"{why} {self._rendezvous.failure}"
-        return [m for m in members if m.road == "distributed" and host_of(m.target) in said]
+        return [m for m in members if m.path == "distributed" and host_of(m.target) in said]
 
     def withdraw(
         self, members: Sequence[Member] | None = None, *, leaves: bool | None = None
@@ -231,31 +231,31 @@ class PathSelector:
             self._group.run_on_all(Withdraw())
 
     def _try(self, chosen: dict[Member, Candidate], fleet_version: int | None) -> list[MemberReply]:
-        """Open what the chosen ways need, and offer it; return whose road does not work."""
+        """Open what the chosen ways need, and offer it; return whose path does not work."""
         self._next_reader.clear()
         self._open(chosen)
         with self._timed("offer"):
-            local = [member for member in chosen if member.road != "distributed"]
+            local = [member for member in chosen if member.path != "distributed"]
             for member in local:
                 self._give_place(member)
             answers = self._offer_local(local, fleet_version)
-        failed = _road_failures(answers)
+        failed = _path_failures(answers)
         if not failed and len(local) != len(chosen):
-            failed = _road_failures(self._meet(fleet_version))
+            failed = _path_failures(self._meet(fleet_version))
         return failed
 
     def _open(self, chosen: dict[Member, Candidate]) -> None:
         self._rings.clear()
         for member, way in chosen.items():
-            member.rank, member.road = way.rank, way.road
-            ring = "cuda_ipc" if way.road == "cuda_ipc" else "shared_memory"
+            member.rank, member.path = way.rank, way.path
+            ring = "cuda_ipc" if way.path == "cuda_ipc" else "shared_memory"
             self._rings[way.rank] = cast(Literal["cuda_ipc", "shared_memory"], ring)
-        relayed = any(way.road == "distributed" for way in chosen.values())
+        relayed = any(way.path == "distributed" for way in chosen.values())
         self._relayed = relayed
         wanted = self._options.packed
         self.packed = relayed or (self._flows() if wanted is None else wanted)
         with self._timed("open"):
-            self._group.run_on_all(Open(roads=self._rings, packed=self.packed, relayed=relayed))
+            self._group.run_on_all(Open(paths=self._rings, packed=self.packed, relayed=relayed))
 
     def _flows(self) -> bool:
         """Whether tensors cannot be read where they are: made on the way, or on a GPU.
@@ -274,7 +274,7 @@ class PathSelector:
         """Probe where an export that nobody opens would never be freed, then offer everything."""
         if not members:
             return []
-        refused = self._probe([member for member in members if member.road == "cuda_ipc"])
+        refused = self._probe([member for member in members if member.path == "cuda_ipc"])
         if refused:
             return refused
         places = _places_of(members)
@@ -321,7 +321,7 @@ class PathSelector:
     ) -> list[MemberReply]:
         engine = self._group.worker.engine
         chosen = self._fleet.members if among is None else among
-        members = [member for member in chosen if member.road == "distributed"]
+        members = [member for member in chosen if member.path == "distributed"]
         self._joined.clear()
         for member in self._fleet.members:
             member.group_rank = 0  # of a group that ends now
@@ -353,9 +353,9 @@ class PathSelector:
     def _serves(self, way: Candidate) -> bool:
         """Whether there is a ring for it, with a place: new rings have all their places again."""
         ring = self._rings.get(way.rank)
-        if way.road == "distributed":
+        if way.path == "distributed":
             return self._group.worker.relay is not None and ring == "shared_memory"
-        return ring == way.road and self._next_reader.get(way.rank, 0) < RELAY_READER
+        return ring == way.path and self._next_reader.get(way.rank, 0) < RELAY_READER
 
     def _refuse_lost(self, wishes: dict[Member, list[Candidate]]) -> None:
         lost = [member for member, left in wishes.items() if not left]
@@ -375,13 +375,13 @@ class PathSelector:
             self.seconds[phase] = self.seconds.get(phase, 0.0) + took
 
 
-def _road_failures(answers: Sequence[MemberReply]) -> list[MemberReply]:
-    """Return the answers that say that a road cannot work; raise any other error."""
+def _path_failures(answers: Sequence[MemberReply]) -> list[MemberReply]:
+    """Return the answers that say that a path cannot work; raise any other error."""
     failed = failures(answers)
-    others = [answer for answer in failed if not isinstance(answer.error, _ROAD_ERRORS)]
+    others = [answer for answer in failed if not isinstance(answer.error, _PATH_ERRORS)]
     raise_first(others, "init")
     for answer in failed:
-        answer.member.skipped[answer.member.road] = str(answer.error)
+        answer.member.skipped[answer.member.path] = str(answer.error)
     return failed
 
 
@@ -406,8 +406,8 @@ def _places_of(members: Sequence[Member]) -> Places:
 
 def _unavailable(members: Sequence[Member]) -> WeightSyncError:
     reasons = "; ".join(
-        f"{member.target}: {road}: {reason}"
+        f"{member.target}: {path}: {reason}"
         for member in members
-        for road, reason in member.skipped.items()
+        for path, reason in member.skipped.items()
     )
-    return BackendUnavailableError(f"no road works to {reasons or 'anyone'}")
+    return BackendUnavailableError(f"no path works to {reasons or 'anyone'}")

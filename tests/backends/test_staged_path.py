@@ -1,4 +1,4 @@
-"""The road of a GPU trainer through the host, end to end, with the GPU's edge put on the CPU.
+"""The path of a GPU trainer through the host, end to end, with the GPU's edge put on the CPU.
 
 The trainer's `connect`, the packing, the ring and a receiver's process are the real ones. Copies
 to the ring happen when somebody waits for them, as a GPU's may.
@@ -85,7 +85,7 @@ def test_updates_arrive_bit_for_bit(edge: Edge, slots: int, flowing: bool) -> No
             for version in (1, 2, 3):
                 fill(model, seed=version)
                 report = sender.send_weights()
-                assert report.road == "shared_memory"
+                assert report.path == "shared_memory"
                 assert report.verified == "held"
                 assert receiver.digests() == digests(model)
                 assert edge.lane.waiting == 0
