@@ -36,7 +36,7 @@ from weightsync.backends.fences import FENCE_VARIABLE, Fence, WriterFence
 from weightsync.backends.ipc_sender import CUDA_BUCKET_NBYTES, CUDA_BUCKETS, CUDA_RUN_NBYTES
 from weightsync.weights.buckets import StreamLayout
 from weightsync.weights.copier import CompiledUnit, Memory, UnitCompiler
-from weightsync.weights.cuda_runs import FusedUnit, fused, hashers
+from weightsync.weights.cuda_runs import FusedUnit, fuse, hashers
 from weightsync.weights.dtypes import as_bytes
 from weightsync.weights.source import ModuleSource
 
@@ -101,7 +101,7 @@ class Result:
     copy_s: float
     rival_s: float
     kernels: Mapping[str, float]
-    fused: bool
+    fuse: bool
     handles: int
     fenced_handles: int
     largest_group: int
@@ -117,7 +117,7 @@ def kernels_of(module: nn.Module, device: Device, repeats: int) -> tuple[dict[st
     runs: list[CompiledUnit] = [compiler.compile(run) for run in plan.runs]
     own = UnitCompiler(plan, Memory(flats), Memory(flats))
     readers = hashers([own.compile(run) for run in plan.runs])
-    bare, proved = (fused(runs, verify=verify) for verify in (False, True))
+    bare, proved = (fuse(runs, verify=verify) for verify in (False, True))
 
     def copy(programs: Sequence[CompiledUnit], *, verify: bool) -> None:
         for program in programs:

@@ -17,7 +17,7 @@ from weightsync.weights.copier import (
     Memory,
     joined,
 )
-from weightsync.weights.cuda_runs import Batch, FusedUnit, Kernel, chunk_batches, fused, hashers
+from weightsync.weights.cuda_runs import Batch, FusedUnit, Kernel, chunk_batches, fuse, hashers
 from weightsync.weights.cuda_tiles import Tiles
 from weightsync.weights.fingerprint import WORD, mix64, mixed_rows
 
@@ -111,7 +111,7 @@ def check_case(case: Case, kernel: Kernel | None, device: str) -> None:
 
 
 def _check_copies(runs: Sequence[DeviceCopyUnit], wanted: list[int], kernel: Kernel | None) -> None:
-    programs = fused(runs, verify=True, kernel=kernel)
+    programs = fuse(runs, verify=True, kernel=kernel)
     assert all(isinstance(program, FusedUnit) for program in programs)
     for _ in range(2):
         for target in (target for run in runs for target in run.targets):
@@ -121,7 +121,7 @@ def _check_copies(runs: Sequence[DeviceCopyUnit], wanted: list[int], kernel: Ker
         assert [program.fingerprint() for program in programs] == wanted
     for target in (target for run in runs for target in run.targets):
         target.zero_()
-    (first, *_) = fused(runs, verify=False, kernel=kernel)
+    (first, *_) = fuse(runs, verify=False, kernel=kernel)
     assert isinstance(first, FusedUnit)
     first.copy()
     first.wait()

@@ -24,7 +24,7 @@ from weightsync.specs import Manifest, TensorSpec
 from weightsync.weights import cuda_runs
 from weightsync.weights.buckets import StreamLayout
 from weightsync.weights.copier import DeviceCopyUnit
-from weightsync.weights.cuda_runs import Batch, chunk_batches, fused, hashers, kernel_of
+from weightsync.weights.cuda_runs import Batch, chunk_batches, fuse, hashers, kernel_of
 from weightsync.weights.cuda_tiles import TILE_WORDS
 from weightsync.weights.fingerprint import WORD, mix64
 
@@ -120,7 +120,7 @@ def test_memory_of_the_host_stays_with_torch() -> None:
     flat = torch.arange(100, dtype=torch.uint8)
     run = DeviceCopyUnit((flat.clone(),), (flat,), ())
     assert kernel_of([run], among=1) is None
-    assert fused([run], verify=True) == [run]
+    assert fuse([run], verify=True) == [run]
     assert [hasher() for hasher in hashers([run])] == [run.fingerprint()]
 
 
@@ -243,7 +243,7 @@ class TestOnAGpu:
         source = torch.randint(256, (nbytes,), dtype=torch.uint8, device="cuda")
         target = torch.zeros_like(source)
         run = DeviceCopyUnit((target,), (source,), ())
-        (program,) = fused([run], verify=True)
+        (program,) = fuse([run], verify=True)
         program.copy()
         found = program.fingerprint()
         assert torch.equal(source, target)
@@ -254,9 +254,7 @@ class TestOnAGpu:
 
     def test_it_waits_for_what_the_callers_stream_was_given(self) -> None:
         source = torch.zeros(64 << 20, dtype=torch.uint8, device="cuda")
-        (program,) = fused(
-            [DeviceCopyUnit((torch.empty_like(source),), (source,), ())], verify=True
-        )
+        (program,) = fuse([DeviceCopyUnit((torch.empty_like(source),), (source,), ())], verify=True)
         for value in range(1, 6):
             for _ in range(20):
                 source.fill_(0)
@@ -268,7 +266,7 @@ class TestOnAGpu:
 def on_gpu(flat: torch.Tensor) -> int:
     source = flat.cuda()
     target = torch.zeros_like(source)
-    (program,) = fused([DeviceCopyUnit((target,), (source,), ())], verify=True)
+    (program,) = fuse([DeviceCopyUnit((target,), (source,), ())], verify=True)
     program.copy()
     found = program.fingerprint()
     assert torch.equal(target, source)

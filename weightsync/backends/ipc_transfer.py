@@ -25,7 +25,7 @@ from weightsync.samehost.ring import LOCAL, NETWORK, Control, RingReader, wait_u
 from weightsync.specs import Manifest
 from weightsync.weights.buckets import CopyUnit, StreamLayout
 from weightsync.weights.copier import CompiledUnit, CopyPlan, DeviceCopyUnit, Memory, UnitCompiler
-from weightsync.weights.cuda_runs import FusedUnit, fused, hashers
+from weightsync.weights.cuda_runs import FusedUnit, fuse, hashers
 from weightsync.weights.gpu_order import wait_for
 from weightsync.weights.shard_copier import DeviceShardRun, compiler_for
 from weightsync.weights.sink import LoadTarget, Verification
@@ -252,7 +252,7 @@ class IncomingTransfer:
         for j, chunk in enumerate(self._plan.chunks):
             slot = slots[j % len(slots)] if ring else None
             runs = self._plan.runs[chunk.first_run : chunk.last_run]
-            compiled = fused([compiler.compile(r, slot, chunk.start) for r in runs], verify=verify)
+            compiled = fuse([compiler.compile(r, slot, chunk.start) for r in runs], verify=verify)
             step = len(runs) if ring else self._shown_runs
             programs += [
                 CopyPlan.of(runs[i].start, compiled[i : i + step], verify=verify)

@@ -57,7 +57,7 @@ def socket_path(segment: str) -> Path:
     return DIRECTORY / f"{segment}{SOCKET_SUFFIX}"
 
 
-def tcp_address(connect_ip: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address:
+def host_address(connect_ip: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address:
     """Return the address that `connect_ip` spells. Raises ConfigError unless it is one host's."""
     try:
         address = ipaddress.ip_address(connect_ip)
@@ -122,7 +122,7 @@ class Publisher:
                 self._socket.bind(f"ipc://{path}")
                 path.chmod(0o600)
             if connect_ip is not None:
-                address = tcp_address(connect_ip)
+                address = host_address(connect_ip)
                 _set_heartbeat(self._socket)
                 self._socket.ipv6 = address.version == 6
                 host = f"[{connect_ip}]" if address.version == 6 else connect_ip

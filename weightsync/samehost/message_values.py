@@ -29,7 +29,7 @@ from weightsync.errors import ProtocolError
 
 ARRAY_KINDS = "biufcUSMm"
 """NumPy's kinds of dtypes whose bytes are their value."""
-_WRONG = (
+_VALUE_ERRORS = (
     TypeError,
     ValueError,
     RuntimeError,
@@ -69,7 +69,7 @@ def from_plain(name: str, plain: Any) -> Any:
         return kind.from_plain(plain)
     except ProtocolError:
         raise
-    except _WRONG as exc:
+    except _VALUE_ERRORS as exc:
         raise ProtocolError(f"a message has a {name} that is none: {exc}") from exc
 
 
@@ -89,7 +89,7 @@ def _family(value: object) -> _Kind | None:
         return _SCALAR
     if isinstance(value, numpy.dtype):
         return _DTYPE
-    return _ARRAY if type(value) is numpy.ndarray else None
+    return _NUMPY_ARRAY if type(value) is numpy.ndarray else None
 
 
 def _dotted(kind: type) -> list[str] | None:
@@ -271,7 +271,7 @@ def _to_default_dict(plain: Any) -> defaultdict[Any, Any]:
 _ENUM = _Kind("enum", _from_enum, _to_enum)
 _NAMED_TUPLE = _Kind("namedtuple", _from_named_tuple, _to_named_tuple)
 _SCALAR = _Kind("numpy scalar", _from_scalar, _to_scalar)
-_ARRAY = _Kind("numpy array", _from_array, _to_array)
+_NUMPY_ARRAY = _Kind("numpy array", _from_array, _to_array)
 _DTYPE = _Kind("numpy dtype", lambda v: v.str if v.kind in ARRAY_KINDS else None, plain_dtype)
 
 _BY_TYPE: dict[type, _Kind] = {
@@ -323,7 +323,7 @@ _BY_NAME: dict[str, _Kind] = {
         _ENUM,
         _NAMED_TUPLE,
         _SCALAR,
-        _ARRAY,
+        _NUMPY_ARRAY,
         _DTYPE,
     )
 }

@@ -217,7 +217,7 @@ class ReadUnit(FusedUnit):
         return self.batch.fingerprints()[self.index]
 
 
-def fused(
+def fuse(
     runs: Sequence[CompiledUnit], *, verify: bool, kernel: Kernel | None = None
 ) -> list[CompiledUnit]:
     """Return what does the same in one launch, where all runs lie on one GPU; else these.
