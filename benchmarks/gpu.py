@@ -32,12 +32,12 @@ from benchmarks.gpu_device import Device, FreshBuffer, launches, watch_launches
 from benchmarks.gpu_peer import Peer, fill, module_on, receiving_process, sums
 from benchmarks.gpu_table import bars_of, table
 from benchmarks.shapes import Tensor
-from weightsync.backends.fences import FENCE_VARIABLE, Fence, WriterFence
 from weightsync.backends.ipc_sender import CUDA_BUCKET_NBYTES, CUDA_BUCKETS, CUDA_RUN_NBYTES
+from weightsync.cuda.events import FENCE_VARIABLE, Fence, WriterFence
 from weightsync.weights.buckets import StreamLayout
 from weightsync.weights.copier import CompiledUnit, Memory, UnitCompiler
-from weightsync.weights.cuda_runs import FusedUnit, fuse, hashers
 from weightsync.weights.dtypes import as_bytes
+from weightsync.weights.fused import FusedUnit, fuse, hashers
 from weightsync.weights.source import ModuleSource
 
 WARM_UPS = 2
@@ -101,7 +101,7 @@ class Result:
     copy_s: float
     rival_s: float
     kernels: Mapping[str, float]
-    fuse: bool
+    fused: bool
     handles: int
     fenced_handles: int
     largest_group: int

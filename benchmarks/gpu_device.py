@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 
-from weightsync.samehost import cuda_handle
-from weightsync.samehost.device_keys import host_key
-from weightsync.samehost.segment import Segment
-from weightsync.weights.cuda_runs import Batch, Span
+from weightsync.cuda import handles
+from weightsync.shm.host_keys import host_key
+from weightsync.shm.segment import Segment
+from weightsync.weights.fused import Batch, Span
 from weightsync.wire.offers import Handle, SegmentHandle
 
 
@@ -27,7 +27,7 @@ class Device:
             else torch.device("cpu")
         )
         self.name = torch.cuda.get_device_name() if self.on_gpu else "CPU"
-        self.keys = list(cuda_handle.local_gpu_keys()) if self.on_gpu else [host_key()]
+        self.keys = list(handles.local_gpu_keys()) if self.on_gpu else [host_key()]
 
     def wait(self) -> None:
         """Wait for everything."""
@@ -92,7 +92,7 @@ class FreshBuffer:
     def handle(self) -> Handle:
         """Export it, for one reader."""
         if self._segment is None:
-            return cuda_handle.export(self.tensor)
+            return handles.export(self.tensor)
         return SegmentHandle(name=self._segment.name, nbytes=self._segment.nbytes)
 
     def close(self) -> None:
@@ -101,7 +101,7 @@ class FreshBuffer:
         if self._segment is not None:
             self._segment.close()
         else:
-            cuda_handle.collect()
+            handles.collect()
 
 
 def watch_launches() -> None:

@@ -19,7 +19,7 @@ import weightsync as ws
 from benchmarks.gpu_device import Device, launches, watch_launches
 from benchmarks.rivals.parameters import DTYPES, load, make_module, parameters_of
 from benchmarks.shapes import Tensor
-from weightsync.samehost.memory import OpenMemory
+from weightsync.cuda.memory import OpenMemory
 from weightsync.wire.offers import Handle
 
 ANSWER_S = 600.0

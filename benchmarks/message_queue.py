@@ -40,7 +40,7 @@ def open_writer(kind: str, readers: int) -> Any:
         )
 
         return Theirs(readers, readers)
-    from weightsync.samehost.message_queue import MessageQueue  # noqa: PLC0415
+    from weightsync.queues.message_queue import MessageQueue  # noqa: PLC0415
 
     return MessageQueue(readers, readers)
 
@@ -52,7 +52,7 @@ def open_reader(kind: str, handle: Any, rank: int) -> Any:
         )
 
         return Theirs.create_from_handle(handle, rank)
-    from weightsync.samehost.message_queue import MessageQueue  # noqa: PLC0415
+    from weightsync.queues.message_queue import MessageQueue  # noqa: PLC0415
 
     return MessageQueue.create_from_handle(handle, rank)
 

@@ -19,7 +19,7 @@ SENDER = {
     "weightsync.sending.outgoing:Update": {"_transfer": "transfer", "finish": "finish"},
     "weightsync.sending.fleet:Fleet": {"begin": "leave"},
     "weightsync.backends.ipc_sender:IpcTrainerEngine": {"begin": "begin", "transfer": "own"},
-    "weightsync.samehost.ring:RingWriter": {"acquire": "own wait", "drain": "own wait"},
+    "weightsync.shm.ring:RingWriter": {"acquire": "own wait", "drain": "own wait"},
 }
 RECEIVER = {
     "weightsync.receiver:WeightReceiver": {"dispatch": "dispatch"},
@@ -30,7 +30,7 @@ RECEIVER = {
         "_compare": "compare",
     },
     "weightsync.receiving.updates:Updates": {"prepare": "prepare", "_commit": "commit"},
-    "weightsync.samehost.ring:RingReader": {"wait": "wait", "release": "release"},
+    "weightsync.shm.ring:RingReader": {"wait": "wait", "release": "release"},
     "weightsync.weights.copier:HostCopies": {"run": "copy"},
     "weightsync.weights.copier:HostProofs": {"run": "copy and fingerprint"},
     "weightsync.weights.copier:HostRun": {

@@ -23,8 +23,8 @@ os.environ["OMP_NUM_THREADS"] = "1"
 import torch
 import torch.multiprocessing
 
-from weightsync.samehost.tensor_queue import TensorIpcReceiver, TensorIpcSender
-from weightsync.wire.tensor_packets import TensorQueueHandle
+from weightsync.queues.tensor_packets import TensorQueueHandle
+from weightsync.queues.tensor_queue import TensorIpcReceiver, TensorIpcSender
 
 KINDS = {"1K": 1 << 10, "64K": 64 << 10, "1M": 1 << 20, "8M": 8 << 20, "16M": 16 << 20}
 BUDGET_NBYTES = 1 << 29

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from tests.side_by_side import mount_own_shm, number_of_workers, turn
-from weightsync.samehost.segment import find_leftovers, live_segments
+from weightsync.shm.segment import find_leftovers, live_segments
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     # A shell that starts the tests in the background makes every process under it deaf to Ctrl-C.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from weightsync.samehost.segment import Segment, live_segments
+from weightsync.shm.segment import Segment, live_segments
 
 
 def opened_since(before: list[Segment]) -> list[Segment]:

@@ -29,8 +29,8 @@ from weightsync.errors import (
 )
 from weightsync.lifecycle import ApplyChoice
 from weightsync.receiver import WeightReceiver
-from weightsync.samehost.device_keys import host_key
-from weightsync.samehost.segment import Segment, live_segments
+from weightsync.shm.host_keys import host_key
+from weightsync.shm.segment import Segment, live_segments
 from weightsync.specs import Manifest, TensorSpec
 from weightsync.weights.dtypes import as_bytes, spec_of
 from weightsync.weights.fingerprint import mix64, to_hex

@@ -25,7 +25,7 @@ from tests.protocol.trainers import NAMES, Trainer
 from tests.protocol.world import World
 from tests.soak.malformed import whole_update
 from weightsync.lifecycle import MAX_VERSION
-from weightsync.samehost.segment import Segment
+from weightsync.shm.segment import Segment
 from weightsync.testing import FleetMember, InProcessFleet, TinyModel
 
 load_beforehand("tests.test_second_sender")

@@ -528,7 +528,7 @@ def test_a_bare_update_with_a_whole_model() -> None:
 
 
 def ws_segments() -> Iterator[str]:
-    from weightsync.samehost.segment import live_segments  # beside its only use
+    from weightsync.shm.segment import live_segments  # beside its only use
 
     yield from (segment.name for segment in live_segments())
 

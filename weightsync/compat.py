@@ -22,6 +22,8 @@ import torch.distributed as dist
 
 from weightsync.backends.base import LoadContext, Received
 from weightsync.backends.ipc_handles import receive_handles
+from weightsync.cuda import handles
+from weightsync.cuda.handles import local_gpu_keys
 from weightsync.errors import (
     BackendUnavailableError,
     ConfigError,
@@ -31,13 +33,11 @@ from weightsync.errors import (
     WeightSyncError,
     shorten,
 )
-from weightsync.samehost import cuda_handle
-from weightsync.samehost.cuda_handle import local_gpu_keys
-from weightsync.samehost.device_keys import host_key
-from weightsync.samehost.segment import Segment
 from weightsync.sending import agreement
 from weightsync.sending.joining import join_ranks
 from weightsync.sending.ranks import RankComm, alone
+from weightsync.shm.host_keys import host_key
+from weightsync.shm.segment import Segment
 from weightsync.specs import Manifest
 from weightsync.weights.buckets import aligned
 from weightsync.weights.dtypes import as_bytes, spec_of
@@ -328,7 +328,7 @@ def _messages(
         else:
             yield from _unpacked(pairs, lends_host)
     finally:
-        cuda_handle.collect()
+        handles.collect()
 
 
 def _unpacked(pairs: NamedTensors, lends_host: bool) -> Iterator[_Message]:
@@ -459,7 +459,7 @@ def _host_handle(segment: Segment, offset: int) -> KeyedHandle:
 
 
 def _gpu_handle(flat: torch.Tensor) -> KeyedHandle:
-    exported = cuda_handle.export(flat)
+    exported = handles.export(flat)
     return {exported.device: exported}
 
 

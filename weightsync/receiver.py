@@ -10,6 +10,8 @@ from typing import TypeVar
 
 from torch import nn
 
+from weightsync.cuda.handles import gpu_key
+from weightsync.cuda.memory import check_probe
 from weightsync.errors import ConfigError, ProtocolError
 from weightsync.lifecycle import ApplyChoice, State, new_update_id
 from weightsync.receiving.gate import OnHold, OnRelease
@@ -17,10 +19,8 @@ from weightsync.receiving.history import WorkerReport
 from weightsync.receiving.peers import Senders, check_protocol
 from weightsync.receiving.replay import IdempotencyCache
 from weightsync.receiving.updates import UpdateSession
-from weightsync.samehost.cuda_handle import gpu_key
-from weightsync.samehost.device_keys import host_key
-from weightsync.samehost.janitor import cleanup_stale
-from weightsync.samehost.probe import check_probe
+from weightsync.shm.host_keys import host_key
+from weightsync.shm.segment import cleanup_stale
 from weightsync.specs import Manifest
 from weightsync.weights.hook_sink import HookSink
 from weightsync.weights.module_sink import ModuleSink

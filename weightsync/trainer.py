@@ -22,8 +22,6 @@ from weightsync.errors import ConfigError, ProtocolError, WeightSyncError
 from weightsync.onlookers import Shown, TracePath, progress_callback, watch_progress, watching
 from weightsync.receiver import receiver_of_files
 from weightsync.report import SyncReport
-from weightsync.samehost.janitor import cleanup_stale
-from weightsync.samehost.ring import PATIENCE
 from weightsync.sending.calls import exiting
 from weightsync.sending.ensemble import RankGroup
 from weightsync.sending.feeder import RankWorker
@@ -36,6 +34,8 @@ from weightsync.sending.placement import check_backend
 from weightsync.sending.ranks import RankComm
 from weightsync.sending.targets import Target, Targets, TransportFactory
 from weightsync.sending.turns import UpdateLock
+from weightsync.shm.ring import PATIENCE
+from weightsync.shm.segment import cleanup_stale
 from weightsync.transports.base import Transport
 from weightsync.weights.module_tensors import Rename
 from weightsync.weights.source import as_source

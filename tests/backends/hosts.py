@@ -28,8 +28,8 @@ from tests.children import CONTEXT, load_beforehand
 from weightsync.backends.distributed import member_init, place_on
 from weightsync.backends.distributed_sender import Chain, RingFeed
 from weightsync.backends.ipc_sender import READER_PLACES, IpcOptions, IpcTrainerEngine
-from weightsync.samehost.heartbeat import beating
-from weightsync.samehost.segment import live_segments, remove_leftovers
+from weightsync.shm.segment import live_segments, remove_leftovers
+from weightsync.shm.wait import beating
 from weightsync.weights.source import ModuleSource, NamedTensors
 from weightsync.wire import codec
 from weightsync.wire.messages import (

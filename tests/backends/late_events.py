@@ -18,11 +18,10 @@ from typing import TYPE_CHECKING
 import torch
 
 from weightsync.backends import ipc
-from weightsync.backends.fences import OpenFence, WriterFence, open_fence
+from weightsync.cuda.events import EVENT_NBYTES, OpenFence, WriterFence, open_fence
 from weightsync.errors import HandleError, TransferError
-from weightsync.samehost.device_keys import host_key
-from weightsync.samehost.ready_event import EVENT_NBYTES
-from weightsync.samehost.ring import Control
+from weightsync.shm.host_keys import host_key
+from weightsync.shm.ring import Control
 
 if TYPE_CHECKING:
     from weightsync.wire.offers import KeyedHandle, ReadyEvents

@@ -28,7 +28,7 @@ from weightsync.backends import chain_link
 from weightsync.backends.chain_head import ChunkHeader
 from weightsync.backends.distributed import DistributedWeightTransferEngine, member_init
 from weightsync.backends.ipc_sender import IpcOptions, IpcTrainerEngine
-from weightsync.samehost.device_keys import host_key
+from weightsync.shm.host_keys import host_key
 from weightsync.weights.source import ModuleSource
 from weightsync.wire.messages import InitRequest
 from weightsync.wire.offers import DistributedInit, GroupInfo

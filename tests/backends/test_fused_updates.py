@@ -10,9 +10,9 @@ from torch import nn
 
 import weightsync as ws
 from tests.weights.fused_cases import HostKernel
-from weightsync.weights import cuda_runs
+from weightsync.weights import fused
 from weightsync.weights.copier import DeviceCopyUnit, Memory
-from weightsync.weights.cuda_tiles import Tiles
+from weightsync.weights.fused import Tiles
 from weightsync.weights.packer import Packer
 from weightsync.weights.sink import Apply
 
@@ -56,7 +56,7 @@ def kernel(monkeypatch: pytest.MonkeyPatch) -> CountingKernel:
         plain(self, *args, **kwargs)  # type: ignore[arg-type]
         self._on_host = False
 
-    monkeypatch.setattr(cuda_runs, "kernel_of", kernel_of)
+    monkeypatch.setattr(fused, "kernel_of", kernel_of)
     monkeypatch.setattr(Memory, "on_host", lambda _: False)
     monkeypatch.setattr(Packer, "__init__", on_a_gpu)
     return kernel

@@ -13,7 +13,7 @@ from torch import nn
 import weightsync as ws
 from weightsync.backends import pace
 from weightsync.backends.pace import LEAD_NBYTES, ReadAhead
-from weightsync.samehost.ring import Control
+from weightsync.shm.ring import Control
 
 MIB = 1 << 20
 

@@ -24,26 +24,26 @@ from tests.gpu.receiver_process import EveryDtype, as_bytes, digests, fill, rece
 from tests.weights.fused_cases import HostKernel
 from weightsync.backends import ipc_sender
 from weightsync.backends.exported import ProbeMemory, fence_on_gpu
-from weightsync.backends.fences import (
+from weightsync.backends.ipc_sender import IpcOptions, IpcTrainerEngine
+from weightsync.cuda import events
+from weightsync.cuda.events import (
+    CUDA,
     FENCE_VARIABLE,
     OpenFence,
     WriterFence,
     fence_from_environment,
     open_fence,
 )
-from weightsync.backends.ipc_sender import IpcOptions, IpcTrainerEngine
+from weightsync.cuda.memory import OpenMemory
 from weightsync.errors import (
     ConfigError,
     HandleError,
     TransferError,
     TransferTimeout,
 )
-from weightsync.samehost import ready_event
-from weightsync.samehost.device_keys import host_key
-from weightsync.samehost.memory import OpenMemory
-from weightsync.samehost.ready_event import CUDA
-from weightsync.samehost.ring import Control
-from weightsync.weights import cuda_runs
+from weightsync.shm.host_keys import host_key
+from weightsync.shm.ring import Control
+from weightsync.weights import fused
 from weightsync.weights.buckets import StreamLayout, aligned
 from weightsync.weights.copier import DeviceCopyUnit
 from weightsync.weights.packer import Packer
@@ -232,10 +232,10 @@ def test_a_driver_without_events_is_one_warning(
     monkeypatch.setattr("weightsync.backends.ipc.open_fence", late)
     theirs = EveryDtype("cpu")
     receiver = ws.WeightReceiver(theirs)
-    with caplog.at_level(logging.WARNING, "weightsync.backends.fences"):
+    with caplog.at_level(logging.WARNING, "weightsync.cuda.events"):
         trainer.updates(receiver.handle, packed=True, verify=False)
     receiver.close()
-    (record,) = [r for r in caplog.records if r.name == "weightsync.backends.fences"]
+    (record,) = [r for r in caplog.records if r.name == "weightsync.cuda.events"]
     assert f"the driver does not {refused} events; the sender waits" in record.getMessage()
     assert trainer.log == []
     assert digests(theirs) == digests(trainer.model)
@@ -393,8 +393,8 @@ def log(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         return HostKernel() if runs and len(runs) == among else None
 
     monkeypatch.setattr(torch.cuda, "current_stream", lambda _: Stream())
-    monkeypatch.setattr(cuda_runs, "_lane_of", lambda _: Lane())
-    monkeypatch.setattr(cuda_runs, "kernel_of", kernel_of)
+    monkeypatch.setattr(fused, "_lane_of", lambda _: Lane())
+    monkeypatch.setattr(fused, "kernel_of", kernel_of)
     return said
 
 
@@ -587,14 +587,14 @@ def test_what_the_driver_says_is_an_error_of_ours(monkeypatch: pytest.MonkeyPatc
         def record(self, stream: object) -> None:
             self.query()
 
-    opened = object.__new__(ready_event._CudaOpen)
+    opened = object.__new__(events._CudaOpen)
     opened._event = Event()  # type: ignore[assignment]  # the two methods
     with pytest.raises(TransferError) as caught:
         opened.passed()
     assert str(caught.value) == (
         "asking an interprocess event failed: CUDA error: an illegal memory access"
     )
-    own = object.__new__(ready_event._CudaOwn)
+    own = object.__new__(events._CudaOwn)
     own._event, own._device = Event(), torch.device("cuda", 0)  # type: ignore[assignment]  # same
     with pytest.raises(TransferError, match="recording an interprocess event failed") as caught:
         own.record()

@@ -18,8 +18,8 @@ from tests.gpu.receiver_process import EveryDtype, digests, fill, receiver_proce
 from tests.weights.late_lane import LateLane
 from weightsync.backends.exported import Buckets
 from weightsync.backends.ipc_sender import IpcTrainerEngine
-from weightsync.samehost import pinning
-from weightsync.samehost.staging import StagedSlots
+from weightsync.cuda import pinning
+from weightsync.cuda.staging import StagedSlots
 from weightsync.weights.source import ModuleSource
 
 pytestmark = pytest.mark.usefixtures("shm_clean")

@@ -10,7 +10,7 @@ import pytest
 
 from tests.cli.running import serving_tiny, tiny_tensors, write_checkpoint
 from tests.segments import opened_since
-from weightsync.samehost.segment import live_segments
+from weightsync.shm.segment import live_segments
 
 
 @pytest.fixture(scope="session")

@@ -14,8 +14,8 @@ import pytest
 
 from tests.cli.running import answer_of, weightsync
 from tests.samehost.processes import environment
-from weightsync.samehost.census import list_segments
-from weightsync.samehost.segment import remove_leftovers
+from weightsync.shm.census import list_segments
+from weightsync.shm.segment import remove_leftovers
 
 WAIT_S = 60
 

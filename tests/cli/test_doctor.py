@@ -23,7 +23,7 @@ from weightsync.cli import doctor, doctor_gpu, doctor_host, doctor_pairs
 from weightsync.cli.children import command
 from weightsync.cli.doctor_findings import Check, Finding, Level, examine, ok
 from weightsync.errors import TransferError
-from weightsync.samehost.segment import Segment
+from weightsync.shm.segment import Segment
 from weightsync.transports.sglang_shelf import WeightDirectory, list_homes
 
 CHECKS = {

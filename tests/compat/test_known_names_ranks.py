@@ -18,7 +18,7 @@ from torch._C._distributed_c10d import PrefixStore
 import weightsync as ws
 from tests.crew import GROUP_TIMEOUT, Crew, Died, crew
 from weightsync import compat
-from weightsync.samehost.segment import live_segments
+from weightsync.shm.segment import live_segments
 from weightsync.wire.messages import UpdateRequest
 
 TIMEOUT_S = 30.0

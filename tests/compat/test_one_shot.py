@@ -10,7 +10,7 @@ from torch import nn
 
 import weightsync as ws
 from tests.segments import opened_since
-from weightsync.samehost.segment import live_segments
+from weightsync.shm.segment import live_segments
 from weightsync.wire.messages import CALLS
 
 

@@ -27,8 +27,8 @@ from tests.docs.pages import ROOT, Block, blocks, pages
 from tests.server.live import TOKEN, make_app, serving
 from weightsync.cli.app import VERBS
 from weightsync.cli.app import make_app as make_cli
-from weightsync.samehost.message_codec import MessageCodec
-from weightsync.samehost.message_queue import MessageQueue
+from weightsync.queues.message_codec import MessageCodec
+from weightsync.queues.message_queue import MessageQueue
 from weightsync.testing import TinyModel
 
 ELSEWHERE: dict[tuple[str, str], tuple[int, str]] = {

@@ -22,8 +22,8 @@ from torch.distributed.fsdp import fully_shard
 import weightsync as ws
 from tests.e2e.models import digests
 from tests.weights import trainer_models
-from weightsync.samehost.device_keys import host_key
 from weightsync.sending import feeder, ranks
+from weightsync.shm.host_keys import host_key
 from weightsync.weights import sharded_source
 from weightsync.weights.module_tensors import strip_wrappers
 

@@ -22,8 +22,8 @@ from tests.e2e import models
 from tests.e2e.models import digests
 from tests.e2e.processes import Apply, Host, Remote
 from weightsync.backends.ipc_sender import HOST_BUCKET_NBYTES, HOST_BUCKETS
-from weightsync.samehost.device_keys import host_key
-from weightsync.samehost.segment import Segment
+from weightsync.shm.host_keys import host_key
+from weightsync.shm.segment import Segment
 
 Plain = dict[str, Any]
 SHM = Path("/dev/shm")

@@ -15,7 +15,7 @@ import weightsync as ws
 from tests.e2e import models, processes, trainers
 from tests.e2e.models import BUCKET_NBYTES, digests, fill
 from tests.e2e.processes import Apply, Host, wait_until
-from weightsync.samehost.segment import find_leftovers, live_segments
+from weightsync.shm.segment import find_leftovers, live_segments
 
 KILLED = -signal.SIGKILL
 

@@ -17,7 +17,7 @@ from tests.e2e.processes import Remote, wait_until
 from tests.e2e.several_hosts import Trainer, port_of, segments, told
 from tests.hosts.fixtures import network
 from tests.hosts.namespaces import HostNetwork
-from weightsync.samehost.janitor import cleanup_stale
+from weightsync.shm.segment import cleanup_stale
 
 __all__ = ["network"]
 

@@ -16,7 +16,7 @@ from torch import nn
 import weightsync as ws
 from tests.e2e import models
 from tests.e2e.models import BUCKET_NBYTES
-from weightsync.samehost.ring import Control
+from weightsync.shm.ring import Control
 from weightsync.transports.http_client import HttpTransport
 from weightsync.wire.messages import (
     FinishRequest,

@@ -17,7 +17,7 @@ from tests.gpu.receiver_process import (
     footprint,
     receiver_process,
 )
-from weightsync.samehost.cuda_handle import collect
+from weightsync.cuda.handles import collect
 
 Apply = Literal["staged", "in_place"]
 WARM = 10

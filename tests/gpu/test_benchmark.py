@@ -13,7 +13,7 @@ import pytest
 
 from benchmarks.gpu import UNMET, Result, Row, asking_for
 from benchmarks.gpu_table import bars_of, table
-from weightsync.backends.fences import FENCE_VARIABLE
+from weightsync.cuda.events import FENCE_VARIABLE
 
 ROOT = Path(__file__).resolve().parents[2]
 WAIT_S = 110.0

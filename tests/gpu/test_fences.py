@@ -12,7 +12,7 @@ import torch
 
 import weightsync as ws
 from tests.gpu.receiver_process import EveryDtype, digests, receiver_process
-from weightsync.backends.fences import FENCE_VARIABLE, WriterFence
+from weightsync.cuda.events import FENCE_VARIABLE, WriterFence
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("shm_clean")]
 

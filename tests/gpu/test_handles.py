@@ -12,8 +12,7 @@ import msgspec
 import pytest
 import torch
 
-from weightsync.errors import HandleError
-from weightsync.samehost.cuda_handle import (
+from weightsync.cuda.handles import (
     collect,
     export,
     gpu_key,
@@ -22,6 +21,7 @@ from weightsync.samehost.cuda_handle import (
     why_not,
     withdraw,
 )
+from weightsync.errors import HandleError
 from weightsync.wire.offers import CudaHandle
 
 pytestmark = pytest.mark.gpu

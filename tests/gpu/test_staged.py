@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from weightsync.backends.exported import Buckets, stage_on_gpu
-from weightsync.samehost.memory import OpenMemory
-from weightsync.samehost.pinning import CudaDriver
-from weightsync.samehost.staging import CopyWork, CpuGpuBuffer
+from weightsync.cuda.memory import OpenMemory
+from weightsync.cuda.pinning import CudaDriver
+from weightsync.cuda.staging import CopyWork, CpuGpuBuffer
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("shm_clean")]
 

@@ -15,7 +15,7 @@ from tests.hosts.fixtures import MakeNetwork, make_network
 from tests.hosts.isolation import TOOL_PATH
 from tests.hosts.namespaces import Host, HostsError, host_network, limit_problem, netns_problem
 from tests.hosts.traces import WAIT_S, connection
-from weightsync.samehost.device_keys import host_key
+from weightsync.shm.host_keys import host_key
 
 __all__ = ["make_network"]
 

@@ -34,7 +34,7 @@ from weightsync.errors import (
     TransferError,
     UpdateConflictError,
 )
-from weightsync.samehost.segment import remove_leftovers
+from weightsync.shm.segment import remove_leftovers
 from weightsync.transports import sglang_shelf
 from weightsync.transports.pause_watch import PauseWatch
 from weightsync.transports.sglang_http import SglangControl

@@ -17,7 +17,7 @@ from tests.integrations.tiny_trl import COMMON, GROUPS, LORA, lower, prompts, sf
 from tests.segments import opened_since
 from weightsync.integrations.trl import WeightSyncCallback
 from weightsync.rollout.model import make_tiny_model
-from weightsync.samehost.segment import live_segments
+from weightsync.shm.segment import live_segments
 
 pytestmark = [
     # TRL and peft ask transformers for names that transformers gives up.

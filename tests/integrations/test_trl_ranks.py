@@ -17,7 +17,7 @@ import weightsync as ws
 from tests.crew import Died, crew
 from weightsync.integrations.trl import WeightSyncCallback
 from weightsync.rollout.model import make_tiny_model
-from weightsync.samehost.segment import live_segments, remove_leftovers
+from weightsync.shm.segment import live_segments, remove_leftovers
 
 
 class Rows(torch.utils.data.Dataset[dict[str, torch.Tensor]]):

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Literal
 import torch
 
 import weightsync as ws
-from weightsync.samehost.device_keys import host_key
-from weightsync.samehost.segment import Segment
+from weightsync.shm.host_keys import host_key
+from weightsync.shm.segment import Segment
 from weightsync.testing import FleetMember
 from weightsync.weights.dtypes import as_bytes
 

@@ -16,7 +16,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from tests.protocol.sizes import SOAK_TIMEOUT_S, at_length, quick
 from weightsync.errors import TransferError, TransferTimeout
-from weightsync.samehost.ring import Backoff, Control, RingReader, RingWriter
+from weightsync.shm.ring import Backoff, Control, RingReader, RingWriter
 
 NOT_AT_ALL = -1.0
 AT_ONCE = Backoff(0.0, 0.0)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 import weightsync as ws
-from weightsync.samehost.segment import live_segments
+from weightsync.shm.segment import live_segments
 from weightsync.testing import FleetMember, TinyModel
 from weightsync.transports.base import Transport
 from weightsync.wire.messages import Reply, Request

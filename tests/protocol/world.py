@@ -15,7 +15,7 @@ from msgspec.structs import replace
 import weightsync as ws
 from tests.protocol.strangers import Stranger
 from tests.protocol.trainers import NAMES, Contents, Offering, SourceFailed, Trainer
-from weightsync.samehost.segment import DIRECTORY, live_segments
+from weightsync.shm.segment import DIRECTORY, live_segments
 from weightsync.testing import Fault, FleetMember, InProcessFleet
 from weightsync.wire.messages import (
     InitRequest,

@@ -21,7 +21,7 @@ from pathlib import Path
 import psutil
 import ray
 
-from weightsync.samehost.segment import find_leftovers
+from weightsync.shm.segment import find_leftovers
 
 ROOT = Path(__file__).parents[2]
 NAMESPACES = ("--net", "--pid", "--fork", "--kill-child", "--mount-proc")

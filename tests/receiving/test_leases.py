@@ -12,8 +12,8 @@ from torch import nn
 
 import weightsync as ws
 from weightsync.lifecycle import ApplyChoice
-from weightsync.samehost.device_keys import host_key
-from weightsync.samehost.segment import Segment
+from weightsync.shm.host_keys import host_key
+from weightsync.shm.segment import Segment
 from weightsync.specs import Manifest, ManifestDifference
 from weightsync.weights.dtypes import as_bytes
 from weightsync.weights.module_sink import ModuleSink

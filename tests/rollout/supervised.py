@@ -17,7 +17,7 @@ from weightsync.errors import ManifestMismatchError
 from weightsync.rollout.api_server_processes import ClientConfig
 from weightsync.rollout.child_process import ChildSpec, Ready
 from weightsync.rollout.supervisor import Supervisor
-from weightsync.samehost.segment import Segment
+from weightsync.shm.segment import Segment
 
 WAIT_S = 60.0
 MARK = "WEIGHTSYNC_TEST_MARK"

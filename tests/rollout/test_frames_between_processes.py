@@ -12,6 +12,7 @@ import msgspec
 import pytest
 import zmq
 
+from weightsync.queues.sockets import ipc_address
 from weightsync.rollout.core_client import CoreClient
 from weightsync.rollout.engine_messages import Answer, EngineStats
 from weightsync.rollout.process_terms import CoreAddress
@@ -19,7 +20,6 @@ from weightsync.rollout.steps import ModelCard
 from weightsync.rollout.worker_client import WorkerClient
 from weightsync.rollout.worker_crew import WorkerGroup, worker_identity
 from weightsync.rollout.worker_messages import Notice
-from weightsync.samehost.addresses import ipc_address
 
 WAIT_S = 60.0
 BAD = [b"", b"\xc1", b"no msgpack", msgspec.msgpack.encode({"a": 1}), b"\x91" * 5000]

@@ -17,9 +17,8 @@ from typing import Any
 
 from tests.children import CONTEXT
 from weightsync.errors import PeerLostError, TransferTimeout
-from weightsync.samehost.message_layout import SOCKET
-from weightsync.samehost.message_queue import MessageQueue, QueueHandle
-from weightsync.samehost.message_writer import LOOK_S
+from weightsync.queues.message_queue import LOOK_S, MessageQueue, QueueHandle
+from weightsync.queues.message_ring import SOCKET
 
 WAIT_S = 60.0
 SMALL_SLOT = 64 << 10

@@ -14,15 +14,15 @@ from pathlib import Path
 
 import weightsync
 from tests.segments import opened_since
-from weightsync.samehost.segment import DIRECTORY, live_segments
+from weightsync.shm.segment import DIRECTORY, live_segments
 
 ROOT = Path(weightsync.__path__[0]).parent
 PRELUDE = """
 import os, signal, sys
 from pathlib import Path
 from weightsync.errors import SegmentError
-from weightsync.samehost.segment import *
-from weightsync.samehost.segment import Segment, Leftover
+from weightsync.shm.segment import *
+from weightsync.shm.segment import Segment, Leftover
 directory, *args = Path(sys.argv[1]), *sys.argv[2:]
 """
 WAIT_S = 60.0

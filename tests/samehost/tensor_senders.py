@@ -14,8 +14,8 @@ from typing import TypeVar
 
 import torch
 
-from weightsync.samehost.tensor_queue import TensorIpcReceiver, TensorIpcSender
-from weightsync.wire.tensor_packets import TensorIpcHandle, TensorQueueHandle
+from weightsync.queues.tensor_packets import TensorIpcHandle, TensorQueueHandle
+from weightsync.queues.tensor_queue import TensorIpcReceiver, TensorIpcSender
 
 WAIT_S = 60.0
 Wanted = TypeVar("Wanted")

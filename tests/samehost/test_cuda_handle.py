@@ -14,9 +14,8 @@ import pytest
 import torch
 from torch.multiprocessing import reductions
 
-from weightsync.errors import BackendUnavailableError, ConfigError, HandleError
-from weightsync.samehost import cuda_handle
-from weightsync.samehost.cuda_handle import (
+from weightsync.cuda import handles
+from weightsync.cuda.handles import (
     check_torch,
     collect,
     export,
@@ -26,6 +25,7 @@ from weightsync.samehost.cuda_handle import (
     why_not,
     withdraw,
 )
+from weightsync.errors import BackendUnavailableError, ConfigError, HandleError
 from weightsync.wire.offers import CudaHandle
 
 UUID = "a8f1c3d2-0b4e-4f6a-9c7d-1e2f3a4b5c6d"
@@ -115,7 +115,7 @@ def calls_of(function: Callable[..., object], attribute: str) -> Iterator[ast.Ca
 
 def test_torch_opens_storages_with_our_fields_in_our_order() -> None:
     (call,) = calls_of(reductions.rebuild_cuda_tensor, "_new_shared_cuda")
-    assert tuple(map(ast.unparse, call.args)) == cuda_handle._SHARED_FIELDS
+    assert tuple(map(ast.unparse, call.args)) == handles._SHARED_FIELDS
 
 
 def test_torch_reads_its_own_tuple_in_our_order() -> None:
@@ -129,7 +129,7 @@ def test_torch_reads_its_own_tuple_in_our_order() -> None:
     assert isinstance(target, ast.Tuple)
     read = [ast.unparse(name) for name in target.elts]
     # There the first two go without the prefix.
-    assert ("storage_device", "storage_handle", *read[2:]) == cuda_handle._SHARED_FIELDS
+    assert ("storage_device", "storage_handle", *read[2:]) == handles._SHARED_FIELDS
     assert read[:2] == ["device", "handle"]
 
 
@@ -140,7 +140,7 @@ TUPLE = (3, b"\x02c" + bytes(64), 8192, 1024, b"/torch_1_2_3", 9, bytes(64), Tru
 
 
 def test_a_tuple_becomes_a_handle_of_the_view() -> None:
-    made = cuda_handle._to_handle(TUPLE, KEY, offset=256, nbytes=512)
+    made = handles._to_handle(TUPLE, KEY, offset=256, nbytes=512)
     assert made == CudaHandle(
         device=KEY,
         nbytes=512,
@@ -154,14 +154,14 @@ def test_a_tuple_becomes_a_handle_of_the_view() -> None:
 
 
 def test_a_handle_becomes_the_tuple_with_the_local_ordinal() -> None:
-    made = cuda_handle._to_handle(TUPLE, KEY, offset=0, nbytes=8192)
-    assert cuda_handle._to_fields(made, 5) == (5, *TUPLE[1:])
+    made = handles._to_handle(TUPLE, KEY, offset=0, nbytes=8192)
+    assert handles._to_fields(made, 5) == (5, *TUPLE[1:])
 
 
 @pytest.mark.parametrize("length", [7, 9])
 def test_a_tuple_of_another_length_is_refused(length: int) -> None:
     with pytest.raises(BackendUnavailableError, match=f"with {length} values.*knows 8"):
-        cuda_handle._to_handle((*TUPLE, 0)[:length], KEY, offset=0, nbytes=1)
+        handles._to_handle((*TUPLE, 0)[:length], KEY, offset=0, nbytes=1)
 
 
 def test_a_handle_survives_the_wire() -> None:
@@ -208,7 +208,7 @@ def test_malformed_handles_are_refused_before_anything_is_opened(
     def refuse() -> dict[str, int]:
         raise AssertionError("a malformed handle got as far as the GPU")
 
-    monkeypatch.setattr(cuda_handle, "local_gpu_keys", refuse)
+    monkeypatch.setattr(handles, "local_gpu_keys", refuse)
     with pytest.raises(HandleError, match=r"^malformed CUDA handle: ") as caught:
         open_handle(handle(**changes))
     assert fault in str(caught.value)
@@ -230,17 +230,17 @@ def test_all_faults_are_listed_at_once() -> None:
     ],
 )
 def test_handles_of_every_known_torch_pass(memory: bytes) -> None:
-    cuda_handle._check_fields(handle(handle=memory))
+    handles._check_fields(handle(handle=memory))
 
 
 def test_a_counter_file_without_a_serial_number_passes() -> None:
-    cuda_handle._check_fields(handle(ref_counter_handle=b"/torch_1_2"))
+    handles._check_fields(handle(ref_counter_handle=b"/torch_1_2"))
 
 
 def test_memory_that_ends_outside_the_gpu_is_refused() -> None:
-    cuda_handle._check_fits(handle(base_offset=GIB - 4096), GIB)
+    handles._check_fits(handle(base_offset=GIB - 4096), GIB)
     with pytest.raises(HandleError, match=f"ends at byte {GIB + 1} .* has {GIB} bytes"):
-        cuda_handle._check_fits(handle(base_offset=GIB - 4095), GIB)
+        handles._check_fits(handle(base_offset=GIB - 4095), GIB)
 
 
 # This process's GPUs
@@ -248,7 +248,7 @@ def test_memory_that_ends_outside_the_gpu_is_refused() -> None:
 
 def test_a_foreign_gpus_handle_is_refused_listing_ours(monkeypatch: pytest.MonkeyPatch) -> None:
     ours = {f"GPU-{UUID[:-1]}0": 0, f"GPU-{UUID[:-1]}1": 1}
-    monkeypatch.setattr(cuda_handle, "local_gpu_keys", lambda: ours)
+    monkeypatch.setattr(handles, "local_gpu_keys", lambda: ours)
     with pytest.raises(HandleError) as caught:
         open_handle(handle())
     assert f"for GPU {KEY}, this process sees {', '.join(ours)};" in str(caught.value)
@@ -263,7 +263,7 @@ def test_without_cuda_there_are_no_keys() -> None:
 
 @without_cuda
 def test_torchs_own_refusal_becomes_ours(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cuda_handle, "local_gpu_keys", lambda: {KEY: 0})
+    monkeypatch.setattr(handles, "local_gpu_keys", lambda: {KEY: 0})
     with pytest.raises(HandleError, match=r"^opening CUDA memory of another process failed: ") as e:
         open_handle(handle())
     assert isinstance(e.value.__cause__, RuntimeError | AssertionError)

@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from weightsync.samehost.heartbeat import Heartbeat, beating
+from weightsync.shm.wait import Heartbeat, beating
 
 WAIT_S = 60.0
 

@@ -21,8 +21,7 @@ from tests.samehost.processes import (
     run,
     running,
 )
-from weightsync.samehost.janitor import cleanup_stale
-from weightsync.samehost.segment import DIRECTORY
+from weightsync.shm.segment import DIRECTORY, cleanup_stale
 
 OWNER = """
 segment = Segment.create(4096)
@@ -34,14 +33,14 @@ segment = Segment.create(4096)
 child = os.fork()
 if child == 0:
     assert not segment.owner
-    from weightsync.samehost.janitor import sweep
+    from weightsync.shm.segment import sweep
     sweep()
     os.write(1, b"swept\\n")  # whole lines, whatever the other process writes
     signal.pause()
 os.write(1, f"{segment.name} {child}\\n".encode())
 signal.pause()
 """
-SWEEP = "from weightsync.samehost.janitor import sweep; sweep(); print('swept')"
+SWEEP = "from weightsync.shm.segment import sweep; sweep(); print('swept')"
 INSIDE = [*UNSHARE, "-pf", "--mount-proc"]
 
 

@@ -13,8 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from weightsync.errors import ConfigError, ProtocolError
-from weightsync.samehost.message_codec import INLINE_NBYTES, MessageCodec
-from weightsync.samehost.message_parts import ALIGNMENT, split
+from weightsync.queues.message_codec import ALIGNMENT, INLINE_NBYTES, MessageCodec, split
 
 DTYPES = (torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.complex64, torch.uint8)
 

@@ -22,9 +22,9 @@ from tests.hosts.fixtures import MakeNetwork, make_network
 from tests.samehost import message_peers as told
 from tests.samehost.message_peers import SMALL_SLOT, WAIT_S, Peer, end_spare_peers, peers
 from weightsync.errors import ConfigError, PeerLostError, TransferTimeout
-from weightsync.samehost import message_group
-from weightsync.samehost.message_queue import MessageQueue
-from weightsync.samehost.message_sockets import WINDOW_MESSAGES
+from weightsync.queues import message_queue
+from weightsync.queues.message_queue import MessageQueue
+from weightsync.queues.sockets import WINDOW_MESSAGES
 
 __all__ = ["make_network"]
 
@@ -64,7 +64,7 @@ def group(kind: str, path: str, rank: int, size: int) -> dist.ProcessGroup | Onl
 def pretend_host(name: str | None) -> None:
     """Be on another host as far as anyone can tell; loopback is the network."""
     if name is not None:
-        vars(message_group)["host_key"] = lambda: name
+        vars(message_queue)["host_key"] = lambda: name
         os.environ["MASTER_ADDR"] = "127.0.0.1"
 
 
@@ -89,7 +89,7 @@ def one_to_all(kind: str, path: str, rank: int, size: int, host: str | None) -> 
 
 def meet(members: dist.ProcessGroup | OnlyAStore) -> None:
     """Stay until all have read."""
-    message_group.Group(members).all_gather(b"here")
+    message_queue.Group(members).all_gather(b"here")
 
 
 def all_to_one(kind: str, path: str, rank: int, size: int, host: str | None) -> Any:
@@ -295,7 +295,7 @@ def test_a_remote_reader_notices_that_its_writer_died_or_closed() -> None:
 READER = """
 import json, sys
 import msgspec, torch
-from weightsync.samehost.message_queue import MessageQueue, QueueHandle
+from weightsync.queues.message_queue import MessageQueue, QueueHandle
 handle = msgspec.json.decode(sys.stdin.readline(), type=QueueHandle)
 with MessageQueue.create_from_handle(handle, int(sys.argv[1])) as queue:
     queue.wait_until_ready(60)
@@ -304,7 +304,7 @@ with MessageQueue.create_from_handle(handle, int(sys.argv[1])) as queue:
 WRITER = """
 import sys
 import msgspec, torch
-from weightsync.samehost.message_queue import MessageQueue
+from weightsync.queues.message_queue import MessageQueue
 ip = sys.argv[1]
 with MessageQueue(2, 0, connect_ip=ip, max_chunk_bytes=65536) as queue:
     print(msgspec.json.encode(queue.export_handle()).decode(), flush=True)

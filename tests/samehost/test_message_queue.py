@@ -31,12 +31,11 @@ from weightsync.errors import (
     TransferError,
     TransferTimeout,
 )
-from weightsync.samehost import patience
-from weightsync.samehost.message_layout import RECORDS
-from weightsync.samehost.message_queue import MessageCodec, MessageQueue, QueueHandle
-from weightsync.samehost.message_ring import MessageRingWriter
-from weightsync.samehost.message_sockets import socket_path
-from weightsync.samehost.segment import find_leftovers
+from weightsync.queues.message_queue import MessageCodec, MessageQueue, QueueHandle
+from weightsync.queues.message_ring import RECORDS, MessageRingWriter
+from weightsync.queues.sockets import socket_path
+from weightsync.shm import wait
+from weightsync.shm.segment import find_leftovers
 
 pytestmark = pytest.mark.usefixtures("shm_clean")
 
@@ -356,10 +355,10 @@ def test_a_long_wait_is_logged_unless_it_is_expected(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(
-        patience.WaitPolicy.__init__,
+        wait.WaitPolicy.__init__,
         "__kwdefaults__",
         {
-            **(patience.WaitPolicy.__init__.__kwdefaults__ or {}),
+            **(wait.WaitPolicy.__init__.__kwdefaults__ or {}),
             "warn_s": 0.01,
         },
     )

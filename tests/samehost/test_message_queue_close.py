@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 
 from weightsync.errors import ConfigError, PeerLostError, TransferCancelled, TransferTimeout
-from weightsync.samehost.message_layout import RECORDS
-from weightsync.samehost.message_queue import MessageQueue
+from weightsync.queues.message_queue import MessageQueue
+from weightsync.queues.message_ring import RECORDS
 
 pytestmark = pytest.mark.usefixtures("shm_clean")
 

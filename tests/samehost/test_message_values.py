@@ -21,9 +21,8 @@ import torch
 
 from tests.samehost.test_message_codec import sent
 from weightsync.errors import ConfigError, ProtocolError
-from weightsync.samehost.message_codec import MessageCodec
-from weightsync.samehost.message_values import from_plain
-from weightsync.samehost.tensor_codec import TensorDecoder, TensorEncoder
+from weightsync.queues.message_codec import MessageCodec, from_plain
+from weightsync.queues.tensor_codec import TensorDecoder, TensorEncoder
 
 
 class Color(enum.Enum):

@@ -24,7 +24,7 @@ from tests.samehost.processes import (
     run,
     running,
 )
-from weightsync.samehost.segment import (
+from weightsync.shm.segment import (
     Leftover,
     Segment,
     find_leftovers,

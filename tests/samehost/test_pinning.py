@@ -11,10 +11,10 @@ import torch
 
 from tests.weights.late_lane import LateLane
 from weightsync.backends.exported import Buckets, stage_on_gpu
-from weightsync.samehost import pinning
-from weightsync.samehost.memory import OpenMemory
-from weightsync.samehost.pinning import CudaDriver, Pinned
-from weightsync.samehost.staging import StagedSlots
+from weightsync.cuda import pinning
+from weightsync.cuda.memory import OpenMemory
+from weightsync.cuda.pinning import CudaDriver, Pinned
+from weightsync.cuda.staging import StagedSlots
 from weightsync.wire.offers import SegmentHandle
 
 CPU = torch.device("cpu")

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from weightsync.cuda.memory import PROBE_NBYTES, check_probe, probe_digest
 from weightsync.errors import HandleError, SegmentError
-from weightsync.samehost.device_keys import host_key, pick
-from weightsync.samehost.probe import PROBE_NBYTES, check_probe, probe_digest
-from weightsync.samehost.segment import Segment
+from weightsync.shm.host_keys import host_key, pick
+from weightsync.shm.segment import Segment
 from weightsync.wire.offers import KeyedHandle, ProbeInfo, SegmentHandle
 
 CONTENT = bytes(range(PROBE_NBYTES))

@@ -20,7 +20,7 @@ from weightsync.errors import (
     TransferError,
     TransferTimeout,
 )
-from weightsync.samehost.ring import (
+from weightsync.shm.ring import (
     Control,
     RingReader,
     RingWriter,
@@ -28,7 +28,7 @@ from weightsync.samehost.ring import (
     require_ordered_stores,
     wait_until,
 )
-from weightsync.samehost.segment import DIRECTORY, Segment
+from weightsync.shm.segment import DIRECTORY, Segment
 
 WAIT_S = 60.0
 SHORT_S = 0.05
@@ -273,7 +273,7 @@ class TestControl:
 
 READER = """
 import time
-from weightsync.samehost.ring import Control, RingReader
+from weightsync.shm.ring import Control, RingReader
 control_name, control_nbytes, data_name, place, chunks, nap_s = args
 control = Control.open(control_name, int(control_nbytes), slots=2, readers=3, entries=10)
 data = Segment.open(data_name, nbytes=2 * 4096)

@@ -24,7 +24,7 @@ from tests.samehost.processes import (
     run,
 )
 from weightsync.errors import ConfigError, HandleError, SegmentError
-from weightsync.samehost.segment import (
+from weightsync.shm.segment import (
     PATTERN,
     Segment,
     find_leftovers,

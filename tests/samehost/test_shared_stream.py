@@ -14,9 +14,9 @@ from torch import nn
 from tests.segments import opened_since
 from weightsync import optimizer_steps
 from weightsync.errors import ManifestMismatchError
-from weightsync.samehost import shared_stream
-from weightsync.samehost.segment import live_segments
-from weightsync.samehost.shared_stream import SharedStream
+from weightsync.shm import shared_stream
+from weightsync.shm.segment import live_segments
+from weightsync.shm.shared_stream import SharedStream
 
 ALIGNMENT = 64
 

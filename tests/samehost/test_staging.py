@@ -12,9 +12,9 @@ import pytest
 import torch
 import zmq
 
+from weightsync.cuda.staging import CpuGpuBuffer, copy_slice, numpy_view
 from weightsync.errors import ConfigError, ConnectError
-from weightsync.samehost.addresses import IPC_PATH_LIMIT, socket_address
-from weightsync.samehost.staging import CpuGpuBuffer, copy_slice, numpy_view
+from weightsync.queues.sockets import IPC_PATH_LIMIT, socket_address
 
 
 def wait(buffer: CpuGpuBuffer) -> None:
@@ -150,7 +150,7 @@ class TestAddresses:
     def test_no_more_than_128_ports_are_kept(self) -> None:
         program = (
             "import os\n"
-            "from weightsync.samehost.addresses import socket_address\n"
+            "from weightsync.queues.sockets import socket_address\n"
             "held = [len(os.listdir('/proc/self/fd'))]\n"
             "for _ in range(2):\n"
             "    for _ in range(150): socket_address(local_only=False)\n"

@@ -32,18 +32,18 @@ from weightsync.errors import (
     TransferTimeout,
     WeightSyncError,
 )
-from weightsync.samehost.tensor_bytes import DTYPES, as_bytes, tensor_data
-from weightsync.samehost.tensor_codec import (
+from weightsync.queues.tensor_bytes import DTYPES, as_bytes, tensor_data
+from weightsync.queues.tensor_codec import (
     INLINE_NBYTES,
     SETTING,
+    Frame,
     TensorDecoder,
     TensorEncoder,
     chosen_tensor_ipc,
     pinnable,
 )
-from weightsync.samehost.tensor_forms import Frame
-from weightsync.samehost.tensor_queue import TensorIpcReceiver, TensorIpcSender
-from weightsync.wire.tensor_packets import TensorQueueHandle
+from weightsync.queues.tensor_packets import TensorQueueHandle
+from weightsync.queues.tensor_queue import TensorIpcReceiver, TensorIpcSender
 
 WAYS = ["direct_rpc", "torch_shm"]
 SMALL, LARGE = 8, INLINE_NBYTES + 64

@@ -42,18 +42,8 @@ from weightsync.errors import (
     TransferError,
     TransferTimeout,
 )
-from weightsync.samehost.segment import DIRECTORY, Segment, live_segments
-from weightsync.samehost.spawning import require_spawn
-from weightsync.samehost.tensor_bytes import DTYPES
-from weightsync.samehost.tensor_channel import bound_name
-from weightsync.samehost.tensor_queue import (
-    PACKET_TENSOR_NBYTES,
-    TensorIpcData,
-    TensorIpcReceiver,
-    TensorIpcSender,
-)
-from weightsync.wire.offers import SegmentHandle
-from weightsync.wire.tensor_packets import (
+from weightsync.queues.tensor_bytes import DTYPES
+from weightsync.queues.tensor_packets import (
     PROTOCOL,
     Hello,
     InPacket,
@@ -63,6 +53,16 @@ from weightsync.wire.tensor_packets import (
     decode_welcome,
     encode,
 )
+from weightsync.queues.tensor_queue import (
+    PACKET_TENSOR_NBYTES,
+    TensorIpcData,
+    TensorIpcReceiver,
+    TensorIpcSender,
+    bound_name,
+)
+from weightsync.shm.segment import DIRECTORY, Segment, live_segments
+from weightsync.shm.spawning import require_spawn
+from weightsync.wire.offers import SegmentHandle
 
 BLOCK = 1 << 20
 SOON_S = 0.05
@@ -811,7 +811,7 @@ import os, gc, sys, threading, time, warnings
 warnings.simplefilter("ignore")
 import torch
 from weightsync.errors import ConfigError, TransferError
-from weightsync.samehost.tensor_queue import TensorIpcReceiver, TensorIpcSender
+from weightsync.queues.tensor_queue import TensorIpcReceiver, TensorIpcSender
 
 def in_fork(work):
     pid = os.fork()
@@ -872,7 +872,7 @@ print(receiver.recv_tensor(sender.send_tensor(torch.ones(3))).tolist())
         queue = msgspec.json.encode(receiver.handle).decode()
         said = self.script(f"""
 import msgspec
-from weightsync.wire.tensor_packets import TensorQueueHandle, encode
+from weightsync.queues.tensor_packets import TensorQueueHandle, encode
 sender = TensorIpcSender(msgspec.json.decode({queue!r}, type=TensorQueueHandle), name="parent")
 handle = sender.send_tensor(torch.ones(1))
 pid = os.fork()

@@ -18,7 +18,7 @@ from torch import nn
 import weightsync as ws
 from tests.samehost.processes import private_directory, python, run
 from weightsync.errors import SegmentError
-from weightsync.samehost.segment import DIRECTORY, Segment
+from weightsync.shm.segment import DIRECTORY, Segment
 
 READS_ON = """
 segment = Segment.open(args[0], nbytes=1 << 20, directory=directory)

@@ -11,7 +11,7 @@ from torch import nn
 import weightsync as ws
 from tests.e2e import models
 from tests.soak import victims
-from weightsync.samehost.segment import live_segments
+from weightsync.shm.segment import live_segments
 
 
 @dataclass

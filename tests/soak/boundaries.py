@@ -15,7 +15,7 @@ from collections.abc import Callable
 from typing import Any
 
 from weightsync.receiver import WeightReceiver
-from weightsync.samehost.ring import Control, RingReader, RingWriter
+from weightsync.shm.ring import Control, RingReader, RingWriter
 from weightsync.transports.http_client import HttpTransport
 from weightsync.weights.copier import CopyAndHash, HostCopies, HostCopyUnit
 from weightsync.wire.messages import CALL_OF, StatusRequest

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 import weightsync as ws
-from weightsync.samehost.device_keys import host_key
-from weightsync.samehost.segment import Segment
+from weightsync.shm.host_keys import host_key
+from weightsync.shm.segment import Segment
 
 Message = tuple[str, bytes]
 """The name of a call, and its body as JSON."""

@@ -21,7 +21,7 @@ from tests.e2e.processes import Apply, Host, Remote, wait_until
 from tests.e2e.test_fault_matrix import bounded
 from tests.soak import victims
 from tests.soak.sizes import sizes
-from weightsync.samehost.segment import find_leftovers, live_segments, remove_leftovers
+from weightsync.shm.segment import find_leftovers, live_segments, remove_leftovers
 
 KILLED = -signal.SIGKILL
 SETTLED = {"READY", "TORN", "PREPARED"}

@@ -17,7 +17,7 @@ from tests.children import CONTEXT, load_beforehand
 from tests.rollout.servers import server
 from tests.soak import victims
 from weightsync.rollout.model import make_tiny_model
-from weightsync.samehost.segment import remove_leftovers
+from weightsync.shm.segment import remove_leftovers
 
 load_beforehand("tests.soak.victims", "weightsync.rollout.model")
 

@@ -28,12 +28,12 @@ from tests.soak.malformed import (
     whole_update,
 )
 from tests.soak.sizes import sizes
+from weightsync.queues import tensor_packets
+from weightsync.queues.message_codec import MessageCodec, split
 from weightsync.receiver import WeightReceiver
-from weightsync.samehost.message_codec import MessageCodec
-from weightsync.samehost.message_parts import split
-from weightsync.samehost.segment import Segment
+from weightsync.shm.segment import Segment
 from weightsync.testing import TinyModel
-from weightsync.wire import codec, tensor_packets
+from weightsync.wire import codec
 from weightsync.wire.messages import CALLS, ShutdownRequest
 from weightsync.wire.offers import ManifestMessage, SegmentHandle
 

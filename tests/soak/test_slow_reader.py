@@ -12,7 +12,7 @@ from tests.e2e import models
 from tests.e2e.models import digests, fill
 from tests.e2e.processes import Apply, Host, Remote
 from tests.soak.sizes import sizes
-from weightsync.samehost.ring import RingWriter
+from weightsync.shm.ring import RingWriter
 
 BUCKET_NBYTES = 16 << 10
 READERS = 4

@@ -13,7 +13,7 @@ import torch
 from safetensors import safe_open
 
 from weightsync.errors import ConfigError, TransferError
-from weightsync.samehost.owner_lock import OwnerLock
+from weightsync.shm.owner_lock import OwnerLock
 from weightsync.transports import sglang_shelf
 from weightsync.transports.sglang_files import INDEX, lay_out, read_manifest
 from weightsync.transports.sglang_shelf import Snapshot, WeightDirectory

@@ -33,7 +33,7 @@ from weightsync.errors import (
     WeightSyncError,
 )
 from weightsync.integrations import vllm_pauses
-from weightsync.samehost.segment import remove_leftovers
+from weightsync.shm.segment import remove_leftovers
 from weightsync.transports import vllm_door
 from weightsync.transports.vllm_server import VllmServer, worker_transports
 from weightsync.wire.messages import StatusRequest

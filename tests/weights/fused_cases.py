@@ -17,9 +17,8 @@ from weightsync.weights.copier import (
     Memory,
     joined,
 )
-from weightsync.weights.cuda_runs import Batch, FusedUnit, Kernel, chunk_batches, fuse, hashers
-from weightsync.weights.cuda_tiles import Tiles
 from weightsync.weights.fingerprint import WORD, mix64, mixed_rows
+from weightsync.weights.fused import Batch, FusedUnit, Kernel, Tiles, chunk_batches, fuse, hashers
 
 GUARD = 32
 """Bytes around every tensor that nothing may touch."""

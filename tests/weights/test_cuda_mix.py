@@ -21,12 +21,11 @@ from tests.protocol.plants import TENSOR_NBYTES, Plant, Scene
 from tests.weights import triton_process
 from tests.weights.fused_cases import Case, HostKernel, check_case, host_mix64
 from weightsync.specs import Manifest, TensorSpec
-from weightsync.weights import cuda_runs
+from weightsync.weights import fused
 from weightsync.weights.buckets import StreamLayout
 from weightsync.weights.copier import DeviceCopyUnit
-from weightsync.weights.cuda_runs import Batch, chunk_batches, fuse, hashers, kernel_of
-from weightsync.weights.cuda_tiles import TILE_WORDS
 from weightsync.weights.fingerprint import WORD, mix64
+from weightsync.weights.fused import TILE_WORDS, Batch, chunk_batches, fuse, hashers, kernel_of
 
 WAIT_S = 100.0
 TILE_NBYTES = TILE_WORDS * WORD
@@ -130,14 +129,14 @@ def test_a_kernel_that_fails_falls_open_with_one_warning(
     def missing(name: str) -> object:
         raise ModuleNotFoundError("No module named 'triton'", name="triton")
 
-    monkeypatch.setattr(cuda_runs, "import_module", missing)
-    cuda_runs._proved.cache_clear()
+    monkeypatch.setattr(fused, "import_module", missing)
+    fused._proved.cache_clear()
     try:
         with caplog.at_level(logging.WARNING):
             for _ in range(2):
-                assert cuda_runs._proved(torch.device("cpu")) is None
+                assert fused._proved(torch.device("cpu")) is None
     finally:
-        cuda_runs._proved.cache_clear()
+        fused._proved.cache_clear()
     (record,) = caplog.records
     assert "No module named 'triton'" in record.getMessage()
 
@@ -145,12 +144,12 @@ def test_a_kernel_that_fails_falls_open_with_one_warning(
 def test_a_kernel_that_does_not_do_as_torch_does_is_not_used(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(cuda_runs, "import_module", lambda _: StrayKernel())
-    cuda_runs._proved.cache_clear()
+    monkeypatch.setattr(fused, "import_module", lambda _: StrayKernel())
+    fused._proved.cache_clear()
     try:
-        assert cuda_runs._proved(torch.device("cpu")) is None
+        assert fused._proved(torch.device("cpu")) is None
     finally:
-        cuda_runs._proved.cache_clear()
+        fused._proved.cache_clear()
     assert "as torch does" in caplog.text
 
 

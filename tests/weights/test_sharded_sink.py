@@ -23,8 +23,8 @@ from weightsync.errors import (
     VerificationError,
 )
 from weightsync.receiver import WeightReceiver, as_sink
-from weightsync.samehost.device_keys import host_key
-from weightsync.samehost.segment import Segment
+from weightsync.shm.host_keys import host_key
+from weightsync.shm.segment import Segment
 from weightsync.specs import Manifest, TensorSpec
 from weightsync.weights.buckets import StreamLayout
 from weightsync.weights.copier import Memory, UnitCompiler

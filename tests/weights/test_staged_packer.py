@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 
 from tests.weights.late_lane import LateLane
 from tests.weights.streams import every_dtype, manifests, random_tensors, sizes, stream_bytes
+from weightsync.cuda.staging import StagedSlots
 from weightsync.errors import ManifestMismatchError
-from weightsync.samehost.staging import StagedSlots
 from weightsync.specs import Manifest, TensorSpec
 from weightsync.weights.buckets import StreamLayout
 from weightsync.weights.fingerprint import xxh3

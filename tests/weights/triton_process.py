@@ -15,10 +15,10 @@ def interpret() -> None:
 
 def check_interpreted(cases: list[Case]) -> None:
     """Raise AssertionError where Triton's interpreter does not do what a case asks."""
-    from weightsync.weights import cuda_mix
+    from weightsync.weights import kernels
 
     for case in cases:
-        check_case(case, cuda_mix, "cpu")
+        check_case(case, kernels, "cpu")
 
 
 def compile_for_hopper(alignment: int, copies: bool, mixes: bool) -> dict[str, str]:
@@ -27,12 +27,12 @@ def compile_for_hopper(alignment: int, copies: bool, mixes: bool) -> dict[str, s
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    from weightsync.weights import cuda_mix
+    from weightsync.weights import kernels
 
-    kernel: Any = cuda_mix._mix_tiles
+    kernel: Any = kernels._mix_tiles
     constants = {
         "ALIGNMENT": alignment,
-        "ELEMENT": cuda_mix._WORDS[alignment],
+        "ELEMENT": kernels._WORDS[alignment],
         "COPIES": copies,
         "MIXES": mixes,
     }
@@ -45,6 +45,6 @@ def compile_for_hopper(alignment: int, copies: bool, mixes: bool) -> dict[str, s
     compiled = triton.compile(
         source,
         target=GPUTarget("cuda", 90, 32),
-        options={"num_warps": cuda_mix.NUM_WARPS},
+        options={"num_warps": kernels.NUM_WARPS},
     )
     return {form: str(compiled.asm[form]) for form in ("ttgir", "ptx")}

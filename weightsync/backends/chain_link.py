@@ -28,8 +28,8 @@ from weightsync.backends.private_group import (
     data_lane,
 )
 from weightsync.errors import ProtocolError, TransferError, TransferTimeout, WeightSyncError
-from weightsync.samehost.heartbeat import Heartbeat
-from weightsync.samehost.ring import NETWORK, Control, RingWriter
+from weightsync.shm.ring import NETWORK, Control, RingWriter
+from weightsync.shm.wait import Heartbeat
 from weightsync.weights.buckets import runs_per_chunk
 from weightsync.wire.offers import GroupInfo
 

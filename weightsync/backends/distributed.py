@@ -19,7 +19,7 @@ from weightsync.backends.intake import RelayUpdate
 from weightsync.backends.ipc import IpcWeightTransferEngine
 from weightsync.backends.private_group import GroupRendezvous, LivenessSocket, PrivateGroup
 from weightsync.errors import ProtocolError, WeightSyncError
-from weightsync.samehost.ring import Control
+from weightsync.shm.ring import Control
 from weightsync.specs import Manifest
 from weightsync.weights.buckets import StreamLayout
 from weightsync.wire.codec import manifest_from_wire

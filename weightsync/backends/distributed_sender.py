@@ -27,7 +27,7 @@ from weightsync.errors import (
     WeightSyncError,
     shorten,
 )
-from weightsync.samehost.ring import NETWORK, RingReader
+from weightsync.shm.ring import NETWORK, RingReader
 from weightsync.weights.buckets import runs_per_chunk
 from weightsync.wire.offers import GroupInfo
 

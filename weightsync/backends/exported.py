@@ -9,22 +9,21 @@ from dataclasses import dataclass
 
 import torch
 
-from weightsync.backends.fences import WriterFence
+from weightsync.cuda import handles
+from weightsync.cuda.device_stream import DeviceStream
+from weightsync.cuda.events import CUDA, WriterFence
+from weightsync.cuda.memory import PROBE_NBYTES, probe_digest
+from weightsync.cuda.pinning import CudaDriver, Driver, Pinned
+from weightsync.cuda.staging import CopyStream, CudaCopyStream, StagedSlots
 from weightsync.errors import ConfigError
-from weightsync.samehost import cuda_handle
-from weightsync.samehost.device_keys import host_key
-from weightsync.samehost.device_stream import DeviceStream
-from weightsync.samehost.pinning import CudaDriver, Driver, Pinned
-from weightsync.samehost.probe import PROBE_NBYTES, probe_digest
-from weightsync.samehost.ready_event import CUDA
-from weightsync.samehost.ring import Control
-from weightsync.samehost.segment import Segment
-from weightsync.samehost.shared_stream import SharedStream
-from weightsync.samehost.staging import CopyStream, CudaCopyStream, StagedSlots
+from weightsync.shm.host_keys import host_key
+from weightsync.shm.ring import Control
+from weightsync.shm.segment import Segment
+from weightsync.shm.shared_stream import SharedStream
 from weightsync.weights.buckets import StreamLayout
 from weightsync.weights.copier import Memory, UnitCompiler
-from weightsync.weights.cuda_runs import hashers
 from weightsync.weights.dtypes import TORCH_DTYPES
+from weightsync.weights.fused import hashers
 from weightsync.wire.offers import KeyedHandle, ProbeInfo, SegmentHandle, StorageInfo
 
 logger = logging.getLogger(__name__)
@@ -144,7 +143,7 @@ def keyed_handle(segment: Segment | None, memory: torch.Tensor | None = None) ->
         return {host_key(): SegmentHandle(name=segment.name, nbytes=segment.nbytes)}
     if memory is None:
         raise ConfigError("there is no memory to make a handle of")
-    exported = cuda_handle.export(memory)
+    exported = handles.export(memory)
     return {exported.device: exported}
 
 

@@ -6,11 +6,11 @@ import time
 from collections.abc import Mapping
 
 from weightsync.backends.exported import Buckets, ProbeMemory
-from weightsync.samehost.device_stream import DeviceStream
-from weightsync.samehost.probe import PROBE_NBYTES
-from weightsync.samehost.ring import Control, RingWriter
-from weightsync.samehost.segment import live_segments
-from weightsync.samehost.shared_stream import SharedStream
+from weightsync.cuda.device_stream import DeviceStream
+from weightsync.cuda.memory import PROBE_NBYTES
+from weightsync.shm.ring import Control, RingWriter
+from weightsync.shm.segment import live_segments
+from weightsync.shm.shared_stream import SharedStream
 from weightsync.wire.messages import LedgerEntry
 from weightsync.wire.offers import SegmentHandle
 

@@ -7,14 +7,13 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 
 from weightsync.backends.base import LoadContext, Received, WeightTransferEngine
-from weightsync.backends.fences import open_fence
 from weightsync.backends.ipc_transfer import IncomingTransfer, OpenedMemory, chunked_plan
 from weightsync.backends.lending import Assembly
+from weightsync.cuda.events import open_fence
+from weightsync.cuda.memory import OpenMemory, check_probe
 from weightsync.errors import HandleError, ProtocolError, SegmentError
-from weightsync.samehost.device_keys import pick
-from weightsync.samehost.memory import OpenMemory
-from weightsync.samehost.probe import check_probe
-from weightsync.samehost.ring import Control
+from weightsync.shm.host_keys import pick
+from weightsync.shm.ring import Control
 from weightsync.specs import Manifest
 from weightsync.weights.buckets import StreamLayout, runs_per_chunk
 from weightsync.weights.copier import CopyPlan, Memory

@@ -10,14 +10,14 @@ from msgspec.structs import replace
 
 from weightsync.backends.base import LoadContext, Received
 from weightsync.backends.lending import HookFeeder
+from weightsync.cuda.events import wait_for
+from weightsync.cuda.memory import OpenMemory
 from weightsync.errors import ConfigError, HandleError, ProtocolError, VerificationError
-from weightsync.samehost.device_keys import pick
-from weightsync.samehost.memory import OpenMemory
+from weightsync.shm.host_keys import pick
 from weightsync.specs import Manifest
 from weightsync.weights.buckets import StreamLayout
 from weightsync.weights.copier import CompiledUnit, Memory
 from weightsync.weights.fingerprint import mix64, to_hex
-from weightsync.weights.gpu_order import wait_for
 from weightsync.weights.shard_copier import DeviceShardRun, HostShardRun, ShardMemory, compiler_for
 from weightsync.wire.codec import manifest_from_wire
 from weightsync.wire.messages import HandlesUpdate

@@ -23,14 +23,14 @@ from weightsync.backends.exported import (
     storage_info,
 )
 from weightsync.backends.exports import ExportedMemory
-from weightsync.backends.fences import Fence, WriterFence, fence_from_environment
 from weightsync.backends.pace import ReadAhead
 from weightsync.backends.trail import ReaderProgress
+from weightsync.cuda.device_stream import DeviceStream
+from weightsync.cuda.events import Fence, WriterFence, fence_from_environment
+from weightsync.cuda.staging import StagedSlots
 from weightsync.errors import ConfigError
-from weightsync.samehost.device_stream import DeviceStream
-from weightsync.samehost.ring import NETWORK, Control, RingWriter
-from weightsync.samehost.shared_stream import SharedStream
-from weightsync.samehost.staging import StagedSlots
+from weightsync.shm.ring import NETWORK, Control, RingWriter
+from weightsync.shm.shared_stream import SharedStream
 from weightsync.specs import Manifest
 from weightsync.weights.buckets import RUN_NBYTES, StreamLayout, aligned, runs_per_chunk
 from weightsync.weights.dtypes import spec_of

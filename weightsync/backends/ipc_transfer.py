@@ -10,8 +10,10 @@ from functools import partial
 import torch
 
 from weightsync.backends.base import LoadContext, Received
-from weightsync.backends.fences import OpenFence
 from weightsync.backends.lending import Assembly, HookFeeder
+from weightsync.cuda.events import OpenFence, wait_for
+from weightsync.cuda.memory import OpenMemory
+from weightsync.cuda.pinning import CudaDriver
 from weightsync.errors import (
     ProtocolError,
     SegmentError,
@@ -19,14 +21,11 @@ from weightsync.errors import (
     TransferTimeout,
     VerificationError,
 )
-from weightsync.samehost.memory import OpenMemory
-from weightsync.samehost.pinning import CudaDriver
-from weightsync.samehost.ring import LOCAL, NETWORK, Control, RingReader, wait_until
+from weightsync.shm.ring import LOCAL, NETWORK, Control, RingReader, wait_until
 from weightsync.specs import Manifest
 from weightsync.weights.buckets import CopyUnit, StreamLayout
 from weightsync.weights.copier import CompiledUnit, CopyPlan, DeviceCopyUnit, Memory, UnitCompiler
-from weightsync.weights.cuda_runs import FusedUnit, fuse, hashers
-from weightsync.weights.gpu_order import wait_for
+from weightsync.weights.fused import FusedUnit, fuse, hashers
 from weightsync.weights.shard_copier import DeviceShardRun, compiler_for
 from weightsync.weights.sink import LoadTarget, Verification
 from weightsync.wire.codec import manifest_from_wire

@@ -11,9 +11,9 @@ from weightsync.specs import TensorSpec
 from weightsync.weights import arena
 from weightsync.weights.buckets import Chunk, StreamLayout, TensorSlice
 from weightsync.weights.copier import Memory
-from weightsync.weights.cuda_runs import slot_reader
 from weightsync.weights.dtypes import TORCH_DTYPES, from_bytes
 from weightsync.weights.fingerprint import xxh3
+from weightsync.weights.fused import slot_reader
 from weightsync.weights.loans import own_storage, refuse_kept, uses
 from weightsync.weights.packer import slot_views
 from weightsync.weights.sink import LoadTarget

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable
 
-from weightsync.samehost.ring import Control
+from weightsync.shm.ring import Control
 from weightsync.weights.buckets import StreamLayout
 
 Mark = tuple[str, int, float]

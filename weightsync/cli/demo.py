@@ -30,7 +30,7 @@ from weightsync.cli.demo_report import (
     write_report,
 )
 from weightsync.errors import ConfigError, RemoteError, WeightSyncError
-from weightsync.samehost.segment import remove_leftovers
+from weightsync.shm.segment import remove_leftovers
 
 START_TIMEOUT_S = 180.0
 EVENT_TIMEOUT_S = 300.0

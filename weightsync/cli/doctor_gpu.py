@@ -12,8 +12,8 @@ import torch
 
 from weightsync.cli.doctor_findings import Finding, Level, ok, problem, warning
 from weightsync.cli.doctor_pairs import CUDA_IPC, Gpu, GpuOffer, opened_by_another, partner
+from weightsync.cuda.handles import expandable_setting
 from weightsync.errors import WeightSyncError
-from weightsync.samehost.cuda_handle import expandable_setting
 
 _DEVICES = ("/dev/nvidiactl", "/dev/dxg")
 _STAGED = "GPU weights go through host memory instead (the shared_memory path)"

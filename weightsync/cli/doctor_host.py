@@ -17,9 +17,9 @@ import torch
 from weightsync.backends.ipc_sender import HOST_BUCKET_NBYTES, HOST_BUCKETS
 from weightsync.cli.doctor_findings import Finding, ok, problem, warning
 from weightsync.errors import BackendUnavailableError, SegmentError
-from weightsync.samehost.device_keys import host_key
-from weightsync.samehost.ring import require_ordered_stores
-from weightsync.samehost.segment import (
+from weightsync.shm.host_keys import host_key
+from weightsync.shm.ring import require_ordered_stores
+from weightsync.shm.segment import (
     DIRECTORY,
     PATTERN,
     find_leftovers,

@@ -20,7 +20,7 @@ from weightsync.backends.private_group import GroupRendezvous, PrivateGroup, dat
 from weightsync.cli.children import command
 from weightsync.cli.doctor_findings import Finding, Level, ok, warning
 from weightsync.errors import ConnectError, TransferError, WeightSyncError
-from weightsync.samehost.ring import require_ordered_stores
+from weightsync.shm.ring import require_ordered_stores
 from weightsync.wire.offers import ProbeInfo
 
 START_S = 45.0

@@ -13,10 +13,10 @@ import torch
 from weightsync.backends.exported import ProbeMemory
 from weightsync.backends.private_group import GroupRendezvous, PrivateGroup, data_lane
 from weightsync.cli.doctor_pairs import GLOO_S, START_S, Answer, Gpu, GpuOffer
+from weightsync.cuda.handles import local_gpu_keys, why_not
+from weightsync.cuda.memory import check_probe
 from weightsync.errors import WeightSyncError
-from weightsync.samehost.cuda_handle import local_gpu_keys, why_not
-from weightsync.samehost.device_keys import host_key
-from weightsync.samehost.probe import check_probe
+from weightsync.shm.host_keys import host_key
 from weightsync.wire.offers import ProbeInfo
 
 _SYS_PIDFD_GETFD = 438  # the same number on every architecture

@@ -10,7 +10,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from weightsync.samehost.census import HostSegment, list_segments
+from weightsync.shm.census import HostSegment, list_segments
 from weightsync.transports.sglang_shelf import list_homes
 
 COLUMNS = ("segment", "MB", "age", "owner", "open in")

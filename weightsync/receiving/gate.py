@@ -12,8 +12,8 @@ from dataclasses import dataclass
 
 import torch
 
+from weightsync.cuda.events import Marks
 from weightsync.errors import NotReadyError, TransferError, TransferTimeout
-from weightsync.weights.gpu_order import Marks
 
 logger = logging.getLogger(__name__)
 

@@ -12,7 +12,7 @@ from msgspec.structs import replace
 from weightsync.backends.base import WeightTransferEngine
 from weightsync.backends.registry import load_backend
 from weightsync.errors import ProtocolError, SenderConflictError, UnknownSenderError
-from weightsync.samehost.heartbeat import Heartbeat
+from weightsync.shm.wait import Heartbeat
 from weightsync.specs import Manifest
 from weightsync.wire.messages import LedgerEntry
 from weightsync.wire.offers import DistributedInit, HostRing, Init, Offer, Owner, describe, utc

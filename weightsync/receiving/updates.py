@@ -10,6 +10,7 @@ from contextlib import contextmanager
 
 from msgspec.structs import replace
 
+from weightsync.cuda.events import wait_for
 from weightsync.errors import ProtocolError, StaleVersionError, UpdateConflictError
 from weightsync.lifecycle import ApplyChoice, State, Terms, UpdateLifecycle
 from weightsync.receiving.gate import OnHold, OnRelease, ReadWriteGate
@@ -22,7 +23,6 @@ from weightsync.receiving.overtaken import AbortedUpdates
 from weightsync.receiving.peers import Senders
 from weightsync.receiving.readiness import Readiness
 from weightsync.receiving.turns import StepLock
-from weightsync.weights.gpu_order import wait_for
 from weightsync.weights.sink import WeightSink
 from weightsync.wire.messages import StartTerms, StepReply, UpdateInfo
 from weightsync.wire.offers import Init, describe

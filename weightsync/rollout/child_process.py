@@ -26,7 +26,7 @@ from typing import Any
 import msgspec
 
 from weightsync.errors import ConfigError, ProtocolError, WeightSyncError
-from weightsync.samehost.spawning import refuse_forked, require_spawn
+from weightsync.shm.spawning import refuse_forked, require_spawn
 from weightsync.wire.problem import Problem, encode_problem, from_problem, to_problem
 
 READY_NBYTES = 16 << 10

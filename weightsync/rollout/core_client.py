@@ -14,6 +14,8 @@ import zmq
 import zmq.asyncio
 
 from weightsync.errors import NotReadyError, TransportTimeout
+from weightsync.queues.tensor_codec import TensorEncoder
+from weightsync.queues.tensor_packets import TensorQueueHandle
 from weightsync.rollout import bad_frames
 from weightsync.rollout.engine_messages import (
     Answer,
@@ -29,12 +31,10 @@ from weightsync.rollout.engine_messages import (
 from weightsync.rollout.lasting_task import end_process
 from weightsync.rollout.process_terms import CoreAddress, takes_images
 from weightsync.rollout.steps import ModelCard
-from weightsync.samehost.tensor_codec import TensorEncoder
 from weightsync.wire.problem import Problem, from_problem
-from weightsync.wire.tensor_packets import TensorQueueHandle
 
 if TYPE_CHECKING:
-    from weightsync.samehost.tensor_queue import TensorIpcSender
+    from weightsync.queues.tensor_queue import TensorIpcSender
 
 logger = logging.getLogger(__name__)
 
@@ -64,7 +64,7 @@ class _Core:
         if queue is None:
             raise NotReadyError("this engine core has no tensor queue", state="READY")
         # It loads torch, which an API server of a model of text alone does without.
-        from weightsync.samehost.tensor_queue import TensorIpcSender  # noqa: PLC0415 - see above
+        from weightsync.queues.tensor_queue import TensorIpcSender  # noqa: PLC0415 - see above
 
         self._sender = TensorIpcSender(queue)
         return self._sender

@@ -17,7 +17,7 @@ from weightsync.rollout.scheduling import Scheduler
 from weightsync.rollout.worker_crew import WorkerGroup
 
 if TYPE_CHECKING:
-    from weightsync.samehost.tensor_queue import TensorIpcReceiver
+    from weightsync.queues.tensor_queue import TensorIpcReceiver
 
 GATHER_TIMEOUT_S = 600.0
 
@@ -46,7 +46,7 @@ def core_main(ready: Ready, terms: CoreTerms) -> None:
 
 def _tensor_queue(terms: CoreTerms) -> TensorIpcReceiver | None:
     # It loads torch, which the core of a model of text alone does without.
-    from weightsync.samehost.tensor_queue import TensorIpcReceiver  # noqa: PLC0415 - see above
+    from weightsync.queues.tensor_queue import TensorIpcReceiver  # noqa: PLC0415 - see above
 
     return TensorIpcReceiver() if terms.tensor_ipc == "torch_shm" else None
 

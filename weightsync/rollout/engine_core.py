@@ -12,6 +12,7 @@ import msgspec
 import zmq
 
 from weightsync.errors import NotReadyError, ProtocolError, WeightSyncError
+from weightsync.queues.tensor_codec import TensorDecoder
 from weightsync.rollout.engine_messages import (
     Answer,
     Ask,
@@ -38,11 +39,10 @@ from weightsync.rollout.worker_messages import (
     ResumeCall,
     WorkerState,
 )
-from weightsync.samehost.tensor_codec import TensorDecoder
 from weightsync.wire.problem import encode_problem, to_problem
 
 if TYPE_CHECKING:
-    from weightsync.samehost.tensor_queue import TensorIpcReceiver
+    from weightsync.queues.tensor_queue import TensorIpcReceiver
 
 logger = logging.getLogger(__name__)
 

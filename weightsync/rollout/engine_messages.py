@@ -6,8 +6,8 @@ from typing import Literal
 
 import msgspec
 
+from weightsync.queues.tensor_codec import Tensor
 from weightsync.rollout.steps import SamplingParams
-from weightsync.samehost.tensor_kind import Tensor
 
 FinishReason = Literal["stop", "length", "abort"]
 PauseMode = Literal["abort", "wait", "keep"]

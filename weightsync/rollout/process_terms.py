@@ -13,8 +13,8 @@ from collections.abc import Callable
 import msgspec
 
 from weightsync.lifecycle import ApplyChoice
+from weightsync.queues.tensor_packets import TensorQueueHandle
 from weightsync.rollout.steps import ModelCard
-from weightsync.wire.tensor_packets import TensorQueueHandle
 
 Ready = Callable[[bytes], None]
 

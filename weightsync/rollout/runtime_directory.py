@@ -7,7 +7,7 @@ import stat
 import tempfile
 from pathlib import Path
 
-from weightsync.samehost.addresses import IPC_PATH_LIMIT
+from weightsync.queues.sockets import IPC_PATH_LIMIT
 
 PREFIX = "weightsync-"
 _LONGEST_NAME = 64

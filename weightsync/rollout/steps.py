@@ -10,7 +10,7 @@ from typing import Annotated
 
 import msgspec
 
-from weightsync.samehost.tensor_kind import Tensor
+from weightsync.queues.tensor_codec import Tensor
 
 NO_LOGPROBS = -1
 

@@ -16,7 +16,7 @@ from weightsync.rollout import process_ends, process_tree
 from weightsync.rollout.child_process import Child
 from weightsync.rollout.process_tree import ProcessId
 from weightsync.rollout.warden import OrphanReaper
-from weightsync.samehost.janitor import cleanup_stale
+from weightsync.shm.segment import cleanup_stale
 
 _KILL_MARGIN_S = 0.5
 _EXIT_S = 5.0

@@ -10,8 +10,8 @@ from importlib import util as import_util
 from typing import Any
 
 from weightsync.errors import BackendUnavailableError, ConfigError
+from weightsync.queues.tensor_codec import Tensor
 from weightsync.rollout.hugging_face import hf
-from weightsync.samehost.tensor_kind import Tensor
 
 IMAGE_TOKEN = "<image>"  # noqa: S105 # a token of text
 TINY_IMAGE_SIZE = 16

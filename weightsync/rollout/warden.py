@@ -20,7 +20,7 @@ code, marker, directory = sys.argv[1:]
 said = sys.stdin.buffer.read()  # to its end, which is the supervisor's
 if said != {_NOTHING_TO_DO!r}:
     runpy.run_path(code)["remove_all"](marker, directory)
-    sweep = "from weightsync.samehost.janitor import sweep; sweep()"
+    sweep = "from weightsync.shm.segment import sweep; sweep()"
     os.execv(sys.executable, [sys.executable, "-c", sweep])
 """
 

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from weightsync.errors import PeerLostError, TransferCancelled
+from weightsync.queues.message_queue import MessageQueue
 from weightsync.receiver import WeightReceiver
 from weightsync.rollout.model import LoadedModel
 from weightsync.rollout.model_runner import ModelRunner
@@ -26,7 +27,6 @@ from weightsync.rollout.steps import Step
 from weightsync.rollout.worker_crew import STEP_SLOT_NBYTES, STEP_SLOTS, step_codec
 from weightsync.rollout.worker_link import WorkerLink
 from weightsync.rollout.worker_messages import REPORT_CALL, Hello, WorkerState
-from weightsync.samehost.message_queue import MessageQueue
 from weightsync.wire import codec
 
 logger = logging.getLogger(__name__)

@@ -10,6 +10,8 @@ import msgspec
 import zmq
 
 from weightsync.errors import ProtocolError, TransferTimeout
+from weightsync.queues.message_codec import MessageCodec
+from weightsync.queues.message_queue import MessageQueue
 from weightsync.rollout import bad_frames
 from weightsync.rollout.steps import (
     ModelCard,
@@ -20,9 +22,7 @@ from weightsync.rollout.steps import (
     StepResult,
 )
 from weightsync.rollout.worker_messages import CoreWord, Hello, Notice, Welcome
-from weightsync.samehost.message_codec import MessageCodec
-from weightsync.samehost.message_queue import MessageQueue
-from weightsync.samehost.ring import PATIENCE
+from weightsync.shm.ring import PATIENCE
 
 STEP_SLOT_NBYTES = 1 << 20
 STEP_SLOTS = 4

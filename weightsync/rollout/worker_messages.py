@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import msgspec
 
+from weightsync.queues.message_queue import QueueHandle
 from weightsync.rollout.engine_messages import PauseMode
 from weightsync.rollout.steps import ModelCard
-from weightsync.samehost.message_queue import QueueHandle
 
 REPORT_CALL = "worker_report"
 """What API servers ask a worker beside the calls of the wire."""

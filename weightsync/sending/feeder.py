@@ -12,10 +12,8 @@ import torch
 
 from weightsync.backends.distributed_sender import Chain, RingFeed
 from weightsync.backends.ipc_sender import READER_PLACES, IpcOptions, IpcTrainerEngine
+from weightsync.cuda import handles
 from weightsync.errors import ConfigError, ProtocolError, TransferError
-from weightsync.samehost import cuda_handle
-from weightsync.samehost.device_keys import host_key
-from weightsync.samehost.heartbeat import Heartbeat
 from weightsync.sending.agreement import compare_manifests
 from weightsync.sending.commands import (
     AnyCommand,
@@ -33,6 +31,8 @@ from weightsync.sending.commands import (
 )
 from weightsync.sending.lockstep import CollectiveSource
 from weightsync.sending.ranks import RankComm
+from weightsync.shm.host_keys import host_key
+from weightsync.shm.wait import Heartbeat
 from weightsync.specs import Manifest
 from weightsync.weights.dtypes import spec_of
 from weightsync.weights.sharded_source import gather
@@ -84,12 +84,12 @@ class RankWorker:
     def rank_info(self) -> RankInfo:
         """Who this rank is."""
         on_gpu = self._options.device.type == "cuda"
-        gpu = [cuda_handle.gpu_key(self._options.device)] if on_gpu else []
+        gpu = [handles.gpu_key(self._options.device)] if on_gpu else []
         return RankInfo(
             keys=[*gpu, host_key()],
             stable=not self._gathers,
             on_gpu=on_gpu,
-            no_cuda_ipc=cuda_handle.why_not() if on_gpu else None,
+            no_cuda_ipc=handles.why_not() if on_gpu else None,
         )
 
     def do(

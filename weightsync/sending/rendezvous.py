@@ -16,9 +16,9 @@ from weightsync.backends.distributed import member_init, place_on
 from weightsync.backends.distributed_sender import Chain
 from weightsync.backends.ipc_sender import IpcOptions
 from weightsync.errors import ConfigError, ConnectError, TransferError, WeightSyncError
-from weightsync.samehost.device_keys import host_key
 from weightsync.sending.feeder import RELAY_READER, RankWorker
 from weightsync.sending.fleet import Fleet, Member, MemberReply, failures
+from weightsync.shm.host_keys import host_key
 from weightsync.transports.base import Transport
 from weightsync.wire.messages import InitReply, InitRequest, Request
 from weightsync.wire.offers import IpcInit

@@ -22,7 +22,7 @@ from pathlib import Path
 import torch
 
 from weightsync.errors import ConfigError, TransferError
-from weightsync.samehost.owner_lock import OwnerLock, try_shared, unlock_and_close
+from weightsync.shm.owner_lock import OwnerLock, try_shared, unlock_and_close
 from weightsync.transports.sglang_files import INDEX, Layout, index_of, write_all
 from weightsync.weights.copier import host_view
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from weightsync.errors import TransferError
-from weightsync.prefault import ask_for_huge_pages, populate
+from weightsync.shm.segment import ask_for_huge_pages, populate
 from weightsync.weights.buckets import ALIGNMENT
 
 _CGROUPS = Path("/sys/fs/cgroup")

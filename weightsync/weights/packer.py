@@ -12,9 +12,9 @@ from weightsync.errors import ManifestMismatchError, shorten
 from weightsync.specs import TensorSpec
 from weightsync.weights.buckets import Chunk, StreamLayout
 from weightsync.weights.copier import AddressMap, HostCopies, Memory, compile_host, host_view, zero
-from weightsync.weights.cuda_runs import Batch, chunk_batches, slot_reader
 from weightsync.weights.dtypes import TORCH_DTYPES, as_bytes, from_bytes
 from weightsync.weights.fingerprint import xxh3
+from weightsync.weights.fused import Batch, chunk_batches, slot_reader
 from weightsync.weights.source import NamedTensors
 
 Acquire = Callable[[int], int]

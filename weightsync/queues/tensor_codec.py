@@ -1,10 +1,4 @@
-"""Request objects with tensors in them, to and from multipart messages (msgpack).
-
-A tensor takes one of three ways: in line in the message when it is small; as an auxiliary frame of
-the same message; through a carrier, usually a tensor queue, with an opaque handle in the message.
-In the message each is a msgpack extension, so tensors may stand anywhere: in fields of structs and
-dataclasses, in lists and dicts within each other. Nothing here knows what a request is.
-"""
+"""Request objects with tensors in them, to and from multipart messages (msgpack)."""
 
 from __future__ import annotations
 
@@ -14,9 +8,21 @@ import sys
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any, Generic, Literal, Protocol, TypeVar, cast, get_args, overload
+from typing import (
+    TYPE_CHECKING,
+    Annotated,
+    Any,
+    Generic,
+    Literal,
+    Protocol,
+    TypeVar,
+    cast,
+    get_args,
+    overload,
+)
 
 import msgspec
+from msgspec import Meta, Struct
 from msgspec.msgpack import Ext
 
 from weightsync.errors import (
@@ -28,27 +34,75 @@ from weightsync.errors import (
     WeightSyncError,
     shorten,
 )
-from weightsync.samehost.message_values import from_plain, to_plain
-from weightsync.samehost.tensor_forms import (
-    CARRIED,
-    IN_FRAME,
-    IN_LINE,
-    MAX_TENSORS,
-    VALUE,
-    Frame,
-    frame_of,
-    in_frame,
-    in_line,
-    line_of,
-)
-from weightsync.samehost.tensor_kind import Tensor
+from weightsync.queues.message_codec import from_plain, to_plain
+from weightsync.specs import TensorSpec
+from weightsync.wire.offers import Shape
 
 if TYPE_CHECKING:
     import torch
+    from torch import Tensor
+
+
+T = TypeVar("T")
+Frame = bytes | bytearray | memoryview
+
+IN_LINE, IN_FRAME, CARRIED, VALUE = 1, 2, 3, 4
+"""Extension codes: a tensor with its bytes, with the number of its frame, with a carrier's handle;
+and what is no tensor (message_values)."""
+MAX_TENSORS = 1 << 16
+
+_Dtype = Annotated[str, Meta(max_length=32)]
+
+
+class InLine(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """A tensor and its bytes."""
+
+    dtype: _Dtype
+    shape: Shape
+    data: bytearray
+
+
+class InFrame(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """A tensor whose bytes are an auxiliary frame of the message; frame 0 is the message."""
+
+    dtype: _Dtype
+    shape: Shape
+    frame: Annotated[int, Meta(ge=1, le=MAX_TENSORS)]
+
+
+def in_line(spec: TensorSpec, data: memoryview) -> Ext:
+    """Return what stands in the message for a tensor with these bytes."""
+    tensor = InLine(spec.dtype, list(spec.shape), bytearray(data))
+    return Ext(IN_LINE, msgspec.msgpack.encode(tensor))
+
+
+def in_frame(spec: TensorSpec, number: int) -> Ext:
+    """Return what stands in the message for a tensor in auxiliary frame `number`."""
+    return Ext(IN_FRAME, msgspec.msgpack.encode(InFrame(spec.dtype, list(spec.shape), number)))
+
+
+def line_of(data: memoryview) -> InLine:
+    """Return what a tensor is that came with its bytes. Raises ProtocolError."""
+    return _decode(data, InLine)
+
+
+def frame_of(data: memoryview) -> InFrame:
+    """Return which frame a tensor is in, and what it is. Raises ProtocolError."""
+    return _decode(data, InFrame)
+
+
+def _decode(data: memoryview, kind: type[T]) -> T:
+    try:
+        return msgspec.msgpack.decode(data, type=kind)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as exc:
+        raise ProtocolError(f"a tensor of this message cannot be read: {exc}") from exc
+
+
+__all__ = ["Tensor"]
+
 
 logger = logging.getLogger(__name__)
 
-T = TypeVar("T")
 TensorIpc = Literal["direct_rpc", "torch_shm"]
 
 SETTING = "WEIGHTSYNC_TENSOR_IPC"
@@ -210,7 +264,7 @@ class _Encoding:
                 return self._encoder.replace_foreign(value)
             return Ext(VALUE, msgspec.msgpack.encode(plain, enc_hook=self.replace))
         # Here, since messages without tensors need no torch.
-        from weightsync.samehost.tensor_bytes import spec_of, tensor_data  # noqa: PLC0415 - above
+        from weightsync.queues.tensor_bytes import spec_of, tensor_data  # noqa: PLC0415 - above
 
         self._tensors += 1
         if self._tensors > MAX_TENSORS:
@@ -344,7 +398,7 @@ class _Decoding:
         if self._tensors > MAX_TENSORS:
             raise ProtocolError(f"a message has at most {MAX_TENSORS} tensors, this has more")
         # Here, since messages without tensors need no torch.
-        from weightsync.samehost.tensor_bytes import tensor_of  # noqa: PLC0415 - see above
+        from weightsync.queues.tensor_bytes import tensor_of  # noqa: PLC0415 - see above
 
         if code == IN_LINE:
             came = line_of(data)

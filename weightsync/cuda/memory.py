@@ -1,17 +1,19 @@
-"""Memory of another process, whichever kind: opened from its handle as `uint8[nbytes]`."""
+"""Memory of another process, opened from its handle, and the probe that proves a path."""
 
 from __future__ import annotations
 
+import hashlib
 from types import TracebackType
 from typing import Self
 
 import torch
 
+from weightsync.cuda import handles
+from weightsync.cuda.pinning import Driver, Pinned
 from weightsync.errors import HandleError
-from weightsync.samehost import cuda_handle
-from weightsync.samehost.pinning import Driver, Pinned
-from weightsync.samehost.segment import Segment
-from weightsync.wire.offers import Handle, SegmentHandle
+from weightsync.shm.host_keys import pick
+from weightsync.shm.segment import Segment
+from weightsync.wire.offers import Handle, ProbeInfo, SegmentHandle
 
 
 class OpenMemory:
@@ -29,7 +31,7 @@ class OpenMemory:
             self._segment = Segment.open(handle.name, nbytes=handle.nbytes)
             tensor = self._segment.tensor(handle.offset)
         else:
-            tensor = cuda_handle.open_handle(handle)
+            tensor = handles.open_handle(handle)
         self._tensor: torch.Tensor | None = tensor
 
     @property
@@ -61,7 +63,7 @@ class OpenMemory:
         if self._segment is not None:
             self._segment.close()
         else:
-            cuda_handle.collect()
+            handles.collect()
 
     def __enter__(self) -> Self:
         return self
@@ -73,3 +75,22 @@ class OpenMemory:
         traceback: TracebackType | None,
     ) -> None:
         self.close()
+
+
+PROBE_NBYTES = 64
+
+
+def probe_digest(content: bytes) -> str:
+    """Return the digest by which a receiver knows the probe's bytes."""
+    return hashlib.blake2b(content, digest_size=16).hexdigest()
+
+
+def check_probe(probe: ProbeInfo, keys: list[str]) -> None:
+    """Open the probe and look at its bytes. Raises HandleError when they are not the known ones."""
+    with OpenMemory(pick(probe.handle, keys)) as memory:
+        found = bytes(memory.part(0, probe.nbytes).tolist())
+    if probe_digest(found) != probe.digest:
+        raise HandleError(
+            "the probe opened, but holds other bytes than the sender wrote: this is the memory "
+            "of another host or GPU with the same id"
+        )

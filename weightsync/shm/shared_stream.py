@@ -18,7 +18,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from weightsync.errors import ManifestMismatchError
 from weightsync.optimizer_steps import held_back
-from weightsync.samehost.segment import Segment, live_segments
+from weightsync.shm.segment import Segment, live_segments
 
 logger = logging.getLogger(__name__)
 

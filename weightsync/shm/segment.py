@@ -1,14 +1,11 @@
-"""Named shared-memory segments: made whole, opened with suspicion, told apart from leftovers.
-
-A segment is a file in `/dev/shm`. It gets its name only when it is complete and its creator holds
-an exclusive `flock` on it, so a name that can be locked belongs to a creator that is dead. Process
-ids say nothing here, since two containers that share `/dev/shm` may not share a pid namespace.
-"""
+"""Named shared-memory segments: made whole, opened with suspicion, cleaned up after the dead."""
 
 from __future__ import annotations
 
 import atexit
 import errno
+import functools
+import logging
 import mmap
 import os
 import re
@@ -23,13 +20,50 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
-from weightsync.errors import ConfigError, HandleError, SegmentError
-from weightsync.prefault import ask_for_huge_pages, populate
-from weightsync.samehost.buffer_address import buffer_address
-from weightsync.samehost.owner_lock import OwnerLock, reopen, try_shared, unlock_and_close
+from weightsync.errors import ConfigError, HandleError, SegmentError, shorten
+from weightsync.shm.buffer_address import buffer_address
+from weightsync.shm.owner_lock import OwnerLock, reopen, try_shared, unlock_and_close
 
 if TYPE_CHECKING:
     import torch
+
+
+logger = logging.getLogger(__name__)
+
+# From linux/mman.h (5.14); the mmap module does not name them.
+_MADV_POPULATE_READ = 22
+_MADV_POPULATE_WRITE = 23
+# mmap.madvise keeps the interpreter lock: heartbeats of other threads get a turn between pieces.
+_PIECE_NBYTES = 64 << 20
+
+
+def ask_for_huge_pages(mapping: mmap.mmap) -> None:
+    """Ask for huge pages from now on; a refusal is logged once a process."""
+    _advise(mapping, mmap.MADV_HUGEPAGE, 0, len(mapping))
+
+
+def populate(mapping: mmap.mmap, *, writable: bool = True) -> None:
+    """Have all pages mapped, some at a time; a refusal is logged once a process."""
+    advice = _MADV_POPULATE_WRITE if writable else _MADV_POPULATE_READ
+    for start in range(0, len(mapping), _PIECE_NBYTES):
+        if not _advise(mapping, advice, start, min(_PIECE_NBYTES, len(mapping) - start)):
+            return
+
+
+def _advise(mapping: mmap.mmap, advice: int, start: int, nbytes: int) -> bool:
+    try:
+        mapping.madvise(advice, start, nbytes)
+    except OSError as exc:
+        _say_once(advice, exc.strerror)
+        return False
+    return True
+
+
+@functools.cache
+def _say_once(advice: int, reason: str) -> None:
+    what = "huge pages" if advice == mmap.MADV_HUGEPAGE else "pre-faulting"
+    logger.warning("%s cannot be had (%s); going on without", what, reason)
+
 
 DIRECTORY = Path("/dev/shm")
 PATTERN = re.compile(r"weightsync-[0-9a-f]{32}")
@@ -134,7 +168,7 @@ class Segment:
                 f"which has {self.nbytes}; the handle does not fit the segment"
             )
         # Here, since most of what a segment is for needs no torch.
-        from weightsync.samehost.tensor_bytes import view_bytes  # noqa: PLC0415 - see above
+        from weightsync.queues.tensor_bytes import view_bytes  # noqa: PLC0415 - see above
 
         # torch keeps the object but not its buffer export, which is what stops an early unmapping;
         # the private memoryview holds that export as long as the tensor lives.
@@ -376,3 +410,16 @@ atexit.register(_unlink_at_exit)
 # children forget the registration, and a lower priority than 0 lets them end their work first.
 _unlink_at_exit_of_worker(_unlink_at_exit)
 register_after_fork(_unlink_at_exit, _unlink_at_exit_of_worker)
+
+
+def cleanup_stale() -> None:
+    """Remove leftovers, and say so; a start never fails for it."""
+    try:
+        removed = remove_leftovers()
+    except SegmentError as exc:
+        logger.warning("leftover segments could not be looked for: %s", exc)
+        return
+    if removed:
+        nbytes = sum(leftover.nbytes for leftover in removed)
+        names = shorten(leftover.name for leftover in removed)
+        logger.info("removed what dead owners left: %d bytes in %s", nbytes, names)

@@ -15,9 +15,9 @@ from dataclasses import dataclass, field
 import torch
 
 from weightsync.errors import SegmentError, TransferTimeout
-from weightsync.samehost.ring import require_ordered_stores
-from weightsync.samehost.segment import Segment
-from weightsync.wire.tensor_packets import MAX_BLOCKS
+from weightsync.queues.tensor_packets import MAX_BLOCKS
+from weightsync.shm.ring import require_ordered_stores
+from weightsync.shm.segment import Segment
 
 HEADER_NBYTES = 4096
 MIN_BLOCK_NBYTES = 64 << 10

@@ -1,52 +1,74 @@
-"""The shared memory of a message queue: one writer, several readers, no flag ever cleared.
-
-As in the ring that carries weights there are two segments, data, which readers map read-only, and
-control, an array of 64-byte lines that one side each writes. Message *n* (from 0) has record
-*n mod RECORDS*; a small message lies in its record, a large one in whichever slot is free, and one
-that fits no slot travels elsewhere. The writer sets PUBLISHED to *n + 1* when the message is whole;
-a reader sets its RELEASED to *n + 1* when it needs it no more. A reader that was expelled while it
-slept finds the writer's word of it before it hands out what it read.
-
-Each side sleeps on a word of the other (futex) after it said that it does, so that nobody makes a
-system call while all are awake.
-"""
+"""The shared memory of a message queue: one writer, several readers, no flag ever cleared."""
 
 from __future__ import annotations
 
 import os
+import struct
 import time
 from contextlib import suppress
+from dataclasses import dataclass
 
 from weightsync.errors import HandleError, PeerLostError, SegmentError, TransferError
-from weightsync.samehost.futex import fence, sleep_on, wake
-from weightsync.samehost.message_layout import (
-    ASLEEP,
-    CLOSED,
-    HEADER,
-    ID_HIGH,
-    ID_LOW,
-    INLINE,
-    INLINE_OFFSET,
-    JOINED,
-    LEFT,
-    LINE,
-    MAGIC,
-    PAGE,
-    PUBLISHED,
-    READERS,
-    READY,
-    RECORD,
-    RECORD_NBYTES,
-    RECORDS,
-    SLOT,
-    SOCKET,
-    WANTED,
-    MessageRingLayout,
-    line_of,
-)
-from weightsync.samehost.patience import WaitPolicy
-from weightsync.samehost.ring import require_ordered_stores
-from weightsync.samehost.segment import Segment
+from weightsync.shm.ring import require_ordered_stores
+from weightsync.shm.segment import Segment
+from weightsync.shm.wait import WaitPolicy, fence, sleep_on, wake
+
+RECORDS = 256
+RECORD_NBYTES = 1024
+INLINE, SLOT, SOCKET = 1, 2, 3
+"""Where a message lies: in its record, in a slot, or on the way through a socket."""
+
+MAGIC = 0x7773_6D71_7565_0001
+PAGE = 4096
+LINE = 8
+RECORD = struct.Struct("<QQQQ")  # number, place, bytes, slot
+INLINE_OFFSET = 64
+INLINE_NBYTES = RECORD_NBYTES - INLINE_OFFSET
+HEADER = 0
+# The writer's line, and words of it.
+WRITER = LINE
+PUBLISHED, CLOSED, WANTED, READY = range(WRITER, WRITER + 4)
+# A reader's line, and words of it.
+READERS = 2 * LINE
+RELEASED, JOINED, ID_HIGH, ID_LOW, ASLEEP, LEFT = range(6)
+
+
+@dataclass(frozen=True)
+class MessageRingLayout:
+    """How many slots of how many bytes for how many readers."""
+
+    slots: int
+    slot_nbytes: int
+    readers: int
+
+    @property
+    def stride(self) -> int:
+        """Bytes from slot to slot."""
+        return -(-self.slot_nbytes // PAGE) * PAGE
+
+    @property
+    def data_nbytes(self) -> int:
+        """Bytes of the data segment."""
+        return RECORDS * RECORD_NBYTES + self.slots * self.stride
+
+    @property
+    def control_nbytes(self) -> int:
+        """Bytes of the control segment; the writer's words about readers come last."""
+        return 8 * (self.evicted(self.readers))
+
+    def evicted(self, reader: int) -> int:
+        """Return the word in which the writer says that it went on without `reader`."""
+        return READERS + (self.readers + 1) * LINE + reader
+
+    def slot_at(self, slot: int) -> int:
+        """Return the offset of a slot."""
+        return RECORDS * RECORD_NBYTES + slot * self.stride
+
+
+def line_of(reader: int) -> int:
+    """Return the first word of a reader's line: what it has released."""
+    return READERS + reader * LINE
+
 
 _SPINS = 32
 SPIN_S = 0.0001

@@ -8,7 +8,7 @@ import warnings
 import torch
 
 from weightsync.errors import ConfigError, ProtocolError
-from weightsync.samehost.tensor_forms import Frame
+from weightsync.queues.tensor_codec import Frame
 from weightsync.specs import DTYPE_NBYTES, TensorSpec
 
 DTYPES: dict[str, torch.dtype] = {

@@ -13,7 +13,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from weightsync.samehost.segment import DIRECTORY, PATTERN, find_leftovers
+from weightsync.shm.segment import DIRECTORY, PATTERN, find_leftovers
 
 _PROC = Path("/proc")
 _LINE = re.compile(

@@ -1,16 +1,4 @@
-"""The per-chunk handshake between one writer and several readers, in shared memory.
-
-The control segment is an array of 64-byte lines, each a u64 that one side alone writes and nobody
-ever clears; then the fingerprints of chunks. Chunk *j* of an update with base *b* has the sequence
-number *b + j + 1* and lies in slot *j mod slots*. The writer sets `published[slot]` when the slot
-holds it; a reader sets `released[reader]` when it needs it no more. Before it does, it looks again
-at sequence and epoch: a reader that slept through an abort and the slot's reuse must not release a
-chunk that it never saw. The second word of a reader's `released` line says which offer's
-events it takes.
-
-Aligned 8-byte stores of x86-64 are atomic and seen in order, which is what this relies on; on
-other machines the ring refuses to work.
-"""
+"""The counter ring: the handshake between one writer and several readers for each chunk."""
 
 from __future__ import annotations
 
@@ -21,7 +9,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from weightsync.errors import BackendUnavailableError, HandleError, TransferError, TransferTimeout
-from weightsync.samehost.segment import Segment
+from weightsync.shm.segment import Segment
 
 _MAGIC = 0x7773_7269_6E67_0002
 _LINE_WORDS = 8

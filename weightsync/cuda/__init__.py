@@ -1,0 +1,1 @@
+"""Everything that touches a CUDA driver: handles, pinned memory, events, streams, kernels."""

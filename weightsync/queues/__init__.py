@@ -1,0 +1,1 @@
+"""Queues between processes: messages from one writer to many readers, and tensors of requests."""

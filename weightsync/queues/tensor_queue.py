@@ -1,0 +1,1186 @@
+"""Tensors of requests, out of band: several sending processes, one that receives."""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+import select
+import selectors
+import socket
+import struct
+import threading
+import time
+import weakref
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Protocol, Self
+
+import torch
+
+from weightsync.cuda import handles
+from weightsync.errors import (
+    BackendUnavailableError,
+    ConfigError,
+    ConnectError,
+    HandleError,
+    ProtocolError,
+    TransferError,
+    TransferTimeout,
+    WeightSyncError,
+)
+from weightsync.queues.tensor_bytes import as_bytes, checked_spec, from_bytes, spec_of
+from weightsync.queues.tensor_packets import (
+    MAX_PACKET,
+    PROTOCOL,
+    Arriving,
+    Discard,
+    Forget,
+    Goodbye,
+    Hello,
+    InBlock,
+    InPacket,
+    OnGpu,
+    Packet,
+    Sent,
+    TensorIpcHandle,
+    TensorQueueHandle,
+    Welcome,
+    decode_handle,
+    decode_sent,
+    decode_welcome,
+    encode,
+    encode_packet,
+)
+from weightsync.shm import segment
+from weightsync.shm.host_keys import host_key
+from weightsync.shm.pool import HEADER_NBYTES, Block, SegmentPool
+from weightsync.shm.segment import Segment
+from weightsync.shm.spawning import refuse_forked, refuse_other_process
+from weightsync.specs import MAX_NAME_LENGTH, TensorSpec
+from weightsync.wire.offers import SegmentHandle
+
+MAX_CLEANED = 1 << 14
+"""Aborted requests that are remembered, so that their late tensors do not stay."""
+MAX_UNWANTED = 1 << 12
+"""Tensors of one sender that were given up before they came."""
+MAX_GONE = 1 << 10
+"""Senders that ended and are remembered by name."""
+
+Key = tuple[str, int]
+
+
+class Payload(Protocol):
+    """A tensor in the memory where it arrived."""
+
+    def tensor(self) -> torch.Tensor:
+        """Return it, once; what it lies in is given back when the last view of it is dropped."""
+
+    def drop(self) -> None:
+        """Give its memory back unseen."""
+
+
+@dataclass(frozen=True, slots=True)
+class Arrival:
+    """A tensor that came: what its sender said of it, and where it is."""
+
+    handle: TensorIpcHandle
+    content: Payload
+
+    @property
+    def key(self) -> Key:
+        """What finds it."""
+        return self.handle.sender, self.handle.sequence
+
+
+@dataclass(slots=True)
+class SenderState:
+    """What is known of one sender; `gone` says why it sends no more, "" while it does."""
+
+    name: str
+    last: int = 0
+    gone: str = ""
+    waiting: set[int] = field(default_factory=set)
+    unwanted: set[int] = field(default_factory=set)
+
+    def wants(self, sequence: int) -> bool:
+        """Note that a tensor came; false if it was given up before."""
+        self.last = max(self.last, sequence)
+        wanted = sequence not in self.unwanted
+        self.unwanted = {later for later in self.unwanted if later > sequence}
+        return wanted
+
+
+@dataclass(frozen=True, slots=True)
+class Cleanup:
+    """When a request was cleaned up, and which senders sent for another attempt under its id."""
+
+    number: int
+    again: set[str] = field(default_factory=set)
+
+
+class Mailbox:
+    """The tensors of all senders; any thread may call, and none holds the lock while it waits."""
+
+    def __init__(self, *, max_pending: int, late_s: float) -> None:
+        self._max_pending = max_pending
+        self._late_s = late_s
+        self._changed = threading.Condition()
+        self._pending: dict[Key, Arrival] = {}
+        self._requests: dict[str, set[Key]] = {}
+        self._senders: OrderedDict[str, SenderState] = OrderedDict()
+        self._cleaned: OrderedDict[str, Cleanup] = OrderedDict()
+        self._late: OrderedDict[Key, float] = OrderedDict()
+        self._cleanups = 0
+        self._closed = False
+
+    def __len__(self) -> int:
+        return len(self._pending)
+
+    @property
+    def full(self) -> bool:
+        """Whether the senders have to wait before more is read from them."""
+        return len(self._pending) >= self._max_pending
+
+    def meet(self, sender: str, name: str) -> bool:
+        """Note a new sender; false if one of this id was met before."""
+        with self._changed:
+            if sender in self._senders:
+                return False
+            self._senders[sender] = SenderState(name)
+            return True
+
+    def add(self, arrivals: Iterable[Arrival]) -> None:
+        """Keep tensors in the order of arrival; those of requests cleaned up not for long.
+
+        They are of the attempt that was aborted, or of another under the same id: only the latter
+        are asked for. What the same sender sends after one that was asked for is of the latter.
+        """
+        unwanted = []
+        with self._changed:
+            for arrival in arrivals:
+                state = self._senders[arrival.handle.sender]
+                wanted = state.wants(arrival.handle.sequence)
+                if self._closed or not wanted:
+                    unwanted.append(arrival)
+                    continue
+                self._keep(arrival, state)
+                if self._aborted(arrival.handle) is not None:
+                    self._late[arrival.key] = time.monotonic() + self._late_s
+            self._changed.notify_all()
+        for arrival in unwanted:
+            arrival.content.drop()
+
+    def take(self, handle: TensorIpcHandle, timeout_s: float) -> torch.Tensor:
+        """Hand out the tensor of `handle`, waiting for it if it is still to come.
+
+        Raises TransferError at once for one that cannot come any more, TransferTimeout when it
+        does not come in time, ProtocolError when another one came under its number.
+        """
+        deadline = time.monotonic() + timeout_s
+        with self._changed:
+            cleanups = self._cleanups
+            while (arrival := self._pending.get((handle.sender, handle.sequence))) is None:
+                cleanup = self._aborted(handle)
+                if cleanup is not None and cleanup.number > cleanups:
+                    raise _cleaned_up(handle)
+                self._check_may_come(handle)
+                self._wait(deadline, f"tensor {_shown(handle)} did not come", timeout_s)
+            if arrival.handle != handle:
+                raise ProtocolError(
+                    f"tensor {_shown(handle)} is asked for, and its sender sent "
+                    f"{_shown(arrival.handle)}; the handle was changed on its way"
+                )
+            self._forget(arrival)
+            cleanup = self._aborted(handle)
+            if cleanup is not None:
+                cleanup.again.add(handle.sender)
+        return arrival.content.tensor()
+
+    def take_next(self, timeout_s: float) -> tuple[TensorIpcHandle, torch.Tensor]:
+        """Hand out the tensor that came first. Raises TransferTimeout when none comes in time."""
+        deadline = time.monotonic() + timeout_s
+        with self._changed:
+            while not self._pending:
+                self._check_open()
+                self._wait(deadline, "no tensor came", timeout_s)
+            arrival = next(iter(self._pending.values()))
+            self._forget(arrival)
+        return arrival.handle, arrival.content.tensor()
+
+    def clean(self, request_id: str) -> int:
+        """Drop the tensors of a request, those here and late ones; returns how many were here."""
+        with self._changed:
+            self._cleanups += 1
+            self._cleaned[request_id] = Cleanup(self._cleanups)
+            self._cleaned.move_to_end(request_id)
+            while len(self._cleaned) > MAX_CLEANED:
+                self._cleaned.popitem(last=False)
+            dropped = [self._pending[key] for key in self._requests.get(request_id, ())]
+            for arrival in dropped:
+                self._forget(arrival)
+            self._changed.notify_all()
+        for arrival in dropped:
+            arrival.content.drop()
+        return len(dropped)
+
+    @property
+    def any_late(self) -> bool:
+        """Whether `drop_late` will have something to do."""
+        return bool(self._late)
+
+    def drop_late(self, now: float) -> None:
+        """Drop the tensors of requests cleaned up that came later and were not asked for."""
+        dropped = []
+        with self._changed:
+            while self._late and next(iter(self._late.values())) <= now:
+                arrival = self._pending[next(iter(self._late))]
+                self._forget(arrival)
+                dropped.append(arrival)
+        for arrival in dropped:
+            arrival.content.drop()
+
+    def discard(self, sender: str, sequence: int) -> None:
+        """Drop one tensor: now if it is here, else when it comes."""
+        with self._changed:
+            arrival = self._pending.get((sender, sequence))
+            state = self._senders.get(sender)
+            if arrival is not None:
+                self._forget(arrival)
+            elif state and sequence > state.last and len(state.unwanted) < MAX_UNWANTED:
+                state.unwanted.add(sequence)
+        if arrival is not None:
+            arrival.content.drop()
+
+    def part(self, sender: str, reason: str) -> None:
+        """Note that a sender sends no more. What it sent can still be asked for."""
+        with self._changed:
+            self._senders[sender].gone = reason
+            gone = [key for key, state in self._senders.items() if state.gone and not state.waiting]
+            for key in gone[:-MAX_GONE]:
+                del self._senders[key]
+            self._changed.notify_all()
+
+    def waiting_of(self, sender: str) -> int:
+        """Return how many tensors of a sender are here."""
+        state = self._senders.get(sender)
+        return len(state.waiting) if state else 0
+
+    def drop_all_of(self, sender: str) -> int:
+        """Drop what a sender left behind; returns how many."""
+        with self._changed:
+            state = self._senders.get(sender)
+            left = [self._pending[sender, number] for number in state.waiting] if state else []
+            for arrival in left:
+                self._forget(arrival)
+        for arrival in left:
+            arrival.content.drop()
+        return len(left)
+
+    def close(self) -> None:
+        """Drop everything; those who wait get a TransferError. Idempotent."""
+        with self._changed:
+            self._closed = True
+            left = list(self._pending.values())
+            for arrival in left:
+                self._forget(arrival)
+            self._changed.notify_all()
+        for arrival in left:
+            arrival.content.drop()
+
+    def _keep(self, arrival: Arrival, state: SenderState) -> None:
+        self._pending[arrival.key] = arrival
+        state.waiting.add(arrival.handle.sequence)
+        if arrival.handle.request_id is not None:
+            self._requests.setdefault(arrival.handle.request_id, set()).add(arrival.key)
+
+    def _forget(self, arrival: Arrival) -> None:
+        del self._pending[arrival.key]
+        self._late.pop(arrival.key, None)
+        self._senders[arrival.handle.sender].waiting.discard(arrival.handle.sequence)
+        request_id = arrival.handle.request_id
+        if request_id is not None:
+            keys = self._requests[request_id]
+            keys.discard(arrival.key)
+            if not keys:
+                del self._requests[request_id]
+
+    def _aborted(self, handle: TensorIpcHandle) -> Cleanup | None:
+        """Return the cleanup that a tensor may be too late for; None after another attempt's."""
+        if handle.request_id is None:
+            return None
+        cleanup = self._cleaned.get(handle.request_id)
+        return None if cleanup is None or handle.sender in cleanup.again else cleanup
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise TransferError("this tensor queue is closed")
+
+    def _check_may_come(self, handle: TensorIpcHandle) -> None:
+        self._check_open()
+        state = self._senders.get(handle.sender)
+        if state is None:
+            raise TransferError(
+                f"tensor {_shown(handle)} is of a sender that this queue never met, or long "
+                "forgot; each message must go to the queue that its tensors went to"
+            )
+        if handle.sequence <= state.last and self._aborted(handle) is not None:
+            raise _cleaned_up(handle)
+        if handle.sequence <= state.last:
+            raise TransferError(
+                f"tensor {_shown(handle)} was handed out or dropped before; each is handed out once"
+            )
+        if state.gone:
+            raise TransferError(
+                f"tensor {_shown(handle)} will not come: sender {state.name} {state.gone}"
+            )
+
+    def _wait(self, deadline: float, what: str, timeout_s: float) -> None:
+        remaining = deadline - time.monotonic()
+        if remaining <= 0:
+            raise TransferTimeout(
+                f"{what} in {timeout_s:.1f} s; {len(self._pending)} others are here, of "
+                f"{sum(not state.gone for state in self._senders.values())} living senders"
+            )
+        self._changed.wait(remaining)
+
+
+def _cleaned_up(handle: TensorIpcHandle) -> TransferError:
+    return TransferError(f"tensor {_shown(handle)} was dropped: its request was cleaned up")
+
+
+def _shown(handle: TensorIpcHandle) -> str:
+    request = "" if handle.request_id is None else f" of request {handle.request_id[:80]!r}"
+    return f"{handle.tensor_id[:80]!r}{request} ({handle.dtype}{handle.shape})"
+
+
+class Mappings:
+    """The segments of one sender, mapped when they are first named."""
+
+    def __init__(self) -> None:
+        self._open: dict[str, Segment] = {}
+
+    def get(self, name: str, nbytes: int) -> Segment:
+        """Return the segment, writable, since tensors handed out may be changed in place."""
+        segment = self._open.get(name)
+        if segment is None:
+            segment = self._open[name] = Segment.open(name, nbytes=nbytes, writable=True)
+        if segment.nbytes != nbytes:
+            raise HandleError(
+                f"segment {name} has {segment.nbytes} bytes, the handle says {nbytes}"
+            )
+        return segment
+
+    def forget(self, name: str) -> None:
+        """Unmap one; views of it that live on keep its memory."""
+        segment = self._open.pop(name, None)
+        if segment is not None:
+            segment.close()
+
+    def close(self) -> None:
+        """Unmap all. Idempotent."""
+        for name in list(self._open):
+            self.forget(name)
+
+
+def arrival_of(packet: Arriving, mappings: Mappings) -> Arrival:
+    """Return what a packet brought; what cannot be opened raises when it is asked for.
+
+    Raises ProtocolError for a packet that describes no tensor, or lies about where it is.
+    """
+    handle = packet.handle
+    spec = checked_spec(handle.tensor_id, handle.dtype, handle.shape)
+    try:
+        return Arrival(handle, _content(packet, spec, mappings))
+    except WeightSyncError as exc:
+        return Arrival(handle, _Broken(exc))
+
+
+def _content(packet: Arriving, spec: TensorSpec, mappings: Mappings) -> Payload:
+    if isinstance(packet, InBlock):
+        return _SharedBlock(packet, spec, mappings)
+    if isinstance(packet, InPacket):
+        _check_fits(spec, len(packet.data), exactly=True)
+        return _PacketBytes(packet.data, spec)
+    _check_fits(spec, packet.memory.nbytes - packet.memory.offset)
+    return _GpuMemory(packet, spec)
+
+
+def _check_fits(spec: TensorSpec, room: int, *, exactly: bool = False) -> None:
+    if spec.nbytes > room or (exactly and spec.nbytes != room):
+        raise HandleError(
+            f"{spec} has {spec.nbytes} bytes and came with {room}; sender and receiver must be of "
+            "one version"
+        )
+
+
+class _Broken:
+    def __init__(self, error: WeightSyncError) -> None:
+        self._error = error
+
+    def tensor(self) -> torch.Tensor:
+        raise self._error
+
+    def drop(self) -> None:
+        return
+
+
+class _PacketBytes:
+    def __init__(self, data: bytearray, spec: TensorSpec) -> None:
+        self._data = data
+        self._spec = spec
+
+    def tensor(self) -> torch.Tensor:
+        flat = torch.empty(0, dtype=torch.uint8)
+        if self._data:
+            flat = torch.frombuffer(self._data, dtype=torch.uint8)
+        return from_bytes(flat, self._spec.dtype, self._spec.shape)
+
+    def drop(self) -> None:
+        return
+
+
+class _SharedBlock:
+    """A block on loan; it goes back when the last tensor that views it is gone."""
+
+    def __init__(self, packet: InBlock, spec: TensorSpec, mappings: Mappings) -> None:
+        where = packet.segment
+        if packet.block >= _blocks_in(where.nbytes, where.offset, packet.block):
+            raise HandleError(f"block {packet.block} lies outside segment {where.name}")
+        if not spec.nbytes:
+            raise HandleError(f"{spec} has no bytes and needs no block of segment {where.name}")
+        _check_fits(spec, where.nbytes - where.offset)
+        segment = mappings.get(where.name, where.nbytes)
+        self._view = segment.buffer[where.offset : where.offset + spec.nbytes]
+        self._words = segment.buffer[:HEADER_NBYTES].cast("Q")
+        self._block = packet.block
+        self._ticket = packet.ticket
+        self._spec = spec
+
+    def tensor(self) -> torch.Tensor:
+        view = self._view
+        flat = torch.frombuffer(view, dtype=torch.uint8)
+        # torch keeps the memoryview for as long as anything uses the storage.
+        given = weakref.finalize(
+            view, _give_back, self._words, self._block, self._ticket, os.getpid()
+        )
+        given.atexit = False  # the owner sees that this process ended
+        self._view = memoryview(b"")
+        return from_bytes(flat, self._spec.dtype, self._spec.shape)
+
+    def drop(self) -> None:
+        self._view = memoryview(b"")
+        _give_back(self._words, self._block, self._ticket, os.getpid())
+
+
+def _blocks_in(nbytes: int, offset: int, block: int) -> int:
+    """Return how many blocks a segment has where block number `block` starts at `offset`."""
+    room = nbytes - HEADER_NBYTES
+    start = offset - HEADER_NBYTES
+    if start < 0 or offset >= nbytes or (start == 0) != (block == 0):
+        return 0
+    if block == 0:
+        return 1
+    size, rest = divmod(start, block)
+    return 0 if rest or room % size else room // size
+
+
+def _give_back(words: memoryview, block: int, ticket: int, pid: int) -> None:
+    # Called from wherever the last reference dies, so it takes no lock. A fork drops its copies of
+    # the tensors too, and may not give away what its parent still uses.
+    if os.getpid() == pid:
+        words[block] = ticket
+
+
+class _GpuMemory:
+    def __init__(self, packet: OnGpu, spec: TensorSpec) -> None:
+        self._memory = packet.memory
+        self._spec = spec
+
+    def tensor(self) -> torch.Tensor:
+        flat = handles.open_handle(self._memory)[: self._spec.nbytes]
+        return from_bytes(flat, self._spec.dtype, self._spec.shape)
+
+    def drop(self) -> None:
+        with suppress(WeightSyncError):
+            handles.withdraw(self._memory)
+
+
+logger = logging.getLogger(__name__)
+
+_BATCH = 64
+_FULL_NAP_S = 0.002
+_LOOK_S = 0.05  # how often to see whether what a sender left was asked for
+_SWEEPS_S = (0.05, 0.5, 3.0)  # the kernel lets a killed process's locks go a moment later
+_JOIN_S = 5.0
+PROBE_NBYTES = 4096
+
+_sockets: weakref.WeakSet[socket.socket] = weakref.WeakSet()
+
+
+def own_socket(connection: socket.socket) -> socket.socket:
+    """Have forked children close their copy, which would hide the end of this process."""
+    _sockets.add(connection)
+    return connection
+
+
+def _after_fork_in_child() -> None:
+    for connection in list(_sockets):
+        connection.close()
+
+
+os.register_at_fork(after_in_child=_after_fork_in_child)
+
+
+def bound_name(address: str) -> bytes:
+    """Return the abstract socket name of a queue's address."""
+    return b"\0weightsync-tensors-" + address.encode("ascii")
+
+
+def same_user(connection: socket.socket) -> bool:
+    """Say whether the process at the other end runs as our own user."""
+    layout = struct.Struct("3i")
+    raw = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, layout.size)
+    return bool(layout.unpack(raw)[1] == os.geteuid())
+
+
+class _Peer:
+    """One connection: its sender once it said hello, and that sender's segments."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self.connection = connection
+        self.sender = ""
+        self.last = 0
+        self.parted = False
+        self.mappings = Mappings()
+
+
+class Channel:
+    """Listens under a random `address` and fills `arrivals` until `close`."""
+
+    def __init__(self, arrivals: Mailbox, *, gpus: list[str], grace_s: float) -> None:
+        self.address = secrets.token_hex(16)
+        self._arrivals = arrivals
+        self._gpus = gpus
+        self._grace_s = grace_s
+        self._peers: set[_Peer] = set()
+        self._ended: list[tuple[float, _Peer]] = []
+        self._sweeps: list[float] = []
+        self._buffer = memoryview(bytearray(MAX_PACKET + 1))
+        self._stopping = threading.Event()
+        self._selector = selectors.DefaultSelector()
+        self._listener = own_socket(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
+        self._listener.bind(bound_name(self.address))
+        self._listener.listen(128)
+        self._listener.setblocking(False)
+        self._wake, self._waker = map(own_socket, socket.socketpair())
+        self._selector.register(self._listener, selectors.EVENT_READ)
+        self._selector.register(self._wake, selectors.EVENT_READ)
+        self._thread = threading.Thread(target=self._run, name="weightsync-tensors", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Stop listening; the senders see it as the queue's end. Idempotent."""
+        if self._stopping.is_set():
+            return
+        self._stopping.set()
+        with suppress(OSError):
+            self._waker.send(b"x")
+        if threading.current_thread() is not self._thread:
+            self._thread.join(_JOIN_S)
+
+    def _run(self) -> None:
+        try:
+            while not self._stopping.is_set():
+                if self._arrivals.full:
+                    time.sleep(_FULL_NAP_S)  # the senders wait while nobody reads
+                else:
+                    self._step()
+                self._clear_up(time.monotonic())
+        finally:
+            self._end()
+
+    def _step(self) -> None:
+        for key, _ in self._selector.select(self._next_errand_s()):
+            if key.fileobj is self._listener:
+                self._accept()
+            elif isinstance(key.data, _Peer):
+                self._hear(key.data)
+
+    def _next_errand_s(self) -> float | None:
+        if self._ended or self._arrivals.any_late:
+            return _LOOK_S
+        return max(min(self._sweeps) - time.monotonic(), 0.0) if self._sweeps else None
+
+    def _accept(self) -> None:
+        try:
+            connection, _ = self._listener.accept()
+        except OSError as exc:
+            logger.warning("a sender of tensors could not be taken: %s", exc)
+            time.sleep(_LOOK_S)  # out of descriptors, most likely: it stays in line
+            return
+        own_socket(connection)
+        if not same_user(connection):
+            connection.close()
+            return
+        connection.setblocking(False)
+        peer = _Peer(connection)
+        self._peers.add(peer)
+        self._selector.register(connection, selectors.EVENT_READ, peer)
+
+    def _hear(self, peer: _Peer) -> None:
+        """Take what a sender has sent, at most a batch of it."""
+        arrived: list[Arrival] = []
+        end = ""
+        try:
+            for _ in range(_BATCH):
+                nbytes = peer.connection.recv_into(self._buffer)
+                if nbytes == 0:
+                    end = "closed its end" if peer.parted else "died"
+                    break
+                self._obey(decode_sent(self._buffer[:nbytes]), peer, arrived)
+        except BlockingIOError:
+            pass
+        except OSError as exc:
+            end = "closed its end" if peer.parted else f"was cut off ({exc})"
+        except ProtocolError as exc:
+            end = f"sent what no sender sends ({exc})"
+            logger.warning("a sender of tensors was cut off: %s", exc)
+        if arrived:
+            self._arrivals.add(arrived)
+        if end:
+            self._part(peer, end)
+
+    def _obey(self, packet: Sent, peer: _Peer, arrived: list[Arrival]) -> None:
+        if isinstance(packet, Hello):
+            self._welcome(packet, peer)
+        elif not peer.sender:
+            raise ProtocolError("the first packet was no hello")
+        elif isinstance(packet, Goodbye):
+            peer.parted = True
+            with suppress(OSError):
+                peer.connection.send(b"\0")  # all that came before is mapped: names may go
+        elif isinstance(packet, Forget):
+            peer.mappings.forget(packet.name)
+        elif isinstance(packet, Discard):
+            self._arrivals.add(arrived)
+            arrived.clear()
+            self._arrivals.discard(peer.sender, packet.sequence)
+        else:
+            handle = packet.handle
+            if handle.sender != peer.sender or handle.sequence <= peer.last:
+                raise ProtocolError(
+                    f"tensor {handle.sequence} of {handle.sender} came from {peer.sender} "
+                    f"after its number {peer.last}"
+                )
+            peer.last = handle.sequence
+            arrived.append(arrival_of(packet, peer.mappings))
+
+    def _welcome(self, hello: Hello, peer: _Peer) -> None:
+        refusal = _why_refused(hello)
+        if not refusal and (peer.sender or not self._arrivals.meet(hello.sender, hello.name)):
+            refusal = "a sender of this id was met before"
+        with suppress(OSError):
+            peer.connection.send(encode(Welcome(self._gpus, refusal)))
+        if refusal:
+            raise ProtocolError(refusal)
+        peer.sender = hello.sender
+
+    def _part(self, peer: _Peer, reason: str) -> None:
+        self._selector.unregister(peer.connection)
+        peer.connection.close()
+        self._peers.discard(peer)
+        now = time.monotonic()
+        if peer.sender:
+            self._arrivals.part(peer.sender, reason)
+            self._ended.append((now + self._grace_s, peer))
+        if not peer.parted:
+            self._sweeps.extend(now + delay for delay in _SWEEPS_S)
+
+    def _clear_up(self, now: float) -> None:
+        """Remove what senders left that ended: segments of dead ones, tensors nobody asked for."""
+        if any(when <= now for when in self._sweeps):
+            self._sweeps = [when for when in self._sweeps if when > now]
+            segment.cleanup_stale()
+        self._arrivals.drop_late(now)
+        for until, peer in list(self._ended):
+            if until <= now or not self._arrivals.waiting_of(peer.sender):
+                self._ended.remove((until, peer))
+                left = self._arrivals.drop_all_of(peer.sender)
+                peer.mappings.close()
+                if left:
+                    logger.warning("%d tensors of a sender that ended were never asked for", left)
+
+    def _end(self) -> None:
+        for peer in self._peers:
+            peer.connection.close()
+        self._arrivals.close()
+        for peer in [*self._peers, *(peer for _, peer in self._ended)]:
+            peer.mappings.close()
+        self._selector.close()
+        for connection in (self._listener, self._wake, self._waker):
+            connection.close()
+
+
+def _why_refused(hello: Hello) -> str:
+    """Return why shared memory does not work between the sender and this process, "" if it does."""
+    if hello.protocol != PROTOCOL:
+        return f"the sender speaks version {hello.protocol}, this queue {PROTOCOL}"
+    if hello.probe.nbytes != PROBE_NBYTES:
+        return f"a probe has {PROBE_NBYTES} bytes, this has {hello.probe.nbytes}"
+    try:
+        with Segment.open(hello.probe.name, nbytes=PROBE_NBYTES, writable=True) as probe:
+            word = int.from_bytes(bytes(probe.buffer[:8]), "little")
+    except WeightSyncError as exc:
+        return f"the receiver cannot open the sender's shared memory: {exc}"
+    return "" if word == hello.word else "the receiver sees other bytes in the sender's memory"
+
+
+def openable_gpus() -> list[str]:
+    """Return the device keys of the GPUs whose memory this process can open by handle."""
+    return [] if handles.why_not() else list(handles.local_gpu_keys())
+
+
+_SEND_BUFFER = 1 << 20
+_NAP_S = 0.001
+_GOODBYE_S = 5.0
+
+
+class SenderLink:
+    """A connection to a queue that has proved that both sides see the same memory.
+
+    `gpus` are the device keys whose memory the receiver opens. Raises BackendUnavailableError
+    where shared memory does not work between the two, ConnectError when the receiver is gone.
+    """
+
+    def __init__(
+        self, queue: TensorQueueHandle, *, sender: str, name: str, timeout_s: float
+    ) -> None:
+        self._lock = threading.Lock()
+        self._closed = ""
+        self._forgotten: deque[str] = deque()
+        self._socket = _connect(queue, timeout_s)
+        try:
+            self.gpus = _introduce(self._socket, sender, name).gpus
+        except BaseException:
+            self._socket.close()
+            raise
+        self._socket.setblocking(False)
+
+    def forget(self, segment: str) -> None:
+        """Have the receiver unmap a segment before it hears of anything else."""
+        self._forgotten.append(segment)
+
+    def post(self, packet: Callable[[], Packet], deadline: float) -> None:
+        """Send a packet, which is made anew under the lock for each try.
+
+        Raises TransferTimeout when the receiver reads nothing until `deadline`, ConnectError when
+        it is gone.
+        """
+        while not self._try_post(packet):
+            if time.monotonic() >= deadline:
+                raise TransferTimeout(
+                    "the receiver of tensors reads nothing; it holds as many as it may, or its "
+                    "process hangs"
+                )
+            with suppress(ValueError, OSError):  # closed meanwhile, as the next try will say
+                select.select([], [self._socket], [], _NAP_S)
+            time.sleep(_NAP_S)  # a socket may call itself ready with too little room for a packet
+
+    def check(self) -> None:
+        """Raise ConnectError if the receiver is gone or this end was closed."""
+        self._check_open()
+        try:
+            ended = self._socket.recv(1) == b""
+        except BlockingIOError:
+            return
+        except OSError as exc:
+            raise self._gone(exc) from exc
+        if ended:
+            raise self._gone(None)
+
+    def close(self) -> None:
+        """Take leave, when the receiver has mapped all that was sent. Idempotent."""
+        if self._closed:
+            return
+        deadline = time.monotonic() + _GOODBYE_S
+        with suppress(WeightSyncError, OSError, ValueError):
+            self.post(Goodbye, deadline)
+            # The receiver answers, or its end closes; one that hangs is not waited for longer.
+            if select.select([self._socket], [], [], max(deadline - time.monotonic(), 0.0))[0]:
+                self._socket.recv(MAX_PACKET)  # left unread it would reset the connection
+        self._end("this sender of tensors is closed")
+
+    def _try_post(self, packet: Callable[[], Packet]) -> bool:
+        with self._lock:
+            self._check_open()
+            while self._forgotten:
+                if not self._try_send(Forget(self._forgotten[0])):
+                    return False
+                self._forgotten.popleft()
+            return self._try_send(packet())
+
+    def _try_send(self, packet: Packet) -> bool:
+        raw = encode_packet(packet)
+        try:
+            self._socket.send(raw)
+        except BlockingIOError:
+            return False
+        except OSError as exc:
+            raise self._gone(exc) from exc
+        return True
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise ConnectError(self._closed)
+
+    def _gone(self, cause: OSError | None) -> ConnectError:
+        self._end(f"the receiver of tensors is gone ({cause or 'it closed the queue'})")
+        return ConnectError(self._closed)
+
+    def _end(self, reason: str) -> None:
+        self._closed = self._closed or reason
+        self._socket.close()
+
+
+def _introduce(connection: socket.socket, sender: str, name: str) -> Welcome:
+    word = secrets.randbits(62)
+    with Segment.create(PROBE_NBYTES) as probe:
+        probe.buffer[:8] = word.to_bytes(8, "little")
+        where = SegmentHandle(name=probe.name, nbytes=probe.nbytes)
+        try:
+            connection.send(encode(Hello(PROTOCOL, sender, name[:1024], where, word)))
+            welcome = decode_welcome(connection.recv(MAX_PACKET))
+        except OSError as exc:
+            raise ConnectError(f"the tensor queue did not answer: {exc}") from exc
+    if welcome.refusal:
+        raise BackendUnavailableError(
+            f"the tensor queue cannot be used from here: {welcome.refusal}"
+        )
+    return welcome
+
+
+def _connect(queue: TensorQueueHandle, timeout_s: float) -> socket.socket:
+    if queue.protocol != PROTOCOL:
+        raise BackendUnavailableError(
+            f"the tensor queue speaks version {queue.protocol}, this process {PROTOCOL}; "
+            "run one weightsync on both sides"
+        )
+    if queue.host != host_key():
+        raise BackendUnavailableError(
+            f"the tensor queue is on {queue.host}, this process on {host_key()}: they share no "
+            "memory (another host, or containers without --ipc=host)"
+        )
+    connection = own_socket(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
+    try:
+        connection.settimeout(timeout_s)
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER)
+        connection.connect(bound_name(queue.address))
+        if not same_user(connection):
+            raise ConfigError("the tensor queue belongs to another user; run both as one")
+    except OSError as exc:
+        connection.close()
+        raise ConnectError(
+            f"the tensor queue is not there ({exc}): its process ended, or is in a container with "
+            "a network of its own"
+        ) from exc
+    except BaseException:
+        connection.close()
+        raise
+    return connection
+
+
+DEFAULT_POOL_NBYTES = 1 << 30
+DEFAULT_TIMEOUT_S = 10.0
+DEFAULT_PENDING = 1 << 14
+PACKET_TENSOR_NBYTES = 16 << 10
+"""Tensors up to this size travel in their packet."""
+
+
+@dataclass(frozen=True)
+class TensorIpcData:
+    """A tensor, and the names under which it was sent."""
+
+    request_id: str | None
+    tensor_id: str
+    tensor: torch.Tensor
+
+
+class TensorIpcReceiver:
+    """The one end that receives: give `handle` to the senders; any thread may call.
+
+    `gpus` are the device keys (GPU UUIDs) whose tensors may stay on the GPU: by default all that
+    this process can open; tensors of others arrive on the CPU. What a sender that ended left, and
+    what comes of a request after its cleanup, is kept for `grace_s`. Raises ConfigError in a
+    process that was forked.
+    """
+
+    def __init__(
+        self,
+        *,
+        gpus: list[str] | None = None,
+        max_pending: int = DEFAULT_PENDING,
+        grace_s: float = DEFAULT_TIMEOUT_S,
+    ) -> None:
+        refuse_forked("a tensor queue")
+        self._pid = os.getpid()
+        self._arrivals = Mailbox(max_pending=max_pending, late_s=grace_s)
+        keys = openable_gpus() if gpus is None else gpus
+        self._channel = Channel(self._arrivals, gpus=keys, grace_s=grace_s)
+        self.handle = TensorQueueHandle(address=self._channel.address, host=host_key())
+        self._stop = weakref.finalize(self, self._channel.close)
+
+    def recv_tensor(
+        self, handle: TensorIpcHandle, timeout_s: float = DEFAULT_TIMEOUT_S
+    ) -> torch.Tensor:
+        """Hand out the tensor of `handle`, waiting for it if it is still to come.
+
+        It is the caller's to change. Raises TransferTimeout; TransferError at once when it was
+        handed out before, cleaned up, or its sender ended without sending it.
+        """
+        refuse_other_process("this tensor queue", self._pid)
+        return self._arrivals.take(handle, timeout_s)
+
+    def recv_any(self, timeout_s: float = DEFAULT_TIMEOUT_S) -> TensorIpcData:
+        """Hand out the tensor that came first. Raises TransferTimeout when none comes."""
+        refuse_other_process("this tensor queue", self._pid)
+        handle, tensor = self._arrivals.take_next(timeout_s)
+        return TensorIpcData(handle.request_id, handle.tensor_id, tensor)
+
+    def cleanup_request_tensors(self, request_id: str) -> int:
+        """Drop what a request left here; returns how many tensors were here.
+
+        What comes later under this id is dropped after `grace_s` unless it is asked for, as the
+        tensors of another attempt under the same id are.
+        """
+        refuse_other_process("this tensor queue", self._pid)
+        return self._arrivals.clean(request_id)
+
+    def take(self, handle: bytes) -> torch.Tensor:
+        """Hand out the tensor of a handle that a sender's `put` returned: the codec's door."""
+        return self.recv_tensor(decode_handle(handle))
+
+    def drop(self, handle: bytes) -> None:
+        """Give up the tensor of such a handle, here or to come: called for messages that failed."""
+        given_up = decode_handle(handle)
+        self._arrivals.discard(given_up.sender, given_up.sequence)
+
+    @property
+    def pending(self) -> int:
+        """How many tensors are here and were not asked for."""
+        return len(self._arrivals)
+
+    def close(self) -> None:
+        """End the queue: what was not asked for is dropped, tensors handed out stay. Idempotent."""
+        if os.getpid() == self._pid:
+            self._stop()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        value: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+class TensorIpcSender:
+    """One of the ends that send, made from a receiver's handle; any thread may call.
+
+    It holds at most `max_nbytes` of shared memory. Raises BackendUnavailableError where shared
+    memory does not work between the two, ConnectError when the receiver is gone, ConfigError in a
+    process that was forked.
+    """
+
+    def __init__(
+        self,
+        queue: TensorQueueHandle,
+        *,
+        name: str = "",
+        max_nbytes: int = DEFAULT_POOL_NBYTES,
+        timeout_s: float = DEFAULT_TIMEOUT_S,
+    ) -> None:
+        refuse_forked("a sender of tensors")
+        if not isinstance(queue, TensorQueueHandle):
+            raise ConfigError(
+                f"a {type(queue).__name__} is no handle of a tensor queue; give the `handle` of "
+                "a TensorIpcReceiver, which is plain data"
+            )
+        self.timeout_s = timeout_s
+        self._pid = os.getpid()
+        self._id = secrets.token_hex(16)
+        self._sequence = 0
+        self._link = SenderLink(
+            queue, sender=self._id, name=name or f"pid {self._pid}", timeout_s=timeout_s
+        )
+        self._pool = SegmentPool(max_nbytes=max_nbytes, on_forget=self._link.forget)
+        self._stop = weakref.finalize(self, _end, self._link, self._pool)
+
+    def send_tensor(
+        self,
+        tensor: torch.Tensor,
+        request_id: str | None = None,
+        tensor_id: str | None = None,
+        *,
+        timeout_s: float | None = None,
+    ) -> TensorIpcHandle:
+        """Send a copy of a tensor and return the handle with which the receiver finds it.
+
+        A tensor on a GPU that the receiver can open is not copied: leave it unchanged until the
+        receiver has it. Raises ConfigError for tensors that cannot travel, TransferTimeout when
+        there is no room for so long, SegmentError when there never will be, ConnectError when the
+        receiver is gone.
+        """
+        refuse_other_process("this sender of tensors", self._pid)
+        deadline = time.monotonic() + (self.timeout_s if timeout_s is None else timeout_s)
+        _check_name(request_id)
+        spec = spec_of(tensor, tensor_id or "tensor")
+        on_gpu = self._stays_on_gpu(tensor)
+        device = str(tensor.device) if on_gpu else "cpu"
+        shape = list(spec.shape)
+
+        def handle() -> TensorIpcHandle:
+            number = self._sequence
+            own_id = str(number) if tensor_id is None else tensor_id
+            return TensorIpcHandle(request_id, own_id, shape, spec.dtype, device, self._id, number)
+
+        if on_gpu:
+            return self._send_on_gpu(tensor, handle, deadline)
+        if spec.nbytes <= PACKET_TENSOR_NBYTES:
+            data = _bytes_of(tensor)
+            return self._send(lambda given: InPacket(given, data), handle, deadline)
+        return self._send_in_block(tensor, spec, handle, deadline)
+
+    def discard(self, handle: TensorIpcHandle) -> None:
+        """Have the receiver drop a tensor whose message will not be sent."""
+        refuse_other_process("this sender of tensors", self._pid)
+        with suppress(ConnectError):
+            self._link.post(lambda: Discard(handle.sequence), time.monotonic() + self.timeout_s)
+
+    def put(self, tensor: torch.Tensor, key: str | None) -> bytes:
+        """Send a tensor of request `key` and return its handle as bytes: the codec's door."""
+        return encode(self.send_tensor(tensor, key))
+
+    def take_back(self, handle: bytes) -> None:
+        """Discard the tensor of a handle that `put` returned."""
+        self.discard(decode_handle(handle))
+
+    def trim(self) -> int:
+        """Give up shared memory that nobody reads; returns how many bytes that freed."""
+        return self._pool.trim()
+
+    @property
+    def pool(self) -> SegmentPool:
+        """The shared memory that tensors are copied to."""
+        return self._pool
+
+    def close(self) -> None:
+        """Take leave. Tensors that were sent stay with the receiver. Idempotent."""
+        if os.getpid() == self._pid:
+            self._stop()
+
+    def _stays_on_gpu(self, tensor: torch.Tensor) -> bool:
+        return tensor.is_cuda and tensor.numel() > 0 and self._opens(tensor.device)
+
+    def _opens(self, device: torch.device) -> bool:
+        return handles.why_not() is None and handles.gpu_key(device) in self._link.gpus
+
+    def _send_on_gpu(
+        self, tensor: torch.Tensor, handle: Callable[[], TensorIpcHandle], deadline: float
+    ) -> TensorIpcHandle:
+        memory = handles.export(as_bytes(tensor))
+        try:
+            return self._send(lambda given: OnGpu(given, memory), handle, deadline)
+        except Exception:  # as below
+            handles.withdraw(memory)
+            raise
+
+    def _send_in_block(
+        self,
+        tensor: torch.Tensor,
+        spec: TensorSpec,
+        handle: Callable[[], TensorIpcHandle],
+        deadline: float,
+    ) -> TensorIpcHandle:
+        timeout_s = max(deadline - time.monotonic(), 0.0)
+        with self._receiver_needed():
+            self._link.check()
+            block = self._pool.take(spec.nbytes, timeout_s=timeout_s, check=self._link.check)
+        try:
+            place = from_bytes(block.data[: spec.nbytes], spec.dtype, spec.shape)
+            place.copy_(tensor.detach())
+            return self._send(lambda given: _in_block(given, block), handle, deadline)
+        except Exception:  # not KeyboardInterrupt: then the receiver may have it already
+            self._pool.give_back(block)
+            raise
+
+    def _send(
+        self,
+        packet: Callable[[TensorIpcHandle], Packet],
+        handle: Callable[[], TensorIpcHandle],
+        deadline: float,
+    ) -> TensorIpcHandle:
+        """Send a packet under the next sequence number and return the handle that it got."""
+        sent: list[TensorIpcHandle] = []
+
+        def numbered() -> Packet:
+            self._sequence += 1
+            sent[:] = [handle()]
+            return packet(sent[0])
+
+        with self._receiver_needed():
+            self._link.post(numbered, deadline)
+        return sent[0]
+
+    @contextmanager
+    def _receiver_needed(self) -> Iterator[None]:
+        """Give up all shared memory when the receiver turns out to be gone: nobody reads it."""
+        try:
+            yield
+        except ConnectError:
+            self._pool.close()
+            raise
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        value: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+def _end(link: SenderLink, pool: SegmentPool) -> None:
+    link.close()
+    pool.close()
+
+
+def _check_name(request_id: str | None) -> None:
+    if request_id is not None and len(request_id) > MAX_NAME_LENGTH:
+        raise ConfigError(
+            f"a request_id has at most {MAX_NAME_LENGTH} characters, this has {len(request_id)}: "
+            f"{request_id[:40]!r}"
+        )
+
+
+def _bytes_of(tensor: torch.Tensor) -> bytearray:
+    flat = as_bytes(tensor)
+    data = bytearray(flat.numel())
+    if data:
+        torch.frombuffer(data, dtype=torch.uint8).copy_(flat)
+    return data
+
+
+def _in_block(handle: TensorIpcHandle, block: Block) -> InBlock:
+    segment = block.lot.segment
+    where = SegmentHandle(name=segment.name, nbytes=segment.nbytes, offset=block.offset)
+    return InBlock(handle, where, block.index, block.ticket)

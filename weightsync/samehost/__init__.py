@@ -1,1 +1,0 @@
-"""What two processes of one host can share: memory, handles to it, and queues in it."""
