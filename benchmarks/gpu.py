@@ -34,10 +34,10 @@ from benchmarks.gpu_table import bars_of, table
 from benchmarks.shapes import Tensor
 from weightsync.backends.ipc_sender import CUDA_BUCKET_NBYTES, CUDA_BUCKETS, CUDA_RUN_NBYTES
 from weightsync.cuda.events import FENCE_VARIABLE, Fence, WriterFence
-from weightsync.weights.buckets import StreamLayout
-from weightsync.weights.copier import CompiledUnit, Memory, UnitCompiler
-from weightsync.weights.dtypes import as_bytes
+from weightsync.tensors import as_bytes
+from weightsync.weights.copy_plan import CompiledUnit, Memory, UnitCompiler
 from weightsync.weights.fused import FusedUnit, fuse, hashers
+from weightsync.weights.layout import StreamLayout
 from weightsync.weights.source import ModuleSource
 
 WARM_UPS = 2

@@ -31,9 +31,9 @@ RECEIVER = {
     },
     "weightsync.receiving.updates:Updates": {"prepare": "prepare", "_commit": "commit"},
     "weightsync.shm.ring:RingReader": {"wait": "wait", "release": "release"},
-    "weightsync.weights.copier:HostCopies": {"run": "copy"},
-    "weightsync.weights.copier:HostProofs": {"run": "copy and fingerprint"},
-    "weightsync.weights.copier:HostRun": {
+    "weightsync.weights.copy_plan:HostCopies": {"run": "copy"},
+    "weightsync.weights.copy_plan:HostProofs": {"run": "copy and fingerprint"},
+    "weightsync.weights.copy_plan:HostRun": {
         "copy": "copy",
         "fingerprint": "fingerprint",
         "copy_and_fingerprint": "copy and fingerprint",

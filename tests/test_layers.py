@@ -47,7 +47,7 @@ LAYERS = (
         stdlib_only=True,
     ),
     layer("wire", ban="torch"),
-    layer("optimizer_steps"),
+    layer("optimizer_steps", "tensors"),
     layer("shm"),
     layer("cuda"),
     layer("queues", "weights"),

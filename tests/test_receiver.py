@@ -32,9 +32,9 @@ from weightsync.receiver import WeightReceiver
 from weightsync.shm.host_keys import host_key
 from weightsync.shm.segment import Segment, live_segments
 from weightsync.specs import Manifest, TensorSpec
-from weightsync.weights.dtypes import as_bytes, spec_of
+from weightsync.tensors import as_bytes, spec_of
 from weightsync.weights.fingerprint import mix64, to_hex
-from weightsync.weights.hook_sink import HookSink
+from weightsync.weights.sink import HookSink
 from weightsync.weights.source import ModuleSource
 from weightsync.wire.messages import (
     AbortRequest,

@@ -50,10 +50,8 @@ if TYPE_CHECKING:  # else by __getattr__, each when it is wanted: a receiver is 
     from weightsync.receiver import WeightReceiver
     from weightsync.trainer import WeightSender, connect
     from weightsync.weights.experts import FusedExpertsSource, PerExpertSource
-    from weightsync.weights.hook_sink import HookSink
-    from weightsync.weights.module_sink import ModuleSink
-    from weightsync.weights.sharded_sink import ShardedModuleSink
-    from weightsync.weights.sink import WeightSink
+    from weightsync.weights.module_sink import ModuleSink, ShardedModuleSink
+    from weightsync.weights.sink import HookSink, WeightSink
     from weightsync.weights.source import ModuleSource, StateDictSource, WeightSource
 
 __version__ = "0.1.0"
@@ -124,11 +122,9 @@ _MODULES = {
     "receiver": ("WeightReceiver",),
     "trainer": ("WeightSender", "connect"),
     "weights.experts": ("FusedExpertsSource", "PerExpertSource"),
-    "weights.hook_sink": ("HookSink",),
-    "weights.module_sink": ("ModuleSink",),
+    "weights.module_sink": ("ModuleSink", "ShardedModuleSink"),
     "weights.safetensors_source": ("SafetensorsSource",),
-    "weights.sharded_sink": ("ShardedModuleSink",),
-    "weights.sink": ("WeightSink",),
+    "weights.sink": ("HookSink", "WeightSink"),
     "weights.source": ("ModuleSource", "StateDictSource", "WeightSource"),
 }
 _MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}

@@ -39,12 +39,11 @@ from weightsync.sending.ranks import RankComm, alone
 from weightsync.shm.host_keys import host_key
 from weightsync.shm.segment import Segment
 from weightsync.specs import Manifest
-from weightsync.weights.buckets import aligned
-from weightsync.weights.dtypes import as_bytes, spec_of
+from weightsync.tensors import as_bytes, spec_of
 from weightsync.weights.fingerprint import mix64, to_hex
-from weightsync.weights.hook_sink import HookSink
-from weightsync.weights.sink import LoadWeights
-from weightsync.weights.source_changes import SourceWatch
+from weightsync.weights.layout import aligned
+from weightsync.weights.sink import HookSink, LoadWeights
+from weightsync.weights.source import SourceWatch
 from weightsync.wire import codec
 from weightsync.wire.messages import EmptyUpdate, HandlesUpdate, RegisteredUpdate, UpdateRequest
 from weightsync.wire.offers import KeyedHandle, SegmentHandle

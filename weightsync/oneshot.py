@@ -15,8 +15,8 @@ from weightsync.errors import ConfigError, SenderReplacedError
 from weightsync.report import SyncReport
 from weightsync.sending.targets import Targets
 from weightsync.specs import Manifest
+from weightsync.tensors import spec_of
 from weightsync.trainer import DEFAULT_TIMEOUT_S, WeightSender, connect
-from weightsync.weights.dtypes import spec_of
 from weightsync.weights.source import NamedTensors, find_ties
 
 Settings = tuple[object, ...]

@@ -22,11 +22,9 @@ from weightsync.receiving.updates import UpdateSession
 from weightsync.shm.host_keys import host_key
 from weightsync.shm.segment import cleanup_stale
 from weightsync.specs import Manifest
-from weightsync.weights.hook_sink import HookSink
-from weightsync.weights.module_sink import ModuleSink
-from weightsync.weights.sharded_sink import ShardedModuleSink
+from weightsync.weights.module_sink import ModuleSink, ShardedModuleSink
 from weightsync.weights.shards import holds_shards
-from weightsync.weights.sink import LoadWeights, WeightSink
+from weightsync.weights.sink import HookSink, LoadWeights, WeightSink
 from weightsync.wire import codec
 from weightsync.wire.messages import (
     PROTOCOL,

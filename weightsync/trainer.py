@@ -37,7 +37,7 @@ from weightsync.sending.turns import UpdateLock
 from weightsync.shm.ring import PATIENCE
 from weightsync.shm.segment import cleanup_stale
 from weightsync.transports.base import Transport
-from weightsync.weights.module_tensors import Rename
+from weightsync.weights.module_sink import Rename
 from weightsync.weights.source import as_source
 from weightsync.wire.messages import LedgerEntry
 

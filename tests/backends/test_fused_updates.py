@@ -11,7 +11,7 @@ from torch import nn
 import weightsync as ws
 from tests.weights.fused_cases import HostKernel
 from weightsync.weights import fused
-from weightsync.weights.copier import DeviceCopyUnit, Memory
+from weightsync.weights.copy_plan import DeviceCopyUnit, Memory
 from weightsync.weights.fused import Tiles
 from weightsync.weights.packer import Packer
 from weightsync.weights.sink import Apply

@@ -44,8 +44,8 @@ from weightsync.errors import (
 from weightsync.shm.host_keys import host_key
 from weightsync.shm.ring import Control
 from weightsync.weights import fused
-from weightsync.weights.buckets import StreamLayout, aligned
-from weightsync.weights.copier import DeviceCopyUnit
+from weightsync.weights.copy_plan import DeviceCopyUnit
+from weightsync.weights.layout import StreamLayout, aligned
 from weightsync.weights.packer import Packer
 from weightsync.weights.source import ModuleSource
 from weightsync.wire.messages import InitRequest

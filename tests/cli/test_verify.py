@@ -12,7 +12,7 @@ from tests.cli.running import HEAD, Tensors, answer_of, tiny_tensors, weightsync
 from tests.server.live import make_app, serving
 from weightsync.cli.checkpoint import Dtype, open_checkpoint
 from weightsync.cli.verify import compare
-from weightsync.weights.dtypes import as_bytes
+from weightsync.tensors import as_bytes
 from weightsync.weights.fingerprint import mix64, to_hex
 from weightsync.wire.messages import CheckReply
 

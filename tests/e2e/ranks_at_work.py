@@ -24,8 +24,8 @@ from tests.e2e.models import digests
 from tests.weights import trainer_models
 from weightsync.sending import feeder, ranks
 from weightsync.shm.host_keys import host_key
-from weightsync.weights import sharded_source
-from weightsync.weights.module_tensors import strip_wrappers
+from weightsync.weights import shards
+from weightsync.weights.module_sink import strip_wrappers
 
 TOKENS = torch.arange(6).view(2, 3)
 TIMEOUT_S = 30.0
@@ -93,7 +93,7 @@ class Trainer:
     def full(self, dtype: torch.dtype | None = None) -> Digests:
         """Digests of the unsharded model, tied names included."""
         pairs = (
-            (strip_wrappers(name), sharded_source.gather(tensor))
+            (strip_wrappers(name), shards.gather(tensor))
             for name, tensor in self.model.state_dict().items()
         )
         cast_to = (
@@ -293,7 +293,7 @@ def watch_memory(rank: int, to: list[str], bucket_nbytes: int) -> tuple[int, int
     for layer in model.layers:
         fully_shard(layer)
     live = peak = total = 0
-    gather = sharded_source.gather
+    gather = shards.gather
 
     def freed(nbytes: int) -> None:
         nonlocal live
@@ -311,9 +311,9 @@ def watch_memory(rank: int, to: list[str], bucket_nbytes: int) -> tuple[int, int
     with ws.connect(
         model, to=to, timeout_s=TIMEOUT_S, bucket_nbytes=bucket_nbytes, num_buckets=2
     ) as sender:
-        sharded_source.gather = watched
+        shards.gather = watched
         try:
             report = sender.send_weights()
         finally:
-            sharded_source.gather = gather
+            shards.gather = gather
     return peak, total, 4 * 4 * EQUAL_WIDTH**2, report.peak_extra_nbytes

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from weightsync.weights.dtypes import as_bytes
+from weightsync.tensors import as_bytes
 
 PAGE = 4096
 TENSOR_NBYTES = 4 * PAGE

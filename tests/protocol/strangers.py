@@ -11,8 +11,8 @@ import torch
 import weightsync as ws
 from weightsync.shm.host_keys import host_key
 from weightsync.shm.segment import Segment
+from weightsync.tensors import as_bytes
 from weightsync.testing import FleetMember
-from weightsync.weights.dtypes import as_bytes
 
 if TYPE_CHECKING:
     from tests.protocol.world import World

@@ -21,7 +21,7 @@ from tests.e2e.processes import Apply, Host, Remote
 from tests.e2e.trainers import control_of
 from tests.protocol import plants
 from tests.protocol.plants import TENSOR_NBYTES, Plant, Scene
-from weightsync.weights.dtypes import as_bytes
+from weightsync.tensors import as_bytes
 
 CHUNK = 1
 """The second chunk carries t2 and t3; nothing else is touched."""

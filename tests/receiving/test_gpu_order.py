@@ -18,7 +18,7 @@ import weightsync as ws
 from weightsync.backends import ipc_handles, ipc_transfer
 from weightsync.errors import TransferTimeout
 from weightsync.receiving.gate import ReadWriteGate
-from weightsync.weights.copier import DeviceCopyUnit
+from weightsync.weights.copy_plan import DeviceCopyUnit
 from weightsync.weights.module_sink import ModuleSink
 
 FIRST, SECOND = torch.device("cuda", 0), torch.device("cuda", 1)

@@ -15,7 +15,7 @@ from weightsync.lifecycle import ApplyChoice
 from weightsync.shm.host_keys import host_key
 from weightsync.shm.segment import Segment
 from weightsync.specs import Manifest, ManifestDifference
-from weightsync.weights.dtypes import as_bytes
+from weightsync.tensors import as_bytes
 from weightsync.weights.module_sink import ModuleSink
 
 LEASE_S = 0.2

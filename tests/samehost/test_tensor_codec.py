@@ -32,7 +32,6 @@ from weightsync.errors import (
     TransferTimeout,
     WeightSyncError,
 )
-from weightsync.queues.tensor_bytes import DTYPES, as_bytes, tensor_data
 from weightsync.queues.tensor_codec import (
     INLINE_NBYTES,
     SETTING,
@@ -44,6 +43,7 @@ from weightsync.queues.tensor_codec import (
 )
 from weightsync.queues.tensor_packets import TensorQueueHandle
 from weightsync.queues.tensor_queue import TensorIpcReceiver, TensorIpcSender
+from weightsync.tensors import TORCH_DTYPES, contiguous_bytes, tensor_data
 
 WAYS = ["direct_rpc", "torch_shm"]
 SMALL, LARGE = 8, INLINE_NBYTES + 64
@@ -101,7 +101,7 @@ def same(one: Any, other: Any) -> bool:
     """Compare structures of any depth; tensors by dtype, shape and bytes."""
     if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
         alike = (one.dtype, one.shape) == (other.dtype, other.shape)
-        return alike and torch.equal(as_bytes(one), as_bytes(other))
+        return alike and torch.equal(contiguous_bytes(one), contiguous_bytes(other))
     if isinstance(one, dict) and isinstance(other, dict):
         return list(one) == list(other) and all(same(one[key], other[key]) for key in one)
     if isinstance(one, list) and isinstance(other, list):
@@ -132,7 +132,7 @@ class TestRoundTrip:
         assert (got.positions[0].offset, got.positions[1]) == (3, Position(4))
         assert queue.pending == 0
 
-    @pytest.mark.parametrize("dtype", DTYPES.values(), ids=list(DTYPES))
+    @pytest.mark.parametrize("dtype", TORCH_DTYPES.values(), ids=list(TORCH_DTYPES))
     @pytest.mark.parametrize("shape", [(), (0, 4), (3, 2), (2, 3, LARGE)], ids=str)
     def test_every_dtype_and_shape(
         self,
@@ -507,13 +507,13 @@ class TestFailures:
 
 
 class TestTensorData:
-    @pytest.mark.parametrize("dtype", DTYPES.values(), ids=list(DTYPES))
+    @pytest.mark.parametrize("dtype", TORCH_DTYPES.values(), ids=list(TORCH_DTYPES))
     @pytest.mark.parametrize("shape", [(), (0,), (2, 3)], ids=str)
     def test_the_bytes_of_every_dtype(self, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
         tensor = any_of(dtype, shape)
         data = tensor_data(tensor)
         assert (data.format, data.ndim, data.readonly) == ("B", 1, True)
-        assert bytes(data) == bytes(as_bytes(tensor).tolist())
+        assert bytes(data) == bytes(contiguous_bytes(tensor).tolist())
 
     def test_it_is_a_view_that_keeps_the_memory(self) -> None:
         tensor = torch.arange(5, dtype=torch.uint8)

@@ -42,7 +42,6 @@ from weightsync.errors import (
     TransferError,
     TransferTimeout,
 )
-from weightsync.queues.tensor_bytes import DTYPES
 from weightsync.queues.tensor_packets import (
     PROTOCOL,
     Hello,
@@ -62,6 +61,7 @@ from weightsync.queues.tensor_queue import (
 )
 from weightsync.shm.segment import DIRECTORY, Segment, live_segments
 from weightsync.shm.spawning import require_spawn
+from weightsync.tensors import TORCH_DTYPES
 from weightsync.wire.offers import SegmentHandle
 
 BLOCK = 1 << 20
@@ -129,7 +129,7 @@ def later(handle: TensorIpcHandle, by: int) -> TensorIpcHandle:
 
 
 class TestWhatTravels:
-    @pytest.mark.parametrize("dtype", DTYPES.values(), ids=list(DTYPES))
+    @pytest.mark.parametrize("dtype", TORCH_DTYPES.values(), ids=list(TORCH_DTYPES))
     @pytest.mark.parametrize("shape", [(), (0,), (3, 0, 2), (5,), (300, 500)], ids=str)
     def test_every_dtype_and_shape(
         self,

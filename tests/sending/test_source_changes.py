@@ -19,7 +19,7 @@ from torch.distributed.fsdp import fully_shard
 
 import weightsync as ws
 from weightsync.integrations.huggingface import MergedSource
-from weightsync.weights.source_changes import SourceWatch, YieldWatch
+from weightsync.weights.source import SourceWatch, YieldWatch
 
 SIDE = 64
 LAYERS = 12

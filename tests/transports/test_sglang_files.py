@@ -14,10 +14,10 @@ from safetensors import safe_open
 
 from weightsync.errors import ConfigError, TransferError
 from weightsync.shm.owner_lock import OwnerLock
+from weightsync.tensors import as_bytes, spec_of
 from weightsync.transports import sglang_shelf
 from weightsync.transports.sglang_files import INDEX, lay_out, read_manifest
 from weightsync.transports.sglang_shelf import Snapshot, WeightDirectory
-from weightsync.weights.dtypes import as_bytes, spec_of
 
 TENSORS = {
     "odd": torch.randn(33, 7).to(torch.bfloat16),

@@ -21,8 +21,8 @@ from weightsync.compat import IPCWeightTransferEngine
 from weightsync.errors import ConfigError, ManifestMismatchError, ProtocolError, WeightSyncError
 from weightsync.integrations.vllm_actors import vllm_targets
 from weightsync.receiver import WeightReceiver
+from weightsync.tensors import as_bytes
 from weightsync.transports.vllm_server import VllmWorkerTransport
-from weightsync.weights.dtypes import as_bytes
 from weightsync.weights.fingerprint import mix64, to_hex
 from weightsync.wire import codec
 from weightsync.wire.messages import CheckReply, CheckRequest, StatusRequest

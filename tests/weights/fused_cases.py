@@ -9,8 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from weightsync.specs import Manifest, TensorSpec
-from weightsync.weights.buckets import StreamLayout
-from weightsync.weights.copier import (
+from weightsync.weights.copy_plan import (
     CompiledUnit,
     DeviceCompiler,
     DeviceCopyUnit,
@@ -19,6 +18,7 @@ from weightsync.weights.copier import (
 )
 from weightsync.weights.fingerprint import WORD, mix64, mixed_rows
 from weightsync.weights.fused import Batch, FusedUnit, Kernel, Tiles, chunk_batches, fuse, hashers
+from weightsync.weights.layout import StreamLayout
 
 GUARD = 32
 """Bytes around every tensor that nothing may touch."""

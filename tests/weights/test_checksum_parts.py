@@ -10,10 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from weightsync.errors import ConfigError, ProtocolError
+from weightsync.tensors import as_bytes
 from weightsync.weights import checksum_parts
 from weightsync.weights.checksum_parts import part_of
 from weightsync.weights.checksum_sums import DISAGREE, compose, compose_all
-from weightsync.weights.dtypes import as_bytes
 from weightsync.weights.fingerprint import mix64, to_hex
 from weightsync.weights.shards import Slice, Span
 from weightsync.wire.messages import CheckReply, TensorPart

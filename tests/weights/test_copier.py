@@ -17,10 +17,10 @@ from tests.weights.streams import (
     stream_bytes,
 )
 from weightsync.specs import Manifest
-from weightsync.weights.buckets import StreamLayout
-from weightsync.weights.copier import DeviceCompiler, HostCopyUnit, Memory, UnitCompiler, joined
-from weightsync.weights.dtypes import as_bytes
+from weightsync.tensors import as_bytes
+from weightsync.weights.copy_plan import DeviceCompiler, HostCopyUnit, Memory, UnitCompiler, joined
 from weightsync.weights.fingerprint import mix64, xxh3
+from weightsync.weights.layout import StreamLayout
 
 
 def place(plan: StreamLayout, *, flat: bool, seed: int | None) -> Memory:

@@ -10,7 +10,7 @@ import torch
 import weightsync as ws
 from weightsync.errors import ConfigError
 from weightsync.specs import DTYPE_NBYTES
-from weightsync.weights.dtypes import dtype_name
+from weightsync.tensors import dtype_name
 
 ALL = sorted({v for v in vars(torch).values() if isinstance(v, torch.dtype)}, key=str)
 # Raw bits, deprecated quantized tensors, an experiment of torch's, and integers it cannot copy.

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from weightsync.weights.dtypes import as_bytes
+from weightsync.tensors import as_bytes
 from weightsync.weights.fingerprint import (
     _BLOCK_WORDS,
     mix64,

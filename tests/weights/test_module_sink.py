@@ -13,10 +13,10 @@ from tests.weights.streams import random_tensors
 from weightsync.errors import ConfigError, ManifestMismatchError, TransferError
 from weightsync.receiving.landings import LoadTargets
 from weightsync.specs import Manifest, TensorSpec
+from weightsync.tensors import TORCH_DTYPES, as_bytes, spec_of
 from weightsync.weights import arena
-from weightsync.weights.buckets import StreamLayout
-from weightsync.weights.dtypes import TORCH_DTYPES, as_bytes, spec_of
 from weightsync.weights.fingerprint import mix64, to_hex
+from weightsync.weights.layout import StreamLayout
 from weightsync.weights.module_sink import ModuleSink
 from weightsync.weights.sink import LoadTarget
 

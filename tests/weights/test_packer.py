@@ -10,9 +10,9 @@ from hypothesis import given
 
 from tests.weights.streams import every_dtype, manifests, random_tensors, sizes, stream_bytes
 from weightsync.specs import Manifest, TensorSpec
-from weightsync.weights.buckets import StreamLayout
-from weightsync.weights.dtypes import TORCH_DTYPES
+from weightsync.tensors import TORCH_DTYPES
 from weightsync.weights.fingerprint import xxh3
+from weightsync.weights.layout import StreamLayout
 from weightsync.weights.packer import Packed, Packer
 
 SLOTS = 3

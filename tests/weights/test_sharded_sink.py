@@ -26,19 +26,19 @@ from weightsync.receiver import WeightReceiver, as_sink
 from weightsync.shm.host_keys import host_key
 from weightsync.shm.segment import Segment
 from weightsync.specs import Manifest, TensorSpec
-from weightsync.weights.buckets import StreamLayout
-from weightsync.weights.copier import Memory, UnitCompiler
-from weightsync.weights.dtypes import TORCH_DTYPES, as_bytes
-from weightsync.weights.fingerprint import mix64, to_hex, xxh3
-from weightsync.weights.module_sink import ModuleSink
-from weightsync.weights.shard_copier import (
+from weightsync.tensors import TORCH_DTYPES, as_bytes
+from weightsync.weights.copy_plan import (
     DeviceShardRun,
     HostShardRun,
+    Memory,
     ShardCompiler,
     ShardMemory,
+    UnitCompiler,
     compiler_for,
 )
-from weightsync.weights.sharded_sink import ShardedModuleSink
+from weightsync.weights.fingerprint import mix64, to_hex, xxh3
+from weightsync.weights.layout import StreamLayout
+from weightsync.weights.module_sink import ModuleSink, ShardedModuleSink
 from weightsync.weights.shards import local_of
 from weightsync.weights.sink import Apply, LoadTarget
 from weightsync.wire.messages import HandlesUpdate, StepReply, UpdateRequest

@@ -15,9 +15,8 @@ from tests.crew import Crew, crew
 from tests.weights import trainer_models
 from tests.weights.trainer_models import MODELS, fsdp, is_unsharded, plain
 from weightsync.errors import ManifestMismatchError
-from weightsync.weights import sharded_source
-from weightsync.weights.groups import groups_of
-from weightsync.weights.source import ModuleSource, WeightSource, as_source, checked
+from weightsync.weights import shards
+from weightsync.weights.source import ModuleSource, WeightSource, as_source, checked, groups_of
 
 TOKENS = torch.arange(6).view(2, 3)
 
@@ -111,7 +110,7 @@ def train(model: nn.Module, between: Callable[[], None]) -> dict[str, torch.Tens
         with torch.no_grad():
             model(TOKENS)
         between()
-    full = {name: sharded_source.gather(t) for name, t in model.state_dict().items()}
+    full = {name: shards.gather(t) for name, t in model.state_dict().items()}
     return dict(sorted(full.items()))
 
 
@@ -125,7 +124,7 @@ def trains_on(_: int, bf16: bool, reshard: bool | int) -> tuple[bool, list[bool]
     def send() -> None:
         unsharded.append(is_unsharded(model))
         found = dict(source.tensors())
-        state = {n: sharded_source.gather(t) for n, t in model.state_dict().items()}
+        state = {n: shards.gather(t) for n, t in model.state_dict().items()}
         right.append(all(same_bytes(found[name], state[name]) for name in found))
 
     sent = train(model, send)
@@ -169,7 +168,7 @@ def peak(_: int) -> tuple[int, int, int]:
     source = ModuleSource(fsdp(layers=6))
     alive: dict[int, int] = {}
     most = 0
-    gather = sharded_source.gather
+    gather = shards.gather
 
     def counted(tensor: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
         nonlocal most
@@ -181,12 +180,12 @@ def peak(_: int) -> tuple[int, int, int]:
         most = max(most, sum(alive.values()))
         return full
 
-    sharded_source.gather = counted
+    shards.gather = counted
     try:
         for _name, _tensor in checked(source.tensors(), source.manifest):
             pass
     finally:
-        sharded_source.gather = gather
+        shards.gather = gather
     specs = source.manifest.specs
     largest_group = max(sum(specs[i].nbytes for i in g) for g in groups_of(source.manifest))
     return most, largest_group + max(spec.nbytes for spec in specs), source.manifest.nbytes
@@ -201,18 +200,18 @@ def gathered_when(_: int) -> tuple[list[int], list[int]]:
     """Return how many tensors were made when each was handed out, and how many may be."""
     source = ModuleSource(fsdp())
     made: list[int] = []
-    gather = sharded_source.gather
+    gather = shards.gather
 
     def counted(tensor: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
         made.append(1)
         return gather(tensor, dtype)
 
-    sharded_source.gather = counted
+    shards.gather = counted
     try:
         pairs = checked(source.tensors(), source.manifest)
         found = [len(made)] + [len(made) for _ in pairs]
     finally:
-        sharded_source.gather = gather
+        shards.gather = gather
     allowed = [0] + [group.stop for group in groups_of(source.manifest) for _ in group]
     return found, allowed
 

@@ -11,7 +11,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 
 from weightsync.errors import ConfigError, ManifestMismatchError
 from weightsync.specs import Manifest, TensorSpec
-from weightsync.weights.module_tensors import ModuleTensors, strip_wrappers
+from weightsync.weights.module_sink import ModuleTensors, strip_wrappers
 from weightsync.weights.source import (
     IterableSource,
     ModuleSource,

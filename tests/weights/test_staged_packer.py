@@ -18,10 +18,9 @@ from tests.weights.streams import every_dtype, manifests, random_tensors, sizes,
 from weightsync.cuda.staging import StagedSlots
 from weightsync.errors import ManifestMismatchError
 from weightsync.specs import Manifest, TensorSpec
-from weightsync.weights.buckets import StreamLayout
 from weightsync.weights.fingerprint import xxh3
-from weightsync.weights.packer import Packed
-from weightsync.weights.staged_packer import StagedPacker
+from weightsync.weights.layout import StreamLayout
+from weightsync.weights.packer import Packed, StagedPacker
 
 DIRT = 0xAB
 CPU = torch.device("cpu")

@@ -11,9 +11,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from weightsync.specs import Manifest
-from weightsync.weights.buckets import StreamLayout
-from weightsync.weights.loans import HOOK_ADVICE
-from weightsync.weights.sink import LoadTarget, Verification
+from weightsync.weights.layout import StreamLayout
+from weightsync.weights.sink import HOOK_ADVICE, LoadTarget, Verification
 from weightsync.weights.source import NamedTensors
 from weightsync.wire.messages import LedgerEntry, UpdateInfo
 from weightsync.wire.offers import HostRing, Offer

@@ -30,7 +30,7 @@ from weightsync.backends.private_group import (
 from weightsync.errors import ProtocolError, TransferError, TransferTimeout, WeightSyncError
 from weightsync.shm.ring import NETWORK, Control, RingWriter
 from weightsync.shm.wait import Heartbeat
-from weightsync.weights.buckets import runs_per_chunk
+from weightsync.weights.layout import runs_per_chunk
 from weightsync.wire.offers import GroupInfo
 
 logger = logging.getLogger(__name__)

@@ -21,7 +21,7 @@ from weightsync.backends.private_group import GroupRendezvous, LivenessSocket, P
 from weightsync.errors import ProtocolError, WeightSyncError
 from weightsync.shm.ring import Control
 from weightsync.specs import Manifest
-from weightsync.weights.buckets import StreamLayout
+from weightsync.weights.layout import StreamLayout
 from weightsync.wire.codec import manifest_from_wire
 from weightsync.wire.messages import LedgerEntry, RegisteredUpdate, UpdateInfo
 from weightsync.wire.offers import (

@@ -28,7 +28,7 @@ from weightsync.errors import (
     shorten,
 )
 from weightsync.shm.ring import NETWORK, RingReader
-from weightsync.weights.buckets import runs_per_chunk
+from weightsync.weights.layout import runs_per_chunk
 from weightsync.wire.offers import GroupInfo
 
 SENDER = "the sender"

@@ -20,10 +20,10 @@ from weightsync.shm.host_keys import host_key
 from weightsync.shm.ring import Control
 from weightsync.shm.segment import Segment
 from weightsync.shm.shared_stream import SharedStream
-from weightsync.weights.buckets import StreamLayout
-from weightsync.weights.copier import Memory, UnitCompiler
-from weightsync.weights.dtypes import TORCH_DTYPES
+from weightsync.tensors import TORCH_DTYPES
+from weightsync.weights.copy_plan import Memory, UnitCompiler
 from weightsync.weights.fused import hashers
+from weightsync.weights.layout import StreamLayout
 from weightsync.wire.offers import KeyedHandle, ProbeInfo, SegmentHandle, StorageInfo
 
 logger = logging.getLogger(__name__)

@@ -15,8 +15,8 @@ from weightsync.errors import HandleError, ProtocolError, SegmentError
 from weightsync.shm.host_keys import pick
 from weightsync.shm.ring import Control
 from weightsync.specs import Manifest
-from weightsync.weights.buckets import StreamLayout, runs_per_chunk
-from weightsync.weights.copier import CopyPlan, Memory
+from weightsync.weights.copy_plan import CopyPlan, Memory
+from weightsync.weights.layout import StreamLayout, runs_per_chunk
 from weightsync.wire.codec import manifest_from_wire
 from weightsync.wire.messages import LedgerEntry, RegisteredUpdate, UpdateInfo
 from weightsync.wire.offers import IpcInit, Offer

@@ -15,10 +15,16 @@ from weightsync.cuda.memory import OpenMemory
 from weightsync.errors import ConfigError, HandleError, ProtocolError, VerificationError
 from weightsync.shm.host_keys import pick
 from weightsync.specs import Manifest
-from weightsync.weights.buckets import StreamLayout
-from weightsync.weights.copier import CompiledUnit, Memory
+from weightsync.weights.copy_plan import (
+    CompiledUnit,
+    DeviceShardRun,
+    HostShardRun,
+    Memory,
+    ShardMemory,
+    compiler_for,
+)
 from weightsync.weights.fingerprint import mix64, to_hex
-from weightsync.weights.shard_copier import DeviceShardRun, HostShardRun, ShardMemory, compiler_for
+from weightsync.weights.layout import StreamLayout
 from weightsync.wire.codec import manifest_from_wire
 from weightsync.wire.messages import HandlesUpdate
 from weightsync.wire.offers import KeyedHandle, SegmentHandle

@@ -32,12 +32,11 @@ from weightsync.errors import ConfigError
 from weightsync.shm.ring import NETWORK, Control, RingWriter
 from weightsync.shm.shared_stream import SharedStream
 from weightsync.specs import Manifest
-from weightsync.weights.buckets import RUN_NBYTES, StreamLayout, aligned, runs_per_chunk
-from weightsync.weights.dtypes import spec_of
+from weightsync.tensors import spec_of
 from weightsync.weights.fingerprint import table_digest
-from weightsync.weights.packer import Packer
+from weightsync.weights.layout import RUN_NBYTES, StreamLayout, aligned, runs_per_chunk
+from weightsync.weights.packer import Packer, StagedPacker
 from weightsync.weights.source import NamedTensors, WeightSource, checked
-from weightsync.weights.staged_packer import StagedPacker
 from weightsync.wire.codec import manifest_to_wire
 from weightsync.wire.messages import PROTOCOL, RegisteredUpdate
 from weightsync.wire.offers import (

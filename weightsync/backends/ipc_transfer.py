@@ -23,10 +23,17 @@ from weightsync.errors import (
 )
 from weightsync.shm.ring import LOCAL, NETWORK, Control, RingReader, wait_until
 from weightsync.specs import Manifest
-from weightsync.weights.buckets import CopyUnit, StreamLayout
-from weightsync.weights.copier import CompiledUnit, CopyPlan, DeviceCopyUnit, Memory, UnitCompiler
+from weightsync.weights.copy_plan import (
+    CompiledUnit,
+    CopyPlan,
+    DeviceCopyUnit,
+    DeviceShardRun,
+    Memory,
+    UnitCompiler,
+    compiler_for,
+)
 from weightsync.weights.fused import FusedUnit, fuse, hashers
-from weightsync.weights.shard_copier import DeviceShardRun, compiler_for
+from weightsync.weights.layout import CopyUnit, StreamLayout
 from weightsync.weights.sink import LoadTarget, Verification
 from weightsync.wire.codec import manifest_from_wire
 from weightsync.wire.messages import RegisteredUpdate

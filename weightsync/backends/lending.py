@@ -8,15 +8,14 @@ import torch
 
 from weightsync.backends.base import LoadContext
 from weightsync.specs import TensorSpec
+from weightsync.tensors import TORCH_DTYPES, from_bytes
 from weightsync.weights import arena
-from weightsync.weights.buckets import Chunk, StreamLayout, TensorSlice
-from weightsync.weights.copier import Memory
-from weightsync.weights.dtypes import TORCH_DTYPES, from_bytes
+from weightsync.weights.copy_plan import Memory
 from weightsync.weights.fingerprint import xxh3
 from weightsync.weights.fused import slot_reader
-from weightsync.weights.loans import own_storage, refuse_kept, uses
+from weightsync.weights.layout import Chunk, StreamLayout, TensorSlice
 from weightsync.weights.packer import slot_views
-from weightsync.weights.sink import LoadTarget
+from weightsync.weights.sink import LoadTarget, own_storage, refuse_kept, uses
 
 
 class Assembly:

@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterable
 
 from weightsync.shm.ring import Control
-from weightsync.weights.buckets import StreamLayout
+from weightsync.weights.layout import StreamLayout
 
 Mark = tuple[str, int, float]
 """A chunk was `wanted`, `acquired` or `published`: its number, and `time.perf_counter()` then."""

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from weightsync.errors import ConfigError
-from weightsync.weights.dtypes import TORCH_DTYPES
+from weightsync.tensors import TORCH_DTYPES
 
 Shape = tuple[int, ...]
 

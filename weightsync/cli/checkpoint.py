@@ -11,7 +11,7 @@ import torch
 
 from weightsync.errors import ManifestMismatchError, convert_experts, shorten
 from weightsync.specs import Manifest
-from weightsync.weights.dtypes import TORCH_DTYPES
+from weightsync.tensors import TORCH_DTYPES
 from weightsync.weights.safetensors_source import SafetensorsSource
 
 _DTYPES_DIFFER = re.compile(r"offered (?P<offered>\w+)(?P<shape>\[.*?\]), wanted (?P<wanted>\w+)\[")

@@ -25,9 +25,9 @@ from weightsync.cli.answers import FAILED, OK, ending, print_json
 from weightsync.cli.checkpoint import Dtype, open_checkpoint
 from weightsync.cli.engines import Engine, find_engine, read_target
 from weightsync.errors import ConfigError, ProtocolError, RemoteError
+from weightsync.tensors import TORCH_DTYPES, as_bytes, dtype_name, sent_dtype
 from weightsync.transports.base import Transport
 from weightsync.transports.http_client import HttpTransport
-from weightsync.weights.dtypes import TORCH_DTYPES, as_bytes, dtype_name, sent_dtype
 from weightsync.weights.fingerprint import mix64, to_hex
 from weightsync.weights.safetensors_source import SafetensorsSource
 from weightsync.wire.messages import CheckReply, CheckRequest

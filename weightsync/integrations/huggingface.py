@@ -10,9 +10,9 @@ from torch import nn
 
 from weightsync.errors import BackendUnavailableError, ConfigError
 from weightsync.specs import Manifest
-from weightsync.weights.dtypes import spec_of
-from weightsync.weights.module_tensors import ModuleTensors, strip_wrappers
-from weightsync.weights.sharded_source import gather
+from weightsync.tensors import spec_of
+from weightsync.weights.module_sink import ModuleTensors, strip_wrappers
+from weightsync.weights.shards import gather
 
 try:
     from peft import PeftModel

@@ -27,7 +27,7 @@ from weightsync.report import SyncReport
 from weightsync.sending.lead import OnFailure
 from weightsync.sending.targets import Targets
 from weightsync.trainer import WeightSender
-from weightsync.weights.module_tensors import Rename
+from weightsync.weights.module_sink import Rename
 
 try:
     from transformers import (

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from weightsync.errors import ConfigError, shorten
-from weightsync.weights.dtypes import as_bytes
+from weightsync.tensors import as_bytes
 from weightsync.weights.fingerprint import mix64, to_hex
 
 _ROWS = 1024

@@ -17,12 +17,19 @@ from weightsync.integrations.vllm_reload import Reload
 from weightsync.integrations.vllm_sleep import refuse_asleep
 from weightsync.integrations.vllm_trial import Trial, try_out
 from weightsync.specs import Manifest, ManifestDifference, TensorSpec, compare
+from weightsync.tensors import from_bytes
 from weightsync.weights import arena
-from weightsync.weights.buckets import StreamLayout
-from weightsync.weights.copier import Memory
-from weightsync.weights.dtypes import from_bytes
-from weightsync.weights.loans import own_storage, refuse_kept, uses
-from weightsync.weights.sink import Apply, LoadTarget, NamedTensor, WeightSink
+from weightsync.weights.copy_plan import Memory
+from weightsync.weights.layout import StreamLayout
+from weightsync.weights.sink import (
+    Apply,
+    LoadTarget,
+    NamedTensor,
+    WeightSink,
+    own_storage,
+    refuse_kept,
+    uses,
+)
 
 logger = logging.getLogger(__name__)
 

@@ -23,7 +23,7 @@ from vllm.model_executor.model_loader.reload.utils import get_layer_tensors, get
 from weightsync.errors import shorten
 from weightsync.integrations.vllm_reload import Reload
 from weightsync.specs import Manifest
-from weightsync.weights.dtypes import TORCH_DTYPES
+from weightsync.tensors import TORCH_DTYPES
 
 Place = tuple[str, str]
 """A layer of the model, and the name of its tensor."""

@@ -759,7 +759,7 @@ def _dtypes() -> dict[str, torch.dtype]:
     """Return the dtypes that travel, by name; torch is shown read-only memory from here on."""
     import torch  # noqa: PLC0415  # as above
 
-    from weightsync.queues import tensor_bytes  # noqa: F401, PLC0415  # spends torch's warning
+    from weightsync import tensors  # noqa: F401, PLC0415  # spends torch's warning
 
     return {
         str(value).removeprefix("torch."): value

@@ -264,12 +264,12 @@ class _Encoding:
                 return self._encoder.replace_foreign(value)
             return Ext(VALUE, msgspec.msgpack.encode(plain, enc_hook=self.replace))
         # Here, since messages without tensors need no torch.
-        from weightsync.queues.tensor_bytes import spec_of, tensor_data  # noqa: PLC0415 - above
+        from weightsync.tensors import dense_spec, tensor_data  # noqa: PLC0415 - above
 
         self._tensors += 1
         if self._tensors > MAX_TENSORS:
             raise ConfigError(f"a message has at most {MAX_TENSORS} tensors, this has more")
-        spec = spec_of(value)
+        spec = dense_spec(value)
         if self._encoder.fits_in_line(spec.nbytes):
             return in_line(spec, tensor_data(value))
         carried = self._encoder.carry(value, self._key)
@@ -398,7 +398,7 @@ class _Decoding:
         if self._tensors > MAX_TENSORS:
             raise ProtocolError(f"a message has at most {MAX_TENSORS} tensors, this has more")
         # Here, since messages without tensors need no torch.
-        from weightsync.queues.tensor_bytes import tensor_of  # noqa: PLC0415 - see above
+        from weightsync.tensors import tensor_of  # noqa: PLC0415 - see above
 
         if code == IN_LINE:
             came = line_of(data)

@@ -32,7 +32,7 @@ from weightsync.errors import (
     TransferTimeout,
     WeightSyncError,
 )
-from weightsync.queues.tensor_bytes import as_bytes, checked_spec, from_bytes, spec_of
+from weightsync.queues.pool import HEADER_NBYTES, Block, SegmentPool
 from weightsync.queues.tensor_packets import (
     MAX_PACKET,
     PROTOCOL,
@@ -57,10 +57,10 @@ from weightsync.queues.tensor_packets import (
 )
 from weightsync.shm import segment
 from weightsync.shm.host_keys import host_key
-from weightsync.shm.pool import HEADER_NBYTES, Block, SegmentPool
 from weightsync.shm.segment import Segment
 from weightsync.shm.spawning import refuse_forked, refuse_other_process
 from weightsync.specs import MAX_NAME_LENGTH, TensorSpec
+from weightsync.tensors import checked_spec, contiguous_bytes, dense_spec, view_as
 from weightsync.wire.offers import SegmentHandle
 
 MAX_CLEANED = 1 << 14
@@ -437,7 +437,7 @@ class _PacketBytes:
         flat = torch.empty(0, dtype=torch.uint8)
         if self._data:
             flat = torch.frombuffer(self._data, dtype=torch.uint8)
-        return from_bytes(flat, self._spec.dtype, self._spec.shape)
+        return view_as(flat, self._spec.dtype, self._spec.shape)
 
     def drop(self) -> None:
         return
@@ -469,7 +469,7 @@ class _SharedBlock:
         )
         given.atexit = False  # the owner sees that this process ended
         self._view = memoryview(b"")
-        return from_bytes(flat, self._spec.dtype, self._spec.shape)
+        return view_as(flat, self._spec.dtype, self._spec.shape)
 
     def drop(self) -> None:
         self._view = memoryview(b"")
@@ -502,7 +502,7 @@ class _GpuMemory:
 
     def tensor(self) -> torch.Tensor:
         flat = handles.open_handle(self._memory)[: self._spec.nbytes]
-        return from_bytes(flat, self._spec.dtype, self._spec.shape)
+        return view_as(flat, self._spec.dtype, self._spec.shape)
 
     def drop(self) -> None:
         with suppress(WeightSyncError):
@@ -1040,7 +1040,7 @@ class TensorIpcSender:
         refuse_other_process("this sender of tensors", self._pid)
         deadline = time.monotonic() + (self.timeout_s if timeout_s is None else timeout_s)
         _check_name(request_id)
-        spec = spec_of(tensor, tensor_id or "tensor")
+        spec = dense_spec(tensor, tensor_id or "tensor")
         on_gpu = self._stays_on_gpu(tensor)
         device = str(tensor.device) if on_gpu else "cpu"
         shape = list(spec.shape)
@@ -1094,7 +1094,7 @@ class TensorIpcSender:
     def _send_on_gpu(
         self, tensor: torch.Tensor, handle: Callable[[], TensorIpcHandle], deadline: float
     ) -> TensorIpcHandle:
-        memory = handles.export(as_bytes(tensor))
+        memory = handles.export(contiguous_bytes(tensor))
         try:
             return self._send(lambda given: OnGpu(given, memory), handle, deadline)
         except Exception:  # as below
@@ -1113,7 +1113,7 @@ class TensorIpcSender:
             self._link.check()
             block = self._pool.take(spec.nbytes, timeout_s=timeout_s, check=self._link.check)
         try:
-            place = from_bytes(block.data[: spec.nbytes], spec.dtype, spec.shape)
+            place = view_as(block.data[: spec.nbytes], spec.dtype, spec.shape)
             place.copy_(tensor.detach())
             return self._send(lambda given: _in_block(given, block), handle, deadline)
         except Exception:  # not KeyboardInterrupt: then the receiver may have it already
@@ -1173,7 +1173,7 @@ def _check_name(request_id: str | None) -> None:
 
 
 def _bytes_of(tensor: torch.Tensor) -> bytearray:
-    flat = as_bytes(tensor)
+    flat = contiguous_bytes(tensor)
     data = bytearray(flat.numel())
     if data:
         torch.frombuffer(data, dtype=torch.uint8).copy_(flat)

@@ -8,7 +8,7 @@ from collections import OrderedDict
 from weightsync.errors import ConfigError, TransferError
 from weightsync.lifecycle import ApplyChoice
 from weightsync.weights import arena
-from weightsync.weights.buckets import StreamLayout
+from weightsync.weights.layout import StreamLayout
 from weightsync.weights.sink import Apply, LoadTarget, WeightSink
 
 logger = logging.getLogger(__name__)

@@ -13,7 +13,7 @@ from weightsync.receiving.incoming import IncomingUpdate
 from weightsync.receiving.landings import LoadTargets
 from weightsync.receiving.peers import Senders
 from weightsync.specs import Manifest
-from weightsync.weights.buckets import StreamLayout
+from weightsync.weights.layout import StreamLayout
 from weightsync.weights.sink import LoadTarget, WeightSink, check_manifest
 from weightsync.wire.messages import EmptyUpdate, RegisteredUpdate, UpdateInfo
 

@@ -34,10 +34,9 @@ from weightsync.sending.ranks import RankComm
 from weightsync.shm.host_keys import host_key
 from weightsync.shm.wait import Heartbeat
 from weightsync.specs import Manifest
-from weightsync.weights.dtypes import spec_of
-from weightsync.weights.sharded_source import gather
-from weightsync.weights.source import IterableSource, NamedTensors, WeightSource
-from weightsync.weights.source_changes import SourceWatch
+from weightsync.tensors import spec_of
+from weightsync.weights.shards import gather
+from weightsync.weights.source import IterableSource, NamedTensors, SourceWatch, WeightSource
 from weightsync.wire.messages import LedgerEntry, RegisteredUpdate
 from weightsync.wire.offers import IpcInit
 

@@ -11,9 +11,8 @@ import torch
 from weightsync.sending.call_off import CancelFlag, Cancellation, CancelledError
 from weightsync.sending.ranks import RankComm
 from weightsync.specs import Manifest
-from weightsync.weights.groups import groups_of
 from weightsync.weights.shards import is_sharded
-from weightsync.weights.source import IterableSource, WeightSource, checked
+from weightsync.weights.source import IterableSource, WeightSource, checked, groups_of
 
 Pair = tuple[str, torch.Tensor]
 

@@ -23,7 +23,7 @@ from weightsync.sending.commands import AnyCommand, Begin, End, KeepAlive, Trans
 from weightsync.sending.feeder import RELAY_READER, RankWorker
 from weightsync.sending.watch import ObservedCall
 from weightsync.tracing import Span, Timeline
-from weightsync.weights.buckets import StreamLayout
+from weightsync.weights.layout import StreamLayout
 from weightsync.wire.messages import CALLS, Reply, StartRequest, StepReply, UpdateRequest
 
 SAMPLE_S = 0.5e-3

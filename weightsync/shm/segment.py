@@ -168,7 +168,7 @@ class Segment:
                 f"which has {self.nbytes}; the handle does not fit the segment"
             )
         # Here, since most of what a segment is for needs no torch.
-        from weightsync.queues.tensor_bytes import view_bytes  # noqa: PLC0415 - see above
+        from weightsync.tensors import view_bytes  # noqa: PLC0415 - see above
 
         # torch keeps the object but not its buffer export, which is what stops an early unmapping;
         # the private memoryview holds that export as long as the tensor lives.

@@ -24,7 +24,7 @@ import torch
 from weightsync.errors import ConfigError, TransferError
 from weightsync.shm.owner_lock import OwnerLock, try_shared, unlock_and_close
 from weightsync.transports.sglang_files import INDEX, Layout, index_of, write_all
-from weightsync.weights.copier import host_view
+from weightsync.weights.copy_plan import host_view
 
 logger = logging.getLogger(__name__)
 

@@ -9,13 +9,12 @@ import torch
 
 from weightsync.errors import ConfigError
 from weightsync.specs import Manifest, ManifestDifference, TensorSpec
+from weightsync.tensors import as_bytes
 from weightsync.transports import sglang_shelf
 from weightsync.transports.sglang_files import Layout, lay_out
 from weightsync.transports.sglang_shelf import Snapshot, SnapshotWriter, WeightDirectory
-from weightsync.weights.buckets import StreamLayout
-from weightsync.weights.dtypes import as_bytes
-from weightsync.weights.hook_sink import HookSink
-from weightsync.weights.sink import Apply, LoadTarget, NamedTensor
+from weightsync.weights.layout import StreamLayout
+from weightsync.weights.sink import Apply, HookSink, LoadTarget, NamedTensor
 
 _CASTS = frozenset({"float64", "float32", "float16", "bfloat16"})
 """Between these SGLang casts while it copies; into others it would write what they do not mean."""

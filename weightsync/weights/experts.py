@@ -24,8 +24,8 @@ import torch
 
 from weightsync.errors import ConfigError, shorten
 from weightsync.specs import Manifest, TensorSpec
-from weightsync.weights.dtypes import TORCH_DTYPES
-from weightsync.weights.module_tensors import Rename, rename_with
+from weightsync.tensors import TORCH_DTYPES
+from weightsync.weights.module_sink import Rename, rename_with
 from weightsync.weights.source import as_source, checked
 
 ExpertLayout = Literal["qwen3_moe", "mixtral"]

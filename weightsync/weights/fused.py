@@ -13,9 +13,9 @@ from typing import Any, ClassVar, Protocol, cast
 
 import torch
 
-from weightsync.weights.buckets import Chunk, StreamLayout
-from weightsync.weights.copier import CompiledUnit, DeviceCopyUnit
+from weightsync.weights.copy_plan import CompiledUnit, DeviceCopyUnit
 from weightsync.weights.fingerprint import MASK, WORD, mix64, settled
+from weightsync.weights.layout import Chunk, StreamLayout
 
 FIELDS = 8
 """source, target, bytes read, bytes stored, words mixed, place of the first word, sum, unused."""

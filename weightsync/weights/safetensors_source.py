@@ -18,8 +18,8 @@ from weightsync.errors import (
     shorten,
 )
 from weightsync.specs import Manifest, TensorSpec
-from weightsync.weights.dtypes import TORCH_DTYPES, dtype_name, sent_dtype
-from weightsync.weights.module_tensors import Rename, rename_with
+from weightsync.tensors import TORCH_DTYPES, dtype_name, sent_dtype
+from weightsync.weights.module_sink import Rename, rename_with
 
 try:
     from safetensors import SafetensorError, safe_open

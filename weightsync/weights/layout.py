@@ -1,10 +1,4 @@
-"""How a model is cut: a layout of its tensors in one stream, chunks for buckets, runs for copies.
-
-The tensors of a manifest, each at a multiple of 64 bytes with zeros between, make one *stream*.
-A chunk is what one bucket carries: a range of the stream. A run is a part of a chunk, small enough
-for the cache, that is copied and fingerprinted at once: either a few whole tensors, or a part of a
-large one. Both sides compute the same plan from the same manifest, so no plan is ever sent.
-"""
+"""How a model is cut: its tensors in one stream, chunks for buckets, runs for copies."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tensors as bytes and back: which dtypes travel, and views that copy nothing."""
+"""Tensors as specs and as bytes: the one table of dtypes, and views that copy nothing."""
 
 from __future__ import annotations
 
@@ -8,13 +8,43 @@ import warnings
 import torch
 
 from weightsync.errors import ConfigError, ProtocolError
-from weightsync.queues.tensor_codec import Frame
 from weightsync.specs import DTYPE_NBYTES, TensorSpec
 
-DTYPES: dict[str, torch.dtype] = {
+TORCH_DTYPES: dict[str, torch.dtype] = {
     name: getattr(torch, name) for name in DTYPE_NBYTES if hasattr(torch, name)
 }
-_NAMES: dict[torch.dtype, str] = {dtype: name for name, dtype in DTYPES.items()}
+NAMES: dict[torch.dtype, str] = {dtype: name for name, dtype in TORCH_DTYPES.items()}
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """Return `bfloat16` for torch.bfloat16. Raises ConfigError for a dtype no weight comes in."""
+    name = NAMES.get(dtype)
+    if name is None:
+        raise ConfigError(
+            f"weights of dtype {dtype} cannot be sent; known: {', '.join(NAMES.values())}"
+        )
+    return name
+
+
+def spec_of(name: str, tensor: torch.Tensor, dtype: torch.dtype | None = None) -> TensorSpec:
+    """Describe a tensor; floating-point ones as `dtype` if given."""
+    return TensorSpec(name, dtype_name(sent_dtype(tensor.dtype, dtype)), tuple(tensor.shape))
+
+
+def sent_dtype(dtype: torch.dtype, cast: torch.dtype | None) -> torch.dtype:
+    """The dtype in which a tensor travels: casts change floating-point tensors only."""
+    return cast if cast is not None and dtype.is_floating_point else dtype
+
+
+def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """View a contiguous tensor as `uint8[nbytes]`, sharing its memory."""
+    return tensor.detach().reshape(-1).view(torch.uint8)
+
+
+def from_bytes(flat: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
+    """View `uint8[spec.nbytes]` as the tensor that `spec` describes."""
+    return flat.view(TORCH_DTYPES[spec.dtype]).view(spec.shape)
+
 
 # torch warns once per process when it is shown read-only memory; that once is spent here.
 with warnings.catch_warnings():
@@ -22,26 +52,26 @@ with warnings.catch_warnings():
     torch.frombuffer(b"\0", dtype=torch.uint8)
 
 
-def spec_of(tensor: torch.Tensor, name: str = "tensor") -> TensorSpec:
+def dense_spec(tensor: torch.Tensor, name: str = "tensor") -> TensorSpec:
     """Describe a tensor. Raises ConfigError for those that cannot travel, and names too long."""
-    dtype = _NAMES.get(tensor.dtype)
+    dtype = NAMES.get(tensor.dtype)
     if dtype is None or tensor.layout is not torch.strided or tensor.device.type == "meta":
         raise ConfigError(
             f"a {tensor.layout} tensor of {tensor.dtype} on {tensor.device} cannot be sent; "
-            f"dense ones of {', '.join(DTYPES)} can"
+            f"dense ones of {', '.join(TORCH_DTYPES)} can"
         )
     return TensorSpec(name, dtype, tuple(tensor.shape))
 
 
-def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+def contiguous_bytes(tensor: torch.Tensor) -> torch.Tensor:
     """Return `uint8[nbytes]`: a view of a contiguous tensor, else of a contiguous copy."""
     plain = tensor.detach().resolve_conj().resolve_neg()
     return plain.contiguous().reshape(-1).view(torch.uint8)
 
 
-def from_bytes(flat: torch.Tensor, dtype: str, shape: tuple[int, ...]) -> torch.Tensor:
+def view_as(flat: torch.Tensor, dtype: str, shape: tuple[int, ...]) -> torch.Tensor:
     """View `uint8[nbytes]`, which must fit, as the tensor described."""
-    return flat.view(DTYPES[dtype]).view(shape)
+    return flat.view(TORCH_DTYPES[dtype]).view(shape)
 
 
 def view_bytes(view: memoryview, offset: int, count: int) -> torch.Tensor:
@@ -51,7 +81,7 @@ def view_bytes(view: memoryview, offset: int, count: int) -> torch.Tensor:
     return torch.frombuffer(view, dtype=torch.uint8, count=count, offset=offset)
 
 
-def tensor_of(data: Frame, dtype: str, shape: list[int]) -> torch.Tensor:
+def tensor_of(data: bytes | bytearray | memoryview, dtype: str, shape: list[int]) -> torch.Tensor:
     """Return a tensor from its bytes: a view of them if they may be written, else a copy.
 
     Raises ProtocolError unless the bytes are as many as dtype and shape say.
@@ -61,11 +91,11 @@ def tensor_of(data: Frame, dtype: str, shape: list[int]) -> torch.Tensor:
     if view.nbytes != spec.nbytes:
         raise ProtocolError(f"{spec} takes {spec.nbytes} bytes, and {view.nbytes} came")
     if not spec.nbytes:
-        return from_bytes(torch.empty(0, dtype=torch.uint8), dtype, spec.shape)
+        return view_as(torch.empty(0, dtype=torch.uint8), dtype, spec.shape)
     flat = torch.frombuffer(view, dtype=torch.uint8)
     # Whoever wrote the frame chose its alignment.
-    usable = not view.readonly and flat.data_ptr() % DTYPES[dtype].itemsize == 0
-    return from_bytes(flat if usable else flat.clone(), dtype, spec.shape)
+    usable = not view.readonly and flat.data_ptr() % TORCH_DTYPES[dtype].itemsize == 0
+    return view_as(flat if usable else flat.clone(), dtype, spec.shape)
 
 
 def checked_spec(name: str, dtype: str, shape: list[int]) -> TensorSpec:
@@ -82,8 +112,8 @@ def tensor_data(tensor: torch.Tensor) -> memoryview:
     A view that keeps the tensor's memory alive if it is contiguous and on the CPU, else of a copy.
     Raises ConfigError for dtypes that do not travel.
     """
-    spec_of(tensor)
-    flat = as_bytes(tensor).cpu()
+    dense_spec(tensor)
+    flat = contiguous_bytes(tensor).cpu()
     array = (ctypes.c_ubyte * flat.numel()).from_address(flat.data_ptr())
     array.keeps = flat  # type: ignore[attr-defined]  # ctypes instances take attributes
     return memoryview(array).cast("B").toreadonly()
