@@ -89,13 +89,13 @@ class HookFeeder:
                 flat = whole
             pairs.append((piece.index, flat))
         self._lend(pairs, upto=pairs[-1][0] + 1 if pairs else self._next)
-        _settle(slot.device)
+        _wait_for_copies(slot.device)
 
     def deliver_whole(self, memory: Memory) -> None:
         """Lend every tensor of registered memory at once."""
         self._lend(list(enumerate(memory.tensors)), upto=len(memory.tensors))
         for device in {tensor.device for tensor in memory.tensors}:
-            _settle(device)
+            _wait_for_copies(device)
 
     def finish(self) -> None:
         """Lend the tensors without bytes that no chunk completed."""
@@ -140,7 +140,7 @@ class HookFeeder:
         return whole if piece.begin + piece.nbytes == spec.nbytes else None
 
 
-def _settle(device: torch.device) -> None:
+def _wait_for_copies(device: torch.device) -> None:
     """Wait for what a hook has enqueued: the memory that it copies from is about to be released."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
