@@ -24,7 +24,7 @@ def let_children_have(port: int) -> None:
     _ports.discard(port)
 
 
-def _after_fork_in_child() -> None:
+def _close_in_child() -> None:
     if not _ports:
         return
     nowhere = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
@@ -49,4 +49,4 @@ def _local_port(fd: int) -> int | None:
     return None
 
 
-os.register_at_fork(after_in_child=_after_fork_in_child)
+os.register_at_fork(after_in_child=_close_in_child)

@@ -53,7 +53,7 @@ def _end(member: EndsAtExit, deadline: float, waiting: int) -> None:
     member.end(max(0.0, deadline - time.monotonic()) / waiting)
 
 
-def _after_fork_in_child() -> None:
+def _forget_in_child() -> None:
     _members.clear()
     _lock.release()
 
@@ -62,5 +62,5 @@ atexit.register(_end_all)
 os.register_at_fork(
     before=_lock.acquire,
     after_in_parent=_lock.release,
-    after_in_child=_after_fork_in_child,
+    after_in_child=_forget_in_child,
 )
