@@ -32,9 +32,9 @@ from torch._C._distributed_c10d import Store, TCPStore
 from torch.distributed import ProcessGroupGloo
 
 import weightsync as ws
-from weightsync.backends.distributed import member_init, place_on
-from weightsync.backends.distributed_sender import Chain, RingFeed
-from weightsync.backends.ipc_sender import READER_PLACES, IpcOptions, IpcTrainerEngine
+from weightsync.backends.gloo.receiver import member_init, place_on
+from weightsync.backends.gloo.sender import Chain, RingFeed
+from weightsync.backends.ipc.sender import READER_PLACES, IpcOptions, IpcTrainerEngine
 from weightsync.weights.source import ModuleSource
 from weightsync.wire import codec
 from weightsync.wire.messages import (

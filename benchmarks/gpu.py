@@ -32,7 +32,7 @@ from benchmarks.gpu_device import Device, FreshBuffer, launches, watch_launches
 from benchmarks.gpu_peer import Peer, fill, module_on, receiving_process, sums
 from benchmarks.gpu_table import bars_of, table
 from benchmarks.shapes import Tensor
-from weightsync.backends.ipc_sender import CUDA_BUCKET_NBYTES, CUDA_BUCKETS, CUDA_RUN_NBYTES
+from weightsync.backends.ipc.sender import CUDA_BUCKET_NBYTES, CUDA_BUCKETS, CUDA_RUN_NBYTES
 from weightsync.cuda.events import FENCE_VARIABLE, Fence, WriterFence
 from weightsync.tensors import as_bytes
 from weightsync.weights.copy_plan import CompiledUnit, Memory, UnitCompiler

@@ -18,12 +18,12 @@ REST = "unexplained, in the receiver: "
 SENDER = {
     "weightsync.sending.outgoing:Update": {"_transfer": "transfer", "finish": "finish"},
     "weightsync.sending.fleet:Fleet": {"begin": "leave"},
-    "weightsync.backends.ipc_sender:IpcTrainerEngine": {"begin": "begin", "transfer": "own"},
+    "weightsync.backends.ipc.sender:IpcTrainerEngine": {"begin": "begin", "transfer": "own"},
     "weightsync.shm.ring:RingWriter": {"acquire": "own wait", "drain": "own wait"},
 }
 RECEIVER = {
     "weightsync.receiver:WeightReceiver": {"dispatch": "dispatch"},
-    "weightsync.backends.ipc_transfer:Transfer": {
+    "weightsync.backends.ipc.transfer:Transfer": {
         "run": "run",
         "_published_table": "table",
         "_compile": "compile",

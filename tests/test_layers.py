@@ -208,7 +208,7 @@ def test_the_package_is_there() -> None:
         ("weightsync.wire.codec", "import torch.nn", "is banned there"),
         ("weightsync.weights.sink", "from weightsync.queues import sockets", "is beside it"),
         ("weightsync.shm.ring", "import weightsync.weights.sink", "is above it"),
-        ("weightsync.backends.ipc", "import weightsync.transports.base as b", "is beside it"),
+        ("weightsync.backends.base", "import weightsync.transports.base as b", "is beside it"),
         (
             "weightsync.backends.registry",
             "import_module('weightsync.transports.base')",

@@ -14,7 +14,7 @@ from msgspec.structs import replace
 from torch import nn
 
 from tests.segments import opened_since
-from weightsync.backends.ipc_sender import IpcOptions, IpcTrainerEngine
+from weightsync.backends.ipc.sender import IpcOptions, IpcTrainerEngine
 from weightsync.errors import (
     ConfigError,
     HandleError,

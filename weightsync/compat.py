@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 
 from weightsync.backends.base import LoadContext, Received
-from weightsync.backends.ipc_handles import receive_handles
+from weightsync.backends.ipc.handles import receive_handles
 from weightsync.cuda import handles
 from weightsync.cuda.handles import local_gpu_keys
 from weightsync.errors import (
@@ -477,7 +477,7 @@ def _deliverer(args: IPCTrainerSendWeightsArgs, stack: ExitStack) -> _Deliver:
     if callable(args.send_mode):
         return _caller(args.send_mode, args.timeout_s, stack)
     if args.send_mode == "http":
-        http = import_module("weightsync.transports.http_client")
+        http = import_module("weightsync.transports.http")
         transport = http.HttpTransport(str(args.url), args.token)
         stack.callback(transport.close)
 

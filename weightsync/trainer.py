@@ -17,12 +17,11 @@ from typing import Self, TypeVar
 import torch
 import torch.distributed as dist
 
-from weightsync.backends.ipc_sender import IpcOptions
+from weightsync.backends.ipc.sender import IpcOptions
 from weightsync.errors import ConfigError, ProtocolError, WeightSyncError
 from weightsync.onlookers import Shown, TracePath, progress_callback, watch_progress, watching
 from weightsync.receiver import receiver_of_files
 from weightsync.report import SyncReport
-from weightsync.sending.calls import exiting
 from weightsync.sending.ensemble import RankGroup
 from weightsync.sending.feeder import RankWorker
 from weightsync.sending.fleet import Fleet
@@ -37,6 +36,7 @@ from weightsync.sending.turns import UpdateLock
 from weightsync.shm.ring import PATIENCE
 from weightsync.shm.segment import cleanup_stale
 from weightsync.transports.base import Transport
+from weightsync.transports.calls import exiting
 from weightsync.weights.module_sink import Rename
 from weightsync.weights.source import as_source
 from weightsync.wire.messages import LedgerEntry

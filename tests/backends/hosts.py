@@ -25,9 +25,9 @@ import torch
 
 import weightsync as ws
 from tests.children import CONTEXT, load_beforehand
-from weightsync.backends.distributed import member_init, place_on
-from weightsync.backends.distributed_sender import Chain, RingFeed
-from weightsync.backends.ipc_sender import READER_PLACES, IpcOptions, IpcTrainerEngine
+from weightsync.backends.gloo.receiver import member_init, place_on
+from weightsync.backends.gloo.sender import Chain, RingFeed
+from weightsync.backends.ipc.sender import READER_PLACES, IpcOptions, IpcTrainerEngine
 from weightsync.shm.segment import live_segments, remove_leftovers
 from weightsync.shm.wait import beating
 from weightsync.weights.source import ModuleSource, NamedTensors

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from weightsync.backends import ipc
+from weightsync.backends.ipc import receiver
 from weightsync.cuda.events import EVENT_NBYTES, OpenFence, WriterFence, open_fence
 from weightsync.errors import HandleError, TransferError
 from weightsync.shm.host_keys import host_key
@@ -134,7 +134,7 @@ class FailingOpen(LateOpen):
 
 def open_late(path: Path) -> None:
     """Have this process open events of the file."""
-    setattr(ipc, "open_fence", partial(open_fence, edge=LateEvents(path)))  # noqa: B010  # not its export
+    setattr(receiver, "open_fence", partial(open_fence, edge=LateEvents(path)))  # noqa: B010  # not its export
 
 
 def ignore_events(

@@ -24,10 +24,10 @@ from tests.backends.hosts import (
     workers,
 )
 from tests.samehost.processes import line_of, running
-from weightsync.backends import chain_link
-from weightsync.backends.chain_head import ChunkHeader
-from weightsync.backends.distributed import DistributedWeightTransferEngine, member_init
-from weightsync.backends.ipc_sender import IpcOptions, IpcTrainerEngine
+from weightsync.backends.gloo import relay
+from weightsync.backends.gloo.header import ChunkHeader
+from weightsync.backends.gloo.receiver import DistributedWeightTransferEngine, member_init
+from weightsync.backends.ipc.sender import IpcOptions, IpcTrainerEngine
 from weightsync.shm.host_keys import host_key
 from weightsync.weights.source import ModuleSource
 from weightsync.wire.messages import InitRequest
@@ -311,14 +311,14 @@ def test_a_member_whose_sender_falls_silent_frees_its_ring(
     monkeypatch: pytest.MonkeyPatch, join_s: float
 ) -> None:
     """Its link is asking the store of the sender, which is stopped, and cannot answer."""
-    monkeypatch.setattr(chain_link, "_JOIN_S", join_s)
+    monkeypatch.setattr(relay, "_JOIN_S", join_s)
     gc.collect()
     others = set(mapped())
     script = """
 import signal
-from weightsync.backends.chain_head import Head, HeadStatus
-from weightsync.backends.distributed_sender import Chain
-from weightsync.backends.private_group import HEADS
+from weightsync.backends.gloo.header import Head, HeadStatus
+from weightsync.backends.gloo.sender import Chain
+from weightsync.backends.gloo.group import HEADS
 chain = Chain("127.0.0.1", ["a member"], epoch=1, timeout_s=30)
 print(chain.info(1).port, flush=True)
 chain.join()

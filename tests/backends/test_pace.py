@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 import weightsync as ws
-from weightsync.backends import pace
-from weightsync.backends.pace import LEAD_NBYTES, ReadAhead
+from weightsync.backends.ipc import sender as pace
+from weightsync.backends.ipc.sender import LEAD_NBYTES, ReadAhead
 from weightsync.shm.ring import Control
 
 MIB = 1 << 20

@@ -19,15 +19,15 @@ import torch
 
 import weightsync as ws
 from tests.samehost.processes import line_of, running
-from weightsync.backends.chain_head import ChunkHeader, HeaderStatus, patience_s
-from weightsync.backends.distributed_sender import Chain
-from weightsync.backends.private_group import (
+from weightsync.backends.gloo.group import (
     HEADER_LANE,
     GroupRendezvous,
     LivenessSocket,
     PrivateGroup,
     data_lane,
 )
+from weightsync.backends.gloo.header import ChunkHeader, HeaderStatus, patience_s
+from weightsync.backends.gloo.sender import Chain
 
 ADDRESS = "127.0.0.1"
 TIMEOUT_S = 20.0
@@ -163,7 +163,7 @@ def test_what_listens_but_does_not_answer_is_no_sender() -> None:
 def test_a_sender_that_falls_silent_holds_nobody_for_ever() -> None:
     script = f"""
 import signal
-from weightsync.backends.private_group import Meeting
+from weightsync.backends.gloo.group import Meeting
 meeting = Meeting.host({ADDRESS!r}, epoch=1, timeout_s=5)
 meeting.give_up(3)
 print(meeting.port, flush=True)
@@ -215,7 +215,7 @@ def test_a_chain_that_closes_ends_its_join() -> None:
 
 def test_the_lifeline_shows_a_sender_that_died() -> None:
     script = f"""
-from weightsync.backends.private_group import Meeting
+from weightsync.backends.gloo.group import Meeting
 meeting = Meeting.host({ADDRESS!r}, epoch=1, timeout_s=5)
 print(meeting.port, flush=True)
 signal.pause()
@@ -237,7 +237,7 @@ signal.pause()
 def test_a_forked_child_does_not_hide_the_end_of_its_sender() -> None:
     script = f"""
 import os, signal
-from weightsync.backends.private_group import Meeting
+from weightsync.backends.gloo.group import Meeting
 meeting = Meeting.host({ADDRESS!r}, epoch=1, timeout_s=5)
 print(meeting.port, flush=True)
 input()

@@ -22,9 +22,9 @@ import weightsync as ws
 from tests.backends.late_events import GivenUp, LateEvents, ignore_events, open_late
 from tests.gpu.receiver_process import EveryDtype, as_bytes, digests, fill, receiver_process
 from tests.weights.fused_cases import HostKernel
-from weightsync.backends import ipc_sender
-from weightsync.backends.exported import ProbeMemory, fence_on_gpu
-from weightsync.backends.ipc_sender import IpcOptions, IpcTrainerEngine
+from weightsync.backends.ipc import sender as ipc_sender
+from weightsync.backends.ipc.memory import ProbeMemory, fence_on_gpu
+from weightsync.backends.ipc.sender import IpcOptions, IpcTrainerEngine
 from weightsync.cuda import events
 from weightsync.cuda.events import (
     CUDA,
@@ -123,7 +123,7 @@ def trainer(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Trainer
 def opening(monkeypatch: pytest.MonkeyPatch, trainer: Trainer) -> None:
     """Receivers of this process open late events."""
     late = partial(open_fence, edge=LateEvents(trainer.events.path))
-    monkeypatch.setattr("weightsync.backends.ipc.open_fence", late)
+    monkeypatch.setattr("weightsync.backends.ipc.receiver.open_fence", late)
 
 
 def test_a_reader_of_buckets_waits_for_what_was_recorded(trainer: Trainer) -> None:
@@ -206,7 +206,7 @@ def test_one_reader_that_takes_no_events_brings_the_host_back(
     def opening(*args: Any, **kwargs: Any) -> object:
         return next(opens)(*args, **kwargs)
 
-    monkeypatch.setattr("weightsync.backends.ipc.open_fence", opening)
+    monkeypatch.setattr("weightsync.backends.ipc.receiver.open_fence", opening)
     for taken in (False, True):
         models = [EveryDtype("cpu"), EveryDtype("cpu")]
         receivers = [ws.WeightReceiver(model) for model in models]
@@ -229,7 +229,7 @@ def test_a_driver_without_events_is_one_warning(
 ) -> None:
     trainer.events.refuses = [refused]
     late = partial(open_fence, edge=trainer.events)
-    monkeypatch.setattr("weightsync.backends.ipc.open_fence", late)
+    monkeypatch.setattr("weightsync.backends.ipc.receiver.open_fence", late)
     theirs = EveryDtype("cpu")
     receiver = ws.WeightReceiver(theirs)
     with caplog.at_level(logging.WARNING, "weightsync.cuda.events"):
@@ -252,7 +252,7 @@ def test_an_init_that_comes_again_may_say_otherwise(
         edge = LateEvents(trainer.events.path, refuses=next(refusals))
         return open_fence(*args, edge=edge, **kwargs)
 
-    monkeypatch.setattr("weightsync.backends.ipc.open_fence", opening)
+    monkeypatch.setattr("weightsync.backends.ipc.receiver.open_fence", opening)
     theirs = EveryDtype("cpu")
     receiver = ws.WeightReceiver(theirs)
 
@@ -520,7 +520,7 @@ def test_nothing_is_touched_before_it_has_come(
 ) -> None:
     """A reader that gives up has put nothing behind the event that may run later."""
     late = partial(open_fence, edge=GivenUp(trainer.events.path))
-    monkeypatch.setattr("weightsync.backends.ipc.open_fence", late)
+    monkeypatch.setattr("weightsync.backends.ipc.receiver.open_fence", late)
     theirs = EveryDtype("cpu")
     before = digests(theirs)
     receiver = ws.WeightReceiver(theirs, apply="in_place")
@@ -552,7 +552,7 @@ def left(trainer: Trainer, monkeypatch: pytest.MonkeyPatch) -> list[int]:
             found.append(sum(len(fence._events) for fence in fences))
         plain(memory)
 
-    monkeypatch.setattr("weightsync.backends.ipc.open_fence", opening)
+    monkeypatch.setattr("weightsync.backends.ipc.receiver.open_fence", opening)
     monkeypatch.setattr(OpenMemory, "close", closing)
     return found
 

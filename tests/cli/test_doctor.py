@@ -18,7 +18,7 @@ import pytest
 
 from tests.cli.running import answer_of, weightsync
 from tests.samehost.processes import OWNER, kill, line_of, private_directory, python, running
-from weightsync.backends.exported import ProbeMemory
+from weightsync.backends.ipc.memory import ProbeMemory
 from weightsync.cli import doctor, doctor_gpu, doctor_host, doctor_pairs
 from weightsync.cli.children import command
 from weightsync.cli.doctor_findings import Check, Finding, Level, examine, ok

@@ -26,7 +26,7 @@ from tests.cli.running import (
 from tests.samehost.processes import environment
 from tests.server.live import make_app, serving
 from weightsync.cli.checkpoint import WatchedSource, open_checkpoint
-from weightsync.transports.http_client import HttpTransport
+from weightsync.transports.http import HttpTransport
 from weightsync.wire.messages import CheckReply, CheckRequest, Status, StatusRequest
 
 WAIT_S = 60

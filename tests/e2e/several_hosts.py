@@ -36,7 +36,7 @@ from tests.e2e import models, processes
 from tests.e2e.processes import WAIT_S, Remote
 from tests.hosts.isolation import TOOL_PATH
 from tests.hosts.namespaces import DEVICE, Host
-from weightsync.transports.http_client import HttpTransport
+from weightsync.transports.http import HttpTransport
 from weightsync.wire.messages import FinishRequest, Reply, Request, Status, StatusRequest
 from weightsync.wire.problem import Problem, from_problem, to_problem
 

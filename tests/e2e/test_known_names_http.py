@@ -9,7 +9,7 @@ import weightsync as ws
 from tests.e2e import models
 from tests.e2e.models import digests, fill
 from tests.e2e.processes import Host
-from weightsync.transports.http_client import HttpTransport
+from weightsync.transports.http import HttpTransport
 from weightsync.wire.messages import FinishRequest, StartRequest
 
 TIMEOUT_S = 60.0

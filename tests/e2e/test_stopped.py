@@ -18,7 +18,7 @@ import weightsync as ws
 from tests.e2e import models, processes, trainers
 from tests.e2e.processes import Host, Remote, wait_until
 from weightsync.sending.targets import Targets
-from weightsync.transports.http_client import HttpTransport
+from weightsync.transports.http import HttpTransport
 from weightsync.wire.messages import (
     FinishRequest,
     InitRequest,

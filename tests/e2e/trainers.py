@@ -17,7 +17,7 @@ import weightsync as ws
 from tests.e2e import models
 from tests.e2e.models import BUCKET_NBYTES
 from weightsync.shm.ring import Control
-from weightsync.transports.http_client import HttpTransport
+from weightsync.transports.http import HttpTransport
 from weightsync.wire.messages import (
     FinishRequest,
     InitRequest,

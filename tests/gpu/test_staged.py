@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from weightsync.backends.exported import Buckets, stage_on_gpu
+from weightsync.backends.ipc.memory import Buckets, stage_on_gpu
 from weightsync.cuda.memory import OpenMemory
 from weightsync.cuda.pinning import CudaDriver
 from weightsync.cuda.staging import CopyWork, CpuGpuBuffer

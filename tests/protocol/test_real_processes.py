@@ -15,7 +15,7 @@ from tests.e2e.processes import Apply, Host, Remote
 from weightsync.sending.targets import Targets
 from weightsync.testing import Act, Fault, Faults, FaultyTransport
 from weightsync.transports.callback import CallbackTransport
-from weightsync.transports.http_client import HttpTransport
+from weightsync.transports.http import HttpTransport
 
 TIMEOUT_S = 10.0
 CHANCES: dict[Act, float] = {

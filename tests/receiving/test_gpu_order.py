@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 import weightsync as ws
-from weightsync.backends import ipc_handles, ipc_transfer
+from weightsync.backends.ipc import handles, transfer
 from weightsync.errors import TransferTimeout
 from weightsync.receiving.gate import ReadWriteGate
 from weightsync.weights.copy_plan import DeviceCopyUnit
@@ -81,16 +81,16 @@ class TestCopies:
         plan: Any = SimpleNamespace(runs=[])
         target: Any = SimpleNamespace(tensors=[on(SECOND)], on_host=lambda: False)
         source: Any = SimpleNamespace(tensors=[on(SECOND)], on_host=lambda: False)
-        monkeypatch.setattr(ipc_handles, "compiler_for", lambda *_: None)
+        monkeypatch.setattr(handles, "compiler_for", lambda *_: None)
         reception: Any = None
-        assert ipc_handles._copy(plan, target, source, reception) == []
+        assert handles._copy(plan, target, source, reception) == []
         assert driver.log == ["waited for cuda:1, stream 0"]
 
     def test_a_chunk_waits_for_its_own_streams(self, driver: Driver) -> None:
         driver.use(FIRST, 7)
         run = DeviceCopyUnit(targets=(on(FIRST), on(SECOND)), sources=(on(FIRST),), gaps=())
         program: Any = SimpleNamespace(runs=[run])
-        ipc_transfer._settle([program])
+        transfer._settle([program])
         assert sorted(driver.log) == [
             "waited for cuda:0, stream 7",
             "waited for cuda:1, stream 0",

@@ -12,8 +12,8 @@ import pytest
 from torch import nn
 
 import weightsync as ws
-from weightsync.backends.distributed import DistributedWeightTransferEngine
-from weightsync.backends.private_group import LivenessSocket
+from weightsync.backends.gloo.group import LivenessSocket
+from weightsync.backends.gloo.receiver import DistributedWeightTransferEngine
 from weightsync.wire import codec
 from weightsync.wire.messages import InitRequest, Request, StartRequest
 

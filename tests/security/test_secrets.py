@@ -18,7 +18,7 @@ from tests.server.live import make_app, serving
 from weightsync.errors import AuthError, ConfigError, WeightSyncError
 from weightsync.rollout.serving import ServeOptions
 from weightsync.server.auth import TokenAuth, resolve_token
-from weightsync.transports.http_client import HttpTransport
+from weightsync.transports.http import HttpTransport
 from weightsync.wire.messages import CALLS
 
 TOKEN = "sesame-5f1c2d"

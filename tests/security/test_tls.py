@@ -14,7 +14,7 @@ from tests.security.https import Certificate, make_certificate, serving_https
 from weightsync.cli.metrics_text import read_last_updates
 from weightsync.errors import ConfigError, ConnectError
 from weightsync.server.listening import check_tls_files
-from weightsync.transports.http_client import HttpTransport
+from weightsync.transports.http import HttpTransport
 from weightsync.wire.messages import Status, StatusRequest
 
 TOKEN = "a-token-for-tls"

@@ -10,8 +10,8 @@ import pytest
 from weightsync.cli.serve import serve
 from weightsync.errors import ConfigError
 from weightsync.server.auth import resolve_token
-from weightsync.transports.http_client import HttpTransport
-from weightsync.wire.bearer_token import (
+from weightsync.transports.http import HttpTransport
+from weightsync.transports.tokens import (
     MAX_TOKEN_LENGTH,
     TOKEN_FILE_VARIABLE,
     TOKEN_VARIABLE,

@@ -6,7 +6,7 @@ from typing import cast
 
 import pytest
 
-from weightsync.backends.distributed_sender import Chain
+from weightsync.backends.gloo.sender import Chain
 from weightsync.sending.rendezvous import ADDRESS_VARIABLE, _Joining, address_for
 from weightsync.wire.messages import Reply, Request
 

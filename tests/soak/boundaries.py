@@ -16,7 +16,7 @@ from typing import Any
 
 from weightsync.receiver import WeightReceiver
 from weightsync.shm.ring import Control, RingReader, RingWriter
-from weightsync.transports.http_client import HttpTransport
+from weightsync.transports.http import HttpTransport
 from weightsync.weights.copy_plan import CopyAndHash, HostCopies, HostCopyUnit
 from weightsync.wire.messages import CALL_OF, StatusRequest
 

@@ -21,7 +21,7 @@ from weightsync.errors import (
     TransportTimeout,
 )
 from weightsync.transports.base import Transport
-from weightsync.transports.http_client import HttpTransport
+from weightsync.transports.http import HttpTransport
 from weightsync.wire import codec
 from weightsync.wire.messages import FinishRequest, StatusRequest, StepReply
 

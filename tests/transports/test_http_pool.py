@@ -13,8 +13,8 @@ from contextlib import contextmanager, suppress
 import pytest
 
 from weightsync.errors import ProtocolError
-from weightsync.transports import http_pool
-from weightsync.transports.http_pool import Call, HttpPool, PoolClosedError, UnreachableError
+from weightsync.transports import http as http_pool
+from weightsync.transports.http import Call, HttpPool, PoolClosedError, UnreachableError
 
 WAIT_S = 60.0
 OK = b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nok"

@@ -13,7 +13,7 @@ from tests.server.live import serving
 from tests.transports.test_vllm_http import VERSION, Http
 from weightsync.errors import BackendUnavailableError, ConnectError
 from weightsync.sending.addresses import UrlTransports
-from weightsync.transports.http_client import HttpTransport
+from weightsync.transports.http import HttpTransport
 
 FOREIGN_ROUTES = {
     "/version": {"version": "1.4.2"},

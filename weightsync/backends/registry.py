@@ -12,15 +12,15 @@ Engines = tuple[type[TrainerWeightTransferEngine], type[WeightTransferEngine]]
 
 
 def _ipc() -> Engines:
-    sender = import_module("weightsync.backends.ipc_sender")
-    receiver = import_module("weightsync.backends.ipc")
+    sender = import_module("weightsync.backends.ipc.sender")
+    receiver = import_module("weightsync.backends.ipc.receiver")
     return sender.IpcTrainerEngine, receiver.IpcWeightTransferEngine
 
 
 def _distributed() -> Engines:
     """The sender packs into the ring of its own host; a Chain reads it beside local receivers."""
     sender, _ = _ipc()
-    receiver = import_module("weightsync.backends.distributed")
+    receiver = import_module("weightsync.backends.gloo.receiver")
     return sender, receiver.DistributedWeightTransferEngine
 
 

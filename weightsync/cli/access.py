@@ -11,8 +11,8 @@ import typer
 
 from weightsync.errors import ConfigError
 from weightsync.trainer import MAX_TIMEOUT_S
-from weightsync.transports.http_client import tls_context
-from weightsync.wire.bearer_token import read_token_file
+from weightsync.transports.http import tls_context
+from weightsync.transports.tokens import read_token_file
 
 TokenOption = Annotated[
     str | None, typer.Option(help="of the servers; else WEIGHTSYNC_TOKEN", show_default=False)

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-from weightsync.backends.ipc_sender import HOST_BUCKET_NBYTES, HOST_BUCKETS
+from weightsync.backends.ipc.sender import HOST_BUCKET_NBYTES, HOST_BUCKETS
 from weightsync.cli.doctor_findings import Finding, ok, problem, warning
 from weightsync.errors import BackendUnavailableError, SegmentError
 from weightsync.shm.host_keys import host_key

@@ -15,8 +15,8 @@ from typing import IO
 import msgspec
 import torch
 
-from weightsync.backends.exported import ProbeMemory
-from weightsync.backends.private_group import GroupRendezvous, PrivateGroup, data_lane
+from weightsync.backends.gloo.group import GroupRendezvous, PrivateGroup, data_lane
+from weightsync.backends.ipc.memory import ProbeMemory
 from weightsync.cli.children import command
 from weightsync.cli.doctor_findings import Finding, Level, ok, warning
 from weightsync.errors import ConnectError, TransferError, WeightSyncError

@@ -7,7 +7,7 @@ import re
 import msgspec
 
 from weightsync.errors import WeightSyncError
-from weightsync.transports.http_client import HttpTransport
+from weightsync.transports.http import HttpTransport
 
 MAX_NBYTES = 4 << 20
 

@@ -27,7 +27,7 @@ from weightsync.cli.engines import Engine, find_engine, read_target
 from weightsync.errors import ConfigError, ProtocolError, RemoteError
 from weightsync.tensors import TORCH_DTYPES, as_bytes, dtype_name, sent_dtype
 from weightsync.transports.base import Transport
-from weightsync.transports.http_client import HttpTransport
+from weightsync.transports.http import HttpTransport
 from weightsync.weights.fingerprint import mix64, to_hex
 from weightsync.weights.safetensors_source import SafetensorsSource
 from weightsync.wire.messages import CheckReply, CheckRequest

@@ -13,7 +13,7 @@ import msgspec
 import xxhash
 
 from weightsync.errors import ConfigError, NotReadyError, ProtocolError
-from weightsync.transports.http_client import HttpTransport
+from weightsync.transports.http import HttpTransport
 
 DEFAULT_TIMEOUT_S = 600.0
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 
 from weightsync.backends.base import LoadContext, Received
-from weightsync.backends.ipc_handles import receive_handles
+from weightsync.backends.ipc.handles import receive_handles
 from weightsync.errors import TransferError
 from weightsync.lifecycle import State, UpdateLifecycle
 from weightsync.receiving.gate import ReadWriteGate

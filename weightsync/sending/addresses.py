@@ -15,7 +15,7 @@ from weightsync.errors import (
     WeightSyncError,
 )
 from weightsync.transports.base import Transport
-from weightsync.transports.http_client import HttpTransport
+from weightsync.transports.http import HttpTransport
 from weightsync.transports.sglang_http import is_sglang
 from weightsync.transports.sglang_server import MakeReceiver, SglangTarget, SglangTransport
 from weightsync.transports.sglang_shelf import WeightDirectory

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from weightsync.backends.distributed_sender import Chain, RingFeed
-from weightsync.backends.ipc_sender import READER_PLACES, IpcOptions, IpcTrainerEngine
+from weightsync.backends.gloo.sender import Chain, RingFeed
+from weightsync.backends.ipc.sender import READER_PLACES, IpcOptions, IpcTrainerEngine
 from weightsync.cuda import handles
 from weightsync.errors import ConfigError, ProtocolError, TransferError
 from weightsync.sending.agreement import compare_manifests

@@ -22,10 +22,10 @@ from weightsync.errors import (
     TransportTimeout,
     WeightSyncError,
 )
-from weightsync.sending.calls import LOOK_S, CallThreads, InFlightCall, InFlightCalls, exiting
 from weightsync.sending.watch import ObservedCall, Observers
 from weightsync.shm.ring import PATIENCE
 from weightsync.transports.base import Transport
+from weightsync.transports.calls import LOOK_S, CallThreads, InFlightCall, InFlightCalls, exiting
 from weightsync.wire.messages import (
     CALL_OF,
     AbortRequest,

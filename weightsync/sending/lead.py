@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import Literal
 
-from weightsync.backends.ipc_sender import IpcOptions
+from weightsync.backends.ipc.sender import IpcOptions
 from weightsync.errors import ConfigError, StaleVersionError, WeightSyncError
 from weightsync.lifecycle import MAX_VERSION, version_after
 from weightsync.report import SyncReport

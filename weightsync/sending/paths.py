@@ -10,7 +10,7 @@ from typing import Literal, cast
 
 from msgspec.structs import replace
 
-from weightsync.backends.ipc_sender import IpcOptions
+from weightsync.backends.ipc.sender import IpcOptions
 from weightsync.errors import (
     BackendUnavailableError,
     ConfigError,

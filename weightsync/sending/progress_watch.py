@@ -6,7 +6,7 @@ import logging
 import threading
 import time
 
-from weightsync.backends.trail import ReaderProgress
+from weightsync.backends.ipc.sender import ReaderProgress
 from weightsync.errors import WeightSyncError
 from weightsync.progress import OnProgress, Phase, Progress
 from weightsync.sending.commands import AnyCommand, Begin, End

@@ -12,9 +12,9 @@ from urllib.parse import urlsplit
 
 from msgspec.structs import replace
 
-from weightsync.backends.distributed import member_init, place_on
-from weightsync.backends.distributed_sender import Chain
-from weightsync.backends.ipc_sender import IpcOptions
+from weightsync.backends.gloo.receiver import member_init, place_on
+from weightsync.backends.gloo.sender import Chain
+from weightsync.backends.ipc.sender import IpcOptions
 from weightsync.errors import ConfigError, ConnectError, TransferError, WeightSyncError
 from weightsync.sending.feeder import RELAY_READER, RankWorker
 from weightsync.sending.fleet import Fleet, Member, MemberReply, failures

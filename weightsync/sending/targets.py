@@ -10,9 +10,9 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 from weightsync.errors import ConfigError
-from weightsync.sending.calls import CallThreads
 from weightsync.transports.base import Transport
 from weightsync.transports.callback import CallbackTransport
+from weightsync.transports.calls import CallThreads
 
 if TYPE_CHECKING:
     from weightsync.sending.addresses import UrlTransports

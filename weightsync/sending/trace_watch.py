@@ -17,7 +17,7 @@ from operator import itemgetter
 from os import PathLike
 from pathlib import Path
 
-from weightsync.backends.trail import Mark, ReaderProgress
+from weightsync.backends.ipc.sender import Mark, ReaderProgress
 from weightsync.errors import ConfigError, WeightSyncError
 from weightsync.sending.commands import AnyCommand, Begin, End, KeepAlive, Transfer
 from weightsync.sending.feeder import RELAY_READER, RankWorker

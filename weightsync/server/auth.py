@@ -12,13 +12,13 @@ from urllib.parse import urlsplit
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from weightsync.errors import AuthError, ConfigError
-from weightsync.wire import problem
-from weightsync.wire.bearer_token import (
+from weightsync.transports.tokens import (
     TOKEN_VARIABLE,
     check_token_text,
     read_token_file,
     token_from_environment,
 )
+from weightsync.wire import problem
 
 _READING_METHODS = frozenset({"GET", "HEAD", "OPTIONS"})
 

@@ -19,7 +19,7 @@ from weightsync.server.door import (
 )
 from weightsync.server.metrics import CONTENT_TYPE, MoreMetrics, ReceiverMetrics
 from weightsync.server.schemas import describe_answers, describe_body
-from weightsync.wire.bearer_token import check_token_text
+from weightsync.transports.tokens import check_token_text
 from weightsync.wire.messages import CALLS, Status, StatusRequest
 
 Handler = Callable[[HttpRequest], Awaitable[Response]]

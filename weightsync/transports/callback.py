@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from weightsync.errors import ConnectError, RemoteError, WeightSyncError
-from weightsync.transports.counting import CountingTransport
+from weightsync.transports.base import CountingTransport
 from weightsync.wire import codec
 from weightsync.wire.messages import CALL_OF, Reply, Request
 

@@ -18,7 +18,7 @@ from weightsync.errors import (
     TransportTimeout,
     WeightSyncError,
 )
-from weightsync.transports.counting import CountingTransport
+from weightsync.transports.base import CountingTransport
 from weightsync.wire import codec, problem
 from weightsync.wire.messages import CALL_OF, Reply, Request
 

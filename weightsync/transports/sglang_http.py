@@ -15,7 +15,7 @@ from weightsync.errors import (
     TransferError,
     TransportError,
 )
-from weightsync.transports.http_client import HttpTransport
+from weightsync.transports.http import HttpTransport
 from weightsync.transports.pause_watch import PauseWatch
 
 Pause = Literal["auto", "keep", "wait", "abort"]

@@ -16,7 +16,7 @@ from typing import Any, Protocol, cast
 from urllib.parse import parse_qs, urlsplit
 
 from weightsync.errors import ConfigError, ConnectError, ProtocolError, WeightSyncError
-from weightsync.transports.counting import CountingTransport
+from weightsync.transports.base import CountingTransport
 from weightsync.transports.sglang_files import read_manifest
 from weightsync.transports.sglang_http import PAUSES, Pause, SglangControl, SglangFacts
 from weightsync.transports.sglang_shelf import WeightDirectory

@@ -20,7 +20,7 @@ from weightsync.errors import (
     WeightSyncError,
 )
 from weightsync.transports import vllm_door
-from weightsync.transports.http_client import HttpTransport
+from weightsync.transports.http import HttpTransport
 
 SCHEME = "vllm+"
 BACKEND = "weightsync"

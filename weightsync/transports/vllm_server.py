@@ -20,7 +20,7 @@ import msgspec
 
 from weightsync.errors import ConnectError, ProtocolError, RemoteError, WeightSyncError
 from weightsync.transports import vllm_door
-from weightsync.transports.counting import CountingTransport
+from weightsync.transports.base import CountingTransport
 from weightsync.transports.vllm_door import Call, Round, WorkerAnswer
 from weightsync.wire import codec, problem
 from weightsync.wire.messages import (

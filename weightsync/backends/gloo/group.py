@@ -1,29 +1,119 @@
-"""A private torch.distributed group: the only file that knows ProcessGroupGloo and TCPStore.
-
-The group is made directly, beside whatever default group the process has. Its store listens on a
-socket that was bound before it was announced; Gloo's own sockets are bound to the address by which
-the store is reached. Nothing of it is authenticated: it belongs on a private network.
-"""
+"""A private torch.distributed group: the only file that knows ProcessGroupGloo and TCPStore."""
 
 from __future__ import annotations
 
+import atexit
 import ipaddress
+import os
 import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from datetime import timedelta
-from typing import Any, Protocol, TypeVar
+from pathlib import Path
+from typing import Any, Generic, Protocol, TypeVar
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 from torch._C._distributed_c10d import Work as TorchWork
 
-from weightsync.backends.bounded_call import BoundedCall
-from weightsync.backends.forked_sockets import keep_from_children, let_children_have
 from weightsync.errors import BackendUnavailableError, ConnectError, TransferError, TransferTimeout
+
+T = TypeVar("T")
+
+
+class BoundedCall(Generic[T]):
+    """`call`, begun in a daemon thread, which it keeps for as long as it lasts.
+
+    What comes too late is dropped there.
+    """
+
+    def __init__(self, call: Callable[[], T]) -> None:
+        self._call: Callable[[], T] | None = call
+        self._answer: list[T] = []
+        self._error: BaseException | None = None
+        self._given_up = False
+        self._lock = threading.Lock()
+        self._thread = threading.Thread(target=self._run, name="weightsync-ask", daemon=True)
+        self._thread.start()
+
+    @property
+    def pending(self) -> bool:
+        """Whether it still waits."""
+        return self._thread.is_alive()
+
+    def result(self, timeout_s: float | None) -> T:
+        """Return what the call returns, or raise what it raises; TimeoutError after `timeout_s`."""
+        self._thread.join(timeout_s)
+        with self._lock:
+            self._given_up = True
+            error, self._error = self._error, None
+            if error is not None:
+                try:
+                    raise error
+                finally:
+                    del error  # its frames hold it
+            if not self._answer:
+                raise TimeoutError(f"no answer within {timeout_s or 0:g} s")
+            return self._answer.pop()
+
+    def _run(self) -> None:
+        call, self._call = self._call, None
+        if call is None:
+            return
+        try:
+            answer = call()
+        except BaseException as exc:  # noqa: BLE001 # raised where the result is waited for
+            self._error = exc
+            return
+        with self._lock:
+            if not self._given_up:
+                self._answer.append(answer)
+
+
+_ports: set[int] = set()
+
+
+def keep_from_children(port: int) -> None:
+    """Children forked from now on have no socket at this local TCP port."""
+    _ports.add(port)
+
+
+def let_children_have(port: int) -> None:
+    """The port is no longer ours. Idempotent."""
+    _ports.discard(port)
+
+
+def _close_in_child() -> None:
+    if not _ports:
+        return
+    nowhere = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
+    for fd in [int(path.name) for path in Path("/proc/self/fd").iterdir()]:
+        if _local_port(fd) in _ports:
+            # Not closed: torch would later close whatever got the number.
+            os.dup2(nowhere, fd, inheritable=False)
+    os.close(nowhere)
+    _ports.clear()
+
+
+def _local_port(fd: int) -> int | None:
+    with suppress(OSError):
+        if not Path(f"/proc/self/fd/{fd}").readlink().name.startswith("socket:"):
+            return None
+        ours = socket.socket(fileno=fd)
+        try:
+            if ours.family in (socket.AF_INET, socket.AF_INET6) and ours.type == socket.SOCK_STREAM:
+                return int(ours.getsockname()[1])
+        finally:
+            ours.detach()
+    return None
+
+
+os.register_at_fork(after_in_child=_close_in_child)
+
 
 _DATA_LANES = 2
 HEADER_LANE = _DATA_LANES
@@ -39,8 +129,6 @@ _BROKEN = "broken"
 _LATE, _LOST = "late", "lost"
 _FOREVER = timedelta(days=365)
 _KEEPALIVE_S = 10
-
-T = TypeVar("T")
 
 
 def data_lane(chunk: int) -> int:
@@ -397,3 +485,55 @@ def _reason(text: str) -> str:
     line = text.partition("\n")[0]
     line = line.partition("] ")[2] if line.startswith("[") else line
     return line.partition(". This is typically")[0][:300] or "the connection broke"
+
+
+_END_S = 2.0
+"""For all of them together: a peer that is stopped may hold a thread, and does not wake it soon."""
+
+
+class EndsAtExit(Protocol):
+    """One place in a private group, with threads of its own."""
+
+    def end(self, timeout_s: float) -> None:
+        """Leave the group; wait no longer than that for the threads to come back."""
+
+
+_members: WeakSet[EndsAtExit] = WeakSet()
+_lock = threading.Lock()
+
+
+def end_at_exit(member: EndsAtExit) -> None:
+    """Have `member.end` called when the interpreter exits, unless it is gone by then.
+
+    Not in forked children, which have none of its threads.
+    """
+    with _lock:
+        _members.add(member)
+
+
+def _end_all() -> None:
+    """End all members, also when one of them raises or Ctrl-C comes."""
+    deadline = time.monotonic() + _END_S
+    with _lock:
+        members = list(_members)
+    with ExitStack() as ends:
+        for waiting, member in enumerate(members, 1):  # the last of them is ended first
+            ends.callback(_end, member, deadline, waiting)
+
+
+def _end(member: EndsAtExit, deadline: float, waiting: int) -> None:
+    """Leave a share of the time to each of those that wait for their end."""
+    member.end(max(0.0, deadline - time.monotonic()) / waiting)
+
+
+def _forget_in_child() -> None:
+    _members.clear()
+    _lock.release()
+
+
+atexit.register(_end_all)
+os.register_at_fork(
+    before=_lock.acquire,
+    after_in_parent=_lock.release,
+    after_in_child=_forget_in_child,
+)

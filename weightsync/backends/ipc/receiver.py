@@ -7,8 +7,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 
 from weightsync.backends.base import LoadContext, Received, WeightTransferEngine
-from weightsync.backends.ipc_transfer import IncomingTransfer, OpenedMemory, chunked_plan
-from weightsync.backends.lending import Assembly
+from weightsync.backends.ipc.transfer import Assembly, IncomingTransfer, OpenedMemory, chunked_plan
 from weightsync.cuda.events import open_fence
 from weightsync.cuda.memory import OpenMemory, check_probe
 from weightsync.errors import HandleError, ProtocolError, SegmentError

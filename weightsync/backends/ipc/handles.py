@@ -9,7 +9,7 @@ import torch
 from msgspec.structs import replace
 
 from weightsync.backends.base import LoadContext, Received
-from weightsync.backends.lending import HookFeeder
+from weightsync.backends.ipc.transfer import HookFeeder
 from weightsync.cuda.events import wait_for
 from weightsync.cuda.memory import OpenMemory
 from weightsync.errors import ConfigError, HandleError, ProtocolError, VerificationError

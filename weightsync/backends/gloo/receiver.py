@@ -13,11 +13,10 @@ import msgspec
 import torch
 
 from weightsync.backends.base import LoadContext, Received, WeightTransferEngine
-from weightsync.backends.chain_link import ChainRelay
-from weightsync.backends.exported import Buckets, ProbeMemory
-from weightsync.backends.intake import RelayUpdate
-from weightsync.backends.ipc import IpcWeightTransferEngine
-from weightsync.backends.private_group import GroupRendezvous, LivenessSocket, PrivateGroup
+from weightsync.backends.gloo.group import GroupRendezvous, LivenessSocket, PrivateGroup
+from weightsync.backends.gloo.relay import ChainRelay, RelayUpdate
+from weightsync.backends.ipc.memory import Buckets, ProbeMemory
+from weightsync.backends.ipc.receiver import IpcWeightTransferEngine
 from weightsync.errors import ProtocolError, WeightSyncError
 from weightsync.shm.ring import Control
 from weightsync.specs import Manifest

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import secrets
+import time
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
@@ -12,8 +13,9 @@ from typing import Literal
 import torch
 
 from weightsync.backends.base import Check, TrainerWeightTransferEngine
-from weightsync.backends.exported import (
+from weightsync.backends.ipc.memory import (
     Buckets,
+    ExportedMemory,
     PackedStream,
     ProbeMemory,
     fence_on_gpu,
@@ -22,9 +24,6 @@ from weightsync.backends.exported import (
     stage_on_gpu,
     storage_info,
 )
-from weightsync.backends.exports import ExportedMemory
-from weightsync.backends.pace import ReadAhead
-from weightsync.backends.trail import ReaderProgress
 from weightsync.cuda.device_stream import DeviceStream
 from weightsync.cuda.events import Fence, WriterFence, fence_from_environment
 from weightsync.cuda.staging import StagedSlots
@@ -39,13 +38,97 @@ from weightsync.weights.packer import Packer, StagedPacker
 from weightsync.weights.source import NamedTensors, WeightSource, checked
 from weightsync.wire.codec import manifest_to_wire
 from weightsync.wire.messages import PROTOCOL, RegisteredUpdate
-from weightsync.wire.offers import (
-    IpcInit,
-    ManifestMessage,
-    ProbeInfo,
-    RingInfo,
-    SegmentHandle,
-)
+from weightsync.wire.offers import IpcInit, ManifestMessage, ProbeInfo, RingInfo, SegmentHandle
+
+LEAD_NBYTES = 1 << 20
+"""Measured: at 4 MiB verification costs twice as much, with no limit three to four times."""
+STANDSTILL_S = 0.005
+_NAP_S = 20e-6
+
+
+class ReadAhead:
+    """Lets the sender be only so far ahead of the reader that is furthest.
+
+    What one has just read from memory the other finds in the cache that their cores share, so the
+    two passes cost little more than one. A reader that shows nothing for a while holds nobody up:
+    the rest of the update is read without waiting.
+
+    Args:
+        taken: how many bytes of the stream the furthest reader has read.
+    """
+
+    def __init__(self, taken: Callable[[], int]) -> None:
+        self._look = taken
+        self._taken = 0
+        self._given_up = False
+
+    def wait(self, start: int) -> None:
+        """Return when the byte `start` of the stream may be read."""
+        if self._given_up or start <= self._taken + LEAD_NBYTES:
+            return
+        since = time.monotonic()
+        while start > (taken := self._look()) + LEAD_NBYTES:
+            now = time.monotonic()
+            if taken > self._taken:
+                self._taken, since = taken, now
+            elif now - since > STANDSTILL_S:
+                self._given_up = True
+                return
+            time.sleep(_NAP_S)
+        self._taken = taken
+
+
+Mark = tuple[str, int, float]
+"""A chunk was `wanted`, `acquired` or `published`: its number, and `time.perf_counter()` then."""
+
+
+class ReaderProgress:
+    """Reads what the readers of one ring show of themselves; nobody waits for it.
+
+    `marks`, where somebody puts a list there, takes what becomes of each chunk; by default nothing
+    is kept. `plan` is the stream of the update at work, cut into chunks where it is packed.
+    """
+
+    def __init__(self, control: Control, plan: StreamLayout) -> None:
+        self.marks: list[Mark] | None = None
+        self.plan = plan
+        self.packed = False
+        self._control = control
+        self._before: dict[int, int] = {}
+        self._base = 0
+
+    @property
+    def slots(self) -> int:
+        """Buckets of the ring."""
+        return self._control.slots
+
+    def begin_packed(self, plan: StreamLayout, base: int) -> None:
+        """An update begins whose first chunk has the sequence number after `base`."""
+        self.plan, self._base, self.packed = plan, base, True
+
+    def begin_unpacked(self, plan: StreamLayout, readers: Iterable[int]) -> None:
+        """An update begins that these read where it is."""
+        self._before = {reader: self._control.loaded(reader) for reader in readers}
+        self.plan, self.packed = plan, False
+
+    def mark(self, what: str, chunk: int) -> None:
+        """Note what became of a chunk. Called by the sender, once a chunk and not more often."""
+        if self.marks is not None:
+            self.marks.append((what, chunk, time.perf_counter()))
+
+    def taken_nbytes(self, reader: int) -> int:
+        """How far in the stream the reader at this place is. For any thread, during the update."""
+        if not self.packed:
+            now = self._control.loaded(reader)
+            return now - self._before.get(reader, now)
+        chunks = self.plan.chunks
+        released = self._control.released(reader) - self._base
+        return chunks[min(released, len(chunks)) - 1].stop if released > 0 and chunks else 0
+
+    def furthest(self) -> int:
+        """How far the first of the readers of an unpacked update is."""
+        return max((self.taken_nbytes(reader) for reader in self._before), default=0)
+
 
 PathName = Literal["cuda_ipc", "shared_memory"]
 

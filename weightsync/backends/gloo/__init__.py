@@ -1,0 +1,1 @@
+"""The backend `gloo`: a chain of hosts over a private Gloo group."""

@@ -1,0 +1,1 @@
+"""The backend `ipc`: memory of one host that the receiver opens."""
