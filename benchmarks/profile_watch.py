@@ -16,8 +16,8 @@ from benchmarks.rivals.ours import Receiver, Trainer
 REST = "unexplained, in the receiver: "
 
 SENDER = {
-    "weightsync.sending.outgoing:Update": {"_transfer": "transfer", "finish": "finish"},
-    "weightsync.sending.fleet:Fleet": {"begin": "leave"},
+    "weightsync.update.outgoing:Update": {"_transfer": "transfer", "finish": "finish"},
+    "weightsync.update.fleet:Fleet": {"begin": "leave"},
     "weightsync.backends.ipc.sender:IpcTrainerEngine": {"begin": "begin", "transfer": "own"},
     "weightsync.shm.ring:RingWriter": {"acquire": "own wait", "drain": "own wait"},
 }
@@ -29,7 +29,7 @@ RECEIVER = {
         "_compile": "compile",
         "_compare": "compare",
     },
-    "weightsync.receiving.updates:Updates": {"prepare": "prepare", "_commit": "commit"},
+    "weightsync.update.incoming:Updates": {"prepare": "prepare", "_commit": "commit"},
     "weightsync.shm.ring:RingReader": {"wait": "wait", "release": "release"},
     "weightsync.weights.copy_plan:HostCopies": {"run": "copy"},
     "weightsync.weights.copy_plan:HostProofs": {"run": "copy and fingerprint"},

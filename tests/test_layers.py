@@ -36,30 +36,21 @@ def layer(*units: str, mutual: bool = False, stdlib_only: bool = False, ban: str
 
 # The empty name is weightsync/__init__.py: it stands on L4, and L5 and above may import it.
 LAYERS = (
-    layer(
-        "errors",
-        "specs",
-        "report",
-        "lifecycle",
-        "progress",
-        "tracing",
-        mutual=True,
-        stdlib_only=True,
-    ),
+    layer("errors", "specs", "report", "progress", mutual=True, stdlib_only=True),
     layer("wire", ban="torch"),
     layer("optimizer_steps", "tensors"),
     layer("shm"),
     layer("cuda"),
     layer("queues", "weights"),
     layer("backends", "transports"),
-    layer("sending", "receiving"),
+    layer("ranks"),
+    layer("update"),
     layer(
-        "trainer",
+        "sender",
         "receiver",
         "profiling",
-        "oneshot",
         "compat",
-        "onlookers",
+        "observe",
         "progress_bar",
         mutual=True,
     ),
@@ -198,7 +189,7 @@ def test_the_package_is_there() -> None:
     ("module", "source", "reason"),
     [
         ("weightsync.wire.codec", "from weightsync.weights.source import X", "is above it"),
-        ("weightsync.wire.codec", "def f():\n    import weightsync.trainer", "is above it"),
+        ("weightsync.wire.codec", "def f():\n    import weightsync.sender", "is above it"),
         (
             "weightsync.wire.codec",
             "if TYPE_CHECKING:\n    from weightsync import receiver",
@@ -215,11 +206,11 @@ def test_the_package_is_there() -> None:
             "is beside it",
         ),
         ("weightsync.transports.base", "from weightsync import connect", "is above it"),
-        ("weightsync.trainer", "import weightsync", "is above it"),
+        ("weightsync.sender", "import weightsync", "is above it"),
         ("weightsync.testing.faults", "from weightsync.rollout import model", "is beside it"),
         ("weightsync", "from weightsync.server import weight_router", "is above it"),
         ("weightsync.specs", "import msgspec", "is not in the standard library"),
-        ("weightsync.trainer", "from weightsync.magic import x", "is in no layer"),
+        ("weightsync.sender", "from weightsync.magic import x", "is in no layer"),
     ],
 )
 def test_a_planted_violation_is_caught(module: str, source: str, reason: str) -> None:
@@ -238,8 +229,8 @@ def test_a_module_of_no_layer_is_refused() -> None:
     [
         ("weightsync.wire.codec", "import msgspec\nfrom weightsync.errors import ProtocolError"),
         ("weightsync.specs", "import math\nfrom weightsync.errors import ConfigError"),
-        ("weightsync.weights.sink", "import torch\nfrom weightsync.weights import buckets"),
-        ("weightsync.trainer", "from weightsync.sending.fleet import Fleet"),
+        ("weightsync.weights.sink", "import torch\nfrom weightsync.weights import layout"),
+        ("weightsync.sender", "from weightsync.update.fleet import Fleet"),
         ("weightsync.server.router", "import fastapi\nimport weightsync as ws"),
         ("weightsync.cli.demo", "from weightsync.rollout.model import load"),
         ("weightsync", "from weightsync.receiver import WeightReceiver"),
@@ -251,16 +242,16 @@ def test_an_import_from_below_passes(module: str, source: str) -> None:
 
 
 def test_relative_imports_of_a_package_start_inside_it() -> None:
-    source = "from . import codec\nfrom .. import errors\nfrom ..trainer import connect"
+    source = "from . import codec\nfrom .. import errors\nfrom ..sender import connect"
     (found,) = violations(source, "weightsync.wire", is_package=True)
-    assert found == "weightsync.wire:3 imports weightsync.trainer, which is above it"
+    assert found == "weightsync.wire:3 imports weightsync.sender, which is above it"
 
 
 def test_a_planted_cycle_is_caught() -> None:
     ring = {
-        "weightsync.trainer": "from weightsync.compat import Args",
-        "weightsync.compat": "from weightsync.oneshot import send",
-        "weightsync.oneshot": "def f():\n    from weightsync import trainer",
+        "weightsync.sender": "from weightsync.compat import Args",
+        "weightsync.compat": "from weightsync.observe import watching",
+        "weightsync.observe": "def f():\n    from weightsync import sender",
     }
-    assert set(cycle(ring)) == {"trainer", "compat", "oneshot"}
-    assert cycle({**ring, "weightsync.oneshot": "import weightsync.report"}) == []
+    assert set(cycle(ring)) == {"sender", "compat", "observe"}
+    assert cycle({**ring, "weightsync.observe": "import weightsync.report"}) == []

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from weightsync.errors import ProtocolError, StaleVersionError, UpdateConflictError
-from weightsync.lifecycle import State, Terms, UpdateLifecycle
+from weightsync.update.lifecycle import State, Terms, UpdateLifecycle
 
 
 def torn(by: str = "bad") -> UpdateLifecycle:

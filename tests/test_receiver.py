@@ -27,12 +27,12 @@ from weightsync.errors import (
     UpdateConflictError,
     VerificationError,
 )
-from weightsync.lifecycle import ApplyChoice
 from weightsync.receiver import WeightReceiver
 from weightsync.shm.host_keys import host_key
 from weightsync.shm.segment import Segment, live_segments
 from weightsync.specs import Manifest, TensorSpec
 from weightsync.tensors import as_bytes, spec_of
+from weightsync.update.lifecycle import ApplyChoice
 from weightsync.weights.fingerprint import mix64, to_hex
 from weightsync.weights.sink import HookSink
 from weightsync.weights.source import ModuleSource

@@ -24,8 +24,8 @@ from tests.protocol.strangers import NBYTES, Step
 from tests.protocol.trainers import NAMES, Trainer
 from tests.protocol.world import World
 from tests.soak.malformed import whole_update
-from weightsync.lifecycle import MAX_VERSION
 from weightsync.shm.segment import Segment
+from weightsync.specs import MAX_VERSION
 from weightsync.testing import FleetMember, InProcessFleet, TinyModel
 
 load_beforehand("tests.test_second_sender")

@@ -46,9 +46,8 @@ if TYPE_CHECKING:  # else by __getattr__, each when it is wanted: a receiver is 
         IPCWeightTransferInitInfo,
         IPCWeightTransferUpdateInfo,
     )
-    from weightsync.oneshot import close, send_weights
     from weightsync.receiver import WeightReceiver
-    from weightsync.trainer import WeightSender, connect
+    from weightsync.sender import WeightSender, close, connect, send_weights
     from weightsync.weights.experts import FusedExpertsSource, PerExpertSource
     from weightsync.weights.module_sink import ModuleSink, ShardedModuleSink
     from weightsync.weights.sink import HookSink, WeightSink

@@ -33,9 +33,8 @@ from weightsync.errors import (
     WeightSyncError,
     shorten,
 )
-from weightsync.sending import agreement
-from weightsync.sending.joining import join_ranks
-from weightsync.sending.ranks import RankComm, alone
+from weightsync.ranks import comm
+from weightsync.ranks.comm import RankComm, alone, join_ranks
 from weightsync.shm.host_keys import host_key
 from weightsync.shm.segment import Segment
 from weightsync.specs import Manifest
@@ -266,7 +265,7 @@ def _merged(
         ranks.agree(exc)
         raise
     manifest = own.manifest if own else Manifest(())
-    agreement.compare_manifests(
+    comm.compare_manifests(
         manifest, ranks, advice=f"every rank has to give {_CALL} the same tensors"
     )
     bodies = ranks.exchange(msgspec.json.encode(own.lent) if own else b"")

@@ -13,15 +13,14 @@ from torch import nn
 from weightsync.cuda.handles import gpu_key
 from weightsync.cuda.memory import check_probe
 from weightsync.errors import ConfigError, ProtocolError
-from weightsync.lifecycle import ApplyChoice, State, new_update_id
-from weightsync.receiving.gate import OnHold, OnRelease
-from weightsync.receiving.history import WorkerReport
-from weightsync.receiving.peers import Senders, check_protocol
-from weightsync.receiving.replay import IdempotencyCache
-from weightsync.receiving.updates import UpdateSession
 from weightsync.shm.host_keys import host_key
 from weightsync.shm.segment import cleanup_stale
 from weightsync.specs import Manifest
+from weightsync.update.gate import OnHold, OnRelease
+from weightsync.update.history import IdempotencyCache, WorkerReport
+from weightsync.update.incoming import UpdateSession
+from weightsync.update.lifecycle import ApplyChoice, State, new_update_id
+from weightsync.update.senders import Senders, check_protocol
 from weightsync.weights.module_sink import ModuleSink, ShardedModuleSink
 from weightsync.weights.shards import holds_shards
 from weightsync.weights.sink import HookSink, LoadWeights, WeightSink

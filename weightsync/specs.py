@@ -35,6 +35,7 @@ DTYPE_NBYTES: Mapping[str, int] = {
 }
 """Bytes of one element, by the dtype's name without `torch.`."""
 
+MAX_VERSION = 1 << 62
 MAX_NAME_LENGTH = 1024
 MAX_DIMENSIONS = 16
 MAX_TENSOR_NBYTES = 1 << 46

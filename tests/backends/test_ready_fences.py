@@ -113,7 +113,7 @@ def trainer(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Trainer
         made.settled.append(wait)
         return plain(packer, *args, wait=wait, **kwargs)
 
-    monkeypatch.setattr("weightsync.sending.feeder.IpcTrainerEngine", made.engine)
+    monkeypatch.setattr("weightsync.ranks.worker.IpcTrainerEngine", made.engine)
     monkeypatch.setattr(Packer, "pack_stable", pack_stable)
     yield made
     events.close()

@@ -18,9 +18,9 @@ import weightsync as ws
 from tests.segments import opened_since
 from weightsync import compat, optimizer_steps
 from weightsync.cuda.memory import OpenMemory
-from weightsync.lifecycle import ApplyChoice
 from weightsync.shm.host_keys import host_key
 from weightsync.shm.segment import live_segments
+from weightsync.update.lifecycle import ApplyChoice
 from weightsync.weights.fingerprint import mix64
 from weightsync.wire.messages import FinishRequest, StartRequest, UpdateRequest
 from weightsync.wire.offers import Handle, KeyedHandle, SegmentHandle

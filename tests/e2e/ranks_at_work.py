@@ -22,7 +22,7 @@ from torch.distributed.fsdp import fully_shard
 import weightsync as ws
 from tests.e2e.models import digests
 from tests.weights import trainer_models
-from weightsync.sending import feeder, ranks
+from weightsync.ranks import comm, worker
 from weightsync.shm.host_keys import host_key
 from weightsync.weights import shards
 from weightsync.weights.module_sink import strip_wrappers
@@ -106,7 +106,7 @@ class Trainer:
 def move(rank: int, moved: int) -> None:
     """Have one rank believe that it is on another host than the receivers."""
     if rank == moved:
-        vars(feeder)["host_key"] = lambda: "HOST-elsewhere"
+        vars(worker)["host_key"] = lambda: "HOST-elsewhere"
 
 
 class Faulty:
@@ -215,7 +215,7 @@ def send_part(rank: int, fault: str = "") -> Seen:
 
 def close(rank: int) -> Seen:
     outcome = seen(KEPT.pop().sender.close) if KEPT else Seen()
-    vars(feeder)["host_key"] = host_key
+    vars(worker)["host_key"] = host_key
     return outcome
 
 
@@ -253,7 +253,7 @@ def count_calls(rank: int, to: list[str], bucket_nbytes: int) -> tuple[int, int]
         trainer_models.fsdp(), to=to, bucket_nbytes=bucket_nbytes, timeout_s=TIMEOUT_S
     )
     counts: Counter[str] = Counter()
-    run, meet = ranks.RankComm._run, ranks.RankComm._meet
+    run, meet = comm.RankComm._run, comm.RankComm._meet
 
     def counted_run(self: Any, *args: Any) -> None:
         counts["run"] += 1
@@ -264,8 +264,8 @@ def count_calls(rank: int, to: list[str], bucket_nbytes: int) -> tuple[int, int]
         meet(self, call, *args)
 
     counting = (
-        mock.patch.object(ranks.RankComm, "_run", counted_run),
-        mock.patch.object(ranks.RankComm, "_meet", counted_meet),
+        mock.patch.object(comm.RankComm, "_run", counted_run),
+        mock.patch.object(comm.RankComm, "_meet", counted_meet),
     )
     with sender, counting[0], counting[1]:
         sender.send_weights()

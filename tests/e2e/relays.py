@@ -8,8 +8,8 @@ from typing import Any
 
 import weightsync as ws
 from tests.e2e.processes import Remote
-from weightsync.sending.targets import make_transport
 from weightsync.transports.base import Transport
+from weightsync.transports.factory import make_transport
 from weightsync.wire.messages import Reply, Request
 
 Act = Callable[[], None]

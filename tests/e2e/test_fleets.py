@@ -16,7 +16,7 @@ from tests.e2e import models, processes
 from tests.e2e.models import digests, fill
 from tests.e2e.processes import Host
 from tests.e2e.relays import Relay
-from weightsync.sending.feeder import RELAY_READER
+from weightsync.ranks.worker import RELAY_READER
 from weightsync.wire.messages import (
     AbortRequest,
     FinishRequest,

@@ -13,7 +13,7 @@ import weightsync as ws
 from tests.e2e import models, processes, trainers
 from tests.e2e.models import BUCKET_NBYTES, digests, fill
 from tests.e2e.processes import Host, wait_until
-from weightsync.lifecycle import ApplyChoice
+from weightsync.update.lifecycle import ApplyChoice
 
 KILLED = -9
 

@@ -17,7 +17,7 @@ from torch import nn
 import weightsync as ws
 from tests.e2e import models, processes, trainers
 from tests.e2e.processes import Host, Remote, wait_until
-from weightsync.sending.targets import Targets
+from weightsync.transports.factory import Targets
 from weightsync.transports.http import HttpTransport
 from weightsync.wire.messages import (
     FinishRequest,

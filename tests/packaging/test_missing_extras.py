@@ -24,7 +24,7 @@ NEEDS = {
     "weightsync:ray": ("ray",),
     "weightsync:server": ("fastapi",),
     "weightsync:testing": (),
-    "weightsync.trainer": (),
+    "weightsync.sender": (),
     "weightsync.profiling": (),
     "weightsync.queues.tensor_queue": (),
     "weightsync.queues.message_queue": (),

@@ -12,9 +12,9 @@ import weightsync as ws
 from tests.e2e import models, processes
 from tests.e2e.models import digests, fill
 from tests.e2e.processes import Apply, Host, Remote
-from weightsync.sending.targets import Targets
 from weightsync.testing import Act, Fault, Faults, FaultyTransport
 from weightsync.transports.callback import CallbackTransport
+from weightsync.transports.factory import Targets
 from weightsync.transports.http import HttpTransport
 
 TIMEOUT_S = 10.0

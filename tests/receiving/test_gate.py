@@ -9,7 +9,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import pytest
 
 from weightsync.errors import NotReadyError, TransferError, TransferTimeout
-from weightsync.receiving.gate import ReadWriteGate
+from weightsync.update.gate import ReadWriteGate
 
 SHORT_S = 0.05
 WAIT_S = 60.0

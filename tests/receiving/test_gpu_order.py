@@ -17,7 +17,7 @@ from torch import nn
 import weightsync as ws
 from weightsync.backends.ipc import handles, transfer
 from weightsync.errors import TransferTimeout
-from weightsync.receiving.gate import ReadWriteGate
+from weightsync.update.gate import ReadWriteGate
 from weightsync.weights.copy_plan import DeviceCopyUnit
 from weightsync.weights.module_sink import ModuleSink
 

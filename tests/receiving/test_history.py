@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import time
 
-from weightsync.lifecycle import Terms, UpdateLifecycle
-from weightsync.receiving.history import KEPT_UPDATES, History
+from weightsync.update.history import KEPT_UPDATES, History
+from weightsync.update.lifecycle import Terms, UpdateLifecycle
 from weightsync.wire.messages import StepReply
 
 

@@ -11,11 +11,11 @@ import torch
 from torch import nn
 
 import weightsync as ws
-from weightsync.lifecycle import ApplyChoice
 from weightsync.shm.host_keys import host_key
 from weightsync.shm.segment import Segment
 from weightsync.specs import Manifest, ManifestDifference
 from weightsync.tensors import as_bytes
+from weightsync.update.lifecycle import ApplyChoice
 from weightsync.weights.module_sink import ModuleSink
 
 LEASE_S = 0.2

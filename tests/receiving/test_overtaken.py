@@ -7,7 +7,7 @@ import time
 import pytest
 
 from weightsync.errors import UpdateConflictError
-from weightsync.receiving.overtaken import AbortedUpdates
+from weightsync.update.history import AbortedUpdates
 
 KEEP_S = 60.0
 SHORT_S = 0.02

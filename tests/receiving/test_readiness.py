@@ -7,9 +7,8 @@ import time
 
 import pytest
 
-from weightsync.lifecycle import State, Terms, UpdateLifecycle
-from weightsync.receiving.peers import Senders
-from weightsync.receiving.readiness import Readiness
+from weightsync.update.lifecycle import State, Terms, UpdateLifecycle
+from weightsync.update.senders import Readiness, Senders
 
 GRACE_S = 60.0
 SHORT_S = 0.05

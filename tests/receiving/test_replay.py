@@ -14,7 +14,7 @@ from weightsync.errors import (
     UpdateConflictError,
     WeightSyncError,
 )
-from weightsync.receiving.replay import IdempotencyCache
+from weightsync.update.history import IdempotencyCache
 from weightsync.wire.messages import StepReply
 
 WAIT_S = 60.0

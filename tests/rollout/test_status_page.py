@@ -23,7 +23,6 @@ from torch import nn
 import weightsync as ws
 from tests.server.live import TOKEN, serving
 from weightsync.errors import TransportTimeout
-from weightsync.receiving.history import WorkerReport
 from weightsync.rollout import status_page_figures as figures
 from weightsync.rollout.engine_messages import Delta, EngineStats, Job
 from weightsync.rollout.status_page import status_router
@@ -43,6 +42,7 @@ from weightsync.rollout.status_page_view import render_fragment, render_page, wa
 from weightsync.rollout.steps import ModelCard
 from weightsync.server.door import Receiver
 from weightsync.server.router import weight_router
+from weightsync.update.history import WorkerReport
 from weightsync.wire.messages import (
     LedgerEntry,
     OpenUpdate,

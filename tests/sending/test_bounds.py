@@ -14,8 +14,8 @@ import torch
 from torch import nn
 
 import weightsync as ws
-from weightsync.sending import fleet
-from weightsync.sending.commands import AnyCommand, Begin, End
+from weightsync.ranks.worker import AnyCommand, Begin, End
+from weightsync.update import fleet
 from weightsync.wire.messages import Reply
 
 TIMEOUT_S = 1.0

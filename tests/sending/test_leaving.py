@@ -9,7 +9,7 @@ import pytest
 
 import weightsync as ws
 from tests.sending.uniform import fill, make
-from weightsync.sending import membership
+from weightsync.update import membership
 
 TIMEOUT_S = 10.0
 FINISH = "finish_weight_update"

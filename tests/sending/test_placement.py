@@ -7,11 +7,11 @@ from typing import cast
 import pytest
 
 from weightsync.errors import ConfigError
-from weightsync.sending.commands import RankInfo
-from weightsync.sending.fleet import Member
-from weightsync.sending.placement import Candidate, assign, candidates, check_backend
+from weightsync.ranks.worker import RankInfo
 from weightsync.transports.base import Transport
 from weightsync.transports.callback import CallbackTransport
+from weightsync.update.fleet import Member
+from weightsync.update.paths import Candidate, assign, candidates, check_backend
 
 HERE, THERE = "HOST-here", "HOST-there"
 

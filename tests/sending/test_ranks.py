@@ -13,8 +13,7 @@ import torch.distributed as dist
 
 from tests.crew import Crew, Died, crew
 from weightsync.errors import ConfigError, ManifestMismatchError
-from weightsync.sending.joining import join_ranks
-from weightsync.sending.ranks import NAMING_TIMEOUT_S, RankComm, SingleRank, alone
+from weightsync.ranks.comm import NAMING_TIMEOUT_S, RankComm, SingleRank, alone, join_ranks
 
 TIMEOUT_S = 20.0
 Seen = tuple[str, str, str]

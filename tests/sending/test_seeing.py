@@ -19,8 +19,8 @@ from rich.console import Console
 from torch import nn
 
 import weightsync as ws
+from weightsync.observe import Span, nested
 from weightsync.progress_bar import ProgressBar
-from weightsync.tracing import Span, nested
 
 Event = dict[str, Any]
 BUCKET: dict[str, Any] = {"bucket_nbytes": 8192, "num_buckets": 2}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Mapping
 
-from weightsync.receiving.history import WorkerReport
+from weightsync.update.history import WorkerReport
 from weightsync.wire import codec
 from weightsync.wire.messages import (
     CALL_OF,

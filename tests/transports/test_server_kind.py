@@ -12,8 +12,8 @@ import weightsync as ws
 from tests.server.live import serving
 from tests.transports.test_vllm_http import VERSION, Http
 from weightsync.errors import BackendUnavailableError, ConnectError
-from weightsync.sending.addresses import UrlTransports
 from weightsync.transports.http import HttpTransport
+from weightsync.transports.urls import UrlTransports
 
 FOREIGN_ROUTES = {
     "/version": {"version": "1.4.2"},

@@ -20,8 +20,8 @@ import torch
 
 import weightsync as ws
 from weightsync.integrations import vllm_pauses
-from weightsync.lifecycle import ApplyChoice
 from weightsync.transports import vllm_door
+from weightsync.update.lifecycle import ApplyChoice
 from weightsync.wire import codec, problem
 
 

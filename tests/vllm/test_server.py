@@ -37,7 +37,7 @@ class Server:
         self.workers = workers
 
     def states(self) -> list[tuple[str, int]]:
-        from weightsync.sending.targets import make_transports
+        from weightsync.transports.factory import make_transports
 
         transports = make_transports(self.served.url, token=None)
         try:

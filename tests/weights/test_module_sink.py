@@ -11,9 +11,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from tests.weights.streams import random_tensors
 from weightsync.errors import ConfigError, ManifestMismatchError, TransferError
-from weightsync.receiving.landings import LoadTargets
 from weightsync.specs import Manifest, TensorSpec
 from weightsync.tensors import TORCH_DTYPES, as_bytes, spec_of
+from weightsync.update.incoming import LoadTargets
 from weightsync.weights import arena
 from weightsync.weights.fingerprint import mix64, to_hex
 from weightsync.weights.layout import StreamLayout

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from weightsync.errors import ConfigError
-from weightsync.trainer import MAX_TIMEOUT_S
+from weightsync.sender import MAX_TIMEOUT_S
 from weightsync.transports.http import tls_context
 from weightsync.transports.tokens import read_token_file
 

@@ -25,8 +25,8 @@ from weightsync.cli.bench_receiver import (
     receive,
 )
 from weightsync.report import SyncReport
+from weightsync.sender import WeightSender, connect
 from weightsync.tensors import TORCH_DTYPES, as_bytes
-from weightsync.trainer import WeightSender, connect
 
 START_TIMEOUT_S = 120.0
 

@@ -30,7 +30,7 @@ from weightsync.cli.answers import ending, print_json
 from weightsync.cli.checkpoint import Dtype, WatchedSource, explain, open_checkpoint
 from weightsync.errors import ManifestMismatchError
 from weightsync.report import SyncReport
-from weightsync.trainer import connect
+from weightsync.sender import connect
 
 
 def push(  # noqa: PLR0913, PLR0917  # one parameter per option

@@ -19,14 +19,14 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from weightsync import trainer as sending
+from weightsync import sender as sending
 from weightsync.errors import BackendUnavailableError, ConfigError
 from weightsync.integrations.trl_rollouts import ServedRollouts
-from weightsync.onlookers import Shown
+from weightsync.observe import Shown
 from weightsync.report import SyncReport
-from weightsync.sending.lead import OnFailure
-from weightsync.sending.targets import Targets
-from weightsync.trainer import WeightSender
+from weightsync.sender import WeightSender
+from weightsync.transports.factory import Targets
+from weightsync.update.coordinator import OnFailure
 from weightsync.weights.module_sink import Rename
 
 try:

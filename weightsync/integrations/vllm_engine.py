@@ -15,10 +15,10 @@ from vllm.v1.worker.worker_base import WorkerBase
 
 from weightsync.errors import ConfigError
 from weightsync.integrations.vllm_sink import VllmSink
-from weightsync.lifecycle import ApplyChoice
 from weightsync.receiver import WeightReceiver
 from weightsync.transports import vllm_door
 from weightsync.transports.vllm_door import Round, WorkerAnswer
+from weightsync.update.lifecycle import ApplyChoice
 from weightsync.wire import codec, problem
 from weightsync.wire.messages import (
     AbortRequest,

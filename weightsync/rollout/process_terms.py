@@ -12,9 +12,9 @@ from collections.abc import Callable
 
 import msgspec
 
-from weightsync.lifecycle import ApplyChoice
 from weightsync.queues.tensor_packets import TensorQueueHandle
 from weightsync.rollout.steps import ModelCard
+from weightsync.update.lifecycle import ApplyChoice
 
 Ready = Callable[[bytes], None]
 

@@ -12,7 +12,6 @@ from typing import Literal
 import msgspec
 
 from weightsync.errors import ConfigError
-from weightsync.lifecycle import ApplyChoice
 from weightsync.queues.sockets import ipc_address
 from weightsync.rollout.child_process import ChildSpec
 from weightsync.rollout.model_choice import check_choice
@@ -28,6 +27,7 @@ from weightsync.rollout.process_terms import (
 from weightsync.rollout.scheduling import MAX_ROWS
 from weightsync.rollout.steps import ModelCard
 from weightsync.rollout.supervisor import Supervisor
+from weightsync.update.lifecycle import ApplyChoice
 
 LOAD_TIMEOUT_S = 600.0
 START_TIMEOUT_S = 120.0

@@ -13,11 +13,11 @@ import anyio.to_thread
 import msgspec
 from msgspec.structs import asdict
 
-from weightsync.receiving.history import WorkerReport
 from weightsync.rollout.engine_client import EngineClient
 from weightsync.rollout.engine_messages import EngineStats
 from weightsync.server.door import Receiver
 from weightsync.server.merging import merge_statuses
+from weightsync.update.history import WorkerReport
 from weightsync.wire.messages import LedgerEntry, OpenUpdate, Status, UpdateRecord
 
 T = TypeVar("T")

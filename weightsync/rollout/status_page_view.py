@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-from weightsync.lifecycle import State
 from weightsync.rollout import status_page_figures as figures
 from weightsync.rollout.engine_messages import EngineStats
 from weightsync.rollout.status_page_chart import bar_chart
 from weightsync.rollout.status_page_data import NO_ANSWER, Snapshot, UpdateView, WorkerView
 from weightsync.rollout.status_page_markup import Markup, isolated, joined, tag
 from weightsync.rollout.status_page_style import SCRIPT, STYLE
+from weightsync.update.lifecycle import State
 
 LISTED_UPDATES = 8
 NOSCRIPT_REFRESH_S = 2

@@ -12,10 +12,10 @@ import zmq
 import zmq.asyncio
 
 from weightsync.errors import ConnectError, TransportTimeout, WeightSyncError
-from weightsync.receiving.history import WorkerReport
 from weightsync.rollout import bad_frames
 from weightsync.rollout.lasting_task import end_process
 from weightsync.rollout.worker_messages import REPORT_CALL
+from weightsync.update.history import WorkerReport
 from weightsync.wire import codec
 from weightsync.wire.messages import (
     CALL_OF,

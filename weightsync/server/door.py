@@ -14,8 +14,8 @@ from msgspec import structs
 from starlette.requests import ClientDisconnect
 
 from weightsync.errors import AuthError, ConfigError, WeightSyncError
-from weightsync.receiving.history import WorkerReport
 from weightsync.server.auth import challenge
+from weightsync.update.history import WorkerReport
 from weightsync.wire import codec, problem
 from weightsync.wire.messages import Reply, Request, Status
 

@@ -8,7 +8,7 @@ from typing import TypeVar
 
 from msgspec.structs import replace
 
-from weightsync.lifecycle import State
+from weightsync.update.lifecycle import State
 from weightsync.wire.messages import Status, StepReply
 from weightsync.wire.offers import Owner
 

@@ -9,8 +9,8 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
-from weightsync.lifecycle import State
 from weightsync.server.door import Receiver
+from weightsync.update.lifecycle import State
 from weightsync.wire.messages import LedgerEntry, Status, StepReply
 
 MoreMetrics = Callable[[], Awaitable[Sequence[Metric]]]

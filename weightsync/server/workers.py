@@ -16,12 +16,12 @@ from fastapi import APIRouter
 from msgspec.structs import replace
 
 from weightsync.errors import ConfigError, ProtocolError, WeightSyncError
-from weightsync.lifecycle import new_update_id
-from weightsync.receiving.history import WorkerReport
 from weightsync.server import merging
 from weightsync.server.door import DEFAULT_MAX_BODY_NBYTES, Receiver
 from weightsync.server.metrics import MoreMetrics
 from weightsync.server.router import weight_router
+from weightsync.update.history import WorkerReport
+from weightsync.update.lifecycle import new_update_id
 from weightsync.weights.checksum_sums import compose_all
 from weightsync.wire.messages import (
     AbortRequest,

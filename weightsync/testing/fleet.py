@@ -10,12 +10,12 @@ import torch
 from torch import nn
 
 from weightsync.errors import ConfigError
-from weightsync.lifecycle import ApplyChoice
 from weightsync.receiver import WeightReceiver
 from weightsync.testing.faults import Act, Fault, Faults
 from weightsync.testing.faulty_transport import FaultyTransport
 from weightsync.transports.base import Transport
 from weightsync.transports.callback import CallbackTransport
+from weightsync.update.lifecycle import ApplyChoice
 
 _LEASE_S = 30.0
 

@@ -54,7 +54,7 @@ class ShutdownRequest(Message, frozen=True, kw_only=True):
 
 
 class StartTerms(Message, frozen=True, kw_only=True):
-    """What a sender asks for; see weightsync.lifecycle.Terms.
+    """What a sender asks for; see weightsync.update.lifecycle.Terms.
 
     `weights_id` names what is sent, alike in every message that sends the same; without it the
     update's own id does.

@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 
 from msgspec import Meta, Struct
 
-from weightsync.lifecycle import MAX_VERSION
+from weightsync.specs import MAX_VERSION
 
 MAX_TENSORS = 1_000_000
 

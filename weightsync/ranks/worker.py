@@ -3,45 +3,344 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, suppress
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from itertools import islice
+from typing import Literal, Protocol
 
+import msgspec
 import torch
 
 from weightsync.backends.gloo.sender import Chain, RingFeed
 from weightsync.backends.ipc.sender import READER_PLACES, IpcOptions, IpcTrainerEngine
 from weightsync.cuda import handles
 from weightsync.errors import ConfigError, ProtocolError, TransferError
-from weightsync.sending.agreement import compare_manifests
-from weightsync.sending.commands import (
-    AnyCommand,
-    Begin,
-    CheckMoved,
-    CommandResult,
-    End,
-    Export,
-    KeepAlive,
-    Open,
-    Probe,
-    RankInfo,
-    Transfer,
-    Withdraw,
+from weightsync.ranks.comm import (
+    CancelFlag,
+    Cancellation,
+    CancelledError,
+    RankComm,
+    compare_manifests,
 )
-from weightsync.sending.lockstep import CollectiveSource
-from weightsync.sending.ranks import RankComm
+from weightsync.report import SyncReport
 from weightsync.shm.host_keys import host_key
 from weightsync.shm.wait import Heartbeat
 from weightsync.specs import Manifest
 from weightsync.tensors import spec_of
-from weightsync.weights.shards import gather
-from weightsync.weights.source import IterableSource, NamedTensors, SourceWatch, WeightSource
+from weightsync.weights.shards import gather, is_sharded
+from weightsync.weights.source import (
+    IterableSource,
+    NamedTensors,
+    SourceWatch,
+    WeightSource,
+    checked,
+    groups_of,
+)
 from weightsync.wire.messages import LedgerEntry, RegisteredUpdate
-from weightsync.wire.offers import IpcInit
+from weightsync.wire.offers import IpcInit, ProbeInfo
+from weightsync.wire.problem import Problem
 
-if TYPE_CHECKING:
-    from weightsync.sending.fleet import Member
+Places = dict[int, list[int]]
+"""Reader places by the rank whose ring they belong to."""
+
+
+class RingReaderInfo(Protocol):
+    """A receiver that reads the ring of rank `rank` at place `reader`, by this path."""
+
+    rank: int
+    reader: int
+    path: str
+
+    @property
+    def target(self) -> str: ...
+
+
+class Command(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Base of what rank 0 broadcasts; every rank does it and answers."""
+
+
+class Open(Command, frozen=True, kw_only=True):
+    """Make an engine of this path on each of these ranks; the others have none.
+
+    `relayed` says that rank 0's ring also feeds receivers on other hosts.
+    """
+
+    paths: dict[int, Literal["cuda_ipc", "shared_memory"]]
+    packed: bool
+    relayed: bool
+
+
+class Probe(Command, frozen=True, kw_only=True):
+    """Export a probe for each of these places."""
+
+    places: Places
+
+
+class Export(Command, frozen=True, kw_only=True):
+    """Export everything for each of these places; `fleet_version` goes along."""
+
+    places: Places
+    fleet_version: int | None = None
+
+
+class CheckMoved(Command, frozen=True, kw_only=True):
+    """Say whether registered memory has moved. Nothing else is on its way."""
+
+
+class Begin(Command, frozen=True, kw_only=True):
+    """Start an update of these places, of other tensors than the model's where `pairs`."""
+
+    places: Places
+    verify: bool
+    pairs: bool = False
+
+
+class Transfer(Command, frozen=True, kw_only=True):
+    """Hand every byte over."""
+
+
+class KeepAlive(Command, frozen=True, kw_only=True):
+    """Rank 0 waits for receivers: say how those of this rank stand, and raise if it leaves.
+
+    Without `asks` the update is past giving up: it does not raise.
+    """
+
+    asks: bool = True
+
+
+class End(Command, frozen=True, kw_only=True):
+    """The update is over, well or not."""
+
+
+class Withdraw(Command, frozen=True, kw_only=True):
+    """Free everything that was made for receivers."""
+
+
+class Finished(Command, frozen=True, kw_only=True):
+    """The call that rank 0 made is over: return, or raise `problem`."""
+
+    version: int
+    report: SyncReport | None = None
+    problem: Problem | None = None
+
+
+AnyCommand = (
+    Open | Probe | Export | CheckMoved | Begin | Transfer | KeepAlive | End | Withdraw | Finished
+)
+
+
+class CommandResult(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What one rank answers: the fields that belong to the command, or `problem`.
+
+    `changed` names tensors of its source that changed while they were sent.
+    """
+
+    problem: Problem | None = None
+    probes: list[ProbeInfo] = []
+    inits: list[IpcInit] = []
+    moved: bool = False
+    beats: dict[int, int] = {}
+    update: RegisteredUpdate | None = None
+    table_digest: str | None = None
+    extra_nbytes: int = 0
+    written_nbytes: int = 0
+    changed: list[str] = []
+
+
+class RankInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """Who a rank is: its device keys, and whether its tensors stay where they are."""
+
+    keys: list[str]
+    stable: bool
+    on_gpu: bool
+    no_cuda_ipc: str | None = None
+
+
+_commands: msgspec.msgpack.Decoder[AnyCommand] = msgspec.msgpack.Decoder(AnyCommand)
+_answers = msgspec.msgpack.Decoder(CommandResult)
+
+
+def encode(message: Command | CommandResult | RankInfo) -> bytes:
+    """Return the MessagePack of anything here."""
+    return msgspec.msgpack.encode(message)
+
+
+def decode_command(data: bytes) -> AnyCommand:
+    """Return the command that rank 0 sent."""
+    return _commands.decode(data)
+
+
+def decode_result(data: bytes) -> CommandResult:
+    """Return what a rank answered."""
+    return _answers.decode(data)
+
+
+def decode_rank_info(data: bytes) -> RankInfo:
+    """Return a rank's card."""
+    return msgspec.msgpack.decode(data, type=RankInfo)
+
+
+Pair = tuple[str, torch.Tensor]
+
+
+class CollectiveSource:
+    """A WeightSource whose ranks exchange a status word before each group is gathered.
+
+    A rank that fails in the middle of a group still takes part in the rest of that group's
+    gathers, so that all ranks meet at the next word and raise there together. Shards that a
+    callable yields are looked at on all ranks before any of them is gathered.
+    """
+
+    def __init__(self, source: WeightSource, ranks: RankComm) -> None:
+        self._source = source
+        self._ranks = ranks
+        self._groups = groups_of(source.manifest)
+        self._call_off = CancelFlag(ranks)
+        self._making: Iterator[Pair] = iter(())
+        self._rest: Iterator[Pair] = iter(())
+        self._begin(lambda: None)
+
+    @property
+    def manifest(self) -> Manifest:
+        """The source's own."""
+        return self._source.manifest
+
+    def stable_tensors(self) -> list[torch.Tensor] | None:
+        """The source's own."""
+        return self._source.stable_tensors()
+
+    def tensors(self) -> Iterator[Pair]:
+        """Yield the source's tensors. Only inside `run`, and by every rank."""
+        self._making = self._make()
+        return self._making
+
+    def run(self, work: Callable[[], None], *, check: Callable[[], None]) -> None:
+        """Do one rank's part of a step; if it fails on any rank, raise on all of them.
+
+        What `check` raises is raised here as it is: it says that this rank should leave. Any other
+        error is raised as the ranks agree on it, and names its rank. `self.check` asks `check`,
+        and whether another rank has left already, for waits in the middle of a group.
+        """
+        self._begin(check)
+        self._call_off.next_turn()
+        try:
+            self._check_own()
+            called_off = self._work(work)
+            self._meet()
+            self._over = True
+            self._raise_late()
+        except BaseException as exc:
+            if not self._over:
+                self._leave(exc)
+            raise
+        finally:
+            self._making = self._rest = iter(())
+        if called_off:
+            raise CancelledError("another rank called the step off, and then found nothing wrong")
+
+    def check(self) -> None:
+        """Raise when this rank should leave the step, CalledOff when another one has."""
+        self._check_own()
+        self._call_off.look()
+
+    def drain(self) -> None:
+        """Take part in making every tensor without using any."""
+        self._source.stable_tensors()  # raises, before anyone gathers, where a module has changed
+        for _ in self.tensors():
+            self.check()
+
+    def _begin(self, check: Callable[[], None]) -> None:
+        self._asked = check
+        self._refused: BaseException | None = None
+        self._late: BaseException | None = None
+        self._over = False
+
+    def _work(self, work: Callable[[], None]) -> bool:
+        """Return whether the work was given up, because another rank gave up."""
+        try:
+            work()
+        except Cancellation:
+            for _ in self._making:
+                pass
+            return True
+        return False
+
+    def _make(self) -> Iterator[Pair]:
+        shards = isinstance(self._source, IterableSource)
+        made = self._source.shards if isinstance(self._source, IterableSource) else None
+        pairs = checked((made or self._source.tensors)(), self._source.manifest)
+        for group in self._groups:
+            self._meet()
+            left = len(group)
+            while left:
+                left -= self._take_shards(pairs, left) if shards else self._take(pairs, left)
+                self._raise_late()
+                yield from self._rest
+        yield from pairs  # none is left; asking lets the source see its end
+
+    def _take(self, pairs: Iterator[Pair], count: int) -> int:
+        self._rest = islice(pairs, count)
+        return count
+
+    def _take_shards(self, pairs: Iterator[Pair], most: int) -> int:
+        """Take neighbours that are shards, and gather none before all ranks have taken theirs.
+
+        A tensor that is no shard may be overwritten when the next one is asked for.
+        """
+        taken: list[Pair] = []
+        for pair in islice(pairs, most):
+            taken.append(pair)
+            if not is_sharded(pair[1]):
+                break
+        if is_sharded(taken[0][1]):
+            self._meet()
+        self._rest = map(self._gathered, taken)
+        return len(taken)
+
+    def _gathered(self, pair: Pair) -> Pair:
+        assert isinstance(self._source, IterableSource)
+        return pair[0], self._source.gather(pair[1])
+
+    def _check_own(self) -> None:
+        try:
+            self._asked()
+        except BaseException as exc:
+            self._refused = exc
+            raise
+
+    def _meet(self) -> None:
+        """Wait for the next word; what `check` raises meanwhile is kept until after it."""
+        try:
+            self._ranks.agree(look=self._look)
+        except BaseException:
+            self._over = True
+            raise
+
+    def _look(self) -> None:
+        if self._late is not None:
+            return
+        try:
+            self._check_own()
+        except BaseException as exc:  # noqa: BLE001  # raised after the word, which is under way
+            self._late = exc
+            self._call_off.call()
+
+    def _raise_late(self) -> None:
+        if self._late is not None:
+            raise self._late
+
+    def _leave(self, error: BaseException) -> None:
+        """Tell the others, who are on their way to the next word or wait for a receiver."""
+        self._call_off.call()
+        with suppress(Exception):
+            for _ in self._rest:
+                pass
+        if isinstance(error, Exception) and error is not self._refused:
+            self._ranks.agree(error)
+        with suppress(Exception):
+            self._ranks.agree(error)
+
 
 LOCAL_PATHS = ("cuda_ipc", "shared_memory")
 RELAY_READER = READER_PLACES - 1
@@ -119,7 +418,7 @@ class RankWorker:
             case _:
                 raise ConfigError(f"{type(command).__name__} is no command for a rank")
 
-    def ledger(self, members: Iterable[Member]) -> list[LedgerEntry]:
+    def ledger(self, members: Iterable[RingReaderInfo]) -> list[LedgerEntry]:
         """What this rank shares now; the readers of it are named after `members`, where known."""
         engine, rank = self.engine, self._ranks.rank
         names = {m.reader: m.target for m in members if m.rank == rank and m.path in LOCAL_PATHS}

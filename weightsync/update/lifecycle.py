@@ -18,8 +18,7 @@ from enum import StrEnum
 from typing import Literal
 
 from weightsync.errors import StaleVersionError, UpdateConflictError
-
-MAX_VERSION = 1 << 62
+from weightsync.specs import MAX_VERSION
 
 ApplyChoice = Literal["auto", "staged", "in_place"]
 """How a receiver is told to put weights to use."""

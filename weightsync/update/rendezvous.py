@@ -16,10 +16,10 @@ from weightsync.backends.gloo.receiver import member_init, place_on
 from weightsync.backends.gloo.sender import Chain
 from weightsync.backends.ipc.sender import IpcOptions
 from weightsync.errors import ConfigError, ConnectError, TransferError, WeightSyncError
-from weightsync.sending.feeder import RELAY_READER, RankWorker
-from weightsync.sending.fleet import Fleet, Member, MemberReply, failures
+from weightsync.ranks.worker import RELAY_READER, RankWorker
 from weightsync.shm.host_keys import host_key
 from weightsync.transports.base import Transport
+from weightsync.update.fleet import Fleet, Member, MemberReply, failures
 from weightsync.wire.messages import InitReply, InitRequest, Request
 from weightsync.wire.offers import IpcInit
 

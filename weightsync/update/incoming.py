@@ -1,33 +1,418 @@
-"""The steps of an update on the receiving side: every change of state happens here."""
+"""One update on a receiver: its steps, its load targets, what arrived, and how it ends."""
 
 from __future__ import annotations
 
 import logging
 import threading
 import time
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 
 from msgspec.structs import replace
 
+from weightsync.backends.base import LoadContext, Received
+from weightsync.backends.ipc.handles import receive_handles
 from weightsync.cuda.events import wait_for
-from weightsync.errors import ProtocolError, StaleVersionError, UpdateConflictError
-from weightsync.lifecycle import ApplyChoice, State, Terms, UpdateLifecycle
-from weightsync.receiving.gate import OnHold, OnRelease, ReadWriteGate
-from weightsync.receiving.history import History
-from weightsync.receiving.incoming import IncomingUpdate
-from weightsync.receiving.landings import LoadTargets
-from weightsync.receiving.lease import ProgressTimer
-from weightsync.receiving.loading import Loader
-from weightsync.receiving.overtaken import AbortedUpdates
-from weightsync.receiving.peers import Senders
-from weightsync.receiving.readiness import Readiness
-from weightsync.receiving.turns import StepLock
-from weightsync.weights.sink import WeightSink
-from weightsync.wire.messages import StartTerms, StepReply, UpdateInfo
+from weightsync.errors import (
+    ConfigError,
+    ManifestMismatchError,
+    ProtocolError,
+    StaleVersionError,
+    TransferError,
+    UpdateConflictError,
+    VerificationError,
+)
+from weightsync.specs import Manifest, union
+from weightsync.update.gate import OnHold, OnRelease, ReadWriteGate
+from weightsync.update.history import AbortedUpdates, History
+from weightsync.update.lifecycle import ApplyChoice, State, Terms, UpdateLifecycle
+from weightsync.update.senders import Readiness, Senders
+from weightsync.weights import arena
+from weightsync.weights.fingerprint import table_digest
+from weightsync.weights.layout import StreamLayout
+from weightsync.weights.sink import Apply, LoadTarget, Verification, WeightSink, check_manifest
+from weightsync.wire.messages import (
+    EmptyUpdate,
+    RegisteredUpdate,
+    StartTerms,
+    StepReply,
+    UpdateInfo,
+)
 from weightsync.wire.offers import Init, describe
 
+_STRENGTH: tuple[Verification, ...] = ("none", "arrived", "held")
+
+
+@dataclass(slots=True)
+class IncomingUpdate:
+    """What one update has brought so far."""
+
+    update_id: str
+    sender: str | None
+    partial: bool
+    anonymous: bool = False
+    manifest_digest: str | None = None
+    committing: bool = False
+    load_targets: list[LoadTarget] = field(default_factory=list)
+    fingerprints: list[int] = field(default_factory=list)
+    manifests: list[Manifest] = field(default_factory=list)
+    levels: set[Verification] = field(default_factory=set)
+    tied: dict[str, str] = field(default_factory=dict)
+    seconds: dict[str, float] = field(default_factory=dict)
+
+    def use(self, load_target: LoadTarget) -> LoadTarget:
+        """Take part in this update; the first time it begins."""
+        if load_target in self.load_targets:
+            self.load_targets.remove(load_target)  # what came last is committed last
+        else:
+            load_target.begin()
+        self.load_targets.append(load_target)
+        return load_target
+
+    def note(self, received: Received) -> None:
+        """Add what one message brought."""
+        self.manifests.append(received.manifest)
+        self.fingerprints += received.fingerprints
+        self.levels.add(received.verified)
+        self.tied.update(received.tied)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of weights that arrived."""
+        return sum(manifest.nbytes for manifest in self.manifests)
+
+    @property
+    def verified(self) -> Verification:
+        """The weakest proof of any part."""
+        return min(self.levels, key=_STRENGTH.index, default="none")
+
+    @property
+    def table_digest(self) -> str | None:
+        """Names the fingerprints of everything that arrived, in order; None without any."""
+        return table_digest(self.fingerprints) if self.fingerprints else None
+
+    @property
+    def apply(self) -> Apply:
+        """How the weights land: in place if any of them does."""
+        return (
+            "in_place"
+            if any(load_target.in_place for load_target in self.load_targets)
+            else "staged"
+        )
+
+    @property
+    def extra_nbytes(self) -> int:
+        """What the landings hold beside the model."""
+        return sum(load_target.peak_extra_nbytes for load_target in self.load_targets)
+
+    def validate(self, sink: WeightSink, offered: Manifest | None) -> None:
+        """Everything was sent: raise ManifestMismatchError for tensors that never came."""
+        for load_target in self.load_targets:
+            load_target.validate()
+        self._check_ties(sink)
+        announced = self.manifest_digest
+        if announced is not None and len(self.manifests) == 1 and not self.partial:
+            digest = self.manifests[0].digest
+            if digest != announced:
+                raise ProtocolError(
+                    f"update {self.update_id} was announced with manifest {announced}, what came "
+                    f"is {digest}; send what was announced"
+                )
+        wanted = sink.manifest or offered
+        if self.partial:
+            return
+        if wanted is None:
+            if not any(manifest.specs for manifest in self.manifests):
+                raise ProtocolError(
+                    f"update {self.update_id} brought no tensors; send them with update_weights "
+                    "before it is finished"
+                )
+            sink.difference(union(self.manifests, sink.ties)).check(partial=False)
+            return
+        if any(not sink.difference(m).missing for m in self._whole_ones(sink)):
+            return
+        arrived = {name for manifest in self.manifests for name in manifest.index}
+        missing = [name for name, names in wanted.places().items() if arrived.isdisjoint(names)]
+        if missing:
+            raise ManifestMismatchError(missing=missing)
+
+    def _check_ties(self, sink: WeightSink) -> None:
+        """Two names of one tensor came in several messages: raise where their bytes differ."""
+        wrong = [
+            f"{name}: offered as {name} and {alias} with other bytes, wanted as one tied tensor"
+            for alias, name in sink.ties.items()
+            if alias in self.tied and self.tied.get(name, self.tied[alias]) != self.tied[alias]
+        ]
+        if wrong:
+            raise ManifestMismatchError(mismatched=wrong)
+
+    def _whole_ones(self, sink: WeightSink) -> list[Manifest]:
+        """Without a declared manifest no single message can be known to be whole."""
+        return self.manifests if sink.manifest is not None else []
+
+    def check_digest(self, expected: str | None) -> None:
+        """Raise VerificationError unless the sender's table is the one that was compared with."""
+        if expected is not None and self.table_digest not in (None, expected):
+            raise VerificationError(
+                f"the sender's fingerprints are named {expected}, those found beside the data "
+                f"{self.table_digest}: the table was changed on the way; send the update again"
+            )
+
+    def reply(self, lifecycle: UpdateLifecycle, stall_s: float) -> StepReply:
+        """Say what arrived so far, and where the receiver stands."""
+        return StepReply(
+            state=lifecycle.state.value,
+            version=lifecycle.version,
+            update_id=self.update_id,
+            apply=self.apply,
+            verified=self.verified,
+            nbytes=self.nbytes,
+            stall_s=stall_s,
+            peak_extra_nbytes=self.extra_nbytes,
+            seconds=dict(self.seconds),
+            table_digest=self.table_digest,
+        )
+
+    def timed(self, phase: str, started: float) -> None:
+        """Add the seconds since `started` to a phase."""
+        self.seconds[phase] = self.seconds.get(phase, 0.0) + time.perf_counter() - started
+
+
 logger = logging.getLogger(__name__)
+
+_KEPT_SUBSETS = 2
+
+
+class LoadTargets:
+    """The landings of one sink, by manifest: the last whole model's, and a few subsets'."""
+
+    def __init__(self, sink: WeightSink, choice: ApplyChoice) -> None:
+        if choice not in ("auto", "staged", "in_place"):
+            raise ConfigError(f"apply must be auto, staged or in_place, not {choice!r}")
+        self._sink = sink
+        self._choice = choice
+        self._whole: tuple[str, LoadTarget] | None = None
+        self._subsets: OrderedDict[str, LoadTarget] = OrderedDict()
+        self._generation = 0
+        self.apply: Apply = "in_place" if choice == "in_place" else "staged"
+
+    def find(self, plan: StreamLayout) -> LoadTarget | None:
+        """Return the landing of `plan` if there is one that still fits the sink."""
+        generation = self._sink.refresh()
+        if generation != self._generation:
+            self._generation, self._whole = generation, None
+            self._subsets.clear()
+        digest = plan.manifest.digest
+        if self._whole and self._whole[0] == digest:
+            return self._whole[1]
+        if digest in self._subsets:
+            self._subsets.move_to_end(digest)
+        return self._subsets.get(digest)
+
+    def get(self, plan: StreamLayout, *, whole: bool) -> LoadTarget:
+        """Return where the tensors of `plan` go, made now if it is not known."""
+        known = self.find(plan)
+        if known is not None:
+            return known
+        digest = plan.manifest.digest
+        if whole:
+            self.apply = self._choose(plan)
+        load_target = self._land(plan)
+        if whole:
+            self._whole = (digest, load_target)
+        else:
+            self._subsets[digest] = load_target
+            while len(self._subsets) > _KEPT_SUBSETS:
+                self._subsets.popitem(last=False)
+        return load_target
+
+    def _land(self, plan: StreamLayout) -> LoadTarget:
+        """Make a landing; without room for a staged one in place, where that may be chosen."""
+        try:
+            return self._sink.open_target(plan, self.apply)
+        except TransferError:
+            if self._choice != "auto" or self.apply == "in_place":
+                raise
+            self._warn(plan)
+            self.apply = "in_place"
+            return self._sink.open_target(plan, self.apply)
+
+    def _choose(self, plan: StreamLayout) -> Apply:
+        if self._choice != "auto":
+            return self._choice
+        if arena.fits(self._sink.staged_nbytes(plan), self._sink.device):
+            return "staged"
+        self._warn(plan)
+        return "in_place"
+
+    def _warn(self, plan: StreamLayout) -> None:
+        device = self._sink.device
+        logger.warning(
+            "no room on %s to stage %d bytes (%d are free): weights in use are written in place, "
+            "and an update that fails half way leaves the receiver TORN",
+            device,
+            self._sink.staged_nbytes(plan),
+            arena.available(device),
+        )
+
+
+class ProgressTimer:
+    """Calls `expire(update_id)` unless it is renewed or stopped within `seconds`. Thread-safe."""
+
+    def __init__(self, seconds: float, expire: Callable[[str], None]) -> None:
+        self.seconds = seconds
+        self._expire = expire
+        self._lock = threading.Lock()
+        self._timer: threading.Timer | None = None
+
+    def renew(self, update_id: str) -> None:
+        """Start the time for `update_id` again."""
+        with self._lock:
+            self._cancel()
+            self._timer = threading.Timer(self.seconds, self._expire, (update_id,))
+            self._timer.daemon = True
+            self._timer.start()
+
+    def stop(self) -> None:
+        """No update is waited for."""
+        with self._lock:
+            self._cancel()
+
+    def _cancel(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+
+class Loader:
+    """Loads for one receiver; called with its work lock. `state` guards `lifecycle`."""
+
+    def __init__(
+        self,
+        sink: WeightSink,
+        senders: Senders,
+        load_targets: LoadTargets,
+        gate: ReadWriteGate,
+        lifecycle: UpdateLifecycle,
+        state: threading.RLock,
+        lease_s: float,
+    ) -> None:
+        self._sink = sink
+        self._senders = senders
+        self._load_targets = load_targets
+        self._gate = gate
+        self._lifecycle = lifecycle
+        self._state = state
+        self._lease_s = lease_s
+        self.abort_reason = ""
+
+    def receive(self, incoming: IncomingUpdate, info: UpdateInfo) -> Received:
+        """Bring the tensors of one message to their landing. Raises what the engine raises."""
+        reception = self._reception(incoming)
+        if isinstance(info, EmptyUpdate):
+            return Received(Manifest(()))
+        if not isinstance(info, RegisteredUpdate):
+            return receive_handles(info, self._senders.keys, reception)
+        engine = self._senders.get(info.sender)
+        incoming.sender = info.sender
+        if info.manifest is None:
+            check_manifest(self._sink, engine.manifest, partial=incoming.partial)
+        return engine.receive_weights(info, reception)
+
+    def _reception(self, incoming: IncomingUpdate) -> LoadContext:
+        def open_target(plan: StreamLayout) -> LoadTarget:
+            # A session of messages without ids may cut what belongs together: settle looks at all.
+            more_follows = incoming.anonymous and not incoming.partial
+            check_manifest(self._sink, plan.manifest, partial=True, more_follows=more_follows)
+            whole = not incoming.partial and not self._sink.difference(plan.manifest).missing
+            return incoming.use(self.load_target(plan, whole=whole))
+
+        def touch() -> None:
+            if incoming.load_targets[-1].in_place and not self._lifecycle.dirty:
+                self._gate.hold(self._lease_s)
+                with self._state:
+                    self._lifecycle.touch(incoming.update_id)
+
+        return LoadContext(
+            open_target=open_target,
+            touch=touch,
+            check=lambda: self.check_not_aborted(incoming),
+            verification=self._sink.verification,
+            lends_views=not getattr(self._sink, "keeps_views", False),
+            ties=self._sink.ties,
+        )
+
+    def check_not_aborted(self, incoming: IncomingUpdate) -> None:
+        """Raise TransferError when the update is being aborted."""
+        if self._lifecycle.state is State.ABORTING:
+            raise TransferError(f"update {incoming.update_id} ends: {self.abort_reason}")
+
+    def load_target(self, plan: StreamLayout, *, whole: bool) -> LoadTarget:
+        """Return the plan's landing; to make one may move the model, so nobody reads meanwhile."""
+        known = self._load_targets.find(plan)
+        if known is not None or self._gate.held:  # by an update in place, which releases it itself
+            return known or self._load_targets.get(plan, whole=whole)
+        self._gate.hold(self._lease_s)
+        try:
+            return self._load_targets.get(plan, whole=whole)
+        finally:
+            self._gate.release()
+
+
+class StepLock:
+    """One step at a time. A step waits `wait_s` for its turn. Thread-safe."""
+
+    def __init__(self, lifecycle: UpdateLifecycle, wait_s: float) -> None:
+        self._lifecycle = lifecycle
+        self._wait_s = wait_s
+        self._work = threading.Lock()
+        self._serving = ""
+
+    @property
+    def busy(self) -> bool:
+        """Whether a step is at work now."""
+        return self._work.locked()
+
+    def serves(self, update_id: str) -> bool:
+        """Whether the step at work is one of this update, and not an init or a look around."""
+        return self._serving == update_id
+
+    @contextmanager
+    def taken(self, step: str, update_id: str = "") -> Iterator[None]:
+        """Be at work. Raises UpdateConflictError when the turn does not come in time."""
+        with self.waited_for() as ours:
+            if not ours:
+                raise UpdateConflictError(
+                    f"{step}: the receiver has been busy for {self._wait_s:g} s with update "
+                    f"{self._lifecycle.update_id}",
+                    state=self._lifecycle.state.value,
+                    update_id=self._lifecycle.update_id,
+                )
+            self._serving = update_id
+            try:
+                yield
+            finally:
+                self._serving = ""
+
+    @contextmanager
+    def waited_for(self) -> Iterator[bool]:
+        """Yield whether the turn came in time."""
+        yield from self._held(self._work.acquire(timeout=self._wait_s))
+
+    @contextmanager
+    def if_free(self) -> Iterator[bool]:
+        """Yield whether nobody was at work; never waits."""
+        yield from self._held(self._work.acquire(blocking=False))
+
+    def _held(self, ours: bool) -> Iterator[bool]:
+        try:
+            yield ours
+        finally:
+            if ours:
+                self._work.release()
+
 
 _LOOKS = 10
 """How often in a lease it is looked at whether the sender lives."""

@@ -1,15 +1,14 @@
-"""Records one update as a time line: trainer, ring and readers, each chunk on its way.
-
-Everything is timed by this process's clock. What happens inside a receiver is known by the seconds
-of its replies, which are laid so that they end when the reply came; how far it has read is looked
-up in the ring every `SAMPLE_S`.
-"""
+"""Observers of a sender: a progress callback or bar, and a trace of each update."""
 
 from __future__ import annotations
 
+import importlib
+import json
+import logging
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from itertools import groupby, pairwise
@@ -18,13 +17,244 @@ from os import PathLike
 from pathlib import Path
 
 from weightsync.backends.ipc.sender import Mark, ReaderProgress
-from weightsync.errors import ConfigError, WeightSyncError
-from weightsync.sending.commands import AnyCommand, Begin, End, KeepAlive, Transfer
-from weightsync.sending.feeder import RELAY_READER, RankWorker
-from weightsync.sending.watch import ObservedCall
-from weightsync.tracing import Span, Timeline
+from weightsync.errors import BackendUnavailableError, ConfigError, WeightSyncError
+from weightsync.progress import OnProgress, Phase, Progress
+from weightsync.ranks.group import RankGroup
+from weightsync.ranks.observers import ObservedCall
+from weightsync.ranks.worker import (
+    RELAY_READER,
+    AnyCommand,
+    Begin,
+    End,
+    KeepAlive,
+    RankWorker,
+    Transfer,
+)
 from weightsync.weights.layout import StreamLayout
-from weightsync.wire.messages import CALLS, Reply, StartRequest, StepReply, UpdateRequest
+from weightsync.wire.messages import (
+    CALLS,
+    FinishRequest,
+    Reply,
+    StartRequest,
+    StepReply,
+    UpdateRequest,
+)
+
+logger = logging.getLogger(__name__)
+
+INTERVAL_S = 0.1
+_LAST_WORD_S = 1.0
+"""A callback that takes longer than this over the last word is no longer waited for."""
+
+
+class ProgressObserver:
+    """Calls `callback` about ten times a second during an update, and at its end.
+
+    All calls come from one thread at a time; the sender only waits for the last. A callback that
+    raises is logged once, and not called again.
+    """
+
+    def __init__(self, worker: RankWorker, callback: OnProgress) -> None:
+        self._worker = worker
+        self._callback: OnProgress | None = callback
+        self._thread: threading.Thread | None = None
+        self._stop = threading.Event()
+        self._clear()
+
+    def _clear(self) -> None:
+        self._phase: Phase = "transfer"
+        self._end: Phase = "done"
+        self._version: int | None = None
+        self._total = 0
+        self._started = 0.0
+        self._reader_progress: ReaderProgress | None = None
+        self._calls: dict[str, ObservedCall] = {}
+        self._done: dict[str, int] = {}
+        self._relayed = False
+
+    def on_command_start(self, command: AnyCommand) -> None:
+        if isinstance(command, End):
+            self._reader_progress = None
+
+    def on_command_end(self, command: AnyCommand) -> None:
+        """An update has begun: the engine knows its stream, and the first call may follow."""
+        if not isinstance(command, Begin):
+            return
+        engine = self._worker.engine
+        self._phase = "transfer"
+        self._calls, self._done = {}, {}
+        manifest = self._worker.source.manifest
+        if engine is not None and command.places.get(0):
+            self._reader_progress = engine.reader_progress
+            manifest = engine.reader_progress.plan.manifest
+        self._total = manifest.nbytes
+        self._relayed = RELAY_READER in command.places.get(0, [])
+        if self._thread is None:
+            self._start()
+
+    def on_request(self, call: ObservedCall) -> None:
+        request = call.request
+        if isinstance(request, StartRequest):
+            self._version = request.version
+        elif isinstance(request, UpdateRequest):
+            self._version = request.start.version if request.start else self._version
+            self._calls[call.target] = call
+        elif isinstance(request, FinishRequest) and self._thread is not None:
+            self._phase = "finish"
+
+    def on_reply(self, call: ObservedCall, answer: Reply | WeightSyncError | None) -> None:
+        if isinstance(call.request, UpdateRequest) and not isinstance(answer, WeightSyncError):
+            self._done[call.target] = self._total
+
+    def on_done(self, error: BaseException | None) -> None:
+        """Say the last word, from the thread that said the others."""
+        thread, self._thread = self._thread, None
+        if thread is None:
+            return
+        self._end = "done" if error is None else "failed"
+        self._stop.set()
+        thread.join(_LAST_WORD_S)
+        if thread.is_alive():
+            logger.warning("the progress callback still works on an update that is over")
+        self._clear()
+
+    def _start(self) -> None:
+        self._started = time.perf_counter()
+        stop = self._stop = threading.Event()
+        self._thread = threading.Thread(
+            target=self._run, args=(stop,), name="weightsync-progress", daemon=True
+        )
+        self._thread.start()
+
+    def _run(self, stop: threading.Event) -> None:
+        while True:
+            last = stop.is_set()
+            if last:
+                self._phase = self._end
+            self._say(self._look())
+            if last or self._callback is None:
+                return
+            stop.wait(INTERVAL_S)
+
+    def _look(self) -> Progress:
+        total, calls = self._total, dict(self._calls)
+        done = {target: self._done.get(target, 0) for target in calls}
+        if self._phase == "done":
+            done = dict.fromkeys(done, total)
+        reader_progress = self._reader_progress
+        if reader_progress is not None:
+            for target, call in calls.items():
+                place = RELAY_READER if self._relayed and call.place is None else call.place
+                if place is not None and not done[target]:
+                    done[target] = min(_taken(reader_progress, place), total)
+        finished = self._phase == "done" or (self._phase == "finish" and not done)
+        slowest = total if finished else min(done.values(), default=0)
+        return Progress(
+            phase=self._phase,
+            version=self._version,
+            done_nbytes=slowest,
+            total_nbytes=total,
+            seconds=time.perf_counter() - self._started,
+            receivers=done,
+        )
+
+    def _say(self, progress: Progress) -> None:
+        try:
+            if self._callback is not None:
+                self._callback(progress)
+        except Exception:
+            self._callback = None
+            logger.warning("the progress callback failed and is not called again", exc_info=True)
+
+
+def _taken(reader_progress: ReaderProgress, place: int) -> int:
+    """Between two updates the ring may just be closed: then nothing is known."""
+    try:
+        return reader_progress.taken_nbytes(place)
+    except (ValueError, IndexError):
+        return 0
+
+
+Args = Mapping[str, object]
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Something that lasted: name, begin and end in seconds, and what else is known."""
+
+    name: str
+    start_s: float
+    stop_s: float
+    args: Args = field(default_factory=dict)
+
+
+class Timeline:
+    """Lanes of spans, by process and thread. `zero_s` is where the time line begins.
+
+    Processes are numbered by the order in which they are named; they need not be processes.
+    """
+
+    def __init__(self, zero_s: float) -> None:
+        self._zero_s = zero_s
+        self._events: list[dict[str, object]] = []
+
+    def process(self, pid: int, name: str) -> None:
+        """Name a process; those of lower `pid` are shown above."""
+        self._about(pid, 0, "process_name", name=name)
+        self._about(pid, 0, "process_sort_index", sort_index=pid)
+
+    def lane(self, pid: int, tid: int, name: str, spans: Sequence[Span]) -> None:
+        """Add one lane; a span that outlasts the one that it begins in is cut to its end."""
+        self._about(pid, tid, "thread_name", name=name)
+        for span in nested(spans):
+            self._add("X", pid, tid, span.name, span.start_s, dict(span.args))
+            self._events[-1]["dur"] = round((span.stop_s - span.start_s) * 1e6, 3)
+
+    def count(self, pid: int, name: str, values: Sequence[tuple[float, float]]) -> None:
+        """Add a curve of (seconds, value)."""
+        for at_s, value in values:
+            self._add("C", pid, 0, name, at_s, {name: value})
+
+    def write(self, path: Path, about: Args) -> None:
+        """Write the file; events lie in it in order of time. Raises OSError."""
+        events = sorted(self._events, key=_order)
+        document = {"traceEvents": events, "displayTimeUnit": "ms", "otherData": dict(about)}
+        path.write_text(json.dumps(document) + "\n", encoding="utf-8")
+
+    def _about(self, pid: int, tid: int, kind: str, **args: object) -> None:
+        event = {"ph": "M", "pid": pid, "tid": tid, "name": kind, "ts": 0, "args": args}
+        self._events.append(event)
+
+    def _add(
+        self, kind: str, pid: int, tid: int, name: str, at_s: float, args: dict[str, object]
+    ) -> None:
+        ts = round(max(at_s - self._zero_s, 0.0) * 1e6, 3)
+        event = {"ph": kind, "pid": pid, "tid": tid, "name": name, "ts": ts, "args": args}
+        self._events.append(event)
+
+
+def nested(spans: Sequence[Span]) -> list[Span]:
+    """Return spans in order of time, each cut so that it ends within every one it began in."""
+    found: list[Span] = []
+    around: list[float] = []
+    for span in sorted(spans, key=lambda span: (span.start_s, -span.stop_s)):
+        while around and around[-1] <= span.start_s:
+            around.pop()
+        stop_s = min([span.stop_s, *around[-1:]])
+        if stop_s < span.start_s:
+            continue
+        found.append(Span(span.name, span.start_s, stop_s, span.args))
+        around.append(stop_s)
+    return found
+
+
+def _order(event: Mapping[str, object]) -> tuple[bool, float, float]:
+    """Names first; then by time, what encloses before what it encloses."""
+    at, lasts = event["ts"], event.get("dur", 0.0)
+    assert isinstance(at, int | float)
+    assert isinstance(lasts, int | float)
+    return event["ph"] != "M", at, -lasts
+
 
 SAMPLE_S = 0.5e-3
 _VERBS = {kind: name for name, kind in CALLS.items()}
@@ -298,3 +528,40 @@ def _let_go(round_: _Round, seen: Sequence[tuple[float, int]], j: int) -> float 
 
 def _times(round_: _Round, what: str) -> dict[int, float]:
     return {chunk: at_s for kind, chunk, at_s in round_.marks if kind == what}
+
+
+Shown = bool | OnProgress
+TracePath = str | PathLike[str]
+
+
+def progress_callback(progress: Shown) -> OnProgress | None:
+    """Return whom to tell; True is a bar on stderr.
+
+    Raises BackendUnavailableError where that needs rich, ConfigError for what cannot be called.
+    """
+    if progress is True:
+        try:
+            bar: OnProgress = importlib.import_module("weightsync.progress_bar").ProgressBar()
+        except ImportError as exc:
+            raise BackendUnavailableError(
+                f"progress=True needs rich ({exc}); pip install 'weightsync[cli]', or give a "
+                "callback"
+            ) from exc
+        return bar
+    if progress and not callable(progress):
+        raise ConfigError(f"progress must be True, False or a callback, not {progress!r}")
+    return progress or None
+
+
+def watch_progress(group: RankGroup, callback: OnProgress | None) -> None:
+    """Have `callback` told of every update of this ensemble. Called on rank 0 alone."""
+    if callback is not None:
+        group.observers.observers.append(ProgressObserver(group.worker, callback))
+
+
+@contextmanager
+def watching(group: RankGroup, trace: TracePath | None) -> Iterator[None]:
+    """Around one call of the user, on rank 0 alone: those who look on learn when it is over."""
+    tracer = TraceObserver(group.worker, trace_path(trace)) if trace is not None else None
+    with group.observers.also(tracer), group.observers.looking():
+        yield

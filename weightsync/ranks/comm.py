@@ -1,13 +1,14 @@
-"""What the ranks of one trainer tell each other: a private Gloo group beside the trainer's own."""
+"""What the ranks of one trainer exchange: a private Gloo group beside the trainer's own."""
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from datetime import timedelta
-from typing import NoReturn, Protocol, TypeVar
+from typing import NoReturn, Protocol, Self, TypeVar, cast
 
 import msgspec
 import torch
@@ -16,14 +17,93 @@ from torch._C._distributed_c10d import PrefixStore, Store
 
 from weightsync.errors import (
     ConfigError,
+    ManifestMismatchError,
     ProtocolError,
     RemoteError,
     TransferError,
     TransferTimeout,
     WeightSyncError,
 )
-from weightsync.sending.checkin import StoreRendezvous
+from weightsync.specs import Manifest
 from weightsync.wire.problem import Problem, encode_problem, from_problem, to_problem
+
+COMPLETE = "complete"
+_POLL_S = 0.005
+_MAX_POLL_S = 0.1
+
+
+class StoreRendezvous:
+    """One meeting of all ranks. `store` is the meeting's own corner of the trainer's store.
+
+    Every rank counts its own meetings, and the outcome of each is settled once in the store: so a
+    rank that comes after the others gave up goes on to the meeting they hold next.
+    """
+
+    def __init__(self, store: Store, *, rank: int, size: int) -> None:
+        self.store = store
+        self._rank = rank
+        self._size = size
+
+    @classmethod
+    def arrive(
+        cls, store: Store, *, rank: int, size: int, timeout_s: float
+    ) -> tuple[Self, list[int]]:
+        """Wait for all ranks; return the meeting, and the ranks that did not come in time."""
+        deadline = time.monotonic() + timeout_s
+        while True:
+            number = store.add(f"meetings/{rank}", 1)
+            meeting = cls(PrefixStore(f"meeting/{number}", store), rank=rank, size=size)
+            if meeting._enter() in (b"", COMPLETE.encode()) or time.monotonic() >= deadline:
+                return meeting, meeting._wait(deadline)
+
+    def survivors_miss(self, timeout_s: float) -> list[int]:
+        """Return the ranks that do not call this too, within `timeout_s`. Called after a loss."""
+        self.survive()
+        return self._missing("survivor", time.monotonic() + timeout_s)
+
+    def survive(self) -> None:
+        """Say that this rank is left."""
+        self.store.set(f"survivor/{self._rank}", "1")
+
+    def _enter(self) -> bytes:
+        self.store.set(f"rank/{self._rank}", "1")
+        if self.store.add("arrived", 1) == self._size:
+            return self._settle(COMPLETE)
+        return self.store.get("outcome") if self.store.check(["outcome"]) else b""
+
+    def _settle(self, outcome: str) -> bytes:
+        """Settle the outcome; return how it was settled first."""
+        return self.store.compare_set("outcome", "", outcome)
+
+    def _wait(self, deadline: float) -> list[int]:
+        if _poll(lambda: self.store.check(["outcome"]), deadline):
+            settled = self.store.get("outcome")
+        else:
+            missing = self._missing("rank", deadline)
+            settled = self._settle(" ".join(map(str, missing)) or COMPLETE)
+        return [] if settled == COMPLETE.encode() else [int(n) for n in settled.split()]
+
+    def _missing(self, kind: str, deadline: float) -> list[int]:
+        """Return the ranks without a key of this kind once the time is up, or none at once."""
+        left = [rank for rank in range(self._size) if rank != self._rank]
+
+        def all_here() -> bool:
+            left[:] = [rank for rank in left if not self.store.check([f"{kind}/{rank}"])]
+            return not left
+
+        _poll(all_here, deadline)
+        return left
+
+
+def _poll(ready: Callable[[], bool], deadline: float) -> bool:
+    pause = _POLL_S
+    while not ready():
+        if time.monotonic() >= deadline:
+            return False
+        time.sleep(pause)
+        pause = min(pause * 1.5, _MAX_POLL_S)
+    return True
+
 
 logger = logging.getLogger(__name__)
 
@@ -333,3 +413,165 @@ def _tensor_of(payload: bytes, length: int) -> torch.Tensor:
 
 def _bytes_of(tensor: torch.Tensor) -> bytes:
     return tensor.numpy().tobytes() if tensor.numel() else b""
+
+
+def compare_manifests(manifest: Manifest, ranks: RankComm, *, advice: str) -> None:
+    """Raise ManifestMismatchError on all ranks, naming the first tensor that differs. Collective.
+
+    Every rank is compared with rank 0; `advice` ends the message.
+    """
+    digests = ranks.exchange(manifest.digest.encode())
+    if len(set(digests)) == 1:
+        return
+    at = next(rank for rank, digest in enumerate(digests) if digest != digests[0])
+    lines = [f"{spec.name} {spec}" for spec in manifest.specs]
+    lines += [f"{alias} = {name}" for alias, name in sorted(manifest.aliases.items())]
+    told = [body.decode().split("\n") for body in ranks.exchange("\n".join(lines).encode())]
+    ours, theirs = told[0], told[at]
+    shared = min(len(ours), len(theirs))
+    i = next((i for i in range(shared) if ours[i] != theirs[i]), shared)
+    first, other = ((side[i : i + 1] or [""])[0] or "nothing" for side in (ours, theirs))
+    raise ManifestMismatchError(
+        f"the trainer's ranks send different tensors: at position {i} rank {ranks.names[at]} has "
+        f"{other}, rank {ranks.names[0]} has {first}; {advice}",
+        mismatched=[f"{other} on rank {ranks.names[at]}, {first} on rank {ranks.names[0]}"],
+    )
+
+
+_INTERVAL_S = 0.2
+
+
+class CancelledError(TransferError):
+    """A step was called off, and the ranks found no reason together: look at their answers."""
+
+
+class Cancellation(Exception):  # no error of its own: the ranks agree on the real one
+    """Another rank failed in this step; meet the others to learn why."""
+
+
+class CancelFlag:
+    """One flag per step in the trainer's store, looked at now and then.
+
+    A store that is gone says nothing: the ranks' group notices that its holder died.
+    """
+
+    def __init__(self, ranks: RankComm) -> None:
+        self._ranks = ranks
+        self._store = ranks.store
+        self._turn = 0
+        self._looked = 0.0
+
+    def next_turn(self) -> None:
+        """Another step begins, on every rank."""
+        self._turn += 1
+        self._looked = time.monotonic()
+
+    def call(self) -> None:
+        """Say that this rank leaves the step."""
+        if self._store is not None:
+            with suppress(RuntimeError):
+                self._store.set(self._key, "1")
+
+    def look(self) -> None:
+        """Raise CalledOff when a rank has left the step, or is gone."""
+        now = time.monotonic()
+        if self._store is None or now - self._looked < _INTERVAL_S:
+            return
+        self._looked = now
+        called = self._ranks.is_losing()
+        with suppress(RuntimeError):
+            called = called or self._store.check([self._key])
+        if called:
+            raise Cancellation
+
+    @property
+    def _key(self) -> str:
+        return f"called-off/{self._turn}"
+
+
+JOIN_TIMEOUT_S = 300.0
+
+
+def join_ranks(
+    process_group: dist.ProcessGroup | None,
+    *,
+    timeout_s: float,
+    join_timeout_s: float = JOIN_TIMEOUT_S,
+    call: str = "connect()",
+) -> RankComm:
+    """Make the private group over the ranks of `process_group`; each of them has to call this.
+
+    None means the default group where there is one of more than one rank, else `alone()`.
+    `timeout_s` bounds every later wait for another rank, so it has to cover the longest time that
+    rank 0 may wait for receivers. Raises TransferTimeout naming the ranks that did not make the
+    user's `call` within the shorter of the two times.
+    """
+    if process_group is None and not (dist.is_available() and dist.is_initialized()):
+        return alone()
+    names = dist.get_process_group_ranks(process_group)
+    rank = dist.get_rank(process_group)
+    if rank < 0:
+        raise ConfigError("this process is no member of the process_group that connect() was given")
+    if len(names) == 1:
+        return alone()
+    if len(names) > MAX_RANKS:
+        raise ConfigError(f"one sender has at most {MAX_RANKS} ranks, not {len(names)}")
+    if rank == 0:
+        _compare_timeouts(process_group, join_timeout_s)
+    bound_s = min(join_timeout_s, timeout_s)
+    check_in = _meet_at_store(names, rank, bound_s, call)
+    group = _make_group(check_in, rank, names, bound_s)
+    group.set_timeout(timedelta(seconds=timeout_s))
+    return RankComm(group, check_in, rank=rank, names=names, timeout_s=timeout_s)
+
+
+def _compare_timeouts(process_group: dist.ProcessGroup | None, timeout_s: float) -> None:
+    """A rank that dies inside a collective of the trainer's is noticed after that one's timeout."""
+    group = process_group or dist.group.WORLD
+    longest = 0.0
+    with suppress(AttributeError, RuntimeError):  # a backend need not say
+        backends = [group._get_backend(device) for device in group._device_types] if group else []
+        longest = max((b.options._timeout.total_seconds() for b in backends), default=0.0)
+    if longest > timeout_s:
+        logger.warning(
+            "a rank that dies while tensors are gathered is noticed after the process group's own "
+            "timeout of %g s, later than timeout_s (%g s): init_process_group(timeout=…) sets it",
+            longest,
+            timeout_s,
+        )
+
+
+def _meet_at_store(names: Sequence[int], rank: int, timeout_s: float, call: str) -> StoreRendezvous:
+    """Meet the other ranks in the trainer's store."""
+    digest = hashlib.blake2b(repr(list(names)).encode(), digest_size=8).hexdigest()
+    store = PrefixStore(f"weightsync/{digest}", dist.distributed_c10d._get_default_store())
+    try:
+        check_in, missing = StoreRendezvous.arrive(
+            store, rank=rank, size=len(names), timeout_s=timeout_s
+        )
+    except RuntimeError as exc:
+        raise TransferError(
+            "the trainer's store (held by rank 0, or by torchrun's agent) does not answer; it has "
+            "to live as long as the trainer"
+        ) from exc
+    if missing:
+        late = name_ranks(names[rank] for rank in missing)
+        raise TransferTimeout(
+            f"{late} of {len(names)} did not call {call} within {timeout_s:g} s; every rank of "
+            "the process group has to call it"
+        )
+    return check_in
+
+
+def _make_group(
+    check_in: StoreRendezvous, rank: int, names: Sequence[int], timeout_s: float
+) -> Gloo:
+    # Not dist.new_group: its names depend on what this process made before, and ranks that
+    # recover from an error at different times would wait for each other under different names.
+    try:
+        store = PrefixStore("gloo", check_in.store)
+        group = dist.ProcessGroupGloo(store, rank, len(names), timedelta(seconds=timeout_s))
+        return cast(Gloo, group)
+    except RuntimeError as exc:
+        gone = who_is_gone(check_in, names)
+        raise TransferError(f"the trainer's ranks could not connect: {gone} stayed away") from exc

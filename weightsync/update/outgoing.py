@@ -1,4 +1,4 @@
-"""One update as its sender lives it: bytes on one side, messages on the other, all or nothing."""
+"""One update on the sender: bytes on one side, messages on the other, all or nothing."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
+from dataclasses import dataclass, field
 
 from msgspec.structs import replace
 
@@ -20,11 +21,11 @@ from weightsync.errors import (
     WeightSyncError,
     shorten,
 )
+from weightsync.ranks.group import RankGroup
+from weightsync.ranks.worker import Begin, CommandResult, End, KeepAlive, Transfer
 from weightsync.report import ReceiverReport, SyncReport
-from weightsync.sending.commands import Begin, CommandResult, End, KeepAlive, Transfer
-from weightsync.sending.ensemble import RankGroup
-from weightsync.sending.fleet import Fleet, Member, MemberReply, add_target, failures, raise_first
-from weightsync.sending.paths import PathSelector
+from weightsync.update.fleet import Fleet, Member, MemberReply, add_target, failures, raise_first
+from weightsync.update.paths import PathSelector
 from weightsync.weights.source import NamedTensors
 from weightsync.wire.messages import (
     AbortRequest,
@@ -447,3 +448,31 @@ class UpdateTransaction:
             peak_extra_nbytes=reply.peak_extra_nbytes,
             skipped_paths=member.skipped,
         )
+
+
+@dataclass(frozen=True, slots=True)
+class LastVersion:
+    """A version, and the fingerprints that its weights had; `layout` is that of the chunks."""
+
+    version: int = 0
+    label: str | None = None
+    weights_id: str | None = None
+    layout: str = ""
+    digests: Sequence[str | None] = ()
+    update_ids: set[str] = field(default_factory=set)
+
+    def check_unchanged(self, digests: Sequence[str | None], layout: str) -> None:
+        """What goes out again as a version must be what went out as that version before."""
+        pairs = zip(self.digests, digests, strict=False)
+        known = [(a, b) for a, b in pairs if a is not None and b is not None]
+        if self.layout != layout or not known:
+            logger.warning(
+                "version %s is sent again unchecked: without fingerprints of the same layout it "
+                "cannot be seen whether the weights have changed since",
+                self.version,
+            )
+        elif any(a != b for a, b in known):
+            raise TransferError(
+                f"the weights have changed since version {self.version} was sent; "
+                "send_weights() brings everyone up to date"
+            )

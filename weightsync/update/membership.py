@@ -1,4 +1,4 @@
-"""Who is in the fleet, and connected: taking in, meeting again, letting go."""
+"""Members of the fleet: connecting, leaving, and recovery of what dead senders left."""
 
 from __future__ import annotations
 
@@ -17,26 +17,23 @@ from weightsync.errors import (
     UnknownSenderError,
     WeightSyncError,
 )
-from weightsync.sending.commands import CheckMoved
-from weightsync.sending.ensemble import RankGroup
-from weightsync.sending.fleet import (
+from weightsync.ranks.group import RankGroup
+from weightsync.ranks.worker import CheckMoved
+from weightsync.transports.base import Transport
+from weightsync.update.fleet import (
+    SAYS_NOTHING,
     Fleet,
     Member,
     MemberReply,
     Server,
+    WorldSizeChangedError,
     add_target,
+    expand_servers,
     failures,
+    find_resized,
     raise_first,
 )
-from weightsync.sending.paths import PathSelector
-from weightsync.sending.servers import (
-    SAYS_NOTHING,
-    WorldSizeChangedError,
-    expand_servers,
-    find_resized,
-)
-from weightsync.sending.takeover import abort_others, recover_orphans, recover_prepared
-from weightsync.transports.base import Transport
+from weightsync.update.paths import PathSelector
 from weightsync.wire.messages import (
     PROTOCOL,
     AbortRequest,
@@ -48,6 +45,83 @@ from weightsync.wire.messages import (
 from weightsync.wire.offers import describe, utc
 
 logger = logging.getLogger(__name__)
+
+
+def recover_orphans(fleet: Fleet, answers: Sequence[MemberReply], timeout_s: float) -> list[int]:
+    """End the open updates of dead senders; return the versions that receivers hold then.
+
+    `answers` are what the fleet said when it was met. An update that anyone has committed is
+    finished wherever it is PREPARED; what is not, and any other update, is aborted: a late message
+    may have begun a committed one anew. Raises the error of one that is out of reach; any other
+    means that the update is over there, and the next one heals what it left.
+    """
+    orphans = {a.status.update_id for a in answers if a.status.orphaned and a.status.update_id}
+    versions: list[int] = []
+    for update_id in orphans:
+        committed = any(a.status.last_finished == update_id for a in answers)
+        holders = [a for a in answers if a.status.update_id == update_id]
+        prepared = [a.member for a in holders if committed and a.status.state == "PREPARED"]
+        others = [a.member for a in holders if a.member not in prepared]
+        finish = FinishRequest(update_id=update_id)
+        abort = AbortRequest(update_id=update_id, reason="its sender died")
+        versions += _end(fleet, finish, prepared, timeout_s)
+        versions += _end(fleet, abort, others, timeout_s)
+    return versions
+
+
+def _end(
+    fleet: Fleet, request: FinishRequest | AbortRequest, members: list[Member], timeout_s: float
+) -> list[int]:
+    """End a dead sender's update at those who hold it; return the versions that they have then."""
+    if not members:
+        return []
+    update_id = request.update_id
+    end = "finished" if isinstance(request, FinishRequest) else "aborted"
+    logger.warning("update %s of a dead sender is %s", update_id, end)
+    done = fleet.ask(request, timeout_s=timeout_s, members=members)
+    lost = [answer for answer in done if isinstance(answer.error, TransportError)]
+    raise_first(lost, f"ending update {update_id} of a dead sender")
+    for answer in failures(done):
+        logger.warning("%s has ended it otherwise: %s", answer.member.target, answer.error)
+    return [answer.step.version for answer in done if answer.error is None]
+
+
+def abort_others(fleet: Fleet, answers: Sequence[MemberReply], timeout_s: float) -> bool:
+    """Abort what receivers of this sender hold open though it sends nothing; say if there was such.
+
+    A late message opens an update where its end is not remembered: in a receiver that was started
+    again. Others are sessions of clients that do not connect. One whose finish the member still
+    owes an answer for stays. Called between two updates, with what the receivers said just before.
+    """
+    stale = [answer for answer in answers if _is_stale(answer)]
+    for answer in stale:
+        update_id = answer.status.update_id or ""
+        logger.warning("update %s of %s is aborted", update_id, answer.member.target)
+        request = AbortRequest(update_id=update_id, reason="the receiver's owner did not start it")
+        fleet.ask(request, timeout_s=timeout_s, members=[answer.member])
+    return bool(stale)
+
+
+def _is_stale(answer: MemberReply) -> bool:
+    """Whether a receiver that belongs to this sender is in an update that it will not finish."""
+    member, status = answer.member, answer.status
+    is_owed = member.unfinished is not None and member.unfinished.update_id == status.update_id
+    is_open = status.state in ("UPDATING", "PREPARED") and not status.orphaned
+    return is_open and not is_owed and bool(member.sender)
+
+
+def recover_prepared(fleet: Fleet, member: Member, timeout_s: float) -> None:
+    """Abort the update of this sender that a member holds, whose finish failed.
+
+    Raises what its abort raises.
+    """
+    answer = fleet.ask(StatusRequest(), timeout_s=timeout_s, members=[member])[0]
+    held = answer.status.update_id if answer.error is None else None
+    if held is None or answer.status.state != "PREPARED" or held != member.last_told:
+        return
+    request = AbortRequest(update_id=held, reason="its finish failed")
+    raise_first(fleet.ask(request, timeout_s=timeout_s, members=[member]), "abort")
+
 
 _STATUS_TIMEOUT_S = 10.0
 _POLL_S = 0.05

@@ -1,27 +1,27 @@
-"""All ranks of one trainer as one: rank 0 commands, every rank does its part and answers."""
+"""All ranks of one trainer as one: rank 0 commands, every rank does its part and replies."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 
-from weightsync.errors import ProtocolError
-from weightsync.report import SyncReport
-from weightsync.sending.agreement import compare_manifests
-from weightsync.sending.call_off import CancelledError
-from weightsync.sending.commands import (
+from weightsync.errors import ProtocolError, WeightSyncError
+from weightsync.ranks.comm import CancelledError, RankComm, compare_manifests
+from weightsync.ranks.observers import Observers
+from weightsync.ranks.worker import (
     AnyCommand,
     CommandResult,
     Finished,
     RankInfo,
+    RankWorker,
     decode_command,
     decode_rank_info,
     decode_result,
     encode,
 )
-from weightsync.sending.feeder import RankWorker
-from weightsync.sending.ranks import RankComm
-from weightsync.sending.watch import Observers
+from weightsync.report import SyncReport
 from weightsync.specs import Manifest
+from weightsync.weights.source import NamedTensors
 from weightsync.wire.problem import from_problem, to_problem
 
 
@@ -143,3 +143,59 @@ class RankGroup:
                 "give connect() the same kind of source on every rank"
             )
         return rank_infos
+
+
+class FollowerUpdate:
+    """Takes part in what rank 0 sends. `send` is called as often as on rank 0.
+
+    `last_report` is rank 0's, after the block.
+    """
+
+    def __init__(self, group: RankGroup) -> None:
+        self.last_report: SyncReport | None = None
+        self._group = group
+        self._over = False
+        self._follow()
+
+    def send(self, named_tensors: NamedTensors) -> None:
+        """Make these tensors, which rank 0 or this rank's own receivers are sent."""
+        self._group.worker.pairs = named_tensors
+        try:
+            self._follow()
+        finally:
+            self._group.worker.pairs = None
+
+    def finish(self) -> None:
+        """The block ended well here; raises what rank 0's raises."""
+        self._follow()
+
+    def fail(self, error: BaseException) -> None:
+        """The block ended with an error here: no rank's update commits."""
+        if self._over:
+            return
+        self._group.worker.fault = error
+        try:
+            with suppress(WeightSyncError):
+                self._follow()
+        finally:
+            self._group.worker.fault = None
+
+    def _follow(self) -> None:
+        try:
+            done = self._group.serve()
+        except BaseException:
+            self._over = True
+            raise
+        self.last_report = done.report
+
+
+@contextmanager
+def following(group: RankGroup) -> Iterator[FollowerUpdate]:
+    """Around the block of a rank that does not lead: rank 0 learns how it ended."""
+    followed = FollowerUpdate(group)
+    try:
+        yield followed
+    except BaseException as exc:
+        followed.fail(exc)
+        raise
+    followed.finish()

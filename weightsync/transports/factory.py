@@ -15,8 +15,8 @@ from weightsync.transports.callback import CallbackTransport
 from weightsync.transports.calls import CallThreads
 
 if TYPE_CHECKING:
-    from weightsync.sending.addresses import UrlTransports
     from weightsync.transports.sglang_server import MakeReceiver
+    from weightsync.transports.urls import UrlTransports
 
 Target = str | Callable[..., object] | Transport
 Targets = Target | Iterable[Target]
@@ -91,7 +91,7 @@ class TransportFactory:
         with self._lock:
             if self._addresses is None:
                 # HTTP and what speaks it take a while to load; `import weightsync` does not wait.
-                self._addresses = import_module("weightsync.sending.addresses").UrlTransports(
+                self._addresses = import_module("weightsync.transports.urls").UrlTransports(
                     self._token,
                     verify_tls=self._verify_tls,
                     make_receiver=self._make_receiver,

@@ -1,4 +1,4 @@
-"""Rank 0 of a trainer: it alone talks to the fleet, and leads the others through every update."""
+"""Rank 0 of a trainer: it alone calls the fleet, and leads the other ranks through an update."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import copy
 import dataclasses
 import logging
 import secrets
+import threading
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -13,17 +14,16 @@ from typing import Literal
 
 from weightsync.backends.ipc.sender import IpcOptions
 from weightsync.errors import ConfigError, StaleVersionError, WeightSyncError
-from weightsync.lifecycle import MAX_VERSION, version_after
+from weightsync.ranks.group import RankGroup
+from weightsync.ranks.worker import CheckMoved
 from weightsync.report import SyncReport
-from weightsync.sending.commands import CheckMoved
-from weightsync.sending.ensemble import RankGroup
-from weightsync.sending.fleet import Fleet, Member
-from weightsync.sending.membership import Membership, names
-from weightsync.sending.outgoing import UpdateTransaction
-from weightsync.sending.paths import PathSelector
-from weightsync.sending.sent import LastVersion
-from weightsync.sending.servers import WorldSizeChangedError
+from weightsync.specs import MAX_VERSION
 from weightsync.transports.base import Transport
+from weightsync.update.fleet import Fleet, Member, WorldSizeChangedError
+from weightsync.update.lifecycle import version_after
+from weightsync.update.membership import Membership, names
+from weightsync.update.outgoing import LastVersion, UpdateTransaction
+from weightsync.update.paths import PathSelector
 from weightsync.wire.messages import StartTerms, StepReply
 
 logger = logging.getLogger(__name__)
@@ -399,3 +399,23 @@ def _check_version(version: object) -> None:
             f"a version is an integer from 0 to {MAX_VERSION}, not {version!r}; a name goes into "
             "label="
         )
+
+
+class UpdateLock:
+    """Who sends now: the ring of a sender has one writer."""
+
+    def __init__(self) -> None:
+        self._taken = threading.Lock()
+
+    @contextmanager
+    def taken(self) -> Iterator[None]:
+        """Around a call. Raises ConfigError when one is at work."""
+        if not self._taken.acquire(blocking=False):
+            raise ConfigError(
+                "this sender is at work already, in another thread or in an update() block around "
+                "this call; use it from one thread, one update after another"
+            )
+        try:
+            yield
+        finally:
+            self._taken.release()

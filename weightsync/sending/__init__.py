@@ -1,1 +1,0 @@
-"""One update as its sender lives it: the fleet, the path, the transaction."""
