@@ -406,8 +406,3 @@ def device_keys(sink: WeightSink) -> list[str]:
     """Who this receiver is: the GPU that its weights live on, if any, then the host."""
     keys = [gpu_key(sink.device)] if sink.device.type == "cuda" else []
     return [*keys, host_key()]
-
-
-def receiver_of_files(sink: WeightSink, version: int) -> WeightReceiver:
-    """Return what stands in, here, for a server that holds `version` and is reached by files."""
-    return WeightReceiver(sink, apply="staged", version=version)

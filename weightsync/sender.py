@@ -26,7 +26,6 @@ from weightsync.observe import Shown, TracePath, progress_callback, watch_progre
 from weightsync.ranks.comm import RankComm, join_ranks
 from weightsync.ranks.group import FollowerUpdate, RankGroup, following
 from weightsync.ranks.worker import RankWorker
-from weightsync.receiver import receiver_of_files
 from weightsync.report import SyncReport
 from weightsync.shm.ring import PATIENCE
 from weightsync.shm.segment import cleanup_stale
@@ -120,9 +119,7 @@ def connect(  # noqa: PLR0913  # the settings of a connection, all keyword-only
     patience_s = timeout_s * (PATIENCE + 1) + _RANKS_SLACK_S
     ranks = join_ranks(process_group, timeout_s=patience_s, join_timeout_s=timeout_s)
 
-    reach = TransportFactory(
-        token, verify_tls=verify_tls, make_receiver=receiver_of_files, timeout_s=timeout_s
-    )
+    reach = TransportFactory(token, verify_tls=verify_tls, timeout_s=timeout_s)
 
     def feed() -> RankWorker:
         return RankWorker(as_source(source, dtype=dtype, rename=rename), options, ranks)

@@ -23,8 +23,8 @@ from weightsync.cli import doctor, doctor_gpu, doctor_host, doctor_pairs
 from weightsync.cli.children import command
 from weightsync.cli.doctor_findings import Check, Finding, Level, examine, ok
 from weightsync.errors import TransferError
+from weightsync.integrations.sglang.files import WeightDirectory, list_homes
 from weightsync.shm.segment import Segment
-from weightsync.transports.sglang_shelf import WeightDirectory, list_homes
 
 CHECKS = {
     "cpu",
@@ -183,7 +183,7 @@ def test_only_what_dead_owners_left_is_removed() -> None:
 SHELF = """
 import signal, sys
 from pathlib import Path
-from weightsync.transports.sglang_shelf import Shelf
+from weightsync.integrations.sglang.files import Shelf
 shelf = Shelf(Path(sys.argv[1]))
 home = shelf.join("some", 1).weights.parent
 (home / "weights").mkdir()

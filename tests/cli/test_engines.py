@@ -14,8 +14,8 @@ from torch import nn
 import weightsync as ws
 from tests.cli.running import answer_of, weightsync
 from tests.server.live import serving
-from weightsync.transports import vllm_door
-from weightsync.transports.vllm_door import Round, WorkerAnswer
+from weightsync.integrations.vllm import rpc
+from weightsync.integrations.vllm.rpc import Round, WorkerAnswer
 from weightsync.wire import codec
 from weightsync.wire.messages import StatusRequest
 
@@ -24,9 +24,9 @@ WORKERS = 2
 
 def answer(receiver: ws.WeightReceiver, told: Round, rank: int) -> dict[str, Any]:
     """What the engine in a worker of vLLM answers at its door, to a question alone."""
-    asked = vllm_door.addressed(told, rank) is not None
+    asked = rpc.addressed(told, rank) is not None
     status = receiver.dispatch(StatusRequest())
-    return vllm_door.encode_answer(
+    return rpc.encode_answer(
         WorkerAnswer(
             nonce=told.nonce,
             rank=rank,
@@ -47,7 +47,7 @@ def vllm_like(backend: str = "weightsync") -> Iterator[str]:
     receivers = [ws.WeightReceiver(nn.Linear(2, 2)) for _ in range(WORKERS)]
 
     def collective_rpc(body: dict[str, Any] = Body()) -> dict[str, Any]:  # noqa: B008 - FastAPI's
-        told = vllm_door.decode_round(body["args"][0])
+        told = rpc.decode_round(body["args"][0])
         return {"results": [answer(one, told, rank) for rank, one in enumerate(receivers)]}
 
     app = FastAPI()

@@ -21,7 +21,7 @@ from weightsync.cli.metrics_text import parse, read_last_updates
 from weightsync.cli.status import overall
 from weightsync.cli.status_seen import paths_of
 from weightsync.server import Workers, worker_path, workers_router
-from weightsync.server.merging import merge_statuses
+from weightsync.server.workers import merge_statuses
 from weightsync.wire.messages import Status
 
 WAIT_S = 60

@@ -34,10 +34,10 @@ from weightsync.errors import (
     TransferError,
     UpdateConflictError,
 )
+from weightsync.integrations.pause_watch import PauseWatch
+from weightsync.integrations.sglang import files
+from weightsync.integrations.sglang.server import SglangControl
 from weightsync.shm.segment import remove_leftovers
-from weightsync.transports import sglang_shelf
-from weightsync.transports.pause_watch import PauseWatch
-from weightsync.transports.sglang_http import SglangControl
 from weightsync.wire.messages import PauseRequest, ResumeRequest
 
 pytestmark = pytest.mark.usefixtures("shm_clean", "no_files_left")
@@ -66,9 +66,9 @@ def server(process: StandInProcess) -> Served:
 @pytest.fixture
 def no_files_left() -> Iterator[None]:
     """Nothing of this process's is left in shared memory."""
-    before = homes(sglang_shelf.MEMORY)
+    before = homes(files.MEMORY)
     yield
-    assert homes(sglang_shelf.MEMORY) <= before
+    assert homes(files.MEMORY) <= before
 
 
 def homes(base: Path) -> set[Path]:
@@ -116,7 +116,7 @@ def test_two_updates_arrive_and_nothing_is_left(server: Served) -> None:
             assert holds(server, module)
             state = server.state()
             assert (state["weight_version"], state["paused"]) == (str(version), "")
-            assert weights_in(sglang_shelf.MEMORY) == []
+            assert weights_in(files.MEMORY) == []
         assert state["calls"][-5:] == [
             "model_info",
             "pause_generation",
@@ -145,15 +145,15 @@ def test_a_bare_url_is_found_out_and_the_next_sender_follows(server: Served) -> 
 def test_one_fleet_writes_once_in_several_shards(
     process: StandInProcess, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sglang_shelf, "SHARD_NBYTES", 300)
+    monkeypatch.setattr(files, "SHARD_NBYTES", 300)
     made: list[str] = []
-    add = sglang_shelf.Snapshot.add
+    add = files.Snapshot.add
 
-    def counted(batch: sglang_shelf.Snapshot, layout: Any) -> Any:
+    def counted(batch: files.Snapshot, layout: Any) -> Any:
         made.append("")
         return add(batch, layout)
 
-    monkeypatch.setattr(sglang_shelf.Snapshot, "add", counted)
+    monkeypatch.setattr(files.Snapshot, "add", counted)
     servers = [process.server(name=name) for name in "abc"]
     urls = [f"sglang+{server.url}?directory={tmp_path}" for server in servers]
     module = model()
@@ -223,7 +223,7 @@ def test_a_refusal_is_told_and_a_full_update_heals(server: Served) -> None:
             sender.send_weights()
         assert server.url in str(caught.value)
         assert server.state()["paused"] == ""
-        assert weights_in(sglang_shelf.MEMORY) == []
+        assert weights_in(files.MEMORY) == []
         with (
             pytest.raises(UpdateConflictError, match="TORN"),
             sender.update(partial=True) as update,
@@ -369,10 +369,10 @@ def test_a_server_that_dies_while_it_loads(checkpoint: Path) -> None:
                 sender.send_weights()
             assert "could not be told to generate again" in "".join(got.value.__notes__)
             assert process.process.wait(20) == 9
-            assert weights_in(sglang_shelf.MEMORY) == []
+            assert weights_in(files.MEMORY) == []
             with pytest.raises(ConnectError, match="is the server running"):
                 sender.send_weights()
-            assert weights_in(sglang_shelf.MEMORY) == []
+            assert weights_in(files.MEMORY) == []
 
 
 def test_a_pause_that_is_refused_is_taken_back(server: Served) -> None:
@@ -511,7 +511,7 @@ def test_a_full_directory(server: Served, monkeypatch: pytest.MonkeyPatch) -> No
             with pytest.raises(TransferError, match=r"has 100 bytes left.*name another directory"):
                 sender.send_weights()
         assert server.state()["calls"].count("update_weights_from_disk") == 1
-        assert weights_in(sglang_shelf.MEMORY) == []
+        assert weights_in(files.MEMORY) == []
         sender.send_weights()
     assert holds(server, module)
 

@@ -32,7 +32,7 @@ NEEDS = {
     "weightsync.integrations.huggingface": ("peft",),
     "weightsync.integrations.trl": ("transformers",),
     "weightsync.integrations.vllm": ("vllm",),
-    "weightsync.integrations.vllm_actors": (),
+    "weightsync.integrations.vllm.actors": (),
     "weightsync.rollout.hugging_face": ("transformers",),
     "weightsync.cli.app": ("typer",),
 }

@@ -40,7 +40,7 @@ from weightsync.rollout.status_page_data import (
 from weightsync.rollout.status_page_markup import escaped, isolated, joined, tag
 from weightsync.rollout.status_page_view import render_fragment, render_page, waits_for
 from weightsync.rollout.steps import ModelCard
-from weightsync.server.door import Receiver
+from weightsync.server.dispatcher import Receiver
 from weightsync.server.router import weight_router
 from weightsync.update.history import WorkerReport
 from weightsync.wire.messages import (

@@ -14,7 +14,7 @@ import uvicorn
 from fastapi import FastAPI
 
 from weightsync.server import weight_router
-from weightsync.server.door import DEFAULT_MAX_BODY_NBYTES, Receiver
+from weightsync.server.dispatcher import DEFAULT_MAX_BODY_NBYTES, Receiver
 from weightsync.server.listening import listen, url_of
 
 TOKEN = "the-token"

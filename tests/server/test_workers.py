@@ -21,8 +21,7 @@ from weightsync.errors import (
     UpdateConflictError,
 )
 from weightsync.receiver import WeightReceiver
-from weightsync.server.merging import merge_statuses
-from weightsync.server.workers import Workers, workers_router
+from weightsync.server.workers import Workers, merge_statuses, workers_router
 from weightsync.transports.http import HttpTransport
 from weightsync.weights.checksum_sums import DISAGREE
 from weightsync.wire.messages import (

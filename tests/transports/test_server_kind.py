@@ -12,8 +12,8 @@ import weightsync as ws
 from tests.server.live import serving
 from tests.transports.test_vllm_http import VERSION, Http
 from weightsync.errors import BackendUnavailableError, ConnectError
+from weightsync.integrations.servers import ServerTransports
 from weightsync.transports.http import HttpTransport
-from weightsync.transports.urls import UrlTransports
 
 FOREIGN_ROUTES = {
     "/version": {"version": "1.4.2"},
@@ -52,7 +52,7 @@ def test_a_receiver_whose_status_is_an_error_is_ours_still(
 
     monkeypatch.setattr(app[1], "status", fail)
     with serving(app[0]) as url:
-        (transport,) = UrlTransports(None, verify_tls=True, make_receiver=None).transports(url)
+        (transport,) = ServerTransports(None, verify_tls=True).transports(url)
         assert type(transport) is HttpTransport
         transport.close()
 

@@ -13,11 +13,16 @@ import torch
 from safetensors import safe_open
 
 from weightsync.errors import ConfigError, TransferError
+from weightsync.integrations.sglang import files
+from weightsync.integrations.sglang.files import (
+    INDEX,
+    Snapshot,
+    WeightDirectory,
+    lay_out,
+    read_manifest,
+)
 from weightsync.shm.owner_lock import OwnerLock
 from weightsync.tensors import as_bytes, spec_of
-from weightsync.transports import sglang_shelf
-from weightsync.transports.sglang_files import INDEX, lay_out, read_manifest
-from weightsync.transports.sglang_shelf import Snapshot, WeightDirectory
 
 TENSORS = {
     "odd": torch.randn(33, 7).to(torch.bfloat16),
@@ -140,10 +145,10 @@ def test_what_a_dead_owner_left_is_removed_and_nothing_else(tmp_path: Path) -> N
     lock.link(held / "owner.lock")
     foreign = tmp_path / "weightsync-sglang-foreign"
     foreign.mkdir()
-    sglang_shelf.remove_stale_homes(tmp_path)
+    files.remove_stale_homes(tmp_path)
     assert sorted(tmp_path.iterdir()) == sorted([held, foreign])
     lock.release()
-    sglang_shelf.remove_stale_homes(tmp_path)
+    files.remove_stale_homes(tmp_path)
     assert list(tmp_path.iterdir()) == [foreign]
 
 

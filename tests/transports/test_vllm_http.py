@@ -19,8 +19,8 @@ from weightsync.errors import (
     TransferError,
     TransportTimeout,
 )
-from weightsync.integrations.vllm_actors import vllm_targets
-from weightsync.transports.vllm_http import VllmHttpControl, plain_url
+from weightsync.integrations.vllm.actors import vllm_targets
+from weightsync.integrations.vllm.server import VllmHttpControl, plain_url
 
 
 def source() -> torch.nn.Linear:

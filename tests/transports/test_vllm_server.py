@@ -32,10 +32,10 @@ from weightsync.errors import (
     TransportTimeout,
     WeightSyncError,
 )
-from weightsync.integrations import vllm_pauses
+from weightsync.integrations.vllm import pauses as vllm_pauses
+from weightsync.integrations.vllm import rpc
+from weightsync.integrations.vllm.server import VllmServer, worker_transports
 from weightsync.shm.segment import remove_leftovers
-from weightsync.transports import vllm_door
-from weightsync.transports.vllm_server import VllmServer, worker_transports
 from weightsync.wire.messages import StatusRequest
 
 
@@ -437,10 +437,10 @@ def test_only_its_owner_s_word_prolongs_a_pause(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_what_no_worker_could_read_is_raised_as_it_is() -> None:
-    told = vllm_door.Round(nonce="n")
-    answer = vllm_door.encode_refusal(ProtocolError("this is no round"))
+    told = rpc.Round(nonce="n")
+    answer = rpc.encode_refusal(ProtocolError("this is no round"))
     with pytest.raises(ProtocolError, match="this is no round"):
-        vllm_door.decode_answers(told, [answer, answer], peer="server")
+        rpc.decode_answers(told, [answer, answer], peer="server")
 
 
 def lose(
@@ -460,7 +460,7 @@ def lose(
     verb_of, left = getattr(workers, verb), list(holds)
 
     def call(*args: str, timeout_s: float) -> object:
-        said = vllm_door.decode_round(args[0]).holds if verb == "rpc" else None
+        said = rpc.decode_round(args[0]).holds if verb == "rpc" else None
         if not left or left[0] != (None if said is None else bool(said)):
             return verb_of(*args, timeout_s=timeout_s)
         left.pop(0)

@@ -19,8 +19,8 @@ from typing import Any
 import torch
 
 import weightsync as ws
-from weightsync.integrations import vllm_pauses
-from weightsync.transports import vllm_door
+from weightsync.integrations.vllm import pauses as vllm_pauses
+from weightsync.integrations.vllm import rpc as vllm_door
 from weightsync.update.lifecycle import ApplyChoice
 from weightsync.wire import codec, problem
 

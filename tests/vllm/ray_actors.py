@@ -27,7 +27,7 @@ from tests.vllm.tiny import (
     largest_difference,
     make_model,
 )
-from weightsync.integrations.vllm_actors import vllm_targets
+from weightsync.integrations.vllm.actors import vllm_targets
 
 WAIT_S = 240.0
 ENGINE = {

@@ -15,9 +15,9 @@ from tests.vllm.offline import assert_computes, engine_of, generated, offline_ll
 from tests.vllm.served import vllm_server
 from tests.vllm.tiny import change, expected, largest_difference, make_mixture, save
 from weightsync.errors import ManifestMismatchError, RemoteError
-from weightsync.integrations import vllm_trial
-from weightsync.integrations.vllm_actors import vllm_targets
-from weightsync.integrations.vllm_held import held_checksums
+from weightsync.integrations.vllm import sink as vllm_trial
+from weightsync.integrations.vllm.actors import vllm_targets
+from weightsync.integrations.vllm.checksums import held_checksums
 from weightsync.receiver import WeightReceiver
 from weightsync.weights.experts import ExpertLayout
 
@@ -212,7 +212,7 @@ def test_what_the_checkpoint_has_is_not_tried_out(
         tried.append(names)
         return vllm_trial.try_out(reload, manifest, names)
 
-    monkeypatch.setattr("weightsync.integrations.vllm_sink.try_out", counting)
+    monkeypatch.setattr("weightsync.integrations.vllm.sink.try_out", counting)
     change(mixture.model, FINAL)
     with ws.connect(mixture.source, to=vllm_targets(mixture.llm)) as sender:
         sender.send_weights()

@@ -19,9 +19,8 @@ from tests.children import CONTEXT, load_beforehand
 from tests.vllm import victims
 from tests.vllm.served import Served, vllm_server
 from tests.vllm.tiny import PROMPT, change, make_model
-from weightsync.integrations.vllm_pauses import LEASE_S, LOOK_S
-from weightsync.transports.vllm_http import VllmHttpControl
-from weightsync.transports.vllm_server import VllmServer
+from weightsync.integrations.vllm.pauses import LEASE_S, LOOK_S
+from weightsync.integrations.vllm.server import VllmHttpControl, VllmServer
 
 load_beforehand("tests.vllm.victims")
 

@@ -19,10 +19,10 @@ from tests.vllm.test_migrating import block
 from tests.vllm.tiny import change, expected, largest_difference, make_model
 from weightsync.compat import IPCWeightTransferEngine
 from weightsync.errors import ConfigError, ManifestMismatchError, ProtocolError, WeightSyncError
-from weightsync.integrations.vllm_actors import vllm_targets
+from weightsync.integrations.vllm.actors import vllm_targets
+from weightsync.integrations.vllm.server import VllmWorkerTransport
 from weightsync.receiver import WeightReceiver
 from weightsync.tensors import as_bytes
-from weightsync.transports.vllm_server import VllmWorkerTransport
 from weightsync.weights.fingerprint import mix64, to_hex
 from weightsync.wire import codec
 from weightsync.wire.messages import CheckReply, CheckRequest, StatusRequest

@@ -13,7 +13,7 @@ from transformers import Qwen3ForCausalLM
 
 import weightsync as ws
 from tests.vllm.tiny import change
-from weightsync.transports.vllm_http import VllmHttpControl
+from weightsync.integrations.vllm.server import VllmHttpControl
 
 REHEARSALS = 3
 

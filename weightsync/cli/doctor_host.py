@@ -17,6 +17,7 @@ import torch
 from weightsync.backends.ipc.sender import HOST_BUCKET_NBYTES, HOST_BUCKETS
 from weightsync.cli.doctor_findings import Finding, ok, problem, warning
 from weightsync.errors import BackendUnavailableError, SegmentError
+from weightsync.integrations.sglang.files import list_homes, remove_stale_homes
 from weightsync.shm.host_keys import host_key
 from weightsync.shm.ring import require_ordered_stores
 from weightsync.shm.segment import (
@@ -25,7 +26,6 @@ from weightsync.shm.segment import (
     find_leftovers,
     remove_leftovers,
 )
-from weightsync.transports.sglang_shelf import list_homes, remove_stale_homes
 
 _MIB = 1 << 20
 RING_NBYTES = HOST_BUCKET_NBYTES * HOST_BUCKETS

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from typing import Literal
 
-from weightsync.transports.sglang_http import is_sglang
-from weightsync.transports.sglang_server import SglangTarget
-from weightsync.transports.vllm_http import is_vllm, plain_url
+from weightsync.integrations.sglang.server import SglangTarget, is_sglang
+from weightsync.integrations.vllm.server import is_vllm, plain_url
 
 Engine = Literal["vllm", "sglang"]
 

@@ -37,7 +37,7 @@ from weightsync.errors import (
     WeightSyncError,
     shorten,
 )
-from weightsync.transports.sglang_http import SglangFacts
+from weightsync.integrations.sglang.server import SglangFacts
 from weightsync.wire.messages import LedgerEntry, Status
 
 

@@ -10,8 +10,8 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from weightsync.integrations.sglang.files import list_homes
 from weightsync.shm.census import HostSegment, list_segments
-from weightsync.transports.sglang_shelf import list_homes
 
 COLUMNS = ("segment", "MB", "age", "owner", "open in")
 _WIDTHS = {"segment": 43, "MB": 3, "age": 3, "owner": 5, "open in": 7}

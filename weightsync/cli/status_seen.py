@@ -12,11 +12,10 @@ from weightsync.cli.answers import FAILED, OK, describe, exit_code
 from weightsync.cli.engines import find_engine, read_target
 from weightsync.cli.metrics_text import LastUpdates, read_last_updates, read_server_info
 from weightsync.errors import ProtocolError, RemoteError, TransportError, WeightSyncError
+from weightsync.integrations.sglang.server import SglangControl, SglangFacts
+from weightsync.integrations.vllm.server import VllmHttpControl, worker_transports
 from weightsync.transports.base import Transport
 from weightsync.transports.http import HttpTransport
-from weightsync.transports.sglang_http import SglangControl, SglangFacts
-from weightsync.transports.vllm_http import VllmHttpControl
-from weightsync.transports.vllm_server import worker_transports
 from weightsync.wire.messages import Status, StatusRequest
 
 MAX_AT_ONCE = 16

@@ -23,7 +23,7 @@ from weightsync.rollout.status_page import status_router
 from weightsync.rollout.text import TokenizerService
 from weightsync.rollout.worker_client import RemoteReceiver, WorkerClient
 from weightsync.server.auth import LocalOnly, TokenAuth
-from weightsync.server.door import Receiver
+from weightsync.server.dispatcher import Receiver
 from weightsync.server.listening import SparingListener, tell_sparingly
 from weightsync.server.workers import Workers, worker_path, workers_router
 

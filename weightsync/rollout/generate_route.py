@@ -19,8 +19,8 @@ from weightsync.rollout.requests import (
 )
 from weightsync.rollout.steps import NO_LOGPROBS, SamplingParams
 from weightsync.rollout.text import TokenizerService
-from weightsync.server.door import error_response, read_body
-from weightsync.server.schemas import schema_of
+from weightsync.server.dispatcher import error_response, read_body
+from weightsync.server.router import schema_of
 from weightsync.wire.problem import MEDIA_TYPE, Problem
 
 DEFAULT_MAX_BODY_NBYTES = 32 << 20

@@ -22,7 +22,7 @@ from weightsync.errors import (
 from weightsync.rollout.openai_messages import RequestError
 from weightsync.rollout.requests import VersionSpan
 from weightsync.rollout.steps import ModelCard
-from weightsync.server.door import BodyError
+from weightsync.server.dispatcher import BodyError
 
 
 class Usage(msgspec.Struct, frozen=True, kw_only=True):

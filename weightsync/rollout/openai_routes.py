@@ -50,8 +50,8 @@ from weightsync.rollout.openai_messages import (
 )
 from weightsync.rollout.steps import NO_LOGPROBS, SamplingParams
 from weightsync.rollout.text import TokenizerService
-from weightsync.server.door import BodyError, read_body
-from weightsync.server.schemas import schema_of
+from weightsync.server.dispatcher import BodyError, read_body
+from weightsync.server.router import schema_of
 
 logger = logging.getLogger(__name__)
 

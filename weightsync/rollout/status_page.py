@@ -12,7 +12,7 @@ from fastapi.responses import HTMLResponse
 from weightsync.rollout.engine_client import EngineClient
 from weightsync.rollout.status_page_data import Watch
 from weightsync.rollout.status_page_view import render_fragment, render_page
-from weightsync.server.door import Receiver
+from weightsync.server.dispatcher import Receiver
 
 _HEADERS = {
     "cache-control": "no-store",

@@ -15,8 +15,8 @@ from msgspec.structs import asdict
 
 from weightsync.rollout.engine_client import EngineClient
 from weightsync.rollout.engine_messages import EngineStats
-from weightsync.server.door import Receiver
-from weightsync.server.merging import merge_statuses
+from weightsync.server.dispatcher import Receiver
+from weightsync.server.workers import merge_statuses
 from weightsync.update.history import WorkerReport
 from weightsync.wire.messages import LedgerEntry, OpenUpdate, Status, UpdateRecord
 

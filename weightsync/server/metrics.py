@@ -9,7 +9,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
-from weightsync.server.door import Receiver
+from weightsync.server.dispatcher import Receiver
 from weightsync.update.lifecycle import State
 from weightsync.wire.messages import LedgerEntry, Status, StepReply
 

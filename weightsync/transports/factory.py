@@ -7,39 +7,39 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, wait
 from functools import partial
 from importlib import import_module
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from weightsync.errors import ConfigError
 from weightsync.transports.base import Transport
 from weightsync.transports.callback import CallbackTransport
 from weightsync.transports.calls import CallThreads
 
-if TYPE_CHECKING:
-    from weightsync.transports.sglang_server import MakeReceiver
-    from weightsync.transports.urls import UrlTransports
+_SERVERS = "weightsync.integrations.servers"
+"""Asks which system's server stands behind a URL: it knows them all, so it is a layer above."""
 
 Target = str | Callable[..., object] | Transport
 Targets = Target | Iterable[Target]
 
 
-class TransportFactory:
-    """Makes transports for one sender. SGLang servers that it reaches share what is written.
+class UrlTransports(Protocol):
+    """Makes the transports to what a URL names: several to a server of many workers."""
 
-    `make_receiver` makes the receiver that stands in for such a server, which is of a layer above.
-    """
+    def transports(self, target: str) -> Sequence[Transport]: ...
+
+
+class TransportFactory:
+    """Makes transports for one sender. SGLang servers that it reaches share what is written."""
 
     def __init__(
         self,
         token: str | None,
         *,
         verify_tls: bool | str = True,
-        make_receiver: MakeReceiver | None = None,
         timeout_s: float = 30.0,
     ) -> None:
         self._token = token
         self._timeout_s = timeout_s
         self._verify_tls = verify_tls
-        self._make_receiver = make_receiver
         self._addresses: UrlTransports | None = None
         self._lock = threading.Lock()
 
@@ -91,26 +91,24 @@ class TransportFactory:
         with self._lock:
             if self._addresses is None:
                 # HTTP and what speaks it take a while to load; `import weightsync` does not wait.
-                self._addresses = import_module("weightsync.transports.urls").UrlTransports(
-                    self._token,
-                    verify_tls=self._verify_tls,
-                    make_receiver=self._make_receiver,
-                    timeout_s=self._timeout_s,
+                made: UrlTransports = import_module(_SERVERS).ServerTransports(
+                    self._token, verify_tls=self._verify_tls, timeout_s=self._timeout_s
                 )
+                self._addresses = made
         return self._addresses.transports(target)
 
 
 def make_transports(
     to: Targets, *, token: str | None, verify_tls: bool | str = True
 ) -> list[Transport]:
-    """Return a transport per receiver, SGLang's excepted; see Reach.every."""
+    """Return a transport per receiver; see TransportFactory.every."""
     return TransportFactory(token, verify_tls=verify_tls).every(to)
 
 
 def make_transport(
     target: object, token: str | None, *, verify_tls: bool | str = True
 ) -> Transport:
-    """Return the transport to one receiver, SGLang's excepted; see Reach.one."""
+    """Return the transport to one receiver; see TransportFactory.one."""
     return TransportFactory(token, verify_tls=verify_tls).one(target)
 
 

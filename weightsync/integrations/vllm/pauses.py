@@ -21,8 +21,8 @@ from typing import Any, Protocol
 import msgspec
 
 from weightsync.errors import ProtocolError
-from weightsync.transports import vllm_door
-from weightsync.transports.vllm_door import Round, WorkerAnswer
+from weightsync.integrations.vllm import rpc as vllm_door
+from weightsync.integrations.vllm.rpc import Round, WorkerAnswer
 
 logger = logging.getLogger(__name__)
 

@@ -22,8 +22,8 @@ from weightsync.errors import (
     TransportTimeout,
     WeightSyncError,
 )
-from weightsync.transports import vllm_door
-from weightsync.transports.vllm_server import VllmWorkerTransport, worker_transports
+from weightsync.integrations.vllm import rpc as vllm_door
+from weightsync.integrations.vllm.server import VllmWorkerTransport, worker_transports
 
 _GREETING_S = 300.0
 """An actor may still be loading its model."""

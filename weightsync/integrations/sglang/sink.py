@@ -8,11 +8,16 @@ from pathlib import Path
 import torch
 
 from weightsync.errors import ConfigError
+from weightsync.integrations.sglang import files
+from weightsync.integrations.sglang.files import (
+    Layout,
+    Snapshot,
+    SnapshotWriter,
+    WeightDirectory,
+    lay_out,
+)
 from weightsync.specs import Manifest, ManifestDifference, TensorSpec
 from weightsync.tensors import as_bytes
-from weightsync.transports import sglang_shelf
-from weightsync.transports.sglang_files import Layout, lay_out
-from weightsync.transports.sglang_shelf import Snapshot, SnapshotWriter, WeightDirectory
 from weightsync.weights.layout import StreamLayout
 from weightsync.weights.sink import Apply, HookSink, LoadTarget, NamedTensor
 
@@ -90,7 +95,7 @@ class FilesSink(HookSink):
             for spec in manifest.specs
             for name in names[spec.name]
         ]
-        return lay_out(written, shard_nbytes=sglang_shelf.SHARD_NBYTES), names
+        return lay_out(written, shard_nbytes=files.SHARD_NBYTES), names
 
     def begin(self, load_target: _FilesLanding) -> SnapshotWriter | None:
         """Make files, where it is this server for which the update's are written."""

@@ -8,19 +8,25 @@ from pathlib import Path
 
 from weightsync.errors import (
     AuthError,
-    ConfigError,
     ProtocolError,
     RemoteError,
     TransportTimeout,
     WeightSyncError,
 )
+from weightsync.integrations.sglang.files import WeightDirectory
+from weightsync.integrations.sglang.server import (
+    SglangTarget,
+    SglangTransport,
+    is_sglang,
+)
+from weightsync.integrations.vllm.server import (
+    VllmHttpControl,
+    is_vllm,
+    plain_url,
+    worker_transports,
+)
 from weightsync.transports.base import Transport
 from weightsync.transports.http import HttpTransport
-from weightsync.transports.sglang_http import is_sglang
-from weightsync.transports.sglang_server import MakeReceiver, SglangTarget, SglangTransport
-from weightsync.transports.sglang_shelf import WeightDirectory
-from weightsync.transports.vllm_http import VllmHttpControl, is_vllm, plain_url
-from weightsync.transports.vllm_server import worker_transports
 from weightsync.wire.messages import StatusRequest
 
 _PROBE_S = 5.0
@@ -30,22 +36,20 @@ _FILES_TIMES = 5
 """SGLang reads files while it is asked nothing else: one call may take so many `timeout_s`."""
 
 
-class UrlTransports:
-    """Makes transports to the servers of one sender; see Reach."""
+class ServerTransports:
+    """Makes transports to the servers of one sender; see TransportFactory."""
 
     def __init__(
         self,
         token: str | None,
         *,
         verify_tls: bool | str,
-        make_receiver: MakeReceiver | None,
         timeout_s: float = _GREETING_S,
     ) -> None:
         self._timeout_s = timeout_s
         self._lock = threading.Lock()
         self._token = token
         self._verify_tls = verify_tls
-        self._make_receiver = make_receiver
         self._shelves: dict[Path | None, WeightDirectory] = {}
 
     def transports(self, target: str) -> Sequence[Transport]:
@@ -63,11 +67,7 @@ class UrlTransports:
             most_s = min(_PROBE_S, self._timeout_s)
             ours = _is_ours(target, token, verify_tls=trust, timeout_s=self._timeout_s)
             if ours or not is_vllm(target, token, verify_tls=trust, timeout_s=most_s):
-                if (
-                    not ours
-                    and self._make_receiver
-                    and is_sglang(target, token, verify_tls=trust, timeout_s=most_s)
-                ):
+                if not ours and is_sglang(target, token, verify_tls=trust, timeout_s=most_s):
                     return [self._sglang(SglangTarget(url=target))]
                 return [HttpTransport(target, token, verify_tls=trust)]
         control = VllmHttpControl(said or target, token, verify_tls=trust)
@@ -76,8 +76,6 @@ class UrlTransports:
         return worker_transports(control, timeout_s=greeting_s)
 
     def _sglang(self, target: SglangTarget) -> Transport:
-        if self._make_receiver is None:
-            raise ConfigError(f"{target.url}: SGLang is reached by connect()")
         with self._lock:
             shelf = self._shelves.get(target.directory)
             if shelf is None:
@@ -85,7 +83,6 @@ class UrlTransports:
         return SglangTransport(
             target,
             shelf,
-            self._make_receiver,
             token=self._token,
             verify_tls=self._verify_tls,
             patience_s=_FILES_TIMES * self._timeout_s,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 
 from weightsync.errors import BackendUnavailableError
-from weightsync.integrations import vllm_pauses
+from weightsync.integrations.vllm import pauses
 
 try:
     from vllm.distributed.weight_transfer import WeightTransferEngineFactory
@@ -27,7 +27,7 @@ def register() -> None:
     _guard_pauses()
     try:
         WeightTransferEngineFactory.register_engine(
-            BACKEND, "weightsync.integrations.vllm_engine", "WeightsyncEngine"
+            BACKEND, "weightsync.integrations.vllm.engine", "WeightsyncEngine"
         )
     except ValueError:  # it is registered already
         return
@@ -40,7 +40,7 @@ def _guard_pauses() -> None:
         from vllm.v1.engine.core import EngineCore  # noqa: PLC0415  # in another vLLM
         from vllm.v1.request import RequestStatus  # noqa: PLC0415  # than those tried
 
-        vllm_pauses.install(
+        pauses.install(
             EngineCore, utility=EngineCoreRequestType.UTILITY, refused=RequestStatus.FINISHED_ERROR
         )
     except (ImportError, AttributeError) as exc:

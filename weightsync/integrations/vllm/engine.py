@@ -1,4 +1,4 @@
-"""The engine that a vLLM worker makes for `backend: weightsync`, and the worker's door to it."""
+"""The engine that a vLLM worker makes for `backend: weightsync`, and its RPC entry point."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from vllm.distributed.weight_transfer.base import WeightTransferEngine
 from vllm.v1.worker.worker_base import WorkerBase
 
 from weightsync.errors import ConfigError
-from weightsync.integrations.vllm_sink import VllmSink
+from weightsync.integrations.vllm import rpc
+from weightsync.integrations.vllm.rpc import Round, WorkerAnswer
+from weightsync.integrations.vllm.sink import VllmSink
 from weightsync.receiver import WeightReceiver
-from weightsync.transports import vllm_door
-from weightsync.transports.vllm_door import Round, WorkerAnswer
 from weightsync.update.lifecycle import ApplyChoice
 from weightsync.wire import codec, problem
 from weightsync.wire.messages import (
@@ -130,7 +130,7 @@ class WeightsyncEngine(WeightTransferEngine):  # type: ignore[misc]  # vLLM has 
     def at_door(self, worker: Any, told: Round) -> WorkerAnswer:
         """Answer a round; what a request raises is an answer too."""
         rank, world = _place(self.vllm_config)
-        call = vllm_door.addressed(told, rank)
+        call = rpc.addressed(told, rank)
         reply = wrong = None
         if call is not None:
             try:
@@ -183,13 +183,13 @@ def _door(worker: Any, text: str) -> dict[str, Any]:
     Never raises: vLLM would leave the answers of the other workers behind, for the next call.
     """
     try:
-        told = vllm_door.decode_round(text)
+        told = rpc.decode_round(text)
         engine = getattr(worker, "weight_transfer_engine", None)
         if not isinstance(engine, WeightsyncEngine):
             raise ConfigError("this worker's weight transfer engine is not weightsync's")
-        return vllm_door.encode_answer(engine.at_door(worker, told))
+        return rpc.encode_answer(engine.at_door(worker, told))
     except Exception as exc:  # noqa: BLE001  # it is told to the sender, who raises it
-        return vllm_door.encode_refusal(exc)
+        return rpc.encode_refusal(exc)
 
 
 def _place(vllm_config: Any) -> tuple[int, int]:

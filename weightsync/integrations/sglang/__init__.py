@@ -9,10 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from pathlib import Path
 
-from weightsync.receiver import receiver_of_files
-from weightsync.transports.sglang_http import Pause
-from weightsync.transports.sglang_server import SglangTarget, SglangTransport
-from weightsync.transports.sglang_shelf import WeightDirectory
+from weightsync.integrations.sglang.files import WeightDirectory
+from weightsync.integrations.sglang.server import Pause, SglangTarget, SglangTransport
 
 
 def servers(
@@ -44,11 +42,7 @@ def servers(
                 pause=pause,
                 check_names=check_names,
             )
-            made.append(
-                SglangTransport(
-                    target, shelf, receiver_of_files, token=token, verify_tls=verify_tls
-                )
-            )
+            made.append(SglangTransport(target, shelf, token=token, verify_tls=verify_tls))
     except BaseException:
         for transport in made:
             transport.close()
