@@ -15,8 +15,8 @@ from typing import Any
 import requests
 import torch
 
-from weightsync.rollout.hugging_face import hf_logging
-from weightsync.rollout.model import make_tiny_model, make_tiny_vision_model
+from weightsync.serve.hugging_face import hf_logging
+from weightsync.serve.model import make_tiny_model, make_tiny_vision_model
 
 START_S = 600.0
 END_S = 30.0

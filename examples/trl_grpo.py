@@ -24,7 +24,7 @@ from datasets import Dataset
 from trl import GRPOConfig, GRPOTrainer
 
 from weightsync.integrations.trl import ServedRollouts, WeightSyncCallback
-from weightsync.rollout.model import load_model
+from weightsync.serve.model import load_model
 
 PROMPTS = {
     "smollm2": ("Count from 1 to 20.", "What is 17 times 23?", "Tell me some prime numbers."),

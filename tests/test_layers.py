@@ -56,7 +56,7 @@ LAYERS = (
     ),
     layer(""),
     layer("server", "ray"),
-    layer("rollout", "integrations", "testing"),
+    layer("serve", "integrations", "testing"),
     layer("cli", "__main__", mutual=True),
 )
 HEIGHT = {unit: height for height, row in enumerate(LAYERS) for unit in row.units}
@@ -207,7 +207,7 @@ def test_the_package_is_there() -> None:
         ),
         ("weightsync.transports.base", "from weightsync import connect", "is above it"),
         ("weightsync.sender", "import weightsync", "is above it"),
-        ("weightsync.testing.faults", "from weightsync.rollout import model", "is beside it"),
+        ("weightsync.testing.faults", "from weightsync.serve import model", "is beside it"),
         ("weightsync", "from weightsync.server import weight_router", "is above it"),
         ("weightsync.specs", "import msgspec", "is not in the standard library"),
         ("weightsync.sender", "from weightsync.magic import x", "is in no layer"),
@@ -232,7 +232,7 @@ def test_a_module_of_no_layer_is_refused() -> None:
         ("weightsync.weights.sink", "import torch\nfrom weightsync.weights import layout"),
         ("weightsync.sender", "from weightsync.update.fleet import Fleet"),
         ("weightsync.server.router", "import fastapi\nimport weightsync as ws"),
-        ("weightsync.cli.demo", "from weightsync.rollout.model import load"),
+        ("weightsync.cli.demo", "from weightsync.serve.model import load"),
         ("weightsync", "from weightsync.receiver import WeightReceiver"),
         ("weightsync", "def __getattr__(n):\n    return import_module('weightsync.server')"),
     ],

@@ -16,7 +16,7 @@ from typer.testing import CliRunner, Result
 
 from weightsync.cli.app import make_app
 from weightsync.cli.children import command, run_child
-from weightsync.rollout.model import make_tiny_model
+from weightsync.serve.model import make_tiny_model
 from weightsync.tensors import as_bytes
 from weightsync.weights.fingerprint import mix64, to_hex
 

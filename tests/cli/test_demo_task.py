@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from weightsync.cli.demo_task import TASKS, Learner, advantages, completion_logprobs
-from weightsync.rollout.generation import Generator
-from weightsync.rollout.model import make_tiny_model
-from weightsync.rollout.requests import Completion, Sampling
+from weightsync.serve.generation import Generator
+from weightsync.serve.model import make_tiny_model
+from weightsync.serve.requests import Completion, Sampling
 
 
 @pytest.mark.parametrize(

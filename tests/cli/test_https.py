@@ -10,7 +10,7 @@ import pytest
 import weightsync as ws
 from tests.cli.running import TOKEN, answer_of, tiny_tensors, weightsync, write_checkpoint
 from tests.security.https import Certificate, make_certificate, serving_https
-from weightsync.rollout.model import make_tiny_model
+from weightsync.serve.model import make_tiny_model
 
 
 @pytest.fixture(scope="module")

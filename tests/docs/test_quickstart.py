@@ -21,7 +21,7 @@ import weightsync as ws
 from tests.cli.running import ROOT, weightsync
 from tests.cli.test_doctor import CHECKS
 from weightsync.cli.app import VERBS
-from weightsync.rollout.model import make_tiny_model
+from weightsync.serve.model import make_tiny_model
 
 PAGE = (ROOT / "docs" / "quickstart.md").read_text(encoding="utf-8")
 SHOWN_URL = "http://127.0.0.1:8000"

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.examples.test_fsdp2_example import torchrun
-from weightsync.rollout.model import make_tiny_model
+from weightsync.serve.model import make_tiny_model
 
 
 @pytest.mark.usefixtures("shm_clean")

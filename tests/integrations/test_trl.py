@@ -16,7 +16,7 @@ import weightsync as ws
 from tests.integrations.tiny_trl import COMMON, GROUPS, LORA, lower, prompts, sft_trainer, trl
 from tests.segments import opened_since
 from weightsync.integrations.trl import WeightSyncCallback
-from weightsync.rollout.model import make_tiny_model
+from weightsync.serve.model import make_tiny_model
 from weightsync.shm.segment import live_segments
 
 pytestmark = [

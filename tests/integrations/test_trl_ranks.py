@@ -16,7 +16,7 @@ import torch
 import weightsync as ws
 from tests.crew import Died, crew
 from weightsync.integrations.trl import WeightSyncCallback
-from weightsync.rollout.model import make_tiny_model
+from weightsync.serve.model import make_tiny_model
 from weightsync.shm.segment import live_segments, remove_leftovers
 
 

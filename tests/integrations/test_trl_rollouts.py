@@ -24,7 +24,7 @@ from tests.rollout.servers import server
 from weightsync.cli.demo_trainer import Server, _checksums
 from weightsync.integrations.trl import ServedRollouts, WeightSyncCallback
 from weightsync.integrations.trl_rollouts import _batches, _groups
-from weightsync.rollout.model import make_tiny_model
+from weightsync.serve.model import make_tiny_model
 
 pytestmark = [
     # TRL and peft ask transformers for names that transformers gives up.

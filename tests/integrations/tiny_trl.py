@@ -10,7 +10,7 @@ import trl as typed_trl
 from datasets import Dataset
 
 from weightsync.integrations.trl import ServedRollouts
-from weightsync.rollout.model import make_tiny_model
+from weightsync.serve.model import make_tiny_model
 
 trl: Any = typed_trl  # its names are made when they are asked for, which its types do not say
 

@@ -33,7 +33,7 @@ NEEDS = {
     "weightsync.integrations.trl": ("transformers",),
     "weightsync.integrations.vllm": ("vllm",),
     "weightsync.integrations.vllm.actors": (),
-    "weightsync.rollout.hugging_face": ("transformers",),
+    "weightsync.serve.hugging_face": ("transformers",),
     "weightsync.cli.app": ("typer",),
 }
 # vLLM is not installed where this runs, so its plugin cannot be imported anyway.

@@ -17,9 +17,9 @@ import ray
 from tests.ray import sandbox
 from tests.rollout.supervised import answer
 from weightsync.errors import ConfigError, ProcessLostError
-from weightsync.rollout.api_server_processes import APIServerProcessManager
-from weightsync.rollout.process_waiting import wait_for_completion_or_failure
-from weightsync.rollout.ray_engines import RayEngines
+from weightsync.serve.api_server_processes import APIServerProcessManager
+from weightsync.serve.process_waiting import wait_for_completion_or_failure
+from weightsync.serve.ray_engines import RayEngines
 
 WAIT_S = 60.0
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from weightsync.rollout.model import LoadedModel, make_tiny_model
+from weightsync.serve.model import LoadedModel, make_tiny_model
 
 
 @pytest.fixture(scope="session")

@@ -9,11 +9,11 @@ from typing import Any
 
 from fastapi import FastAPI
 
-from weightsync.rollout.engine_messages import Delta, EngineStats, FinishReason, Job, TopToken
-from weightsync.rollout.generate_route import generation_router
-from weightsync.rollout.model import make_tiny_model
-from weightsync.rollout.steps import NO_LOGPROBS, ModelCard
-from weightsync.rollout.text import TokenizerService
+from weightsync.serve.engine_messages import Delta, EngineStats, FinishReason, Job, TopToken
+from weightsync.serve.generate_route import generation_router
+from weightsync.serve.model import make_tiny_model
+from weightsync.serve.steps import NO_LOGPROBS, ModelCard
+from weightsync.serve.text import TokenizerService
 
 MODEL = "scripted"
 MAX_LENGTH = 512

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from weightsync.rollout.steps import NewRows, RowId, SampledToken, SamplingParams, Step, StepResult
+from weightsync.serve.steps import NewRows, RowId, SampledToken, SamplingParams, Step, StepResult
 
 GREEDY = SamplingParams(temperature=0)
 

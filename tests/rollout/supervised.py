@@ -14,9 +14,9 @@ from contextlib import suppress
 from pathlib import Path
 
 from weightsync.errors import ManifestMismatchError
-from weightsync.rollout.api_server_processes import ClientConfig
-from weightsync.rollout.child_process import ChildSpec, Ready
-from weightsync.rollout.supervisor import Supervisor
+from weightsync.serve.api_server_processes import ClientConfig
+from weightsync.serve.child_process import ChildSpec, Ready
+from weightsync.serve.supervisor import Supervisor
 from weightsync.shm.segment import Segment
 
 WAIT_S = 60.0

@@ -9,16 +9,16 @@ import pytest
 
 from tests.rollout.scripted_engine import END_ID, TOKENIZER, ScriptedEngine, say, tokens_of
 from weightsync.errors import ConfigError, NotReadyError, PeerLostError
-from weightsync.rollout.completions import (
+from weightsync.serve.completions import (
     GenerationRequest,
     Prompt,
     StreamDelta,
     complete,
     stream_deltas,
 )
-from weightsync.rollout.engine_messages import Job
-from weightsync.rollout.requests import VersionSpan, spans
-from weightsync.rollout.text import TokenizerService
+from weightsync.serve.engine_messages import Job
+from weightsync.serve.requests import VersionSpan, spans
+from weightsync.serve.text import TokenizerService
 
 TEXTS = TokenizerService(TOKENIZER)
 WAIT_S = 60

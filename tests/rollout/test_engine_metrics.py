@@ -15,8 +15,8 @@ import weightsync as ws
 from tests.rollout.scripted_engine import ScriptedEngine
 from tests.server.live import serving
 from weightsync.errors import TransportTimeout
-from weightsync.rollout import engine_metrics
-from weightsync.rollout.engine_messages import EngineStats
+from weightsync.serve import engine_metrics
+from weightsync.serve.engine_messages import EngineStats
 from weightsync.server.router import weight_router
 
 REPLICAS = [

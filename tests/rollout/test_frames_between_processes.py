@@ -13,13 +13,13 @@ import pytest
 import zmq
 
 from weightsync.queues.sockets import ipc_address
-from weightsync.rollout.core_client import CoreClient
-from weightsync.rollout.engine_messages import Answer, EngineStats
-from weightsync.rollout.process_terms import CoreAddress
-from weightsync.rollout.steps import ModelCard
-from weightsync.rollout.worker_client import WorkerClient
-from weightsync.rollout.worker_crew import WorkerGroup, worker_identity
-from weightsync.rollout.worker_messages import Notice
+from weightsync.serve.core_client import CoreClient
+from weightsync.serve.engine_messages import Answer, EngineStats
+from weightsync.serve.process_terms import CoreAddress
+from weightsync.serve.steps import ModelCard
+from weightsync.serve.worker_client import WorkerClient
+from weightsync.serve.worker_crew import WorkerGroup, worker_identity
+from weightsync.serve.worker_messages import Notice
 
 WAIT_S = 60.0
 BAD = [b"", b"\xc1", b"no msgpack", msgspec.msgpack.encode({"a": 1}), b"\x91" * 5000]
@@ -32,7 +32,7 @@ def no_process_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     def end(code: int) -> None:
         raise AssertionError(f"the process would have ended with exit code {code}")
 
-    monkeypatch.setattr("weightsync.rollout.lasting_task.os._exit", end)
+    monkeypatch.setattr("weightsync.serve.lasting_task.os._exit", end)
 
 
 CARD = ModelCard(name="tiny", directory="tiny", vocab_size=8, max_length=8, end_ids=[0])

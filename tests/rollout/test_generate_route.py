@@ -24,7 +24,7 @@ from tests.rollout.scripted_engine import (
 )
 from tests.server.live import raw, serving
 from weightsync.errors import NotReadyError
-from weightsync.rollout.requests import VersionSpan, decode_response
+from weightsync.serve.requests import VersionSpan, decode_response
 
 WAIT_S = 60
 

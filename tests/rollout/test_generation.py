@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from weightsync.errors import ConfigError, NotReadyError, ProtocolError
-from weightsync.rollout.generation import Generator
-from weightsync.rollout.model import LoadedModel, make_tiny_model
-from weightsync.rollout.requests import (
+from weightsync.serve.generation import Generator
+from weightsync.serve.model import LoadedModel, make_tiny_model
+from weightsync.serve.requests import (
     Completion,
     GenerateRequest,
     Sampling,

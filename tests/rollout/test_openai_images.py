@@ -16,10 +16,10 @@ from PIL import Image
 from tests.rollout.scripted_engine import MODEL, ScriptedEngine, app_of
 from tests.server.live import serving
 from weightsync.errors import ConfigError
-from weightsync.rollout.images import MAX_IMAGES, read_images
-from weightsync.rollout.model_choice import TINY_VISION
-from weightsync.rollout.model_reader import load_reader
-from weightsync.rollout.openai_messages import RequestError
+from weightsync.serve.images import MAX_IMAGES, read_images
+from weightsync.serve.model_choice import TINY_VISION
+from weightsync.serve.model_reader import load_reader
+from weightsync.serve.openai_messages import RequestError
 
 WAIT_S = 60.0
 

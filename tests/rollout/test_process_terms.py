@@ -12,8 +12,8 @@ from tests.rollout.servers import members, server
 
 BEGIN = """
 import gc
-from weightsync.rollout import process_terms
-from weightsync.rollout import {module}
+from weightsync.serve import process_terms
+from weightsync.serve import {module}
 
 def main(ready, terms, *more):
     assert gc.get_freeze_count() == 0

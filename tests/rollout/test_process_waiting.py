@@ -26,12 +26,12 @@ from tests.ray import sandbox
 from tests.rollout import supervised
 from tests.rollout.supervised import WAIT_S
 from weightsync.errors import ConfigError, ProcessLostError
-from weightsync.rollout import process_tree
-from weightsync.rollout.api_server_processes import APIServerProcessManager
-from weightsync.rollout.child_process import ChildSpec
-from weightsync.rollout.process_ends import how_ended, shutdown, wait_all, wait_any
-from weightsync.rollout.process_waiting import ProcessManager, wait_for_completion_or_failure
-from weightsync.rollout.supervisor import Supervisor
+from weightsync.serve import process_tree
+from weightsync.serve.api_server_processes import APIServerProcessManager
+from weightsync.serve.child_process import ChildSpec
+from weightsync.serve.process_ends import how_ended, shutdown, wait_all, wait_any
+from weightsync.serve.process_waiting import ProcessManager, wait_for_completion_or_failure
+from weightsync.serve.supervisor import Supervisor
 
 pytestmark = pytest.mark.usefixtures("shm_clean")
 SPAWN = multiprocessing.get_context("spawn")

@@ -10,10 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from weightsync.errors import ConfigError, NotReadyError, ProtocolError
-from weightsync.rollout.engine_messages import Delta, Failed, Job
-from weightsync.rollout.kept_prompts import PrefixCache
-from weightsync.rollout.scheduling import Post, Scheduler
-from weightsync.rollout.steps import ModelCard, SampledToken, SamplingParams, Step, StepResult
+from weightsync.serve.engine_messages import Delta, Failed, Job
+from weightsync.serve.kept_prompts import PrefixCache
+from weightsync.serve.scheduling import Post, Scheduler
+from weightsync.serve.steps import ModelCard, SampledToken, SamplingParams, Step, StepResult
 from weightsync.wire.problem import Problem
 
 END = 0

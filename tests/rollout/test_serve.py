@@ -21,8 +21,8 @@ import weightsync as ws
 from tests.rollout.servers import END_S, START_S, command, environment, server, wait_until
 from tests.rollout.servers import running as at_work
 from tests.server.live import raw
-from weightsync.rollout.model import make_tiny_model
-from weightsync.rollout.status_page_data import FRESH_S
+from weightsync.serve.model import make_tiny_model
+from weightsync.serve.status_page_data import FRESH_S
 from weightsync.server.listening import listen, url_of
 
 

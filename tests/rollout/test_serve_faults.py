@@ -17,7 +17,7 @@ import torch
 
 import weightsync as ws
 from tests.rollout.servers import WAIT_S, members, running, server, wait_until
-from weightsync.rollout.model import make_tiny_model
+from weightsync.serve.model import make_tiny_model
 
 LONG: dict[str, Any] = {"prompts": ["on and on"], "n": 16, "max_new_tokens": 2000}
 

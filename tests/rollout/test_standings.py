@@ -1,7 +1,7 @@
 from __future__ import annotations
 
-from weightsync.rollout.standings import HELD_S, SPLIT_S, ReplicaReadiness
-from weightsync.rollout.worker_messages import WorkerState
+from weightsync.serve.standings import HELD_S, SPLIT_S, ReplicaReadiness
+from weightsync.serve.worker_messages import WorkerState
 
 
 class Clock:

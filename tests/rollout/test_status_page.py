@@ -23,11 +23,11 @@ from torch import nn
 import weightsync as ws
 from tests.server.live import TOKEN, serving
 from weightsync.errors import TransportTimeout
-from weightsync.rollout import status_page_figures as figures
-from weightsync.rollout.engine_messages import Delta, EngineStats, Job
-from weightsync.rollout.status_page import status_router
-from weightsync.rollout.status_page_chart import bar_chart, round_up
-from weightsync.rollout.status_page_data import (
+from weightsync.serve import status_page_figures as figures
+from weightsync.serve.engine_messages import Delta, EngineStats, Job
+from weightsync.serve.status_page import status_router
+from weightsync.serve.status_page_chart import bar_chart, round_up
+from weightsync.serve.status_page_data import (
     FRESH_S,
     NO_ANSWER,
     SHOWN_UPDATES,
@@ -37,9 +37,9 @@ from weightsync.rollout.status_page_data import (
     take_snapshot,
     worker_names,
 )
-from weightsync.rollout.status_page_markup import escaped, isolated, joined, tag
-from weightsync.rollout.status_page_view import render_fragment, render_page, waits_for
-from weightsync.rollout.steps import ModelCard
+from weightsync.serve.status_page_markup import escaped, isolated, joined, tag
+from weightsync.serve.status_page_view import render_fragment, render_page, waits_for
+from weightsync.serve.steps import ModelCard
 from weightsync.server.dispatcher import Receiver
 from weightsync.server.router import weight_router
 from weightsync.update.history import WorkerReport

@@ -14,12 +14,12 @@ import zmq
 import weightsync as ws
 from weightsync.queues.message_queue import MessageQueue
 from weightsync.queues.tensor_codec import TensorEncoder
-from weightsync.rollout import worker_crew
-from weightsync.rollout.engine_core import EngineCore
-from weightsync.rollout.engine_messages import Answer, Ask, Cancel, Event, Job
-from weightsync.rollout.steps import ModelCard, SampledToken, Step, StepResult
-from weightsync.rollout.worker_crew import WorkerGroup, step_codec, worker_identity
-from weightsync.rollout.worker_messages import CoreWord, Done, Hello, Hold, Notice, Welcome
+from weightsync.serve import worker_crew
+from weightsync.serve.engine_core import EngineCore
+from weightsync.serve.engine_messages import Answer, Ask, Cancel, Event, Job
+from weightsync.serve.steps import ModelCard, SampledToken, Step, StepResult
+from weightsync.serve.worker_crew import WorkerGroup, step_codec, worker_identity
+from weightsync.serve.worker_messages import CoreWord, Done, Hello, Hold, Notice, Welcome
 
 WAIT_S = 60.0
 CARD = ModelCard(name="a model", directory="", vocab_size=8, max_length=64, end_ids=[0])

@@ -29,8 +29,8 @@ from weightsync.errors import (
     RemoteError,
     TransportTimeout,
 )
-from weightsync.rollout.child_process import READY_NBYTES, ChildSpec
-from weightsync.rollout.supervisor import Supervisor
+from weightsync.serve.child_process import READY_NBYTES, ChildSpec
+from weightsync.serve.supervisor import Supervisor
 
 pytestmark = pytest.mark.usefixtures("shm_clean")
 BOUND_S = 60.0
@@ -253,7 +253,7 @@ class TestStart:
 
     def test_a_forked_process_supervises_nothing(self) -> None:
         script = (
-            "import os\nfrom weightsync.rollout.supervisor import Supervisor\n"
+            "import os\nfrom weightsync.serve.supervisor import Supervisor\n"
             "if not os.fork():\n    Supervisor()\nelse:\n    os.wait()"
         )
         done = subprocess.run(
@@ -377,7 +377,7 @@ def test_the_directory_is_where_the_system_wants_it(
 
 
 def test_what_a_child_says_is_limited() -> None:
-    from weightsync.rollout.child_process import Ready
+    from weightsync.serve.child_process import Ready
 
     ours, theirs = multiprocessing.get_context("spawn").Pipe(duplex=False)
     with ours, theirs:

@@ -15,10 +15,10 @@ import torch
 from tests.children import CONTEXT
 from tests.gloo import as_rank
 from tests.rollout.stepping import Stepping, alone
-from weightsync.rollout.kv_rows import held_by
-from weightsync.rollout.model import LoadedModel, make_tiny_vision_model
-from weightsync.rollout.model_runner import ModelRunner
-from weightsync.rollout.steps import SamplingParams, Step, StepResult
+from weightsync.serve.kv_rows import held_by
+from weightsync.serve.model import LoadedModel, make_tiny_vision_model
+from weightsync.serve.model_runner import ModelRunner
+from weightsync.serve.steps import SamplingParams, Step, StepResult
 
 RANKS = 2
 WAIT_S = 90

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from weightsync.rollout.model import make_tiny_model
-from weightsync.rollout.text import CompletionText, StopFinder, TokenizerService
+from weightsync.serve.model import make_tiny_model
+from weightsync.serve.text import CompletionText, StopFinder, TokenizerService
 
 LETTERS = "aé€😀 \n\ufffd"
 quick = settings(max_examples=150, deadline=None)

@@ -10,9 +10,9 @@ import torch
 from PIL import Image
 
 from weightsync.errors import ConfigError
-from weightsync.rollout.model import LoadedModel, load_model
-from weightsync.rollout.model_reader import load_reader
-from weightsync.rollout.vision import ImagePreparer
+from weightsync.serve.model import LoadedModel, load_model
+from weightsync.serve.model_reader import load_reader
+from weightsync.serve.vision import ImagePreparer
 
 RED = Image.new("RGB", (40, 30), "red")
 BLUE = Image.new("RGB", (16, 16), "blue")

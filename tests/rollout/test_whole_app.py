@@ -16,8 +16,8 @@ from torch import nn
 import weightsync as ws
 from tests.rollout.scripted_engine import TOKENIZER, ScriptedEngine
 from tests.server.live import serving
-from weightsync.rollout.api_server import make_app
-from weightsync.rollout.text import TokenizerService
+from weightsync.serve.api_server import make_app
+from weightsync.serve.text import TokenizerService
 
 WAIT_S = 60
 

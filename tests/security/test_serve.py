@@ -11,7 +11,7 @@ import weightsync as ws
 from tests.rollout.servers import command, server
 from tests.samehost.processes import run
 from tests.security.https import make_certificate
-from weightsync.rollout.model import make_tiny_model
+from weightsync.serve.model import make_tiny_model
 
 TOKEN = "sesame-0d41c7"
 

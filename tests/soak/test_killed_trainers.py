@@ -16,10 +16,10 @@ import weightsync as ws
 from tests.children import CONTEXT, load_beforehand
 from tests.rollout.servers import server
 from tests.soak import victims
-from weightsync.rollout.model import make_tiny_model
+from weightsync.serve.model import make_tiny_model
 from weightsync.shm.segment import remove_leftovers
 
-load_beforehand("tests.soak.victims", "weightsync.rollout.model")
+load_beforehand("tests.soak.victims", "weightsync.serve.model")
 
 KILLS = 200
 ANSWER_S = 10.0

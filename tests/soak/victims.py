@@ -12,7 +12,7 @@ from typing import Any
 import weightsync as ws
 from tests.e2e import models
 from tests.soak.boundaries import Boundaries
-from weightsync.rollout.model import make_tiny_model
+from weightsync.serve.model import make_tiny_model
 
 PATHS: dict[str, dict[str, Any]] = {
     "packed": {"packed": True, "bucket_nbytes": 80 << 10, "num_buckets": 2},

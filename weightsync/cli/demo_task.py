@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from weightsync.rollout.requests import Completion
+from weightsync.serve.requests import Completion
 
 MAX_GRAD_NORM = 1.0
 _SPREAD_FLOOR = 1e-4  # a group whose rewards are all equal teaches nothing

@@ -19,9 +19,9 @@ import weightsync as ws
 from weightsync.cli.demo_report import Event, Proof, Ready, Step, encode_event
 from weightsync.cli.demo_task import TASKS, Learner, Task
 from weightsync.errors import ConnectError, ProtocolError, WeightSyncError
-from weightsync.rollout.generation import Generator
-from weightsync.rollout.model import LoadedModel, load_model
-from weightsync.rollout.requests import (
+from weightsync.serve.generation import Generator
+from weightsync.serve.model import LoadedModel, load_model
+from weightsync.serve.requests import (
     Completion,
     GenerateRequest,
     decode_response,

@@ -16,7 +16,7 @@ from weightsync.cli.extras import lacking, require
 from weightsync.errors import ConfigError
 
 if TYPE_CHECKING:
-    from weightsync.rollout.serving import ServeOptions
+    from weightsync.serve.serving import ServeOptions
 
 _PACKAGES = ("fastapi", "uvicorn", "zmq", "prometheus_client", "transformers", "safetensors")
 """What this process or those that it starts import."""
@@ -88,7 +88,7 @@ def serve(  # noqa: PLR0913, PLR0917 # each is an option of the command line
     require("serve", *_PACKAGES)
     try:
         from weightsync.queues.tensor_codec import chosen_tensor_ipc  # noqa: PLC0415 - same
-        from weightsync.rollout.serving import ServeOptions  # noqa: PLC0415 - this verb's extras
+        from weightsync.serve.serving import ServeOptions  # noqa: PLC0415 - this verb's extras
         from weightsync.server.auth import Token, resolve_token  # noqa: PLC0415 - same
     except ModuleNotFoundError as exc:
         raise lacking("serve", exc.name) from exc
@@ -116,7 +116,7 @@ def serve(  # noqa: PLR0913, PLR0917 # each is an option of the command line
 
 
 def _serve(options: ServeOptions, host: str, port: int, made_token: str, *, as_json: bool) -> None:
-    from weightsync.rollout.serving import serving  # noqa: PLC0415 - this verb's extras
+    from weightsync.serve.serving import serving  # noqa: PLC0415 - this verb's extras
     from weightsync.server.listening import (  # noqa: PLC0415 - same
         check_tls_files,
         is_loopback,

@@ -1,0 +1,152 @@
+"""One API server: the app with every route of a served model, and the process that runs it."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+import socket
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
+
+import uvicorn
+from fastapi import FastAPI
+
+from weightsync.serve.core_client import CoreClient
+from weightsync.serve.engine_client import EngineClient
+from weightsync.serve.engine_metrics import engine_metrics
+from weightsync.serve.generate_route import generation_router
+from weightsync.serve.model_reader import load_reader
+from weightsync.serve.process_terms import ApiTerms, Ready
+from weightsync.serve.server_info import ServerInfo, server_info_router
+from weightsync.serve.status_page import status_router
+from weightsync.serve.text import TokenizerService
+from weightsync.serve.worker_client import RemoteReceiver, WorkerClient
+from weightsync.server.auth import LocalOnly, TokenAuth
+from weightsync.server.dispatcher import Receiver
+from weightsync.server.listening import SparingListener, tell_sparingly
+from weightsync.server.workers import Workers, worker_path, workers_router
+
+logger = logging.getLogger(__name__)
+
+KEEP_ALIVE_S = 600
+SHUTDOWN_S = 2
+
+Lifespan = Callable[[FastAPI], AbstractAsyncContextManager[None]]
+
+
+def make_app(
+    engine: EngineClient,
+    receivers: Sequence[Receiver],
+    texts: TokenizerService,
+    *,
+    token: str | None,
+    tensor_parallel: int = 1,
+    lifespan: Lifespan | None = None,
+) -> FastAPI:
+    """Return the app of a served model: weights, generation and status.
+
+    `receivers` are its workers', those of one replica side by side. With several, each also has the
+    weight routes to itself below `/workers/N`, which is what senders use. `token` guards every POST
+    that changes something.
+    """
+    app = FastAPI(
+        title="weightsync serve",
+        docs_url=None,
+        redoc_url=None,
+        redirect_slashes=False,
+        lifespan=lifespan,
+    )
+    paths = {worker_path(index): receiver for index, receiver in enumerate(receivers)}
+    workers = Workers(paths, tensor_parallel=tensor_parallel)
+    app.include_router(workers_router(workers, token=token, more_metrics=engine_metrics(engine)))
+    app.include_router(generation_router(engine, texts))
+    app.include_router(status_router(engine, receivers))
+    if token is not None:
+        app.add_middleware(TokenAuth, token=token)
+    else:
+        app.add_middleware(LocalOnly)
+    return app
+
+
+def api_main(ready: Ready, terms: ApiTerms, listener: socket.socket) -> None:
+    """Serve on the shared `listener` until SIGTERM. `ready` is called when it does."""
+    identity = terms.name.replace(" ", "-").encode()
+    workers = WorkerClient(terms.workers, identity=identity)
+    engine = CoreClient(terms.cores, terms.card, identity=identity, tensor_ipc=terms.tensor_ipc)
+
+    @asynccontextmanager
+    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        await engine.open()
+        try:
+            yield
+        finally:
+            engine.close()
+
+    try:
+        app = make_app(
+            engine,
+            [RemoteReceiver(workers, index) for index in range(len(terms.workers))],
+            TokenizerService(*load_reader(terms.card.directory)),
+            token=terms.token,
+            tensor_parallel=terms.tensor_parallel,
+            lifespan=lifespan,
+        )
+        config = uvicorn.Config(
+            app,
+            log_level="warning",
+            access_log=False,
+            lifespan="on",
+            http="h11",  # httptools, where it is installed, takes headers without end
+            ws="none",
+            proxy_headers=False,
+            server_header=False,
+            ssl_certfile=terms.ssl_certfile,
+            ssl_keyfile=terms.ssl_keyfile,
+            # Longer than a training step: the trainer's connection lives from update to update.
+            timeout_keep_alive=KEEP_ALIVE_S,
+            timeout_graceful_shutdown=SHUTDOWN_S,
+        )
+        app.include_router(server_info_router(_info(terms)))
+        sparing = SparingListener.taking(listener, shared=terms.api_servers > 1)
+        _Server(config, engine, ready).run(sockets=[sparing])
+    finally:
+        workers.close()
+
+
+def _info(terms: ApiTerms) -> ServerInfo:
+    return ServerInfo(
+        model=terms.card,
+        api_servers=terms.api_servers,
+        data_parallel=terms.data_parallel,
+        tensor_parallel=terms.tensor_parallel,
+        apply=terms.apply,
+        tensor_ipc=terms.tensor_ipc,
+    )
+
+
+class _Server(uvicorn.Server):
+    """Says when it listens, ends its requests before it waits for them, and heeds SIGTERM alone."""
+
+    def __init__(self, config: uvicorn.Config, engine: CoreClient, ready: Ready) -> None:
+        super().__init__(config)
+        self._engine = engine
+        self._say_ready = ready
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        asyncio.get_running_loop().set_exception_handler(tell_sparingly)
+        await super().startup(sockets)
+        self._say_ready(b"")
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        self._engine.stop()
+        await super().shutdown(sockets)
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        # Ctrl-C goes to every process of the terminal; ending the server is the supervisor's part.
+        before = signal.signal(signal.SIGTERM, self.handle_exit)
+        try:
+            yield
+        finally:
+            signal.signal(signal.SIGTERM, before)

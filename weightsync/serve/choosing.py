@@ -1,0 +1,175 @@
+"""Choosing the next token of every row, each in its own way and by its own random stream."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import xxhash
+
+from weightsync.serve.steps import NO_LOGPROBS, RowId, SampledToken, SamplingParams
+
+_COLDEST = 1e-4
+"""Below it a softmax overflows; the likeliest token is what it would choose."""
+
+_STEPS = 1 << 23
+"""Uniform numbers are odd multiples of half of one over this, which float32 holds exactly."""
+_USUAL_NUCLEUS = 256
+"""A whole vocabulary is sorted only when so many tokens are not enough."""
+
+
+@dataclass(frozen=True)
+class _Chooser:
+    """How one row chooses; `random` is its own stream, None for one that need not be repeated."""
+
+    choosing: SamplingParams
+    random: torch.Generator | None
+
+    @property
+    def is_greedy(self) -> bool:
+        return self.choosing.temperature < _COLDEST
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """What is the same for every step of the same rows; `…_rows` are their places in the batch."""
+
+    rows: list[RowId]
+    temperatures: torch.Tensor  # float32[rows, 1]
+    greedy_rows: list[int]
+    seeded: list[tuple[int, torch.Generator]]
+    free_rows: list[int]
+    nucleus_rows: list[int]
+    top_p: torch.Tensor  # float32[nucleus rows, 1]
+    told_rows: list[int]
+    top_counts: list[int]
+
+    @property
+    def is_greedy(self) -> bool:
+        return len(self.greedy_rows) == len(self.rows)
+
+
+class TokenSampler:
+    """Chooses tokens of rows that it was told of. Used by one thread.
+
+    A token is drawn by an exponential race: the likelier one is, the sooner its exponential time
+    comes, and the first wins. Other rows and rounding do not change who wins, unless two tie.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._choosers: dict[RowId, _Chooser] = {}
+        self._free = torch.Generator(device=device)
+        self._free.seed()
+        self._plan = self._plan_of([])
+
+    def add(
+        self, rows: Sequence[RowId], choosing: SamplingParams, completions: Sequence[int] = ()
+    ) -> None:
+        """Know the rows of one request, and which of its completions each one is (0, 1, …)."""
+        for completion, row in zip(completions or range(len(rows)), rows, strict=True):
+            self._choosers[row] = _Chooser(choosing, _stream(choosing.seed, completion))
+
+    def drop(self, rows: Sequence[RowId]) -> None:
+        """Forget rows; unknown ones are ignored."""
+        for row in rows:
+            self._choosers.pop(row, None)
+
+    def choose(self, rows: list[RowId], logits: torch.Tensor) -> list[SampledToken]:
+        """Choose a token for each row of `logits`, float32[rows, vocabulary]."""
+        if rows != self._plan.rows:
+            self._plan = self._plan_of(rows)
+        plan = self._plan
+        tokens = logits.argmax(dim=-1) if plan.is_greedy else self._race(plan, logits)
+        if plan.told_rows:
+            return _told(plan, tokens, logits)
+        return [
+            SampledToken(row=row, token=token)
+            for row, token in zip(rows, tokens.tolist(), strict=True)
+        ]
+
+    def _race(self, plan: _Plan, logits: torch.Tensor) -> torch.Tensor:
+        scores = logits / plan.temperatures
+        if plan.nucleus_rows:
+            scores[plan.nucleus_rows] = _nucleus(scores[plan.nucleus_rows], plan.top_p)
+        scores -= self._log_times(plan, scores)
+        return scores.argmax(dim=-1)
+
+    def _log_times(self, plan: _Plan, scores: torch.Tensor) -> torch.Tensor:
+        rows, vocabulary = scores.shape
+        bits = torch.zeros(rows, (vocabulary + 1) // 2, dtype=torch.int64, device=scores.device)
+        if plan.free_rows:
+            bits[plan.free_rows] = torch.empty_like(bits[plan.free_rows]).random_(
+                generator=self._free
+            )
+        for row, random in plan.seeded:
+            # Drawn on the CPU, where it is the same on every machine.
+            drawn = torch.empty(bits.shape[1], dtype=torch.int64).random_(generator=random)
+            bits[row] = drawn.to(scores.device)
+        times = _log_exponential(bits.view(torch.int32)[:, :vocabulary])
+        times[plan.greedy_rows] = 0.0
+        return times
+
+    def _plan_of(self, rows: list[RowId]) -> _Plan:
+        choosers = [self._choosers[row] for row in rows]
+        hot = [(i, chooser) for i, chooser in enumerate(choosers) if not chooser.is_greedy]
+        nucleus = [(i, c.choosing.top_p) for i, c in hot if c.choosing.top_p < 1]
+        told = [i for i, c in enumerate(choosers) if c.choosing.logprobs != NO_LOGPROBS]
+        heat = [1.0 if c.is_greedy else c.choosing.temperature for c in choosers]
+        return _Plan(
+            rows=list(rows),
+            temperatures=self._column(heat),
+            greedy_rows=[i for i, chooser in enumerate(choosers) if chooser.is_greedy],
+            seeded=[(i, c.random) for i, c in hot if c.random is not None],
+            free_rows=[i for i, c in hot if c.random is None],
+            nucleus_rows=[i for i, _ in nucleus],
+            top_p=self._column([top_p for _, top_p in nucleus]),
+            told_rows=told,
+            top_counts=[choosers[i].choosing.logprobs for i in told],
+        )
+
+    def _column(self, numbers: list[float]) -> torch.Tensor:
+        return torch.tensor(numbers, dtype=torch.float32, device=self._device)[:, None]
+
+
+def _stream(seed: int | None, completion: int) -> torch.Generator | None:
+    if seed is None:
+        return None
+    mixed = xxhash.xxh3_64_intdigest(struct.pack("<QQ", seed % 2**64, completion))
+    return torch.Generator().manual_seed(mixed)
+
+
+def _log_exponential(bits: torch.Tensor) -> torch.Tensor:
+    """Make logarithms of exponential times of random int32: four times as fast as drawing them."""
+    uniform = (bits & (_STEPS - 1)).float().add_(0.5).div_(_STEPS)  # neither 0 nor 1
+    return uniform.log_().neg_().log_()
+
+
+def _nucleus(scores: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
+    """Leave the fewest likeliest tokens that together reach top_p: one at least."""
+    mass = scores.logsumexp(dim=-1, keepdim=True)
+    for candidates in (min(_USUAL_NUCLEUS, scores.shape[-1]), scores.shape[-1]):
+        ordered, places = scores.topk(candidates, dim=-1)
+        probabilities = (ordered - mass).exp()
+        reached = probabilities.cumsum(dim=-1)
+        if (reached[:, -1:] >= top_p).all():
+            break
+    kept = ordered.masked_fill(reached - probabilities >= top_p, float("-inf"))
+    kept[:, :1] = ordered[:, :1]  # the smallest top_p are 0 in float32
+    return torch.full_like(scores, float("-inf")).scatter_(1, places, kept)
+
+
+def _told(plan: _Plan, tokens: torch.Tensor, logits: torch.Tensor) -> list[SampledToken]:
+    logprobs = torch.log_softmax(logits[plan.told_rows], dim=-1)
+    own = logprobs.gather(1, tokens[plan.told_rows][:, None])[:, 0].tolist()
+    best = logprobs.topk(min(max(plan.top_counts), logprobs.shape[-1]), dim=-1)
+    pairs = zip(best.indices.tolist(), best.values.tolist(), strict=True)
+    tops = [list(zip(ids, values, strict=True)) for ids, values in pairs]
+    told = dict(zip(plan.told_rows, zip(own, tops, plan.top_counts, strict=True), strict=True))
+    chosen = []
+    for i, (row, token) in enumerate(zip(plan.rows, tokens.tolist(), strict=True)):
+        logprob, top, count = told.get(i, (None, [], 0))
+        chosen.append(SampledToken(row=row, token=token, logprob=logprob, top=top[:count]))
+    return chosen

@@ -1,0 +1,354 @@
+"""One request over an engine: prompts in, pieces of text with their tokens and versions out."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, TypeVar
+
+import anyio
+
+from weightsync.errors import ConfigError, NotReadyError, TransferError, TransportError
+from weightsync.serve.engine_client import EngineClient
+from weightsync.serve.engine_messages import Delta, FinishReason, Job, TopToken
+from weightsync.serve.requests import Completion, VersionSpan, spans
+from weightsync.serve.steps import ModelCard, SamplingParams
+from weightsync.serve.text import CompletionText, TokenizerService
+
+if TYPE_CHECKING:
+    import torch
+
+MAX_COMPLETIONS = 1024
+LEAST_LOGPROB = -9999.0
+"""What stands for minus infinity, which JSON cannot write; OpenAI's number."""
+_MAX_QUEUED = 256
+_PROMPT_SIZE = 32  # a prompt costs something however short it is, counted in characters
+
+T = TypeVar("T")
+
+_AS_IT_COMES = SamplingParams()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prompt:
+    """A prompt as token ids; `inputs` are what its images became."""
+
+    token_ids: list[int]
+    inputs: dict[str, torch.Tensor] | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class GenerationRequest:
+    """What one request asks for: `n` completions of every prompt.
+
+    With a seed, every prompt draws as if it were asked for alone: equal prompts get equal tokens.
+    """
+
+    request_id: str
+    prompts: Sequence[Prompt]
+    max_new_tokens: int
+    n: int = 1
+    choosing: SamplingParams = _AS_IT_COMES
+    stops: tuple[str, ...] = ()
+    stop_at_end: bool = True
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """The tokens of all prompts."""
+        return sum(len(prompt.token_ids) for prompt in self.prompts)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MadeToken:
+    """One token; its text begins `offset` characters into the text of its completion."""
+
+    token: int
+    version: int
+    offset: int
+    logprob: float | None
+    top: list[TopToken]
+
+
+@dataclass(frozen=True, kw_only=True)
+class StreamDelta:
+    """More of completion `index` of prompt `prompt_index`: text, and all tokens not yet told.
+
+    `start` is the place of its first token in the completion. A token whose text is held back
+    comes with a later text. A stop text is never part of the text; its tokens are, up to the one
+    that completed it: versions and log-probabilities are those of the tokens.
+    """
+
+    prompt_index: int
+    index: int
+    start: int
+    text: str
+    tokens: list[MadeToken]
+    prompt_version: int
+    finish_reason: FinishReason | None
+
+    @property
+    def weight_versions(self) -> list[VersionSpan]:
+        """The versions of its tokens, counted from the completion's first token."""
+        return spans([made.version for made in self.tokens], self.start)
+
+    @property
+    def token_ids(self) -> list[int]:
+        """Its tokens."""
+        return [made.token for made in self.tokens]
+
+    def followed_by(self, later: StreamDelta) -> StreamDelta:
+        """Return both as one."""
+        return replace(
+            later, start=self.start, text=self.text + later.text, tokens=self.tokens + later.tokens
+        )
+
+    def completion(self, *, logprobs: bool) -> Completion:
+        """Return a whole completion as `/generate` tells it."""
+        return Completion(
+            prompt_index=self.prompt_index,
+            text=self.text,
+            token_ids=self.token_ids,
+            logprobs=[made.logprob or 0.0 for made in self.tokens] if logprobs else None,
+            weight_versions=self.weight_versions,
+            prompt_version=self.prompt_version,
+            finish_reason=self.finish_reason or "abort",
+        )
+
+
+def check_work(work: GenerationRequest, card: ModelCard) -> None:
+    """Raise ConfigError for what the model cannot take, before anything is generated."""
+    _check_count(len(work.prompts), work.n)
+    for index, prompt in enumerate(work.prompts):
+        ids = prompt.token_ids
+        if not ids or not 0 <= min(ids) <= max(ids) < card.vocab_size:
+            raise ConfigError(
+                f"prompt {index} is empty or has token ids outside 0 to {card.vocab_size - 1}; "
+                "encode it with the model's own tokenizer"
+            )
+        if prompt.inputs is None and card.image_token_id in ids:
+            raise ConfigError(
+                f"prompt {index} has a place for an image and none comes with it; send images as "
+                "parts of a chat message"
+            )
+        _check_length(index, ids, work.max_new_tokens, card)
+
+
+async def read_prompts(
+    texts: TokenizerService,
+    card: ModelCard,
+    asked: Sequence[str | list[int]],
+    *,
+    n: int,
+    max_new_tokens: int,
+) -> list[Prompt]:
+    """Return prompts as token ids. Raises ConfigError for too many, and at the first too long."""
+    _check_count(len(asked), n)
+
+    def read() -> list[Prompt]:
+        found: list[Prompt] = []
+        for index, item in enumerate(asked):
+            ids = texts.encode_here(item) if isinstance(item, str) else item
+            _check_length(index, ids, max_new_tokens, card)
+            found.append(Prompt(token_ids=ids))
+        return found
+
+    return await texts.run(read, sum(_PROMPT_SIZE + len(item) for item in asked))
+
+
+def _check_count(num_prompts: int, n: int) -> None:
+    if not 1 <= num_prompts * n <= MAX_COMPLETIONS:
+        raise ConfigError(
+            f"{num_prompts} prompts, {n} completions each, are asked for; "
+            f"send 1 to {MAX_COMPLETIONS} completions at a time"
+        )
+
+
+def _check_length(index: int, ids: list[int], max_new_tokens: int, card: ModelCard) -> None:
+    if len(ids) + max_new_tokens > card.max_length:
+        raise ConfigError(
+            f"prompt {index} has {len(ids)} tokens and {max_new_tokens} are to follow, "
+            f"the model has room for {card.max_length}; shorten the prompt or ask for less"
+        )
+
+
+async def stream_deltas(
+    engine: EngineClient, texts: TokenizerService, work: GenerationRequest
+) -> AsyncGenerator[StreamDelta, None]:
+    """Yield every completion's increments as they come, each up to its finish_reason.
+
+    Closing it early cancels what is still generated. Raises ConfigError before the first, and what
+    the engine raises; NotReadyError where the engine cannot be reached any more.
+    """
+    await texts.run(lambda: check_work(work, engine.card), work.num_prompt_tokens)
+    sources = [_of_prompt(engine, texts, work, index) for index in range(len(work.prompts))]
+    async with closing(_merged(sources) if len(sources) > 1 else sources[0]) as source:
+        async for increment in source:
+            yield increment
+
+
+async def complete(
+    engine: EngineClient, texts: TokenizerService, work: GenerationRequest
+) -> list[StreamDelta]:
+    """Return every completion whole: prompt by prompt, `n` of each."""
+    whole: dict[tuple[int, int], StreamDelta] = {}
+    async with closing(stream_deltas(engine, texts, work)) as source:
+        async for increment in source:
+            place = (increment.prompt_index, increment.index)
+            before = whole.get(place)
+            whole[place] = before.followed_by(increment) if before else increment
+    return [whole[place] for place in sorted(whole)]
+
+
+@asynccontextmanager
+async def closing(source: AsyncGenerator[T, None]) -> AsyncIterator[AsyncGenerator[T, None]]:
+    """Close a generator at the end of the block, even where the block is being cancelled."""
+    try:
+        yield source
+    finally:
+        with anyio.CancelScope(shield=True):
+            await source.aclose()
+
+
+@dataclass(kw_only=True)
+class _Row:
+    """One completion that is being made."""
+
+    prompt_index: int
+    index: int
+    text: CompletionText
+    untold: list[MadeToken] = field(default_factory=list)
+    num_told: int = 0
+    prompt_version: int | None = None
+    finish_reason: FinishReason | None = None
+
+    def take(self, delta: Delta) -> StreamDelta | None:
+        """Add what the engine says; None as long as there is nothing to show."""
+        if self.prompt_version is None:
+            self.prompt_version = delta.prompt_version
+        text = "" if delta.token is None else self._push(delta, delta.token)
+        if delta.finish_reason is not None and not self.text.stopped:
+            text += self.text.finish()
+        self.finish_reason = "stop" if self.text.stopped else delta.finish_reason
+        return self._tell(text) if text or self.finish_reason else None
+
+    def end(self) -> StreamDelta:
+        """Finish what the engine left unfinished."""
+        self.finish_reason = "abort"
+        return self._tell(self.text.finish())
+
+    def _push(self, delta: Delta, token: int) -> str:
+        self.untold.append(
+            MadeToken(
+                token=token,
+                version=delta.version,
+                offset=self.text.num_characters,
+                logprob=None if delta.logprob is None else max(delta.logprob, LEAST_LOGPROB),
+                top=delta.top,
+            )
+        )
+        return self.text.push(token)
+
+    def _tell(self, text: str) -> StreamDelta:
+        start, tokens = self.num_told, self.untold
+        self.num_told += len(tokens)
+        self.untold = []
+        return StreamDelta(
+            prompt_index=self.prompt_index,
+            index=self.index,
+            start=start,
+            text=text,
+            tokens=tokens,
+            prompt_version=self.prompt_version or 0,
+            finish_reason=self.finish_reason,
+        )
+
+
+async def _of_prompt(
+    engine: EngineClient, texts: TokenizerService, work: GenerationRequest, prompt_index: int
+) -> AsyncGenerator[StreamDelta, None]:
+    job = _job(work, prompt_index)
+    unseen = engine.card.end_ids
+    rows = [
+        _Row(prompt_index=prompt_index, index=index, text=texts.completion(work.stops, unseen))
+        for index in range(work.n)
+    ]
+    num_open = num_running = len(rows)
+    try:
+        async with closing(engine.generate(job)) as deltas:
+            async for delta in deltas:
+                row = rows[delta.index]
+                num_running -= delta.finish_reason is not None
+                if row.finish_reason is not None:
+                    continue
+                increment = row.take(delta)
+                if row.text.stopped and delta.finish_reason is None:
+                    engine.cancel(job.request_id, delta.index)
+                num_open -= row.finish_reason is not None
+                if increment is not None:
+                    yield increment
+                if num_running and not num_open:
+                    return
+    except (TransportError, TransferError) as exc:
+        raise NotReadyError(f"the engine does not answer: {exc}", state="LOST") from exc
+    for row in rows:
+        if row.finish_reason is None:
+            yield row.end()
+
+
+def _job(work: GenerationRequest, prompt_index: int) -> Job:
+    prompt = work.prompts[prompt_index]
+    return Job(
+        request_id=f"{work.request_id}-{prompt_index}",
+        prompt=prompt.token_ids,
+        max_new_tokens=work.max_new_tokens,
+        n=work.n,
+        choosing=work.choosing,
+        stop_at_end=work.stop_at_end,
+        inputs=prompt.inputs,
+    )
+
+
+class _End:
+    """What a source puts into the queue last: nothing, or its error."""
+
+    def __init__(self, error: Exception | None = None) -> None:
+        self.error = error
+
+
+async def _merged(sources: Sequence[AsyncGenerator[T, None]]) -> AsyncGenerator[T, None]:
+    """Yield what any source yields; the first error ends them all."""
+    queue: asyncio.Queue[T | _End] = asyncio.Queue(_MAX_QUEUED)
+    tasks = [asyncio.create_task(_pump(source, queue)) for source in sources]
+    num_open = len(tasks)
+    try:
+        while num_open:
+            item = await queue.get()
+            if not isinstance(item, _End):
+                yield item
+            elif item.error is not None:
+                raise item.error
+            else:
+                num_open -= 1
+    finally:
+        await end_tasks(tasks)
+
+
+async def _pump(source: AsyncGenerator[T, None], queue: asyncio.Queue[T | _End]) -> None:
+    end = _End()
+    try:
+        async with closing(source):
+            async for item in source:
+                await queue.put(item)
+    except Exception as exc:  # noqa: BLE001 - it is raised again where the queue is read
+        end = _End(exc)
+    await queue.put(end)
+
+
+async def end_tasks(tasks: Sequence[asyncio.Task[object]]) -> None:
+    """Cancel tasks and wait for them, even where the caller itself is being cancelled."""
+    for task in tasks:
+        task.cancel()
+    with anyio.CancelScope(shield=True):
+        await asyncio.gather(*tasks, return_exceptions=True)

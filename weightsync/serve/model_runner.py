@@ -1,0 +1,199 @@
+"""The computing half of a worker: reads prompts, and gives every living row a token a step.
+
+What a row says does not depend on its neighbours: padding is masked, places are counted from the
+row's own first token, and each row draws from its own random stream.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from weightsync.errors import ProtocolError, shorten
+from weightsync.serve.causal_model import CausalModel, InputsRejectedError
+from weightsync.serve.choosing import TokenSampler
+from weightsync.serve.hugging_face_cache import Cache
+from weightsync.serve.kv_rows import BatchedKVCache, KeptPrompt
+from weightsync.serve.steps import ModelCard, NewRows, RowId, SampledToken, Step, StepResult
+
+_BATCH_TOKENS = 2048
+"""Prompts are read together up to so many tokens, padding counted."""
+
+
+class ModelRunner:
+    """Executes steps on one model, whose parameters may be rewritten in place between two of them.
+
+    `model` is a transformers causal language model in eval mode, whole or one rank of a
+    tensor-parallel group; `chooses` is False at every rank but the first. Raises ConfigError for
+    an architecture without a plain attention cache. One thread calls it.
+    """
+
+    def __init__(self, model: Any, *, chooses: bool = True) -> None:
+        self._model = CausalModel(model)
+        self._living = BatchedKVCache(self._model.new_cache(), self._model.device)
+        self._kept: dict[int, KeptPrompt] = {}
+        self._chooser = TokenSampler(self._model.device) if chooses else None
+
+    @property
+    def max_length(self) -> int:
+        """How many tokens a prompt and its completion may take together."""
+        return self._model.max_length
+
+    @property
+    def vocab_size(self) -> int:
+        """Token ids are below it."""
+        return self._model.vocab_size
+
+    @property
+    def cache_nbytes(self) -> int:
+        """What the keys and values of living rows and kept prompts take."""
+        return self._living.nbytes + sum(kept.nbytes for kept in self._kept.values())
+
+    def card(self, name: str, directory: str, tokenizer: Any) -> ModelCard:
+        """Tell the other processes what they have to know of the model."""
+        return self._model.card(name, directory, tokenizer)
+
+    @torch.inference_mode()
+    def execute(self, step: Step, version: int) -> StepResult:
+        """Make one step with the weights as they are; `version` is theirs.
+
+        A prompt that cannot be read is refused, alike at every rank. Raises ProtocolError for a
+        step that names other rows than those that live; nothing but `drop` was done then.
+        """
+        begin = time.perf_counter()
+        self._forget(step)
+        refused: dict[RowId, str] = {}
+        chosen: list[SampledToken] = []
+        if step.new:
+            chosen = self._read(step.new, refused)
+        elif step.rows:
+            chosen = self._go_on(step)
+        return StepResult(
+            number=step.number,
+            version=version,
+            chosen=chosen,
+            refused=refused,
+            seconds=time.perf_counter() - begin,
+        )
+
+    def _forget(self, step: Step) -> None:
+        self._living.drop(step.drop)
+        if self._chooser:
+            self._chooser.drop(step.drop)
+        for prompt in step.evict:
+            self._kept.pop(prompt, None)
+
+    def _go_on(self, step: Step) -> list[SampledToken]:
+        self._check_rows(step)
+        living = self._living
+        token_of = dict(zip(step.rows, step.tokens, strict=True))
+        tokens = torch.tensor([[token_of[row]] for row in living.rows], device=self._model.device)
+        logits = self._model.forward(tokens, living.mask(), living.positions(), living.cache)
+        if step.rows != living.rows:
+            place_of = {row: place for place, row in enumerate(living.rows)}
+            logits = logits[[place_of[row] for row in step.rows]]
+        return self._choose(step.rows, logits)
+
+    def _check_rows(self, step: Step) -> None:
+        named, living = set(step.rows), set(self._living.rows)
+        if named != living or not len(named) == len(step.rows) == len(step.tokens):
+            raise ProtocolError(
+                f"step {step.number} gives {len(step.tokens)} tokens to {len(step.rows)} rows, "
+                f"{len(living)} live (unlike: {shorten(map(str, sorted(named ^ living)))}); name "
+                "every living row once and drop those that ended"
+            )
+
+    def _choose(self, rows: list[RowId], logits: torch.Tensor) -> list[SampledToken]:
+        return self._chooser.choose(rows, logits) if self._chooser else []
+
+    def _read(self, new: Sequence[NewRows], refused: dict[RowId, str]) -> list[SampledToken]:
+        readable: list[NewRows] = []
+        for prompt in new:
+            if why := self._model.why_not(prompt):
+                refused[prompt.rows[0]] = why
+            else:
+                readable.append(prompt)
+        logits: dict[int, torch.Tensor] = {}
+        for places in _groups(readable):
+            try:
+                self._read_group([readable[place] for place in places], places, logits)
+            except InputsRejectedError as exc:
+                refused[readable[places[0]].rows[0]] = str(exc)
+        return self._begin(readable, logits)
+
+    def _read_group(
+        self, prompts: list[NewRows], places: list[int], logits: dict[int, torch.Tensor]
+    ) -> None:
+        cache = self._model.new_cache()
+        reused = self._fill(cache, prompts[0])
+        lengths = [len(new.prompt) for new in prompts]
+        width = max(lengths)
+        pads = [width - length for length in lengths]
+        mask = self._tensor([[0] * pad + [1] * (width - pad) for pad in pads])
+        tokens = [[0] * pad + new.prompt for pad, new in zip(pads, prompts, strict=True)]
+        positions = (mask.cumsum(dim=1) - 1).clamp(min=0)
+        found = self._model.forward(
+            self._tensor(tokens)[:, reused:], mask, positions[:, reused:], cache, prompts[0].inputs
+        )
+        logits.update(zip(places, found, strict=True))
+        self._keep(prompts, cache)
+        self._join(prompts, cache, pads)
+
+    def _fill(self, cache: Cache, new: NewRows) -> int:
+        """Take what another prompt left for this one; return how many tokens, never the last."""
+        if new.reuse is None or new.reuse not in self._kept or new.inputs:
+            return 0
+        kept = self._kept[new.reuse]
+        length = min(new.reuse_length, kept.common_length(new.prompt), len(new.prompt) - 1)
+        if length > 0:
+            kept.fill(cache, length)
+        return max(length, 0)
+
+    def _keep(self, prompts: list[NewRows], cache: Cache) -> None:
+        for row, new in enumerate(prompts):
+            # Two images have the same tokens: what was read of one is of no use to the other.
+            if new.keep_as is not None and not new.inputs:
+                self._kept[new.keep_as] = KeptPrompt.of(new.prompt, cache, row)
+
+    def _join(self, prompts: list[NewRows], cache: Cache, pads: list[int]) -> None:
+        owners = [i for i, new in enumerate(prompts) for _ in new.rows]
+        if len(owners) > len(prompts):
+            cache.batch_select_indices(self._tensor(owners))
+        rows = [row for new in prompts for row in new.rows]
+        self._living.join(rows, cache, [pads[i] for i in owners])
+
+    def _begin(self, new: Sequence[NewRows], logits: dict[int, torch.Tensor]) -> list[SampledToken]:
+        if not self._chooser or not logits:
+            return []
+        rows: list[RowId] = []
+        of_rows: list[torch.Tensor] = []
+        for place in sorted(logits):
+            self._chooser.add(new[place].rows, new[place].choosing, new[place].completions)
+            rows.extend(new[place].rows)
+            of_rows.extend([logits[place]] * len(new[place].rows))
+        return self._choose(rows, torch.stack(of_rows))
+
+    def _tensor(self, numbers: Sequence[Any]) -> torch.Tensor:
+        return torch.tensor(numbers, device=self._model.device)
+
+
+def _groups(prompts: Sequence[NewRows]) -> list[list[int]]:
+    """Say which prompts are read in one pass: those of like lengths, and some by themselves."""
+    groups: list[list[int]] = []
+    alone: list[list[int]] = []
+    for place, new in sorted(enumerate(prompts), key=lambda entry: len(entry[1].prompt)):
+        if new.inputs or new.reuse is not None:
+            alone.append([place])
+        elif groups and _fits(len(new.prompt), [len(prompts[i].prompt) for i in groups[-1]]):
+            groups[-1].append(place)
+        else:
+            groups.append([place])
+    # The others come last: they may reuse what was read a moment before.
+    return groups + alone
+
+
+def _fits(length: int, lengths: Sequence[int]) -> bool:
+    return length <= 2 * lengths[0] and length * (len(lengths) + 1) <= _BATCH_TOKENS

@@ -1,0 +1,184 @@
+"""How processes end: waiting for it, saying it, and bringing it about."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
+from typing import Any
+
+from weightsync.errors import ConfigError, ProcessLostError, WeightSyncError
+from weightsync.serve import process_tree
+from weightsync.serve.process_tree import ProcessId
+
+SHUTDOWN_S = 5.0
+KILL_S = 2.0
+"""How long the kernel may take to remove what was killed: it frees the memory of it first."""
+
+
+def shutdown(processes: Sequence[BaseProcess], timeout_s: float = SHUTDOWN_S) -> None:
+    """End processes that this one started: SIGTERM to all, then `timeout_s` for all together.
+
+    Then SIGKILL to what is left, and to every descendant of any of them. Safe to call again.
+    """
+    trees = _trees(processes)
+    terminate(processes)
+    wait_all(processes, timeout_s)
+    # Looked at a second time, for what was started since; descendants of those that have ended by
+    # now have another parent, and are known from the first time only.
+    kill_trees(processes, trees)
+
+
+def terminate(processes: Iterable[BaseProcess]) -> None:
+    """Send SIGTERM to those that run."""
+    for process in running(processes):
+        process.terminate()
+
+
+def kill_trees(processes: Sequence[BaseProcess], also: Iterable[ProcessId] = ()) -> None:
+    """SIGKILL those that run, all their descendants, and what of `also` is still there."""
+    known = {*also, *_trees(processes)}
+
+    def left() -> set[ProcessId]:
+        known.update(_trees(processes))
+        return {one for one in known if process_tree.is_alive(one)}
+
+    for process in running(processes):
+        process.kill()
+    process_tree.kill_all(left, timeout_s=KILL_S)
+    wait_all(processes, KILL_S)
+
+
+def wait_all(processes: Iterable[BaseProcess], timeout_s: float) -> bool:
+    """Wait until all have ended; returns whether they have."""
+    deadline = time.monotonic() + timeout_s
+    while left := running(processes):
+        if (remaining := deadline - time.monotonic()) <= 0:
+            return False
+        wait_any(left, timeout_s=remaining)
+    return True
+
+
+def wait_any(
+    processes: Iterable[BaseProcess],
+    connections: Sequence[Connection] = (),
+    *,
+    timeout_s: float | None,
+) -> tuple[list[BaseProcess], list[Connection]]:
+    """Wait until a process has ended or a connection can be read; return those.
+
+    Both lists are empty after `timeout_s`. Processes must have been started. Raises ConfigError
+    where there is nothing to wait for, and no end to it.
+    """
+    started = list(processes)
+    if not started and not connections and timeout_s is None:
+        raise ConfigError("there is nothing to wait for: no process was started")
+    ended = [process for process in started if process.exitcode is not None]
+    with _end_descriptors([] if ended else started) as ends:
+        ready = wait([*ends, *connections], 0 if ended else timeout_s)
+    ended += [process for fd, process in ends.items() if fd in ready]
+    for process in ended:
+        process.join(KILL_S)  # a fork server tells exit codes a moment later
+    return ended, [connection for connection in connections if connection in ready]
+
+
+def running(processes: Iterable[BaseProcess]) -> list[BaseProcess]:
+    """Return those that were started and have not ended."""
+    return [process for process in processes if process.pid is not None and process.is_alive()]
+
+
+def raise_for(ended: Iterable[BaseProcess]) -> None:
+    """Raise the ProcessLostError of those that ended otherwise than with exit code 0.
+
+    Of several the first is raised that a signal ended: rather the others' cause than their victim.
+    """
+    failed = sorted(
+        (process for process in ended if process.exitcode),
+        key=lambda process: (process.exitcode or 0) > 0,
+    )
+    if failed:
+        raise with_notes([lost(process) for process in failed])
+
+
+def with_notes(errors: Sequence[WeightSyncError]) -> WeightSyncError:
+    """Return the first error, the others as its notes."""
+    first, *others = errors
+    for other in others:
+        first.add_note(f"and {other}")
+    return first
+
+
+def lost(process: BaseProcess, reason: str = "") -> ProcessLostError:
+    """Return the error that says how a process ended; `reason` is what it said itself."""
+    return ProcessLostError(
+        f"the process {process.name} (pid {process.pid}) {how_ended(process.exitcode)}"
+        + (f": {reason}" if reason else ""),
+        process=process.name,
+        pid=process.pid or 0,
+        exitcode=process.exitcode,
+    )
+
+
+def how_ended(exitcode: int | None) -> str:
+    """Say in words what an exit code of multiprocessing means."""
+    if exitcode is None:
+        return "is still running"
+    if exitcode < 0:
+        return f"was ended by {_signal_name(-exitcode)} (exit code {exitcode})"
+    by_signal = f", which says {_signal_name(exitcode - 128)}" if exitcode > 128 else ""
+    return f"ended with exit code {exitcode}{by_signal}"
+
+
+@contextmanager
+def _end_descriptors(processes: Iterable[BaseProcess]) -> Iterator[dict[int, BaseProcess]]:
+    """Yield descriptors that become readable when their processes end.
+
+    Not multiprocessing's sentinels where it can be helped: a sentinel is the end of a pipe, which a
+    forked grandchild keeps open after the process itself is gone.
+    """
+    with ExitStack() as stack:
+        ends: dict[int, BaseProcess] = {}
+        for process in processes:
+            assert process.pid is not None
+            try:
+                fd = os.pidfd_open(process.pid)
+            except OSError:
+                fd = process.sentinel
+            else:
+                stack.callback(os.close, fd)
+            ends[fd] = process
+        yield ends
+
+
+def _trees(processes: Iterable[BaseProcess]) -> set[ProcessId]:
+    return process_tree.descendants(p.pid for p in running(processes) if p.pid is not None)
+
+
+def _signal_name(number: int) -> str:
+    with suppress(ValueError):
+        return signal.Signals(number).name
+    return f"signal {number}"
+
+
+@contextmanager
+def signals_ignored() -> Iterator[None]:
+    """Ignore SIGINT and SIGTERM in the block, so that a second Ctrl-C leaves nothing behind.
+
+    Only the main thread has a say in this; elsewhere nothing happens.
+    """
+    before: dict[int, Any] = {}  # what getsignal returns
+    try:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            old = signal.getsignal(number)
+            if old is not None:  # None: of C, which could not be put back
+                with suppress(ValueError):
+                    signal.signal(number, signal.SIG_IGN)
+                    before[number] = old
+        yield
+    finally:
+        for restored, handler in before.items():
+            signal.signal(restored, handler)

@@ -1,0 +1,310 @@
+"""Which rows the next step computes, and what its tokens mean: no clock, no process, no tensor."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from msgspec.structs import replace
+
+from weightsync.errors import ConfigError, NotReadyError, ProtocolError, WeightSyncError
+from weightsync.serve.engine_messages import Delta, Event, Failed, FinishReason, Job, TopToken
+from weightsync.serve.kept_prompts import PrefixCache
+from weightsync.serve.steps import ModelCard, NewRows, RowId, SampledToken, Step, StepResult
+from weightsync.wire.problem import encode_problem, to_problem
+
+MAX_ROWS = 256
+MAX_PROMPT_TOKENS_A_STEP = 4096
+MAX_WAITING = 4096
+
+Owner = bytes
+"""The API server that a job came from."""
+Key = tuple[Owner, str]
+Post = tuple[Owner, Event]
+
+
+@dataclass(slots=True)
+class _Row:
+    key: Key
+    index: int
+    job: Job
+    token: int = 0
+    count: int = 0
+    prompt_version: int = 0
+
+
+@dataclass(slots=True)
+class _Job:
+    job: Job
+    rows: dict[int, RowId | None] = field(default_factory=dict)
+    """Row of each completion that has not ended; None while it waits."""
+
+
+class Scheduler:
+    """The jobs of one replica: those that wait, first come first served, and the rows at work.
+
+    `next_step` and `done` take turns: a step's result comes before the next step is asked for.
+    Prompts are read by themselves, at most one such step between two that give every row a token,
+    so that arriving requests cannot stop those at work. Not thread-safe.
+    """
+
+    def __init__(
+        self,
+        card: ModelCard,
+        *,
+        max_rows: int = MAX_ROWS,
+        max_prompt_tokens: int = MAX_PROMPT_TOKENS_A_STEP,
+        kept: PrefixCache | None = None,
+    ) -> None:
+        self._card = card
+        self._end_ids = frozenset(card.end_ids)
+        self._max_rows = max_rows
+        self._max_prompt_tokens = max_prompt_tokens
+        self._kept = PrefixCache() if kept is None else kept  # an empty one is falsy
+        self._jobs: dict[Key, _Job] = {}
+        self._waiting: OrderedDict[Key, Job] = OrderedDict()
+        self._rows: dict[RowId, _Row] = {}
+        self._drop: list[RowId] = []
+        self._step: Step | None = None
+        self._reading: list[tuple[NewRows, int | None]] = []
+        self._steps = 0
+        self._next_row = 0
+        self._just_read = False
+
+    @property
+    def running(self) -> int:
+        """Rows at work."""
+        return len(self._rows)
+
+    @property
+    def waiting(self) -> int:
+        """Completions that wait for a place."""
+        return sum(job.n for job in self._waiting.values())
+
+    @property
+    def requests(self) -> int:
+        """Jobs that have not ended."""
+        return len(self._jobs)
+
+    @property
+    def has_work(self) -> bool:
+        """Whether there is a step to make."""
+        return bool(self._rows or self._waiting or self._drop or self._kept.has_evicted)
+
+    @property
+    def kept_prompts(self) -> int:
+        """Prompts whose attention cache is kept."""
+        return len(self._kept)
+
+    def submit(self, owner: Owner, job: Job) -> None:
+        """Let a job wait for its turn. Raises ConfigError for one that the model cannot take."""
+        key = (owner, job.request_id)
+        if key in self._jobs:
+            raise ProtocolError(f"request {job.request_id} is at work already; number them anew")
+        self.check(job)
+        self._jobs[key] = _Job(job, dict.fromkeys(range(job.n)))
+        self._waiting[key] = job
+
+    def cancel(self, owner: Owner, request_id: str, index: int | None = None) -> list[Post]:
+        """End a job (`index` None), which says nothing more, or one completion of it.
+
+        One that has ended already is no error: it ends while the word is on its way.
+        """
+        key = (owner, request_id)
+        found = self._jobs.get(key)
+        if found is None:
+            return []
+        if index is None:
+            self._forget(key)
+            return []
+        return [self._end(key, index, "abort")] if index in found.rows else []
+
+    def abort_all(self) -> list[Post]:
+        """End every job; what it has is what its requester gets."""
+        posts = [
+            self._end(key, index, "abort")
+            for key, found in list(self._jobs.items())
+            for index in list(found.rows)
+        ]
+        self._waiting.clear()
+        return posts
+
+    def fail_all(self, error: WeightSyncError) -> list[Post]:
+        """End every job with an error."""
+        problem = encode_problem(to_problem(error))
+        posts = [(key[0], Failed(request_id=key[1], problem=problem)) for key in self._jobs]
+        for key in list(self._jobs):
+            self._forget(key)
+        return list[Post](posts)
+
+    def clear_cache(self) -> None:
+        """Reuse no prompt that was read so far."""
+        self._kept.clear()
+
+    def next_step(self) -> Step | None:
+        """Return what to compute now, or None when there is nothing to do."""
+        drop, self._drop = self._drop, []
+        evict = self._kept.take_evicted()  # before new prompts are looked up, which may reuse
+        rows = list(self._rows)
+        new = [] if self._just_read and rows else self._admit()
+        self._just_read = bool(new)
+        if new:
+            rows = []
+        if not (new or rows or drop or evict):
+            return None
+        self._steps += 1
+        self._step = Step(
+            number=self._steps,
+            drop=drop,
+            evict=evict,
+            new=new,
+            rows=rows,
+            tokens=[self._rows[row].token for row in rows],
+        )
+        return self._step
+
+    def done(self, result: StepResult) -> list[Post]:
+        """Take the first worker's result of the last step; return what requesters are told."""
+        if self._step is None or result.number != self._step.number:
+            expected = self._step.number if self._step else "none"
+            raise ProtocolError(f"the result of step {result.number} came, of {expected} expected")
+        self._step = None
+        for group, reused_version in self._reading:
+            read = group.rows[0] not in result.refused
+            version = result.version if reused_version is None else reused_version
+            for row in group.rows:
+                if row in self._rows:
+                    self._rows[row].prompt_version = version
+            if group.keep_as is not None:
+                self._kept.read(group.keep_as, version if read else None)
+        self._reading.clear()
+        refused = [self._refuse(row, reason) for row, reason in result.refused.items()]
+        return [*(post for post in refused if post), *self._token_posts(result)]
+
+    def check(self, job: Job, *, ahead: int = 0) -> None:
+        """Raise ConfigError for a job that the model cannot take, NotReadyError when too many wait.
+
+        `ahead` counts jobs that wait elsewhere and come first.
+        """
+        card = self._card
+        if not 1 <= job.n <= self._max_rows:
+            raise ConfigError(
+                f"{job.n} completions of one prompt are asked for; 1 to {self._max_rows} can be"
+            )
+        if job.max_new_tokens < 1:
+            raise ConfigError("max_new_tokens must be at least 1")
+        if not job.prompt or not 0 <= min(job.prompt) <= max(job.prompt) < card.vocab_size:
+            raise ConfigError(
+                f"the prompt is empty or has token ids outside 0 to {card.vocab_size - 1}; encode "
+                "it with the model's own tokenizer"
+            )
+        total = len(job.prompt) + job.max_new_tokens
+        if total > card.max_length:
+            raise ConfigError(
+                f"prompt and completion take {total} tokens, the model has room for "
+                f"{card.max_length}; shorten the prompt or max_new_tokens"
+            )
+        if len(self._waiting) + ahead >= MAX_WAITING:
+            raise NotReadyError(
+                f"{MAX_WAITING} requests wait already; ask again later", state="BUSY"
+            )
+
+    def _admit(self) -> list[NewRows]:
+        """Take waiting jobs in, as far as places and the step's tokens reach; the first always."""
+        new: list[NewRows] = []
+        room = self._max_rows - len(self._rows)
+        tokens = self._max_prompt_tokens
+        while self._waiting:
+            key, job = next(iter(self._waiting.items()))
+            wanted = list(self._jobs[key].rows)
+            if len(wanted) > room or (new and len(job.prompt) > tokens):
+                break
+            del self._waiting[key]
+            room -= len(wanted)
+            tokens -= len(job.prompt)
+            new.append(self._new_rows(key, job, wanted))
+        return new
+
+    def _new_rows(self, key: Key, job: Job, wanted: Sequence[int]) -> NewRows:
+        rows = range(self._next_row, self._next_row + len(wanted))
+        self._next_row += len(wanted)
+        read = replace(job, inputs=None)  # images are read once, and are large
+        self._jobs[key].job = read
+        for index, row in zip(wanted, rows, strict=True):
+            self._jobs[key].rows[index] = row
+            self._rows[row] = _Row(key, index, read)
+        # What an image became is not in the token ids, so equal ones need not be the same prompt.
+        known = self._kept.find(job.prompt) if job.inputs is None else None
+        group = NewRows(
+            rows=list(rows),
+            completions=list(wanted),
+            prompt=job.prompt,
+            choosing=job.choosing,
+            reuse=known.key if known else None,
+            reuse_length=known.length if known else 0,
+            keep_as=self._kept.add(job.prompt) if job.inputs is None else None,
+            inputs=job.inputs,
+        )
+        self._reading.append((group, known.version if known else None))
+        return group
+
+    def _token_posts(self, result: StepResult) -> Iterable[Post]:
+        for chosen in result.chosen:
+            row = self._rows.get(chosen.row)
+            if row is not None:  # else it was cancelled while the step ran
+                yield self._took(row, chosen, result.version)
+
+    def _took(self, row: _Row, chosen: SampledToken, version: int) -> Post:
+        row.token = chosen.token
+        row.count += 1
+        finish: FinishReason | None = None
+        if row.job.stop_at_end and chosen.token in self._end_ids:
+            finish = "stop"
+        elif row.count >= row.job.max_new_tokens:
+            finish = "length"
+        if finish:
+            self._close(row.key, row.index)
+        return row.key[0], Delta(
+            request_id=row.key[1],
+            index=row.index,
+            token=chosen.token,
+            version=version,
+            prompt_version=row.prompt_version,
+            logprob=chosen.logprob,
+            top=[TopToken(token=token, logprob=logprob) for token, logprob in chosen.top],
+            finish_reason=finish,
+        )
+
+    def _end(self, key: Key, index: int, reason: FinishReason) -> Post:
+        number = self._jobs[key].rows[index]
+        prompt_version = 0 if number is None else self._rows[number].prompt_version
+        self._close(key, index)
+        return key[0], Delta(
+            request_id=key[1], index=index, prompt_version=prompt_version, finish_reason=reason
+        )
+
+    def _refuse(self, first_row: RowId, reason: str) -> Post | None:
+        row = self._rows.get(first_row)
+        if row is None:
+            return None
+        problem = encode_problem(to_problem(ConfigError(reason)))
+        dropped = len(self._drop)
+        self._forget(row.key)
+        del self._drop[dropped:]  # no worker has made these rows
+        return row.key[0], Failed(request_id=row.key[1], problem=problem)
+
+    def _close(self, key: Key, index: int) -> None:
+        """Forget one completion, and its job with the last."""
+        found = self._jobs[key]
+        row = found.rows.pop(index)
+        if row is not None:
+            del self._rows[row]
+            self._drop.append(row)
+        if not found.rows:
+            self._jobs.pop(key)
+            self._waiting.pop(key, None)
+
+    def _forget(self, key: Key) -> None:
+        for index in list(self._jobs[key].rows):
+            self._close(key, index)

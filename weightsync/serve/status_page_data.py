@@ -1,0 +1,247 @@
+"""What the status page shows: asked of every worker and replica, and kept for half a second."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import defaultdict
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+from typing import Generic, TypeVar
+
+import anyio
+import anyio.to_thread
+import msgspec
+from msgspec.structs import asdict
+
+from weightsync.serve.engine_client import EngineClient
+from weightsync.serve.engine_messages import EngineStats
+from weightsync.server.dispatcher import Receiver
+from weightsync.server.workers import merge_statuses
+from weightsync.update.history import WorkerReport
+from weightsync.wire.messages import LedgerEntry, OpenUpdate, Status, UpdateRecord
+
+T = TypeVar("T")
+
+FRESH_S = 0.5
+"""However many pages are open, workers are asked no more often than this."""
+ANSWER_TIMEOUT_S = 2.0
+SHOWN_UPDATES = 50
+NO_ANSWER = "NO ANSWER"
+
+
+class Mapped(msgspec.Struct, frozen=True, kw_only=True):
+    """Bytes that a worker has mapped of one sender, or of all senders' control segments ("").
+
+    `path` is that of a sender that is connected.
+    """
+
+    sender: str
+    nbytes: int
+    path: str = ""
+
+
+class WorkerView(msgspec.Struct, frozen=True, kw_only=True):
+    """One worker: where it stands, or (`error`) why that is not known."""
+
+    name: str
+    state: str = NO_ANSWER
+    version: int | None = None
+    label: str | None = None
+    may_generate: bool = False
+    busy: bool = False
+    orphaned: bool = False
+    paused: bool = False
+    apply: str = ""
+    detail: str = ""
+    updates_total: dict[str, int] = {}  # msgspec copies it
+    open_update: OpenUpdate | None = None
+    mapped: list[Mapped] = []  # msgspec copies it
+    error: str = ""
+
+
+class UpdateView(UpdateRecord, frozen=True, kw_only=True):
+    """A committed update on all workers that had it: times of the slowest, bytes of the largest."""
+
+    workers: int
+    bytes_per_s: float
+
+
+class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
+    """Everything that the page shows, and all of `/status.json`.
+
+    `at` is in seconds of Unix time. `versions` are those held; `updates` has the oldest first.
+    """
+
+    at: float
+    model: str
+    state: str
+    versions: list[int]
+    label: str | None
+    detail: str
+    workers: list[WorkerView]
+    replicas: list[EngineStats]
+    updates: list[UpdateView]
+    engine_error: str = ""
+
+
+class _Question(Generic[T]):
+    """Asks one thing again and again, but never while it is still asking."""
+
+    def __init__(self, call: Callable[[], Coroutine[object, object, T]]) -> None:
+        self._call = call
+        self._task: asyncio.Task[T] | None = None
+        self._since = 0.0
+
+    def ask(self) -> asyncio.Task[T]:
+        """Ask, unless the last time is not answered yet."""
+        if self._task is None or self._task.done():
+            self._since = time.monotonic()
+            self._task = asyncio.ensure_future(self._call())
+        return self._task
+
+    def answer(self) -> tuple[T | None, str]:
+        """Return what was answered, or None and what is wrong."""
+        task = self._task
+        if task is None or not task.done():
+            return None, f"has not answered for {time.monotonic() - self._since:.0f} s"
+        if task.cancelled():
+            return None, "was not asked: the server is going down"
+        if (failure := task.exception()) is not None:
+            return None, str(failure) or type(failure).__name__
+        return task.result(), ""
+
+
+class Watch:
+    """Reads an engine and its workers for any number of pages of one event loop.
+
+    Who does not answer in time is shown as such, and not asked again before it has answered.
+    """
+
+    def __init__(self, engine: EngineClient, receivers: Sequence[Receiver]) -> None:
+        threads = anyio.CapacityLimiter(max(1, len(receivers)))
+        self._engine = engine
+        self._stats = _Question(engine.stats)
+        self._workers = [_Question(_in_thread(receiver, threads)) for receiver in receivers]
+        self._reading: asyncio.Task[Snapshot] | None = None
+        self._read_at = float("-inf")
+        self._replicas = 1
+
+    async def snapshot(self) -> Snapshot:
+        """Return how things are, at most half a second ago. Raises nothing of who is asked."""
+        stale = time.monotonic() - self._read_at > FRESH_S
+        if self._reading is None or (self._reading.done() and stale):
+            self._reading = asyncio.ensure_future(self._read())
+        return await asyncio.shield(self._reading)
+
+    async def _read(self) -> Snapshot:
+        asked = [self._stats.ask(), *(worker.ask() for worker in self._workers)]
+        await asyncio.wait(asked, timeout=ANSWER_TIMEOUT_S)
+        replicas, engine_error = self._stats.answer()
+        self._replicas = len(replicas or ()) or self._replicas
+        self._read_at = time.monotonic()
+        return take_snapshot(
+            self._engine.card.name,
+            worker_names(len(self._workers), self._replicas),
+            [worker.answer() for worker in self._workers],
+            replicas or [],
+            engine_error,
+            at=time.time(),
+        )
+
+
+def _in_thread(
+    receiver: Receiver, limiter: anyio.CapacityLimiter
+) -> Callable[[], Coroutine[object, object, WorkerReport]]:
+    return lambda: anyio.to_thread.run_sync(
+        receiver.report, limiter=limiter, abandon_on_cancel=True
+    )
+
+
+def worker_names(workers: int, replicas: int) -> list[str]:
+    """Return `replica.rank` of every worker, as the server's processes are named."""
+    ranks = workers // replicas if replicas and workers % replicas == 0 else workers
+    return [f"{index // ranks}.{index % ranks}" for index in range(workers)]
+
+
+def take_snapshot(
+    model: str,
+    names: Sequence[str],
+    answers: Sequence[tuple[WorkerReport | None, str]],
+    replicas: list[EngineStats],
+    engine_error: str = "",
+    *,
+    at: float,
+) -> Snapshot:
+    """Put together what was answered; `answers` are the workers', by their names."""
+    reports = {name: report for name, (report, _) in zip(names, answers, strict=True) if report}
+    statuses = {name: report.status for name, report in reports.items()}
+    whole = merge_statuses(statuses) if statuses else None
+    silent = len(reports) < len(names) or whole is None
+    return Snapshot(
+        at=at,
+        model=model,
+        state=NO_ANSWER if silent or whole is None else whole.state,
+        versions=sorted({status.version for status in statuses.values()}),
+        label=whole.label if whole else None,
+        detail=whole.detail if whole else "",
+        workers=[
+            _worker_view(name, report.status, report)
+            if report
+            else WorkerView(name=name, error=error)
+            for name, (report, error) in zip(names, answers, strict=True)
+        ],
+        replicas=replicas,
+        updates=merge_updates(record for report in reports.values() for record in report.recent),
+        engine_error=engine_error,
+    )
+
+
+def _worker_view(name: str, status: Status, report: WorkerReport) -> WorkerView:
+    return WorkerView(
+        name=name,
+        state=status.state,
+        version=status.version,
+        label=status.label,
+        may_generate=status.may_generate,
+        busy=status.busy,
+        orphaned=status.orphaned,
+        paused=status.paused,
+        apply=status.apply,
+        detail=status.detail,
+        updates_total=report.updates_total,
+        open_update=report.open_update,
+        mapped=mapped_by_sender(status.ledger, status.senders),
+    )
+
+
+def mapped_by_sender(ledger: Iterable[LedgerEntry], paths: Mapping[str, str]) -> list[Mapped]:
+    """Return how much is mapped of each sender; a control segment is named after no sender."""
+    sums: dict[str, int] = defaultdict(int)
+    for entry in ledger:
+        sums["" if entry.kind == "control" else entry.name] += entry.nbytes
+    return [
+        Mapped(sender=sender, nbytes=nbytes, path=paths.get(sender, ""))
+        for sender, nbytes in sorted(sums.items())
+    ]
+
+
+def merge_updates(records: Iterable[UpdateRecord]) -> list[UpdateView]:
+    """Return the last updates, the oldest first, each as the slowest of its workers lived it."""
+    groups: dict[tuple[str, int], list[UpdateRecord]] = defaultdict(list)
+    for record in records:
+        groups[record.update_id, record.version].append(record)
+    views = sorted(map(_update_view, groups.values()), key=lambda view: view.at)
+    return views[-SHOWN_UPDATES:]
+
+
+def _update_view(group: list[UpdateRecord]) -> UpdateView:
+    slowest = max(group, key=lambda record: record.duration_s)
+    nbytes = max(record.nbytes for record in group)
+    fields = asdict(slowest) | {
+        "at": max(record.at for record in group),
+        "nbytes": nbytes,
+        "stall_s": max(record.stall_s for record in group),
+    }
+    return UpdateView(
+        **fields, workers=len(group), bytes_per_s=nbytes / max(slowest.duration_s, 1e-9)
+    )

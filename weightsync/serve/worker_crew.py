@@ -1,0 +1,174 @@
+"""The workers of one replica, as their engine core sees them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+from typing import Any, Self, cast
+
+import msgspec
+import zmq
+
+from weightsync.errors import ProtocolError, TransferTimeout
+from weightsync.queues.message_codec import MessageCodec
+from weightsync.queues.message_queue import MessageQueue
+from weightsync.serve import bad_frames
+from weightsync.serve.steps import (
+    ModelCard,
+    NewRows,
+    SampledToken,
+    SamplingParams,
+    Step,
+    StepResult,
+)
+from weightsync.serve.worker_messages import CoreWord, Hello, Notice, Welcome
+from weightsync.shm.ring import PATIENCE
+
+STEP_SLOT_NBYTES = 1 << 20
+STEP_SLOTS = 4
+LOOK_S = 0.05
+"""How often a core that waits for a worker looks at what else it is told."""
+SILENCE_S = 60.0
+"""How long a worker may give no sign of life while a step is at work."""
+
+_notice_decoder: msgspec.msgpack.Decoder[Notice] = msgspec.msgpack.Decoder(Notice)
+
+
+def step_codec() -> MessageCodec:
+    """Return the codec of steps and their results, for both ends."""
+    codec = MessageCodec()
+    for kind in (Step, NewRows, SamplingParams, StepResult, SampledToken):
+        codec.register(kind)
+    return codec
+
+
+def worker_identity(rank: int) -> bytes:
+    """How a worker names itself to its core's socket."""
+    return b"worker-%d" % rank
+
+
+class WorkerGroup:
+    """All workers of one replica. `socket` is the bound ROUTER that they tell things by.
+
+    Steps go to all of them by one broadcast queue; each answers by a queue of its own.
+    """
+
+    def __init__(self, socket: zmq.Socket[bytes], hellos: dict[int, Hello]) -> None:
+        self.socket = socket
+        self.card: ModelCard = hellos[0].card
+        self.versions = [hellos[rank].version for rank in sorted(hellos)]
+        self._steps = MessageQueue(
+            len(hellos),
+            len(hellos),
+            max_chunk_bytes=STEP_SLOT_NBYTES,
+            max_chunks=STEP_SLOTS,
+            codec=step_codec(),
+            spin_s=0.0,
+        )
+        self._results: list[MessageQueue] = []
+        self._heard: dict[int, float] = {}
+        try:
+            for rank in sorted(hellos):
+                results = hellos[rank].results
+                self._results.append(
+                    MessageQueue.create_from_handle(results, 0, codec=step_codec())
+                )
+                self._tell(rank, Welcome(steps=self._steps.export_handle()))
+        except BaseException:
+            self.close()
+            raise
+
+    @classmethod
+    def gather(cls, socket: zmq.Socket[bytes], size: int, *, timeout_s: float) -> Self:
+        """Wait until all `size` workers said hello. Raises TransferTimeout naming who did not."""
+        deadline = time.monotonic() + timeout_s
+        hellos: dict[int, Hello] = {}
+        while len(hellos) < size:
+            left_ms = int((deadline - time.monotonic()) * 1000)
+            if left_ms <= 0 or not socket.poll(left_ms):
+                late = ", ".join(str(rank) for rank in range(size) if rank not in hellos)
+                raise TransferTimeout(
+                    f"worker {late} of {size} did not load the model within {timeout_s:g} s"
+                )
+            frames = socket.recv_multipart()
+            with bad_frames.dropped("a worker"):
+                rank, notice = _notice(frames)
+                if isinstance(notice, Hello):
+                    hellos[rank] = notice
+        return cls(socket, hellos)
+
+    @property
+    def size(self) -> int:
+        """The number of workers."""
+        return len(self._results)
+
+    def make(self, step: Step, meanwhile: Callable[[], None] = lambda: None) -> StepResult:
+        """Have all workers make a step; return what the first one chose.
+
+        `meanwhile` is called now and then while they are waited for: it takes in `notices`, and
+        ends the wait by raising. Raises PeerLostError naming a worker that died, TransferTimeout
+        one that gave no sign of life for SILENCE_S or took PATIENCE times as long, and
+        ProtocolError when workers made the step with different weights: the tokens would be of no
+        version.
+        """
+        self._steps.enqueue(step)
+        begun = time.monotonic()
+        results = [self._result(rank, begun, meanwhile) for rank in range(self.size)]
+        first = results[0]
+        told = {(result.number, result.version, tuple(result.refused)) for result in results}
+        if len(told) > 1:
+            raise ProtocolError(
+                f"workers made step {step.number} apart (step, version, refused): {sorted(told)}"
+            )
+        return first
+
+    def notices(self) -> Iterable[tuple[int, Notice]]:
+        """Yield what workers have said by now."""
+        while True:
+            try:
+                frames = self.socket.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            found: list[tuple[int, Notice]] = []
+            with bad_frames.dropped("a worker"):
+                found.append(_notice(frames))
+            for worker, notice in found:
+                self._heard[worker] = time.monotonic()
+                yield worker, notice
+
+    def answer(self, worker: int, word: CoreWord) -> None:
+        """Tell one worker something."""
+        self._tell(worker, word)
+
+    def tell_all(self, word: CoreWord) -> None:
+        """Tell every worker the same."""
+        for rank in range(self.size):
+            self._tell(rank, word)
+
+    def close(self) -> None:
+        """Leave all queues."""
+        self._steps.close()
+        for queue in self._results:
+            queue.close()
+
+    def _result(self, rank: int, begun: float, meanwhile: Callable[[], None]) -> StepResult:
+        while True:
+            try:
+                return cast(StepResult, self._results[rank].dequeue(LOOK_S))
+            except TransferTimeout:
+                meanwhile()
+                now = time.monotonic()
+                silent_s = now - max(begun, self._heard.get(rank, begun))
+                if silent_s > SILENCE_S or now - begun > PATIENCE * SILENCE_S:
+                    raise TransferTimeout(
+                        f"worker {rank} did not make its step within {now - begun:.0f} s, and was "
+                        f"last heard of {silent_s:.0f} s ago; is its process stopped?"
+                    ) from None
+
+    def _tell(self, rank: int, word: CoreWord) -> None:
+        self.socket.send_multipart([worker_identity(rank), msgspec.msgpack.encode(word)])
+
+
+def _notice(frames: list[Any]) -> tuple[int, Notice]:
+    identity, body = frames
+    return int(identity.rpartition(b"-")[2]), _notice_decoder.decode(body)
