@@ -31,13 +31,13 @@ NEEDS = {
     "weightsync.queues.sockets": ("zmq",),
     "weightsync.integrations.huggingface": ("peft",),
     "weightsync.integrations.trl": ("transformers",),
-    "weightsync.integrations.vllm": ("vllm",),
+    "weightsync.integrations.vllm.plugin": ("vllm",),
     "weightsync.integrations.vllm.actors": (),
     "weightsync.serve.hugging_face": ("transformers",),
     "weightsync.cli.app": ("typer",),
 }
 # vLLM is not installed where this runs, so its plugin cannot be imported anyway.
-ALL = " ".join(part for part in NEEDS if part != "weightsync.integrations.vllm")
+ALL = " ".join(part for part in NEEDS if part != "weightsync.integrations.vllm.plugin")
 INDIFFERENT = ("matplotlib", "uvicorn")
 """Packages that none of these parts imports; the verbs that need them say so, see tests/cli."""
 _LINE = re.compile(r"pip install 'weightsync\[([\w,-]+)\]'")

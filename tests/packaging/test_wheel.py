@@ -66,7 +66,7 @@ def test_it_brings_the_command_and_the_plugin(wheel: zipfile.ZipFile) -> None:
     (name,) = [name for name in wheel.namelist() if name.endswith("entry_points.txt")]
     lines = wheel.read(name).decode().splitlines()
     assert "weightsync = weightsync.cli:main" in lines
-    assert "weightsync = weightsync.integrations.vllm:register" in lines
+    assert "weightsync = weightsync.integrations.vllm.plugin:register" in lines
 
 
 def test_the_core_needs_three_packages_and_each_extra_its_own(wheel: zipfile.ZipFile) -> None:

@@ -278,14 +278,14 @@ def test_withdraw_without_cuda_is_an_error_of_ours() -> None:
 def test_importing_and_asking_initialises_nothing() -> None:
     script = (
         "import torch\n"
-        "from weightsync.samehost import cuda_handle\n"
+        "from weightsync.cuda import handles\n"
         "assert not torch.cuda.is_initialized()\n"
-        "cuda_handle.check_torch()\n"
-        "cuda_handle.why_not()\n"
-        "cuda_handle.collect()\n"
+        "handles.check_torch()\n"
+        "handles.why_not()\n"
+        "handles.collect()\n"
         "assert not torch.cuda.is_initialized()\n"
         "if not torch.cuda.is_available():\n"
-        "    assert cuda_handle.local_gpu_keys() == {}\n"
+        "    assert handles.local_gpu_keys() == {}\n"
         "    assert not torch.cuda.is_initialized()\n"
         "print('nothing')\n"
     )

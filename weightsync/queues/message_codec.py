@@ -25,11 +25,20 @@ from uuid import UUID
 import msgspec
 
 from weightsync.errors import ConfigError, ProtocolError
-from weightsync.queues.tensor_codec import Tensor
 from weightsync.shm.buffer_address import buffer_address
 
 if TYPE_CHECKING:
     import torch
+    from torch import Tensor
+else:  # for modules that torch must not be loaded for
+
+    class _TensorKind(type):
+        def __instancecheck__(cls, value: object) -> bool:
+            torch = sys.modules.get("torch")  # what is a tensor was made by it
+            return torch is not None and isinstance(value, torch.Tensor)
+
+    class Tensor(metaclass=_TensorKind):
+        """Stands for torch.Tensor in annotations and for isinstance."""
 
 
 ALIGNMENT = 64

@@ -34,14 +34,12 @@ from weightsync.errors import (
     WeightSyncError,
     shorten,
 )
-from weightsync.queues.message_codec import from_plain, to_plain
+from weightsync.queues.message_codec import Tensor, from_plain, to_plain
 from weightsync.specs import TensorSpec
 from weightsync.wire.offers import Shape
 
 if TYPE_CHECKING:
     import torch
-    from torch import Tensor
-
 
 T = TypeVar("T")
 Frame = bytes | bytearray | memoryview
@@ -96,9 +94,6 @@ def _decode(data: memoryview, kind: type[T]) -> T:
         return msgspec.msgpack.decode(data, type=kind)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as exc:
         raise ProtocolError(f"a tensor of this message cannot be read: {exc}") from exc
-
-
-__all__ = ["Tensor"]
 
 
 logger = logging.getLogger(__name__)

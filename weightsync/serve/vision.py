@@ -10,7 +10,7 @@ from importlib import util as import_util
 from typing import Any
 
 from weightsync.errors import BackendUnavailableError, ConfigError
-from weightsync.queues.tensor_codec import Tensor
+from weightsync.queues.message_codec import Tensor
 from weightsync.serve.hugging_face import hf
 
 IMAGE_TOKEN = "<image>"  # noqa: S105 # a token of text

@@ -1,0 +1,47 @@
+"""vLLM's plugin entry point: makes `--weight-transfer-config '{"backend":"weightsync"}'` known."""
+
+from __future__ import annotations
+
+import logging
+
+from weightsync.errors import BackendUnavailableError
+from weightsync.integrations.vllm import pauses
+
+try:
+    from vllm.distributed.weight_transfer import WeightTransferEngineFactory
+except ImportError as exc:
+    raise BackendUnavailableError(
+        f"this needs a vLLM with weight transfer engines ({exc}); pip install 'weightsync[vllm]'"
+    ) from exc
+
+logger = logging.getLogger(__name__)
+
+BACKEND = "weightsync"
+
+
+def register() -> None:
+    """Register our engine with vLLM. Called by vLLM in each of its processes; may be repeated.
+
+    The engine's module is imported by the workers of a server that asks for it, and by nobody else.
+    """
+    _guard_pauses()
+    try:
+        WeightTransferEngineFactory.register_engine(
+            BACKEND, "weightsync.integrations.vllm.engine", "WeightsyncEngine"
+        )
+    except ValueError:  # it is registered already
+        return
+
+
+def _guard_pauses() -> None:
+    """Have pauses of senders that die ended in the process of the engine core, which is any."""
+    try:
+        from vllm.v1.engine import EngineCoreRequestType  # noqa: PLC0415  # may be elsewhere
+        from vllm.v1.engine.core import EngineCore  # noqa: PLC0415  # in another vLLM
+        from vllm.v1.request import RequestStatus  # noqa: PLC0415  # than those tried
+
+        pauses.install(
+            EngineCore, utility=EngineCoreRequestType.UTILITY, refused=RequestStatus.FINISHED_ERROR
+        )
+    except (ImportError, AttributeError) as exc:
+        logger.warning("a trainer that dies may leave this vLLM paused: %s", exc)
