@@ -7,7 +7,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from weightsync.cli.demo_report import (
+from weightsync.cli.demo_trainer import (
     DemoReport,
     Event,
     Proof,

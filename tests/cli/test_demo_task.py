@@ -7,7 +7,7 @@ import statistics
 import pytest
 import torch
 
-from weightsync.cli.demo_task import TASKS, Learner, advantages, completion_logprobs
+from weightsync.cli.demo_trainer import TASKS, Learner, advantages, completion_logprobs
 from weightsync.serve.generation import Generator
 from weightsync.serve.model import make_tiny_model
 from weightsync.serve.requests import Completion, Sampling

@@ -19,9 +19,12 @@ import pytest
 from tests.cli.running import answer_of, weightsync
 from tests.samehost.processes import OWNER, kill, line_of, private_directory, python, running
 from weightsync.backends.ipc.memory import ProbeMemory
-from weightsync.cli import doctor, doctor_gpu, doctor_host, doctor_pairs
+from weightsync.cli import doctor
+from weightsync.cli import doctor as doctor_gpu
+from weightsync.cli import doctor as doctor_host
+from weightsync.cli import doctor as doctor_pairs
 from weightsync.cli.children import command
-from weightsync.cli.doctor_findings import Check, Finding, Level, examine, ok
+from weightsync.cli.doctor import Check, Finding, Level, examine, ok
 from weightsync.errors import TransferError
 from weightsync.integrations.sglang.files import WeightDirectory, list_homes
 from weightsync.shm.segment import Segment

@@ -17,9 +17,7 @@ import weightsync as ws
 from tests.cli.running import TOKEN, answer_of, tiny_tensors, weightsync
 from tests.samehost.processes import environment, line_of
 from tests.server.live import make_app, serving
-from weightsync.cli.metrics_text import parse, read_last_updates
-from weightsync.cli.status import overall
-from weightsync.cli.status_seen import paths_of
+from weightsync.cli.status import overall, parse, paths_of, read_last_updates
 from weightsync.server import Workers, worker_path, workers_router
 from weightsync.server.workers import merge_statuses
 from weightsync.wire.messages import Status

@@ -18,7 +18,7 @@ from tests.ray import sandbox
 from tests.rollout.supervised import answer
 from weightsync.errors import ConfigError, ProcessLostError
 from weightsync.serve.api_server_processes import APIServerProcessManager
-from weightsync.serve.process_waiting import wait_for_completion_or_failure
+from weightsync.serve.process_ends import wait_for_completion_or_failure
 from weightsync.serve.ray_engines import RayEngines
 
 WAIT_S = 60.0

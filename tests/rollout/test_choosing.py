@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from weightsync.serve.choosing import TokenSampler
+from weightsync.serve.sampling import TokenSampler
 from weightsync.serve.steps import SamplingParams
 
 CPU = torch.device("cpu")

@@ -15,7 +15,7 @@ import weightsync as ws
 from tests.rollout.scripted_engine import ScriptedEngine
 from tests.server.live import serving
 from weightsync.errors import TransportTimeout
-from weightsync.serve import engine_metrics
+from weightsync.serve import engine_client
 from weightsync.serve.engine_messages import EngineStats
 from weightsync.server.router import weight_router
 
@@ -44,7 +44,7 @@ def samples(engine: Told) -> dict[str, list[float]]:
     """Return what a scrape reads, by name, replica by replica."""
     receiver = ws.WeightReceiver(nn.Linear(2, 2))
     app = FastAPI()
-    more = engine_metrics.engine_metrics(engine)
+    more = engine_client.engine_metrics(engine)
     app.include_router(weight_router(receiver, token=None, more_metrics=more))
     try:
         with serving(app) as url:
@@ -73,7 +73,7 @@ def test_every_replica_is_shown() -> None:
 def test_the_weights_are_shown_without_the_engine(
     engine: Told, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(engine_metrics, "ANSWER_TIMEOUT_S", 0.1)
+    monkeypatch.setattr(engine_client, "ANSWER_TIMEOUT_S", 0.1)
     found = samples(engine)
     assert found["weightsync_version"] == [0]
     assert "weightsync_tokens_total" not in found

@@ -32,7 +32,7 @@ def no_process_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     def end(code: int) -> None:
         raise AssertionError(f"the process would have ended with exit code {code}")
 
-    monkeypatch.setattr("weightsync.serve.lasting_task.os._exit", end)
+    monkeypatch.setattr("weightsync.serve.links.os._exit", end)
 
 
 CARD = ModelCard(name="tiny", directory="tiny", vocab_size=8, max_length=8, end_ids=[0])

@@ -9,8 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from weightsync.serve.hugging_face import hf
-from weightsync.serve.hugging_face_cache import Cache
-from weightsync.serve.kv_rows import BatchedKVCache, KeptPrompt, PreallocatedLayer, held_by
+from weightsync.serve.kv_cache import BatchedKVCache, Cache, KeptPrompt, PreallocatedLayer, held_by
 
 HEADS, KEY_SIZE, VALUE_SIZE, LAYERS = 2, 3, 5, 2
 CPU = torch.device("cpu")

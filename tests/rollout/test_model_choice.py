@@ -9,7 +9,7 @@ import pytest
 
 from weightsync.errors import ConfigError
 from weightsync.serve.model import load_model
-from weightsync.serve.model_choice import TINY, TINY_VISION, check_choice, check_heads
+from weightsync.serve.model_files import TINY, TINY_VISION, check_choice, check_heads
 from weightsync.serve.serving import ServeOptions, serving
 from weightsync.server.listening import listen
 

@@ -17,13 +17,11 @@ from schemathesis.specs.openapi.checks import response_schema_conformance
 from tests.rollout.scripted_engine import MAX_BODY_NBYTES, MODEL, ScriptedEngine, app_of
 from tests.server.live import serving
 from weightsync.errors import ConfigError
-from weightsync.serve.chat import chat_prompt, render
 from weightsync.serve.completions import read_prompts
-from weightsync.serve.model_choice import TINY_VISION
-from weightsync.serve.model_reader import load_reader
+from weightsync.serve.model_files import TINY_VISION, byte_tokenizer, load_reader
 from weightsync.serve.openai_messages import REFUSED, ChatMessage, RequestError
+from weightsync.serve.openai_routes import chat_prompt, render
 from weightsync.serve.text import TokenizerService
-from weightsync.serve.tiny_tokenizer import byte_tokenizer
 
 WAIT_S = 60
 

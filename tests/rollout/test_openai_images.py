@@ -16,10 +16,9 @@ from PIL import Image
 from tests.rollout.scripted_engine import MODEL, ScriptedEngine, app_of
 from tests.server.live import serving
 from weightsync.errors import ConfigError
-from weightsync.serve.images import MAX_IMAGES, read_images
-from weightsync.serve.model_choice import TINY_VISION
-from weightsync.serve.model_reader import load_reader
+from weightsync.serve.model_files import TINY_VISION, load_reader
 from weightsync.serve.openai_messages import RequestError
+from weightsync.serve.vision import MAX_IMAGES, read_images
 
 WAIT_S = 60.0
 

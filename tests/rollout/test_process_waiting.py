@@ -29,8 +29,14 @@ from weightsync.errors import ConfigError, ProcessLostError
 from weightsync.serve import process_tree
 from weightsync.serve.api_server_processes import APIServerProcessManager
 from weightsync.serve.child_process import ChildSpec
-from weightsync.serve.process_ends import how_ended, shutdown, wait_all, wait_any
-from weightsync.serve.process_waiting import ProcessManager, wait_for_completion_or_failure
+from weightsync.serve.process_ends import (
+    ProcessManager,
+    how_ended,
+    shutdown,
+    wait_all,
+    wait_any,
+    wait_for_completion_or_failure,
+)
 from weightsync.serve.supervisor import Supervisor
 
 pytestmark = pytest.mark.usefixtures("shm_clean")

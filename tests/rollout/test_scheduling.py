@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 
 from weightsync.errors import ConfigError, NotReadyError, ProtocolError
 from weightsync.serve.engine_messages import Delta, Failed, Job
-from weightsync.serve.kept_prompts import PrefixCache
-from weightsync.serve.scheduling import Post, Scheduler
+from weightsync.serve.scheduling import Post, PrefixCache, Scheduler
 from weightsync.serve.steps import ModelCard, SampledToken, SamplingParams, Step, StepResult
 from weightsync.wire.problem import Problem
 

@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from weightsync.serve.standings import HELD_S, SPLIT_S, ReplicaReadiness
+from weightsync.serve.engine_core import HELD_S, SPLIT_S, ReplicaReadiness
 from weightsync.serve.worker_messages import WorkerState
 
 

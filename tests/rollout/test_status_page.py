@@ -23,10 +23,9 @@ from torch import nn
 import weightsync as ws
 from tests.server.live import TOKEN, serving
 from weightsync.errors import TransportTimeout
-from weightsync.serve import status_page_figures as figures
+from weightsync.serve import status_page_view as figures
 from weightsync.serve.engine_messages import Delta, EngineStats, Job
 from weightsync.serve.status_page import status_router
-from weightsync.serve.status_page_chart import bar_chart, round_up
 from weightsync.serve.status_page_data import (
     FRESH_S,
     NO_ANSWER,
@@ -37,8 +36,17 @@ from weightsync.serve.status_page_data import (
     take_snapshot,
     worker_names,
 )
-from weightsync.serve.status_page_markup import escaped, isolated, joined, tag
-from weightsync.serve.status_page_view import render_fragment, render_page, waits_for
+from weightsync.serve.status_page_view import (
+    bar_chart,
+    escaped,
+    isolated,
+    joined,
+    render_fragment,
+    render_page,
+    round_up,
+    tag,
+    waits_for,
+)
 from weightsync.serve.steps import ModelCard
 from weightsync.server.dispatcher import Receiver
 from weightsync.server.router import weight_router

@@ -15,7 +15,7 @@ import torch
 from tests.children import CONTEXT
 from tests.gloo import as_rank
 from tests.rollout.stepping import Stepping, alone
-from weightsync.serve.kv_rows import held_by
+from weightsync.serve.kv_cache import held_by
 from weightsync.serve.model import LoadedModel, make_tiny_vision_model
 from weightsync.serve.model_runner import ModelRunner
 from weightsync.serve.steps import SamplingParams, Step, StepResult

@@ -11,7 +11,7 @@ from PIL import Image
 
 from weightsync.errors import ConfigError
 from weightsync.serve.model import LoadedModel, load_model
-from weightsync.serve.model_reader import load_reader
+from weightsync.serve.model_files import load_reader
 from weightsync.serve.vision import ImagePreparer
 
 RED = Image.new("RGB", (40, 30), "red")

@@ -17,7 +17,7 @@ import weightsync as ws
 from tests.cli.running import TOKEN, answer_of, weightsync
 from tests.samehost.processes import OWNER, kill, line_of, private_directory, python, running
 from tests.server.live import make_app, serving
-from weightsync.cli.status_host import COLUMNS
+from weightsync.cli.status import COLUMNS
 from weightsync.shm.census import list_segments
 from weightsync.shm.segment import Segment, live_segments
 from weightsync.transports.callback import CallbackTransport

@@ -11,7 +11,7 @@ from torch import nn
 
 import weightsync as ws
 from tests.security.https import Certificate, make_certificate, serving_https
-from weightsync.cli.metrics_text import read_last_updates
+from weightsync.cli.status import read_last_updates
 from weightsync.errors import ConfigError, ConnectError
 from weightsync.server.listening import check_tls_files
 from weightsync.transports.http import HttpTransport

@@ -11,8 +11,8 @@ from prometheus_client.metrics_core import Metric
 from torch import nn
 
 import weightsync as ws
+from weightsync.serve.engine_client import metrics_of
 from weightsync.serve.engine_messages import EngineStats
-from weightsync.serve.engine_metrics import metrics_of
 from weightsync.server.metrics import ReceiverMetrics
 
 PAGE = (Path(__file__).parents[2] / "docs" / "seeing.md").read_text(encoding="utf-8")

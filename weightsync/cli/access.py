@@ -1,15 +1,17 @@
-"""How a verb gets into a server: its token, and the certificates that are trusted."""
+"""Options by which a verb reaches servers: tokens, TLS, and which kind of server it is."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 
 from weightsync.errors import ConfigError
+from weightsync.integrations.sglang.server import SglangTarget, is_sglang
+from weightsync.integrations.vllm.server import is_vllm, plain_url
 from weightsync.sender import MAX_TIMEOUT_S
 from weightsync.transports.http import tls_context
 from weightsync.transports.tokens import read_token_file
@@ -59,3 +61,29 @@ def given_trust(ca_file: Path | None, urls: Sequence[str]) -> bool | str:
         raise ConfigError("--ca-file is for https:// URLs, and none is given")
     tls_context(str(ca_file))
     return str(ca_file)
+
+
+Engine = Literal["vllm", "sglang"]
+
+
+def read_target(target: str) -> tuple[str, Engine | None]:
+    """Return the plain URL of what `push --to` takes, and the engine that it names, if any.
+
+    Raises ConfigError for a scheme of an engine with something else than a URL.
+    """
+    if (url := plain_url(target)) is not None:
+        return url, "vllm"
+    if (sglang := SglangTarget.parse(target)) is not None:
+        return sglang.url, "sglang"
+    return target, None
+
+
+def find_engine(
+    url: str, token: str | None, trusted: bool | str, timeout_s: float
+) -> Engine | None:
+    """Ask the server at a plain URL whether it is of another engine."""
+    if is_vllm(url, token, verify_tls=trusted, timeout_s=timeout_s):
+        return "vllm"
+    if is_sglang(url, token, verify_tls=trusted, timeout_s=timeout_s):
+        return "sglang"
+    return None

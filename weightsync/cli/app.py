@@ -7,7 +7,7 @@ from importlib import import_module
 from typing import Annotated, Any
 
 from weightsync import __version__
-from weightsync.cli.extras import lacking
+from weightsync.cli.answers import lacking
 from weightsync.errors import BackendUnavailableError
 
 try:

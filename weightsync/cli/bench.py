@@ -11,9 +11,8 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from weightsync.cli.answers import ending, print_json
+from weightsync.cli.answers import ending, print_json, require
 from weightsync.cli.bench_measure import BenchSetup, Measured, Series, measure
-from weightsync.cli.extras import require
 from weightsync.errors import ConfigError, RemoteError, TransportError
 from weightsync.specs import DTYPE_NBYTES
 

@@ -19,7 +19,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from weightsync.cli.answers import FAILED, describe, ending, print_json
 from weightsync.cli.children import Child, command, run_child
-from weightsync.cli.demo_report import (
+from weightsync.cli.demo_trainer import (
     DemoReport,
     Proof,
     Ready,

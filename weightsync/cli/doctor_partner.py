@@ -12,7 +12,7 @@ import torch
 
 from weightsync.backends.gloo.group import GroupRendezvous, PrivateGroup, data_lane
 from weightsync.backends.ipc.memory import ProbeMemory
-from weightsync.cli.doctor_pairs import GLOO_S, START_S, Answer, Gpu, GpuOffer
+from weightsync.cli.doctor import GLOO_S, START_S, Answer, Gpu, GpuOffer
 from weightsync.cuda.handles import local_gpu_keys, why_not
 from weightsync.cuda.memory import check_probe
 from weightsync.errors import WeightSyncError

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 
-from weightsync.cli.extras import lacking, require
+from weightsync.cli.answers import lacking, require
 from weightsync.errors import ConfigError
 
 if TYPE_CHECKING:

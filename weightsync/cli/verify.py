@@ -15,15 +15,17 @@ from rich.progress import Progress
 
 from weightsync.cli.access import (
     CaFileOption,
+    Engine,
     TokenFileOption,
     TokenOption,
+    find_engine,
     given_token,
     given_trust,
+    read_target,
     seconds,
 )
 from weightsync.cli.answers import FAILED, OK, ending, print_json
 from weightsync.cli.checkpoint import Dtype, open_checkpoint
-from weightsync.cli.engines import Engine, find_engine, read_target
 from weightsync.errors import ConfigError, ProtocolError, RemoteError
 from weightsync.tensors import TORCH_DTYPES, as_bytes, dtype_name, sent_dtype
 from weightsync.transports.base import Transport

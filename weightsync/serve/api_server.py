@@ -1,31 +1,70 @@
-"""One API server: the app with every route of a served model, and the process that runs it."""
+"""An API server process: its routes, and what it says of itself."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import platform
 import signal
 import socket
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
+from importlib import metadata
 
+import msgspec
 import uvicorn
-from fastapi import FastAPI
+from fastapi import APIRouter, FastAPI, Response
 
 from weightsync.serve.core_client import CoreClient
-from weightsync.serve.engine_client import EngineClient
-from weightsync.serve.engine_metrics import engine_metrics
+from weightsync.serve.engine_client import EngineClient, engine_metrics
 from weightsync.serve.generate_route import generation_router
-from weightsync.serve.model_reader import load_reader
+from weightsync.serve.model_files import load_reader
 from weightsync.serve.process_terms import ApiTerms, Ready
-from weightsync.serve.server_info import ServerInfo, server_info_router
 from weightsync.serve.status_page import status_router
+from weightsync.serve.steps import ModelCard
 from weightsync.serve.text import TokenizerService
 from weightsync.serve.worker_client import RemoteReceiver, WorkerClient
 from weightsync.server.auth import LocalOnly, TokenAuth
 from weightsync.server.dispatcher import Receiver
 from weightsync.server.listening import SparingListener, tell_sparingly
 from weightsync.server.workers import Workers, worker_path, workers_router
+
+FEATURES = (
+    "staged updates",
+    "in-place updates",
+    "version spans",
+    "kept prompts",
+    "pause modes",
+    "openai",
+)
+
+
+class ServerInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """The model, the parallel layout, and the parts in use."""
+
+    model: ModelCard
+    api_servers: int
+    data_parallel: int
+    tensor_parallel: int
+    apply: str
+    tensor_ipc: str
+    features: tuple[str, ...] = FEATURES
+    torch: str = metadata.version("torch")
+    python: str = platform.python_version()
+
+
+def server_info_router(info: ServerInfo) -> APIRouter:
+    """Return the route; it changes nothing and wants no token."""
+    router = APIRouter(tags=["status"])
+    body = msgspec.json.encode(info)
+
+    @router.get("/server_info", response_class=Response)
+    async def server_info() -> Response:
+        """Model, layout and features."""
+        return Response(body, media_type="application/json")
+
+    return router
+
 
 logger = logging.getLogger(__name__)
 

@@ -16,7 +16,7 @@ import zmq.asyncio
 from weightsync.errors import NotReadyError, TransportTimeout
 from weightsync.queues.tensor_codec import TensorEncoder
 from weightsync.queues.tensor_packets import TensorQueueHandle
-from weightsync.serve import bad_frames
+from weightsync.serve import links
 from weightsync.serve.engine_messages import (
     Answer,
     Ask,
@@ -28,7 +28,7 @@ from weightsync.serve.engine_messages import (
     Job,
     Order,
 )
-from weightsync.serve.lasting_task import end_process
+from weightsync.serve.links import end_process
 from weightsync.serve.process_terms import CoreAddress, takes_images
 from weightsync.serve.steps import ModelCard
 from weightsync.wire.problem import Problem, from_problem
@@ -228,7 +228,7 @@ class CoreClient:
         while True:
             frame = await core.socket.recv()
             events: list[Event] = []
-            with bad_frames.dropped(f"engine core {index}"):
+            with links.dropped(f"engine core {index}"):
                 events = _events.decode(frame)
             for event in events:
                 self._take(event)

@@ -1,4 +1,4 @@
-"""The engine core of one replica: takes jobs, has its workers make steps, hands out tokens."""
+"""The engine core: schedules requests over the workers, pauses, and knows which worker is ready."""
 
 from __future__ import annotations
 
@@ -6,12 +6,13 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
 import msgspec
 import zmq
 
-from weightsync.errors import NotReadyError, ProtocolError, WeightSyncError
+from weightsync.errors import NotReadyError, ProtocolError, TransferTimeout, WeightSyncError
 from weightsync.queues.tensor_codec import TensorDecoder
 from weightsync.serve.engine_messages import (
     Answer,
@@ -22,10 +23,9 @@ from weightsync.serve.engine_messages import (
     Failed,
     Job,
     Order,
+    PauseMode,
 )
-from weightsync.serve.pauses import PauseController
 from weightsync.serve.scheduling import Owner, Post, Scheduler
-from weightsync.serve.standings import ReplicaReadiness
 from weightsync.serve.steps import ModelCard
 from weightsync.serve.worker_crew import WorkerGroup
 from weightsync.serve.worker_messages import (
@@ -43,6 +43,211 @@ from weightsync.wire.problem import encode_problem, to_problem
 
 if TYPE_CHECKING:
     from weightsync.queues.tensor_queue import TensorIpcReceiver
+
+
+PAUSE_TIMEOUT_S = 600.0
+
+
+@dataclass(frozen=True, slots=True)
+class _Late:
+    owner: Owner
+    job: Job
+    since: float
+
+
+PauseDone = Callable[[WeightSyncError | None], None]
+
+
+class PauseController:
+    """Holds generation between `pause` and `resume`.
+
+    keep: no step begins, and jobs go on at `resume`. wait: jobs that are there finish first. abort:
+    they end with what they have. Jobs that come later wait in every mode, at most `timeout_s`.
+    """
+
+    def __init__(
+        self,
+        *,
+        timeout_s: float = PAUSE_TIMEOUT_S,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.mode: PauseMode | None = None
+        self._timeout_s = timeout_s
+        self._clock = clock
+        self._late: list[_Late] = []
+        self._drained: list[tuple[float, PauseDone]] = []
+
+    @property
+    def may_step(self) -> bool:
+        """Whether jobs that are there go on."""
+        return self.mode != "keep"
+
+    @property
+    def late(self) -> int:
+        """Jobs that came during the pause."""
+        return len(self._late)
+
+    def pause(self, mode: PauseMode, answer: PauseDone) -> None:
+        """Begin a pause, or change its mode; `answer` is called once jobs in flight are settled.
+
+        With `keep` that is at once, also for those who waited: jobs do not end any more.
+        """
+        self.mode = mode
+        if mode == "keep":
+            self._answer_all()
+            answer(None)
+        else:
+            self._drained.append((self._clock() + self._timeout_s, answer))
+
+    def resume(self) -> list[tuple[Owner, Job]]:
+        """End the pause, if there is one; return the jobs that waited for it.
+
+        Who still waited for jobs to end is told that they did not.
+        """
+        self.mode = None
+        drained, self._drained = self._drained, []
+        for _, answer in drained:
+            answer(NotReadyError("generation was resumed before all jobs had ended", state="READY"))
+        late, self._late = self._late, []
+        return [(waiting.owner, waiting.job) for waiting in late]
+
+    def postpone(self, owner: Owner, job: Job) -> None:
+        """Keep a job that came during a pause."""
+        self._late.append(_Late(owner, job, self._clock()))
+
+    def cancel(self, owner: Owner, request_id: str) -> None:
+        """Forget a job that waits for the end of the pause."""
+        self._late = [w for w in self._late if (w.owner, w.job.request_id) != (owner, request_id)]
+
+    def look(self, in_flight: int) -> list[tuple[Owner, Job]]:
+        """Answer pauses for which nothing is left in flight; return jobs that waited too long."""
+        if not in_flight:
+            self._answer_all()
+        now = self._clock()
+        for deadline, answer in self._drained:
+            if now > deadline:
+                answer(
+                    TransferTimeout(
+                        f"{in_flight} requests did not end within {self._timeout_s:g} s; "
+                        "generation stays paused, pause with mode abort or resume"
+                    )
+                )
+        self._drained = [
+            (deadline, answer) for deadline, answer in self._drained if now <= deadline
+        ]
+        overdue = [w for w in self._late if now - w.since > self._timeout_s]
+        self._late = [w for w in self._late if now - w.since <= self._timeout_s]
+        return [(waiting.owner, waiting.job) for waiting in overdue]
+
+    def too_long(self) -> NotReadyError:
+        """What is said to jobs that waited too long."""
+        return NotReadyError(
+            f"generation has been paused for over {self._timeout_s:g} s; call resume",
+            state="PAUSED",
+        )
+
+    def _answer_all(self) -> None:
+        drained, self._drained = self._drained, []
+        for _, answer in drained:
+            answer(None)
+
+
+SPLIT_S = 10.0
+"""How long workers may hold different weights before waiting requests are told so."""
+HELD_S = 900.0
+"""How long a worker may hold before waiting requests are told so; longer than any lease."""
+
+
+class ReplicaReadiness:
+    """What the workers of a replica said last; pure, but for the clock it is given.
+
+    A worker that is about to change its weights holds first and gives the hold back when the new
+    ones are in use. Between two holds workers are told apart by what they hold: the version, and
+    the id of the weights, since a rewind may bring others of the same version.
+    """
+
+    def __init__(self, size: int, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self._standing = dict.fromkeys(range(size), WorkerState(version=0))
+        self._holds: dict[int, float] = {}
+        self._clock = clock
+        self._stopped_at: float | None = None
+        self._stopped_with = self._weights
+        self._split_at: float | None = None
+        self.last_stall_s = 0.0
+        """For how long the last change of weights kept steps from being made."""
+
+    @property
+    def versions(self) -> list[int]:
+        """What the workers hold, one each."""
+        return [standing.version for standing in self._standing.values()]
+
+    @property
+    def may_step(self) -> bool:
+        """Whether a step may begin now."""
+        whole = not self._holds and len(self._weights) == 1
+        return whole and not any(standing.why_not for standing in self._standing.values())
+
+    @property
+    def _weights(self) -> set[tuple[int, str]]:
+        return {(standing.version, standing.weights_id) for standing in self._standing.values()}
+
+    def hold(self, worker: int) -> None:
+        """A worker is about to change its weights."""
+        self._holds.setdefault(worker, self._clock())
+        self._look()
+
+    def heard(self, worker: int, standing: WorkerState) -> None:
+        """A worker says which weights it holds."""
+        self._standing[worker] = standing
+        if standing.released:
+            self._holds.pop(worker, None)
+        self._look()
+
+    def refusal(self) -> NotReadyError | None:
+        """Why requests should not wait: the weights may not be used, and nobody is at work on it.
+
+        None where a step may begin, or soon will.
+        """
+        if self.may_step:
+            return None
+        if self._holds:
+            return self._held_too_long()
+        for worker, standing in self._standing.items():
+            if standing.why_not:
+                return NotReadyError(f"worker {worker}: {standing.why_not}", state=standing.state)
+        if self._split_at is None or self._clock() - self._split_at < SPLIT_S:
+            return None
+        held = ", ".join(
+            f"worker {w} {s.version} of update {s.weights_id or 'none'}"
+            for w, s in self._standing.items()
+        )
+        return NotReadyError(
+            f"the workers of this replica hold different weights ({held}): an update ended half "
+            "way; a full update heals this: call send_weights() again",
+            state="TORN",
+        )
+
+    def _held_too_long(self) -> NotReadyError | None:
+        worker, since = min(self._holds.items(), key=lambda hold: hold[1])
+        held_s = self._clock() - since
+        if held_s < HELD_S:
+            return None
+        return NotReadyError(
+            f"worker {worker} has held generation for {held_s:.0f} s; see its weight_info",
+            state="UPDATING",
+        )
+
+    def _look(self) -> None:
+        now = self._clock()
+        split = not self._holds and len(self._weights) > 1
+        self._split_at = (self._split_at or now) if split else None
+        if self.may_step:
+            if self._stopped_at is not None and self._weights != self._stopped_with:
+                self.last_stall_s = now - self._stopped_at
+            self._stopped_at, self._stopped_with = None, self._weights
+        elif self._stopped_at is None:
+            self._stopped_at = now
+
 
 logger = logging.getLogger(__name__)
 

@@ -7,9 +7,15 @@ import uuid
 from fastapi import APIRouter, Request, Response
 
 from weightsync.errors import NotReadyError
-from weightsync.serve.completions import GenerationRequest, complete, read_prompts
+from weightsync.serve.completions import (
+    GONE_STATUS,
+    ClientGoneError,
+    GenerationRequest,
+    complete,
+    read_prompts,
+    while_connected,
+)
 from weightsync.serve.engine_client import EngineClient
-from weightsync.serve.event_stream import GONE_STATUS, ClientGoneError, while_connected
 from weightsync.serve.openai_routes import add_openai_routes
 from weightsync.serve.requests import (
     GenerateRequest,

@@ -14,9 +14,8 @@ import torch
 
 from weightsync.errors import ProtocolError, shorten
 from weightsync.serve.causal_model import CausalModel, InputsRejectedError
-from weightsync.serve.choosing import TokenSampler
-from weightsync.serve.hugging_face_cache import Cache
-from weightsync.serve.kv_rows import BatchedKVCache, KeptPrompt
+from weightsync.serve.kv_cache import BatchedKVCache, Cache, KeptPrompt
+from weightsync.serve.sampling import TokenSampler
 from weightsync.serve.steps import ModelCard, NewRows, RowId, SampledToken, Step, StepResult
 
 _BATCH_TOKENS = 2048

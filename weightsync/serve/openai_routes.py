@@ -1,57 +1,345 @@
-"""`/v1/models`, `/v1/completions` and `/v1/chat/completions`, as OpenAI's clients want them."""
+"""The OpenAI-compatible routes: chat and text completions, their choices and streams."""
 
 from __future__ import annotations
 
 import logging
 import time
 import uuid
-from collections.abc import AsyncGenerator, Awaitable, Callable
-from typing import Any
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from typing import Any, Protocol
 
 import msgspec
 from fastapi import APIRouter, Request, Response
+from jinja2 import TemplateError
 from starlette.convertors import PathConvertor, register_url_convertor
 
-from weightsync.serve.chat import chat_prompt
 from weightsync.serve.completions import (
-    GenerationRequest,
-    Prompt,
-    closing,
-    complete,
-    read_prompts,
-    stream_deltas,
-)
-from weightsync.serve.engine_client import EngineClient
-from weightsync.serve.event_stream import (
     GONE_STATUS,
+    LEAST_LOGPROB,
     ClientGoneError,
     EventStream,
+    GenerationRequest,
+    MadeToken,
+    Prompt,
+    StreamDelta,
     begun,
+    closing,
+    complete,
     event,
+    read_prompts,
+    stream_deltas,
     while_connected,
 )
-from weightsync.serve.openai_answers import (
-    ChatChunk,
-    ChatCompletion,
-    ErrorAnswer,
-    ModelEntry,
-    ModelList,
-    TextCompletion,
-    error_answer,
-    model_entry,
-)
-from weightsync.serve.openai_choices import Answers, ChatAnswers, TextAnswers
+from weightsync.serve.engine_client import EngineClient
 from weightsync.serve.openai_messages import (
+    ChatAnswer,
+    ChatChoice,
+    ChatChunk,
+    ChatChunkChoice,
+    ChatCompletion,
+    ChatDelta,
+    ChatLogprobs,
+    ChatMessage,
     ChatRequest,
     CompletionRequest,
+    ErrorAnswer,
+    ImagePart,
+    ModelEntry,
+    ModelList,
     OpenAIRequest,
     RequestError,
+    TextChoice,
+    TextCompletion,
+    TextLogprobs,
+    TextPart,
+    TokenLogprob,
+    TopLogprob,
+    Usage,
     decode_openai,
+    error_answer,
+    model_entry,
+    usage_of,
 )
 from weightsync.serve.steps import NO_LOGPROBS, SamplingParams
 from weightsync.serve.text import TokenizerService
+from weightsync.serve.vision import ImagePreparer
 from weightsync.server.dispatcher import BodyError, read_body
 from weightsync.server.router import schema_of
+
+
+class Answers(Protocol):
+    """Writes the answers to one request."""
+
+    def whole(self, completions: Sequence[StreamDelta]) -> msgspec.Struct:
+        """Return the answer that is not streamed."""
+
+    def chunk(self, increment: StreamDelta) -> msgspec.Struct:
+        """Return one chunk of a stream."""
+
+    def last_chunk(self, num_completion_tokens: int) -> msgspec.Struct:
+        """Return the chunk of the usage."""
+
+
+class _Head:
+    """What all answers to one request have in common."""
+
+    def __init__(
+        self, texts: TokenizerService, work: GenerationRequest, asked: OpenAIRequest, model: str
+    ) -> None:
+        self.texts = texts
+        self.id = work.request_id
+        self.created = int(time.time())
+        self.model = model
+        self.num_prompt_tokens = work.num_prompt_tokens
+        self.n = work.n
+        self._wants_ids = asked.return_token_ids
+        self.num_top = work.choosing.logprobs
+
+    def ids(self, increment: StreamDelta) -> list[int] | msgspec.UnsetType:
+        return increment.token_ids if self._wants_ids else msgspec.UNSET
+
+    def usage(self, num_completion_tokens: int) -> Usage:
+        return usage_of(self.num_prompt_tokens, num_completion_tokens)
+
+    def usage_of(self, completions: Sequence[StreamDelta]) -> Usage:
+        return self.usage(sum(len(completion.tokens) for completion in completions))
+
+
+class TextAnswers:
+    """The answers of `/v1/completions`."""
+
+    def __init__(
+        self, texts: TokenizerService, work: GenerationRequest, asked: OpenAIRequest, model: str
+    ) -> None:
+        self._head = _Head(texts, work, asked, model)
+
+    def whole(self, completions: Sequence[StreamDelta]) -> TextCompletion:
+        """Return the answer that is not streamed."""
+        choices = [self._choice(completion) for completion in completions]
+        return self._answer(choices, self._head.usage_of(completions))
+
+    def chunk(self, increment: StreamDelta) -> TextCompletion:
+        """Return one chunk of a stream."""
+        return self._answer([self._choice(increment)])
+
+    def last_chunk(self, num_completion_tokens: int) -> TextCompletion:
+        """Return the chunk of the usage."""
+        return self._answer([], self._head.usage(num_completion_tokens))
+
+    def _answer(self, choices: list[TextChoice], usage: Usage | None = None) -> TextCompletion:
+        head = self._head
+        return TextCompletion(
+            id=head.id, created=head.created, model=head.model, choices=choices, usage=usage
+        )
+
+    def _choice(self, increment: StreamDelta) -> TextChoice:
+        return TextChoice(
+            index=increment.prompt_index * self._head.n + increment.index,
+            text=increment.text,
+            finish_reason=increment.finish_reason,
+            weight_versions=increment.weight_versions,
+            prompt_version=increment.prompt_version,
+            token_ids=self._head.ids(increment),
+            logprobs=self._logprobs(increment.tokens, increment.start),
+        )
+
+    def _logprobs(self, tokens: Sequence[MadeToken], start: int) -> TextLogprobs | None:
+        if self._head.num_top == NO_LOGPROBS:
+            return None
+        name = self._head.texts.token_name
+        names = [name(made.token, first=place == 0) for place, made in enumerate(tokens, start)]
+        return TextLogprobs(
+            tokens=names,
+            token_logprobs=[made.logprob for made in tokens],
+            top_logprobs=self._tops(tokens, names, start) if self._head.num_top else None,
+            text_offset=[made.offset for made in tokens],
+        )
+
+    def _tops(
+        self, tokens: Sequence[MadeToken], names: list[str], start: int
+    ) -> list[dict[str, float]]:
+        """Return the likeliest tokens of each place, and the chosen one even where it is none."""
+        name = self._head.texts.token_name
+        found = []
+        for place, (made, chosen) in enumerate(zip(tokens, names, strict=True), start):
+            top = {name(one.token, first=place == 0): _least(one.logprob) for one in made.top}
+            top.setdefault(chosen, made.logprob or 0.0)
+            found.append(top)
+        return found
+
+
+def _least(logprob: float) -> float:
+    return max(logprob, LEAST_LOGPROB)
+
+
+class ChatAnswers:
+    """The answers of `/v1/chat/completions`."""
+
+    def __init__(
+        self, texts: TokenizerService, work: GenerationRequest, asked: OpenAIRequest, model: str
+    ) -> None:
+        self._head = _Head(texts, work, asked, model)
+        self._begun: set[int] = set()
+
+    def whole(self, completions: Sequence[StreamDelta]) -> ChatCompletion:
+        """Return the answer that is not streamed."""
+        head = self._head
+        return ChatCompletion(
+            id=head.id,
+            created=head.created,
+            model=head.model,
+            choices=[self._choice(completion) for completion in completions],
+            usage=head.usage_of(completions),
+        )
+
+    def chunk(self, increment: StreamDelta) -> ChatChunk:
+        """Return one chunk of a stream; the first of each choice has a role."""
+        first = increment.index not in self._begun
+        self._begun.add(increment.index)
+        choice = ChatChunkChoice(
+            index=increment.index,
+            delta=ChatDelta(content=increment.text, role="assistant" if first else None),
+            finish_reason=increment.finish_reason,
+            weight_versions=increment.weight_versions,
+            prompt_version=increment.prompt_version,
+            token_ids=self._head.ids(increment),
+            logprobs=self._logprobs(increment.tokens, increment.start),
+        )
+        return self._chunk([choice])
+
+    def last_chunk(self, num_completion_tokens: int) -> ChatChunk:
+        """Return the chunk of the usage."""
+        return self._chunk([], self._head.usage(num_completion_tokens))
+
+    def _chunk(self, choices: list[ChatChunkChoice], usage: Usage | None = None) -> ChatChunk:
+        head = self._head
+        return ChatChunk(
+            id=head.id, created=head.created, model=head.model, choices=choices, usage=usage
+        )
+
+    def _choice(self, increment: StreamDelta) -> ChatChoice:
+        return ChatChoice(
+            index=increment.index,
+            message=ChatAnswer(content=increment.text),
+            finish_reason=increment.finish_reason,
+            weight_versions=increment.weight_versions,
+            prompt_version=increment.prompt_version,
+            token_ids=self._head.ids(increment),
+            logprobs=self._logprobs(increment.tokens, increment.start),
+        )
+
+    def _logprobs(self, tokens: Sequence[MadeToken], start: int) -> ChatLogprobs | None:
+        if self._head.num_top == NO_LOGPROBS:
+            return None
+        return ChatLogprobs(
+            content=[self._token(made, place == 0) for place, made in enumerate(tokens, start)]
+        )
+
+    def _token(self, made: MadeToken, first: bool) -> TokenLogprob:
+        chosen = self._top(made.token, made.logprob or 0.0, first)
+        return TokenLogprob(
+            token=chosen.token,
+            logprob=chosen.logprob,
+            bytes=chosen.bytes,
+            top_logprobs=[self._top(one.token, one.logprob, first) for one in made.top],
+        )
+
+    def _top(self, token: int, logprob: float, first: bool) -> TopLogprob:
+        texts = self._head.texts
+        return TopLogprob(
+            token=texts.token_name(token, first=first),
+            logprob=_least(logprob),
+            bytes=list(texts.token_bytes(token, first=first)),
+        )
+
+
+PLAIN_TEMPLATE = (
+    "{% for message in messages %}{{ message['role'] }}: {{ message['content'] }}\n{% endfor %}"
+    "{% if add_generation_prompt %}assistant:{% endif %}"
+)
+"""What is used for a tokenizer without a chat template of its own."""
+
+
+_MESSAGE_SIZE = 32
+_UNKNOWN_SIZE = 1 << 20
+
+
+async def chat_prompt(texts: TokenizerService, messages: Sequence[ChatMessage]) -> Prompt:
+    """Return the prompt of a conversation that the assistant is to go on with.
+
+    Raises RequestError for one that the model's template or the model cannot take.
+    """
+    return await texts.run(lambda: _prompt(texts, messages), sum(map(_size, messages)))
+
+
+def _size(message: ChatMessage) -> int:
+    content = message.content or ""
+    return _MESSAGE_SIZE + len(content) if isinstance(content, str) else _UNKNOWN_SIZE
+
+
+def _prompt(texts: TokenizerService, messages: Sequence[ChatMessage]) -> Prompt:
+    parts = [part for message in messages for part in message.parts]
+    urls = [part.image_url.url for part in parts if isinstance(part, ImagePart)]
+    preparer = texts.images
+    if urls and preparer is None:
+        raise RequestError("the served model takes no images; send text alone", param="messages")
+    rendered = render(texts, [_as_wanted(texts, message) for message in messages])
+    if preparer is not None and urls:
+        return _with_images(preparer, rendered, urls)
+    return Prompt(token_ids=texts.encode_here(rendered, add_special_tokens=False))
+
+
+def render(texts: TokenizerService, messages: list[dict[str, Any]]) -> str:
+    """Return the text of a conversation. Raises RequestError where the template refuses it."""
+    # A tokenizer with several templates of its own chooses among them where it is given none.
+    own = texts.tokenizer.chat_template
+    template = None if own else texts.chat_template or PLAIN_TEMPLATE
+    try:
+        return str(
+            texts.tokenizer.apply_chat_template(
+                messages, chat_template=template, tokenize=False, add_generation_prompt=True
+            )
+        )
+    except (TemplateError, TypeError, ValueError, ArithmeticError) as exc:
+        raise RequestError(
+            f"the chat template of the model does not take these messages: {exc}", param="messages"
+        ) from exc
+
+
+def _with_images(preparer: ImagePreparer, rendered: str, urls: list[str]) -> Prompt:
+    from weightsync.serve.vision import read_images  # noqa: PLC0415 # needs Pillow
+
+    ids, inputs = preparer.prepare(rendered, read_images(urls), add_special_tokens=False)
+    return Prompt(token_ids=ids, inputs=inputs)
+
+
+def _as_wanted(texts: TokenizerService, message: ChatMessage) -> dict[str, Any]:
+    # Templates of models for images go through parts, and see none in a string.
+    if texts.images is not None and texts.chat_template:
+        return _in_parts(message)
+    return _plain(message, texts.images.image_token if texts.images else "")
+
+
+def _plain(message: ChatMessage, image_token: str) -> dict[str, Any]:
+    """Return a message as templates of models for text want it."""
+    texts = [part.text if isinstance(part, TextPart) else image_token for part in message.parts]
+    return _said(message, "\n".join(texts))
+
+
+def _in_parts(message: ChatMessage) -> dict[str, Any]:
+    """Return a message as templates of models for images want it."""
+    parts = [
+        {"type": "text", "text": part.text} if isinstance(part, TextPart) else {"type": "image"}
+        for part in message.parts
+    ]
+    return _said(message, parts or [{"type": "text", "text": ""}])
+
+
+def _said(message: ChatMessage, content: str | list[dict[str, str]]) -> dict[str, Any]:
+    role = "system" if message.role == "developer" else message.role
+    named = {"name": message.name} if message.name is not None else {}
+    return {"role": role, "content": content} | named
+
 
 logger = logging.getLogger(__name__)
 

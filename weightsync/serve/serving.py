@@ -14,7 +14,7 @@ import msgspec
 from weightsync.errors import ConfigError
 from weightsync.queues.sockets import ipc_address
 from weightsync.serve.child_process import ChildSpec
-from weightsync.serve.model_choice import check_choice
+from weightsync.serve.model_files import check_choice
 from weightsync.serve.process_terms import (
     ApiTerms,
     CoreAddress,

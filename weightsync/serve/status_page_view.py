@@ -1,17 +1,312 @@
-"""The status page as HTML, section by section; pure functions of a Snapshot."""
+"""The status page as HTML: markup, style, charts and numbers in words."""
 
 from __future__ import annotations
 
+import html
+import math
+import time
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
-from weightsync.serve import status_page_figures as figures
 from weightsync.serve.engine_messages import EngineStats
-from weightsync.serve.status_page_chart import bar_chart
-from weightsync.serve.status_page_data import NO_ANSWER, Snapshot, UpdateView, WorkerView
-from weightsync.serve.status_page_markup import Markup, isolated, joined, tag
-from weightsync.serve.status_page_style import SCRIPT, STYLE
+from weightsync.serve.status_page_data import (
+    NO_ANSWER,
+    SHOWN_UPDATES,
+    Snapshot,
+    UpdateView,
+    WorkerView,
+)
 from weightsync.update.lifecycle import State
+
+_DAY_S = 86400
+
+
+def number(value: float) -> str:
+    """Three digits, or more of a large whole number."""
+    if value >= 99.95:
+        return f"{value:,.0f}"
+    return f"{value:.1f}" if value >= 9.995 else f"{value:.2f}"
+
+
+def seconds(value: float) -> str:
+    """How long something took: ms below a second."""
+    return f"{number(value * 1e3)} ms" if value < 1 else f"{number(value)} s"
+
+
+def span(value: float) -> str:
+    """How long something has lasted, in whole seconds."""
+    whole = max(0, int(value))
+    if whole < 60:
+        return f"{whole} s"
+    if whole < 3600:
+        return f"{whole // 60} min {whole % 60} s"
+    return f"{whole // 3600} h {whole % 3600 // 60} min"
+
+
+def nbytes(value: float) -> str:
+    """Bytes, in powers of ten."""
+    for unit, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if value >= size:
+            return f"{number(value / size)} {unit}"
+    return f"{value:.0f} B"
+
+
+def rate(bytes_per_s: float) -> str:
+    """Throughput: GB/s, or MB/s where that would be next to nothing."""
+    if bytes_per_s >= 1e7:
+        return f"{number(bytes_per_s / 1e9)} GB/s"
+    return f"{number(bytes_per_s / 1e6)} MB/s"
+
+
+def clock(at: float, now: float) -> str:
+    """The UTC time of day, with its date if it is not of the last day."""
+    form = "%H:%M:%S UTC" if now - at < _DAY_S else "%Y-%m-%d %H:%M UTC"
+    return time.strftime(form, time.gmtime(at))
+
+
+def iso(at: float) -> str:
+    """A time as machines read it."""
+    return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(at))
+
+
+Attribute = str | int | float | bool | None
+
+_VOID = frozenset({"meta", "link", "br"})
+_UNPRINTABLE = dict.fromkeys(
+    [*range(0x20), *range(0x7F, 0xA0), *range(0xD800, 0xE000)],
+    "\N{REPLACEMENT CHARACTER}",
+) | {ord("\n"): " ", ord("\t"): " "}
+
+
+class Markup(str):
+    """Text that is HTML already. What is cut or formatted out of it is plain text again."""
+
+    __slots__ = ()
+
+
+def escaped(text: str) -> Markup:
+    """Return text as HTML, control characters made visible; Markup as it is."""
+    return text if isinstance(text, Markup) else Markup(html.escape(shown(text)))
+
+
+def shown(text: str) -> str:
+    """Return text on one line, with a mark for each character that has no shape."""
+    return text.translate(_UNPRINTABLE)
+
+
+def tag(name: str, /, *children: str, **attributes: Attribute) -> Markup:
+    """Return an element. `class_` is class, `aria_label` aria-label; no None, no False."""
+    said = "".join(_attribute(key, value) for key, value in attributes.items())
+    if name in _VOID:
+        return Markup(f"<{name}{said}>")
+    return Markup(f"<{name}{said}>{joined(children)}</{name}>")
+
+
+def joined(parts: Iterable[str], between: str = "") -> Markup:
+    """Return the parts one after another, each escaped unless it is Markup."""
+    return Markup(escaped(between).join(map(escaped, parts)))
+
+
+def isolated(text: str) -> Markup:
+    """Return somebody else's text: whatever direction it is written in ends with it."""
+    return tag("bdi", text)
+
+
+def _attribute(key: str, value: Attribute) -> str:
+    name = key.rstrip("_").replace("_", "-")
+    if value is None or value is False:
+        return ""
+    return f" {name}" if value is True else f' {name}="{escaped(str(value))}"'
+
+
+STYLE = """
+:root {
+  color-scheme: light dark;
+  --paper: #fbfbf9; --ink: #1b1c1e; --quiet: #5b6067; --rule: #dfdfda; --raised: #ffffff;
+  --bar: #9db4d6; --accent: #1f5aa8; --ok: #17703b; --warn: #8a5200; --bad: #ab221b;
+}
+@media (prefers-color-scheme: dark) {
+  :root {
+    --paper: #131416; --ink: #e9e9e6; --quiet: #a2a7ae; --rule: #2d3033; --raised: #1a1c1e;
+    --bar: #3f5f8c; --accent: #8ab4f5; --ok: #62c98c; --warn: #e2ab52; --bad: #ff8f86;
+  }
+}
+* { box-sizing: border-box; }
+body {
+  margin: 0; background: var(--paper); color: var(--ink);
+  font: 15px/1.5 system-ui, -apple-system, "Segoe UI", Roboto, "Noto Sans", sans-serif;
+  font-variant-numeric: tabular-nums; overflow-wrap: anywhere;
+}
+main, footer { max-width: 62rem; margin: 0 auto; padding: 0 1.25rem; }
+main { padding-top: 2rem; }
+h1, h2, p, dl, dd, figure, table { margin: 0; padding: 0; }
+h1 { font-size: .9375rem; font-weight: 500; color: var(--quiet); }
+h2 { font-size: .8125rem; font-weight: 600; color: var(--quiet); margin: 2.25rem 0 .625rem; }
+b { font-weight: 600; }
+code { font: .8125rem/1.5 ui-monospace, "SF Mono", Menlo, Consolas, monospace; }
+a { color: var(--accent); }
+.quiet { color: var(--quiet); }
+.now { display: flex; flex-wrap: wrap; gap: .25rem 1.25rem; align-items: baseline; }
+.now p { font-size: 1.875rem; line-height: 1.3; letter-spacing: -.01em; }
+.now .label { font-size: 1.0625rem; letter-spacing: 0; }
+.state { font-weight: 600; white-space: nowrap; }
+.state::before {
+  content: ""; display: inline-block; width: .55em; height: .55em; margin-right: .4em;
+  border-radius: 50%; background: currentColor; vertical-align: .06em;
+}
+.ok { color: var(--ok); } .busy { color: var(--accent); }
+.warn { color: var(--warn); } .bad { color: var(--bad); }
+.trouble { margin-top: 1.25rem; padding: .75rem 1rem; border-left: 3px solid var(--bad);
+  background: var(--raised); }
+.trouble ul { margin: 0; padding: 0; list-style: none; }
+.figures { display: flex; flex-wrap: wrap; justify-content: space-between; gap: .75rem 1.5rem;
+  margin-top: 1.75rem; padding: .75rem 0; border: solid var(--rule); border-width: 1px 0; }
+dt { font-size: .8125rem; color: var(--quiet); }
+dd { font-size: 1.0625rem; }
+.charts { display: grid; grid-template-columns: repeat(auto-fit, minmax(15rem, 1fr));
+  gap: 1.5rem 2rem; }
+figcaption { display: flex; justify-content: space-between; gap: 1rem; font-size: .875rem; }
+.top { font-size: .75rem; line-height: 1.2; color: var(--quiet); min-height: .9rem; }
+svg { display: block; width: 100%; height: 7rem; }
+svg line { stroke: var(--rule); stroke-width: 1; }
+.bar { fill: var(--bar); } .bar:last-of-type, .bar:hover { fill: var(--accent); }
+.ends { display: flex; justify-content: space-between; gap: 1rem; font-size: .75rem;
+  color: var(--quiet); min-height: 1.2rem; }
+table { width: 100%; border-collapse: collapse; font-size: .875rem; }
+caption { position: absolute; width: 1px; height: 1px; overflow: hidden; clip-path: inset(50%); }
+th { text-align: left; font-weight: 500; color: var(--quiet); font-size: .8125rem; }
+th, td { padding: .375rem 1.5rem .375rem 0; border-bottom: 1px solid var(--rule);
+  vertical-align: baseline; }
+td:last-child, th:last-child { padding-right: 0; }
+.number { text-align: right; white-space: nowrap; }
+.at { margin-top: 2.25rem; font-size: .8125rem; }
+.lost { color: var(--bad); }
+.lost:not(:empty) { margin-bottom: .5rem; }
+footer { padding-top: .25rem; padding-bottom: 2rem; font-size: .8125rem; color: var(--quiet); }
+@media (max-width: 44rem) {
+  main { padding-top: 1.25rem; }
+  .figures { display: grid; grid-template-columns: 1fr 1fr; }
+  thead { position: absolute; width: 1px; height: 1px; overflow: hidden; clip-path: inset(50%); }
+  table, tbody { display: block; }
+  tr { display: flex; flex-wrap: wrap; gap: .125rem 1rem; padding: .5rem 0;
+    border-bottom: 1px solid var(--rule); }
+  td { border: 0; padding: 0; min-width: 0; }
+  td:empty { display: none; }
+  td::before { content: attr(data-label) " "; color: var(--quiet); font-size: .75rem; }
+  .number { text-align: left; white-space: normal; }
+}
+"""
+
+# Only what differs is put into the page, so that a reader's place and selection stay.
+SCRIPT = """
+"use strict";
+const main = document.querySelector("main"), lost = document.getElementById("lost");
+let answered = Date.now();
+function show(sections) {
+  for (const fresh of [...sections]) {
+    const old = document.getElementById(fresh.id);
+    if (old === null) main.append(fresh);
+    else if (old.outerHTML !== fresh.outerHTML) old.replaceWith(fresh);
+  }
+  document.title = document.getElementById("now").dataset.title;
+}
+async function look() {
+  if (!document.hidden) {
+    try {
+      const answer = await fetch("status/fragment",
+        { cache: "no-store", signal: AbortSignal.timeout(10000) });
+      if (!answer.ok) throw new Error(answer.status);
+      const text = await answer.text();
+      show(new DOMParser().parseFromString(text, "text/html").body.children);
+      answered = Date.now();
+      lost.textContent = "";
+    } catch (error) {
+      const age = Math.round((Date.now() - answered) / 1000);
+      lost.textContent = `The server does not answer; this was so ${age} s ago.`;
+    }
+  }
+  setTimeout(look, 1000);
+}
+setTimeout(look, 1000);
+"""
+
+
+SLOT = 10
+HEIGHT = 100
+_WIDTH = SLOT * SHOWN_UPDATES
+
+
+def bar_chart(
+    title: str,
+    updates: Sequence[UpdateView],
+    value_of: Callable[[UpdateView], float],
+    shown: Callable[[float], str],
+) -> Markup:
+    """Return a figure of one value of each update; `shown` gives the value with its unit."""
+    values = [value_of(update) for update in updates]
+    top = round_up(max(values, default=0.0))
+    latest = shown(values[-1]) if values else "none yet"
+    bars = [
+        _bar(place, update, value / top, f"version {update.version}: {shown(value)}")
+        for place, (update, value) in enumerate(zip(updates, values, strict=True))
+    ]
+    return tag(
+        "figure",
+        tag("figcaption", tag("span", title), " ", tag("b", latest)),
+        tag("p", shown(top) if values else "", class_="top", aria_hidden="true"),
+        tag(
+            "svg",
+            _line(0),
+            _line(HEIGHT / 2),
+            joined(bars),
+            _line(HEIGHT),
+            role="img",
+            viewBox=f"0 0 {_WIDTH} {HEIGHT}",
+            preserveAspectRatio="none",
+            aria_label=_summary(title, values, shown),
+        ),
+        tag(
+            "p",
+            tag("span", f"version {updates[0].version}" if len(updates) > 1 else ""),
+            tag("span", f"version {updates[-1].version}" if updates else ""),
+            class_="ends",
+            aria_hidden="true",
+        ),
+    )
+
+
+def round_up(value: float) -> float:
+    """Return the next of 1, 2, 5, 10 ... that is not below a value; 1 for nothing."""
+    if value <= 0:
+        return 1.0
+    size = 10.0 ** math.floor(math.log10(value))
+    return next(step * size for step in (1, 2, 5, 10) if step * size >= value * (1 - 1e-9))
+
+
+def _bar(place: int, update: UpdateView, share: float, said: str) -> Markup:
+    height = max(1.0, share * HEIGHT)
+    return tag(
+        "rect",
+        tag("title", said),
+        class_="bar",
+        data_version=update.version,
+        x=place * SLOT + 1.5,
+        y=f"{HEIGHT - height:.2f}",
+        width=SLOT - 3,
+        height=f"{height:.2f}",
+    )
+
+
+def _line(y: float) -> Markup:
+    return tag("line", x1=0, y1=y, x2=_WIDTH, y2=y, vector_effect="non-scaling-stroke")
+
+
+def _summary(title: str, values: Sequence[float], shown: Callable[[float], str]) -> str:
+    if not values:
+        return f"{title}: no updates yet"
+    said = f"{title} of the last {len(values)} updates: "
+    return said + f"{shown(min(values))} to {shown(max(values))}, the latest {shown(values[-1])}"
+
 
 LISTED_UPDATES = 8
 NOSCRIPT_REFRESH_S = 2
@@ -67,7 +362,7 @@ def render_fragment(snapshot: Snapshot) -> Markup:
             _workers(snapshot),
             _replicas(snapshot.replicas),
             _memory(snapshot.workers),
-            tag("p", f"As of {figures.iso(snapshot.at)}", id="at", class_="quiet at"),
+            tag("p", f"As of {iso(snapshot.at)}", id="at", class_="quiet at"),
         ],
         "\n",
     )
@@ -131,9 +426,9 @@ def _figures(snapshot: Snapshot) -> Markup:
         ("Requests waiting", _sum(replica.waiting for replica in replicas) if known else "?"),
         ("Generation", _speed(replicas) if known else "?"),
         ("Pause", ", ".join(paused) or ("none" if known else "?")),
-        ("Last sync", figures.seconds(last.duration_s) if last else "none yet"),
-        ("Throughput", figures.rate(last.bytes_per_s) if last else "none yet"),
-        ("Stall", figures.seconds(last.stall_s) if last else "none yet"),
+        ("Last sync", seconds(last.duration_s) if last else "none yet"),
+        ("Throughput", rate(last.bytes_per_s) if last else "none yet"),
+        ("Stall", seconds(last.stall_s) if last else "none yet"),
     ]
     return tag(
         "dl",
@@ -170,7 +465,7 @@ def _open_update(workers: Sequence[WorkerView], now: float) -> Markup:
             tag("b", f"version {first.version}"),
             *([" ", *_label(first.label)] if first.label else []),
             " (part of the model)" if first.partial else "",
-            f", for {figures.span(now - first.since)}, since {figures.clock(first.since, now)}, ",
+            f", for {span(now - first.since)}, since {clock(first.since, now)}, ",
             "update ",
             tag("code", isolated(first.update_id)),
         ),
@@ -194,9 +489,9 @@ def waits_for(worker: WorkerView) -> str:
 def _charts(updates: Sequence[UpdateView]) -> Markup:
     charts = tag(
         "div",
-        bar_chart("Sync time", updates, lambda update: update.duration_s, figures.seconds),
-        bar_chart("Throughput", updates, lambda update: update.bytes_per_s, figures.rate),
-        bar_chart("Stall", updates, lambda update: update.stall_s, figures.seconds),
+        bar_chart("Sync time", updates, lambda update: update.duration_s, seconds),
+        bar_chart("Throughput", updates, lambda update: update.bytes_per_s, rate),
+        bar_chart("Stall", updates, lambda update: update.stall_s, seconds),
         class_="charts",
     )
     count = len(updates)
@@ -209,11 +504,11 @@ def _recent(snapshot: Snapshot) -> Markup:
         [
             f"{update.version:,}",
             joined(_label(update.label)) if update.label else "",
-            figures.clock(update.at, snapshot.at),
-            figures.seconds(update.duration_s),
-            figures.nbytes(update.nbytes),
-            figures.rate(update.bytes_per_s),
-            figures.seconds(update.stall_s),
+            clock(update.at, snapshot.at),
+            seconds(update.duration_s),
+            nbytes(update.nbytes),
+            rate(update.bytes_per_s),
+            seconds(update.stall_s),
             _checked(update),
         ]
         for update in reversed(snapshot.updates[-LISTED_UPDATES:])
@@ -246,12 +541,12 @@ def _replicas(replicas: Sequence[EngineStats]) -> Markup:
             str(index),
             f"{stats.running:,}",
             f"{stats.waiting:,}",
-            f"{figures.number(stats.tokens_per_s)}/s",
+            f"{number(stats.tokens_per_s)}/s",
             f"{stats.tokens_total:,}",
             f"{stats.requests_total:,}",
             stats.paused or "none",
             ", ".join(f"{version:,}" for version in sorted(set(stats.versions))),
-            figures.seconds(stats.stall_s),
+            seconds(stats.stall_s),
         ]
         for index, stats in enumerate(replicas)
     ]
@@ -280,8 +575,8 @@ def _memory(workers: Sequence[WorkerView]) -> Markup:
         [
             tag("code", isolated(sender)) if sender else "control segments, of all senders",
             isolated(", ".join(sorted(filter(None, paths[sender]))) or "any"),
-            figures.nbytes(max(sizes)),
-            figures.nbytes(sum(sizes)),
+            nbytes(max(sizes)),
+            nbytes(sum(sizes)),
             str(len(sizes)),
         ]
         for sender, sizes in sorted(held.items(), reverse=True)
@@ -367,4 +662,4 @@ def _sum(counts: Iterable[int]) -> str:
 
 
 def _speed(replicas: Sequence[EngineStats]) -> str:
-    return f"{figures.number(sum(stats.tokens_per_s for stats in replicas))} tokens/s"
+    return f"{number(sum(stats.tokens_per_s for stats in replicas))} tokens/s"

@@ -1,35 +1,296 @@
-"""A worker process: one model, or one shard of it, its receiver, and the steps it makes."""
+"""A worker process: a receiver, a model runner, and the links to the core and the API servers."""
 
 from __future__ import annotations
 
+import asyncio
+import concurrent.futures
 import logging
 import os
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
 from types import FrameType
+from typing import Any, cast
 
 import msgspec
 import torch
 import torch.distributed as dist
+import zmq
+import zmq.asyncio
 
-from weightsync.errors import PeerLostError, TransferCancelled
+from weightsync.errors import PeerLostError, TransferCancelled, TransferError, TransferTimeout
 from weightsync.queues.message_queue import MessageQueue
 from weightsync.receiver import WeightReceiver
-from weightsync.serve.model import LoadedModel
+from weightsync.serve import links
+from weightsync.serve.engine_messages import PauseMode
+from weightsync.serve.links import end_process
+from weightsync.serve.model import LoadedModel, load_for_worker
 from weightsync.serve.model_runner import ModelRunner
 from weightsync.serve.process_terms import Ready, WorkerTerms
-from weightsync.serve.sharded_model import load_for_worker
 from weightsync.serve.steps import Step
-from weightsync.serve.worker_crew import STEP_SLOT_NBYTES, STEP_SLOTS, step_codec
-from weightsync.serve.worker_link import WorkerLink
-from weightsync.serve.worker_messages import REPORT_CALL, Hello, WorkerState
+from weightsync.serve.worker_crew import STEP_SLOT_NBYTES, STEP_SLOTS, step_codec, worker_identity
+from weightsync.serve.worker_messages import (
+    REPORT_CALL,
+    ClearCacheCall,
+    CoreWord,
+    Done,
+    Hello,
+    Hold,
+    Notice,
+    PauseCall,
+    PauseState,
+    ResumeCall,
+    Welcome,
+    WorkerState,
+)
 from weightsync.wire import codec
+from weightsync.wire.problem import Problem, encode_problem, from_problem, to_problem
 
 logger = logging.getLogger(__name__)
+
+LOOK_S = 0.25
+"""How often a worker looks whether its standing has changed by itself (a sender died, say)."""
+BEAT_S = 1.0
+"""How often it says so in any case, which shows the core that it lives."""
+PAUSE_TIMEOUT_S = 660.0
+MAX_LOADS = 64
+MAX_SHORT_CALLS = 16
+"""Threads for loads, and as many each for what interrupts them and what only reads."""
+CALL_TIMEOUT_S = 30.0
+
+_INTERRUPTS = frozenset({"abort_weight_update", "resume"})
+_READS = frozenset({"weight_info", REPORT_CALL})
+
+_word_decoder: msgspec.msgpack.Decoder[CoreWord] = msgspec.msgpack.Decoder(CoreWord)
+
+Handle = Callable[[str, bytes], bytes]
+"""Answers one call of an API server; raises what is sent back as a problem document."""
+Look = Callable[[], WorkerState]
+
+
+class WorkerLink:
+    """Both sockets of a worker. `handle` and `look` are given to `serve` once there is a receiver.
+
+    Any thread but its own may call the blocking methods.
+    """
+
+    def __init__(self, rank: int, *, core_address: str, control_address: str) -> None:
+        self._rank = rank
+        self._core_address = core_address
+        self._control_address = control_address
+        self._calls: dict[int, asyncio.Future[Done]] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._welcome: asyncio.Future[Welcome] | None = None
+        self._next_call = 0
+        self._said: WorkerState | None = None
+        self._said_at = 0.0
+        self._look: Look = _not_served
+        self._on_paused: Callable[[bool], None] = _not_served
+        self._loads = ThreadPoolExecutor(MAX_LOADS, thread_name_prefix="load")
+        self._interrupts = ThreadPoolExecutor(MAX_SHORT_CALLS, thread_name_prefix="interrupt")
+        self._reads = ThreadPoolExecutor(MAX_SHORT_CALLS, thread_name_prefix="read")
+        self._loop = asyncio.new_event_loop()
+        self._context = zmq.asyncio.Context()
+        self._core = self._context.socket(zmq.DEALER)
+        self._control = self._context.socket(zmq.ROUTER)
+        opened: concurrent.futures.Future[None] = concurrent.futures.Future()
+        self._thread = threading.Thread(
+            target=self._run, args=(opened,), name="worker link", daemon=True
+        )
+        self._thread.start()
+        opened.result()
+
+    def hello(self, hello: Hello, timeout_s: float) -> Welcome:
+        """Introduce this worker to its core. Raises TransferTimeout when it does not answer."""
+        welcome: Welcome = self._wait(self._introduce(hello), timeout_s, "hello")
+        return welcome
+
+    def serve(self, handle: Handle, look: Look, on_paused: Callable[[bool], None]) -> None:
+        """Answer API servers from now on, and tell the core whenever `look` says something new.
+
+        `on_paused` hears whether the replica is paused, whoever paused it.
+        """
+        self._look, self._on_paused = look, on_paused
+        self._wait(self._begin(handle), 10.0, "serve")
+
+    def hold(self, timeout_s: float) -> None:
+        """Have the core begin no step; returns when none is at work.
+
+        Called by the receiver before weights in use change. Raises TransferTimeout; the core has
+        heard of the hold then, or will, and is told that it is over.
+        """
+        try:
+            self._wait(self._call(lambda call: Hold(call=call)), timeout_s, "hold")
+        except BaseException:
+            self.release(msgspec.structs.replace(self._look(), released=True))
+            raise
+
+    def clear_cache(self) -> None:
+        """Have the core reuse nothing that older weights left in caches."""
+        call = self._call(lambda call: ClearCacheCall(call=call))
+        self._wait(call, CALL_TIMEOUT_S, "clear_cache")
+
+    def release(self, standing: WorkerState) -> None:
+        """Give the hold back; called when the weights are whole again, or never will be."""
+        self._loop.call_soon_threadsafe(self._tell_standing, standing)
+
+    def pause(self, mode: str) -> None:
+        """Pause the whole replica; returns when what `mode` waits for is over."""
+        call = self._call(lambda call: PauseCall(call=call, mode=cast(PauseMode, mode)))
+        self._wait(call, PAUSE_TIMEOUT_S, "pause")
+
+    def resume(self) -> None:
+        """Have the whole replica go on."""
+        self._wait(self._call(lambda call: ResumeCall(call=call)), PAUSE_TIMEOUT_S, "resume")
+
+    def close(self) -> None:
+        """End both sockets. Calls that wait raise."""
+        if self._thread.is_alive():
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._thread.join(5.0)
+        for pool in (self._loads, self._interrupts, self._reads):
+            pool.shutdown(wait=False, cancel_futures=True)
+
+    def _wait(self, work: Any, timeout_s: float, what: str) -> Any:
+        future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        try:
+            answer = future.result(timeout_s)
+        except concurrent.futures.CancelledError:
+            raise TransferError(f"worker {self._rank} ends; {what} was given up") from None
+        except TimeoutError:
+            future.cancel()
+            raise TransferTimeout(
+                f"worker {self._rank}: the engine core did not answer {what} within {timeout_s:g} s"
+            ) from None
+        if isinstance(answer, Done) and answer.problem is not None:
+            problem = msgspec.json.decode(answer.problem, type=Problem)
+            raise from_problem(problem, peer="engine core")
+        return answer
+
+    def _run(self, opened: concurrent.futures.Future[None]) -> None:
+        asyncio.set_event_loop(self._loop)
+        try:
+            self._open()
+        except BaseException as exc:
+            opened.set_exception(exc)
+            raise
+        opened.set_result(None)
+        try:
+            self._loop.run_forever()
+        finally:
+            tasks = asyncio.all_tasks(self._loop)
+            for task in tasks:
+                task.cancel()
+            self._loop.run_until_complete(asyncio.gather(*tasks, return_exceptions=True))
+            self._context.destroy(linger=100)
+            self._loop.close()
+
+    def _open(self) -> None:
+        self._core.setsockopt(zmq.IDENTITY, worker_identity(self._rank))
+        self._core.connect(self._core_address)
+        self._control.bind(self._control_address)
+        self._spawn(self._listen_to_core())
+
+    def _spawn(self, work: Any) -> None:
+        """Run a task without which the worker is of no use."""
+        self._keep(work).add_done_callback(end_process)
+
+    def _keep(self, work: Any) -> asyncio.Task[None]:
+        """Run a task and refer to it meanwhile: the loop itself holds its tasks weakly."""
+        task: asyncio.Task[None] = self._loop.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+    async def _begin(self, handle: Handle) -> None:
+        self._spawn(self._listen_to_api(handle))
+        self._spawn(self._look_again())
+
+    async def _introduce(self, hello: Hello) -> Welcome:
+        self._welcome = self._loop.create_future()
+        await self._tell(hello)
+        return await self._welcome
+
+    async def _call(self, make: Callable[[int], Notice]) -> Done:
+        self._next_call += 1
+        call = self._next_call
+        answer: asyncio.Future[Done] = self._loop.create_future()
+        self._calls[call] = answer
+        try:
+            await self._tell(make(call))
+            return await answer
+        finally:
+            del self._calls[call]
+
+    async def _tell(self, notice: Notice) -> None:
+        await self._core.send(msgspec.msgpack.encode(notice))
+
+    async def _listen_to_core(self) -> None:
+        while True:
+            frame = await self._core.recv()
+            with links.dropped("the engine core"):
+                self._take(_word_decoder.decode(frame))
+
+    def _take(self, word: CoreWord) -> None:
+        if isinstance(word, Welcome):
+            if self._welcome is not None and not self._welcome.done():
+                self._welcome.set_result(word)
+        elif isinstance(word, PauseState):
+            self._on_paused(word.paused)
+        elif word.call in self._calls and not self._calls[word.call].done():
+            self._calls[word.call].set_result(word)
+
+    async def _listen_to_api(self, handle: Handle) -> None:
+        while True:
+            frames = await self._control.recv_multipart()
+            with links.dropped("an API server"):
+                owner, call, name, body = frames
+                self._keep(self._answer(handle, owner, call, name.decode(), body))
+
+    async def _answer(
+        self, handle: Handle, owner: bytes, call: bytes, name: str, body: bytes
+    ) -> None:
+        try:
+            kind, reply = (
+                b"reply",
+                await self._loop.run_in_executor(self._pool_of(name), handle, name, body),
+            )
+        except Exception as exc:  # noqa: BLE001  # the edge: each error becomes a document
+            kind, reply = b"problem", encode_problem(to_problem(exc))
+        self._tell_if_changed()  # first, or whoever has the reply could be ahead of the core
+        await self._control.send_multipart([owner, call, kind, reply])
+
+    def _pool_of(self, call: str) -> ThreadPoolExecutor:
+        """Loads can use up neither the threads of an abort or a resume nor those of readers."""
+        if call in _INTERRUPTS:
+            return self._interrupts
+        return self._reads if call in _READS else self._loads
+
+    async def _look_again(self) -> None:
+        while True:
+            await asyncio.sleep(LOOK_S)
+            self._tell_if_changed()
+            if self._loop.time() - self._said_at > BEAT_S:
+                self._tell_standing(self._look())
+
+    def _tell_if_changed(self) -> None:
+        standing = self._look()
+        if standing != self._said:
+            self._tell_standing(standing)
+
+    def _tell_standing(self, standing: WorkerState) -> None:
+        self._said_at = self._loop.time()
+        self._said = msgspec.structs.replace(standing, released=False)
+        self._spawn(self._tell(standing))
+
+
+def _not_served(*_: object) -> Any:
+    raise TransferError("this worker has no receiver yet; serve() was not called")
+
 
 HELLO_TIMEOUT_S = 600.0
 COLLECTIVE_TIMEOUT_S = 120.0

@@ -12,8 +12,8 @@ import zmq
 import zmq.asyncio
 
 from weightsync.errors import ConnectError, TransportTimeout, WeightSyncError
-from weightsync.serve import bad_frames
-from weightsync.serve.lasting_task import end_process
+from weightsync.serve import links
+from weightsync.serve.links import end_process
 from weightsync.serve.worker_messages import REPORT_CALL
 from weightsync.update.history import WorkerReport
 from weightsync.wire import codec
@@ -129,7 +129,7 @@ class WorkerClient:
     async def _listen(self, socket: zmq.asyncio.Socket) -> None:
         while True:
             frames = await socket.recv_multipart()
-            with bad_frames.dropped("a worker"):
+            with links.dropped("a worker"):
                 self._take(*frames)
 
     def _take(self, number: bytes, kind: bytes = b"", body: bytes = b"", *_: bytes) -> None:

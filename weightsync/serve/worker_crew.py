@@ -12,7 +12,7 @@ import zmq
 from weightsync.errors import ProtocolError, TransferTimeout
 from weightsync.queues.message_codec import MessageCodec
 from weightsync.queues.message_queue import MessageQueue
-from weightsync.serve import bad_frames
+from weightsync.serve import links
 from weightsync.serve.steps import (
     ModelCard,
     NewRows,
@@ -91,7 +91,7 @@ class WorkerGroup:
                     f"worker {late} of {size} did not load the model within {timeout_s:g} s"
                 )
             frames = socket.recv_multipart()
-            with bad_frames.dropped("a worker"):
+            with links.dropped("a worker"):
                 rank, notice = _notice(frames)
                 if isinstance(notice, Hello):
                     hellos[rank] = notice
@@ -130,7 +130,7 @@ class WorkerGroup:
             except zmq.Again:
                 return
             found: list[tuple[int, Notice]] = []
-            with bad_frames.dropped("a worker"):
+            with links.dropped("a worker"):
                 found.append(_notice(frames))
             for worker, notice in found:
                 self._heard[worker] = time.monotonic()

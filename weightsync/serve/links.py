@@ -1,12 +1,26 @@
-"""Tasks that last as long as their process, which is of no use without them."""
+"""What the links between processes share: tasks that must not end, and counts of bad frames."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import msgspec
 
 logger = logging.getLogger(__name__)
+
+
+@contextmanager
+def dropped(sender: str) -> Iterator[None]:
+    """Log and swallow the error of a block that reads one message of `sender`, and only reads."""
+    try:
+        yield
+    except (msgspec.MsgspecError, ValueError, RecursionError) as exc:
+        logger.warning("a message of %s cannot be read and is dropped: %s", sender, exc)
+
 
 EXIT_CODE = 70
 

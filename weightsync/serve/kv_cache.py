@@ -1,8 +1,4 @@
-"""The attention cache of many rows as one batch: rows join, grow a token a step, and leave.
-
-Shorter rows are padded on the left, so that all rows write their next token in one column. Every
-layer holds all tokens; a layer with a sliding window sees its part through the mask.
-"""
+"""Key-value caches of several requests in one batch."""
 
 from __future__ import annotations
 
@@ -11,8 +7,18 @@ from typing import Any
 
 import torch
 
-from weightsync.serve.hugging_face_cache import Cache, DynamicLayer
+from weightsync.errors import BackendUnavailableError
 from weightsync.serve.steps import RowId
+
+try:
+    from transformers.cache_utils import Cache, DynamicLayer, get_layer_types_and_kwargs
+except ImportError as exc:
+    raise BackendUnavailableError(
+        f"running a model needs transformers ({exc}); pip install 'weightsync[hf]'"
+    ) from exc
+
+__all__ = ["Cache", "DynamicLayer", "get_layer_types_and_kwargs"]
+
 
 _SPARE_TOKENS = 64
 
