@@ -175,7 +175,7 @@ def test_one_shots_take_turns_and_do_not_take_from_a_sender(fleet: InProcessFlee
         assert ws.send_weights(model(2), to=receiver.handle).version == 6
     finally:
         yielding.close()
-        ws.oneshot.close()
+        ws.close()
 
 
 @pytest.mark.parametrize("met", [False, True])

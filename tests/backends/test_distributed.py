@@ -316,15 +316,15 @@ def test_a_member_whose_sender_falls_silent_frees_its_ring(
     others = set(mapped())
     script = """
 import signal
-from weightsync.backends.gloo.header import Head, HeadStatus
+from weightsync.backends.gloo.header import ChunkHeader, HeaderStatus
 from weightsync.backends.gloo.sender import Chain
-from weightsync.backends.gloo.group import HEADS
+from weightsync.backends.gloo.group import HEADER_LANE
 chain = Chain("127.0.0.1", ["a member"], epoch=1, timeout_s=30)
 print(chain.info(1).port, flush=True)
 chain.join()
-head = Head(0)
-head.fill(HeadStatus.CHUNK, 5)
-chain._group.send(head.buffer, 1, HEADS).wait(30)
+head = ChunkHeader(0)
+head.fill(HeaderStatus.CHUNK, 5)
+chain._group.send(head.buffer, 1, HEADER_LANE).wait(30)
 signal.pause()
 """
     engine = DistributedWeightTransferEngine([host_key()])

@@ -163,8 +163,8 @@ def test_what_listens_but_does_not_answer_is_no_sender() -> None:
 def test_a_sender_that_falls_silent_holds_nobody_for_ever() -> None:
     script = f"""
 import signal
-from weightsync.backends.gloo.group import Meeting
-meeting = Meeting.host({ADDRESS!r}, epoch=1, timeout_s=5)
+from weightsync.backends.gloo.group import GroupRendezvous
+meeting = GroupRendezvous.host({ADDRESS!r}, epoch=1, timeout_s=5)
 meeting.give_up(3)
 print(meeting.port, flush=True)
 signal.pause()
@@ -215,8 +215,8 @@ def test_a_chain_that_closes_ends_its_join() -> None:
 
 def test_the_lifeline_shows_a_sender_that_died() -> None:
     script = f"""
-from weightsync.backends.gloo.group import Meeting
-meeting = Meeting.host({ADDRESS!r}, epoch=1, timeout_s=5)
+from weightsync.backends.gloo.group import GroupRendezvous
+meeting = GroupRendezvous.host({ADDRESS!r}, epoch=1, timeout_s=5)
 print(meeting.port, flush=True)
 signal.pause()
 """
@@ -237,8 +237,8 @@ signal.pause()
 def test_a_forked_child_does_not_hide_the_end_of_its_sender() -> None:
     script = f"""
 import os, signal
-from weightsync.backends.gloo.group import Meeting
-meeting = Meeting.host({ADDRESS!r}, epoch=1, timeout_s=5)
+from weightsync.backends.gloo.group import GroupRendezvous
+meeting = GroupRendezvous.host({ADDRESS!r}, epoch=1, timeout_s=5)
 print(meeting.port, flush=True)
 input()
 child = os.fork()

@@ -186,8 +186,8 @@ def test_only_what_dead_owners_left_is_removed() -> None:
 SHELF = """
 import signal, sys
 from pathlib import Path
-from weightsync.integrations.sglang.files import Shelf
-shelf = Shelf(Path(sys.argv[1]))
+from weightsync.integrations.sglang.files import WeightDirectory
+shelf = WeightDirectory(Path(sys.argv[1]))
 home = shelf.join("some", 1).weights.parent
 (home / "weights").mkdir()
 (home / "weights" / "model.safetensors").write_bytes(bytes(2 << 20))

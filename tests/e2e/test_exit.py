@@ -94,9 +94,9 @@ READING = """
 import os, signal, sys, threading
 from multiprocessing.connection import Client
 import weightsync as ws
-from weightsync.backends import private_group
+from weightsync.backends.gloo import group
 
-private_group._ANSWER_S = 120.0
+group._ANSWER_S = 120.0
 begun = threading.Event()
 sender = int(sys.argv[1])
 

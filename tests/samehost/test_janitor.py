@@ -33,14 +33,14 @@ segment = Segment.create(4096)
 child = os.fork()
 if child == 0:
     assert not segment.owner
-    from weightsync.shm.segment import sweep
-    sweep()
+    from weightsync.shm.segment import cleanup_stale
+    cleanup_stale()
     os.write(1, b"swept\\n")  # whole lines, whatever the other process writes
     signal.pause()
 os.write(1, f"{segment.name} {child}\\n".encode())
 signal.pause()
 """
-SWEEP = "from weightsync.shm.segment import sweep; sweep(); print('swept')"
+SWEEP = "from weightsync.shm.segment import cleanup_stale; cleanup_stale(); print('swept')"
 INSIDE = [*UNSHARE, "-pf", "--mount-proc"]
 
 

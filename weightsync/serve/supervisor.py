@@ -37,7 +37,7 @@ code, marker, directory = sys.argv[1:]
 said = sys.stdin.buffer.read()  # to its end, which is the supervisor's
 if said != {_NOTHING_TO_DO!r}:
     runpy.run_path(code)["remove_all"](marker, directory)
-    sweep = "from weightsync.shm.segment import sweep; sweep()"
+    sweep = "from weightsync.shm.segment import cleanup_stale; cleanup_stale()"
     os.execv(sys.executable, [sys.executable, "-c", sweep])
 """
 
