@@ -22,7 +22,7 @@ from tests.hosts.fixtures import MakeNetwork, make_network
 from tests.samehost import message_peers as told
 from tests.samehost.message_peers import SMALL_SLOT, WAIT_S, Peer, end_spare_peers, peers
 from weightsync.errors import ConfigError, PeerLostError, TransferTimeout
-from weightsync.queues import message_queue
+from weightsync.queues import group as queue_group
 from weightsync.queues.message_queue import MessageQueue
 from weightsync.queues.sockets import WINDOW_MESSAGES
 
@@ -64,7 +64,7 @@ def group(kind: str, path: str, rank: int, size: int) -> dist.ProcessGroup | Onl
 def pretend_host(name: str | None) -> None:
     """Be on another host as far as anyone can tell; loopback is the network."""
     if name is not None:
-        vars(message_queue)["host_key"] = lambda: name
+        vars(queue_group)["host_key"] = lambda: name
         os.environ["MASTER_ADDR"] = "127.0.0.1"
 
 
@@ -89,7 +89,7 @@ def one_to_all(kind: str, path: str, rank: int, size: int, host: str | None) -> 
 
 def meet(members: dist.ProcessGroup | OnlyAStore) -> None:
     """Stay until all have read."""
-    message_queue.Group(members).all_gather(b"here")
+    queue_group.Group(members).all_gather(b"here")
 
 
 def all_to_one(kind: str, path: str, rank: int, size: int, host: str | None) -> Any:

@@ -29,7 +29,7 @@ from weightsync.shm.buffer_address import buffer_address
 
 if TYPE_CHECKING:
     import torch
-    from torch import Tensor
+    from torch import Tensor as Tensor  # noqa: PLC0414 - for those who import it from here
 else:  # for modules that torch must not be loaded for
 
     class _TensorKind(type):

@@ -370,7 +370,7 @@ class GroupRendezvous:
 
 
 class PrivateGroup:
-    """One process's place in the group of a Meeting whose members are all there.
+    """One process's place in the group of a GroupRendezvous whose members are all there.
 
     Raises TransferError when the connections cannot be made within `timeout_s`.
     """
