@@ -12,14 +12,14 @@ import subprocess
 WORKERS = 2
 LONG = (
     "tests/benchmarks/test_toy_sizes.py",
-    "tests/rollout/test_supervisor.py",
+    "tests/serve/test_supervisor.py",
     "tests/cli/test_demo.py",
     "tests/backends/test_distributed.py",
     "tests/soak/test_killed.py",
-    "tests/rollout/test_process_waiting.py",
-    "tests/rollout/test_serve.py",
+    "tests/serve/test_process_waiting.py",
+    "tests/serve/test_serve.py",
     "tests/e2e/test_ranks.py",
-    "tests/rollout/test_serve_faults.py",
+    "tests/serve/test_serve_faults.py",
     "tests/ray/test_ray.py",
 )
 """The files that take longest go first: one that came last would leave a worker idle."""

@@ -23,7 +23,7 @@ from tests.backends.hosts import (
     party,
     workers,
 )
-from tests.samehost.processes import line_of, running
+from tests.shm.processes import line_of, running
 from weightsync.backends.gloo import relay
 from weightsync.backends.gloo.header import ChunkHeader
 from weightsync.backends.gloo.receiver import DistributedWeightTransferEngine, member_init

@@ -18,7 +18,7 @@ import pytest
 import torch
 
 import weightsync as ws
-from tests.samehost.processes import line_of, running
+from tests.shm.processes import line_of, running
 from weightsync.backends.gloo.group import (
     HEADER_LANE,
     GroupRendezvous,

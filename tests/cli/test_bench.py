@@ -13,7 +13,7 @@ import psutil
 import pytest
 
 from tests.cli.running import answer_of, weightsync
-from tests.samehost.processes import environment
+from tests.shm.processes import environment
 from weightsync.shm.census import list_segments
 from weightsync.shm.segment import remove_leftovers
 

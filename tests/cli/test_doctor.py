@@ -17,7 +17,7 @@ import msgspec
 import pytest
 
 from tests.cli.running import answer_of, weightsync
-from tests.samehost.processes import OWNER, kill, line_of, private_directory, python, running
+from tests.shm.processes import OWNER, kill, line_of, private_directory, python, running
 from weightsync.backends.ipc.memory import ProbeMemory
 from weightsync.cli import doctor
 from weightsync.cli import doctor as doctor_gpu

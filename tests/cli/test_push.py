@@ -23,8 +23,8 @@ from tests.cli.running import (
     weightsync,
     write_checkpoint,
 )
-from tests.samehost.processes import environment
 from tests.server.live import make_app, serving
+from tests.shm.processes import environment
 from weightsync.cli.checkpoint import WatchedSource, open_checkpoint
 from weightsync.transports.http import HttpTransport
 from weightsync.wire.messages import CheckReply, CheckRequest, Status, StatusRequest

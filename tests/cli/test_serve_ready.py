@@ -9,8 +9,8 @@ import sys
 
 import requests
 
-from tests.rollout.servers import END_S, environment
-from tests.samehost.processes import line_of
+from tests.serve.servers import END_S, environment
+from tests.shm.processes import line_of
 
 COMMAND = [sys.executable, "-m", "weightsync", "serve", "--model", "tiny", "--port", "0", "--json"]
 

@@ -15,8 +15,8 @@ from torch import nn
 
 import weightsync as ws
 from tests.cli.running import TOKEN, answer_of, tiny_tensors, weightsync
-from tests.samehost.processes import environment, line_of
 from tests.server.live import make_app, serving
+from tests.shm.processes import environment, line_of
 from weightsync.cli.status import overall, parse, paths_of, read_last_updates
 from weightsync.server import Workers, worker_path, workers_router
 from weightsync.server.workers import merge_statuses

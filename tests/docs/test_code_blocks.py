@@ -39,11 +39,11 @@ ELSEWHERE: dict[tuple[str, str], tuple[int, str]] = {
     ("docs/migrating-from-vllm.md", "python"): (4, "tests/docs/test_migrating.py"),
     ("docs/quickstart.md", "console"): (5, "tests/docs/test_quickstart.py"),
     ("docs/quickstart.md", "python"): (2, "tests/docs/test_quickstart.py"),
-    ("docs/seeing.md", "python"): (3, "tests/sending/test_docs_seeing.py"),
-    ("docs/serving.md", "python"): (1, "tests/rollout/test_serve.py"),
+    ("docs/seeing.md", "python"): (3, "tests/observe/test_docs_seeing.py"),
+    ("docs/serving.md", "python"): (1, "tests/serve/test_serve.py"),
     ("docs/sglang.md", "python"): (2, "tests/integrations/test_docs_sglang.py"),
     ("docs/sources.md", "python"): (8, "tests/weights/test_docs_sources.py"),
-    ("docs/tensor-queue.md", "python"): (2, "tests/samehost/test_tensor_codec.py"),
+    ("docs/tensor-queue.md", "python"): (2, "tests/queues/test_tensor_codec.py"),
     ("docs/testing.md", "python"): (5, "tests/testing/test_docs_testing.py"),
     ("docs/trl.md", "python"): (3, "tests/integrations/test_trl_ranks.py"),
 }
@@ -56,7 +56,7 @@ NOT_RUN: dict[tuple[str, str], str] = {
     (
         "docs/message-queue.md",
         "queue = MessageQueue.create_from_process_group(pg, writer_rank=0)  # every rank calls it",
-    ): "several ranks: tests/samehost/test_message_group.py",
+    ): "several ranks: tests/queues/test_message_group.py",
 }
 """Python that is compiled only, by its page and its first line, and why."""
 

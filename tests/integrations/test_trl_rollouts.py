@@ -20,7 +20,7 @@ import torch
 
 import weightsync as ws
 from tests.integrations.tiny_trl import PROMPTS, grpo, grpo_trainer, lower, prompts, sft, texts
-from tests.rollout.servers import server
+from tests.serve.servers import server
 from weightsync.cli.demo_trainer import Server, _checksums
 from weightsync.integrations.trl import ServedRollouts, WeightSyncCallback
 from weightsync.integrations.trl_rollouts import _batches, _groups

@@ -15,7 +15,7 @@ import pytest
 import ray
 
 from tests.ray import sandbox
-from tests.rollout.supervised import answer
+from tests.serve.supervised import answer
 from weightsync.errors import ConfigError, ProcessLostError
 from weightsync.serve.api_server_processes import APIServerProcessManager
 from weightsync.serve.process_ends import wait_for_completion_or_failure

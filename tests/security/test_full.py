@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.samehost.processes import environment, output, run
 from tests.security.full import MODEL_NBYTES
+from tests.shm.processes import environment, output, run
 from weightsync.errors import TransferError
 from weightsync.weights import arena
 

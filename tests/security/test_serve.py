@@ -8,9 +8,9 @@ import pytest
 import requests
 
 import weightsync as ws
-from tests.rollout.servers import command, server
-from tests.samehost.processes import run
 from tests.security.https import make_certificate
+from tests.serve.servers import command, server
+from tests.shm.processes import run
 from weightsync.serve.model import make_tiny_model
 
 TOKEN = "sesame-0d41c7"

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 import weightsync as ws
-from tests.samehost.processes import private_directory, python, run
+from tests.shm.processes import private_directory, python, run
 from weightsync.errors import SegmentError
 from weightsync.shm.segment import DIRECTORY, Segment
 

@@ -14,7 +14,7 @@ import requests
 
 import weightsync as ws
 from tests.children import CONTEXT, load_beforehand
-from tests.rollout.servers import server
+from tests.serve.servers import server
 from tests.soak import victims
 from weightsync.serve.model import make_tiny_model
 from weightsync.shm.segment import remove_leftovers

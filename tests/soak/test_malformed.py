@@ -17,7 +17,7 @@ from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
 
 import weightsync as ws
-from tests.samehost.test_message_codec import messages
+from tests.queues.test_message_codec import messages
 from tests.soak.malformed import (
     Message,
     Recorder,

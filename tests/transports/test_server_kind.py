@@ -9,8 +9,8 @@ import pytest
 import torch
 
 import weightsync as ws
+from tests.integrations.test_vllm_http import VERSION, Http
 from tests.server.live import serving
-from tests.transports.test_vllm_http import VERSION, Http
 from weightsync.errors import BackendUnavailableError, ConnectError
 from weightsync.integrations.servers import ServerTransports
 from weightsync.transports.http import HttpTransport

@@ -1,0 +1,181 @@
+"""The processes of the supervisor's tests, and programs that supervise some of them."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+
+from weightsync.errors import ManifestMismatchError
+from weightsync.serve.api_server_processes import ClientConfig
+from weightsync.serve.child_process import ChildSpec, Ready
+from weightsync.serve.supervisor import Supervisor
+from weightsync.shm.segment import Segment
+
+WAIT_S = 60.0
+MARK = "WEIGHTSYNC_TEST_MARK"
+
+
+def idle(ready: Ready) -> None:
+    """Be ready, say so with the process id, and serve until SIGTERM."""
+    ready(str(os.getpid()).encode())
+    while True:
+        signal.pause()
+
+
+def say_environment(ready: Ready, name: str) -> None:
+    ready(os.environ.get(name, "").encode())
+    signal.pause()
+
+
+def say_interrupts(ready: Ready) -> None:
+    """Say whether SIGINT is ignored and blocked here."""
+    ignored = signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+    blocked = signal.SIGINT in signal.pthread_sigmask(signal.SIG_BLOCK, set())
+    ready(f"{ignored} {blocked}".encode())
+    signal.pause()
+
+
+def with_belongings(ready: Ready) -> None:
+    """Have shared memory, and a child that outlives its parent's SIGTERM and SIGKILL alike."""
+    segment = Segment.create(4096)
+    subprocess.Popen(["sleep", "600"], stdin=subprocess.DEVNULL)
+    ready(segment.name.encode())
+    while True:
+        signal.pause()
+
+
+def with_forked_child(ready: Ready) -> None:
+    """Have a forked child, which keeps all of this process's pipes open."""
+    if not os.fork():
+        time.sleep(WAIT_S)
+        os._exit(0)
+    ready()
+    signal.pause()
+
+
+def note_end(ready: Ready, log: Path) -> None:
+    """On SIGTERM take a moment, then add this process's name to a log."""
+    try:
+        ready()
+        signal.pause()
+    finally:
+        time.sleep(0.2)
+        with log.open("a") as file:
+            file.write(f"{multiprocessing.current_process().name}\n")
+
+
+def stubborn(ready: Ready) -> None:
+    """Ignore SIGTERM."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    ready()
+    while True:
+        signal.pause()
+
+
+def never_ready(ready: Ready) -> None:
+    signal.pause()
+
+
+def fails_at_start(ready: Ready) -> None:
+    raise ManifestMismatchError("two tensors are missing", missing=["a", "b"])
+
+
+def fails_strangely(ready: Ready) -> None:
+    raise KeyError("no such layer")
+
+
+def leaves_at_start(ready: Ready, code: int) -> None:
+    raise SystemExit(code)
+
+
+def fails_later(ready: Ready) -> None:
+    ready()
+    raise ManifestMismatchError("the weights are gone")
+
+
+def ends(ready: Ready, code: int) -> None:
+    ready()
+    time.sleep(0.5)  # the end of one that is not known to be ready is a failed start
+    raise SystemExit(code)
+
+
+def answer(ready: Ready, sock: socket.socket, config: ClientConfig, greeting: str) -> None:
+    """Answer one connection after the other with what this server was told."""
+    ready()
+    while True:
+        client, _ = sock.accept()
+        with client:
+            told = [config.client_index, config.client_count, config.input_address]
+            more = [config.output_address, config.stats_update_address, greeting]
+            client.sendall(json.dumps([*told, *more]).encode())
+
+
+def tree_of_three() -> dict[str, list[ChildSpec]]:
+    """Return a worker with belongings, an engine core and an API server."""
+    return {
+        "workers": [ChildSpec(name="worker 0.0", target=with_belongings)],
+        "engine cores": [ChildSpec(name="engine core 0", target=idle)],
+        "API servers": [ChildSpec(name="api server 0", target=idle)],
+    }
+
+
+def start(tree: Supervisor, groups: dict[str, list[ChildSpec]]) -> None:
+    """Start groups next to each other, since each process takes seconds to load torch."""
+    for group, specs in groups.items():
+        tree.launch(group, specs)
+    for group in groups:
+        tree.await_ready(group, timeout_s=WAIT_S)
+
+
+def serve() -> None:
+    """Be a server: say what there is, then wait. For `program`."""
+    with Supervisor() as tree:
+        start(tree, tree_of_three())
+        print_and_wait(tree)
+    print("closed", flush=True)
+
+
+def print_and_wait(tree: Supervisor) -> None:
+    """Say where the sockets are, which may bring Ctrl-C before `wait` has begun; then wait."""
+    with suppress(KeyboardInterrupt):
+        print(tree.directory, flush=True)
+        tree.wait()
+
+
+def serve_stubborn() -> None:
+    """Be a server whose processes do not end by themselves. For `program`."""
+    with Supervisor(grace_s=1, shutdown_s=2) as tree:
+        tree.start("cores", [ChildSpec(name="core 0", target=stubborn)], timeout_s=WAIT_S)
+        print_and_wait(tree)
+        print("closing", flush=True)
+    print("closed", flush=True)
+
+
+def start_first() -> None:
+    """Start the first child of a process that has no resource tracker yet. For `program`."""
+    with Supervisor() as tree:
+        tree.launch("cores", [ChildSpec(name="core 0", target=say_interrupts)])
+        (said,) = tree.await_ready("cores", timeout_s=WAIT_S)
+        print(said.decode(), flush=True)
+
+
+def program(name: str, mark: str) -> subprocess.Popen[str]:
+    """Run a function of this module as a program with a process group of its own."""
+    root = Path(__file__).parents[2]
+    return subprocess.Popen(
+        [sys.executable, "-c", f"from tests.serve.supervised import {name}; {name}()"],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        text=True,
+        cwd=root,
+        env={**os.environ, "PYTHONPATH": str(root), MARK: mark},
+        start_new_session=True,
+    )

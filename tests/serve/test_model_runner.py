@@ -1,0 +1,347 @@
+"""The runner: what transformers generates, whatever joins, leaves, is reused or is refused."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from PIL import Image
+
+from tests.serve.stepping import Stepping, alone
+from weightsync.errors import ConfigError, ProtocolError
+from weightsync.serve.model import LoadedModel, make_tiny_model, make_tiny_vision_model
+from weightsync.serve.model_runner import ModelRunner
+from weightsync.serve.steps import SamplingParams, Step
+from weightsync.serve.vision import ImagePreparer
+
+hf: Any = transformers
+
+PROMPTS = [[5], [9, 8, 7], list(range(3, 40)), [200] * 11, list(range(100, 120)), [7, 7, 9, 250]]
+SIZES: dict[str, Any] = {
+    "vocab_size": 259,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "initializer_range": 0.3,
+    "pad_token_id": 0,
+}
+WINDOW = 5
+LONGEST = 14
+
+
+@functools.cache
+def model_of(kind: str) -> Any:
+    """One small random model of each way to attend."""
+    torch.manual_seed(3)
+    match kind:
+        case "llama":
+            return make_tiny_model().model
+        case "mistral, sliding":
+            config = hf.MistralConfig(**SIZES, sliding_window=WINDOW)
+            return hf.MistralForCausalLM(config).eval()
+        case "gemma 3, some layers sliding":
+            types = ["sliding_attention", "full_attention", "sliding_attention"]
+            options = {"sliding_window": WINDOW, "layer_types": types, "head_dim": 8}
+            return hf.Gemma3ForCausalLM(hf.Gemma3TextConfig(**SIZES, **options)).eval()
+        case _:
+            config = hf.GPT2Config(
+                vocab_size=259, n_embd=32, n_layer=2, n_head=4, initializer_range=0.3
+            )
+            return hf.GPT2LMHeadModel(config).eval()
+
+
+KINDS = ["llama", "mistral, sliding", "gemma 3, some layers sliding", "gpt 2"]
+
+
+@functools.cache
+def expected(kind: str, place: int) -> list[int]:
+    return alone(model_of(kind), PROMPTS[place], LONGEST)
+
+
+def stepping(kind: str = "llama") -> Stepping:
+    return Stepping(ModelRunner(model_of(kind)).execute)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_prompts_of_all_lengths_say_together_what_each_says_alone(kind: str) -> None:
+    core = stepping(kind)
+    core.start(*(core.new(prompt) for prompt in PROMPTS))
+    core.go_on(LONGEST - 1)
+    assert list(core.said.values()) == [expected(kind, i) for i in range(len(PROMPTS))]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@settings(max_examples=12, deadline=None)
+@given(data=st.data())
+def test_joins_and_leaves_change_nothing_for_the_others(kind: str, data: st.DataObject) -> None:
+    core = stepping(kind)
+    places: dict[int, int] = {}
+    for _ in range(data.draw(st.integers(2, 10))):
+        joining = data.draw(st.lists(st.integers(0, len(PROMPTS) - 1), max_size=3))
+        if joining:
+            new = [core.new(PROMPTS[place]) for place in joining]
+            core.start(*new)
+            places.update({one.rows[0]: i for one, i in zip(new, joining, strict=True)})
+        core.leave(*(row for row in core.living if len(core.said[row]) == LONGEST))
+        if core.living:
+            core.living = data.draw(st.permutations(core.living))
+            core.go_on()
+            core.leave(*data.draw(st.lists(st.sampled_from(core.living), max_size=2, unique=True)))
+    for row, said in core.said.items():
+        assert said == expected(kind, places[row])[: len(said)]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@settings(max_examples=10, deadline=None)
+@given(data=st.data())
+def test_a_reused_prompt_says_what_a_fresh_one_says(kind: str, data: st.DataObject) -> None:
+    core = stepping(kind)
+    old = data.draw(st.lists(st.integers(3, 258), min_size=1, max_size=20))
+    cut = data.draw(st.integers(0, len(old)))
+    new = old[:cut] + data.draw(st.lists(st.integers(3, 258), min_size=1, max_size=12))
+    claimed = data.draw(st.integers(0, 25))
+    # The first is kept out of a padded batch, and its own row goes on beside the new one.
+    first = core.new(old, keep_as=4)
+    core.start(first, core.new(PROMPTS[3]))
+    core.go_on(2)
+    second = core.new(new, reuse=4, reuse_length=claimed, keep_as=5)
+    core.start(second)
+    third = core.new([*new, 17], reuse=5, reuse_length=len(new))
+    core.start(third)
+    core.go_on(5)
+    assert core.said[first.rows[0]] == alone(model_of(kind), old, 10)[: 1 + 2 + 5]
+    assert core.said[second.rows[0]] == alone(model_of(kind), new, 6)
+    assert core.said[third.rows[0]] == alone(model_of(kind), [*new, 17], 6)
+
+
+def test_reuse_computes_only_the_rest() -> None:
+    model = model_of("llama")
+    read: list[int] = []
+    hook = model.register_forward_pre_hook(
+        lambda _model, _args, kwargs: read.append(kwargs["input_ids"].shape[1]), with_kwargs=True
+    )
+    core = stepping()
+    prompt = PROMPTS[2]
+    try:
+        core.start(core.new(prompt, keep_as=1))
+        core.start(core.new([*prompt, 4, 5], reuse=1, reuse_length=len(prompt)))
+        core.start(core.new(prompt, reuse=1, reuse_length=len(prompt)))
+        core.evict(1)
+        core.start(core.new(prompt, reuse=1, reuse_length=len(prompt)))
+    finally:
+        hook.remove()
+    assert read == [len(prompt), 2, 1, len(prompt)]
+
+
+def test_a_prompt_may_reuse_one_that_is_read_in_the_same_step() -> None:
+    core = stepping()
+    again = core.new([*PROMPTS[2], 9], reuse=1, reuse_length=len(PROMPTS[2]))
+    core.start(again, core.new(PROMPTS[2], keep_as=1))
+    core.go_on(4)
+    assert core.said[again.rows[0]] == alone(model_of("llama"), [*PROMPTS[2], 9], 5)
+
+
+def test_completions_of_one_prompt_share_its_reading() -> None:
+    core = stepping()
+    other, new = core.new(PROMPTS[2]), core.new(PROMPTS[1], n=3)
+    result = core.start(other, new)
+    assert [choice.row for choice in result.chosen] == [0, 1, 2, 3]
+    core.go_on(4)
+    assert [core.said[row] for row in new.rows] == [expected("llama", 1)[:5]] * 3
+
+
+def test_a_seed_draws_the_same_whatever_is_in_the_batch() -> None:
+    seeded = SamplingParams(temperature=1.3, top_p=0.9, seed=11)
+    quiet = stepping()
+    quiet.start(quiet.new(PROMPTS[1], seeded, n=2))
+    quiet.go_on(9)
+    busy = stepping()
+    busy.start(busy.new(PROMPTS[2]), busy.new(PROMPTS[4], SamplingParams()))
+    busy.go_on(3)
+    new = busy.new(PROMPTS[1], seeded, n=2)
+    busy.start(busy.new(PROMPTS[5], SamplingParams(seed=11)), new)
+    busy.go_on(4)
+    busy.leave(0, 1)
+    busy.go_on(5)
+    first, second = (busy.said[row] for row in new.rows)
+    assert [first, second] == list(quiet.said.values())
+    assert first != second
+
+
+def test_a_completion_of_a_request_does_not_depend_on_how_many_there_are() -> None:
+    core = stepping()
+    many = core.new(PROMPTS[1], SamplingParams(seed=2), n=3)
+    one = core.new(PROMPTS[1], SamplingParams(seed=2))
+    core.start(many, one)
+    core.go_on(6)
+    assert core.said[many.rows[0]] == core.said[one.rows[0]]
+
+
+@torch.no_grad()
+def test_logprobs_are_of_the_models_own_distribution() -> None:
+    core = stepping()
+    told = core.new(PROMPTS[1], SamplingParams(temperature=0.5, seed=1, logprobs=3))
+    silent = core.new(PROMPTS[2])
+    only_own = core.new(PROMPTS[0], SamplingParams(temperature=0, logprobs=0))
+    core.start(silent, told, only_own)
+    core.go_on(5)
+    said = core.said[told.rows[0]]
+    logits = model_of("llama")(torch.tensor([PROMPTS[1] + said])).logits[0]
+    wanted = torch.log_softmax(logits[len(PROMPTS[1]) - 1 : -1], dim=-1)
+    for place, choice in enumerate(core.chosen[told.rows[0]]):
+        best = wanted[place].topk(3)
+        assert choice.logprob == pytest.approx(float(wanted[place, choice.token]), abs=1e-4)
+        assert [token for token, _ in choice.top] == best.indices.tolist()
+        assert [value for _, value in choice.top] == pytest.approx(best.values.tolist(), abs=1e-4)
+    assert all(c.logprob is None and c.top == [] for c in core.chosen[silent.rows[0]])
+    assert all(c.logprob is not None and c.top == [] for c in core.chosen[only_own.rows[0]])
+
+
+def test_bad_prompts_are_refused_and_the_others_go_on() -> None:
+    core = stepping()
+    bad = [[], [3, 259], [-1], [5] * 2048]
+    pixels = {"pixel_values": torch.zeros(1, 3, 16, 16)}
+    new = [
+        core.new(PROMPTS[0]),
+        *(core.new(prompt, n=2) for prompt in bad),
+        core.new([5], inputs=pixels),
+        core.new([5], inputs={"attention_mask": torch.ones(1, 1)}),
+        core.new(PROMPTS[1]),
+    ]
+    result = core.start(*new)
+    assert [choice.row for choice in result.chosen] == [new[0].rows[0], new[-1].rows[0]]
+    assert sorted(result.refused) == [one.rows[0] for one in new[1:-1]]
+    messages = list(result.refused.values())
+    assert "outside 0 to 258" in messages[0] == messages[1] == messages[2]
+    assert "takes 2048 tokens, the model has room for 2048" in messages[3]
+    assert "takes no inputs named pixel_values" in messages[4]
+    assert "takes no inputs named attention_mask" in messages[5]
+    core.go_on(5)
+    assert core.said[new[0].rows[0]] == expected("llama", 0)[:6]
+    assert core.said[new[-1].rows[0]] == expected("llama", 1)[:6]
+
+
+@pytest.mark.parametrize(
+    ("rows", "tokens"), [([0], [5]), ([0, 1, 2], [5, 5, 5]), ([0, 0, 1], [5] * 3), ([0, 1], [5])]
+)
+def test_a_step_must_name_every_living_row_once(rows: list[int], tokens: list[int]) -> None:
+    runner = ModelRunner(model_of("llama"))
+    core = Stepping(runner.execute)
+    core.start(core.new(PROMPTS[0]), core.new(PROMPTS[1]))
+    with pytest.raises(ProtocolError, match=r"rows, 2 live .*name every living row once"):
+        runner.execute(Step(number=9, rows=rows, tokens=tokens), 1)
+    core.go_on(5)
+    assert core.said[0] == expected("llama", 0)[:6]
+
+
+def test_a_rank_that_does_not_choose_says_nothing() -> None:
+    runner = ModelRunner(model_of("llama"), chooses=False)
+    core = Stepping(runner.execute)
+    result = core.start(core.new(PROMPTS[0]), core.new([]))
+    assert (result.chosen, sorted(result.refused)) == ([], [1])
+    assert runner.execute(Step(number=2, rows=[0], tokens=[5]), 1).chosen == []
+
+
+def test_memory_comes_back_when_rows_leave() -> None:
+    runner = ModelRunner(model_of("llama"))
+    core = Stepping(runner.execute)
+    core.start(core.new(PROMPTS[1]))
+    core.go_on(2)
+    small = runner.cache_nbytes
+    core.start(core.new(PROMPTS[2], n=4, keep_as=3))
+    core.go_on()
+    assert runner.cache_nbytes > 40 * small
+    core.leave(1, 2, 3, 4)
+    core.evict(3)
+    # One row of five tokens and the one that it read meanwhile.
+    assert runner.cache_nbytes == small * 6 // 5
+    core.leave(0)
+    core.evict()
+    assert runner.cache_nbytes == 0
+
+
+def test_the_cache_of_old_weights_is_kept_over_an_update() -> None:
+    live, other = make_tiny_model().model, make_tiny_model(seed=99).model
+    core = Stepping(ModelRunner(live).execute)
+    core.start(core.new(PROMPTS[1]))
+    core.go_on(3)
+    live.load_state_dict(other.state_dict())
+    core.go_on(4)
+    old = make_tiny_model().model
+    ids, cache, wanted = torch.tensor([PROMPTS[1]]), None, []
+    for step in range(8):
+        output = (old if step < 4 else other)(ids, past_key_values=cache, use_cache=True)
+        cache, ids = output.past_key_values, output.logits[:, -1:].argmax(dim=-1)
+        wanted.append(int(ids))
+    assert core.said[0] == wanted != expected("llama", 1)[:8]
+
+
+@pytest.fixture(scope="module")
+def seeing() -> LoadedModel:
+    return make_tiny_vision_model()
+
+
+def test_an_image_says_in_a_batch_what_it_says_alone(seeing: LoadedModel) -> None:
+    preparer = ImagePreparer(seeing.processor)
+    core = Stepping(ModelRunner(seeing.model).execute)
+    pictures = [Image.new("RGB", (20, 30), colour) for colour in ("red", "blue", "green")]
+    prompts = [preparer.prepare("see <image>, and?", [picture]) for picture in pictures]
+    prompts.append(preparer.prepare("<image> or <image>", pictures[:2]))
+    core.start(core.new(PROMPTS[2]), *(core.new(ids, inputs=i, keep_as=1) for ids, i in prompts))
+    core.go_on(7)
+    wanted = [alone(seeing.model, ids, 8, inputs) for ids, inputs in prompts]
+    assert [core.said[row] for row in range(1, 5)] == wanted
+    assert wanted[0] != wanted[1]
+    assert core.said[0] == alone(seeing.model, PROMPTS[2], 8)
+    # The same tokens with another image are another prompt: nothing of them is reused.
+    again = core.new(prompts[1][0], inputs=prompts[1][1], reuse=1, reuse_length=99)
+    core.start(again)
+    core.go_on(7)
+    assert core.said[again.rows[0]] == wanted[1]
+
+
+def test_images_that_do_not_fit_are_refused(seeing: LoadedModel) -> None:
+    ids, inputs = ImagePreparer(seeing.processor).prepare("<image>", [Image.new("RGB", (9, 9))])
+    core = Stepping(ModelRunner(seeing.model).execute)
+    result = core.start(
+        core.new(ids[:-1], inputs=inputs),
+        core.new(ids, inputs={"pixel_values": torch.zeros(1, 3, 24, 24)}),
+        core.new(ids, inputs={"pixel_values": torch.zeros(3)}),
+        core.new(ids, inputs=inputs),
+    )
+    assert sorted(result.refused) == [0, 1, 2]
+    assert all("rejects its inputs" in why for why in result.refused.values())
+    core.go_on(3)
+    assert core.said[3] == alone(seeing.model, ids, 4, inputs)
+
+
+def test_a_card_tells_what_others_need(seeing: LoadedModel, tiny: LoadedModel) -> None:
+    card = ModelRunner(seeing.model).card("seeing", "tiny-vision", seeing.tokenizer)
+    assert (card.name, card.directory) == ("seeing", "tiny-vision")
+    assert (card.vocab_size, card.max_length, card.end_ids) == (260, 2048, [2])
+    assert (card.architecture, card.dtype) == ("LlavaForConditionalGeneration", "float32")
+    assert card.num_parameters == seeing.num_parameters
+    assert card.image_token_id == 259
+    assert ModelRunner(tiny.model).card("t", "tiny", tiny.tokenizer).image_token_id is None
+
+
+def test_models_without_an_attention_cache_are_refused() -> None:
+    mamba = hf.MambaForCausalLM(hf.MambaConfig(vocab_size=9, hidden_size=8, num_hidden_layers=1))
+    with pytest.raises(ConfigError, match="MambaForCausalLM"):
+        ModelRunner(mamba)
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2, "head_dim": 8}
+    hybrid = hf.Qwen3NextConfig(
+        vocab_size=9, num_hidden_layers=2, num_key_value_heads=1, num_experts=2, **sizes
+    )
+    with pytest.raises(ConfigError, match="layers of kind linear_attention"):
+        ModelRunner(hf.Qwen3NextForCausalLM(hybrid))
+    t5 = hf.T5Config(vocab_size=9, d_model=8, d_kv=4, d_ff=8, num_layers=1, num_heads=2)
+    with pytest.raises(ConfigError, match="T5ForConditionalGeneration is no causal language model"):
+        ModelRunner(hf.T5ForConditionalGeneration(t5))

@@ -1,0 +1,329 @@
+"""API servers on one socket, the wait for everything at once, and the end of process trees."""
+
+from __future__ import annotations
+
+import gc
+import json
+import multiprocessing
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from multiprocessing import connection
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.children import CONTEXT
+from tests.ray import sandbox
+from tests.serve import supervised
+from tests.serve.supervised import WAIT_S
+from weightsync.errors import ConfigError, ProcessLostError
+from weightsync.serve import process_tree
+from weightsync.serve.api_server_processes import APIServerProcessManager
+from weightsync.serve.child_process import ChildSpec
+from weightsync.serve.process_ends import (
+    ProcessManager,
+    how_ended,
+    shutdown,
+    wait_all,
+    wait_any,
+    wait_for_completion_or_failure,
+)
+from weightsync.serve.supervisor import Supervisor
+
+pytestmark = pytest.mark.usefixtures("shm_clean")
+SPAWN = multiprocessing.get_context("spawn")
+
+
+@pytest.fixture
+def listener() -> Iterator[socket.socket]:
+    with socket.create_server(("127.0.0.1", 0)) as made:
+        yield made
+
+
+def api_servers(listener: socket.socket, count: int = 2) -> APIServerProcessManager:
+    return APIServerProcessManager(
+        supervised.answer,
+        listener,
+        input_addresses=[f"ipc://in{index}" for index in range(count)],
+        output_addresses=[f"ipc://out{index}" for index in range(count)],
+        stats_update_address="ipc://stats",
+        args=("hello",),
+    )
+
+
+def engines(*targets: str) -> Supervisor:
+    tree = Supervisor()
+    specs = [
+        ChildSpec(
+            name=f"engine core {index}",
+            target=getattr(supervised, name),
+            args=(0,)[: name == "ends"],
+        )
+        for index, name in enumerate(targets)
+    ]
+    tree.launch("engine cores", specs)
+    return tree
+
+
+def end_as_told(word: Path) -> None:
+    """End with the exit code that a file says."""
+    deadline = time.monotonic() + WAIT_S
+    while not word.exists() and time.monotonic() < deadline:
+        time.sleep(0.02)
+    raise SystemExit(int(word.read_text(encoding="ascii")))
+
+
+class Started:
+    """A manager of one process, which ends when and as it is told."""
+
+    def __init__(self, word: Path) -> None:
+        self._word = word
+        self.processes: list[BaseProcess] = [CONTEXT.Process(target=end_as_told, args=(word,))]
+        self.processes[0].start()
+        self.closed = False
+
+    def end(self, code: int) -> None:
+        told = self._word.with_suffix(".new")
+        told.write_text(str(code), encoding="ascii")
+        told.rename(self._word)
+
+    def close(self) -> None:
+        self.closed = True
+        self.processes[0].kill()
+        self.processes[0].join(WAIT_S)
+
+
+def ask(address: tuple[str, int]) -> list[object]:
+    with socket.create_connection(address, timeout=WAIT_S) as client:
+        said: list[object] = json.loads(client.makefile("rb").read())
+        return said
+
+
+class TestApiServers:
+    def test_all_answer_on_one_socket_and_know_who_they_are(self, listener: socket.socket) -> None:
+        manager = api_servers(listener)
+        try:
+            found: dict[object, list[object]] = {}
+            deadline = time.monotonic() + WAIT_S
+            while len(found) < 2 and time.monotonic() < deadline:
+                said = ask(listener.getsockname())
+                found[said[0]] = said
+            assert found == {
+                index: [index, 2, f"ipc://in{index}", f"ipc://out{index}", "ipc://stats", "hello"]
+                for index in range(2)
+            }
+            assert [process.name for process in manager.processes] == [
+                "api server 0",
+                "api server 1",
+            ]
+        finally:
+            manager.close()
+        assert not any(process.is_alive() for process in manager.processes)
+        manager.close()
+
+    def test_they_end_when_their_manager_is_collected(self, listener: socket.socket) -> None:
+        manager = api_servers(listener, 1)
+        processes = manager.processes
+        del manager
+        gc.collect()
+        assert not any(process.is_alive() for process in processes)
+
+    @pytest.mark.parametrize(("ins", "outs"), [([], []), (["a"], []), (["a"], ["b", "c"])])
+    def test_addresses_that_are_missing(
+        self, listener: socket.socket, ins: list[str], outs: list[str]
+    ) -> None:
+        with pytest.raises(ConfigError, match=f"{len(ins)} input addresses and {len(outs)} output"):
+            APIServerProcessManager(
+                supervised.answer, listener, input_addresses=ins, output_addresses=outs
+            )
+
+
+class TestWaitForAll:
+    @pytest.mark.parametrize("victim", [0, 1, 2])
+    def test_the_first_that_fails_is_raised_and_all_are_closed(
+        self, listener: socket.socket, victim: int
+    ) -> None:
+        managers: list[ProcessManager] = [
+            api_servers(listener, 1),
+            engines("idle"),
+            engines("idle"),
+        ]
+        try:
+            killed = managers[victim].processes[0]
+            killed.kill()
+            with pytest.raises(ProcessLostError, match=rf"{killed.name} \(pid {killed.pid}\) .*-9"):
+                wait_for_completion_or_failure(managers[0], managers[1], managers[2])
+            assert not any(p.is_alive() for manager in managers for p in manager.processes)
+        finally:
+            for manager in managers:
+                manager.close()
+
+    @pytest.mark.parametrize("last", [0, 3])
+    def test_clean_ends_are_waited_for_until_all_have_ended_or_one_fails(
+        self, tmp_path: Path, last: int
+    ) -> None:
+        started = [Started(tmp_path / str(index)) for index in range(2)]
+        with ThreadPoolExecutor(1) as pool:
+            try:
+                waiting = pool.submit(wait_for_completion_or_failure, *started)
+                started[0].end(0)
+                # Not by join: a process of the fork server is asked by one thread at a time.
+                assert connection.wait([started[0].processes[0].sentinel], WAIT_S)
+                with pytest.raises(TimeoutError):
+                    waiting.result(0.5)
+                started[1].end(last)
+                if last == 0:
+                    assert waiting.result(WAIT_S) is None
+                else:
+                    with pytest.raises(ProcessLostError, match="exit code 3"):
+                        waiting.result(WAIT_S)
+                assert [one.closed for one in started] == [True, True]
+            finally:
+                for one in started:
+                    one.close()
+
+    def test_one_that_fails_ends_those_that_still_run(self, tmp_path: Path) -> None:
+        started = [Started(tmp_path / str(index)) for index in range(3)]
+        try:
+            started[0].end(0)
+            started[1].end(5)
+            with pytest.raises(ProcessLostError, match="exit code 5"):
+                wait_for_completion_or_failure(*started)
+            assert not started[2].processes[0].is_alive()
+        finally:
+            for one in started:
+                one.close()
+
+    def test_ctrl_c_ends_it_cleanly(self, listener: socket.socket) -> None:
+        servers = api_servers(listener, 1)
+        timer = threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT))
+        try:
+            timer.start()
+            wait_for_completion_or_failure(servers)
+            assert not servers.processes[0].is_alive()
+        finally:
+            timer.cancel()
+            timer.join()
+            servers.close()
+
+    @pytest.mark.slow
+    def test_ray_actors_beside_processes(self) -> None:
+        file = Path(sandbox.__file__).with_name("engines.py")
+        assert sandbox.run_pytest(file, timeout_s=110) == 5
+
+
+def sleep_deaf() -> None:
+    """Ignore SIGTERM, having started a process that does not know of it."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    subprocess.Popen(["sleep", "600"], stdin=subprocess.DEVNULL, env={})
+    time.sleep(WAIT_S * 10)
+
+
+def leave_one_behind() -> None:
+    """End on SIGTERM, and leave a process."""
+    subprocess.Popen(["sleep", "600"], stdin=subprocess.DEVNULL, env={})
+    time.sleep(WAIT_S * 10)
+
+
+@pytest.mark.parametrize(("target", "code"), [(sleep_deaf, -9), (leave_one_behind, -15)])
+def test_shutdown_ends_whole_trees(target: object, code: int) -> None:
+    assert callable(target)
+    processes = [SPAWN.Process(target=target) for _ in range(2)]
+    never = SPAWN.Process(target=target)
+    for process in processes:
+        process.start()
+    try:
+        below = [one for process in processes for one in children_of(process)]
+        shutdown([*processes, never], timeout_s=1.5)
+        assert [process.exitcode for process in processes] == [code, code]
+        assert not any(is_alive(one) for one in below)
+        shutdown(processes)
+    finally:
+        for process in processes:
+            process.kill()
+            process.join(WAIT_S)
+
+
+def is_alive(process: psutil.Process) -> bool:
+    """Whether it runs; init may take its time to collect what has ended."""
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def children_of(process: BaseProcess) -> list[psutil.Process]:
+    deadline = time.monotonic() + WAIT_S
+    while time.monotonic() < deadline:
+        found: list[psutil.Process] = psutil.Process(process.pid).children()
+        if any(one.name() == "sleep" for one in found):
+            return found
+        time.sleep(0.05)
+    raise AssertionError("it started nothing in time")
+
+
+def test_waits_have_an_end() -> None:
+    process = SPAWN.Process(target=time.sleep, args=(WAIT_S,))
+    process.start()
+    try:
+        assert wait_any([process], timeout_s=0.05) == ([], [])
+        assert wait_all([process], 0.05) is False
+        process.kill()
+        assert wait_any([process], timeout_s=WAIT_S) == ([process], [])
+        assert wait_all([process], WAIT_S) is True
+        assert wait_any([process], timeout_s=None) == ([process], [])
+    finally:
+        process.kill()
+        process.join(WAIT_S)
+
+
+@pytest.mark.parametrize(
+    ("code", "words"),
+    [
+        (-9, "was ended by SIGKILL (exit code -9)"),
+        (-64 - 99, "was ended by signal 163 (exit code -163)"),
+        (1, "ended with exit code 1"),
+        (143, "ended with exit code 143, which says SIGTERM"),
+        (None, "is still running"),
+    ],
+)
+def test_ends_in_words(code: int | None, words: str) -> None:
+    assert how_ended(code) == words
+
+
+def test_a_pid_that_is_used_again_is_another_process() -> None:
+    with subprocess.Popen(["sleep", "600"], stdin=subprocess.DEVNULL) as program:
+        try:
+            (own,) = (
+                one for one in process_tree.descendants([os.getpid()]) if one.pid == program.pid
+            )
+            former = process_tree.ProcessId(own.pid, own.started - 1)
+            assert not process_tree.is_alive(former)
+            process_tree.kill(former)
+            assert program.poll() is None
+            assert process_tree.is_alive(own)
+            process_tree.kill(own)
+            assert program.wait(WAIT_S) == -signal.SIGKILL
+            assert not process_tree.is_alive(own)
+        finally:
+            program.kill()
+
+
+def test_marked_processes_are_found_by_the_whole_name() -> None:
+    env = {**os.environ, "WEIGHTSYNC_TEST_SEEN": "1"}
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE, env=env) as one:
+        try:
+            assert {found.pid for found in process_tree.marked("WEIGHTSYNC_TEST_SEEN")} == {one.pid}
+            assert not process_tree.marked("EIGHTSYNC_TEST_SEEN")
+            assert not process_tree.marked("WEIGHTSYNC_TEST_SEE")
+        finally:
+            one.kill()
