@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import platform
 import subprocess
 import threading
 import time
@@ -14,7 +13,6 @@ import pytest
 
 from tests.shm.processes import line_of, python, running
 from weightsync.errors import (
-    BackendUnavailableError,
     HandleError,
     SegmentError,
     TransferError,
@@ -25,7 +23,6 @@ from weightsync.shm.ring import (
     RingReader,
     RingWriter,
     control_nbytes,
-    require_ordered_stores,
     wait_until,
 )
 from weightsync.shm.segment import DIRECTORY, Segment
@@ -264,11 +261,6 @@ class TestControl:
             pytest.raises(HandleError, match="is not a control segment"),
         ):
             Control.open(segment.name, segment.nbytes, **SHAPE)
-
-    def test_other_processors_are_refused(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(platform, "machine", lambda: "aarch64")
-        with pytest.raises(BackendUnavailableError, match="this machine is aarch64"):
-            require_ordered_stores()
 
 
 READER = """

@@ -43,8 +43,8 @@ from weightsync.errors import (
 )
 from weightsync.integrations.sglang.files import list_homes, remove_stale_homes
 from weightsync.shm.host_keys import host_key
-from weightsync.shm.ring import require_ordered_stores
 from weightsync.shm.segment import DIRECTORY, PATTERN, find_leftovers, remove_leftovers
+from weightsync.shm.store_order import order_stores
 from weightsync.wire.offers import ProbeInfo
 
 
@@ -236,7 +236,7 @@ def try_shared_memory() -> Sequence[Finding]:
     """Another process opens a segment of this one, and checks its bytes."""
     with ExitStack() as stack:
         try:
-            require_ordered_stores()
+            order_stores()
             probe = ProbeMemory()
             stack.callback(probe.close)
             answer = opened_by_another([probe.info()])
@@ -259,7 +259,7 @@ def opened_by_another(probes: Sequence[ProbeInfo]) -> Answer:
 def try_gloo() -> Sequence[Finding]:
     """A private group of two processes over loopback, and bytes there and back."""
     try:
-        require_ordered_stores()
+        order_stores()
         _gloo_round()
     except WeightSyncError as exc:
         remedy = "look at the loopback interface (ip link set lo up), firewalls, and torch's Gloo"
@@ -455,11 +455,11 @@ _ENLARGE = "docker run --shm-size=…, a Memory emptyDir in Kubernetes, or mount
 
 
 def look_at_cpu() -> Sequence[Finding]:
-    """The rings rely on the store order of x86-64."""
+    """Whether rings work: by the processor's store order, or by membarrier(2)."""
     try:
-        require_ordered_stores()
+        order_stores()
     except BackendUnavailableError as exc:
-        return [problem("cpu", str(exc), "run trainer and servers on x86-64")]
+        return [problem("cpu", str(exc), "run trainer and servers on x86-64 or aarch64")]
     return [ok("cpu", f"{platform.machine()}, {len(os.sched_getaffinity(0))} cores")]
 
 

@@ -9,8 +9,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from weightsync.errors import HandleError, PeerLostError, SegmentError, TransferError
-from weightsync.shm.ring import require_ordered_stores
 from weightsync.shm.segment import Segment
+from weightsync.shm.store_order import nothing, order_stores
 from weightsync.shm.wait import WaitPolicy, fence, sleep_on, wake
 
 RECORDS = 256
@@ -79,7 +79,8 @@ class MessageRingWriter:
     """The writing end, which owns both segments. Places of readers are 0 to readers - 1."""
 
     def __init__(self, layout: MessageRingLayout, *, spin_s: float = SPIN_S) -> None:
-        require_ordered_stores()
+        self._fence = order_stores()
+        self._full_fence = fence if self._fence is nothing else self._fence
         self.layout = layout
         self._spin_s = spin_s
         self.control = Segment.create(layout.control_nbytes)
@@ -163,17 +164,21 @@ class MessageRingWriter:
 
     def slot(self, slot: int, nbytes: int) -> memoryview:
         """Return the writable bytes of a slot."""
+        self._fence()
         start = self.layout.slot_at(slot)
         return self._buffer[start : start + nbytes]
 
     def inline(self, nbytes: int) -> memoryview:
         """Return the writable bytes of the next message's record."""
+        self._fence()
         start = self._published % RECORDS * RECORD_NBYTES + INLINE_OFFSET
         return self._buffer[start : start + nbytes]
 
     def publish(self, place: int, nbytes: int, slot: int = 0) -> None:
         """Give the next message to the readers; its bytes are in place."""
         number = self._published
+        if place == SOCKET:  # the others' bytes were written after a fence
+            self._fence()
         RECORD.pack_into(
             self._buffer, number % RECORDS * RECORD_NBYTES, number + 1, place, nbytes, slot
         )
@@ -182,6 +187,7 @@ class MessageRingWriter:
             self._used[slot] = number
         elif place == SOCKET:
             self._posted = number
+        self._fence()
         self._words[PUBLISHED] = number
         self._wake_readers()
 
@@ -206,7 +212,7 @@ class MessageRingWriter:
         self.control.close()
 
     def _wake_readers(self) -> None:
-        fence()
+        self._full_fence()
         words = self._words
         for reader in self.active:
             if words[READERS + reader * LINE + ASLEEP]:
@@ -228,6 +234,7 @@ class MessageRingWriter:
             return
         words = self._words
         words[WANTED] = min(wanted, self._published)
+        self._fence()
         try:
             while self._floor < needed:
                 self._sleep_on_slowest(words[WANTED], patience.nap_s)
@@ -273,7 +280,7 @@ class MessageRingReader:
         spin_s: float = SPIN_S,
     ) -> None:
         """Raises HandleError and SegmentError when the segments cannot be had or the place is."""
-        require_ordered_stores()
+        self._fence = order_stores()
         self.layout = layout
         self._reader = reader
         self._spin_s = spin_s
@@ -304,6 +311,7 @@ class MessageRingReader:
         identity = self._own.name.removeprefix("weightsync-")
         self._words[self._line + ID_HIGH] = int(identity[:16], 16)
         self._words[self._line + ID_LOW] = int(identity[16:], 16)
+        self._fence()
         self._words[self._line + JOINED] = 1
         self._joined = True
 

@@ -16,8 +16,8 @@ import torch
 
 from weightsync.errors import SegmentError, TransferTimeout
 from weightsync.queues.tensor_packets import MAX_BLOCKS
-from weightsync.shm.ring import require_ordered_stores
 from weightsync.shm.segment import Segment
+from weightsync.shm.store_order import order_stores
 
 HEADER_NBYTES = 4096
 MIN_BLOCK_NBYTES = 64 << 10
@@ -73,7 +73,7 @@ class SegmentPool:
     """
 
     def __init__(self, *, max_nbytes: int, on_forget: Callable[[str], None] | None = None) -> None:
-        require_ordered_stores()
+        self._fence = order_stores()
         self.max_nbytes = max_nbytes
         self._shared_nbytes = min(_SHARED_SEGMENT_NBYTES, max_nbytes // _SEGMENTS_OF_A_SMALL_POOL)
         self._on_forget = on_forget or _tell_nobody
@@ -170,6 +170,7 @@ class SegmentPool:
         if not free and not self._grow(wanted):
             return None
         block = free.pop()  # the last one back is the likeliest to be in the cache
+        self._fence()
         block.ticket += 1
         block.lot.lent += 1
         self._lent.setdefault(wanted, []).append(block)

@@ -59,6 +59,7 @@ from weightsync.shm import segment
 from weightsync.shm.host_keys import host_key
 from weightsync.shm.segment import Segment
 from weightsync.shm.spawning import refuse_forked, refuse_other_process
+from weightsync.shm.store_order import order_stores
 from weightsync.specs import MAX_NAME_LENGTH, TensorSpec
 from weightsync.tensors import checked_spec, contiguous_bytes, dense_spec, view_as
 from weightsync.wire.offers import SegmentHandle
@@ -361,6 +362,7 @@ class Mappings:
     """The segments of one sender, mapped when they are first named."""
 
     def __init__(self) -> None:
+        order_stores()  # giving blocks back is seen in order by the fence of their owner
         self._open: dict[str, Segment] = {}
 
     def get(self, name: str, nbytes: int) -> Segment:

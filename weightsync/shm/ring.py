@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import platform
 import struct
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from weightsync.errors import BackendUnavailableError, HandleError, TransferError, TransferTimeout
+from weightsync.errors import HandleError, TransferError, TransferTimeout
 from weightsync.shm.segment import Segment
+from weightsync.shm.store_order import order_stores
 
 _MAGIC = 0x7773_7269_6E67_0002
 _LINE_WORDS = 8
@@ -46,20 +46,14 @@ Check = Callable[[], None]
 """Called during waits; raises when waiting has become pointless."""
 
 
-def require_ordered_stores() -> None:
-    """Raise BackendUnavailableError on processors whose stores other cores may see out of order."""
-    machine = platform.machine()
-    if machine not in ("x86_64", "AMD64"):
-        raise BackendUnavailableError(
-            f"the shared-memory ring relies on x86-64's store order; this machine is {machine}"
-        )
-
-
 class Control:
-    """The control segment: its counters by name, and room for `entries` fingerprints."""
+    """The control segment: its counters by name, and room for `entries` fingerprints.
+
+    `fence` is the writer's, between bytes and counters (weightsync.shm.store_order).
+    """
 
     def __init__(self, segment: Segment, *, slots: int, readers: int, entries: int) -> None:
-        require_ordered_stores()
+        self.fence = order_stores()
         if segment.nbytes != control_nbytes(slots=slots, readers=readers, entries=entries):
             raise HandleError(
                 f"control segment {segment.name} has {segment.nbytes} bytes, which does not fit "
@@ -113,6 +107,7 @@ class Control:
 
     @table_ready.setter
     def table_ready(self, value: int) -> None:
+        self.fence()
         self._set(_TABLE, value)
 
     @property
@@ -147,6 +142,7 @@ class Control:
 
     def publish(self, slot: int, sequence: int) -> None:
         """Called by the writer alone, after the last byte is in place."""
+        self.fence()
         self._set(self._published + slot, sequence)
 
     def released(self, reader: int) -> int:
@@ -253,12 +249,11 @@ class RingWriter:
 
         Raises TransferTimeout naming the readers that were waited for.
         """
-        slot = chunk % self.control.slots
-        if chunk < self.control.slots:
-            return slot
-        wanted = self._base + chunk - self.control.slots + 1
-        self._wait_released(wanted, check=check, timeout_s=timeout_s, pace=self._unhurried())
-        return slot
+        if chunk >= self.control.slots:
+            wanted = self._base + chunk - self.control.slots + 1
+            self._wait_released(wanted, check=check, timeout_s=timeout_s, pace=self._unhurried())
+        self.control.fence()  # also before the first chunks: readers of the last update may linger
+        return chunk % self.control.slots
 
     def publish(self, chunk: int) -> None:
         """Give `chunk` to the readers; its bytes and fingerprints are in place."""

@@ -6,6 +6,7 @@ import ctypes
 import errno
 import logging
 import os
+import platform
 import threading
 import time
 import weakref
@@ -93,7 +94,7 @@ class WaitPolicy:
             logger.warning("waiting for %s for %.0f s", self._doing(), now - self._started)
 
 
-_SYS_FUTEX = 202  # x86-64, the one machine that the rings work on
+_SYS_FUTEX = 98 if platform.machine() in ("aarch64", "arm64") else 202
 _WAIT, _WAKE = 0, 1
 _ALL = 0x7FFFFFFF
 _LOW_32 = 0xFFFFFFFF
@@ -120,7 +121,8 @@ class _Timespec(ctypes.Structure):
 def fence() -> None:
     """Let no later load overtake an earlier store.
 
-    Taking a lock is a locked instruction, which on x86-64 is a full fence (Intel SDM 3A, 9.2.3.9).
+    On x86-64 alone: taking a lock is a locked instruction, which is a full fence there (Intel SDM
+    3A, 9.2.3.9). Elsewhere the writer's fence takes its place (weightsync.shm.store_order).
     """
     with _lock:
         pass

@@ -1,0 +1,88 @@
+"""Order of stores and loads between the processes of one ring.
+
+A ring is safe if two orders hold. The writer's bytes are visible before the counter that publishes
+them; a reader's loads of a bucket are complete before the counter that releases it is visible.
+x86-64 keeps both: a core's stores become visible in program order, and none of them before its
+earlier loads (Intel SDM 3A, 8.2.2). Elsewhere, as on aarch64, the writer calls membarrier(2) with
+MEMBARRIER_CMD_GLOBAL_EXPEDITED, and readers call nothing. It returns once every running thread of
+every registered process has passed a full barrier; a thread that does not run has passed one in
+the scheduler.
+
+Publish: the writer stores the bytes, calls membarrier, stores the counter. Let B be the barrier of
+the reader's core. If B comes after the reader's load of the counter in program order, that load
+was complete before the writer stored the counter, and did not see it. So where the load sees the
+counter, B comes before it, and the reader's loads of the bytes come after B. They see the bytes.
+
+Release: the reader loads the bytes and stores its counter. The writer sees that counter, calls
+membarrier, overwrites the bytes. The counter was visible before B, so B comes after its store in
+program order, and after the loads of the bytes before it. These are complete when membarrier
+returns. The same holds for a reader that the writer no longer waits for: the writer stores the new
+epoch, calls membarrier, overwrites. A reader that loaded an overwritten byte did so after B, so its
+check of the epoch afterwards sees the new one.
+
+A sleeping peer: the writer stores a word, calls membarrier, and loads the peer's word; the peer
+does the same with its words the other way round. With B anywhere between the peer's store and its
+load, one of the two sees the other's store.
+
+Both sides register, the writer too where it is a reader of another ring. The aarch64 half has run
+on x86-64 only, where WEIGHTSYNC_MEMBARRIER=1 turns it on.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import platform
+from collections.abc import Callable
+
+from weightsync.errors import BackendUnavailableError
+
+VARIABLE = "WEIGHTSYNC_MEMBARRIER"
+"""`1` takes membarrier(2) where the processor keeps the order by itself, to try it."""
+
+_MEMBARRIER_OF = {"x86_64": 324, "AMD64": 324, "aarch64": 283, "arm64": 283}
+_ORDERED = ("x86_64", "AMD64")
+_GLOBAL_EXPEDITED = 1 << 1
+_REGISTER_GLOBAL_EXPEDITED = 1 << 2
+
+_membarrier = ctypes.CDLL(None, use_errno=True).syscall
+_membarrier.restype = ctypes.c_long
+_membarrier.argtypes = (ctypes.c_long, ctypes.c_long, ctypes.c_long, ctypes.c_long)
+
+Fence = Callable[[], None]
+
+
+def nothing() -> None:
+    """The fence of a processor that orders stores itself."""
+
+
+def order_stores() -> Fence:
+    """Return the writer's fence between bytes and counters, and register this process for others'.
+
+    Called for each end of each ring: a registration lasts as long as the process, and a forked
+    child has it too. Raises BackendUnavailableError where neither the processor nor the kernel
+    orders stores.
+    """
+    machine = platform.machine()
+    if machine in _ORDERED and os.environ.get(VARIABLE) != "1":
+        return nothing
+    number = _MEMBARRIER_OF.get(machine)
+    if number is None:
+        raise BackendUnavailableError(
+            f"shared-memory rings work on x86-64 and aarch64; this machine is {machine}"
+        )
+    _call(number, _REGISTER_GLOBAL_EXPEDITED)
+
+    def fence() -> None:
+        _call(number, _GLOBAL_EXPEDITED)
+
+    return fence
+
+
+def _call(number: int, command: int) -> None:
+    if _membarrier(number, command, 0, 0) < 0:
+        code = ctypes.get_errno()
+        raise BackendUnavailableError(
+            f"membarrier(2) failed: {os.strerror(code)}; shared-memory rings on "
+            f"{platform.machine()} need Linux 4.16, and a sandbox that allows this call"
+        )
