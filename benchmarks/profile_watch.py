@@ -16,24 +16,24 @@ from benchmarks.rivals.ours import Receiver, Trainer
 REST = "unexplained, in the receiver: "
 
 SENDER = {
-    "weightsync.update.outgoing:Update": {"_transfer": "transfer", "finish": "finish"},
+    "weightsync.update.outgoing:UpdateTransaction": {"_transfer": "transfer", "finish": "finish"},
     "weightsync.update.fleet:Fleet": {"begin": "leave"},
     "weightsync.backends.ipc.sender:IpcTrainerEngine": {"begin": "begin", "transfer": "own"},
     "weightsync.shm.ring:RingWriter": {"acquire": "own wait", "drain": "own wait"},
 }
 RECEIVER = {
     "weightsync.receiver:WeightReceiver": {"dispatch": "dispatch"},
-    "weightsync.backends.ipc.transfer:Transfer": {
+    "weightsync.backends.ipc.transfer:IncomingTransfer": {
         "run": "run",
         "_published_table": "table",
         "_compile": "compile",
         "_compare": "compare",
     },
-    "weightsync.update.incoming:Updates": {"prepare": "prepare", "_commit": "commit"},
+    "weightsync.update.incoming:UpdateSession": {"prepare": "prepare", "_commit": "commit"},
     "weightsync.shm.ring:RingReader": {"wait": "wait", "release": "release"},
     "weightsync.weights.copy_plan:HostCopies": {"run": "copy"},
-    "weightsync.weights.copy_plan:HostProofs": {"run": "copy and fingerprint"},
-    "weightsync.weights.copy_plan:HostRun": {
+    "weightsync.weights.copy_plan:CopyAndHash": {"run": "copy and fingerprint"},
+    "weightsync.weights.copy_plan:HostCopyUnit": {
         "copy": "copy",
         "fingerprint": "fingerprint",
         "copy_and_fingerprint": "copy and fingerprint",
