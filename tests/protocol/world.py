@@ -81,10 +81,11 @@ class World:
 
     def expire(self, member: FleetMember) -> None:
         """The lease of its open update, if one runs, runs out now."""
-        timer = member.receiver._updates._lease._timer
-        if timer is not None and not timer.finished.is_set():
-            timer.cancel()
-            timer.function(*timer.args, **timer.kwargs)
+        updates = member.receiver._updates
+        update_id = updates._lease.update_id
+        if update_id is not None:
+            updates._lease.stop()
+            updates._expire(update_id)
 
     def disturb(self, member: FleetMember, trainer: Trainer, what: Offering | int | None) -> None:
         """In the middle of a trainer's call; see Meanwhile."""
@@ -116,11 +117,11 @@ class World:
 
     def _ends(self, member: FleetMember) -> bool:
         updates = member.receiver._updates
-        incoming, timer = updates._incoming, updates._lease._timer
+        incoming = updates._incoming
         if incoming is None:
             return True
         if updates.lifecycle.state.value != "PREPARED" or incoming.sender is None:
-            return timer is not None and not timer.finished.is_set()
+            return updates._lease.update_id is not None
         alive = any(
             offer.sender == incoming.sender
             for trainer in self.trainers

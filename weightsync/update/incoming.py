@@ -5,10 +5,12 @@ from __future__ import annotations
 import logging
 import threading
 import time
+import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 
 from msgspec.structs import replace
 
@@ -259,31 +261,88 @@ class LoadTargets:
 
 
 class ProgressTimer:
-    """Calls `expire(update_id)` unless it is renewed or stopped within `seconds`. Thread-safe."""
+    """Calls `expire(update_id)` unless it is renewed or stopped within `seconds`. Thread-safe.
+
+    One thread serves all updates. It starts with the first, and ends with `close` or when nothing
+    refers to this timer.
+    """
 
     def __init__(self, seconds: float, expire: Callable[[str], None]) -> None:
         self.seconds = seconds
         self._expire = expire
-        self._lock = threading.Lock()
-        self._timer: threading.Timer | None = None
+        self._deadline: float | None = None
+        self._update_id = ""
+        self._changed = threading.Condition()
+        self._sleeps = False
+        self._thread: threading.Thread | None = None
+
+    @property
+    def update_id(self) -> str | None:
+        """The update whose time runs, None where no time runs."""
+        with self._changed:
+            return None if self._deadline is None else self._update_id
 
     def renew(self, update_id: str) -> None:
         """Start the time for `update_id` again."""
-        with self._lock:
-            self._cancel()
-            self._timer = threading.Timer(self.seconds, self._expire, (update_id,))
-            self._timer.daemon = True
-            self._timer.start()
+        with self._changed:
+            self._deadline, self._update_id = time.monotonic() + self.seconds, update_id
+            if self._thread is None or not self._thread.is_alive():  # as in a forked child
+                self._start()
+            elif self._sleeps:  # else it wakes at an earlier deadline, and looks again
+                self._changed.notify()
 
     def stop(self) -> None:
         """No update is waited for."""
-        with self._lock:
-            self._cancel()
+        with self._changed:
+            self._deadline = None
 
-    def _cancel(self) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
+    def close(self) -> None:
+        """End the thread. Idempotent."""
+        with self._changed:
+            self._deadline = self._thread = None
+            self._changed.notify()
+
+    def _start(self) -> None:
+        changed = self._changed
+
+        def wake(_: object) -> None:
+            with changed:
+                changed.notify()
+
+        # The thread holds no reference to this timer while it waits.
+        run = partial(_run_timer, weakref.ref(self, wake), changed)
+        self._sleeps = False
+        self._thread = threading.Thread(target=run, name="weightsync-progress", daemon=True)
+        self._thread.start()
+
+    def _look(self) -> float | None:
+        """Return seconds to wait, None to sleep until told otherwise; 0 when the time is over."""
+        if self._deadline is None:
+            self._sleeps = True
+            return None
+        self._sleeps = False
+        return max(self._deadline - time.monotonic(), 0.0)
+
+    def _take(self) -> str:
+        self._deadline = None
+        return self._update_id
+
+
+def _run_timer(ref: Callable[[], ProgressTimer | None], changed: threading.Condition) -> None:
+    this = threading.current_thread()
+    while True:
+        with changed:
+            timer = ref()
+            if timer is None or timer._thread is not this:
+                return
+            wait_s = timer._look()
+            if wait_s != 0.0:
+                del timer
+                changed.wait(wait_s)
+                continue
+            update_id = timer._take()
+        timer._expire(update_id)
+        del timer
 
 
 class Loader:
@@ -680,14 +739,14 @@ class UpdateSession:
 
         A loader that does not stop in time keeps what it reads: unmapping it would be a crash.
         """
-        self._lease.stop()
-        self._watch.stop()
         self.abort(None, "the receiver is closed")
         with self._turns.waited_for() as ours:
             if ours:
                 self.senders.close_all()
             else:
                 logger.warning("a loader is still at work; what it reads stays mapped")
+        self._lease.close()
+        self._watch.close()
 
     def _commit(self, incoming: IncomingUpdate, *, clear_cache: bool) -> None:
         """Swap the weights in while nobody reads. Done, the gate is still held."""
