@@ -46,7 +46,7 @@ def test_the_way_to_the_target_is_known(
 
 def test_a_loopback_address_is_of_no_use_to_another_host(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(ADDRESS_VARIABLE, raising=False)
-    monkeypatch.setattr("weightsync.update.rendezvous._route_to", lambda _: "198.51.100.8")
+    monkeypatch.setattr("weightsync.update.rendezvous.source_address", lambda _: "198.51.100.8")
     assert address_for(_To("Actor Rollout 0a1b", "127.0.0.1")) == "198.51.100.8"
 
 

@@ -25,6 +25,7 @@ from weightsync.errors import (
     TransferError,
 )
 from weightsync.queues.message_codec import Encoded
+from weightsync.shm.addresses import source_address
 from weightsync.shm.segment import DIRECTORY, SOCKET_SUFFIX
 from weightsync.shm.wait import WaitPolicy
 
@@ -83,10 +84,7 @@ def own_address(toward: str | None = None) -> str:
     """
     toward = toward or os.environ.get("MASTER_ADDR") or _ANYWHERE
     try:
-        family, kind, _, _, target = socket.getaddrinfo(toward, 9, type=socket.SOCK_DGRAM)[0]
-        with socket.socket(family, kind) as probe:
-            probe.connect(target)
-            return str(probe.getsockname()[0])
+        return source_address(toward)
     except OSError as exc:
         raise ConfigError(f"no way to {toward} ({exc}); give connect_ip") from exc
 

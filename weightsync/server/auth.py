@@ -6,12 +6,12 @@ import hmac
 import os
 import secrets
 from dataclasses import dataclass, field
-from ipaddress import ip_address
 from urllib.parse import urlsplit
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from weightsync.errors import AuthError, ConfigError
+from weightsync.shm.addresses import is_loopback
 from weightsync.transports.tokens import (
     TOKEN_VARIABLE,
     check_token_text,
@@ -133,7 +133,7 @@ def check_local(scope: Scope) -> None:
         return
     headers = {name.lower(): value.decode("latin-1") for name, value in scope["headers"]}
     host = headers.get(b"host", "")
-    if not _is_loopback(host):
+    if not _names_loopback(host):
         raise AuthError(
             f"a server without a token takes calls to 127.0.0.1, [::1] or localhost, not to "
             f"{host!r}; use such a URL, or start it with a token"
@@ -145,12 +145,13 @@ def check_local(scope: Scope) -> None:
         )
 
 
-def _is_loopback(host: str) -> bool:
+def _names_loopback(host: str) -> bool:
+    """Whether the value of a Host header (a name or an address, and a port) is a loopback one."""
     try:
         name = urlsplit(f"//{host}").hostname or ""
-        return name == "localhost" or ip_address(name).is_loopback
     except ValueError:
         return False
+    return name == "localhost" or is_loopback(name)
 
 
 async def _refuse(scope: Scope, send: Send, exc: AuthError) -> None:

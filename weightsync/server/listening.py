@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import errno
-import ipaddress
 import logging
 import math
 import os
@@ -16,6 +15,7 @@ from contextlib import suppress
 from typing import Any
 
 from weightsync.errors import ConfigError
+from weightsync.shm import addresses
 
 logger = logging.getLogger(__name__)
 
@@ -168,4 +168,4 @@ def _no_passphrase() -> str:
 
 def is_loopback(listener: socket.socket) -> bool:
     """Whether only this host can reach a listening socket."""
-    return ipaddress.ip_address(listener.getsockname()[0].partition("%")[0]).is_loopback
+    return addresses.is_loopback(listener.getsockname()[0])

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import ipaddress
 import os
-import socket
 import threading
 from collections.abc import Sequence
 from typing import cast
@@ -17,6 +15,7 @@ from weightsync.backends.gloo.sender import Chain
 from weightsync.backends.ipc.sender import IpcOptions
 from weightsync.errors import ConfigError, ConnectError, TransferError, WeightSyncError
 from weightsync.ranks.worker import RELAY_READER, RankWorker
+from weightsync.shm.addresses import is_loopback, source_address
 from weightsync.shm.host_keys import host_key
 from weightsync.transports.base import Transport
 from weightsync.update.fleet import Fleet, Member, MemberReply, failures
@@ -176,27 +175,12 @@ def address_for(transport: Transport) -> str:
         return said
     host = urlsplit(transport.target).hostname if "://" in transport.target else None
     known = None if host else getattr(transport, "local_address", None)
-    if known and not _is_loopback(known):
+    if known and not is_loopback(known):
         return str(known)
     try:
-        return _route_to(host or "192.0.2.1")  # an address for documentation, on no network
+        return source_address(host or "192.0.2.1")  # an address for documentation, on no network
     except OSError as exc:
         raise ConnectError(
             f"cannot find the address under which {transport.target} reaches this host: {exc}; "
             f"set {ADDRESS_VARIABLE}"
         ) from exc
-
-
-def _is_loopback(address: str) -> bool:
-    try:
-        return ipaddress.ip_address(address).is_loopback
-    except ValueError:
-        return False
-
-
-def _route_to(host: str) -> str:
-    """Ask the kernel: connecting a datagram socket sends nothing."""
-    family, kind, proto, _, address = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
-    with socket.socket(family, kind, proto) as probe:
-        probe.connect(address)
-        return str(probe.getsockname()[0])

@@ -21,6 +21,7 @@ from torch._C._distributed_c10d import PrefixStore, TCPStore
 from torch._C._distributed_c10d import Work as TorchWork
 
 from weightsync.errors import BackendUnavailableError, ConnectError, TransferError, TransferTimeout
+from weightsync.shm.addresses import source_address
 
 T = TypeVar("T")
 
@@ -227,7 +228,7 @@ class GroupRendezvous:
     def host(cls, address: str, *, epoch: int, timeout_s: float) -> GroupRendezvous:
         """Bind a free port of `address`, and serve the store there. Raises ConnectError."""
         require_gloo()
-        family = socket.AF_INET6 if _is_v6(address) else socket.AF_INET
+        family = _family(address)
         try:
             with socket.socket(family, socket.SOCK_STREAM | socket.SOCK_CLOEXEC) as bound:
                 bound.bind((address, 0))
@@ -376,7 +377,7 @@ class PrivateGroup:
     """
 
     def __init__(self, meeting: GroupRendezvous, rank: int, size: int, timeout_s: float) -> None:
-        own = meeting.address if rank == 0 else _own_address(meeting.address, meeting.port)
+        own = meeting.address if rank == 0 else _own_address(meeting.address)
         gloo: Any = dist.ProcessGroupGloo  # torch types half of what its own code uses of it
         options = gloo._Options()
         options._devices = [gloo.create_device(hostname=own) for _ in range(_LANES)]
@@ -461,23 +462,21 @@ def _store(address: str, port: int, timeout_s: float, *, listen_fd: int | None =
         ) from exc
 
 
-def _own_address(address: str, port: int) -> str:
+def _own_address(address: str) -> str:
     """Return the address from which this host reaches `address`."""
-    family = socket.AF_INET6 if _is_v6(address) else socket.AF_INET
-    # A datagram socket learns its route without sending anything.
-    with socket.socket(family, socket.SOCK_DGRAM) as probe:
-        try:
-            probe.connect((address, port))
-        except OSError as exc:
-            raise ConnectError(f"there is no way from here to {address}: {exc}") from exc
-        return str(probe.getsockname()[0])
-
-
-def _is_v6(address: str) -> bool:
     try:
-        return ipaddress.ip_address(address).version == 6
+        return source_address(address, family=_family(address))
+    except OSError as exc:
+        raise ConnectError(f"there is no way from here to {address}: {exc}") from exc
+
+
+def _family(address: str) -> socket.AddressFamily:
+    """Return the family of an IP address; a name counts as IPv4."""
+    try:
+        v6 = ipaddress.ip_address(address).version == 6
     except ValueError:
-        return False
+        v6 = False
+    return socket.AF_INET6 if v6 else socket.AF_INET
 
 
 def _reason(text: str) -> str:
