@@ -32,5 +32,5 @@ def test_the_way_to_this_host_is_loopback() -> None:
 
 
 def test_a_host_that_is_not_known_has_no_route() -> None:
-    with pytest.raises(OSError, match="known|resolution"):
+    with pytest.raises(OSError, match=r"known|resolution"):
         source_address("no-such-host.invalid")

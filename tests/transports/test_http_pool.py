@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import http.client
 import socket
 import threading
 from collections.abc import Callable, Iterator
@@ -12,9 +11,9 @@ from contextlib import contextmanager, suppress
 
 import pytest
 
-from weightsync.errors import ProtocolError
-from weightsync.transports import http as http_pool
-from weightsync.transports.http import Call, HttpPool, PoolClosedError, UnreachableError
+from weightsync.errors import ConnectError, ProtocolError, TransportTimeout
+from weightsync.transports import http
+from weightsync.transports.http import HttpTransport
 
 WAIT_S = 60.0
 OK = b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nok"
@@ -32,8 +31,8 @@ class Peer:
         self._threads = [threading.Thread(target=self._accept)]
         self._threads[0].start()
 
-    def pool(self, size: int = 4) -> HttpPool:
-        return HttpPool("127.0.0.1", self._listener.getsockname()[1], None, size=size)
+    def transport(self) -> HttpTransport:
+        return HttpTransport(f"http://127.0.0.1:{self._listener.getsockname()[1]}")
 
     def gone(self, count: int = 1) -> bool:
         """Whether so many connections were closed by the other side."""
@@ -73,43 +72,45 @@ def peer(answer: Callable[[bytes], bytes] = lambda _: OK) -> Iterator[Peer]:
         made.close()
 
 
-def get(timeout_s: float = WAIT_S, max_nbytes: int = 100) -> Call:
-    return Call("GET", "/", None, {}, timeout_s, max_nbytes)
+def get(transport: HttpTransport, timeout_s: float = WAIT_S) -> tuple[int, bytes]:
+    return transport.get("", timeout_s=timeout_s, max_nbytes=100)
 
 
 def test_a_connection_is_used_again_until_the_pool_is_closed() -> None:
     with peer() as there:
-        pool = there.pool()
-        assert [pool.exchange(get()) for _ in range(3)] == [(200, b"ok")] * 3
+        transport = there.transport()
+        assert [get(transport) for _ in range(3)] == [(200, b"ok")] * 3
         assert there.accepted == 1
-        pool.close()
+        transport.close()
         assert there.gone()
-        with pytest.raises(PoolClosedError):
-            pool.exchange(get())
+        with pytest.raises(ConnectError, match="is closed"):
+            get(transport)
 
 
 def test_one_that_has_hung_up_is_not_tried() -> None:
     with peer() as there:
-        pool = there.pool()
-        pool.exchange(get())
-        (idle,) = pool._idle
+        transport = there.transport()
+        get(transport)
+        (idle,) = transport._pool._idle
         idle.sock.shutdown(socket.SHUT_WR)  # the peer hangs up in turn
         assert there.gone()
-        assert pool.exchange(get()) == (200, b"ok")  # StaleConnectionError, had it been tried
+        assert get(transport) == (200, b"ok")
         assert there.accepted == 2
-        pool.close()
+        assert transport.sent_messages == 2  # three, had it been tried
+        transport.close()
 
 
 def test_an_early_hint_is_never_taken_for_the_answer_of_another() -> None:
     with peer(lambda _: b"HTTP/1.1 103 Hint\r\n\r\n") as there:
-        pool = there.pool()
-        assert pool.exchange(get())[0] == 103
-        pool.exchange(get())
+        transport = there.transport()
+        assert get(transport)[0] == 103
+        get(transport)
         assert there.accepted == 2
-        pool.close()
+        transport.close()
 
 
-def test_no_more_are_kept_than_it_has_room_for() -> None:
+def test_no_more_are_kept_than_it_has_room_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http, "POOL_SIZE", 1)
     together = threading.Barrier(2)
 
     def answer(_: bytes) -> bytes:
@@ -117,11 +118,11 @@ def test_no_more_are_kept_than_it_has_room_for() -> None:
         return OK
 
     with peer(answer) as there, ThreadPoolExecutor(2) as threads:
-        pool = there.pool(size=1)
+        transport = there.transport()
         for accepted in (2, 3):
-            list(threads.map(pool.exchange, [get(), get()]))
+            list(threads.map(get, [transport, transport]))
             assert there.accepted == accepted
-        pool.close()
+        transport.close()
 
 
 def test_one_in_use_is_closed_when_its_call_is_over() -> None:
@@ -133,43 +134,57 @@ def test_one_in_use_is_closed_when_its_call_is_over() -> None:
         return OK
 
     with peer(answer) as there, ThreadPoolExecutor(1) as threads:
-        pool = there.pool()
-        at_work = threads.submit(pool.exchange, get())
+        transport = there.transport()
+        at_work = threads.submit(get, transport)
         assert asked.wait(WAIT_S)
-        pool.close()
+        transport.close()
         let_go.set()
         assert at_work.result(WAIT_S) == (200, b"ok")
         assert there.gone()
 
 
-def test_a_fresh_one_takes_the_place_of_all_that_were_idle() -> None:
-    with peer() as there:
-        pool = there.pool()
-        pool.exchange(get())
-        pool.exchange(get(), fresh=True)
-        assert there.gone()
+@contextmanager
+def two_idle() -> Iterator[tuple[Peer, HttpTransport]]:
+    """A transport with two idle connections; the peer hangs up at the next request to either."""
+    together = threading.Barrier(2)
+    answered = threading.Semaphore(2)
+
+    def answer(_: bytes) -> bytes:
+        if answered.acquire(blocking=False):
+            together.wait(WAIT_S)
+            return OK
+        if there.accepted == 2:
+            raise ConnectionAbortedError
+        return OK
+
+    with peer(answer) as there, ThreadPoolExecutor(2) as threads:
+        transport = there.transport()
+        list(threads.map(get, [transport, transport]))
         assert there.accepted == 2
-        pool.close()
+        yield there, transport
+        transport.close()
 
 
-def test_a_fresh_one_is_new_though_another_thread_gives_one_back(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    with peer() as there:
-        pool = there.pool()
-        pool.exchange(get())
-        monkeypatch.setattr(http_pool, "_close_all", lambda _: None)
-        pool.exchange(get(), fresh=True)
-        assert there.accepted == 2
+def test_a_new_one_takes_the_place_of_all_that_were_idle() -> None:
+    with two_idle() as (there, transport):
+        assert get(transport) == (200, b"ok")
+        assert there.gone(2)
+        assert there.accepted == 3
+
+
+def test_a_retry_is_on_a_new_one_though_another_is_idle(monkeypatch: pytest.MonkeyPatch) -> None:
+    with two_idle() as (there, transport):
+        monkeypatch.setattr(http, "_close_all", lambda _: None)
+        assert get(transport) == (200, b"ok")
+        assert there.accepted == 3
         monkeypatch.undo()
-        pool.close()
 
 
 def test_a_pool_that_nobody_closes_closes_what_it_kept() -> None:
     with peer() as there:
-        pool = there.pool()
-        pool.exchange(get())
-        del pool
+        transport = there.transport()
+        get(transport)
+        del transport
         gc.collect()
         assert there.gone()
 
@@ -184,25 +199,25 @@ def test_a_pool_that_nobody_closes_closes_what_it_kept() -> None:
 )
 def test_an_answer_that_is_too_long_is_refused(body: bytes) -> None:
     with peer(lambda _: b"HTTP/1.1 200 OK\r\n" + body) as there:
-        pool = there.pool()
+        transport = there.transport()
         with pytest.raises(ProtocolError, match="over 100 bytes"):
-            pool.exchange(get())
+            get(transport)
         assert there.gone()
-        pool.close()
+        transport.close()
 
 
 @pytest.mark.parametrize("size", [b"-5", b"zz"])
 def test_a_chunk_of_no_size_is_a_broken_connection(size: bytes) -> None:
     chunked = b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n"
     with peer(lambda _: chunked + size + b"\r\nabcde\r\n0\r\n\r\n") as there:
-        pool = there.pool()
-        with pytest.raises(http.client.HTTPException):
-            pool.exchange(get())
-        pool.close()
+        transport = there.transport()
+        with pytest.raises(ConnectError, match="broke during"):
+            get(transport)
+        transport.close()
 
 
 def test_each_call_has_its_own_patience(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(http_pool, "CONNECT_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(http, "CONNECT_TIMEOUT_S", 0.2)
     let_go = threading.Event()
     slow = [lambda: let_go.wait(0.6)]
 
@@ -212,14 +227,14 @@ def test_each_call_has_its_own_patience(monkeypatch: pytest.MonkeyPatch) -> None
         return OK
 
     with peer(answer) as there:
-        pool = there.pool()
-        pool.exchange(get())  # longer than a connection may take to be made
+        transport = there.transport()
+        get(transport)  # longer than a connection may take to be made
         slow.append(lambda: let_go.wait(WAIT_S))
-        with pytest.raises(TimeoutError):
-            pool.exchange(get(timeout_s=0.2))  # on the connection that had more
+        with pytest.raises(TransportTimeout):
+            get(transport, timeout_s=0.2)  # on the connection that had more
         let_go.set()
         assert there.accepted == 1
-        pool.close()
+        transport.close()
 
 
 @pytest.mark.parametrize("rest", [b"", b"content-length: 90\r\n\r\n"], ids=["head", "body"])
@@ -237,19 +252,11 @@ def test_a_peer_that_trickles_wins_no_time(rest: bytes) -> None:
 
         thread = threading.Thread(target=trickle)
         thread.start()
-        pool = HttpPool("127.0.0.1", listener.getsockname()[1], None, size=1)
+        transport = HttpTransport(f"http://127.0.0.1:{listener.getsockname()[1]}")
         try:
-            with pytest.raises(TimeoutError):
-                pool.exchange(get(timeout_s=0.5))
+            with pytest.raises(TransportTimeout):
+                get(transport, timeout_s=0.5)
         finally:
             ended.set()
             thread.join(WAIT_S)
-        pool.close()
-
-
-def test_who_is_not_there_is_unreachable() -> None:
-    with socket.socket() as bound:
-        bound.bind(("127.0.0.1", 0))
-        pool = HttpPool("127.0.0.1", bound.getsockname()[1], None, size=1)
-        with pytest.raises(UnreachableError):
-            pool.exchange(get())
+        transport.close()

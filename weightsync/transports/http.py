@@ -1,9 +1,10 @@
-"""Messages over HTTP, on kept-alive connections of the standard library's client."""
+"""A Transport over HTTP, on kept-alive connections of the standard library's client."""
 
 from __future__ import annotations
 
 import http.client
 import io
+import json
 import logging
 import os
 import re
@@ -14,9 +15,8 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
@@ -33,66 +33,81 @@ from weightsync.errors import (
 from weightsync.transports.base import CountingTransport
 from weightsync.transports.tokens import TOKEN_VARIABLE, check_token_text, token_from_environment
 from weightsync.wire import codec, problem
-from weightsync.wire.messages import CALL_OF, Reply, Request
+from weightsync.wire.messages import CALL_OF, Reply, Request, StatusRequest
+
+logger = logging.getLogger(__name__)
 
 CONNECT_TIMEOUT_S = 10.0
+POOL_SIZE = 4
+MAX_REPLY_NBYTES = 256 << 20
 
 _HOST = re.compile(rb"[-.:%~\w]+")
+_TRUST_VARIABLES = ("REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE")
 
 
-class UnreachableError(Exception):
-    """No connection could be made, so nothing was sent."""
-
-
-class StaleConnectionError(ConnectionError):
-    """A connection that had served before was closed by the peer, and nothing was answered."""
-
-
-class PoolClosedError(Exception):
-    """The pool was closed before."""
-
-
-@dataclass(frozen=True, slots=True)
-class Call:
-    """One request: `body` None sends none. `timeout_s` bounds it, from the start to the answer."""
-
-    method: str
-    path: str
-    body: bytes | None
-    headers: Mapping[str, str]
-    timeout_s: float
-    max_nbytes: int
-
-
-class _OneSegment:
-    """Sends header and body of a request in one piece, and knows whether it answered before.
+class _Connection(http.client.HTTPConnection):
+    """A connection, with TLS where `tls` is given, that sends header and body in one segment.
 
     Two small segments would wait for each other where Nagle's algorithm meets delayed ACKs.
     """
 
     _held: list[Any] | None = None
-    answered = False
+    stale = False
+    """Whether it was idle before this request, and nothing of the answer has arrived yet."""
+
+    def __init__(self, host: str, port: int, tls: ssl.SSLContext | None, timeout_s: float) -> None:
+        super().__init__(host, port, timeout=timeout_s)
+        self._tls = tls
+        if tls is not None:  # the port that is left out of the Host header
+            self.default_port = http.client.HTTPS_PORT  # type: ignore[misc]  # read by instance
+
+    def connect(self) -> None:
+        super().connect()
+        if self._tls is not None:
+            self.sock = self._tls.wrap_socket(self.sock, server_hostname=self.host)
 
     def request(self, *args: Any, **kwargs: Any) -> None:
         held: list[Any] = []
         self._held = held
         try:
-            super().request(*args, **kwargs)  # type: ignore[misc]  # of the class mixed with
+            super().request(*args, **kwargs)
         finally:
             self._held = None
-        # Who refuses a long body answers, and hangs up before it has read all.
+        # A server that refuses a long body answers and hangs up before it has read all of it.
         with suppress(BrokenPipeError, ConnectionResetError):
-            super().send(b"".join(held))  # type: ignore[misc]  # same
+            super().send(b"".join(held))
 
     def send(self, data: Any) -> None:
         if self._held is None:
-            super().send(data)  # type: ignore[misc]  # same
+            super().send(data)
         else:
             self._held.append(data)
 
+    def exchange(
+        self,
+        path: str,
+        body: bytes | None,
+        headers: Mapping[str, str],
+        *,
+        deadline: float,
+        max_nbytes: int,
+    ) -> tuple[int, bytes]:
+        """Send one request; return the status and the body of its answer."""
+        self.response_class = partial(_Response, deadline)  # type: ignore[assignment]  # makes one
+        self.request("GET" if body is None else "POST", path, body=body, headers=dict(headers))
+        with self.getresponse() as response:
+            self.stale = False
+            return response.status, _read(response, path, max_nbytes)
+
+    def has_hung_up(self) -> bool:
+        """Whether the peer closed this idle connection, or sent what was not asked for."""
+        poll = select.poll()
+        poll.register(self.sock, select.POLLIN)
+        return bool(poll.poll(0))
+
 
 class _UntilDeadline(io.RawIOBase):
-    """Reads what `raw` reads of `sock`, until `deadline`: no byte of a slow peer wins it time."""
+    """Reads `raw`, the stream of `sock`, until `deadline`, however often single bytes arrive."""
 
     def __init__(self, raw: io.RawIOBase, sock: socket.socket, deadline: float) -> None:
         self._raw = raw
@@ -123,62 +138,74 @@ class _Response(http.client.HTTPResponse):
         self.fp = io.BufferedReader(_UntilDeadline(raw, sock, deadline))
 
 
-class _Plain(_OneSegment, http.client.HTTPConnection):
-    pass
-
-
-class _Secure(_OneSegment, http.client.HTTPSConnection):
-    pass
-
-
-_Connection = _Plain | _Secure
-
-
-class HttpPool:
+class _ConnectionPool:
     """Connections to `host` and `port`, safe to use from any thread; `tls` None is plain HTTP.
 
-    At most `size` of them are kept while they are idle. Proxies that the environment names are
-    not used, redirects are not followed. Raises ConfigError for what is no name of a host.
+    At most `size` of them are kept while they are idle. `users` transports share the pool, and
+    each of them closes it once.
     """
 
-    def __init__(self, host: str, port: int, tls: ssl.SSLContext | None, *, size: int) -> None:
+    def __init__(
+        self, host: str, port: int, tls: ssl.SSLContext | None, *, size: int, users: int
+    ) -> None:
         self._host = host
         self._port = port
         self._tls = tls
         self._idle: deque[_Connection] = deque()
         self._size = size
-        self._closed = False
-        self._closing = threading.Lock()
+        self._users = users
+        self._lock = threading.Lock()
         weakref.finalize(self, _close_all, self._idle)
-        if not _names_a_host(host):
-            raise ConfigError(f"{host} names no host; give http://host:port or https://host:port")
 
-    def exchange(self, call: Call, *, fresh: bool = False) -> tuple[int, bytes]:
+    def exchange(
+        self,
+        path: str,
+        body: bytes | None,
+        headers: Mapping[str, str],
+        *,
+        timeout_s: float,
+        max_nbytes: int,
+        on_try: Callable[[], None],
+    ) -> tuple[int, bytes]:
         """Send one request; return the status and the body of its answer.
 
-        `fresh` makes a new connection, and lets go of all that were idle. Raises PoolClosedError,
-        UnreachableError, StaleConnectionError, ssl.SSLError; TimeoutError when the answer does not
-        come in time, OSError and http.client.HTTPException when the connection breaks, and
-        ProtocolError for an answer longer than `max_nbytes`.
+        A request that a stale connection did not answer is sent once more, on a new one; `on_try`
+        is called before each. Raises ConnectError where no connection can be made, ssl.SSLError,
+        TimeoutError when the answer does not come in time, OSError and http.client.HTTPException
+        when the connection breaks, and ProtocolError for an answer longer than `max_nbytes`.
         """
-        if fresh:
+
+        def send(connection: _Connection) -> tuple[int, bytes]:
+            deadline = time.monotonic() + timeout_s
+            try:
+                found = connection.exchange(
+                    path, body, headers, deadline=deadline, max_nbytes=max_nbytes
+                )
+            except BaseException:
+                connection.close()
+                raise
+            # After an informational answer another follows, and a server error may break the next.
+            self._give(connection, keep=200 <= found[0] < 500)
+            return found
+
+        on_try()
+        connection = self._take_idle(timeout_s)
+        if connection is not None:
+            try:
+                return send(connection)
+            except ConnectionError:  # RemoteDisconnected, too
+                if not connection.stale:
+                    raise
             _close_all(self._idle)
-        connection = None if fresh else self._take_idle(call.timeout_s)
-        connection = connection or self._connect(call.timeout_s)
-        try:
-            status, answer = _exchange(connection, call)
-        except BaseException:
-            connection.close()
-            raise
-        # One that is in trouble, or has more to say, is not trusted to be in step.
-        self._give(connection, keep=200 <= status < 500)
-        return status, answer
+            on_try()
+        return send(self._connect(timeout_s))
 
     def close(self) -> None:
-        """Close the connections that are not in use; those in use close after their call."""
-        with self._closing:
-            self._closed = True
-        _close_all(self._idle)
+        """With the last user: close idle connections; those in use close after their call."""
+        with self._lock:
+            self._users -= 1
+        if self._users == 0:
+            _close_all(self._idle)
 
     def _take_idle(self, timeout_s: float) -> _Connection | None:
         while self._idle:
@@ -186,48 +213,35 @@ class HttpPool:
                 connection = self._idle.pop()
             except IndexError:  # another thread took it
                 break
-            if not _has_hung_up(connection):
+            if not connection.has_hung_up():
                 connection.sock.settimeout(timeout_s)
                 return connection
             connection.close()
         return None
 
     def _connect(self, timeout_s: float) -> _Connection:
-        if self._closed:
-            raise PoolClosedError
-        connection = self._make(min(timeout_s, CONNECT_TIMEOUT_S))
+        connection = _Connection(
+            self._host, self._port, self._tls, min(timeout_s, CONNECT_TIMEOUT_S)
+        )
         try:
             connection.connect()
             connection.sock.settimeout(timeout_s)
         except BaseException as exc:
-            # Who was reached, and then said nothing in a TLS handshake, did not answer in time.
+            # A server that is connected and silent in the TLS handshake did not answer in time.
             reached = connection.sock is not None and isinstance(exc, TimeoutError)
             connection.close()
             if isinstance(exc, OSError) and not isinstance(exc, ssl.SSLError) and not reached:
-                raise UnreachableError(str(exc)) from exc
+                raise ConnectError(str(exc)) from exc
             raise
         return connection
 
     def _give(self, connection: _Connection, *, keep: bool) -> None:
-        with self._closing:
-            if keep and not self._closed and len(self._idle) < self._size and connection.sock:
-                connection.answered = True
+        with self._lock:
+            if keep and self._users > 0 and len(self._idle) < self._size and connection.sock:
+                connection.stale = True
                 self._idle.append(connection)
                 return
         connection.close()
-
-    def _make(self, timeout_s: float) -> _Connection:
-        if self._tls is None:
-            return _Plain(self._host, self._port, timeout=timeout_s)
-        return _Secure(self._host, self._port, timeout=timeout_s, context=self._tls)
-
-
-def _names_a_host(host: str) -> bool:
-    """Whether a lookup of the name can be tried; how it is written says no more."""
-    try:
-        return _HOST.fullmatch(host.encode("idna")) is not None
-    except UnicodeError:
-        return False
 
 
 def _close_all(connections: deque[_Connection]) -> None:
@@ -238,54 +252,20 @@ def _close_all(connections: deque[_Connection]) -> None:
             return
 
 
-def _exchange(connection: _Connection, call: Call) -> tuple[int, bytes]:
-    deadline = time.monotonic() + call.timeout_s
-    connection.response_class = partial(_Response, deadline)  # type: ignore[assignment]  # makes one
-    connection.request(call.method, call.path, body=call.body, headers=dict(call.headers))
-    try:
-        response = connection.getresponse()
-    except ConnectionError as exc:  # RemoteDisconnected, too
-        if connection.answered:
-            raise StaleConnectionError(str(exc)) from exc
-        raise
-    with response:
-        return response.status, _read(response, call)
-
-
-def _read(response: http.client.HTTPResponse, call: Call) -> bytes:
+def _read(response: http.client.HTTPResponse, path: str, max_nbytes: int) -> bytes:
     length = response.length
     try:
         if length is None:
-            answer = response.read(call.max_nbytes + 1)
+            answer = response.read(max_nbytes + 1)
             length = len(answer)
-        elif length <= call.max_nbytes:
+        elif length <= max_nbytes:
             # Only a read of everything finds out that a body was cut short.
             answer = response.read()
     except ValueError as exc:  # of the size of a chunk
         raise http.client.HTTPException(str(exc)) from exc
-    if length > call.max_nbytes:
-        raise ProtocolError(f"{call.path} was answered with over {call.max_nbytes} bytes")
+    if length > max_nbytes:
+        raise ProtocolError(f"{path} was answered with over {max_nbytes} bytes")
     return answer
-
-
-def _has_hung_up(connection: _Connection) -> bool:
-    """Whether an idle connection was closed, or has something to say that nobody asked for."""
-    poll = select.poll()
-    poll.register(connection.sock, select.POLLIN)
-    return bool(poll.poll(0))
-
-
-logger = logging.getLogger(__name__)
-
-POOL_SIZE = 4
-MAX_REPLY_NBYTES = 256 << 20
-
-_TRUST_VARIABLES = ("REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE")
-
-_GET_CALLS = frozenset(
-    {"weight_info", "is_paused", "version", "get_world_size", "server_info?config_format=json"}
-    | {"model_info", "get_model_info", "server_info", "get_server_info"}
-)
 
 
 class HttpTransport(CountingTransport):
@@ -309,14 +289,16 @@ class HttpTransport(CountingTransport):
         self._path = quote(self._parts.path, safe="/%:@!$&'()*+,;=~")
         self._tls = self._context(verify_tls)
         self._pool = self._make_pool()
-        self._sharers: set[HttpTransport] = {self}
         self._closed = False
         self._headers = _headers(token_from_environment() if token is None else token)
 
     def call(self, request: Request, *, timeout_s: float) -> Reply:
         """Send one request and return its reply; see Transport.call."""
         call = CALL_OF[type(request)]
-        status, answer = self._exchange(call, codec.encode(request), timeout_s)
+        body = codec.encode(request)
+        status, answer = self._exchange(
+            call, None if isinstance(request, StatusRequest) else body, timeout_s
+        )
         if status != 200:
             self._refuse(call, status, answer)
         try:
@@ -337,7 +319,9 @@ class HttpTransport(CountingTransport):
         if not 200 <= status < 300:
             self._refuse(call, status, answer)
 
-    def get(self, path: str, *, timeout_s: float, max_nbytes: int) -> tuple[int, bytes]:
+    def get(
+        self, path: str, *, timeout_s: float, max_nbytes: int = MAX_REPLY_NBYTES
+    ) -> tuple[int, bytes]:
         """Return the status and the body of `GET {url}/{path}`. Raises as `call` does."""
         return self._exchange(path, None, timeout_s, max_nbytes)
 
@@ -347,18 +331,15 @@ class HttpTransport(CountingTransport):
             HttpTransport(f"{self._target}/{path}", "", verify_tls=self._tls or True)
             for path in paths
         ]
-        pool = self._make_pool(POOL_SIZE * len(made))
-        sharers = set(made)
+        pool = self._make_pool(users=len(made))
         for transport in made:
-            transport._pool, transport._sharers = pool, sharers
-            transport._headers = self._headers
+            transport._pool, transport._headers = pool, self._headers
         return made
 
     def close(self) -> None:
         """Close the connections that are not in use; those in use close after their call."""
-        self._closed = True
-        self._sharers.discard(self)
-        if not self._sharers:
+        if not self._closed:
+            self._closed = True
             self._pool.close()
 
     def _context(self, verify_tls: bool | str | ssl.SSLContext) -> ssl.SSLContext | None:
@@ -370,9 +351,10 @@ class HttpTransport(CountingTransport):
             logger.warning("verify_tls=False: %s may be anybody", self._target)
         return tls_context(verify_tls)
 
-    def _make_pool(self, size: int = POOL_SIZE) -> HttpPool:
+    def _make_pool(self, *, users: int = 1) -> _ConnectionPool:
         port = self._parts.port or (443 if self._tls else 80)
-        return HttpPool(self._parts.hostname or "", port, self._tls, size=size)
+        host = self._parts.hostname or ""
+        return _ConnectionPool(host, port, self._tls, size=POOL_SIZE * users, users=users)
 
     def _refuse(self, call: str, status: int, answer: bytes) -> NoReturn:
         try:
@@ -394,14 +376,18 @@ class HttpTransport(CountingTransport):
         timeout_s: float,
         max_nbytes: int = MAX_REPLY_NBYTES,
     ) -> tuple[int, bytes]:
+        if self._closed:
+            raise ConnectError(f"{self._target}: this transport is closed; connect again")
         try:
-            try:
-                return self._send(call, body, timeout_s, max_nbytes)
-            except StaleConnectionError:
-                return self._send(call, body, timeout_s, max_nbytes, fresh=True)
-        except PoolClosedError as exc:
-            raise ConnectError(f"{self._target}: this transport is closed; connect again") from exc
-        except UnreachableError as exc:
+            return self._pool.exchange(
+                f"{self._path}/{call}",
+                body,
+                self._headers,
+                timeout_s=timeout_s,
+                max_nbytes=max_nbytes,
+                on_try=partial(self._count, len(body or b"")),
+            )
+        except ConnectError as exc:
             raise ConnectError(
                 f"{self._target} cannot be reached for {call}: {exc}; is the server running?"
             ) from exc
@@ -424,25 +410,14 @@ class HttpTransport(CountingTransport):
                 "it a server of another kind, https:// for instance?)"
             ) from exc
 
-    def _send(
-        self,
-        call: str,
-        body: bytes | None,
-        timeout_s: float,
-        max_nbytes: int,
-        *,
-        fresh: bool = False,
-    ) -> tuple[int, bytes]:
-        if self._closed:
-            raise PoolClosedError
-        if call in _GET_CALLS:
-            body = None
-        self._count(len(body or b""))
-        method = "GET" if body is None else "POST"
-        path = f"{self._path}/{call}"
-        return self._pool.exchange(
-            Call(method, path, body, self._headers, timeout_s, max_nbytes), fresh=fresh
-        )
+
+def json_object(answer: bytes) -> dict[str, Any]:
+    """Return the JSON object that a foreign server answered; empty for any other answer."""
+    try:
+        found = json.loads(answer)
+    except (ValueError, RecursionError):
+        return {}
+    return found if isinstance(found, dict) else {}
 
 
 def tls_context(verify_tls: bool | str = True) -> ssl.SSLContext:
@@ -485,7 +460,19 @@ def _split(url: str) -> SplitResult:
             "http://host:port or https://host:port, without user, query and fragment, and the "
             "token as token="
         )
+    if not _names_host(parts.hostname or ""):
+        raise ConfigError(
+            f"{parts.hostname} names no host; give http://host:port or https://host:port"
+        )
     return parts
+
+
+def _names_host(host: str) -> bool:
+    """Whether `host` is written as the name or the address of a host."""
+    try:
+        return _HOST.fullmatch(host.encode("idna")) is not None
+    except UnicodeError:
+        return False
 
 
 def _headers(token: str | None) -> dict[str, str]:

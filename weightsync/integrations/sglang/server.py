@@ -28,7 +28,7 @@ from weightsync.integrations.sglang.files import WeightDirectory, read_manifest
 from weightsync.integrations.sglang.sink import FilesSink
 from weightsync.receiver import WeightReceiver
 from weightsync.transports.base import CountingTransport
-from weightsync.transports.http import HttpTransport
+from weightsync.transports.http import HttpTransport, json_object
 from weightsync.wire.messages import (
     AbortRequest,
     FinishRequest,
@@ -158,7 +158,7 @@ class SglangControl(HttpTransport):
             raise TransferError(
                 f"{self.target} did not say how its update ended ({exc}). {_TORN}"
             ) from exc
-        told = _decoded(answer)
+        told = json_object(answer)
         if status in (401, 403):
             raise self._auth_error("update_weights_from_disk", status)
         if status != 200 or told.get("success") is not True:
@@ -189,16 +189,15 @@ class SglangControl(HttpTransport):
     def _first(self, calls: tuple[str, ...], timeout_s: float) -> dict[str, Any] | None:
         """Return the answer of the first of these names that the server knows."""
         for call in calls:
-            status, answer = self._exchange(call, b"", timeout_s)
+            status, answer = self.get(call, timeout_s=timeout_s)
             if status == 200:
-                told = _decoded(answer)
-                return told or None
+                return json_object(answer) or None
             self._refuse_status(call, status, answer)
         return None
 
     def _ask(self, call: str, body: dict[str, Any], timeout_s: float) -> dict[str, Any]:
         status, answer = self._exchange(call, json.dumps(body).encode(), timeout_s)
-        told = _decoded(answer)
+        told = json_object(answer)
         if status == 200 and told.get("success") is not False:
             return told
         self._refuse_status(call, status, answer)
@@ -213,7 +212,7 @@ class SglangControl(HttpTransport):
         if status in (401, 403):
             raise self._auth_error(call, status)
         if status >= 500:
-            said = _reason(_decoded(answer), answer)
+            said = _reason(json_object(answer), answer)
             raise RemoteError(
                 f"{self.target}: {call} answered {status}: {said}",
                 remote_type=f"HTTP {status}",
@@ -271,14 +270,6 @@ def _reason(told: dict[str, Any], answer: bytes) -> str:
     inner = error.get("message") if isinstance(error, dict) else error
     said = told.get("message") or told.get("detail") or inner
     return str(said or answer[:300].decode("utf-8", "replace")).strip().rstrip(".")
-
-
-def _decoded(answer: bytes) -> dict[str, Any]:
-    try:
-        told = json.loads(answer)
-    except ValueError:
-        return {}
-    return told if isinstance(told, dict) else {}
 
 
 def _parse_version(told: object) -> tuple[int, ...]:

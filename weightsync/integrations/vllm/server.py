@@ -27,7 +27,7 @@ from weightsync.errors import (
 from weightsync.integrations.vllm import rpc as vllm_door
 from weightsync.integrations.vllm.rpc import Call, Round, WorkerAnswer
 from weightsync.transports.base import CountingTransport
-from weightsync.transports.http import HttpTransport
+from weightsync.transports.http import HttpTransport, json_object
 from weightsync.wire import codec, problem
 from weightsync.wire.messages import (
     CALL_OF,
@@ -71,10 +71,9 @@ class VllmHttpControl(HttpTransport):
         BackendUnavailableError saying how to start it.
         """
         size = self._ask("get_world_size", None, timeout_s)
-        if not isinstance(size, dict) or size.get("world_size") == 1:
-            return  # one that has no door says so, and nothing is lost
-        told = self._ask("server_info?config_format=json", None, timeout_s)
-        config = told.get("vllm_config") if isinstance(told, dict) else None
+        if not size or size.get("world_size") == 1:
+            return  # a single worker without the method says so, and nothing is lost
+        config = self._ask("server_info?config_format=json", None, timeout_s).get("vllm_config")
         if not isinstance(config, dict):
             return
         said = config.get("weight_transfer_config")
@@ -86,26 +85,24 @@ class VllmHttpControl(HttpTransport):
     def rpc(self, text: str, *, timeout_s: float) -> object:
         """Call every worker's door."""
         body = {"method": vllm_door.METHOD, "args": [text]}
-        answer = self._ask("collective_rpc", body, timeout_s)
-        return answer.get("results") if isinstance(answer, dict) else None
+        return self._ask("collective_rpc", _encode(body), timeout_s).get("results")
 
     def is_paused(self, *, timeout_s: float) -> bool:
         """Whether generation is held."""
-        answer = self._ask("is_paused", None, timeout_s)
-        return bool(isinstance(answer, dict) and answer.get("is_paused"))
+        return bool(self._ask("is_paused", None, timeout_s).get("is_paused"))
 
     def pause(self, mode: str, *, timeout_s: float) -> None:
         """Hold generation."""
-        self._ask(f"pause?mode={mode}", None, timeout_s)
+        self._ask(f"pause?mode={mode}", b"", timeout_s)
 
     def resume(self, *, timeout_s: float) -> None:
         """Let it go on."""
-        self._ask("resume", None, timeout_s)
+        self._ask("resume", b"", timeout_s)
 
     def reset_prefix_cache(self, *, timeout_s: float) -> None:
         """Forget what was computed with other weights; requests that wait compute it again."""
-        told = self._ask("reset_prefix_cache?reset_running_requests=true", None, timeout_s)
-        if isinstance(told, dict) and told.get("success") is False:
+        told = self._ask("reset_prefix_cache?reset_running_requests=true", b"", timeout_s)
+        if told.get("success") is False:
             raise RemoteError(
                 f"{self.target}: reset_prefix_cache forgot nothing, since blocks of it are in use",
                 remote_type="HTTP 200",
@@ -114,13 +111,13 @@ class VllmHttpControl(HttpTransport):
 
     def set_version(self, version: str, *, timeout_s: float) -> None:
         """Tell the server what its weights are called."""
-        self._ask("update_weight_version", {"new_version": version}, timeout_s)
+        self._ask("update_weight_version", _encode({"new_version": version}), timeout_s)
 
-    def _ask(self, call: str, body: dict[str, Any] | None, timeout_s: float) -> object:
-        data = json.dumps(body).encode() if body is not None else b""
-        status, answer = self._exchange(call, data, timeout_s)
+    def _ask(self, call: str, body: bytes | None, timeout_s: float) -> dict[str, Any]:
+        """Return the object that the server answers; `body` None makes it a GET."""
+        status, answer = self._exchange(call, body, timeout_s)
         if status == 200:
-            return _decoded(answer)
+            return json_object(answer)
         verb = call.partition("?")[0]
         if status in (401, 403):
             raise AuthError(f"{self.target} refused {verb} with {status}", status=status)
@@ -138,9 +135,8 @@ def is_vllm(
     """
     probe = HttpTransport(url, token, verify_tls=verify_tls)
     try:
-        status, answer = probe._exchange("version", b"", timeout_s)
-        told = _decoded(answer) if status == 200 else None
-        return isinstance(told, dict) and set(told) == {"version"}
+        status, answer = probe.get("version", timeout_s=timeout_s)
+        return status == 200 and set(json_object(answer)) == {"version"}
     except (TransportError, ProtocolError):
         return False
     finally:
@@ -158,18 +154,12 @@ def plain_url(target: str) -> str | None:
     return url
 
 
-def _decoded(answer: bytes) -> object:
-    try:
-        return json.loads(answer) if answer else None
-    except ValueError:
-        return None
+def _encode(body: dict[str, Any]) -> bytes:
+    return json.dumps(body).encode()
 
 
 def _answered(what: str, status: int, answer: bytes) -> WeightSyncError:
-    told = _decoded(answer)
-    error = told.get("error") if isinstance(told, dict) else None
-    reason = error.get("message") if isinstance(error, dict) else error
-    text = str(reason or answer[:300].decode("utf-8", "replace"))
+    text = problem.foreign_reason(answer) or answer[:300].decode("utf-8", "replace")
     if vllm_door.has_no_door(text):
         return BackendUnavailableError(
             f"{what}: the workers of this vLLM have no engine of weightsync; {_START} ({text})"
