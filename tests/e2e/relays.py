@@ -9,7 +9,7 @@ from typing import Any
 import weightsync as ws
 from tests.e2e.processes import Remote
 from weightsync.transports.base import Transport
-from weightsync.transports.factory import make_transport
+from weightsync.transports.factory import TransportFactory
 from weightsync.wire.messages import Reply, Request
 
 Act = Callable[[], None]
@@ -35,7 +35,7 @@ class Relay:
     def redirect(self, remote: Remote) -> None:
         """Go to another receiver from now on."""
         self.remote = remote
-        self._inner: Transport = make_transport(remote.to, None)
+        self._inner: Transport = TransportFactory(None).one(remote.to)
 
     @property
     def target(self) -> str:

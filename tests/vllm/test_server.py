@@ -37,9 +37,9 @@ class Server:
         self.workers = workers
 
     def states(self) -> list[tuple[str, int]]:
-        from weightsync.transports.factory import make_transports
+        from weightsync.transports.factory import TransportFactory
 
-        transports = make_transports(self.served.url, token=None)
+        transports = TransportFactory(None).every(self.served.url)
         try:
             answers = [transport.call(StatusRequest(), timeout_s=30) for transport in transports]
             return [(a.state, a.version) for a in answers if isinstance(a, Status)]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from typing import Protocol
 
+from weightsync.errors import ConnectError
 from weightsync.wire.messages import Reply, Request
 
 
@@ -56,14 +57,15 @@ class Transport(Protocol):
         """Let connections go; may be called twice. Calls afterwards raise ConnectError."""
 
 
-class CountingTransport:
-    """The name of a target and the counters of a Transport, safe from any thread."""
+class BaseTransport:
+    """The target, the counters and the end of a Transport. Thread-safe."""
 
     def __init__(self, target: str) -> None:
         self._target = target
         self._counting = threading.Lock()
         self._sent_nbytes = 0
         self._sent_messages = 0
+        self._closed = False
 
     @property
     def target(self) -> str:
@@ -79,6 +81,14 @@ class CountingTransport:
     def sent_messages(self) -> int:
         """Requests sent so far, retries included."""
         return self._sent_messages
+
+    def close(self) -> None:
+        """Refuse further calls."""
+        self._closed = True
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise ConnectError(f"{self._target}: this transport is closed; connect again")
 
     def _count(self, nbytes: int) -> None:
         with self._counting:

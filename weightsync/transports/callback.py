@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from weightsync.errors import ConnectError, RemoteError, WeightSyncError
-from weightsync.transports.base import CountingTransport
+from weightsync.errors import RemoteError, WeightSyncError
+from weightsync.transports.base import BaseTransport
 from weightsync.wire import codec
 from weightsync.wire.messages import CALL_OF, Reply, Request
 
@@ -13,7 +13,7 @@ Callback = Callable[[Mapping[str, object]], object]
 """Takes `{"call": name, "body": {…}}` to a `WeightReceiver.handle` and returns its answer."""
 
 
-class CallbackTransport(CountingTransport):
+class CallbackTransport(BaseTransport):
     """A Transport that hands each request, as plain data, to `callback`.
 
     `callback` is called in the thread of the caller, in several threads at once when calls are
@@ -23,12 +23,10 @@ class CallbackTransport(CountingTransport):
     def __init__(self, callback: Callback, target: str = "callback") -> None:
         super().__init__(target)
         self._callback = callback
-        self._closed = False
 
     def call(self, request: Request, *, timeout_s: float) -> Reply:
         """Hand over one request. Errors that are not ours become RemoteError."""
-        if self._closed:
-            raise ConnectError(f"{self._target}: this transport is closed; connect again")
+        self._check_open()
         self._count(len(codec.encode(request)))
         try:
             answer = self._callback(codec.to_plain(request))
@@ -41,7 +39,3 @@ class CallbackTransport(CountingTransport):
                 remote_message=str(exc),
             ) from exc
         return codec.reply_from_plain(CALL_OF[type(request)], answer)
-
-    def close(self) -> None:
-        """Refuse further calls."""
-        self._closed = True

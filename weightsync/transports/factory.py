@@ -98,20 +98,6 @@ class TransportFactory:
         return self._addresses.transports(target)
 
 
-def make_transports(
-    to: Targets, *, token: str | None, verify_tls: bool | str = True
-) -> list[Transport]:
-    """Return a transport per receiver; see TransportFactory.every."""
-    return TransportFactory(token, verify_tls=verify_tls).every(to)
-
-
-def make_transport(
-    target: object, token: str | None, *, verify_tls: bool | str = True
-) -> Transport:
-    """Return the transport to one receiver; see TransportFactory.one."""
-    return TransportFactory(token, verify_tls=verify_tls).one(target)
-
-
 def _transport(target: object) -> Transport:
     if type(target).__module__.partition(".")[0] == "ray":  # an actor's handle, so Ray is there
         made: Transport = import_module("weightsync.transports.ray_actor").RayActorTransport(target)

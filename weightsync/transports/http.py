@@ -30,7 +30,7 @@ from weightsync.errors import (
     RemoteError,
     TransportTimeout,
 )
-from weightsync.transports.base import CountingTransport
+from weightsync.transports.base import BaseTransport
 from weightsync.transports.tokens import TOKEN_VARIABLE, check_token_text, token_from_environment
 from weightsync.wire import codec, problem
 from weightsync.wire.messages import CALL_OF, Reply, Request, StatusRequest
@@ -268,7 +268,7 @@ def _read(response: http.client.HTTPResponse, path: str, max_nbytes: int) -> byt
     return answer
 
 
-class HttpTransport(CountingTransport):
+class HttpTransport(BaseTransport):
     """A Transport to the server at `url`; each call is `POST {url}/{call}`, `weight_info` a GET.
 
     `token` is sent as a bearer token; None takes that of WEIGHTSYNC_TOKEN or of the file
@@ -289,7 +289,6 @@ class HttpTransport(CountingTransport):
         self._path = quote(self._parts.path, safe="/%:@!$&'()*+,;=~")
         self._tls = self._context(verify_tls)
         self._pool = self._make_pool()
-        self._closed = False
         self._headers = _headers(token_from_environment() if token is None else token)
 
     def call(self, request: Request, *, timeout_s: float) -> Reply:
@@ -339,7 +338,7 @@ class HttpTransport(CountingTransport):
     def close(self) -> None:
         """Close the connections that are not in use; those in use close after their call."""
         if not self._closed:
-            self._closed = True
+            super().close()
             self._pool.close()
 
     def _context(self, verify_tls: bool | str | ssl.SSLContext) -> ssl.SSLContext | None:
@@ -376,8 +375,7 @@ class HttpTransport(CountingTransport):
         timeout_s: float,
         max_nbytes: int = MAX_REPLY_NBYTES,
     ) -> tuple[int, bytes]:
-        if self._closed:
-            raise ConnectError(f"{self._target}: this transport is closed; connect again")
+        self._check_open()
         try:
             return self._pool.exchange(
                 f"{self._path}/{call}",

@@ -18,7 +18,7 @@ from weightsync.errors import (
     TransportTimeout,
     WeightSyncError,
 )
-from weightsync.transports.base import CountingTransport
+from weightsync.transports.base import BaseTransport
 from weightsync.wire import codec, problem
 from weightsync.wire.messages import CALL_OF, Reply, Request
 
@@ -26,7 +26,7 @@ DOOR = "weightsync_handle"
 """The actor method that every message goes through; answers `{"reply"}` or `{"problem"}`."""
 
 
-class RayActorTransport(CountingTransport):
+class RayActorTransport(BaseTransport):
     """A Transport to `actor`, a handle whose class derives from `ws.ray.WeightSyncActor`.
 
     Errors come back as problem documents, never as pickled exceptions. `target` names the actor in
@@ -42,7 +42,6 @@ class RayActorTransport(CountingTransport):
                 "and decorate it with @ws.ray.remote"
             )
         self._door = door
-        self._closed = False
 
     @property
     def local_address(self) -> str | None:
@@ -53,16 +52,11 @@ class RayActorTransport(CountingTransport):
 
     def call(self, request: Request, *, timeout_s: float) -> Reply:
         """Send one request and return its reply; see Transport.call."""
-        if self._closed:
-            raise ConnectError(f"{self.target}: this transport is closed; connect again")
+        self._check_open()
         call = CALL_OF[type(request)]
         self._count(len(codec.encode(request)))
         ref = _submit(self._door, codec.to_plain(request), self.target, call)
         return _open(_get(ref, timeout_s, self.target, call), self.target, call)
-
-    def close(self) -> None:
-        """Refuse further calls. The actor lives as long as others hold its handle."""
-        self._closed = True
 
 
 def actor_name(actor: object) -> str:

@@ -27,7 +27,7 @@ from weightsync.integrations.pause_watch import PauseWatch
 from weightsync.integrations.sglang.files import WeightDirectory, read_manifest
 from weightsync.integrations.sglang.sink import FilesSink
 from weightsync.receiver import WeightReceiver
-from weightsync.transports.base import CountingTransport
+from weightsync.transports.base import BaseTransport
 from weightsync.transports.http import HttpTransport, json_object
 from weightsync.wire.messages import (
     AbortRequest,
@@ -339,7 +339,7 @@ class SglangTarget:
             raise ConfigError(f"pause must be one of {', '.join(PAUSES)}, not {self.pause!r}")
 
 
-class SglangTransport(CountingTransport):
+class SglangTransport(BaseTransport):
     """A Transport to one SGLang server, by files on `shelf`. Raises what its greeting raises.
 
     `path` is how reports name the way of the bytes. What the server holds is taken from its
@@ -383,7 +383,6 @@ class SglangTransport(CountingTransport):
         self._timeout_s = _GREETING_S
         self._owes_proceed = False
         self._pause_watch = control.watch_pauses(verify_tls=verify_tls)
-        self._closed = False
         shelf.share()
 
     @property
@@ -403,8 +402,7 @@ class SglangTransport(CountingTransport):
 
     def call(self, request: Request, *, timeout_s: float) -> Reply:
         """Answer one request, with calls to the server where it concerns it; see Transport.call."""
-        if self._closed:
-            raise ConnectError(f"{self._target}: this transport is closed; connect again")
+        self._check_open()
         timeout_s = min(timeout_s, self._patience_s)
         if isinstance(request, FinishRequest):
             return self._finish_update(request, timeout_s)
@@ -418,7 +416,7 @@ class SglangTransport(CountingTransport):
         """Give up an open update, and remove its files; may be called twice."""
         if self._closed:
             return
-        self._closed = True
+        super().close()
         self._receiver.close()
         self._sink.leave()
         self._shelf.close()

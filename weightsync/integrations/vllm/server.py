@@ -26,7 +26,7 @@ from weightsync.errors import (
 )
 from weightsync.integrations.vllm import rpc as vllm_door
 from weightsync.integrations.vllm.rpc import Call, Round, WorkerAnswer
-from weightsync.transports.base import CountingTransport
+from weightsync.transports.base import BaseTransport
 from weightsync.transports.http import HttpTransport, json_object
 from weightsync.wire import codec, problem
 from weightsync.wire.messages import (
@@ -528,7 +528,7 @@ class _Gathering:
         return self._answers[rank]
 
 
-class VllmWorkerTransport(CountingTransport):
+class VllmWorkerTransport(BaseTransport):
     """A Transport to one worker of a vLLM server.
 
     `weight_checker` names vLLM's own parameters, each worker its shards.
@@ -542,7 +542,6 @@ class VllmWorkerTransport(CountingTransport):
         self._server = server
         self._whole = whole
         self._rank = rank
-        self._closed = False
 
     @property
     def round(self) -> object:
@@ -573,8 +572,7 @@ class VllmWorkerTransport(CountingTransport):
 
     def call(self, request: Request, *, timeout_s: float) -> Reply:
         """Send one request and return its reply; see Transport.call."""
-        if self._closed:
-            raise ConnectError(f"{self._target}: this transport is closed; connect again")
+        self._check_open()
         answer = self._server.call(self._rank, request, timeout_s=timeout_s)
         if answer.problem is not None:
             raise problem.from_problem(
@@ -587,11 +585,11 @@ class VllmWorkerTransport(CountingTransport):
     def close(self) -> None:
         """Refuse further calls; with the last of the server's workers its connections close."""
         if not self._closed:
-            self._closed = True
+            super().close()
             self._server.close_one()
 
 
-class VllmServerTransport(CountingTransport):
+class VllmServerTransport(BaseTransport):
     """A Transport to a vLLM server, which says how many workers it has now; nothing else."""
 
     def __init__(self, server: VllmServer) -> None:
