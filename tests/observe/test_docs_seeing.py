@@ -13,7 +13,7 @@ from torch import nn
 import weightsync as ws
 from weightsync.serve.engine_client import metrics_of
 from weightsync.serve.engine_messages import EngineStats
-from weightsync.server.metrics import ReceiverMetrics
+from weightsync.server.metrics import render
 
 PAGE = (Path(__file__).parents[2] / "docs" / "seeing.md").read_text(encoding="utf-8")
 
@@ -41,7 +41,7 @@ def test_the_table_names_the_metrics() -> None:
     receiver = ws.WeightReceiver(nn.Linear(4, 4))
     with ws.connect(nn.Linear(4, 4), to=receiver.handle) as sender:
         sender.send_weights()
-    shown = re.findall(r"^# TYPE (\w+)", ReceiverMetrics(receiver).render().decode(), re.MULTILINE)
+    shown = re.findall(r"^# TYPE (\w+)", render(receiver.report()).decode(), re.MULTILINE)
     shown += [_shown_as(metric) for metric in metrics_of([EngineStats()])]
     named = set(re.findall(r"`(weightsync_\w+)", PAGE))
     assert named - {"weightsync_workers"} == set(shown)

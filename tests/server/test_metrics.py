@@ -13,15 +13,16 @@ import weightsync as ws
 from weightsync.serve.worker_client import RemoteReceiver, WorkerClient
 from weightsync.serve.worker_messages import REPORT_CALL
 from weightsync.server import Workers
-from weightsync.server.metrics import ReceiverMetrics
+from weightsync.server.dispatcher import Receiver
+from weightsync.server.metrics import render
 
 NBYTES = 4 * (8 * 8 + 8)
 
 
-def samples(metrics: ReceiverMetrics) -> dict[tuple[str, str], float]:
+def samples(receiver: Receiver) -> dict[tuple[str, str], float]:
     """Return values by name and the only label's value."""
     found = {}
-    for family in text_string_to_metric_families(metrics.render().decode()):
+    for family in text_string_to_metric_families(render(receiver.report()).decode()):
         assert family.name.startswith("weightsync_")
         assert family.documentation.endswith(".")
         for sample in family.samples:
@@ -31,14 +32,13 @@ def samples(metrics: ReceiverMetrics) -> dict[tuple[str, str], float]:
 
 def test_an_update_is_seen() -> None:
     receiver = ws.WeightReceiver(nn.Linear(8, 8))
-    metrics = ReceiverMetrics(receiver)
-    before = samples(metrics)
+    before = samples(receiver)
     assert before["weightsync_version", ""] == 0
     assert before["weightsync_paused", ""] == 0
     assert not any("last_update" in name for name, _ in before)
     with ws.connect(nn.Linear(8, 8), to=receiver.handle) as sender:
         report = sender.send_weights(5)
-    found = samples(metrics)
+    found = samples(receiver)
     assert found["weightsync_version", ""] == 5
     assert found["weightsync_updates_total", "committed"] == 1
     assert found["weightsync_last_update_bytes", ""] == NBYTES
@@ -53,7 +53,7 @@ def test_an_update_is_seen() -> None:
 def test_a_pause_is_seen() -> None:
     receiver = ws.WeightReceiver(nn.Linear(8, 8))
     receiver.handle({"call": "pause", "body": {"mode": "keep"}})
-    assert samples(ReceiverMetrics(receiver))["weightsync_paused", ""] == 1
+    assert samples(receiver)["weightsync_paused", ""] == 1
 
 
 class Asked:
@@ -76,7 +76,7 @@ def test_a_scrape_asks_each_worker_once(workers: int) -> None:
     }
     together = Workers(stands_for)
     try:
-        assert samples(ReceiverMetrics(together))["weightsync_version", ""] == 4
+        assert samples(together)["weightsync_version", ""] == 4
         assert sorted(asked.calls) == [(k, REPORT_CALL) for k in range(workers)]
     finally:
         together.close()

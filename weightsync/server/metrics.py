@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 
-from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client import generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
-from weightsync.server.dispatcher import Receiver
+from weightsync.update.history import WorkerReport
 from weightsync.update.lifecycle import State
 from weightsync.wire.messages import LedgerEntry, Status, StepReply
 
@@ -19,40 +19,29 @@ MoreMetrics = Callable[[], Awaitable[Sequence[Metric]]]
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
-class ReceiverMetrics:
-    """Reads a receiver whenever it is asked, and keeps no numbers."""
+def render(report: WorkerReport, more: Sequence[Metric] = ()) -> bytes:
+    """Return the text of `/metrics` for what a receiver reports, with `more` at its end."""
+    return generate_latest(_Metrics(report, more))
 
-    def __init__(self, receiver: Receiver) -> None:
-        self._receiver = receiver
 
-    def render(self, more: Sequence[Metric] = ()) -> bytes:
-        """Return the text, with `more` at its end. Called for every GET of `/metrics`."""
-        registry = CollectorRegistry(auto_describe=False)
-        registry.register(_Fixed([*self.collect(), *more]))
-        return generate_latest(registry)
+class _Metrics(Collector):
+    """The metrics of a report, and more, in the form that prometheus_client renders."""
+
+    def __init__(self, report: WorkerReport, more: Sequence[Metric]) -> None:
+        self._report = report
+        self._more = more
 
     def collect(self) -> Iterator[Metric]:
-        """Yield the metrics of the receiver."""
-        report = self._receiver.report()
-        yield from _of_status(report.status)
+        yield from _of_status(self._report.status)
         updates = CounterMetricFamily(
             "weightsync_updates", "Updates by how they ended.", labels=["result"]
         )
-        for result, count in sorted(report.updates_total.items()):
+        for result, count in sorted(self._report.updates_total.items()):
             updates.add_metric([result], count)
         yield updates
-        if report.last_reply is not None:
-            yield from _of_reply(report.last_reply)
-
-
-class _Fixed(Collector):
-    """Metrics that were read already, as a registry wants them."""
-
-    def __init__(self, metrics: Sequence[Metric]) -> None:
-        self._metrics = metrics
-
-    def collect(self) -> Sequence[Metric]:
-        return self._metrics
+        if self._report.last_reply is not None:
+            yield from _of_reply(self._report.last_reply)
+        yield from self._more
 
 
 def _of_status(status: Status) -> Iterator[Metric]:

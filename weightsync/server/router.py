@@ -18,7 +18,7 @@ from weightsync.server.dispatcher import (
     error_response,
     read_body,
 )
-from weightsync.server.metrics import CONTENT_TYPE, MoreMetrics, ReceiverMetrics
+from weightsync.server.metrics import CONTENT_TYPE, MoreMetrics, render
 from weightsync.transports.tokens import check_token_text
 from weightsync.wire.messages import (
     CALLS,
@@ -157,7 +157,6 @@ class _Readings:
     def __init__(self, door: AsyncDispatcher, more_metrics: MoreMetrics | None) -> None:
         self._door = door
         self._more_metrics = more_metrics
-        self._metrics = ReceiverMetrics(door.receiver)
 
     async def weight_info(self, request: HttpRequest) -> Response:
         """State, version, label, digest and ledger."""
@@ -186,7 +185,7 @@ class _Readings:
     async def metrics(self, request: HttpRequest) -> Response:
         """Prometheus metrics."""
         more = await self._more_metrics() if self._more_metrics else ()
-        text = await self._door.read(lambda: self._metrics.render(more))
+        text = await self._door.read(lambda: render(self._door.receiver.report(), more))
         return Response(text, media_type=CONTENT_TYPE)
 
     async def _status(self) -> Status:
