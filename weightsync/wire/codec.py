@@ -38,25 +38,31 @@ T = TypeVar("T")
 
 
 class _InitEnvelope(msgspec.Struct, forbid_unknown_fields=True):
-    init_info: msgspec.Raw = msgspec.Raw(b"{}")
+    """An InitRequest whose `init_info` is plain data still: msgspec cannot choose its type."""
+
+    init_info: Any = None
     probe: ProbeInfo | None = None
 
 
 class _UpdateEnvelope(msgspec.Struct, forbid_unknown_fields=True):
-    update_info: msgspec.Raw
+    """An UpdateRequest whose `update_info` is plain data still: its fields choose its type."""
+
+    update_info: Any
     update_id: UpdateId | None = None
     start: StartTerms | None = None
     prepare: bool = False
 
 
 class _UpdateShape(msgspec.Struct):
-    """Just enough of an update_info to know which struct it must be."""
+    """The fields of an update_info that choose its type."""
 
     registered: bool = False
     ipc_handles_pickled: object = None
 
 
 class _InitShape(msgspec.Struct):
+    """The field of an init_info that chooses its type."""
+
     backend: str | None = None
 
 
@@ -70,15 +76,7 @@ def decode_request(call: str, body: bytes) -> Request:
 
     Raises ProtocolError with the path of what is wrong.
     """
-    kind = CALLS.get(call)
-    if kind is None:
-        raise ProtocolError(f"there is no call {call!r}; known: {', '.join(CALLS)}")
-    body = body or b"{}"
-    if kind is InitRequest:
-        return _decode_init(body)
-    if kind is UpdateRequest:
-        return _decode_update(body)
-    return cast(Request, _decode(body, kind))
+    return _whole(_decode(body or b"{}", _type_of(call)))
 
 
 def decode_reply(call: str, body: bytes) -> Reply:
@@ -100,11 +98,7 @@ def from_plain(message: object) -> Request:
             f"a plain message has the keys call and body, this is {seen}; "
             "pass on what the transport was given"
         )
-    try:
-        body = msgspec.json.encode(message["body"])
-    except (TypeError, ValueError) as exc:
-        raise ProtocolError(f"the body is not plain data: {exc}") from exc
-    return decode_request(str(message["call"]), body)
+    return _whole(_convert(message["body"], _type_of(str(message["call"]))))
 
 
 def reply_to_plain(reply: Reply) -> dict[str, object]:
@@ -144,12 +138,11 @@ _INITS: dict[str, type[IpcInit | DistributedInit]] = {
 }
 
 
-def parse_init_info(data: Mapping[str, object] | bytes) -> IpcInit | DistributedInit | None:
-    """Return the typed init info of a dict or JSON; None when it is empty (IPC needs none)."""
-    raw = data if isinstance(data, bytes) else msgspec.json.encode(data)
-    if _is_empty(raw):
+def parse_init_info(data: object) -> IpcInit | DistributedInit | None:
+    """Return the typed init info of a dict; None where it is empty (IPC needs none)."""
+    if _is_empty(data):
         return None
-    shape = _decode(raw, _InitShape)
+    shape = _convert(data, _InitShape)
     if shape.backend is None:
         raise ProtocolError("init_info has no backend; send {} or a whole init_info")
     if shape.backend not in _INITS:
@@ -157,50 +150,69 @@ def parse_init_info(data: Mapping[str, object] | bytes) -> IpcInit | Distributed
         raise ProtocolError(
             f"init_info: backend {shape.backend!r} is not known here; known: {known}"
         )
-    return _decode(raw, _INITS[shape.backend])
+    return _convert(data, _INITS[shape.backend])
 
 
-def parse_update_info(data: Mapping[str, Any] | bytes) -> UpdateInfo:
-    """Return the typed update info of a dict or JSON. Raises ProtocolError saying what is wrong."""
-    raw = data if isinstance(data, bytes) else msgspec.json.encode(data)
-    if _is_empty(raw):
+def parse_update_info(data: object) -> UpdateInfo:
+    """Return the typed update info of a dict. Raises ProtocolError with the path of an error."""
+    if _is_empty(data):
         return EmptyUpdate()
-    shape = _decode(raw, _UpdateShape)
+    shape = _convert(data, _UpdateShape)
     if shape.ipc_handles_pickled is not None:  # whatever else is there or not
         raise ProtocolError(f"update_info.{NO_PICKLES}")
-    if shape.registered:
-        return _decode(raw, RegisteredUpdate)
-    return _decode(raw, HandlesUpdate)
+    return _convert(data, RegisteredUpdate if shape.registered else HandlesUpdate)
 
 
-def _is_empty(raw: bytes) -> bool:
-    return raw.translate(None, b" \t\r\n") in (b"{}", b"null")
+def _is_empty(data: object) -> bool:
+    return data is None or data == {}
 
 
-def _decode_init(body: bytes) -> InitRequest:
-    envelope = _decode(body, _InitEnvelope)
-    return InitRequest(init_info=parse_init_info(bytes(envelope.init_info)), probe=envelope.probe)
+_ENVELOPES: dict[type[Message], type[msgspec.Struct]] = {
+    InitRequest: _InitEnvelope,
+    UpdateRequest: _UpdateEnvelope,
+}
 
 
-def _decode_update(body: bytes) -> UpdateRequest:
-    envelope = _decode(body, _UpdateEnvelope)
-    return UpdateRequest(
-        update_info=parse_update_info(bytes(envelope.update_info)),
-        update_id=envelope.update_id,
-        start=envelope.start,
-        prepare=envelope.prepare,
-    )
+def _type_of(call: str) -> type[msgspec.Struct]:
+    """Return the type that a request of `call` is decoded as. Raises ProtocolError."""
+    kind = CALLS.get(call)
+    if kind is None:
+        raise ProtocolError(f"there is no call {call!r}; known: {', '.join(CALLS)}")
+    return _ENVELOPES.get(kind, kind)
+
+
+def _whole(decoded: msgspec.Struct) -> Request:
+    """Return the request that was decoded, its plain part typed as well."""
+    if isinstance(decoded, _InitEnvelope):
+        return InitRequest(init_info=parse_init_info(decoded.init_info), probe=decoded.probe)
+    if isinstance(decoded, _UpdateEnvelope):
+        return UpdateRequest(
+            update_info=parse_update_info(decoded.update_info),
+            update_id=decoded.update_id,
+            start=decoded.start,
+            prepare=decoded.prepare,
+        )
+    return cast(Request, decoded)
 
 
 def _decode(body: bytes, kind: type[T]) -> T:
     try:
         return msgspec.json.decode(body, type=kind)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as exc:
-        name = kind.__name__.strip("_")
-        raise ProtocolError(f"the message is not a valid {name}: {exc}") from exc
+        raise _invalid(kind, exc) from exc
 
 
-_PARTS = (InitRequest, UpdateRequest)  # decoded part by part
-prepare(*(kind for kind in CALLS.values() if kind not in _PARTS), *REPLIES.values())
-prepare(_InitEnvelope, _UpdateEnvelope, IpcInit, DistributedInit)
-prepare(RegisteredUpdate, HandlesUpdate, EmptyUpdate)
+def _convert(data: object, kind: type[T]) -> T:
+    try:
+        return msgspec.convert(data, kind)
+    except (msgspec.ValidationError, RecursionError) as exc:
+        raise _invalid(kind, exc) from exc
+
+
+def _invalid(kind: type, exc: Exception) -> ProtocolError:
+    return ProtocolError(f"the message is not a valid {kind.__name__.strip('_')}: {exc}")
+
+
+prepare(*(_ENVELOPES.get(kind, kind) for kind in CALLS.values()), *REPLIES.values())
+prepare(_InitShape, IpcInit, DistributedInit)
+prepare(_UpdateShape, RegisteredUpdate, HandlesUpdate, EmptyUpdate)
