@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Protocol, TypeVar
 
 import anyio
-import anyio.to_thread
+from anyio.to_thread import run_sync
 from fastapi import Request as HttpRequest
 from fastapi import Response
 from msgspec import structs
@@ -25,9 +25,6 @@ logger = logging.getLogger(__name__)
 
 DEFAULT_MAX_BODY_NBYTES = 64 << 20
 BODY_TIMEOUT_S = 60.0
-
-_READS = frozenset({"weight_info"})
-_INTERRUPTS = frozenset({"abort_weight_update", "resume"})
 
 
 class Receiver(Protocol):
@@ -61,29 +58,26 @@ class AsyncDispatcher:
     def __init__(self, receiver: Receiver) -> None:
         self.receiver = receiver
         self._loads = anyio.CapacityLimiter(32)
-        self._interrupts = anyio.CapacityLimiter(8)
         self._reads = anyio.CapacityLimiter(8)
+        interrupts = anyio.CapacityLimiter(8)
+        self._limiters = {
+            "weight_info": self._reads,
+            "abort_weight_update": interrupts,
+            "resume": interrupts,
+        }
 
     async def step(self, call: str, body: bytes) -> Response:
         """Decode, dispatch and encode one call. Raises what decoding and the receiver raise."""
-        limiter = self._loads
-        if call in _READS:
-            limiter = self._reads
-        elif call in _INTERRUPTS:
-            limiter = self._interrupts
-        answer = await _in_thread(lambda: self._step(call, body), limiter)
+        limiter = self._limiters.get(call, self._loads)
+        answer = await run_sync(self._step, call, body, limiter=limiter, abandon_on_cancel=True)
         return Response(answer, media_type="application/json")
 
     async def read(self, reading: Callable[[], T]) -> T:
         """Run something short that may wait for a lock of the receiver."""
-        return await _in_thread(reading, self._reads)
+        return await run_sync(reading, limiter=self._reads, abandon_on_cancel=True)
 
     def _step(self, call: str, body: bytes) -> bytes:
         return codec.encode(self.receiver.dispatch(codec.decode_request(call, body)))
-
-
-async def _in_thread(work: Callable[[], T], limiter: anyio.CapacityLimiter) -> T:
-    return await anyio.to_thread.run_sync(work, limiter=limiter, abandon_on_cancel=True)
 
 
 async def read_body(request: HttpRequest, max_nbytes: int) -> bytes:
@@ -118,9 +112,7 @@ def error_response(exc: Exception) -> Response:
     document = problem.to_problem(exc)
     headers: dict[str, str] = {}
     if isinstance(exc, BodyError):
-        document = structs.replace(
-            document, status=exc.status, error="ConfigError", title="ConfigError"
-        )
+        document = structs.replace(document, status=exc.status)
         headers["connection"] = "close"
     if isinstance(exc, AuthError):
         headers.update((name.decode(), value.decode()) for name, value in challenge(exc))

@@ -109,30 +109,54 @@ def weight_router(
     """
     if token is not None:
         check_token_text(token)
-    door = AsyncDispatcher(receiver)
+    dispatcher = AsyncDispatcher(receiver)
     router = APIRouter(tags=["weights"])
     for call, kind in CALLS.items():
         if kind is not StatusRequest:
-            _add_call(router, call, _call_handler(door, call, token, max_body_nbytes))
-    _add_readings(router, _Readings(door, more_metrics))
+            handler = _call_handler(dispatcher, call, token, max_body_nbytes)
+            summary = (kind.__doc__ or "").partition("\n")[0]
+            _add(router, "POST", call, handler, summary, openapi_extra=describe_body(call))
+    readings = _Readings(dispatcher, more_metrics)
+    for reading in (
+        readings.weight_info,
+        readings.health,
+        readings.get_world_size,
+        readings.is_paused,
+        readings.metrics,
+    ):
+        _add(router, "GET", reading.__name__, reading, reading.__doc__)
     return router
 
 
-def _add_call(router: APIRouter, call: str, handler: Handler) -> None:
+def _add(
+    router: APIRouter,
+    method: str,
+    name: str,
+    handler: Handler,
+    summary: str | None,
+    *,
+    openapi_extra: Schema | None = None,
+) -> None:
+    async def guarded(request: HttpRequest) -> Response:
+        try:
+            return await handler(request)
+        except Exception as exc:  # noqa: BLE001 - the edge: each error becomes a problem document
+            return error_response(exc)
+
     router.add_api_route(
-        f"/{call}",
-        _guarded(handler),
-        methods=["POST"],
-        name=call,
-        summary=(CALLS[call].__doc__ or "").partition("\n")[0],
+        f"/{name}",
+        guarded,
+        methods=[method],
+        name=name,
+        summary=summary,
         response_class=Response,
-        responses=describe_answers(call),
-        openapi_extra=describe_body(call),
+        responses=describe_answers(name) if name in CALLS else None,
+        openapi_extra=openapi_extra,
     )
 
 
 def _call_handler(
-    door: AsyncDispatcher, call: str, token: str | None, max_body_nbytes: int
+    dispatcher: AsyncDispatcher, call: str, token: str | None, max_body_nbytes: int
 ) -> Handler:
     async def handler(request: HttpRequest) -> Response:
         if token is not None:
@@ -140,7 +164,7 @@ def _call_handler(
         body = await read_body(request, max_body_nbytes)
         if call == "pause" and "mode" in request.query_params:
             body = _pause_body(request.query_params["mode"], body)
-        return await door.step(call, body)
+        return await dispatcher.step(call, body)
 
     return handler
 
@@ -154,13 +178,13 @@ def _pause_body(mode: str, body: bytes) -> bytes:
 class _Readings:
     """The GET routes: nothing here changes anything, and nothing wants the token."""
 
-    def __init__(self, door: AsyncDispatcher, more_metrics: MoreMetrics | None) -> None:
-        self._door = door
+    def __init__(self, dispatcher: AsyncDispatcher, more_metrics: MoreMetrics | None) -> None:
+        self._dispatcher = dispatcher
         self._more_metrics = more_metrics
 
     async def weight_info(self, request: HttpRequest) -> Response:
         """State, version, label, digest and ledger."""
-        return await self._door.step("weight_info", b"")
+        return await self._dispatcher.step("weight_info", b"")
 
     async def health(self, request: HttpRequest) -> Response:
         """200 where the server may generate, else 503."""
@@ -185,42 +209,12 @@ class _Readings:
     async def metrics(self, request: HttpRequest) -> Response:
         """Prometheus metrics."""
         more = await self._more_metrics() if self._more_metrics else ()
-        text = await self._door.read(lambda: render(self._door.receiver.report(), more))
+        text = await self._dispatcher.read(lambda: render(self._dispatcher.receiver.report(), more))
         return Response(text, media_type=CONTENT_TYPE)
 
     async def _status(self) -> Status:
-        return await self._door.read(self._door.receiver.status)
-
-
-def _add_readings(router: APIRouter, readings: _Readings) -> None:
-    for handler in (
-        readings.weight_info,
-        readings.health,
-        readings.get_world_size,
-        readings.is_paused,
-        readings.metrics,
-    ):
-        name = handler.__name__
-        router.add_api_route(
-            f"/{name}",
-            _guarded(handler),
-            methods=["GET"],
-            name=name,
-            summary=handler.__doc__,
-            response_class=Response,
-            responses=describe_answers(name) if name in CALLS else None,
-        )
+        return await self._dispatcher.read(self._dispatcher.receiver.status)
 
 
 def _json(data: dict[str, object]) -> Response:
     return Response(msgspec.json.encode(data), media_type="application/json")
-
-
-def _guarded(handler: Handler) -> Handler:
-    async def guarded(request: HttpRequest) -> Response:
-        try:
-            return await handler(request)
-        except Exception as exc:  # noqa: BLE001 - the edge: each error becomes a problem document
-            return error_response(exc)
-
-    return guarded

@@ -59,7 +59,7 @@ class _Connection(http.client.HTTPConnection):
         super().__init__(host, port, timeout=timeout_s)
         self._tls = tls
         if tls is not None:  # the port that is left out of the Host header
-            self.default_port = http.client.HTTPS_PORT  # type: ignore[misc]  # read by instance
+            self.default_port = http.client.HTTPS_PORT
 
     def connect(self) -> None:
         super().connect()
