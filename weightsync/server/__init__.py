@@ -1,8 +1,8 @@
 """A receiver's control routes for FastAPI: `weight_router`, `TokenAuth`, `resolve_token`.
 
-`Workers` stands for several receivers, and `workers_router` has the routes of all of them.
+`Workers` makes several receivers act as one; `workers_router` has the routes of all of them.
 
-Needs the extra `server`; the modules import fastapi and prometheus_client at their top.
+Needs the extra `server`: the modules import fastapi and prometheus_client.
 """
 
 from __future__ import annotations

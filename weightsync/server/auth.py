@@ -1,4 +1,4 @@
-"""Who may change weights: a bearer token, looked at before the body of a request is read."""
+"""Access control of a receiver's routes: a bearer token, checked before the body is read."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _READING_METHODS = frozenset({"GET", "HEAD", "OPTIONS"})
 
 @dataclass(frozen=True)
 class Token:
-    """A token; `made` is True when nobody gave it, so that somebody has to be told."""
+    """A bearer token; `made` is True where it was generated, and so has to be shown to the user."""
 
     text: str = field(repr=False)
     made: bool = False
@@ -34,11 +34,11 @@ class Token:
 def resolve_token(
     token: str | None = None, *, token_file: str | os.PathLike[str] | None = None
 ) -> Token:
-    """Return the token given, else that of the file, else the environment's, else one at random.
+    """Return `token`, else that of `token_file`, else the environment's, else a random one.
 
-    The environment names it in WEIGHTSYNC_TOKEN, or its file in WEIGHTSYNC_TOKEN_FILE. Raises
-    ConfigError for a token that cannot stand in a header, for a file that others may read, and
-    where two are given at once.
+    The environment gives it as WEIGHTSYNC_TOKEN, or names its file in WEIGHTSYNC_TOKEN_FILE.
+    Raises ConfigError for a token that a header cannot carry, for a file that other users may
+    read, and where two of them are given.
     """
     if token is not None and token_file is not None:
         raise ConfigError("a token and a token file are given; give one of them")
@@ -53,7 +53,7 @@ def resolve_token(
 def check_authorization(scope: Scope, token: str) -> None:
     """Raise AuthError unless the headers of `scope` carry `token`: 401 for none, 403 for another.
 
-    Compares in constant time. Looks at headers alone, so it can run before the body is read.
+    Compares in constant time, and reads the headers only: it runs before the body is read.
     """
     values = [value for name, value in scope["headers"] if name.lower() == b"authorization"]
     if not values:
@@ -73,18 +73,18 @@ def check_authorization(scope: Scope, token: str) -> None:
 
 
 def is_protected(method: str, path: str) -> bool:
-    """Whether a request needs the token: all but reading, `/generate` and `/v1/…`.
+    """Whether a request needs the token: every one but reads, `/generate` and `/v1/…`.
 
-    Those two generate and change nothing; whatever else is added later is protected unasked.
+    Those two generate text and change nothing. A route that is added later is protected.
     """
     generates = path == "/generate" or path.startswith("/v1/")
     return method not in _READING_METHODS and not generates
 
 
 class TokenAuth:
-    """ASGI middleware over a whole app: answers 401 or 403 before the body is read.
+    """ASGI middleware for a whole app: answers 401 or 403 before the body is read.
 
-    Websockets are refused without the token, too. Raises ConfigError for a bad token.
+    Websockets need the token too. Raises ConfigError for a bad token.
     """
 
     def __init__(self, app: ASGIApp, token: str) -> None:
@@ -92,7 +92,7 @@ class TokenAuth:
         self._token = check_token_text(token)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass on what may pass. Called by the ASGI server."""
+        """Hand an authorized request to the app. Called by the ASGI server."""
         try:
             self._check(scope)
         except AuthError as exc:
@@ -107,17 +107,17 @@ class TokenAuth:
 
 
 class LocalOnly:
-    """ASGI middleware for an app without a token: what changes something has to come from here.
+    """ASGI middleware for an app without a token: only local requests may change anything.
 
-    A web page that this host's browser shows can send requests, too: they carry its Origin, or,
-    where its name was made to point here, its Host. Such requests, and websockets, get 403.
+    A web page in a browser on this host can send requests too. They carry the page's Origin, or,
+    after DNS rebinding, its Host. Such requests, and such websockets, get 403.
     """
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass on what may pass. Called by the ASGI server."""
+        """Hand a local request, or a read, to the app. Called by the ASGI server."""
         try:
             if scope["type"] == "websocket" or scope.get("method", "GET") not in _READING_METHODS:
                 check_local(scope)
@@ -128,7 +128,7 @@ class LocalOnly:
 
 
 def check_local(scope: Scope) -> None:
-    """Raise AuthError (403) unless Host is a loopback one and Origin, where there is one, it."""
+    """Raise AuthError (403) unless Host names loopback, and Origin, where present, is that host."""
     if scope["type"] not in ("http", "websocket"):
         return
     headers = {name.lower(): value.decode("latin-1") for name, value in scope["headers"]}
@@ -162,7 +162,7 @@ async def _refuse(scope: Scope, send: Send, exc: AuthError) -> None:
     headers = [
         (b"content-type", problem.MEDIA_TYPE.encode()),
         (b"content-length", str(len(body)).encode()),
-        (b"connection", b"close"),  # or the body that was not looked at would be read after all
+        (b"connection", b"close"),  # an open connection would make the server read the body
         *challenge(exc),
     ]
     await send({"type": "http.response.start", "status": exc.status, "headers": headers})
@@ -170,5 +170,5 @@ async def _refuse(scope: Scope, send: Send, exc: AuthError) -> None:
 
 
 def challenge(exc: AuthError) -> list[tuple[bytes, bytes]]:
-    """Return the header that a 401 must have."""
+    """Return the WWW-Authenticate header that a 401 must have; none for other statuses."""
     return [(b"www-authenticate", b"Bearer")] if exc.status == 401 else []

@@ -1,4 +1,4 @@
-"""The way from a handler of the event loop to a receiver that blocks, and back as HTTP."""
+"""From an async route handler to a blocking receiver, and from its errors to HTTP responses."""
 
 from __future__ import annotations
 
@@ -28,20 +28,20 @@ BODY_TIMEOUT_S = 60.0
 
 
 class Receiver(Protocol):
-    """What the routes need of a WeightReceiver, or of something that stands for several."""
+    """What the routes call: a WeightReceiver, or `Workers`, which stands for several."""
 
     def dispatch(self, request: Request) -> Reply:
-        """Make one step; blocks, and is called from several threads at once."""
+        """Handle one request; blocks. Called from several threads at once."""
 
     def status(self) -> Status:
-        """Return the state now; does not wait for a step in progress."""
+        """Return the current state; does not wait for a step in progress."""
 
     def report(self) -> WorkerReport:
-        """Return all that it tells of itself, read at one moment."""
+        """Return status, counts and last reply, read at one moment."""
 
 
 class BodyError(ConfigError):
-    """The body of a request did not arrive as it must; `status` is the answer's."""
+    """The body of a request did not arrive, or is too long; `status` is the response's."""
 
     def __init__(self, message: str, *, status: int) -> None:
         self.status = status
@@ -49,10 +49,11 @@ class BodyError(ConfigError):
 
 
 class AsyncDispatcher:
-    """Runs the steps of one receiver in threads of their own.
+    """Runs the blocking calls of one receiver in worker threads.
 
-    Long loads can use up neither the threads of an abort or a resume nor those of status reads.
-    A step goes on when its client goes away; the client's retry joins it.
+    Loads, interrupts (abort and resume) and reads each have their own threads, so that long loads
+    delay neither an abort nor a status read. A step continues when its client disconnects, and the
+    client's retry joins it.
     """
 
     def __init__(self, receiver: Receiver) -> None:
@@ -67,13 +68,13 @@ class AsyncDispatcher:
         }
 
     async def step(self, call: str, body: bytes) -> Response:
-        """Decode, dispatch and encode one call. Raises what decoding and the receiver raise."""
+        """Decode a request, dispatch it, and encode the reply. Raises what these raise."""
         limiter = self._limiters.get(call, self._loads)
         answer = await run_sync(self._step, call, body, limiter=limiter, abandon_on_cancel=True)
         return Response(answer, media_type="application/json")
 
     async def read(self, reading: Callable[[], T]) -> T:
-        """Run something short that may wait for a lock of the receiver."""
+        """Return what `reading` returns: a short call that may wait for a receiver's lock."""
         return await run_sync(reading, limiter=self._reads, abandon_on_cancel=True)
 
     def _step(self, call: str, body: bytes) -> bytes:
@@ -81,10 +82,10 @@ class AsyncDispatcher:
 
 
 async def read_body(request: HttpRequest, max_nbytes: int) -> bytes:
-    """Return the body. Raises BodyError as soon as it is known to be too long, or takes too long.
+    """Return the body. Raises BodyError once it is too long, or has not arrived in 60 s.
 
-    A length announced is believed when it is too long, and counted when it is not; chunked
-    bodies announce none.
+    Content-Length alone suffices to refuse a body. A body whose Content-Length is small enough, or
+    is missing (chunked), is counted while it is read.
     """
     announced = request.headers.get("content-length", "")
     if announced.isdecimal() and int(announced[:20]) > max_nbytes:
@@ -106,7 +107,7 @@ async def read_body(request: HttpRequest, max_nbytes: int) -> bytes:
 
 
 def error_response(exc: Exception) -> Response:
-    """Return the problem document of an error; one that is not ours is logged, too."""
+    """Return the problem document of an error; logs an error that is no WeightSyncError."""
     if not isinstance(exc, WeightSyncError):
         logger.error("a request failed", exc_info=exc)
     document = problem.to_problem(exc)

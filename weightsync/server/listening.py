@@ -1,4 +1,4 @@
-"""Sockets that a server listens on, opened before anything else is."""
+"""Listening sockets of a server, which opens them before it starts anything else."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ logger = logging.getLogger(__name__)
 
 _NAP_S = 0.05
 _REST_S = 0.5
-_TELL_S = 60.0
+_WARN_EVERY_S = 60.0
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """Return a socket that listens on `host` and `port`; port 0 takes any free one.
+    """Return a socket that listens on `host` and `port`; port 0 takes any free port.
 
-    Raises ConfigError when the address is unknown or taken.
+    Raises ConfigError where the address is unknown, or already in use.
     """
     try:
         family, kind, _, _, address = socket.getaddrinfo(
@@ -35,8 +35,8 @@ def listen(host: str, port: int) -> socket.socket:
         )[0]
     except (OSError, UnicodeError) as exc:
         raise ConfigError(f"{host!r} is no address to listen on: {exc}") from exc
-    # With protocol 0 asyncio would not set TCP_NODELAY on its connections, and an answer whose
-    # header and body leave apart would wait 40 ms for the client's delayed ACK.
+    # With protocol 0 asyncio does not set TCP_NODELAY on its connections. A response whose header
+    # and body are two segments would then wait 40 ms for the client's delayed ACK.
     listener = socket.socket(family, kind, socket.IPPROTO_TCP)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -51,21 +51,21 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 class _OutOfDescriptors(OSError):
-    """Says to asyncio that it is to look at a listener again a second later."""
+    """Makes asyncio retry a listener one second later, as it does for this errno."""
 
 
 class SparingListener(socket.socket):
-    """A listening socket that closes new connections while this process has no descriptor left.
+    """A listening socket that closes new connections while this process is out of descriptors.
 
-    asyncio would log a traceback for each try to accept one, thousands a second. A descriptor is
-    kept in reserve, so that such a connection can be accepted and closed, and its client is told.
-    One that is shared with other servers leaves them the connection instead, and rests for a
-    second; `tell_sparingly` is to be the event loop's exception handler then.
+    asyncio would log a traceback for each failed accept, thousands per second. A reserved
+    descriptor lets such a connection be accepted and closed, so that its client notices.
+    A socket that is shared with other servers leaves the connection to them and pauses for a
+    second; the event loop's exception handler must be `tell_sparingly` then.
     """
 
     @classmethod
     def taking(cls, listener: socket.socket, *, shared: bool = False) -> SparingListener:
-        """Take the descriptor of a listening socket over; `listener` is of no use afterwards."""
+        """Take over the descriptor of a listening socket; `listener` is closed afterwards."""
         sparing = cls(fileno=listener.detach())
         sparing._shared = shared
         if not shared:
@@ -76,11 +76,11 @@ class SparingListener(socket.socket):
     _shared = False
     _rests_until = -math.inf
     _closed = 0
-    _told = -math.inf
+    _warned_at = -math.inf
 
     def accept(self) -> tuple[socket.socket, Any]:
-        """Accept a connection; BlockingIOError, as where there is none, after closing one."""
-        if time.monotonic() < self._rests_until:  # asyncio tries a whole backlog at a time
+        """Accept a connection. Raises BlockingIOError where there is none, or one was closed."""
+        if time.monotonic() < self._rests_until:  # asyncio accepts a whole backlog at once
             raise BlockingIOError(errno.EAGAIN, "left to other servers for want of descriptors")
         try:
             return super().accept()
@@ -89,13 +89,13 @@ class SparingListener(socket.socket):
                 raise
             if self._shared:
                 self._rests_until = time.monotonic() + _REST_S
-                self._tell("new connections are left to the other servers of this socket")
+                self._warn("new connections are left to the other servers of this socket")
                 raise _OutOfDescriptors(exc.errno, exc.strerror) from exc
             self._close_one()
             raise BlockingIOError(errno.EAGAIN, "one was closed for want of descriptors") from exc
 
     def close(self) -> None:
-        """Close the socket and the reserve."""
+        """Close the socket and the reserved descriptor."""
         super().close()
         if self._reserve is not None:
             os.close(self._reserve)
@@ -105,7 +105,7 @@ class SparingListener(socket.socket):
         if self._reserve is None:
             self._reserve = self._reserved()
         if self._reserve is None:
-            time.sleep(_NAP_S)  # every descriptor is in use: what waits stays in line
+            time.sleep(_NAP_S)  # no descriptor is to be had: the backlog waits
             return
         os.close(self._reserve)
         self._reserve = None
@@ -113,11 +113,11 @@ class SparingListener(socket.socket):
             super().accept()[0].close()
             self._closed += 1
         self._reserve = self._reserved()
-        self._tell(f"{self._closed} connections were closed so far")
+        self._warn(f"{self._closed} connections were closed so far")
 
-    def _tell(self, what: str) -> None:
-        if time.monotonic() - self._told >= _TELL_S:
-            self._told = time.monotonic()
+    def _warn(self, what: str) -> None:
+        if time.monotonic() - self._warned_at >= _WARN_EVERY_S:
+            self._warned_at = time.monotonic()
             logger.warning(
                 "no descriptor is left (the limit is %d): %s; raise ulimit -n, or have clients "
                 "open fewer",
@@ -133,7 +133,7 @@ class SparingListener(socket.socket):
 
 
 def tell_sparingly(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-    """Handle an event loop's exceptions as it does, but for those that a listener has told of."""
+    """Exception handler of an event loop: ignores what a SparingListener has already logged."""
     if not isinstance(context.get("exception"), _OutOfDescriptors):
         loop.default_exception_handler(context)
 
@@ -146,7 +146,7 @@ def url_of(listener: socket.socket, *, tls: bool = False) -> str:
 
 
 def check_tls_files(certfile: str | None, keyfile: str | None) -> None:
-    """Raise ConfigError unless a server can speak TLS with these, before any process starts."""
+    """Raise ConfigError unless a server can use these TLS files. Called before processes start."""
     if certfile is None:
         if keyfile is not None:
             raise ConfigError("a TLS key without a certificate; give the certificate, too")
@@ -162,10 +162,10 @@ def check_tls_files(certfile: str | None, keyfile: str | None) -> None:
 
 
 def _no_passphrase() -> str:
-    """Answer OpenSSL, which would ask the terminal for the passphrase of a key that has one."""
+    """Passphrase callback, without which OpenSSL would ask the terminal for a passphrase."""
     return ""
 
 
 def is_loopback(listener: socket.socket) -> bool:
-    """Whether only this host can reach a listening socket."""
+    """Whether a socket listens on a loopback address, which only this host can reach."""
     return addresses.is_loopback(listener.getsockname()[0])

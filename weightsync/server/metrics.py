@@ -1,4 +1,4 @@
-"""What `/metrics` shows of a receiver, in Prometheus' text format."""
+"""The `/metrics` of a receiver, in Prometheus' text format."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from weightsync.update.lifecycle import State
 from weightsync.wire.messages import LedgerEntry, Status, StepReply
 
 MoreMetrics = Callable[[], Awaitable[Sequence[Metric]]]
-"""Asks what an app has to show beside its receiver, in its event loop; called for every GET."""
+"""Returns an app's own metrics; awaited in the app's event loop for every GET of `/metrics`."""
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
@@ -70,7 +70,7 @@ def _of_status(status: Status) -> Iterator[Metric]:
 
 
 def _of_ledger(ledger: Sequence[LedgerEntry]) -> Iterator[Metric]:
-    """What senders made the receiver open; a kind that grows from update to update is a leak."""
+    """Mappings opened for senders, by kind; a kind that grows with each update is a leak."""
     nbytes = GaugeMetricFamily(
         "weightsync_ledger_bytes", "Bytes that senders made this open.", labels=["kind"]
     )

@@ -34,7 +34,7 @@ Schema = dict[str, Any]  # JSON Schema, which has no narrower type
 
 
 def describe_body(call: str) -> Schema:
-    """Return the `openapi_extra` of the route of `call`: what its body may be."""
+    """Return the `openapi_extra` of the route of `call`: the schema of its body."""
     kind = CALLS[call]
     schema = _update_schema() if kind is UpdateRequest else schema_of(kind)
     content = {"application/json": {"schema": schema}}
@@ -42,7 +42,7 @@ def describe_body(call: str) -> Schema:
 
 
 def describe_answers(call: str) -> dict[int | str, dict[str, Any]]:
-    """Return the `responses` of the route of `call`: its reply, and problem documents."""
+    """Return the `responses` of the route of `call`: the reply, and problem documents."""
     return {
         200: _content("The reply", "application/json", schema_of(REPLIES[call])),
         "default": _content("A problem document (RFC 9457)", MEDIA_TYPE, schema_of(Problem)),
@@ -50,7 +50,7 @@ def describe_answers(call: str) -> dict[int | str, dict[str, Any]]:
 
 
 def schema_of(kind: Any) -> Schema:
-    """Return the JSON Schema of a type, with every definition in place of its reference."""
+    """Return the JSON Schema of a type, with each reference replaced by its definition."""
     schema = msgspec.json.schema(kind)
     definitions: Schema = schema.pop("$defs", {})
     inlined: Schema = _inline(schema, definitions)
@@ -58,7 +58,7 @@ def schema_of(kind: Any) -> Schema:
 
 
 def _update_schema() -> Schema:
-    # msgspec describes no union of untagged structs: codec tells them apart by their fields.
+    # msgspec has no schema for a union of untagged structs; the codec decides by their fields.
     infos = {"anyOf": [schema_of(kind) for kind in get_args(UpdateInfo)]}
     fields = msgspec.structs.fields(UpdateRequest)
     properties = {
@@ -81,7 +81,7 @@ def _inline(node: Any, definitions: Schema) -> Any:
         return node
     if "$ref" in node:
         return _inline(definitions[node["$ref"].rpartition("/")[2]], definitions)
-    # A discriminator maps to references, of which none are left; each tag is an enum of one.
+    # A discriminator maps to references, which are gone; each tag is an enum of one value.
     return {k: _inline(v, definitions) for k, v in node.items() if k != "discriminator"}
 
 
@@ -99,13 +99,13 @@ def weight_router(
     max_body_nbytes: int = DEFAULT_MAX_BODY_NBYTES,
     more_metrics: MoreMetrics | None = None,
 ) -> APIRouter:
-    """Return the routes of the control plane for `receiver`.
+    """Return the control routes of `receiver`.
 
-    Every POST wants `token` as a bearer token, which is looked at before the body is read: the
-    handlers take the raw request, since a router carries no middleware and a typed body would be
-    read first. `token=None` lets everyone in who reaches the app; a whole app may be guarded by
-    `TokenAuth` instead. `more_metrics` are shown in `/metrics`, too. Raises
-    ConfigError for a token that cannot be sent.
+    Every POST needs `token` as a bearer token, which is checked before the body is read: the
+    handlers take the raw request, because a router has no middleware, and FastAPI reads a typed
+    body first. `token=None` accepts every client that reaches the app; `TokenAuth` protects a whole
+    app instead. `/metrics` shows `more_metrics` as well. Raises ConfigError for a token that a
+    header cannot carry.
     """
     if token is not None:
         check_token_text(token)
@@ -176,7 +176,7 @@ def _pause_body(mode: str, body: bytes) -> bytes:
 
 
 class _Readings:
-    """The GET routes: nothing here changes anything, and nothing wants the token."""
+    """The GET routes. They change nothing and need no token."""
 
     def __init__(self, dispatcher: AsyncDispatcher, more_metrics: MoreMetrics | None) -> None:
         self._dispatcher = dispatcher

@@ -1,4 +1,4 @@
-"""Several receivers behind one URL: each has routes of its own, and the root stands for all."""
+"""Several receivers behind one URL: each has its own routes, and the root acts on all of them."""
 
 from __future__ import annotations
 
@@ -53,9 +53,9 @@ _WEAKEST_FIRST = ("none", "arrived", "held")
 
 
 def merge_statuses(statuses: Mapping[str, Status]) -> Status:
-    """Return the status of all workers, by path, as one: that of the least ready.
+    """Return one status for all workers, given by path: that of the least ready worker.
 
-    They may generate only where all may, with one version.
+    `may_generate` is True only where all workers may generate, with the same weights.
     """
     held = list(statuses.values())
     versions = {(status.version, status.weights_id) for status in held}
@@ -96,7 +96,7 @@ def merge_statuses(statuses: Mapping[str, Status]) -> Status:
 
 
 def merge_steps(replies: Sequence[StepReply]) -> StepReply:
-    """Return where all workers stand after a step, and what it cost the slowest."""
+    """Return one reply for all workers: the least ready state, and the cost of the slowest."""
     phases = sorted({phase for reply in replies for phase in reply.seconds})
     return StepReply(
         state=_least_ready(reply.state for reply in replies),
@@ -121,7 +121,7 @@ def _weakest(levels: Iterable[str]) -> str:
 
 
 def _paths(held: Sequence[Status]) -> dict[str, str]:
-    """Return every sender's path, or paths, where it reaches workers by several."""
+    """Return the path of every sender by its id, or all of them where workers differ."""
     ids = dict.fromkeys(sender for status in held for sender in status.senders)
     found = {s: {status.senders[s] for status in held if s in status.senders} for s in ids}
     return {sender: ", ".join(sorted(paths)) for sender, paths in found.items()}
@@ -132,12 +132,12 @@ def _standing(owner: Owner) -> tuple[bool, int]:
 
 
 def _common(values: Sequence[T | None]) -> T | None:
-    """Return what all say, or None."""
+    """Return the value that all have, or None where they differ."""
     return values[0] if all(value == values[0] for value in values) else None
 
 
 def _reasons(statuses: Mapping[str, Status]) -> str:
-    """Say which workers may not generate and why, or that they hold different versions."""
+    """Return why workers may not generate, one by one, or that their weights differ."""
     reasons = [
         f"{name}: {status.detail or status.state}"
         for name, status in statuses.items()
@@ -156,13 +156,13 @@ def _reasons(statuses: Mapping[str, Status]) -> str:
 
 
 _CALLS_AT_ONCE = 48
-"""As many as the door lets in: loads, interrupts and reads together."""
+"""The sum of AsyncDispatcher's limits: loads, interrupts and reads."""
 _GIVES_UP = (StartRequest, UpdateRequest, PrepareRequest)
 
 
 @dataclass(frozen=True, slots=True)
 class _Answer:
-    """What one worker answered: `reply`, or the `error` that it raised."""
+    """The outcome of one worker's call: its `reply`, or the `error` that it raised."""
 
     name: str
     worker: Receiver
@@ -171,12 +171,12 @@ class _Answer:
 
 
 class Workers:
-    """Stands for the receivers of one server, as a receiver itself.
+    """The receivers of one server, as one receiver.
 
-    `workers` are by path, in order of rank; every `tensor_parallel` of them hold one replica. With
-    a single one everything is passed through. A step that fails on some is aborted on the others;
-    only where some had finished it already the server holds two versions, and says so.
-    Thread-safe. Raises ConfigError for numbers of workers that make no whole replicas.
+    `workers` are by path, in the order of their ranks; each `tensor_parallel` of them hold one
+    replica. A step that fails on some workers is aborted on the others. Where a finish fails on
+    some only, the server holds two versions, and the error says so. A single worker is called
+    directly. Thread-safe. Raises ConfigError where the workers make no whole number of replicas.
     """
 
     def __init__(self, workers: Mapping[str, Receiver], *, tensor_parallel: int = 1) -> None:
@@ -199,9 +199,10 @@ class Workers:
         }
 
     def report(self) -> WorkerReport:
-        """Return what all tell of themselves as one, each asked once.
+        """Return one report for all workers; calls each of them once.
 
-        Updates that ended alike on all workers count once; the last reply is that of all, or none.
+        An update that ended alike on all workers counts once. `last_reply` merges those of all
+        workers, and is None where one has none.
         """
         reports = self._each(lambda _, worker: worker.report())
         if self._only is not None:
@@ -218,20 +219,20 @@ class Workers:
         )
 
     def status(self) -> Status:
-        """Return the state of all as one; never waits for an update at work."""
+        """Return one status for all workers; does not wait for an update in progress."""
         if self._only is not None:
             return self._only.status()
         return merge_statuses(self._each(lambda _, worker: worker.status()))
 
     def dispatch(self, request: Request) -> Reply:
-        """Answer a message for all workers. Raises the first error, naming all that failed."""
+        """Handle a request on all workers. Raises the first error, which names all that failed."""
         if self._only is not None:
             return self._only.dispatch(request)
         answer = self._answers.get(type(request), self._to_all)
         return answer(request)
 
     def close(self) -> None:
-        """Let threads go; the workers belong to the caller."""
+        """End the threads. The workers belong to the caller, and stay open."""
         self._pool.shutdown(wait=False, cancel_futures=True)
 
     def _init(self, request: InitRequest) -> InitReply:
@@ -265,14 +266,14 @@ class Workers:
         return self._to_all(request)
 
     def _whole(self, request: UpdateRequest) -> Reply:
-        """A whole model in one message: nobody finishes unless all are prepared."""
+        """A whole update in one message: no worker finishes unless all are prepared."""
         update_id = new_update_id()
         terms = StartTerms(version=self._common_next())
         self._to_all(replace(request, update_id=update_id, start=terms, prepare=True))
         return self._to_all(FinishRequest(update_id=update_id))
 
     def _common_next(self) -> int | None:
-        """The version that follows all; None where each finds the same one by itself."""
+        """The version above those of all workers; None where they agree, and each counts alone."""
         versions = {status.version for status in self._each(_status).values()}
         return max(versions) + 1 if len(versions) > 1 else None
 
@@ -298,7 +299,7 @@ class Workers:
         return merge_steps(steps) if steps else self.status()
 
     def _ask(self, request: Request) -> list[_Answer]:
-        """Hand a message to all at once. Raises what the first raised that failed."""
+        """Send a request to all workers at once. Raises the first error, once all have answered."""
 
         def ask(name: str, worker: Receiver) -> _Answer:
             try:
@@ -314,20 +315,20 @@ class Workers:
         return answers
 
     def _give_up(self, answers: Sequence[_Answer]) -> None:
-        """What failed on some is over; the others may not go on with it."""
+        """Abort an update that failed on some workers on those that go on with it."""
         failed = [answer.name for answer in answers if answer.error is not None]
 
         def abort(name: str, worker: Receiver) -> None:
             reply = next(answer.reply for answer in answers if answer.name == name)
             if isinstance(reply, StepReply) and reply.update_id:
                 reason = f"it failed on {', '.join(failed)}"
-                with suppress(WeightSyncError):  # what failed first is what is told
+                with suppress(WeightSyncError):  # the first failure is the one that is raised
                     worker.dispatch(AbortRequest(update_id=reply.update_id, reason=reason))
 
         self._each(abort)
 
     def _each(self, call: Callable[[str, Receiver], T]) -> dict[str, T]:
-        """Call for all workers at once; return by name. Raises what a call raises."""
+        """Run `call` for all workers at once; return the results by path. Raises what it raises."""
         calls = {
             name: self._pool.submit(call, name, worker) for name, worker in self.workers.items()
         }
@@ -341,9 +342,10 @@ def workers_router(
     max_body_nbytes: int = DEFAULT_MAX_BODY_NBYTES,
     more_metrics: MoreMetrics | None = None,
 ) -> APIRouter:
-    """Return the control routes of all workers at the root, and of each below its path.
+    """Return the control routes of all workers at the root, and of each worker below its path.
 
-    See weight_router; a single worker has both, too. `more_metrics` are at the root alone.
+    See `weight_router`. A single worker has both as well. Only the root's `/metrics` shows
+    `more_metrics`.
     """
     router = APIRouter()
     router.include_router(
@@ -358,7 +360,7 @@ def workers_router(
 
 
 def worker_path(rank: int) -> str:
-    """Return where the routes of a worker are, below its server's URL."""
+    """Return the path of a worker's routes below its server's URL."""
     return f"workers/{rank}"
 
 

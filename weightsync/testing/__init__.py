@@ -1,4 +1,4 @@
-"""Test your own training loop: messages that get lost, receivers that die, all in one process."""
+"""A test kit for training loops: lost messages and dying receivers, all in one process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which message fails how: from a script, or by chance from a seed; the same every time."""
+"""Faults of messages: from a script, or random from a seed; the same in every run."""
 
 from __future__ import annotations
 
@@ -17,23 +17,23 @@ ACTS: tuple[Act, ...] = get_args(Act)
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """What happens to some messages on their way to one receiver.
+    """A fault of some messages to one receiver.
 
     `act`:
 
-    - `drop`: the message never arrives; its sender sees TransportTimeout.
-    - `drop_reply`: it arrives and is acted on, and the answer is lost: ConnectError.
-    - `repeat`: it arrives twice; the sender sees the second answer.
-    - `delay`: it arrives `seconds` later, or never where that is longer than its sender waits.
-    - `late`: its sender sees TransportTimeout, and it arrives after all, once `after` more messages
+    - `drop`: the message never arrives; its sender gets TransportTimeout.
+    - `drop_reply`: the receiver handles the message, and the reply is lost: ConnectError.
+    - `repeat`: the message arrives twice; its sender gets the second reply.
+    - `delay`: the message arrives `seconds` later, or never where its sender waits for less.
+    - `late`: its sender gets TransportTimeout; the message arrives once `after` more messages
       have been answered.
     - `kill`: the receiver dies before the message arrives: ConnectError, for every later message
-      too, until `FaultyTransport.revive`.
-    - `kill_after`: the same, once the message was acted on.
+      as well, until `FaultyTransport.revive`.
+    - `kill_after`: the same, once the receiver has handled the message.
 
-    `call` is the step it happens to, by its name (`finish_weight_update`), None for any; `nth`
-    counts the messages of that call since the fault was armed, from 1; `times` is how many of them
-    in a row. Raises ConfigError for what cannot happen.
+    `call` is the name of the call that fails (`finish_weight_update`), None for any. `nth` counts
+    the messages of that call since the fault was added, from 1. `times` is the number of messages
+    in a row that fail. Raises ConfigError for an unknown act or call, or a number out of range.
     """
 
     act: Act
@@ -54,7 +54,7 @@ class Fault:
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """One message that was sent: its call, what happened to it (None: nothing), its error."""
+    """One message that was sent: its call, its fault (None: none), and its error."""
 
     call: str
     act: Act | None = None
@@ -62,12 +62,12 @@ class Event:
 
 
 class Faults:
-    """What happens to the messages of one receiver; the transports to it share this.
+    """The faults of one receiver's messages; all transports to it share them.
 
-    First comes the `script`, then chance: with `seed`, every other message meets each act of
-    `chances` with that probability (`{"drop": 0.05}`; they add up to at most 1), the same ones for
-    the same seed and order of messages. `log` lists every message so far. Thread-safe. Raises
-    ConfigError for chances that cannot be.
+    A message that the `script` leaves alone meets each act of `chances` with that probability
+    (`{"drop": 0.05}`; at most 1 in sum). The same `seed` and order of messages give the same
+    faults. `log` lists all messages so far. Thread-safe. Raises ConfigError for chances that are no
+    probabilities, or that have no seed.
     """
 
     def __init__(
@@ -92,24 +92,24 @@ class Faults:
             raise ConfigError("chances need a seed, so that a failing run can be repeated")
 
     def add(self, *faults: Fault) -> None:
-        """Arm more faults; they count messages from now on."""
+        """Add faults; they count messages from now on."""
         with self._lock:
             self._armed += [_Armed(fault) for fault in faults]
 
     def clear(self) -> None:
-        """Let every later message through."""
+        """Remove all faults: every later message arrives."""
         with self._lock:
             self._armed.clear()
             self._chances.clear()
 
     @property
     def pending(self) -> list[Fault]:
-        """The scripted faults that have not happened yet, or not as often as asked."""
+        """The scripted faults that are not over: not all of their messages have failed."""
         with self._lock:
             return [armed.fault for armed in self._armed]
 
     def strike(self, call: str) -> Fault | None:
-        """Return what happens to the next message; called by FaultyTransport once for each."""
+        """Return the fault of the next message, if any. Called by FaultyTransport once for each."""
         with self._lock:
             struck = [armed.fault for armed in self._armed if armed.meets(call)]
             self._armed = [armed for armed in self._armed if not armed.spent]
@@ -133,7 +133,7 @@ class Faults:
 
 @dataclass(slots=True)
 class _Armed:
-    """A fault, and how many messages of its call were seen."""
+    """A fault, and the number of messages of its call so far."""
 
     fault: Fault
     seen: int = 0

@@ -16,7 +16,7 @@ from weightsync.wire.messages import CALL_OF, Reply, Request
 
 @dataclass(slots=True)
 class _Late:
-    """A message that its sender gave up on: it arrives when `wait` more were answered."""
+    """A message that its sender gave up: it arrives once `wait` more have been answered."""
 
     request: Request
     timeout_s: float
@@ -24,12 +24,12 @@ class _Late:
 
 
 class FaultyTransport:
-    """A Transport that carries messages by another one, except for what `faults` says.
+    """A Transport that sends messages by another transport, with the faults of `faults`.
 
     Give it to `connect(to=…)`. `on_kill` is called when a fault kills the receiver, in the thread
-    of the message: it may end a process. Errors are those that a real loss has, and come at once:
-    nobody waits for the time-out. `late` messages arrive on this thread of messages, in the order
-    in which they were sent, at the latest when the transport is closed.
+    of the message; it may end a process. A lost message raises the error of a real loss at once,
+    without waiting for the timeout. `late` messages arrive in the thread of a later call, in the
+    order in which they were sent, at the latest when the transport is closed.
     """
 
     def __init__(
@@ -50,12 +50,12 @@ class FaultyTransport:
 
     @property
     def target(self) -> str:
-        """The name of the receiver, as the other transport has it."""
+        """The receiver's name, from the other transport."""
         return self._transport.target
 
     @property
     def local_address(self) -> str | None:
-        """Where the receiver's host reaches this one, if the other transport knows."""
+        """The `local_address` of the other transport, if it has one."""
         address: str | None = getattr(self._transport, "local_address", None)
         return address
 
@@ -70,7 +70,7 @@ class FaultyTransport:
         return self._transport.sent_messages + self._lost_messages
 
     def call(self, request: Request, *, timeout_s: float) -> Reply:
-        """Send one request, as far as the faults let it. Raises what a Transport raises."""
+        """Send one request, with its fault if it has one; see Transport.call."""
         call = CALL_OF[type(request)]
         fault = self.faults.strike(call)
         try:
@@ -84,9 +84,9 @@ class FaultyTransport:
         return reply
 
     def deliver_late(self) -> int:
-        """Have every message that is still on its way arrive now; return how many did.
+        """Deliver all `late` messages now; return their number.
 
-        What the receiver answers stands in the log alone. None arrive at one that was killed.
+        Their errors are in the log only. A receiver that was killed gets none of them.
         """
         with self._lock:
             late, self._late = self._late, []
@@ -95,11 +95,11 @@ class FaultyTransport:
         return len(late)
 
     def revive(self) -> None:
-        """Messages arrive again after a `kill`: the receiver was started again."""
+        """Deliver messages again after a `kill`: the receiver was restarted."""
         self.killed = False
 
     def close(self) -> None:
-        """Deliver what is late, and close the other transport."""
+        """Deliver `late` messages, and close the other transport."""
         self.deliver_late()
         self._transport.close()
 
@@ -132,7 +132,7 @@ class FaultyTransport:
         return reply
 
     def _wait(self, request: Request, seconds: float, call: str, timeout_s: float) -> float:
-        """Let time pass; return what is left of it."""
+        """Sleep for `seconds`; return the rest of the timeout."""
         time.sleep(min(seconds, timeout_s))
         if seconds >= timeout_s:
             self._lose(request)
@@ -154,7 +154,7 @@ class FaultyTransport:
 
     def _hold(self, request: Request, timeout_s: float, after: int) -> None:
         with self._lock:
-            # One more, since the call that holds it back is itself counted when it ends.
+            # One more, because the call that gave up the message is counted as well when it ends.
             self._late.append(_Late(request, timeout_s, after + 1))
 
     def _deliver_due(self) -> None:

@@ -1,4 +1,4 @@
-"""Receivers in this process, behind transports that can fail: a fleet to test a loop against."""
+"""An in-process fleet of receivers behind transports with faults, to test a training loop."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _LEASE_S = 30.0
 
 
 class TinyModel(nn.Module):
-    """Three tensors, of 16 KiB, 1 KiB and 4 bytes: enough for several chunks of 4 KiB."""
+    """A module of three tensors: 16 KiB, 1 KiB and 4 bytes, so several chunks of 4 KiB."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -43,7 +43,7 @@ class FleetMember:
         self._transports: list[FaultyTransport] = []
 
     def transport(self) -> FaultyTransport:
-        """Return a new transport to it; a sender closes the one it was given."""
+        """Return a new transport to this receiver; the sender that gets it closes it."""
         carried = CallbackTransport(self._handle, self.name)
         self._transports.append(FaultyTransport(carried, self.faults))
         return self._transports[-1]
@@ -58,11 +58,11 @@ class FleetMember:
         seconds: float = 0.0,
         after: int = 1,
     ) -> None:
-        """Arm a fault; see Fault. `member.fail("drop", "finish_weight_update")`."""
+        """Add a fault; see Fault. Example: `member.fail("drop", "finish_weight_update")`."""
         self.faults.add(Fault(act, call, nth=nth, times=times, seconds=seconds, after=after))
 
     def restart(self) -> None:
-        """Be another process: a new module, a new receiver without a version, reachable again."""
+        """Replace module and receiver, as a restarted process does; messages arrive again."""
         self.receiver.close()
         self.module, self.receiver = self._make()
         for transport in self._transports:
@@ -70,24 +70,24 @@ class FleetMember:
 
     @property
     def unreachable(self) -> bool:
-        """Whether a fault has killed it and it was not restarted."""
+        """Whether a fault killed this receiver, and it was not restarted."""
         return any(transport.killed for transport in self._transports)
 
     def deliver_late(self) -> int:
-        """Have every message that is still on its way to it arrive now; return how many did."""
+        """Deliver all `late` messages to this receiver now; return their number."""
         return sum(transport.deliver_late() for transport in self._transports)
 
     def tensors(self, *, timeout_s: float = 1.0) -> tuple[int, dict[str, torch.Tensor]]:
-        """Return the version in use and a copy of its tensors, as a decode step would see them.
+        """Return the version in use, and a copy of its tensors as a decode step reads them.
 
-        Raises NotReadyError where the receiver refuses to generate.
+        Raises NotReadyError where the receiver may not generate.
         """
         with self.receiver.reading(timeout_s=timeout_s) as version, torch.no_grad():
             state = self.module.state_dict()
             return version, {name: tensor.clone() for name, tensor in state.items()}
 
     def holds(self, tensors: Mapping[str, torch.Tensor]) -> bool:
-        """Whether the weights in use are these, bit for bit. Raises NotReadyError."""
+        """Whether the weights in use equal `tensors`, bit for bit. Raises NotReadyError."""
         _, held = self.tensors()
         return held.keys() == tensors.keys() and all(
             _same_bits(tensor, tensors[name]) for name, tensor in held.items()
@@ -98,11 +98,12 @@ class FleetMember:
 
 
 class InProcessFleet:
-    """`size` receivers in this process, each for a module of `make_module()`; a context manager.
+    """`size` receivers in this process, each of a module of `make_module()`; a context manager.
 
-    `apply` as WeightReceiver has it, one for all or one for each. With `seed` and `chances` every
-    member's messages fail by chance, each in its own way; see Faults. Bytes move as they do between
-    processes: through shared memory, verified. Raises ConfigError.
+    `apply` is WeightReceiver's, one value for all members or one for each. With `seed` and
+    `chances` every member has random faults of its own; see Faults. Bytes move as between
+    processes: through shared memory, verified. Raises ConfigError where `apply` does not have one
+    value for each member.
 
         with InProcessFleet(3) as fleet, ws.connect(model, to=fleet.to()) as sender:
             fleet[1].fail("drop_reply", "finish_weight_update")
@@ -140,16 +141,16 @@ class InProcessFleet:
         ]
 
     def to(self) -> list[Transport]:
-        """Return what `connect(to=…)` takes: a new transport to every member."""
+        """Return a new transport to every member, for `connect(to=…)`."""
         return [member.transport() for member in self.members]
 
     @property
     def versions(self) -> list[int]:
-        """The version that each member holds."""
+        """The version of each member's weights."""
         return [member.receiver.version for member in self.members]
 
     def heal(self) -> None:
-        """Let every later message through, and those arrive that are on their way."""
+        """Remove all faults, and deliver all `late` messages."""
         for member in self.members:
             member.faults.clear()
             member.deliver_late()
@@ -181,7 +182,7 @@ class InProcessFleet:
 
 
 def _same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Compare bytes: NaNs are equal to themselves, zeros are not to negative ones."""
+    """Whether the bytes are equal: NaN equals itself, and 0.0 differs from -0.0."""
     if one.dtype != other.dtype or one.shape != other.shape:
         return False
     flat = [t.detach().contiguous().reshape(-1).view(torch.uint8) for t in (one, other)]

@@ -1,1 +1,1 @@
-"""The control plane: how messages reach a receiver. Bytes of weights never travel here."""
+"""Transports: carry control messages to receivers. The bytes of weights take other paths."""

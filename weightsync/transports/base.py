@@ -1,4 +1,4 @@
-"""What a transport is: the way one sender's control messages take to one receiver."""
+"""The contract of a transport, which carries one sender's control messages to one receiver."""
 
 from __future__ import annotations
 
@@ -13,25 +13,24 @@ class Transport(Protocol):
     """Carries the calls of one sender to one receiver, and raises what the receiver raised.
 
     The sender makes one transport per receiver, calls it from any thread, and closes it last.
-    A call may be made while another is in flight: an abort beside a long update.
+    Calls may overlap: an abort is sent while a long update is in flight.
 
-    One whose target is no URL may have an attribute `local_address` (`str | None`): where the
-    receiver's host reaches this one. The `distributed` backend listens there.
+    Optional attributes:
 
-    Transports to workers of one server that answers for all of them at once have an attribute
-    `round`, the same object for all: when one of them is silent, none is asked any more.
-
-    One whose target may stand for several receivers has `expand(paths)`, which returns a transport
-    to each, by its path below this target. The sender closes them like any other.
-
-    One to a worker of a server that is found by itself may have `whole`, the transport to that
-    server, which has `expand` and `paths`: so workers are met anew when the server was restarted
-    with others. The sender closes it after the workers.
+    - `local_address` (`str | None`), where the target is no URL: the address at which the
+      receiver's host reaches this one. The `distributed` backend listens there.
+    - `round`, for workers of a server that replies for all of them at once: the same object for
+      all of its workers. When one of them does not reply, the sender calls none of them any more.
+    - `expand(paths)`, where the target may stand for several receivers: returns a transport to
+      each, by its path below this target. The sender closes them like any other.
+    - `whole`, for a worker of a server that lists its workers itself: the transport to that
+      server, which has `expand` and `paths`. After a restart with other workers the sender
+      connects to those. It closes `whole` after the workers' transports.
     """
 
     @property
     def target(self) -> str:
-        """How messages to a user name the receiver: its URL, for instance. Holds no secret."""
+        """The receiver's name in messages to a user: its URL, for instance. Contains no secret."""
 
     @property
     def sent_nbytes(self) -> int:
@@ -44,21 +43,21 @@ class Transport(Protocol):
     def call(self, request: Request, *, timeout_s: float) -> Reply:
         """Send one request and return its reply, at the latest `timeout_s` seconds later.
 
-        Called by the sender, for every step of an update; blocks. Raises the error the receiver
-        raised, as the same class; ConnectError when the receiver cannot be reached or the
-        connection breaks, TransportTimeout when no answer comes in time, AuthError when the token
-        is refused, RemoteError for a foreign error of the other side. After ConnectError and
-        TransportTimeout it is unknown whether the step was made: the same request may be sent
-        again, since every step is idempotent by its update and a retry joins the call in flight.
-        The transport stays usable after every error.
+        Called by the sender, for every step of an update; blocks. Raises the receiver's error as
+        the same class; ConnectError where the receiver cannot be reached or the connection breaks,
+        TransportTimeout where no reply comes in time, AuthError where the token is refused,
+        RemoteError for a foreign error of the other side. After ConnectError and TransportTimeout
+        it is unknown whether the step was executed. The same request may be sent again: every step
+        is idempotent by its update, and a retry joins the call in flight. The transport stays
+        usable after every error.
         """
 
     def close(self) -> None:
-        """Let connections go; may be called twice. Calls afterwards raise ConnectError."""
+        """Close the connections; may be called twice. Calls afterwards raise ConnectError."""
 
 
 class BaseTransport:
-    """The target, the counters and the end of a Transport. Thread-safe."""
+    """Base of our transports: target, counters and closed flag. Thread-safe."""
 
     def __init__(self, target: str) -> None:
         self._target = target
@@ -69,7 +68,7 @@ class BaseTransport:
 
     @property
     def target(self) -> str:
-        """How messages to a user name the receiver."""
+        """The receiver's name in messages to a user."""
         return self._target
 
     @property

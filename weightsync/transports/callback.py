@@ -1,4 +1,4 @@
-"""Messages by a user's callable: in process, or over whatever the user carries dicts with."""
+"""A Transport that calls a function of the user: in process, or over the user's own RPC."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from weightsync.wire import codec
 from weightsync.wire.messages import CALL_OF, Reply, Request
 
 Callback = Callable[[Mapping[str, object]], object]
-"""Takes `{"call": name, "body": {…}}` to a `WeightReceiver.handle` and returns its answer."""
+"""Passes `{"call": name, "body": {…}}` to `WeightReceiver.handle`, and returns its reply."""
 
 
 class CallbackTransport(BaseTransport):
-    """A Transport that hands each request, as plain data, to `callback`.
+    """A Transport that passes each request, as plain data, to `callback`.
 
-    `callback` is called in the thread of the caller, in several threads at once when calls are
-    in flight together; it keeps `timeout_s` by itself, if it can. `receiver.handle` is one.
+    `callback` runs in the thread of the caller, in several threads at once where calls overlap. It
+    is not given the timeout: a call ends when `callback` returns. `receiver.handle` is a callback.
     """
 
     def __init__(self, callback: Callback, target: str = "callback") -> None:
@@ -25,7 +25,7 @@ class CallbackTransport(BaseTransport):
         self._callback = callback
 
     def call(self, request: Request, *, timeout_s: float) -> Reply:
-        """Hand over one request. Errors that are not ours become RemoteError."""
+        """Send one request; see Transport.call. Errors of other kinds become RemoteError."""
         self._check_open()
         self._count(len(codec.encode(request)))
         try:

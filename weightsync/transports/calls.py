@@ -1,4 +1,4 @@
-"""Calls in flight to receivers: each in a daemon thread, watched for signs of life of its peer."""
+"""Calls in flight to receivers: each in a daemon thread, given up when its peer shows no life."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from typing import Generic, TypeVar
 T = TypeVar("T")
 
 LOOK_S = 0.05
-"""How often calls in flight are looked at."""
+"""Seconds between two checks of the calls in flight."""
 _STANDSTILL_S = 1.0
-"""Longer than looks are apart while this process runs."""
+"""A longer time between two checks means that this process did not run."""
 
 
 class CallThreads(Generic[T]):
-    """Daemon threads that make calls, kept for the next ones. Interpreter exit waits for none.
+    """A pool of daemon threads for calls. Interpreter exit does not wait for them.
 
-    ThreadPoolExecutor's threads are joined at exit, where a call to a stopped peer would hold it.
+    It would wait for a ThreadPoolExecutor's threads, as long as a call to a stopped peer takes.
     """
 
     def __init__(self) -> None:
@@ -32,9 +32,9 @@ class CallThreads(Generic[T]):
         self._closed = False
 
     def submit(self, call: Callable[[], T], future: Future[T]) -> None:
-        """Make `call` in a thread and settle `future`, unless it was settled meanwhile.
+        """Run `call` in a thread and settle `future`, unless it was settled meanwhile.
 
-        Raises RuntimeError where no thread can be started: from Python 3.12 on at interpreter exit.
+        Raises RuntimeError where no thread can be started: at interpreter exit, from Python 3.12.
         """
         try:
             inbox = self._idle.pop()
@@ -46,7 +46,7 @@ class CallThreads(Generic[T]):
         inbox.put((call, future))
 
     def close(self) -> None:
-        """End the threads that are idle; the others end after their call."""
+        """End idle threads; the others end after their call."""
         self._closed = True
         while self._idle:
             with suppress(IndexError):  # another thread took it
@@ -57,7 +57,7 @@ class CallThreads(Generic[T]):
             call, future = work
             try:
                 answer = call()
-            except BaseException as exc:  # noqa: BLE001 # raised where the result is asked for
+            except BaseException as exc:  # noqa: BLE001 # raised by Future.result
                 with suppress(InvalidStateError):
                     future.set_exception(exc)
                 del exc
@@ -73,14 +73,16 @@ class CallThreads(Generic[T]):
 
 @dataclass(slots=True, eq=False)
 class InFlightCall(Generic[T]):
-    """One call in flight, and when its peer last gave a sign of life.
+    """One call in flight, and the time of its peer's last sign of life.
 
-    A sign is a change of `beat()`, which returns what grows while the peer lives (None where
-    nothing of it is seen), or an answer to `probe`, which asks whether a step is at work there
-    (None: the call is not probed). A peer that lives and has no step at work has lost the call, or
-    its answer was lost: no sign counts any more. `give_up(lost, over)` returns the answer of a peer
-    that gave no sign for `timeout_s`, or (`over`) has not answered for `limit_s`, which no sign
-    extends. Calls of the same `peer` know of each other's signs.
+    A sign of life is a change of `beat()`, a value that grows while the peer lives (None where it
+    cannot be observed), or an answer to `probe`, which asks whether the peer executes a step (None:
+    the call is not probed). A live peer that executes no step has lost the call, or its reply was
+    lost: from then on no sign counts.
+
+    `give_up(lost, over)` makes the result of a call whose peer gave no sign for `timeout_s`, or,
+    with `over`, did not reply within `limit_s`, which signs do not extend. Calls to the same `peer`
+    share their signs.
     """
 
     peer: object
@@ -98,7 +100,7 @@ class InFlightCall(Generic[T]):
     asked: Future[bool | None] | None = None
 
     def look(self, now: float) -> None:
-        """Take note of signs of life, ask for one, or give the call up."""
+        """Record signs of life, send a probe, or give up the call; `now` in seconds."""
         seen = self.beat()
         if seen != self.seen:
             self.seen = seen
@@ -119,7 +121,7 @@ class InFlightCall(Generic[T]):
 
 
 class InFlightCalls(Generic[T]):
-    """All calls in flight of one sender. Time in which this process stood still does not count."""
+    """All calls in flight of one sender. Time in which this process was stopped does not count."""
 
     def __init__(self) -> None:
         self._flying: dict[int, InFlightCall[T]] = {}
@@ -127,18 +129,18 @@ class InFlightCalls(Generic[T]):
         self._looked = time.monotonic()
 
     def add(self, flight: InFlightCall[T]) -> None:
-        """Look at one more call."""
+        """Watch one more call."""
         self._advance()
         beside = [f.heard_s for f in self._in_flight() if f.peer is flight.peer]
         flight.heard_s = max(beside, default=self._now)
         flight.began_s = flight.asked_s = self._now
         flight.seen = flight.beat()
         self._flying[id(flight)] = flight
-        # An answer may be an error, whose frames keep what they saw: it is not kept here.
+        # The result may be an error, whose frames keep tensors alive: it is not kept here.
         flight.future.add_done_callback(partial(self._forget, id(flight)))
 
     def look(self) -> None:
-        """Give up calls whose peer shows no life. Cheap enough for every wait."""
+        """Give up calls whose peers show no life. Cheap: called in every wait."""
         if time.monotonic() - self._looked < LOOK_S:
             return
         self._advance()
@@ -158,6 +160,6 @@ class InFlightCalls(Generic[T]):
 
 
 def exiting() -> bool:
-    """Whether the interpreter exits: this is a function of atexit, which the main thread calls."""
+    """Whether the interpreter exits, and this runs in a function of atexit."""
     main = threading.main_thread()
     return threading.current_thread() is main and not main.is_alive()

@@ -1,4 +1,4 @@
-"""What `to=` may name: a transport for every receiver."""
+"""Transports for the targets that `to=` names."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from weightsync.transports.callback import CallbackTransport
 from weightsync.transports.calls import CallThreads
 
 _SERVERS = "weightsync.integrations.servers"
-"""Asks which system's server stands behind a URL: it knows them all, so it is a layer above."""
+"""Finds out which system's server is behind a URL. It imports all of them: a layer above."""
 
 Target = str | Callable[..., object] | Transport
 Targets = Target | Iterable[Target]
 
 
 class UrlTransports(Protocol):
-    """Makes the transports to what a URL names: several to a server of many workers."""
+    """Makes the transports for a URL: one per worker of the server there."""
 
     def transports(self, target: str) -> Sequence[Transport]: ...
 
 
 class TransportFactory:
-    """Makes transports for one sender. SGLang servers that it reaches share what is written."""
+    """Makes the transports of one sender. Its SGLang servers share one directory of weights."""
 
     def __init__(
         self,
@@ -44,10 +44,10 @@ class TransportFactory:
         self._lock = threading.Lock()
 
     def every(self, to: Targets) -> list[Transport]:
-        """Return a transport per receiver. What is to be asked first is asked all at once.
+        """Return a transport per receiver. Servers are probed at the same time.
 
-        Raises ConfigError for a target of no known kind, TransportTimeout for one that does not
-        answer; no transport stays open then.
+        Raises ConfigError for a target of an unknown kind, TransportTimeout for a server that does
+        not answer. After an error no transport stays open.
         """
         alone = (
             isinstance(to, str)
@@ -73,7 +73,7 @@ class TransportFactory:
         return made
 
     def one(self, target: object) -> Transport:
-        """Return the transport to one receiver. Raises ConfigError for a target that is several."""
+        """Return the transport to one receiver. Raises ConfigError where there are several."""
         transports = self._transports(target)
         if len(transports) > 1:
             for transport in transports:
@@ -85,12 +85,12 @@ class TransportFactory:
         return transports[0]
 
     def _transports(self, target: object) -> Sequence[Transport]:
-        """Return the transports to what a target names: several to a vLLM of many workers."""
+        """Return the transports for a target: several for a vLLM server of several workers."""
         if not isinstance(target, str):
             return [_transport(target)]
         with self._lock:
             if self._addresses is None:
-                # HTTP and what speaks it take a while to load; `import weightsync` does not wait.
+                # Loaded with the first URL: HTTP would slow down `import weightsync`.
                 made: UrlTransports = import_module(_SERVERS).ServerTransports(
                     self._token, verify_tls=self._verify_tls, timeout_s=self._timeout_s
                 )
@@ -99,7 +99,7 @@ class TransportFactory:
 
 
 def _transport(target: object) -> Transport:
-    if type(target).__module__.partition(".")[0] == "ray":  # an actor's handle, so Ray is there
+    if type(target).__module__.partition(".")[0] == "ray":  # a handle, so Ray is installed
         made: Transport = import_module("weightsync.transports.ray_actor").RayActorTransport(target)
         return made
     if hasattr(target, "call") and hasattr(target, "target"):

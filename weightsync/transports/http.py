@@ -100,14 +100,14 @@ class _Connection(http.client.HTTPConnection):
             return response.status, _read(response, path, max_nbytes)
 
     def has_hung_up(self) -> bool:
-        """Whether the peer closed this idle connection, or sent what was not asked for."""
+        """Whether the peer closed this idle connection, or sent unrequested bytes on it."""
         poll = select.poll()
         poll.register(self.sock, select.POLLIN)
         return bool(poll.poll(0))
 
 
 class _UntilDeadline(io.RawIOBase):
-    """Reads `raw`, the stream of `sock`, until `deadline`, however often single bytes arrive."""
+    """Reads `raw`, the stream of `sock`; raises TimeoutError after `deadline`, bytes or not."""
 
     def __init__(self, raw: io.RawIOBase, sock: socket.socket, deadline: float) -> None:
         self._raw = raw
@@ -130,7 +130,7 @@ class _UntilDeadline(io.RawIOBase):
 
 
 class _Response(http.client.HTTPResponse):
-    """An answer that is read until `deadline`."""
+    """A response whose reads end at `deadline`, in seconds of `time.monotonic()`."""
 
     def __init__(self, deadline: float, sock: Any, *args: Any, **kwargs: Any) -> None:
         super().__init__(sock, *args, **kwargs)
@@ -271,14 +271,15 @@ def _read(response: http.client.HTTPResponse, path: str, max_nbytes: int) -> byt
 class HttpTransport(BaseTransport):
     """A Transport to the server at `url`; each call is `POST {url}/{call}`, `weight_info` a GET.
 
-    `token` is sent as a bearer token; None takes that of WEIGHTSYNC_TOKEN or of the file
-    WEIGHTSYNC_TOKEN_FILE, "" sends none. `verify_tls` may be the path of a file or directory with
-    certificates to trust; True trusts those of REQUESTS_CA_BUNDLE, CURL_CA_BUNDLE (as requests
-    does) or else the system; False trusts anyone, and a line of the log says so; an SSLContext is
-    taken as it is.
-    Connections are kept alive and shared by threads. Proxies that the environment names are not
-    used, redirects are not followed. Raises ConfigError for anything but an http or https URL.
-    What `expand` returns shares connections, and is closed one by one.
+    `token` is sent as a bearer token; None takes the token of WEIGHTSYNC_TOKEN or of the file
+    WEIGHTSYNC_TOKEN_FILE, "" sends none. `verify_tls` is True (trust the certificates of
+    REQUESTS_CA_BUNDLE or CURL_CA_BUNDLE, as requests does, else the system's), the path of a file
+    or directory of certificates, False (trust every server, with a warning in the log), or an
+    SSLContext.
+
+    Connections are kept alive and shared by threads. Proxies of the environment are not used, and
+    redirects are not followed. Transports that `expand` returns share connections; each of them is
+    to be closed. Raises ConfigError for anything but an http or https URL.
     """
 
     def __init__(
@@ -309,9 +310,9 @@ class HttpTransport(BaseTransport):
             ) from exc
 
     def deliver(self, request: Request, *, timeout_s: float) -> None:
-        """Send one request to a server of any kind; of its answer the status counts, no more.
+        """Send one request to a server of any kind, of whose response only the status is checked.
 
-        Raises as `call` does, RemoteError with the reason that a foreign server gives.
+        Raises as `call` does; RemoteError has the reason that a foreign server gives.
         """
         call = CALL_OF[type(request)]
         status, answer = self._exchange(call, codec.encode(request), timeout_s)
@@ -325,7 +326,7 @@ class HttpTransport(BaseTransport):
         return self._exchange(path, None, timeout_s, max_nbytes)
 
     def expand(self, paths: Sequence[str]) -> list[HttpTransport]:
-        """Return transports to receivers below this URL, with its token and trust in servers."""
+        """Return transports to the receivers at `paths` below this URL, with its token and TLS."""
         made = [
             HttpTransport(f"{self._target}/{path}", "", verify_tls=self._tls or True)
             for path in paths
@@ -419,9 +420,9 @@ def json_object(answer: bytes) -> dict[str, Any]:
 
 
 def tls_context(verify_tls: bool | str = True) -> ssl.SSLContext:
-    """Return whom to trust; see HttpTransport.
+    """Return the SSLContext for `verify_tls`; see HttpTransport.
 
-    Raises ConfigError for a file of certificates that is not there, or holds none.
+    Raises ConfigError where the certificates cannot be read.
     """
     if not verify_tls:
         context = ssl.create_default_context()
@@ -445,14 +446,14 @@ def _split(url: str) -> SplitResult:
         parts = urlsplit(url)
         valid = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
     except ValueError:
-        # What is wrong with it may stand in a password, so neither is repeated, nor is the cause.
+        # The invalid part may be a password: the message has neither the URL nor the cause.
         raise ConfigError(
             "the URL of a target cannot be read; give http://host:port or https://host:port"
         ) from None
     if "://" not in url and "@" not in url:
         raise ConfigError(f"{url} is no URL; give http://host:port or https://host:port")
     if not valid or parts.query or parts.fragment or parts.username is not None:
-        # What stands before an @ may be a password, and is not repeated.
+        # The part before an @ may be a password, and is left out.
         raise ConfigError(
             f"{parts.scheme}://{parts.netloc.rpartition('@')[2]} cannot be a target; give "
             "http://host:port or https://host:port, without user, query and fragment, and the "

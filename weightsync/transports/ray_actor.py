@@ -1,4 +1,4 @@
-"""Messages to Ray actors, as plain data: dicts, lists, text, numbers."""
+"""A Transport to Ray actors. Messages are plain data: dicts, lists, text, numbers."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from weightsync.wire import codec, problem
 from weightsync.wire.messages import CALL_OF, Reply, Request
 
 DOOR = "weightsync_handle"
-"""The actor method that every message goes through; answers `{"reply"}` or `{"problem"}`."""
+"""The actor method that handles every message; returns `{"reply"}` or `{"problem"}`."""
 
 
 class RayActorTransport(BaseTransport):
     """A Transport to `actor`, a handle whose class derives from `ws.ray.WeightSyncActor`.
 
     Errors come back as problem documents, never as pickled exceptions. `target` names the actor in
-    messages; None takes its class and id. Raises ConfigError for an actor without the verbs.
+    messages; None takes its class and id. Raises ConfigError for an actor of another class.
     """
 
     def __init__(self, actor: Any, target: str | None = None) -> None:
@@ -45,7 +45,7 @@ class RayActorTransport(BaseTransport):
 
     @property
     def local_address(self) -> str | None:
-        """The address under which Ray's other nodes know this one; None when Ray is shut down."""
+        """The address of this node in the Ray cluster; None where Ray is shut down."""
         if not ray.is_initialized():
             return None
         return str(ray.util.get_node_ip_address())  # type: ignore[no-untyped-call]  # Ray's
@@ -60,17 +60,17 @@ class RayActorTransport(BaseTransport):
 
 
 def actor_name(actor: object) -> str:
-    """Name an actor for messages: its class and id."""
+    """Return an actor's name for messages: its class and id."""
     return " ".join(re.split(r"[(), ]+", repr(actor))).strip()
 
 
 def tell_all(
     actors: Sequence[Any], call: str, body: Mapping[str, object], *, timeout_s: float
 ) -> None:
-    """Call the method `call` of every actor at once with the plain `body`; wait for all.
+    """Call the method `call` of all actors at once with the plain `body`, and wait for all.
 
-    For actors of any class with a method of that name. Raises the first error, with a note for
-    every actor that failed.
+    The actors may be of any class that has the method. Raises the first error, with a note for
+    each actor that failed.
     """
     deadline = time.monotonic() + timeout_s
     refs = [
@@ -136,7 +136,7 @@ def _get(ref: Any, timeout_s: float, target: str, call: str) -> Any:
 
 
 def _one_line(exc: Exception) -> str:
-    """Ray's message, which is a table."""
+    """Return Ray's message, which is a table, in one line."""
     return " ".join(str(exc).split())
 
 

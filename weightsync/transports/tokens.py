@@ -1,4 +1,4 @@
-"""Where the token comes from that both sides of HTTP share; nothing here ever repeats it."""
+"""Bearer tokens from files and the environment. No message here contains a token."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _TOO_OPEN = stat.S_IWGRP | stat.S_IRWXO
 
 
 def check_token_text(token: str) -> str:
-    """Return `token`. Raises ConfigError when it is empty or cannot stand in a header."""
+    """Return `token`. Raises ConfigError where it is empty or a header cannot carry it."""
     sendable = token.isascii() and token.isprintable() and " " not in token
     if not sendable or not 0 < len(token) <= MAX_TOKEN_LENGTH:
         raise ConfigError(
@@ -27,9 +27,9 @@ def check_token_text(token: str) -> str:
 
 
 def token_from_environment() -> str | None:
-    """Return the token that WEIGHTSYNC_TOKEN or the file WEIGHTSYNC_TOKEN_FILE holds, if one does.
+    """Return the token in WEIGHTSYNC_TOKEN, or in the file WEIGHTSYNC_TOKEN_FILE, or None.
 
-    Raises ConfigError when both are set, and what read_token_file raises.
+    Raises ConfigError where both are set, and as `read_token_file` does.
     """
     text = os.environ.get(TOKEN_VARIABLE) or None
     path = os.environ.get(TOKEN_FILE_VARIABLE) or None
@@ -41,12 +41,12 @@ def token_from_environment() -> str | None:
 def read_token_file(path: str | os.PathLike[str]) -> str:
     """Return the token in the file `path`, without the line break at its end.
 
-    Links are followed, as Kubernetes mounts secrets behind them. Raises ConfigError for a file
-    that users outside its group may read, that others than its owner may write, or that holds no
-    token.
+    Follows links, because Kubernetes mounts secrets behind them. Raises ConfigError for a file
+    that users outside its group may read, that users other than its owner may write, or that
+    contains no token.
     """
     try:
-        # O_NONBLOCK, because opening a FIFO would otherwise wait for its other end.
+        # Without O_NONBLOCK, opening a FIFO waits for its other end.
         fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
         try:
             _check_private(os.fstat(fd), path)
