@@ -38,7 +38,7 @@ from weightsync.ranks.comm import RankComm, alone, join_ranks
 from weightsync.shm.host_keys import host_key
 from weightsync.shm.segment import Segment
 from weightsync.specs import Manifest
-from weightsync.tensors import as_bytes, spec_of
+from weightsync.tensors import as_bytes, contiguous_bytes, spec_of
 from weightsync.weights.fingerprint import mix64, to_hex
 from weightsync.weights.layout import aligned
 from weightsync.weights.sink import HookSink, LoadWeights
@@ -414,7 +414,7 @@ class _Bucket:
         """Lay the tensors one after another, without gaps; forget each when it is copied."""
         at, fingerprints = 0, []
         for i, (name, tensor) in enumerate(group):
-            flat = as_bytes(tensor.contiguous())
+            flat = contiguous_bytes(tensor)
             part = self._memory[at : at + flat.numel()]
             part.copy_(flat)
             fingerprints.append(to_hex(mix64(flat)))

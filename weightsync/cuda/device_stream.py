@@ -10,6 +10,8 @@ from collections.abc import Sequence
 
 import torch
 
+from weightsync.tensors import as_bytes
+
 
 class DeviceStream:
     """Tensors on `device`; `dtypes` and `shapes` are those in which they are sent.
@@ -89,7 +91,7 @@ class DeviceStream:
             self._storages.append(whole)
         self._where.append(known[key])
         self._offsets.append(int(tensor.storage_offset()) * tensor.element_size())
-        self.tensors.append(tensor.reshape(-1).view(torch.uint8))
+        self.tensors.append(as_bytes(tensor))
 
     @staticmethod
     def _identities(tensors: Sequence[torch.Tensor]) -> list[object]:

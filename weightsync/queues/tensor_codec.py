@@ -259,12 +259,13 @@ class _Encoding:
                 return self._encoder.replace_foreign(value)
             return Ext(VALUE, msgspec.msgpack.encode(plain, enc_hook=self.replace))
         # Here, since messages without tensors need no torch.
-        from weightsync.tensors import dense_spec, tensor_data  # noqa: PLC0415 - above
+        from weightsync.tensors import check_dense, spec_of, tensor_data  # noqa: PLC0415 - above
 
         self._tensors += 1
         if self._tensors > MAX_TENSORS:
             raise ConfigError(f"a message has at most {MAX_TENSORS} tensors, this has more")
-        spec = dense_spec(value)
+        check_dense(value)
+        spec = spec_of("tensor", value)
         if self._encoder.fits_in_line(spec.nbytes):
             return in_line(spec, tensor_data(value))
         carried = self._encoder.carry(value, self._key)

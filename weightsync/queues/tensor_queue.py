@@ -61,7 +61,7 @@ from weightsync.shm.segment import Segment
 from weightsync.shm.spawning import refuse_forked, refuse_other_process
 from weightsync.shm.store_order import order_stores
 from weightsync.specs import MAX_NAME_LENGTH, TensorSpec
-from weightsync.tensors import checked_spec, contiguous_bytes, dense_spec, view_as
+from weightsync.tensors import check_dense, checked_spec, contiguous_bytes, from_bytes, spec_of
 from weightsync.wire.offers import SegmentHandle
 
 MAX_CLEANED = 1 << 14
@@ -439,7 +439,7 @@ class _PacketBytes:
         flat = torch.empty(0, dtype=torch.uint8)
         if self._data:
             flat = torch.frombuffer(self._data, dtype=torch.uint8)
-        return view_as(flat, self._spec.dtype, self._spec.shape)
+        return from_bytes(flat, self._spec)
 
     def drop(self) -> None:
         return
@@ -471,7 +471,7 @@ class _SharedBlock:
         )
         given.atexit = False  # the owner sees that this process ended
         self._view = memoryview(b"")
-        return view_as(flat, self._spec.dtype, self._spec.shape)
+        return from_bytes(flat, self._spec)
 
     def drop(self) -> None:
         self._view = memoryview(b"")
@@ -504,7 +504,7 @@ class _GpuMemory:
 
     def tensor(self) -> torch.Tensor:
         flat = handles.open_handle(self._memory)[: self._spec.nbytes]
-        return view_as(flat, self._spec.dtype, self._spec.shape)
+        return from_bytes(flat, self._spec)
 
     def drop(self) -> None:
         with suppress(WeightSyncError):
@@ -1042,7 +1042,8 @@ class TensorIpcSender:
         refuse_other_process("this sender of tensors", self._pid)
         deadline = time.monotonic() + (self.timeout_s if timeout_s is None else timeout_s)
         _check_name(request_id)
-        spec = dense_spec(tensor, tensor_id or "tensor")
+        check_dense(tensor)
+        spec = spec_of(tensor_id or "tensor", tensor)
         on_gpu = self._stays_on_gpu(tensor)
         device = str(tensor.device) if on_gpu else "cpu"
         shape = list(spec.shape)
@@ -1115,7 +1116,7 @@ class TensorIpcSender:
             self._link.check()
             block = self._pool.take(spec.nbytes, timeout_s=timeout_s, check=self._link.check)
         try:
-            place = view_as(block.data[: spec.nbytes], spec.dtype, spec.shape)
+            place = from_bytes(block.data[: spec.nbytes], spec)
             place.copy_(tensor.detach())
             return self._send(lambda given: _in_block(given, block), handle, deadline)
         except Exception:  # not KeyboardInterrupt: then the receiver may have it already

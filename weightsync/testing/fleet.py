@@ -11,6 +11,7 @@ from torch import nn
 
 from weightsync.errors import ConfigError
 from weightsync.receiver import WeightReceiver
+from weightsync.tensors import contiguous_bytes
 from weightsync.testing.faults import Act, Fault, Faults
 from weightsync.testing.faulty_transport import FaultyTransport
 from weightsync.transports.base import Transport
@@ -185,5 +186,4 @@ def _same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
     """Whether the bytes are equal: NaN equals itself, and 0.0 differs from -0.0."""
     if one.dtype != other.dtype or one.shape != other.shape:
         return False
-    flat = [t.detach().contiguous().reshape(-1).view(torch.uint8) for t in (one, other)]
-    return torch.equal(flat[0], flat[1])
+    return torch.equal(contiguous_bytes(one), contiguous_bytes(other))

@@ -18,7 +18,14 @@ from weightsync.errors import (
     shorten,
 )
 from weightsync.specs import Manifest, TensorSpec, changes
-from weightsync.tensors import TORCH_DTYPES, as_bytes, from_bytes, spec_of
+from weightsync.tensors import (
+    TORCH_DTYPES,
+    as_bytes,
+    contiguous_bytes,
+    from_bytes,
+    is_plain,
+    spec_of,
+)
 from weightsync.weights import arena
 from weightsync.weights.checksum_parts import part_of
 from weightsync.weights.copy_plan import Memory, ShardMemory, Share
@@ -307,7 +314,7 @@ class ModuleSink(WeightSink):
 
     def moves(self, tensor: torch.Tensor, spec: TensorSpec) -> bool:
         """Whether the tensor may be pointed at other memory, which holds bytes of `spec`."""
-        return _is_plain(tensor, spec, self.device) and self.is_alone(tensor)
+        return _takes_bytes(tensor, spec, self.device) and self.is_alone(tensor)
 
     def layout(self, plan: StreamLayout) -> Layout:
         """What is landed of each tensor of `plan`."""
@@ -336,7 +343,7 @@ class ModuleSink(WeightSink):
         for name in wanted:
             i = index[name]
             if i not in known:
-                known[i] = to_hex(mix64(_bytes_of(tensors[i].detach())))
+                known[i] = to_hex(mix64(contiguous_bytes(tensors[i])))
         return {name: known[index[name]] for name in wanted}
 
     def _hold(self) -> list[torch.Tensor]:
@@ -393,12 +400,11 @@ def _uses_alone(tensor: torch.Tensor, *, others: int) -> bool:
     return uses(tensor) <= 2 + others
 
 
-def _is_plain(tensor: torch.Tensor, spec: TensorSpec, device: torch.device) -> bool:
+def _takes_bytes(tensor: torch.Tensor, spec: TensorSpec, device: torch.device) -> bool:
     """Whether the tensor may simply point at bytes of the stream."""
     return (
         type(tensor) in (torch.Tensor, nn.Parameter)
-        and tensor.is_contiguous()
-        and tensor.dtype is TORCH_DTYPES[spec.dtype]
+        and is_plain(tensor, spec)
         and tensor.device == device
     )
 
@@ -503,7 +509,7 @@ class _InPlaceLanding(_ModuleLanding):
         for place in layout.places:
             spec, rest = place.spec, place.targets
             first = rest[0].detach()
-            if _is_plain(rest[0], spec, first.device):
+            if _takes_bytes(rest[0], spec, first.device):
                 parts.append(as_bytes(first))
                 rest = rest[1:]
             else:
@@ -519,17 +525,13 @@ class _InPlaceLanding(_ModuleLanding):
         different = []
         for name, tensor, view in self._copied:
             tensor.copy_(view)
-            if not torch.equal(_bytes_of(tensor), _bytes_of(view.to(tensor.dtype))):
+            if not torch.equal(contiguous_bytes(tensor), contiguous_bytes(view.to(tensor.dtype))):
                 different.append(name)
         if different:
             raise VerificationError(names=different)
 
     def commit(self) -> None:
         pass
-
-
-def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
-    return as_bytes(tensor.contiguous())
 
 
 class ShardedModuleSink(ModuleSink):
@@ -580,7 +582,7 @@ class ShardedModuleSink(ModuleSink):
         for name in wanted:
             held = tensors[index[name]] if name in index else None
             if held is not None and not self._slice(held).is_whole:
-                flat = as_bytes(held.detach().contiguous())
+                flat = contiguous_bytes(held)
                 parts[name] = part_of(name, flat, self._slice(held), held.element_size())
         return super().checksums([name for name in wanted if name not in parts]), parts
 

@@ -13,7 +13,7 @@ import torch
 
 from weightsync.errors import ManifestMismatchError, shorten
 from weightsync.specs import TensorSpec
-from weightsync.tensors import TORCH_DTYPES, as_bytes, from_bytes
+from weightsync.tensors import TORCH_DTYPES, as_bytes, contiguous_bytes, from_bytes, is_plain
 from weightsync.weights.copy_plan import (
     AddressMap,
     HostCopies,
@@ -66,7 +66,7 @@ class Packer:
 
         Falls back to `pack` for tensors that need more than a copy of bytes.
         """
-        if not (self._on_host and all(map(_is_bytes, self.plan.manifest.specs, tensors))):
+        if not (self._on_host and all(map(_is_bytes, tensors, self.plan.manifest.specs))):
             specs = self.plan.manifest.specs
             check_whole(specs, tensors)
             batches = self._batches_of(tensors, verify=verify)
@@ -114,11 +114,11 @@ class Packer:
 
     def _batches_of(self, tensors: Sequence[torch.Tensor], *, verify: bool) -> list[Batch] | None:
         """Plan one launch a chunk for tensors on the slots' GPU that need no cast."""
-        if self._on_host or not all(map(is_plain, self.plan.manifest.specs, tensors)):
+        if self._on_host or not all(map(is_plain, tensors, self.plan.manifest.specs)):
             return None
         key = [int(verify), *(tensor.data_ptr() for tensor in tensors)]
         if key != self._batched_from:
-            flats = [as_bytes(tensor.detach()) for tensor in tensors]
+            flats = [as_bytes(tensor) for tensor in tensors]
             self._batches = chunk_batches(self.plan, flats, self._slots, verify=verify)
             self._batched_from = key
         return self._batches
@@ -220,23 +220,18 @@ def check_whole(specs: Sequence[TensorSpec], tensors: Sequence[torch.Tensor]) ->
         )
 
 
-def is_plain(spec: TensorSpec, tensor: torch.Tensor) -> bool:
-    """Whether the tensor's memory, on whatever device, is what travels: no cast, no odd stride."""
-    return tensor.dtype is TORCH_DTYPES[spec.dtype] and tensor.is_contiguous()
-
-
-def _is_bytes(spec: TensorSpec, tensor: torch.Tensor) -> bool:
-    return tensor.device.type == "cpu" and is_plain(spec, tensor)
+def _is_bytes(tensor: torch.Tensor, spec: TensorSpec) -> bool:
+    return tensor.device.type == "cpu" and is_plain(tensor, spec)
 
 
 def _is_bytes_like(source: torch.Tensor, take: int, spec: TensorSpec) -> bool:
     flat = take < spec.nbytes and source.device.type == "cpu"
-    return flat or (take == spec.nbytes and _is_bytes(spec, source))
+    return flat or (take == spec.nbytes and _is_bytes(source, spec))
 
 
 def flatten(tensor: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
     """Return the bytes that travel, `uint8[spec.nbytes]`: the tensor's own, unless it is cast."""
-    return as_bytes(tensor.detach().to(TORCH_DTYPES[spec.dtype]).contiguous())
+    return contiguous_bytes(tensor.detach().to(TORCH_DTYPES[spec.dtype]))
 
 
 Filled = tuple[int, torch.Tensor | None]
@@ -294,7 +289,7 @@ class StagedPacker(Packer):
             return
         specs = self.plan.manifest.specs
         check_whole(specs, tensors)
-        if all(map(self._here, tensors)) and all(map(is_plain, specs, tensors)):
+        if all(map(self._here, tensors)) and all(map(is_plain, tensors, specs)):
             filled = self._gather(tensors)
         else:
             names = (spec.name for spec in specs)

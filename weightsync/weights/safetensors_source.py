@@ -18,7 +18,7 @@ from weightsync.errors import (
     shorten,
 )
 from weightsync.specs import Manifest, TensorSpec
-from weightsync.tensors import TORCH_DTYPES, dtype_name, sent_dtype
+from weightsync.tensors import TORCH_DTYPES, contiguous_bytes, dtype_name, sent_dtype
 from weightsync.weights.module_sink import Rename, rename_with
 
 try:
@@ -283,4 +283,4 @@ def _same(one: _Stored, other: _Stored) -> bool:
 def _bytes(stored: _Stored) -> torch.Tensor:
     with _open(stored.file) as opened:
         tensor: torch.Tensor = opened.get_tensor(stored.name)
-    return tensor.reshape(-1).view(torch.uint8)
+    return contiguous_bytes(tensor)
