@@ -70,9 +70,11 @@ def check_dense(tensor: torch.Tensor) -> None:
 def is_plain(tensor: torch.Tensor, spec: TensorSpec) -> bool:
     """Say whether the tensor's own memory holds the bytes of `spec`, on any device.
 
-    False for tensors that need a cast, or a gather of strided rows.
+    False for tensors that need a cast, strided copies or a conjugation.
     """
-    return tensor.dtype is TORCH_DTYPES[spec.dtype] and tensor.is_contiguous()
+    return (
+        tensor.dtype is TORCH_DTYPES[spec.dtype] and tensor.is_contiguous() and not tensor.is_conj()
+    )
 
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:

@@ -56,3 +56,18 @@ def test_a_model_of_all_dtypes_is_sent(packed: bool, apply: str) -> None:
         sender.send_weights()
         for name, tensor in source.items():
             assert as_bytes(getattr(server, name)) == as_bytes(tensor), name
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("apply", ["staged", "in_place"])
+def test_tensors_that_torch_conjugates_lazily_keep_their_values(packed: bool, apply: str) -> None:
+    value = torch.tensor([[1 + 2j, 3 - 4j]])
+    server = torch.nn.Module()
+    server.register_buffer("plain", torch.zeros_like(value))
+    server.register_buffer("lazy", torch.zeros_like(value).conj())
+    receiver = ws.WeightReceiver(server, apply=apply)  # type: ignore[arg-type]  # both words
+    source = {"plain": value.conj(), "lazy": value.clone()}
+    with ws.connect(source, to=receiver.handle, packed=packed) as sender:
+        sender.send_weights()
+        assert server.plain.tolist() == [[1 - 2j, 3 + 4j]]
+        assert server.lazy.tolist() == [[1 + 2j, 3 - 4j]]
