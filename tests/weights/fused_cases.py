@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from weightsync.specs import Manifest, TensorSpec
+from weightsync.weights.checksums import WORD
 from weightsync.weights.copy_plan import (
     CompiledUnit,
     DeviceCompiler,
@@ -16,7 +17,7 @@ from weightsync.weights.copy_plan import (
     Memory,
     joined,
 )
-from weightsync.weights.fingerprint import WORD, mix64, mixed_rows
+from weightsync.weights.fingerprint import mix64, mixed_rows
 from weightsync.weights.fused import Batch, FusedUnit, Kernel, Tiles, chunk_batches, fuse, hashers
 from weightsync.weights.layout import StreamLayout
 

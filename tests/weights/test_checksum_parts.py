@@ -11,10 +11,9 @@ from hypothesis import strategies as st
 
 from weightsync.errors import ConfigError, ProtocolError
 from weightsync.tensors import as_bytes
-from weightsync.weights import checksum_parts
-from weightsync.weights.checksum_parts import part_of
-from weightsync.weights.checksum_sums import DISAGREE, compose, compose_all
-from weightsync.weights.fingerprint import mix64, to_hex
+from weightsync.weights import fingerprint
+from weightsync.weights.checksums import DISAGREE, compose, compose_all, to_hex
+from weightsync.weights.fingerprint import mix64, part_of
 from weightsync.weights.shards import Slice, Span
 from weightsync.wire.messages import CheckReply, TensorPart
 
@@ -114,7 +113,7 @@ def test_copies_of_a_slice_count_once_and_have_to_agree() -> None:
 
 
 def test_a_tensor_whose_words_are_cut_too_often_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checksum_parts, "MAX_PIECES", 3)
+    monkeypatch.setattr(fingerprint, "MAX_PIECES", 3)
     with pytest.raises(ConfigError, match="w: its slices cut more than 3 words of 8 bytes"):
         parts_of(torch.zeros(9, 3, dtype=torch.uint8), [Slice((9, 3), (((0, 9),), ((0, 2),)))])
 

@@ -22,8 +22,9 @@ from tests.weights import triton_process
 from tests.weights.fused_cases import Case, HostKernel, check_case, host_mix64
 from weightsync.specs import Manifest, TensorSpec
 from weightsync.weights import fused
+from weightsync.weights.checksums import WORD
 from weightsync.weights.copy_plan import DeviceCopyUnit
-from weightsync.weights.fingerprint import WORD, mix64
+from weightsync.weights.fingerprint import mix64
 from weightsync.weights.fused import TILE_WORDS, Batch, chunk_batches, fuse, hashers, kernel_of
 from weightsync.weights.layout import StreamLayout
 

@@ -18,7 +18,7 @@ from weightsync.server.metrics import MoreMetrics
 from weightsync.server.router import weight_router
 from weightsync.update.history import WorkerReport
 from weightsync.update.lifecycle import State, new_update_id
-from weightsync.weights.checksum_sums import compose_all
+from weightsync.weights.checksums import compose_all
 from weightsync.wire.messages import (
     AbortRequest,
     CheckReply,

@@ -9,28 +9,23 @@ cancel in it.
 from __future__ import annotations
 
 import hashlib
+import math
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 import xxhash
 
-from weightsync.weights.mixing import GOLDEN, MASK, MULTIPLIERS, WORD, settled, to_hex
+from weightsync.errors import ConfigError
+from weightsync.weights.checksums import GOLDEN, MASK, MULTIPLIERS, WORD, settled, to_hex
+from weightsync.weights.shards import Block, Slice
+from weightsync.wire.messages import TensorPart
 
-__all__ = [
-    "MASK",
-    "WORD",
-    "mix64",
-    "mixed_rows",
-    "settled",
-    "table_digest",
-    "to_hex",
-    "xxh3",
-    "xxh3_parts",
-]
+__all__ = ["mix64", "mixed_rows", "part_of", "table_digest", "to_hex", "xxh3", "xxh3_parts"]
 
 _BLOCK_WORDS = {"cpu": 1 << 17, "cuda": 1 << 20}
 """Words mixed at a time: on the host what a cache holds, on a GPU enough for a kernel."""
+MAX_PIECES = 1 << 16
 
 
 def xxh3(view: memoryview) -> int:
@@ -81,9 +76,68 @@ def mixed_rows(rows: torch.Tensor, first: int, stride: int) -> int:
     return total & MASK
 
 
+def part_of(name: str, flat: torch.Tensor, held: Slice, itemsize: int) -> TensorPart:
+    """Return the part of a full tensor's mix64 that its slice `flat` (uint8[nbytes]) makes.
+
+    Raises ConfigError naming a tensor whose slices cut too many words.
+    """
+    nbytes = math.prod(held.shape) * itemsize
+    pieces: dict[int, str] = {}
+    total = words = 0
+    for block in held.blocks(itemsize):
+        for run in _phases(block):
+            lead = min(-run.source % WORD, run.width)
+            whole = (run.width - lead) // WORD
+            begin = flat.storage_offset() + run.target
+            rows = flat.as_strided((run.height, run.width), (run.target_stride, 1), begin)
+            if whole:
+                middle = rows[:, lead : lead + whole * WORD]
+                total += mixed_rows(middle, (run.source + lead) // WORD, run.source_stride // WORD)
+                words += whole * run.height
+            _add_pieces(pieces, rows[:, :lead], run, 0)
+            _add_pieces(pieces, rows[:, lead + whole * WORD :], run, lead + whole * WORD)
+            if len(pieces) > MAX_PIECES:
+                raise ConfigError(
+                    f"{name}: its slices cut more than {MAX_PIECES} words of {WORD} bytes; name "
+                    "other tensors, or compare with a model loaded from a checkpoint"
+                )
+    return TensorPart(
+        shape=list(held.shape),
+        spans=[list(spans) for spans in held.spans],
+        nbytes=nbytes,
+        total=to_hex(total & MASK),
+        words=words,
+        pieces=pieces,
+    )
+
+
 def table_digest(fingerprints: Sequence[int]) -> str:
     """Return 32 hex digits that name a whole table of fingerprints, in order."""
     return hashlib.blake2b(array("Q", fingerprints).tobytes(), digest_size=16).hexdigest()
+
+
+def _phases(block: Block) -> Iterator[Block]:
+    """Cut a block into rows that lie alike within words: every so many bytes the same place."""
+    period = min(WORD // math.gcd(block.source_stride, WORD), block.height)
+    for first in range(period):
+        yield Block(
+            block.source + first * block.source_stride,
+            block.target + first * block.target_stride,
+            block.width,
+            len(range(first, block.height, period)),
+            block.source_stride * period,
+            block.target_stride * period,
+        )
+
+
+def _add_pieces(pieces: dict[int, str], rows: torch.Tensor, run: Block, offset: int) -> None:
+    height, width = rows.shape
+    if not width or len(pieces) > MAX_PIECES:
+        return
+    data = bytes(rows.contiguous().cpu().numpy().tobytes())
+    for row in range(height):
+        at = run.source + offset + row * run.source_stride
+        pieces[at] = data[row * width : (row + 1) * width].hex()
 
 
 def _words(flat: torch.Tensor) -> torch.Tensor:

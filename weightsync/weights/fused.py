@@ -13,8 +13,9 @@ from typing import Any, ClassVar, Protocol, cast
 
 import torch
 
+from weightsync.weights.checksums import MASK, WORD, settled
 from weightsync.weights.copy_plan import CompiledUnit, DeviceCopyUnit
-from weightsync.weights.fingerprint import MASK, WORD, mix64, settled
+from weightsync.weights.fingerprint import mix64
 from weightsync.weights.layout import Chunk, StreamLayout
 
 FIELDS = 8

@@ -27,9 +27,9 @@ from weightsync.tensors import (
     spec_of,
 )
 from weightsync.weights import arena
-from weightsync.weights.checksum_parts import part_of
+from weightsync.weights.checksums import to_hex
 from weightsync.weights.copy_plan import Memory, ShardMemory, Share
-from weightsync.weights.fingerprint import mix64, to_hex
+from weightsync.weights.fingerprint import mix64, part_of
 from weightsync.weights.layout import StreamLayout, aligned
 from weightsync.weights.shards import Slice, Slicer, is_sharded, local_of
 from weightsync.weights.sink import (

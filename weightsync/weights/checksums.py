@@ -1,15 +1,44 @@
-"""The mix64 of whole tensors, from the parts that the workers made of their slices."""
+"""Checksums of full tensors without torch: the integer arithmetic of mix64, and sums of parts.
+
+A worker that holds a slice of a tensor sends its part (`fingerprint.part_of`); here the parts of
+all workers are added up. Imported where no torch is loaded, by `weightsync.server`.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 from weightsync.errors import ProtocolError
-from weightsync.weights.mixing import WORD, mixed_word, settled, to_hex
 from weightsync.wire.messages import CheckReply, TensorPart
+
+GOLDEN = 0x9E3779B97F4A7C15
+MULTIPLIERS = (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
+MASK = (1 << 64) - 1
+WORD = 8
 
 DISAGREE = "workers disagree"
 """In place of a fingerprint: copies of one tensor differ between workers."""
+
+
+def mixed_word(word: bytes | bytearray, place: int) -> int:
+    """Return what word `place` of the fingerprinted bytes adds to the sum of mix64."""
+    return _mix((int.from_bytes(word, "little") + (place + 1) * GOLDEN) & MASK)
+
+
+def settled(total: int, nbytes: int) -> int:
+    """Return mix64 of `nbytes` bytes whose mixed words sum to `total`."""
+    return _mix((total + nbytes * GOLDEN) & MASK)
+
+
+def to_hex(value: int) -> str:
+    """Return a fingerprint as 16 hex digits."""
+    return f"{value:016x}"
+
+
+def _mix(value: int) -> int:
+    for shift, multiplier in zip((30, 27), MULTIPLIERS, strict=True):
+        value = ((value ^ (value >> shift)) * multiplier) & MASK
+    return value ^ (value >> 31)
 
 
 def compose(name: str, parts: Sequence[TensorPart]) -> str:
