@@ -69,5 +69,5 @@ def test_tensors_that_torch_conjugates_lazily_keep_their_values(packed: bool, ap
     source = {"plain": value.conj(), "lazy": value.clone()}
     with ws.connect(source, to=receiver.handle, packed=packed) as sender:
         sender.send_weights()
-        assert server.plain.tolist() == [[1 - 2j, 3 + 4j]]
-        assert server.lazy.tolist() == [[1 + 2j, 3 - 4j]]
+        assert server.get_buffer("plain").tolist() == [[1 - 2j, 3 + 4j]]
+        assert server.get_buffer("lazy").tolist() == [[1 + 2j, 3 - 4j]]
