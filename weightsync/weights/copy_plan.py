@@ -365,6 +365,7 @@ _WORDS = (torch.int64, torch.int32, torch.int16, torch.uint8)
 _memcmp = ctypes.CDLL(None).memcmp
 _memcmp.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
 Pair = tuple[torch.Tensor, torch.Tensor]
+"""Target and source of many rows: strided views of equal shape as integers of one width."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -387,51 +388,26 @@ class ShardMemory(Memory):
 
 
 @dataclass(frozen=True, slots=True)
-class Grid:
-    """Many rows at once between host memories.
-
-    Where the target is contiguous, rows are compared by a second copy into `scratch`, memory that
-    all runs share. That is twice as quick as comparing rows that lie apart (measured).
-    """
-
-    target: torch.Tensor
-    source: torch.Tensor
-    scratch: torch.Tensor | None
-
-    def copy(self) -> None:
-        """Copy the rows."""
-        self.target.copy_(self.source)
-
-    def holds(self) -> bool:
-        """Whether the target is what the source is."""
-        if self.scratch is None:
-            return torch.equal(self.target, self.source)
-        self.scratch.copy_(self.source)
-        ends = self.target.data_ptr(), self.scratch.data_ptr()
-        return not _memcmp(*ends, self.target.numel() * self.target.element_size())
-
-
-@dataclass(frozen=True, slots=True)
 class HostShardRun:
     """What one run copies between host memories, and the source's bytes in stream order."""
 
     on_host: ClassVar[bool] = True
     copies: tuple[Copy, ...]
-    grids: tuple[Grid, ...]
+    grids: tuple[Pair, ...]
     arrived: tuple[memoryview | bytes, ...]
 
     def copy(self) -> None:
         """Copy the run's slices."""
         for copy in self.copies:
             ctypes.memmove(copy.target, copy.source, copy.nbytes)
-        for grid in self.grids:
-            grid.copy()
+        for target, source in self.grids:
+            target.copy_(source)
 
     def holds(self) -> bool:
         """Read the shards back: whether they are the same slices of the source."""
         return not any(
             _memcmp(copy.target, copy.source, copy.nbytes) for copy in self.copies
-        ) and all(grid.holds() for grid in self.grids)
+        ) and all(torch.equal(*grid) for grid in self.grids)
 
     def fingerprint(self) -> int:
         """Return xxh3 of all that arrived, or its complement where the shards are not of it."""
@@ -485,7 +461,6 @@ class ShardCompiler:
         self._on_host = destination.on_host() and (memory is None or memory.on_host())
         self._memory = memory
         self._source = AddressMap(memory) if self._on_host and memory else None
-        self._echo: torch.Tensor | None = None
         self._shares: dict[int, list[tuple[torch.Tensor, tuple[Block, ...]]]] = {}
         for tensor, share in zip(destination.tensors, destination.shares, strict=True):
             self._shares.setdefault(share.index, []).append((tensor, share.blocks))
@@ -505,7 +480,7 @@ class ShardCompiler:
 
     def _on_the_host(self, run: CopyUnit, places: AddressMap) -> HostShardRun:
         copies: list[Copy] = []
-        grids: list[Grid] = []
+        grids: list[Pair] = []
         parts: list[tuple[int, int, int]] = []
         for piece in self._plan.pieces(run.start, run.stop):
             address = places.address(piece)
@@ -514,7 +489,7 @@ class ShardCompiler:
                 source = address - piece.begin + block.source
                 target = tensor.data_ptr() + block.target
                 if block.height > _FEW_ROWS:
-                    grids.append(self._grid(target, source, block))
+                    grids.append(_host_grid(target, source, block))
                     continue
                 for i in range(block.height):
                     row = Copy(
@@ -525,19 +500,6 @@ class ShardCompiler:
                     append_copy(copies, row, padded=self._flat and places.flat)
         arrived = stream_views(run, parts, flat=places.flat)
         return HostShardRun(tuple(copies), tuple(grids), arrived)
-
-    def _grid(self, target: int, source: int, block: Block) -> Grid:
-        word = _word(block.width, block.target_stride, block.source_stride)
-        ends = [
-            _grid(_host_words(address, block, stride, word), block, stride)
-            for address, stride in ((target, block.target_stride), (source, block.source_stride))
-        ]
-        if block.target_stride != block.width:
-            return Grid(ends[0], ends[1], None)
-        if self._echo is None:
-            self._echo = torch.empty(self._plan.run_nbytes, dtype=torch.uint8)
-        scratch = self._echo[: block.width * block.height].view(word).view(block.height, -1)
-        return Grid(ends[0], ends[1], scratch)
 
     def _on_devices(
         self, run: CopyUnit, slot: torch.Tensor | None, chunk_start: int
@@ -592,9 +554,14 @@ def _word(*places: int) -> torch.dtype:
     return next(word for word in _WORDS if not any(place % word.itemsize for place in places))
 
 
-def _host_words(address: int, block: Block, stride: int, word: torch.dtype) -> torch.Tensor:
-    extent = (block.height - 1) * stride + block.width
-    return torch.frombuffer((ctypes.c_ubyte * extent).from_address(address), dtype=word)
+def _host_grid(target: int, source: int, block: Block) -> Pair:
+    word = _word(block.width, block.target_stride, block.source_stride)
+    views = []
+    for address, stride in ((target, block.target_stride), (source, block.source_stride)):
+        extent = (block.height - 1) * stride + block.width
+        words = torch.frombuffer((ctypes.c_ubyte * extent).from_address(address), dtype=word)
+        views.append(_grid(words, block, stride))
+    return views[0], views[1]
 
 
 def _device_grids(target: torch.Tensor, source: torch.Tensor, block: Block, begin: int) -> Pair:
