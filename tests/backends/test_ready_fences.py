@@ -279,7 +279,7 @@ def test_torch_without_cuda_is_such_a_driver(caplog: pytest.LogCaptureFixture) -
         assert not fence.left_to([0], verify=False, packed=True)
     (record,) = caplog.records
     assert "making an interprocess event failed" in record.getMessage()
-    with pytest.raises(HandleError, match="of GPU GPU-one, which is not seen here"):
+    with pytest.raises(HandleError, match="of GPU GPU-one, which this process does not see"):
         CUDA.open("GPU-one", bytes(64))
 
 
@@ -494,7 +494,7 @@ def fence_of(event: Asked) -> OpenFence:
 
 
 def test_a_reader_gives_up_bytes_that_never_come() -> None:
-    with pytest.raises(TransferTimeout, match=r"its GPU did not bring for 0\.05 s"):
+    with pytest.raises(TransferTimeout, match=r"its GPU did not copy within 0\.05 s"):
         fence_of(Asked()).arrive(0, check=lambda: None, beat=lambda: 1, timeout_s=0.05)
 
 

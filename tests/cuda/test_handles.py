@@ -72,7 +72,7 @@ def test_ids_have_one_normal_form(given: str, key: str) -> None:
 
 @pytest.mark.parametrize("given", ["", "GPU-", "0", "cuda:0", UUID[:-1], f"GPU-GPU-{UUID}"])
 def test_what_is_no_id_is_refused(given: str) -> None:
-    with pytest.raises(ConfigError, match="is no GPU id; wanted GPU-<uuid>"):
+    with pytest.raises(ConfigError, match="is not a GPU id; give GPU-<uuid>"):
         normal_key(given)
 
 
@@ -187,15 +187,15 @@ def test_a_handle_survives_the_wire() -> None:
         ({"handle": b"\x02e" + bytes(1024)}, "at most 1024 bytes, this has 1026"),
         ({"event_handle": b""}, "event handle has 64 bytes, this has 0"),
         ({"event_handle": bytes(65)}, "this has 65"),
-        ({"ref_counter_handle": b""}, "no file of counters"),
-        ({"ref_counter_handle": b"/torch_1_2_3/../../etc"}, "no file of counters"),
-        ({"ref_counter_handle": b"/weightsync-00"}, "no file of counters"),
-        ({"ref_counter_handle": b"/torch_1_2\0"}, "no file of counters"),
-        ({"ref_counter_handle": b"/torch_1_" + b"1" * 60}, "no file of counters"),
+        ({"ref_counter_handle": b""}, "is not a file of counters"),
+        ({"ref_counter_handle": b"/torch_1_2_3/../../etc"}, "is not a file of counters"),
+        ({"ref_counter_handle": b"/weightsync-00"}, "is not a file of counters"),
+        ({"ref_counter_handle": b"/torch_1_2\0"}, "is not a file of counters"),
+        ({"ref_counter_handle": b"/torch_1_" + b"1" * 60}, "is not a file of counters"),
         ({"ref_counter_offset": -1}, "counter -1 is not among 10000"),
         ({"ref_counter_offset": 10_000}, "counter 10000 is not"),
-        ({"nbytes": 0}, "0 bytes are no memory"),
-        ({"nbytes": 1 << 63}, "are no memory"),
+        ({"nbytes": 0}, "nbytes is 0"),
+        ({"nbytes": 1 << 63}, f"nbytes is {1 << 63}"),
         ({"base_offset": -1}, "base_offset is -1"),
         ({"base_offset": 1 << 63}, "base_offset is"),
         ({"offset": 4097}, "offset 4097 lies outside 4096 bytes"),

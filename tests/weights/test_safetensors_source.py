@@ -179,7 +179,7 @@ def test_what_is_no_checkpoint_says_what_is_there(tmp_path: Path) -> None:
     (tmp_path / "pytorch_model.bin").write_bytes(pickle.dumps({}))
     with pytest.raises(ws.ConfigError, match=r"but pytorch_model.bin, which may be pickles"):
         SafetensorsSource(tmp_path)
-    with pytest.raises(ws.ConfigError, match=r"pytorch_model.bin is no .safetensors file"):
+    with pytest.raises(ws.ConfigError, match=r"pytorch_model.bin is not a .safetensors file"):
         SafetensorsSource(tmp_path / "pytorch_model.bin")
     write(tmp_path, some("a"), some("b"), index=False)
     with pytest.raises(ws.ConfigError, match=r"2 .safetensors files and no model.safetensors.ind"):

@@ -1,7 +1,8 @@
-"""A trainer's tensors on a GPU, registered where they are: what the unpacked path reads there.
+"""A trainer's tensors on a GPU, registered in place for receivers on the same GPU.
 
-A contiguous tensor of the dtype it is sent in is exported as it lies; another is copied into a
-buffer of its own before each update.
+The unpacked path of the `ipc` backend reads them there. A contiguous tensor that needs no cast is
+registered itself; any other is copied into a buffer of its own before each update. Never run on a
+GPU.
 """
 
 from __future__ import annotations
@@ -14,10 +15,13 @@ from weightsync.tensors import as_bytes
 
 
 class DeviceStream:
-    """Tensors on `device`; `dtypes` and `shapes` are those in which they are sent.
+    """The registered tensors of one stream on `device`.
 
-    Holds a strong reference to every registered storage, so that its address cannot come to mean
-    something else while receivers have it open.
+    `dtypes` and `shapes` are those in which tensors are sent. `stable` are the trainer's tensors;
+    with None every tensor has a buffer, filled by `write`. `tensors` are the registered bytes
+    (`uint8[nbytes]` each). Holds a reference to every registered storage until `close`, so that
+    its memory is not reused while receivers have it open. Raises torch.OutOfMemoryError where the
+    device has no room for the buffers.
     """
 
     def __init__(
@@ -45,19 +49,22 @@ class DeviceStream:
 
     @property
     def copied_nbytes(self) -> int:
-        """Bytes of the buffers that this holds beside the model."""
+        """Bytes of the buffers, which are memory beside the model."""
         return sum(b.numel() * b.element_size() for b in self._buffers.values())
 
     def storages(self) -> tuple[list[torch.Tensor], list[int], list[int]]:
-        """Return the storages as `uint8[…]`, and each tensor's storage and offset in bytes."""
+        """Return the storages (`uint8[nbytes]`), and each tensor's storage and byte offset."""
         return self._storages, self._where, self._offsets
 
     def moved(self, tensors: Sequence[torch.Tensor]) -> bool:
-        """Whether a tensor now has another storage, offset, stride or shape."""
+        """Whether a tensor of `stable` now has another storage, offset, stride or shape."""
         return bool(self._seen) and self._identities(tensors) != self._seen
 
     def refresh(self, tensors: Sequence[torch.Tensor]) -> int:
-        """Bring the copied tensors up to date, behind the trainer's own kernels; see `wait`."""
+        """Copy tensors to their buffers on the current stream; return the number of bytes.
+
+        Does not wait: call `wait` before a receiver reads the buffers.
+        """
         copied = 0
         for i, buffer in self._buffers.items():
             buffer.copy_(tensors[i].detach())
@@ -65,16 +72,16 @@ class DeviceStream:
         return copied
 
     def write(self, index: int, tensor: torch.Tensor) -> None:
-        """Copy one tensor to its buffer and wait: the caller may use its memory again."""
+        """Copy one tensor to its buffer, and wait, so that the caller may overwrite the tensor."""
         self._buffers[index].copy_(tensor.detach())
         self.wait()
 
     def wait(self) -> None:
-        """Wait until all that was copied is there, and what the trainer's kernels write."""
+        """Wait for the device's current stream: for the copies, and the trainer's kernels on it."""
         torch.cuda.current_stream(self._device).synchronize()
 
     def close(self) -> None:
-        """Forget everything. Receivers have closed before."""
+        """Free the buffers and drop the trainer's storages. Receivers have closed before."""
         self._buffers.clear()
         self._storages.clear()
         self.tensors.clear()

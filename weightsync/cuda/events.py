@@ -1,4 +1,9 @@
-"""Order between streams of one GPU: interprocess events, fences of writers and readers, marks."""
+"""Order between streams of one GPU: interprocess events, fences of writers and readers, marks.
+
+With a fence, a sender records an event after its copies and does not wait for them; its receivers
+wait for that event. Marks make an update wait for the kernels of the last decode step. Never run on
+a GPU: the tests use events of their own.
+"""
 
 from __future__ import annotations
 
@@ -15,67 +20,74 @@ from weightsync.errors import ConfigError, HandleError, TransferError, TransferT
 from weightsync.shm.ring import Control, wait_until
 from weightsync.wire.offers import KeyedHandle, ReadyEvents
 
+logger = logging.getLogger(__name__)
+
+Fence = Literal["host", "event"]
+"""Which side waits for the sender's GPU: the sender's host, or the receivers with an event."""
+FENCE_VARIABLE = "WEIGHTSYNC_GPU_FENCE"
 EVENT_NBYTES = 64
-"""Of a cudaIpcEventHandle_t."""
+"""Size of a cudaIpcEventHandle_t."""
 
 
 class OwnEvent(Protocol):
-    """The writer's event; others can use it for as long as this lives."""
+    """A writer's interprocess event. Other processes can use it while this object is alive."""
 
     def record(self) -> None:
-        """Put it behind what the caller's stream has been given so far, in place of its last.
+        """Record the event after all work now on the caller's current stream; does not wait.
 
-        Raises TransferError where the driver cannot.
+        Replaces the previous record. Raises TransferError where the driver fails.
         """
 
     def handle(self) -> bytes:
-        """Return what another process opens, any number of them: `EVENT_NBYTES` bytes.
+        """Return the event's handle (`EVENT_NBYTES` bytes), which any number of processes can open.
 
-        Raises HandleError where the driver cannot.
+        Raises HandleError where the driver fails.
         """
 
 
 class OpenEvent(Protocol):
-    """The same event in a reader's process."""
+    """The writer's event in a reader's process."""
 
     def passed(self) -> bool:
-        """Whether all before the last record is done. Never waits.
+        """Whether all work before the last record is complete. Never waits.
 
-        Called after the writer has said, in host memory, that it recorded. Raises TransferError
-        where the driver cannot tell.
+        Called after the writer published in host memory that it recorded the event. Raises
+        TransferError where the driver fails.
         """
 
 
 class Edge(Protocol):
-    """What is asked of the driver."""
+    """The calls of a CUDA driver that make and open interprocess events."""
 
     def key(self, device: torch.device) -> str:
-        """Return the device key that goes with the handles."""
+        """Return the device key that belongs to the handles of `device`."""
 
     def make(self, device: torch.device) -> OwnEvent:
-        """Make an event on `device`. Raises HandleError where the driver cannot."""
+        """Make an event on `device`. Raises HandleError where the driver fails."""
 
     def open(self, key: str, handle: bytes) -> OpenEvent:
-        """Open a handle, checked before. Raises HandleError where the driver cannot."""
+        """Open a handle of the GPU `key`, checked before. Raises HandleError on failure."""
 
 
 class CudaEdge:
-    """CUDA's own, through torch."""
+    """Interprocess events of CUDA, through torch. Never run on a GPU."""
 
     def key(self, device: torch.device) -> str:
         """Return the GPU's key."""
         return handles.gpu_key(device)
 
     def make(self, device: torch.device) -> OwnEvent:
-        """Make an event that exists on this GPU from here on; see the contract."""
+        """Make an event and record it once, so that it exists on this GPU."""
         with _driver_errors("making an interprocess event"):
             return _CudaOwn(device)
 
     def open(self, key: str, handle: bytes) -> OpenEvent:
-        """Open on this process's ordinal of the same GPU; see the contract."""
+        """Open a handle on this process's ordinal of the same GPU."""
         ordinal = handles.local_gpu_keys().get(key)
         if ordinal is None:
-            raise HandleError(f"the ready events are of GPU {key[:128]}, which is not seen here")
+            raise HandleError(
+                f"the ready events are of GPU {key[:128]}, which this process does not see"
+            )
         with _driver_errors("opening an interprocess event"):
             return _CudaOpen(torch.device("cuda", ordinal), handle)
 
@@ -84,7 +96,7 @@ CUDA = CudaEdge()
 
 
 def check_handles(key: str, handles: list[bytes], *, memory_key: str) -> None:
-    """Raise HandleError unless these could be the events of memory on the GPU `memory_key`."""
+    """Raise HandleError unless the handles can be of events for memory on the GPU `memory_key`."""
     if key != memory_key:
         raise HandleError(
             f"the ready events are of GPU {key[:128]}, the memory that they are for is on "
@@ -99,11 +111,13 @@ def check_handles(key: str, handles: list[bytes], *, memory_key: str) -> None:
 
 
 class _CudaOwn:
+    """An interprocess event made by this process."""
+
     def __init__(self, device: torch.device) -> None:
         self._device = device
         event: Callable[..., torch.cuda.Event] = torch.cuda.Event
-        # Timing cannot be shared. torch makes the event when it is first recorded or exported, and
-        # then on the current device, so it is recorded here once: nothing waits for that.
+        # An interprocess event has no timing. torch creates it at its first record or export, on
+        # the device that is current then; recorded here, it is on the right one.
         self._event = event(interprocess=True)
         self._record()
 
@@ -122,6 +136,8 @@ class _CudaOwn:
 
 
 class _CudaOpen:
+    """An interprocess event opened from a handle."""
+
     def __init__(self, device: torch.device, handle: bytes) -> None:
         from_handle: Any = torch.cuda.Event.from_ipc_handle
         with torch.cuda.device(device):
@@ -135,6 +151,7 @@ class _CudaOpen:
 
 @contextmanager
 def _driver_errors(what: str, error: type[TransferError] = HandleError) -> Iterator[None]:
+    """Raise errors of torch and the driver as `error`; `what` names the call."""
     try:
         yield
     except (RuntimeError, AssertionError, TypeError, ValueError) as exc:
@@ -142,14 +159,8 @@ def _driver_errors(what: str, error: type[TransferError] = HandleError) -> Itera
         raise error(f"{what} failed: {first_line}") from exc
 
 
-logger = logging.getLogger(__name__)
-
-Fence = Literal["host", "event"]
-FENCE_VARIABLE = "WEIGHTSYNC_GPU_FENCE"
-
-
 def fence_from_environment() -> Fence:
-    """Return what WEIGHTSYNC_GPU_FENCE says. Raises ConfigError for what is no fence."""
+    """Return WEIGHTSYNC_GPU_FENCE, `host` by default. Raises ConfigError for other values."""
     said = os.environ.get(FENCE_VARIABLE) or "host"
     if said not in {"host", "event"}:
         raise ConfigError(f"{FENCE_VARIABLE} is {said!r}; it may be host (the default) or event")
@@ -157,14 +168,15 @@ def fence_from_environment() -> Fence:
 
 
 class WriterFence:
-    """A sender's side: one event for each of `count` slots, or one for registered memory.
+    """The events of a sender: one for each of `count` slots (`packed`), or for registered memory.
 
-    Without a `device` of the kind that has events, or where the driver makes none (one warning), it
-    stays with the host. Close it after the readers have closed theirs.
+    `device` is the GPU of that memory, None for host memory. Without a device, or where the driver
+    makes no events (one warning), the fence has none, and the sender waits for its GPU itself.
+    Close it after the readers have closed theirs.
     """
 
     recorded: ClassVar[int] = 0
-    """Events recorded in this process, ever; for whoever looks on."""
+    """Events recorded by this process so far; for tests and benchmarks."""
 
     def __init__(
         self, control: Control, device: torch.device | None, count: int, *, packed: bool, edge: Edge
@@ -187,25 +199,29 @@ class WriterFence:
         self._offer = ReadyEvents(device=edge.key(device), slots=handles, registered=registered)
 
     def offer(self, reader: int, number: int) -> ReadyEvents | None:
-        """Return what whoever reads at place `reader` from now on needs to wait.
+        """Return the handles with which the reader in place `reader` can wait; None without events.
 
-        `number` tells this offer from earlier ones: who had the place before may have taken it up.
+        `number` is the generation of this offer: an earlier reader of the place may have accepted
+        an earlier one.
         """
         self._numbers[reader] = number
         return self._offer
 
     def left_to(self, readers: Sequence[int], *, verify: bool, packed: bool) -> bool:
-        """Whether these readers, all of them, wait for events in an update of this kind."""
+        """Whether all these readers wait for events in such an update, so that the sender need not.
+
+        False with `verify`, and for the other path than the one that the events are for.
+        """
         if not self._events or verify or packed != self._packed or not readers:
             return False
         numbers = [self._numbers.get(reader, 0) for reader in readers]
         return all(numbers) and numbers == [self._control.takes_events(r) for r in readers]
 
     def record(self, index: int = 0) -> None:
-        """Put the event of a slot behind what the caller's stream was given; then publish.
+        """Record the event of a slot after all work now on the caller's current stream.
 
-        All readers have released the slot, so that whoever waits for it means this record. Raises
-        TransferError.
+        The caller publishes the slot afterwards. All readers have released the slot before, so a
+        reader that waits for the event waits for this record. Raises TransferError.
         """
         self._events[index].record()
         WriterFence.recorded += 1
@@ -217,7 +233,10 @@ class WriterFence:
 
 
 class OpenFence:
-    """A reader's side: the events of one sender, opened, by slot; None is registered memory."""
+    """The opened events of one sender in a receiver, by slot; key None is registered memory.
+
+    Raises HandleError where an event cannot be opened.
+    """
 
     def __init__(self, offer: ReadyEvents, edge: Edge) -> None:
         handles: dict[int | None, bytes] = dict(enumerate(offer.slots))
@@ -233,10 +252,12 @@ class OpenFence:
         beat: Callable[[], int],
         timeout_s: float,
     ) -> None:
-        """Return when what was published in `slot` is in place; nothing was enqueued for it.
+        """Wait on the host until the bytes published in `slot` are in place.
 
-        Patient while the sender beats. Of memory without an event the sender has waited itself.
-        Raises TransferTimeout, TransferError where the driver fails, and what `check` does.
+        Nothing is enqueued on a stream. For memory without an event it returns at once, because the
+        sender waited itself. `beat` returns the sender's heartbeat: `timeout_s` is the time without
+        a change of it. Raises TransferTimeout, TransferError where the driver fails, and the errors
+        of `check`.
         """
         if not wait_until(
             lambda: self._passed(slot),
@@ -245,12 +266,12 @@ class OpenFence:
             progress=lambda: (0, beat()),
         ):
             raise TransferTimeout(
-                f"the sender published bytes that its GPU did not bring for {timeout_s:g} s; "
+                f"the sender published bytes that its GPU did not copy within {timeout_s:g} s; "
                 "the update is given up"
             )
 
     def close(self) -> None:
-        """Let go of the events, whoever still refers to this: the error of an update may."""
+        """Drop the events, so that they are freed while an error still refers to this object."""
         self._events.clear()
 
     def _passed(self, slot: int | None) -> bool:
@@ -266,14 +287,15 @@ def open_fence(
     slots: int,
     edge: Edge = CUDA,
 ) -> OpenFence | None:
-    """Open what a sender offered; None where it did not, or the driver cannot (one warning).
+    """Open the events that a sender offered; None without an offer, or where the driver fails.
 
-    `memory` are handles of what the events are for. Raises HandleError for events that cannot be
-    of that memory, naming both.
+    A driver that fails is one warning: the sender then waits for its GPU itself. `memory` are the
+    handles of the memory that the events are for, and `keys` the device keys of this process.
+    Raises HandleError for events that cannot be for that memory, naming both.
     """
     if offer is None:
         return None
-    found = next((key for key in keys if key in memory), "no memory that this process opens")
+    found = next((key for key in keys if key in memory), "no device that this process opens")
     handles = [*offer.slots, *([] if offer.registered is None else [offer.registered])]
     check_handles(offer.device, handles, memory_key=found)
     if offer.slots and len(offer.slots) != slots:
@@ -286,7 +308,10 @@ def open_fence(
 
 
 class Marks:
-    """What streams had been given when a decode step ended: the last event behind it, by stream."""
+    """Events at the end of the last decode step on each stream; an update waits for them.
+
+    Never run on a GPU.
+    """
 
     def __init__(self) -> None:
         self._events: dict[tuple[torch.device, int], torch.cuda.Event] = {}
@@ -294,7 +319,7 @@ class Marks:
     def put(self, devices: Iterable[torch.device]) -> None:
         """Record an event on the calling thread's current stream of each of these GPUs.
 
-        Not while that stream is captured into a graph: the replays count, not the capture.
+        Not on a stream that is captured into a graph, because a capture executes nothing.
         """
         for device in devices:
             with torch.cuda.device(device):
@@ -306,7 +331,7 @@ class Marks:
             self._events[device, stream.cuda_stream] = event
 
     def passed(self) -> bool:
-        """Whether everything before the events is done; forgets those that are. Never waits."""
+        """Whether all work before the events is complete; drops those that passed. Never waits."""
         for key, event in list(self._events.items()):
             if event.query():  # type: ignore[no-untyped-call]  # torch's
                 del self._events[key]
@@ -314,9 +339,9 @@ class Marks:
 
 
 def wait_for(devices: Iterable[torch.device]) -> None:
-    """Return when the calling thread's current streams of these devices are done.
+    """Wait on the host for the calling thread's current stream of each of these GPUs.
 
-    Other streams, such as generation's, are not waited for. Devices that are no GPUs are left out.
+    Does not wait for other streams, such as those of generation. Ignores devices that are not GPUs.
     """
     for device in set(devices):
         if device.type == "cuda":

@@ -1,9 +1,9 @@
-"""CUDA memory of one process, opened by another: the only file that knows torch's private tuple.
+"""CUDA IPC handles: memory of one process, opened by another on the same GPU.
 
-torch wraps `cudaIpcGetMemHandle` and an interprocess event, and counts readers in a shared file:
-`_share_cuda_` counts one, and the storage that `_new_shared_cuda` yields takes one off when it
-dies. So every export belongs to exactly one reader. Nothing here makes a CUDA context by being
-imported.
+The only module that knows torch's private tuple. torch wraps `cudaIpcGetMemHandle` and an
+interprocess event, and counts readers in a shared file: `_share_cuda_` adds one, and the storage
+that `_new_shared_cuda` returns subtracts one when it is freed. So every export is for exactly one
+reader. Importing this module makes no CUDA context. Export and open have never run on a GPU.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _SHARED_FIELDS = (
     "event_handle",
     "event_sync_required",
 )
-"""What `_share_cuda_` returns and `_new_shared_cuda` takes, in order."""
+"""The values that `_share_cuda_` returns and `_new_shared_cuda` takes, in order."""
 
 _REBUILD_PARAMETERS = (
     "tensor_cls",
@@ -63,31 +63,31 @@ _ALLOCATOR_SETTINGS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 def normal_key(uuid: str) -> str:
     """Return the normal form of a GPU's id: `GPU-<uuid>` in lower case, `MIG-…` as it is.
 
-    Raises ConfigError for what is neither.
+    Raises ConfigError for other text.
     """
     text = uuid.strip()
     if text.startswith("MIG-"):
         return text
     bare = text.removeprefix("GPU-").lower()
     if _UUID.fullmatch(bare) is None:
-        raise ConfigError(f"{uuid!r} is no GPU id; wanted GPU-<uuid>, a bare uuid or MIG-…")
+        raise ConfigError(f"{uuid!r} is not a GPU id; give GPU-<uuid>, a bare uuid or MIG-…")
     return f"GPU-{bare}"
 
 
 def gpu_key(device: torch.device | int) -> str:
-    """Return the device key of a local GPU."""
+    """Return the device key of a GPU of this process."""
     return normal_key(str(torch.cuda.get_device_properties(device).uuid))
 
 
 def local_gpu_keys() -> dict[str, int]:
-    """Return the ordinal in this process of every GPU that it sees, by key; empty without CUDA."""
+    """Return the ordinal of every GPU that this process sees, by device key; empty without CUDA."""
     if torch.version.cuda is None or not torch.cuda.is_available() or _in_forked_child():
         return {}
     return {gpu_key(ordinal): ordinal for ordinal in range(torch.cuda.device_count())}
 
 
 def why_not() -> str | None:
-    """Return why CUDA IPC cannot work in this process, None where nothing speaks against it."""
+    """Return the reason why CUDA IPC cannot work in this process, None where none is known."""
     if torch.version.cuda is None:
         return f"torch {torch.__version__} is built without CUDA"
     if not torch.cuda.is_available():
@@ -103,7 +103,7 @@ def why_not() -> str | None:
 
 def expandable_setting() -> str | None:
     """Return the environment variable that turns expandable segments on, if one does."""
-    # torch reads the first that is set and leaves the other.
+    # torch reads the first that is set and ignores the other.
     name = next((name for name in _ALLOCATOR_SETTINGS if os.environ.get(name)), None)
     if name is None:
         return None
@@ -112,9 +112,9 @@ def expandable_setting() -> str | None:
 
 
 def check_torch(rebuild: Callable[..., object] = rebuild_cuda_tensor) -> None:
-    """Compare torch's private interface with the one this file is written for.
+    """Check that torch's private interface is the one that this module uses.
 
-    Raises BackendUnavailableError naming torch's version. Called before the first export or open.
+    Called before every export and open. Raises BackendUnavailableError, naming torch's version.
     """
     found = tuple(inspect.signature(rebuild).parameters)
     lacking = [
@@ -133,11 +133,13 @@ def check_torch(rebuild: Callable[..., object] = rebuild_cuda_tensor) -> None:
 
 
 def export(tensor: torch.Tensor) -> CudaHandle:
-    """Export `tensor`: uint8, contiguous, on a GPU; a view of a larger storage will do.
+    """Export `uint8[nbytes]` on a GPU, contiguous, possibly a view of a larger storage.
 
-    One reader opens the handle, once; a handle that nobody will open goes to `withdraw`. Until
-    then the memory stays allocated, even after the caller drops it. The reader's stream waits
-    for what the current stream holds now. Raises ConfigError and HandleError.
+    One reader opens the handle, once; a handle that no reader will open goes to `withdraw`. Until
+    then the memory stays allocated, even after the caller drops the tensor. The reader's stream
+    waits for the work that is now on the current stream of the tensor's GPU. Raises ConfigError
+    for other tensors, HandleError where torch or the driver fails, and BackendUnavailableError for
+    an unknown torch. Never run on a GPU.
     """
     check_torch()
     _check_exportable(tensor)
@@ -159,8 +161,9 @@ def export(tensor: torch.Tensor) -> CudaHandle:
 def open_handle(handle: CudaHandle) -> torch.Tensor:
     """Open another process's memory as `uint8[nbytes - offset]` on the GPU that `handle` names.
 
-    Everything is checked before torch sees it. The current stream waits for the export. Dropping
-    the tensor and its views gives the memory back. Raises HandleError.
+    All fields are checked before torch uses them. The current stream waits for the work that the
+    exporter's stream had. The reader gives the memory back when the tensor and all views of it are
+    freed. Raises HandleError, and BackendUnavailableError for an unknown torch. Never run on a GPU.
     """
     check_torch()
     _check_fields(handle)
@@ -168,28 +171,31 @@ def open_handle(handle: CudaHandle) -> torch.Tensor:
     with _foreign_errors("opening CUDA memory of another process"), torch.cuda.device(ordinal):
         _check_fits(handle, torch.cuda.get_device_properties(ordinal).total_memory)
         new_shared: Any = torch.UntypedStorage._new_shared_cuda
-        # Not rebuild_cuda_tensor: its cache finds storages by address alone and forgets their size.
+        # Not rebuild_cuda_tensor: its cache finds storages by address alone, whatever their size.
         storage = new_shared(*_to_fields(handle, ordinal))
         opened = torch.empty(0, dtype=torch.uint8, device=torch.device("cuda", ordinal))
         return opened.set_(storage, 0, (handle.nbytes,), (1,))[handle.offset :]
 
 
 def withdraw(handle: CudaHandle) -> None:
-    """Give back the reference of an export that no reader opened, so that its memory can go."""
+    """Drop the reference of an export that no reader will open, so that its memory can be freed.
+
+    Raises HandleError where torch fails.
+    """
     release: Any = torch.UntypedStorage._release_ipc_counter_cuda
     with _foreign_errors("withdrawing an export"):
         release(handle.ref_counter_handle, handle.ref_counter_offset)
 
 
 def collect() -> None:
-    """Free exported memory that its owner dropped and its readers gave back; cheap."""
+    """Free exported memory that its owner dropped and its readers gave back; fast."""
     if _initialized():
         ipc_collect: Callable[[], None] = torch.cuda.ipc_collect
         ipc_collect()
 
 
 def _to_handle(fields: Sequence[Any], device: str, *, offset: int, nbytes: int) -> CudaHandle:
-    """Name the parts of torch's tuple; `offset` is where in its storage the view begins."""
+    """Return the handle of torch's tuple; the view begins at byte `offset` of its storage."""
     if len(fields) != len(_SHARED_FIELDS):
         raise BackendUnavailableError(
             f"torch {torch.__version__} describes shared CUDA memory with {len(fields)} values, "
@@ -209,6 +215,7 @@ def _to_handle(fields: Sequence[Any], device: str, *, offset: int, nbytes: int) 
 
 
 def _to_fields(handle: CudaHandle, ordinal: int) -> tuple[object, ...]:
+    """Return torch's tuple of a handle, for the local GPU `ordinal`."""
     named = {
         "storage_device": ordinal,
         "storage_handle": handle.handle,
@@ -223,6 +230,7 @@ def _to_fields(handle: CudaHandle, ordinal: int) -> tuple[object, ...]:
 
 
 def _check_exportable(tensor: torch.Tensor) -> None:
+    """Raise ConfigError for tensors that cannot be exported."""
     fits = tensor.is_cuda and tensor.dtype is torch.uint8 and tensor.is_contiguous()
     if not fits or tensor.numel() == 0:
         raise ConfigError(
@@ -233,7 +241,7 @@ def _check_exportable(tensor: torch.Tensor) -> None:
 
 
 def _check_fields(handle: CudaHandle) -> None:
-    """Raise HandleError unless every field could have come from torch: it trusts them blindly."""
+    """Raise HandleError unless torch could have made every field: torch itself checks none."""
     faults = [
         _mem_handle_fault(handle.handle),
         _unless(
@@ -243,13 +251,13 @@ def _check_fields(handle: CudaHandle) -> None:
         _unless(
             len(handle.ref_counter_handle) <= _IPC_NBYTES
             and _COUNTER_FILE.fullmatch(handle.ref_counter_handle) is not None,
-            f"{handle.ref_counter_handle[:_IPC_NBYTES]!r} is no file of counters",
+            f"{handle.ref_counter_handle[:_IPC_NBYTES]!r} is not a file of counters",
         ),
         _unless(
             0 <= handle.ref_counter_offset < _COUNTERS,
             f"counter {handle.ref_counter_offset} is not among {_COUNTERS}",
         ),
-        _unless(0 < handle.nbytes <= _OFFSET_LIMIT, f"{handle.nbytes} bytes are no memory"),
+        _unless(0 < handle.nbytes <= _OFFSET_LIMIT, f"nbytes is {handle.nbytes}"),
         _unless(0 <= handle.base_offset <= _OFFSET_LIMIT, f"base_offset is {handle.base_offset}"),
         _unless(
             0 <= handle.offset <= handle.nbytes,
@@ -264,7 +272,7 @@ def _check_fields(handle: CudaHandle) -> None:
 
 
 def _mem_handle_fault(handle: bytes) -> str | None:
-    """Return what is wrong with torch's storage handle: version, kind, payload."""
+    """Return the fault of a storage handle (version, kind, payload), None where it has none."""
     size, kind = len(handle), handle[1:2]
     if kind == b"c":
         wanted = f"a cudaMalloc handle has {_MALLOC_NBYTES} bytes, this has {size}"
@@ -279,6 +287,7 @@ def _mem_handle_fault(handle: bytes) -> str | None:
 
 
 def _check_fits(handle: CudaHandle, total_nbytes: int) -> None:
+    """Raise HandleError for memory that is larger than the GPU."""
     end = handle.base_offset + handle.nbytes
     if end > total_nbytes:
         raise HandleError(
@@ -288,6 +297,7 @@ def _check_fits(handle: CudaHandle, total_nbytes: int) -> None:
 
 
 def _local_ordinal(handle: CudaHandle) -> int:
+    """Return the ordinal of the handle's GPU. Raises HandleError where it is not seen."""
     keys = local_gpu_keys()
     if handle.device not in keys:
         raise HandleError(
@@ -300,7 +310,7 @@ def _local_ordinal(handle: CudaHandle) -> int:
 def _on_mig() -> bool:
     if "MIG-" in os.environ.get("CUDA_VISIBLE_DEVICES", ""):
         return True
-    # Asking for a GPU's name makes a context, which a question is not worth.
+    # The name of a GPU is not read before CUDA is initialised: that would make a context.
     return _initialized() and " MIG " in torch.cuda.get_device_name()
 
 
@@ -316,6 +326,7 @@ def _in_forked_child() -> bool:
 
 @contextmanager
 def _foreign_errors(what: str) -> Iterator[None]:
+    """Raise errors of torch and the driver as HandleError; `what` names the call."""
     try:
         yield
     except (RuntimeError, AssertionError, OSError, TypeError, ValueError) as exc:

@@ -1,4 +1,4 @@
-"""Memory of another process, opened from its handle, and the probe that proves a path."""
+"""Memory of another process, opened from its handle, and the probe that tests a path."""
 
 from __future__ import annotations
 
@@ -17,7 +17,12 @@ from weightsync.wire.offers import Handle, ProbeInfo, SegmentHandle
 
 
 class OpenMemory:
-    """A handle, opened: `tensor` is `uint8[…]`, valid until `close`."""
+    """Memory of another process: `tensor` is `uint8[nbytes - offset]` of the handle.
+
+    Valid until `close`; a CUDA handle is opened once, and its memory is given back when the tensor
+    and all views of it are gone. Raises HandleError for handles that cannot be opened, and
+    SegmentError for segments. CUDA handles have never been opened on a GPU.
+    """
 
     def __init__(self, handle: Handle) -> None:
         self._segment: Segment | None = None
@@ -36,13 +41,13 @@ class OpenMemory:
 
     @property
     def tensor(self) -> torch.Tensor:
-        """The memory. Raises HandleError after `close`."""
+        """The memory as `uint8[nbytes]`. Raises HandleError after `close`."""
         if self._tensor is None:
             raise HandleError("this memory was closed")
         return self._tensor
 
     def part(self, offset: int, nbytes: int) -> torch.Tensor:
-        """Return bytes `offset` to `offset + nbytes`. Raises HandleError for a range outside."""
+        """View bytes `offset` to `offset + nbytes`. Raises HandleError for a range outside."""
         if offset < 0 or nbytes < 0 or offset + nbytes > self.tensor.numel():
             raise HandleError(
                 f"bytes {offset} to {offset + nbytes} are outside this memory of "
@@ -51,12 +56,12 @@ class OpenMemory:
         return self.tensor[offset : offset + nbytes]
 
     def pin(self, driver: Driver) -> None:
-        """Pin a segment until `close`, for copies to a GPU; fails open. Idempotent."""
+        """Pin a segment until `close`, for copies to a GPU; a failure is a warning. Idempotent."""
         if self._segment is not None and self._pinned is None:
             self._pinned = Pinned(self.tensor, driver, read_only=True)
 
     def close(self) -> None:
-        """Give the memory back, when no copy reads it any more. Idempotent."""
+        """Release the memory; the caller has waited for copies that read it. Idempotent."""
         self._tensor = None
         if self._pinned is not None:
             self._pinned.close()
@@ -78,15 +83,19 @@ class OpenMemory:
 
 
 PROBE_NBYTES = 64
+"""Bytes of a probe."""
 
 
 def probe_digest(content: bytes) -> str:
-    """Return the digest by which a receiver knows the probe's bytes."""
+    """Return the digest (32 hex digits) by which a receiver recognises the probe's bytes."""
     return hashlib.blake2b(content, digest_size=16).hexdigest()
 
 
 def check_probe(probe: ProbeInfo, keys: list[str]) -> None:
-    """Open the probe and look at its bytes. Raises HandleError when they are not the known ones."""
+    """Open the probe and compare its bytes. Raises HandleError where they have another digest.
+
+    `keys` are the device keys of this process; the probe's handle is taken from them.
+    """
     with OpenMemory(pick(probe.handle, keys)) as memory:
         found = bytes(memory.part(0, probe.nbytes).tolist())
     if probe_digest(found) != probe.digest:

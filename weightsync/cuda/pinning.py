@@ -1,7 +1,8 @@
-"""Host memory that a GPU's driver knows and locks, so that copies to and from it need no detour.
+"""Pinned host memory: shared memory registered with the CUDA driver, for direct copies to a GPU.
 
-Shared memory is pageable: copied as it is, it crosses through a small buffer of the driver's, and
-the caller waits. Registered with the driver it is as good as memory that was allocated pinned.
+Shared memory is pageable. The driver copies pageable memory through a small buffer of its own, and
+the caller waits. Registered memory behaves like memory that was allocated pinned. Never run on a
+GPU.
 """
 
 from __future__ import annotations
@@ -15,27 +16,29 @@ import torch
 
 logger = logging.getLogger(__name__)
 
-# From cuda_runtime_api.h; torch does not name them.
+# cudaHostRegisterPortable and cudaHostRegisterReadOnly of cuda_runtime_api.h; torch has no names.
 _PORTABLE = 0x01
 _READ_ONLY = 0x08
 
 
 class Driver(Protocol):
-    """The CUDA driver's edge. Both return 0, or an error's number."""
+    """The calls of the CUDA driver that pin memory. Both return 0, or a cudaError_t."""
 
-    def register(self, address: int, nbytes: int, flags: int) -> int: ...
+    def register(self, address: int, nbytes: int, flags: int) -> int:
+        """Pin and map host memory."""
 
-    def unregister(self, address: int) -> int: ...
+    def unregister(self, address: int) -> int:
+        """Undo `register`."""
 
 
 class CudaDriver:
-    """The CUDA runtime that torch has loaded, on `device`. Raises RuntimeError without CUDA."""
+    """The CUDA runtime that torch loaded, on `device`. Calls raise RuntimeError without CUDA."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
 
     def register(self, address: int, nbytes: int, flags: int) -> int:
-        """Lock and map; see `cudaHostRegister`."""
+        """Pin and map host memory; see `cudaHostRegister`."""
         with torch.cuda.device(self._device):
             code = int(_runtime().cudaHostRegister(address, nbytes, flags))
             if code:
@@ -51,7 +54,7 @@ class CudaDriver:
         return code
 
     def _forget(self) -> None:
-        """Take the error out of the runtime, which would blame the next kernel for it."""
+        """Clear the runtime's last error, which the next kernel launch would report as its own."""
         with suppress(RuntimeError):
             torch.zeros(1, device=self._device).add_(1)
 
@@ -61,10 +64,11 @@ def _runtime() -> Any:
 
 
 class Pinned:
-    """`memory` (contiguous, on the host), registered until `close`; where that fails it is not.
+    """Host memory (`uint8[nbytes]`, contiguous) that is pinned until `close`.
 
-    Called before copies between it and a GPU; they work either way. `close` comes before the
-    memory is unmapped and after the last copy. `read_only` for memory mapped so.
+    Where the driver refuses, there is one warning and the memory stays pageable; copies work either
+    way. The caller calls `close` after the last copy and before it unmaps the memory. `read_only`
+    is for memory mapped read-only.
     """
 
     def __init__(self, memory: torch.Tensor, driver: Driver, *, read_only: bool = False) -> None:
@@ -86,7 +90,7 @@ class Pinned:
         return self._address is not None
 
     def close(self) -> None:
-        """Give it back to the system. Idempotent."""
+        """Unpin the memory; a failure is a warning. Idempotent."""
         address, self._address = self._address, None
         if address is None:
             return
@@ -102,8 +106,8 @@ class Pinned:
 @cache
 def _warn(reason: str, access: str) -> None:
     logger.warning(
-        "the CUDA driver does not pin %s shared memory (%s); copies between it and the GPU go on, "
-        "more slowly. A container may lack the right to lock memory (ulimit -l)",
+        "the CUDA driver does not pin %s shared memory (%s); copies between it and the GPU are "
+        "slower. A container may lack the right to lock memory (ulimit -l)",
         access,
         reason,
     )

@@ -1,4 +1,8 @@
-"""Host memory and device memory in pairs, and copies between them that nobody waits for."""
+"""Pairs of host and device memory, and asynchronous copies between them.
+
+With CPU tensors in place of a GPU's everything but `CudaCopyStream` has run; nothing has run on a
+GPU.
+"""
 
 from __future__ import annotations
 
@@ -13,16 +17,17 @@ from weightsync.errors import BackendUnavailableError, ConfigError
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-TWINS = 2
-"""One is filled while what is in the other crosses."""
+DEVICE_BUFFERS = 2
+"""Device buffers: one is filled while the other is copied to the host."""
 
 
 class CpuGpuBuffer:
-    """A host tensor `cpu` and its twin `gpu` on `device`, of one shape and dtype, both zeros.
+    """A host tensor `cpu` and a device tensor `gpu` of the same shape and dtype, zeros at first.
 
-    The host side is pinned where that makes sense: with CUDA, for a GPU. Without CUDA both are on
-    the host, and copies are plain copies. Fill `cpu` (or `np`), then `copy_to_gpu`; before the host
-    side is changed again, or read after `copy_to_cpu`, the caller synchronises the stream.
+    With `pin_memory`, the host tensor is pinned where CUDA is available and `device` is a GPU.
+    Without CUDA both are on the host, and copies are plain copies. Fill `cpu` (or `np`), then call
+    `copy_to_gpu`. The caller synchronises the stream before it changes the host side again, and
+    before it reads it after `copy_to_cpu`.
     """
 
     def __init__(
@@ -32,7 +37,7 @@ class CpuGpuBuffer:
         device: torch.device | str | None = None,
         pin_memory: bool = True,
     ) -> None:
-        """Allocate both; `device` is the current GPU by default. Raises ConfigError."""
+        """Allocate both; `device` is the current GPU by default. Raises ConfigError for a size."""
         if not _is_size(size):
             raise ConfigError(
                 f"a buffer's size is one whole number for each of one dimension or more, as in "
@@ -45,14 +50,14 @@ class CpuGpuBuffer:
 
     @classmethod
     def around(cls, cpu: torch.Tensor, gpu: torch.Tensor) -> Self:
-        """Make a pair of memory that is there, contents and all; the caller frees it.
+        """Make a pair of existing tensors, whose contents are kept; the caller owns their memory.
 
         Raises ConfigError when the two differ in shape or dtype.
         """
         if cpu.shape != gpu.shape or cpu.dtype is not gpu.dtype:
             raise ConfigError(
-                f"the two sides of a pair are alike; these are {cpu.dtype} {list(cpu.shape)} and "
-                f"{gpu.dtype} {list(gpu.shape)}"
+                f"the two sides of a pair must have one shape and dtype; these are {cpu.dtype} "
+                f"{list(cpu.shape)} and {gpu.dtype} {list(gpu.shape)}"
             )
         pair = cls.__new__(cls)
         pair.cpu, pair.gpu = cpu, gpu
@@ -60,17 +65,17 @@ class CpuGpuBuffer:
 
     @property
     def np(self) -> NDArray[Any]:
-        """A NumPy view of the host side. Raises ConfigError for dtypes that NumPy does not have."""
+        """A NumPy view of the host side, made on each access; raises as `numpy_view` does."""
         return numpy_view(self.cpu)
 
     def copy_to_gpu(self, n: int | None = None) -> torch.Tensor:
-        """Copy the first `n` rows (all by default) to the device; returns them there."""
+        """Enqueue a copy of the first `n` rows (all by default) to the device; return them."""
         return copy_slice(self.cpu, self.gpu, self._rows(n))
 
     def copy_to_cpu(self, n: int | None = None) -> torch.Tensor:
-        """Copy the first `n` rows (all by default) to the host; returns them, maybe not yet there.
+        """Enqueue a copy of the first `n` rows (all by default) to the host; return these rows.
 
-        From a GPU, synchronise the stream before reading them.
+        From a GPU, synchronise the stream before you read them.
         """
         return copy_slice(self.gpu, self.cpu, self._rows(n))
 
@@ -79,47 +84,49 @@ class CpuGpuBuffer:
 
 
 class CopyWork(Protocol):
-    """A copy on its way."""
+    """A copy in progress."""
 
     def wait_on_stream(self) -> None:
-        """Make what the caller's stream does from now on wait for the copy; return at once."""
+        """Make later work on the caller's current stream wait for the copy; does not wait."""
 
     def wait(self) -> None:
         """Return when the copy is complete."""
 
 
 class CopyStream(Protocol):
-    """Where copies run beside the caller's stream, one after the other."""
+    """Executes copies one after the other, beside the caller's stream."""
 
     def run(self, copy: Callable[[], object]) -> CopyWork:
-        """Enqueue `copy`, behind all that the caller's stream has been given so far."""
+        """Enqueue `copy` after all work now on the caller's current stream; does not wait."""
 
     def close(self) -> None:
         """Return when all copies are complete."""
 
 
 class CudaCopyStream:
-    """A stream of `device` for copies."""
+    """A CUDA stream of `device` for copies. Never run on a GPU."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]  # torch's
 
     def run(self, copy: Callable[[], object]) -> CopyWork:
-        """Enqueue `copy`; see the contract."""
+        """Enqueue `copy` after all work now on the caller's current stream; does not wait."""
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
             copy()
         event = torch.cuda.Event()  # type: ignore[no-untyped-call]  # torch's
         event.record(self._stream)
-        return _CudaTicket(event, self._device)
+        return _CudaCopyWork(event, self._device)
 
     def close(self) -> None:
         """Return when all copies are complete."""
         self._stream.synchronize()
 
 
-class _CudaTicket:
+class _CudaCopyWork:
+    """A copy on a CUDA stream: `event` is behind it."""
+
     def __init__(self, event: torch.cuda.Event, device: torch.device) -> None:
         self._event = event
         self._device = device
@@ -132,60 +139,60 @@ class _CudaTicket:
 
 
 class StagedSlots:
-    """Host `slots` (`uint8[slot_nbytes]` each) as pairs, whose device side they share by turns.
+    """Host `slots` (`uint8[slot_nbytes]` each) that share at most two device buffers in turn.
 
-    What is to arrive in a slot is put together on `device`, in the slot's twin, by the caller's
-    stream, and crosses in one copy on `lane`. Nothing here waits but `close`. Raises torch's
-    OutOfMemoryError when `device` has no room for the twins.
+    The caller's stream assembles the bytes of a slot in its device buffer on `device`; one copy on
+    `stream` brings them to the slot. Only `close` waits. The caller owns the slots. Raises
+    torch.OutOfMemoryError when `device` has no room for the buffers. Never run on a GPU.
     """
 
     def __init__(
-        self, slots: Sequence[torch.Tensor], device: torch.device, lane: CopyStream
+        self, slots: Sequence[torch.Tensor], device: torch.device, stream: CopyStream
     ) -> None:
         self.device = device
-        self._lane = lane
-        self._twins = min(TWINS, len(slots))
-        memories = [torch.empty_like(slot, device=device) for slot in slots[: self._twins]]
-        self.nbytes = sum(memory.numel() for memory in memories)
+        self._stream = stream
+        self._count = min(DEVICE_BUFFERS, len(slots))
+        buffers = [torch.empty_like(slot, device=device) for slot in slots[: self._count]]
+        self.nbytes = sum(buffer.numel() for buffer in buffers)
         self._pairs = [
-            CpuGpuBuffer.around(slot, memories[i % self._twins]) for i, slot in enumerate(slots)
+            CpuGpuBuffer.around(slot, buffers[i % self._count]) for i, slot in enumerate(slots)
         ]
-        self._crossing: dict[int, CopyWork] = {}
+        self._copying: dict[int, CopyWork] = {}
 
     def device_buffer(self, slot: int) -> torch.Tensor:
-        """Return the slot's device side; the caller's stream may write it from now on."""
-        last = self._crossing.pop(slot % self._twins, None)
+        """Return the slot's device buffer; later work on the caller's stream may write to it."""
+        last = self._copying.pop(slot % self._count, None)
         if last is not None:
             last.wait_on_stream()
         return self._pairs[slot].gpu
 
     def copy_to_slot(self, slot: int, nbytes: int) -> CopyWork:
-        """Send the first `nbytes` of the slot's twin to the slot, which is free."""
-        ticket = self._lane.run(partial(self._pairs[slot].copy_to_cpu, nbytes))
-        self._crossing[slot % self._twins] = ticket
-        return ticket
+        """Copy the first `nbytes` of the slot's device buffer to the slot, which must be free."""
+        work = self._stream.run(partial(self._pairs[slot].copy_to_cpu, nbytes))
+        self._copying[slot % self._count] = work
+        return work
 
     def copy_directly_to_slot(self, slot: int, source: torch.Tensor) -> CopyWork:
-        """Send `uint8[nbytes]` that lie on `device` to the beginning of the slot, which is free.
+        """Copy `source` (`uint8[nbytes]` on `device`) to the start of the slot, which must be free.
 
-        The caller may overwrite or free the source at once, on its own stream.
+        Later work on the caller's stream waits for the copy, so it may overwrite or free `source`.
         """
         target = self._pairs[slot].cpu
-        ticket = self._lane.run(partial(copy_slice, source, target, source.numel()))
-        ticket.wait_on_stream()
-        return ticket
+        work = self._stream.run(partial(copy_slice, source, target, source.numel()))
+        work.wait_on_stream()
+        return work
 
     def close(self) -> None:
-        """Wait for the copies, and free the twins. Idempotent."""
-        self._lane.close()
-        self._crossing.clear()
+        """Wait for the copies, and free the device buffers. Idempotent."""
+        self._stream.close()
+        self._copying.clear()
         self._pairs.clear()
 
 
 def copy_slice(source: torch.Tensor, target: torch.Tensor, length: int) -> torch.Tensor:
-    """Copy the first `length` elements of dimension 0, without waiting; returns them in `target`.
+    """Enqueue a copy of the first `length` rows of `source`; return these rows of `target`.
 
-    Raises ConfigError when one of the two is shorter, or scalar.
+    Does not wait for a GPU. Raises ConfigError when one of the two is shorter, or a scalar.
     """
     rows = [tensor.shape[0] if tensor.ndim else 0 for tensor in (source, target)]
     if not 0 <= length <= min(rows):
@@ -198,7 +205,7 @@ def copy_slice(source: torch.Tensor, target: torch.Tensor, length: int) -> torch
 def numpy_view(tensor: torch.Tensor) -> NDArray[Any]:
     """Return a NumPy array that shares a CPU tensor's memory.
 
-    Raises ConfigError for dtypes that NumPy does not have and tensors on a device, and
+    Raises ConfigError for tensors on a device and dtypes that NumPy does not have, and
     BackendUnavailableError without NumPy.
     """
     try:
@@ -209,7 +216,7 @@ def numpy_view(tensor: torch.Tensor) -> NDArray[Any]:
             "tensor itself, or a view of it as an integer dtype of the same size"
         ) from exc
     except RuntimeError as exc:
-        raise BackendUnavailableError(f"there is no NumPy here ({exc}): pip install numpy") from exc
+        raise BackendUnavailableError(f"NumPy is not installed ({exc}): pip install numpy") from exc
     return view
 
 

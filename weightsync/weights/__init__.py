@@ -1,1 +1,1 @@
-"""Where weights come from and go to, and how they are cut, copied and fingerprinted."""
+"""Sources and sinks of weights, the layout of their stream, copy plans and fingerprints."""

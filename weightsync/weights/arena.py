@@ -1,4 +1,4 @@
-"""One large piece of memory that holds a whole stream, made once and reused."""
+"""Arenas: one large allocation that holds a whole stream, made once and reused."""
 
 from __future__ import annotations
 
@@ -18,14 +18,15 @@ _OWN_CGROUP = Path("/proc/self/cgroup")
 
 
 def allocate(nbytes: int, device: torch.device) -> torch.Tensor:
-    """Return zeroed `uint8[nbytes]` whose pages are already there.
+    """Return zeroed `uint8[nbytes]` on `device`, its pages touched; freed with the last view of it.
 
-    Memory touched for the first time costs ten times a warm copy; huge pages and pre-faulting are
-    asked for and done without where the kernel refuses. Raises TransferError, naming the size
-    needed, where there is no room: to touch more than there is would end the process later.
+    A copy into pages touched for the first time takes ten times as long as into warm ones. Huge
+    pages and pre-faulting are requested; the arena works without them where the kernel refuses.
+    Raises TransferError, naming the size, where there is no room. The check comes first, because
+    the kernel ends a process that touches more memory than there is.
     """
     if device.type != "cpu":
-        # Parameters will point here: an inference tensor could never be trained again.
+        # Parameters will point here, and an inference tensor can never be trained again.
         with torch.inference_mode(False), no_room(nbytes, device):
             return torch.zeros(max(nbytes, ALIGNMENT), dtype=torch.uint8, device=device)[:nbytes]
     with no_room(nbytes, device):
@@ -44,10 +45,10 @@ def fits(nbytes: int, device: torch.device) -> bool:
 
 
 def available(device: torch.device) -> int:
-    """Return the bytes of `device` that are free, as the system and its control groups say.
+    """Return the number of free bytes of `device`: the smallest limit of the system and cgroups.
 
-    In a container with a memory limit (cgroup v2) that limit counts; caches that the kernel would
-    give up are taken as free.
+    In a container with a memory limit (cgroup v2) that limit counts. Caches that the kernel can
+    reclaim count as free. The CUDA branch has never run on a GPU.
     """
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
@@ -56,27 +57,27 @@ def available(device: torch.device) -> int:
 
 @contextmanager
 def no_room(nbytes: int, device: torch.device) -> Iterator[None]:
-    """Have errors of an allocation say what it was for, as TransferError."""
+    """Turn errors of an allocation of `nbytes` into a TransferError that says what it was for."""
     try:
         yield
     except (MemoryError, OSError, torch.OutOfMemoryError) as exc:
         reason = str(exc).partition("\n")[0]
         raise TransferError(
             f"this update takes {nbytes} bytes of memory on {device} beside the weights, and there "
-            f"is no room: {reason}; free some, or, where it is kept aside until it is whole, let "
-            'the receiver write into the weights in use with apply="in_place"'
+            f"is no room: {reason}; free some, or write into the weights in use, which needs no "
+            'second copy: WeightReceiver(..., apply="in_place")'
         ) from exc
 
 
 def _kilobytes(field: str) -> int:
-    """Return a field of /proc/meminfo in bytes; 0 where it is not."""
+    """Return a field of /proc/meminfo in bytes, 0 where the field is missing."""
     with Path("/proc/meminfo").open(encoding="ascii") as lines:
         found = next((line for line in lines if line.startswith(field)), f"{field} 0")
     return int(found.split()[1]) * 1024
 
 
 def _group_rooms(root: Path, own: Path) -> list[int]:
-    """Return what is left below the limit of this process's cgroup, and of each one above it."""
+    """Return the bytes left below the limit of this process's cgroup, and of each parent's."""
     try:
         lines = own.read_text(encoding="utf-8").splitlines()
     except OSError:
@@ -91,6 +92,7 @@ def _group_rooms(root: Path, own: Path) -> list[int]:
 
 
 def _group_room(folder: Path) -> int | None:
+    """Return the bytes left below a cgroup's limit, None without a limit or readable files."""
     try:
         limit = (folder / "memory.max").read_text(encoding="ascii").strip()
         if limit == "max":

@@ -13,15 +13,17 @@ from weightsync.wire.messages import CheckReply, TensorPart
 
 GOLDEN = 0x9E3779B97F4A7C15
 MULTIPLIERS = (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
+"""Constants of splitmix64 (Steele, Lea and Flood 2014)."""
 MASK = (1 << 64) - 1
 WORD = 8
+"""Bytes of a word, the unit that mix64 mixes with its position."""
 
 DISAGREE = "workers disagree"
-"""In place of a fingerprint: copies of one tensor differ between workers."""
+"""Stands for the fingerprint of a tensor whose copies differ between workers."""
 
 
 def mixed_word(word: bytes | bytearray, place: int) -> int:
-    """Return what word `place` of the fingerprinted bytes adds to the sum of mix64."""
+    """Return what `word`, number `place` of the fingerprinted bytes, adds to the sum of mix64."""
     return _mix((int.from_bytes(word, "little") + (place + 1) * GOLDEN) & MASK)
 
 
@@ -36,15 +38,16 @@ def to_hex(value: int) -> str:
 
 
 def _mix(value: int) -> int:
+    """Apply the finalizer of splitmix64 to a 64-bit number."""
     for shift, multiplier in zip((30, 27), MULTIPLIERS, strict=True):
         value = ((value ^ (value >> shift)) * multiplier) & MASK
     return value ^ (value >> 31)
 
 
 def compose(name: str, parts: Sequence[TensorPart]) -> str:
-    """Return the mix64 of the full tensor, or DISAGREE where copies of a slice differ.
+    """Return the mix64 of the full tensor `name`, or DISAGREE where copies of a slice differ.
 
-    Raises ProtocolError where the parts do not make one whole tensor.
+    Raises ProtocolError where the parts do not cover the tensor exactly once.
     """
     first = parts[0]
     by_spans: dict[str, TensorPart] = {}
@@ -64,8 +67,8 @@ def compose(name: str, parts: Sequence[TensorPart]) -> str:
     alike = all((p.shape, p.nbytes) == (first.shape, first.nbytes) for p in distinct)
     if not alike or covered != first.nbytes or words + len(cut) != -(-first.nbytes // WORD):
         raise ProtocolError(
-            f"{name}: the workers' slices make {covered} of {first.nbytes} bytes; were all workers "
-            "of one replica asked?"
+            f"{name}: the workers' slices make {covered} of {first.nbytes} bytes; check that the "
+            "replies are of all workers of one replica"
         )
     for place, word in cut.items():
         total += mixed_word(word, place)
@@ -77,8 +80,8 @@ def compose_all(
 ) -> tuple[dict[str, str], list[str]]:
     """Return the fingerprints of what all workers hold together, and the names that differ.
 
-    `replies` are in order of rank, `per_replica` of them hold one model together; those who hold
-    the same have to answer the same.
+    `replies` are in order of rank; every `per_replica` of them hold one copy of the model. A tensor
+    whose fingerprint is not the same in every replica is DISAGREE, and among the names.
     """
     replicas = [
         _compose_replica(replies[at : at + per_replica])
@@ -93,6 +96,7 @@ def compose_all(
 
 
 def _compose_replica(replies: Sequence[CheckReply]) -> dict[str, str]:
+    """Return the fingerprints of the model that these workers hold together."""
     held: dict[str, str] = {}
     names = dict.fromkeys(n for reply in replies for n in (*reply.checksums, *reply.parts))
     for name in names:

@@ -1,4 +1,9 @@
-"""Copy plans: the copies of a stream, compiled once for fixed memory and then replayed."""
+"""Copy plans: the copies of a stream, compiled once for fixed memory and then replayed.
+
+Compiled units hold addresses. The caller keeps all memory alive, and where it is, for as long as
+it uses them. Units with an end on a GPU (`DeviceCopyUnit`, `DeviceShardRun`) have run with CPU
+tensors only, never on a GPU.
+"""
 
 from __future__ import annotations
 
@@ -17,10 +22,10 @@ from weightsync.weights.shards import Block
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """Where the stream, or parts of it, lie in one address space.
+    """The memory of a stream's tensors in one address space.
 
-    `tensors[i]` is `uint8[nbytes]` of tensor i. `flat` says that they lie as the stream lies, with
-    its zeros between them, so that neighbours may be copied together.
+    `tensors[i]` is `uint8[nbytes]` of tensor i. With `flat` the tensors have the stream's offsets,
+    zeros between them included, so that one copy can cover neighbours.
     """
 
     holds_whole: ClassVar[bool] = True
@@ -29,7 +34,7 @@ class Memory:
 
     @classmethod
     def of_stream(cls, plan: StreamLayout, buffer: torch.Tensor) -> Memory:
-        """Memory whose stream begins at `buffer` (`uint8[plan.nbytes]`)."""
+        """Return memory whose stream is `buffer` (`uint8[plan.nbytes]`), as views of it."""
         specs = plan.manifest.specs
         return cls(
             [
@@ -44,13 +49,13 @@ class Memory:
         return all(tensor.device.type == "cpu" for tensor in self.tensors)
 
     def forget(self) -> None:
-        """Let go of the memory, whoever still refers to this: the error of an update may."""
+        """Drop the tensors, so that the memory can be freed while an error still refers to this."""
         object.__setattr__(self, "tensors", ())
 
 
 @dataclass(frozen=True, slots=True)
 class Copy:
-    """One memmove."""
+    """One memmove: two host addresses and a number of bytes."""
 
     target: int
     source: int
@@ -59,14 +64,14 @@ class Copy:
 
 @dataclass(frozen=True, slots=True)
 class HostCopyUnit:
-    """What one run copies, and the destination's bytes in stream order."""
+    """The copies of one unit between host memories; `held` views its target in stream order."""
 
     on_host: ClassVar[bool] = True
     copies: tuple[Copy, ...]
     held: tuple[memoryview | bytes, ...]
 
     def copy(self) -> None:
-        """Copy the run."""
+        """Copy the unit's bytes; complete on return."""
         for copy in self.copies:
             ctypes.memmove(copy.target, copy.source, copy.nbytes)
 
@@ -77,7 +82,10 @@ class HostCopyUnit:
 
 @dataclass(frozen=True, slots=True)
 class HostCopies:
-    """The copies of several runs, with no line of Python between them: each copy empties caches."""
+    """The memmoves of several units, executed without Python in between.
+
+    Each copy evicts the caches, so interpreter work between copies would run on cold ones.
+    """
 
     targets: tuple[int, ...]
     sources: tuple[int, ...]
@@ -85,7 +93,7 @@ class HostCopies:
 
     @classmethod
     def of(cls, runs: Sequence[HostCopyUnit]) -> HostCopies:
-        """Return what `runs` copy, in their order."""
+        """Return the copies of `runs`, in their order."""
         copies = [copy for run in runs for copy in run.copies]
         return cls(
             tuple(copy.target for copy in copies),
@@ -94,23 +102,24 @@ class HostCopies:
         )
 
     def run(self) -> list[int]:
-        """Copy; nothing is fingerprinted."""
+        """Copy everything; returns no fingerprints."""
         deque(map(ctypes.memmove, self.targets, self.sources, self.sizes), maxlen=0)
         return []
 
 
 @dataclass(frozen=True, slots=True)
 class CopyAndHash:
-    """The copies of several runs, and after the last of each run what fingerprints it.
+    """The memmoves of several units, each unit fingerprinted after its last copy.
 
-    As little Python as can be between them, for the same reason.
+    With as little Python in between as possible, for the reason given at HostCopies. A step is
+    target, source, bytes, and the destination's view to fingerprint after the copy, or None.
     """
 
     steps: tuple[tuple[int, int, int, memoryview | None], ...]
 
     @classmethod
     def of(cls, runs: Sequence[HostCopyUnit]) -> CopyAndHash | None:
-        """Return what `runs` do, in their order; None where one lies in several pieces."""
+        """Return the steps of `runs` in order, None where a destination is not contiguous."""
         steps: list[tuple[int, int, int, memoryview | None]] = []
         for run in runs:
             view = run.held[0]
@@ -122,7 +131,7 @@ class CopyAndHash:
         return cls(tuple(steps))
 
     def run(self) -> list[int]:
-        """Copy, and return each run's xxh3, of its destination."""
+        """Copy, and return the xxh3 of each unit's destination."""
         got: list[int] = []
         for target, source, nbytes, view in self.steps:
             ctypes.memmove(target, source, nbytes)
@@ -132,7 +141,11 @@ class CopyAndHash:
 
 
 class AddressMap:
-    """Host addresses of a stream: one per tensor, or a slot that carries it from `chunk_start`."""
+    """Host addresses of a stream: of each tensor in `memory`, or of one chunk in a slot.
+
+    Without `memory`, `slot` is the address at which the chunk begins, and `chunk_start` its first
+    byte in the stream.
+    """
 
     def __init__(self, memory: Memory | None, slot: int = 0, chunk_start: int = 0) -> None:
         self._addresses = [t.data_ptr() for t in memory.tensors] if memory else None
@@ -140,7 +153,7 @@ class AddressMap:
         self.flat = memory is None or memory.flat
 
     def address(self, piece: TensorSlice) -> int:
-        """Where the first byte of `piece` is."""
+        """Return the address of the first byte of `piece`."""
         if self._addresses is None:
             return self._slot + piece.start
         return self._addresses[piece.index] + piece.begin
@@ -149,7 +162,7 @@ class AddressMap:
 def compile_host(
     plan: StreamLayout, run: CopyUnit, target: AddressMap, source: AddressMap
 ) -> HostCopyUnit:
-    """Plan one run between host memories."""
+    """Compile one unit between host memories."""
     copies: list[Copy] = []
     parts: list[tuple[int, int, int]] = []
     for piece in plan.pieces(run.start, run.stop):
@@ -163,7 +176,11 @@ def compile_host(
 def stream_views(
     run: CopyUnit, parts: list[tuple[int, int, int]], *, flat: bool
 ) -> tuple[memoryview | bytes, ...]:
-    """The bytes of a run in stream order, with the zeros between its tensors."""
+    """Return the bytes of a unit in stream order, with the zeros between its tensors.
+
+    `parts` are `(position in the stream, address, nbytes)` of its tensors, in order. With `flat`
+    the zeros are in memory too, and one view covers all.
+    """
     if flat:
         start, address, _ = parts[0]
         return (host_view(address - (start - run.start), run.stop - run.start),)
@@ -180,7 +197,7 @@ def stream_views(
 
 
 def stream_xxh3(views: tuple[memoryview | bytes, ...]) -> int:
-    """Return the xxh3 of what `stream_views` gave."""
+    """Return the xxh3 of the bytes that `stream_views` returned."""
     if len(views) == 1 and isinstance(views[0], memoryview):
         return xxh3(views[0])
     return xxh3_parts(views)
@@ -188,10 +205,11 @@ def stream_xxh3(views: tuple[memoryview | bytes, ...]) -> int:
 
 @dataclass(frozen=True, slots=True)
 class DeviceCopyUnit:
-    """A run with a GPU on at least one end: torch copies, in order on the current stream.
+    """The copies of one unit with a GPU on at least one end: `uint8[nbytes]` pairs.
 
-    The fingerprint is mix64 of the destination's bytes, or xxh3 of the source's where those are
-    on the host (a slot that a GPU reads from).
+    torch copies them in order on the current stream. The fingerprint is mix64 of the destination,
+    or xxh3 of the source where that is on the host (a slot that a GPU reads from). `gaps` are
+    `(index of the tensor that follows, nbytes of zeros)`. Never run on a GPU.
     """
 
     on_host: ClassVar[bool] = False
@@ -200,22 +218,22 @@ class DeviceCopyUnit:
     gaps: tuple[tuple[int, int], ...]
 
     def copy(self) -> None:
-        """Enqueue the copies of the run."""
+        """Enqueue the copies on the current stream; does not wait."""
         torch._foreach_copy_(list(self.targets), list(self.sources), non_blocking=True)
 
     def gpus(self) -> set[torch.device]:
-        """Where copies of this run may be at work."""
+        """Return the GPUs on which copies of this unit may still be in progress."""
         return {t.device for t in (*self.targets, *self.sources) if t.device.type == "cuda"}
 
     def fingerprint(self) -> int:
-        """Wait for the copies and fingerprint."""
+        """Return the fingerprint; waits for the copies unless it is of a source on the host."""
         if self.sources and self.sources[0].device.type == "cpu":
             return xxh3_parts(interleaved(self.sources, self.gaps))
         return mix64(joined(self.targets, self.gaps))
 
 
 def joined(tensors: Sequence[torch.Tensor], gaps: Sequence[tuple[int, int]]) -> torch.Tensor:
-    """Return the bytes of a run in one tensor; gaps are zeros (before which tensor, how many)."""
+    """Return the bytes of a unit as one `uint8[nbytes]`; `gaps` as in DeviceCopyUnit."""
     parts = list(tensors)
     for i, nbytes in reversed(gaps):
         parts.insert(i, torch.zeros(nbytes, dtype=torch.uint8, device=tensors[0].device))
@@ -225,7 +243,7 @@ def joined(tensors: Sequence[torch.Tensor], gaps: Sequence[tuple[int, int]]) -> 
 def interleaved(
     tensors: Sequence[torch.Tensor], gaps: Sequence[tuple[int, int]]
 ) -> list[memoryview | bytes]:
-    """Return the bytes of a run on the host, part after part; gaps as in `joined`."""
+    """Return the bytes of a unit on the host, part after part; `gaps` as in DeviceCopyUnit."""
     parts: list[memoryview | bytes] = [host_view(t.data_ptr(), t.numel()) for t in tensors]
     for i, nbytes in reversed(gaps):
         parts.insert(i, bytes(nbytes))
@@ -233,7 +251,7 @@ def interleaved(
 
 
 class DeviceCompiler:
-    """Turns runs into torch copies; `source` is one tensor per tensor, or a slot."""
+    """Compiles units into torch copies to `destination`, with CUDA memory on either end."""
 
     def __init__(self, plan: StreamLayout, destination: Memory) -> None:
         self._plan = plan
@@ -246,7 +264,7 @@ class DeviceCompiler:
         slot: torch.Tensor | None = None,
         chunk_start: int = 0,
     ) -> DeviceCopyUnit:
-        """Plan one run from `memory`, or from a `slot` with the stream from `chunk_start` on."""
+        """Compile one unit from `memory`, or from a `slot` that begins at byte `chunk_start`."""
         targets, sources, gaps = [], [], []
         at = run.start
         for i, piece in enumerate(self._plan.pieces(run.start, run.stop)):
@@ -266,20 +284,23 @@ class DeviceCompiler:
 
 
 class CompiledUnit(Protocol):
-    """A run whose copies are planned; one that is not `on_host` must be waited for."""
+    """A unit whose copies are compiled. Unless `on_host`, the caller waits for the device."""
 
     on_host: ClassVar[bool]
 
-    def copy(self) -> None: ...
+    def copy(self) -> None:
+        """Copy, or enqueue the copies on the current stream."""
 
-    def fingerprint(self) -> int: ...
+    def fingerprint(self) -> int:
+        """Return the fingerprint of the unit, after its copies."""
 
 
 @dataclass(frozen=True, slots=True)
 class CopyPlan:
-    """Runs that follow one another from `start` of the stream on, and what is done with them.
+    """Compiled units that follow one another from byte `start` of the stream.
 
-    `joined` does the same for all of them, where they are on the host.
+    `verify` says whether they are fingerprinted. `joined` executes all of them at once, where all
+    are on the host.
     """
 
     start: int
@@ -289,14 +310,17 @@ class CopyPlan:
 
     @classmethod
     def of(cls, start: int, runs: Sequence[CompiledUnit], *, verify: bool) -> CopyPlan:
-        """Plan what is done with `runs`: copies, and fingerprints with `verify`."""
+        """Return the plan that copies `runs`, and with `verify` fingerprints them."""
         on_host = [run for run in runs if isinstance(run, HostCopyUnit)]
         kind = CopyAndHash if verify else HostCopies
         joined = kind.of(on_host) if len(on_host) == len(runs) else None
         return cls(start, runs, verify, joined)
 
     def run(self) -> list[int]:
-        """Copy, and return the fingerprints of what the runs' destinations hold, if asked for."""
+        """Copy all units; return their fingerprints with `verify`, else an empty list.
+
+        Complete on return for units on the host; the caller waits for a GPU.
+        """
         if self.joined is not None:
             return self.joined.run()
         got: list[int] = []
@@ -308,9 +332,10 @@ class CopyPlan:
 
 
 class UnitCompiler:
-    """Plans runs into one destination, from host or GPU memory alike.
+    """Compiles units into whole tensors, in host or GPU memory.
 
-    The source is `memory`, or else a slot given with each run.
+    The source is `memory`, or else a slot given with each unit. Raises ValueError for memory that
+    holds shards.
     """
 
     def __init__(
@@ -328,7 +353,7 @@ class UnitCompiler:
     def compile(
         self, run: CopyUnit, slot: torch.Tensor | None = None, chunk_start: int = 0
     ) -> HostCopyUnit | DeviceCopyUnit:
-        """Plan one run; `slot` carries the stream from `chunk_start` on."""
+        """Compile one unit; `slot` holds the stream from byte `chunk_start`."""
         if self._target is not None and (slot is None or slot.device.type == "cpu"):
             address = slot.data_ptr() if slot is not None else 0
             source = self._source or AddressMap(None, address, chunk_start)
@@ -337,17 +362,20 @@ class UnitCompiler:
 
 
 def host_view(address: int, nbytes: int) -> memoryview:
-    """View host memory as bytes; the caller keeps it alive."""
+    """View host memory as writable bytes; the caller keeps the memory alive."""
     return memoryview((ctypes.c_ubyte * nbytes).from_address(address)).cast("B")
 
 
 def zero(address: int, nbytes: int) -> None:
-    """Clear host memory."""
+    """Fill host memory with zeros."""
     ctypes.memset(address, 0, nbytes)
 
 
 def append_copy(copies: list[Copy], copy: Copy, *, padded: bool) -> None:
-    """Add a copy, joined to the one before where both ends follow on."""
+    """Append a copy, merged with the last one where both continue at the same distance.
+
+    `padded`: the bytes between tensors may be copied too, up to `ALIGNMENT` of them.
+    """
     if copies:
         last = copies[-1]
         gap = copy.target - last.target - last.nbytes
@@ -359,7 +387,7 @@ def append_copy(copies: list[Copy], copy: Copy, *, padded: bool) -> None:
 
 
 _FEW_ROWS = 4
-"""Up to here a `memmove` for each row is quicker than one call of torch (measured)."""
+"""Up to this many rows, a memmove for each is faster than one call of torch (measured)."""
 _ALL_BITS = (1 << 64) - 1
 _WORDS = (torch.int64, torch.int32, torch.int16, torch.uint8)
 _memcmp = ctypes.CDLL(None).memcmp
@@ -370,7 +398,7 @@ Pair = tuple[torch.Tensor, torch.Tensor]
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """Which bytes of tensor `index` one part of a ShardMemory holds."""
+    """The blocks of tensor `index` that one tensor of a ShardMemory holds."""
 
     index: int
     blocks: tuple[Block, ...]
@@ -378,9 +406,10 @@ class Share:
 
 @dataclass(frozen=True, slots=True)
 class ShardMemory(Memory):
-    """`tensors[i]` is `uint8[…]` of `shares[i]`; a full tensor may have several shares, or none.
+    """The memory of shards: `tensors[i]` is `uint8[nbytes]` of `shares[i]`.
 
-    `flat` says that what lies between the tensors is nobody's.
+    A full tensor may have several shares, or none. With `flat` the bytes between the tensors are
+    unused, so that copies may overwrite them.
     """
 
     holds_whole: ClassVar[bool] = False
@@ -389,7 +418,10 @@ class ShardMemory(Memory):
 
 @dataclass(frozen=True, slots=True)
 class HostShardRun:
-    """What one run copies between host memories, and the source's bytes in stream order."""
+    """The copies of one unit into shards between host memories.
+
+    `arrived` views the source in stream order, all of it, also bytes of which no shard takes any.
+    """
 
     on_host: ClassVar[bool] = True
     copies: tuple[Copy, ...]
@@ -397,29 +429,30 @@ class HostShardRun:
     arrived: tuple[memoryview | bytes, ...]
 
     def copy(self) -> None:
-        """Copy the run's slices."""
+        """Copy the unit's slices; complete on return."""
         for copy in self.copies:
             ctypes.memmove(copy.target, copy.source, copy.nbytes)
         for target, source in self.grids:
             target.copy_(source)
 
     def holds(self) -> bool:
-        """Read the shards back: whether they are the same slices of the source."""
+        """Read the shards back; return whether they equal their slices of the source."""
         return not any(
             _memcmp(copy.target, copy.source, copy.nbytes) for copy in self.copies
         ) and all(torch.equal(*grid) for grid in self.grids)
 
     def fingerprint(self) -> int:
-        """Return xxh3 of all that arrived, or its complement where the shards are not of it."""
+        """Return the xxh3 of all bytes that arrived, or its complement where the shards differ."""
         return _proof(stream_xxh3(self.arrived), holds=self.holds())
 
 
 @dataclass(frozen=True, slots=True)
 class DeviceShardRun:
-    """A run with a GPU on at least one end.
+    """The copies of one unit into shards, with a GPU on at least one end.
 
-    The fingerprint is of all that arrived: mix64 on a GPU, which the shards are compared with too,
-    or xxh3 of a slot on the host, which they are not.
+    The fingerprint is of all bytes that arrived. On a GPU it is mix64, and the shards are read back
+    and compared. Where the slot is on the host it is xxh3, and the shards are not compared. Never
+    run on a GPU.
     """
 
     on_host: ClassVar[bool] = False
@@ -428,30 +461,36 @@ class DeviceShardRun:
     gaps: tuple[tuple[int, int], ...]
 
     def copy(self) -> None:
-        """Enqueue the copies of the run."""
+        """Enqueue the copies on the current stream; does not wait."""
         if self.pairs:
             targets, sources = zip(*self.pairs, strict=True)
             torch._foreach_copy_(list(targets), list(sources), non_blocking=True)
 
     def gpus(self) -> set[torch.device]:
-        """Where copies of this run may be at work."""
+        """Return the GPUs on which copies of this unit may still be in progress."""
         ends = (end for pair in self.pairs for end in pair)
         return {end.device for end in (*ends, *self.sources) if end.device.type == "cuda"}
 
     def holds(self) -> bool:
-        """Wait for the copies and read the shards back, all with one wait."""
+        """Wait for the copies; read the shards back and return whether they equal the source.
+
+        One wait covers all shards.
+        """
         different = [torch.ne(t.to(s.device), s).any() for t, s in self.pairs]
         return not different or not bool(torch.stack(different).any())
 
     def fingerprint(self) -> int:
-        """Wait for the copies and fingerprint."""
+        """Return the fingerprint, complemented where the shards differ.
+
+        Waits for the copies, except where it is of a slot on the host.
+        """
         if self.sources[0].device.type == "cpu":
             return xxh3_parts(interleaved(self.sources, self.gaps))
         return _proof(mix64(joined(self.sources, self.gaps)), holds=self.holds())
 
 
 class ShardCompiler:
-    """Plans runs into shards; the source is `memory`, or else a slot given with each run."""
+    """Compiles units into shards; the source is `memory`, or else a slot given with each unit."""
 
     def __init__(
         self, plan: StreamLayout, destination: ShardMemory, memory: Memory | None = None
@@ -468,8 +507,8 @@ class ShardCompiler:
     def compile(
         self, run: CopyUnit, slot: torch.Tensor | None = None, chunk_start: int = 0
     ) -> HostShardRun | DeviceShardRun:
-        """Plan one run; `slot` carries the stream from `chunk_start` on."""
-        # A tensor made in inference mode could not be written outside of it.
+        """Compile one unit; `slot` holds the stream from byte `chunk_start`."""
+        # A tensor made in inference mode cannot be written outside of it.
         with torch.inference_mode(False):
             if self._on_host and (slot is None or slot.device.type == "cpu"):
                 address = slot.data_ptr() if slot is not None else 0
@@ -525,7 +564,7 @@ class ShardCompiler:
         if self._memory is not None:
             return self._memory.tensors[piece.index][piece.begin : piece.begin + piece.nbytes]
         if slot is None:
-            raise ValueError("a run needs a slot where the compiler has no memory to copy from")
+            raise ValueError("a unit needs a slot where the compiler has no memory to copy from")
         return slot[piece.start - chunk_start :][: piece.nbytes]
 
     def _blocks(self, piece: TensorSlice) -> Iterator[tuple[torch.Tensor, Block]]:
@@ -538,23 +577,27 @@ class ShardCompiler:
 def compiler_for(
     plan: StreamLayout, destination: Memory, memory: Memory | None = None
 ) -> UnitCompiler | ShardCompiler:
-    """Return what plans runs into `destination`, whole tensors or shards."""
+    """Return the compiler of units into `destination`: of whole tensors, or of shards."""
     if isinstance(destination, ShardMemory):
         return ShardCompiler(plan, destination, memory)
     return UnitCompiler(plan, destination, memory)
 
 
 def _proof(arrived: int, *, holds: bool) -> int:
-    """A complement fits nothing that was sent, so the tensors of the run are named."""
+    """Return the fingerprint, complemented unless the shards hold the bytes that arrived.
+
+    The complement differs from the sender's fingerprint, so that the receiver names the tensors.
+    """
     return arrived if holds else arrived ^ _ALL_BITS
 
 
 def _word(*places: int) -> torch.dtype:
-    """The widest word of which all these are multiples."""
+    """Return the widest integer dtype whose size divides all these numbers of bytes."""
     return next(word for word in _WORDS if not any(place % word.itemsize for place in places))
 
 
 def _host_grid(target: int, source: int, block: Block) -> Pair:
+    """Return the views of a block at two host addresses."""
     word = _word(block.width, block.target_stride, block.source_stride)
     views = []
     for address, stride in ((target, block.target_stride), (source, block.source_stride)):
@@ -565,6 +608,7 @@ def _host_grid(target: int, source: int, block: Block) -> Pair:
 
 
 def _device_grids(target: torch.Tensor, source: torch.Tensor, block: Block, begin: int) -> Pair:
+    """Return the views of a block; `source` holds the full tensor from byte `begin`."""
     ends = (
         (target[block.target :], block.target_stride),
         (source[block.source - begin :], block.source_stride),
@@ -579,6 +623,7 @@ def _device_grids(target: torch.Tensor, source: torch.Tensor, block: Block, begi
 
 
 def _grid(words: torch.Tensor, block: Block, stride: int) -> torch.Tensor:
+    """View `words` as the rows of a block, `stride` bytes apart."""
     size = words.element_size()
     # as_strided counts from the beginning of the storage.
     start = words.storage_offset()

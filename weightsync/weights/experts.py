@@ -1,4 +1,4 @@
-"""Experts of a mixture, between the two forms in which models and checkpoints hold them.
+"""Conversion of the experts of a mixture between fused tensors and tensors for each expert.
 
 transformers 5 holds the experts of a layer fused, in two tensors:
 
@@ -29,7 +29,7 @@ from weightsync.weights.module_sink import Rename, rename_with
 from weightsync.weights.source import as_source, checked
 
 ExpertLayout = Literal["qwen3_moe", "mixtral"]
-"""How one expert's tensors are named: `gate_proj`, `up_proj` and `down_proj`, or Mixtral's `w1`,
+"""The names of one expert's tensors: `gate_proj`, `up_proj` and `down_proj`, or Mixtral's `w1`,
 `w3` and `w2`, in a module that Mixtral calls `block_sparse_moe` and transformers `mlp`."""
 
 _GATE_UP = ".experts.gate_up_proj"
@@ -57,13 +57,13 @@ class PerExpertSource:
     """The tensors of `source`, with fused experts as one tensor per expert and projection.
 
     `source` is what `connect` takes: a module, a state dict, a callable or a WeightSource. `layout`
-    is how the tensors of one expert are named; `dtype` casts, `rename` maps the new names. These
-    tensors are views of the fused ones: streamed where those lie on the CPU, registered where
-    they stay on a GPU (which has not run on a GPU yet).
+    names the tensors of one expert; `dtype` casts, `rename` maps the new names. The tensors are
+    views of the fused ones: streamed where those are on the CPU, registered where they stay on a
+    GPU (never run on a GPU).
 
     Raises ConfigError where there are no fused experts, and for shapes other than
-    `[experts, 2 * intermediate, hidden]` beside `[experts, hidden, intermediate]`: transformers
-    holds those of GPT-OSS, Llama 4 and Aria transposed, and so do their checkpoints.
+    `[experts, 2 * intermediate, hidden]` beside `[experts, hidden, intermediate]`. The experts of
+    GPT-OSS, Llama 4 and Aria are transposed, in transformers and in their checkpoints.
     """
 
     def __init__(
@@ -107,10 +107,10 @@ class PerExpertSource:
             yield from zip(self._names[name], self._split(name, tensor), strict=True)
 
     def stable_tensors(self) -> list[torch.Tensor] | None:
-        """The same views where the source's tensors stay on a GPU.
+        """Return the same views where the source's tensors stay on a GPU, else None.
 
-        None on the CPU: what is registered there moves into shared memory by itself, which a view
-        of a larger tensor cannot.
+        None on the CPU, because registration there moves each tensor into shared memory, and a
+        view of a larger tensor cannot move alone.
         """
         stable = self._source.stable_tensors()
         if stable is None or any(tensor.device.type == "cpu" for tensor in stable):
@@ -132,7 +132,7 @@ class PerExpertSource:
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """Where a tensor of one expert lies in a fused one: from row `start`."""
+    """The place of one expert's tensor in a fused one: `fused[expert]` from row `start`."""
 
     fused: TensorSpec
     expert: int
@@ -142,11 +142,11 @@ class _Place:
 class FusedExpertsSource:
     """The tensors of `source`, with the experts of each layer fused into two tensors.
 
-    The opposite of `PerExpertSource`, with the same arguments: for a checkpoint with names per
-    expert, and a receiver that holds a transformers 5 model. Fused tensors are put together in new
-    memory, one layer's at a time where the source keeps layers together.
+    The opposite of PerExpertSource, with the same arguments: for a checkpoint with tensors per
+    expert, and a receiver that holds a transformers 5 model. Fused tensors are assembled in new
+    memory, one layer at a time where the source has the tensors of a layer together.
 
-    Raises ConfigError where there are no experts by the names of `layout`, where one of them lacks
+    Raises ConfigError where there are no experts with the names of `layout`, where an expert lacks
     a tensor, and for shapes other than `[intermediate, hidden]` of gate and up beside
     `[hidden, intermediate]` of down.
     """
@@ -183,11 +183,11 @@ class FusedExpertsSource:
 
     @property
     def manifest(self) -> Manifest:
-        """Fused names, dtypes as sent; a fused tensor stands where its last part stood."""
+        """Fused names, dtypes as sent; a fused tensor has the position of its last part."""
         return self._manifest
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield the source's tensors, a fused one as soon as its last part has come."""
+        """Yield the source's tensors, a fused one as soon as its last part was read."""
         making: dict[str, torch.Tensor] = {}
         for name, tensor in checked(self._source.tensors(), self._source.manifest):
             place = self._places.get(name)
@@ -205,7 +205,7 @@ class FusedExpertsSource:
                 yield self._names[fused.name], making.pop(fused.name)
 
     def stable_tensors(self) -> None:
-        """None: fused tensors are new ones every time."""
+        """Return None: fused tensors are new ones every time."""
         return
 
     def _fuse_spec(self, spec: TensorSpec) -> Iterator[TensorSpec]:
@@ -224,14 +224,14 @@ def _layout(name: str) -> _Layout:
 
 
 def _renamed(block: str, last: str) -> str:
-    """Return what the module of a layer's router and experts is called in the other form."""
+    """Return the name that the module of a layer's router and experts has in the other form."""
     path, dot, name = block.rpartition(".")
     known = {layout.block for layout in _LAYOUTS.values()}
     return f"{path}{dot}{last}" if name in known else block
 
 
 def _namer(blocks: Mapping[str, str], rename: Rename | None) -> Callable[[str], str]:
-    """Return what maps a tensor's name: its block is called otherwise, then `rename`."""
+    """Return a function that maps a tensor's name: replaces its block's name, then `rename`."""
     moved = {f"{old}.": f"{new}." for old, new in blocks.items() if old != new}
     given = rename_with(rename)
 
@@ -243,6 +243,7 @@ def _namer(blocks: Mapping[str, str], rename: Rename | None) -> Callable[[str], 
 
 
 def _refuse_tied(manifest: Manifest, experts: Iterable[str]) -> None:
+    """Raise ConfigError for experts that are tied to other tensors."""
     tied = {*manifest.aliases, *manifest.aliases.values()}.intersection(experts)
     if tied:
         raise ConfigError(f"experts that share their memory are not converted: {shorten(tied)}")
@@ -261,17 +262,17 @@ def _find_fused(manifest: Manifest) -> list[str]:
     wrong = [why for block in blocks if (why := _why_not_fused(block, specs))]
     if wrong:
         raise ConfigError(
-            "experts are taken apart where gate_up_proj is [experts, 2 * intermediate, hidden] and "
+            "experts can be split where gate_up_proj is [experts, 2 * intermediate, hidden] and "
             f"down_proj is [experts, hidden, intermediate], without biases; {shorten(wrong, 3)}"
         )
     return blocks
 
 
 def _why_not_fused(block: str, specs: Mapping[str, TensorSpec]) -> str:
-    """Return what is wrong with a block's fused experts, or nothing.
+    """Return why a block's fused experts cannot be split, an empty string where they can.
 
-    The two shapes say together which dimension is which, also where they are square: there are
-    twice as many rows in gate_up as columns in down, or, transposed, the same number.
+    The two shapes together tell which dimension is which, also for square ones: gate_up has twice
+    as many rows as down has columns or, transposed, the same number.
     """
     gate_up, down = specs.get(block + _GATE_UP), specs.get(block + _DOWN)
     if gate_up is None or down is None:
@@ -294,7 +295,7 @@ def _find_experts(
 ) -> dict[str, dict[tuple[int, str], TensorSpec]]:
     """Return the tensors of each block's experts, by expert and by gate, up or down.
 
-    Raises ConfigError for none, and for other shapes.
+    Raises ConfigError where there are none, and for other shapes.
     """
     kinds = {layout.gate: "gate", layout.up: "up", layout.down: "down"}
     pattern = re.compile(rf"(.+)\.experts\.(\d+)\.({'|'.join(kinds)})\.weight")
@@ -320,7 +321,7 @@ def _find_experts(
 def _why_not_whole(
     block: str, held: Mapping[tuple[int, str], TensorSpec], specs: Mapping[str, TensorSpec]
 ) -> str:
-    """Return what is wrong with a block's experts, or nothing."""
+    """Return why a block's experts cannot be fused, an empty string where they can."""
     experts = 1 + max(expert for expert, _ in held)
     wanted = [(expert, kind) for expert in range(experts) for kind in ("gate", "up", "down")]
     if lacking := [f"{expert} {kind}" for expert, kind in wanted if (expert, kind) not in held]:
@@ -335,7 +336,7 @@ def _why_not_whole(
 
 
 def _why_not_routed(block: str, shape: tuple[int, int], specs: Mapping[str, TensorSpec]) -> str:
-    """Return how a block's router, where it is called `gate`, contradicts `[experts, hidden]`."""
+    """Return how the block's router `gate` contradicts `[experts, hidden]`, or an empty string."""
     router = specs.get(f"{block}.gate.weight")
     if router is None or router.shape == shape:
         return ""
@@ -345,6 +346,7 @@ def _why_not_routed(block: str, shape: tuple[int, int], specs: Mapping[str, Tens
 def _places(
     block: str, held: Mapping[tuple[int, str], TensorSpec]
 ) -> Iterator[tuple[TensorSpec, _Place]]:
+    """Yield each tensor of a block's experts with its place in a fused tensor."""
     first = held[0, "gate"]
     intermediate, hidden = first.shape
     experts = len(held) // 3

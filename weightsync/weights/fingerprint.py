@@ -1,9 +1,10 @@
-"""64-bit fingerprints that depend on every byte and its place.
+"""64-bit fingerprints that depend on every byte and its position.
 
-`xxh3` over host memory that is still in cache; `mix64`, the same value on CPU and CUDA, from
-tensor operations: every 8-byte word is keyed with its position and mixed (the finalizer of
-splitmix64, Steele, Lea and Flood 2014) *before* the sum. A plain sum would not do: two sign flips
-cancel in it.
+`xxh3` is for host memory that is still in cache. `mix64` is made of tensor operations and has the
+same value on CPU and CUDA. It mixes every 8-byte word with its position (the finalizer of
+splitmix64, Steele, Lea and Flood 2014) *before* it adds the words up: in a plain sum two sign flips
+cancel. So the words of a slice, at their positions in the full tensor, make a part of the full sum,
+and no process needs the full tensor (`part_of`; `checksums.compose` adds the parts up).
 """
 
 from __future__ import annotations
@@ -24,8 +25,9 @@ from weightsync.wire.messages import TensorPart
 __all__ = ["mix64", "mixed_rows", "part_of", "table_digest", "to_hex", "xxh3", "xxh3_parts"]
 
 _BLOCK_WORDS = {"cpu": 1 << 17, "cuda": 1 << 20}
-"""Words mixed at a time: on the host what a cache holds, on a GPU enough for a kernel."""
+"""Words mixed at a time: on the host as many as a cache holds, on a GPU enough for a kernel."""
 MAX_PIECES = 1 << 16
+"""Words cut by slices, at most, in one tensor: each travels as bytes."""
 
 
 def xxh3(view: memoryview) -> int:
@@ -34,7 +36,7 @@ def xxh3(view: memoryview) -> int:
 
 
 def xxh3_parts(parts: Sequence[memoryview | bytes]) -> int:
-    """Return the xxh3 of several parts as if they lay one after another."""
+    """Return the xxh3 of several parts, as of one memory that holds them in this order."""
     state = xxhash.xxh3_64()
     for part in parts:
         state.update(part)
@@ -42,7 +44,10 @@ def xxh3_parts(parts: Sequence[memoryview | bytes]) -> int:
 
 
 def mix64(flat: torch.Tensor) -> int:
-    """Return the portable fingerprint of `uint8[nbytes]` on any device."""
+    """Return the portable fingerprint of `uint8[nbytes]` on any device; waits for a GPU.
+
+    Never run on a GPU.
+    """
     nbytes = flat.numel()
     whole = nbytes // 8 * 8
     words = _words(flat[:whole])
@@ -54,14 +59,14 @@ def mix64(flat: torch.Tensor) -> int:
         tail = torch.zeros(8, dtype=torch.uint8, device=flat.device)
         tail[: nbytes - whole] = flat[whole:]
         sums.append(_mixed_sum(tail.view(torch.int64), whole // 8))
-    # A GPU is waited for here, not once a block.
+    # One wait for the GPU, not one for each block.
     return settled(sum(map(int, sums)), nbytes)
 
 
 def mixed_rows(rows: torch.Tensor, first: int, stride: int) -> int:
-    """Return what words add to the sum of mix64: `uint8[height, 8 * width]` on any device.
+    """Return what `uint8[height, 8 * width]`, on any device, adds to the sum of mix64.
 
-    Row i begins at word `first + i * stride` of the fingerprinted bytes.
+    Row i begins at word `first + i * stride` of the fingerprinted bytes. Waits for a GPU.
     """
     width = rows.shape[1] // WORD
     height = max(_BLOCK_WORDS[rows.device.type] // width, 1)
@@ -77,9 +82,11 @@ def mixed_rows(rows: torch.Tensor, first: int, stride: int) -> int:
 
 
 def part_of(name: str, flat: torch.Tensor, held: Slice, itemsize: int) -> TensorPart:
-    """Return the part of a full tensor's mix64 that its slice `flat` (uint8[nbytes]) makes.
+    """Return the part of a full tensor's mix64 that the slice `held` of it makes.
 
-    Raises ConfigError naming a tensor whose slices cut too many words.
+    `flat` is the slice's contiguous bytes (`uint8[nbytes]`). Words that the slice cuts are part of
+    the reply as bytes, and are mixed where the parts are added up. Raises ConfigError, naming the
+    tensor, for more than `MAX_PIECES` of them.
     """
     nbytes = math.prod(held.shape) * itemsize
     pieces: dict[int, str] = {}
@@ -112,12 +119,12 @@ def part_of(name: str, flat: torch.Tensor, held: Slice, itemsize: int) -> Tensor
 
 
 def table_digest(fingerprints: Sequence[int]) -> str:
-    """Return 32 hex digits that name a whole table of fingerprints, in order."""
+    """Return 32 hex digits that identify a table of fingerprints, order included (blake2b)."""
     return hashlib.blake2b(array("Q", fingerprints).tobytes(), digest_size=16).hexdigest()
 
 
 def _phases(block: Block) -> Iterator[Block]:
-    """Cut a block into rows that lie alike within words: every so many bytes the same place."""
+    """Split a block into blocks whose rows all begin at the same byte of a word."""
     period = min(WORD // math.gcd(block.source_stride, WORD), block.height)
     for first in range(period):
         yield Block(
@@ -131,6 +138,7 @@ def _phases(block: Block) -> Iterator[Block]:
 
 
 def _add_pieces(pieces: dict[int, str], rows: torch.Tensor, run: Block, offset: int) -> None:
+    """Add each row of `uint8[height, width]` as hex, by its byte offset in the full tensor."""
     height, width = rows.shape
     if not width or len(pieces) > MAX_PIECES:
         return
@@ -141,6 +149,7 @@ def _add_pieces(pieces: dict[int, str], rows: torch.Tensor, run: Block, offset: 
 
 
 def _words(flat: torch.Tensor) -> torch.Tensor:
+    """View `uint8[8 * n]` as `int64[n]`; copies where the memory is not aligned."""
     if flat.data_ptr() % 8 or flat.storage_offset() % 8:
         flat = flat.clone()
     return flat.view(torch.int64)
@@ -151,7 +160,7 @@ def _mixed_sum(words: torch.Tensor, start: int) -> torch.Tensor:
 
 
 def _mixed(words: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
-    """Mix words with the numbers of their places, from 1 on; `keys` is overwritten."""
+    """Return the sum of `words`, each mixed with its position in `keys` (from 1, overwritten)."""
     mixed = keys.mul_(_signed(GOLDEN)).add_(words)
     for shift, multiplier in zip((30, 27), MULTIPLIERS, strict=True):
         mixed = (mixed ^ _shifted(mixed, shift)).mul_(_signed(multiplier))
@@ -160,9 +169,10 @@ def _mixed(words: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
 
 
 def _shifted(values: torch.Tensor, bits: int) -> torch.Tensor:
-    """Shift right without the sign: torch's int64 shift keeps it."""
+    """Shift right and fill with zeros: torch's int64 shift fills with the sign."""
     return (values >> bits) & ((1 << (64 - bits)) - 1)
 
 
 def _signed(value: int) -> int:
+    """Return the int64 with the bits of an unsigned 64-bit number."""
     return value - (1 << 64) if value >> 63 else value

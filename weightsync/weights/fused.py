@@ -1,4 +1,8 @@
-"""Copy units of one GPU, copied and fingerprinted by one launch of the fused kernel."""
+"""Copy units of one GPU, copied and fingerprinted by one launch of the fused kernel.
+
+Tables of tiles are built once for fixed memory and launched again for every update. The kernel
+is used on a GPU once it has agreed with torch there; else torch copies. Never run on a GPU.
+"""
 
 from __future__ import annotations
 
@@ -18,18 +22,27 @@ from weightsync.weights.copy_plan import CompiledUnit, DeviceCopyUnit
 from weightsync.weights.fingerprint import mix64
 from weightsync.weights.layout import Chunk, StreamLayout
 
+logger = logging.getLogger(__name__)
+
+Span = tuple[torch.cuda.Event, torch.cuda.Event]
+"""Events before and after a launch."""
+
 FIELDS = 8
-"""source, target, bytes read, bytes stored, words mixed, place of the first word, sum, unused."""
+"""Columns of a tile: source and target address, bytes read, bytes stored, words mixed, position of
+the first word, index of the sum, unused."""
 TILE_WORDS = 8192
-"""What one program does: 64 KiB, thousands of programs for a bucket."""
+"""Words of one tile, the work of one program: 64 KiB, thousands of programs for a bucket."""
 _WIDEST = 16
+"""Bytes of the widest load and store."""
+_TRIAL_NBYTES = (64 << 10) + 5
+"""Bytes of the trial on each GPU: one whole tile, and an incomplete word."""
 
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """`nbytes` bytes at address `source`, to be copied to `target` (0: only read).
+    """`nbytes` bytes at address `source`, to be copied to address `target` (0: only read).
 
-    They are word `first` and following of what `sum` fingerprints, with zeros up to `words` words.
+    In fingerprint number `sum` they are `words` words from position `first`, filled up with zeros.
     """
 
     source: int
@@ -42,14 +55,17 @@ class Segment:
 
 @dataclass(frozen=True, slots=True)
 class Tiles:
-    """Tables of tiles (`int64[tiles, FIELDS]`) by the alignment of their ends, in bytes."""
+    """Tables of tiles (`int64[tiles, FIELDS]`), by the alignment of source and target in bytes.
+
+    `sums` is the number of fingerprints. The tables hold addresses and keep no memory alive.
+    """
 
     tables: dict[int, torch.Tensor]
     sums: int
 
 
 def tile(segments: Iterable[Segment], device: torch.device, *, sums: int, fills: bool) -> Tiles:
-    """Cut segments into tiles; `fills` also writes the zeros that follow a segment."""
+    """Cut segments into tiles; with `fills` the zeros that follow a segment are written too."""
     rows: dict[int, list[tuple[int, ...]]] = {}
     for segment in segments:
         for alignment, row in _parts(segment, fills=fills):
@@ -59,7 +75,7 @@ def tile(segments: Iterable[Segment], device: torch.device, *, sums: int, fills:
 
 
 def _parts(segment: Segment, *, fills: bool) -> Iterable[tuple[int, tuple[int, ...]]]:
-    """Split off a last word that is not whole: the others can be read as words."""
+    """Yield `(alignment, row)` of a segment: whole words first, then an incomplete last word."""
     tail = segment.nbytes % WORD
     body = segment.nbytes - tail
     ends = math.gcd(segment.source, segment.target, _WIDEST)
@@ -68,7 +84,7 @@ def _parts(segment: Segment, *, fills: bool) -> Iterable[tuple[int, tuple[int, .
         yield ends, _row(segment, 0, body, words, fills=fills)
     if tail or not body:
         words = segment.words - body // WORD
-        # Zeros are whole words from here on, so only the bytes that are read decide the width.
+        # The zeros that follow are whole words, so the bytes that are read decide the width.
         yield math.gcd(ends, tail, WORD), _row(segment, body, tail, words, fills=fills)
 
 
@@ -80,7 +96,7 @@ def _row(segment: Segment, begin: int, nbytes: int, words: int, *, fills: bool) 
 
 
 def _cut(rows: torch.Tensor) -> torch.Tensor:
-    """Repeat each row for every TILE_WORDS of its words, and move what moves."""
+    """Split each row into rows of at most TILE_WORDS words, addresses and positions advanced."""
     counts = -(-rows[:, 4] // TILE_WORDS)
     starts = counts.cumsum(0) - counts
     table = rows.repeat_interleave(counts, 0)
@@ -101,9 +117,10 @@ def segments_of(
     gaps: Sequence[tuple[int, int]],
     index: int,
 ) -> list[Segment]:
-    """Return the segments of one run: `uint8[nbytes]` ends, and gaps as in `copier.joined`.
+    """Return the segments of the unit whose fingerprint is number `index`.
 
-    Every tensor begins a word of the run.
+    Targets and sources are `uint8[nbytes]`; `gaps` as in DeviceCopyUnit. Every tensor begins at a
+    word of the unit.
     """
     after = [0] * (len(sources) + 1)
     for i, nbytes in gaps:
@@ -119,28 +136,23 @@ def segments_of(
     return segments
 
 
-logger = logging.getLogger(__name__)
-
-Span = tuple[torch.cuda.Event, torch.cuda.Event]
-_PROOF_NBYTES = (64 << 10) + 5
-
-
 class Kernel(Protocol):
-    """What `cuda_mix` offers."""
+    """The interface of the module `kernels`."""
 
-    def launch(self, tiles: Tiles, sums: torch.Tensor | None, *, copies: bool) -> None: ...
+    def launch(self, tiles: Tiles, sums: torch.Tensor | None, *, copies: bool) -> None:
+        """Enqueue the work of all tiles; see `kernels.launch`."""
 
 
 class Batch:
-    """Runs on one device that are copied, fingerprinted or both by one launch, as often as wanted.
+    """Units on one device that one launch copies, fingerprints or both, any number of times.
 
-    `copies` False only reads the sources; `fills` also writes the zeros of gaps. The memory of the
-    runs must stay where it is; it is kept alive, unless `keeps` is False and the caller looks
-    before each launch. For one thread.
+    `copies` False only reads the sources, `mixes` False takes no fingerprints, and `fills` also
+    writes the zeros of gaps. The memory of the units must not move. The batch keeps it alive;
+    with `keeps` False the caller checks before each launch that it is still there. For one thread.
     """
 
     spans: ClassVar[list[Span] | None] = None
-    """Where somebody puts a list here it takes the events around every launch."""
+    """A benchmark sets a list here: it receives the events around every launch of the process."""
 
     def __init__(
         self,
@@ -163,7 +175,7 @@ class Batch:
         ]
         self._lane = _lane_of(self._device)
         self._sums: torch.Tensor | None = None
-        # Tensors made in inference mode could not be written outside of it.
+        # Tensors made in inference mode cannot be written outside of it.
         with torch.inference_mode(False):
             self._tiles = tile(segments, self._device, sums=len(runs), fills=fills)
             if mixes:
@@ -175,20 +187,20 @@ class Batch:
         self._done: LaunchWork = _NOW
 
     def launch(self) -> None:
-        """Enqueue everything, behind what the caller's stream has been given so far."""
+        """Enqueue the work after all work now on the caller's current stream; does not wait."""
         self._found = None
         self._done = self._lane.run(self._enqueue, self.spans)
 
     def wait(self) -> None:
-        """Return when what was launched is complete."""
+        """Return when the last launch is complete."""
         self._done.wait()
 
     def wait_on_stream(self) -> None:
-        """Make what the caller's stream does from now on wait for it; return at once."""
+        """Make later work on the caller's current stream wait for the last launch."""
         self._done.wait_on_stream()
 
     def fingerprints(self) -> list[int]:
-        """Wait, and return mix64 of each run: of its targets, or of its sources if only read."""
+        """Wait, and return mix64 of each unit: of its targets, or of its sources if only read."""
         if self._found is None:
             self.wait()
             totals = self._host.tolist()
@@ -207,14 +219,18 @@ class Batch:
 
 
 class LaunchWork(Protocol):
-    """The end of a launch."""
+    """A launch in progress."""
 
-    def wait(self) -> None: ...
+    def wait(self) -> None:
+        """Return when the launch is complete."""
 
-    def wait_on_stream(self) -> None: ...
+    def wait_on_stream(self) -> None:
+        """Make later work on the caller's current stream wait for the launch; does not wait."""
 
 
 class _Now:
+    """A launch that is complete."""
+
     def wait(self) -> None:
         pass
 
@@ -226,7 +242,7 @@ _NOW = _Now()
 
 
 class _HostLane:
-    """Kernels that run where they are called: an interpreter's."""
+    """Runs kernels on the host, complete on return: those of Triton's interpreter."""
 
     def run(self, work: Callable[[], None], spans: list[Span] | None) -> LaunchWork:
         work()
@@ -235,6 +251,8 @@ class _HostLane:
 
 @dataclass(frozen=True, slots=True)
 class _OnGpu:
+    """A launch on a GPU: `event` is behind it."""
+
     event: torch.cuda.Event
     device: torch.device
 
@@ -246,7 +264,7 @@ class _OnGpu:
 
 
 class _CudaLane:
-    """The stream of a device's fused copies; other kernels may run beside them."""
+    """The stream of a device's fused copies, beside the streams of other kernels."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -254,7 +272,7 @@ class _CudaLane:
 
     def run(self, work: Callable[[], None], spans: list[Span] | None) -> LaunchWork:
         timed = spans is not None
-        # The current device is a thread's own, and Triton launches on it.
+        # Each thread has its own current device, and Triton launches on that one.
         with torch.cuda.device(self._device):
             first, last = _event(timed=timed), _event(timed=timed)
             self._stream.wait_stream(torch.cuda.current_stream(self._device))
@@ -285,19 +303,19 @@ def _lane_of(device: torch.device) -> _HostLane | _CudaLane:
 
 @dataclass(frozen=True, slots=True)
 class FusedUnit:
-    """Run `index` of a batch, which is launched with its first run."""
+    """Unit `index` of a batch; the batch is launched with its first unit."""
 
     on_host: ClassVar[bool] = False
     batch: Batch
     index: int
 
     def copy(self) -> None:
-        """Enqueue all runs of the batch."""
+        """Launch the whole batch where this is its first unit; does not wait."""
         if self.index == 0:
             self.batch.launch()
 
     def fingerprint(self) -> int:
-        """Wait for the batch and fingerprint."""
+        """Wait for the batch and return the unit's fingerprint."""
         return self.batch.fingerprints()[self.index]
 
     def wait(self) -> None:
@@ -307,10 +325,10 @@ class FusedUnit:
 
 @dataclass(frozen=True, slots=True)
 class ReadUnit(FusedUnit):
-    """A run that is only read."""
+    """A unit that is read and not copied."""
 
     def fingerprint(self) -> int:
-        """Read the whole batch with its first run."""
+        """Return the unit's fingerprint; the first unit launches the batch."""
         self.copy()
         return self.batch.fingerprints()[self.index]
 
@@ -318,9 +336,9 @@ class ReadUnit(FusedUnit):
 def fuse(
     runs: Sequence[CompiledUnit], *, verify: bool, kernel: Kernel | None = None
 ) -> list[CompiledUnit]:
-    """Return what does the same in one launch, where all runs lie on one GPU; else these.
+    """Return units that do the same in one launch where all are on one GPU, else `runs`.
 
-    Called once for fixed memory. `kernel` None takes the GPU's own, if it works.
+    Called once for fixed memory. `kernel` None takes the Triton kernel, if it works on the GPU.
     """
     plain = [run for run in runs if isinstance(run, DeviceCopyUnit)]
     kernel = kernel or kernel_of(plain, among=len(runs))
@@ -333,9 +351,9 @@ def fuse(
 def hashers(
     runs: Sequence[CompiledUnit], *, kernel: Kernel | None = None
 ) -> list[Callable[[], int]]:
-    """Return what fingerprints each run's sources; to be called in order, all of them.
+    """Return a function for each unit that fingerprints its sources; call all of them, in order.
 
-    Sources and targets are the same memory.
+    For units whose sources and targets are the same memory.
     """
     plain = [run for run in runs if isinstance(run, DeviceCopyUnit)]
     kernel = kernel or kernel_of(plain, among=len(runs))
@@ -346,7 +364,7 @@ def hashers(
 
 
 def slot_reader(plan: StreamLayout, chunk: Chunk, slot: torch.Tensor) -> Callable[[], list[int]]:
-    """Return what fingerprints the runs of a chunk, zeros between tensors included, in its slot."""
+    """Return a function that fingerprints the units of a chunk in its slot, zeros included."""
     parts = [
         slot[run.start - chunk.start : run.stop - chunk.start]
         for run in plan.runs[chunk.first_run : chunk.last_run]
@@ -367,10 +385,11 @@ def chunk_batches(
     verify: bool,
     kernel: Kernel | None = None,
 ) -> list[Batch] | None:
-    """Return what writes each chunk into its slot from `tensors` (`uint8[nbytes]`), zeros too.
+    """Return a batch for each chunk: it writes `tensors` (`uint8[nbytes]`) and zeros into a slot.
 
-    None where tensors and slots are not on one GPU whose kernel works. Tensors are not kept alive:
-    the trainer may offload them, and whoever launches looks whether they are where they were.
+    None where tensors and slots are not on one GPU on which the kernel works. The batches do not
+    keep the tensors alive, since the trainer may offload them: before each launch the caller checks
+    that all addresses are the same.
     """
     batches = []
     for j, chunk in enumerate(plan.chunks):
@@ -389,7 +408,10 @@ def chunk_batches(
 
 
 def kernel_of(runs: Sequence[DeviceCopyUnit], *, among: int) -> Kernel | None:
-    """Return the kernel for `among` runs, where these are all of them and lie on one GPU."""
+    """Return the kernel for `runs`, None where they are fewer than `among` or not on one GPU.
+
+    Also None for tensors that are not contiguous, and where the kernel does not work on the GPU.
+    """
     if not runs or len(runs) != among:
         return None
     ends = [end for run in runs for end in (*run.targets, *run.sources)]
@@ -403,10 +425,13 @@ def kernel_of(runs: Sequence[DeviceCopyUnit], *, among: int) -> Kernel | None:
 
 @cache
 def _proved(device: torch.device) -> Kernel | None:
-    """Return the fused kernel once it has copied and fingerprinted as torch does."""
+    """Return the fused kernel if it copies and fingerprints as torch does, else None.
+
+    Tried once for each device of a process; a failure is one warning.
+    """
     try:
         kernel: Kernel = cast(Any, import_module("weightsync.weights.kernels"))
-        source = torch.arange(_PROOF_NBYTES, device=device).to(torch.uint8)
+        source = torch.arange(_TRIAL_NBYTES, device=device).to(torch.uint8)
         target = torch.zeros_like(source)
         batch = Batch([DeviceCopyUnit((target,), (source,), ())], kernel)
         batch.launch()
@@ -415,8 +440,8 @@ def _proved(device: torch.device) -> Kernel | None:
     except Exception as exc:  # noqa: BLE001 # a compiler at run time fails in many ways
         reason = str(exc).partition("\n")[0] or type(exc).__name__
         logger.warning(
-            "the fused copy of %s is not used (%s); torch copies and fingerprints, more slowly. "
-            "It needs triton, as torch for CUDA brings it, and a C compiler",
+            "the fused copy kernel is not used on %s (%s); torch copies and fingerprints instead, "
+            "more slowly. The kernel needs triton, which torch for CUDA installs, and a C compiler",
             device,
             reason,
         )
@@ -432,7 +457,7 @@ def _read(batch: Batch) -> list[int]:
 def _into_slot(
     plan: StreamLayout, start: int, stop: int, tensors: Sequence[torch.Tensor], place: torch.Tensor
 ) -> DeviceCopyUnit:
-    """Return the run `start` to `stop` of the stream; `place` begins where the run does."""
+    """Return the unit of bytes `start` to `stop`; `place` is the slot from its first byte on."""
     targets, sources, gaps = [], [], []
     at = start
     for i, piece in enumerate(plan.pieces(start, stop)):

@@ -1,7 +1,8 @@
 """A Triton kernel that copies bytes and fingerprints them as `mix64` does, in one pass.
 
-Imported only where CUDA memory is copied or fingerprinted. What it is given is a table of *tiles*
-(`cuda_tiles`), so that one launch does thousands of tensors.
+Imported only where CUDA memory is copied or fingerprinted. It works on a table of tiles
+(`fused.Tiles`), so that one launch covers thousands of tensors. It has run under Triton's
+interpreter only, never on a GPU.
 """
 
 from __future__ import annotations
@@ -28,10 +29,11 @@ _WORDS = {
 
 
 def launch(tiles: Tiles, sums: torch.Tensor | None, *, copies: bool) -> None:
-    """Enqueue the work of all tiles on the current stream of their device.
+    """Enqueue the work of all tiles on the current stream of their device; does not wait.
 
-    `sums` (`int64[tiles.sums]`, zeros) takes what every tile adds to its sum; None copies only.
-    With `copies` what is fingerprinted is what the destination holds afterwards.
+    Each tile adds its mixed words to its element of `sums` (`int64[tiles.sums]`, zeros before the
+    launch); with None the kernel copies only. With `copies` it copies, reads the destination back
+    and fingerprints that; without, it fingerprints the sources.
     """
     for alignment, table in tiles.tables.items():
         count = table.shape[0]
@@ -48,7 +50,7 @@ def launch(tiles: Tiles, sums: torch.Tensor | None, *, copies: bool) -> None:
 
 @triton.jit
 def _mix(words, keyed):
-    """The finalizer of splitmix64, as `fingerprint._mixed`; all operands are uint64."""
+    """Apply the finalizer of splitmix64, as `fingerprint._mixed` does; all operands are uint64."""
     mixed = words + keyed
     mixed = (mixed ^ (mixed >> 30)) * 0xBF58476D1CE4E5B9
     mixed = (mixed ^ (mixed >> 27)) * 0x94D049BB133111EB
@@ -57,7 +59,7 @@ def _mix(words, keyed):
 
 @triton.jit
 def _joined(parts, WIDTH: tl.constexpr):  # noqa: N803
-    """Make words of `[words, 8 / width]` little-endian parts."""
+    """Return `uint64[words]` made of `[words, 8 / WIDTH]` little-endian parts."""
     bits = parts.to(tl.uint64) & ((1 << (8 * WIDTH)) - 1)
     shifts = tl.arange(0, 8 // WIDTH).to(tl.uint64) * (8 * WIDTH)
     return tl.sum(bits << shifts[None, :], axis=1)
@@ -73,11 +75,11 @@ def _copy_tile(
     WHOLE: tl.constexpr,  # noqa: N803
     ALIGNMENT: tl.constexpr,  # noqa: N803
 ):
-    """Copy `held` elements and put zeros behind them, up to `stored`."""
+    """Copy `held` elements and write zeros behind them, up to `stored` elements."""
     step: tl.constexpr = offsets.numel
     done = 0
     if held == WHOLE:
-        # Without masks 16 bytes move at a time.
+        # Without masks the compiler can move 16 bytes at a time.
         for i in tl.static_range(WHOLE // step):
             sources, targets = source + i * step + offsets, target + i * step + offsets
             if ALIGNMENT == 16:
@@ -100,6 +102,7 @@ def _mix_tiles(
     COPIES: tl.constexpr,  # noqa: N803
     MIXES: tl.constexpr,  # noqa: N803
 ):
+    """Copy and fingerprint one tile: this program's row of `table` (`int64[tiles, FIELDS]`)."""
     row = table + tl.program_id(0).to(tl.int64) * _FIELDS
     memory = tl.load(row).to(tl.pointer_type(ELEMENT))
     width: tl.constexpr = 8 if ALIGNMENT == 16 else ALIGNMENT
@@ -114,7 +117,7 @@ def _mix_tiles(
         stored = tl.load(row + 3) // width
         _copy_tile(memory, target, offsets, held, stored, _TILE * per_word, ALIGNMENT)
         memory, held = target, stored
-        # What one thread stored another may read back.
+        # A thread may read back what another thread stored.
         tl.debug_barrier()
     if MIXES:
         words = tl.load(row + 4)

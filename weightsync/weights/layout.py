@@ -1,4 +1,8 @@
-"""How a model is cut: its tensors in one stream, chunks for buckets, runs for copies."""
+"""The layout of a model's bytes: tensors in one stream, cut into chunks and copy units.
+
+Both sides derive it from the manifest. A chunk fits one bucket; a copy unit is copied and
+fingerprinted at once. Every tensor begins at a multiple of `ALIGNMENT`, with zeros before it.
+"""
 
 from __future__ import annotations
 
@@ -11,18 +15,19 @@ from weightsync.errors import ConfigError
 from weightsync.specs import Manifest
 
 ALIGNMENT = 64
+"""Bytes: every tensor and every copy unit of the stream begins at a multiple of it."""
 RUN_NBYTES = 512 << 10
-"""Host memory: source and destination of a run fit the second-level cache together (measured)."""
+"""Size of a copy unit in host memory: source and destination fit the L2 cache (measured)."""
 
 
 def aligned(nbytes: int) -> int:
-    """Round up to the alignment of the stream."""
+    """Round a number of bytes up to a multiple of `ALIGNMENT`."""
     return -(-nbytes // ALIGNMENT) * ALIGNMENT
 
 
 @dataclass(frozen=True, slots=True)
 class TensorSlice:
-    """Bytes `begin` to `begin + nbytes` of tensor `index`; they lie at `start` in the stream."""
+    """Bytes `begin` to `begin + nbytes` of tensor `index`, at byte `start` of the stream."""
 
     index: int
     begin: int
@@ -40,7 +45,7 @@ class CopyUnit:
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """Bytes `start` to `stop` of the stream; its runs are `first_run` to `last_run`, exclusive."""
+    """Bytes `start` to `stop` of the stream, made of units `first_run` up to before `last_run`."""
 
     start: int
     stop: int
@@ -49,10 +54,12 @@ class Chunk:
 
 
 class StreamLayout:
-    """The stream of a manifest, cut into chunks of at most `bucket_nbytes` and runs.
+    """The stream of a manifest, cut into `chunks` of at most `bucket_nbytes` and copy units `runs`.
 
-    `bucket_nbytes` None makes a single chunk. A tensor that fits a bucket is never cut across
-    two. Linear in the number of tensors. Raises ConfigError for sizes that are no multiple of 64.
+    `bucket_nbytes` None makes a single chunk. A tensor that fits into one bucket is never split
+    over two. `offsets[i]` is the first byte of tensor i in the stream of `nbytes` bytes. Takes time
+    linear in the number of tensors. Raises ConfigError for sizes that are not positive multiples
+    of `ALIGNMENT`.
     """
 
     def __init__(
@@ -69,7 +76,7 @@ class StreamLayout:
         self.chunks = [self._cut_runs(start, stop) for start, stop in self._cut_chunks()]
 
     def pieces(self, start: int, stop: int) -> Iterator[TensorSlice]:
-        """Yield the parts of tensors that lie between two points of the stream."""
+        """Yield the parts of tensors between bytes `start` and `stop` of the stream, in order."""
         index = max(0, bisect_right(self._starts, start) - 1)
         for i in self._filled[index:]:
             offset = self.offsets[i]
@@ -81,7 +88,7 @@ class StreamLayout:
                 yield TensorSlice(i, begin, end - begin, offset + begin)
 
     def gaps(self, start: int, stop: int) -> Iterator[tuple[int, int]]:
-        """Yield (position, nbytes) of the zeros between two points of the stream."""
+        """Yield `(position, nbytes)` of the zeros between bytes `start` and `stop`."""
         at = start
         for piece in self.pieces(start, stop):
             if piece.start > at:
@@ -91,13 +98,13 @@ class StreamLayout:
             yield at, stop - at
 
     def names(self, run: CopyUnit) -> list[str]:
-        """Name the tensors that a run carries."""
+        """Return the names of the tensors of which a copy unit has bytes."""
         specs = self.manifest.specs
         return [specs[piece.index].name for piece in self.pieces(run.start, run.stop)]
 
     @cached_property
     def largest_cut_nbytes(self) -> int:
-        """Bytes of the largest tensor that no bucket holds whole; 0 where there is none."""
+        """Bytes of the largest tensor that does not fit into one bucket; 0 where all fit."""
         if self.bucket_nbytes is None:
             return 0
         sizes = [spec.nbytes for spec in self.manifest.specs]
@@ -160,5 +167,5 @@ class StreamLayout:
 
 
 def runs_per_chunk(bucket_nbytes: int, run_nbytes: int) -> int:
-    """The most runs that a chunk can have: the room its fingerprints need in the ring."""
+    """Return the most copy units that a chunk can have: the ring holds a fingerprint for each."""
     return 3 * -(-bucket_nbytes // run_nbytes) + 3

@@ -1,4 +1,4 @@
-"""Modules as sinks: their tensors, whole or sharded, staged beside them or written in place."""
+"""Modules as sinks: their tensors, whole or sharded, staged in an arena or written in place."""
 
 from __future__ import annotations
 
@@ -43,18 +43,19 @@ from weightsync.weights.sink import (
 from weightsync.wire.messages import TensorPart
 
 WRAPPERS = frozenset({"module", "_orig_mod", "_checkpoint_wrapped_module"})
-
+"""Parts of parameter names that DDP, torch.compile and activation checkpointing insert."""
 
 Rename = Callable[[str], str] | Mapping[str, str]
+"""Maps a tensor's name to the name it is sent by; a mapping may lack names."""
 
 
 def strip_wrappers(name: str) -> str:
-    """Drop what DDP, torch.compile and activation checkpointing put into parameter names."""
+    """Remove the names of wrapper modules from a parameter's name."""
     return ".".join(part for part in name.split(".") if part not in WRAPPERS)
 
 
 def rename_with(rename: Rename | None) -> Callable[[str], str]:
-    """Return a function that maps names; a mapping leaves names it lacks as they are."""
+    """Return a function that maps names; names that a mapping lacks stay as they are."""
     if rename is None:
         return lambda name: name
     if callable(rename):
@@ -64,12 +65,12 @@ def rename_with(rename: Rename | None) -> Callable[[str], str]:
 
 
 class ModuleTensors:
-    """The parameters and persistent buffers of a module, tied ones once, with their names.
+    """The parameters and persistent buffers of a module with their names, tied ones once.
 
-    The walk over the module is planned once; `refresh` looks at every place again and walks anew
-    only if one holds another tensor, since a walk over 37,000 parameters takes longer than a copy.
-    `twins` are further tensor objects over the memory of `tensors[index]`. `modules` are all parts,
-    and `wrapped` says that torch.compile wraps one of them.
+    The module is walked once. `refresh` compares every place with what it held, and walks again
+    only where one differs: a walk over 37,000 parameters takes longer than a copy. `tied[i]` are
+    further tensor objects over the memory of `tensors[i]`. `aliases` maps a tied name to the name
+    of its tensor. `modules` are all submodules; `wrapped` says that torch.compile wraps one.
     """
 
     def __init__(self, module: nn.Module, *, rename: Rename | None = None) -> None:
@@ -78,16 +79,16 @@ class ModuleTensors:
         self._walk()
 
     def refresh(self) -> bool:
-        """Return True when the module changed since the last look; names are then new too."""
+        """Return True when the module changed since the last call; all attributes are then new."""
         same = all(_holds(table.get(key), tensor) for table, key, tensor in self._places) and all(
             (len(m._parameters), len(m._buffers), len(m._modules)) == sizes
             for m, sizes in self._modules
         )
         same = same and all(table.get(key) is child for table, key, child in self._children)
         same = same and all(
-            twin.data_ptr() == self.tensors[i].data_ptr()
-            for i, twins in self.twins.items()
-            for twin in twins
+            other.data_ptr() == self.tensors[i].data_ptr()
+            for i, others in self.tied.items()
+            for other in others
         )
         if not same:
             self._walk()
@@ -96,7 +97,7 @@ class ModuleTensors:
     def _walk(self) -> None:
         self.names: list[str] = []
         self.tensors: list[torch.Tensor] = []
-        self.twins: dict[int, list[torch.Tensor]] = {}
+        self.tied: dict[int, list[torch.Tensor]] = {}
         self.aliases: dict[str, str] = {}
         self._places: list[tuple[dict[str, torch.Tensor | None], str, torch.Tensor]] = []
         self._children: list[tuple[dict[str, nn.Module | None], str, nn.Module]] = []
@@ -114,13 +115,13 @@ class ModuleTensors:
                     self.tensors.append(tensor)
                 elif name != self.names[known]:
                     self.aliases[name] = self.names[known]
-                    self._note_twin(known, tensor)
+                    self._note_tied(known, tensor)
 
-    def _note_twin(self, index: int, tensor: torch.Tensor) -> None:
-        """Keep a tensor that is tied by its memory alone: it has a pointer of its own."""
-        known = [self.tensors[index], *self.twins.get(index, [])]
+    def _note_tied(self, index: int, tensor: torch.Tensor) -> None:
+        """Keep a tensor object that shares only the memory of `tensors[index]`, not the object."""
+        known = [self.tensors[index], *self.tied.get(index, [])]
         if all(tensor is not other for other in known):
-            self.twins.setdefault(index, []).append(tensor)
+            self.tied.setdefault(index, []).append(tensor)
 
     def _note_module(self, module: nn.Module) -> None:
         sizes = (len(module._parameters), len(module._buffers), len(module._modules))
@@ -145,10 +146,10 @@ class ModuleTensors:
 
 
 def _holds(found: torch.Tensor | None, tensor: torch.Tensor) -> bool:
-    """Whether a place holds `tensor`, perhaps in another form for as long as a forward pass.
+    """Whether a place holds `tensor`, or the form of it that stands there during a forward pass.
 
-    transformers puts the local tensors of a tensor-parallel module in the place of its DTensors
-    while that module computes, and nothing in the place of a bias that it adds later.
+    While a tensor-parallel module computes, transformers replaces its DTensors by their local
+    tensors, and a bias that it adds later by None.
     """
     if found is tensor:
         return True
@@ -157,20 +158,21 @@ def _holds(found: torch.Tensor | None, tensor: torch.Tensor) -> bool:
 
 
 def identity(tensor: torch.Tensor) -> object:
-    """The same for tensors that are tied: one object, or two of one shape over the same memory."""
+    """Return a key, equal for tied tensors: one object, or equal views of the same memory."""
     if type(tensor) not in (torch.Tensor, nn.Parameter) or tensor.is_meta or not tensor.numel():
         return id(tensor)
     return tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
 
 
 Swap = Literal["auto", "pointer", "copy"]
+"""How a commit puts staged weights to use; see ModuleSink."""
 
 _COMPILED = operator.attrgetter("_compiled_call_impl")
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """One tensor as it is landed here: its spec, and the module's tensors that it goes to."""
+    """One tensor as this process loads it: its spec, and the module's tensors that receive it."""
 
     spec: TensorSpec
     targets: list[torch.Tensor]
@@ -178,9 +180,10 @@ class Place:
 
 @dataclass(frozen=True)
 class Layout:
-    """What a sink lands for one plan; `shares` say what of the stream each place takes, if not all.
+    """The places of one manifest's tensors in a sink.
 
-    Whole tensors lie as they lie in the stream.
+    Without `shares` there is one place for each tensor of the stream. Else place i holds the
+    blocks `shares[i]`.
     """
 
     places: list[Place]
@@ -188,17 +191,20 @@ class Layout:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of a slab that holds every place."""
+        """Bytes of an arena that holds every place."""
         return sum(aligned(place.spec.nbytes) for place in self.places)
 
     def memory(self, tensors: Sequence[torch.Tensor], *, flat: bool = False) -> Memory:
-        """Memory of `uint8[nbytes]` for each place."""
+        """Return `tensors` (`uint8[nbytes]` for each place) as memory for copy plans."""
         if self.shares is None:
             return Memory(tensors, flat)
         return ShardMemory(tensors, flat, self.shares)
 
-    def in_slab(self, device: torch.device) -> Memory:
-        """Allocate one slab for all places."""
+    def in_arena(self, device: torch.device) -> Memory:
+        """Allocate one arena for all places; whole tensors have the stream's offsets in it.
+
+        Raises TransferError where there is no room.
+        """
         buffer = arena.allocate(self.nbytes, device)
         tensors, at = [], 0
         for place in self.places:
@@ -208,12 +214,15 @@ class Layout:
 
 
 class ModuleSink(WeightSink):
-    """Parameters and persistent buffers of `module`.
+    """The sink of a module: its parameters and persistent buffers.
 
-    `cast` lets floating-point tensors arrive in another dtype. `swap` says how staged weights are
-    put to use: by `pointer` (a microsecond a tensor), or by `copy`, which leaves every address as
-    it is. `auto` copies on GPUs, where captured graphs keep addresses, and for compiled modules,
-    also those compiled later. (Copies on a GPU have not run on one yet.)
+    `cast` accepts floating-point tensors of another dtype. `swap` says how a commit puts staged
+    weights to use: `pointer` points the module's tensors at them (a microsecond for each tensor),
+    `copy` copies them over, so that no address changes. `auto` means `copy` on GPUs, because
+    captured graphs keep addresses, and for compiled modules, also those compiled later; else
+    `pointer`. Copies on a GPU have never run on one.
+
+    Raises ConfigError for a module with DTensors; ShardedModuleSink takes those.
     """
 
     verification: Verification = "held"
@@ -233,14 +242,15 @@ class ModuleSink(WeightSink):
 
     @property
     def device(self) -> torch.device:
-        """The device of the first tensor."""
+        """The device of the first tensor; the CPU for a module without tensors."""
         return next((t.device for t in self._held), torch.device("cpu"))
 
     @property
     def ties(self) -> Mapping[str, str]:
         """The tied names that were found, and those that transformers declares.
 
-        Shards of a tied tensor are tensors of their own, since each place is cut in its own way.
+        The shards of tied tensors share no memory, so only the declaration tells that they are
+        tied.
         """
         found, known = super().ties, self._described.index
         declared = getattr(self.module, "all_tied_weights_keys", None)
@@ -249,17 +259,21 @@ class ModuleSink(WeightSink):
 
     @property
     def gpus(self) -> frozenset[torch.device]:
-        """The GPUs of all tensors, as they were last looked at."""
+        """The GPUs of all tensors at the last `refresh`."""
         return self._gpus
 
     @property
     def tensors(self) -> list[torch.Tensor]:
-        """What this process holds of the module's tensors, in the manifest's order."""
+        """The module's tensors in the manifest's order: of DTensors, the local tensors."""
         self.refresh()
         return self._held
 
     def refresh(self) -> int:
-        """Notice parameters that were replaced, moved, cast or offloaded by somebody else."""
+        """Look for tensors that other code replaced, moved, cast or offloaded.
+
+        Returns a number that changes with every such change; load targets opened under another
+        number are of no use. Raises ManifestMismatchError where the manifest changed.
+        """
         replaced = self._found.refresh()
         before, self._held = self._held, self._hold()
         replaced = replaced or not all(map(operator.is_, before, self._held))
@@ -281,31 +295,34 @@ class ModuleSink(WeightSink):
         return self._generation
 
     def settled(self) -> None:
-        """Remember where the tensors are: whatever moves them later is somebody else."""
+        """Record the tensors' addresses, so that `refresh` sees when other code moves them."""
         self._addresses = [tensor.data_ptr() for tensor in self._held]
 
     def is_alone(self, tensor: torch.Tensor) -> bool:
-        """Whether nothing else saw the memory of `tensor` when this sink first looked at it.
+        """Whether nothing else used the memory of `tensor` when this sink first looked at it.
 
-        A view that the module keeps of a parameter would show the old weights after a swap by
-        pointer, so such tensors are copied over.
+        After a swap by pointer, a view that the module keeps of a parameter would show the old
+        weights. Such parameters are copied over instead.
         """
         return id(tensor) in self._alone
 
     def open_target(self, plan: StreamLayout, apply: Apply) -> LoadTarget:
-        """A pair of slabs (staged) or the module's own memory (in place)."""
+        """Return arenas for staged weights, or the module's own memory (`in_place`).
+
+        Raises ManifestMismatchError for tensors without a place, TransferError without room.
+        """
         check_manifest(self, plan.manifest, partial=True)
         layout = self.layout(plan)
         if apply == "in_place":
-            return _InPlaceLanding(self, layout)
-        twins = sum(map(len, self._found.twins.values()))
-        whole = sum(len(place.targets) for place in layout.places) == len(self.tensors) + twins
+            return _InPlaceTarget(self, layout)
+        tied = sum(map(len, self._found.tied.values()))
+        whole = sum(len(place.targets) for place in layout.places) == len(self.tensors) + tied
         if self.swap == "pointer" and whole:
-            return _PointerLanding(self, layout)
-        return _CopyLanding(self, layout)
+            return _PointerTarget(self, layout)
+        return _CopyTarget(self, layout)
 
     def staged_nbytes(self, plan: StreamLayout) -> int:
-        """One slab beside the model, and what cannot move into the other one."""
+        """Return the bytes of one arena, and of the tensors that cannot be pointed at it."""
         layout = self.layout(plan)
         if self.swap == "copy":
             return layout.nbytes
@@ -313,26 +330,29 @@ class ModuleSink(WeightSink):
         return layout.nbytes + sum(aligned(place.spec.nbytes) for place in staying)
 
     def moves(self, tensor: torch.Tensor, spec: TensorSpec) -> bool:
-        """Whether the tensor may be pointed at other memory, which holds bytes of `spec`."""
+        """Whether the tensor may be pointed at other memory that holds the bytes of `spec`."""
         return _takes_bytes(tensor, spec, self.device) and self.is_alone(tensor)
 
     def layout(self, plan: StreamLayout) -> Layout:
-        """What is landed of each tensor of `plan`."""
+        """Return the places of the tensors of `plan`."""
         groups = self.targets(plan.manifest)
         return Layout([Place(*pair) for pair in zip(plan.manifest.specs, groups, strict=True)])
 
     def targets(self, offered: Manifest) -> list[list[torch.Tensor]]:
-        """For each offered tensor the module's tensors that it goes to."""
+        """Return for each offered tensor the module's tensors that receive it."""
         wanted = self._wanted()
         groups: list[list[torch.Tensor]] = [[] for _ in offered.specs]
         for i, ((_, names), tensor) in enumerate(zip(wanted, self.tensors, strict=True)):
             source = next((offered.index[n] for n in names if n in offered.index), None)
             if source is not None:
-                groups[source] += [tensor, *self._found.twins.get(i, [])]
+                groups[source] += [tensor, *self._found.tied.get(i, [])]
         return groups
 
     def checksums(self, names: Iterable[str] | None = None) -> dict[str, str]:
-        """Return mix64 of the tensors in use, aliases included."""
+        """Return mix64 of the tensors in use by name, aliases included.
+
+        Raises ConfigError for names that the module does not have.
+        """
         index = self._index()
         wanted = list(index) if names is None else list(names)
         unknown = [name for name in wanted if name not in index]
@@ -347,11 +367,11 @@ class ModuleSink(WeightSink):
         return {name: known[index[name]] for name in wanted}
 
     def _hold(self) -> list[torch.Tensor]:
-        """What this process holds of each tensor that was found."""
+        """Return the tensors that this process holds."""
         return self._found.tensors
 
     def _inspect(self) -> None:
-        """Look at tensors that are new. Raises ConfigError where this sink cannot hold them."""
+        """Inspect new tensors. Raises ConfigError where this sink cannot load into them."""
         sharded = [
             name
             for name, tensor in zip(self._found.names, self._found.tensors, strict=True)
@@ -373,9 +393,9 @@ class ModuleSink(WeightSink):
     def _find_alone(self) -> set[int]:
         alone: set[int] = set()
         for i, tensor in enumerate(self._held):
-            twins = self._found.twins.get(i, [])
-            if _uses_alone(tensor, others=len(twins)):
-                alone.update(map(id, [tensor, *twins]))
+            tied = self._found.tied.get(i, [])
+            if _uses_alone(tensor, others=len(tied)):
+                alone.update(map(id, [tensor, *tied]))
         return alone
 
     def _choose_swap(self) -> Swap:
@@ -393,15 +413,15 @@ class ModuleSink(WeightSink):
 
 
 def _uses_alone(tensor: torch.Tensor, *, others: int) -> bool:
-    """Whether the tensor and `others` tied to it are all that uses its storage."""
+    """Whether only the tensor and `others` tensors tied to it use its storage."""
     if type(tensor) not in (torch.Tensor, nn.Parameter):
         return False
-    # One use is Python's own wrapper of the storage.
+    # One use is the Python wrapper of the storage.
     return uses(tensor) <= 2 + others
 
 
 def _takes_bytes(tensor: torch.Tensor, spec: TensorSpec, device: torch.device) -> bool:
-    """Whether the tensor may simply point at bytes of the stream."""
+    """Whether the bytes of `spec`, without a cast, can be the memory of the tensor."""
     return (
         type(tensor) in (torch.Tensor, nn.Parameter)
         and is_plain(tensor, spec)
@@ -409,15 +429,15 @@ def _takes_bytes(tensor: torch.Tensor, spec: TensorSpec, device: torch.device) -
     )
 
 
-class _ModuleLanding(LoadTarget):
-    """A landing that knows its module's tensors."""
+class _ModuleTarget(LoadTarget):
+    """A load target that fails when other code changes the module during an update."""
 
     def __init__(self, sink: ModuleSink) -> None:
         self._sink = sink
         self._generation = sink.refresh()
 
     def validate(self) -> None:
-        """Raise TransferError when the module changed while the update came in."""
+        """Raise TransferError when the module's tensors changed since the target was opened."""
         if self._sink.refresh() != self._generation:
             raise TransferError(
                 "the receiving module's tensors were moved or replaced during the update; "
@@ -425,33 +445,33 @@ class _ModuleLanding(LoadTarget):
             )
 
 
-class _PointerLanding(_ModuleLanding):
-    """Two slabs take turns: one is in use, the other takes the next update."""
+class _PointerTarget(_ModuleTarget):
+    """Two arenas in turn: the module uses one, the next update is written to the other."""
 
     def __init__(self, sink: ModuleSink, layout: Layout) -> None:
         super().__init__(sink)
-        in_use = _Slab(layout, sink)
-        in_use.adopt_current()  # what the module held so far is free before there is a second one
+        in_use = _Arena(layout, sink)
+        in_use.adopt_current()  # frees the module's own memory before the second allocation
         sink.settled()
-        self._slabs = [in_use, _Slab(layout, sink)]
+        self._arenas = [in_use, _Arena(layout, sink)]
         self._spare = 1
         self.peak_extra_nbytes = layout.nbytes
 
     @property
     def memory(self) -> Memory:  # type: ignore[override]  # two memories in turn, read-only here
-        return self._slabs[self._spare].memory
+        return self._arenas[self._spare].memory
 
     def commit(self) -> None:
-        self._slabs[self._spare].point()
+        self._arenas[self._spare].point()
         self._sink.settled()
         self._spare = 1 - self._spare
 
 
-class _Slab:
-    """All places, and the views of them that the module's tensors can point at."""
+class _Arena:
+    """Memory for all places, and the views of it at which the module's tensors can point."""
 
     def __init__(self, layout: Layout, sink: ModuleSink) -> None:
-        self.memory = layout.in_slab(sink.device)
+        self.memory = layout.in_arena(sink.device)
         self._plain: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._other: list[tuple[torch.Tensor, torch.Tensor]] = []
         for place, flat in zip(layout.places, self.memory.tensors, strict=True):
@@ -461,7 +481,7 @@ class _Slab:
                 (self._plain if moves else self._other).append((tensor, view))
 
     def adopt_current(self) -> None:
-        """Move what is in use into this slab; unusual tensors stay as they are."""
+        """Move the module's weights into this arena, except tensors that cannot move."""
         with torch.no_grad():
             for tensor, view in self._plain:
                 view.copy_(tensor)
@@ -469,7 +489,7 @@ class _Slab:
             tensor.data = view
 
     def point(self) -> None:
-        """Make the module use this slab: one pointer a tensor, a copy for unusual ones."""
+        """Make the module use this arena: set pointers, and copy to tensors that cannot move."""
         for tensor, view in self._plain:
             tensor.data = view
         with torch.no_grad():
@@ -477,12 +497,12 @@ class _Slab:
                 tensor.copy_(view)
 
 
-class _CopyLanding(_ModuleLanding):
-    """One slab beside the model, copied over at commit."""
+class _CopyTarget(_ModuleTarget):
+    """One arena beside the model, copied over at commit."""
 
     def __init__(self, sink: ModuleSink, layout: Layout) -> None:
         super().__init__(sink)
-        self.memory = layout.in_slab(sink.device)
+        self.memory = layout.in_arena(sink.device)
         self.peak_extra_nbytes = layout.nbytes
         self._pairs = [
             (tensor, from_bytes(flat, place.spec))
@@ -497,8 +517,8 @@ class _CopyLanding(_ModuleLanding):
             )
 
 
-class _InPlaceLanding(_ModuleLanding):
-    """Bytes go straight into the module; unusual tensors through a buffer of their own."""
+class _InPlaceTarget(_ModuleTarget):
+    """The module's own memory; a buffer for each tensor that is strided, cast or not plain."""
 
     in_place = True
 
@@ -520,7 +540,10 @@ class _InPlaceLanding(_ModuleLanding):
         self.memory = layout.memory(parts)
 
     def validate(self) -> None:
-        """Copy unusual tensors and second places, and read those back."""
+        """Copy from the buffers, and to tied tensors; read those copies back.
+
+        Raises VerificationError, naming tensors whose copies differ, and TransferError.
+        """
         super().validate()
         different = []
         for name, tensor, view in self._copied:
@@ -535,16 +558,16 @@ class _InPlaceLanding(_ModuleLanding):
 
 
 class ShardedModuleSink(ModuleSink):
-    """Parameters and persistent buffers of a module of which some are DTensors.
+    """The sink of a module with DTensors.
 
-    Senders see full tensors, so one stream serves every rank of a tensor-parallel group; each rank
-    copies its own slice of it, and no collective runs. Staged memory and swaps are those of
-    ModuleSink, over what is held here. Raises ConfigError naming tensors whose placements do not
-    say which rows are held (partial sums, unknown placements).
+    Its manifest has full tensors, so one stream serves every rank of a tensor-parallel group. Each
+    rank copies its own slices; no collective runs. Staging and swaps are those of ModuleSink, for
+    the local tensors. Raises ConfigError naming tensors whose placements do not say which rows this
+    process holds (partial sums, unknown placements).
     """
 
     def layout(self, plan: StreamLayout) -> Layout:
-        """A place for each slice of a tensor; tied tensors may hold different ones."""
+        """Return a place for each slice of a tensor; tied tensors may hold different slices."""
         places: list[Place] = []
         shares: list[Share] = []
         groups = self.targets(plan.manifest)
@@ -555,9 +578,9 @@ class ShardedModuleSink(ModuleSink):
         return Layout(places, shares)
 
     def checksums(self, names: Iterable[str] | None = None) -> dict[str, str]:
-        """Return mix64 of tensors that are whole here.
+        """Return mix64 of tensors that this process holds in full.
 
-        Raises ConfigError for the others: a slice does not sum to what the full tensor sums to.
+        Raises ConfigError for the others, since a slice has another fingerprint than its tensor.
         """
         index = self._index()
         wanted = list(index) if names is None else list(names)
@@ -567,14 +590,14 @@ class ShardedModuleSink(ModuleSink):
             raise ConfigError(
                 f"{len(cut)} tensors are sharded, and this process holds a slice of each: "
                 f"{shorten(cut)}; ask the server that all workers belong to, or name tensors that "
-                "are whole here"
+                "this process holds in full"
             )
         return super().checksums(wanted)
 
     def checksum_parts(
         self, names: Iterable[str] | None = None
     ) -> tuple[dict[str, str], dict[str, TensorPart]]:
-        """Return mix64 of tensors that are whole here, and the parts of those that are cut."""
+        """Return mix64 of tensors held in full, and the parts of the others' fingerprints."""
         index = self._index()
         tensors = self.tensors
         wanted = list(index) if names is None else list(names)
@@ -590,7 +613,7 @@ class ShardedModuleSink(ModuleSink):
         return [local_of(tensor) for tensor in self._found.tensors]
 
     def _inspect(self) -> None:
-        """Find the slice of each tensor that is held."""
+        """Derive the slice that this process holds of each DTensor."""
         slicer = Slicer()
         found = zip(self._found.names, self._found.tensors, self._held, strict=True)
         self._slices = {

@@ -1,4 +1,9 @@
-"""Tensors into buckets: on one device, or put together on a GPU and sent over in one copy."""
+"""Packers: write a model's tensors into buckets, chunk by chunk.
+
+`Packer` writes each tensor to its place. `StagedPacker` assembles a chunk on the GPU and copies it
+to the bucket in host memory at once. What concerns GPUs has run with CPU tensors only, never on a
+GPU.
+"""
 
 from __future__ import annotations
 
@@ -28,18 +33,19 @@ from weightsync.weights.layout import Chunk, StreamLayout, TensorSlice
 from weightsync.weights.source import NamedTensors
 
 Acquire = Callable[[int], int]
-"""Returns the slot for a chunk once it is free."""
+"""Takes the number of a chunk; waits until its slot is free and returns the slot's number."""
 
 Packed = tuple[int, list[int]]
-"""A chunk that is complete in its slot, and the fingerprints of its runs."""
+"""The number of a chunk that is in its slot, and the fingerprints of its units (or none)."""
 
 
 class Packer:
     """Writes the stream of `plan` into `slots` (`uint8[slot_nbytes]` each), chunk by chunk.
 
-    Every method yields a chunk once its bytes are in place, on a GPU too, so that it may be
-    published. Without `wait` (for slots on a GPU, and `verify` False) that is left to others:
-    nothing waits, and the bytes are in place for whatever is behind the caller's current stream.
+    The methods are generators. They yield a chunk when its bytes are in the slot, on a GPU too, so
+    that the caller may publish it. With `wait` False (for slots on a GPU, and `verify` False) they
+    do not wait: the bytes are in the slot for later work on the caller's current stream.
+    `acquire` is called for each chunk in order. The caller owns the slots; for one thread.
     """
 
     def __init__(self, plan: StreamLayout, slots: Sequence[torch.Tensor]) -> None:
@@ -62,9 +68,11 @@ class Packer:
         verify: bool,
         wait: bool = True,
     ) -> Generator[Packed, None, None]:
-        """Pack tensors that stay where they are: the copies are planned once and replayed.
+        """Pack tensors whose memory does not move; the copies are compiled once and replayed.
 
-        Falls back to `pack` for tensors that need more than a copy of bytes.
+        They are compiled again when an address changed. Tensors that need a cast or a gather go
+        through `pack`. Raises ManifestMismatchError for tensors that are offloaded or of another
+        shape.
         """
         if not (self._on_host and all(map(_is_bytes, tensors, self.plan.manifest.specs))):
             specs = self.plan.manifest.specs
@@ -90,7 +98,10 @@ class Packer:
     def pack(
         self, pairs: NamedTensors, acquire: Acquire, *, verify: bool, wait: bool = True
     ) -> Generator[Packed, None, None]:
-        """Pack tensors as they come, in the manifest's order: cast, gathered, on any device."""
+        """Pack tensors of any device as they come, in the manifest's order, cast on the way.
+
+        The bytes of a tensor are read before the next tensor is requested from `pairs`.
+        """
         j = -1
         for index, (_, tensor) in enumerate(pairs):
             spec = self.plan.manifest.specs[index]
@@ -113,7 +124,7 @@ class Packer:
             yield j, self._complete(j, verify=verify, wait=wait)
 
     def _batches_of(self, tensors: Sequence[torch.Tensor], *, verify: bool) -> list[Batch] | None:
-        """Plan one launch a chunk for tensors on the slots' GPU that need no cast."""
+        """Return a batch for each chunk; None for tensors on another device, or to be cast."""
         if self._on_host or not all(map(is_plain, tensors, self.plan.manifest.specs)):
             return None
         key = [int(verify), *(tensor.data_ptr() for tensor in tensors)]
@@ -139,7 +150,11 @@ class Packer:
     def _write(
         self, j: int, position: int, take: int, tensor: torch.Tensor, spec: TensorSpec, end: int
     ) -> None:
-        """Copy a whole tensor, or `take` bytes of its flat bytes, to its place in the slot."""
+        """Copy `tensor`, or `take` bytes of it where it is split, to its place in the slot.
+
+        `position` and `end` are bytes of the stream: of the copy, and of the end of the tensor. A
+        tensor that is split over chunks is given as its bytes (`uint8[spec.nbytes]`).
+        """
         at = position - self.plan.chunks[j].start
         target = self._slot(j)[at : at + take]
         if take < spec.nbytes:
@@ -147,7 +162,7 @@ class Packer:
             source = tensor[begin : begin + take]
         else:
             source = tensor.detach()
-        # Whoever made a tensor on the host may write the next one into the same pinned memory.
+        # A source may write its next tensor into the same pinned host memory.
         enqueued = source.is_cuda and not self._on_host
         if self._on_host and _is_bytes_like(source, take, spec):
             ctypes.memmove(target.data_ptr(), source.data_ptr(), take)
@@ -194,7 +209,7 @@ class Packer:
 
 
 def slot_views(plan: StreamLayout, chunk: Chunk, slot: torch.Tensor) -> list[memoryview]:
-    """View the runs of a chunk in its slot (host memory, kept alive by the caller)."""
+    """View the units of a chunk in its slot, host memory that the caller keeps alive."""
     address = slot.data_ptr() - chunk.start
     return [
         host_view(address + run.start, run.stop - run.start)
@@ -203,9 +218,9 @@ def slot_views(plan: StreamLayout, chunk: Chunk, slot: torch.Tensor) -> list[mem
 
 
 def check_whole(specs: Sequence[TensorSpec], tensors: Sequence[torch.Tensor]) -> None:
-    """Raise ManifestMismatchError for tensors whose memory is gone or of another shape.
+    """Raise ManifestMismatchError for tensors without memory or of another shape.
 
-    `parameter.data = torch.empty(0)` is how trainers offload; a copy would read past its end.
+    Trainers offload with `parameter.data = torch.empty(0)`; a copy would read past its end.
     """
     wrong = [
         f"{spec.name}: {spec}, now {list(tensor.shape)}"
@@ -221,53 +236,63 @@ def check_whole(specs: Sequence[TensorSpec], tensors: Sequence[torch.Tensor]) ->
 
 
 def _is_bytes(tensor: torch.Tensor, spec: TensorSpec) -> bool:
+    """Whether a memmove of the whole tensor sends what `spec` describes."""
     return tensor.device.type == "cpu" and is_plain(tensor, spec)
 
 
 def _is_bytes_like(source: torch.Tensor, take: int, spec: TensorSpec) -> bool:
+    """Whether a memmove of `take` bytes does: `source` is flat bytes, or a whole plain tensor."""
     flat = take < spec.nbytes and source.device.type == "cpu"
     return flat or (take == spec.nbytes and _is_bytes(source, spec))
 
 
 def flatten(tensor: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
-    """Return the bytes that travel, `uint8[spec.nbytes]`: the tensor's own, unless it is cast."""
+    """Return the bytes that travel (`uint8[spec.nbytes]`): a view, or a copy where cast."""
     return contiguous_bytes(tensor.detach().to(TORCH_DTYPES[spec.dtype]))
 
 
 Filled = tuple[int, torch.Tensor | None]
-"""A chunk, and the one tensor's bytes that it consists of; None where it lies in its twin."""
+"""A chunk's number, and its bytes where one tensor fills it, else None (device buffer)."""
 
 _PIPELINED_SLOTS = 3
-"""With fewer, readers may need a chunk before they can free the next one's slot."""
+"""With fewer slots, readers may need a chunk before they can free the slot of the next one."""
 
 
 class HostCopyWork(Protocol):
-    """A copy from the device to a slot."""
+    """A copy from the device to a slot, in progress."""
 
     def wait(self) -> None:
-        """Return when it is complete."""
+        """Return when the copy is complete."""
 
 
 class Stage(Protocol):
-    """The device's side of the slots. Streams order all uses of `device_buffer`."""
+    """Device buffers of the slots and copies to the slots; `cuda.staging.StagedSlots` is one.
+
+    Streams order all uses of a device buffer.
+    """
 
     @property
-    def device(self) -> torch.device: ...
+    def device(self) -> torch.device:
+        """The device of the buffers."""
 
-    def device_buffer(self, slot: int) -> torch.Tensor: ...
+    def device_buffer(self, slot: int) -> torch.Tensor:
+        """Return a slot's device buffer (`uint8[slot_nbytes]`), free for the current stream."""
 
-    def copy_to_slot(self, slot: int, nbytes: int) -> HostCopyWork: ...
+    def copy_to_slot(self, slot: int, nbytes: int) -> HostCopyWork:
+        """Start a copy of the first `nbytes` of the slot's device buffer to the slot."""
 
-    def copy_directly_to_slot(self, slot: int, source: torch.Tensor) -> HostCopyWork: ...
+    def copy_directly_to_slot(self, slot: int, source: torch.Tensor) -> HostCopyWork:
+        """Start a copy of `source` (`uint8[nbytes]` on the device) to the start of the slot."""
 
 
 class StagedPacker(Packer):
-    """A Packer into host `slots` for tensors on the device of `stage`; others go as they did.
+    """A Packer into `slots` in host memory, for tensors on the device of `stage`.
 
-    A chunk of several tensors is made in its twin; one that a single tensor fills crosses from
-    where it lies. With three slots or more a chunk crosses while the next one is made. Close what
-    the methods return when you stop early: it waits for copies into slots that are on their way.
-    What crosses is always settled: slots on the host are published by the host.
+    A chunk of several tensors is assembled in the slot's device buffer; a chunk that one tensor
+    fills is copied from the tensor itself. With three slots or more, the copy of one chunk overlaps
+    the assembly of the next. Close the generators when you stop early: closing waits for copies in
+    progress. A chunk is yielded when its copy is complete, whatever `wait` says, because the host
+    publishes slots in host memory. Tensors on other devices go through Packer. Never run on a GPU.
     """
 
     def __init__(self, plan: StreamLayout, slots: Sequence[torch.Tensor], stage: Stage) -> None:
@@ -283,13 +308,13 @@ class StagedPacker(Packer):
         verify: bool,
         wait: bool = True,
     ) -> Generator[Packed, None, None]:
-        """Pack tensors that stay where they are, all those of a chunk at once."""
-        if not any(map(self._here, tensors)):
+        """Pack tensors whose memory does not move; one call copies all tensors of a chunk."""
+        if not any(map(self._on_device, tensors)):
             yield from super().pack_stable(tensors, acquire, verify=verify, wait=wait)
             return
         specs = self.plan.manifest.specs
         check_whole(specs, tensors)
-        if all(map(self._here, tensors)) and all(map(is_plain, tensors, specs)):
+        if all(map(self._on_device, tensors)) and all(map(is_plain, tensors, specs)):
             filled = self._gather(tensors)
         else:
             names = (spec.name for spec in specs)
@@ -299,12 +324,12 @@ class StagedPacker(Packer):
     def pack(
         self, pairs: NamedTensors, acquire: Acquire, *, verify: bool, wait: bool = True
     ) -> Generator[Packed, None, None]:
-        """Pack tensors as they come; the first one says on which side they are."""
+        """Pack tensors as they come; the device of the first one decides for all."""
         coming = iter(pairs)
         first = next(coming, None)
         if first is None:
             return
-        staged = self._here(first[1])
+        staged = self._on_device(first[1])
         coming = chain([first], coming)
         del first
         if staged:
@@ -315,36 +340,36 @@ class StagedPacker(Packer):
     def _send(
         self, filled: Iterable[Filled], acquire: Acquire, *, verify: bool
     ) -> Generator[Packed, None, None]:
-        """Send chunk after chunk; each is complete in its slot before it is handed out."""
+        """Copy chunk after chunk to its slot; yield each when its copy is complete."""
         ahead = 1 if len(self._slots) >= _PIPELINED_SLOTS else 0
-        flying: deque[tuple[int, HostCopyWork]] = deque()
+        copying: deque[tuple[int, HostCopyWork]] = deque()
         try:
             for j, alone in filled:
                 slot = acquire(j)
-                flying.append((j, self._cross(j, slot, alone)))
-                while len(flying) > ahead:
-                    yield self._land(flying, verify=verify)
-            while flying:
-                yield self._land(flying, verify=verify)
+                copying.append((j, self._start_copy(j, slot, alone)))
+                while len(copying) > ahead:
+                    yield self._finish_copy(copying, verify=verify)
+            while copying:
+                yield self._finish_copy(copying, verify=verify)
         finally:
-            for _, crossing in flying:
-                crossing.wait()
+            for _, work in copying:
+                work.wait()
 
-    def _cross(self, j: int, slot: int, alone: torch.Tensor | None) -> HostCopyWork:
+    def _start_copy(self, j: int, slot: int, alone: torch.Tensor | None) -> HostCopyWork:
         if alone is None:
             chunk = self.plan.chunks[j]
             return self._stage.copy_to_slot(slot, chunk.stop - chunk.start)
         self._clear_gaps(j, slot)
         return self._stage.copy_directly_to_slot(slot, alone)
 
-    def _land(self, flying: deque[tuple[int, HostCopyWork]], *, verify: bool) -> Packed:
-        j, crossing = flying[0]
-        crossing.wait()
-        flying.popleft()
+    def _finish_copy(self, copying: deque[tuple[int, HostCopyWork]], *, verify: bool) -> Packed:
+        j, work = copying[0]
+        work.wait()
+        copying.popleft()
         return j, self._fingerprints(j) if verify else []
 
     def _gather(self, tensors: Sequence[torch.Tensor]) -> Iterator[Filled]:
-        """Make chunks of tensors that are bytes on the device: one call copies a chunk's."""
+        """Assemble chunks of plain tensors on the device, each by one call."""
         for j, pieces in enumerate(self._pieces):
             sources = [_part(tensors[piece.index], piece) for piece in pieces]
             if len(pieces) == 1:
@@ -356,7 +381,7 @@ class StagedPacker(Packer):
             yield j, None
 
     def _fill(self, pairs: NamedTensors) -> Iterator[Filled]:
-        """Make chunks of tensors as they come, copied at once: their memory may be used again."""
+        """Assemble chunks of tensors as they come; each is copied before the next is requested."""
         j, device_buffer = -1, None
         for index, (_, tensor) in enumerate(pairs):
             spec, position = self.plan.manifest.specs[index], self.plan.offsets[index]
@@ -367,7 +392,7 @@ class StagedPacker(Packer):
                     if device_buffer is not None:
                         yield j, None
                     j += 1
-                    alone = len(self._pieces[j]) == 1 and self._here(tensor)
+                    alone = len(self._pieces[j]) == 1 and self._on_device(tensor)
                     device_buffer = None if alone else self._clean_device_buffer(j)
                 chunk = self.plan.chunks[j]
                 take = min(end, chunk.stop) - position
@@ -383,13 +408,13 @@ class StagedPacker(Packer):
                         part = flat[begin : begin + take]
                     else:
                         place = from_bytes(place, spec)
-                    # From pinned host memory too the copy must be made before the source goes on.
+                    # Also from pinned memory: the source may overwrite it for its next tensor.
                     place.copy_(part, non_blocking=part.device.type != "cpu")
                 position += take
         if device_buffer is not None:
             yield j, None
 
-    def _here(self, tensor: torch.Tensor) -> bool:
+    def _on_device(self, tensor: torch.Tensor) -> bool:
         return tensor.device == self._stage.device
 
     def _clean_device_buffer(self, j: int) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""A checkpoint in safetensors files as a source: mapped, read one tensor at a time, no pickle."""
+"""Checkpoints in safetensors files as a source: mapped, read one tensor at a time, no pickle."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ _DTYPES: Mapping[str, str] = {
     "U8": "uint8",
     "BOOL": "bool",
 }
-"""The dtypes of the file format, by our names."""
+"""Names of dtypes by their names in the file format."""
 
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
@@ -61,7 +61,7 @@ _WANTED = f"give a directory with {_SINGLE} or {_INDEX}, or one .safetensors fil
 
 @dataclass(frozen=True, slots=True)
 class _Stored:
-    """One tensor as a file has it."""
+    """One tensor of a file, with the name, dtype and shape that it has there."""
 
     name: str
     file: Path
@@ -69,13 +69,13 @@ class _Stored:
 
 
 class SafetensorsSource:
-    """The tensors of `path`: a directory, sharded or not, or one `.safetensors` file.
+    """The tensors of a checkpoint: a directory with one or several files, or a `.safetensors` file.
 
-    Files are mapped, and a tensor is read when it is asked for. `dtype` casts floating-point
-    tensors on the way; `rename` maps names. A head that is tied to the embeddings, by the
-    directory's `config.json` or because both hold the same bytes, is an alias of them. Files that
-    were replaced are read anew for the next update, and have to describe the same tensors. Raises
-    ConfigError for what is no such checkpoint.
+    Files are mapped, and a tensor is read when it is requested. `dtype` casts floating-point
+    tensors on the way; `rename` maps names. A head is an alias of the embeddings where
+    `config.json` ties them, or where both have the same bytes. Files that were replaced are read
+    again for the next update, and must describe the same tensors. Raises ConfigError for a path
+    that is not such a checkpoint, and BackendUnavailableError, at import, without safetensors.
     """
 
     def __init__(
@@ -96,7 +96,7 @@ class SafetensorsSource:
         return self._manifest
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield the tensors as stored, not yet cast: views of mapped files.
+        """Yield the tensors as stored, without a cast: views of mapped files.
 
         Raises ManifestMismatchError when the files were replaced by those of another model.
         """
@@ -107,7 +107,7 @@ class SafetensorsSource:
                     yield self._rename(stored.name), opened.get_tensor(stored.name)
 
     def stable_tensors(self) -> list[torch.Tensor] | None:
-        """None: the tensors are made on the fly."""
+        """Return None: the tensors are read for each update."""
         return None
 
     def _read(self) -> None:
@@ -141,10 +141,10 @@ class SafetensorsSource:
 
 
 def _find_files(path: Path) -> list[Path]:
-    """Return the files of a checkpoint, in order. Raises ConfigError where there is none."""
+    """Return the files of a checkpoint, in order. Raises ConfigError where there are none."""
     if path.is_file():
         if path.suffix != ".safetensors":
-            raise ConfigError(f"{path} is no .safetensors file; {_WANTED}")
+            raise ConfigError(f"{path} is not a .safetensors file; {_WANTED}")
         return [path]
     if not path.is_dir():
         raise ConfigError(f"{path} does not exist; {_WANTED}")
@@ -159,6 +159,7 @@ def _find_files(path: Path) -> list[Path]:
 
 
 def _what_else(path: Path, found: list[Path]) -> str:
+    """Describe a directory that is not a checkpoint, for an error."""
     if found:
         return f"{len(found)} .safetensors files and no {_INDEX}"
     pickles = [file.name for pattern in _PICKLES for file in path.glob(pattern)]
@@ -171,12 +172,12 @@ def _what_else(path: Path, found: list[Path]) -> str:
 
 
 def _read_index(path: Path) -> dict[str, str]:
-    """Return the file of each tensor as a sharded checkpoint's index has it."""
+    """Return the file of each tensor, from the index of a checkpoint of several files."""
     index = path / _INDEX
     table = _read_json(index).get("weight_map")
     if not isinstance(table, dict) or not table:
         raise ConfigError(f"{index} has no weight_map; write the checkpoint again")
-    # A name with a directory in it could leave the checkpoint's own.
+    # A name with a directory in it could point outside of the checkpoint.
     strange = [str(v) for v in table.values() if not isinstance(v, str) or Path(v).name != v]
     if strange:
         raise ConfigError(f"{index} names files outside its directory: {shorten(strange)}")
@@ -194,7 +195,7 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 
 def _check_index(path: Path, stored: list[_Stored]) -> None:
-    """Raise ConfigError unless every tensor lies in the one file that the index names."""
+    """Raise ConfigError unless every tensor is in the file that the index names, and only there."""
     found = {(tensor.name, tensor.file.name) for tensor in stored}
     names = [tensor.name for tensor in stored]
     if not (path / _INDEX).is_file():
@@ -211,7 +212,7 @@ def _check_index(path: Path, stored: list[_Stored]) -> None:
 
 
 def _list_tensors(file: Path) -> list[_Stored]:
-    """Return what the header of a file says, in the order of the bytes."""
+    """Return the tensors in the header of a file, in the order of their bytes."""
     with _open(file) as opened:
         return [
             _describe_stored(file, name, opened.get_slice(name)) for name in opened.offset_keys()
@@ -236,6 +237,7 @@ def _open(file: Path) -> Any:
 
 
 def _stamps(files: list[Path]) -> list[tuple[str, int, int, int]]:
+    """Return name, inode, size and mtime of each file: another list means replaced files."""
     stamps = []
     for file in files:
         try:
@@ -247,7 +249,7 @@ def _stamps(files: list[Path]) -> list[tuple[str, int, int, int]]:
 
 
 def _find_aliases(path: Path, stored: list[_Stored]) -> dict[str, str]:
-    """Return `{head: embeddings}` where they are tied, nothing where they are not."""
+    """Return `{head: embeddings}` where they are tied, an empty dict where they are not."""
     by_name = {tensor.name: tensor for tensor in stored}
     embeddings = [name for name in by_name if name.endswith(_EMBEDDINGS)]
     if len(embeddings) != 1:
@@ -262,7 +264,7 @@ def _find_aliases(path: Path, stored: list[_Stored]) -> dict[str, str]:
 
 
 def _says_tied(path: Path) -> bool | None:
-    """Return what config.json says of a tied head; None where it says nothing."""
+    """Return `tie_word_embeddings` of config.json; None where it has no such field."""
     config = (path if path.is_dir() else path.parent) / "config.json"
     if not config.is_file():
         return None
@@ -274,6 +276,7 @@ def _says_tied(path: Path) -> bool | None:
 
 
 def _same(one: _Stored, other: _Stored) -> bool:
+    """Whether two tensors have the same dtype, shape and bytes."""
     if (one.spec.dtype, one.spec.shape) != (other.spec.dtype, other.spec.shape):
         return False
     first, second = (_bytes(stored) for stored in (one, other))

@@ -1,4 +1,4 @@
-"""Shards of tensors: which slice a rank holds, and a source of shards."""
+"""Slices that a rank holds of DTensors, and the gathering of full tensors from their shards."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from weightsync.errors import ConfigError
 from weightsync.tensors import sent_dtype
 
 Span = tuple[int, int]
-"""Begin and end along one dimension."""
+"""Begin and end (exclusive) along one dimension, in elements."""
 
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """`height` rows of `width` bytes: from `source` on in a full tensor to `target` on in a shard.
+    """`height` rows of `width` bytes, at byte `source` of a full tensor and `target` of a shard.
 
-    Strides are bytes from row to row.
+    The strides are bytes from row to row.
     """
 
     source: int
@@ -34,7 +34,7 @@ class Block:
     target_stride: int
 
     def within(self, begin: int, end: int) -> Iterator[Block]:
-        """Yield what lies between two bytes of the full tensor: cut rows, and whole ones."""
+        """Yield the parts between bytes `begin` and `end` of the full tensor, cut rows apart."""
         first = max(0, (begin - self.source - self.width) // self.source_stride + 1)
         last = min(self.height, -((self.source - end) // self.source_stride))
         if first < last and self.source + first * self.source_stride < begin:
@@ -61,9 +61,9 @@ class Block:
 
 @dataclass(frozen=True, slots=True)
 class Slice:
-    """The part of a full tensor of `shape` that is held here: for each dimension its spans.
+    """The part of a full tensor of `shape` that one process holds: spans for each dimension.
 
-    Spans stand in the order in which the shard holds them.
+    The spans are in the order in which the shard holds them.
     """
 
     shape: tuple[int, ...]
@@ -71,7 +71,7 @@ class Slice:
 
     @classmethod
     def whole_of(cls, shape: tuple[int, ...]) -> Slice:
-        """All of a tensor."""
+        """Return the slice that is all of a tensor."""
         return cls(shape, tuple(((0, size),) for size in shape))
 
     @property
@@ -85,7 +85,7 @@ class Slice:
         return all(map(self._is_whole, range(len(self.shape))))
 
     def blocks(self, itemsize: int) -> tuple[Block, ...]:
-        """Where the bytes of the shard lie in the full tensor, both contiguous."""
+        """Return where the shard's bytes are in the full tensor; both are contiguous."""
         local = self.local_shape
         if not math.prod(local):
             return ()
@@ -103,7 +103,10 @@ class Slice:
         )
 
     def _rows(self, upto: int) -> list[tuple[int, int, int]]:
-        """Leading dimensions as one: (place in the tensor, in the shard, length) of each run."""
+        """Return the slice of the first `upto` dimensions, flattened to one, as runs of elements.
+
+        Each entry is (index in the tensor, index in the shard, length).
+        """
         dim = self._last_cut(upto)
         if dim is None:
             return [(0, 0, math.prod(self.shape[:upto]))]
@@ -117,12 +120,14 @@ class Slice:
         ]
 
     def _placed(self, dim: int) -> Iterator[tuple[int, int, int]]:
+        """Yield (index in the tensor, index in the shard, length) of each span."""
         at = 0
         for begin, end in self.spans[dim]:
             yield begin, at, end - begin
             at += end - begin
 
     def _last_cut(self, upto: int) -> int | None:
+        """Return the last of the first `upto` dimensions that is not held in full."""
         return next((d for d in reversed(range(upto)) if not self._is_whole(d)), None)
 
     def _is_whole(self, dim: int) -> bool:
@@ -130,8 +135,8 @@ class Slice:
 
 
 def is_sharded(tensor: torch.Tensor) -> bool:
-    """Whether this is a DTensor, be it split or replicated."""
-    plain = type(tensor) in (torch.Tensor, nn.Parameter)  # asked of every tensor, every update
+    """Whether the tensor is a DTensor, split or replicated."""
+    plain = type(tensor) in (torch.Tensor, nn.Parameter)  # fast: called for every tensor and update
     return not plain and hasattr(tensor, "placements") and hasattr(tensor, "device_mesh")
 
 
@@ -141,23 +146,23 @@ def holds_shards(module: nn.Module) -> bool:
 
 
 def local_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Return what a DTensor holds here, the very object that it computes with; others as is.
+    """Return the local tensor of a DTensor, the object with which it computes; others as is.
 
-    `to_local()` would do, but it makes a new tensor where gradients are recorded.
+    Not `to_local()`, which makes a new tensor where gradients are recorded.
     """
     return tensor._local_tensor if is_sharded(tensor) else tensor  # type: ignore[attr-defined]  # a DTensor's
 
 
 class Slicer:
-    """Derives slices; equal splits are derived once, since models repeat their layers."""
+    """Derives the slices of DTensors; equal splits once, since models repeat their layers."""
 
     def __init__(self) -> None:
         self._known: dict[object, tuple[Span, ...]] = {}
 
     def slice_of(self, name: str, tensor: torch.Tensor) -> Slice:
-        """Return what `tensor` holds of the full tensor.
+        """Return the slice of the full tensor that `tensor` holds in this process.
 
-        Raises ConfigError naming tensor and placement where that cannot be told.
+        Raises ConfigError, naming tensor and placement, where that is not known.
         """
         shape = tuple(tensor.shape)
         if not is_sharded(tensor):
@@ -183,7 +188,7 @@ class Slicer:
 
 @dataclass(frozen=True, slots=True)
 class _Split:
-    """A dimension cut by `placement` into `parts`, of which part `at` is held here."""
+    """A dimension cut by `placement` into `parts`, of which this process holds part `at`."""
 
     placement: Any
     parts: int
@@ -191,11 +196,11 @@ class _Split:
 
 
 def _splits(name: str, tensor: Any) -> list[list[_Split]]:
-    """For each dimension the splits that are made of it, in their order."""
+    """Return for each dimension its splits, in the order in which they apply."""
     mesh = tensor.device_mesh
     coordinate = mesh.get_coordinate()
     if coordinate is None:
-        raise ConfigError(f"{name}: this process is no member of the tensor's mesh {mesh}")
+        raise ConfigError(f"{name}: this process is not a member of the tensor's mesh {mesh}")
     splits: list[list[_Split]] = [[] for _ in tensor.shape]
     for mesh_dim in _in_order(tensor):
         placement = tensor.placements[mesh_dim]
@@ -213,19 +218,23 @@ def _splits(name: str, tensor: Any) -> list[list[_Split]]:
 
 
 def _in_order(tensor: Any) -> list[int]:
-    """Mesh dimensions in the order in which they cut; newer torch may keep another than theirs."""
+    """Return the mesh dimensions in the order in which they split; newer torch stores an order."""
     order = getattr(getattr(tensor, "_spec", None), "shard_order", None) or ()
     named = [mesh_dim for entry in order for mesh_dim in entry.mesh_dims]
     return [*named, *(d for d in range(len(tensor.placements)) if d not in named)]
 
 
 def _is(placement: object, question: str) -> bool:
+    """Call a method of a placement that returns a bool; False where it has none."""
     ask = getattr(placement, question, None)
     return bool(ask and ask())
 
 
 def _indices(ndim: int, size: int, splits: list[_Split]) -> list[int]:
-    """Let the placements split an index of the dimension as they split tensors."""
+    """Return the indices of a dimension that this process holds.
+
+    The placements themselves split a tensor of indices, as they split weights.
+    """
     indices = torch.arange(size)
     for split in splits:
         shape = [1] * ndim
@@ -238,6 +247,7 @@ def _indices(ndim: int, size: int, splits: list[_Split]) -> list[int]:
 
 
 def _consecutive(indices: list[int]) -> Iterator[Span]:
+    """Yield the spans of consecutive numbers."""
     begin = 0
     for i in range(1, len(indices) + 1):
         if i == len(indices) or indices[i] != indices[i - 1] + 1:
@@ -246,17 +256,17 @@ def _consecutive(indices: list[int]) -> Iterator[Span]:
 
 
 def gather(tensor: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
-    """Return the full tensor of a DTensor, on its mesh's own device; others as they are.
+    """Return the full tensor of a DTensor, on the device of its mesh; others as they are.
 
-    Collective over the mesh. Every rank casts its own shard to `dtype` first, so that fewer bytes
-    travel and nothing is kept in two dtypes.
+    Collective over the mesh. Every rank casts its shard to `dtype` first, so that fewer bytes
+    travel and no tensor exists in two dtypes. Partial sums are not cast.
     """
     if not is_sharded(tensor):
         return tensor.detach()
     shard = cast("Any", tensor.detach())
     partial = any(placement.is_partial() for placement in shard.placements)
     target = shard.dtype if partial else sent_dtype(shard.dtype, dtype)
-    # A shard that is offloaded to the host travels through its mesh's device all the same.
+    # Collectives of a mesh run on its device, also for shards offloaded to the host.
     device = shard.device_mesh.device_type
     moved = shard.to(dtype=target) if shard.device.type == device else shard.to(device, target)
     full: torch.Tensor = moved.full_tensor()
@@ -269,10 +279,10 @@ def gather_groups(
     groups: Iterable[range],
     dtype: torch.dtype | None = None,
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield full tensors; a group is gathered when its first is asked for, and none before.
+    """Yield full tensors by name; a group is gathered when its first tensor is requested.
 
-    Nothing of a group is kept here once its last has been asked for: the peak is one group, and
-    what the consumer holds.
+    The generator drops each tensor when the next is requested: the peak is one group, and the
+    tensors that the consumer keeps.
     """
     for group in groups:
         made: deque[torch.Tensor] = deque()
@@ -283,11 +293,11 @@ def gather_groups(
 
 
 def find_fsdp(module: nn.Module) -> list[Any]:
-    """Return the parts of `module` that `fully_shard` manages; call `reshard` on each of them.
+    """Return the submodules that `fully_shard` manages; the caller calls `reshard` on each.
 
     After a forward pass without a backward, or with `reshard_after_forward=False`, gathered copies
-    stand in the place of the parameters: plain tensors, perhaps in the compute dtype, which the
-    next optimizer step leaves behind. Raises ConfigError for FullyShardedDataParallel.
+    replace the parameters. They are plain tensors, perhaps in the compute dtype, and the next
+    optimizer step does not update them. Raises ConfigError for FullyShardedDataParallel.
     """
     fsdp = sys.modules.get("torch.distributed.fsdp")
     if fsdp is None:

@@ -1,4 +1,4 @@
-"""Where weights go on a receiver: sinks, load targets, and the sink of a load_weights hook."""
+"""The contract of sinks and load targets, and the sink of a `load_weights` hook."""
 
 from __future__ import annotations
 
@@ -18,19 +18,25 @@ from weightsync.weights.layout import StreamLayout
 from weightsync.wire.messages import TensorPart
 
 Apply = Literal["staged", "in_place"]
+"""Whether an update is kept aside until its commit, or written into the weights in use."""
 Verification = Literal["none", "arrived", "held"]
+"""What is fingerprinted: nothing, the bytes that arrived, or the weights as read back."""
 _KEPT_DIFFERENCES = 8
 NamedTensor = tuple[str, torch.Tensor]
 LoadWeights = Callable[[Iterable[NamedTensor]], object]
-"""vLLM's signature: takes `(name, tensor)` pairs, may return the set of names it loaded."""
+"""A hook with vLLM's signature: takes `(name, tensor)` pairs, may return the names it loaded."""
 
 
 class LoadTarget(ABC):
-    """The place of one manifest's updates in one sink.
+    """The memory or hook that updates of one manifest write to, in one sink.
 
-    `memory` holds `uint8[nbytes]` per tensor of the manifest, or is None where the sink takes whole
-    tensors (`load`). `in_place` says that bytes change weights in use,
-    `peak_extra_nbytes` is what the landing keeps beside the model.
+    A sink opens it once and uses it for every update of that manifest. In each update `begin` is
+    called, then the bytes are written to `memory` (or `load` is called, once or more), then
+    `validate` and `commit`. `discard` ends an update that fails at any point, also in `commit`.
+
+    `memory` has `uint8[nbytes]` for each tensor of the manifest; it is None where the sink takes
+    whole tensors through `load`. With `in_place` the bytes change weights in use.
+    `peak_extra_nbytes` is the memory that the target keeps beside the model.
     """
 
     memory: Memory | None = None
@@ -38,27 +44,32 @@ class LoadTarget(ABC):
     peak_extra_nbytes: int = 0
 
     def begin(self) -> None:
-        """An update starts; nothing in use has changed yet."""
+        """Start an update. No weights in use have changed yet."""
 
     def load(self, pairs: Sequence[NamedTensor]) -> None:
-        """Take whole tensors, valid until this returns. Called where `memory` is None."""
+        """Load whole tensors, which are valid until this returns. Called where `memory` is None."""
         raise NotImplementedError
 
     def validate(self) -> None:
-        """Every byte has arrived. Raises what proves that the weights are not all there."""
+        """Check the update after its last byte, before `commit`. Raises an error to refuse it."""
 
     @abstractmethod
     def commit(self) -> None:
-        """Put the weights to use; no decode step runs meanwhile. Once begun it must not be cut."""
+        """Put the weights to use. No decode step runs meanwhile; an error leaves the receiver TORN.
+
+        Copies on a GPU may still be on the current stream at the end; the receiver waits for it.
+        """
 
     def discard(self) -> None:
-        """The update is given up; staged memory may be overwritten by the next."""
+        """Give the update up. The next update may overwrite staged memory."""
 
 
 class WeightSink(ABC):
-    """Receives weights. `manifest` declares what it wants, None when only a hook knows.
+    """The destination of weights in a receiver.
 
-    `verification` is what can be proved: `held`, read back from the destination, or `arrived`.
+    `manifest` declares the tensors it wants; None where only a hook knows them. `verification` is
+    the strongest proof: `held` (the weights are read back) or `arrived` (the bytes that came).
+    `casts` accepts floating-point tensors of another dtype than declared.
     """
 
     manifest: Manifest | None = None
@@ -68,7 +79,7 @@ class WeightSink(ABC):
     @property
     @abstractmethod
     def device(self) -> torch.device:
-        """Where the weights live."""
+        """The device of the weights."""
 
     @property
     def gpus(self) -> Collection[torch.device]:
@@ -77,27 +88,28 @@ class WeightSink(ABC):
 
     @abstractmethod
     def open_target(self, plan: StreamLayout, apply: Apply) -> LoadTarget:
-        """Make room for the tensors of `plan.manifest`, once per manifest, before bytes move.
+        """Allocate for the tensors of `plan.manifest`. Called once per manifest, before its bytes.
 
-        Raises ManifestMismatchError for tensors that have no place here.
+        Raises ManifestMismatchError for tensors without a place in this sink, and TransferError
+        where there is no memory.
         """
 
     @abstractmethod
     def staged_nbytes(self, plan: StreamLayout) -> int:
-        """Bytes that a staged landing allocates."""
+        """Return the bytes that a staged load target allocates beside the model."""
 
     @property
     def ties(self) -> Mapping[str, str]:
-        """The names whose tensor is that of another name, and that name.
+        """Tied names: each alias, and the name whose tensor it shares.
 
-        A sender that cannot say what is tied offers one of them, or both with equal bytes.
+        A sender that does not know them sends one of the two, or both with equal bytes.
         """
         return self.manifest.aliases if self.manifest else {}
 
     def difference(self, offered: Manifest) -> ManifestDifference:
-        """How `offered` differs from what this sink declares; nothing where it declares nothing.
+        """Return how `offered` differs from this sink's manifest; no difference without a manifest.
 
-        Remembered for the last few manifests, since an update asks more than once.
+        Cached for a few manifests, since an update needs it more than once.
         """
         if self.manifest is None:
             return ManifestDifference()
@@ -109,19 +121,24 @@ class WeightSink(ABC):
         return cast(ManifestDifference, known[offered.digest])
 
     def commit_all(self, load_targets: Sequence[LoadTarget]) -> None:
-        """Put the weights of one update to use, in this order; see Landing.commit."""
+        """Commit the load targets of one update, in this order; see LoadTarget.commit."""
         for load_target in load_targets:
             load_target.commit()
 
     def refresh(self) -> int:
-        """Look at the destination again; landings made under another answer are of no use any more.
+        """Look at the destination again, and return a number that changes when it did.
 
-        Raises ManifestMismatchError when it is not what it was.
+        Load targets opened under another number are of no use. Raises ManifestMismatchError when
+        the destination no longer has the declared tensors.
         """
         return 0
 
     def checksums(self, names: Iterable[str] | None = None) -> dict[str, str]:
-        """Return mix64 of the weights in use, aliases included. Raises ConfigError if unknown."""
+        """Return mix64 (16 hex digits) of the weights in use by name, aliases included.
+
+        None means all names. Raises ConfigError for unknown names, and for sinks that cannot read
+        their weights back.
+        """
         raise ConfigError(
             f"{type(self).__name__} cannot read its weights back; pass the nn.Module itself to "
             "WeightReceiver, or a sink that implements checksums()"
@@ -130,21 +147,25 @@ class WeightSink(ABC):
     def checksum_parts(
         self, names: Iterable[str] | None = None
     ) -> tuple[dict[str, str], dict[str, TensorPart]]:
-        """Return mix64 of tensors that are whole here, and what is held of those that are cut."""
+        """Return mix64 of tensors held in full, and the parts of the others' fingerprints."""
         return self.checksums(names), {}
 
 
 def check_manifest(
     sink: WeightSink, offered: Manifest, *, partial: bool, more_follows: bool = False
 ) -> None:
-    """Raise ManifestMismatchError unless `offered` fits what the sink declares."""
+    """Raise ManifestMismatchError unless `offered` fits the sink's manifest; see `difference`.
+
+    `partial` and `more_follows` as in ManifestDifference.check.
+    """
     sink.difference(offered).check(partial=partial, more_follows=more_follows)
 
 
 def own_storage(flat: torch.Tensor) -> torch.Tensor:
-    """View `uint8[nbytes]` of the host through a storage of its own, whose uses can be counted.
+    """View `uint8[nbytes]` in host memory through a new storage, so that `uses` counts its views.
 
-    It keeps the memory of `flat` alive: a view that a hook keeps may go stale, but never dangles.
+    The storage keeps the memory of `flat` alive: the bytes under a view that a hook keeps may
+    change, but are never freed. Tensors on a GPU are returned as they are.
     """
     if flat.device.type != "cpu" or not flat.numel():
         return flat
@@ -154,7 +175,7 @@ def own_storage(flat: torch.Tensor) -> torch.Tensor:
 
 
 def uses(tensor: torch.Tensor) -> int:
-    """Return how many tensors and wrappers use the storage of `tensor`."""
+    """Return the number of tensors and Python wrappers that use the storage of `tensor`."""
     return int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata))
 
 
@@ -166,10 +187,10 @@ HOOK_ADVICE = (
 def refuse_kept(
     lent: Sequence[tuple[str, torch.Tensor]], counts: Sequence[int], advice: str = HOOK_ADVICE
 ) -> None:
-    """Raise TransferError naming the bases in `lent` whose views outlive the call.
+    """Raise TransferError naming the tensors of `lent` of which a hook kept views.
 
-    `counts` are their uses before any view of them was made: a larger one means a view lives on.
-    `advice` ends the message.
+    `lent` are `(name, uint8[nbytes])`. `counts` are their `uses` before any view was made; now a
+    higher number means that a view is alive. `advice` ends the message.
     """
     kept = [
         name
@@ -184,17 +205,20 @@ def refuse_kept(
 
 
 class HookSink(WeightSink):
-    """A bare `load_weights` hook. What it returned is checked if it returns names.
+    """The sink of a `load_weights` hook. If the hook returns names, they are checked.
 
-    `keeps_views`: the hook keeps the tensors it is given (vLLM's layerwise reload does), so it is
-    given clones. `device`: where the hook wants its tensors.
+    `keeps_views`: the hook keeps the tensors it is given (as vLLM's layerwise reload does), so it
+    is given clones. `device` is where the hook wants its tensors.
 
-    Staged, the whole stream is kept aside on `device` and the hook is called once, in `commit`:
-    what fails before has changed nothing, what fails inside the hook leaves the receiver TORN. That
-    takes as many bytes as the model, and as many again for the clones of `keeps_views`, stated as
-    `peak_extra_nbytes`; `apply="auto"` does it where they fit into the memory that is free with a
-    tenth to spare, and else hands tensors over as they come, which takes no more than the largest
-    (and its clone); where buckets cut it, its memory stays for the next update.
+    Staged, the whole stream is kept in an arena on `device`, and the hook is called once, in
+    `commit`. An error before that changes nothing; an error inside the hook leaves the receiver
+    TORN. This takes as many bytes as the model, and as many again for the clones of `keeps_views`
+    (`peak_extra_nbytes`). `apply="auto"` stages where they fit into free memory with a tenth to
+    spare.
+
+    Else (`in_place`) tensors are handed over as they come. This takes the bytes of the largest
+    tensor (twice with clones); where it is split over buckets, its memory is kept for the next
+    update.
     """
 
     def __init__(
@@ -212,23 +236,28 @@ class HookSink(WeightSink):
 
     @property
     def device(self) -> torch.device:
-        """Where staged tensors are kept aside."""
+        """The device of staged tensors."""
         return self._device
 
     def open_target(self, plan: StreamLayout, apply: Apply) -> LoadTarget:
-        """Keep the stream aside until `commit`, or hand tensors over as they come."""
-        return _AsideLanding(self, plan) if apply == "staged" else _HookLanding(self, plan.manifest)
+        """Return an arena for the stream (`staged`), or a target that calls the hook as they come.
+
+        Raises TransferError where there is no memory.
+        """
+        return (
+            _StagedHookTarget(self, plan) if apply == "staged" else _HookTarget(self, plan.manifest)
+        )
 
     def staged_nbytes(self, plan: StreamLayout) -> int:
-        """The whole stream is kept aside, and all of it cloned where the hook keeps views."""
+        """Return the bytes of the whole stream, and of clones where the hook keeps views."""
         return plan.nbytes + self.cloned_nbytes(plan.manifest)
 
     def cloned_nbytes(self, manifest: Manifest) -> int:
-        """Return the bytes of the clones that `call` makes when it is given all of a manifest."""
+        """Return the bytes of the clones that `call` makes of all tensors of a manifest."""
         return sum(spec.nbytes for spec in manifest.specs) if self.keeps_views else 0
 
     def call(self, pairs: Sequence[NamedTensor]) -> set[str] | None:
-        """Call the hook; return the names it says it loaded, or None when it says nothing."""
+        """Call the hook; return the names that it returns, or None when it returns none."""
         given = [(n, t.clone()) for n, t in pairs] if self.keeps_views else list(pairs)
         loaded = self.load_weights(given)
         return (
@@ -237,21 +266,24 @@ class HookSink(WeightSink):
 
 
 class _NamesLoaded:
-    """Compares what a hook says it loaded with what it was given."""
+    """Compares the names that a hook returned with those it was given."""
 
     def __init__(self, manifest: Manifest) -> None:
         self._manifest = manifest
-        self._said = False
+        self._returned_names = False
         self._loaded: set[str] = set()
 
     def note(self, loaded: set[str] | None) -> None:
         if loaded is not None:
-            self._said = True
+            self._returned_names = True
             self._loaded |= loaded
 
     def check(self) -> None:
-        """Raise for names given and not loaded; a hook that renames (fused layers) is believed."""
-        if not self._said:
+        """Raise ManifestMismatchError for names that the hook was given and did not return.
+
+        A hook that returned other names (of fused layers) is not checked.
+        """
+        if not self._returned_names:
             return
         given = {spec.name for spec in self._manifest.specs}
         skipped = [name for name in given if name not in self._loaded]
@@ -264,7 +296,9 @@ class _NamesLoaded:
             )
 
 
-class _HookLanding(LoadTarget):
+class _HookTarget(LoadTarget):
+    """Calls the hook with tensors as they come: the weights in use change before the commit."""
+
     in_place = True
 
     def __init__(self, sink: HookSink, manifest: Manifest) -> None:
@@ -287,7 +321,9 @@ class _HookLanding(LoadTarget):
         pass
 
 
-class _AsideLanding(LoadTarget):
+class _StagedHookTarget(LoadTarget):
+    """Keeps the whole stream in an arena; `commit` calls the hook with views of it, or clones."""
+
     def __init__(self, sink: HookSink, plan: StreamLayout) -> None:
         self._sink = sink
         self._plan = plan

@@ -1,4 +1,4 @@
-"""Where tensors come from on the trainer, and whether they changed while they were sent."""
+"""Sources of weights on the trainer, and watches for tensors that change while they are sent."""
 
 from __future__ import annotations
 
@@ -21,10 +21,9 @@ from weightsync.weights.shards import find_fsdp, gather, gather_groups, is_shard
 
 
 def groups_of(manifest: Manifest) -> list[range]:
-    """Return positions in `manifest` of neighbours that belong to one layer, in order.
+    """Return the ranges of positions in `manifest` that belong to one layer, in order.
 
-    `model.layers.3.mlp.up.weight` belongs to `model.layers.3`: a layer's name ends with the first
-    part that is a number. A tensor outside of numbered layers belongs to the module that holds it.
+    The layer of `model.layers.3.mlp.up.weight` is `model.layers.3`: see `layer_of`.
     """
     groups: list[range] = []
     for _, members in groupby(manifest.specs, key=lambda spec: layer_of(spec.name)):
@@ -34,7 +33,7 @@ def groups_of(manifest: Manifest) -> list[range]:
 
 
 def layer_of(name: str) -> str:
-    """Return the name up to its first part of digits, or else the name of the module."""
+    """Return a tensor's name up to its first part that is a number, else its module's name."""
     parts = name.split(".")
     end = next((i + 1 for i, part in enumerate(parts) if part.isdecimal()), len(parts) - 1)
     return ".".join(parts[:end])
@@ -46,11 +45,12 @@ _dtype_of = operator.attrgetter("dtype")
 
 
 class SourceWatch:
-    """Compares tensors at the end of a transfer with what they were at its begin.
+    """Detects tensors that change during a transfer.
 
-    Seen: a raised `_version`, another data address or dtype, and a step of a torch optimizer over
-    their storage. Not seen: writes that torch does not count (through `.data`, NumPy or another
-    process), and operators outside of an optimizer's step that run across the end of the transfer.
+    Detected: a higher `_version`, another data address or dtype, and a step of a torch optimizer
+    over the tensor's storage. Not detected: writes that torch does not count (through `.data`,
+    NumPy or another process), and an operator outside of an optimizer's step that is still running
+    at the end of the transfer.
     """
 
     def __init__(self) -> None:
@@ -61,14 +61,14 @@ class SourceWatch:
         self._window: StepWindow | None = None
 
     def begin(self, names: Sequence[str], tensors: Sequence[torch.Tensor]) -> None:
-        """Remember `tensors` as they are now; they are kept alive until `end`."""
+        """Record the state of `tensors`, and keep them alive until `end`."""
         self.end()
         self._window = StepWindow()
         self._names, self._tensors = with_shards(names, tensors)
         self._seen = _look(self._tensors)
 
     def end(self, is_place: Callable[[int, int], bool] = lambda _, __: False) -> list[str]:
-        """Return the names of those that changed since `begin`, and forget all.
+        """Return the names of tensors that changed since `begin`, and drop all tensors.
 
         `is_place(i, address)` says that the sender itself moved tensor `i` to that address.
         """
@@ -89,13 +89,13 @@ class SourceWatch:
 
 
 class YieldWatch:
-    """The same for tensors that a callable yields one by one, and may overwrite in between.
+    """Detects changes of tensors that a callable yields one by one, and may itself overwrite.
 
-    Call `note` after the callable gave a tensor, `read` before it is asked for the next one. What
-    the callable itself changes is its own affair: a buffer that it fills again, an adapter that it
-    merges and takes out again. No tensor is kept alive. Of those that live no longer than until
-    the next one, only steps over their storage are seen; what new tensors were made of is not
-    known here.
+    Call `note` after the callable yielded a tensor, and `read` before the next one is requested.
+    Changes by the callable itself are allowed: it may fill a buffer again, or merge and unmerge an
+    adapter. No tensor is kept alive. Of a tensor that is gone when the next one comes, only
+    optimizer steps over its storage are detected. Changes of tensors from which the callable made
+    new ones are not detected.
     """
 
     def __init__(self) -> None:
@@ -107,7 +107,7 @@ class YieldWatch:
         self._changed: dict[str, None] = {}
 
     def note(self, name: str, tensor: torch.Tensor) -> None:
-        """The callable yielded this tensor; what it did to the last one before that is its own."""
+        """Record a tensor that the callable yielded; changes until now were its own."""
         for key, find in self._before:
             last = find()
             if last is not None:
@@ -122,14 +122,14 @@ class YieldWatch:
             self._before.append((key, find))
 
     def read(self) -> None:
-        """The last tensor's bytes were taken."""
+        """Check the last tensor after its bytes were read."""
         for name, part, version, address in self._last:
             if _version(part) != version or _address(part) != address:
                 self._changed[name] = None
         self._last.clear()
 
     def end(self) -> list[str]:
-        """Return the names of those that others changed since they were yielded."""
+        """Return the names of tensors that other code changed since they were yielded."""
         self.read()
         written = set[int]().union(*map(stored_at, self._window.close()))
         for address, (name, find, version) in self._noted.items():
@@ -144,7 +144,7 @@ class YieldWatch:
 def with_shards(
     names: Iterable[str], tensors: Sequence[torch.Tensor]
 ) -> tuple[Sequence[str], Sequence[torch.Tensor]]:
-    """Return the tensors, and beside each DTensor its local shard, which optimizers write."""
+    """Return names and tensors, and after each DTensor its local shard, which optimizers write."""
     if not any(hasattr(tensor, "_local_tensor") for tensor in tensors):
         return list(names), tensors
     parts = [(name, p) for name, t in zip(names, tensors, strict=True) for p in _parts(t)]
@@ -152,6 +152,7 @@ def with_shards(
 
 
 def _parts(tensor: torch.Tensor) -> Sequence[torch.Tensor]:
+    """Return the tensor, and the local shard of a DTensor."""
     if type(tensor) in _PLAIN:
         return (tensor,)
     local = getattr(tensor, "_local_tensor", None)
@@ -159,7 +160,7 @@ def _parts(tensor: torch.Tensor) -> Sequence[torch.Tensor]:
 
 
 def _look(tensors: Sequence[torch.Tensor]) -> list[list[object]]:
-    """Versions, addresses and dtypes, each a loop without Python in it where that goes."""
+    """Return versions, addresses and dtypes of tensors, without a loop in Python where possible."""
     try:
         versions = list(map(_version_of, tensors))
     except RuntimeError:
@@ -174,6 +175,7 @@ def _look(tensors: Sequence[torch.Tensor]) -> list[list[object]]:
 def _differences(
     before: list[list[object]], now: list[list[object]], is_place: Callable[[int, int], bool]
 ) -> Iterator[int]:
+    """Yield the positions at which two results of `_look` differ."""
     rows = enumerate(zip(zip(*before, strict=True), zip(*now, strict=True), strict=True))
     for i, ((version, address, dtype), (version_now, address_now, dtype_now)) in rows:
         moved = address != address_now and not is_place(i, int(address_now))
@@ -182,7 +184,7 @@ def _differences(
 
 
 def _version(tensor: torch.Tensor) -> int:
-    """Inference tensors have no version."""
+    """Return the tensor's version, -1 for inference tensors, which have none."""
     try:
         return tensor._version
     except RuntimeError:
@@ -190,7 +192,7 @@ def _version(tensor: torch.Tensor) -> int:
 
 
 def _address(tensor: torch.Tensor) -> int:
-    """Tensors of some classes have no memory of their own."""
+    """Return the tensor's address, 0 for tensors of classes without memory of their own."""
     try:
         return tensor.data_ptr()
     except (RuntimeError, NotImplementedError):
@@ -201,32 +203,37 @@ NamedTensors = Iterable[tuple[str, torch.Tensor]]
 
 
 class WeightSource(Protocol):
-    """What a sender sends from.
+    """The tensors that a sender sends.
 
-    `manifest` is asked once, at `connect`. `tensors` is asked once per update and yields full
-    tensors in the manifest's order, aliases left out; a sender keeps each alive until its bytes
-    are copied. `stable_tensors` is asked once per update too: the same tensors where they live in
-    memory that stays (so that they can be registered), or None where they are made on the fly.
-
-    A source whose `stable_tensors` is None may also have `made_of() -> (names, tensors)`: what its
-    tensors are made of. An update fails with VerificationError where those change while it is sent.
+    A source whose `stable_tensors` is None may also have `made_of() -> (names, tensors)`: the
+    tensors from which it makes those that it sends. An update fails with VerificationError where
+    these change while it is sent.
     """
 
     @property
-    def manifest(self) -> Manifest: ...
+    def manifest(self) -> Manifest:
+        """The specs of all tensors as they are sent. Read once, at `connect`."""
 
-    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]: ...
+    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield full tensors in the manifest's order, without aliases. Called once per update.
 
-    def stable_tensors(self) -> list[torch.Tensor] | None: ...
+        The sender keeps each tensor alive until its bytes are copied.
+        """
+
+    def stable_tensors(self) -> list[torch.Tensor] | None:
+        """Return the same tensors where their memory stays, so that it can be registered.
+
+        None where they are made for each update. Called once per update.
+        """
 
 
 class ModuleSource:
-    """Parameters and persistent buffers of an `nn.Module`; tied parameters once, as aliases.
+    """The parameters and persistent buffers of an `nn.Module`, tied ones once, with aliases.
 
-    `dtype` casts floating-point tensors on the way, `rename` maps names. Parameters that are
-    sharded over ranks (DTensor, as `fully_shard` makes them) are gathered one decoder layer at a
-    time, on every rank of their mesh, and `fully_shard` modules are resharded first. Raises
-    ManifestMismatchError when the module's tensors are no longer those of `connect`.
+    `dtype` casts floating-point tensors on the way, `rename` maps names. Sharded parameters
+    (DTensors, as `fully_shard` makes them) are gathered one decoder layer at a time: a collective
+    of every rank of their mesh. Modules of `fully_shard` are resharded first. The methods raise
+    ManifestMismatchError when the module no longer has the tensors that it had at `connect`.
     """
 
     def __init__(
@@ -251,9 +258,9 @@ class ModuleSource:
         return self._manifest
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield the tensors as they are, not yet cast; sharded ones cast and gathered.
+        """Yield the tensors without a cast; sharded ones are cast and gathered.
 
-        A group is gathered when its first tensor is asked for.
+        A layer is gathered when its first tensor is requested.
         """
         self._look_again()
         names, tensors = self._found.names, self._found.tensors
@@ -264,12 +271,12 @@ class ModuleSource:
             yield name, tensor.detach()
 
     def stable_tensors(self) -> list[torch.Tensor] | None:
-        """The module's own tensors, unless a cast or a gather makes new ones."""
+        """Return the module's own tensors, None where a cast or a gather makes new ones."""
         self._look_again()
         return None if self._sharded or self._casts() else self._found.tensors
 
     def made_of(self) -> tuple[list[str], list[torch.Tensor]]:
-        """The module's own tensors, shards as they are, with the names that they are sent by."""
+        """Return the names by which tensors are sent, and the module's own tensors or shards."""
         self._look_again()
         return self._found.names, self._found.tensors
 
@@ -316,12 +323,12 @@ class ModuleSource:
 
 
 class IterableSource:
-    """A callable that returns a fresh iterable of `(name, full tensor)` for every update.
+    """The tensors of a callable that returns a new iterable of `(name, tensor)` for every update.
 
-    It is iterated once at `connect` for the manifest; the sender compares every later iteration
-    with that as it flows. A DTensor is gathered when it is asked for, so every rank has to
-    yield the same names in the same order. `changed` are the tensors that the last iteration found
-    changed by others, as `YieldWatch` sees it.
+    It is iterated once at `connect` for the manifest; the sender compares each tensor of a later
+    iteration with that. A DTensor is gathered when it is requested, so every rank must yield the
+    same names in the same order. `changed` has the names of tensors that other code changed during
+    the last iteration, as YieldWatch detects it.
     """
 
     def __init__(
@@ -341,16 +348,16 @@ class IterableSource:
 
     @property
     def manifest(self) -> Manifest:
-        """What the first iteration yielded."""
+        """The specs of the first iteration."""
         return self._manifest
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield a fresh iteration, shards gathered."""
+        """Yield the tensors of a new iteration, shards gathered."""
         for name, tensor in self.shards():
             yield name, self.gather(tensor)
 
     def shards(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield a fresh iteration as it is; `gather` makes its shards whole."""
+        """Yield the tensors of a new iteration, shards not gathered; see `gather`."""
         self.changed = []
         watch = YieldWatch()
         last = len(self._manifest.specs) - 1
@@ -360,22 +367,22 @@ class IterableSource:
                 watch.note(sent, tensor)
                 yield sent, tensor
                 watch.read()
-                if i == last:  # what the callable does at its own end changes nothing that was sent
+                if i == last:  # changes at the end of the callable come after the last read
                     self.changed = watch.end()
         finally:
             watch.end()
 
     def gather(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return the full tensor of a shard, cast; others as they are. Collective over its mesh."""
+        """Return the full tensor of a DTensor, cast; others as is. Collective over its mesh."""
         return gather(tensor, self._dtype)
 
     def stable_tensors(self) -> list[torch.Tensor] | None:
-        """None: the tensors may be new ones every time."""
+        """Return None: the tensors may be new ones every time."""
         return None
 
 
 class StateDictSource(IterableSource):
-    """A mapping of names to tensors, read anew for every update; tied tensors once, as aliases."""
+    """The tensors of a state dict, read for every update; tied tensors once, with aliases."""
 
     def __init__(
         self,
@@ -395,14 +402,14 @@ class StateDictSource(IterableSource):
 
 
 def find_ties(pairs: NamedTensors) -> dict[str, str]:
-    """Map each name to the first of the same memory. Only for tensors that all live at once."""
+    """Return `{alias: name}` of tensors that share memory; all must be alive at the same time."""
     first: dict[object, str] = {}
     names = {name: first.setdefault(_memory(tensor), name) for name, tensor in pairs}
     return {name: known for name, known in names.items() if name != known}
 
 
 def _memory(tensor: torch.Tensor) -> object:
-    """The same for tied tensors of a state dict, where each has an object of its own."""
+    """Return a key, equal for tied tensors of a state dict, where each is an object of its own."""
     if not is_sharded(tensor):
         return identity(tensor)
     shard = cast("Any", tensor)
@@ -411,10 +418,10 @@ def _memory(tensor: torch.Tensor) -> object:
 
 
 def checked(pairs: NamedTensors, manifest: Manifest) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the pairs while they are those of `manifest`; else raise ManifestMismatchError.
+    """Yield the pairs, and raise ManifestMismatchError at the first that differs from `manifest`.
 
-    So a source that disagrees with what it announced is an error that names the first divergent
-    tensor, and not wrong bytes or a receiver that waits for ever.
+    Without this check a source that differs from its own manifest would send wrong bytes, or keep
+    the receiver waiting.
     """
     specs = iter(manifest.specs)
     for position, (name, tensor) in enumerate(pairs):
@@ -437,7 +444,7 @@ def checked(pairs: NamedTensors, manifest: Manifest) -> Iterator[tuple[str, torc
 
 
 def _fits(dtype: torch.dtype, spec: TensorSpec) -> bool:
-    """Floating-point tensors are cast to what was announced as they are packed; others never."""
+    """Whether a tensor of `dtype` can be sent as `spec`: packing casts floating-point ones only."""
     target = TORCH_DTYPES[spec.dtype]
     return dtype is target or (dtype.is_floating_point and target.is_floating_point)
 
@@ -461,7 +468,7 @@ def as_source(
 ) -> WeightSource:
     """Return a WeightSource for a module, a state dict, a callable or a WeightSource.
 
-    Raises ConfigError for anything else, a bare generator above all: it runs dry after one update.
+    Raises ConfigError for anything else, also for a generator: it is exhausted after one update.
     """
     if isinstance(source, nn.Module):
         return ModuleSource(source, dtype=dtype, rename=rename)
