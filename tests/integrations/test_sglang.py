@@ -270,9 +270,7 @@ def test_another_version_than_was_sent_is_told(server: Served) -> None:
 def test_a_version_that_the_server_did_not_take_is_told(server: Served) -> None:
     with connect(model(), server) as sender:
         server.next(deaf=True)
-        with pytest.raises(
-            ProtocolError, match="weights '1', and calls those that it holds 'defau"
-        ):
+        with pytest.raises(ProtocolError, match="loaded weights '1', and now reports 'defau"):
             sender.send_weights()
         assert server.state()["paused"] == ""
 

@@ -49,14 +49,14 @@ def _die_before(fatal: str) -> None:
     """Have this process killed when it is about to make the call `fatal`, of its next update."""
     call, _, count = fatal.partition(" ")
     left = int(count or 1)
-    ask = VllmHttpControl._ask
+    request = VllmHttpControl._request
 
-    def counted(control: VllmHttpControl, verb: str, body: Any, timeout_s: float) -> object:
+    def counted(control: VllmHttpControl, verb: str, *args: Any, **kwargs: Any) -> object:
         nonlocal left
         if verb.partition("?")[0] == call:
             left -= 1
             if not left:
                 os.kill(os.getpid(), signal.SIGKILL)
-        return ask(control, verb, body, timeout_s)
+        return request(control, verb, *args, **kwargs)
 
-    cast(Any, VllmHttpControl)._ask = counted
+    cast(Any, VllmHttpControl)._request = counted

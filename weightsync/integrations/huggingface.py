@@ -1,4 +1,4 @@
-"""What a PEFT model sends: its base model with the adapter merged in, or the adapter alone."""
+"""Weights of a PEFT model: the base model with its adapters merged, or an adapter alone."""
 
 from __future__ import annotations
 
@@ -31,12 +31,11 @@ _ORIGINAL = "original_module"
 class MergedSource:
     """A WeightSource of the base model with the active adapters merged in, for plain receivers.
 
-    Names are those of the model under the adapters: no `base_model.model.`, no `base_layer`. Each
-    layer is merged by peft itself, in a copy that lives until the next layer is asked for: the
-    trainer's model stays as it is, and one layer's weights are held beside it. `dtype` casts
-    floating-point tensors on the way. Raises ConfigError for what is no PeftModel, and for
-    adapters that cannot be merged so: trainable tokens, or a layer whose weights are tied to
-    another's that comes first.
+    Names are those of the base model: without `base_model.model.` and `base_layer`. peft merges
+    each layer in a copy, which lives until the next layer is read. The trainer's model does not
+    change, and one layer's weights are held beside it. `dtype` casts floating-point tensors. Raises
+    ConfigError where `model` is no PeftModel, and for adapters that cannot be merged: trainable
+    tokens, or a layer whose weights are tied to an earlier layer without an adapter.
     """
 
     def __init__(self, model: nn.Module, *, dtype: torch.dtype | None = None) -> None:
@@ -50,20 +49,20 @@ class MergedSource:
 
     @property
     def manifest(self) -> Manifest:
-        """Names as a plain model has them, dtypes as sent."""
+        """The names of a plain model, and the dtypes that are sent."""
         return self._manifest
 
     def stable_tensors(self) -> None:
-        """None: merged tensors are new ones every time."""
+        """None: merged tensors are new ones in each update."""
         return
 
     def made_of(self) -> tuple[list[str], list[torch.Tensor]]:
-        """The base model's and the adapters' own tensors, under the names of the module itself."""
+        """The tensors of the base model and the adapters, under the module's own names."""
         self._look_again()
         return self._tensors.names, self._tensors.tensors
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield tensor by tensor; a layer is merged when its first one is asked for."""
+        """Yield names and tensors; a layer is merged when its first tensor is read."""
         self._look_again()
         layers = _tuner_layers(self._base)
         merged: tuple[str, dict[str, torch.Tensor]] = ("", {})
@@ -81,7 +80,7 @@ class MergedSource:
             self._names = self._plan()
 
     def _plan(self) -> dict[int, str]:
-        """Return the receivers' name of each tensor that travels, by its place in the walk."""
+        """Return the receivers' name of each tensor that is sent, by its index."""
         saved = {}
         for name, module in self._base.named_modules():
             if isinstance(module, ModulesToSaveWrapper):
@@ -117,9 +116,9 @@ def adapter_tensors(
 ) -> list[tuple[str, torch.Tensor]]:
     """Return an adapter's own tensors, for receivers that hold a PEFT model of the same config.
 
-    `adapter` is the active one by default; modules that are trained as a whole come along. For
-    `sender.update(partial=True)`, after the whole model was sent once. Raises ConfigError for what
-    is no PeftModel, and for an adapter that it has not.
+    `adapter` is the active one by default. Modules that are trained whole (`modules_to_save`) are
+    included. For `sender.update(partial=True)`, after the whole model was sent once. Raises
+    ConfigError where `model` is no PeftModel, or has no such adapter.
     """
     found = _peft_model(model)
     name = found.active_adapter if adapter is None else adapter
@@ -153,7 +152,7 @@ def _tuner_layers(base: nn.Module) -> dict[str, BaseTunerLayer]:
 
 
 def _split(name: str) -> tuple[str, str | None]:
-    """Return the layer, and what a tensor is called in the layer that an adapter was put around."""
+    """Return the layer's name, and the tensor's name in its base layer, None without adapter."""
     prefix, found, within = name.partition(f".{_BASE}.")
     return prefix, within if found else None
 
@@ -161,7 +160,7 @@ def _split(name: str) -> tuple[str, str | None]:
 def _plain(
     name: str, layers: dict[str, BaseTunerLayer], saved: dict[str, str | list[str]]
 ) -> str | None:
-    """Return what a plain model calls a tensor; None where a plain model has no such tensor."""
+    """Return the plain model's name of a tensor; None where it has no such tensor."""
     prefix, within = _split(name)
     if within is not None and prefix in layers:
         return f"{prefix}.{within}"
@@ -180,9 +179,9 @@ def _plain(
 
 
 def _merge(layer: BaseTunerLayer) -> dict[str, torch.Tensor]:
-    """Return the tensors of a layer with its active adapters merged in, by peft's own `merge`."""
-    module: nn.Module = layer  # type: ignore[assignment]  # every one of them is a module as well
-    # Gradients stay out of the copy, and shards become whole.
+    """Return the tensors of a layer with its active adapters merged in by peft."""
+    module: nn.Module = layer  # type: ignore[assignment]  # every BaseTunerLayer is a module
+    # The copy has no gradients, and whole tensors in place of shards.
     memo: dict[int, object] = {
         id(parameter): nn.Parameter(gather(parameter.detach()).clone(), requires_grad=False)
         for parameter in module.parameters()

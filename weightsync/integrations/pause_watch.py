@@ -1,7 +1,7 @@
-"""A process beside a trainer that ends the trainer's pause of a server when the trainer dies.
+"""A child process that resumes a paused server when the trainer that paused it dies.
 
-For servers in which no code of ours runs. The process is this file, and imports nothing of
-weightsync, so that it costs some megabytes and no torch.
+For servers that run no code of ours. The process executes this file, which imports nothing of
+weightsync: it needs a few megabytes, and no torch.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from typing import Any
 
 logger = logging.getLogger(__name__)
 
-_LOOK_S = 0.5
+_POLL_S = 0.5
 _RETRY_S = 0.5
 _GIVE_UP_S = 120.0
 _END_S = 5.0
@@ -33,15 +33,15 @@ _TRY_AGAIN = (408, 429)
 _TRUST_VARIABLES = ("REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE")
 
 _left: dict[str, subprocess.Popen[bytes]] = {}
-"""By URL: the processes of closed watches that still had a pause to end."""
+"""By URL: the processes of closed watches that still have a pause to end."""
 
 
 class PauseWatch:
-    """Tells the watching process about one server's pauses; it is started before the first.
+    """Reports one server's pauses to a watching process, which the first pause starts.
 
-    When this process dies during a pause, that one posts `{}` to `url`, with `headers`. It is a
-    session of its own, so that no signal for the trainer's process group reaches it. `verify_tls`
-    is as for HttpTransport. Thread-safe.
+    When this process dies during a pause, the watching process posts `{}` to `url`, with `headers`.
+    It has a session of its own, so that signals to the trainer's process group do not reach it.
+    `verify_tls` is HttpTransport's. Thread-safe.
     """
 
     def __init__(self, url: str, headers: dict[str, str], *, verify_tls: bool | str) -> None:
@@ -53,13 +53,13 @@ class PauseWatch:
 
     @property
     def pid(self) -> int | None:
-        """The watching process, once there is one."""
+        """The watching process' id, once it is started."""
         return self._process.pid if self._process is not None else None
 
     def take_over(self) -> None:
-        """Called before a pause by hand too, which a closed watch of this process would end.
+        """End the process that a closed watch of this URL left; the caller now ends that pause.
 
-        Their processes are ended; what they owed is for the caller to do.
+        Called before each pause, including a user's own: that process would end it.
         """
         process = _left.pop(self._url, None)
         if process is not None:
@@ -67,28 +67,28 @@ class PauseWatch:
             process.wait(_END_S)
 
     def paused(self) -> None:
-        """Called before the server is paused."""
+        """Note that a pause begins. Called before the server is paused."""
         self.take_over()
         with self._lock:
             if self._process is None or self._process.poll() is not None:
                 self._process = self._start()
             self._owed = True
-            self._say(_PAUSED)
+            self._write(_PAUSED)
 
     def over(self) -> None:
-        """Called when the server goes on."""
+        """Note that the pause is over. Called when the server has resumed."""
         with self._lock:
             self._owed = False
-            self._say(_OVER)
+            self._write(_OVER)
 
     def close(self) -> None:
-        """End the process. One that still has a pause to end does that first, and is not awaited.
+        """End the process. If a pause is still open, the process ends it first, in the background.
 
-        Called when this one has ended the pause, or has tried to.
+        Called after this process has resumed the server, or has failed to.
         """
         with self._lock:
             if self._owed:
-                self._say(_LEFT)
+                self._write(_LEFT)
             process, self._process = self._process, None
         if process is None or process.stdin is None:
             return
@@ -116,12 +116,12 @@ class PauseWatch:
             logger.warning("if this trainer dies, %s may not be called: %s", self._url, exc)
             return None
         assert process.stdin is not None
-        # Not as arguments, which every user of the host may read: there is a token among them.
-        told = {**self._settings, "parent": os.getpid()}
-        process.stdin.write(json.dumps(told).encode() + b"\n")
+        # Not as arguments, which every user of the host may read: the headers contain a token.
+        settings = {**self._settings, "parent": os.getpid()}
+        process.stdin.write(json.dumps(settings).encode() + b"\n")
         return process
 
-    def _say(self, word: bytes) -> None:
+    def _write(self, word: bytes) -> None:
         if self._process is None or self._process.stdin is None:
             return
         try:
@@ -132,22 +132,22 @@ class PauseWatch:
 
 
 def _watch() -> None:
-    """What the watching process does."""
-    told = b""
+    """Run the watching process: wait for the trainer's end, then end an open pause."""
+    received = b""
     settings: dict[str, Any] = {}
     while True:
-        # Other children of the trainer may hold its end of the pipe: its end is looked for as well.
+        # Other children of the trainer may hold the pipe open: its death is checked as well.
         gone = bool(settings) and os.getppid() != settings["parent"]
-        ready, _, _ = select.select([0], [], [], 0 if gone else _LOOK_S)
+        ready, _, _ = select.select([0], [], [], 0 if gone else _POLL_S)
         if ready:
             more = os.read(0, 1 << 16)
-            told += more
-            if not settings and b"\n" in told:
-                line, _, told = told.partition(b"\n")
+            received += more
+            if not settings and b"\n" in received:
+                line, _, received = received.partition(b"\n")
                 settings = json.loads(line)
-        if (ready and not more) or (gone and not ready) or (settings and told.endswith(_LEFT)):
+        if (ready and not more) or (gone and not ready) or (settings and received.endswith(_LEFT)):
             break
-    if settings and told.endswith((_PAUSED, _LEFT)):
+    if settings and received.endswith((_PAUSED, _LEFT)):
         _end_pause(settings)
 
 
@@ -171,7 +171,7 @@ def _end_pause(settings: dict[str, Any]) -> None:
 
 
 class _NoRedirects(urllib.request.HTTPRedirectHandler):
-    """The token is for the server alone."""
+    """Refuses redirects: the token is for this server only."""
 
     def redirect_request(self, *_: object) -> None:
         return None

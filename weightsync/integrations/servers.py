@@ -1,4 +1,4 @@
-"""What stands behind a URL that `to=` names. Loaded with the first: HTTP takes a while to load."""
+"""Transports for the URLs that `to=` names: finds out which system's server is there."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ from weightsync.wire.messages import StatusRequest
 
 _PROBE_S = 5.0
 _GREETING_S = 30.0
-"""A vLLM server answers between decode steps."""
+"""A vLLM server replies between two decode steps."""
 _FILES_TIMES = 5
-"""SGLang reads files while it is asked nothing else: one call may take so many `timeout_s`."""
+"""An SGLang server that loads files answers nothing: a call may take this many `timeout_s`."""
 
 
 class ServerTransports:
-    """Makes transports to the servers of one sender; see TransportFactory."""
+    """Makes the transports to one sender's servers; see TransportFactory."""
 
     def __init__(
         self,
@@ -50,39 +50,43 @@ class ServerTransports:
         self._lock = threading.Lock()
         self._token = token
         self._verify_tls = verify_tls
-        self._shelves: dict[Path | None, WeightDirectory] = {}
+        self._weight_dirs: dict[Path | None, WeightDirectory] = {}
 
     def transports(self, target: str) -> Sequence[Transport]:
-        """Return the transports to what a URL names: several to a vLLM of many workers.
+        """Return the transports for a URL: several for a vLLM server of several workers.
 
-        Called from several threads at once. Raises TransportTimeout for a server that takes a
-        connection and does not answer for `timeout_s`.
+        Called from several threads at once. Raises TransportTimeout for a server that accepts a
+        connection and does not answer within `timeout_s`.
         """
         sglang = SglangTarget.parse(target)
         if sglang is not None:
             return [self._sglang(sglang)]
+        url = plain_url(target)
+        if url is not None:
+            return self._vllm(url)
         token, trust = self._token, self._verify_tls
-        said = plain_url(target)
-        if said is None:
-            most_s = min(_PROBE_S, self._timeout_s)
-            ours = _is_ours(target, token, verify_tls=trust, timeout_s=self._timeout_s)
-            if ours or not is_vllm(target, token, verify_tls=trust, timeout_s=most_s):
-                if not ours and is_sglang(target, token, verify_tls=trust, timeout_s=most_s):
-                    return [self._sglang(SglangTarget(url=target))]
-                return [HttpTransport(target, token, verify_tls=trust)]
-        control = VllmHttpControl(said or target, token, verify_tls=trust)
-        greeting_s = min(_GREETING_S, self._timeout_s)
-        control.greet(timeout_s=greeting_s)
-        return worker_transports(control, timeout_s=greeting_s)
+        probe_s = min(_PROBE_S, self._timeout_s)
+        if not _is_ours(target, token, verify_tls=trust, timeout_s=self._timeout_s):
+            if is_vllm(target, token, verify_tls=trust, timeout_s=probe_s):
+                return self._vllm(target)
+            if is_sglang(target, token, verify_tls=trust, timeout_s=probe_s):
+                return [self._sglang(SglangTarget(url=target))]
+        return [HttpTransport(target, token, verify_tls=trust)]
+
+    def _vllm(self, url: str) -> Sequence[Transport]:
+        control = VllmHttpControl(url, self._token, verify_tls=self._verify_tls)
+        timeout_s = min(_GREETING_S, self._timeout_s)
+        control.greet(timeout_s=timeout_s)
+        return worker_transports(control, timeout_s=timeout_s)
 
     def _sglang(self, target: SglangTarget) -> Transport:
         with self._lock:
-            shelf = self._shelves.get(target.directory)
-            if shelf is None:
-                shelf = self._shelves[target.directory] = WeightDirectory(target.directory)
+            weight_dir = self._weight_dirs.get(target.directory)
+            if weight_dir is None:
+                weight_dir = self._weight_dirs[target.directory] = WeightDirectory(target.directory)
         return SglangTransport(
             target,
-            shelf,
+            weight_dir,
             token=self._token,
             verify_tls=self._verify_tls,
             patience_s=_FILES_TIMES * self._timeout_s,
@@ -90,9 +94,9 @@ class ServerTransports:
 
 
 def _is_ours(url: str, token: str | None, *, verify_tls: bool | str, timeout_s: float) -> bool:
-    """Ask for our own `weight_info`: a user's app may have routes that other engines have, too.
+    """Whether the server has our `weight_info`: a user's app may also have routes of other engines.
 
-    A server that cannot be reached counts as ours, whose first call says so.
+    True where the server cannot be reached: the transport's first call then raises the error.
     """
     probe = HttpTransport(url, token, verify_tls=verify_tls)
     try:
@@ -100,7 +104,7 @@ def _is_ours(url: str, token: str | None, *, verify_tls: bool | str, timeout_s: 
     except TransportTimeout:
         raise
     except (AuthError, ProtocolError, RemoteError):
-        return False  # the answer of another server
+        return False  # a server of another kind
     except WeightSyncError:
         return True
     finally:

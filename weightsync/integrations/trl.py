@@ -1,9 +1,9 @@
-"""A callback for the trainers of transformers and TRL: the servers follow the model that trains.
+"""A callback for the trainers of transformers and TRL: sends the model while it is trained.
 
     sync = WeightSyncCallback("http://127.0.0.1:8000")
     trainer = GRPOTrainer(..., callbacks=[sync], rollout_func=ServedRollouts("http://127.0.0.1:8000"))
 
-`ServedRollouts`, below, has the server that is kept in step generate what the trainer learns from.
+With `ServedRollouts` that server generates the completions that the trainer learns from.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ Source = Callable[[nn.Module], object]
 
 
 class ConnectSettings(TypedDict, total=False):
-    """What `WeightSyncCallback` hands on to `connect`, which says what each of them is."""
+    """The settings that `WeightSyncCallback` passes to `connect`, where they are documented."""
 
     dtype: torch.dtype | None
     rename: Rename | None
@@ -71,22 +71,23 @@ class ConnectSettings(TypedDict, total=False):
 class WeightSyncCallback(TrainerCallback):
     """Sends the trained model to `to` while a transformers or TRL trainer trains it.
 
-    It connects when training begins, on every rank, and sends after every `every`-th optimizer
-    step, once before the first step (`at_start`), and at the end what was not sent yet (`at_end`).
-    The trainer waits for each update, so what is generated next is by the new weights. Versions
-    grow as `WeightSender`'s do; the update's label is the step, `step-12`.
+    It connects when training begins, on every rank. It sends before the first step (`at_start`),
+    after every `every`-th optimizer step, and at the end where the last weights were not sent
+    (`at_end`). The trainer waits for each update, so that generation continues with the new
+    weights. Versions are `WeightSender`'s; the update's label is the step, `step-12`.
 
-    A PEFT model is sent with its active adapters merged in; with `adapter_only` it is sent whole
+    A PEFT model is sent with its active adapters merged in. With `adapter_only` it is sent whole
     once and then its adapter alone, for receivers that hold a PEFT model of the same config.
-    `source` makes something else of the model than `connect` would: a callable or a WeightSource.
+    `source` is called with the model, and returns the callable or WeightSource to send instead.
     `settings` are those of `connect`.
 
     The log gets `weightsync/version`, `weightsync/seconds` (the mean since the last entry) and
-    `weightsync/stall_seconds` (the longest); for wandb and the like, register it with `add_to`.
+    `weightsync/stall_seconds` (the longest). For wandb and similar loggers, register the callback
+    with `add_to`.
 
-    The connection ends when training does, or fails in here; as a context manager around
-    `trainer.train()` it also ends when training fails elsewhere. What `connect` and `send_weights`
-    raise ends the training, on all ranks. Raises ConfigError for settings that cannot be.
+    The connection is closed when training ends, or when the callback raises. A context manager
+    around `trainer.train()` also ends it when training fails elsewhere. An error of `connect` or
+    `send_weights` ends the training on all ranks. Raises ConfigError for invalid settings.
     """
 
     def __init__(
@@ -120,7 +121,7 @@ class WeightSyncCallback(TrainerCallback):
         self._unlogged: list[SyncReport] = []
 
     def add_to(self, trainer: Trainer) -> Self:
-        """Register before the trainer's other callbacks, whose logs then have the values too."""
+        """Register before the trainer's other callbacks, so that their logs contain the values."""
         trainer.callback_handler.callbacks.insert(0, self)
         return self
 
@@ -131,7 +132,7 @@ class WeightSyncCallback(TrainerCallback):
         control: TrainerControl,
         **kwargs: Any,
     ) -> None:
-        """Connect, and send once if that is wanted. Called by the trainer, with a sharded model."""
+        """Connect, and send where `at_start`. Called by the trainer, with a sharded model."""
         model: nn.Module = kwargs["model"]
         self.close()
         self._sent_step, self._unlogged = None, []
@@ -148,7 +149,7 @@ class WeightSyncCallback(TrainerCallback):
         control: TrainerControl,
         **kwargs: Any,
     ) -> None:
-        """Send if it is the turn of this step. Called by the trainer after the optimizer's step."""
+        """Send after every `every`-th step. Called by the trainer after the optimizer's step."""
         if state.global_step % self._every == 0:
             self._sync(kwargs["model"], state.global_step)
 
@@ -159,7 +160,7 @@ class WeightSyncCallback(TrainerCallback):
         control: TrainerControl,
         **kwargs: Any,
     ) -> None:
-        """Send the last weights if receivers lack them, and close. Called by the trainer."""
+        """Send the last weights if the receivers lack them, and close. Called by the trainer."""
         behind = self._sent_step != state.global_step or args.load_best_model_at_end
         if self._at_end and behind and self._sender is not None:
             self._sync(kwargs["model"], state.global_step)
@@ -173,7 +174,7 @@ class WeightSyncCallback(TrainerCallback):
         logs: dict[str, float] | None = None,
         **kwargs: Any,
     ) -> None:
-        """Add what was sent since the last entry. Called by the trainer for each entry."""
+        """Add the updates since the last entry. Called by the trainer for each entry."""
         if not logs or not self._unlogged or any(name.startswith("eval_") for name in logs):
             return
         found = _values(self._unlogged)
@@ -183,7 +184,7 @@ class WeightSyncCallback(TrainerCallback):
             state.log_history[-1].update(found)
 
     def close(self) -> None:
-        """End the connection; parameters move back. Every rank calls it; a second call is none."""
+        """Close the connection; parameters move back. Every rank calls it. Idempotent."""
         atexit.unregister(self.close)
         sender, self._sender = self._sender, None
         if sender is not None:
@@ -201,9 +202,9 @@ class WeightSyncCallback(TrainerCallback):
         if value is None or self._sender_is_alone():
             self.close()
         elif self._sender is not None:
-            # The other ranks may be waiting in a collective of the training, until this one ends.
+            # The other ranks may wait in a collective of the training until this process ends.
             self._sender = None
-            logger.warning("training failed: what is shared goes when this process ends")
+            logger.warning("training failed: shared memory is released when this process ends")
 
     def _sender_is_alone(self) -> bool:
         return not dist.is_initialized() or dist.get_world_size() == 1
@@ -255,7 +256,7 @@ class WeightSyncCallback(TrainerCallback):
 
 
 def is_peft(model: nn.Module) -> bool:
-    """Whether `model` is a PEFT model, without importing peft where nobody has."""
+    """Whether `model` is a PEFT model; does not import peft."""
     peft = sys.modules.get("peft")
     model = getattr(model, "_orig_mod", model)
     return peft is not None and isinstance(model, peft.PeftModel)

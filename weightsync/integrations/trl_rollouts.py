@@ -1,4 +1,4 @@
-"""Completions for TRL's GRPO trainer from `weightsync serve`, with the weights that made them."""
+"""Completions for TRL's GRPO trainer from `weightsync serve`, with their weight versions."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _MAX_N = 256
 
 
 class Span(msgspec.Struct, frozen=True, kw_only=True):
-    """The tokens `start` up to `stop` were made with weights of `version`."""
+    """Tokens `start` up to `stop` of a completion: weights of `version` made them."""
 
     version: int
     start: int
@@ -31,7 +31,7 @@ class Span(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ServedCompletion(msgspec.Struct, frozen=True, kw_only=True):
-    """What `/generate` answers for one completion; see the server's own docs."""
+    """One completion in the reply of `/generate`; see the documentation of that route."""
 
     prompt_index: int
     token_ids: list[int]
@@ -47,7 +47,7 @@ class _Answer(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(frozen=True, slots=True)
 class _Group:
-    """`n` completions of one prompt, the first of which is number `first` of the batch."""
+    """`n` completions of one prompt; the first of them is number `first` of all prompts."""
 
     prompt: list[int]
     n: int
@@ -57,18 +57,18 @@ class _Group:
 class ServedRollouts:
     """A `rollout_func` for TRL's GRPOTrainer: `weightsync serve` at `url` generates.
 
-    Each rank asks for its own prompts. Temperature, `top_p`, `max_completion_length` and the seed
-    are the trainer's; the same seed, step and weights give the same completions. Reward functions
-    are given `weight_versions` and `prompt_version` of each completion: the versions that made its
-    tokens, and the one that read its prompt. `made_by` counts tokens by version.
+    Each rank sends its own prompts. Temperature, `top_p`, `max_completion_length` and the seed are
+    the trainer's; the same seed, step and weights give the same completions. Reward functions get
+    `weight_versions` and `prompt_version` of each completion: the versions that made its tokens,
+    and the version that read its prompt. `made_by` counts tokens by version.
 
-    `token` and `verify_tls` are as for HttpTransport; `timeout_s` bounds the wait for one answer,
-    to as many as 1024 completions. Raises ConfigError for settings of the trainer that would be
-    ignored (tools, images, `top_k`, …), NotReadyError where the server ended completions early,
-    ProtocolError for an answer that is none, TransportError, AuthError, and what the server raises.
+    `token` and `verify_tls` are HttpTransport's. `timeout_s` limits the wait for one reply, which
+    has up to 1024 completions. Calls raise ConfigError for settings of the trainer that the server
+    does not support (tools, images, `top_k`, …), NotReadyError where the server ended completions
+    early, ProtocolError for an invalid reply, TransportError, AuthError, and the server's errors.
     """
 
-    __name__ = "ServedRollouts"  # TRL names functions in messages
+    __name__ = "ServedRollouts"  # TRL's messages contain it
 
     def __init__(
         self,
@@ -79,16 +79,15 @@ class ServedRollouts:
         verify_tls: bool | str = True,
     ) -> None:
         self.made_by: Counter[int] = Counter()
-        self._door = _GenerateDoor(url, token, verify_tls=verify_tls)
+        self._client = _GenerateClient(url, token, verify_tls=verify_tls)
         self._timeout_s = timeout_s
         self._calls = 0
 
     def __call__(self, prompts: list[Any], trainer: Any) -> dict[str, Any]:
         """Return one completion for each prompt, in order. Called by the trainer on every rank.
 
-        The trainer repeats a prompt as often as it wants completions of it. `logprobs` are those
-        that tokens were drawn with, None where temperature or top_p make them others than the
-        model's own.
+        The trainer repeats a prompt for each completion of it. `logprobs` are those of the sampled
+        tokens; None where temperature or `top_p` change the model's probabilities.
         """
         sampling = _sampling(trainer)
         prompt_ids = _tokenize(prompts, trainer)
@@ -105,7 +104,7 @@ class ServedRollouts:
 
     def close(self) -> None:
         """Close the connections."""
-        self._door.close()
+        self._client.close()
 
     def __enter__(self) -> Self:
         return self
@@ -124,9 +123,9 @@ class ServedRollouts:
         found: dict[int, ServedCompletion] = {}
         for number, batch in enumerate(_batches(_groups(prompts))):
             n = batch[0].n
-            asked = {**sampling, "prompts": [group.prompt for group in batch], "n": n}
-            asked["seed"] = (seed + number) % 2**63
-            answers = self._door.generate(asked, timeout_s=self._timeout_s)
+            fields = {**sampling, "prompts": [group.prompt for group in batch], "n": n}
+            fields["seed"] = (seed + number) % 2**63
+            answers = self._client.generate(fields, timeout_s=self._timeout_s)
             places = [group.first + k for group in batch for k in range(n)]
             found.update(zip(places, answers, strict=True))
         completions = [found[at] for at in range(len(prompts))]
@@ -141,12 +140,12 @@ class ServedRollouts:
         return xxhash.xxh3_64_intdigest(repr((*where, self._calls)).encode()) >> 1
 
 
-class _GenerateDoor(HttpTransport):
-    """`POST /generate` with the connections, errors and token of the control plane's client."""
+class _GenerateClient(HttpTransport):
+    """Client of `POST /generate`, with the connections, errors and token of HttpTransport."""
 
-    def generate(self, asked: dict[str, Any], *, timeout_s: float) -> list[ServedCompletion]:
-        """Return the completions, prompt by prompt. Raises as ServedRollouts does."""
-        status, body = self._exchange("generate", msgspec.json.encode(asked), timeout_s)
+    def generate(self, fields: dict[str, Any], *, timeout_s: float) -> list[ServedCompletion]:
+        """Return the completions, in the order of the prompts. Raises as ServedRollouts does."""
+        status, body = self._exchange("generate", msgspec.json.encode(fields), timeout_s)
         if status == 404:
             raise ConfigError(
                 f"{self.target} has no /generate; give the URL of `weightsync serve`, and have "
@@ -161,7 +160,7 @@ class _GenerateDoor(HttpTransport):
                 f"{self.target} answered /generate with something else than completions ({exc}); "
                 "is this `weightsync serve` of the same version?"
             ) from exc
-        self._check(completions, len(asked["prompts"]), asked["n"])
+        self._check(completions, len(fields["prompts"]), fields["n"])
         return completions
 
     def _check(self, completions: Sequence[ServedCompletion], num_prompts: int, n: int) -> None:
@@ -181,7 +180,7 @@ class _GenerateDoor(HttpTransport):
 
 
 def _sampling(trainer: Any) -> dict[str, Any]:
-    """Return the trainer's settings as `/generate` takes them. Raises ConfigError for others."""
+    """Return the trainer's settings as fields of `/generate`. Raises ConfigError for others."""
     unusable = [
         f"{name}={value!r}"
         for name, value, unset in (
@@ -210,7 +209,7 @@ def _sampling(trainer: Any) -> dict[str, Any]:
 
 
 def _tokenize(prompts: list[Any], trainer: Any) -> list[list[int]]:
-    """Return token ids, as the trainer's own generation would make them."""
+    """Return the token ids of the prompts, as the trainer's own generation makes them."""
     if isinstance(prompts[0], str):
         found = trainer.processing_class(text=prompts)["input_ids"]
     else:
@@ -231,7 +230,7 @@ def _tokenize(prompts: list[Any], trainer: Any) -> list[list[int]]:
 
 
 def _groups(prompts: list[list[int]]) -> Iterator[_Group]:
-    """Yield runs of one prompt, as short as a request may ask for."""
+    """Yield runs of equal prompts, none longer than a request may have."""
     first = 0
     for prompt, same in groupby(prompts):
         left = len(list(same))
@@ -242,7 +241,7 @@ def _groups(prompts: list[list[int]]) -> Iterator[_Group]:
 
 
 def _batches(groups: Iterator[_Group]) -> Iterator[list[_Group]]:
-    """Yield what may be asked for at once: groups of one size, and not too many."""
+    """Yield groups for one request each: of one size, and within the server's limits."""
     for n, same in groupby(groups, key=lambda group: group.n):
         size = max(1, min(_MAX_PROMPTS, _MAX_COMPLETIONS // n))
         found = list(same)

@@ -68,7 +68,7 @@ class AsyncDispatcher:
         }
 
     async def step(self, call: str, body: bytes) -> Response:
-        """Decode a request, dispatch it, and encode the reply. Raises what these raise."""
+        """Decode a request, dispatch it, and encode the reply. Raises their errors."""
         limiter = self._limiters.get(call, self._loads)
         answer = await run_sync(self._step, call, body, limiter=limiter, abandon_on_cancel=True)
         return Response(answer, media_type="application/json")

@@ -242,7 +242,7 @@ class Workers:
                 f"own: send init to {', '.join(self.workers)} below it, or connect() to this URL "
                 "with weightsync, which does that by itself"
             )
-        self._ask(request)
+        self._call_all(request)
         return InitReply(status=self.status())
 
     def _start(self, request: StartRequest) -> Reply:
@@ -284,7 +284,7 @@ class Workers:
             raise ProtocolError("compare needs checksums: {name: 16 hex digits}")
         given = request.checksums if isinstance(request.checksums, dict) else {}
         names = request.names or (list(given) if request.action == "compare" else None)
-        answers = self._ask(CheckRequest(names=names, partial=True))
+        answers = self._call_all(CheckRequest(names=names, partial=True))
         replies = [a.reply for a in answers if isinstance(a.reply, CheckReply)]
         held, apart = compose_all(replies, self._tensor_parallel)
         version = min(reply.version for reply in replies)
@@ -294,20 +294,20 @@ class Workers:
         return CheckReply(version=version, different=different, equal=not different)
 
     def _to_all(self, request: Request) -> Reply:
-        replies = [answer.reply for answer in self._ask(request)]
+        replies = [answer.reply for answer in self._call_all(request)]
         steps = [reply for reply in replies if isinstance(reply, StepReply)]
         return merge_steps(steps) if steps else self.status()
 
-    def _ask(self, request: Request) -> list[_Answer]:
+    def _call_all(self, request: Request) -> list[_Answer]:
         """Send a request to all workers at once. Raises the first error, once all have answered."""
 
-        def ask(name: str, worker: Receiver) -> _Answer:
+        def call(name: str, worker: Receiver) -> _Answer:
             try:
                 return _Answer(name, worker, worker.dispatch(request))
             except Exception as exc:  # noqa: BLE001  # raised below, once all have answered
                 return _Answer(name, worker, error=exc)
 
-        answers = list(self._each(ask).values())
+        answers = list(self._each(call).values())
         if any(answer.error is not None for answer in answers):
             if isinstance(request, _GIVES_UP):
                 self._give_up(answers)

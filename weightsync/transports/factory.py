@@ -58,14 +58,14 @@ class TransportFactory:
         targets = [to] if alone else list(to)  # type: ignore[arg-type]  # the line above
         if not targets:
             raise ConfigError("to= names no receiver")
-        asked: list[Future[Sequence[Transport]]] = [Future() for _ in targets]
+        futures: list[Future[Sequence[Transport]]] = [Future() for _ in targets]
         threads: CallThreads[Sequence[Transport]] = CallThreads()
-        for target, future in zip(targets, asked, strict=True):
+        for target, future in zip(targets, futures, strict=True):
             threads.submit(partial(self._transports, target), future)
         threads.close()
-        wait(asked)
-        errors = [error for future in asked if (error := future.exception()) is not None]
-        made = [t for future in asked if future.exception() is None for t in future.result()]
+        wait(futures)
+        errors = [error for future in futures if (error := future.exception()) is not None]
+        made = [t for future in futures if future.exception() is None for t in future.result()]
         if errors:
             for transport in made:
                 transport.close()

@@ -1,4 +1,4 @@
-"""Messages to and from bytes (JSON) and plain data. Nothing here can run foreign code."""
+"""Encoding of control messages as JSON and as plain data. Decoding runs no foreign code."""
 
 from __future__ import annotations
 
@@ -72,15 +72,15 @@ def encode(message: Message) -> bytes:
 
 
 def decode_request(call: str, body: bytes) -> Request:
-    """Return the request of `call` that the JSON `body` holds; an empty body is `{}`.
+    """Return the request of `call` in the JSON `body`; an empty body is `{}`.
 
-    Raises ProtocolError with the path of what is wrong.
+    Raises ProtocolError with the path of the wrong field.
     """
     return _whole(_decode(body or b"{}", _type_of(call)))
 
 
 def decode_reply(call: str, body: bytes) -> Reply:
-    """Return the reply to `call`. Raises ProtocolError when the JSON is not one."""
+    """Return the reply to `call` in a JSON body. Raises ProtocolError where it is invalid."""
     return cast(Reply, _decode(body, REPLIES[call]))
 
 
@@ -91,7 +91,7 @@ def to_plain(message: Request) -> dict[str, object]:
 
 
 def from_plain(message: object) -> Request:
-    """Return the request that `to_plain` made. Raises ProtocolError when it is none."""
+    """Return the request that `to_plain` encoded. Raises ProtocolError where it is invalid."""
     if not isinstance(message, Mapping) or set(message) != {"call", "body"}:
         seen = sorted(map(str, message)) if isinstance(message, Mapping) else type(message).__name__
         raise ProtocolError(
@@ -107,7 +107,7 @@ def reply_to_plain(reply: Reply) -> dict[str, object]:
 
 
 def reply_from_plain(call: str, reply: object) -> Reply:
-    """Return the reply that `reply_to_plain` made. Raises ProtocolError when it is none."""
+    """Return the reply that `reply_to_plain` encoded. Raises ProtocolError where it is invalid."""
     try:
         return cast(Reply, msgspec.convert(reply, REPLIES[call]))
     except msgspec.ValidationError as exc:
@@ -115,7 +115,7 @@ def reply_from_plain(call: str, reply: object) -> Reply:
 
 
 def manifest_to_wire(manifest: Manifest) -> ManifestMessage:
-    """Return a manifest as columns."""
+    """Return a manifest as columns: names, dtypes, shapes."""
     return ManifestMessage(
         names=[spec.name for spec in manifest.specs],
         dtype_names=[spec.dtype for spec in manifest.specs],
@@ -127,7 +127,7 @@ def manifest_to_wire(manifest: Manifest) -> ManifestMessage:
 def manifest_from_wire(
     message: ManifestMessage | HandlesUpdate,
 ) -> Manifest:
-    """Return the manifest that columns describe. Raises ConfigError naming the wrong entry."""
+    """Return the manifest of columns. Raises ConfigError, which names the wrong entry."""
     aliases = message.aliases if isinstance(message, ManifestMessage) else {}
     return Manifest.from_columns(message.names, message.dtype_names, message.shapes, aliases)
 
@@ -158,7 +158,7 @@ def parse_update_info(data: object) -> UpdateInfo:
     if _is_empty(data):
         return EmptyUpdate()
     shape = _convert(data, _UpdateShape)
-    if shape.ipc_handles_pickled is not None:  # whatever else is there or not
+    if shape.ipc_handles_pickled is not None:  # whatever the other fields are
         raise ProtocolError(f"update_info.{NO_PICKLES}")
     return _convert(data, RegisteredUpdate if shape.registered else HandlesUpdate)
 
@@ -182,7 +182,7 @@ def _type_of(call: str) -> type[msgspec.Struct]:
 
 
 def _whole(decoded: msgspec.Struct) -> Request:
-    """Return the request that was decoded, its plain part typed as well."""
+    """Return the request of a decoded body, with its plain part typed as well."""
     if isinstance(decoded, _InitEnvelope):
         return InitRequest(init_info=parse_init_info(decoded.init_info), probe=decoded.probe)
     if isinstance(decoded, _UpdateEnvelope):

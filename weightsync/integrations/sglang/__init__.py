@@ -1,7 +1,7 @@
-"""SGLang servers as receivers, named with their settings; a plain URL needs none of this.
+"""SGLang servers as receivers, with settings of their own; a plain URL needs none of this.
 
-Inside a process that holds an `sglang.Engine` there is nothing to join: what the engine takes as
-tensors is pickled on the way to its workers. Give its server a URL, or write a checkpoint.
+An `sglang.Engine` in the trainer's process is not supported: it pickles tensors on the way to its
+workers. Use a server with a URL, or write a checkpoint.
 """
 
 from __future__ import annotations
@@ -24,15 +24,16 @@ def servers(
 ) -> list[SglangTransport]:
     """Return transports to SGLang servers, for `to=`; weights are written once for all of them.
 
-    `directory`: one that this host and the servers' see under the same path; None takes shared
-    memory, for servers of this host. `pause`: what happens to requests in flight while weights are
-    read; `keep` takes them back and computes their caches again, `wait` lets them end, `abort` ends
-    them, `auto` is `keep` where SGLang's version makes that safe, else `wait`. `check_names`
-    compares names with the servers' own checkpoint, where it can be read here. `token` and
-    `verify_tls` are HttpTransport's. Raises ConfigError, ConnectError, AuthError,
-    BackendUnavailableError for a server that must not be updated, ProtocolError for another kind.
+    `directory` is visible to this host and to the servers' under the same path; None is shared
+    memory, for servers of this host. `pause` decides about requests in flight while servers
+    read weights: `keep` retracts them and computes their caches again, `wait` lets them end,
+    `abort` ends them, `auto` is `keep` where SGLang's version makes that safe, else `wait`.
+    `check_names` compares names with the servers' own checkpoint, where this process can read it.
+    `token` and `verify_tls` are HttpTransport's. Raises ConfigError, ConnectError, AuthError,
+    BackendUnavailableError for a server that must not be updated, and ProtocolError for a server of
+    another kind.
     """
-    shelf = WeightDirectory(None if directory is None else Path(directory))
+    weight_dir = WeightDirectory(None if directory is None else Path(directory))
     made: list[SglangTransport] = []
     try:
         for url in [urls] if isinstance(urls, str) else urls:
@@ -42,7 +43,7 @@ def servers(
                 pause=pause,
                 check_names=check_names,
             )
-            made.append(SglangTransport(target, shelf, token=token, verify_tls=verify_tls))
+            made.append(SglangTransport(target, weight_dir, token=token, verify_tls=verify_tls))
     except BaseException:
         for transport in made:
             transport.close()

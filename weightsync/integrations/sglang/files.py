@@ -1,4 +1,4 @@
-"""A model as safetensors files in one directory, written once for all servers that read it."""
+"""A model as safetensors files in one directory, written once for all servers that load it."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ DTYPE_CODES: Mapping[str, str] = {
     "uint8": "U8",
     "bool": "BOOL",
 }
-"""What SGLang's reader calls our dtypes; those that it does not know cannot be sent."""
+"""SGLang's names of our dtypes; a dtype that is not listed cannot be sent."""
 
 INDEX = "model.safetensors.index.json"
 _MAX_HEADER_NBYTES = 100_000_000
@@ -47,7 +47,7 @@ _NAMES = {code: name for name, code in DTYPE_CODES.items()}
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where the bytes of one name lie: shard `shard`, from byte `offset` of its file."""
+    """The place of one name's bytes: shard `shard`, from byte `offset` of its file."""
 
     shard: int
     offset: int
@@ -55,7 +55,7 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """One file to be: its `header`, the names in it, and its size with both."""
+    """One file of a layout: its `header`, its names, and its size in bytes, header included."""
 
     header: bytes
     names: tuple[str, ...]
@@ -64,7 +64,7 @@ class Shard:
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Shards, and the place of every name in them."""
+    """The shards of a model, and the place of every name in them."""
 
     shards: tuple[Shard, ...]
     places: Mapping[str, Place]
@@ -76,7 +76,7 @@ class Layout:
 
 
 def lay_out(specs: Iterable[TensorSpec], *, shard_nbytes: int) -> Layout:
-    """Cut tensors, in their order, into shards of about `shard_nbytes`. ConfigError for a dtype."""
+    """Distribute tensors, in order, over shards of about `shard_nbytes`. Raises ConfigError."""
     listed = list(specs)
     _check_dtypes(listed)
     groups: list[list[TensorSpec]] = [[]]
@@ -97,22 +97,22 @@ def lay_out(specs: Iterable[TensorSpec], *, shard_nbytes: int) -> Layout:
 
 
 def index_of(files: Mapping[str, Sequence[str]]) -> bytes:
-    """Return the index of a sharded checkpoint: `{file: names in it}` the other way round."""
+    """Return the index of a sharded checkpoint, as JSON, from `{file: its names}`."""
     table = {name: file for file, names in files.items() for name in names}
     return json.dumps({"metadata": {}, "weight_map": table}).encode()
 
 
 def read_manifest(directory: Path) -> Manifest | None:
-    """Return what the safetensors files of a checkpoint hold; None where they cannot be read."""
+    """Return the manifest of a checkpoint's safetensors files; None where they cannot be read."""
     try:
         specs = [spec for file in _files_of(directory) for spec in _read_header(file)]
         return Manifest(tuple(specs)) if specs else None
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        return None  # a foreign directory: it may hold anything
+        return None  # a foreign directory may contain anything
 
 
 def _make_shard(group: list[TensorSpec]) -> tuple[Shard, dict[str, int]]:
-    # Large elements first: every tensor is then aligned to its own, without holes.
+    # Sorted by element size, the largest first: all tensors are aligned without padding.
     ordered = sorted(group, key=lambda spec: -DTYPE_NBYTES[spec.dtype])
     entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
     begins: dict[str, int] = {}
@@ -163,7 +163,7 @@ def _read_header(file: Path) -> list[TensorSpec]:
 
 
 def write_all(fd: int, data: memoryview, offset: int) -> None:
-    """Write all of `data` at `offset`. Raises TransferError saying why it could not."""
+    """Write all of `data` at `offset` of a file. Raises TransferError."""
     try:
         while data.nbytes:
             written = os.pwrite(fd, data, offset)
@@ -176,7 +176,7 @@ logger = logging.getLogger(__name__)
 
 MEMORY = Path("/dev/shm")  # shared with a server of this host on purpose
 SHARD_NBYTES = 4 << 30
-"""SGLang reads shards side by side."""
+"""SGLang reads shards in parallel."""
 
 _PREFIX = "weightsync-sglang-"
 _LOCK = "owner.lock"
@@ -184,10 +184,11 @@ _WEIGHTS = "weights"
 
 
 class WeightDirectory:
-    """The directory of one fleet of servers, and the update whose files lie there.
+    """The directory of one fleet of servers, with the files of one update at a time.
 
-    `directory` is one that both sides see, under the same path; None takes shared memory. Made at
-    the first update, removed by the last `close` of those who `share` it. Thread-safe.
+    It is a subdirectory of `directory`, which both sides see under the same path; None is shared
+    memory. The first update creates it; the `close` that answers the last `share` removes it.
+    Thread-safe. Raises ConfigError where `directory` is no writable absolute path.
     """
 
     def __init__(self, directory: Path | None = None) -> None:
@@ -196,51 +197,53 @@ class WeightDirectory:
         self._guard = threading.Lock()
         self._home: Path | None = None
         self._lock: OwnerLock | None = None
-        self._batch: Snapshot | None = None
+        self._snapshot: Snapshot | None = None
         self._sharers = 0
         if directory is not None:
             _check_named(directory)
 
     def share(self) -> None:
-        """One more server reads from here."""
+        """Add a server that loads from here."""
         with self._guard:
             self._sharers += 1
 
     def close(self) -> None:
-        """One server fewer; with the last one the directory goes."""
+        """Remove a server; with the last one, remove the directory."""
         with self._guard:
             self._sharers -= 1
             if self._sharers <= 0:
                 self._remove_home()
 
     def join(self, update_id: str, who: object) -> Snapshot:
-        """Take part in an update; the first who does writes its files. TransferError if busy."""
+        """Join an update, as `who`; the first to join writes its files. TransferError if busy."""
         with self._guard:
-            batch = self._batch
-            if batch is None or not batch.members:
-                batch = self._batch = Snapshot(update_id, self._open_home(), self._base, self._mode)
-            if batch.update_id != update_id:
-                raise TransferError(
-                    f"files of update {batch.update_id} still lie in {batch.weights}; send again "
-                    "when that is over"
+            snapshot = self._snapshot
+            if snapshot is None or not snapshot.members:
+                snapshot = self._snapshot = Snapshot(
+                    update_id, self._open_home(), self._base, self._mode
                 )
-            batch.members.add(who)
-            if batch.writer is None:
-                batch.writer = who
-            return batch
+            if snapshot.update_id != update_id:
+                raise TransferError(
+                    f"files of update {snapshot.update_id} still lie in {snapshot.weights}; send "
+                    "again when that is over"
+                )
+            snapshot.members.add(who)
+            if snapshot.writer is None:
+                snapshot.writer = who
+            return snapshot
 
-    def leave(self, batch: Snapshot, who: object) -> None:
-        """Take part no longer; the last one removes the files. May be repeated."""
+    def leave(self, snapshot: Snapshot, who: object) -> None:
+        """Leave an update, as `who`; with the last to leave its files are removed. Idempotent."""
         with self._guard:
-            batch.members.discard(who)
-            if batch.members or batch is not self._batch:
+            snapshot.members.discard(who)
+            if snapshot.members or snapshot is not self._snapshot:
                 return
-            self._batch = None
-            batch.remove()
+            self._snapshot = None
+            snapshot.remove()
 
     @property
     def _mode(self) -> int:
-        """Who may read: this user, or whoever may read the directory that was named."""
+        """The mode of new directories: private in shared memory, else as the base directory's."""
         return 0o700 if self._private else stat.S_IMODE(self._base.stat().st_mode) & 0o755 | 0o700
 
     def _open_home(self) -> Path:
@@ -263,11 +266,11 @@ class WeightDirectory:
     def _remove_home(self) -> None:
         if self._home is not None and self._lock is not None:
             _forget(self._home, self._lock)
-        self._home = self._lock = self._batch = None
+        self._home = self._lock = self._snapshot = None
 
 
 class Snapshot:
-    """The files of one update. The member that is `writer` fills them; all have them read."""
+    """The files of one update. The member `writer` writes them; all members' servers load them."""
 
     def __init__(self, update_id: str, home: Path, base: Path, mode: int) -> None:
         self.update_id = update_id
@@ -283,7 +286,7 @@ class Snapshot:
         self._guard = threading.Lock()
 
     def add(self, layout: Layout) -> SnapshotWriter:
-        """Make files, all bytes allocated. Raises TransferError where there is no room."""
+        """Create files, with all bytes allocated. Raises TransferError where space is missing."""
         self._check_room(layout.nbytes)
         first = len(self._files)
         names = [f"model-{first + i + 1:05d}.safetensors" for i in range(len(layout.shards))]
@@ -312,17 +315,17 @@ class Snapshot:
         return SnapshotWriter(self, layout, fds, kept)
 
     def written(self) -> None:
-        """The writer has filled one set of files."""
+        """Note that one SnapshotWriter is complete."""
         self._open -= 1
 
     def publish(self) -> Path:
-        """Give the files their names, once; return their directory. TransferError if not whole."""
+        """Rename the files into place, once; return their directory. Raises TransferError."""
         with self._guard:
             if self._published:
                 return self.weights
             if self._open or not self._files:
                 raise TransferError(
-                    "the files of this update are not complete: who wrote them left; send again"
+                    "the files of this update are not complete: their writer left; send again"
                 )
             try:
                 (self._draft / INDEX).write_bytes(index_of(self._files))
@@ -350,33 +353,35 @@ class Snapshot:
 
 
 class SnapshotWriter:
-    """Open files that wait for the bytes of a layout."""
+    """Writes the bytes of a layout to open files."""
 
-    def __init__(self, batch: Snapshot, layout: Layout, fds: list[int], opened: ExitStack) -> None:
-        self._batch = batch
+    def __init__(
+        self, snapshot: Snapshot, layout: Layout, fds: list[int], opened: ExitStack
+    ) -> None:
+        self._snapshot = snapshot
         self._layout = layout
         self._fds = fds
         self._opened = opened
         weakref.finalize(self, opened.close)
 
     def write(self, name: str, flat: torch.Tensor) -> None:
-        """Put the bytes of `name` (`uint8[nbytes]` on the host) where they belong."""
+        """Write the bytes of `name`; `flat` is `uint8[nbytes]` on the host."""
         place = self._layout.places[name]
         write_all(self._fds[place.shard], host_view(flat.data_ptr(), flat.numel()), place.offset)
 
     def done(self) -> None:
-        """Every byte is there."""
+        """Close the files: every byte is written."""
         self._opened.close()
-        self._batch.written()
+        self._snapshot.written()
 
     def discard(self) -> None:
-        """The update is given up."""
+        """Close the files of an update that is aborted."""
         self._opened.close()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Home:
-    """A shelf's directory, and whether the process that made it lives. `nbytes` are its files'."""
+    """A directory of weights, of `nbytes` bytes, and whether the process that made it lives."""
 
     path: Path
     nbytes: int
@@ -385,7 +390,7 @@ class Home:
 
 
 def list_homes(base: Path = MEMORY) -> list[Home]:
-    """Return this user's directories in `base`, by name; never raises."""
+    """Return this user's directories in `base`, sorted by name; never raises."""
     found = []
     for path in _own_homes(base):
         with suppress(OSError):
@@ -397,7 +402,7 @@ def list_homes(base: Path = MEMORY) -> list[Home]:
 
 
 def remove_stale_homes(base: Path = MEMORY) -> list[Path]:
-    """Remove what dead owners of this user left in `base`, and return it; never raises."""
+    """Remove the directories that this user's dead processes left in `base`; never raises."""
     removed = []
     for home in _own_homes(base):
         with suppress(OSError), _dead(home) as dead:
@@ -420,9 +425,9 @@ def _own_homes(base: Path) -> list[Path]:
 
 @contextmanager
 def _dead(home: Path) -> Iterator[bool]:
-    """Yield whether the owner is dead, under its lock. Raises OSError where there is no lock yet.
+    """Yield whether the owner is dead; hold its lock meanwhile.
 
-    Then it is somebody's who has only just made it.
+    Raises OSError where there is no lock: the owner has only just made the directory.
     """
     fd = os.open(home / _LOCK, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
     if not try_shared(fd):

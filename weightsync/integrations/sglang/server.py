@@ -1,4 +1,4 @@
-"""An SGLang server as a receiver: its control endpoints, and a stand-in in this process."""
+"""An SGLang server as a receiver: its control endpoints, and a WeightReceiver in this process."""
 
 from __future__ import annotations
 
@@ -45,13 +45,13 @@ from weightsync.wire.messages import (
 from weightsync.wire.offers import DistributedInit
 
 Pause = Literal["auto", "keep", "wait", "abort"]
-"""What happens to requests in flight while weights are read: `keep` takes them back and computes
+"""The fate of requests in flight while the server reads weights: `keep` retracts them and computes
 their caches again, `wait` lets them end first, `abort` ends them. `auto` is `keep` where that is
 safe, else `wait`."""
 PAUSES: tuple[Pause, ...] = ("auto", "keep", "wait", "abort")
 
 _KEEPS_SINCE = (0, 5, 21)
-"""Before, a server whose requests were taken back cannot empty its cache, and dies of trying."""
+"""An older server that has retracted requests crashes when it flushes its cache."""
 _PAUSES_SINCE = (0, 5, 6)
 _MODES = {"keep": "retract", "abort": "abort"}
 _PROBE_S = 10.0
@@ -62,10 +62,10 @@ _MODEL_KEYS = frozenset({"model_path", "tokenizer_path", "is_generation"})
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SglangFacts:
-    """What a server says of itself. `version` is () where it does not say one.
+    """Facts that a server reports about itself. `version` is () where it reports none.
 
-    `weight_version` is None where it has no such thing; `checks_version` says that one answer
-    speaks for all of its front processes.
+    `weight_version` is None where the server has none. `checks_version` is True where one answer
+    holds for all of its front processes.
     """
 
     model_path: str
@@ -75,21 +75,21 @@ class SglangFacts:
 
     @property
     def label(self) -> int:
-        """The version of weights that it holds, if that is one of ours; else 0."""
-        told = self.weight_version or ""
-        return int(told) if told.isdecimal() and len(told) < 16 else 0
+        """The version of the server's weights, where `weight_version` is one of ours; else 0."""
+        text = self.weight_version or ""
+        return int(text) if text.isdecimal() and len(text) < 16 else 0
 
 
 class SglangControl(HttpTransport):
-    """The verbs of the SGLang server at `url`. Each raises a WeightSyncError.
+    """Calls to the SGLang server at `url`. Each raises WeightSyncError.
 
-    `pause_mode` is what the user asked for; `greet` settles `auto`.
+    `pause_mode` is the user's choice; `greet` replaces `auto`.
     """
 
     pause_mode: Pause = "auto"
 
     def greet(self, *, timeout_s: float) -> SglangFacts:
-        """Ask what this server is. Raises BackendUnavailableError for one that must not be used."""
+        """Return the server's facts. Raises BackendUnavailableError where it must not be used."""
         model = self.look(timeout_s=timeout_s)
         server = self._server_info(timeout_s)
         if server.get("weight_cache_mode") not in (None, "off"):
@@ -108,42 +108,43 @@ class SglangControl(HttpTransport):
         return facts
 
     def look(self, *, timeout_s: float = _PROBE_S) -> dict[str, Any]:
-        """Return what `/model_info` says. Raises ConnectError where nobody is there."""
-        told = self._first(_INFO, timeout_s)
-        if told is None or not told.keys() >= _MODEL_KEYS:
+        """Return `/model_info`. Raises ConnectError; ProtocolError for another kind of server."""
+        found = self._get_first(_INFO, timeout_s)
+        if found is None or not found.keys() >= _MODEL_KEYS:
             raise ProtocolError(
                 f"{self.target} is no SGLang server: it has no /model_info of SGLang's"
             )
-        return told
+        return found
 
     def pause(self, mode: str, *, timeout_s: float) -> None:
-        """Hold generation; what becomes of requests in flight is `keep` or `abort`."""
-        self._ask("pause_generation", {"mode": _MODES[mode]}, timeout_s)
+        """Pause generation; `mode` is `keep` or `abort`, for the requests in flight."""
+        self._post("pause_generation", {"mode": _MODES[mode]}, timeout_s)
 
     def watch_pauses(self, *, verify_tls: bool | str) -> PauseWatch:
-        """Return what lets the server go on when this process dies."""
+        """Return a PauseWatch, which resumes the server when this process dies."""
         url = f"{self._target}/continue_generation"
         return PauseWatch(url, self._headers, verify_tls=verify_tls)
 
     def proceed(self, *, timeout_s: float) -> None:
-        """Let generation go on."""
-        self._ask("continue_generation", {}, timeout_s)
+        """Resume generation."""
+        self._post("continue_generation", {}, timeout_s)
 
     def flush_cache(self, *, timeout_s: float) -> None:
-        """Forget what was computed with other weights. RemoteError while requests are at work."""
-        self._ask("flush_cache", {}, timeout_s)
+        """Flush the prefix cache. Raises RemoteError while requests are running."""
+        self._post("flush_cache", {}, timeout_s)
 
     def set_version(self, version: str, *, timeout_s: float) -> None:
-        """Tell the server what its weights are called."""
+        """Set the server's `weight_version`."""
         body = {"new_version": version, "abort_all_requests": False}
-        self._ask("update_weight_version", body, timeout_s)
+        self._post("update_weight_version", body, timeout_s)
 
     def load(
         self, directory: Path, version: str | None, *, clear_cache: bool, timeout_s: float
     ) -> None:
-        """Have the server read the files of `directory`; returns when it has.
+        """Make the server load the files of `directory`; return when it has.
 
-        Raises TransferError saying what its weights are now, AuthError before they were touched.
+        Raises TransferError, which names the state of its weights, and AuthError, where the
+        weights are unchanged.
         """
         body: dict[str, Any] = {"model_path": str(directory), "load_format": "safetensors"}
         if version is not None:
@@ -158,19 +159,19 @@ class SglangControl(HttpTransport):
             raise TransferError(
                 f"{self.target} did not say how its update ended ({exc}). {_TORN}"
             ) from exc
-        told = json_object(answer)
+        found = json_object(answer)
         if status in (401, 403):
             raise self._auth_error("update_weights_from_disk", status)
-        if status != 200 or told.get("success") is not True:
+        if status != 200 or found.get("success") is not True:
+            reason = _reason(found, answer)
             raise TransferError(
-                f"{self.target} did not load the weights ({status}): "
-                f"{_reason(told, answer)}. {_hint(_reason(told, answer))}"
+                f"{self.target} did not load the weights ({status}): {reason}. {_hint(reason)}"
             )
 
     def _server_info(self, timeout_s: float) -> dict[str, Any]:
-        """Old and new servers have it; one that does not answer is taken for an unknown version."""
+        """Return `/server_info`; empty where the server does not answer: its version is unknown."""
         try:
-            return self._first(_SERVER, timeout_s) or {}
+            return self._get_first(_SERVER, timeout_s) or {}
         except (RemoteError, TransportError):
             return {}
 
@@ -179,45 +180,41 @@ class SglangControl(HttpTransport):
             return "keep" if version >= _KEEPS_SINCE else "wait"
         wanted = {"keep": _KEEPS_SINCE, "abort": _PAUSES_SINCE}.get(self.pause_mode, ())
         if version < wanted:
-            said = ".".join(map(str, version)) or "of an unknown version"
+            seen = ".".join(map(str, version)) or "of an unknown version"
             raise BackendUnavailableError(
-                f"{self.target} is SGLang {said}; pause={self.pause_mode} needs "
+                f"{self.target} is SGLang {seen}; pause={self.pause_mode} needs "
                 f"{'.'.join(map(str, wanted))} or later: say pause=wait"
             )
         return self.pause_mode
 
-    def _first(self, calls: tuple[str, ...], timeout_s: float) -> dict[str, Any] | None:
-        """Return the answer of the first of these names that the server knows."""
+    def _get_first(self, calls: tuple[str, ...], timeout_s: float) -> dict[str, Any] | None:
+        """Return the answer to the first of `calls` that the server has."""
         for call in calls:
             status, answer = self.get(call, timeout_s=timeout_s)
             if status == 200:
                 return json_object(answer) or None
-            self._refuse_status(call, status, answer)
+            if status in (401, 403) or status >= 500:
+                raise self._error(call, status, answer)
         return None
 
-    def _ask(self, call: str, body: dict[str, Any], timeout_s: float) -> dict[str, Any]:
+    def _post(self, call: str, body: dict[str, Any], timeout_s: float) -> dict[str, Any]:
         status, answer = self._exchange(call, json.dumps(body).encode(), timeout_s)
-        told = json_object(answer)
-        if status == 200 and told.get("success") is not False:
-            return told
-        self._refuse_status(call, status, answer)
-        said = "and it has no such call" if status == 404 else _reason(told, answer)
-        raise RemoteError(
-            f"{self.target}: {call} answered {status}: {said}",
-            remote_type=f"HTTP {status}",
-            remote_message=said,
-        )
+        found = json_object(answer)
+        if status == 200 and found.get("success") is not False:
+            return found
+        raise self._error(call, status, answer)
 
-    def _refuse_status(self, call: str, status: int, answer: bytes) -> None:
+    def _error(self, call: str, status: int, answer: bytes) -> WeightSyncError:
         if status in (401, 403):
-            raise self._auth_error(call, status)
-        if status >= 500:
-            said = _reason(json_object(answer), answer)
-            raise RemoteError(
-                f"{self.target}: {call} answered {status}: {said}",
-                remote_type=f"HTTP {status}",
-                remote_message=said,
-            )
+            return self._auth_error(call, status)
+        reason = _reason(json_object(answer), answer)
+        if status == 404:
+            reason = "the server has no such call"
+        return RemoteError(
+            f"{self.target}: {call} answered {status}: {reason}",
+            remote_type=f"HTTP {status}",
+            remote_message=reason,
+        )
 
     def _auth_error(self, call: str, status: int) -> AuthError:
         return AuthError(
@@ -236,9 +233,9 @@ _TORN = (
 def is_sglang(
     url: str, token: str | None, *, verify_tls: bool | str = True, timeout_s: float = 5.0
 ) -> bool:
-    """Ask the server at `url` whether it is SGLang's; one that does not answer is not.
+    """Whether the server at `url` is SGLang's; False where it does not answer.
 
-    What is asked changes nothing, and is answered by its HTTP process alone.
+    The probe changes nothing, and only the server's HTTP process handles it.
     """
     probe = SglangControl(url, token, verify_tls=verify_tls)
     try:
@@ -265,25 +262,25 @@ def _hint(reason: str) -> str:
     return _TORN
 
 
-def _reason(told: dict[str, Any], answer: bytes) -> str:
-    error = told.get("error")
+def _reason(found: dict[str, Any], answer: bytes) -> str:
+    error = found.get("error")
     inner = error.get("message") if isinstance(error, dict) else error
-    said = told.get("message") or told.get("detail") or inner
-    return str(said or answer[:300].decode("utf-8", "replace")).strip().rstrip(".")
+    reason = found.get("message") or found.get("detail") or inner
+    return str(reason or answer[:300].decode("utf-8", "replace")).strip().rstrip(".")
 
 
-def _parse_version(told: object) -> tuple[int, ...]:
-    """Return the numbers that a version begins with: (0, 5, 21) of 0.5.21.post1."""
+def _parse_version(text: object) -> tuple[int, ...]:
+    """Return the leading numbers of a version: (0, 5, 21) of 0.5.21.post1."""
     numbers: list[int] = []
-    for part in str(told or "").split("."):
+    for part in str(text or "").split("."):
         if not part.isdecimal():
             break
         numbers.append(int(part))
     return tuple(numbers)
 
 
-def _text(told: object) -> str | None:
-    return None if told is None else str(told)
+def _text(value: object) -> str | None:
+    return None if value is None else str(value)
 
 
 logger = logging.getLogger(__name__)
@@ -294,11 +291,11 @@ _GREETING_S = 30.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SglangTarget:
-    """One server: where it is, and how it is used.
+    """One SGLang server: its URL, and how weights reach it.
 
-    `directory` is one that both sides see under the same path; None takes shared memory, for a
-    server of this host. `check_names` compares names with those of the server's own checkpoint,
-    where that is a directory that can be read here.
+    `directory` is visible to both sides under the same path; None is shared memory, for a server
+    of this host. `check_names` compares names with the server's own checkpoint, where this process
+    can read it.
     """
 
     url: str
@@ -308,29 +305,29 @@ class SglangTarget:
 
     @classmethod
     def parse(cls, target: str) -> SglangTarget | None:
-        """Return what `sglang+http://host:port?directory=…&pause=…&names=any` says, else None.
+        """Parse `sglang+http://host:port?directory=…&pause=…&names=any`; None for another target.
 
-        Raises ConfigError for what it cannot say.
+        Raises ConfigError for another scheme, or unknown options.
         """
         if not target.startswith(SCHEME):
             return None
         url, _, query = target.removeprefix(SCHEME).partition("?")
         if urlsplit(url).scheme not in ("http", "https"):
-            # What it says instead is not repeated: it may hold a password.
+            # The message leaves the target out: it may contain a password.
             raise ConfigError("a target of sglang+ is no HTTP URL; give sglang+http://host:port")
-        said = {name: values[-1] for name, values in parse_qs(query).items()}
-        unknown = sorted(said.keys() - {"directory", "pause", "names"})
-        names = said.get("names", "checked")
+        options = {name: values[-1] for name, values in parse_qs(query).items()}
+        unknown = sorted(options.keys() - {"directory", "pause", "names"})
+        names = options.get("names", "checked")
         if unknown or names not in ("checked", "any"):
             raise ConfigError(
                 f"{', '.join(unknown) or 'names=' + names} says nothing to a target of sglang+; it "
                 "takes ?directory=/shared/path, pause=auto|keep|wait|abort and names=checked|any"
             )
-        directory = said.get("directory")
+        directory = options.get("directory")
         return cls(
             url=url,
             directory=Path(directory) if directory else None,
-            pause=cast(Pause, said.get("pause", "auto")),
+            pause=cast(Pause, options.get("pause", "auto")),
             check_names=names == "checked",
         )
 
@@ -340,11 +337,12 @@ class SglangTarget:
 
 
 class SglangTransport(BaseTransport):
-    """A Transport to one SGLang server, by files on `shelf`. Raises what its greeting raises.
+    """A Transport to one SGLang server, by files in `weight_dir`. Raises as SglangControl.greet.
 
-    `path` is how reports name the way of the bytes. What the server holds is taken from its
-    `weight_version`, where that is a number. No call to it takes longer than `patience_s`: whether
-    a server that reads files makes progress is not seen.
+    A WeightReceiver in this process handles the requests; its sink writes the files, and makes the
+    server load them. `path` is the data path's name in reports. The version of the server's weights
+    is its `weight_version`, where that is a number. No call takes longer than `patience_s`, because
+    the progress of a server that loads files cannot be observed.
     """
 
     path = "safetensors_file"
@@ -352,7 +350,7 @@ class SglangTransport(BaseTransport):
     def __init__(
         self,
         target: SglangTarget,
-        shelf: WeightDirectory,
+        weight_dir: WeightDirectory,
         *,
         token: str | None = None,
         verify_tls: bool | str = True,
@@ -366,8 +364,8 @@ class SglangTransport(BaseTransport):
         control.pause_mode = target.pause
         self._control = control
         self._facts = control.greet(timeout_s=_GREETING_S)
-        self._told = self._facts.weight_version
-        self._knows = self._facts.checks_version
+        self._given = self._facts.weight_version
+        self._is_version_known = self._facts.checks_version
         wanted = read_manifest(Path(self._facts.model_path)) if target.check_names else None
         if wanted is None and target.check_names:
             logger.warning(
@@ -376,32 +374,27 @@ class SglangTransport(BaseTransport):
                 self._target,
                 self._facts.model_path,
             )
-        self._shelf = shelf
-        self._sink = FilesSink(shelf, wanted, self._load)
+        self._weight_dir = weight_dir
+        self._sink = FilesSink(weight_dir, wanted, self._load)
         self._receiver = WeightReceiver(self._sink, apply="staged", version=self._facts.label)
         self._finish = FinishRequest()
         self._timeout_s = _GREETING_S
         self._owes_proceed = False
         self._pause_watch = control.watch_pauses(verify_tls=verify_tls)
-        shelf.share()
+        weight_dir.share()
 
     @property
     def sent_nbytes(self) -> int:
-        """Bytes of the bodies that went to the server."""
+        """Bytes of the bodies sent to the server."""
         return self._control.sent_nbytes
 
     @property
     def sent_messages(self) -> int:
-        """Requests that went to the server."""
+        """Requests sent to the server."""
         return self._control.sent_messages
 
-    @property
-    def facts(self) -> SglangFacts:
-        """What the server said of itself when it was met."""
-        return self._facts
-
     def call(self, request: Request, *, timeout_s: float) -> Reply:
-        """Answer one request, with calls to the server where it concerns it; see Transport.call."""
+        """Handle one request, with calls to the server where it needs them; see Transport.call."""
         self._check_open()
         timeout_s = min(timeout_s, self._patience_s)
         if isinstance(request, FinishRequest):
@@ -413,18 +406,18 @@ class SglangTransport(BaseTransport):
             self._leave_what_is_over()
 
     def close(self) -> None:
-        """Give up an open update, and remove its files; may be called twice."""
+        """Abort an open update and remove its files; may be called twice."""
         if self._closed:
             return
         super().close()
         self._receiver.close()
         self._sink.leave()
-        self._shelf.close()
+        self._weight_dir.close()
         self._pause_watch.close()
         self._control.close()
 
     def _prepare(self, request: Request, timeout_s: float) -> None:
-        """What the server has to be asked or told before its stand-in answers."""
+        """Make the calls to the server that precede the receiver's reply."""
         control, most_s = self._control, min(timeout_s, _PROBE_S)
         if isinstance(request, InitRequest) and isinstance(request.init_info, DistributedInit):
             raise ConfigError(f"{self._target}: SGLang is reached by files; leave backend= out")
@@ -440,22 +433,22 @@ class SglangTransport(BaseTransport):
             control.flush_cache(timeout_s=timeout_s)
         elif isinstance(request, LabelRequest) and self._facts.weight_version is not None:
             control.set_version(request.new_version, timeout_s=timeout_s)
-            self._told = request.new_version
+            self._given = request.new_version
 
     def _look(self, request: UpdateRequest | StartRequest, timeout_s: float) -> None:
-        """Before bytes move: the server is there, and holds what it was last given."""
+        """Check, before bytes move, that the server is up and has the weights it was last given."""
         terms = request.start if isinstance(request, UpdateRequest) else request
         if terms is None:
             return
         held = self._control.look(timeout_s=timeout_s).get("weight_version")
-        if held == self._told or not self._knows:
+        if held == self._given or not self._is_version_known:
             return
         if terms.partial:
             raise ProtocolError(
-                f"{self._target} holds weights {held!r}, and was last given {self._told!r}: it was "
-                "started again, or somebody else updated it; send a full update"
+                f"{self._target} holds weights {held!r}, and was last given {self._given!r}: it "
+                "was restarted, or updated by another sender; send a full update"
             )
-        logger.warning("%s holds weights %r, not %r any more", self._target, held, self._told)
+        logger.warning("%s holds weights %r, no longer %r", self._target, held, self._given)
 
     def _finish_update(self, request: FinishRequest, timeout_s: float) -> Reply:
         self._finish, self._timeout_s = request, timeout_s
@@ -469,17 +462,17 @@ class SglangTransport(BaseTransport):
             self._leave_what_is_over()
 
     def _give_up(self, update_id: str | None, reason: str) -> None:
-        """What the server did not begin is over too: its files do not wait for another try."""
+        """Abort an update that the server did not load: its files are not kept for a retry."""
         update = self._receiver.open_update
         if update is not None and update.update_id == update_id:
             self._receiver.dispatch(AbortRequest(update_id=update_id, reason=reason[:1000]))
 
     @contextmanager
     def _generation_held(self) -> Iterator[None]:
-        """Pause the server, and always let it go on: also where its answer to that was lost."""
+        """Pause the server, and always resume it, even where the reply to the pause was lost."""
         mode = self._control.pause_mode
         if mode == "wait" or self._receiver.paused or self._receiver.open_update is None:
-            yield  # with `wait` the server holds new requests by itself, from its update's call on
+            yield  # with `wait` the server itself holds new requests while it loads
             if self._owes_proceed:
                 self._proceed()
             return
@@ -502,26 +495,26 @@ class SglangTransport(BaseTransport):
         self._pause_watch.over()
 
     def _load(self, directory: Path) -> None:
-        """Called by the sink when all files are there."""
+        """Make the server load the files. Called by the sink when all of them are complete."""
         version = None
         update = self._receiver.open_update
         if self._facts.weight_version is not None and update is not None:
             version = self._finish.weight_version or update.label or str(update.version)
-        self._knows = False  # what it holds if this fails
+        self._is_version_known = False  # until the server has loaded them
         self._control.load(
             directory, version, clear_cache=self._finish.clear_cache, timeout_s=self._timeout_s
         )
-        self._told, self._knows = version, self._facts.checks_version
+        self._given, self._is_version_known = version, self._facts.checks_version
         self._check_version(version)
 
     def _check_version(self, version: str | None) -> None:
-        if version is None or not self._knows:
+        if version is None or not self._is_version_known:
             return
         held = self._control.look(timeout_s=min(self._timeout_s, _GREETING_S))["weight_version"]
         if held != version:
             raise ProtocolError(
-                f"{self._target} said that it loaded weights {version!r}, and calls those that it "
-                f"holds {held!r}: does somebody else update it too? Call send_weights() again"
+                f"{self._target} replied that it loaded weights {version!r}, and now reports "
+                f"{held!r}: does another sender update it too? Call send_weights() again"
             )
 
     def _pause_by_hand(self, mode: str, timeout_s: float) -> None:
@@ -538,12 +531,12 @@ class SglangTransport(BaseTransport):
 
 
 def _check_host(url: str) -> None:
-    """Raise ConfigError unless the server is on this host: it must see our shared memory."""
+    """Raise ConfigError unless the server is on this host, where it sees our shared memory."""
     host = urlsplit(url).hostname or ""
     try:
         found = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)
     except OSError as exc:
-        raise ConnectError(f"{url}: its host is not known here: {exc}") from exc
+        raise ConnectError(f"{url}: its host is unknown here: {exc}") from exc
     if not any(_is_ours(family, address) for family, _, _, _, address in found):
         raise ConfigError(
             f"{url} is on another host, and weights reach SGLang through files; name a directory "
@@ -552,7 +545,7 @@ def _check_host(url: str) -> None:
 
 
 def _is_ours(family: int, address: tuple[Any, ...]) -> bool:
-    """An address that can be bound is one of this host's."""
+    """Whether an address is one of this host's: only those can be bound."""
     with socket.socket(family, socket.SOCK_STREAM) as trial:
         try:
             trial.bind(address)

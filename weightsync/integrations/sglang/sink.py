@@ -1,4 +1,4 @@
-"""A sink whose weights go into files, and into use by a call to a server."""
+"""The sink of an SGLang server: writes weights to files, and makes the server load them."""
 
 from __future__ import annotations
 
@@ -22,30 +22,30 @@ from weightsync.weights.layout import StreamLayout
 from weightsync.weights.sink import Apply, HookSink, LoadTarget, NamedTensor
 
 _CASTS = frozenset({"float64", "float32", "float16", "bfloat16"})
-"""Between these SGLang casts while it copies; into others it would write what they do not mean."""
+"""SGLang casts between these while it copies; a cast to another dtype would be wrong."""
 
 
 class FilesSink(HookSink):
-    """Writes an update's tensors to a shelf; `load(directory)` has the server read them.
+    """Writes an update's tensors to `weight_dir`; `load(directory)` makes the server load them.
 
-    `wanted` is what the server's own checkpoint holds, None where it is not known: names are
+    `wanted` is the manifest of the server's own checkpoint, None where it is unknown. Names are
     checked against it, and tied tensors are written under those of their names that it has.
     """
 
     def __init__(
-        self, shelf: WeightDirectory, wanted: Manifest | None, load: Callable[[Path], None]
+        self, weight_dir: WeightDirectory, wanted: Manifest | None, load: Callable[[Path], None]
     ) -> None:
         super().__init__(_refuse_pairs, manifest=wanted)
-        self._shelf = shelf
+        self._weight_dir = weight_dir
         self._load = load
-        self._batch: Snapshot | None = None
-        self._open: list[_FilesLanding] = []
+        self._snapshot: Snapshot | None = None
+        self._open: list[_FilesTarget] = []
         self._known: tuple[str, ManifestDifference] = ("", ManifestDifference())
 
     def difference(self, offered: Manifest) -> ManifestDifference:
-        """How `offered` differs from the server's checkpoint; a tie it does not know is no fault.
+        """How `offered` differs from the server's checkpoint. A tie that it lacks is no difference.
 
-        The last answer is kept, since an update asks more than once.
+        The last result is cached, because an update needs it more than once.
         """
         digest, known = self._known
         if digest != offered.digest:
@@ -55,22 +55,22 @@ class FilesSink(HookSink):
         return known
 
     def join(self, update_id: str) -> None:
-        """Take part in an update. Called before its first message is handled; may be repeated."""
-        self._batch = self._shelf.join(update_id, self)
+        """Join an update. Called before its first message is handled; idempotent."""
+        self._snapshot = self._weight_dir.join(update_id, self)
 
     def leave(self) -> None:
-        """The update is over, one way or the other. May be repeated."""
+        """Leave an update that was committed or aborted. Idempotent."""
         self._open.clear()
-        if self._batch is not None:
-            batch, self._batch = self._batch, None
-            self._shelf.leave(batch, self)
+        if self._snapshot is not None:
+            snapshot, self._snapshot = self._snapshot, None
+            self._weight_dir.leave(snapshot, self)
 
     def open_target(self, plan: StreamLayout, apply: Apply) -> LoadTarget:
-        """Lay out the files; none is made yet. Raises ConfigError for dtypes they cannot hold."""
-        return _FilesLanding(self, plan.manifest)
+        """Lay out the files, without creating them. Raises ConfigError for unsupported dtypes."""
+        return _FilesTarget(self, plan.manifest)
 
     def staged_nbytes(self, plan: StreamLayout) -> int:
-        """Nothing is kept in this process."""
+        """Zero: this process stages nothing."""
         return 0
 
     def checksums(self, names: Iterable[str] | None = None) -> dict[str, str]:
@@ -81,7 +81,7 @@ class FilesSink(HookSink):
         )
 
     def names_of(self, spec: TensorSpec, names: Sequence[str]) -> list[str]:
-        """Return under which of a tensor's tied `names` its bytes are written."""
+        """Return those of a tensor's tied `names` under which its bytes are written."""
         if self.manifest is None:
             return [spec.name]
         return [name for name in names if name in self.manifest.index] or [spec.name]
@@ -97,24 +97,24 @@ class FilesSink(HookSink):
         ]
         return lay_out(written, shard_nbytes=files.SHARD_NBYTES), names
 
-    def begin(self, load_target: _FilesLanding) -> SnapshotWriter | None:
-        """Make files, where it is this server for which the update's are written."""
-        batch = self._batch
-        if batch is None:
+    def begin(self, load_target: _FilesTarget) -> SnapshotWriter | None:
+        """Create files, where this sink is the one that writes the update's; else return None."""
+        snapshot = self._snapshot
+        if snapshot is None:
             raise ConfigError("an update for SGLang needs an id; send it with a sender")
         self._open.append(load_target)
-        return batch.add(load_target.layout) if batch.writer is self else None
+        return snapshot.add(load_target.layout) if snapshot.writer is self else None
 
-    def commit(self, load_target: _FilesLanding) -> None:
-        """With the last landing of an update: have the server read all files."""
+    def commit(self, load_target: _FilesTarget) -> None:
+        """With the last load target of an update: make the server load all files."""
         if load_target in self._open:
             self._open.remove(load_target)
-        if self._open or self._batch is None:
+        if self._open or self._snapshot is None:
             return
-        self._load(self._batch.publish())
+        self._load(self._snapshot.publish())
 
 
-class _FilesLanding(LoadTarget):
+class _FilesTarget(LoadTarget):
     def __init__(self, sink: FilesSink, manifest: Manifest) -> None:
         self._sink = sink
         self._writing: SnapshotWriter | None = None
@@ -126,7 +126,7 @@ class _FilesLanding(LoadTarget):
 
     def load(self, pairs: Sequence[NamedTensor]) -> None:
         if self._writing is None:
-            return  # another server's landing writes the files that this one's server reads
+            return  # the sink of another server writes the files
         for name, tensor in pairs:
             flat = as_bytes(tensor.to("cpu") if tensor.device.type != "cpu" else tensor)
             for written in self._names[name] if flat.numel() else ():

@@ -1,1 +1,1 @@
-"""vLLM: its servers as receivers, and the engine that their workers load as a plugin."""
+"""vLLM: its servers as receivers, and the plugin engine inside their workers."""

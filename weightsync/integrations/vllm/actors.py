@@ -1,4 +1,4 @@
-"""vLLM without a server as targets: an `LLM` in this process, or a Ray actor that holds an engine.
+"""Targets for vLLM without a server: an `LLM` in this process, or a Ray actor with an engine.
 
     ws.connect(model, to=vllm_targets(llm))
     ws.connect(model, to=vllm_targets(actor))
@@ -22,7 +22,7 @@ from weightsync.errors import (
     TransportTimeout,
     WeightSyncError,
 )
-from weightsync.integrations.vllm import rpc as vllm_door
+from weightsync.integrations.vllm import rpc as vllm_rpc
 from weightsync.integrations.vllm.server import VllmWorkerTransport, worker_transports
 
 _GREETING_S = 300.0
@@ -30,12 +30,12 @@ _GREETING_S = 300.0
 
 
 def vllm_targets(engine: Any, *, name: str | None = None) -> list[VllmWorkerTransport]:
-    """Return what `connect(to=)` takes: a transport to every worker of a vLLM engine.
+    """Return a transport to every worker of a vLLM engine, for `connect(to=)`.
 
     `engine` is an `LLM`, or a Ray handle to an actor that is an `LLM` or an `AsyncLLM`, made with
-    `weight_transfer_config={"backend": "weightsync"}`. An `LLM` does not generate while it is
-    updated, since both are calls to it; an `AsyncLLM` is paused and resumed. Raises ConfigError for
-    anything else, and for an AsyncLLM in this process, whose event loop has to run while we wait.
+    `weight_transfer_config={"backend": "weightsync"}`. An `LLM` does not generate during an update,
+    because both are calls to it; an `AsyncLLM` is paused and resumed. Raises ConfigError for
+    anything else, and for an AsyncLLM in this process: a call would block its event loop.
     """
     if type(engine).__module__.partition(".")[0] == "ray":
         control = _Engine(_through_ray(engine), name or _actor_name(engine), engine)
@@ -52,11 +52,11 @@ def vllm_targets(engine: Any, *, name: str | None = None) -> list[VllmWorkerTran
 
 
 Call = Callable[..., Any]
-"""Takes a method's name, `timeout_s`, and the method's arguments."""
+"""Calls a method of an engine, given its name, `timeout_s`, and its arguments."""
 
 
 class _Engine:
-    """The verbs of an engine that is no server; see VllmControl."""
+    """A VllmControl of an engine without a server."""
 
     def __init__(self, call: Call, target: str, engine: Any) -> None:
         self._call = call
@@ -67,35 +67,35 @@ class _Engine:
 
     @property
     def target(self) -> str:
-        """How messages name it."""
+        """The engine's name in messages."""
         return self._target
 
     @property
     def sent(self) -> tuple[int, int]:
-        """Calls so far, and the bytes of what workers were told."""
+        """Calls so far, and the bytes of the texts sent to workers."""
         return self._sent, self._sent_nbytes
 
     def rpc(self, text: str, *, timeout_s: float) -> object:
-        """Call every worker's door."""
+        """Call the RPC method of every worker."""
         self._sent_nbytes += len(text)
-        return self._do("collective_rpc", timeout_s, vllm_door.METHOD, args=(text,))
+        return self._do("collective_rpc", timeout_s, vllm_rpc.METHOD, args=(text,))
 
     def is_paused(self, *, timeout_s: float) -> bool:
-        """Whether generation is held."""
+        """Whether generation is paused."""
         return bool(self._do("is_paused", timeout_s)) if self._pauses else False
 
     def pause(self, mode: str, *, timeout_s: float) -> None:
-        """Hold generation; nothing to do where a call to the engine is what generates."""
+        """Pause generation; does nothing for an `LLM`, which generates only inside a call."""
         if self._pauses:
             self._do("pause_generation", timeout_s, mode=mode)
 
     def resume(self, *, timeout_s: float) -> None:
-        """Let it go on."""
+        """Resume generation."""
         if self._pauses:
             self._do("resume_generation", timeout_s)
 
     def reset_prefix_cache(self, *, timeout_s: float) -> None:
-        """Forget what was computed with other weights."""
+        """Reset the prefix cache. Raises RemoteError where blocks are in use."""
         if self._do("reset_prefix_cache", timeout_s, reset_running_requests=True) is False:
             raise RemoteError(
                 f"{self._target}: reset_prefix_cache forgot nothing, since blocks of it are in use",
@@ -104,11 +104,11 @@ class _Engine:
             )
 
     def set_version(self, version: str, *, timeout_s: float) -> None:
-        """Tell the engine what its weights are called."""
+        """Set the version of the engine's weights."""
         self._do("update_weight_version", timeout_s, version)
 
     def close(self) -> None:
-        """The engine is the user's."""
+        """Do nothing: the engine belongs to the user."""
 
     def _do(self, method: str, timeout_s: float, *args: Any, **kwargs: Any) -> Any:
         self._sent += 1
@@ -117,7 +117,7 @@ class _Engine:
         except WeightSyncError:
             raise
         except Exception as exc:
-            if method == "collective_rpc" and vllm_door.has_no_door(str(exc)):
+            if method == "collective_rpc" and vllm_rpc.lacks_engine(str(exc)):
                 raise BackendUnavailableError(
                     f"{self._target}: the workers of this vLLM have no engine of weightsync; make "
                     'it with weight_transfer_config={"backend": "weightsync"}, in an environment '

@@ -1,7 +1,7 @@
 """Fingerprints of the weights that a vLLM worker computes with.
 
-On CPU vLLM packs linear layers and leaves an empty weight behind, so that its own checker compares
-nothing with nothing. A packed layer is asked what it makes of the unit vectors: that is its weight.
+On CPU vLLM packs linear layers and leaves an empty weight, so that its own checker compares empty
+tensors. A packed layer is multiplied with the unit vectors instead: the product is its weight.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _ROWS = 1024
 
 
 def held_checksums(model: nn.Module, names: Iterable[str] | None = None) -> dict[str, str]:
-    """Return mix64 by vLLM's own names; tied places are asked one by one.
+    """Return mix64 by vLLM's own names; tied parameters are read in each of their places.
 
     Raises ConfigError for unknown names, and for a layer that cannot be read.
     """
@@ -36,7 +36,7 @@ def held_checksums(model: nn.Module, names: Iterable[str] | None = None) -> dict
 
 
 def _places(model: nn.Module) -> dict[str, Callable[[], torch.Tensor]]:
-    """Return how to read each parameter, in every place where it is used."""
+    """Return a reader of each parameter, in every place where it is used."""
     places: dict[str, Callable[[], torch.Tensor]] = {}
     for path, layer in model.named_modules():
         for name, parameter in layer._parameters.items():
@@ -47,7 +47,7 @@ def _places(model: nn.Module) -> dict[str, Callable[[], torch.Tensor]]:
 
 def _reader(layer: nn.Module, name: str, parameter: torch.Tensor) -> Callable[[], torch.Tensor]:
     packed = getattr(layer, "cpu_linear", None)
-    looked_up = type(layer).__name__ == "VocabParallelEmbedding"  # by row, never multiplied with
+    looked_up = type(layer).__name__ == "VocabParallelEmbedding"  # read by row, never multiplied
     if name == "weight" and callable(packed) and not looked_up:
         return lambda: _unpacked(layer, parameter, packed)
     return lambda: parameter
@@ -56,7 +56,7 @@ def _reader(layer: nn.Module, name: str, parameter: torch.Tensor) -> Callable[[]
 def _unpacked(
     layer: nn.Module, weight: torch.Tensor, linear: Callable[..., torch.Tensor]
 ) -> torch.Tensor:
-    """Multiply with the unit vectors: every product but one is zero, so the sums are exact."""
+    """Multiply with the unit vectors. All products but one are zero, so the sums are exact."""
     names = ("input_size_per_partition", "input_size", "embedding_dim")
     width = next((size for name in names if (size := getattr(layer, name, None))), None)
     if not isinstance(width, int):

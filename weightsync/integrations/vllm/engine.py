@@ -1,4 +1,4 @@
-"""The engine that a vLLM worker makes for `backend: weightsync`, and its RPC entry point."""
+"""The weight transfer engine of a vLLM worker for `backend: weightsync`, and its RPC method."""
 
 from __future__ import annotations
 
@@ -32,15 +32,15 @@ from weightsync.wire.messages import (
 )
 
 APPLY_VARIABLE = "WEIGHTSYNC_VLLM_APPLY"
-"""`auto`, `staged` or `in_place`; vLLM's own configuration of an engine is its name alone."""
+"""`auto`, `staged` or `in_place`. vLLM's configuration of an engine has no field for it."""
 
 
 class WeightsyncEngine(WeightTransferEngine):  # type: ignore[misc]  # vLLM has no types here
-    """The receiving half of weightsync inside one vLLM worker.
+    """The receiver inside one vLLM worker.
 
-    Driven by vLLM through the methods of its contract, and by our sender through the door, which
-    answers. An update that comes through vLLM's own endpoints is an anonymous session: dicts of
-    `names`, `dtype_names`, `shapes` and `ipc_handles`, as `weightsync serve` takes them.
+    vLLM calls the methods of its contract; our sender calls the RPC method, which returns replies.
+    An update through vLLM's own endpoints is an anonymous session: dicts of `names`,
+    `dtype_names`, `shapes` and `ipc_handles`, as for `weightsync serve`.
     """
 
     init_info_cls = dict
@@ -56,16 +56,16 @@ class WeightsyncEngine(WeightTransferEngine):  # type: ignore[misc]  # vLLM has 
         WorkerBase.weightsync = _door
 
     def init_transfer_engine(self, init_info: dict[str, Any]) -> None:
-        """Open what a sender offers."""
+        """Open the memory that a sender offers."""
         self._handle(InitRequest(init_info=codec.parse_init_info(init_info)))
 
     def start_weight_update(self) -> None:
-        """Open an update; the model is touched when weights go into it, not before."""
+        """Open an update. The model is not changed before weights are loaded into it."""
         if not isinstance(self._asked, UpdateRequest):
             self._handle(StartRequest())
 
     def receive_weights(self, update_info: dict[str, Any]) -> None:
-        """Load one message, in place or aside."""
+        """Load one message, in place or staged."""
         if isinstance(self._asked, UpdateRequest):
             self._handle(self._asked)
             return
@@ -76,27 +76,27 @@ class WeightsyncEngine(WeightTransferEngine):  # type: ignore[misc]  # vLLM has 
             raise
 
     def finish_weight_update(self) -> None:
-        """Put the weights to use."""
+        """Put the weights into use."""
         self._handle(FinishRequest())
 
     def shutdown(self) -> None:
-        """Close every mapping, and give up what is open. vLLM may start anew with `init`."""
+        """Close every mapping, and abort an open update. vLLM may call `init` again."""
         if isinstance(self._asked, ShutdownRequest):
             self._handle(self._asked)
         else:
             self.receiver.close(for_good=False)
 
     def _handle(self, request: Request) -> None:
-        """Have the receiver answer what is asked at the door, else `request`."""
+        """Dispatch the sender's request, if this is inside its RPC, else `request`."""
         asked = self._asked
         self._replied = self.receiver.dispatch(request if asked is None else asked)
 
     def answer(self, worker: Any, request: Request) -> Reply:
-        """Answer one request of our sender by the method of vLLM's worker that belongs to it."""
+        """Handle one request of our sender through the method of vLLM's worker for it."""
         self._replied = None
         with self._asking(request), set_current_vllm_config(self.vllm_config):
             self._drive(worker, request)
-            if self._replied is None:  # vLLM has no word for it
+            if self._replied is None:  # vLLM has no method for it
                 self._replied = self.receiver.dispatch(request)
         return self._replied
 
@@ -107,7 +107,7 @@ class WeightsyncEngine(WeightTransferEngine):  # type: ignore[misc]  # vLLM has 
             worker.init_weight_transfer_engine({})
         elif isinstance(request, UpdateRequest | StartRequest):
             if open_id is None:
-                session.end()  # of a sender that died, or an update that failed
+                session.end()  # left by a dead sender, or a failed update
             if not session.active:
                 worker.start_weight_update()
             if isinstance(request, UpdateRequest):
@@ -128,7 +128,7 @@ class WeightsyncEngine(WeightTransferEngine):  # type: ignore[misc]  # vLLM has 
             self._asked = None
 
     def at_door(self, worker: Any, told: Round) -> WorkerAnswer:
-        """Answer a round; what a request raises is an answer too."""
+        """Answer a round. An error of a request is part of the answer."""
         rank, world = _place(self.vllm_config)
         call = rpc.addressed(told, rank)
         reply = wrong = None
@@ -137,7 +137,7 @@ class WeightsyncEngine(WeightTransferEngine):  # type: ignore[misc]  # vLLM has 
                 request = codec.decode_request(call.call, call.body.encode())
                 answered = self.answer(worker, request)
                 reply = codec.encode(answered).decode()
-            except Exception as exc:  # noqa: BLE001  # it is told to the sender, who raises it
+            except Exception as exc:  # noqa: BLE001  # returned to the sender, which raises it
                 wrong = problem.encode_problem(problem.to_problem(exc)).decode()
         return self._stand(told, rank, world, reply, wrong)
 
@@ -161,7 +161,7 @@ class WeightsyncEngine(WeightTransferEngine):  # type: ignore[misc]  # vLLM has 
 
 
 class _Session:
-    """vLLM's own note that an update is open, which outlives a sender that died."""
+    """vLLM's own flag that an update is open. It stays set when a sender dies."""
 
     def __init__(self, worker: Any) -> None:
         self._worker = worker
@@ -171,16 +171,16 @@ class _Session:
         return bool(getattr(self._worker, "_weight_update_active", False))
 
     def end(self) -> None:
-        """Close it without finishing."""
+        """Clear the flag, without finishing the update."""
         if self.active:
             self._worker._weight_update_active = False
             self._worker.weight_transfer_engine.reset_weight_update_target()
 
 
 def _door(worker: Any, text: str) -> dict[str, Any]:
-    """Answer a round of our sender; called by vLLM's collective_rpc in every worker.
+    """Answer a round of our sender. Called by vLLM's collective_rpc in every worker.
 
-    Never raises: vLLM would leave the answers of the other workers behind, for the next call.
+    Never raises: vLLM would keep the other workers' answers, and return them from the next call.
     """
     try:
         told = rpc.decode_round(text)
@@ -188,12 +188,12 @@ def _door(worker: Any, text: str) -> dict[str, Any]:
         if not isinstance(engine, WeightsyncEngine):
             raise ConfigError("this worker's weight transfer engine is not weightsync's")
         return rpc.encode_answer(engine.at_door(worker, told))
-    except Exception as exc:  # noqa: BLE001  # it is told to the sender, who raises it
+    except Exception as exc:  # noqa: BLE001  # returned to the sender, which raises it
         return rpc.encode_refusal(exc)
 
 
 def _place(vllm_config: Any) -> tuple[int, int]:
-    """Return the rank of this worker among all of its server, and their number."""
+    """Return the rank of this worker in its server, and the number of workers."""
     parallel = vllm_config.parallel_config
     replica = getattr(parallel, "data_parallel_index", 0)
     size = int(parallel.world_size)

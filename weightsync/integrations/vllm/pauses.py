@@ -1,8 +1,8 @@
-"""A sender's pause of a vLLM engine ends with the sender: watched in the engine's own process.
+"""Resumes a vLLM engine when the sender that paused it is gone; runs in the engine's process.
 
-A trainer that is killed cannot resume the engine that it has paused, and a process beside it may be
-killed with it. The process of vLLM's `EngineCore` is where an engine is paused and resumed, and it
-loads our plugin: it hears every round of a sender, and asks the workers whether the sender lives.
+A killed trainer cannot resume the engine that it paused, and a process beside it may be killed with
+it. An engine is paused and resumed in the process of vLLM's `EngineCore`, which loads our plugin.
+The plugin reads every round of a sender, and asks the workers whether the sender lives.
 """
 
 from __future__ import annotations
@@ -21,48 +21,47 @@ from typing import Any, Protocol
 import msgspec
 
 from weightsync.errors import ProtocolError
-from weightsync.integrations.vllm import rpc as vllm_door
+from weightsync.integrations.vllm import rpc as vllm_rpc
 from weightsync.integrations.vllm.rpc import Round, WorkerAnswer
 
 logger = logging.getLogger(__name__)
 
 LOOK_S = 0.5
-"""How often the workers are asked whether the sender that paused the engine lives."""
+"""Seconds between two checks of the sender that paused the engine."""
 LEASE_S = 5.0
-"""How long a pause without a word of its owner lasts, where workers do not know that sender yet."""
+"""How long a pause lasts without a round of its owner, while workers do not know that sender."""
 
 Rpc = Callable[..., Any]
 
 
 class Engine(Protocol):
-    """What is used of vLLM's EngineCore; all of it in the thread of its loop, but `input_queue`."""
+    """The part of vLLM's EngineCore that is used, in its loop's thread except for `input_queue`."""
 
     scheduler: Any
     input_queue: Queue[Any]
 
     def is_running(self) -> bool:
-        """Whether it is not being shut down; asked from another thread."""
+        """Whether the engine is not shutting down; called from another thread."""
 
     def is_scheduler_paused(self) -> bool:
-        """Whether generation is held."""
+        """Whether generation is paused."""
 
     def resume_scheduler(self) -> None:
-        """Let it go on."""
+        """Resume generation."""
 
     def reset_prefix_cache(self, reset_running_requests: bool) -> bool:
-        """Forget what was computed with other weights. False when it has not."""
+        """Reset the prefix cache. Returns False where blocks are in use."""
 
     def _send_error_outputs_to_client(self, req_ids: list[str], client_index: int) -> None:
-        """Answer requests with an error."""
+        """Reply to requests with an error."""
 
 
 class PauseGuard:
-    """Knows which sender has paused one engine, and resumes the engine when that sender is gone.
+    """Tracks the sender that paused one engine, and resumes the engine when that sender is gone.
 
-    `rpc` asks the workers; `utility` and `refused` are vLLM's words for a call of a method in the
-    loop, and for a request that ended with an error. `note`, `let_go` and `look` are called in the
-    engine's loop, between its steps. A pause that was there before a sender's is a user's, and
-    is kept.
+    `rpc` calls the workers. `utility` and `refused` are vLLM's constants for a method call in the
+    engine's loop, and for a request that ended with an error. `note`, `let_go` and `look` are
+    called in that loop, between steps. A pause that precedes a sender's is a user's, and stays.
     """
 
     def __init__(self, engine: Engine, rpc: Rpc, *, utility: Any, refused: Any) -> None:
@@ -76,29 +75,29 @@ class PauseGuard:
         self._timer: threading.Timer | None = None
 
     def note(self, text: object, results: Sequence[dict[str, Any]]) -> None:
-        """A round was answered. Add to the answers whether it found a pause, and a sender's."""
-        told = vllm_door.decode_round(text)
+        """Read an answered round; set `paused` and `held` in its answers."""
+        round_ = vllm_rpc.decode_round(text)
         paused = self._engine.is_scheduler_paused()
-        ours = told.owner == self._owner != ""
+        ours = round_.owner == self._owner != ""
         for result in results:
             result["paused"] = paused
-        if told.holds:
+        if round_.holds:
             if paused and not ours and (not self._owner or not self._is_gone()):
-                return  # by a user, or by another sender that lives
-            inherited, self._owner = bool(self._owner), told.owner
+                return  # paused by a user, or by another live sender
+            inherited, self._owner = bool(self._owner), round_.owner
             ours = ours or inherited
-            self._holds = told.holds
+            self._holds = round_.holds
             if self._timer is None:
                 self._look_later()
-        elif told.holds is not None and ours:
+        elif round_.holds is not None and ours:
             self.let_go()
         for result in results:
             result["held"] = paused and ours
-        if told.owner == self._owner:
+        if round_.owner == self._owner:
             self._heard = time.monotonic()
 
     def let_go(self) -> None:
-        """A pause is over, or will not come: the next without an announcement is a user's."""
+        """Forget the owner: its pause is over, or will not come."""
         self._owner, self._holds = "", {}
         if self._timer is not None:
             self._timer.cancel()
@@ -107,63 +106,64 @@ class PauseGuard:
     def look(self) -> Future[None]:
         """Resume the engine if the sender that paused it is gone.
 
-        The result is never done, since nobody waits for it: vLLM answers a call when it is.
+        Returns a future that is never done: vLLM replies to a call when its future is done, and no
+        client waits for this one.
         """
         try:
             if self._owner and self._is_gone():
                 self._end_pause()
         except Exception:
-            logger.exception("whether the sender of a pause lives could not be found out")
+            logger.exception("cannot check whether the sender that paused this engine lives")
         if self._owner:
             self._look_later()
         return Future()
 
     def _is_gone(self) -> bool:
-        """Whether the owner of the pause is gone; one that workers do not know yet has a lease."""
+        """Whether the owner of the pause is gone; one that no worker knows yet has LEASE_S."""
         if not any(self._holds.values()):
             return time.monotonic() - self._heard > LEASE_S
-        return not all(answer.sender_lives for answer in self._ask(self._holds))
+        return not all(answer.sender_lives for answer in self._run_round(self._holds))
 
     def _end_pause(self) -> None:
         if self._engine.is_scheduler_paused():
-            answers = self._ask({})
-            if not vllm_door.one_version(answers):
+            answers = self._run_round({})
+            if not vllm_rpc.one_version(answers):
                 self._refuse_requests(answers)
                 return
             if not self._engine.reset_prefix_cache(reset_running_requests=True):
-                return  # it may have new weights, and caches of old ones: the next look tries again
+                return  # the cache may be of older weights: the next check tries again
             self._engine.resume_scheduler()
             logger.warning(
-                "the sender that had paused this engine is gone: generation goes on with version "
+                "the sender that paused this engine is gone: generation continues with version "
                 "%d of its weights",
                 answers[0].version,
             )
         self.let_go()
 
     def _refuse_requests(self, answers: Iterable[WorkerAnswer]) -> None:
-        """Fail the requests that wait: nobody knows whether another sender will come."""
+        """Fail the waiting requests: it is unknown whether another sender will connect."""
         by_client = defaultdict(list)
         for request in self._engine.scheduler.finish_requests(None, self._refused):
             by_client[request.client_index].append(request.request_id)
         for client, ids in by_client.items():
             self._engine._send_error_outputs_to_client(ids, client)
             logger.error(
-                "%d requests are refused: the sender that had paused this engine died in the "
-                "middle of an update (%s); a full update heals it: call send_weights() again",
+                "%d requests are refused: the sender that paused this engine died in the middle of "
+                "an update (%s); a full update repairs the weights: call send_weights() again",
                 len(ids),
-                vllm_door.standing(answers),
+                vllm_rpc.standing(answers),
             )
 
-    def _ask(self, watched: dict[int, str]) -> list[WorkerAnswer]:
-        told = Round(nonce=secrets.token_hex(8), watched=watched)
-        text = vllm_door.encode_round(told)
-        results = self._rpc(self._engine, vllm_door.METHOD, None, (text,), None)
-        return vllm_door.decode_answers(told, results, peer="this engine")
+    def _run_round(self, watched: dict[int, str]) -> list[WorkerAnswer]:
+        round_ = Round(nonce=secrets.token_hex(8), watched=watched)
+        text = vllm_rpc.encode_round(round_)
+        results = self._rpc(self._engine, vllm_rpc.METHOD, None, (text,), None)
+        return vllm_rpc.decode_answers(round_, results, peer="this engine")
 
     def _look_later(self) -> None:
         if self._timer is not None:
             self._timer.cancel()
-        # An engine without a queue is called by its own process, which is the trainer's.
+        # An engine without a queue runs in the trainer's process, and ends with it.
         if hasattr(self._engine, "input_queue"):
             self._timer = threading.Timer(LOOK_S, self._call_look)
             self._timer.daemon = True
@@ -175,9 +175,9 @@ class PauseGuard:
 
 
 def install(core: Any, *, utility: Any, refused: Any) -> None:
-    """Have every engine of the class `core` end the pauses of senders that are gone.
+    """Add a PauseGuard to every engine of the class `core`. Idempotent.
 
-    May be repeated. `core` is vLLM's EngineCore, or one that stands in for it in a test.
+    `core` is vLLM's EngineCore, or a substitute in a test.
     """
     if hasattr(core, "weightsync_look"):
         return
@@ -194,11 +194,11 @@ def install(core: Any, *, utility: Any, refused: Any) -> None:
         self: Any, method: Any, timeout: Any = None, args: Any = (), kwargs: Any = None
     ) -> Any:
         results = rpc(self, method, timeout, args, kwargs)
-        if method == vllm_door.METHOD and isinstance(results, list) and len(args) == 1:
+        if method == vllm_rpc.METHOD and isinstance(results, list) and len(args) == 1:
             try:
                 guard(self).note(args[0], results)
             except (ProtocolError, TypeError, msgspec.MsgspecError) as exc:
-                logger.warning("a round of a sender could not be read: %s", exc)
+                logger.warning("cannot read a sender's round: %s", exc)
         return results
 
     @functools.wraps(resume)

@@ -20,21 +20,21 @@ BACKEND = "weightsync"
 
 
 def register() -> None:
-    """Register our engine with vLLM. Called by vLLM in each of its processes; may be repeated.
+    """Register our engine with vLLM. Called by vLLM in each of its processes. Idempotent.
 
-    The engine's module is imported by the workers of a server that asks for it, and by nobody else.
+    Only the workers of a server that is configured for the engine import its module.
     """
     _guard_pauses()
     try:
         WeightTransferEngineFactory.register_engine(
             BACKEND, "weightsync.integrations.vllm.engine", "WeightsyncEngine"
         )
-    except ValueError:  # it is registered already
+    except ValueError:  # already registered
         return
 
 
 def _guard_pauses() -> None:
-    """Have pauses of senders that die ended in the process of the engine core, which is any."""
+    """Make the engine core end the pauses of dead senders. Any process may be the core's."""
     try:
         from vllm.v1.engine import EngineCoreRequestType  # noqa: PLC0415  # may be elsewhere
         from vllm.v1.engine.core import EngineCore  # noqa: PLC0415  # in another vLLM

@@ -1,8 +1,8 @@
-"""What a sender and the workers of a vLLM server say to each other, through `collective_rpc`.
+"""Messages between a sender and the workers of a vLLM server, sent through `collective_rpc`.
 
-One text goes to all workers, each takes what is addressed to its rank and answers with a dict of
-text. Errors are answers too: a worker that raised would leave those of the others in the queues of
-a server with several, where each later call would be answered by the one before it.
+All workers get the same text; each handles the call of its rank, and returns a dict of text. Errors
+are returned as well, never raised. When a worker raises, vLLM leaves the other workers' answers in
+its queues, and each later call returns the answers of the call before it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from weightsync.wire import problem
 from weightsync.wire.struct_types import prepare
 
 METHOD = "weightsync"
-"""The worker's method that is called."""
+"""The name of the worker's RPC method."""
 
 
 class Call(msgspec.Struct, frozen=True, kw_only=True):
@@ -28,12 +28,11 @@ class Call(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Round(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What all workers are told at once: `calls` by rank; `nonce` comes back with each answer.
+    """One message to all workers: `calls` by rank. Each answer repeats the `nonce`.
 
-    `holds` is for the engine's guard: `owner` pauses the server, or is about to. It has the ids by
-    which workers know that sender, by rank ("" where none is known yet). Empty: its pause is over,
-    or will not come. None leaves that as it is. `watched` asks each worker whether that sender
-    lives.
+    `holds` is for the engine's PauseGuard. It announces a pause by `owner`, and has the ids by
+    which the workers know that sender, by rank ("" where none is known yet). Empty: the pause is
+    over, or will not come. None: no change. `watched` asks each worker whether that sender lives.
     """
 
     nonce: str
@@ -44,11 +43,11 @@ class Round(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class WorkerAnswer(msgspec.Struct, frozen=True, kw_only=True):
-    """How one worker stands afterwards, and its `reply` or `problem` as JSON.
+    """The state of one worker after a round, and its `reply` or `problem` as JSON.
 
-    `may_generate`: its model is whole. `sender_lives` answers `watched`. `paused`: generation was
-    held before this round; `held`: by a sender's pause, and whoever made the round may end it. Both
-    come from the engine's guard; without one `paused` is None.
+    `may_generate`: its weights are one whole version. `sender_lives` answers `watched`. `paused`:
+    generation was paused before this round. `held`: by a sender's pause, which the sender of this
+    round may end. The engine's PauseGuard sets both; without a guard `paused` is None.
     """
 
     nonce: str
@@ -65,25 +64,25 @@ class WorkerAnswer(msgspec.Struct, frozen=True, kw_only=True):
     problem: str | None = None
 
 
-def has_no_door(text: str) -> bool:
-    """Whether this is what vLLM says of a call to workers that have no engine of ours.
+def lacks_engine(text: str) -> bool:
+    """Whether `text` is vLLM's error for workers without our engine.
 
-    Its message is all there is to go by: it has no type, and no code of its own.
+    The text decides, because vLLM's error has neither a type nor a code.
     """
     return METHOD in text and ("has no attribute" in text or "is not implemented" in text)
 
 
-def encode_round(told: Round) -> str:
-    """Return the text of a round."""
-    return msgspec.json.encode(told).decode()
+def encode_round(sent: Round) -> str:
+    """Return a round as JSON."""
+    return msgspec.json.encode(sent).decode()
 
 
 def decode_round(text: object) -> Round:
-    """Return the round that a text holds. Raises ProtocolError when it is none."""
+    """Return the round in a JSON text. Raises ProtocolError where it is invalid."""
     try:
         return msgspec.json.decode(str(text), type=Round)
     except msgspec.DecodeError as exc:
-        raise ProtocolError(f"a worker's door takes a round of ours; this is none: {exc}") from exc
+        raise ProtocolError(f"this is no valid round of weightsync: {exc}") from exc
 
 
 def encode_answer(answer: WorkerAnswer) -> dict[str, Any]:
@@ -93,15 +92,15 @@ def encode_answer(answer: WorkerAnswer) -> dict[str, Any]:
 
 
 def encode_refusal(exc: Exception) -> dict[str, str]:
-    """Return, as plain data, the answer to a round that could not be read."""
+    """Return the answer to a round that could not be decoded, as plain data."""
     return {"problem": problem.encode_problem(problem.to_problem(exc)).decode()}
 
 
-def decode_answers(told: Round, results: object, *, peer: str) -> list[WorkerAnswer]:
-    """Return every worker's answer, by rank.
+def decode_answers(sent: Round, results: object, *, peer: str) -> list[WorkerAnswer]:
+    """Return the answers of all workers, sorted by rank.
 
-    Raises ProtocolError where they are of another call, or not of all workers; and what a worker
-    says that could not read the round.
+    Raises ProtocolError where the answers belong to another call, or some are missing, and the
+    error of a worker that could not decode the round.
     """
     plain = results if isinstance(results, list) else []
     for result in plain:
@@ -116,7 +115,7 @@ def decode_answers(told: Round, results: object, *, peer: str) -> list[WorkerAns
             'started with --weight-transfer-config \'{"backend":"weightsync"}\', and the same '
             "version of weightsync?"
         ) from exc
-    if any(answer.nonce != told.nonce for answer in answers):
+    if any(answer.nonce != sent.nonce for answer in answers):
         raise ProtocolError(
             f"{peer}: its workers' answers belong to an earlier call. vLLM leaves answers behind "
             "when a call raises in one of several workers; restart the server"
@@ -133,7 +132,7 @@ def decode_answers(told: Round, results: object, *, peer: str) -> list[WorkerAns
 
 
 def one_version(answers: Iterable[WorkerAnswer]) -> bool:
-    """Whether every worker may compute with the version of all others."""
+    """Whether all workers may generate, with the same version."""
     answers = list(answers)
     return len({answer.version for answer in answers}) == 1 and all(
         answer.may_generate for answer in answers
@@ -141,13 +140,13 @@ def one_version(answers: Iterable[WorkerAnswer]) -> bool:
 
 
 def standing(answers: Iterable[WorkerAnswer]) -> str:
-    """Say how workers stand."""
+    """Return the state of each worker, for messages."""
     return ", ".join(f"worker {a.rank} is {a.state} at {a.version}" for a in answers)
 
 
-def addressed(told: Round, rank: int) -> Call | None:
-    """Return what a round says to the worker of this rank."""
-    calls: Mapping[int, Call] = told.calls
+def addressed(sent: Round, rank: int) -> Call | None:
+    """Return the call of a round for the worker of this rank, if any."""
+    calls: Mapping[int, Call] = sent.calls
     return calls.get(rank)
 
 

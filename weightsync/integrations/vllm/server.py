@@ -1,4 +1,4 @@
-"""A vLLM server as receivers: one for each of its workers, and the server's own endpoints."""
+"""A vLLM server as receivers, one per worker, and the calls to the server's own endpoints."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from weightsync.errors import (
     TransportError,
     WeightSyncError,
 )
-from weightsync.integrations.vllm import rpc as vllm_door
+from weightsync.integrations.vllm import rpc as vllm_rpc
 from weightsync.integrations.vllm.rpc import Call, Round, WorkerAnswer
 from weightsync.transports.base import BaseTransport
 from weightsync.transports.http import HttpTransport, json_object
@@ -57,7 +57,7 @@ _DEV_MODE = (
 
 
 class VllmHttpControl(HttpTransport):
-    """The verbs of the vLLM server at `url`; see VllmControl."""
+    """A VllmControl of the server at `url`."""
 
     @property
     def sent(self) -> tuple[int, int]:
@@ -65,44 +65,45 @@ class VllmHttpControl(HttpTransport):
         return self.sent_messages, self.sent_nbytes
 
     def greet(self, *, timeout_s: float) -> None:
-        """Look before the workers' door is knocked at whether there is one.
+        """Check that the workers have our engine, before the first RPC to them.
 
-        Where there is none a server of several workers would be out of step for good. Raises
-        BackendUnavailableError saying how to start it.
+        An RPC that raises in one of several workers breaks every later one. Raises
+        BackendUnavailableError, which says how to start the server.
         """
-        size = self._ask("get_world_size", None, timeout_s)
+        size = self._request("get_world_size", None, timeout_s, get=True)
         if not size or size.get("world_size") == 1:
             return  # a single worker without the method says so, and nothing is lost
-        config = self._ask("server_info?config_format=json", None, timeout_s).get("vllm_config")
+        info = self._request("server_info?config_format=json", None, timeout_s, get=True)
+        config = info.get("vllm_config")
         if not isinstance(config, dict):
             return
-        said = config.get("weight_transfer_config")
-        backend = (said or {}).get("backend")
+        transfer = config.get("weight_transfer_config")
+        backend = (transfer or {}).get("backend")
         if backend != BACKEND:
-            how = f"with weight transfer backend {backend!r}" if said else "without an engine"
+            how = f"with weight transfer backend {backend!r}" if transfer else "without an engine"
             raise BackendUnavailableError(f"{self.target} was started {how}; {_START}")
 
     def rpc(self, text: str, *, timeout_s: float) -> object:
-        """Call every worker's door."""
-        body = {"method": vllm_door.METHOD, "args": [text]}
-        return self._ask("collective_rpc", _encode(body), timeout_s).get("results")
+        """Call the RPC method of every worker."""
+        body = {"method": vllm_rpc.METHOD, "args": [text]}
+        return self._request("collective_rpc", body, timeout_s).get("results")
 
     def is_paused(self, *, timeout_s: float) -> bool:
-        """Whether generation is held."""
-        return bool(self._ask("is_paused", None, timeout_s).get("is_paused"))
+        """Whether generation is paused."""
+        return bool(self._request("is_paused", None, timeout_s, get=True).get("is_paused"))
 
     def pause(self, mode: str, *, timeout_s: float) -> None:
-        """Hold generation."""
-        self._ask(f"pause?mode={mode}", b"", timeout_s)
+        """Pause generation."""
+        self._request(f"pause?mode={mode}", None, timeout_s)
 
     def resume(self, *, timeout_s: float) -> None:
-        """Let it go on."""
-        self._ask("resume", b"", timeout_s)
+        """Resume generation."""
+        self._request("resume", None, timeout_s)
 
     def reset_prefix_cache(self, *, timeout_s: float) -> None:
-        """Forget what was computed with other weights; requests that wait compute it again."""
-        told = self._ask("reset_prefix_cache?reset_running_requests=true", b"", timeout_s)
-        if told.get("success") is False:
+        """Reset the prefix cache; running requests compute theirs again."""
+        found = self._request("reset_prefix_cache?reset_running_requests=true", None, timeout_s)
+        if found.get("success") is False:
             raise RemoteError(
                 f"{self.target}: reset_prefix_cache forgot nothing, since blocks of it are in use",
                 remote_type="HTTP 200",
@@ -110,12 +111,15 @@ class VllmHttpControl(HttpTransport):
             )
 
     def set_version(self, version: str, *, timeout_s: float) -> None:
-        """Tell the server what its weights are called."""
-        self._ask("update_weight_version", _encode({"new_version": version}), timeout_s)
+        """Set the version of the server's weights."""
+        self._request("update_weight_version", {"new_version": version}, timeout_s)
 
-    def _ask(self, call: str, body: bytes | None, timeout_s: float) -> dict[str, Any]:
-        """Return the object that the server answers; `body` None makes it a GET."""
-        status, answer = self._exchange(call, body, timeout_s)
+    def _request(
+        self, call: str, body: dict[str, Any] | None, timeout_s: float, *, get: bool = False
+    ) -> dict[str, Any]:
+        """Return the JSON object that the server answers; empty where it answers none."""
+        data = b"" if body is None else json.dumps(body).encode()
+        status, answer = self._exchange(call, None if get else data, timeout_s)
         if status == 200:
             return json_object(answer)
         verb = call.partition("?")[0]
@@ -129,9 +133,9 @@ class VllmHttpControl(HttpTransport):
 def is_vllm(
     url: str, token: str | None, *, verify_tls: bool | str = True, timeout_s: float = 5.0
 ) -> bool:
-    """Ask the server at `url` whether it is vLLM's; one that does not answer is not.
+    """Whether the server at `url` is vLLM's; False where it does not answer.
 
-    What is asked is answered by its HTTP process alone, however busy the workers are.
+    Only the server's HTTP process handles the probe, so busy workers do not delay it.
     """
     probe = HttpTransport(url, token, verify_tls=verify_tls)
     try:
@@ -144,23 +148,19 @@ def is_vllm(
 
 
 def plain_url(target: str) -> str | None:
-    """Return the URL of a target that says it is vLLM's, else None."""
+    """Return the URL of a target `vllm+http://…`; None for another target."""
     if not target.startswith(SCHEME):
         return None
     url = target.removeprefix(SCHEME)
     if urlsplit(url).scheme not in ("http", "https"):
-        # What it says instead is not repeated: it may hold a password.
+        # The message leaves the target out: it may contain a password.
         raise ConfigError("a target of vllm+ is no HTTP URL; give vllm+http://host:port")
     return url
 
 
-def _encode(body: dict[str, Any]) -> bytes:
-    return json.dumps(body).encode()
-
-
 def _answered(what: str, status: int, answer: bytes) -> WeightSyncError:
     text = problem.foreign_reason(answer) or answer[:300].decode("utf-8", "replace")
-    if vllm_door.has_no_door(text):
+    if vllm_rpc.lacks_engine(text):
         return BackendUnavailableError(
             f"{what}: the workers of this vLLM have no engine of weightsync; {_START} ({text})"
         )
@@ -179,57 +179,57 @@ logger = logging.getLogger(__name__)
 
 _GATHER_S = 0.05
 _GATHER_UPDATE_S = 2.0
-"""How long a round waits for the other workers' requests. Those of an update must not come later:
-workers read one ring in step, and the server takes one call at a time."""
+"""The time that a round waits for the other workers' requests. Those of an update must not come
+later: workers read one ring in lockstep, and the server takes one call at a time."""
 _MEND_S = 10.0
 
 
 class VllmControl(Protocol):
-    """The verbs of one vLLM server, whatever carries them. Each raises a WeightSyncError.
+    """Calls to one vLLM server or engine. Each raises WeightSyncError.
 
-    Called from any thread; `rpc` for seconds, in one thread, while others are called in another.
+    Called from any thread. `rpc` may take seconds, while another thread makes other calls.
     """
 
     @property
     def target(self) -> str:
-        """How messages name the server."""
+        """The server's name in messages."""
 
     @property
     def sent(self) -> tuple[int, int]:
         """Requests sent so far, and their bytes."""
 
     def rpc(self, text: str, *, timeout_s: float) -> object:
-        """Have every worker answer `text` at its door; return the list of their answers."""
+        """Call the RPC method of every worker with `text`; return the list of their answers."""
 
     def is_paused(self, *, timeout_s: float) -> bool:
-        """Whether generation is held."""
+        """Whether generation is paused."""
 
     def pause(self, mode: str, *, timeout_s: float) -> None:
-        """Hold generation."""
+        """Pause generation."""
 
     def resume(self, *, timeout_s: float) -> None:
-        """Let it go on."""
+        """Resume generation."""
 
     def reset_prefix_cache(self, *, timeout_s: float) -> object:
-        """Forget what was computed with other weights. Raises when it has not."""
+        """Reset the prefix cache. Raises RemoteError where blocks are in use."""
 
     def set_version(self, version: str, *, timeout_s: float) -> None:
-        """Tell the server what its weights are called."""
+        """Set the version of the server's weights."""
 
     def close(self) -> None:
-        """Let connections go."""
+        """Close the connections."""
 
 
 class _Hold(enum.Enum):
-    """What is known of a sender's pause of the server."""
+    """The state of this sender's pause of the server."""
 
-    NONE = "no pause is ours, and the engine expects none of ours"
-    UNSURE = "one may be ours: a call about it had no answer yet, or it is of an earlier update"
-    OURS = "generation is held, and ours to resume"
+    NONE = "no pause is ours, and none is announced"
+    UNSURE = "a pause may be ours: a call about it had no reply, or an earlier update made it"
+    OURS = "generation is paused, and this sender resumes it"
 
 
 class VllmServer:
-    """Sends rounds to all workers of one server, and pauses and resumes it around updates."""
+    """Sends rounds to all workers of one server, and pauses it for updates."""
 
     def __init__(self, control: VllmControl, *, timeout_s: float) -> None:
         self.control = control
@@ -237,7 +237,7 @@ class VllmServer:
         self._whole: VllmServerTransport | None = None
         self._owner = secrets.token_hex(8)
         self._senders: dict[int, str] = {}
-        self._answers = self._ask({}, timeout_s=timeout_s)
+        self._answers = self._run_round({}, timeout_s=timeout_s)
         self.workers = len(self._answers)
         self._turn = threading.Lock()
         self._rounds: dict[type[Request], _Gathering] = {}
@@ -265,17 +265,17 @@ class VllmServer:
         return gathering.result(rank, timeout_s + _GATHER_UPDATE_S)
 
     def whole(self) -> VllmServerTransport:
-        """Return the transport to the server itself, the same each time."""
+        """Return the transport to the server itself, the same in each call."""
         with self._turn:
             if self._whole is None:
                 self._whole, self.has_whole = VllmServerTransport(self), True
             return self._whole
 
     def close_one(self) -> None:
-        """A worker's transport is closed; with the last one the control is, but for `whole`."""
+        """Note that a worker's transport closed. After the last one, close the control."""
         with self._turn:
             self._open -= 1
-            last = self._open == 0 and not self.has_whole
+            last = self._open == 0 and not self.has_whole  # `whole` closes it otherwise
         if last:
             self.control.close()
 
@@ -297,29 +297,31 @@ class VllmServer:
             self.control.set_version(first.new_version, timeout_s=timeout_s)
         elif isinstance(first, StatusRequest):
             return self._look(requests, timeout_s)
-        return self._tell(requests, timeout_s)
+        return self._send(requests, timeout_s)
 
     def _look(self, requests: dict[int, Request], timeout_s: float) -> dict[int, WorkerAnswer]:
-        """Ask for the status; not while a pause is on its way, which the answer would not know."""
+        """Send a status request; not while a pause begins, which its answer would not show."""
         with self._server:
-            answers = self._tell(requests, timeout_s)
+            answers = self._send(requests, timeout_s)
             if self._hold is not _Hold.NONE and not self._is_ours(timeout_s):
-                self._announce({}, timeout_s=timeout_s)  # resumed by hand, or started again
+                self._announce(
+                    {}, timeout_s=timeout_s
+                )  # a user resumed it, or restarted the server
             return answers
 
     def _change(
         self, requests: dict[int, Request], first: Request, timeout_s: float
     ) -> dict[int, WorkerAnswer]:
-        """A step that may touch weights in place, or ends an update: no generation in between."""
+        """Run a step that may write weights in place, with generation paused, or that aborts."""
         ends = isinstance(first, AbortRequest)
         if isinstance(first, StartRequest) or getattr(first, "start", None):
-            self._doubt()  # an earlier update's pause may be ended by hand by now
+            self._doubt()  # a user may have ended an earlier update's pause
         for rank, request in requests.items():
             self._senders[rank] = _sender_of(request) or self._senders.get(rank, "")
         try:
             if not ends and any(answer.apply != "staged" for answer in self._answers):
                 self._pause(requests, timeout_s)
-            answers = self._tell(requests, timeout_s)
+            answers = self._send(requests, timeout_s)
         except BaseException:
             self._mend(timeout_s)
             raise
@@ -332,10 +334,10 @@ class VllmServer:
     ) -> dict[int, WorkerAnswer]:
         try:
             self._pause(requests, timeout_s)
-            # Whatever is heard of it: the workers may have put new weights to use.
+            # Even if the call fails: the workers may have put the new weights into use.
             self._owes_reset = self._owes_reset or first.clear_cache
-            answers = self._tell(requests, timeout_s)
-            if not self._failed(answers) and vllm_door.one_version(self._answers):
+            answers = self._send(requests, timeout_s)
+            if not self._failed(answers) and vllm_rpc.one_version(self._answers):
                 self._reset_if_owed(timeout_s)
                 version = first.weight_version or str(self._answers[0].version)
                 self.control.set_version(version, timeout_s=timeout_s)
@@ -346,22 +348,22 @@ class VllmServer:
         return answers
 
     def _announce(self, holds: dict[int, str], *, timeout_s: float) -> None:
-        """Say, right before a pause, whose it will be: it ends with that sender, if not before.
+        """Announce a pause to the engine's guard, which ends it when this sender dies.
 
-        `holds` has the ids by which workers know us. Empty: it is over, or will not come. What a
-        dead sender has paused becomes ours.
+        `holds` has the ids by which the workers know this sender. Empty: the pause is over, or will
+        not come. The pause of a dead sender becomes ours.
         """
         with self._server:
             self._hold = _Hold.UNSURE
-            self._answers = self._ask({}, timeout_s=timeout_s, holds=holds)
+            self._answers = self._run_round({}, timeout_s=timeout_s, holds=holds)
             if not holds:
                 self._hold = _Hold.NONE
 
     def _pause(self, requests: dict[int, Request], timeout_s: float) -> None:
-        """Hold generation, unless it is held: by us from before, or by somebody else for good.
+        """Pause generation, unless it is paused already: by this sender, or by a user.
 
-        The engine says of the announcement whether it was paused, since a user may pause it, and
-        resume it, at any time before.
+        The reply to the announcement says whether the engine was paused, because a user may pause
+        and resume it at any time before.
         """
         with self._server:
             if self._hold is _Hold.OURS:
@@ -377,26 +379,26 @@ class VllmServer:
             self._hold = _Hold.OURS
 
     def _doubt(self) -> None:
-        """Ask the engine before a pause is taken for ours again."""
+        """Note that the engine has to confirm our pause before we rely on it."""
         with self._server:
             if self._hold is _Hold.OURS:
                 self._hold = _Hold.UNSURE
 
     def _take(self, timeout_s: float, *, may_be_ours: bool = True) -> bool:
-        """After a round: whether a pause was found that is ours to end from now on."""
+        """After a round: take over a pause that is ours to end; return whether there is one."""
         if not self._is_ours(timeout_s, may_be_ours=may_be_ours):
             return False
         self._hold = _Hold.OURS
-        self._owes_reset = True  # by a sender that is gone, for all that is known
+        self._owes_reset = True  # a sender that is gone may have made it
         return True
 
     def _is_paused(self, timeout_s: float) -> bool:
-        """Whether generation was held before the last round; asked where no guard has said it."""
-        said = self._answers[0].paused
-        return self.control.is_paused(timeout_s=timeout_s) if said is None else said
+        """Whether generation was paused before the last round, by the guard if there is one."""
+        paused = self._answers[0].paused
+        return self.control.is_paused(timeout_s=timeout_s) if paused is None else paused
 
     def _is_ours(self, timeout_s: float, *, may_be_ours: bool = True) -> bool:
-        """Whether it was held by us, or by a dead sender; where no guard says so, it may be."""
+        """Whether the pause is ours, or a dead sender's; without a guard: whether it may be."""
         if self._answers[0].paused is None:
             return may_be_ours and self._is_paused(timeout_s)
         return self._answers[0].held
@@ -406,7 +408,7 @@ class VllmServer:
             self._reset(timeout_s)
 
     def _reset(self, timeout_s: float) -> None:
-        """Have the caches of other weights forgotten; until that is done nothing is resumed."""
+        """Reset the prefix cache. While that fails, generation is not resumed."""
         try:
             self.control.reset_prefix_cache(timeout_s=timeout_s)
         except WeightSyncError as exc:
@@ -427,7 +429,7 @@ class VllmServer:
         )
 
     def _mend(self, timeout_s: float) -> None:
-        """After a call without an answer: ask how the workers stand, and resume if well."""
+        """After a failed call: resume generation if all workers have one whole version."""
         try:
             self._doubt()
             self._resume_where_whole(min(timeout_s, _MEND_S))
@@ -435,17 +437,17 @@ class VllmServer:
             logger.warning("%s was not resumed: %s", self.control.target, exc)
 
     def _resume_where_whole(self, timeout_s: float) -> None:
-        """Let generation go on, where every worker may compute with the version of all others."""
+        """Resume generation if all workers have the same whole version."""
         with self._server:
             if self._hold is _Hold.NONE:
                 return
             if self._hold is _Hold.UNSURE:
-                self._answers = self._ask({}, timeout_s=timeout_s)
+                self._answers = self._run_round({}, timeout_s=timeout_s)
                 self._take(timeout_s)
             if self._hold is _Hold.OURS:
-                self._hold = _Hold.UNSURE  # where it stays paused, it may be resumed by hand
-                if not vllm_door.one_version(self._answers):
-                    standing = vllm_door.standing(self._answers)
+                self._hold = _Hold.UNSURE  # if it stays paused, a user may resume it
+                if not vllm_rpc.one_version(self._answers):
+                    standing = vllm_rpc.standing(self._answers)
                     logger.warning("%s stays paused: %s", self.control.target, standing)
                     return
                 self._reset_if_owed(timeout_s)
@@ -456,24 +458,24 @@ class VllmServer:
     def _failed(answers: dict[int, WorkerAnswer]) -> bool:
         return any(answer.problem is not None for answer in answers.values())
 
-    def _tell(self, requests: dict[int, Request], timeout_s: float) -> dict[int, WorkerAnswer]:
-        self._answers = self._ask(requests, timeout_s=timeout_s)
+    def _send(self, requests: dict[int, Request], timeout_s: float) -> dict[int, WorkerAnswer]:
+        self._answers = self._run_round(requests, timeout_s=timeout_s)
         return {answer.rank: answer for answer in self._answers}
 
-    def _ask(
+    def _run_round(
         self, requests: dict[int, Request], *, timeout_s: float, holds: dict[int, str] | None = None
     ) -> list[WorkerAnswer]:
         calls = {
             rank: Call(call=CALL_OF[type(request)], body=codec.encode(request).decode())
             for rank, request in requests.items()
         }
-        told = Round(nonce=secrets.token_hex(8), calls=calls, owner=self._owner, holds=holds)
-        results = self.control.rpc(vllm_door.encode_round(told), timeout_s=timeout_s)
-        return vllm_door.decode_answers(told, results, peer=self.control.target)
+        sent = Round(nonce=secrets.token_hex(8), calls=calls, owner=self._owner, holds=holds)
+        results = self.control.rpc(vllm_rpc.encode_round(sent), timeout_s=timeout_s)
+        return vllm_rpc.decode_answers(sent, results, peer=self.control.target)
 
 
 class _Gathering:
-    """Requests of one kind to several workers that become one round."""
+    """Collects requests of one type to several workers into one round."""
 
     def __init__(self, rank: int, request: Request, workers: int) -> None:
         self._requests = {rank: request}
@@ -486,7 +488,7 @@ class _Gathering:
         self._wait_s = _GATHER_UPDATE_S if isinstance(request, UpdateRequest) else _GATHER_S
 
     def join(self, rank: int, request: Request) -> bool:
-        """Take part, unless it is too late or this worker does already."""
+        """Add a request; False where the round is closed, or has one of this worker."""
         with self._joined:
             if self._closed or rank in self._requests:
                 return False
@@ -495,26 +497,26 @@ class _Gathering:
             return True
 
     def wait_for_others(self) -> None:
-        """Give the others time to join; all of them are there at once in nearly every case."""
+        """Wait for the other workers' requests, which nearly always come at the same time."""
         with self._joined:
             self._joined.wait_for(lambda: len(self._requests) == self._workers, self._wait_s)
 
     def close(self) -> None:
-        """Nobody joins any more."""
+        """Refuse further requests."""
         with self._joined:
             self._closed = True
 
     def settle(self, run: Callable[[dict[int, Request]], dict[int, WorkerAnswer]]) -> None:
-        """Make the round, for all who take part."""
+        """Run the round with all its requests."""
         try:
             self._answers = run(dict(sorted(self._requests.items())))
-        except BaseException as exc:  # noqa: BLE001  # raised in every thread that takes part
+        except BaseException as exc:  # noqa: BLE001  # raised by `result`, in every thread
             self._error = exc
         finally:
             self._done.set()
 
     def result(self, rank: int, timeout_s: float) -> WorkerAnswer:
-        """Return the answer of one worker; raise what the round raised."""
+        """Return the answer of one worker. Raises the round's error."""
         if not self._done.wait(timeout_s * 2):
             raise ConnectError("another worker's call did not come back")
         if self._error is not None:
@@ -545,24 +547,24 @@ class VllmWorkerTransport(BaseTransport):
 
     @property
     def round(self) -> object:
-        """What it has in common with the server's other workers: all of them answer, or none."""
+        """The same object for all workers of the server; see Transport."""
         return self._server
 
     @property
     def whole(self) -> VllmServerTransport:
-        """The transport to the server itself, one for all workers; who asks for it closes it."""
+        """The transport to the server itself, one for all workers. Its user closes it."""
         if self._whole is None:
             self._whole = self._server.whole()
         return self._whole
 
     @property
     def sent_nbytes(self) -> int:
-        """Bytes of requests: counted at `whole`, or else at the server's first worker."""
+        """Bytes of requests to the server, counted by `whole`, or else by its first worker."""
         return self._sent[1]
 
     @property
     def sent_messages(self) -> int:
-        """Requests, counted there too."""
+        """Requests to the server, counted in the same place."""
         return self._sent[0]
 
     @property
@@ -579,18 +581,18 @@ class VllmWorkerTransport(BaseTransport):
                 msgspec.json.decode(answer.problem, type=problem.Problem), peer=self._target
             )
         if answer.reply is None:
-            raise ProtocolError(f"{self._target}: its worker was told something and said nothing")
+            raise ProtocolError(f"{self._target}: its worker got a request and returned no reply")
         return codec.decode_reply(CALL_OF[type(request)], answer.reply.encode())
 
     def close(self) -> None:
-        """Refuse further calls; with the last of the server's workers its connections close."""
+        """Refuse further calls; with the server's last worker, close its connections."""
         if not self._closed:
             super().close()
             self._server.close_one()
 
 
 class VllmServerTransport(BaseTransport):
-    """A Transport to a vLLM server, which says how many workers it has now; nothing else."""
+    """A Transport to a vLLM server itself; its status lists the server's present workers."""
 
     def __init__(self, server: VllmServer) -> None:
         super().__init__(server.control.target)
@@ -608,9 +610,9 @@ class VllmServerTransport(BaseTransport):
         return self._control.sent[0]
 
     def call(self, request: Request, *, timeout_s: float) -> Reply:
-        """Answer a StatusRequest with that of the first worker; see Transport.call."""
+        """Return the status of the first worker. Raises ProtocolError for other requests."""
         if not isinstance(request, StatusRequest):
-            raise ProtocolError(f"{self._target}: this is for its workers to answer")
+            raise ProtocolError(f"{self._target}: only its workers handle this request")
         server = VllmServer(self._control, timeout_s=timeout_s)
         status = VllmWorkerTransport(server, 0, self).call(request, timeout_s=timeout_s)
         return msgspec.structs.replace(status, workers=list(worker_paths(server.workers)))
@@ -619,32 +621,32 @@ class VllmServerTransport(BaseTransport):
         """Return a transport to every worker; see Transport."""
         server = VllmServer(self._control, timeout_s=_MEND_S)
         if worker_paths(server.workers) != tuple(paths):
-            raise ConnectError(f"{self._target} was started again meanwhile; connect again")
+            raise ConnectError(f"{self._target} was restarted meanwhile; connect again")
         server.has_whole = True
         return [VllmWorkerTransport(server, rank, self) for rank in range(server.workers)]
 
     def close(self) -> None:
-        """Let the connections to the server go."""
+        """Close the connections to the server."""
         self._control.close()
 
 
 def worker_paths(workers: int) -> tuple[str, ...]:
-    """How the workers of a server are told apart."""
+    """Return the paths of a server's workers."""
     return tuple(f"worker-{rank}" for rank in range(workers))
 
 
 def worker_transports(control: VllmControl, *, timeout_s: float) -> list[VllmWorkerTransport]:
-    """Return a transport to every worker of a server. Raises what its first answer raises."""
+    """Return a transport to every worker of a server. Raises as the first round does."""
     server = VllmServer(control, timeout_s=timeout_s)
     return [VllmWorkerTransport(server, rank) for rank in range(server.workers)]
 
 
 def _sender_of(request: Request) -> str:
-    """Return the id by which a worker knows who sent this to it; none where it says none."""
-    said = request.update_info if isinstance(request, UpdateRequest) else request
-    return getattr(said, "sender", None) or ""
+    """Return the sender's id in a request, empty where it has none."""
+    source = request.update_info if isinstance(request, UpdateRequest) else request
+    return getattr(source, "sender", None) or ""
 
 
 def _copy(error: BaseException) -> BaseException:
-    """One error, raised in several threads, must not be changed by each of them."""
+    """Return a copy of an error: several threads raise it, and each adds to its own."""
     return copy.copy(error) if isinstance(error, WeightSyncError) else error

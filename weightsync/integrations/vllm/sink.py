@@ -1,4 +1,4 @@
-"""A vLLM worker's model as a sink: checked by a dry run, loaded through vLLM's own reload."""
+"""The sink of a vLLM worker's model: a dry run checks it, vLLM's own reload loads it."""
 
 from __future__ import annotations
 
@@ -52,9 +52,9 @@ _ALLOCATORS = {
 
 
 def refuse_asleep(step: str) -> None:
-    """Raise ConfigError while weights of this process are asleep: to touch them ends the process.
+    """Raise ConfigError while weights of this process are asleep: an access ends the process.
 
-    Asks the allocator of vLLM's own sleep mode, which a worker without that mode never makes.
+    Reads the allocator of vLLM's sleep mode, which a worker without that mode does not have.
     """
     if _weights_asleep():
         raise ConfigError(
@@ -76,7 +76,7 @@ _VLLM_LOGGER = "vllm.model_executor.model_loader.reload.layerwise"
 
 
 class Reload:
-    """The reload of one worker's `model`. Called by one thread at a time, between decode steps."""
+    """vLLM's reload of one worker's `model`. One thread calls it at a time, between steps."""
 
     def __init__(self, model: nn.Module, vllm_config: Any) -> None:
         self.model = model
@@ -85,7 +85,7 @@ class Reload:
         self._once_only: list[Any] = []
 
     def begin(self) -> None:
-        """Take the layers apart, so that they can be loaded. Nothing happens when they are.
+        """Prepare the layers for loading; does nothing where they are prepared.
 
         Raises ConfigError while the model sleeps.
         """
@@ -97,12 +97,12 @@ class Reload:
                 initialize_layerwise_reload(self.model)
 
     def load(self, pairs: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Hand weights to the model. It may keep a tensor until its layer is whole."""
+        """Give weights to the model. It may keep a tensor until its layer is complete."""
         with self._configured():
             cast(Any, self.model).load_weights(pairs)
 
     def end(self) -> None:
-        """Put every layer together, the ones left out with what they had."""
+        """Complete every layer; a layer without new weights keeps the old ones."""
         if not self.is_open:
             return
         with self._configured(), quiet_about_layers():
@@ -112,10 +112,10 @@ class Reload:
                 _process(head)
 
     def abandon(self) -> None:
-        """Forget what waits for the rest of its layer; layers that are whole keep the new weights.
+        """Drop the tensors of incomplete layers; complete layers keep the new weights.
 
-        The model computes again afterwards, with a mixture, where a reload that is left open kills
-        the process that computes, and mixes the next weights with those that it has kept.
+        The model can compute afterwards, with a mixture of weights. A reload that stays open ends
+        the process at the next step, and mixes the next weights with the tensors that it kept.
         """
         if not self.is_open:
             return
@@ -138,12 +138,12 @@ class Reload:
 
 
 def once_only_methods(model: nn.Module) -> list[Any]:
-    """Return the layers' methods that derive kernel weights at the first load alone.
+    """Return the layers' methods that derive kernel weights at the first load only.
 
-    A fused mixture of experts has its weights packed while its `moe_kernel` is made, and vLLM keeps
-    that kernel: weights that are loaded later stay in checkpoint format, and the kernel computes
-    with them as if they were packed. On a GPU the kernel's tensors may be part of a captured graph,
-    and what vLLM does itself there is left alone.
+    A fused mixture of experts packs its weights when it makes its `moe_kernel`, and vLLM keeps that
+    kernel. Weights that are loaded later stay in checkpoint format, and the kernel computes with
+    them as if they were packed. On a GPU the kernel's tensors may be part of a captured graph:
+    vLLM's own behaviour is not changed there.
     """
     methods = [
         layer.quant_method
@@ -156,7 +156,7 @@ def once_only_methods(model: nn.Module) -> list[Any]:
 
 @contextmanager
 def _processing_as_at_first(methods: list[Any]) -> Iterator[None]:
-    """Have `methods` process loaded weights as if no kernel had been made yet."""
+    """Make `methods` process loaded weights as if they had no kernel yet."""
 
     def process(method: Any, layer: nn.Module) -> None:
         kernel, method.moe_kernel = method.moe_kernel, None
@@ -177,7 +177,7 @@ def _processing_as_at_first(methods: list[Any]) -> Iterator[None]:
 
 @contextmanager
 def quiet_about_layers() -> Iterator[None]:
-    """Silence vLLM's warning for each layer that gets no weights: what is missing, we check."""
+    """Silence vLLM's warning for each layer without weights: our sink checks for missing ones."""
     logger = logging.getLogger(_VLLM_LOGGER)
     before = logger.disabled
     logger.disabled = True
@@ -188,7 +188,7 @@ def quiet_about_layers() -> Iterator[None]:
 
 
 def tied_layers(model: nn.Module) -> list[nn.Module]:
-    """Return the modules whose weight belongs to another module that comes before them."""
+    """Return the modules whose weight is that of an earlier module."""
     seen: set[int] = set()
     tied = []
     for layer in model.modules():
@@ -202,9 +202,9 @@ def tied_layers(model: nn.Module) -> list[nn.Module]:
 
 
 def _process(layer: nn.Module) -> None:
-    """Have a layer derive again what it computes with: on CPU a packed copy of its weight.
+    """Make a layer derive its kernel weights again: on CPU a packed copy of its weight.
 
-    The reload does so for the layer that was loaded, and not for those that share its weight.
+    The reload does so for the layer that was loaded, but not for the layers that share its weight.
     """
     method = getattr(layer, "quant_method", None)
     process = getattr(method, "process_weights_after_loading", None)
@@ -218,10 +218,10 @@ Place = tuple[str, str]
 
 @dataclass(slots=True)
 class Trial:
-    """What the loaders did with a manifest.
+    """The result of a dry run of a manifest.
 
-    `mismatched` says which tensors do not fit, `cut` which layers would be loaded in part;
-    `ignored` are the names that no loader took, `untouched` the layers that nothing came for.
+    `mismatched` are the tensors that do not fit, `cut` the layers that would be loaded in part,
+    `ignored` the names that no loader took, `untouched` the layers that got no weights.
     """
 
     mismatched: list[str] = field(default_factory=list)
@@ -231,7 +231,7 @@ class Trial:
 
 
 def try_out(reload: Reload, manifest: Manifest, names: list[str]) -> Trial:
-    """Offer the tensors of `manifest` by `names` to the model's own loaders; change nothing.
+    """Run the model's own loaders on the tensors `names` of `manifest`, without any change.
 
     Called between decode steps, while no reload is open.
     """
@@ -241,7 +241,7 @@ def try_out(reload: Reload, manifest: Manifest, names: list[str]) -> Trial:
         with watch.watching(reload.model):
             try:
                 reload.load(watch.pairs())
-            except Exception as exc:  # noqa: BLE001  # whatever a model's own code raises
+            except Exception as exc:  # noqa: BLE001  # a model's code may raise anything
                 watch.note(f"load_weights raised {type(exc).__name__}: {exc}")
         return watch.result()
     finally:
@@ -249,7 +249,7 @@ def try_out(reload: Reload, manifest: Manifest, names: list[str]) -> Trial:
 
 
 class _Watch:
-    """Stands between a model's load_weights and the loaders of its parameters."""
+    """Records which parameters a model's load_weights would load, and from which tensors."""
 
     def __init__(self, manifest: Manifest, names: list[str]) -> None:
         self._manifest = manifest
@@ -262,7 +262,7 @@ class _Watch:
         self._taken: set[str] = set()
 
     def pairs(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield stand-ins for the tensors, and remember which one the model looks at."""
+        """Yield meta tensors in place of the tensors, and record the current one."""
         index = self._manifest.index
         for name in self._names:
             spec = self._manifest.specs[index[name]]
@@ -270,21 +270,21 @@ class _Watch:
             yield name, torch.empty(spec.shape, dtype=TORCH_DTYPES[spec.dtype], device="meta")
 
     def note(self, what: str) -> None:
-        """Remember what does not fit the tensor that is looked at."""
+        """Record that the current tensor does not fit."""
         index = self._manifest.index.get(self._current)
         offered = f"offered {self._manifest.specs[index]}" if index is not None else "offered"
         self._trial.mismatched.append(f"{self._current}: {offered}, {what}")
 
     def watching(self, model: nn.Module) -> _Standins:
-        """Replace the loaders for the time of a `with`."""
+        """Return a context manager that replaces the loaders."""
         return _Standins(model, self)
 
     def expect(self, place: Place, numel: int) -> None:
-        """A parameter that weights may come for."""
+        """Record a parameter that needs `numel` elements."""
         self._wanted[place] = numel
 
     def load(self, place: Place, loader: Callable[..., Any], args: inspect.BoundArguments) -> Any:
-        """Run a loader on memory that is none, and count what it would have written."""
+        """Run a loader on a meta tensor, and count the elements that it would write."""
         self._taken.add(self._current)
         self._sources[place].append(self._current)
         try:
@@ -298,7 +298,7 @@ class _Watch:
         return result
 
     def result(self) -> Trial:
-        """Compare what came with what each layer needs to be whole."""
+        """Compare the loaded elements with those that each layer needs."""
         for place, numel in self._wanted.items():
             loaded = self._loaded[place]
             if not loaded:
@@ -315,7 +315,7 @@ class _Watch:
 
 
 class _Standins:
-    """The loaders of all parameters, replaced while this is entered."""
+    """Context manager that replaces the loaders of all parameters."""
 
     def __init__(self, model: nn.Module, watch: _Watch) -> None:
         self._model = model
@@ -353,7 +353,7 @@ class _Standins:
 
 
 def _unwrapped(loader: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the loader below vLLM's own wrappers, which would process a layer that is whole."""
+    """Return the loader below vLLM's own wrappers, which would process a complete layer."""
     while getattr(loader, "__name__", "") == "online_process_loader":
         loader = loader.__wrapped__  # type: ignore[attr-defined]  # vLLM's wrappers have it
     return loader
@@ -365,12 +365,11 @@ _KEPT = 8
 
 
 class VllmSink(WeightSink):
-    """Takes weights in checkpoint format, and gives vLLM each of them in its place or shard.
+    """Takes weights in checkpoint format; vLLM's loaders put them into the worker's shards.
 
-    A manifest is compared with the checkpoint that the server was started from, where that lies
-    on this host, and offered to the model's loaders in a dry run before any byte moves.
-    `keeps_views`:
-    the reload keeps what it is given until a layer is whole.
+    Before any byte moves, a manifest is compared with the checkpoint that the server was started
+    from, where that is on this host, and the model's loaders run on it without data. `keeps_views`
+    is True because the reload keeps tensors until their layer is complete.
     """
 
     verification = "arrived"
@@ -387,16 +386,16 @@ class VllmSink(WeightSink):
 
     @property
     def device(self) -> torch.device:
-        """Where the weights live."""
+        """The device of the weights."""
         return self._device
 
     @property
     def ties(self) -> Mapping[str, str]:
-        """Those of the checkpoint that the server was started from."""
+        """The ties of the checkpoint that the server was started from."""
         return self._checkpoint.aliases if self._checkpoint else {}
 
     def difference(self, offered: Manifest) -> ManifestDifference:
-        """How `offered` differs from what this worker's model takes, found out once."""
+        """How `offered` differs from the tensors that this worker's model takes; cached."""
         if offered.digest not in self._known:
             found = self._find_difference(offered)
             while len(self._known) >= _KEPT:
@@ -405,14 +404,14 @@ class VllmSink(WeightSink):
         return self._known[offered.digest]
 
     def open_target(self, plan: StreamLayout, apply: Apply) -> LoadTarget:
-        """Keep the stream aside until `commit`; a whole model may also go straight in."""
+        """Stage the stream until `commit`; a whole model may also be loaded in place."""
         self.difference(plan.manifest).check(partial=True, more_follows=True)
         if apply == "in_place" and not self.difference(plan.manifest).missing:
             return _InPlaceLanding(self, plan.manifest)
         return _AsideLanding(self, plan)
 
     def commit_all(self, load_targets: Sequence[LoadTarget]) -> None:
-        """Load all of them in one reload: what vLLM fuses may have come in several messages."""
+        """Load all targets in one reload: tensors that vLLM fuses may be in several messages."""
         aside = [
             load_target for load_target in load_targets if isinstance(load_target, _AsideLanding)
         ]
@@ -430,22 +429,22 @@ class VllmSink(WeightSink):
         except BaseException:
             self.reload.abandon()
             raise
-        # What is kept would change with the next update's first bytes.
+        # The next update would overwrite a tensor that vLLM kept.
         refuse_kept([(name, flat) for name, (_, flat) in lent.items()], counts)
 
     def staged_nbytes(self, plan: StreamLayout) -> int:
-        """The whole stream is kept aside, by every worker, before it is cut into shards."""
+        """The whole stream: every worker stages it before it is cut into shards."""
         return plan.nbytes
 
     def checksums(self, names: Iterable[str] | None = None) -> dict[str, str]:
-        """Return mix64 of what this worker computes with, by vLLM's names, packed or not."""
+        """Return mix64 of the worker's weights by vLLM's names, packed or not."""
         refuse_asleep("weight_checker")
         return held_checksums(self.reload.model, names)
 
     def given_names(self, manifest: Manifest) -> list[str]:
-        """Return the names under which tensors are handed over: tied ones in every place.
+        """Return the names under which tensors are given to the model: tied ones in every place.
 
-        A model that ties its head itself is given one.
+        A model that ties its head itself gets a tied tensor once.
         """
         tied = getattr(self._config.hf_text_config, "tie_word_embeddings", False)
         names = [spec.name for spec in manifest.specs]
@@ -471,7 +470,7 @@ class VllmSink(WeightSink):
         )
 
     def _unexpected(self, offered: Manifest, trial: Trial) -> list[str]:
-        """Without a checkpoint to compare with: what no loader took, where all layers are here."""
+        """Without a checkpoint: the names that no loader took, where this worker has all layers."""
         if self._pipeline:
             return []
         return [name for name in trial.ignored if name not in offered.aliases]
@@ -482,14 +481,14 @@ class VllmSink(WeightSink):
 
 
 class _WakefulLanding(LoadTarget):
-    """Takes nothing while the model sleeps: looked at with each update's first bytes."""
+    """Refuses an update while the model sleeps; checked at its first bytes."""
 
     def begin(self) -> None:
         refuse_asleep("update_weights")
 
 
 class _InPlaceLanding(_WakefulLanding):
-    """Hands tensors over as they come. Tied ones come once, so aliases are repeated here."""
+    """Loads tensors as they arrive. Tied ones arrive once, and are given under each alias."""
 
     in_place = True
 
@@ -517,7 +516,7 @@ class _InPlaceLanding(_WakefulLanding):
 
 
 class _AsideLanding(_WakefulLanding):
-    """Keeps the stream; the model is touched by `commit` alone, and keeps nothing of the stream."""
+    """Stages the stream. Only `commit` changes the model, which keeps no tensor of the stream."""
 
     def __init__(self, sink: VllmSink, plan: StreamLayout) -> None:
         self._sink = sink
@@ -528,7 +527,7 @@ class _AsideLanding(_WakefulLanding):
         self.peak_extra_nbytes = plan.nbytes
 
     def lend(self) -> Iterator[tuple[str, tuple[TensorSpec, torch.Tensor]]]:
-        """Yield what was kept by the names under which the model takes it."""
+        """Yield the staged tensors by the names under which the model takes them."""
         for name in self._names:
             i = self._index[name]
             yield name, (self._specs[i], own_storage(self.memory.tensors[i]))
@@ -538,9 +537,9 @@ class _AsideLanding(_WakefulLanding):
 
 
 def _checkpoint_manifest(model_config: Any) -> Manifest | None:
-    """Return what the server's own checkpoint holds; None where it is not on this host.
+    """Return the manifest of the server's own checkpoint; None where it is not on this host.
 
-    Quantized checkpoints are no measure for what a trainer sends.
+    None for a quantized checkpoint as well: a trainer sends other tensors.
     """
     if getattr(model_config, "quantization", None):
         return None
@@ -550,5 +549,5 @@ def _checkpoint_manifest(model_config: Any) -> Manifest | None:
         path = Path(model_config.model)
         if path.is_dir():
             return SafetensorsSource(path).manifest
-    logger.info("no checkpoint of %s to compare names with here", model_config.model)
+    logger.info("no checkpoint of %s on this host: names are not compared", model_config.model)
     return None
