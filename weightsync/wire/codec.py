@@ -160,7 +160,9 @@ def parse_update_info(data: object) -> UpdateInfo:
     shape = _convert(data, _UpdateShape)
     if shape.ipc_handles_pickled is not None:  # whatever the other fields are
         raise ProtocolError(f"update_info.{NO_PICKLES}")
-    return _convert(data, RegisteredUpdate if shape.registered else HandlesUpdate)
+    if shape.registered:
+        return _convert(data, RegisteredUpdate)
+    return _convert(data, HandlesUpdate)
 
 
 def _is_empty(data: object) -> bool:
