@@ -393,7 +393,7 @@ def log(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         return HostKernel() if runs and len(runs) == among else None
 
     monkeypatch.setattr(torch.cuda, "current_stream", lambda _: Stream())
-    monkeypatch.setattr(fused, "_lane_of", lambda _: Lane())
+    monkeypatch.setattr(fused, "_stream_of", lambda _: Lane())
     monkeypatch.setattr(fused, "kernel_of", kernel_of)
     return said
 

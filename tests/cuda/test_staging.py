@@ -68,8 +68,7 @@ class TestBuffer:
         pair = CpuGpuBuffer.around(cpu, gpu)
         assert pair.copy_to_cpu(2).data_ptr() == cpu.data_ptr()
         assert cpu.tolist() == [10, 11, 2, 3]
-        wrong = "the two sides of a pair must have one shape and dtype"
-        with pytest.raises(ConfigError, match=wrong):
+        with pytest.raises(ConfigError, match="the sides of a pair must have one shape and dtype"):
             CpuGpuBuffer.around(cpu, gpu[:3])
         with pytest.raises(ConfigError, match=r"torch\.int64 \[4\] and torch\.int32 \[4\]"):
             CpuGpuBuffer.around(cpu, gpu.int())

@@ -7,6 +7,7 @@ GPU.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol, Self
 
@@ -56,7 +57,7 @@ class CpuGpuBuffer:
         """
         if cpu.shape != gpu.shape or cpu.dtype is not gpu.dtype:
             raise ConfigError(
-                f"the two sides of a pair must have one shape and dtype; these are {cpu.dtype} "
+                f"the sides of a pair must have one shape and dtype; these are {cpu.dtype} "
                 f"{list(cpu.shape)} and {gpu.dtype} {list(gpu.shape)}"
             )
         pair = cls.__new__(cls)
@@ -117,25 +118,27 @@ class CudaCopyStream:
             copy()
         event = torch.cuda.Event()  # type: ignore[no-untyped-call]  # torch's
         event.record(self._stream)
-        return _CudaCopyWork(event, self._device)
+        return CudaCopyWork(event, self._device)
 
     def close(self) -> None:
         """Return when all copies are complete."""
         self._stream.synchronize()
 
 
-class _CudaCopyWork:
-    """A copy on a CUDA stream: `event` is behind it."""
+@dataclass(frozen=True, slots=True)
+class CudaCopyWork:
+    """A copy on a CUDA stream of `device`: `event` is behind it."""
 
-    def __init__(self, event: torch.cuda.Event, device: torch.device) -> None:
-        self._event = event
-        self._device = device
+    event: torch.cuda.Event
+    device: torch.device
 
     def wait_on_stream(self) -> None:
-        torch.cuda.current_stream(self._device).wait_event(self._event)
+        """Make later work on the caller's current stream wait for the copy; does not wait."""
+        torch.cuda.current_stream(self.device).wait_event(self.event)
 
     def wait(self) -> None:
-        self._event.synchronize()
+        """Return when the copy is complete."""
+        self.event.synchronize()
 
 
 class StagedSlots:

@@ -250,6 +250,21 @@ def interleaved(
     return parts
 
 
+def pieces_and_gaps(
+    plan: StreamLayout, start: int, stop: int
+) -> tuple[list[TensorSlice], list[tuple[int, int]]]:
+    """Return the tensor slices between two bytes of the stream, and `gaps` as in DeviceCopyUnit."""
+    pieces = list(plan.pieces(start, stop))
+    gaps, at = [], start
+    for i, piece in enumerate(pieces):
+        if piece.start > at:
+            gaps.append((i, piece.start - at))
+        at = piece.start + piece.nbytes
+    if stop > at:
+        gaps.append((len(pieces), stop - at))
+    return pieces, gaps
+
+
 class DeviceCompiler:
     """Compiles units into torch copies to `destination`, with CUDA memory on either end."""
 
@@ -265,11 +280,9 @@ class DeviceCompiler:
         chunk_start: int = 0,
     ) -> DeviceCopyUnit:
         """Compile one unit from `memory`, or from a `slot` that begins at byte `chunk_start`."""
-        targets, sources, gaps = [], [], []
-        at = run.start
-        for i, piece in enumerate(self._plan.pieces(run.start, run.stop)):
-            if piece.start > at:
-                gaps.append((i, piece.start - at))
+        targets, sources = [], []
+        pieces, gaps = pieces_and_gaps(self._plan, run.start, run.stop)
+        for piece in pieces:
             end = piece.begin + piece.nbytes
             targets.append(self._targets[piece.index][piece.begin : end])
             if memory is not None:
@@ -277,9 +290,6 @@ class DeviceCompiler:
             elif slot is not None:
                 place = piece.start - chunk_start
                 sources.append(slot[place : place + piece.nbytes])
-            at = piece.start + piece.nbytes
-        if run.stop > at:
-            gaps.append((len(targets), run.stop - at))
         return DeviceCopyUnit(tuple(targets), tuple(sources), tuple(gaps))
 
 
@@ -545,17 +555,11 @@ class ShardCompiler:
     ) -> DeviceShardRun:
         pairs: list[Pair] = []
         sources: list[torch.Tensor] = []
-        gaps: list[tuple[int, int]] = []
-        at = run.start
-        for i, piece in enumerate(self._plan.pieces(run.start, run.stop)):
-            if piece.start > at:
-                gaps.append((i, piece.start - at))
+        pieces, gaps = pieces_and_gaps(self._plan, run.start, run.stop)
+        for piece in pieces:
             sources.append(self._source_of(piece, slot, chunk_start))
             for tensor, block in self._blocks(piece):
                 pairs.append(_device_grids(tensor, sources[-1], block, piece.begin))
-            at = piece.start + piece.nbytes
-        if run.stop > at:
-            gaps.append((len(sources), run.stop - at))
         return DeviceShardRun(tuple(pairs), tuple(sources), tuple(gaps))
 
     def _source_of(

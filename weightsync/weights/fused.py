@@ -17,8 +17,9 @@ from typing import Any, ClassVar, Protocol, cast
 
 import torch
 
+from weightsync.cuda.staging import CopyWork, CudaCopyWork
 from weightsync.weights.checksums import MASK, WORD, settled
-from weightsync.weights.copy_plan import CompiledUnit, DeviceCopyUnit
+from weightsync.weights.copy_plan import CompiledUnit, DeviceCopyUnit, pieces_and_gaps
 from weightsync.weights.fingerprint import mix64
 from weightsync.weights.layout import Chunk, StreamLayout
 
@@ -173,7 +174,7 @@ class Batch:
             for i, run in enumerate(runs)
             for segment in segments_of(run.targets if copies else None, run.sources, run.gaps, i)
         ]
-        self._lane = _lane_of(self._device)
+        self._stream = _stream_of(self._device)
         self._sums: torch.Tensor | None = None
         # Tensors made in inference mode cannot be written outside of it.
         with torch.inference_mode(False):
@@ -184,12 +185,12 @@ class Batch:
                 self._host = torch.empty(len(runs), dtype=torch.int64, pin_memory=pinned)
         self._sizes = [_nbytes(run) for run in runs]
         self._found: list[int] | None = None
-        self._done: LaunchWork = _NOW
+        self._done: CopyWork = _DONE
 
     def launch(self) -> None:
         """Enqueue the work after all work now on the caller's current stream; does not wait."""
         self._found = None
-        self._done = self._lane.run(self._enqueue, self.spans)
+        self._done = self._stream.run(self._enqueue, self.spans)
 
     def wait(self) -> None:
         """Return when the last launch is complete."""
@@ -218,17 +219,7 @@ class Batch:
             self._host.copy_(self._sums, non_blocking=True)
 
 
-class LaunchWork(Protocol):
-    """A launch in progress."""
-
-    def wait(self) -> None:
-        """Return when the launch is complete."""
-
-    def wait_on_stream(self) -> None:
-        """Make later work on the caller's current stream wait for the launch; does not wait."""
-
-
-class _Now:
+class _Done:
     """A launch that is complete."""
 
     def wait(self) -> None:
@@ -238,39 +229,25 @@ class _Now:
         pass
 
 
-_NOW = _Now()
+_DONE = _Done()
 
 
-class _HostLane:
+class _HostStream:
     """Runs kernels on the host, complete on return: those of Triton's interpreter."""
 
-    def run(self, work: Callable[[], None], spans: list[Span] | None) -> LaunchWork:
+    def run(self, work: Callable[[], None], spans: list[Span] | None) -> CopyWork:
         work()
-        return _NOW
+        return _DONE
 
 
-@dataclass(frozen=True, slots=True)
-class _OnGpu:
-    """A launch on a GPU: `event` is behind it."""
-
-    event: torch.cuda.Event
-    device: torch.device
-
-    def wait(self) -> None:
-        self.event.synchronize()
-
-    def wait_on_stream(self) -> None:
-        torch.cuda.current_stream(self.device).wait_event(self.event)
-
-
-class _CudaLane:
+class _CudaStream:
     """The stream of a device's fused copies, beside the streams of other kernels."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]  # torch's
 
-    def run(self, work: Callable[[], None], spans: list[Span] | None) -> LaunchWork:
+    def run(self, work: Callable[[], None], spans: list[Span] | None) -> CopyWork:
         timed = spans is not None
         # Each thread has its own current device, and Triton launches on that one.
         with torch.cuda.device(self._device):
@@ -282,7 +259,7 @@ class _CudaLane:
                 last.record(self._stream)
         if spans is not None:
             spans.append((first, last))
-        return _OnGpu(last, self._device)
+        return CudaCopyWork(last, self._device)
 
     def _on_stream(self) -> AbstractContextManager[Any]:
         return cast(AbstractContextManager[Any], torch.cuda.stream(self._stream))
@@ -297,8 +274,8 @@ def _event(*, timed: bool) -> torch.cuda.Event:
 
 
 @cache
-def _lane_of(device: torch.device) -> _HostLane | _CudaLane:
-    return _CudaLane(device) if device.type == "cuda" else _HostLane()
+def _stream_of(device: torch.device) -> _HostStream | _CudaStream:
+    return _CudaStream(device) if device.type == "cuda" else _HostStream()
 
 
 @dataclass(frozen=True, slots=True)
@@ -458,14 +435,7 @@ def _into_slot(
     plan: StreamLayout, start: int, stop: int, tensors: Sequence[torch.Tensor], place: torch.Tensor
 ) -> DeviceCopyUnit:
     """Return the unit of bytes `start` to `stop`; `place` is the slot from its first byte on."""
-    targets, sources, gaps = [], [], []
-    at = start
-    for i, piece in enumerate(plan.pieces(start, stop)):
-        if piece.start > at:
-            gaps.append((i, piece.start - at))
-        sources.append(tensors[piece.index][piece.begin : piece.begin + piece.nbytes])
-        targets.append(place[piece.start - start :][: piece.nbytes])
-        at = piece.start + piece.nbytes
-    if stop > at:
-        gaps.append((len(sources), stop - at))
+    pieces, gaps = pieces_and_gaps(plan, start, stop)
+    sources = [tensors[piece.index][piece.begin : piece.begin + piece.nbytes] for piece in pieces]
+    targets = [place[piece.start - start :][: piece.nbytes] for piece in pieces]
     return DeviceCopyUnit(tuple(targets), tuple(sources), tuple(gaps))

@@ -1,7 +1,7 @@
 """The layout of a model's bytes: tensors in one stream, cut into chunks and copy units.
 
 Both sides derive it from the manifest. A chunk fits one bucket; a copy unit is copied and
-fingerprinted at once. Every tensor begins at a multiple of `ALIGNMENT`, with zeros before it.
+fingerprinted at once. Every tensor begins at a multiple of `ALIGNMENT`, with zeros in the gaps.
 """
 
 from __future__ import annotations

@@ -12,10 +12,10 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from functools import cache
 from itertools import chain
-from typing import Protocol
 
 import torch
 
+from weightsync.cuda.staging import CopyWork, StagedSlots
 from weightsync.errors import ManifestMismatchError, shorten
 from weightsync.specs import TensorSpec
 from weightsync.tensors import TORCH_DTYPES, as_bytes, contiguous_bytes, from_bytes, is_plain
@@ -258,33 +258,6 @@ _PIPELINED_SLOTS = 3
 """With fewer slots, readers may need a chunk before they can free the slot of the next one."""
 
 
-class HostCopyWork(Protocol):
-    """A copy from the device to a slot, in progress."""
-
-    def wait(self) -> None:
-        """Return when the copy is complete."""
-
-
-class Stage(Protocol):
-    """Device buffers of the slots and copies to the slots; `cuda.staging.StagedSlots` is one.
-
-    Streams order all uses of a device buffer.
-    """
-
-    @property
-    def device(self) -> torch.device:
-        """The device of the buffers."""
-
-    def device_buffer(self, slot: int) -> torch.Tensor:
-        """Return a slot's device buffer (`uint8[slot_nbytes]`), free for the current stream."""
-
-    def copy_to_slot(self, slot: int, nbytes: int) -> HostCopyWork:
-        """Start a copy of the first `nbytes` of the slot's device buffer to the slot."""
-
-    def copy_directly_to_slot(self, slot: int, source: torch.Tensor) -> HostCopyWork:
-        """Start a copy of `source` (`uint8[nbytes]` on the device) to the start of the slot."""
-
-
 class StagedPacker(Packer):
     """A Packer into `slots` in host memory, for tensors on the device of `stage`.
 
@@ -295,7 +268,9 @@ class StagedPacker(Packer):
     publishes slots in host memory. Tensors on other devices go through Packer. Never run on a GPU.
     """
 
-    def __init__(self, plan: StreamLayout, slots: Sequence[torch.Tensor], stage: Stage) -> None:
+    def __init__(
+        self, plan: StreamLayout, slots: Sequence[torch.Tensor], stage: StagedSlots
+    ) -> None:
         super().__init__(plan, slots)
         self._stage = stage
         self._pieces = [list(plan.pieces(chunk.start, chunk.stop)) for chunk in plan.chunks]
@@ -342,7 +317,7 @@ class StagedPacker(Packer):
     ) -> Generator[Packed, None, None]:
         """Copy chunk after chunk to its slot; yield each when its copy is complete."""
         ahead = 1 if len(self._slots) >= _PIPELINED_SLOTS else 0
-        copying: deque[tuple[int, HostCopyWork]] = deque()
+        copying: deque[tuple[int, CopyWork]] = deque()
         try:
             for j, alone in filled:
                 slot = acquire(j)
@@ -355,14 +330,14 @@ class StagedPacker(Packer):
             for _, work in copying:
                 work.wait()
 
-    def _start_copy(self, j: int, slot: int, alone: torch.Tensor | None) -> HostCopyWork:
+    def _start_copy(self, j: int, slot: int, alone: torch.Tensor | None) -> CopyWork:
         if alone is None:
             chunk = self.plan.chunks[j]
             return self._stage.copy_to_slot(slot, chunk.stop - chunk.start)
         self._clear_gaps(j, slot)
         return self._stage.copy_directly_to_slot(slot, alone)
 
-    def _finish_copy(self, copying: deque[tuple[int, HostCopyWork]], *, verify: bool) -> Packed:
+    def _finish_copy(self, copying: deque[tuple[int, CopyWork]], *, verify: bool) -> Packed:
         j, work = copying[0]
         work.wait()
         copying.popleft()
