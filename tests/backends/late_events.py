@@ -1,4 +1,4 @@
-"""The driver's edge of ready events without a GPU: bytes that are not there yet when recorded.
+"""Ready events of a driver without a GPU: the bytes are not there yet when an event is recorded.
 
 To record an event takes the bytes before it out of their place; they come back a moment later, and
 only then the event has passed. Whoever does not wait reads something else. Events are words of a
@@ -33,7 +33,7 @@ SPOILED = 0x5A
 
 
 class LateEvents:
-    """The edge. `before(index)` says whose bytes come late; `refuses` are the driver's calls."""
+    """The driver. `before(index)` says whose bytes come late; `refuses` are its calls that fail."""
 
     def __init__(self, path: Path, *, refuses: Sequence[str] = ()) -> None:
         if not path.exists():
@@ -62,7 +62,7 @@ class LateEvents:
         self, control: Control, device: torch.device | None, count: int, *, packed: bool
     ) -> WriterFence:
         """What an engine takes as `make_fence`: its memory on the host counts as a GPU's."""
-        return WriterFence(control, torch.device("cpu"), count, packed=packed, edge=self)
+        return WriterFence(control, torch.device("cpu"), count, packed=packed, driver=self)
 
     def recorded(self, index: int) -> int:
         return self._words[2 * index]
@@ -98,28 +98,28 @@ class LateEvents:
 
 
 class LateOwn:
-    def __init__(self, edge: LateEvents, index: int) -> None:
-        self._edge = edge
+    def __init__(self, driver: LateEvents, index: int) -> None:
+        self._driver = driver
         self._index = index
 
     def record(self) -> None:
-        self._edge.record(self._index)
+        self._driver.record(self._index)
 
     def handle(self) -> bytes:
         return self._index.to_bytes(EVENT_NBYTES, "little")
 
 
 class LateOpen:
-    def __init__(self, edge: LateEvents, index: int) -> None:
-        self._edge = edge
+    def __init__(self, driver: LateEvents, index: int) -> None:
+        self._driver = driver
         self._index = index
 
     def passed(self) -> bool:
-        return self._edge.passed(self._index) >= self._edge.recorded(self._index)
+        return self._driver.passed(self._index) >= self._driver.recorded(self._index)
 
 
 class GivenUp(LateEvents):
-    """An edge whose events fail when they are asked before they have passed."""
+    """A driver whose events fail when they are asked before they have passed."""
 
     def open(self, key: str, handle: bytes) -> LateOpen:
         return FailingOpen(self, int.from_bytes(handle, "little"))
@@ -134,7 +134,7 @@ class FailingOpen(LateOpen):
 
 def open_late(path: Path) -> None:
     """Have this process open events of the file."""
-    setattr(receiver, "open_fence", partial(open_fence, edge=LateEvents(path)))  # noqa: B010  # not its export
+    setattr(receiver, "open_fence", partial(open_fence, driver=LateEvents(path)))  # noqa: B010  # not its export
 
 
 def ignore_events(

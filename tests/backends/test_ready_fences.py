@@ -1,4 +1,4 @@
-"""Ready events, with the driver's edge put on the CPU: whoever reads before it waits is found out.
+"""Ready events with a driver on the CPU, which detects readers that do not wait.
 
 The trainer's `connect`, the packing, the ring, the messages and the receivers are the real ones.
 """
@@ -84,7 +84,7 @@ class Trainer:
     def _late(self, index: int) -> Sequence[torch.Tensor]:
         if self._engine.packed:
             slots = self._engine._ring.tensors
-            slot = index % len(slots)  # of this connection: the edge counts on
+            slot = index % len(slots)  # of this connection: the driver counts on
             self.log.append(f"recorded at {self._engine._control.published(slot)}")
             return [slots[slot]]
         self.log.append("recorded")
@@ -122,7 +122,7 @@ def trainer(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Trainer
 @pytest.fixture
 def opening(monkeypatch: pytest.MonkeyPatch, trainer: Trainer) -> None:
     """Receivers of this process open late events."""
-    late = partial(open_fence, edge=LateEvents(trainer.events.path))
+    late = partial(open_fence, driver=LateEvents(trainer.events.path))
     monkeypatch.setattr("weightsync.backends.ipc.receiver.open_fence", late)
 
 
@@ -200,7 +200,7 @@ def test_other_tensors_than_the_registered_come_by_the_host(trainer: Trainer) ->
 def test_one_reader_that_takes_no_events_brings_the_host_back(
     trainer: Trainer, packed: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    late = partial(open_fence, edge=LateEvents(trainer.events.path))
+    late = partial(open_fence, driver=LateEvents(trainer.events.path))
     opens: Iterator[Callable[..., object]] = iter([late, ignore_events, late, late])
 
     def opening(*args: Any, **kwargs: Any) -> object:
@@ -228,7 +228,7 @@ def test_a_driver_without_events_is_one_warning(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     trainer.events.refuses = [refused]
-    late = partial(open_fence, edge=trainer.events)
+    late = partial(open_fence, driver=trainer.events)
     monkeypatch.setattr("weightsync.backends.ipc.receiver.open_fence", late)
     theirs = EveryDtype("cpu")
     receiver = ws.WeightReceiver(theirs)
@@ -249,8 +249,8 @@ def test_an_init_that_comes_again_may_say_otherwise(
     refusals: Iterator[list[str]] = iter([[], ["open"]])
 
     def opening(*args: Any, **kwargs: Any) -> object:
-        edge = LateEvents(trainer.events.path, refuses=next(refusals))
-        return open_fence(*args, edge=edge, **kwargs)
+        driver = LateEvents(trainer.events.path, refuses=next(refusals))
+        return open_fence(*args, driver=driver, **kwargs)
 
     monkeypatch.setattr("weightsync.backends.ipc.receiver.open_fence", opening)
     theirs = EveryDtype("cpu")
@@ -284,11 +284,11 @@ def test_torch_without_cuda_is_such_a_driver(caplog: pytest.LogCaptureFixture) -
 
 
 def test_whoever_takes_a_place_over_has_to_say_it_again(tmp_path: Path) -> None:
-    edge = LateEvents(tmp_path / "events")
+    driver = LateEvents(tmp_path / "events")
     with ExitStack() as stack:
         control = Control.create(slots=2, readers=2, entries=1)
         stack.callback(control.close)
-        fence = WriterFence(control, torch.device("cpu"), 2, packed=True, edge=edge)
+        fence = WriterFence(control, torch.device("cpu"), 2, packed=True, driver=driver)
         stack.callback(fence.close)
 
         def left_to(*readers: int) -> bool:
@@ -334,9 +334,9 @@ MEMORY: KeyedHandle = {GPU: SegmentHandle(name="x", nbytes=1)}
 def test_events_that_cannot_be_right_are_refused(
     tmp_path: Path, offer: ReadyEvents, said: str
 ) -> None:
-    edge = LateEvents(tmp_path / "events", refuses=["open"])
+    driver = LateEvents(tmp_path / "events", refuses=["open"])
     with pytest.raises(HandleError) as caught:
-        open_fence(offer, MEMORY, [GPU, OTHER], slots=2, edge=edge)
+        open_fence(offer, MEMORY, [GPU, OTHER], slots=2, driver=driver)
     assert said in str(caught.value)
 
 
@@ -427,12 +427,12 @@ class Noting(WriterFence):
         self, control: Control, device: torch.device | None, count: int, *, packed: bool
     ) -> None:
         self.devices.append(device)
-        super().__init__(control, device, count, packed=packed, edge=self.edge)
+        super().__init__(control, device, count, packed=packed, driver=self.driver)
 
     def record(self, index: int = 0) -> None:
         self.log.append("record")
 
-    edge: LateEvents
+    driver: LateEvents
 
 
 @pytest.mark.parametrize(
@@ -456,7 +456,7 @@ def test_registered_memory_has_one_fence(
     monkeypatch.setattr(ipc_sender, "ProbeMemory", lambda _: ProbeMemory())
     monkeypatch.setattr(Noting, "log", log, raising=False)
     monkeypatch.setattr(Noting, "devices", [], raising=False)
-    monkeypatch.setattr(Noting, "edge", LateEvents(tmp_path / "events"), raising=False)
+    monkeypatch.setattr(Noting, "driver", LateEvents(tmp_path / "events"), raising=False)
     device = torch.device("cpu")
     options = IpcOptions(path="cuda_ipc", packed=False, fence=fence, device=device)
     with ExitStack() as stack:
@@ -479,7 +479,7 @@ def test_registered_memory_has_one_fence(
 
 
 class Asked:
-    """An event that passes when `passed` says so, and the edge that opens it."""
+    """An event that passes when `passed` says so, and the driver that opens it."""
 
     def __init__(self, passed: Callable[[], bool] = lambda: False) -> None:
         self.passed = passed
@@ -519,7 +519,7 @@ def test_nothing_is_touched_before_it_has_come(
     trainer: Trainer, packed: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A reader that gives up has put nothing behind the event that may run later."""
-    late = partial(open_fence, edge=GivenUp(trainer.events.path))
+    late = partial(open_fence, driver=GivenUp(trainer.events.path))
     monkeypatch.setattr("weightsync.backends.ipc.receiver.open_fence", late)
     theirs = EveryDtype("cpu")
     before = digests(theirs)
@@ -538,11 +538,11 @@ def left(trainer: Trainer, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """How many events are open whenever a reader lets go of memory."""
     fences: list[OpenFence] = []  # as the traceback of an update would hold them
     found: list[int] = []
-    edge = LateEvents(trainer.events.path)
+    driver = LateEvents(trainer.events.path)
     plain = OpenMemory.close
 
     def opening(*args: Any, **kwargs: Any) -> OpenFence | None:
-        fence = open_fence(*args, edge=edge, **kwargs)
+        fence = open_fence(*args, driver=driver, **kwargs)
         assert fence is not None
         fences.append(fence)
         return fence

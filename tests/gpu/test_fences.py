@@ -1,6 +1,6 @@
 """Both fences on a real GPU, with kernels queued that are far from done when a reader is told.
 
-tests/backends/test_ready_fences.py shows the same without a GPU, up to the driver's edge.
+tests/backends/test_ready_fences.py shows the same without a GPU, up to the driver.
 """
 
 from __future__ import annotations

@@ -56,7 +56,7 @@ class OpenEvent(Protocol):
         """
 
 
-class Edge(Protocol):
+class EventDriver(Protocol):
     """The calls of a CUDA driver that make and open interprocess events."""
 
     def key(self, device: torch.device) -> str:
@@ -69,7 +69,7 @@ class Edge(Protocol):
         """Open a handle of the GPU `key`, checked before. Raises HandleError on failure."""
 
 
-class CudaEdge:
+class CudaEventDriver:
     """Interprocess events of CUDA, through torch. Never run on a GPU."""
 
     def key(self, device: torch.device) -> str:
@@ -92,7 +92,7 @@ class CudaEdge:
             return _CudaOpen(torch.device("cuda", ordinal), handle)
 
 
-CUDA = CudaEdge()
+CUDA = CudaEventDriver()
 
 
 def check_handles(key: str, handles: list[bytes], *, memory_key: str) -> None:
@@ -179,7 +179,13 @@ class WriterFence:
     """Events recorded by this process so far; for tests and benchmarks."""
 
     def __init__(
-        self, control: Control, device: torch.device | None, count: int, *, packed: bool, edge: Edge
+        self,
+        control: Control,
+        device: torch.device | None,
+        count: int,
+        *,
+        packed: bool,
+        driver: EventDriver,
     ) -> None:
         self._control = control
         self._packed = packed
@@ -189,14 +195,14 @@ class WriterFence:
         if device is None:
             return
         try:
-            self._events = [edge.make(device) for _ in range(count)]
+            self._events = [driver.make(device) for _ in range(count)]
             handles = [event.handle() for event in self._events]
         except HandleError as exc:
             self._events = []
             logger.warning("%s; the sender waits for its GPU on the host instead", exc)
             return
         registered = None if packed else handles.pop()
-        self._offer = ReadyEvents(device=edge.key(device), slots=handles, registered=registered)
+        self._offer = ReadyEvents(device=driver.key(device), slots=handles, registered=registered)
 
     def offer(self, reader: int, number: int) -> ReadyEvents | None:
         """Return the handles with which the reader in place `reader` can wait; None without events.
@@ -238,11 +244,11 @@ class OpenFence:
     Raises HandleError where an event cannot be opened.
     """
 
-    def __init__(self, offer: ReadyEvents, edge: Edge) -> None:
+    def __init__(self, offer: ReadyEvents, driver: EventDriver) -> None:
         handles: dict[int | None, bytes] = dict(enumerate(offer.slots))
         if offer.registered is not None:
             handles[None] = offer.registered
-        self._events = {slot: edge.open(offer.device, h) for slot, h in handles.items()}
+        self._events = {slot: driver.open(offer.device, h) for slot, h in handles.items()}
 
     def arrive(
         self,
@@ -285,7 +291,7 @@ def open_fence(
     keys: list[str],
     *,
     slots: int,
-    edge: Edge = CUDA,
+    driver: EventDriver = CUDA,
 ) -> OpenFence | None:
     """Open the events that a sender offered; None without an offer, or where the driver fails.
 
@@ -301,7 +307,7 @@ def open_fence(
     if offer.slots and len(offer.slots) != slots:
         raise HandleError(f"{len(offer.slots)} ready events were offered for {slots} slots")
     try:
-        return OpenFence(offer, edge)
+        return OpenFence(offer, driver)
     except HandleError as exc:
         logger.warning("%s; the sender waits for its GPU on the host instead", exc)
         return None

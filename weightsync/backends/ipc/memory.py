@@ -94,7 +94,7 @@ def fence_on_gpu(
 ) -> WriterFence:
     """Make the events of memory on a GPU; none for `device` None or the host."""
     on_gpu = device is not None and device.type == "cuda"
-    return WriterFence(control, device if on_gpu else None, count, packed=packed, edge=CUDA)
+    return WriterFence(control, device if on_gpu else None, count, packed=packed, driver=CUDA)
 
 
 def register(
