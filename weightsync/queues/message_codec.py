@@ -765,7 +765,11 @@ _BUILDERS: dict[int, Callable[[_Unpacker, Any], Any]] = {
 
 @functools.cache
 def _dtypes() -> dict[str, torch.dtype]:
-    """Return the dtypes that travel, by name; torch is shown read-only memory from here on."""
+    """Return the dtypes that messages carry, by name; loads torch.
+
+    More than `tensors.TORCH_DTYPES`, the dtypes of weights: also complex32 and integers of fewer
+    bits than a byte.
+    """
     import torch  # noqa: PLC0415  # as above
 
     from weightsync import tensors  # noqa: F401, PLC0415  # spends torch's warning
