@@ -229,7 +229,7 @@ def check_whole(specs: Sequence[TensorSpec], tensors: Sequence[torch.Tensor]) ->
     ]
     if wrong:
         raise ManifestMismatchError(
-            f"{len(wrong)} tensors are not what they were at connect() (offloaded?): "
+            f"{len(wrong)} tensors have no memory (offloaded?) or a new shape since connect(): "
             f"{shorten(wrong)}; bring them back before send_weights(), or connect again",
             mismatched=wrong,
         )
