@@ -1,8 +1,8 @@
-"""The plots of docs/performance.md: small SVG files that come out the same for the same results."""
+"""The plots of docs/performance.md and README.md: SVG files, the same for the same results."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,12 @@ STYLE: Any = {  # matplotlib's type of it lists every setting
     "axes.spines.right": False,
 }
 AXIS = "times as long as one plain copy (log scale)"
+MAIN_RIVAL = "weightsync/unpacked/staged"
+SCHEMES: dict[str, dict[str, str]] = {
+    "light": {"card": "#ffffff", "text": "#1f2328", "ours": "#0969da", "theirs": "#8c959f"},
+    "dark": {"card": "#0d1117", "text": "#e6edf3", "ours": "#58a6ff", "theirs": "#6e7681"},
+}
+"""Colours of the README's chart, for pages on a light and on a dark ground."""
 
 
 def draw(results: Results, directory: Path, main: str) -> list[tuple[str, str]]:
@@ -39,7 +45,48 @@ def draw(results: Results, directory: Path, main: str) -> list[tuple[str, str]]:
             if (figure := plot(results, main)) is not None:
                 figure.savefig(directory / name, metadata={"Date": None}, bbox_inches="tight")
                 drawn.append((name, title))
+        for scheme, colours in SCHEMES.items():
+            if (figure := overview(results, main, colours)) is not None:
+                file = directory / f"bench-overview-{scheme}.svg"
+                figure.savefig(file, metadata={"Date": None}, bbox_inches="tight")
     return drawn
+
+
+def overview(results: Results, main: str, colours: Mapping[str, str]) -> Figure | None:
+    """Draw the README's chart: weightsync as `connect` sets it up, and the best of each rival."""
+    measured = _measured(results, main, 1)
+    best: dict[str, Row] = {}
+    for row in sorted(measured, key=lambda row: row.ratio.median):
+        entry = RIVALS[row.rival]
+        if not entry.ours:
+            best.setdefault(entry.module, row)
+    ours = [row for row in measured if row.rival == MAIN_RIVAL]
+    if not best or not ours:
+        return None
+    rows = sorted([*ours, *best.values()], key=lambda row: -row.ratio.median)
+    figure, axes = _figure(8, 0.6 + 0.3 * len(rows))
+    figure.set_facecolor(colours["card"])
+    axes.set_facecolor(colours["card"])
+    for place, row in enumerate(rows):
+        colour = colours["ours" if RIVALS[row.rival].ours else "theirs"]
+        axes.barh(place, row.ratio.median, color=colour, height=0.7)
+        axes.annotate(
+            f"{row.ratio.median:.2f}",
+            (row.ratio.median, place),
+            textcoords="offset points",
+            xytext=(4, 0),
+            va="center",
+            color=colours["text"],
+        )
+    names = [f"weightsync, {r.way}" if RIVALS[r.rival].ours else _label(r) for r in rows]
+    axes.set_yticks(range(len(rows)), [name.partition(" (")[0] for name in names])
+    axes.set_xticks([])
+    axes.spines["bottom"].set_visible(False)
+    axes.spines["left"].set_color(colours["theirs"])
+    axes.tick_params(axis="y", length=0, labelcolor=colours["text"])
+    title = f"{WORKLOADS[main]().title} to one reader: multiples of one plain copy, less is better"
+    axes.set_title(title, loc="left", color=colours["text"])
+    return figure
 
 
 def ways(results: Results, main: str) -> Figure | None:

@@ -253,7 +253,7 @@ def title(row: Row) -> str:
 
 def wrapped(text: str) -> str:
     """Return prose in lines of the length that the pages have."""
-    return textwrap.fill(text, 124, break_long_words=False, break_on_hyphens=False)
+    return textwrap.fill(text, 120, break_long_words=False, break_on_hyphens=False)
 
 
 def anchor(row: Row) -> str:

@@ -1,7 +1,7 @@
 """Pages of the site that are kept elsewhere, and links that work both here and in the repository.
 
 README.md is the site's first page; SECURITY.md, CONTRIBUTING.md, CHANGELOG.md and each program of
-examples/ are pages too. Nothing is copied into docs/, so there is no second truth.
+examples/ are pages too. Nothing is copied into docs/.
 """
 
 from __future__ import annotations
@@ -22,7 +22,11 @@ KEPT_ELSEWHERE = {
     "CHANGELOG.md": "changelog.md",
 }
 LANGUAGES = {".py": "python", ".sh": "bash"}
-LINK = re.compile(r"(?<=\]\()(?!https?://|mailto:|#)([^)#\s]+)((?:#[^)\s]*)?)(?=\))")
+LINK = re.compile(
+    r"""(?:(?<=\]\()|(?<=src=")|(?<=srcset="))(?!https?://|mailto:|#)"""
+    r"""([^)"#\s]+)((?:#[^)"\s]*)?)(?=[)"])"""
+)
+"""A link in Markdown, or the file of a picture; its path and its fragment."""
 FETCHED = re.compile(r"""<(?:script|img|iframe|link)\b[^>]*?\b(?:src|href)=["']?(?:https?:)?//""")
 
 
@@ -38,13 +42,13 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Lead links that leave docs/ to the pages above."""
+    """Rewrite links that leave docs/ to the pages above."""
     own = page.file.generated_by is None
     return _with_links(markdown, f"docs/{page.file.src_uri}") if own else markdown
 
 
 def on_post_page(output: str, page: Page, config: MkDocsConfig) -> str:
-    """Refuse a page that makes its reader's browser ask anybody else for a file."""
+    """Refuse a page that makes a browser load a file from another server."""
     found = FETCHED.search(output)
     if found:
         raise PluginError(f"{page.file.src_uri} fetches from elsewhere: {found[0]}")
@@ -52,19 +56,19 @@ def on_post_page(output: str, page: Page, config: MkDocsConfig) -> str:
 
 
 def _with_links(markdown: str, source: str) -> str:
-    """Rewrite links of `source`, a path in the repository, to where their targets are on the site.
+    """Rewrite links and pictures of `source`, a path in the repository, to their paths on the site.
 
-    What is no page stays as it is; the strict build then names it.
+    A link to a file that is no page stays as it is; the strict build then names it.
     """
     folder = (ROOT / source).parent
     here = "/".join([".."] * (len(Path(source).parts) - 2)) if source.startswith("docs/") else ""
 
-    def lead(match: re.Match[str]) -> str:
+    def rewrite(match: re.Match[str]) -> str:
         target = (folder / match[1]).resolve()
         page = _page_of(target)
         return f"{here}/{page}{match[2]}".lstrip("/") if page else match[0]
 
-    return LINK.sub(lead, markdown)
+    return LINK.sub(rewrite, markdown)
 
 
 def _page_of(target: Path) -> str | None:

@@ -76,18 +76,22 @@ def test_pages_get_tables_plots_and_links_to_rows(compared: Path, tmp_path: Path
     # The README shows models that the toy preset does not move.
     toy = [row for row in results.rows if (row.workload, row.readers) == ("toy", 2)]
     results.rows += [replace(row, workload="smollm2", readers=1) for row in toy]
+    results.rows += [replace(row, readers=1) for row in toy]
     tables.write(results, tmp_path)
     page = (tmp_path / "docs/performance.md").read_text(encoding="utf-8")
     assert "## A GPU" in page  # what is outside the markers stays
     anchors = re.findall(r'<a id="([^"]+)">', page)
     assert len(anchors) == len(set(anchors)) == len({row.key for row in results.rows})
-    linked = re.findall(
-        r"docs/performance\.md#([\w-]+)", (tmp_path / "README.md").read_text(encoding="utf-8")
-    )
+    first_page = (tmp_path / "README.md").read_text(encoding="utf-8")
+    # Its first sentence links to a row too, which tests/docs/test_readme.py compares.
+    table = first_page.partition("<!-- numbers: begin")[2]
+    linked = re.findall(r"docs/performance\.md#([\w-]+)", table)
     assert linked
     assert set(linked) <= set(anchors)
     drawn = re.findall(r"\]\((images/[\w.-]+)\)", page)
     assert len(drawn) == 3
+    drawn += re.findall(r"images/bench-[\w-]+\.svg", first_page)
+    assert len(drawn) == 5
     for name in drawn:
         assert 1_000 < (tmp_path / "docs" / name).stat().st_size < 200_000
 

@@ -61,6 +61,7 @@ NOT_RUN: dict[tuple[str, str], str] = {
 """Python that is compiled only, by its page and its first line, and why."""
 
 SHOWN: dict[tuple[str, str], tuple[int, str]] = {
+    ("README.md", "text"): (1, "what tests/docs/test_readme.py compares with a run of the program"),
     ("CONTRIBUTING.md", "text"): (1, "a table of layers, which tests/test_layers.py keeps"),
     ("docs/concepts.md", "text"): (1, "a drawing of the states of an update"),
     ("docs/errors.md", "text"): (1, "the tree; tests/docs/test_errors.py compares it"),

@@ -1,0 +1,61 @@
+"""README.md: its first program runs, its first sentence is measured, its pictures are there."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+
+from tests.docs.pages import ROOT, blocks
+
+PAGE = (ROOT / "README.md").read_text(encoding="utf-8")
+PERFORMANCE = (ROOT / "docs" / "performance.md").read_text(encoding="utf-8")
+WAIT_S = 180
+_NUMBER = re.compile(r"\d[\d.,]*")
+
+
+def shape(text: str) -> list[str]:
+    """Return lines up to what the page leaves out, without figures that differ between runs."""
+    lines = [line.partition("; ")[0] for line in text.splitlines()]
+    figures = [line.partition("held)") for line in lines]
+    return [f"{same}{mark}{_NUMBER.sub('N', rest)}" for same, mark, rest in figures]
+
+
+def test_the_first_program_prints_what_is_shown() -> None:
+    """As a program of its own, as a reader copies it."""
+    program = next(block for block in blocks("README.md") if block.language == "python")
+    (shown,) = (block for block in blocks("README.md") if block.language == "text")
+    done = subprocess.run(
+        [sys.executable, "-c", program.text],
+        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=WAIT_S,
+        check=True,
+    )
+    assert shape(done.stdout) == shape(shown.text)
+    assert done.stderr == ""
+
+
+def test_the_first_sentence_has_the_figures_of_its_row() -> None:
+    sentence = PAGE.split("\n\n")[1]
+    milliseconds = re.search(r"([\d.]+) ms", sentence)
+    multiple = re.search(r"([\d.]+)\s+times", sentence)
+    row = re.search(r"performance\.md#([\w-]+)", sentence)
+    assert milliseconds
+    assert multiple
+    assert row
+    (cells,) = re.findall(rf'^\| <a id="{row[1]}"></a>(.*) \|$', PERFORMANCE, re.MULTILINE)
+    _, ratio, _, _, took, *_ = (cell.strip() for cell in cells.split("|"))
+    assert (multiple[1], milliseconds[1]) == (ratio, took)
+
+
+def test_each_picture_has_a_light_and_a_dark_file() -> None:
+    pictures = re.findall(r"<picture>.*?</picture>", PAGE, re.DOTALL)
+    assert len(pictures) == 2
+    for picture in pictures:
+        assert "(prefers-color-scheme: dark)" in picture
+        dark, light = re.findall(r'(?:srcset|src)="([^"]+)"', picture)
+        assert dark.replace("-dark.svg", "-light.svg") == light
+        assert all((ROOT / name).is_file() for name in (dark, light))
