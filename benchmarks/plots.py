@@ -64,7 +64,7 @@ def overview(results: Results, main: str, colours: Mapping[str, str]) -> Figure 
     if not best or not ours:
         return None
     rows = sorted([*ours, *best.values()], key=lambda row: -row.ratio.median)
-    figure, axes = _figure(8, 0.6 + 0.3 * len(rows))
+    figure, axes = _figure(6, 0.6 + 0.26 * len(rows))
     figure.set_facecolor(colours["card"])
     axes.set_facecolor(colours["card"])
     for place, row in enumerate(rows):
@@ -84,8 +84,8 @@ def overview(results: Results, main: str, colours: Mapping[str, str]) -> Figure 
     axes.spines["bottom"].set_visible(False)
     axes.spines["left"].set_color(colours["theirs"])
     axes.tick_params(axis="y", length=0, labelcolor=colours["text"])
-    title = f"{WORKLOADS[main]().title} to one reader: multiples of one plain copy, less is better"
-    axes.set_title(title, loc="left", color=colours["text"])
+    title = f"{WORKLOADS[main]().title}, multiples of one plain copy (less is better)"
+    figure.suptitle(title, color=colours["text"], fontsize=10)
     return figure
 
 

@@ -27,6 +27,7 @@ LINK = re.compile(
     r"""([^)"#\s]+)((?:#[^)"\s]*)?)(?=[)"])"""
 )
 """A link in Markdown, or the file of a picture; its path and its fragment."""
+TEST = re.compile(r"(?<=<code>)tests/[\w/.:]+(?=</code>)")
 FETCHED = re.compile(r"""<(?:script|img|iframe|link)\b[^>]*?\b(?:src|href)=["']?(?:https?:)?//""")
 
 
@@ -45,6 +46,11 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
     """Rewrite links that leave docs/ to the pages above."""
     own = page.file.generated_by is None
     return _with_links(markdown, f"docs/{page.file.src_uri}") if own else markdown
+
+
+def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -> str:
+    """Let names of tests break, so that the columns beside them fit on the screen."""
+    return TEST.sub(lambda name: re.sub("(/|::|_)", r"\1<wbr>", name[0]), html)
 
 
 def on_post_page(output: str, page: Page, config: MkDocsConfig) -> str:
