@@ -14,7 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, closing, contextmanager, suppress
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -29,7 +29,7 @@ from weightsync.backends.gloo.receiver import member_init, place_on
 from weightsync.backends.gloo.sender import Chain, RingFeed
 from weightsync.backends.ipc.sender import READER_PLACES, IpcOptions, IpcTrainerEngine
 from weightsync.shm.segment import live_segments, remove_leftovers
-from weightsync.shm.wait import beating
+from weightsync.shm.wait import Heartbeat
 from weightsync.weights.source import ModuleSource, NamedTensors
 from weightsync.wire import codec
 from weightsync.wire.messages import (
@@ -240,7 +240,10 @@ class Party:
 
         feed = _Watched(RingFeed(self.engine, FEED_PLACE), on_chunk, on_data)
         asked: list[Future[None]] = []
-        with ThreadPoolExecutor(len(self.workers)) as pool, beating(self.engine.beat):
+        with (
+            ThreadPoolExecutor(len(self.workers)) as pool,
+            closing(Heartbeat(self.engine.beat)),
+        ):
             for host in self.hosts:
                 for place, worker in enumerate(host):
                     if worker not in silent:

@@ -72,5 +72,5 @@ def test_the_first_key_that_fits_is_taken() -> None:
     handles: KeyedHandle = {"HOST-1": first, "GPU-1": second}
     assert pick(handles, ["GPU-1", "HOST-1"]) is second
     assert pick(handles, ["GPU-2", "HOST-1"]) is first
-    with pytest.raises(HandleError, match="offered for nobody"):
+    with pytest.raises(HandleError, match="offered for no key"):
         pick({}, ["HOST-1"])

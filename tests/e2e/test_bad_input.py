@@ -130,7 +130,7 @@ BAD_UPDATES: dict[str, tuple[Callable[[Plain], Plain], type[ws.WeightSyncError],
         "No such file",
     ),
     "another GPU": (put(["ipc_handles", 0], {CUDA["device"]: CUDA}), ws.HandleError, "GPU-0000"),
-    "no handle": (put(["ipc_handles", 0], {}), ws.HandleError, "offered for nobody"),
+    "no handle": (put(["ipc_handles", 0], {}), ws.HandleError, "offered for no key"),
     "pickled payload": (
         lambda i: body({"names": i["names"], "ipc_handles_pickled": "gASVKA=="}),
         ws.ProtocolError,
@@ -257,7 +257,7 @@ def set_in(path: str, value: object) -> Callable[[Plain], None]:
 
 BAD_INITS: dict[str, tuple[Callable[[Plain], None], type[ws.WeightSyncError], str]] = {
     "wrong probe": (set_in("probe.digest", "0" * 32), ws.HandleError, "probe"),
-    "no such probe": (set_in("probe.handle", {}), ws.HandleError, "offered for nobody"),
+    "no such probe": (set_in("probe.handle", {}), ws.HandleError, "offered for no key"),
     "reader out of range": (set_in("reader", 64), ws.HandleError, "reader place 64"),
     "too many slots": (set_in("ring.num_slots", 900), ws.HandleError, "control segment"),
     "slots too large": (set_in("ring.slot_nbytes", 1 << 30), ws.HandleError, "outside"),

@@ -167,7 +167,7 @@ class TestDelayedReader:
         writer.publish(0)
         late.wait(0, check=nothing, timeout_s=WAIT_S)
         writer.publish(2)
-        with pytest.raises(TransferError, match="its sender went on without this reader"):
+        with pytest.raises(TransferError, match="the sender dropped this reader"):
             late.check_current(0)
 
     def test_a_chunk_of_the_update_before_is_not_this_one(

@@ -211,7 +211,7 @@ def test_a_block_of_the_pool_is_lent_again_after_a_fence(calls: list[int]) -> No
         block = pool.take(100, timeout_s=1)
         calls.clear()
         pool.give_back(block)
-        assert pool.take(100, timeout_s=1).lot is block.lot
+        assert pool.take(100, timeout_s=1).slab is block.slab
         assert calls == [FENCE]
     finally:
         pool.close()

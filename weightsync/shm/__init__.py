@@ -1,1 +1,1 @@
-"""Shared memory of one host: segments, the counter ring, waiting, and who can open what."""
+"""Shared memory on one host: segments, the counter ring, waiting, device and host keys."""

@@ -1,4 +1,4 @@
-"""Where the memory of a buffer lies, read-only ones too."""
+"""The memory address of a buffer, read-only buffers included."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import mmap
 
 
 class _View(ctypes.Structure):
-    """Py_buffer, which is part of Python's stable ABI since 3.11."""
+    """Py_buffer, part of Python's stable ABI since 3.11."""
 
     _fields_ = (
         ("buf", ctypes.c_void_p),
@@ -32,7 +32,7 @@ _release = ctypes.PYFUNCTYPE(None, ctypes.POINTER(_View))(("PyBuffer_Release", c
 
 
 def buffer_address(buffer: memoryview | mmap.mmap) -> int:
-    """Return the address of the first byte of contiguous memory; it holds while that is held."""
+    """Return the address of the first byte of contiguous memory; valid while `buffer` is alive."""
     view = _View()
     _get(buffer, ctypes.byref(view), _SIMPLE)  # raises BufferError
     try:

@@ -1,6 +1,6 @@
-"""Every segment of this user on this host: whose owner lives, and which processes have it open.
+"""List of this user's segments on this host, with their owners' state and their readers.
 
-Processes are named for people to read. Whether an owner lives is asked of its lock alone.
+Process names are for display only. The lock alone decides whether an owner lives.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ _LINE = re.compile(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostSegment:
-    """One segment. `mapped_by` are `name (pid)`, as far as this process may see them.
+    """One segment. `mapped_by` lists `name (pid)` of each process that this process may inspect.
 
-    `named` is False for one whose name was removed while readers have it open; its size and the
-    life of its owner can then not be told, and are 0 and False.
+    `named` is False if the name was removed while readers still map the segment. Its size and its
+    owner's state are then unknown: `nbytes` is 0 and `owner_alive` is False.
     """
 
     name: str
@@ -40,7 +40,7 @@ class HostSegment:
 
 
 def list_segments(directory: Path = DIRECTORY) -> list[HostSegment]:
-    """Return this user's segments in `directory`, the oldest first. Raises SegmentError."""
+    """Return this user's segments in `directory`, oldest first. Raises SegmentError."""
     dead = {leftover.name for leftover in find_leftovers(directory)}
     mapped, unlinked = _mappings()
     found = [
@@ -66,7 +66,7 @@ def list_segments(directory: Path = DIRECTORY) -> list[HostSegment]:
 def _stats(directory: Path) -> dict[str, os.stat_result]:
     found = {}
     for name in os.listdir(directory):
-        with suppress(OSError):  # gone since, which is no harm
+        with suppress(OSError):  # removed since it was listed
             info = os.lstat(directory / name) if PATTERN.fullmatch(name) else None
             if info is not None and info.st_uid == os.geteuid():
                 found[name] = info
@@ -74,14 +74,14 @@ def _stats(directory: Path) -> dict[str, os.stat_result]:
 
 
 def _mappings() -> tuple[dict[tuple[int, int], list[str]], dict[str, list[str]]]:
-    """Return which processes map which file, by device and inode, and which unlinked segments.
+    """Return the processes that map each file, by device and inode, and each unlinked segment.
 
-    An owner's mapping is of a file that had no name yet, so names alone would not find it.
+    An owner maps the file before the file has a name, so a search by name would miss owners.
     """
     files: dict[tuple[int, int], list[str]] = defaultdict(list)
     unlinked: dict[str, list[str]] = defaultdict(list)
     for pid in sorted(int(entry) for entry in os.listdir(_PROC) if entry.isdecimal()):
-        with suppress(OSError):  # ended since, or another user's
+        with suppress(OSError):  # the process ended, or belongs to another user
             maps = (_PROC / str(pid) / "maps").read_text("utf-8", "replace")
             comm = (_PROC / str(pid) / "comm").read_text("utf-8", "replace").strip()
             lines = [match.group("device", "inode", "gone") for match in _LINE.finditer(maps)]

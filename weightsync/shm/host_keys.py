@@ -1,6 +1,6 @@
-"""Who can open a handle: the host's id for shared memory, a GPU's UUID for CUDA memory.
+"""Keys that say which processes can open a handle: host id for shared memory, GPU UUID for CUDA.
 
-Both are hints. They can repeat (cloned machines, several containers), so a probe decides.
+Keys are hints. They can repeat (cloned machines, several containers), so a probe decides.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _SHM = Path("/dev/shm")
 
 @functools.cache
 def host_key() -> str:
-    """Return `HOST-…`: the boot of this kernel and the `/dev/shm` that this process sees."""
+    """Return `HOST-…`, a hash of the kernel's boot id and of this process's `/dev/shm` device."""
     boot = (
         _BOOT_ID.read_text(encoding="ascii").strip() if _BOOT_ID.exists() else os.uname().nodename
     )
@@ -28,11 +28,11 @@ def host_key() -> str:
 
 
 def pick(handles: KeyedHandle, keys: list[str]) -> Handle:
-    """Return the handle that one of `keys` opens. Raises HandleError listing what was offered."""
+    """Return the handle that one of `keys` opens. Raises HandleError with the keys offered."""
     for key in keys:
         if key in handles:
             return handles[key]
     raise HandleError(
-        f"no handle for this process: offered for {', '.join(sorted(handles)) or 'nobody'}, "
+        f"no handle for this process: offered for {', '.join(sorted(handles)) or 'no key'}, "
         f"this process is {', '.join(keys)}; sender and receiver see different hosts or GPUs"
     )

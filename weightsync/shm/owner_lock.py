@@ -1,8 +1,8 @@
-"""The lock that tells a living owner of a shared file from a dead one.
+"""The file lock that shows whether the owner of a shared file is alive.
 
-The kernel keeps a `flock` until the last reference to the *open file description* is gone, and a
-mapping, or the descriptor that `mmap.mmap` duplicates, is such a reference, which forked children
-inherit. So the lock has a description of its own, on one descriptor, which children close: a data
+The kernel keeps a `flock` until the last reference to the *open file description* is gone. A
+mapping is such a reference, and so is the descriptor that `mmap.mmap` duplicates; forked children
+inherit both. So the lock has its own description on one descriptor, which children close. A data
 loader that outlives its trainer must not keep the trainer's lock.
 """
 
@@ -14,33 +14,33 @@ import threading
 from contextlib import suppress
 from pathlib import Path
 
-# Held over every fork, so that no child inherits a lock that is not in the set. Reentrant, because
-# garbage collection may release a lock while its thread is inside.
+# Held during every fork, so that no child inherits a lock that is not in the set. Reentrant,
+# because garbage collection may release a lock while the same thread holds the guard.
 _guard = threading.RLock()
 _held: set[OwnerLock] = set()
 
 
 class OwnerLock:
-    """An exclusive lock on a new, nameless file of mode 0600; `fd` is open for reading and writing.
+    """An exclusive lock on a new file without a name, mode 0600; `fd` is open read-write.
 
-    `ours` is true in the process that made it, also after `release`, and false in forked children.
+    `ours` is true in the process that created it, also after `release`; false in forked children.
     """
 
     def __init__(self, directory: Path) -> None:
-        """Make the file in `directory` and lock it; raises OSError."""
+        """Create the file in `directory` and lock it; raises OSError."""
         with _guard:
             self.fd = os.open(directory, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
             self.ours = True
             _held.add(self)
         try:
-            os.fchmod(self.fd, 0o600)  # whatever the umask left
+            os.fchmod(self.fd, 0o600)  # the umask may have removed bits
             fcntl.flock(self.fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BaseException:
             self.release()
             raise
 
     def release(self) -> None:
-        """Let the lock go, for all to see that the owner is gone; idempotent."""
+        """Release the lock, which shows other processes that the owner is gone. Idempotent."""
         with _guard:
             if self in _held:
                 _held.remove(self)
@@ -50,7 +50,7 @@ class OwnerLock:
         """Give the file the name `path`, which must be free; raises OSError."""
         directory_fd = os.open(path.parent, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
-            # Only with a directory descriptor does os.link call linkat, which follows the link.
+            # os.link calls linkat, which follows the link, only with a directory descriptor.
             source = f"/proc/self/fd/{self.fd}"
             os.link(source, path.name, dst_dir_fd=directory_fd, follow_symlinks=True)
         finally:
@@ -58,15 +58,15 @@ class OwnerLock:
 
 
 def reopen(fd: int, access: int) -> int:
-    """Open the file behind `fd` once more: a new description, which shares no lock with it."""
+    """Open the file behind `fd` again: a new open file description, which shares no lock."""
     return os.open(f"/proc/self/fd/{fd}", access | os.O_CLOEXEC)
 
 
 def try_shared(fd: int) -> bool:
     """Take a shared lock on `fd` if the owner is dead, else return False; never waits.
 
-    Shared is enough: a dead owner's lock never comes back, and an exclusive lock would look like a
-    living owner to everybody who looks at the same time. Undo it with `unlock_and_close`.
+    A shared lock is enough, because a dead owner's lock never comes back. An exclusive lock would
+    look like a living owner to other processes that probe now. Undo with `unlock_and_close`.
     """
     try:
         fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -76,15 +76,15 @@ def try_shared(fd: int) -> bool:
 
 
 def unlock_and_close(fd: int) -> None:
-    """Give up what `try_shared` took, and close `fd`."""
-    # Unlocked first, since a child forked meanwhile has a copy of this descriptor.
+    """Release the lock that `try_shared` took, and close `fd`."""
+    # Unlock first, because a child that was forked meanwhile has a copy of this descriptor.
     with suppress(OSError):
         fcntl.flock(fd, fcntl.LOCK_UN)
     os.close(fd)
 
 
 def _after_fork_in_child() -> None:
-    # Closing leaves the parent's lock alone; LOCK_UN would take it away.
+    # Closing keeps the parent's lock; LOCK_UN would release it.
     for lock in _held:
         os.close(lock.fd)
         lock.ours = False

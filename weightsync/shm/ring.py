@@ -1,4 +1,4 @@
-"""The counter ring: the handshake between one writer and several readers for each chunk."""
+"""The counter ring: the per-chunk handshake between one writer and several readers."""
 
 from __future__ import annotations
 
@@ -16,23 +16,24 @@ _LINE_WORDS = 8
 _LINE_NBYTES = 64
 _FIXED_LINES = 5
 _TAKES_EVENTS = 1
-"""The word of a reader's `released` line that says so; without it the writer waits on the host."""
+"""Word of a reader's `released` line: the generation whose ready events the reader waits for. While
+it is 0, the writer synchronises on the host."""
 _HEADER, _EPOCH, _WRITER_BEAT, _TABLE, _OFFERED = range(_FIXED_LINES)
 
 SPIN_S = 0.002
-"""How long a wait spins before it sleeps: about one large chunk."""
+"""How long a wait spins before it sleeps: about the time of one large chunk."""
 PATIENCE = 30
-"""A peer that beats but makes no progress is waited for this many times as long as a silent one."""
-_STANDSTILL_S = 0.25
-"""Longer than any step of a wait takes while its process runs."""
+"""Factor on the timeout for a peer that sends heartbeats but makes no progress."""
+_MAX_STEP_S = 0.25
+"""Longest step of a wait that counts in full. A longer one means that this process was stopped."""
 _LONG_NAP_S = 1e-3
-_HURRIED_SLOTS = 3
-"""With fewer slots readers run out of chunks while the writer naps."""
+_MIN_SLOTS_TO_NAP = 3
+"""With fewer slots, readers run out of chunks while the writer sleeps."""
 
 
 @dataclass(frozen=True, slots=True)
 class Backoff:
-    """How a wait passes its time: it spins for `spin_s`, then naps for `nap_s` at a time."""
+    """How a wait polls: it spins for `spin_s`, then sleeps for `nap_s` between polls."""
 
     spin_s: float
     nap_s: float
@@ -40,16 +41,16 @@ class Backoff:
 
 LOCAL = Backoff(SPIN_S, 50e-6)
 NETWORK = Backoff(0.0, 500e-6)
-"""Between chunks that travel: whoever spins takes the processor from the threads that move them."""
+"""For chunks that cross the network: a spinning wait would slow down the threads that move them."""
 
 Check = Callable[[], None]
-"""Called during waits; raises when waiting has become pointless."""
+"""Called during a wait; raises to end it."""
 
 
 class Control:
-    """The control segment: its counters by name, and room for `entries` fingerprints.
+    """The control segment: named counters, and a table of `entries` fingerprints.
 
-    `fence` is the writer's, between bytes and counters (weightsync.shm.store_order).
+    `fence` orders the writer's bytes before its counters (weightsync.shm.store_order).
     """
 
     def __init__(self, segment: Segment, *, slots: int, readers: int, entries: int) -> None:
@@ -72,7 +73,7 @@ class Control:
 
     @classmethod
     def create(cls, *, slots: int, readers: int, entries: int) -> Control:
-        """Make and own a control segment."""
+        """Create a control segment, owned by this process."""
         nbytes = control_nbytes(slots=slots, readers=readers, entries=entries)
         control = cls(Segment.create(nbytes), slots=slots, readers=readers, entries=entries)
         control._set(_HEADER, _MAGIC)
@@ -93,7 +94,7 @@ class Control:
 
     @property
     def epoch(self) -> int:
-        """The update that the counters belong to; grows with each."""
+        """Number of the update that the counters belong to; grows with each update."""
         return self._get(_EPOCH)
 
     @epoch.setter
@@ -102,7 +103,7 @@ class Control:
 
     @property
     def table_ready(self) -> int:
-        """How many fingerprints of the unpacked path were written, ever."""
+        """Total number of fingerprints of the unpacked path that were written."""
         return self._get(_TABLE)
 
     @table_ready.setter
@@ -112,7 +113,7 @@ class Control:
 
     @property
     def offered(self) -> int:
-        """Number of the newest offer of this ring; the writer raises it before it is sent."""
+        """Generation of the newest init message; raised before the writer sends it."""
         return self._get(_OFFERED)
 
     @offered.setter
@@ -121,60 +122,60 @@ class Control:
 
     @property
     def writer_beat(self) -> int:
-        """Grows while the writer lives and works."""
+        """The writer's heartbeat; grows while the writer works."""
         return self._get(_WRITER_BEAT)
 
     def beat_writer(self) -> None:
-        """Called by the writer alone."""
+        """Raise the writer's heartbeat. Called by the writer only."""
         self._set(_WRITER_BEAT, self.writer_beat + 1)
 
     def reader_beat(self, reader: int) -> int:
-        """Grows while this reader lives and works."""
+        """Return a reader's heartbeat, which grows while the reader works."""
         return self._get(self._beats + reader)
 
     def beat_reader(self, reader: int) -> None:
-        """Called by this reader alone."""
+        """Raise the reader's heartbeat. Called by this reader only."""
         self._set(self._beats + reader, self.reader_beat(reader) + 1)
 
     def published(self, slot: int) -> int:
-        """Sequence number of the chunk in `slot`."""
+        """Return the sequence number of the chunk in `slot`."""
         return self._get(self._published + slot)
 
     def publish(self, slot: int, sequence: int) -> None:
-        """Called by the writer alone, after the last byte is in place."""
+        """Publish a chunk. Called by the writer only, after the last byte is in place."""
         self.fence()
         self._set(self._published + slot, sequence)
 
     def released(self, reader: int) -> int:
-        """Sequence number up to which `reader` is done."""
+        """Return the sequence number up to which `reader` has released chunks."""
         return self._get(self._released + reader)
 
     def release(self, reader: int, sequence: int) -> None:
-        """Called by this reader alone."""
+        """Release all chunks up to `sequence`. Called by this reader only."""
         self._set(self._released + reader, sequence)
 
     def takes_events(self, reader: int) -> int:
-        """Return the number of the offer whose ready events `reader` waits for; or 0."""
+        """Return the generation whose ready events `reader` waits for, or 0."""
         return self._words[(self._released + reader) * _LINE_WORDS + _TAKES_EVENTS]
 
     def take_events(self, reader: int, number: int) -> None:
-        """Called by this reader alone, when it has opened the events of offer `number`; else 0."""
+        """Set the generation whose ready events this reader has opened, or 0. Reader only."""
         self._words[(self._released + reader) * _LINE_WORDS + _TAKES_EVENTS] = number
 
     def loaded(self, reader: int) -> int:
-        """Bytes of registered memory that `reader` has copied, ever; for whoever looks on."""
+        """Return the total bytes of registered memory that `reader` has copied; for observers."""
         return self._get(self._loaded + reader)
 
     def load(self, reader: int, nbytes: int) -> None:
-        """Called by this reader alone, with a number that grows."""
+        """Set the total bytes copied, a number that grows. Called by this reader only."""
         self._set(self._loaded + reader, nbytes)
 
     def signs(self, reader: int) -> int:
-        """Return what grows while this reader lives and works."""
+        """Return a sum of counters that grows while this reader works."""
         return self.reader_beat(reader) + self.released(reader) + self.loaded(reader)
 
     def write_fingerprints(self, at: int, values: Sequence[int]) -> None:
-        """Store fingerprints from entry `at` on, before their chunk is published."""
+        """Store fingerprints from entry `at` on. Called before their chunk is published."""
         if at + len(values) > self.entries:
             raise TransferError(f"{len(values)} fingerprints at {at} exceed {self.entries} entries")
         for i, value in enumerate(values, self._entries + at):
@@ -198,15 +199,15 @@ class Control:
 
 
 def control_nbytes(*, slots: int, readers: int, entries: int) -> int:
-    """Bytes of a control segment."""
+    """Return the size of a control segment in bytes."""
     lines = _FIXED_LINES + slots + 3 * readers
     return lines * _LINE_NBYTES + -(-entries * struct.calcsize("Q") // _LINE_NBYTES) * _LINE_NBYTES
 
 
 class RingWriter:
-    """The writing end. Updates follow one another: `begin`, then per chunk `acquire`, `publish`.
+    """The writing end. For each update: `begin`, then `acquire` and `publish` for each chunk.
 
-    `late` are the readers for which the last wait that failed was in vain.
+    `late` are the readers that made the last wait time out.
     """
 
     def __init__(self, control: Control, *, pace: Backoff = LOCAL) -> None:
@@ -233,7 +234,7 @@ class RingWriter:
         return self.control.epoch
 
     def follow(self, readers: Iterable[int], chunks: int, *, epoch: int, base: int) -> None:
-        """Start an update that was numbered elsewhere: by the ring of another host."""
+        """Start an update with the epoch and base of the ring of another host."""
         if epoch <= self.control.epoch:
             raise TransferError(
                 f"the update of epoch {epoch} comes after that of epoch {self.control.epoch}; "
@@ -245,34 +246,36 @@ class RingWriter:
         self.control.epoch = epoch
 
     def acquire(self, chunk: int, *, check: Check, timeout_s: float) -> int:
-        """Return the slot of `chunk` once every reader has released what was in it.
+        """Return the slot of `chunk` when every reader has released the slot's previous chunk.
 
-        Raises TransferTimeout naming the readers that were waited for.
+        Raises TransferTimeout naming the readers that did not release it.
         """
         if chunk >= self.control.slots:
             wanted = self._base + chunk - self.control.slots + 1
-            self._wait_released(wanted, check=check, timeout_s=timeout_s, pace=self._unhurried())
-        self.control.fence()  # also before the first chunks: readers of the last update may linger
+            backoff = self._acquire_backoff()
+            self._wait_released(wanted, check=check, timeout_s=timeout_s, pace=backoff)
+        # Before the first chunks too: readers of the last update may still read.
+        self.control.fence()
         return chunk % self.control.slots
 
     def publish(self, chunk: int) -> None:
-        """Give `chunk` to the readers; its bytes and fingerprints are in place."""
+        """Publish `chunk` to the readers. Its bytes and fingerprints must be in place."""
         self.control.publish(chunk % self.control.slots, self._base + chunk + 1)
 
     def drain(self, chunks: int, *, check: Check, timeout_s: float) -> None:
         """Return when every reader has released all `chunks`."""
         self._wait_released(self._base + chunks, check=check, timeout_s=timeout_s, pace=self.pace)
 
-    def _unhurried(self) -> Backoff:
-        """Nap for as long as a chunk takes: readers have the other slots' chunks meanwhile."""
+    def _acquire_backoff(self) -> Backoff:
+        """Sleep for the time of one chunk: readers have the chunks of the other slots meanwhile."""
         now = time.monotonic()
         period_s, self._acquired = now - self._acquired, now
-        if self.control.slots < _HURRIED_SLOTS:
+        if self.control.slots < _MIN_SLOTS_TO_NAP:
             return self.pace
         return Backoff(0.0, min(max(period_s, self.pace.nap_s), _LONG_NAP_S))
 
     def waiting_for(self, sequence: int) -> list[int]:
-        """Readers that have not released `sequence`."""
+        """Return the readers that have not released `sequence`."""
         return [r for r in self._active if self.control.released(r) < sequence]
 
     def _wait_released(
@@ -297,7 +300,7 @@ class RingWriter:
 
 
 class RingReader:
-    """The reading end of reader place `reader`, for one update."""
+    """The reading end of one reader, for one update. `reader` is the reader's index."""
 
     def __init__(
         self, control: Control, reader: int, *, epoch: int, base: int, pace: Backoff = LOCAL
@@ -309,7 +312,7 @@ class RingReader:
         self._base = base
 
     def wait(self, chunk: int, *, check: Check, timeout_s: float) -> int:
-        """Return the slot of `chunk` once it is published. Raises TransferTimeout."""
+        """Return the slot of `chunk` when it is published. Raises TransferTimeout."""
         slot = chunk % self._control.slots
         sequence = self._base + chunk + 1
         published = self._control.published
@@ -325,23 +328,23 @@ class RingReader:
         ):
             raise TransferTimeout(
                 f"the sender published no chunk {chunk + 1} of this update for {timeout_s:g} s; "
-                "the update is given up"
+                "the update is aborted"
             )
         self.check_current(chunk)
         return slot
 
     def release(self, chunk: int) -> None:
-        """Give the slot back, if what was read is still what was published."""
+        """Release the slot. Raises TransferError when the chunk was overwritten meanwhile."""
         self.check_current(chunk)
         self._control.release(self._reader, self._base + chunk + 1)
 
     def check_current(self, chunk: int) -> None:
-        """Raise TransferError when the slot was reused or the update replaced meanwhile."""
+        """Raise TransferError when the slot was reused or a new update began meanwhile."""
         sequence = self._control.published(chunk % self._control.slots)
         if sequence != self._base + chunk + 1 or self._control.epoch != self._epoch:
             raise TransferError(
                 f"chunk {chunk + 1} of this update was overwritten while it was read (epoch "
-                f"{self._epoch}, now {self._control.epoch}); its sender went on without this reader"
+                f"{self._epoch}, now {self._control.epoch}); the sender dropped this reader"
             )
 
 
@@ -353,9 +356,9 @@ def wait_until(
     progress: Callable[[], tuple[int, int]] = lambda: (0, 0),
     pace: Backoff = LOCAL,
 ) -> bool:
-    """Wait for `ready`, which one peer brings about. Return False when it is not to be expected.
+    """Wait for `ready`, which one peer makes true. Return False when that peer is late.
 
-    `progress` returns what was done, and the heartbeats; see `wait_for_peers`.
+    `progress` returns the peer's progress and heartbeat counters; see `wait_for_peers`.
     """
     return not wait_for_peers(
         ready, lambda: {0: progress()}, check=check, timeout_s=timeout_s, pace=pace
@@ -370,48 +373,51 @@ def wait_for_peers(
     timeout_s: float,
     pace: Backoff = LOCAL,
 ) -> list[int]:
-    """Wait for `ready`: spin briefly, then sleep. Return the peers that keep it waiting in vain.
+    """Wait for `ready`: spin briefly, then sleep. Return the late peers, or [] when ready.
 
-    `signs` returns, for each peer that is waited for, what was done and its heartbeats: one without
-    either for `timeout_s`, or with heartbeats alone for `PATIENCE` times as long, ends the wait,
-    whatever the others do. `check` is called on the way and ends the wait by raising. Time in which
-    this process itself stood still (SIGSTOP, a suspended machine) is not held against the others.
+    `signs` returns the progress and heartbeat counters of each peer that the wait depends on. A
+    peer is late after `timeout_s` without a change of either counter, or after `PATIENCE` times
+    `timeout_s` with heartbeats only. One late peer ends the wait. `check` is called during the wait
+    and ends it by raising. Time in which this process itself was stopped (SIGSTOP, a suspended
+    machine) does not count.
     """
     if ready():
         return []
-    looked = time.monotonic()
-    now = moved = 0.0
-    peers: dict[int, _Signs] = {}
+    last_poll = time.monotonic()
+    now = progressed_at = 0.0
+    peers: dict[int, _PeerState] = {}
     while not ready():
-        here = time.monotonic()
-        now += min(here - looked, _STANDSTILL_S)
-        looked = here
+        clock = time.monotonic()
+        now += min(clock - last_poll, _MAX_STEP_S)
+        last_poll = clock
         if now < pace.spin_s:
             time.sleep(0)
             continue
         check()
-        seen = signs()
-        for peer, (done, beats) in seen.items():
-            known = peers.setdefault(peer, _Signs())
+        current = signs()
+        for peer, (done, beats) in current.items():
+            known = peers.setdefault(peer, _PeerState())
             if done != known.done:
-                known.moved = known.beaten = moved = now
+                known.progressed_at = known.beat_at = progressed_at = now
             elif beats != known.beats:
-                known.beaten = now
+                known.beat_at = now
             known.done, known.beats = done, beats
-        if any(now - peers[peer].beaten > timeout_s for peer in seen):
-            # Those that fell silent together are late together.
-            return [peer for peer in seen if now - peers[peer].beaten > timeout_s / 2]
-        if idle := [peer for peer in seen if now - peers[peer].moved > PATIENCE * timeout_s]:
+        if any(now - peers[peer].beat_at > timeout_s for peer in current):
+            # Peers that stopped at about the same time are reported together.
+            return [peer for peer in current if now - peers[peer].beat_at > timeout_s / 2]
+        if idle := [
+            peer for peer in current if now - peers[peer].progressed_at > PATIENCE * timeout_s
+        ]:
             return idle
-        time.sleep(pace.nap_s if now - moved < 20 * SPIN_S else _LONG_NAP_S)
+        time.sleep(pace.nap_s if now - progressed_at < 20 * SPIN_S else _LONG_NAP_S)
     return []
 
 
 @dataclass(slots=True)
-class _Signs:
-    """What one peer showed last, and when something new came."""
+class _PeerState:
+    """The last counters of one peer, and the times of their last changes."""
 
     done: int = -1
     beats: int = -1
-    moved: float = 0.0
-    beaten: float = 0.0
+    progressed_at: float = 0.0
+    beat_at: float = 0.0

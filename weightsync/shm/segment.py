@@ -1,4 +1,4 @@
-"""Named shared-memory segments: made whole, opened with suspicion, cleaned up after the dead."""
+"""Named shared-memory segments: creation, checked opening, and cleanup after dead owners."""
 
 from __future__ import annotations
 
@@ -33,17 +33,17 @@ logger = logging.getLogger(__name__)
 # From linux/mman.h (5.14); the mmap module does not name them.
 _MADV_POPULATE_READ = 22
 _MADV_POPULATE_WRITE = 23
-# mmap.madvise keeps the interpreter lock: heartbeats of other threads get a turn between pieces.
+# mmap.madvise holds the GIL, so other threads (heartbeats) can run between two pieces only.
 _PIECE_NBYTES = 64 << 20
 
 
 def ask_for_huge_pages(mapping: mmap.mmap) -> None:
-    """Ask for huge pages from now on; a refusal is logged once a process."""
+    """Request huge pages for memory populated from now on; a refusal is logged once per process."""
     _advise(mapping, mmap.MADV_HUGEPAGE, 0, len(mapping))
 
 
 def populate(mapping: mmap.mmap, *, writable: bool = True) -> None:
-    """Have all pages mapped, some at a time; a refusal is logged once a process."""
+    """Pre-fault all pages, piece by piece; a refusal is logged once per process."""
     advice = _MADV_POPULATE_WRITE if writable else _MADV_POPULATE_READ
     for start in range(0, len(mapping), _PIECE_NBYTES):
         if not _advise(mapping, advice, start, min(_PIECE_NBYTES, len(mapping) - start)):
@@ -54,21 +54,21 @@ def _advise(mapping: mmap.mmap, advice: int, start: int, nbytes: int) -> bool:
     try:
         mapping.madvise(advice, start, nbytes)
     except OSError as exc:
-        _say_once(advice, exc.strerror)
+        _log_once(advice, exc.strerror)
         return False
     return True
 
 
 @functools.cache
-def _say_once(advice: int, reason: str) -> None:
-    what = "huge pages" if advice == mmap.MADV_HUGEPAGE else "pre-faulting"
-    logger.warning("%s cannot be had (%s); going on without", what, reason)
+def _log_once(advice: int, reason: str) -> None:
+    feature = "huge pages" if advice == mmap.MADV_HUGEPAGE else "pre-faulting"
+    logger.warning("%s not available (%s); continuing without", feature, reason)
 
 
 DIRECTORY = Path("/dev/shm")
 PATTERN = re.compile(r"weightsync-[0-9a-f]{32}")
 SOCKET_SUFFIX = ".sock"
-"""Ends the name of a socket that lies beside a segment, and is nothing without it."""
+"""Suffix of the name of a socket that belongs to a segment and is stale without it."""
 
 _ENLARGE = (
     "enlarge it (docker run --shm-size=…, an emptyDir of medium Memory in Kubernetes, or "
@@ -81,7 +81,7 @@ _live: dict[int, Segment] = {}
 class Segment:
     """Shared memory of `nbytes` bytes under `name`, mapped at `address` until `close`.
 
-    The owner frees the name, at the latest when its interpreter exits; readers only unmap.
+    The owner removes the name, at the latest at the exit of its interpreter. Readers only unmap.
     """
 
     def __init__(
@@ -93,7 +93,7 @@ class Segment:
         writable: bool,
         lock: OwnerLock | None = None,
     ) -> None:
-        """Take over `mapping`, `fd` and `lock`; called by `create` and `open` alone."""
+        """Take ownership of `mapping`, `fd` and `lock`. Called by `create` and `open` only."""
         self.name = path.name
         self.nbytes = len(mapping)
         self.writable = writable
@@ -106,10 +106,10 @@ class Segment:
 
     @classmethod
     def create(cls, nbytes: int, *, directory: Path = DIRECTORY, prefault: bool = True) -> Segment:
-        """Make a zeroed, locked, writable segment of exactly `nbytes` bytes and own it.
+        """Create a zeroed, locked, writable segment of exactly `nbytes` bytes, owned by the caller.
 
-        Its memory is reserved here: a full `directory` is a SegmentError now, never a SIGBUS
-        later. Raises ConfigError for sizes that cannot be.
+        The memory is reserved here: a full `directory` is a SegmentError now, never a SIGBUS later.
+        Raises ConfigError for an invalid size.
         """
         _check_nbytes(nbytes)
         directory = directory.absolute()
@@ -131,8 +131,8 @@ class Segment:
     ) -> Segment:
         """Map the segment `name` of another process, read-only unless `writable`.
 
-        Raises HandleError if `name` is none of ours (nothing is opened then), and SegmentError
-        unless it is a regular file of our own user with exactly `nbytes` bytes.
+        Raises HandleError if `name` is not the name of a segment (nothing is opened then), and
+        SegmentError unless it is a regular file of this user with exactly `nbytes` bytes.
         """
         _check_name(name)
         _check_nbytes(nbytes)
@@ -147,42 +147,43 @@ class Segment:
 
     @property
     def owner(self) -> bool:
-        """True in the process that created the segment, also once closed; false in its forks."""
+        """True in the process that created the segment, also after `close`; false in its forks."""
         return self._lock is not None and self._lock.ours
 
     @property
     def buffer(self) -> memoryview:
-        """A view `uint8[nbytes]`, read-only unless `writable`; it keeps the memory mapped."""
+        """A view `uint8[nbytes]`, read-only unless `writable`. The view keeps the memory mapped."""
         return memoryview(self._open_mapping())
 
     def tensor(self, offset: int = 0, nbytes: int | None = None) -> torch.Tensor:
-        """Return `uint8[nbytes]` from `offset`, to the end by default; it keeps the memory mapped.
+        """Return `uint8[nbytes]` from `offset`, by default to the end.
 
-        Each call makes a storage of its own. Writing through a view of a read-only segment is a
-        SIGSEGV: torch has no read-only tensors. Raises SegmentError for ranges outside.
+        The tensor keeps the memory mapped. Each call makes a new storage. A write through a view of
+        a read-only segment is a SIGSEGV, because torch has no read-only tensors. Raises
+        SegmentError for a range outside the segment.
         """
         count = self.nbytes - offset if nbytes is None else nbytes
         if offset < 0 or count < 0 or offset + count > self.nbytes:
             raise SegmentError(
-                f"bytes {offset} to {offset + count} are wanted of segment {self.name}, "
-                f"which has {self.nbytes}; the handle does not fit the segment"
+                f"bytes {offset} to {offset + count} are outside segment {self.name}, "
+                f"which has {self.nbytes} bytes; the handle does not fit the segment"
             )
-        # Here, since most of what a segment is for needs no torch.
+        # Imported here because most uses of a segment need no torch.
         from weightsync.tensors import view_bytes  # noqa: PLC0415 - see above
 
-        # torch keeps the object but not its buffer export, which is what stops an early unmapping;
-        # the private memoryview holds that export as long as the tensor lives.
+        # torch keeps the object but not its buffer export, and only the export prevents an early
+        # unmapping. The private memoryview holds that export as long as the tensor lives.
         return view_bytes(self.buffer, offset, count)
 
     def owner_alive(self) -> bool:
-        """Say whether the creator still holds its lock, whatever became of the name.
+        """Return whether the creator still holds its lock, also after the name was removed.
 
-        Safe to call at any time from any number of readers: they share the lock they try for.
+        Safe to call at any time from any number of readers, because readers try a shared lock.
         """
         if self.owner:
             return self._mapping is not None
         self._open_mapping()
-        with _mapped_errors(f"cannot look at the lock of segment {self._path}"):
+        with _mapped_errors(f"cannot check the lock of segment {self._path}"):
             probe = reopen(self._fd, os.O_RDONLY)
             try:
                 return not try_shared(probe)
@@ -190,7 +191,7 @@ class Segment:
                 unlock_and_close(probe)
 
     def unlink(self) -> None:
-        """Remove the name, so that nobody else can open it; open mappings stay. Idempotent.
+        """Remove the name, so that no other process can open it; open mappings stay. Idempotent.
 
         Raises ConfigError in a process that does not own the segment.
         """
@@ -203,9 +204,9 @@ class Segment:
             os.unlink(self._path)
 
     def close(self) -> None:
-        """Unmap, and unlink if this is the owner; idempotent.
+        """Unmap, and unlink if this process is the owner. Idempotent.
 
-        Memory that tensors or buffers still view is unmapped when the last of them is collected.
+        Memory that tensors or buffers still view is unmapped when the last view is collected.
         """
         if _live.pop(id(self), None) is None or self._mapping is None:
             return
@@ -242,39 +243,39 @@ class Segment:
 
 @dataclass(frozen=True)
 class Leftover:
-    """A segment of `nbytes` bytes whose owner died without unlinking `name`, or its socket."""
+    """A stale segment of `nbytes` bytes whose owner died without unlinking it, or its socket."""
 
     name: str
     nbytes: int
 
 
 def live_segments() -> list[Segment]:
-    """Return the segments this process has open, created or opened, oldest first."""
+    """Return the segments that this process has open, its own and others', oldest first."""
     return list(_live.values())
 
 
 def find_leftovers(directory: Path = DIRECTORY) -> list[Leftover]:
-    """Return our own user's segments in `directory` whose owner is dead, and lost sockets."""
+    """Return this user's segments in `directory` with a dead owner, and sockets without segment."""
     found = []
     for path in _candidates(directory):
-        with _dead(path) as info:
+        with _locked_if_stale(path) as info:
             if info is not None:
                 found.append(Leftover(path.name, info.st_size))
-    return [*found, *(Leftover(path.name, 0) for path in _lost_sockets(directory))]
+    return [*found, *(Leftover(path.name, 0) for path in _stale_sockets(directory))]
 
 
 def remove_leftovers(directory: Path = DIRECTORY) -> list[Leftover]:
-    """Unlink what `find_leftovers` finds and return what was removed; never a living owner's.
+    """Unlink what `find_leftovers` finds and return it. Segments of living owners stay.
 
-    Safe to run in several processes at once: each name is reported by the one that removed it.
+    Safe to run in several processes at once: each name is reported by the process that removed it.
     """
     removed = []
     for path in _candidates(directory):
-        with _dead(path) as info, suppress(OSError):
+        with _locked_if_stale(path) as info, suppress(OSError):
             if info is not None and os.path.samestat(info, os.lstat(path)):
                 os.unlink(path)
                 removed.append(Leftover(path.name, info.st_size))
-    for path in _lost_sockets(directory):  # those of what was just removed, too
+    for path in _stale_sockets(directory):  # includes sockets of the segments just removed
         with suppress(OSError):
             os.unlink(path)
             removed.append(Leftover(path.name, 0))
@@ -282,44 +283,45 @@ def remove_leftovers(directory: Path = DIRECTORY) -> list[Leftover]:
 
 
 def _candidates(directory: Path) -> list[Path]:
-    """List the paths that may be our segments, without opening anything."""
+    """List the paths with a segment's name, without opening anything."""
     with _mapped_errors(f"cannot list {directory}"), os.scandir(directory) as entries:
         names = [entry.name for entry in entries if PATTERN.fullmatch(entry.name)]
     return [directory / name for name in sorted(names)]
 
 
-def _lost_sockets(directory: Path) -> list[Path]:
-    """List our own user's sockets that lie beside no segment any more; one is made after it."""
+def _stale_sockets(directory: Path) -> list[Path]:
+    """List this user's sockets without a segment. A segment always exists before its socket."""
     with _mapped_errors(f"cannot list {directory}"):
         names = sorted(name for name in os.listdir(directory) if name.endswith(SOCKET_SUFFIX))
-    lost = []
+    stale = []
     for name in names:
         segment = name.removesuffix(SOCKET_SUFFIX)
         with suppress(OSError):
             info = os.lstat(directory / name)
-            ours = stat.S_ISSOCK(info.st_mode) and info.st_uid == os.geteuid()
-            if ours and PATTERN.fullmatch(segment) and not (directory / segment).exists():
-                lost.append(directory / name)
-    return lost
+            own = stat.S_ISSOCK(info.st_mode) and info.st_uid == os.geteuid()
+            if own and PATTERN.fullmatch(segment) and not (directory / segment).exists():
+                stale.append(directory / name)
+    return stale
 
 
 @contextmanager
-def _dead(path: Path) -> Iterator[os.stat_result | None]:
+def _locked_if_stale(path: Path) -> Iterator[os.stat_result | None]:
     """Yield the segment's stat under its lock if its owner is dead, else None.
 
-    It is the shared lock of the readers' own probes, so neither misleads the other.
+    The lock is shared, as in the readers' probes, so the probes and the cleanup do not mislead
+    each other.
     """
     with ExitStack() as undo:
         info = None
         with suppress(OSError):
-            if _ours(os.lstat(path)):
+            if _is_own_file(os.lstat(path)):
                 fd = _open_existing(path, os.O_RDONLY)
                 undo.callback(unlock_and_close, fd)
                 info = os.fstat(fd) if try_shared(fd) else None
-        yield info if info is not None and _ours(info) else None
+        yield info if info is not None and _is_own_file(info) else None
 
 
-def _ours(info: os.stat_result) -> bool:
+def _is_own_file(info: os.stat_result) -> bool:
     return stat.S_ISREG(info.st_mode) and info.st_uid == os.geteuid()
 
 
@@ -327,13 +329,13 @@ def _check_name(name: str) -> None:
     if not PATTERN.fullmatch(name):
         raise HandleError(
             f"{name[:80]!r} is not the name of a segment, which is 'weightsync-' and 32 lower-case "
-            "hex digits; the handle is damaged or not ours"
+            "hex digits; the handle is damaged or not from weightsync"
         )
 
 
 def _check_nbytes(nbytes: int) -> None:
     if not 0 < nbytes <= sys.maxsize:
-        raise ConfigError(f"a segment of {nbytes} bytes is asked for; give a positive size")
+        raise ConfigError(f"a segment cannot have {nbytes} bytes; give a positive size")
 
 
 def _check_trusted(info: os.stat_result, path: Path, nbytes: int) -> None:
@@ -347,7 +349,7 @@ def _check_trusted(info: os.stat_result, path: Path, nbytes: int) -> None:
     if info.st_size != nbytes:
         raise SegmentError(
             f"{path} has {info.st_size} bytes where the handle says {nbytes}; "
-            "the segment was changed, or the handle is of another one"
+            "the segment was changed, or the handle belongs to another segment"
         )
 
 
@@ -360,15 +362,15 @@ def _mapped_errors(doing: str) -> Iterator[None]:
 
 
 def _open_existing(path: Path, access: int) -> int:
-    # O_NONBLOCK, because opening a FIFO would otherwise wait for its other end.
+    # O_NONBLOCK, because open() of a FIFO would otherwise wait for its other end.
     return os.open(path, access | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY)
 
 
 def _reserve(fd: int, nbytes: int, directory: Path) -> None:
-    """Give the file its size and its memory, or raise SegmentError."""
+    """Set the file's size and reserve its memory. Raises SegmentError."""
     space = os.statvfs(directory)
     free = space.f_bavail * space.f_frsize
-    # Looked at first, since fallocate would fill the memory that is left before it gives up.
+    # Checked first, because fallocate would fill the remaining memory before it fails.
     if space.f_blocks and nbytes > free:
         raise _no_space(nbytes, free, directory)
     try:
@@ -406,20 +408,20 @@ def _unlink_at_exit_of_worker(unlink: Callable[[], None]) -> None:
 
 
 atexit.register(_unlink_at_exit)
-# Forked multiprocessing workers leave through os._exit and run these instead of atexit; forked
-# children forget the registration, and a lower priority than 0 lets them end their work first.
+# Forked multiprocessing workers exit through os._exit and run finalizers instead of atexit. A
+# forked child loses the registration. With a priority below 0, the worker's own work ends first.
 _unlink_at_exit_of_worker(_unlink_at_exit)
 register_after_fork(_unlink_at_exit, _unlink_at_exit_of_worker)
 
 
 def cleanup_stale() -> None:
-    """Remove leftovers, and say so; a start never fails for it."""
+    """Remove the segments of dead owners and log the result. Never raises, so no start fails."""
     try:
         removed = remove_leftovers()
     except SegmentError as exc:
-        logger.warning("leftover segments could not be looked for: %s", exc)
+        logger.warning("the cleanup of stale segments failed: %s", exc)
         return
     if removed:
         nbytes = sum(leftover.nbytes for leftover in removed)
         names = shorten(leftover.name for leftover in removed)
-        logger.info("removed what dead owners left: %d bytes in %s", nbytes, names)
+        logger.info("removed %d bytes of stale shared memory in %s", nbytes, names)

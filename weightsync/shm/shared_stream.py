@@ -1,9 +1,9 @@
-"""A trainer's parameters in shared memory, moved there once: the unpacked path on a host.
+"""The trainer's parameters in shared memory: the unpacked path on one host.
 
-Every tensor has its fixed place in one segment. A tensor that is alone in its storage is *moved*
-there (adopted): from then on the trainer's optimizer writes where the receivers read, and an update
-copies nothing on this side. A tensor that cannot be moved (a view of something larger, a cast, an
-odd stride) is copied to its place before each update.
+Every tensor has a fixed place in one segment. A tensor that alone uses its storage is *moved* there
+(adopted). From then on the trainer's optimizer writes where the receivers read, and an update
+copies nothing on the trainer's side. A tensor that cannot be moved (a view of a larger tensor, a
+cast, a non-contiguous tensor) is copied to its place before each update.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ logger = logging.getLogger(__name__)
 
 _SHAPE = operator.attrgetter("shape")
 _STEP_S = 5.0
-"""How long a step of another thread may take before its tensors are left where they are."""
+"""How long `close` waits for an optimizer step of another thread."""
 _OWN_REFERENCES = 2
-"""Uses of a storage that only one tensor has: that tensor, and Python's wrapper of the storage."""
+"""Use count of a storage with a single tensor: the tensor, and Python's wrapper of the storage."""
 
 
 @contextmanager
 def _plain_tensors() -> Iterator[None]:
-    """What is made here is trained later, whatever mode the caller is in."""
+    """Leave inference mode, because tensors that are made here are trained later."""
     with torch.inference_mode(False), torch.no_grad():
         yield
 
@@ -39,8 +39,8 @@ def _plain_tensors() -> Iterator[None]:
 class SharedStream:
     """Tensors at `offsets` of a segment of `nbytes` bytes.
 
-    `dtypes` and `shapes` are those in which the tensors are sent. The segment is made here, so a
-    `/dev/shm` too small is a SegmentError now.
+    `dtypes` and `shapes` are those that are sent. The constructor creates the segment, and raises
+    SegmentError if `/dev/shm` is too small.
     """
 
     @_plain_tensors()
@@ -57,7 +57,7 @@ class SharedStream:
         self.dropped = False
         self._adopt = adopt
         self._adopted: dict[int, torch.Tensor] = {}
-        self._lent: dict[int, StorageWeakRef] = {}
+        self._alias_storages: dict[int, StorageWeakRef] = {}
         self._views: list[torch.Tensor] = []
         self.tensors: list[torch.Tensor] = []
         for offset, dtype, shape in zip(offsets, dtypes, shapes, strict=True):
@@ -70,50 +70,50 @@ class SharedStream:
 
     @property
     def adopted(self) -> frozenset[int]:
-        """Which tensors live here."""
+        """Indices of the tensors that were moved here."""
         return frozenset(self._adopted)
 
     @property
     def copied_nbytes(self) -> int:
-        """Bytes of the tensors that do not live here: what a sender holds beside its model."""
+        """Bytes of the tensors that are copied here: what the sender holds beside its model."""
         if len(self._adopted) == len(self._views):
             return 0
         sizes = enumerate(flat.numel() for flat in self.tensors)
         return sum(nbytes for i, nbytes in sizes if i not in self._adopted)
 
     def is_place(self, index: int, address: int) -> bool:
-        """Whether `address` is the place of tensor `index` here."""
+        """Return whether `address` is the place of tensor `index` in this segment."""
         return self._addresses[index] == address
 
     def adopt(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Move those here that can be moved, before a thread of its own sends them.
+        """Move the tensors that can be moved. Called before a background thread sends them.
 
-        A step that writes a parameter while it is moved would write to memory that nobody reads
-        any more.
+        An optimizer step that writes a parameter during the move would write to memory that is no
+        longer in use.
         """
         if self._adopt:
             for i, (tensor, view) in enumerate(zip(tensors, self._views, strict=True)):
                 if tensor.shape == view.shape and _alone_in_its_storage(tensor, view):
-                    self._bring(i, tensor)
+                    self._copy_or_move(i, tensor)
 
     def refresh(self, tensors: Sequence[torch.Tensor]) -> int:
-        """Bring every place up to date; return the bytes that had to be copied.
+        """Update every place; return the bytes that were copied.
 
-        A tensor that was moved elsewhere since (another storage, shape or stride) is copied and
+        A tensor that was moved out of the segment (new storage, shape or stride) is copied and
         moved here again.
         """
-        if len(self._adopted) == len(self._views) and self._stay(tensors):
+        if len(self._adopted) == len(self._views) and self._all_in_place(tensors):
             return 0
         copied = 0
         places = zip(tensors, self._addresses, self._shapes, strict=True)
         for i, (tensor, address, shape) in enumerate(places):
-            stays = tensor.data_ptr() == address and tensor.shape == shape
-            if not (stays and tensor.is_contiguous() and i in self._adopted):
-                copied += self._bring(i, tensor)
+            in_place = tensor.data_ptr() == address and tensor.shape == shape
+            if not (in_place and tensor.is_contiguous() and i in self._adopted):
+                copied += self._copy_or_move(i, tensor)
         return copied
 
-    def _stay(self, tensors: Sequence[torch.Tensor]) -> bool:
-        """Whether all lie in their places as they were: the usual case, without a loop."""
+    def _all_in_place(self, tensors: Sequence[torch.Tensor]) -> bool:
+        """Return whether all tensors are unchanged in their places: the usual case, no loop."""
         return (
             list(map(torch.Tensor.data_ptr, tensors)) == self._addresses
             and list(map(_SHAPE, tensors)) == self._shapes
@@ -122,21 +122,22 @@ class SharedStream:
 
     @_plain_tensors()
     def occupied(self, tensors: Sequence[torch.Tensor]) -> bool:
-        """Whether something else still uses the place of a tensor that moved elsewhere since.
+        """Return whether another tensor still uses the place of a tensor that was moved away.
 
-        `aside = p.data; p.data = averaged` leaves `aside` in the place of `p`: to bring `p` there
-        would overwrite it, so another stream has to be made. Asked before `refresh`.
+        After `aside = p.data; p.data = averaged`, `aside` uses the place of `p`. A copy of `p` to
+        its place would overwrite `aside`, so the caller makes a new stream. Called before
+        `refresh`.
         """
         if list(map(torch.Tensor.data_ptr, tensors)) == self._addresses:
             return False
-        with held_back() as nobody_steps:
+        with held_back() as no_step_runs:
             for i, adopted in self._adopted.items():
                 if tensors[i].data_ptr() == self._addresses[i]:
                     continue
-                replaced = adopted is not tensors[i] and nobody_steps
+                replaced = adopted is not tensors[i] and no_step_runs
                 if replaced and adopted.data_ptr() == self._addresses[i]:
                     adopted.data = adopted.detach().clone()
-                if not self._lent[i].expired():  # type: ignore[no-untyped-call]  # torch's
+                if not self._alias_storages[i].expired():  # type: ignore[no-untyped-call]  # torch's
                     return True
         return False
 
@@ -147,15 +148,15 @@ class SharedStream:
 
     @_plain_tensors()
     def close(self) -> None:
-        """Move adopted tensors back into their own memory, remove the segment. Idempotent.
+        """Move adopted tensors back into private memory and remove the segment. Idempotent.
 
-        A step of another thread has 5 s to end, and holds the tensors where they are otherwise:
-        the mapping lives as long as they do. So does any step where the stream was `dropped`: the
-        garbage collector may come in the middle of it.
+        Waits at most 5 s for optimizer steps of other threads. If one still runs, the tensors stay
+        in the mapping, which lives as long as they do. The same holds for any running step when
+        the stream was `dropped`, because the garbage collector may run during a step.
         """
         if self._adopted:
-            with held_back(0.0 if self.dropped else _STEP_S, own=self.dropped) as nobody_steps:
-                if nobody_steps:
+            with held_back(0.0 if self.dropped else _STEP_S, own=self.dropped) as no_step_runs:
+                if no_step_runs:
                     self._move_back()
         self._adopted.clear()
         self._views.clear()
@@ -168,38 +169,39 @@ class SharedStream:
                 tensor.data = tensor.detach().clone()
 
     @_plain_tensors()
-    def _bring(self, index: int, tensor: torch.Tensor) -> int:
+    def _copy_or_move(self, index: int, tensor: torch.Tensor) -> int:
         view = self._views[index]
         if tensor.shape != view.shape:
             raise ManifestMismatchError(
-                f"tensor {index} has become {list(tensor.shape)} and was {list(view.shape)} at "
+                f"tensor {index} has the shape {list(tensor.shape)} and had {list(view.shape)} at "
                 "connect(); connect again"
             )
         if tensor.numel() == 0:
             return 0
-        with held_back() as nobody_steps:  # a step writes where the tensor was as it began
+        with held_back() as no_step_runs:  # a running step writes to the tensor's old memory
             view.copy_(tensor.detach())
-            if nobody_steps and self._adopt and _alone_in_its_storage(tensor, view):
-                tensor.data = self._lend(index)
+            if no_step_runs and self._adopt and _alone_in_its_storage(tensor, view):
+                tensor.data = self._new_alias(index)
                 self._adopted[index] = tensor
             else:
                 self._adopted.pop(index, None)
         return view.numel() * view.element_size()
 
-    def _lend(self, index: int) -> torch.Tensor:
-        """A view through a storage of its own: `share_memory()` moves a storage with all its views.
+    def _new_alias(self, index: int) -> torch.Tensor:
+        """Return a view of the place with a new storage.
 
-        What is written here and what receivers read must stay in the segment then.
+        `share_memory()` moves a storage with all its views. With a separate storage, the view that
+        this object writes through stays in the segment.
         """
         view = self._views[index]
         offset = self._addresses[index] - self.segment.address
         flat = self.segment.tensor(offset, view.numel() * view.element_size())
-        self._lent[index] = StorageWeakRef(flat.untyped_storage())  # type: ignore[no-untyped-call]
+        self._alias_storages[index] = StorageWeakRef(flat.untyped_storage())  # type: ignore[no-untyped-call]
         return flat.view(view.dtype).view(view.shape)
 
 
 def _alone_in_its_storage(tensor: torch.Tensor, view: torch.Tensor) -> bool:
-    """Whether nothing but `tensor` sees its memory, so that moving it moves all there is."""
+    """Return whether `tensor` is the only user of its memory, so that it can be moved."""
     if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or tensor.device.type != "cpu":
         return False
     if tensor.dtype is not view.dtype or not tensor.is_contiguous() or not tensor.is_leaf:
@@ -213,7 +215,10 @@ def _alone_in_its_storage(tensor: torch.Tensor, view: torch.Tensor) -> bool:
 
 
 def _in_shared_memory(tensor: torch.Tensor) -> bool:
-    """Another sender of this process has adopted it; taking it away would go back and forth."""
+    """Return whether another sender of this process has adopted `tensor`.
+
+    If two senders adopted the same tensor, each update would move it again.
+    """
     address = tensor.data_ptr()
     return tensor.is_shared() or any(  # type: ignore[no-untyped-call]  # torch leaves it untyped
         segment.owner and segment.address <= address < segment.address + segment.nbytes

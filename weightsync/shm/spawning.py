@@ -1,7 +1,7 @@
-"""Processes that share memory here are started by spawn; forked ones are refused early.
+"""Checks that refuse forked processes early; processes that use queues are started by spawn.
 
-A fork copies locks that other threads hold, CUDA that cannot work there, and sockets whose second
-copy hides their owner's death.
+A fork copies locks that other threads hold, CUDA state that does not work in the child, and sockets
+whose second copy hides the death of their owner.
 """
 
 from __future__ import annotations
@@ -16,26 +16,26 @@ _USE_SPAWN = 'start processes with multiprocessing.get_context("spawn")'
 
 
 class _History:
-    """The process that this one was forked from after this module was loaded."""
+    """The parent process, if this process was forked after this module was loaded."""
 
     forked_from: int | None = None
 
 
 def require_spawn(context: BaseContext | None = None) -> None:
-    """Raise ConfigError if `context`, the default one if None, starts processes by fork.
+    """Raise ConfigError if `context` (None: the default one) starts processes by fork.
 
-    Called by whoever is about to start processes that will use a queue.
+    Called before processes that will use a queue are started.
     """
     method = (context or multiprocessing.get_context()).get_start_method()
     if method == "fork":
         raise ConfigError(
-            'the start method is "fork", which copies locks, threads and CUDA half-way; '
+            'the start method is "fork", which copies locks and CUDA state but no threads; '
             f"{_USE_SPAWN}"
         )
 
 
 def refuse_forked(what: str) -> None:
-    """Raise ConfigError if this process was forked from one that had loaded weightsync."""
+    """Raise ConfigError if this process was forked from a process that had loaded weightsync."""
     if _History.forked_from is not None:
         raise ConfigError(
             f"{what} cannot be made in process {os.getpid()}, which was forked from "

@@ -1,11 +1,11 @@
-"""Order of stores and loads between the processes of one ring.
+"""Order of stores and loads between the processes of one shared-memory ring.
 
 A ring is safe if two orders hold. The writer's bytes are visible before the counter that publishes
 them; a reader's loads of a bucket are complete before the counter that releases it is visible.
-x86-64 keeps both: a core's stores become visible in program order, and none of them before its
-earlier loads (Intel SDM 3A, 8.2.2). Elsewhere, as on aarch64, the writer calls membarrier(2) with
-MEMBARRIER_CMD_GLOBAL_EXPEDITED, and readers call nothing. It returns once every running thread of
-every registered process has passed a full barrier; a thread that does not run has passed one in
+x86-64 keeps both: a core's stores become visible in program order, and no store becomes visible
+before the core's earlier loads (Intel SDM 3A, 8.2.2). On aarch64, the writer calls membarrier(2)
+with MEMBARRIER_CMD_GLOBAL_EXPEDITED, and readers call nothing. It returns once every running thread
+of every registered process has passed a full barrier; a thread that does not run has passed one in
 the scheduler.
 
 Publish: the writer stores the bytes, calls membarrier, stores the counter. Let B be the barrier of
@@ -38,7 +38,7 @@ from collections.abc import Callable
 from weightsync.errors import BackendUnavailableError
 
 VARIABLE = "WEIGHTSYNC_MEMBARRIER"
-"""`1` takes membarrier(2) where the processor keeps the order by itself, to try it."""
+"""`1` uses membarrier(2) also where the processor keeps the order, to test that code."""
 
 _MEMBARRIER_OF = {"x86_64": 324, "AMD64": 324, "aarch64": 283, "arm64": 283}
 _ORDERED = ("x86_64", "AMD64")
@@ -53,15 +53,15 @@ Fence = Callable[[], None]
 
 
 def nothing() -> None:
-    """The fence of a processor that orders stores itself."""
+    """Do nothing: the fence for a processor that keeps the order of stores."""
 
 
 def order_stores() -> Fence:
-    """Return the writer's fence between bytes and counters, and register this process for others'.
+    """Return the writer's fence, and register this process for the fences of other processes.
 
-    Called for each end of each ring: a registration lasts as long as the process, and a forked
-    child has it too. Raises BackendUnavailableError where neither the processor nor the kernel
-    orders stores.
+    Called for each end of each ring. The registration lasts as long as the process; a forked child
+    inherits it. Raises BackendUnavailableError where neither the processor nor the kernel orders
+    stores.
     """
     machine = platform.machine()
     if machine in _ORDERED and os.environ.get(VARIABLE) != "1":

@@ -1,4 +1,4 @@
-"""Waiting with a bound: policies, futexes, heartbeats, and locks that any thread may close."""
+"""Waits with a timeout: wait policies, futexes, heartbeats, and locks that any thread may close."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ import platform
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from types import TracebackType
 from typing import Protocol
 
@@ -20,25 +19,26 @@ from weightsync.errors import ConfigError, TransferCancelled, TransferTimeout
 logger = logging.getLogger(__name__)
 
 LOOK_S = 0.25
-"""How often a sleeping wait looks at its peer's life: also how long a lost wake-up delays it."""
+"""Interval of the liveness check during a sleeping wait; also the delay after a lost wake-up."""
 CANCEL_NAP_S = 0.02
 WARN_S = 60.0
 
 
 class Cancel(Protocol):
-    """What `threading.Event` offers, and events of multiprocessing."""
+    """Cancellation flag: `threading.Event`, an event of multiprocessing, or any such object."""
 
     def is_set(self) -> bool:
-        """Say whether the wait is to end."""
+        """Return whether the wait must end."""
         ...
 
 
 class WaitPolicy:
-    """One wait. `look` is called now and then and raises when waiting has become pointless.
+    """Timeout, cancellation and liveness check of one wait.
 
-    `doing` says what is waited for, `peers` raises when that will never come. `cancel` is the
-    caller's, looked at often; `closing` is set by a close that also wakes the wait. A wait is
-    logged every `warn_s` unless it is expected to be long (`indefinite`).
+    The waiting loop calls `look` between sleeps of `nap_s`; `look` raises to end the wait. `doing`
+    returns the condition for messages. `peers` checks the peers and raises when the condition can
+    never come true. `cancel` is the caller's flag, polled often. `closing` is set by a close that
+    also wakes the wait. A long wait is logged every `warn_s`, unless it is `indefinite`.
     """
 
     def __init__(
@@ -58,36 +58,36 @@ class WaitPolicy:
         self._cancel = cancel
         self._closing = closing
         self._started = time.monotonic()
-        self._looked = self._started
+        self._checked_at = self._started
         self._warn_s = None if indefinite else warn_s
         self._warn_at = self._started + warn_s
 
     @property
     def nap_s(self) -> float:
-        """How long to sleep at most before the next look."""
+        """Longest sleep before the next `look`, in seconds."""
         nap_s = LOOK_S if self._cancel is None else CANCEL_NAP_S
         if self._timeout_s is None:
             return nap_s
         return min(nap_s, max(1e-4, self._started + self._timeout_s - time.monotonic()))
 
     def look(self, *, closed: bool = False) -> None:
-        """Raise TransferCancelled, TransferTimeout, or what is known of the peers.
+        """Raise TransferCancelled, TransferTimeout, or what `peers` raises; else return.
 
-        `closed` says that there is news of them, so that they are looked at now.
+        `closed`: a peer signalled its end, so check the peers now.
         """
         if self._cancel is not None and self._cancel.is_set():
-            raise TransferCancelled(f"called off while waiting for {self._doing()}")
+            raise TransferCancelled(f"cancelled while waiting for {self._doing()}")
         if self._closing is not None and self._closing.is_set():
             raise TransferCancelled(f"closed in this process while waiting for {self._doing()}")
         now = time.monotonic()
-        if closed or now - self._looked >= LOOK_S:
-            self._looked = now
+        if closed or now - self._checked_at >= LOOK_S:
+            self._checked_at = now
             self._peers()
         if self._timeout_s is not None and now - self._started >= self._timeout_s:
             self._peers()
             raise TransferTimeout(
-                f"waited {self._timeout_s:g} s for {self._doing()}; nobody is known to be dead, "
-                "so wait longer, or look at what they are doing"
+                f"waited {self._timeout_s:g} s for {self._doing()}; no peer is known to be dead, "
+                "so raise the timeout, or find out why the peers make no progress"
             )
         if self._warn_s is not None and now >= self._warn_at:
             self._warn_at += self._warn_s
@@ -119,20 +119,20 @@ class _Timespec(ctypes.Structure):
 
 
 def fence() -> None:
-    """Let no later load overtake an earlier store.
+    """Order later loads after earlier stores, on x86-64.
 
-    On x86-64 alone: taking a lock is a locked instruction, which is a full fence there (Intel SDM
-    3A, 9.2.3.9). Elsewhere the writer's fence takes its place (weightsync.shm.store_order).
+    To take a lock is a locked instruction, which is a full fence on x86-64 (Intel SDM 3A, 9.2.3.9).
+    On other processors the writer's fence replaces it (weightsync.shm.store_order).
     """
     with _lock:
         pass
 
 
 def sleep_on(address: int, value: int, timeout_s: float) -> None:
-    """Sleep while the low half of the u64 at `address` is that of `value`, or until `timeout_s`.
+    """Sleep while the low half of the u64 at `address` equals that of `value`, or for `timeout_s`.
 
-    Also returns on a signal or for no reason at all: look again. The comparison is the kernel's
-    and comes after everything that this thread stored before.
+    May return early, on a signal or spuriously, so the caller checks its condition again. The
+    kernel makes the comparison, after all earlier stores of this thread.
     """
     whole = int(timeout_s)
     limit = _Timespec(whole, int((timeout_s - whole) * 1e9))
@@ -143,37 +143,18 @@ def sleep_on(address: int, value: int, timeout_s: float) -> None:
 
 
 def wake(address: int) -> None:
-    """Wake every process that sleeps on `address`."""
+    """Wake all threads, in every process, that sleep on `address`."""
     _syscall(_SYS_FUTEX, address, _WAKE, _ALL, None, None, 0)
 
 
 INTERVAL_S = 0.25
-
-
-@contextmanager
-def beating(beat: Callable[[], None]) -> Iterator[None]:
-    """Call `beat` now and then from another thread until the block ends."""
-    done = threading.Event()
-
-    def run() -> None:
-        while not done.wait(INTERVAL_S):
-            beat()
-
-    thread = threading.Thread(target=run, name="weightsync-heartbeat", daemon=True)
-    try:
-        # Inside, since Ctrl-C may come while it waits for the thread, which would beat for ever.
-        thread.start()
-        yield
-    finally:
-        done.set()
-        if thread.is_alive():
-            thread.join()
+"""Time between two heartbeats, in seconds."""
 
 
 class Heartbeat:
-    """Calls the bound method `beat` now and then, until `close` or until its object is gone.
+    """Calls the bound method `beat` every `INTERVAL_S`, until `close` or until its object is freed.
 
-    Not while the bound method `at_work` returns False, where that is given.
+    While the bound method `at_work`, if given, returns False, `beat` is not called.
     """
 
     def __init__(
@@ -192,14 +173,14 @@ class Heartbeat:
 
     @property
     def ended(self) -> bool:
-        """Whether `beat` is not called any more."""
+        """True when `beat` is no longer called."""
         return not self._thread.is_alive()
 
     def close(self, timeout_s: float | None = None) -> None:
-        """End it; `beat` is not called any more when this returns. Idempotent.
+        """Stop the heartbeat; `beat` is no longer called when this returns. Idempotent.
 
-        With `timeout_s`, one that is at work may outlast this: `ended` tells. The garbage
-        collector may call it in any thread, in the heartbeat's own too.
+        With `timeout_s`, a running `beat` may outlast this call; see `ended`. The garbage collector
+        may call `close` in any thread, the heartbeat's own thread included.
         """
         self._done.set()
         if threading.current_thread() is not self._thread:
@@ -212,12 +193,12 @@ def _run(
     at_work: weakref.WeakMethod[Callable[[], bool]] | None,
 ) -> None:
     while not done.wait(INTERVAL_S):
-        call, asked = beat(), at_work() if at_work is not None else _always
-        if call is None or asked is None:
+        call, condition = beat(), at_work() if at_work is not None else _always
+        if call is None or condition is None:
             return
-        if asked():
+        if condition():
             call()
-        del call, asked
+        del call, condition
 
 
 def _always() -> bool:
@@ -225,13 +206,13 @@ def _always() -> bool:
 
 
 class ClosableLock:
-    """One call at a time is inside (`with lock:`); `close`, from any thread, ends it and the rest.
+    """A lock that admits one call at a time; `close`, from any thread, ends all calls.
 
-    Calls that wait, that come later or that were waiting for the lock raise TransferCancelled: the
-    one inside asks `is_set()` now and then, and `wake` interrupts its sleep. `release` runs once,
-    when no call is inside. A signal handler may close what its own thread is inside of: then
-    that call runs `release` at its end. Neither function may refer to the lock's owner, or the
-    owner that is forgotten without `close` would live until the next garbage collection.
+    After `close`, the call inside, calls that wait for the lock and later calls raise
+    TransferCancelled. The call inside polls `is_set()`, and `wake` interrupts its sleep. `release`
+    runs once, when no call is inside. If a signal handler closes the lock that its own thread
+    holds, the interrupted call runs `release` at its end. Neither function may refer to the lock's
+    owner: an owner dropped without `close` would then live until the next garbage collection.
     """
 
     def __init__(self, what: str, *, wake: Callable[[], None], release: Callable[[], None]) -> None:
@@ -242,15 +223,18 @@ class ClosableLock:
         self._inside = self._closed = self._released = False
 
     def is_set(self) -> bool:
-        """Say whether `close` was called."""
+        """Return whether `close` was called."""
         return self._closed
 
     def error(self) -> TransferCancelled:
-        """Return what calls raise once this is closed."""
+        """Return the error that calls raise after `close`."""
         return TransferCancelled(f"this {self._what} was closed in this process; open another one")
 
     def acquire(self, timeout_s: float = -1) -> bool:
-        """Go inside, or return False after `timeout_s`. Raises TransferCancelled once closed."""
+        """Take the lock, or return False after `timeout_s`. Raises TransferCancelled if closed.
+
+        Raises ConfigError when this thread already holds the lock.
+        """
         if not self._lock.acquire(timeout=timeout_s):
             if self._closed:
                 raise self.error()
@@ -275,14 +259,14 @@ class ClosableLock:
         self.leave()
 
     def leave(self) -> None:
-        """Go outside; what `acquire` asks for afterwards."""
+        """Give the lock back. Called once after each successful `acquire`."""
         self._inside = False
         self._lock.release()
         if self._closed:
             self._release_once()
 
     def close(self) -> None:
-        """End the call that is inside, and release; returns when that is done. Idempotent."""
+        """End the call that is inside and run `release`; return when both are done. Idempotent."""
         self._closed = True
         self._wake()
         self._release_once()
