@@ -146,7 +146,7 @@ def test_enqueue_can_be_called_off() -> None:
         cancel = threading.Event()
         with waiting(lambda: writer.enqueue(1, cancel=cancel)) as (waits,):
             cancel.set()
-            with pytest.raises(TransferCancelled, match="called off while waiting for reader 0"):
+            with pytest.raises(TransferCancelled, match="cancelled while waiting for reader 0"):
                 waits.result(WAIT_S)
 
 

@@ -313,7 +313,7 @@ class TestFallback:
         for _ in range(3):
             assert len(encoder.encode(floats(LARGE))) == 2
         assert self.warnings(caplog) == [
-            "tensors travel in their messages, not in shared memory: no tensor queue was given"
+            "tensors are sent in their messages, not in shared memory: no tensor queue was given"
         ]
 
     def test_where_the_queue_cannot_be_reached(self, caplog: pytest.LogCaptureFixture) -> None:
@@ -359,7 +359,7 @@ class TestFallback:
             encoder = TensorEncoder("torch_shm", lambda: sender)
         tensor = floats(LARGE)
         assert same(read(encoder.encode(tensor)), tensor)
-        assert "the receiver of tensors is gone" in str(encoder.fallback_reason)
+        assert "the tensor receiver is gone" in str(encoder.fallback_reason)
 
     def test_the_setting(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(SETTING, raising=False)
@@ -444,7 +444,7 @@ class TestFailures:
             ((1, ["int8", [3], b"12"]), [], "int8[3] takes 3 bytes, and 2 came"),
             ((1, ["int8", [3]]), [], "a tensor of this message cannot be read"),
             ((3, "no handle"), [], "no handle of a tensor in a queue"),
-            ((7, 1), [], "extension 7 of a message is no tensor of ours"),
+            ((7, 1), [], "a message has the unknown extension 7"),
         ],
     )
     def test_each_lie_is_told(

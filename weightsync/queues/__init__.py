@@ -1,1 +1,1 @@
-"""Queues between processes: messages from one writer to many readers, and tensors of requests."""
+"""Queues between processes: a broadcast queue for messages, and a queue for tensors of requests."""

@@ -1,7 +1,7 @@
-"""What the making of queues needs of a process group: everybody's bytes, and nothing pickled.
+"""Collectives over a process group, used to create queues: an all-gather of bytes, no pickle.
 
-A group is torch's own, or any object with `rank`, `world_size` and `store`, a torch Store. Apart
-from the queues, since those made of a handle need no torch.
+A group is a torch ProcessGroup, or any object with `rank`, `world_size` and `store`, a torch Store.
+A module of its own, because queues made from a handle need no torch.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _PREFIX = "weightsync/message_queue"
 
 @runtime_checkable
 class StoreGroup(Protocol):
-    """A group that has only a store; every member makes its queues in the same order."""
+    """A process group that has only a store; every member creates its queues in the same order."""
 
     @property
     def rank(self) -> int:
@@ -36,7 +36,7 @@ class StoreGroup(Protocol):
 
     @property
     def world_size(self) -> int:
-        """How many members there are."""
+        """Number of members."""
         ...
 
     @property
@@ -46,10 +46,10 @@ class StoreGroup(Protocol):
 
 
 class Group:
-    """`rank` of `size` members, which tell each other bytes."""
+    """One member of a process group: `rank` of `size`, with an all-gather of bytes."""
 
     def __init__(self, group: dist.ProcessGroup | StoreGroup) -> None:
-        """Raises ConfigError for what is no group."""
+        """Raise ConfigError if `group` is of neither kind."""
         self._torch: dist.ProcessGroup | None = None
         self._store: Store | None = None
         if isinstance(group, dist.ProcessGroup):
@@ -60,24 +60,26 @@ class Group:
             self.rank, self.size = group.rank, group.world_size
         else:
             raise ConfigError(
-                f"a {type(group).__name__} is no process group; give torch's, or an object with "
-                "rank, world_size and store"
+                f"a {type(group).__name__} is no process group; give a torch ProcessGroup, or an "
+                "object with rank, world_size and store"
             )
 
     def all_gather(self, mine: bytes) -> list[bytes]:
-        """Return every member's bytes by rank; all call it, and wait as long as the group does."""
-        if len(mine) > _ROOM_NBYTES - _LENGTH_NBYTES:
-            raise ProtocolError(f"{len(mine)} bytes are more than members tell each other here")
+        """Return every member's bytes by rank. All members call it; the group sets the timeout."""
+        limit = _ROOM_NBYTES - _LENGTH_NBYTES
+        if len(mine) > limit:
+            raise ProtocolError(f"{len(mine)} bytes exceed the {limit} bytes of one all-gather")
         return self._by_tensors(mine) if self._store is None else self._by_store(self._store, mine)
 
     def everybodys_host(self) -> list[str]:
-        """Return every member's host by rank: equal for those who share `/dev/shm`."""
+        """Return every member's host key by rank; equal for members that share `/dev/shm`."""
         return [key.decode() for key in self.all_gather(host_key().encode())]
 
     def share(self, make: Callable[[], QueueHandle] | None) -> list[QueueHandle | None]:
-        """Return the handles that members made, by rank; all call it, some with `make`.
+        """Return the handles that members made, by rank. All members call it, some with `make`.
 
-        When making fails, it raises there and a TransferError saying why raises everywhere else.
+        When `make` fails, its error is raised on that rank, and a TransferError with the reason on
+        all other ranks.
         """
         failed: WeightSyncError | None = None
         mine = b""
@@ -87,17 +89,17 @@ class Group:
             except WeightSyncError as exc:
                 failed = exc
                 mine = b"-" + str(exc).encode()[: _ROOM_NBYTES // 2]
-        told = self.all_gather(mine)
+        gathered = self.all_gather(mine)
         if failed is not None:
             raise failed
-        for rank, note in enumerate(told):
-            if note[:1] == b"-":
-                why = note[1:].decode(errors="replace")
+        for rank, entry in enumerate(gathered):
+            if entry[:1] == b"-":
+                why = entry[1:].decode(errors="replace")
                 raise TransferError(f"rank {rank} could not make its message queue: {why}")
-        return [_decode_handle(note[1:]) if note else None for note in told]
+        return [_decode_handle(entry[1:]) if entry else None for entry in gathered]
 
     def address(self) -> str:
-        """Return the address by which other members reach this host, as far as it can be told."""
+        """Return this host's address as seen from other members. Raises ConfigError if unknown."""
         host = getattr(self._store, "host", None) or os.environ.get("MASTER_ADDR")
         if not host:
             raise ConfigError(
@@ -116,22 +118,24 @@ class Group:
         return [_unpadded(bytes(cast(Any, found.tolist()))) for found in rows]
 
     def _by_store(self, store: Store, mine: bytes) -> list[bytes]:
-        # Counted in the store, so that queues made one after another do not meet.
-        turn = store.add(f"{_PREFIX}/turns/{self.rank}", 1)
-        store.set(f"{_PREFIX}/{turn}/{self.rank}", cast(Any, mine or b"\0"))
-        told = [bytes(store.get(f"{_PREFIX}/{turn}/{rank}")) for rank in range(self.size)]
-        return [b"" if note == b"\0" else note for note in told]
+        # The store counts the rounds, so that successive all-gathers use different keys.
+        round_number = store.add(f"{_PREFIX}/turns/{self.rank}", 1)
+        store.set(f"{_PREFIX}/{round_number}/{self.rank}", cast(Any, mine or b"\0"))
+        gathered = [
+            bytes(store.get(f"{_PREFIX}/{round_number}/{rank}")) for rank in range(self.size)
+        ]
+        return [b"" if entry == b"\0" else entry for entry in gathered]
 
 
 def _decode_handle(data: bytes) -> QueueHandle:
     try:
         return msgspec.msgpack.decode(data, type=QueueHandle)
     except msgspec.MsgspecError as exc:
-        raise ProtocolError(f"a member told what is no handle of a queue: {exc}") from exc
+        raise ProtocolError(f"a member sent bytes that are no handle of a queue: {exc}") from exc
 
 
 def split_by_host(hosts: Sequence[str], writer: int) -> tuple[list[int], list[int]]:
-    """Return the ranks, other than the writer's, on its host and elsewhere."""
+    """Return the ranks on the writer's host and on other hosts, without the writer's rank."""
     others = [rank for rank in range(len(hosts)) if rank != writer]
     local = [rank for rank in others if hosts[rank] == hosts[writer]]
     return local, [rank for rank in others if rank not in local]

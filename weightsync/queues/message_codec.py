@@ -1,4 +1,4 @@
-"""Messages as msgpack with their large parts beside it, to be written and read in place."""
+"""Message codec: msgpack with large parts in separate buffers, written and read in place."""
 
 from __future__ import annotations
 
@@ -29,28 +29,28 @@ from weightsync.shm.buffer_address import buffer_address
 
 if TYPE_CHECKING:
     import torch
-    from torch import Tensor as Tensor  # noqa: PLC0414 - for those who import it from here
-else:  # for modules that torch must not be loaded for
+    from torch import Tensor as Tensor  # noqa: PLC0414 - exported for other modules
+else:  # a stand-in for modules that must not import torch
 
     class _TensorKind(type):
         def __instancecheck__(cls, value: object) -> bool:
-            torch = sys.modules.get("torch")  # what is a tensor was made by it
+            torch = sys.modules.get("torch")  # without torch there are no tensors
             return torch is not None and isinstance(value, torch.Tensor)
 
     class Tensor(metaclass=_TensorKind):
-        """Stands for torch.Tensor in annotations and for isinstance."""
+        """Stand-in for torch.Tensor in annotations and isinstance checks."""
 
 
 ALIGNMENT = 64
 _COUNTS = struct.Struct("<QQ")
-# A copy of this size or more lets other threads run meanwhile.
+# A copy of this size or more releases the GIL.
 _LARGE_NBYTES = 256 << 10
 
 
 class Encoded:
-    """A message ready to be written: `body` is msgpack, `buffers` are views of the sender's data.
+    """An encoded message: `body` is msgpack, `buffers` are views of the sender's data.
 
-    The views must be read before the sender changes that data; `kept` holds it until then.
+    Valid until the sender changes that data; `kept` keeps the data alive.
     """
 
     __slots__ = ("body", "buffers", "kept", "nbytes")
@@ -64,7 +64,7 @@ class Encoded:
             self.nbytes = _aligned(self.nbytes) + len(buffer)
 
     def write(self, target: memoryview) -> None:
-        """Copy everything into the first `nbytes` bytes of `target`, which is 64-byte aligned."""
+        """Copy the message into the first `nbytes` bytes of `target`, which is 64-byte aligned."""
         body, buffers = self.body, self.buffers
         _COUNTS.pack_into(target, 0, len(body), len(buffers))
         at = _COUNTS.size
@@ -80,12 +80,15 @@ class Encoded:
 
 
 def buffer_offset(body: bytes) -> int:
-    """Return where the buffer of a message with this `body` and a single buffer begins."""
+    """Return the offset of the buffer in a message with this `body` and a single buffer."""
     return _aligned(_COUNTS.size + 8 + len(body))
 
 
 def write_around(target: memoryview, body: bytes) -> memoryview:
-    """Write a message with a single buffer, but for that: it is returned, the rest of `target`."""
+    """Write the header and `body` of a message with one buffer; return the rest of `target`.
+
+    The returned view is the buffer, which the caller fills.
+    """
     at = buffer_offset(body)
     _COUNTS.pack_into(target, 0, len(body), 1)
     struct.pack_into("<Q", target, _COUNTS.size, len(target) - at)
@@ -94,7 +97,7 @@ def write_around(target: memoryview, body: bytes) -> memoryview:
 
 
 def split(source: memoryview) -> tuple[memoryview, list[memoryview]]:
-    """Return body and buffers of what `Encoded.write` wrote, as views. Raises ProtocolError."""
+    """Return views of the body and the buffers that `Encoded.write` wrote. Raises ProtocolError."""
     try:
         body_nbytes, count = _COUNTS.unpack_from(source)
         at = _COUNTS.size + 8 * count
@@ -118,9 +121,9 @@ def _aligned(offset: int) -> int:
 
 
 def copy_bytes(target: memoryview, source: memoryview) -> None:
-    """Copy `source` over `target`, of the same size; other threads may run while much is copied.
+    """Copy `source` to `target`, of the same size; a large copy releases the GIL.
 
-    Not by torch's copy, whose worker threads wait for each other where processors are busy.
+    torch's copy is not used, because its worker threads wait for each other on busy processors.
     """
     nbytes = len(source)
     if nbytes < _LARGE_NBYTES:
@@ -130,7 +133,7 @@ def copy_bytes(target: memoryview, source: memoryview) -> None:
 
 
 ARRAY_KINDS = "biufcUSMm"
-"""NumPy's kinds of dtypes whose bytes are their value."""
+"""NumPy dtype kinds whose bytes are their value."""
 _VALUE_ERRORS = (
     TypeError,
     ValueError,
@@ -141,7 +144,7 @@ _VALUE_ERRORS = (
     MemoryError,
     SyntaxError,
 )
-"""What Python, NumPy and torch raise for plain data that is no value of the kind named."""
+"""Errors of Python, NumPy and torch for plain data that is invalid for its kind."""
 _FACTORIES = (list, dict, set, tuple, int, float, str, bool, bytes)
 
 
@@ -153,9 +156,9 @@ class _Kind:
 
 
 def to_plain(value: object) -> tuple[str, Any] | None:
-    """Return a kind's name and what `from_plain` makes the value of; None for other values.
+    """Return the kind's name and the argument of `from_plain`; None for values of no known kind.
 
-    What is returned may hold other values of these kinds, tensors and bytes.
+    The argument may hold other values of these kinds, tensors and bytes.
     """
     kind = _BY_TYPE.get(type(value)) or _family(value)
     plain = None if kind is None else kind.to_plain(value)
@@ -163,25 +166,25 @@ def to_plain(value: object) -> tuple[str, Any] | None:
 
 
 def from_plain(name: str, plain: Any) -> Any:
-    """Return the value. Raises ProtocolError for unknown names and what is no such value."""
+    """Return the value of kind `name`. Raises ProtocolError for an unknown kind or bad data."""
     kind = _BY_NAME.get(name)
     if kind is None:
-        raise ProtocolError(f"a message has a {name!r}, which is no kind of value known here")
+        raise ProtocolError(f"a message has a value of the unknown kind {name!r}")
     try:
         return kind.from_plain(plain)
     except ProtocolError:
         raise
     except _VALUE_ERRORS as exc:
-        raise ProtocolError(f"a message has a {name} that is none: {exc}") from exc
+        raise ProtocolError(f"a message has an invalid {name}: {exc}") from exc
 
 
 def _family(value: object) -> _Kind | None:
-    """Return the kind of a value whose exact type is not in the table."""
+    """Return the kind of a value whose exact type is not in `_BY_TYPE`, None if there is none."""
     if isinstance(value, enum.Enum):
         return _ENUM
     if _fields(type(value)) is not None:
         return _NAMED_TUPLE
-    torch = sys.modules.get("torch")  # what is one of its values was made by it
+    torch = sys.modules.get("torch")  # without torch there are no values of its types
     if torch is not None and vars(torch).get(type(value).__name__) is type(value):
         return _BY_NAME.get(f"torch.{type(value).__name__}")
     numpy = sys.modules.get("numpy")  # as above
@@ -195,7 +198,7 @@ def _family(value: object) -> _Kind | None:
 
 
 def _dotted(kind: type) -> list[str] | None:
-    """Return module and name of a class that can be found by them, else None."""
+    """Return module and name of a class that can be imported by them, else None."""
     names = [kind.__module__, kind.__qualname__]
     try:
         return names if _class(*names) is kind else None
@@ -221,7 +224,7 @@ def _from_enum(value: enum.Enum) -> list[Any] | None:
     where = _dotted(type(value))
     if where is None:
         return None
-    # Flags that are several have no name of their own in every version of Python.
+    # A combination of flags has no name in some versions of Python.
     by_value = isinstance(value, enum.Flag)
     return [*where, value.value if by_value else value.name]
 
@@ -237,7 +240,7 @@ def _to_enum(plain: Any) -> Any:
 
 
 def _fields(kind: type) -> tuple[str, ...] | None:
-    """Return the fields of a class of named tuples, or of one derived from it; else None."""
+    """Return the field names of a named tuple class or its subclass; else None."""
     if not issubclass(kind, tuple):
         return None
     found = next((vars(one)["_fields"] for one in kind.__mro__ if "_fields" in vars(one)), None)
@@ -249,7 +252,7 @@ def _from_named_tuple(value: Any) -> list[Any] | None:
     if where is None or fields is None or len(fields) != len(value):
         return None
     if getattr(value, "__dict__", None):
-        return None  # its attributes would be lost
+        return None  # the attributes would be lost
     return [*where, list(value)]
 
 
@@ -267,7 +270,7 @@ def _from_scalar(value: Any) -> list[Any] | None:
 
 
 def _to_scalar(plain: Any) -> Any:
-    import numpy as np  # noqa: PLC0415  # optional: who is sent one of its values has it
+    import numpy as np  # noqa: PLC0415  # optional: needed for NumPy values only
 
     dtype, data = plain_dtype(plain[0]), _bytes(plain[1])
     if not dtype.itemsize:
@@ -282,7 +285,7 @@ def _from_array(value: Any) -> list[Any] | None:
         return None
     flat = value.ravel()
     data = flat.view("u1") if flat.nbytes else flat[:0].astype("u1")
-    import torch  # noqa: PLC0415  # an array travels as a tensor
+    import torch  # noqa: PLC0415  # an array is sent as a tensor
 
     tensor = torch.from_numpy(data if data.flags.writeable else data.copy())
     return [value.dtype.str, list(value.shape), tensor]
@@ -299,7 +302,7 @@ def _to_array(plain: Any) -> Any:
 
 
 def plain_dtype(name: object) -> Any:
-    """Return NumPy's dtype of this name. Raises ProtocolError unless bytes are its value."""
+    """Return NumPy's dtype of this name. Raises ProtocolError unless its bytes are its value."""
     import numpy as np  # noqa: PLC0415  # as above
 
     dtype = np.dtype(str(name))
@@ -309,9 +312,9 @@ def plain_dtype(name: object) -> Any:
 
 
 def array_dtype(name: object) -> Any:
-    """Return the dtype of an array's elements. Raises ProtocolError for those without bytes.
+    """Return the dtype of an array's elements. Raises ProtocolError for an item size of 0.
 
-    NumPy would make them larger, and of a few bytes of a message an array of any size.
+    NumPy would enlarge such elements, so a short message could make an array of any size.
     """
     dtype = plain_dtype(name)
     if not dtype.itemsize:
@@ -320,7 +323,7 @@ def array_dtype(name: object) -> Any:
 
 
 def _bytes(value: object) -> bytes:
-    """Return bytes as bytes; of a number, `bytes` would make as many zeros."""
+    """Return `bytes(value)` for bytes-like values only; `bytes(n)` of a number makes n zeros."""
     if not isinstance(value, bytes | bytearray | memoryview):
         raise ProtocolError(f"a message has a {type(value).__name__} in the place of bytes")
     return bytes(value)
@@ -328,7 +331,7 @@ def _bytes(value: object) -> bytes:
 
 def _of_torch(name: str) -> Callable[[Any], Any]:
     def make(plain: Any) -> Any:
-        import torch  # noqa: PLC0415  # only who is sent one of its values needs it
+        import torch  # noqa: PLC0415  # optional: needed for values of torch only
 
         return getattr(torch, name)(plain)
 
@@ -353,7 +356,7 @@ def _name_in_torch(value: object) -> str:
 
 def _from_moment(value: Any) -> list[Any] | None:
     if value.tzinfo is not None and type(value.tzinfo) is not dt.timezone:
-        return None  # its rules would be lost
+        return None  # the time zone's rules would be lost
     return [value.isoformat(), value.fold]
 
 
@@ -377,7 +380,7 @@ _NUMPY_ARRAY = _Kind("numpy array", _from_array, _to_array)
 _DTYPE = _Kind("numpy dtype", lambda v: v.str if v.kind in ARRAY_KINDS else None, plain_dtype)
 
 _BY_TYPE: dict[type, _Kind] = {
-    int: _Kind("int", str, int),  # one of more than 64 bits
+    int: _Kind("int", str, int),  # more than 64 bits
     complex: _Kind("complex", lambda v: [v.real, v.imag], lambda p: complex(*p)),
     slice: _Kind("slice", lambda v: [v.start, v.stop, v.step], lambda p: slice(*p)),
     range: _Kind("range", lambda v: [v.start, v.stop, v.step], lambda p: range(*p)),
@@ -432,13 +435,13 @@ _BY_NAME: dict[str, _Kind] = {
 
 
 INLINE_NBYTES = 512
-"""Bytes objects up to this size travel inside the msgpack."""
+"""Bytes objects up to this size are stored inside the msgpack body."""
 _PLAIN = frozenset({NoneType, bool, int, float, str})
 _TENSOR, _ARRAY, _BYTES, _BYTES_INLINE, _BYTEARRAY, _MEMORYVIEW = 1, 2, 3, 4, 5, 6
 _TUPLE, _SET, _FROZENSET, _REGISTERED, _DICT, _VALUE = 7, 8, 9, 10, 11, 12
 _MAX_DIMENSIONS = 64
 
-# A view of a tensor's bytes: without numpy, for every dtype, and no new ctypes type for each size.
+# Makes a view of a tensor's bytes, for every dtype, without numpy or a ctypes type per size.
 _memory = ctypes.PYFUNCTYPE(ctypes.py_object, ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int)(
     ("PyMemoryView_FromMemory", ctypes.pythonapi)
 )
@@ -447,7 +450,7 @@ _READ_ONLY = 0x100
 _WRONG = (TypeError, ValueError, AttributeError, ArithmeticError, MemoryError)
 Hook = Callable[[Any], Any]
 BYTES_BODY = msgspec.msgpack.encode(msgspec.msgpack.Ext(_BYTES, msgspec.msgpack.encode([0])))
-"""The body of a message that is one bytes object, its only buffer."""
+"""Body of a message that is a single bytes object, stored in its only buffer."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -459,9 +462,9 @@ class _Registered:
 
 
 class MessageCodec:
-    """Turns objects into messages and back. Both sides register the same types by the same names.
+    """Encodes objects as messages and decodes them. Both sides register the same types and names.
 
-    Safe to use from several threads once everything is registered.
+    Safe to use from several threads after the last `register`.
     """
 
     def __init__(self) -> None:
@@ -476,15 +479,16 @@ class MessageCodec:
         encode: Hook | None = None,
         decode: Hook | None = None,
     ) -> None:
-        """Let objects of exactly this type pass: `encode(obj)` is any message, `decode` undoes it.
+        """Register a type: `encode(obj)` returns any object that a message may contain.
 
-        A dataclass or msgspec Struct needs no hooks: its fields travel and its constructor is
-        called with them. Raises ConfigError for others, for a name that is taken, and for types
-        that messages carry as they are.
+        `decode` is the inverse of `encode`. Subclasses are not included. A dataclass or msgspec
+        Struct needs no hooks: its fields are sent, and its constructor is called with them. Raises
+        ConfigError for other types without hooks, for a name that is taken, and for types that
+        messages support without registration.
         """
         if kind in _BUILT_IN:
             raise ConfigError(
-                f"{kind.__qualname__} travels as it is, so hooks for it would never be called"
+                f"{kind.__qualname__} is supported without hooks, which would never be called"
             )
         name = name or kind.__qualname__
         if name in self._by_name or kind in self._by_kind:
@@ -496,19 +500,22 @@ class MessageCodec:
         self._by_name[name] = entry
 
     def encode(self, message: object) -> Encoded:
-        """Return `message` encoded, its large parts as views. Raises ConfigError with the path."""
+        """Encode `message`, with views of its large parts.
+
+        Raises ConfigError with the path to an object that cannot be encoded.
+        """
         packer = _Packer(self._by_kind)
         try:
             try:
                 body = msgspec.msgpack.encode(packer.lift(message))
-            except OverflowError:  # rare, so only now are integers looked at one by one
+            except OverflowError:  # rare, so integers are checked one by one only now
                 packer = _Packer(self._by_kind, plain=_PLAIN - {int})
                 body = msgspec.msgpack.encode(packer.lift(message))
-        except _Foreign as exc:
+        except _UnsupportedError as exc:
             path = _path_to(message, exc.args[0]) or "inside a registered type"
             raise ConfigError(f"{path}: {exc.args[1]}") from None
         except (TypeError, ValueError, OverflowError, RecursionError) as exc:
-            raise ConfigError(f"this cannot be put into a message: {exc}") from exc
+            raise ConfigError(f"this object cannot be encoded as a message: {exc}") from exc
         return Encoded(body, packer.buffers, packer.kept)
 
     def decode(
@@ -517,10 +524,10 @@ class MessageCodec:
         buffers: Sequence[memoryview],
         views: list[memoryview] | None = None,
     ) -> Any:
-        """Return the message, copied out; with `views`, in place. Raises ProtocolError.
+        """Return the message, as a copy, or in place if `views` is given. Raises ProtocolError.
 
-        In place, bytes outside sets become read-only memoryviews, also put into `views` for the
-        caller to release; tensors and arrays are views that nobody may write to.
+        In place, bytes outside sets become read-only memoryviews, which are also appended to
+        `views` for the caller to release. Tensors and arrays are views that must not be written.
         """
         unpacker = _Unpacker(self._by_name, buffers, views)
         try:
@@ -531,12 +538,12 @@ class MessageCodec:
             raise ProtocolError(f"a message cannot be decoded: {exc}") from exc
 
 
-class _Foreign(Exception):
-    """An object that no message may contain, and why."""
+class _UnsupportedError(Exception):
+    """Internal error: an object that a message cannot contain, and the reason."""
 
 
 class _Packer:
-    """One message being taken apart."""
+    """Encoder of one message: collects its large parts in `buffers`."""
 
     def __init__(
         self, registered: dict[type, _Registered], plain: frozenset[type] = _PLAIN
@@ -549,7 +556,7 @@ class _Packer:
         self._in_set = False
 
     def lift(self, value: Any) -> Any:
-        """Return `value` with all that msgpack has no exact word for replaced by extensions."""
+        """Return `value` with everything that msgpack cannot represent replaced by extensions."""
         kind = type(value)
         if kind in self._plain:
             return value
@@ -580,9 +587,9 @@ class _Packer:
         plain = to_plain(value)
         if plain is not None:
             return self._extension(_VALUE, list(plain))
-        raise _Foreign(
+        raise _UnsupportedError(
             value,
-            f"{kind.__module__}.{kind.__qualname__} is nothing that a message may contain; "
+            f"{kind.__module__}.{kind.__qualname__} is no type that a message may contain; "
             "register it with the codec, on both sides",
         )
 
@@ -613,30 +620,34 @@ class _Packer:
             self._in_set = outer
 
     def _lift_bytes(self, value: Any, code: int) -> Any:
-        if self._in_set:  # where a view, in place, would have no hash
+        if self._in_set:  # a view that is decoded in place has no hash
             if code == _MEMORYVIEW:
-                raise _Foreign(value, "a set holds bytes, not views of them")
+                raise _UnsupportedError(value, "a set holds bytes, not views of them")
             return value
         if code == _BYTES and len(value) <= INLINE_NBYTES:
             return msgspec.msgpack.Ext(_BYTES_INLINE, value)
         if code == _MEMORYVIEW and (value.format != "B" or value.ndim != 1):
-            raise _Foreign(
+            raise _UnsupportedError(
                 value,
-                f"a memoryview of format {value.format!r} and {value.ndim} dimensions would come "
-                'back as one of bytes; send view.cast("B"), or an array',
+                f"a memoryview of format {value.format!r} and {value.ndim} dimensions would be "
+                'decoded as bytes; send view.cast("B"), or an array',
             )
         if code == _MEMORYVIEW and not value.c_contiguous:
             value = value.tobytes()
         return self._place(code, [], memoryview(value), value)
 
     def _lift_tensor(self, value: torch.Tensor) -> msgspec.msgpack.Ext:
-        import torch  # noqa: PLC0415  # messages without tensors need none
+        import torch  # noqa: PLC0415  # messages without tensors need no torch
 
         name = str(value.dtype).removeprefix("torch.")
         if type(value) not in (torch.Tensor, torch.nn.Parameter) or name not in _dtypes():
-            raise _Foreign(value, f"a {type(value).__name__} of {value.dtype} cannot travel")
+            raise _UnsupportedError(
+                value, f"a {type(value).__name__} of {value.dtype} cannot be sent"
+            )
         if value.layout is not torch.strided or value.device.type == "meta":
-            raise _Foreign(value, f"a tensor ({value.layout}, {value.device}) has no plain bytes")
+            raise _UnsupportedError(
+                value, f"a tensor ({value.layout}, {value.device}) has no plain bytes"
+            )
         plain = value.detach().resolve_conj().resolve_neg().cpu().contiguous()
         nbytes = plain.numel() * plain.element_size()
         view = _memory(plain.data_ptr(), nbytes, _READ_ONLY) if nbytes else memoryview(b"")
@@ -644,7 +655,7 @@ class _Packer:
 
     def _lift_array(self, value: Any) -> msgspec.msgpack.Ext:
         if value.dtype.kind not in ARRAY_KINDS or not value.dtype.itemsize:
-            raise _Foreign(value, f"an array of {value.dtype} has no plain bytes")
+            raise _UnsupportedError(value, f"an array of {value.dtype} has no plain bytes")
         flat = value.ravel()  # contiguous: a view, or a copy in C order
         view = memoryview(flat.view("u1")) if flat.nbytes else memoryview(b"")
         return self._place(_ARRAY, [value.dtype.str, list(value.shape)], view, flat)
@@ -664,7 +675,7 @@ _BYTES_LIKE: dict[type, int] = {bytes: _BYTES, bytearray: _BYTEARRAY, memoryview
 
 
 class _Unpacker:
-    """One message being put together."""
+    """Decoder of one message."""
 
     def __init__(
         self,
@@ -682,10 +693,10 @@ class _Unpacker:
 
     def _extension(self, code: int, data: memoryview) -> Any:
         if code == _BYTES_INLINE:
-            return self._handed(data)
+            return self._bytes_of(data)
         build = _BUILDERS.get(code)
         if build is None:
-            raise ProtocolError(f"a message has an extension {code}, which is none of ours")
+            raise ProtocolError(f"a message has the unknown extension {code}")
         return build(self, self.decode(data))
 
     def buffer(self, index: int) -> memoryview:
@@ -696,13 +707,13 @@ class _Unpacker:
         return self._buffers[index]
 
     def bytes_like(self, about: Any) -> bytes | memoryview:
-        return self._handed(self.buffer(about[0]))
+        return self._bytes_of(self.buffer(about[0]))
 
     def view(self, about: Any) -> memoryview:
         found = self.bytes_like(about)
         return memoryview(found) if isinstance(found, bytes) else found
 
-    def _handed(self, view: memoryview) -> bytes | memoryview:
+    def _bytes_of(self, view: memoryview) -> bytes | memoryview:
         if self._views is None:
             return bytes(view)
         view = view.toreadonly()
@@ -726,7 +737,7 @@ class _Unpacker:
         return tensor.view(shape)
 
     def array(self, about: Any) -> Any:
-        import numpy as np  # noqa: PLC0415  # optional: only who sends arrays needs it
+        import numpy as np  # noqa: PLC0415  # optional: needed for arrays only
 
         kind, shape, index = about
         dtype, view = array_dtype(kind), self.buffer(index)
@@ -765,14 +776,14 @@ _BUILDERS: dict[int, Callable[[_Unpacker, Any], Any]] = {
 
 @functools.cache
 def _dtypes() -> dict[str, torch.dtype]:
-    """Return the dtypes that messages carry, by name; loads torch.
+    """Return the dtypes that messages carry, by name; loads torch, without its warning on read-only buffers.
 
     More than `tensors.TORCH_DTYPES`, the dtypes of weights: also complex32 and integers of fewer
     bits than a byte.
     """
     import torch  # noqa: PLC0415  # as above
 
-    from weightsync import tensors  # noqa: F401, PLC0415  # spends torch's warning
+    from weightsync import tensors  # noqa: F401, PLC0415  # its import silences the warning
 
     return {
         str(value).removeprefix("torch."): value
@@ -787,7 +798,7 @@ def _check_shape(shape: Any, itemsize: int, nbytes: int) -> None:
         or any(size < 0 for size in shape)
         or math.prod(size or 1 for size in shape) * itemsize >= 1 << 63
     ):
-        raise ProtocolError(f"a message has a tensor of shape {str(shape)[:80]}")
+        raise ProtocolError(f"a message has a tensor of shape {str(shape)[:80]}, which is invalid")
     if math.prod(shape) * itemsize != nbytes:
         raise ProtocolError(
             f"a message has a tensor of shape {shape}, {itemsize} bytes an element, and "
@@ -813,7 +824,7 @@ def _field_hooks(kind: type) -> tuple[Hook, Hook]:
 
 
 def _path_to(value: object, wanted: object, path: str = "$") -> str | None:
-    """Return where in a message an object stands, None if only a hook knows."""
+    """Return the path of an object in a message, None if it lies inside a registered type."""
     if value is wanted:
         return path
     items: list[tuple[object, object]] = []

@@ -1,4 +1,4 @@
-"""A broadcast queue: one writer, many readers, over shared memory on one host, TCP beyond it."""
+"""Broadcast queue: one writer, many readers; shared memory on one host, TCP between hosts."""
 
 from __future__ import annotations
 
@@ -59,11 +59,11 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 LOOK_S = 1.0
-"""How often a writer that never waits looks whether its readers live."""
+"""Interval of the reader liveness check of a writer that never waits."""
 
 
 class QueueHandle(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What a reader needs to open a queue: plain data, to be sent by any way there is."""
+    """Description that a reader needs to open a queue: plain data, sent by any channel."""
 
     local_reader_ranks: tuple[int, ...] = ()
     remote_reader_ranks: tuple[int, ...] = ()
@@ -78,7 +78,7 @@ class QueueHandle(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
 @dataclass(frozen=True, kw_only=True)
 class WriterTerms:
-    """What a queue is made for; see `MessageQueue`."""
+    """Validated settings of a queue's writer; see `MessageQueue`."""
 
     local_ranks: tuple[int, ...]
     remote_ranks: tuple[int, ...]
@@ -90,7 +90,7 @@ class WriterTerms:
     spin_s: float
 
     def __post_init__(self) -> None:
-        """Raise ConfigError for what cannot be."""
+        """Raise ConfigError for invalid settings."""
         ranks = (*self.local_ranks, *self.remote_ranks)
         if not ranks or len(set(ranks)) != len(ranks) or min(ranks) < 0:
             raise ConfigError(
@@ -101,16 +101,16 @@ class WriterTerms:
 
 
 class Writer:
-    """Owns the segments and the socket. Safe to use from several threads.
+    """The writing end, which owns the segments and the socket. Safe to use from several threads.
 
-    `lock.close()` ends the calls that wait, lets readers read to the end, and releases everything.
+    `lock.close()` ends the calls that wait and releases everything. Readers may read to the end.
     """
 
     def __init__(self, terms: WriterTerms) -> None:
         self.terms = terms
         self._count = 0
-        self._looked = time.monotonic()
-        self._all_there = False
+        self._checked_at = time.monotonic()
+        self._all_joined = False
         self._ring: MessageRingWriter | None = None
         cleanup_stale()
         if terms.local_ranks:
@@ -134,7 +134,7 @@ class Writer:
         )
 
     def handle(self) -> QueueHandle:
-        """Return what readers open."""
+        """Return the handle that readers open."""
         return QueueHandle(
             local_reader_ranks=self.terms.local_ranks,
             remote_reader_ranks=self.terms.remote_ranks,
@@ -148,12 +148,12 @@ class Writer:
         )
 
     def send(self, message: Encoded, timeout_s: float | None, cancel: Cancel | None) -> None:
-        """Send one message to all, or, when this raises, to none."""
+        """Send one message to all readers; if this raises, no reader gets it."""
         timeout_s = self._enter(timeout_s, cancel)
         try:
-            patience = self._ready_for(message.nbytes, timeout_s, cancel)
+            policy = self._ready_for(message.nbytes, timeout_s, cancel)
             if self._ring is not None:
-                self._put(self._ring, message, patience)
+                self._put(self._ring, message, policy)
             if self._publisher.remote:
                 self._publisher.send(REMOTE, self._count, message)
             self._count += 1
@@ -164,22 +164,22 @@ class Writer:
     def write_in_place(
         self, nbytes: int | None, timeout_s: float | None, cancel: Cancel | None
     ) -> Iterator[memoryview]:
-        """Yield `nbytes` writable bytes, by default all that a slot takes; sent at the end."""
+        """Yield `nbytes` writable bytes, by default a whole slot; send them when the block ends."""
         most = self.terms.slot_nbytes - buffer_offset(BYTES_BODY)
         nbytes = most if nbytes is None else nbytes
         if not 0 <= nbytes <= most:
-            raise ConfigError(f"{nbytes} bytes are to be written in a slot, which takes {most}")
+            raise ConfigError(f"{nbytes} bytes do not fit into a slot, which takes {most}")
         whole = buffer_offset(BYTES_BODY) + nbytes
         timeout_s = self._enter(timeout_s, cancel)
         try:
-            patience = self._ready_for(whole, timeout_s, cancel)
+            policy = self._ready_for(whole, timeout_s, cancel)
             if self._ring is None:
                 view = write_around(memoryview(bytearray(whole)), BYTES_BODY)
                 yield view
             else:
                 if not self._ring.record_free:
-                    self._ring.wait_record(patience())
-                slot = self._ring.wait_slot(patience())
+                    self._ring.wait_record(policy())
+                slot = self._ring.wait_slot(policy())
                 view = write_around(self._ring.slot(slot, whole), BYTES_BODY)
                 yield view
                 self._ring.publish(SLOT, whole, slot)
@@ -190,10 +190,10 @@ class Writer:
             self.lock.leave()
 
     def wait_until_ready(self, timeout_s: float | None) -> None:
-        """Return when every reader has opened its end; then theirs return too."""
+        """Return when every reader has opened its end; the readers' calls return then, too."""
         timeout_s = self._enter(timeout_s, None)
         try:
-            self._wait_joined(self._patience(self._missing, timeout_s)())
+            self._wait_joined(self._wait_policy(self._missing_readers, timeout_s)())
             if self._ring is not None:
                 self._ring.announce_ready()
             if self._publisher.remote:
@@ -202,63 +202,63 @@ class Writer:
             self.lock.leave()
 
     def drop_reader(self, rank: int) -> None:
-        """Go on without a reader; it will find out. Raises ConfigError when there is none."""
+        """Exclude a reader; its next read raises TransferError. Raises ConfigError if unknown."""
         with self.lock:
             if rank not in self._readers():
-                raise ConfigError(f"rank {rank} is none of the readers, {self._readers()}")
+                raise ConfigError(f"rank {rank} is not among the readers, {self._readers()}")
             self._drop(rank)
 
     def _enter(self, timeout_s: float | None, cancel: Cancel | None) -> float | None:
-        """Go inside the lock, which another thread may hold; return what is left of the time."""
+        """Take the lock, which another thread may hold; return the rest of the timeout."""
         if self.lock.acquire(0):
             return timeout_s
         started = time.monotonic()
-        patience = WaitPolicy(
+        policy = WaitPolicy(
             lambda: "another thread's message to be sent",
             lambda: None,
             timeout_s=timeout_s,
             cancel=cancel,
             closing=self.lock,
         )
-        while not self.lock.acquire(patience.nap_s):
-            patience.look()
+        while not self.lock.acquire(policy.nap_s):
+            policy.look()
         return None if timeout_s is None else max(0.0, started + timeout_s - time.monotonic())
 
     def _ready_for(
         self, nbytes: int, timeout_s: float | None, cancel: Cancel | None
     ) -> Callable[[], WaitPolicy]:
-        """Wait until readers elsewhere can be sent `nbytes`; return the call's patience."""
-        if time.monotonic() - self._looked > LOOK_S:
-            self._look_at_readers()
-        patience = self._patience(self._awaited, timeout_s, cancel)
+        """Wait until the remote readers' window has room for `nbytes`; return the wait policy."""
+        if time.monotonic() - self._checked_at > LOOK_S:
+            self._check_readers()
+        policy = self._wait_policy(self._pending_condition, timeout_s, cancel)
         if self._publisher.remote:
-            self._wait_joined(patience())
-            self._publisher.wait_window(nbytes, patience())
-        return patience
+            self._wait_joined(policy())
+            self._publisher.wait_window(nbytes, policy())
+        return policy
 
     def _put(
-        self, ring: MessageRingWriter, message: Encoded, patience: Callable[[], WaitPolicy]
+        self, ring: MessageRingWriter, message: Encoded, policy: Callable[[], WaitPolicy]
     ) -> None:
         if not ring.record_free:
-            ring.wait_record(patience())
+            ring.wait_record(policy())
         nbytes = message.nbytes
         if nbytes <= INLINE_NBYTES:
             message.write(ring.inline(nbytes))
             ring.publish(INLINE, nbytes)
         elif nbytes <= self.terms.slot_nbytes:
-            slot = ring.wait_slot(patience())
+            slot = ring.wait_slot(policy())
             message.write(ring.slot(slot, nbytes))
             ring.publish(SLOT, nbytes, slot)
         else:
-            self._wait_joined(patience())
-            ring.wait_post(patience())
+            self._wait_joined(policy())
+            ring.wait_post(policy())
             self._publisher.send(LOCAL, self._count, message)
             ring.publish(SOCKET, nbytes)
 
-    def _patience(
+    def _wait_policy(
         self, doing: Callable[[], str], timeout_s: float | None, cancel: Cancel | None = None
     ) -> Callable[[], WaitPolicy]:
-        """Return what makes the patience of one call, once it is needed."""
+        """Return a function that makes the call's wait policy on first use, and then reuses it."""
         made: list[WaitPolicy] = []
 
         def get() -> WaitPolicy:
@@ -266,7 +266,7 @@ class Writer:
                 made.append(
                     WaitPolicy(
                         doing,
-                        self._look_at_readers,
+                        self._check_readers,
                         timeout_s=timeout_s,
                         cancel=cancel,
                         closing=self.lock,
@@ -276,11 +276,11 @@ class Writer:
 
         return get
 
-    def _wait_joined(self, patience: WaitPolicy) -> None:
-        if self._all_there:
+    def _wait_joined(self, policy: WaitPolicy) -> None:
+        if self._all_joined:
             return
-        self._publisher.wait_joined(self._expected, patience)
-        self._all_there = True
+        self._publisher.wait_joined(self._expected, policy)
+        self._all_joined = True
 
     def _expected(self) -> set[tuple[bytes, int]]:
         """Return the subscriptions of the readers that were not dropped."""
@@ -293,36 +293,40 @@ class Writer:
     def _readers(self) -> list[int]:
         return [*self._local(), *self._publisher.remote]
 
-    def _missing(self) -> str:
+    def _missing_readers(self) -> str:
         gone = self._expected() - self._publisher.joined
         return f"reader {_listed(rank for _, rank in gone)} to open this queue"
 
-    def _awaited(self) -> str:
-        if self._expected() - self._publisher.joined and not self._all_there:
-            return self._missing()
+    def _pending_condition(self) -> str:
+        if self._expected() - self._publisher.joined and not self._all_joined:
+            return self._missing_readers()
         behind = list(self._publisher.behind())
         if self._ring is not None:
             behind += [self.terms.local_ranks[p] for p in self._ring.behind(self._count)]
         return f"reader {_listed(behind)} to read what was sent"
 
-    def _look_at_readers(self) -> None:
-        """Raise PeerLostError naming the readers that are gone, or go on without them."""
-        self._looked = time.monotonic()
+    def _check_readers(self) -> None:
+        """Raise PeerLostError for the readers that are gone, or drop them and continue."""
+        self._checked_at = time.monotonic()
         self._publisher.pump()
         lost = dict(self._publisher.lost)
         if self._ring is not None:
-            lost |= {self.terms.local_ranks[p]: how for p, how in self._ring.lost().items()}
+            lost |= {
+                self.terms.local_ranks[p]: evidence for p, evidence in self._ring.lost().items()
+            }
         if not lost:
             return
         cleanup_stale()
-        named = "; ".join(f"reader {rank} is gone: {how}" for rank, how in sorted(lost.items()))
+        named = "; ".join(
+            f"reader {rank} is gone: {evidence}" for rank, evidence in sorted(lost.items())
+        )
         if not self.terms.drop_dead_readers:
             raise PeerLostError(
-                f"{named}. Start the group anew, or make the queue with drop_dead_readers=True "
-                "to go on without readers that are lost",
+                f"{named}. Restart the group, or make the queue with drop_dead_readers=True to "
+                "continue without lost readers",
                 ranks=sorted(lost),
             )
-        logger.warning("%s; the message queue goes on without", named)
+        logger.warning("%s; the message queue continues without", named)
         for rank in lost:
             self._drop(rank)
 
@@ -336,7 +340,7 @@ class Writer:
 
 
 def _release(publisher: Publisher, ring: MessageRingWriter | None) -> None:
-    publisher.hide()  # a socket without its segment would be a dead owner's
+    publisher.hide()  # first, because a socket without its segment counts as stale
     if ring is not None:
         ring.close()
     publisher.close()
@@ -350,48 +354,48 @@ Parts = tuple[memoryview, list[memoryview]]
 
 
 class Reader(Protocol):
-    """One reading end; one thread at a time uses it. Messages: `take` one, then `release` it."""
+    """A reading end, local or remote: `take` a message, then `release` it. Not thread-safe."""
 
     @property
     def available(self) -> bool:
-        """Say whether `take` may be called at once."""
+        """True if `take` would not wait."""
         ...
 
-    def wait(self, patience: WaitPolicy) -> None:
-        """Return when `take` may be called."""
+    def wait(self, policy: WaitPolicy) -> None:
+        """Return when a message is available."""
         ...
 
-    def take(self, patience: Callable[[], WaitPolicy]) -> Parts:
+    def take(self, policy: Callable[[], WaitPolicy]) -> Parts:
         """Return body and buffers of the next message, valid until `release`."""
         ...
 
     def check(self) -> None:
-        """Raise TransferError unless all that was read of this message is what was sent."""
+        """Raise TransferError if the current message may have been overwritten while read."""
         ...
 
     def release(self) -> None:
-        """Give the message back."""
+        """Release the current message."""
         ...
 
-    def wait_ready(self, patience: WaitPolicy) -> None:
-        """Return when the writer has seen all readers."""
+    def wait_ready(self, policy: WaitPolicy) -> None:
+        """Return when the writer has announced that all readers joined."""
         ...
 
     def writer_lost(self) -> str | None:
-        """Say how it is known that no more messages will come, None while they may."""
+        """Return why no more messages will come, or None while the writer lives."""
         ...
 
     def interrupt(self) -> None:
-        """Wake the thread that waits; from any thread, also after `close`."""
+        """Wake the thread that waits. Any thread may call it, also after `close`."""
         ...
 
     def close(self) -> None:
-        """Leave; idempotent."""
+        """Leave the queue. Idempotent."""
         ...
 
 
 def open_reader(handle: QueueHandle, rank: int) -> Reader:
-    """Return the end of `rank`, local or remote. Raises ConfigError when it is no reader."""
+    """Return the reading end of `rank`, local or remote. Raises ConfigError for other ranks."""
     if rank in handle.local_reader_ranks:
         return LocalReader(handle, rank)
     if rank in handle.remote_reader_ranks:
@@ -403,7 +407,7 @@ def open_reader(handle: QueueHandle, rank: int) -> Reader:
 
 
 class LocalReader:
-    """Reads the ring, and from the local socket what did not fit it."""
+    """Reads the ring, and the local socket for messages that fit no slot."""
 
     def __init__(self, handle: QueueHandle, rank: int) -> None:
         if handle.control is None or handle.data is None:
@@ -425,13 +429,13 @@ class LocalReader:
     def available(self) -> bool:
         return self._ring.available
 
-    def wait(self, patience: WaitPolicy) -> None:
-        self._ring.wait(patience)
+    def wait(self, policy: WaitPolicy) -> None:
+        self._ring.wait(policy)
 
-    def take(self, patience: Callable[[], WaitPolicy]) -> Parts:
+    def take(self, policy: Callable[[], WaitPolicy]) -> Parts:
         number, place, view = self._ring.take()
         if place == SOCKET:
-            return self._subscriber.receive(number, patience())
+            return self._subscriber.receive(number, policy())
         return split(view)
 
     def check(self) -> None:
@@ -440,8 +444,8 @@ class LocalReader:
     def release(self) -> None:
         self._ring.release()
 
-    def wait_ready(self, patience: WaitPolicy) -> None:
-        self._ring.wait_ready(patience)
+    def wait_ready(self, policy: WaitPolicy) -> None:
+        self._ring.wait_ready(policy)
 
     def writer_lost(self) -> str | None:
         return self._ring.writer_lost()
@@ -455,7 +459,7 @@ class LocalReader:
 
 
 class RemoteReader:
-    """Reads from the writer's TCP socket, and acknowledges."""
+    """Reads from the writer's TCP socket, and acknowledges each message."""
 
     def __init__(self, handle: QueueHandle, rank: int) -> None:
         endpoint = handle.remote_endpoint or ""
@@ -471,27 +475,27 @@ class RemoteReader:
     def available(self) -> bool:
         return self._subscriber.available
 
-    def wait(self, patience: WaitPolicy) -> None:
-        self._subscriber.wait(patience)
+    def wait(self, policy: WaitPolicy) -> None:
+        self._subscriber.wait(policy)
 
-    def take(self, patience: Callable[[], WaitPolicy]) -> Parts:
-        return self._subscriber.receive(self._next, patience())
+    def take(self, policy: Callable[[], WaitPolicy]) -> Parts:
+        return self._subscriber.receive(self._next, policy())
 
     def check(self) -> None:
-        """What came by socket is this process's own."""
+        """Do nothing: a message from the socket lies in this process's memory."""
 
     def release(self) -> None:
         self._next += 1
         self._subscriber.acknowledge(self._next)
 
-    def wait_ready(self, patience: WaitPolicy) -> None:
-        self._subscriber.wait_ready(patience)
+    def wait_ready(self, policy: WaitPolicy) -> None:
+        self._subscriber.wait_ready(policy)
 
     def writer_lost(self) -> str | None:
         return self._subscriber.writer_lost()
 
     def interrupt(self) -> None:
-        """A wait for the socket looks by itself, every quarter of a second."""
+        """Do nothing: a wait for the socket polls every quarter of a second."""
 
     def close(self) -> None:
         self._subscriber.close()
@@ -504,16 +508,16 @@ MAX_CHUNKS = 10
 
 
 class MessageQueue:
-    """One end of a queue: the writer's when constructed, a reader's by `create_from_handle`.
+    """One end of a broadcast queue: the constructor makes a writer, `create_from_handle` a reader.
 
-    `n_local_reader` of the `n_reader` readers share this host; their ranks are
+    `n_local_reader` of the `n_reader` readers run on this host; their ranks are
     `local_reader_ranks`, by default the first ones. The others, `remote_reader_ranks`, connect to
-    `connect_ip`, an IPv4 or IPv6 address of this host: by default the one on the way to
-    `MASTER_ADDR`, or else to other networks. Messages up to `max_chunk_bytes` pass
-    through `max_chunks` slots of shared memory; larger ones through a socket. A reader that died
-    makes `enqueue` raise PeerLostError, or, with `drop_dead_readers`, is left out from then on.
-    `spin_s` is how long a reader polls before it sleeps. Raises ConfigError; SegmentError when
-    `/dev/shm` has no room for the slots.
+    `connect_ip`, an IPv4 or IPv6 address of this host. Its default is the address on the route to
+    `MASTER_ADDR`, or else to other networks. Messages up to `max_chunk_bytes` pass through
+    `max_chunks` slots of shared memory, larger messages through a socket. After a reader died,
+    `enqueue` raises PeerLostError, or excludes the reader with `drop_dead_readers`. `spin_s` is
+    how long a reader polls before it sleeps. Raises ConfigError, and SegmentError when `/dev/shm`
+    has no room for the slots.
     """
 
     def __init__(  # noqa: PLR0913  # users know these names
@@ -553,10 +557,10 @@ class MessageQueue:
     def create_from_handle(
         cls, handle: QueueHandle, rank: int, *, codec: MessageCodec | None = None
     ) -> Self:
-        """Open the reading end of `rank`. Raises HandleError or SegmentError if it cannot be had.
+        """Open the reading end of `rank`. Raises HandleError or SegmentError when that fails.
 
-        Messages wait for a reader on the writer's host that comes late, and the writer waits for
-        the others before it sends; `wait_until_ready` makes both sides wait at once.
+        A reader on the writer's host may open late: messages stay in the ring. The writer waits for
+        readers on other hosts before it sends. With `wait_until_ready` both sides wait for all.
         """
         queue = cls.__new__(cls)
         queue._codec = codec or MessageCodec()
@@ -581,13 +585,14 @@ class MessageQueue:
         codec: MessageCodec | None = None,
         drop_dead_readers: bool = False,
     ) -> Self:
-        """Return this rank's end of one queue from `writer_rank` to all the others; all call it.
+        """Return this rank's end of one queue from `writer_rank` to all other ranks. All call it.
 
-        `external_writer_handle`, known to `writer_rank`, is of a queue that exists already: then
-        all are its readers. Returns when all are there (`wait_until_ready`) unless `blocking` is
-        off. Raises what making the queue raises, and TransferError at the other ranks.
+        `external_writer_handle`, needed on `writer_rank` only, is the handle of an existing queue:
+        then all ranks are its readers. Waits for all ranks (`wait_until_ready`) unless `blocking`
+        is False. If the queue cannot be made, `writer_rank` raises the error and the other ranks
+        raise TransferError.
         """
-        # Here and below, since queues made of a handle need no torch.
+        # Imported here and below because queues made from a handle need no torch.
         from weightsync.queues.group import Group, split_by_host  # noqa: PLC0415 - above
 
         group = Group(pg)
@@ -633,10 +638,10 @@ class MessageQueue:
         connect_ip: str | None = None,
         codec: MessageCodec | None = None,
     ) -> tuple[Self | None, dict[int, Self]]:
-        """Return this rank's writing end, and at the reader the reading ends by writer's rank.
+        """Return this rank's writing end, and on the reader the reading ends by the writer's rank.
 
-        Every rank but `reader_rank` has a queue of its own to it; all call this. `blocking`
-        returns when the reader has opened them all.
+        Every other rank has its own queue to `reader_rank`. All ranks call this. With `blocking` it
+        returns when the reader has opened all queues.
         """
         from weightsync.queues.group import Group  # noqa: PLC0415 - as above
 
@@ -673,17 +678,17 @@ class MessageQueue:
 
     @property
     def is_writer(self) -> bool:
-        """True at the writing end."""
+        """True for the writing end."""
         return self._writer is not None
 
     def export_handle(self) -> QueueHandle:
-        """Return what `create_from_handle` takes, in any process, on any host."""
+        """Return the handle for `create_from_handle`, in any process on any host."""
         return self._handle
 
     def wait_until_ready(self, timeout_s: float | None = None) -> None:
-        """Return when writer and all readers are there; everybody calls it.
+        """Return when the writer and all readers have opened their ends. Every end calls it.
 
-        Raises TransferTimeout naming the readers that are missing, PeerLostError.
+        Raises PeerLostError, and TransferTimeout naming the missing readers.
         """
         if self._writer is not None:
             self._writer.wait_until_ready(timeout_s)
@@ -691,16 +696,16 @@ class MessageQueue:
             reader = self._require_reader()
             doing = "the writer to see all readers"
             with self._lock:
-                reader.wait_ready(self._patience(lambda: doing, timeout_s))
+                reader.wait_ready(self._wait_policy(lambda: doing, timeout_s))
 
     def enqueue(
         self, obj: object, timeout_s: float | None = None, cancel: Cancel | None = None
     ) -> None:
-        """Send `obj` to all readers; `obj` may be changed as soon as this returns.
+        """Send `obj` to all readers; the caller may change `obj` as soon as this returns.
 
-        Waits while the slots are full. When it raises, nobody gets the message: ConfigError for an
-        object that cannot travel, TransferTimeout naming the readers that are behind,
-        PeerLostError for one that died, TransferCancelled once `cancel` is set or the queue is
+        Waits while the slots are full. If it raises, no reader gets the message: ConfigError for an
+        object that cannot be encoded, TransferTimeout naming the readers that are behind,
+        PeerLostError for a reader that died, TransferCancelled when `cancel` is set or the queue is
         closed. Several threads may call it.
         """
         if self._writer is None:
@@ -714,12 +719,12 @@ class MessageQueue:
         *,
         indefinite: bool = False,
     ) -> Any:
-        """Return the next message, copied out of the queue. One thread calls it.
+        """Return the next message, copied out of the queue. Called by one thread.
 
-        Raises TransferTimeout after `timeout_s`, TransferCancelled once `cancel` is set or this
-        end is closed, PeerLostError when the writer is gone and everything it sent was read,
-        ProtocolError for a message with a type that is not registered here; that message is spent.
-        A long wait is logged now and then unless it is expected (`indefinite`).
+        Raises TransferTimeout after `timeout_s`, TransferCancelled when `cancel` is set or this end
+        is closed, and PeerLostError when the writer is gone and all its messages were read. A
+        message with a type that is not registered here raises ProtocolError and is consumed. A long
+        wait is logged periodically unless it is `indefinite`.
         """
         reader = self._require_reader()
         with self._lock:
@@ -737,12 +742,12 @@ class MessageQueue:
         *,
         indefinite: bool = False,
     ) -> Iterator[Any]:
-        """Yield the next message in place: nothing is copied, and nothing may be written to.
+        """Yield the next message in place, read-only, without a copy.
 
-        Views of bytes end with the block (using one later is a ValueError); tensors and arrays
-        would show later messages, so do not keep them. Raises as `dequeue` does. At the end of the
-        block, what was read may have been overwritten: TransferError if the writer went on without
-        this reader meanwhile, TransferCancelled if this end was closed.
+        Views of bytes end with the block (a later use is a ValueError). Tensors and arrays would
+        show later messages, so do not keep them. Raises the same errors as `dequeue`. The end of
+        the block raises TransferError if the writer dropped this reader meanwhile, and
+        TransferCancelled if this end was closed: the message may have been overwritten.
         """
         views: list[memoryview] = []
         reader = self._require_reader()
@@ -773,10 +778,10 @@ class MessageQueue:
     ) -> Iterator[memoryview]:
         """Yield `nbytes` writable bytes of a slot, sent as one message when the block ends.
 
-        Readers get bytes (`read`: a view). By default `nbytes` is the most that a slot takes,
-        `max_chunk_bytes` less 64. A block that raises sends nothing. The view ends with the block;
-        messages and a `close` of other threads wait for its end. Raises as `enqueue` does, and
-        ConfigError for more bytes than a slot takes.
+        Readers get bytes (`read`: a view). The default of `nbytes` is the capacity of a slot,
+        `max_chunk_bytes` minus 64. A block that raises sends nothing. The view ends with the block;
+        messages and `close` of other threads wait for its end. Raises the same errors as `enqueue`,
+        and ConfigError for more bytes than a slot takes.
         """
         if self._writer is None:
             raise ConfigError("this is a reader's end of the queue; only the writer writes")
@@ -790,25 +795,26 @@ class MessageQueue:
                     view.release()
 
     def broadcast_object(self, obj: object = None, timeout_s: float | None = None) -> Any:
-        """At the writer, send `obj` and return it; at a reader, return what was sent."""
+        """On the writer, send `obj` and return it; on a reader, return the object sent."""
         if self._writer is None:
             return self.dequeue(timeout_s)
         self.enqueue(obj, timeout_s)
         return obj
 
     def drop_reader(self, rank: int) -> None:
-        """At the writer: go on without a reader that is stuck. It gets a TransferError if it wakes.
+        """Exclude a reader that is stuck. Called on the writer.
 
-        What it reads at that moment may be overwritten, which that error tells it too.
+        If the reader continues, it gets a TransferError: the message that it reads at that moment
+        may be overwritten.
         """
         if self._writer is None:
             raise ConfigError("this is a reader's end of the queue; only the writer drops readers")
         self._writer.drop_reader(rank)
 
     def close(self) -> None:
-        """Leave the queue, from any thread; idempotent. Readers get what the writer sent before.
+        """Leave the queue, from any thread. Idempotent. Readers still get the messages sent before.
 
-        Calls of this end that wait in other threads raise TransferCancelled, as later calls do.
+        Waiting calls of this end in other threads, and later calls, raise TransferCancelled.
         """
         self._lock.close()
 
@@ -831,16 +837,18 @@ class MessageQueue:
         indefinite: bool,
     ) -> tuple[memoryview, list[memoryview]]:
         if self._reading:
-            raise ConfigError("the message before is still being read; end its block first")
+            raise ConfigError("the previous message is still being read; end its block first")
 
-        def patience() -> WaitPolicy:
-            return self._patience(self._awaited, timeout_s, cancel, indefinite=indefinite)
+        def policy() -> WaitPolicy:
+            return self._wait_policy(
+                self._pending_condition, timeout_s, cancel, indefinite=indefinite
+            )
 
         if not reader.available:
-            reader.wait(patience())
-        return reader.take(patience)
+            reader.wait(policy())
+        return reader.take(policy)
 
-    def _patience(
+    def _wait_policy(
         self,
         doing: Callable[[], str],
         timeout_s: float | None,
@@ -850,7 +858,7 @@ class MessageQueue:
     ) -> WaitPolicy:
         return WaitPolicy(
             doing,
-            self._look_at_writer,
+            self._check_writer,
             timeout_s=timeout_s,
             cancel=cancel,
             closing=self._lock,
@@ -867,23 +875,23 @@ class MessageQueue:
         try:
             message = self._codec.decode(body, buffers, views)
         except ProtocolError:
-            reader.check()  # what looks damaged may be overwritten, which is another error
+            reader.check()  # an overwritten message looks damaged, but is a TransferError
             raise
         reader.check()
         return message
 
-    def _awaited(self) -> str:
+    def _pending_condition(self) -> str:
         rank = self._handle.writer_rank
         return "a message of the writer" + ("" if rank is None else f", rank {rank}")
 
-    def _look_at_writer(self) -> None:
-        how = self._require_reader().writer_lost()
-        if how is not None:
+    def _check_writer(self) -> None:
+        evidence = self._require_reader().writer_lost()
+        if evidence is not None:
             cleanup_stale()
             rank = self._handle.writer_rank
-            who = "the writer" if rank is None else f"the writer, rank {rank},"
+            writer = "the writer" if rank is None else f"the writer, rank {rank},"
             raise PeerLostError(
-                f"{who} is gone: {how}; no more messages will come",
+                f"{writer} is gone: {evidence}; no more messages will come",
                 ranks=() if rank is None else (rank,),
             )
 
@@ -899,7 +907,7 @@ def _ranks(
     local: Sequence[int] | None,
     remote: Sequence[int] | None,
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return the ranks on this host and elsewhere. Raises ConfigError when they do not add up."""
+    """Return the ranks on this host and on others. Raises ConfigError when the counts differ."""
     if not 0 <= n_local_reader <= n_reader:
         raise ConfigError(f"{n_local_reader} of {n_reader} readers cannot be on this host")
     if local is None:

@@ -1,4 +1,4 @@
-"""The shared memory of a message queue: one writer, several readers, no flag ever cleared."""
+"""Shared-memory ring of a message queue: one writer, several readers, counters that only grow."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from weightsync.shm.wait import WaitPolicy, fence, sleep_on, wake
 RECORDS = 256
 RECORD_NBYTES = 1024
 INLINE, SLOT, SOCKET = 1, 2, 3
-"""Where a message lies: in its record, in a slot, or on the way through a socket."""
+"""Place of a message: inside its record, in a slot, or sent through the socket."""
 
 MAGIC = 0x7773_6D71_7565_0001
 PAGE = 4096
@@ -25,17 +25,17 @@ RECORD = struct.Struct("<QQQQ")  # number, place, bytes, slot
 INLINE_OFFSET = 64
 INLINE_NBYTES = RECORD_NBYTES - INLINE_OFFSET
 HEADER = 0
-# The writer's line, and words of it.
+# Words of the writer's line.
 WRITER = LINE
 PUBLISHED, CLOSED, WANTED, READY = range(WRITER, WRITER + 4)
-# A reader's line, and words of it.
+# Words of a reader's line.
 READERS = 2 * LINE
 RELEASED, JOINED, ID_HIGH, ID_LOW, ASLEEP, LEFT = range(6)
 
 
 @dataclass(frozen=True)
 class MessageRingLayout:
-    """How many slots of how many bytes for how many readers."""
+    """Sizes and offsets of a message ring's two segments."""
 
     slots: int
     slot_nbytes: int
@@ -43,7 +43,7 @@ class MessageRingLayout:
 
     @property
     def stride(self) -> int:
-        """Bytes from slot to slot."""
+        """Bytes from one slot to the next."""
         return -(-self.slot_nbytes // PAGE) * PAGE
 
     @property
@@ -53,30 +53,30 @@ class MessageRingLayout:
 
     @property
     def control_nbytes(self) -> int:
-        """Bytes of the control segment; the writer's words about readers come last."""
+        """Bytes of the control segment; the words of evicted readers come last."""
         return 8 * (self.evicted(self.readers))
 
     def evicted(self, reader: int) -> int:
-        """Return the word in which the writer says that it went on without `reader`."""
+        """Return the index of the word that the writer sets when it evicts `reader`."""
         return READERS + (self.readers + 1) * LINE + reader
 
     def slot_at(self, slot: int) -> int:
-        """Return the offset of a slot."""
+        """Return the offset of a slot in the data segment."""
         return RECORDS * RECORD_NBYTES + slot * self.stride
 
 
 def line_of(reader: int) -> int:
-    """Return the first word of a reader's line: what it has released."""
+    """Return the index of the first word of a reader's line: the number of messages released."""
     return READERS + reader * LINE
 
 
 _SPINS = 32
 SPIN_S = 0.0001
-"""How long a wait polls, giving way to others, before it sleeps: two or three wake-ups' worth."""
+"""How long a wait polls with sched_yield before it sleeps: the cost of two or three wake-ups."""
 
 
 class MessageRingWriter:
-    """The writing end, which owns both segments. Places of readers are 0 to readers - 1."""
+    """The writing end, which owns both segments. Readers have the places 0 to `readers - 1`."""
 
     def __init__(self, layout: MessageRingLayout, *, spin_s: float = SPIN_S) -> None:
         self._fence = order_stores()
@@ -102,15 +102,15 @@ class MessageRingWriter:
 
     @property
     def published(self) -> int:
-        """How many messages were published."""
+        """Number of messages published."""
         return self._published
 
     def joined(self, reader: int) -> bool:
-        """Say whether a reader has ever taken this place."""
+        """Return whether a reader has ever taken this place."""
         return bool(self._words[line_of(reader) + JOINED])
 
     def announce_ready(self) -> None:
-        """Let the readers' `wait_ready` return."""
+        """Release the readers from `wait_ready`."""
         self._words[READY] = 1
         wake(self.control.address + 8 * READY)
 
@@ -119,14 +119,14 @@ class MessageRingWriter:
         return [r for r in self.active if self._words[line_of(r)] < number]
 
     def evict(self, reader: int) -> None:
-        """Go on without this reader, for good; it finds out as soon as it looks."""
+        """Exclude this reader permanently; it raises TransferError at its next check."""
         self._words[self.layout.evicted(reader)] = self._published + 1
         self.active = tuple(r for r in self.active if r != reader)
         if peer := self._peers.pop(reader, None):
             peer.close()
 
     def lost(self) -> dict[int, str]:
-        """Return the active readers that died or left, and how that is known."""
+        """Return the active readers that died or left, with the evidence."""
         found = {}
         for reader in self.active:
             line = line_of(reader)
@@ -138,29 +138,29 @@ class MessageRingWriter:
 
     @property
     def record_free(self) -> bool:
-        """Say whether the next message's record is known to be free."""
+        """True if the next message's record is known to be free."""
         return self._published + 1 - RECORDS <= self._floor
 
-    def wait_record(self, patience: WaitPolicy) -> None:
+    def wait_record(self, policy: WaitPolicy) -> None:
         """Return when the next message's record is free."""
         needed = self._published + 1 - RECORDS
-        # A writer that far ahead is woken once for many messages, not once for each.
-        self._wait_released(needed, needed + RECORDS // 2, patience)
+        # A writer this far ahead of its readers is woken once for many messages, not for each.
+        self._wait_released(needed, needed + RECORDS // 2, policy)
 
-    def wait_slot(self, patience: WaitPolicy) -> int:
-        """Return a free slot: the first, as its memory is the likeliest to be in the cache."""
+    def wait_slot(self, policy: WaitPolicy) -> int:
+        """Return a free slot: the first one, whose memory is most likely in the cache."""
         if self._floor < self._published:
-            self._floor = self._lowest()
+            self._floor = self._lowest_released()
         while True:
             for slot, number in enumerate(self._used):
                 if number <= self._floor:
                     return slot
             oldest = min(self._used)
-            self._wait_released(oldest, oldest, patience)
+            self._wait_released(oldest, oldest, policy)
 
-    def wait_post(self, patience: WaitPolicy) -> None:
-        """Return when the last message that went by socket was read: they pile up nowhere."""
-        self._wait_released(self._posted, self._posted, patience)
+    def wait_post(self, policy: WaitPolicy) -> None:
+        """Return when the last message sent by socket was read, so that at most one is queued."""
+        self._wait_released(self._posted, self._posted, policy)
 
     def slot(self, slot: int, nbytes: int) -> memoryview:
         """Return the writable bytes of a slot."""
@@ -175,9 +175,9 @@ class MessageRingWriter:
         return self._buffer[start : start + nbytes]
 
     def publish(self, place: int, nbytes: int, slot: int = 0) -> None:
-        """Give the next message to the readers; its bytes are in place."""
+        """Publish the next message, whose bytes must be in place."""
         number = self._published
-        if place == SOCKET:  # the others' bytes were written after a fence
+        if place == SOCKET:  # `slot` and `inline` have called the fence for the other places
             self._fence()
         RECORD.pack_into(
             self._buffer, number % RECORDS * RECORD_NBYTES, number + 1, place, nbytes, slot
@@ -192,12 +192,12 @@ class MessageRingWriter:
         self._wake_readers()
 
     def interrupt(self) -> None:
-        """Wake this writer's own waits; from any thread, also after `close`."""
+        """Wake this writer's own waits. Any thread may call it, also after `close`."""
         for address in self._sleeps_on:
             wake(address)
 
     def close(self) -> None:
-        """Tell the readers, who may read on to the last message, and let go. Idempotent."""
+        """Mark the queue closed and free the segments. Readers may read to the end. Idempotent."""
         if not self._words.nbytes:
             return
         self._words[CLOSED] = 1
@@ -219,17 +219,17 @@ class MessageRingWriter:
                 wake(self.control.address + 8 * PUBLISHED)
                 return
 
-    def _lowest(self) -> int:
+    def _lowest_released(self) -> int:
         words = self._words
         return min((words[line_of(r)] for r in self.active), default=self._published)
 
-    def _wait_released(self, needed: int, wanted: int, patience: WaitPolicy) -> None:
-        """Return when all have released `needed`; once asleep, rather when they did `wanted`."""
-        self._floor = self._lowest()
-        give_up = time.monotonic() + self._spin_s
-        while self._floor < needed and time.monotonic() < give_up:
+    def _wait_released(self, needed: int, wanted: int, policy: WaitPolicy) -> None:
+        """Return when all readers have released `needed`; a sleeping wait is woken at `wanted`."""
+        self._floor = self._lowest_released()
+        spin_until = time.monotonic() + self._spin_s
+        while self._floor < needed and time.monotonic() < spin_until:
             os.sched_yield()
-            self._floor = self._lowest()
+            self._floor = self._lowest_released()
         if self._floor >= needed:
             return
         words = self._words
@@ -237,10 +237,10 @@ class MessageRingWriter:
         self._fence()
         try:
             while self._floor < needed:
-                self._sleep_on_slowest(words[WANTED], patience.nap_s)
-                self._floor = self._lowest()
+                self._sleep_on_slowest(words[WANTED], policy.nap_s)
+                self._floor = self._lowest_released()
                 if self._floor < needed:
-                    patience.look()
+                    policy.look()
         finally:
             words[WANTED] = 0
 
@@ -253,7 +253,7 @@ class MessageRingWriter:
             sleep_on(self._sleeps_on[slowest], value, nap_s)
 
     def _alive(self, reader: int) -> bool:
-        """Look at the lock of the segment that the reader made and named when it joined."""
+        """Check the lock of the segment that the reader created and named when it joined."""
         line = line_of(reader)
         if reader not in self._peers:
             high, low = self._words[line + ID_HIGH], self._words[line + ID_LOW]
@@ -261,14 +261,14 @@ class MessageRingWriter:
                 peer = Segment.open(f"weightsync-{high:016x}{low:016x}", nbytes=PAGE)
             except SegmentError as exc:
                 if isinstance(exc.__cause__, FileNotFoundError):
-                    return False  # a living owner's name is never removed
+                    return False  # the name of a living owner is never removed
                 raise
             self._peers[reader] = peer
         return self._peers[reader].owner_alive()
 
 
 class MessageRingReader:
-    """The reading end of place `reader`. One thread uses it."""
+    """The reading end of place `reader`. Used by one thread."""
 
     def __init__(
         self,
@@ -279,7 +279,7 @@ class MessageRingReader:
         *,
         spin_s: float = SPIN_S,
     ) -> None:
-        """Raises HandleError and SegmentError when the segments cannot be had or the place is."""
+        """Open the ring. Raises SegmentError, or HandleError if the place is taken."""
         self._fence = order_stores()
         self.layout = layout
         self._reader = reader
@@ -306,7 +306,7 @@ class MessageRingReader:
             raise
 
     def join(self) -> None:
-        """Let the writer know whose lock to watch; all that it needs of this reader is in place."""
+        """Publish the name of this reader's lock to the writer. Called when the reader is ready."""
         assert self._own is not None
         identity = self._own.name.removeprefix("weightsync-")
         self._words[self._line + ID_HIGH] = int(identity[:16], 16)
@@ -315,15 +315,15 @@ class MessageRingReader:
         self._words[self._line + JOINED] = 1
         self._joined = True
 
-    def wait_ready(self, patience: WaitPolicy) -> None:
-        """Return once the writer said that all are there."""
+    def wait_ready(self, policy: WaitPolicy) -> None:
+        """Return when the writer has announced that all readers joined."""
         while not self._words[READY]:
-            sleep_on(self._address + 8 * READY, 0, patience.nap_s)
+            sleep_on(self._address + 8 * READY, 0, policy.nap_s)
             if not self._words[READY]:
-                patience.look(closed=bool(self._words[CLOSED]))
+                policy.look(closed=bool(self._words[CLOSED]))
 
     def writer_lost(self) -> str | None:
-        """Say how it is known that no more messages will come, None while they may."""
+        """Return why no more messages will come, or None while the writer lives."""
         if self._words[CLOSED]:
             return "it closed the queue"
         if not self._control.owner_alive():
@@ -332,11 +332,11 @@ class MessageRingReader:
 
     @property
     def available(self) -> bool:
-        """Say whether the next message is there."""
+        """True if the next message is published."""
         return self._words[PUBLISHED] > self._next
 
     def take(self) -> tuple[int, int, memoryview]:
-        """Return number, place and bytes of the next message (none of one that went by socket)."""
+        """Return number, place and bytes of the next message (no bytes for place SOCKET)."""
         self.check_member()
         start = self._next % RECORDS * RECORD_NBYTES
         number, place, nbytes, slot = RECORD.unpack_from(self._buffer, start)
@@ -354,19 +354,19 @@ class MessageRingReader:
         return self._next, place, self._buffer[start : start + nbytes]
 
     def check_member(self) -> None:
-        """Raise TransferError when the writer went on without this reader; else all read is whole.
+        """Raise TransferError if the writer evicted this reader; else all bytes read are intact.
 
-        Called after bytes were used and before they are trusted.
+        Called after the bytes were read and before they are trusted.
         """
-        since = self._words[self.layout.evicted(self._reader)]
-        if since:
+        evicted = self._words[self.layout.evicted(self._reader)]
+        if evicted:
             raise TransferError(
-                f"the writer went on without reader place {self._reader} at message {since - 1}, "
-                f"while it was at message {self._next}; what it read since may be overwritten"
+                f"the writer dropped reader place {self._reader} at message {evicted - 1}, while "
+                f"the reader was at message {self._next}; what it read since may be overwritten"
             )
 
     def release(self) -> None:
-        """Give the current message back and go to the next."""
+        """Release the current message and advance to the next."""
         self._next += 1
         words = self._words
         words[self._line] = self._next
@@ -376,12 +376,12 @@ class MessageRingReader:
             wake(self._address + 8 * self._line)
 
     def interrupt(self) -> None:
-        """Wake this reader's own waits; from any thread, also after `close`."""
+        """Wake this reader's own waits. Any thread may call it, also after `close`."""
         wake(self._address + 8 * PUBLISHED)
         wake(self._address + 8 * READY)
 
     def close(self) -> None:
-        """Tell the writer and let go; idempotent. Views that are still about stay readable."""
+        """Mark this reader as gone and unmap. Views still in use stay readable. Idempotent."""
         if not self._words.nbytes:
             return
         if self._joined:
@@ -395,31 +395,31 @@ class MessageRingReader:
             if segment is not None:
                 segment.close()
 
-    def wait(self, patience: WaitPolicy) -> None:
-        """Return when the next message is there."""
-        words, following = self._words, self._next
+    def wait(self, policy: WaitPolicy) -> None:
+        """Return when the next message is published."""
+        words, next_number = self._words, self._next
         for _ in range(_SPINS):
-            if words[PUBLISHED] > following:
+            if words[PUBLISHED] > next_number:
                 return
-        give_up = time.monotonic() + self._spin_s
-        while time.monotonic() < give_up:
+        spin_until = time.monotonic() + self._spin_s
+        while time.monotonic() < spin_until:
             os.sched_yield()
-            if words[PUBLISHED] > following:
+            if words[PUBLISHED] > next_number:
                 return
         words[self._line + ASLEEP] = 1
         try:
-            while words[PUBLISHED] <= following:
-                sleep_on(self._address + 8 * PUBLISHED, following, patience.nap_s)
-                if words[PUBLISHED] <= following:
-                    self._look(patience)
+            while words[PUBLISHED] <= next_number:
+                sleep_on(self._address + 8 * PUBLISHED, next_number, policy.nap_s)
+                if words[PUBLISHED] <= next_number:
+                    self._look(policy)
         finally:
             words[self._line + ASLEEP] = 0
 
-    def _look(self, patience: WaitPolicy) -> None:
+    def _look(self, policy: WaitPolicy) -> None:
         self.check_member()
         try:
-            patience.look(closed=bool(self._words[CLOSED]))
+            policy.look(closed=bool(self._words[CLOSED]))
         except PeerLostError:
-            # What it published before it went is there to be read.
+            # Messages that the writer published before its end can still be read.
             if self._words[PUBLISHED] <= self._next:
                 raise

@@ -1,8 +1,8 @@
-"""Shared memory that is made once and used again: blocks of segments, by size class.
+"""Pool of reusable shared memory: segments cut into blocks of one size class.
 
-The first page of a segment holds one word per block. The owner lends a block with a ticket that
-grows with every loan; whoever read it sets the word to that ticket, and the block is free again. No
-word is ever cleared, each has one writer at a time, and nothing is sent to give a block back.
+The first page of a segment holds one word per block. The owner hands out a block with a ticket that
+grows with every use. The reader sets the word to the ticket when it is done, and the block is free
+again. No word is ever cleared, each has one writer at a time, and a release sends no message.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from weightsync.shm.store_order import order_stores
 
 HEADER_NBYTES = 4096
 MIN_BLOCK_NBYTES = 64 << 10
-_SHARED_SEGMENT_NBYTES = 4 << 20  # small blocks lie together in segments of about this size,
-_SEGMENTS_OF_A_SMALL_POOL = 4  # or, in a pool of less than so many of them, in this part of it
-_STEPS_PER_DOUBLING = 4  # at most a fifth of a block is air
+_SHARED_SEGMENT_NBYTES = 4 << 20  # small blocks share segments of about this size,
+_SEGMENTS_OF_A_SMALL_POOL = 4  # or of 1/4 of a pool that is smaller than four such segments
+_STEPS_PER_DOUBLING = 4  # at most a fifth of a block is unused
 _NAP_S = 50e-6
 _LONG_NAP_S = 1e-3
 
 Check = Callable[[], None]
-"""Called during waits; raises when waiting has become pointless."""
+"""Called during a wait; raises to end it."""
 
 
 def size_class(nbytes: int) -> int:
-    """Return the size of the block that `nbytes` bytes go into."""
+    """Return the size of the block for `nbytes` bytes."""
     if nbytes <= MIN_BLOCK_NBYTES:
         return MIN_BLOCK_NBYTES
     step = (1 << (nbytes - 1).bit_length() - 1) // _STEPS_PER_DOUBLING
@@ -41,9 +41,9 @@ def size_class(nbytes: int) -> int:
 
 @dataclass(eq=False, slots=True)
 class Block:
-    """A block on loan: `data` is `uint8[size class]`, writable until its descriptor is sent."""
+    """A block of a segment: `data` is `uint8[size class]`, writable until its handle is sent."""
 
-    lot: Slab
+    slab: Slab
     index: int
     offset: int
     data: torch.Tensor
@@ -51,13 +51,13 @@ class Block:
 
     @property
     def released(self) -> bool:
-        """Whether the reader has given back this loan."""
-        return self.lot.words[self.index] == self.ticket
+        """True if the reader has released the block."""
+        return self.slab.words[self.index] == self.ticket
 
 
 @dataclass(eq=False, slots=True)
 class Slab:
-    """One segment of the pool, and the blocks in it."""
+    """One segment of the pool, and its blocks. `lent` counts the blocks in use."""
 
     segment: Segment
     block_nbytes: int
@@ -67,18 +67,18 @@ class Slab:
 
 
 class SegmentPool:
-    """Blocks of shared memory, `max_nbytes` bytes of segments at most; any thread may call.
+    """Pool of shared-memory blocks with at most `max_nbytes` bytes of segments. Thread-safe.
 
-    `on_forget` hears the name of each segment that is given up to make room.
+    `on_forget` is called with the name of each segment that the pool frees.
     """
 
     def __init__(self, *, max_nbytes: int, on_forget: Callable[[str], None] | None = None) -> None:
         self._fence = order_stores()
         self.max_nbytes = max_nbytes
         self._shared_nbytes = min(_SHARED_SEGMENT_NBYTES, max_nbytes // _SEGMENTS_OF_A_SMALL_POOL)
-        self._on_forget = on_forget or _tell_nobody
+        self._on_forget = on_forget or _ignore
         self._lock = threading.Lock()
-        self._lots: list[Slab] = []
+        self._slabs: list[Slab] = []
         self._free: dict[int, list[Block]] = {}
         self._lent: dict[int, list[Block]] = {}
         self._nbytes = 0
@@ -87,31 +87,31 @@ class SegmentPool:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of shared memory held now, lent or not."""
+        """Bytes of shared memory held now, in use or free."""
         return self._nbytes
 
     @property
     def segments_made(self) -> int:
-        """How many segments were ever made: constant once the pool is warm."""
+        """Number of segments created since the start; constant when the pool is warm."""
         return self._made
 
     @property
     def lent_blocks(self) -> int:
-        """How many blocks are with readers now."""
+        """Number of blocks that readers have not released."""
         with self._lock:
             self._collect()
             return sum(map(len, self._lent.values()))
 
     def take(self, nbytes: int, *, timeout_s: float, check: Check | None = None) -> Block:
-        """Lend a block of at least `nbytes` bytes; waits for one to come back while all are out.
+        """Return a block of at least `nbytes` bytes; wait for a release while none is free.
 
-        Raises TransferTimeout when none does in time, SegmentError when the pool may never be so
-        large or shared memory is full, and what `check` raises.
+        Raises TransferTimeout when no block becomes free in time, SegmentError when the block
+        exceeds the pool or shared memory is full, and what `check` raises.
         """
         wanted = size_class(nbytes)
         if self._segment_nbytes(wanted) > self.max_nbytes:
             raise SegmentError(
-                f"a tensor of {nbytes} bytes does not go into a pool of {self.max_nbytes} bytes; "
+                f"a tensor of {nbytes} bytes does not fit into a pool of {self.max_nbytes} bytes; "
                 "make the pool larger (max_nbytes) or send the tensor in the message"
             )
         deadline = time.monotonic() + timeout_s
@@ -129,33 +129,33 @@ class SegmentPool:
             nap_s = min(2 * nap_s, _LONG_NAP_S)
 
     def give_back(self, block: Block) -> None:
-        """Take back a loan whose descriptor was never sent."""
+        """Release a block whose handle was not sent."""
         with self._lock:
             if not self._closed:
-                block.lot.words[block.index] = block.ticket
+                block.slab.words[block.index] = block.ticket
 
     def trim(self) -> int:
-        """Give up the segments that nobody reads; returns how many bytes that freed."""
+        """Free the segments without a block in use; return the bytes freed."""
         with self._lock:
             self._collect()
             before = self._nbytes
-            for lot in [lot for lot in self._lots if not lot.lent]:
-                self._give_up(lot)
+            for slab in [slab for slab in self._slabs if not slab.lent]:
+                self._free_slab(slab)
             return before - self._nbytes
 
     def close(self) -> None:
-        """Give up all segments. Idempotent; what readers have mapped stays theirs."""
+        """Free all segments. Mappings of readers stay valid. Idempotent."""
         with self._lock:
             self._closed = True
             self._free.clear()
             self._lent.clear()
-            for lot in self._lots:
-                _close(lot)
-            self._lots.clear()
+            for slab in self._slabs:
+                _close(slab)
+            self._slabs.clear()
             self._nbytes = 0
 
     def _blocks_of(self, block_nbytes: int) -> int:
-        """Return how many blocks of this size share a segment."""
+        """Return the number of blocks of this size in a segment."""
         return min(max(self._shared_nbytes // block_nbytes, 1), MAX_BLOCKS)
 
     def _segment_nbytes(self, block_nbytes: int) -> int:
@@ -169,27 +169,30 @@ class SegmentPool:
             self._collect()
         if not free and not self._grow(wanted):
             return None
-        block = free.pop()  # the last one back is the likeliest to be in the cache
+        block = free.pop()  # the last block released is the most likely to be in the cache
         self._fence()
         block.ticket += 1
-        block.lot.lent += 1
+        block.slab.lent += 1
         self._lent.setdefault(wanted, []).append(block)
         return block
 
     def _collect(self) -> None:
-        """Move the blocks that came back to the free ones."""
+        """Move the released blocks to the free list."""
         for size, lent in self._lent.items():
-            still: list[Block] = []
+            in_use: list[Block] = []
             for block in lent:
                 if block.released:
-                    block.lot.lent -= 1
+                    block.slab.lent -= 1
                     self._free[size].append(block)
                 else:
-                    still.append(block)
-            lent[:] = still
+                    in_use.append(block)
+            lent[:] = in_use
 
     def _grow(self, wanted: int) -> bool:
-        """Make a segment of `wanted`-sized blocks if there is room for it, or can be made."""
+        """Create a segment with blocks of `wanted` bytes; free unused segments to make room.
+
+        Returns False if there is no room now.
+        """
         nbytes = self._segment_nbytes(wanted)
         self._make_room(nbytes)
         if self._nbytes + nbytes > self.max_nbytes:
@@ -198,34 +201,34 @@ class SegmentPool:
             segment = Segment.create(nbytes)
         except SegmentError:
             if any(self._lent.values()):
-                return False  # shared memory is full; what is lent comes back
+                return False  # shared memory is full, but blocks in use will be released
             raise
         self._add(segment, wanted)
         return True
 
     def _make_room(self, nbytes: int) -> None:
-        for lot in [lot for lot in self._lots if not lot.lent]:
+        for slab in [slab for slab in self._slabs if not slab.lent]:
             if self._nbytes + nbytes <= self.max_nbytes:
                 return
-            self._give_up(lot)
+            self._free_slab(slab)
 
     def _add(self, segment: Segment, block_nbytes: int) -> None:
-        lot = Slab(segment, block_nbytes, segment.buffer[:HEADER_NBYTES].cast("Q"))
+        slab = Slab(segment, block_nbytes, segment.buffer[:HEADER_NBYTES].cast("Q"))
         for index in range(self._blocks_of(block_nbytes)):
             offset = HEADER_NBYTES + index * block_nbytes
-            lot.blocks.append(Block(lot, index, offset, segment.tensor(offset, block_nbytes)))
-        self._lots.append(lot)
-        self._free[block_nbytes].extend(reversed(lot.blocks))
+            slab.blocks.append(Block(slab, index, offset, segment.tensor(offset, block_nbytes)))
+        self._slabs.append(slab)
+        self._free[block_nbytes].extend(reversed(slab.blocks))
         self._nbytes += segment.nbytes
         self._made += 1
 
-    def _give_up(self, lot: Slab) -> None:
-        free = self._free[lot.block_nbytes]
-        free[:] = [block for block in free if block.lot is not lot]
-        self._lots.remove(lot)
-        self._nbytes -= lot.segment.nbytes
-        name = lot.segment.name
-        _close(lot)
+    def _free_slab(self, slab: Slab) -> None:
+        free = self._free[slab.block_nbytes]
+        free[:] = [block for block in free if block.slab is not slab]
+        self._slabs.remove(slab)
+        self._nbytes -= slab.segment.nbytes
+        name = slab.segment.name
+        _close(slab)
         self._on_forget(name)
 
     def _full(self, nbytes: int, timeout_s: float) -> TransferTimeout:
@@ -236,11 +239,11 @@ class SegmentPool:
         )
 
 
-def _close(lot: Slab) -> None:
-    lot.blocks.clear()
-    lot.words = memoryview(b"")
-    lot.segment.close()
+def _close(slab: Slab) -> None:
+    slab.blocks.clear()
+    slab.words = memoryview(b"")
+    slab.segment.close()
 
 
-def _tell_nobody(name: str) -> None:
-    """Stand in where no reader needs to hear of segments that are given up."""
+def _ignore(name: str) -> None:
+    """Do nothing: the default `on_forget`."""

@@ -1,4 +1,7 @@
-"""ZeroMQ sockets of queues: addresses, and messages that fit no slot or go to another host."""
+"""ZeroMQ sockets of message queues, for messages that fit no slot and for readers on other hosts.
+
+Also the addresses of such sockets.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,7 @@ from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from weightsync.errors import (
     BackendUnavailableError,
@@ -28,10 +31,6 @@ from weightsync.queues.message_codec import Encoded
 from weightsync.shm.addresses import source_address
 from weightsync.shm.segment import DIRECTORY, SOCKET_SUFFIX
 from weightsync.shm.wait import WaitPolicy
-
-if TYPE_CHECKING:
-    import zmq
-
 
 try:
     import zmq
@@ -50,17 +49,17 @@ _ACK_MARK, _NAME_MARK, _LEAVE_MARK = b"a", b"n", b"l"
 WINDOW_MESSAGES = 256
 _LINGER_MS = 5000
 _HEARTBEAT_MS = 2000
-_SILENCE_MS = 10000
+_HEARTBEAT_TIMEOUT_MS = 10000
 _POLL_S = 0.05
 
 
 def socket_path(segment: str) -> Path:
-    """Return where the local socket of the queue with this control segment lies."""
+    """Return the path of the local socket of the queue with this control segment."""
     return DIRECTORY / f"{segment}{SOCKET_SUFFIX}"
 
 
 def host_address(connect_ip: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address:
-    """Return the address that `connect_ip` spells. Raises ConfigError unless it is one host's."""
+    """Parse `connect_ip`. Raises ConfigError unless it is the address of a single host."""
     try:
         address = ipaddress.ip_address(connect_ip)
     except ValueError:
@@ -74,26 +73,31 @@ def host_address(connect_ip: str) -> ipaddress.IPv4Address | ipaddress.IPv6Addre
     return address
 
 
-_ANYWHERE = "192.0.2.1"  # an address for documentation, on no network
+_ANYWHERE = "192.0.2.1"  # from the range for documentation, which is on no network
 
 
 def own_address(toward: str | None = None) -> str:
-    """Return this host's address on the way to another, by its routes; no packet is sent.
+    """Return this host's source address on the route to `toward`; no packet is sent.
 
-    By default the other is `MASTER_ADDR`, or else any on other networks. Raises ConfigError.
+    The default of `toward` is `MASTER_ADDR`, or else an address on another network. Raises
+    ConfigError when there is no route.
     """
     toward = toward or os.environ.get("MASTER_ADDR") or _ANYWHERE
     try:
         return source_address(toward)
     except OSError as exc:
-        raise ConfigError(f"no way to {toward} ({exc}); give connect_ip") from exc
+        raise ConfigError(f"no route to {toward} ({exc}); give connect_ip") from exc
 
 
 class Publisher:
-    """The writer's socket. `joined` and `lost` are ranks, of either kind of reader."""
+    """The writer's socket.
+
+    `joined` has the topic and rank of each reader that subscribed, `lost` the ranks of readers that
+    left, with the evidence. `remote` are the ranks of the readers on other hosts.
+    """
 
     def __init__(self, *, path: Path | None, connect_ip: str | None, window_nbytes: int) -> None:
-        """Bind to the local `path` and to a free port of `connect_ip`, whichever are given."""
+        """Bind to the local `path` and to a free port of `connect_ip`, if given."""
         self.joined: set[tuple[bytes, int]] = set()
         self.lost: dict[int, str] = {}
         self.remote: tuple[int, ...] = ()
@@ -101,11 +105,11 @@ class Publisher:
         self.tcp_endpoint: str | None = None
         self._window_nbytes = window_nbytes
         self._acknowledged: dict[int, int] = {}
-        self._flying: deque[tuple[int, int]] = deque()
-        self._flying_nbytes = 0
+        self._in_flight: deque[tuple[int, int]] = deque()
+        self._in_flight_nbytes = 0
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.XPUB)
-        # At exit too; a forked child is not the one to remove it.
+        # Runs at exit too. A forked child must not remove the path, so the pid is compared.
         self._remove = weakref.finalize(self, _remove_own, path, os.getpid())
         try:
             self._bind(path, connect_ip)
@@ -131,58 +135,59 @@ class Publisher:
             raise ConnectError(f"cannot bind to {connect_ip or path}: {exc}") from exc
 
     def pump(self, timeout_s: float = 0.0) -> None:
-        """Take in who joined, who was lost and what was acknowledged; wait for the first of it."""
+        """Process all received events; wait up to `timeout_s` for the first one.
+
+        Events are readers that join or leave, and acknowledgements.
+        """
         if timeout_s and not self._socket.poll(_milliseconds(timeout_s)):
             return
         while True:
             try:
-                note = self._socket.recv(zmq.NOBLOCK)
+                event = self._socket.recv(zmq.NOBLOCK)
             except zmq.Again:
                 return
-            self._take(note)
+            self._process_event(event)
 
-    def wait_joined(
-        self, wanted: Callable[[], set[tuple[bytes, int]]], patience: WaitPolicy
-    ) -> None:
-        """Return when all the readers wanted, who may become fewer, have subscribed."""
+    def wait_joined(self, wanted: Callable[[], set[tuple[bytes, int]]], policy: WaitPolicy) -> None:
+        """Return when all readers in `wanted()`, which may shrink, have subscribed."""
         self.pump()
         while not self.joined.issuperset(wanted()):
-            self.pump(min(patience.nap_s, _POLL_S))
+            self.pump(min(policy.nap_s, _POLL_S))
             if not self.joined.issuperset(wanted()):
-                patience.look(closed=bool(self.lost))
+                policy.look(closed=bool(self.lost))
 
-    def wait_window(self, nbytes: int, patience: WaitPolicy) -> None:
-        """Return when another message of `nbytes` may be on its way to the remote readers."""
+    def wait_window(self, nbytes: int, policy: WaitPolicy) -> None:
+        """Return when the window of unacknowledged messages has room for `nbytes` more."""
         self.pump()
         while not self._has_room(nbytes):
-            self.pump(min(patience.nap_s, _POLL_S))
+            self.pump(min(policy.nap_s, _POLL_S))
             if not self._has_room(nbytes):
-                patience.look(closed=bool(self.lost))
+                policy.look(closed=bool(self.lost))
 
     def behind(self) -> list[int]:
-        """Return the remote readers that have not acknowledged everything sent."""
-        last = self._flying[-1][0] if self._flying else 0
+        """Return the remote readers that have not acknowledged all messages."""
+        last = self._in_flight[-1][0] if self._in_flight else 0
         return [rank for rank in self.remote if self._acknowledged.get(rank, 0) < last]
 
     def send(self, topic: bytes, number: int, message: Encoded) -> None:
-        """Queue a message, copying it: the caller's memory is free when this returns."""
+        """Queue a copy of a message; the caller may reuse its memory when this returns."""
         parts: list[bytes | memoryview] = [topic, _HEADER.pack(DATA, number), message.body]
         self._socket.send_multipart([*parts, *message.buffers], copy=True)
         if topic == REMOTE:
-            self._flying.append((number + 1, message.nbytes))
-            self._flying_nbytes += message.nbytes
+            self._in_flight.append((number + 1, message.nbytes))
+            self._in_flight_nbytes += message.nbytes
 
-    def announce(self, what: int) -> None:
-        """Tell the remote readers that all are there, or that no more will come."""
-        self._socket.send_multipart([REMOTE, _HEADER.pack(what, 0)])
+    def announce(self, kind: int) -> None:
+        """Send READY (all readers joined) or BYE (no more messages) to the remote readers."""
+        self._socket.send_multipart([REMOTE, _HEADER.pack(kind, 0)])
 
     def drop(self, rank: int) -> None:
-        """Go on without a remote reader."""
+        """Exclude a remote reader."""
         self.remote = tuple(other for other in self.remote if other != rank)
         self.lost.pop(rank, None)
 
     def close(self) -> None:
-        """Send what is queued, for a few seconds at most, and let go; idempotent."""
+        """Send the queued messages, for at most `_LINGER_MS`, and close. Idempotent."""
         if self._socket.closed:
             return
         if self.tcp_endpoint is not None:
@@ -191,26 +196,26 @@ class Publisher:
         self._context.destroy(linger=_LINGER_MS)
 
     def hide(self) -> None:
-        """Take the local socket's name away; who is connected stays so. Idempotent."""
+        """Remove the local socket's path; open connections stay. Idempotent."""
         self._remove()
 
     def _has_room(self, nbytes: int) -> bool:
         floor = min((self._acknowledged.get(rank, 0) for rank in self.remote), default=None)
-        while self._flying and (floor is None or self._flying[0][0] <= floor):
-            self._flying_nbytes -= self._flying.popleft()[1]
-        return not self._flying or (
-            len(self._flying) < WINDOW_MESSAGES
-            and self._flying_nbytes + nbytes <= self._window_nbytes
+        while self._in_flight and (floor is None or self._in_flight[0][0] <= floor):
+            self._in_flight_nbytes -= self._in_flight.popleft()[1]
+        return not self._in_flight or (
+            len(self._in_flight) < WINDOW_MESSAGES
+            and self._in_flight_nbytes + nbytes <= self._window_nbytes
         )
 
-    def _take(self, note: bytes) -> None:
-        if note[:1] in (b"\0", b"\1") and note[1:2] == _NAME_MARK:
+    def _process_event(self, event: bytes) -> None:
+        if event[:1] in (b"\0", b"\1") and event[1:2] == _NAME_MARK:
             with suppress(struct.error):
-                kind, rank = _NAME.unpack(note[2:])
-                self._subscribed(kind, rank, joined=note[:1] == b"\1")
-        elif note[:1] in (_ACK_MARK, _LEAVE_MARK):
+                kind, rank = _NAME.unpack(event[2:])
+                self._subscribed(kind, rank, joined=event[:1] == b"\1")
+        elif event[:1] in (_ACK_MARK, _LEAVE_MARK):
             with suppress(struct.error):
-                mark, rank, number = _ACK.unpack(note)
+                mark, rank, number = _ACK.unpack(event)
                 if mark == _LEAVE_MARK:
                     self.lost[rank] = "it closed its end"
                 else:
@@ -224,7 +229,7 @@ class Publisher:
 
 
 class Subscriber:
-    """A reader's socket. One thread uses it."""
+    """A reader's socket. Used by one thread."""
 
     def __init__(self, endpoint: str, kind: bytes, rank: int) -> None:
         self.endpoint = endpoint
@@ -232,7 +237,7 @@ class Subscriber:
         self._kind: Final = kind
         self._rank = rank
         self._lost: str | None = None
-        self._waiting: deque[tuple[int, list[zmq.Frame]]] = deque()
+        self._received: deque[tuple[int, list[zmq.Frame]]] = deque()
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.XSUB)
         self._monitor = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
@@ -249,41 +254,41 @@ class Subscriber:
             raise ConnectError(f"cannot connect to {endpoint}: {exc}") from exc
 
     def writer_lost(self) -> str | None:
-        """Say how it is known that no more messages will come, None while they may."""
+        """Return why no more messages will come, or None while the writer lives."""
         if self._lost is None and self._monitor.poll(0):
             self._lost = "its connection closed or fell silent"
         return self._lost
 
     @property
     def available(self) -> bool:
-        """Say whether a message has come in."""
-        return bool(self._waiting)
+        """True if a message was received."""
+        return bool(self._received)
 
-    def wait(self, patience: WaitPolicy) -> None:
-        """Return when a message has come in."""
-        while not self._waiting:
-            self._take_in(patience)
+    def wait(self, policy: WaitPolicy) -> None:
+        """Return when a message was received."""
+        while not self._received:
+            self._receive_or_check(policy)
 
-    def receive(self, number: int, patience: WaitPolicy) -> tuple[memoryview, list[memoryview]]:
-        """Return body and buffers of message `number`, which is the next to come."""
-        self.wait(patience)
-        found, frames = self._waiting.popleft()
+    def receive(self, number: int, policy: WaitPolicy) -> tuple[memoryview, list[memoryview]]:
+        """Return body and buffers of the next message, which must have this `number`."""
+        self.wait(policy)
+        found, frames = self._received.popleft()
         if found != number:
-            raise TransferError(f"message {number} was lost on its way: {found} came in its place")
+            raise TransferError(f"message {number} was lost: message {found} came instead")
         body, *buffers = (frame.buffer.toreadonly() for frame in frames)
         return body, buffers
 
-    def wait_ready(self, patience: WaitPolicy) -> None:
-        """Return when the writer has announced that all readers are there."""
+    def wait_ready(self, policy: WaitPolicy) -> None:
+        """Return when the writer has announced that all readers joined."""
         while not self.ready:
-            self._take_in(patience)
+            self._receive_or_check(policy)
 
     def acknowledge(self, number: int) -> None:
-        """Let the writer know that `number` messages were read."""
+        """Acknowledge `number` messages in total."""
         self._socket.send(_ACK.pack(_ACK_MARK, self._rank, number))
 
     def close(self) -> None:
-        """Leave and let go; idempotent."""
+        """Leave the queue and close the socket. Idempotent."""
         if self._socket.closed:
             return
         if self._kind == REMOTE:
@@ -293,26 +298,26 @@ class Subscriber:
         self._monitor.close(0)
         self._context.destroy(linger=500)
 
-    def _take_in(self, patience: WaitPolicy) -> None:
-        """Take the next message in, or look at the peer."""
-        if not self._socket.poll(_milliseconds(patience.nap_s)):
+    def _receive_or_check(self, policy: WaitPolicy) -> None:
+        """Receive the next message, or check the peer after `nap_s` without one."""
+        if not self._socket.poll(_milliseconds(policy.nap_s)):
             try:
-                patience.look(closed=self._lost is not None or bool(self._monitor.poll(0)))
+                policy.look(closed=self._lost is not None or bool(self._monitor.poll(0)))
             except PeerLostError:
                 if not self._socket.poll(0):
                     raise
             return
         frames = self._socket.recv_multipart(copy=False)
         try:
-            what, number = _HEADER.unpack(frames[1].buffer)
+            kind, number = _HEADER.unpack(frames[1].buffer)
         except (IndexError, struct.error):
-            raise ProtocolError(f"{self.endpoint} sent what is no message of a queue") from None
-        if what == READY:
+            raise ProtocolError(f"{self.endpoint} sent bytes that are no queue message") from None
+        if kind == READY:
             self.ready = True
-        elif what == BYE:
+        elif kind == BYE:
             self._lost = "it closed the queue"
-        elif what == DATA and len(frames) > 2:
-            self._waiting.append((number, frames[2:]))
+        elif kind == DATA and len(frames) > 2:
+            self._received.append((number, frames[2:]))
 
 
 def _milliseconds(seconds: float) -> int:
@@ -320,15 +325,15 @@ def _milliseconds(seconds: float) -> int:
 
 
 def _set_options(target: zmq.Socket[bytes]) -> None:
-    # No limit of ZeroMQ's own, which would drop messages: the window and the ring are the limits.
+    # ZeroMQ drops messages at its high-water mark, so it is off: window and ring set the limits.
     target.sndhwm = target.rcvhwm = 0
     target.linger = 0
 
 
 def _set_heartbeat(target: zmq.Socket[bytes]) -> None:
-    """On TCP alone: on one host a stopped process is alive, and keeps its subscription."""
+    """Enable heartbeats, on TCP only: on one host, a stopped process must keep its subscription."""
     target.heartbeat_ivl = _HEARTBEAT_MS
-    target.heartbeat_timeout = _SILENCE_MS
+    target.heartbeat_timeout = _HEARTBEAT_TIMEOUT_MS
 
 
 def _remove_own(path: Path | None, pid: int) -> None:
@@ -338,11 +343,11 @@ def _remove_own(path: Path | None, pid: int) -> None:
 
 
 IPC_PATH_LIMIT = 107
-"""Bytes of the longest path that a Unix socket can have."""
+"""Maximum length of a Unix socket's path in bytes."""
 
-_KEPT = 128
-_kept: deque[int] = deque()
-"""Descriptors that keep ports free, oldest first."""
+_MAX_RESERVED = 128
+_reserved: deque[int] = deque()
+"""Descriptors that reserve ports, oldest first."""
 
 _HOST_NAME = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]{0,251}[A-Za-z0-9.])?")
 
@@ -355,20 +360,19 @@ def socket_address(
     directory: Path | None = None,
     bind: zmq.Socket[bytes] | None = None,
 ) -> str:
-    """Return an address for a ZeroMQ socket: `ipc://…` if all its peers are local.
+    """Return an address for a ZeroMQ socket: `ipc://…` if `local_only`, else `tcp://host:port`.
 
-    Else `tcp://host:port`, IPv6 addresses in brackets; port 0 becomes a free one. With `bind`, that
-    socket is bound to it. Without, a descriptor of this process keeps the port free for a ZeroMQ
-    socket that any process of this host binds later, until this one ends or has told 128 more.
-    IPC paths are fresh, and lie in `directory` (the temporary one by default). Raises ConfigError,
-    and ConnectError when the socket cannot be bound.
+    IPv6 addresses are in brackets; port 0 becomes a free port. With `bind`, that socket is bound to
+    the address. Without, a descriptor of this process reserves the port for a ZeroMQ socket that
+    any process of this host binds later. The reservation lasts until this process ends or has
+    reserved 128 more ports. IPC paths are new names in `directory` (default: the temporary
+    directory). Raises ConfigError, and ConnectError when the socket cannot be bound.
     """
     if bind is None:
         if local_only:
             return ipc_address(directory)
         return tcp_address(host, port) if port else _held_address(host)
     address = ipc_address(directory) if local_only else tcp_address(host, port)
-    import zmq  # noqa: PLC0415  # optional: who gives a socket of it has it
 
     try:
         if "[" in address:
@@ -380,25 +384,25 @@ def socket_address(
 
 
 def _held_address(host: str) -> str:
-    asked = tcp_address(host, 0)
+    requested = tcp_address(host, 0)
     bare = bracketed(host).strip("[]")
     try:
         family, kind, _, _, address = socket.getaddrinfo(bare, 0, type=socket.SOCK_STREAM)[0]
         with socket.socket(family, kind) as holder:
-            # ZeroMQ sets it too: then both may be bound, as long as one of them alone listens.
+            # ZeroMQ sets it too. Two sockets may then be bound, as long as only one listens.
             holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             holder.bind(address)
             port = holder.getsockname()[1]
-            _kept.append(holder.detach())  # so that nobody else is given the port
+            _reserved.append(holder.detach())  # the kernel gives the port to no other socket
     except (OSError, UnicodeError) as exc:
-        raise ConnectError(f"cannot bind to {asked}: {exc}; give a port") from exc
-    if len(_kept) > _KEPT:
-        os.close(_kept.popleft())
+        raise ConnectError(f"cannot bind to {requested}: {exc}; give a port") from exc
+    if len(_reserved) > _MAX_RESERVED:
+        os.close(_reserved.popleft())
     return tcp_address(host, port)
 
 
 def ipc_address(directory: Path | None = None) -> str:
-    """Return `ipc://` and a fresh path. Raises ConfigError for paths that no socket can have."""
+    """Return `ipc://` and a new path. Raises ConfigError for a path too long for a socket."""
     path = (directory or Path(tempfile.gettempdir())) / f"weightsync-{secrets.token_hex(8)}.sock"
     if len(bytes(path.absolute())) > IPC_PATH_LIMIT:
         raise ConfigError(
@@ -411,12 +415,12 @@ def ipc_address(directory: Path | None = None) -> str:
 def tcp_address(host: str, port: int) -> str:
     """Return `tcp://host:port`, IPv6 addresses in brackets. Raises ConfigError."""
     if not 0 <= port <= 65535:
-        raise ConfigError(f"{port} is no port; wanted 1 to 65535, or 0 for any free one")
+        raise ConfigError(f"{port} is no port; wanted 1 to 65535, or 0 for any free port")
     return f"tcp://{bracketed(host)}:{port}"
 
 
 def bracketed(host: str) -> str:
-    """Return a host as it stands before a port. Raises ConfigError for what is no host."""
+    """Return a host as written before a port. Raises ConfigError unless it is a host name or IP."""
     bare = host.removeprefix("[").removesuffix("]")
     try:
         address = ipaddress.ip_address(bare)

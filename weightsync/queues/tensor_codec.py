@@ -1,4 +1,4 @@
-"""Request objects with tensors in them, to and from multipart messages (msgpack)."""
+"""Codec for request objects with tensors: multipart messages of msgpack and raw frames."""
 
 from __future__ import annotations
 
@@ -45,8 +45,8 @@ T = TypeVar("T")
 Frame = bytes | bytearray | memoryview
 
 IN_LINE, IN_FRAME, CARRIED, VALUE = 1, 2, 3, 4
-"""Extension codes: a tensor with its bytes, with the number of its frame, with a carrier's handle;
-and what is no tensor (message_values)."""
+"""Extension codes: a tensor with its bytes, its frame number or a carrier's handle; another value
+(message_codec)."""
 MAX_TENSORS = 1 << 16
 
 _Dtype = Annotated[str, Meta(max_length=32)]
@@ -69,23 +69,23 @@ class InFrame(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
 
 
 def in_line(spec: TensorSpec, data: memoryview) -> Ext:
-    """Return what stands in the message for a tensor with these bytes."""
+    """Return the extension for a tensor with these bytes."""
     tensor = InLine(spec.dtype, list(spec.shape), bytearray(data))
     return Ext(IN_LINE, msgspec.msgpack.encode(tensor))
 
 
 def in_frame(spec: TensorSpec, number: int) -> Ext:
-    """Return what stands in the message for a tensor in auxiliary frame `number`."""
+    """Return the extension for a tensor in auxiliary frame `number`."""
     return Ext(IN_FRAME, msgspec.msgpack.encode(InFrame(spec.dtype, list(spec.shape), number)))
 
 
 def line_of(data: memoryview) -> InLine:
-    """Return what a tensor is that came with its bytes. Raises ProtocolError."""
+    """Decode a tensor that carries its bytes. Raises ProtocolError."""
     return _decode(data, InLine)
 
 
 def frame_of(data: memoryview) -> InFrame:
-    """Return which frame a tensor is in, and what it is. Raises ProtocolError."""
+    """Decode the frame number and the description of a tensor. Raises ProtocolError."""
     return _decode(data, InFrame)
 
 
@@ -101,55 +101,55 @@ logger = logging.getLogger(__name__)
 TensorIpc = Literal["direct_rpc", "torch_shm"]
 
 SETTING = "WEIGHTSYNC_TENSOR_IPC"
-"""Environment variable that chooses the way of tensors where the caller does not."""
+"""Environment variable with the default of `tensor_ipc`."""
 INLINE_NBYTES = 4096
 MAX_MESSAGE_NBYTES = 1 << 28
-"""Bytes of a message without its auxiliary frames, in line tensors included."""
+"""Maximum bytes of a message with its in-line tensors, without its auxiliary frames."""
 
 
 class TensorPutter(Protocol):
-    """Takes tensors out of messages: `TensorIpcSender` is one."""
+    """Sends tensors outside the message, for the encoder: `TensorIpcSender`, for example."""
 
     def put(self, tensor: torch.Tensor, key: str | None) -> bytes:
-        """Send a tensor under `key` and return a handle that means nothing to the codec.
+        """Send a tensor under `key` and return its handle, which is opaque to the codec.
 
-        Raises BackendUnavailableError or TransportError when it will not work again, TransferError
-        when it does not for this tensor.
+        Raises BackendUnavailableError or TransportError for a permanent failure, TransferError for
+        a failure with this tensor only.
         """
 
     def take_back(self, handle: bytes) -> None:
-        """Undo a `put` whose message will not be sent."""
+        """Undo a `put` when its message will not be sent."""
 
 
 class TensorTaker(Protocol):
-    """Gives tensors back to messages: `TensorIpcReceiver` is one."""
+    """Receives tensors outside the message, for the decoder: `TensorIpcReceiver`, for example."""
 
     def take(self, handle: bytes) -> torch.Tensor:
         """Return the tensor of a handle that the other side's `put` returned."""
 
     def drop(self, handle: bytes) -> None:
-        """Give up the tensor of a handle whose message could not be read."""
+        """Drop the tensor of a handle when its message could not be decoded."""
 
 
 def chosen_tensor_ipc(setting: str | None = None) -> TensorIpc:
-    """Return `setting`, or what WEIGHTSYNC_TENSOR_IPC says, or "torch_shm".
+    """Return `setting`, or the value of WEIGHTSYNC_TENSOR_IPC, or "torch_shm".
 
-    Raises ConfigError for another word.
+    Raises ConfigError for an unknown value.
     """
-    word = setting or os.environ.get(SETTING) or "torch_shm"
-    if word not in get_args(TensorIpc):
+    value = setting or os.environ.get(SETTING) or "torch_shm"
+    if value not in get_args(TensorIpc):
         where = "tensor_ipc" if setting else SETTING
-        raise ConfigError(f'{where} is {word!r}; wanted "direct_rpc" or "torch_shm"')
-    return cast(TensorIpc, word)
+        raise ConfigError(f'{where} is {value!r}; wanted "direct_rpc" or "torch_shm"')
+    return cast(TensorIpc, value)
 
 
 class TensorEncoder:
-    """Makes messages; any thread may call.
+    """Encodes messages. Thread-safe.
 
-    With `torch_shm`, `open_carrier` is called once, here. If it or a later `put` shows that shared
-    memory does not work, tensors travel in the message from then on: a warning says so once, and
-    `tensor_ipc` and `fallback_reason` tell. What is neither plain data nor a kind of message_values
-    goes to `enc_hook`, which returns plain data.
+    With `torch_shm`, the constructor calls `open_carrier` once. If that or a later `put` fails
+    permanently, tensors are sent in the message from then on. A warning is logged once, and
+    `tensor_ipc` and `fallback_reason` show the change. Values that the message codec does not
+    support go to `enc_hook`, which returns plain data.
     """
 
     def __init__(
@@ -167,21 +167,21 @@ class TensorEncoder:
         self._warned = False
         self.fallback_reason: str | None = None
         self.crowded_out = 0
-        """Tensors that travelled in the message because there was no room for them just then."""
+        """Number of tensors sent in the message because shared memory was full at that moment."""
         if self._tensor_ipc == "torch_shm":
             self._open(open_carrier)
 
     @property
     def tensor_ipc(self) -> TensorIpc:
-        """The way that large tensors take now, which a fallback makes "direct_rpc"."""
+        """How large tensors are sent now; "direct_rpc" after a fallback."""
         return self._tensor_ipc
 
     def encode(self, message: object, key: str | None = None) -> list[Frame]:
-        """Return the frames of a message: itself, then auxiliary ones in order.
+        """Return the frames of a message: the msgpack body, then auxiliary frames in order.
 
-        `key` goes to the carrier with each tensor, for whoever cleans up. Frames may view the
-        message's own tensors: change none of them until the frames are sent. Raises ConfigError
-        for what cannot be encoded; nothing stays in the carrier then.
+        `key` goes to the carrier with each tensor, so that the tensors can be cleaned up by key.
+        Frames may view the message's tensors: do not change these until the frames are sent. Raises
+        ConfigError for an object that cannot be encoded; no tensor stays in the carrier then.
         """
         call = _Encoding(self, key)
         try:
@@ -194,7 +194,7 @@ class TensorEncoder:
         return [main, *call.frames]
 
     def replace_foreign(self, value: object) -> object:
-        """Return plain data for what is no tensor. Raises TypeError."""
+        """Return `enc_hook`'s plain data for a value of another type. Raises TypeError."""
         if self._enc_hook is None:
             raise TypeError(
                 f"{type(value).__name__} is neither plain data nor a tensor; give enc_hook"
@@ -202,11 +202,11 @@ class TensorEncoder:
         return self._enc_hook(value)
 
     def fits_in_line(self, nbytes: int) -> bool:
-        """Whether a tensor is small enough to stand in the message."""
+        """Return whether a tensor is small enough for the message body."""
         return nbytes <= self._inline_nbytes
 
     def carry(self, tensor: torch.Tensor, key: str | None) -> tuple[TensorPutter, bytes] | None:
-        """Return the carrier and the handle it gave, None where it could not take the tensor."""
+        """Return the carrier and its handle; None if the carrier could not take the tensor."""
         carrier = self._carrier
         if carrier is None:
             return None
@@ -216,7 +216,7 @@ class TensorEncoder:
             self._fall_back(str(exc))
         except TransferError as exc:
             self.crowded_out += 1
-            self._warn_once(f"a tensor travels in its message, not in shared memory: {exc}")
+            self._warn_once(f"a tensor is sent in its message, not in shared memory: {exc}")
         return None
 
     def _open(self, open_carrier: Callable[[], TensorPutter] | None) -> None:
@@ -233,7 +233,7 @@ class TensorEncoder:
         self._tensor_ipc = "direct_rpc"
         if self.fallback_reason is None:
             self.fallback_reason = reason
-            logger.warning("tensors travel in their messages, not in shared memory: %s", reason)
+            logger.warning("tensors are sent in their messages, not in shared memory: %s", reason)
 
     def _warn_once(self, text: str) -> None:
         if not self._warned:
@@ -242,7 +242,7 @@ class TensorEncoder:
 
 
 class _Encoding:
-    """One message on its way: its frames so far, and what was given to the carrier."""
+    """State of one `encode` call: the frames so far, and the tensors given to the carrier."""
 
     def __init__(self, encoder: TensorEncoder, key: str | None) -> None:
         self._encoder = encoder
@@ -252,13 +252,13 @@ class _Encoding:
         self.frames: list[Frame] = []
 
     def replace(self, value: object) -> object:
-        """Return what stands in the message for a value that msgpack does not know."""
+        """Return the extension for a value that msgpack does not support."""
         if not isinstance(value, Tensor):
             plain = to_plain(value)
             if plain is None:
                 return self._encoder.replace_foreign(value)
             return Ext(VALUE, msgspec.msgpack.encode(plain, enc_hook=self.replace))
-        # Here, since messages without tensors need no torch.
+        # Imported here because messages without tensors need no torch.
         from weightsync.tensors import check_dense, spec_of, tensor_data  # noqa: PLC0415 - above
 
         self._tensors += 1
@@ -276,18 +276,18 @@ class _Encoding:
         return in_frame(spec, len(self.frames))
 
     def take_back(self) -> None:
-        """Undo what the carrier was given."""
+        """Undo all `put` calls of this message."""
         for carrier, handle in self._carried:
             with suppress(WeightSyncError):
                 carrier.take_back(handle)
 
 
 class TensorDecoder(Generic[T]):
-    """Reads messages as `kind`, or as plain data and tensors; any thread may call.
+    """Decodes messages as `kind`, or as plain data and tensors. Thread-safe.
 
-    Fields may be typed `torch.Tensor`, also within lists and dicts; where a field holds tensors or
-    lists of them, type it `Any`. `pin_memory` pins tensors on the CPU where there is CUDA.
-    `dec_hook` makes other foreign types from plain data.
+    Fields may be typed `torch.Tensor`, also inside lists and dicts. Type a field `Any` if it holds
+    either a tensor or a list of tensors. `pin_memory` pins CPU tensors where CUDA is available.
+    `dec_hook` makes other types from plain data.
     """
 
     @overload
@@ -329,11 +329,11 @@ class TensorDecoder(Generic[T]):
         )
 
     def decode(self, frames: Sequence[Frame] | Frame) -> T:
-        """Return the message of `frames`, as `encode` made them.
+        """Decode `frames`, as made by `encode`.
 
-        Tensors view auxiliary frames that are writable, and copy others. Raises ProtocolError for
-        what is no such message, and what the carrier raises; either way no tensor of the message
-        stays behind in the carrier.
+        Tensors are views of writable auxiliary frames and copies of read-only ones. Raises
+        ProtocolError for an invalid message, and what the carrier raises. In both cases no tensor
+        of the message stays in the carrier.
         """
         parts = [frames] if isinstance(frames, bytes | bytearray | memoryview) else list(frames)
         if not parts:
@@ -343,7 +343,7 @@ class TensorDecoder(Generic[T]):
                 f"a message may have {self._max_nbytes} bytes, this has "
                 f"{memoryview(parts[0]).nbytes}"
             )
-        outer = getattr(self._call, "state", None)  # a dec_hook may decode a message within
+        outer = getattr(self._call, "state", None)  # a dec_hook may decode a nested message
         call = self._call.state = _Decoding(parts, self._carrier, pin=self._pin)
         try:
             message = cast(T, self._decoder.decode(parts[0]))
@@ -364,18 +364,18 @@ class TensorDecoder(Generic[T]):
     def _convert(self, kind: Any, value: Any) -> Any:
         if isinstance(kind, type) and isinstance(value, kind):
             return value  # a tensor, or another value that came as an extension
-        torch = sys.modules.get("torch")  # what is one of its types was made by it
+        torch = sys.modules.get("torch")  # without torch there are no values of its types
         if torch is not None and kind is torch.Size and isinstance(value, list):
-            return torch.Size(value)  # a tuple, which msgpack has a word for
+            return torch.Size(value)  # a tuple, which msgpack encodes as an array
         if _is_tensor_kind(kind):
             raise ValueError(f"Expected a tensor, got `{type(value).__name__}`")
         if self._dec_hook is None:
-            raise ValueError(f"{kind} can be read with a dec_hook alone")
+            raise ValueError(f"{kind} can be decoded with a dec_hook only")
         return self._dec_hook(kind, value)
 
 
 class _Decoding:
-    """One message being read: its frames, and which of them were used."""
+    """State of one `decode` call: the frames, and which of them were used."""
 
     def __init__(self, frames: list[Frame], carrier: TensorTaker | None, *, pin: bool) -> None:
         self._frames = frames
@@ -386,30 +386,30 @@ class _Decoding:
         self._taken: set[bytes] = set()
 
     def restore(self, code: int, data: memoryview) -> Any:
-        """Return what an extension holds. Raises ProtocolError and what the carrier raises."""
+        """Return the value of an extension. Raises ProtocolError, and what the carrier raises."""
         if code == VALUE:
             name, plain = msgspec.msgpack.decode(data, type=tuple[str, Any], ext_hook=self.restore)
             return from_plain(name, plain)
         self._tensors += 1
         if self._tensors > MAX_TENSORS:
             raise ProtocolError(f"a message has at most {MAX_TENSORS} tensors, this has more")
-        # Here, since messages without tensors need no torch.
+        # Imported here because messages without tensors need no torch.
         from weightsync.tensors import tensor_of  # noqa: PLC0415 - see above
 
         if code == IN_LINE:
-            came = line_of(data)
-            tensor = tensor_of(came.data, came.dtype, came.shape)
+            inline = line_of(data)
+            tensor = tensor_of(inline.data, inline.dtype, inline.shape)
         elif code == IN_FRAME:
-            place = frame_of(data)
-            tensor = tensor_of(self._frame(place.frame), place.dtype, place.shape)
+            framed = frame_of(data)
+            tensor = tensor_of(self._frame(framed.frame), framed.dtype, framed.shape)
         elif code == CARRIED:
             tensor = self._take(bytes(data))
         else:
-            raise ProtocolError(f"extension {code} of a message is no tensor of ours")
+            raise ProtocolError(f"a message has the unknown extension {code}")
         return tensor.pin_memory() if self._pin and pinnable(tensor) else tensor
 
     def check_all_used(self) -> None:
-        """Raise ProtocolError for frames that no tensor named."""
+        """Raise ProtocolError for frames that no tensor refers to."""
         if self._unused:
             raise ProtocolError(
                 f"the message has {len(self._frames) - 1} auxiliary frames, and no tensor is in "
@@ -417,7 +417,7 @@ class _Decoding:
             )
 
     def drop_rest(self) -> None:
-        """Have the carrier drop the tensors of a message that could not be read to its end."""
+        """Drop the tensors in the carrier that this failed `decode` did not take."""
         carrier = self._carrier
         if carrier is None:
             return
@@ -453,7 +453,7 @@ class _Decoding:
 
 
 def pinnable(tensor: torch.Tensor) -> bool:
-    """Whether a tensor can be pinned: only memory of the CPU can, and only if there is some."""
+    """Return whether a tensor can be pinned: it is on the CPU and not empty."""
     return tensor.device.type == "cpu" and tensor.numel() > 0
 
 
@@ -464,6 +464,6 @@ def _is_tensor_kind(kind: Any) -> bool:
 
 
 def _has_cuda() -> bool:
-    import torch  # noqa: PLC0415 - only who pins needs it to read messages
+    import torch  # noqa: PLC0415 - needed for pin_memory only
 
     return torch.cuda.is_available()

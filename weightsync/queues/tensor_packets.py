@@ -1,4 +1,4 @@
-"""What a tensor queue says: its handles, and the small packets of its socket (msgpack arrays)."""
+"""Wire format of a tensor queue: handles, and the packets of its socket (msgpack arrays)."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from weightsync.wire.offers import CudaHandle, Message, SegmentHandle, Shape, Si
 
 PROTOCOL = 1
 MAX_PACKET = 64 << 10
-"""Bytes of the longest packet."""
+"""Maximum size of a packet in bytes."""
 MAX_BLOCKS = 64
-"""Blocks of one segment; each has a word in its first page."""
+"""Maximum number of blocks in a segment; each has a word in the segment's first page."""
 
 Text = Annotated[str, Meta(max_length=1024)]
 Token = Annotated[str, Meta(pattern="^[0-9a-f]{32}$")]
@@ -22,7 +22,7 @@ Sequence = Annotated[int, Meta(ge=1, le=1 << 62)]
 
 
 class TensorQueueHandle(Message, frozen=True, kw_only=True):
-    """Where a tensor queue listens, as plain data for the processes that send to it."""
+    """Address of a tensor queue, as plain data for the processes that send to it."""
 
     address: Token
     host: Annotated[str, Meta(max_length=128)]
@@ -30,9 +30,10 @@ class TensorQueueHandle(Message, frozen=True, kw_only=True):
 
 
 class TensorIpcHandle(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """One tensor on its way through a queue: what the message that goes with it carries.
+    """Handle of one tensor in a queue, carried by the message that the tensor belongs to.
 
-    `sender` and `sequence` find it; the rest describes it. `device` is where it arrives.
+    `sender` and `sequence` identify the tensor; the other fields describe it. `device` is the
+    device on which it arrives.
     """
 
     request_id: Text | None
@@ -45,11 +46,11 @@ class TensorIpcHandle(Struct, frozen=True, array_like=True, forbid_unknown_field
 
 
 class Packet(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """Base of everything on the socket."""
+    """Base of all packets on the socket."""
 
 
 class Hello(Packet, frozen=True, array_like=True, tag=1):
-    """A sender's first packet; `word` stands at the start of the segment `probe`."""
+    """A sender's first packet. `word` is the first 64-bit word of the segment `probe`."""
 
     protocol: int
     sender: Token
@@ -59,14 +60,14 @@ class Hello(Packet, frozen=True, array_like=True, tag=1):
 
 
 class Welcome(Packet, frozen=True, array_like=True, tag=2):
-    """The queue takes the sender, and opens CUDA handles of `gpus`; with `refusal` it does not."""
+    """Reply to Hello. The queue can open CUDA memory of `gpus`; a `refusal` gives its reason."""
 
     gpus: Annotated[list[str], Meta(max_length=1024)]
     refusal: str = ""
 
 
 class InPacket(Packet, frozen=True, array_like=True, tag=3):
-    """A small tensor, with its bytes."""
+    """A small tensor with its bytes."""
 
     handle: TensorIpcHandle
     data: bytearray
@@ -75,7 +76,7 @@ class InPacket(Packet, frozen=True, array_like=True, tag=3):
 class InBlock(Packet, frozen=True, array_like=True, tag=4):
     """A tensor at the start of a block of a segment.
 
-    Whoever is done with it sets the block's word in the segment's first page to `ticket`.
+    The receiver releases the block: it sets the block's word in the first page to `ticket`.
     """
 
     handle: TensorIpcHandle
@@ -92,19 +93,19 @@ class OnGpu(Packet, frozen=True, array_like=True, tag=5):
 
 
 class Forget(Packet, frozen=True, array_like=True, tag=6):
-    """The segment `name` will not be named again."""
+    """The sender will not use the segment `name` again."""
 
     name: Annotated[str, Meta(max_length=128)]
 
 
 class Discard(Packet, frozen=True, array_like=True, tag=7):
-    """Nobody will ask for the tensor of this sequence number."""
+    """The tensor with this sequence number is not needed."""
 
     sequence: Sequence
 
 
 class Goodbye(Packet, frozen=True, array_like=True, tag=8):
-    """The sender ends by its own will, and waits for any answer before its segments go."""
+    """The sender closes; it waits for any reply before it removes its segments."""
 
 
 Arriving = InPacket | InBlock | OnGpu
@@ -117,15 +118,14 @@ _handle = msgspec.msgpack.Decoder(TensorIpcHandle)
 
 
 def encode(packet: Packet | TensorIpcHandle) -> bytes:
-    """Return a packet or a handle as bytes."""
+    """Encode a packet or a handle, without the checks of `encode_packet`."""
     return _encoder.encode(packet)
 
 
 def encode_packet(packet: Packet) -> bytes:
-    """Return a packet as bytes.
+    """Encode a packet.
 
-    Raises TransferError for one that is too long for the socket, ConfigError for names that are no
-    text.
+    Raises TransferError if it is too long for the socket, ConfigError if a name is not valid text.
     """
     try:
         raw = _encoder.encode(packet)
@@ -140,7 +140,7 @@ def encode_packet(packet: Packet) -> bytes:
 
 
 def decode_sent(raw: bytes | memoryview) -> Sent:
-    """Return a sender's packet. Raises ProtocolError when it is none."""
+    """Decode a sender's packet. Raises ProtocolError for other bytes."""
     try:
         return _sent.decode(raw)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as exc:
@@ -148,15 +148,15 @@ def decode_sent(raw: bytes | memoryview) -> Sent:
 
 
 def decode_welcome(raw: bytes) -> Welcome:
-    """Return the queue's answer to a hello. Raises ProtocolError when it is none."""
+    """Decode the queue's reply to a Hello. Raises ProtocolError for other bytes."""
     try:
         return _welcome.decode(raw)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as exc:
-        raise ProtocolError(f"the tensor queue's answer is not one of ours: {exc}") from exc
+        raise ProtocolError(f"the tensor queue's reply is not a welcome packet: {exc}") from exc
 
 
 def decode_handle(raw: bytes | memoryview) -> TensorIpcHandle:
-    """Return the handle that `encode` made. Raises ProtocolError when it is none."""
+    """Decode a handle made by `encode`. Raises ProtocolError for other bytes."""
     try:
         return _handle.decode(raw)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as exc:

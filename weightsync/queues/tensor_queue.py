@@ -1,4 +1,4 @@
-"""Tensors of requests, out of band: several sending processes, one that receives."""
+"""Queue for the tensors of requests, apart from their messages: several senders, one receiver."""
 
 from __future__ import annotations
 
@@ -65,41 +65,41 @@ from weightsync.tensors import check_dense, checked_spec, contiguous_bytes, from
 from weightsync.wire.offers import SegmentHandle
 
 MAX_CLEANED = 1 << 14
-"""Aborted requests that are remembered, so that their late tensors do not stay."""
+"""Maximum number of remembered request cleanups, needed to drop tensors that arrive later."""
 MAX_UNWANTED = 1 << 12
-"""Tensors of one sender that were given up before they came."""
+"""Maximum number of tensors of one sender that are discarded before they arrive."""
 MAX_GONE = 1 << 10
-"""Senders that ended and are remembered by name."""
+"""Maximum number of remembered senders that ended."""
 
 Key = tuple[str, int]
 
 
 class Payload(Protocol):
-    """A tensor in the memory where it arrived."""
+    """The memory in which a tensor arrived."""
 
     def tensor(self) -> torch.Tensor:
-        """Return it, once; what it lies in is given back when the last view of it is dropped."""
+        """Return the tensor, once; the memory is released with the tensor's last view."""
 
     def drop(self) -> None:
-        """Give its memory back unseen."""
+        """Release the memory without returning the tensor."""
 
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
-    """A tensor that came: what its sender said of it, and where it is."""
+    """A tensor that arrived: its handle and its memory."""
 
     handle: TensorIpcHandle
     content: Payload
 
     @property
     def key(self) -> Key:
-        """What finds it."""
+        """The key of the tensor: sender and sequence number."""
         return self.handle.sender, self.handle.sequence
 
 
 @dataclass(slots=True)
 class SenderState:
-    """What is known of one sender; `gone` says why it sends no more, "" while it does."""
+    """State of one sender; `gone` is the reason why the sender ended, "" while it is connected."""
 
     name: str
     last: int = 0
@@ -108,7 +108,7 @@ class SenderState:
     unwanted: set[int] = field(default_factory=set)
 
     def wants(self, sequence: int) -> bool:
-        """Note that a tensor came; false if it was given up before."""
+        """Record the arrival of a tensor; return False if it was discarded before."""
         self.last = max(self.last, sequence)
         wanted = sequence not in self.unwanted
         self.unwanted = {later for later in self.unwanted if later > sequence}
@@ -117,14 +117,14 @@ class SenderState:
 
 @dataclass(frozen=True, slots=True)
 class Cleanup:
-    """When a request was cleaned up, and which senders sent for another attempt under its id."""
+    """Cleanup of a request: its number, and the senders that retried under the same request id."""
 
     number: int
     again: set[str] = field(default_factory=set)
 
 
 class Mailbox:
-    """The tensors of all senders; any thread may call, and none holds the lock while it waits."""
+    """Received tensors of all senders, by key. Thread-safe; waits release the lock."""
 
     def __init__(self, *, max_pending: int, late_s: float) -> None:
         self._max_pending = max_pending
@@ -143,11 +143,11 @@ class Mailbox:
 
     @property
     def full(self) -> bool:
-        """Whether the senders have to wait before more is read from them."""
+        """True if no more packets may be read, so that the senders wait."""
         return len(self._pending) >= self._max_pending
 
     def meet(self, sender: str, name: str) -> bool:
-        """Note a new sender; false if one of this id was met before."""
+        """Register a new sender; return False if its id is known already."""
         with self._changed:
             if sender in self._senders:
                 return False
@@ -155,10 +155,11 @@ class Mailbox:
             return True
 
     def add(self, arrivals: Iterable[Arrival]) -> None:
-        """Keep tensors in the order of arrival; those of requests cleaned up not for long.
+        """Store tensors in the order of arrival.
 
-        They are of the attempt that was aborted, or of another under the same id: only the latter
-        are asked for. What the same sender sends after one that was asked for is of the latter.
+        A tensor of a cleaned-up request expires after `late_s`. Such a tensor belongs to the
+        aborted attempt, or to a retry under the same id. Only tensors of a retry are taken. After
+        the first `take`, later tensors of the same sender belong to the retry.
         """
         unwanted = []
         with self._changed:
@@ -176,10 +177,10 @@ class Mailbox:
             arrival.content.drop()
 
     def take(self, handle: TensorIpcHandle, timeout_s: float) -> torch.Tensor:
-        """Hand out the tensor of `handle`, waiting for it if it is still to come.
+        """Return the tensor of `handle`; wait for its arrival.
 
-        Raises TransferError at once for one that cannot come any more, TransferTimeout when it
-        does not come in time, ProtocolError when another one came under its number.
+        Raises TransferError at once if the tensor can no longer arrive, TransferTimeout if it does
+        not arrive in time, ProtocolError if another tensor arrived under its number.
         """
         deadline = time.monotonic() + timeout_s
         with self._changed:
@@ -189,11 +190,11 @@ class Mailbox:
                 if cleanup is not None and cleanup.number > cleanups:
                     raise _cleaned_up(handle)
                 self._check_may_come(handle)
-                self._wait(deadline, f"tensor {_shown(handle)} did not come", timeout_s)
+                self._wait(deadline, f"tensor {_describe(handle)} did not arrive", timeout_s)
             if arrival.handle != handle:
                 raise ProtocolError(
-                    f"tensor {_shown(handle)} is asked for, and its sender sent "
-                    f"{_shown(arrival.handle)}; the handle was changed on its way"
+                    f"tensor {_describe(handle)} is wanted, but its sender sent "
+                    f"{_describe(arrival.handle)}; the handle was changed in transit"
                 )
             self._forget(arrival)
             cleanup = self._aborted(handle)
@@ -202,18 +203,18 @@ class Mailbox:
         return arrival.content.tensor()
 
     def take_next(self, timeout_s: float) -> tuple[TensorIpcHandle, torch.Tensor]:
-        """Hand out the tensor that came first. Raises TransferTimeout when none comes in time."""
+        """Return the oldest tensor. Raises TransferTimeout when none arrives in time."""
         deadline = time.monotonic() + timeout_s
         with self._changed:
             while not self._pending:
                 self._check_open()
-                self._wait(deadline, "no tensor came", timeout_s)
+                self._wait(deadline, "no tensor arrived", timeout_s)
             arrival = next(iter(self._pending.values()))
             self._forget(arrival)
         return arrival.handle, arrival.content.tensor()
 
     def clean(self, request_id: str) -> int:
-        """Drop the tensors of a request, those here and late ones; returns how many were here."""
+        """Drop the tensors of a request, stored and future ones; return the number stored."""
         with self._changed:
             self._cleanups += 1
             self._cleaned[request_id] = Cleanup(self._cleanups)
@@ -230,11 +231,11 @@ class Mailbox:
 
     @property
     def any_late(self) -> bool:
-        """Whether `drop_late` will have something to do."""
+        """True if `drop_late` will have tensors to drop."""
         return bool(self._late)
 
     def drop_late(self, now: float) -> None:
-        """Drop the tensors of requests cleaned up that came later and were not asked for."""
+        """Drop the expired tensors of cleaned-up requests."""
         dropped = []
         with self._changed:
             while self._late and next(iter(self._late.values())) <= now:
@@ -245,7 +246,7 @@ class Mailbox:
             arrival.content.drop()
 
     def discard(self, sender: str, sequence: int) -> None:
-        """Drop one tensor: now if it is here, else when it comes."""
+        """Drop one tensor: now if it is stored, else on arrival."""
         with self._changed:
             arrival = self._pending.get((sender, sequence))
             state = self._senders.get(sender)
@@ -257,7 +258,7 @@ class Mailbox:
             arrival.content.drop()
 
     def part(self, sender: str, reason: str) -> None:
-        """Note that a sender sends no more. What it sent can still be asked for."""
+        """Record the end of a sender. Its stored tensors can still be taken."""
         with self._changed:
             self._senders[sender].gone = reason
             gone = [key for key, state in self._senders.items() if state.gone and not state.waiting]
@@ -266,12 +267,12 @@ class Mailbox:
             self._changed.notify_all()
 
     def waiting_of(self, sender: str) -> int:
-        """Return how many tensors of a sender are here."""
+        """Return the number of stored tensors of a sender."""
         state = self._senders.get(sender)
         return len(state.waiting) if state else 0
 
     def drop_all_of(self, sender: str) -> int:
-        """Drop what a sender left behind; returns how many."""
+        """Drop the stored tensors of a sender; return their number."""
         with self._changed:
             state = self._senders.get(sender)
             left = [self._pending[sender, number] for number in state.waiting] if state else []
@@ -282,7 +283,7 @@ class Mailbox:
         return len(left)
 
     def close(self) -> None:
-        """Drop everything; those who wait get a TransferError. Idempotent."""
+        """Drop all tensors; waiting calls raise TransferError. Idempotent."""
         with self._changed:
             self._closed = True
             left = list(self._pending.values())
@@ -310,7 +311,7 @@ class Mailbox:
                 del self._requests[request_id]
 
     def _aborted(self, handle: TensorIpcHandle) -> Cleanup | None:
-        """Return the cleanup that a tensor may be too late for; None after another attempt's."""
+        """Return the cleanup of the tensor's request; None if there is none, or after a retry."""
         if handle.request_id is None:
             return None
         cleanup = self._cleaned.get(handle.request_id)
@@ -325,48 +326,48 @@ class Mailbox:
         state = self._senders.get(handle.sender)
         if state is None:
             raise TransferError(
-                f"tensor {_shown(handle)} is of a sender that this queue never met, or long "
-                "forgot; each message must go to the queue that its tensors went to"
+                f"tensor {_describe(handle)} is from a sender that this queue does not know, or no "
+                "longer; send each message to the queue that its tensors were sent to"
             )
         if handle.sequence <= state.last and self._aborted(handle) is not None:
             raise _cleaned_up(handle)
         if handle.sequence <= state.last:
             raise TransferError(
-                f"tensor {_shown(handle)} was handed out or dropped before; each is handed out once"
+                f"tensor {_describe(handle)} was taken or dropped before; each can be taken once"
             )
         if state.gone:
             raise TransferError(
-                f"tensor {_shown(handle)} will not come: sender {state.name} {state.gone}"
+                f"tensor {_describe(handle)} will not arrive: sender {state.name} {state.gone}"
             )
 
-    def _wait(self, deadline: float, what: str, timeout_s: float) -> None:
+    def _wait(self, deadline: float, event: str, timeout_s: float) -> None:
         remaining = deadline - time.monotonic()
         if remaining <= 0:
             raise TransferTimeout(
-                f"{what} in {timeout_s:.1f} s; {len(self._pending)} others are here, of "
+                f"{event} in {timeout_s:.1f} s; {len(self._pending)} others are here, of "
                 f"{sum(not state.gone for state in self._senders.values())} living senders"
             )
         self._changed.wait(remaining)
 
 
 def _cleaned_up(handle: TensorIpcHandle) -> TransferError:
-    return TransferError(f"tensor {_shown(handle)} was dropped: its request was cleaned up")
+    return TransferError(f"tensor {_describe(handle)} was dropped: its request was cleaned up")
 
 
-def _shown(handle: TensorIpcHandle) -> str:
+def _describe(handle: TensorIpcHandle) -> str:
     request = "" if handle.request_id is None else f" of request {handle.request_id[:80]!r}"
     return f"{handle.tensor_id[:80]!r}{request} ({handle.dtype}{handle.shape})"
 
 
 class Mappings:
-    """The segments of one sender, mapped when they are first named."""
+    """The mapped segments of one sender; a segment is mapped on first use."""
 
     def __init__(self) -> None:
-        order_stores()  # giving blocks back is seen in order by the fence of their owner
+        order_stores()  # registers this process for the fence of the blocks' owner
         self._open: dict[str, Segment] = {}
 
     def get(self, name: str, nbytes: int) -> Segment:
-        """Return the segment, writable, since tensors handed out may be changed in place."""
+        """Return the segment, writable, because the user may change received tensors in place."""
         segment = self._open.get(name)
         if segment is None:
             segment = self._open[name] = Segment.open(name, nbytes=nbytes, writable=True)
@@ -377,7 +378,7 @@ class Mappings:
         return segment
 
     def forget(self, name: str) -> None:
-        """Unmap one; views of it that live on keep its memory."""
+        """Unmap one segment; views that are still in use keep its memory."""
         segment = self._open.pop(name, None)
         if segment is not None:
             segment.close()
@@ -389,9 +390,9 @@ class Mappings:
 
 
 def arrival_of(packet: Arriving, mappings: Mappings) -> Arrival:
-    """Return what a packet brought; what cannot be opened raises when it is asked for.
+    """Return the tensor of a packet. If its memory cannot be opened, `take` raises the error.
 
-    Raises ProtocolError for a packet that describes no tensor, or lies about where it is.
+    Raises ProtocolError for a packet with an invalid tensor description.
     """
     handle = packet.handle
     spec = checked_spec(handle.tensor_id, handle.dtype, handle.shape)
@@ -414,8 +415,8 @@ def _content(packet: Arriving, spec: TensorSpec, mappings: Mappings) -> Payload:
 def _check_fits(spec: TensorSpec, room: int, *, exactly: bool = False) -> None:
     if spec.nbytes > room or (exactly and spec.nbytes != room):
         raise HandleError(
-            f"{spec} has {spec.nbytes} bytes and came with {room}; sender and receiver must be of "
-            "one version"
+            f"{spec} has {spec.nbytes} bytes but came with {room}; sender and receiver must have "
+            "the same weightsync version"
         )
 
 
@@ -446,7 +447,7 @@ class _PacketBytes:
 
 
 class _SharedBlock:
-    """A block on loan; it goes back when the last tensor that views it is gone."""
+    """A tensor in a shared block, which is released with the last tensor that views it."""
 
     def __init__(self, packet: InBlock, spec: TensorSpec, mappings: Mappings) -> None:
         where = packet.segment
@@ -465,21 +466,21 @@ class _SharedBlock:
     def tensor(self) -> torch.Tensor:
         view = self._view
         flat = torch.frombuffer(view, dtype=torch.uint8)
-        # torch keeps the memoryview for as long as anything uses the storage.
-        given = weakref.finalize(
-            view, _give_back, self._words, self._block, self._ticket, os.getpid()
+        # torch keeps the memoryview as long as the storage is in use.
+        finalizer = weakref.finalize(
+            view, _release_block, self._words, self._block, self._ticket, os.getpid()
         )
-        given.atexit = False  # the owner sees that this process ended
+        finalizer.atexit = False  # the owner detects the end of this process
         self._view = memoryview(b"")
         return from_bytes(flat, self._spec)
 
     def drop(self) -> None:
         self._view = memoryview(b"")
-        _give_back(self._words, self._block, self._ticket, os.getpid())
+        _release_block(self._words, self._block, self._ticket, os.getpid())
 
 
 def _blocks_in(nbytes: int, offset: int, block: int) -> int:
-    """Return how many blocks a segment has where block number `block` starts at `offset`."""
+    """Return the number of blocks in a segment whose block `block` starts at `offset`."""
     room = nbytes - HEADER_NBYTES
     start = offset - HEADER_NBYTES
     if start < 0 or offset >= nbytes or (start == 0) != (block == 0):
@@ -490,9 +491,9 @@ def _blocks_in(nbytes: int, offset: int, block: int) -> int:
     return 0 if rest or room % size else room // size
 
 
-def _give_back(words: memoryview, block: int, ticket: int, pid: int) -> None:
-    # Called from wherever the last reference dies, so it takes no lock. A fork drops its copies of
-    # the tensors too, and may not give away what its parent still uses.
+def _release_block(words: memoryview, block: int, ticket: int, pid: int) -> None:
+    # The last reference may die in any thread, so this takes no lock. A forked child drops its
+    # copies too, and must not release a block that its parent still uses.
     if os.getpid() == pid:
         words[block] = ticket
 
@@ -515,8 +516,8 @@ logger = logging.getLogger(__name__)
 
 _BATCH = 64
 _FULL_NAP_S = 0.002
-_LOOK_S = 0.05  # how often to see whether what a sender left was asked for
-_SWEEPS_S = (0.05, 0.5, 3.0)  # the kernel lets a killed process's locks go a moment later
+_LOOK_S = 0.05  # polling interval while tensors of ended senders are stored
+_CLEANUP_DELAYS_S = (0.05, 0.5, 3.0)  # the kernel releases a killed process's locks with a delay
 _JOIN_S = 5.0
 PROBE_NBYTES = 4096
 
@@ -524,7 +525,7 @@ _sockets: weakref.WeakSet[socket.socket] = weakref.WeakSet()
 
 
 def own_socket(connection: socket.socket) -> socket.socket:
-    """Have forked children close their copy, which would hide the end of this process."""
+    """Register a socket that forked children close: a copy would hide the end of this process."""
     _sockets.add(connection)
     return connection
 
@@ -543,25 +544,25 @@ def bound_name(address: str) -> bytes:
 
 
 def same_user(connection: socket.socket) -> bool:
-    """Say whether the process at the other end runs as our own user."""
+    """Return whether the process at the other end runs as the same user."""
     layout = struct.Struct("3i")
     raw = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, layout.size)
     return bool(layout.unpack(raw)[1] == os.geteuid())
 
 
 class _Peer:
-    """One connection: its sender once it said hello, and that sender's segments."""
+    """One connection: the sender's id after its Hello, and the sender's mapped segments."""
 
     def __init__(self, connection: socket.socket) -> None:
         self.connection = connection
         self.sender = ""
         self.last = 0
-        self.parted = False
+        self.said_goodbye = False
         self.mappings = Mappings()
 
 
 class Channel:
-    """Listens under a random `address` and fills `arrivals` until `close`."""
+    """Receives packets under a random `address` and stores tensors in `arrivals`, until `close`."""
 
     def __init__(self, arrivals: Mailbox, *, gpus: list[str], grace_s: float) -> None:
         self.address = secrets.token_hex(16)
@@ -570,7 +571,7 @@ class Channel:
         self._grace_s = grace_s
         self._peers: set[_Peer] = set()
         self._ended: list[tuple[float, _Peer]] = []
-        self._sweeps: list[float] = []
+        self._cleanup_times: list[float] = []
         self._buffer = memoryview(bytearray(MAX_PACKET + 1))
         self._stopping = threading.Event()
         self._selector = selectors.DefaultSelector()
@@ -585,7 +586,7 @@ class Channel:
         self._thread.start()
 
     def close(self) -> None:
-        """Stop listening; the senders see it as the queue's end. Idempotent."""
+        """Stop receiving; senders detect the closed socket. Idempotent."""
         if self._stopping.is_set():
             return
         self._stopping.set()
@@ -598,31 +599,33 @@ class Channel:
         try:
             while not self._stopping.is_set():
                 if self._arrivals.full:
-                    time.sleep(_FULL_NAP_S)  # the senders wait while nobody reads
+                    time.sleep(_FULL_NAP_S)  # without reads, the senders wait
                 else:
                     self._step()
-                self._clear_up(time.monotonic())
+                self._clean_up(time.monotonic())
         finally:
             self._end()
 
     def _step(self) -> None:
-        for key, _ in self._selector.select(self._next_errand_s()):
+        for key, _ in self._selector.select(self._select_timeout_s()):
             if key.fileobj is self._listener:
                 self._accept()
             elif isinstance(key.data, _Peer):
-                self._hear(key.data)
+                self._receive(key.data)
 
-    def _next_errand_s(self) -> float | None:
+    def _select_timeout_s(self) -> float | None:
         if self._ended or self._arrivals.any_late:
             return _LOOK_S
-        return max(min(self._sweeps) - time.monotonic(), 0.0) if self._sweeps else None
+        return (
+            max(min(self._cleanup_times) - time.monotonic(), 0.0) if self._cleanup_times else None
+        )
 
     def _accept(self) -> None:
         try:
             connection, _ = self._listener.accept()
         except OSError as exc:
-            logger.warning("a sender of tensors could not be taken: %s", exc)
-            time.sleep(_LOOK_S)  # out of descriptors, most likely: it stays in line
+            logger.warning("a connection of a tensor sender could not be accepted: %s", exc)
+            time.sleep(_LOOK_S)  # probably out of descriptors; the connection stays in the backlog
             return
         own_socket(connection)
         if not same_user(connection):
@@ -633,38 +636,38 @@ class Channel:
         self._peers.add(peer)
         self._selector.register(connection, selectors.EVENT_READ, peer)
 
-    def _hear(self, peer: _Peer) -> None:
-        """Take what a sender has sent, at most a batch of it."""
+    def _receive(self, peer: _Peer) -> None:
+        """Handle the received packets of a sender, at most `_BATCH` of them."""
         arrived: list[Arrival] = []
         end = ""
         try:
             for _ in range(_BATCH):
                 nbytes = peer.connection.recv_into(self._buffer)
                 if nbytes == 0:
-                    end = "closed its end" if peer.parted else "died"
+                    end = "closed its end" if peer.said_goodbye else "died"
                     break
-                self._obey(decode_sent(self._buffer[:nbytes]), peer, arrived)
+                self._handle(decode_sent(self._buffer[:nbytes]), peer, arrived)
         except BlockingIOError:
             pass
         except OSError as exc:
-            end = "closed its end" if peer.parted else f"was cut off ({exc})"
+            end = "closed its end" if peer.said_goodbye else f"was disconnected ({exc})"
         except ProtocolError as exc:
-            end = f"sent what no sender sends ({exc})"
-            logger.warning("a sender of tensors was cut off: %s", exc)
+            end = f"sent an invalid packet ({exc})"
+            logger.warning("a tensor sender was disconnected: %s", exc)
         if arrived:
             self._arrivals.add(arrived)
         if end:
-            self._part(peer, end)
+            self._disconnect(peer, end)
 
-    def _obey(self, packet: Sent, peer: _Peer, arrived: list[Arrival]) -> None:
+    def _handle(self, packet: Sent, peer: _Peer, arrived: list[Arrival]) -> None:
         if isinstance(packet, Hello):
             self._welcome(packet, peer)
         elif not peer.sender:
-            raise ProtocolError("the first packet was no hello")
+            raise ProtocolError("the first packet was no Hello")
         elif isinstance(packet, Goodbye):
-            peer.parted = True
+            peer.said_goodbye = True
             with suppress(OSError):
-                peer.connection.send(b"\0")  # all that came before is mapped: names may go
+                peer.connection.send(b"\0")  # all segments are mapped: the sender may unlink them
         elif isinstance(packet, Forget):
             peer.mappings.forget(packet.name)
         elif isinstance(packet, Discard):
@@ -682,16 +685,16 @@ class Channel:
             arrived.append(arrival_of(packet, peer.mappings))
 
     def _welcome(self, hello: Hello, peer: _Peer) -> None:
-        refusal = _why_refused(hello)
+        refusal = _refusal(hello)
         if not refusal and (peer.sender or not self._arrivals.meet(hello.sender, hello.name)):
-            refusal = "a sender of this id was met before"
+            refusal = "a sender with this id was connected before"
         with suppress(OSError):
             peer.connection.send(encode(Welcome(self._gpus, refusal)))
         if refusal:
             raise ProtocolError(refusal)
         peer.sender = hello.sender
 
-    def _part(self, peer: _Peer, reason: str) -> None:
+    def _disconnect(self, peer: _Peer, reason: str) -> None:
         self._selector.unregister(peer.connection)
         peer.connection.close()
         self._peers.discard(peer)
@@ -699,13 +702,13 @@ class Channel:
         if peer.sender:
             self._arrivals.part(peer.sender, reason)
             self._ended.append((now + self._grace_s, peer))
-        if not peer.parted:
-            self._sweeps.extend(now + delay for delay in _SWEEPS_S)
+        if not peer.said_goodbye:
+            self._cleanup_times.extend(now + delay for delay in _CLEANUP_DELAYS_S)
 
-    def _clear_up(self, now: float) -> None:
-        """Remove what senders left that ended: segments of dead ones, tensors nobody asked for."""
-        if any(when <= now for when in self._sweeps):
-            self._sweeps = [when for when in self._sweeps if when > now]
+    def _clean_up(self, now: float) -> None:
+        """Clean up after senders that ended: segments of dead senders, and unclaimed tensors."""
+        if any(when <= now for when in self._cleanup_times):
+            self._cleanup_times = [when for when in self._cleanup_times if when > now]
             segment.cleanup_stale()
         self._arrivals.drop_late(now)
         for until, peer in list(self._ended):
@@ -714,7 +717,7 @@ class Channel:
                 left = self._arrivals.drop_all_of(peer.sender)
                 peer.mappings.close()
                 if left:
-                    logger.warning("%d tensors of a sender that ended were never asked for", left)
+                    logger.warning("dropped %d unclaimed tensors of a sender that ended", left)
 
     def _end(self) -> None:
         for peer in self._peers:
@@ -727,10 +730,10 @@ class Channel:
             connection.close()
 
 
-def _why_refused(hello: Hello) -> str:
-    """Return why shared memory does not work between the sender and this process, "" if it does."""
+def _refusal(hello: Hello) -> str:
+    """Return the reason why the sender cannot share memory with this process, "" if it can."""
     if hello.protocol != PROTOCOL:
-        return f"the sender speaks version {hello.protocol}, this queue {PROTOCOL}"
+        return f"the sender has protocol version {hello.protocol}, this queue {PROTOCOL}"
     if hello.probe.nbytes != PROBE_NBYTES:
         return f"a probe has {PROBE_NBYTES} bytes, this has {hello.probe.nbytes}"
     try:
@@ -738,7 +741,7 @@ def _why_refused(hello: Hello) -> str:
             word = int.from_bytes(bytes(probe.buffer[:8]), "little")
     except WeightSyncError as exc:
         return f"the receiver cannot open the sender's shared memory: {exc}"
-    return "" if word == hello.word else "the receiver sees other bytes in the sender's memory"
+    return "" if word == hello.word else "the receiver reads other bytes in the sender's memory"
 
 
 def openable_gpus() -> list[str]:
@@ -752,10 +755,10 @@ _GOODBYE_S = 5.0
 
 
 class SenderLink:
-    """A connection to a queue that has proved that both sides see the same memory.
+    """A sender's connection to a queue, verified by a probe of shared memory.
 
-    `gpus` are the device keys whose memory the receiver opens. Raises BackendUnavailableError
-    where shared memory does not work between the two, ConnectError when the receiver is gone.
+    `gpus` are the device keys whose memory the receiver can open. Raises BackendUnavailableError
+    if the two processes cannot share memory, ConnectError if the receiver is gone.
     """
 
     def __init__(
@@ -766,18 +769,18 @@ class SenderLink:
         self._forgotten: deque[str] = deque()
         self._socket = _connect(queue, timeout_s)
         try:
-            self.gpus = _introduce(self._socket, sender, name).gpus
+            self.gpus = _handshake(self._socket, sender, name).gpus
         except BaseException:
             self._socket.close()
             raise
         self._socket.setblocking(False)
 
     def forget(self, segment: str) -> None:
-        """Have the receiver unmap a segment before it hears of anything else."""
+        """Tell the receiver to unmap a segment, before the next packet."""
         self._forgotten.append(segment)
 
     def post(self, packet: Callable[[], Packet], deadline: float) -> None:
-        """Send a packet, which is made anew under the lock for each try.
+        """Send the packet that `packet()` returns; it is called under the lock for each attempt.
 
         Raises TransferTimeout when the receiver reads nothing until `deadline`, ConnectError when
         it is gone.
@@ -785,15 +788,15 @@ class SenderLink:
         while not self._try_post(packet):
             if time.monotonic() >= deadline:
                 raise TransferTimeout(
-                    "the receiver of tensors reads nothing; it holds as many as it may, or its "
-                    "process hangs"
+                    "the tensor receiver reads nothing; it holds its maximum number of tensors, "
+                    "or its process hangs"
                 )
-            with suppress(ValueError, OSError):  # closed meanwhile, as the next try will say
+            with suppress(ValueError, OSError):  # closed meanwhile; the next attempt raises
                 select.select([], [self._socket], [], _NAP_S)
-            time.sleep(_NAP_S)  # a socket may call itself ready with too little room for a packet
+            time.sleep(_NAP_S)  # select may report a socket with too little room for a packet
 
     def check(self) -> None:
-        """Raise ConnectError if the receiver is gone or this end was closed."""
+        """Raise ConnectError if the receiver is gone or this end is closed."""
         self._check_open()
         try:
             ended = self._socket.recv(1) == b""
@@ -805,16 +808,16 @@ class SenderLink:
             raise self._gone(None)
 
     def close(self) -> None:
-        """Take leave, when the receiver has mapped all that was sent. Idempotent."""
+        """Close, after the receiver has mapped all segments. Idempotent."""
         if self._closed:
             return
         deadline = time.monotonic() + _GOODBYE_S
         with suppress(WeightSyncError, OSError, ValueError):
             self.post(Goodbye, deadline)
-            # The receiver answers, or its end closes; one that hangs is not waited for longer.
+            # The receiver replies or closes its end; for one that hangs, the wait times out.
             if select.select([self._socket], [], [], max(deadline - time.monotonic(), 0.0))[0]:
-                self._socket.recv(MAX_PACKET)  # left unread it would reset the connection
-        self._end("this sender of tensors is closed")
+                self._socket.recv(MAX_PACKET)  # an unread reply would reset the connection
+        self._end("this tensor sender is closed")
 
     def _try_post(self, packet: Callable[[], Packet]) -> bool:
         with self._lock:
@@ -840,7 +843,7 @@ class SenderLink:
             raise ConnectError(self._closed)
 
     def _gone(self, cause: OSError | None) -> ConnectError:
-        self._end(f"the receiver of tensors is gone ({cause or 'it closed the queue'})")
+        self._end(f"the tensor receiver is gone ({cause or 'it closed the queue'})")
         return ConnectError(self._closed)
 
     def _end(self, reason: str) -> None:
@@ -848,7 +851,7 @@ class SenderLink:
         self._socket.close()
 
 
-def _introduce(connection: socket.socket, sender: str, name: str) -> Welcome:
+def _handshake(connection: socket.socket, sender: str, name: str) -> Welcome:
     word = secrets.randbits(62)
     with Segment.create(PROBE_NBYTES) as probe:
         probe.buffer[:8] = word.to_bytes(8, "little")
@@ -857,7 +860,7 @@ def _introduce(connection: socket.socket, sender: str, name: str) -> Welcome:
             connection.send(encode(Hello(PROTOCOL, sender, name[:1024], where, word)))
             welcome = decode_welcome(connection.recv(MAX_PACKET))
         except OSError as exc:
-            raise ConnectError(f"the tensor queue did not answer: {exc}") from exc
+            raise ConnectError(f"the tensor queue did not reply: {exc}") from exc
     if welcome.refusal:
         raise BackendUnavailableError(
             f"the tensor queue cannot be used from here: {welcome.refusal}"
@@ -868,8 +871,8 @@ def _introduce(connection: socket.socket, sender: str, name: str) -> Welcome:
 def _connect(queue: TensorQueueHandle, timeout_s: float) -> socket.socket:
     if queue.protocol != PROTOCOL:
         raise BackendUnavailableError(
-            f"the tensor queue speaks version {queue.protocol}, this process {PROTOCOL}; "
-            "run one weightsync on both sides"
+            f"the tensor queue has protocol version {queue.protocol}, this process {PROTOCOL}; "
+            "run the same weightsync version on both sides"
         )
     if queue.host != host_key():
         raise BackendUnavailableError(
@@ -882,12 +885,12 @@ def _connect(queue: TensorQueueHandle, timeout_s: float) -> socket.socket:
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER)
         connection.connect(bound_name(queue.address))
         if not same_user(connection):
-            raise ConfigError("the tensor queue belongs to another user; run both as one")
+            raise ConfigError("the tensor queue belongs to another user; run both as the same user")
     except OSError as exc:
         connection.close()
         raise ConnectError(
-            f"the tensor queue is not there ({exc}): its process ended, or is in a container with "
-            "a network of its own"
+            f"the tensor queue cannot be reached ({exc}): its process ended, or runs in a "
+            "container with a separate network namespace"
         ) from exc
     except BaseException:
         connection.close()
@@ -899,12 +902,12 @@ DEFAULT_POOL_NBYTES = 1 << 30
 DEFAULT_TIMEOUT_S = 10.0
 DEFAULT_PENDING = 1 << 14
 PACKET_TENSOR_NBYTES = 16 << 10
-"""Tensors up to this size travel in their packet."""
+"""Tensors up to this size are sent inside their packet."""
 
 
 @dataclass(frozen=True)
 class TensorIpcData:
-    """A tensor, and the names under which it was sent."""
+    """A received tensor with its request id and tensor id."""
 
     request_id: str | None
     tensor_id: str
@@ -912,12 +915,12 @@ class TensorIpcData:
 
 
 class TensorIpcReceiver:
-    """The one end that receives: give `handle` to the senders; any thread may call.
+    """The receiving end of a tensor queue: give its `handle` to the senders. Thread-safe.
 
-    `gpus` are the device keys (GPU UUIDs) whose tensors may stay on the GPU: by default all that
-    this process can open; tensors of others arrive on the CPU. What a sender that ended left, and
-    what comes of a request after its cleanup, is kept for `grace_s`. Raises ConfigError in a
-    process that was forked.
+    `gpus` are the device keys (GPU UUIDs) whose tensors may stay on the GPU; the default is every
+    GPU whose memory this process can open. Tensors of other GPUs arrive on the CPU. Tensors of a
+    sender that ended, and tensors that arrive after the cleanup of their request, are kept for
+    `grace_s`. Raises ConfigError in a forked process.
     """
 
     def __init__(
@@ -938,45 +941,45 @@ class TensorIpcReceiver:
     def recv_tensor(
         self, handle: TensorIpcHandle, timeout_s: float = DEFAULT_TIMEOUT_S
     ) -> torch.Tensor:
-        """Hand out the tensor of `handle`, waiting for it if it is still to come.
+        """Return the tensor of `handle`; wait for its arrival. The caller may change the tensor.
 
-        It is the caller's to change. Raises TransferTimeout; TransferError at once when it was
-        handed out before, cleaned up, or its sender ended without sending it.
+        Raises TransferTimeout. Raises TransferError at once if the tensor was taken or cleaned up
+        before, or if its sender ended without sending it.
         """
         refuse_other_process("this tensor queue", self._pid)
         return self._arrivals.take(handle, timeout_s)
 
     def recv_any(self, timeout_s: float = DEFAULT_TIMEOUT_S) -> TensorIpcData:
-        """Hand out the tensor that came first. Raises TransferTimeout when none comes."""
+        """Return the oldest tensor. Raises TransferTimeout when none arrives."""
         refuse_other_process("this tensor queue", self._pid)
         handle, tensor = self._arrivals.take_next(timeout_s)
         return TensorIpcData(handle.request_id, handle.tensor_id, tensor)
 
     def cleanup_request_tensors(self, request_id: str) -> int:
-        """Drop what a request left here; returns how many tensors were here.
+        """Drop the stored tensors of a request; return their number.
 
-        What comes later under this id is dropped after `grace_s` unless it is asked for, as the
-        tensors of another attempt under the same id are.
+        Tensors that arrive later under this id are dropped after `grace_s`, unless a retry under
+        the same id takes them.
         """
         refuse_other_process("this tensor queue", self._pid)
         return self._arrivals.clean(request_id)
 
     def take(self, handle: bytes) -> torch.Tensor:
-        """Hand out the tensor of a handle that a sender's `put` returned: the codec's door."""
+        """Return the tensor of a handle that a sender's `put` returned. Called by TensorDecoder."""
         return self.recv_tensor(decode_handle(handle))
 
     def drop(self, handle: bytes) -> None:
-        """Give up the tensor of such a handle, here or to come: called for messages that failed."""
-        given_up = decode_handle(handle)
-        self._arrivals.discard(given_up.sender, given_up.sequence)
+        """Drop the tensor of a handle, now or on arrival. Called for messages that failed."""
+        dropped = decode_handle(handle)
+        self._arrivals.discard(dropped.sender, dropped.sequence)
 
     @property
     def pending(self) -> int:
-        """How many tensors are here and were not asked for."""
+        """Number of stored tensors that were not taken."""
         return len(self._arrivals)
 
     def close(self) -> None:
-        """End the queue: what was not asked for is dropped, tensors handed out stay. Idempotent."""
+        """Close the queue and drop its tensors; tensors taken before stay valid. Idempotent."""
         if os.getpid() == self._pid:
             self._stop()
 
@@ -993,11 +996,10 @@ class TensorIpcReceiver:
 
 
 class TensorIpcSender:
-    """One of the ends that send, made from a receiver's handle; any thread may call.
+    """A sending end of a tensor queue, made from the receiver's handle. Thread-safe.
 
-    It holds at most `max_nbytes` of shared memory. Raises BackendUnavailableError where shared
-    memory does not work between the two, ConnectError when the receiver is gone, ConfigError in a
-    process that was forked.
+    Holds at most `max_nbytes` of shared memory. Raises BackendUnavailableError if the two processes
+    cannot share memory, ConnectError if the receiver is gone, ConfigError in a forked process.
     """
 
     def __init__(
@@ -1008,7 +1010,7 @@ class TensorIpcSender:
         max_nbytes: int = DEFAULT_POOL_NBYTES,
         timeout_s: float = DEFAULT_TIMEOUT_S,
     ) -> None:
-        refuse_forked("a sender of tensors")
+        refuse_forked("a tensor sender")
         if not isinstance(queue, TensorQueueHandle):
             raise ConfigError(
                 f"a {type(queue).__name__} is no handle of a tensor queue; give the `handle` of "
@@ -1032,14 +1034,14 @@ class TensorIpcSender:
         *,
         timeout_s: float | None = None,
     ) -> TensorIpcHandle:
-        """Send a copy of a tensor and return the handle with which the receiver finds it.
+        """Send a copy of a tensor and return the handle with which the receiver takes it.
 
-        A tensor on a GPU that the receiver can open is not copied: leave it unchanged until the
-        receiver has it. Raises ConfigError for tensors that cannot travel, TransferTimeout when
-        there is no room for so long, SegmentError when there never will be, ConnectError when the
-        receiver is gone.
+        A tensor on a GPU that the receiver can open is not copied: do not change it until the
+        receiver has it. Raises ConfigError for a tensor that cannot be sent, TransferTimeout when
+        no memory becomes free in time, SegmentError when the tensor exceeds the pool, ConnectError
+        when the receiver is gone.
         """
-        refuse_other_process("this sender of tensors", self._pid)
+        refuse_other_process("this tensor sender", self._pid)
         deadline = time.monotonic() + (self.timeout_s if timeout_s is None else timeout_s)
         _check_name(request_id)
         check_dense(tensor)
@@ -1057,17 +1059,17 @@ class TensorIpcSender:
             return self._send_on_gpu(tensor, handle, deadline)
         if spec.nbytes <= PACKET_TENSOR_NBYTES:
             data = _bytes_of(tensor)
-            return self._send(lambda given: InPacket(given, data), handle, deadline)
+            return self._send(lambda numbered: InPacket(numbered, data), handle, deadline)
         return self._send_in_block(tensor, spec, handle, deadline)
 
     def discard(self, handle: TensorIpcHandle) -> None:
-        """Have the receiver drop a tensor whose message will not be sent."""
-        refuse_other_process("this sender of tensors", self._pid)
+        """Tell the receiver to drop a tensor whose message will not be sent."""
+        refuse_other_process("this tensor sender", self._pid)
         with suppress(ConnectError):
             self._link.post(lambda: Discard(handle.sequence), time.monotonic() + self.timeout_s)
 
     def put(self, tensor: torch.Tensor, key: str | None) -> bytes:
-        """Send a tensor of request `key` and return its handle as bytes: the codec's door."""
+        """Send a tensor of request `key`; return its handle as bytes. Called by TensorEncoder."""
         return encode(self.send_tensor(tensor, key))
 
     def take_back(self, handle: bytes) -> None:
@@ -1075,16 +1077,16 @@ class TensorIpcSender:
         self.discard(decode_handle(handle))
 
     def trim(self) -> int:
-        """Give up shared memory that nobody reads; returns how many bytes that freed."""
+        """Free shared memory that is not in use; return the bytes freed."""
         return self._pool.trim()
 
     @property
     def pool(self) -> SegmentPool:
-        """The shared memory that tensors are copied to."""
+        """The pool of shared memory that tensors are copied to."""
         return self._pool
 
     def close(self) -> None:
-        """Take leave. Tensors that were sent stay with the receiver. Idempotent."""
+        """Close the connection. The receiver keeps the tensors sent before. Idempotent."""
         if os.getpid() == self._pid:
             self._stop()
 
@@ -1099,7 +1101,7 @@ class TensorIpcSender:
     ) -> TensorIpcHandle:
         memory = handles.export(contiguous_bytes(tensor))
         try:
-            return self._send(lambda given: OnGpu(given, memory), handle, deadline)
+            return self._send(lambda numbered: OnGpu(numbered, memory), handle, deadline)
         except Exception:  # as below
             handles.withdraw(memory)
             raise
@@ -1112,14 +1114,14 @@ class TensorIpcSender:
         deadline: float,
     ) -> TensorIpcHandle:
         timeout_s = max(deadline - time.monotonic(), 0.0)
-        with self._receiver_needed():
+        with self._closes_pool_with_receiver():
             self._link.check()
             block = self._pool.take(spec.nbytes, timeout_s=timeout_s, check=self._link.check)
         try:
             place = from_bytes(block.data[: spec.nbytes], spec)
             place.copy_(tensor.detach())
-            return self._send(lambda given: _in_block(given, block), handle, deadline)
-        except Exception:  # not KeyboardInterrupt: then the receiver may have it already
+            return self._send(lambda numbered: _in_block(numbered, block), handle, deadline)
+        except Exception:  # not KeyboardInterrupt: the receiver may have the block already
             self._pool.give_back(block)
             raise
 
@@ -1129,7 +1131,7 @@ class TensorIpcSender:
         handle: Callable[[], TensorIpcHandle],
         deadline: float,
     ) -> TensorIpcHandle:
-        """Send a packet under the next sequence number and return the handle that it got."""
+        """Send a packet under the next sequence number and return its handle."""
         sent: list[TensorIpcHandle] = []
 
         def numbered() -> Packet:
@@ -1137,13 +1139,13 @@ class TensorIpcSender:
             sent[:] = [handle()]
             return packet(sent[0])
 
-        with self._receiver_needed():
+        with self._closes_pool_with_receiver():
             self._link.post(numbered, deadline)
         return sent[0]
 
     @contextmanager
-    def _receiver_needed(self) -> Iterator[None]:
-        """Give up all shared memory when the receiver turns out to be gone: nobody reads it."""
+    def _closes_pool_with_receiver(self) -> Iterator[None]:
+        """Free all shared memory when the block finds that the receiver is gone."""
         try:
             yield
         except ConnectError:
@@ -1184,6 +1186,6 @@ def _bytes_of(tensor: torch.Tensor) -> bytearray:
 
 
 def _in_block(handle: TensorIpcHandle, block: Block) -> InBlock:
-    segment = block.lot.segment
+    segment = block.slab.segment
     where = SegmentHandle(name=segment.name, nbytes=segment.nbytes, offset=block.offset)
     return InBlock(handle, where, block.index, block.ticket)
