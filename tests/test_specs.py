@@ -56,7 +56,7 @@ class TestManifest:
             Manifest.from_columns(["a"], [], [[1]])
 
     def test_a_name_stands_once(self) -> None:
-        with pytest.raises(ConfigError, match="stands twice in the manifest: 'b'"):
+        with pytest.raises(ConfigError, match="appears twice in the manifest: 'b'"):
             Manifest((spec("a", 1), spec("b", 1), spec("b", 2)))
 
     def test_aliases_point_to_tensors(self) -> None:

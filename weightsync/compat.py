@@ -1,7 +1,7 @@
-"""The names that users of other systems know, on the same wire: handles in the message itself.
+"""Engine with the API of vLLM's IPC weight transfer; handles travel in the update message.
 
-`IPCWeightTransferEngine.trainer_send_weights` sends inside a start and a finish that the caller
-makes. `weightsync.send_weights` does all of that, and more, in two messages.
+The caller of `IPCWeightTransferEngine.trainer_send_weights` sends the start and the finish itself.
+`weightsync.send_weights` does all of that in two messages.
 """
 
 from __future__ import annotations
@@ -54,21 +54,21 @@ NamedTensors = Iterable[tuple[str, torch.Tensor]]
 DEFAULT_TIMEOUT_S = 300.0
 _CALL = "trainer_send_weights()"
 _GROUP_PATIENCE = 1.2
-"""How much longer than one delivery the other ranks wait for rank 0."""
+"""Factor on `timeout_s` for the other ranks, which wait while rank 0 delivers."""
 
 
 class IPCWeightTransferInitInfo(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Empty: handles need no rendezvous."""
+    """Init info without fields: handles need no rendezvous."""
 
 
 @dataclass(frozen=True, slots=True)
 class IPCTrainerSendWeightsArgs:
-    """How to deliver: `send_mode` is "ray", "http", or a callable that takes the update info.
+    """Delivery settings: `send_mode` is "ray", "http", or a callable that takes the update info.
 
-    A callable may be a coroutine function: it is awaited. `packed_buffer_size_bytes` is the size
-    of the one buffer that packed weights pass through. `timeout_s` bounds each delivery over
-    HTTP, Ray or a coroutine, and each wait for another rank of the trainer. Raises ConfigError (a
-    ValueError) where the mode is unknown or lacks its handle or URL, or a number is not positive.
+    The callable may be a coroutine function. `packed_buffer_size_bytes` is the size of the single
+    buffer for packed weights. `timeout_s` bounds each delivery over HTTP, Ray or a coroutine, and
+    each wait for another rank of the trainer. Raises ConfigError (a ValueError) if the mode is
+    unknown or lacks its handle or URL, or if a number is not positive.
     """
 
     send_mode: str | Callable[[IPCWeightTransferUpdateInfo], object]
@@ -97,7 +97,7 @@ class IPCTrainerSendWeightsArgs:
 
 
 class IPCWeightTransferEngine:
-    """Both halves under their known names; handles are typed JSON, never pickles."""
+    """Both sides of vLLM's IPC weight transfer; handles are typed JSON, never pickles."""
 
     def __init__(self) -> None:
         self._keys = [*local_gpu_keys(), host_key()]
@@ -107,36 +107,37 @@ class IPCWeightTransferEngine:
         iterator: NamedTensors,
         trainer_args: IPCTrainerSendWeightsArgs | Mapping[str, Any],
     ) -> None:
-        """Send every tensor; returns when the receivers have copied them.
+        """Send every tensor; return when the receivers have copied them.
 
-        Under torch.distributed every rank of the default group calls this, with the same tensors
-        in the same order, each on its own GPU. The handles of all ranks are merged, rank 0 alone
-        delivers them, and the other ranks return when it has.
+        Under torch.distributed every rank of the default group calls this, with the same tensors in
+        the same order, each on its own GPU. The handles of all ranks are merged. Rank 0 delivers
+        them, and the other ranks return after the delivery.
 
-        Unpacked is one message, for which all tensors are kept alive. Packed is one message for
-        each `packed_buffer_size_bytes`: tensors are taken from `iterator` one bufferful at a time.
+        Unpacked weights are one message, and all tensors stay allocated until the end. Packed
+        weights are one message per `packed_buffer_size_bytes`: each message takes only its own
+        tensors from `iterator`.
 
-        Raises what the receivers raised, ConfigError for wrong arguments, ManifestMismatchError
-        where ranks send different tensors, VerificationError where they send different bytes, or,
-        unpacked, where tensors change meanwhile: host memory is then not delivered, while receivers
-        of GPU memory may have put a mixture to use. Packed this is not looked at. An
-        error of one rank is raised on all of them, with the rank's number. A rank that does not
-        come within `timeout_s` is a TransferTimeout with its number. Afterwards all of them may
-        call again.
+        Raises what the receivers raised, and ConfigError for wrong arguments. Raises
+        ManifestMismatchError if ranks send different tensors, and VerificationError if they send
+        different bytes. Unpacked, a tensor that changes during the call is a VerificationError,
+        too: host memory is then not delivered, but receivers of GPU memory may already use a
+        mixture. Packed, changes are not detected. An error of one rank is raised on all ranks, with
+        the rank's number. A rank that does not call within `timeout_s` is a TransferTimeout with
+        its number. After an error all ranks may call again.
         """
         with _trainer_ranks(_timeout_of(trainer_args)) as ranks, ExitStack() as stack:
             args = ranks.together(lambda: _typed(trainer_args))
             deliver = ranks.together(lambda: _deliverer(args, stack) if ranks.rank == 0 else None)
             hosts = ranks.exchange(host_key().encode())
-            # Ranks of one host can all offer its memory: the first of them does.
-            lends_host = hosts.index(hosts[ranks.rank]) == ranks.rank
-            messages = stack.enter_context(closing(_messages(iterator, args, lends_host)))
+            # All ranks of a host could export host memory; the first of them does.
+            exports_host = hosts.index(hosts[ranks.rank]) == ranks.rank
+            messages = stack.enter_context(closing(_messages(iterator, args, exports_host)))
             while (info := _merged(ranks, messages, packed=args.packed)) is not None:
                 ranks.together(partial(deliver, info) if deliver else _nothing)
 
     @staticmethod
     def parse_init_info(data: Mapping[str, object]) -> IPCWeightTransferInitInfo:
-        """Return the typed init info. Raises ConfigError (a ValueError) saying what is invalid."""
+        """Return the typed init info. Raises ConfigError (a ValueError) for invalid data."""
         try:
             return msgspec.convert(data, IPCWeightTransferInitInfo)
         except msgspec.ValidationError as exc:
@@ -144,7 +145,7 @@ class IPCWeightTransferEngine:
 
     @staticmethod
     def parse_update_info(data: Mapping[str, object]) -> IPCWeightTransferUpdateInfo:
-        """Return the typed update info. Raises ConfigError (a ValueError) saying what is wrong."""
+        """Return the typed update info. Raises ConfigError (a ValueError) for invalid data."""
         try:
             info = codec.parse_update_info(data)
         except ProtocolError as exc:
@@ -157,39 +158,40 @@ class IPCWeightTransferEngine:
         return info
 
     def init_transfer_engine(self, init_info: object = None) -> None:
-        """Nothing to do: handles come with each update."""
+        """Do nothing: handles come with each update."""
 
     def start_weight_update(self) -> None:
-        """Nothing to do here; `WeightReceiver` has the state machine."""
+        """Do nothing; `WeightReceiver` has the state machine."""
 
     def receive_weights(
         self,
         update_info: IPCWeightTransferUpdateInfo | Mapping[str, object],
         load_weights: LoadWeights,
     ) -> Received:
-        """Open the handles, lend every tensor to `load_weights`, close.
+        """Open the handles, pass every tensor to `load_weights`, close the handles.
 
-        Raises ConfigError (a ValueError) for another update info, HandleError naming the devices
-        offered where none is of this process, TransferError where `load_weights` kept a tensor.
+        Raises ConfigError (a ValueError) for another kind of update info, HandleError with the
+        devices offered if this process has none of them, and TransferError if `load_weights` kept a
+        tensor.
         """
         info = (
             self.parse_update_info(update_info) if isinstance(update_info, Mapping) else update_info
         )
         sink = HookSink(load_weights)
-        reception = LoadContext(
+        context = LoadContext(
             open_target=lambda plan: sink.open_target(plan, "in_place"),
             touch=lambda: None,
             check=lambda: None,
             verification="arrived",
             kept_advice="copy them in load_weights",
         )
-        return receive_handles(info, self._keys, reception)
+        return receive_handles(info, self._keys, context)
 
     def finish_weight_update(self) -> None:
-        """Nothing to do here."""
+        """Do nothing; `WeightReceiver` has the state machine."""
 
     def shutdown(self) -> None:
-        """Nothing stays open."""
+        """Do nothing: no handle stays open after an update."""
 
 
 def _typed(given: IPCTrainerSendWeightsArgs | Mapping[str, Any]) -> IPCTrainerSendWeightsArgs:
@@ -208,18 +210,18 @@ def _typed(given: IPCTrainerSendWeightsArgs | Mapping[str, Any]) -> IPCTrainerSe
 # The trainer's ranks
 
 _groups_of_ranks: WeakKeyDictionary[dist.ProcessGroup, RankComm] = WeakKeyDictionary()
-"""The private group beside each default group, kept from call to call."""
+"""The private group of each default group, reused by later calls."""
 
 
 def _timeout_of(given: IPCTrainerSendWeightsArgs | Mapping[str, Any]) -> float:
-    """Return the bound of the first waits: the ranks meet before wrong arguments are raised."""
-    named = given.get("timeout_s") if isinstance(given, Mapping) else given.timeout_s
-    return named if isinstance(named, int | float) and named > 0 else DEFAULT_TIMEOUT_S
+    """Return the timeout of the first waits: ranks connect before arguments are validated."""
+    value = given.get("timeout_s") if isinstance(given, Mapping) else given.timeout_s
+    return value if isinstance(value, int | float) and value > 0 else DEFAULT_TIMEOUT_S
 
 
 @contextmanager
 def _trainer_ranks(timeout_s: float) -> Iterator[RankComm]:
-    """Yield the ranks of the default group. After a failure they meet anew in the next call."""
+    """Yield the ranks of the default group. After a failure the next call connects them again."""
     world = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
     if world is None:
         yield alone()
@@ -239,11 +241,11 @@ def _trainer_ranks(timeout_s: float) -> Iterator[RankComm]:
 
 
 def _nothing() -> None:
-    """What a rank does while rank 0 delivers."""
+    """Do nothing: the part of the other ranks while rank 0 delivers."""
 
 
-class _Lent(msgspec.Struct, frozen=True, kw_only=True):
-    """One rank's part of a message: its handles, and fingerprints where it lends all tensors."""
+class _Export(msgspec.Struct, frozen=True, kw_only=True):
+    """One rank's part of a message: its handles, and fingerprints if it exports all tensors."""
 
     handles: list[KeyedHandle]
     fingerprints: list[str]
@@ -252,13 +254,13 @@ class _Lent(msgspec.Struct, frozen=True, kw_only=True):
 @dataclass(frozen=True, slots=True)
 class _Message:
     manifest: Manifest
-    lent: _Lent
+    export: _Export
 
 
 def _merged(
     ranks: RankComm, messages: Iterator[_Message], *, packed: bool
 ) -> IPCWeightTransferUpdateInfo | None:
-    """Return the next message of all ranks with the handles of all; None after the last."""
+    """Return the next update info with the handles of all ranks; None after the last."""
     try:
         own = next(messages, None)
     except BaseException as exc:
@@ -268,22 +270,22 @@ def _merged(
     comm.compare_manifests(
         manifest, ranks, advice=f"every rank has to give {_CALL} the same tensors"
     )
-    bodies = ranks.exchange(msgspec.json.encode(own.lent) if own else b"")
+    bodies = ranks.exchange(msgspec.json.encode(own.export) if own else b"")
     if own is None:
         return None
-    lent = [msgspec.json.decode(body, type=_Lent) for body in bodies]
-    handles: list[KeyedHandle] = [{} for _ in lent[0].handles]
-    for part in lent:
+    exports = [msgspec.json.decode(body, type=_Export) for body in bodies]
+    handles: list[KeyedHandle] = [{} for _ in exports[0].handles]
+    for part in exports:
         for into, offered in zip(handles, part.handles, strict=True):
             into.update({key: handle for key, handle in offered.items() if key not in into})
-    _compare_bytes(manifest, lent, ranks)
-    return _update_info(manifest, handles, lent[0].fingerprints, packed=packed)
+    _compare_bytes(manifest, exports, ranks)
+    return _update_info(manifest, handles, exports[0].fingerprints, packed=packed)
 
 
-def _compare_bytes(manifest: Manifest, lent: list[_Lent], ranks: RankComm) -> None:
-    """All ranks compare the same lists, so they raise together."""
-    for rank, part in enumerate(lent):
-        pairs = zip(manifest.specs, lent[0].fingerprints, part.fingerprints, strict=False)
+def _compare_bytes(manifest: Manifest, exports: list[_Export], ranks: RankComm) -> None:
+    """Raise VerificationError if fingerprints differ. All ranks compare the same lists."""
+    for rank, part in enumerate(exports):
+        pairs = zip(manifest.specs, exports[0].fingerprints, part.fingerprints, strict=False)
         wrong = [spec.name for spec, first, other in pairs if first != other]
         if wrong:
             raise VerificationError(
@@ -309,39 +311,39 @@ def _update_info(
     )
 
 
-# Memory that receivers can open
+# Export of memory
 
 
 def _messages(
-    pairs: NamedTensors, args: IPCTrainerSendWeightsArgs, lends_host: bool
+    pairs: NamedTensors, args: IPCTrainerSendWeightsArgs, exports_host: bool
 ) -> Generator[_Message]:
-    """Yield one message, or one for each bufferful.
+    """Yield one message, or, packed, one per buffer.
 
-    What a message names stays readable until the next one is asked for. Host memory is lent where
-    `lends_host`, GPU memory always.
+    The memory of a message stays valid until the next message is requested. Host memory is exported
+    if `exports_host`, GPU memory always.
     """
     try:
         if args.packed:
-            yield from _packed(pairs, args.packed_buffer_size_bytes, lends_host)
+            yield from _packed(pairs, args.packed_buffer_size_bytes, exports_host)
         else:
-            yield from _unpacked(pairs, lends_host)
+            yield from _unpacked(pairs, exports_host)
     finally:
         handles.collect()
 
 
-def _unpacked(pairs: NamedTensors, lends_host: bool) -> Iterator[_Message]:
+def _unpacked(pairs: NamedTensors, exports_host: bool) -> Iterator[_Message]:
     given = list(pairs)
     watch = SourceWatch()
     with ExitStack() as stack:
-        stack.callback(watch.end)  # it may be asked for no more messages
+        stack.callback(watch.end)  # the generator may be closed early
         watch.begin([name for name, _ in given], [tensor for _, tensor in given])
         kept = [(name, tensor.detach().contiguous()) for name, tensor in given]
         manifest = Manifest(tuple(spec_of(name, tensor) for name, tensor in kept))
         flats = [as_bytes(tensor) for _, tensor in kept]
-        # An empty tensor has no memory on a GPU that could be opened.
+        # An empty tensor has no GPU memory to export.
         on_host = [not flat.is_cuda or not flat.numel() for flat in flats]
         handles: list[KeyedHandle] = [{} for _ in flats]
-        if any(on_host) and lends_host:
+        if any(on_host) and exports_host:
             sizes = [flat.numel() for flat, here in zip(flats, on_host, strict=True) if here]
             segment = stack.enter_context(Segment.create(max(sum(map(aligned, sizes)), 1)))
             at = 0
@@ -354,50 +356,50 @@ def _unpacked(pairs: NamedTensors, lends_host: bool) -> Iterator[_Message]:
             if not on_host[i]:
                 handles[i] = _gpu_handle(flat)
         _synchronize(flats)
-        lends = lends_host or not all(on_host)
-        fingerprints = [to_hex(mix64(flat)) for flat in flats] if lends else []
+        complete = exports_host or not all(on_host)
+        fingerprints = [to_hex(mix64(flat)) for flat in flats] if complete else []
         if all(on_host):
-            _refuse_changed(watch.end())  # what is lent is a copy from here on
-        yield _Message(manifest, _Lent(handles=handles, fingerprints=fingerprints))
-        _refuse_changed(watch.end())
+            _check_unchanged(watch.end())  # the exported memory is a copy from here on
+        yield _Message(manifest, _Export(handles=handles, fingerprints=fingerprints))
+        _check_unchanged(watch.end())
 
 
-def _refuse_changed(names: list[str]) -> None:
+def _check_unchanged(names: list[str]) -> None:
     if names:
         raise VerificationError(
             f"the source changed while it was sent: {len(names)} tensors: {shorten(names)}; let "
             "this call return before the next optimizer step, then send again: receivers that "
-            "took what was sent hold a mixture until then",
+            "loaded these weights hold a mixture until then",
             names=names,
         )
 
 
-def _packed(pairs: NamedTensors, limit: int, lends_host: bool) -> Iterator[_Message]:
-    """Copy a group into the bucket, lend it, and only then take the next tensors."""
+def _packed(pairs: NamedTensors, limit: int, exports_host: bool) -> Iterator[_Message]:
+    """Yield one message per group: copy the group into the bucket and export the bucket."""
     bucket: _Bucket | None = None
     try:
         for group, is_last in _groups(pairs, limit):
             manifest = Manifest(tuple(spec_of(name, tensor) for name, tensor in group))
             device = next((t.device for _, t in group if t.is_cuda), torch.device("cpu"))
-            lends = lends_host or device.type == "cuda"
-            if lends and (bucket is None or not bucket.fits(manifest.nbytes, device)):
+            exported = exports_host or device.type == "cuda"
+            if exported and (bucket is None or not bucket.fits(manifest.nbytes, device)):
                 if bucket is not None:
                     bucket.close()
                 nbytes = manifest.nbytes if is_last else max(manifest.nbytes, limit)
                 bucket = _Bucket(nbytes, device)
-            if bucket is not None and lends:
-                lent = bucket.fill(group)
+            if bucket is not None and exported:
+                export = bucket.fill(group)
             else:
-                lent = _Lent(handles=[{}], fingerprints=[])
+                export = _Export(handles=[{}], fingerprints=[])
             group.clear()
-            yield _Message(manifest, lent)
+            yield _Message(manifest, export)
     finally:
         if bucket is not None:
             bucket.close()
 
 
 class _Bucket:
-    """Memory of `device` through which the tensors of one group after the other are lent."""
+    """Reusable memory of `device` that exports one group of tensors after the other."""
 
     def __init__(self, nbytes: int, device: torch.device) -> None:
         self._device = device
@@ -410,8 +412,8 @@ class _Bucket:
     def fits(self, nbytes: int, device: torch.device) -> bool:
         return nbytes <= self._memory.numel() and device == self._device
 
-    def fill(self, group: list[tuple[str, torch.Tensor]]) -> _Lent:
-        """Lay the tensors one after another, without gaps; forget each when it is copied."""
+    def fill(self, group: list[tuple[str, torch.Tensor]]) -> _Export:
+        """Copy the tensors one after another, without gaps; drop each tensor after its copy."""
         at, fingerprints = 0, []
         for i, (name, tensor) in enumerate(group):
             flat = contiguous_bytes(tensor)
@@ -423,10 +425,10 @@ class _Bucket:
         _synchronize([self._memory])
         segment = self._segment
         handle = _host_handle(segment, 0) if segment else _gpu_handle(self._memory)
-        return _Lent(handles=[handle], fingerprints=fingerprints)
+        return _Export(handles=[handle], fingerprints=fingerprints)
 
     def close(self) -> None:
-        """Free it."""
+        """Free the memory."""
         del self._memory
         if self._segment is not None:
             self._segment.close()
@@ -435,9 +437,10 @@ class _Bucket:
 def _groups(
     pairs: NamedTensors, limit: int
 ) -> Iterator[tuple[list[tuple[str, torch.Tensor]], bool]]:
-    """Cut into groups of at most `limit` bytes; a larger tensor is a group of its own.
+    """Split tensors into groups of at most `limit` bytes; a larger tensor is a group of its own.
 
-    Yields each with whether it is the last; the caller clears it before it asks for the next.
+    Yields each group and whether it is the last. The caller clears a group before it requests the
+    next one.
     """
     group: list[tuple[str, torch.Tensor]] = []
     size = 0
@@ -472,7 +475,7 @@ _Deliver = Callable[[IPCWeightTransferUpdateInfo], object]
 
 
 def _deliverer(args: IPCTrainerSendWeightsArgs, stack: ExitStack) -> _Deliver:
-    """Return what delivers one message; `stack` closes what that needs."""
+    """Return the function that delivers one message; `stack` closes its resources."""
     if callable(args.send_mode):
         return _caller(args.send_mode, args.timeout_s, stack)
     if args.send_mode == "http":
@@ -481,7 +484,7 @@ def _deliverer(args: IPCTrainerSendWeightsArgs, stack: ExitStack) -> _Deliver:
         stack.callback(transport.close)
 
         def post(info: IPCWeightTransferUpdateInfo) -> None:
-            # Of the answer only the status counts: vLLM's is {"message": ...}.
+            # Only the status of the response matters: vLLM's body is {"message": ...}.
             transport.deliver(UpdateRequest(update_info=info), timeout_s=args.timeout_s)
 
         return post
@@ -489,10 +492,10 @@ def _deliverer(args: IPCTrainerSendWeightsArgs, stack: ExitStack) -> _Deliver:
 
 
 def _caller(send_mode: _Deliver, timeout_s: float, stack: ExitStack) -> _Deliver:
-    """Call `send_mode`, and wait for what it returns where that is awaitable.
+    """Return a function that calls `send_mode` and waits for its result if that is awaitable.
 
-    One event loop serves all messages of a call. Raises ConfigError where this thread already
-    runs one, since it would have to wait for itself.
+    One event loop serves all messages of a call. Raises ConfigError if this thread already runs an
+    event loop, which would have to wait for itself.
     """
     try:
         loop_runs = asyncio.get_running_loop() is not None
@@ -500,21 +503,21 @@ def _caller(send_mode: _Deliver, timeout_s: float, stack: ExitStack) -> _Deliver
         loop_runs = False
     if loop_runs and inspect.iscoroutinefunction(send_mode):
         raise _loop_is_running(send_mode)
-    runner = asyncio.Runner()  # makes its loop when it is first used
+    runner = asyncio.Runner()  # creates its loop on first use
     stack.callback(runner.close)
 
     def call(info: IPCWeightTransferUpdateInfo) -> None:
-        answer = send_mode(info)
-        if not inspect.isawaitable(answer):
+        result = send_mode(info)
+        if not inspect.isawaitable(result):
             return
         if loop_runs:
-            if inspect.iscoroutine(answer):
-                answer.close()
+            if inspect.iscoroutine(result):
+                result.close()
             raise _loop_is_running(send_mode)
         try:
-            runner.run(_within(answer, timeout_s))
+            runner.run(_within(result, timeout_s))
         except WeightSyncError:
-            raise  # the callable's own, which may be a timeout too
+            raise  # an error of the callable itself, which may be a timeout too
         except TimeoutError as exc:
             raise TransportTimeout(
                 f"send_mode {_name(send_mode)} did not end within {timeout_s:g} s and was "
@@ -524,8 +527,8 @@ def _caller(send_mode: _Deliver, timeout_s: float, stack: ExitStack) -> _Deliver
     return call
 
 
-async def _within(answer: Awaitable[object], timeout_s: float) -> None:
-    await asyncio.wait_for(answer, timeout_s)
+async def _within(result: Awaitable[object], timeout_s: float) -> None:
+    await asyncio.wait_for(result, timeout_s)
 
 
 def _loop_is_running(send_mode: object) -> ConfigError:
@@ -555,4 +558,4 @@ def _ray_deliverer(handle: Any, timeout_s: float) -> _Deliver:
     return send
 
 
-prepare(_Lent)
+prepare(_Export)

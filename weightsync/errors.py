@@ -1,4 +1,4 @@
-"""Every error weightsync raises.
+"""The errors that weightsync raises.
 
 WeightSyncError
 +- ConfigError                wrong arguments, nothing moved (also a ValueError)
@@ -6,9 +6,9 @@ WeightSyncError
 +- ProtocolError              the two sides disagree
 |  +- ManifestMismatchError   .missing .unexpected .mismatched
 |  +- StaleVersionError       .held .offered
-|  +- UnknownSenderError      the receiver has not met this sender: init again
+|  +- UnknownSenderError      the receiver does not know this sender: init again
 |  +- SenderConflictError     .owner .since: the receiver belongs to another living sender
-|  |  +- SenderReplacedError  another sender has taken the receiver over from this one
+|  |  +- SenderReplacedError  another sender has taken the receiver from this one
 |  +- UpdateConflictError     .state .update_id: this step does not fit the receiver's state
 +- NotReadyError              the receiver may not generate now: .state .update_id
 +- TransportError             the control plane failed
@@ -23,12 +23,16 @@ WeightSyncError
 |  +- VerificationError       .names
 +- ProcessLostError           .process .pid .exitcode: a process of this server ended by itself
 +- AuthError                  401 or 403
-+- RemoteError                the peer raised something foreign: .remote_type .remote_message
++- RemoteError                the peer raised another type: .remote_type .remote_message
 
-What to do: ConfigError, fix the call; BackendUnavailableError, install what is named or take
-another path; ProtocolError, fix versions, names or order; TransportError, try again;
-TransferError, send the whole update again; NotReadyError, wait for the update or send one;
-ProcessLostError, read its log and start the server again.
+What to do:
+ConfigError: fix the call.
+BackendUnavailableError: install the named package, or take another path.
+ProtocolError: fix versions, names or the order of calls.
+TransportError: try again.
+TransferError: send the whole update again.
+NotReadyError: wait for the update, or send one.
+ProcessLostError: read the process's log and start the server again.
 """
 
 from __future__ import annotations
@@ -41,7 +45,7 @@ _GATE_OF_EXPERT = re.compile(r"\.experts\.\d+\.(gate_proj|w1)\.weight$")
 
 
 def shorten(names: Iterable[str], limit: int = SHOWN_NAMES) -> str:
-    """Return `names` joined for a message, cut after `limit`."""
+    """Join `names` for a message, cut after `limit` names."""
     listed = list(names)
     shown = ", ".join(listed[:limit])
     hidden = len(listed) - limit
@@ -49,7 +53,7 @@ def shorten(names: Iterable[str], limit: int = SHOWN_NAMES) -> str:
 
 
 def convert_experts(missing: Iterable[str], unexpected: Iterable[str]) -> str:
-    """Name the source that turns the experts offered into those wanted; "" where none does."""
+    """Return advice on the source that converts the offered experts; "" if there is none."""
     wanted, offered = list(missing), list(unexpected)
     projection = _projection(wanted)
     if projection and (_has_fused(offered) or _projection(offered)):
@@ -70,7 +74,7 @@ def _has_fused(names: Iterable[str]) -> bool:
 
 
 def _projection(names: Iterable[str]) -> str:
-    """What the gate projection of one expert is called among `names`; "" where there is none."""
+    """Return the name of the experts' gate projection among `names`; "" if there is none."""
     return next((found[1] for name in names if (found := _GATE_OF_EXPERT.search(name))), "")
 
 
@@ -93,8 +97,8 @@ class ProtocolError(WeightSyncError):
 class ManifestMismatchError(ProtocolError):
     """The tensors offered are not the tensors wanted.
 
-    `missing` are wanted and not offered, `unexpected` are offered and not wanted, `mismatched`
-    say `name: offered …, wanted …`.
+    `missing` are wanted and not offered, `unexpected` are offered and not wanted. Each entry of
+    `mismatched` is `name: offered …, wanted …`.
     """
 
     def __init__(
@@ -139,7 +143,7 @@ class StaleVersionError(ProtocolError):
 
 
 class UnknownSenderError(ProtocolError):
-    """The receiver does not know this sender, or has closed what it offered. Init again."""
+    """The receiver does not know this sender, or has closed its connection. Init again."""
 
 
 class SenderConflictError(ProtocolError):
@@ -159,7 +163,7 @@ class SenderReplacedError(SenderConflictError):
 
 
 class UpdateConflictError(ProtocolError):
-    """The step does not fit the receiver's state: `state` it is in, `update_id` that holds it."""
+    """The step does not fit the receiver's `state`; `update_id` is the update in progress."""
 
     def __init__(self, message: str, *, state: str = "", update_id: str = "") -> None:
         self.state = state
@@ -168,7 +172,7 @@ class UpdateConflictError(ProtocolError):
 
 
 class NotReadyError(WeightSyncError):
-    """The receiver may not generate now; `update_id` is the update that broke or holds it."""
+    """The receiver may not generate now; `update_id` is the open update, or the one that failed."""
 
     def __init__(self, message: str, *, state: str = "", update_id: str = "") -> None:
         self.state = state
@@ -185,7 +189,7 @@ class ConnectError(TransportError):
 
 
 class TransportTimeout(TransportError, TimeoutError):
-    """The peer did not answer in time."""
+    """The peer did not reply in time."""
 
 
 class TransferError(WeightSyncError):
@@ -193,7 +197,7 @@ class TransferError(WeightSyncError):
 
 
 class HandleError(TransferError):
-    """A handle is malformed, or cannot be opened by this process."""
+    """A handle is malformed, or this process cannot open it."""
 
 
 class SegmentError(TransferError):
@@ -205,11 +209,11 @@ class TransferTimeout(TransferError, TimeoutError):
 
 
 class TransferCancelled(TransferError):
-    """The caller ended its own wait, or closed the queue; nothing was moved by the call."""
+    """The caller cancelled its wait, or closed the queue. The call moved nothing."""
 
 
 class PeerLostError(TransferError):
-    """Processes at the other end died, or closed their end; `ranks` are theirs."""
+    """Processes at the other end died or closed their end; `ranks` are their ranks."""
 
     def __init__(self, message: str, *, ranks: Sequence[int] = ()) -> None:
         self.ranks = tuple(ranks)
@@ -217,7 +221,7 @@ class PeerLostError(TransferError):
 
 
 class VerificationError(TransferError):
-    """What arrived, or what is held, is not what was sent; `names` are the tensors that differ."""
+    """Tensors that arrived, or that are held, differ from those sent; `names` lists them."""
 
     def __init__(self, message: str = "", *, names: Sequence[str] = ()) -> None:
         self.names = tuple(names)
@@ -229,9 +233,9 @@ class VerificationError(TransferError):
 
 
 class ProcessLostError(WeightSyncError):
-    """A process that was started here ended by itself; its server cannot go on. Start it again.
+    """A child process of this server ended unexpectedly. Start the server again.
 
-    `exitcode` is that of multiprocessing: the signal's number, negative, if one ended it.
+    `exitcode` is that of multiprocessing: after a signal, the negative signal number.
     """
 
     def __init__(
@@ -252,7 +256,7 @@ class AuthError(WeightSyncError):
 
 
 class RemoteError(WeightSyncError):
-    """The peer raised an error that is not one of ours."""
+    """The peer raised an error of a type that is not in this module."""
 
     def __init__(
         self, message: str = "", *, remote_type: str = "", remote_message: str = ""

@@ -1,4 +1,4 @@
-"""Observers of a sender: a progress callback or bar, and a trace of each update."""
+"""Observers of a sender: a progress callback or bar, and a Chrome trace of each update."""
 
 from __future__ import annotations
 
@@ -43,15 +43,15 @@ from weightsync.wire.messages import (
 logger = logging.getLogger(__name__)
 
 INTERVAL_S = 0.1
-_LAST_WORD_S = 1.0
-"""A callback that takes longer than this over the last word is no longer waited for."""
+_LAST_CALL_S = 1.0
+"""Timeout of the wait for the callback's last call of an update."""
 
 
 class ProgressObserver:
-    """Calls `callback` about ten times a second during an update, and at its end.
+    """Observer that calls `callback` about ten times a second during an update, and at its end.
 
-    All calls come from one thread at a time; the sender only waits for the last. A callback that
-    raises is logged once, and not called again.
+    One thread makes all calls of an update; the sender waits for the last call only. After a
+    callback raised, the error is logged and the callback is not called again.
     """
 
     def __init__(self, worker: RankWorker, callback: OnProgress) -> None:
@@ -77,7 +77,7 @@ class ProgressObserver:
             self._reader_progress = None
 
     def on_command_end(self, command: AnyCommand) -> None:
-        """An update has begun: the engine knows its stream, and the first call may follow."""
+        """Start the calls after a Begin, when the engine knows the stream of the update."""
         if not isinstance(command, Begin):
             return
         engine = self._worker.engine
@@ -102,20 +102,20 @@ class ProgressObserver:
         elif isinstance(request, FinishRequest) and self._thread is not None:
             self._phase = "finish"
 
-    def on_reply(self, call: ObservedCall, answer: Reply | WeightSyncError | None) -> None:
-        if isinstance(call.request, UpdateRequest) and not isinstance(answer, WeightSyncError):
+    def on_reply(self, call: ObservedCall, reply: Reply | WeightSyncError | None) -> None:
+        if isinstance(call.request, UpdateRequest) and not isinstance(reply, WeightSyncError):
             self._done[call.target] = self._total
 
     def on_done(self, error: BaseException | None) -> None:
-        """Say the last word, from the thread that said the others."""
+        """Make the last call of the update, from the thread that made the others."""
         thread, self._thread = self._thread, None
         if thread is None:
             return
         self._end = "done" if error is None else "failed"
         self._stop.set()
-        thread.join(_LAST_WORD_S)
+        thread.join(_LAST_CALL_S)
         if thread.is_alive():
-            logger.warning("the progress callback still works on an update that is over")
+            logger.warning("the progress callback still runs after the end of its update")
         self._clear()
 
     def _start(self) -> None:
@@ -131,12 +131,12 @@ class ProgressObserver:
             last = stop.is_set()
             if last:
                 self._phase = self._end
-            self._say(self._look())
+            self._call(self._snapshot())
             if last or self._callback is None:
                 return
             stop.wait(INTERVAL_S)
 
-    def _look(self) -> Progress:
+    def _snapshot(self) -> Progress:
         total, calls = self._total, dict(self._calls)
         done = {target: self._done.get(target, 0) for target in calls}
         if self._phase == "done":
@@ -158,7 +158,7 @@ class ProgressObserver:
             receivers=done,
         )
 
-    def _say(self, progress: Progress) -> None:
+    def _call(self, progress: Progress) -> None:
         try:
             if self._callback is not None:
                 self._callback(progress)
@@ -168,7 +168,7 @@ class ProgressObserver:
 
 
 def _taken(reader_progress: ReaderProgress, place: int) -> int:
-    """Between two updates the ring may just be closed: then nothing is known."""
+    """Return the bytes that a reader has taken; 0 if the ring was closed meanwhile."""
     try:
         return reader_progress.taken_nbytes(place)
     except (ValueError, IndexError):
@@ -180,7 +180,7 @@ Args = Mapping[str, object]
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Something that lasted: name, begin and end in seconds, and what else is known."""
+    """A named time span of a trace: begin and end in seconds, and further arguments."""
 
     name: str
     start_s: float
@@ -189,9 +189,9 @@ class Span:
 
 
 class Timeline:
-    """Lanes of spans, by process and thread. `zero_s` is where the time line begins.
+    """Chrome trace document: lanes of spans by process and thread. Time 0 is `zero_s`.
 
-    Processes are numbered by the order in which they are named; they need not be processes.
+    A "process" of the trace is any group of lanes.
     """
 
     def __init__(self, zero_s: float) -> None:
@@ -199,24 +199,24 @@ class Timeline:
         self._events: list[dict[str, object]] = []
 
     def process(self, pid: int, name: str) -> None:
-        """Name a process; those of lower `pid` are shown above."""
+        """Name a process; processes with a lower `pid` are shown above."""
         self._about(pid, 0, "process_name", name=name)
         self._about(pid, 0, "process_sort_index", sort_index=pid)
 
     def lane(self, pid: int, tid: int, name: str, spans: Sequence[Span]) -> None:
-        """Add one lane; a span that outlasts the one that it begins in is cut to its end."""
+        """Add one lane. A span that outlasts its enclosing span is cut to the enclosing end."""
         self._about(pid, tid, "thread_name", name=name)
         for span in nested(spans):
             self._add("X", pid, tid, span.name, span.start_s, dict(span.args))
             self._events[-1]["dur"] = round((span.stop_s - span.start_s) * 1e6, 3)
 
     def count(self, pid: int, name: str, values: Sequence[tuple[float, float]]) -> None:
-        """Add a curve of (seconds, value)."""
+        """Add a counter track of (seconds, value) points."""
         for at_s, value in values:
             self._add("C", pid, 0, name, at_s, {name: value})
 
     def write(self, path: Path, about: Args) -> None:
-        """Write the file; events lie in it in order of time. Raises OSError."""
+        """Write the file, with the events in order of time. Raises OSError."""
         events = sorted(self._events, key=_order)
         document = {"traceEvents": events, "displayTimeUnit": "ms", "otherData": dict(about)}
         path.write_text(json.dumps(document) + "\n", encoding="utf-8")
@@ -234,7 +234,7 @@ class Timeline:
 
 
 def nested(spans: Sequence[Span]) -> list[Span]:
-    """Return spans in order of time, each cut so that it ends within every one it began in."""
+    """Return the spans in order of time, each cut to the end of its enclosing span."""
     found: list[Span] = []
     around: list[float] = []
     for span in sorted(spans, key=lambda span: (span.start_s, -span.stop_s)):
@@ -249,11 +249,11 @@ def nested(spans: Sequence[Span]) -> list[Span]:
 
 
 def _order(event: Mapping[str, object]) -> tuple[bool, float, float]:
-    """Names first; then by time, what encloses before what it encloses."""
-    at, lasts = event["ts"], event.get("dur", 0.0)
+    """Return the sort key: names first, then by time, enclosing spans before enclosed ones."""
+    at, duration = event["ts"], event.get("dur", 0.0)
     assert isinstance(at, int | float)
-    assert isinstance(lasts, int | float)
-    return event["ph"] != "M", at, -lasts
+    assert isinstance(duration, int | float)
+    return event["ph"] != "M", at, -duration
 
 
 SAMPLE_S = 0.5e-3
@@ -262,8 +262,8 @@ _TRAINER, _RING, _READERS = 1, 2, 3
 
 
 @dataclass(slots=True)
-class _Round:
-    """The bytes of one message: the ring, what became of its chunks, how far readers were when."""
+class _TransferTrace:
+    """Recording of one transfer: time marks of its chunks, samples of each reader's progress."""
 
     reader_progress: ReaderProgress
     plan: StreamLayout
@@ -275,23 +275,21 @@ class _Round:
     thread: threading.Thread | None = None
 
     def sample(self) -> None:
-        """Note for each reader how far it is, where that has changed."""
+        """Record the progress of each reader if it has changed."""
         now = time.perf_counter()
         for place in self.places:
-            taken, seen = (
-                self.reader_progress.taken_nbytes(place),
-                self.samples.setdefault(place, [(now, 0)]),
-            )
-            if taken > seen[-1][1]:
-                seen.append((now, taken))
+            taken = self.reader_progress.taken_nbytes(place)
+            samples = self.samples.setdefault(place, [(now, 0)])
+            if taken > samples[-1][1]:
+                samples.append((now, taken))
 
     def run(self) -> None:
-        """Sample until told to stop."""
+        """Sample until `stop` is set."""
         while not self.stop.wait(SAMPLE_S):
             self.sample()
 
     def end(self) -> None:
-        """Stop, before the ring may close."""
+        """Stop sampling. Called before the ring may be closed."""
         self.reader_progress.marks = None
         self.stop.set()
         if self.thread is not None:
@@ -303,13 +301,13 @@ class _Round:
 @dataclass(frozen=True, slots=True)
 class _Message:
     call: ObservedCall
-    asked_s: float
-    answered_s: float
-    answer: Reply | WeightSyncError | None
+    sent_s: float
+    received_s: float
+    reply: Reply | WeightSyncError | None
 
 
 class TraceObserver:
-    """Looks on at one call of the sender, and writes `path` when it is over, well or not."""
+    """Observer that traces one call of the sender and writes `path` at its end, also on errors."""
 
     def __init__(self, worker: RankWorker, path: Path) -> None:
         self._worker = worker
@@ -317,24 +315,24 @@ class TraceObserver:
         self._wall = datetime.now(UTC)
         self._zero_s = time.perf_counter()
         self._commands: list[Span] = []
-        self._began_s = 0.0
-        self._rounds: list[_Round] = []
-        self._asked: dict[int, float] = {}
+        self._command_start_s = 0.0
+        self._transfers: list[_TransferTrace] = []
+        self._sent_s: dict[int, float] = {}
         self._messages: list[_Message] = []
 
     def on_command_start(self, command: AnyCommand) -> None:
-        if isinstance(command, End) and self._rounds:
-            self._rounds[-1].end()
-        self._began_s = time.perf_counter()
+        if isinstance(command, End) and self._transfers:
+            self._transfers[-1].end()
+        self._command_start_s = time.perf_counter()
 
     def on_command_end(self, command: AnyCommand) -> None:
         if not isinstance(command, KeepAlive):
             name = type(command).__name__.lower()
-            self._commands.append(Span(name, self._began_s, time.perf_counter()))
+            self._commands.append(Span(name, self._command_start_s, time.perf_counter()))
         engine = self._worker.engine
         if isinstance(command, Begin) and engine is not None and command.places.get(0):
-            self._look_at(
-                _Round(
+            self._start_sampling(
+                _TransferTrace(
                     engine.reader_progress,
                     engine.reader_progress.plan,
                     engine.reader_progress.packed,
@@ -343,18 +341,18 @@ class TraceObserver:
             )
 
     def on_request(self, call: ObservedCall) -> None:
-        self._asked[id(call)] = time.perf_counter()
+        self._sent_s[id(call)] = time.perf_counter()
 
-    def on_reply(self, call: ObservedCall, answer: Reply | WeightSyncError | None) -> None:
-        asked_s = self._asked.pop(id(call))
-        self._messages.append(_Message(call, asked_s, time.perf_counter(), answer))
+    def on_reply(self, call: ObservedCall, reply: Reply | WeightSyncError | None) -> None:
+        sent_s = self._sent_s.pop(id(call))
+        self._messages.append(_Message(call, sent_s, time.perf_counter(), reply))
 
     def on_done(self, error: BaseException | None) -> None:
-        """Write the file. Raises OSError."""
+        """Write the trace file. Raises OSError."""
         stop_s = time.perf_counter()
-        for round_ in self._rounds:
-            round_.end()
-        messages = sorted(self._messages, key=lambda message: message.asked_s)
+        for transfer in self._transfers:
+            transfer.end()
+        messages = sorted(self._messages, key=lambda message: message.sent_s)
         version = _version(messages)
         line = Timeline(self._zero_s)
         line.process(_TRAINER, "trainer")
@@ -367,26 +365,28 @@ class TraceObserver:
         about = {"version": version, "started": self._wall.isoformat(), **failed}
         line.write(self._path, about)
 
-    def _look_at(self, round_: _Round) -> None:
-        self._rounds.append(round_)
-        round_.reader_progress.marks = round_.marks
-        round_.sample()
-        round_.thread = threading.Thread(target=round_.run, name="weightsync-trace", daemon=True)
-        round_.thread.start()
+    def _start_sampling(self, transfer: _TransferTrace) -> None:
+        self._transfers.append(transfer)
+        transfer.reader_progress.marks = transfer.marks
+        transfer.sample()
+        transfer.thread = threading.Thread(
+            target=transfer.run, name="weightsync-trace", daemon=True
+        )
+        transfer.thread.start()
 
     def _add_ring(self, line: Timeline) -> None:
         waits: list[Span] = []
         lanes: dict[str, list[Span]] = {}
-        for round_ in self._rounds:
-            waits += _pairs(round_.marks, "wanted", "acquired", "wait for a bucket")
-            if not round_.packed:
-                found = _pairs(round_.marks, "acquired", "published", "fingerprints")
+        for transfer in self._transfers:
+            waits += _pairs(transfer.marks, "wanted", "acquired", "wait for a bucket")
+            if not transfer.packed:
+                found = _pairs(transfer.marks, "acquired", "published", "fingerprints")
                 lanes.setdefault("fingerprints", []).extend(found)
                 continue
-            for name, span in _chunks(round_):
+            for name, span in _chunks(transfer):
                 lanes.setdefault(name, []).append(span)
         line.lane(_TRAINER, 2, "handing over", waits)
-        line.process(_RING, "ring" if any(r.packed for r in self._rounds) else "memory")
+        line.process(_RING, "ring" if any(t.packed for t in self._transfers) else "memory")
         for tid, (name, spans) in enumerate(sorted(lanes.items()), 1):
             line.lane(_RING, tid, name, spans)
 
@@ -399,21 +399,21 @@ class TraceObserver:
             line.lane(pid, 1, "messages", list(_calls(own)))
             places = {message.call.place for message in own} - {None}
             self._add_reading(line, pid, [place for place in places if place is not None])
-        if any(RELAY_READER in round_.places for round_ in self._rounds):
+        if any(RELAY_READER in transfer.places for transfer in self._transfers):
             pid = _READERS + len(by_target)
             line.process(pid, "relay to other hosts")
             self._add_reading(line, pid, [RELAY_READER])
 
     def _add_reading(self, line: Timeline, pid: int, places: Sequence[int]) -> None:
-        samples = [(r, r.samples.get(place, [])) for r in self._rounds for place in places]
-        line.lane(pid, 2, "bytes", [span for r, seen in samples for span in _reads(r, seen)])
-        line.count(pid, "read_nbytes", [point for _, seen in samples for point in seen])
+        sampled = [(t, t.samples.get(place, [])) for t in self._transfers for place in places]
+        line.lane(pid, 2, "bytes", [span for t, samples in sampled for span in _reads(t, samples)])
+        line.count(pid, "read_nbytes", [point for _, samples in sampled for point in samples])
 
 
 def trace_path(path: str | PathLike[str]) -> Path:
-    """Return where a trace goes. Raises ConfigError where no file can be written, before any work.
+    """Return the path of a trace. Raises ConfigError, before any work, if the directory is missing.
 
-    Called by the sender's user's call, on every rank.
+    Called at the start of each traced call, on rank 0.
     """
     found = Path(path)
     if found.is_dir() or not found.parent.is_dir():
@@ -431,7 +431,7 @@ def _version(messages: Sequence[_Message]) -> int | None:
 
 
 def _waits(commands: Sequence[Span]) -> Iterator[Span]:
-    """Between the last byte and the last answer the sender waits for its receivers."""
+    """Yield the waits for receivers: from the end of a Transfer to the following End."""
     transfer, end = Transfer.__name__.lower(), End.__name__.lower()
     for first, second in pairwise(commands):
         if (first.name, second.name) == (transfer, end):
@@ -439,76 +439,80 @@ def _waits(commands: Sequence[Span]) -> Iterator[Span]:
 
 
 def _steps(messages: Sequence[_Message]) -> Iterator[Span]:
-    """Messages of one kind that were on their way together, as one; loading has its own spans."""
-    runs: dict[str, list[Span]] = {}
+    """Yield a span for each group of overlapping messages of one kind, except updates.
+
+    Update messages have spans of their own.
+    """
+    groups: dict[str, list[Span]] = {}
     for message in messages:
         if isinstance(message.call.request, UpdateRequest):
             continue
         verb = _VERBS[type(message.call.request)]
-        spans = runs.setdefault(verb, [])
-        if spans and message.asked_s <= spans[-1].stop_s:
-            stop_s = max(spans[-1].stop_s, message.answered_s)
+        spans = groups.setdefault(verb, [])
+        if spans and message.sent_s <= spans[-1].stop_s:
+            stop_s = max(spans[-1].stop_s, message.received_s)
             spans[-1] = Span(verb, spans[-1].start_s, stop_s)
         else:
-            spans.append(Span(verb, message.asked_s, message.answered_s))
-    for spans in runs.values():
+            spans.append(Span(verb, message.sent_s, message.received_s))
+    for spans in groups.values():
         yield from spans
 
 
 def _calls(messages: Sequence[_Message]) -> Iterator[Span]:
-    """The messages to one receiver; in each, what its reply says that it spent, to the reply."""
+    """Yield a span for each message to one receiver, and spans of the phases in its reply.
+
+    A reply has seconds by phase but no start times, so the phases are laid out before its arrival.
+    """
     known: Mapping[str, float] = {}
     for message in messages:
-        verb, answer = _VERBS[type(message.call.request)], message.answer
-        args = {"error": str(answer)} if isinstance(answer, WeightSyncError) else {}
-        yield Span(verb, message.asked_s, message.answered_s, args)
-        if not isinstance(answer, StepReply):
+        verb, reply = _VERBS[type(message.call.request)], message.reply
+        args = {"error": str(reply)} if isinstance(reply, WeightSyncError) else {}
+        yield Span(verb, message.sent_s, message.received_s, args)
+        if not isinstance(reply, StepReply):
             continue
-        seconds = {k: v - known.get(k, 0.0) for k, v in answer.seconds.items()}
-        known = answer.seconds
-        at_s = message.answered_s
+        seconds = {k: v - known.get(k, 0.0) for k, v in reply.seconds.items()}
+        known = reply.seconds
+        at_s = message.received_s
         for phase, spent_s in reversed(seconds.items()):
             if spent_s > 0:
-                start_s = max(at_s - spent_s, message.asked_s)
+                start_s = max(at_s - spent_s, message.sent_s)
                 yield Span(phase, start_s, at_s, {"seconds": spent_s})
                 at_s = start_s
 
 
 def _pairs(marks: Sequence[Mark], first: str, second: str, name: str) -> list[Span]:
-    """Spans from one mark of a chunk to another."""
-    on_command_start = {chunk: at_s for what, chunk, at_s in marks if what == first}
-    ended = [
-        (chunk, at_s) for what, chunk, at_s in marks if what == second and chunk in on_command_start
-    ]
-    return [Span(name, on_command_start[chunk], at_s, {"chunk": chunk}) for chunk, at_s in ended]
+    """Return the spans from the mark `first` to the mark `second` of each chunk."""
+    starts = {chunk: at_s for kind, chunk, at_s in marks if kind == first}
+    ends = [(chunk, at_s) for kind, chunk, at_s in marks if kind == second and chunk in starts]
+    return [Span(name, starts[chunk], at_s, {"chunk": chunk}) for chunk, at_s in ends]
 
 
-def _chunks(round_: _Round) -> Iterator[tuple[str, Span]]:
-    """Each chunk in its bucket: while it is packed, and then until the last reader let it go."""
-    chunks, slots = round_.plan.chunks, round_.reader_progress.slots
-    for span in _pairs(round_.marks, "acquired", "published", "pack"):
+def _chunks(transfer: _TransferTrace) -> Iterator[tuple[str, Span]]:
+    """Yield the spans of each chunk in its bucket: packing, then reading by the slowest reader."""
+    chunks, slots = transfer.plan.chunks, transfer.reader_progress.slots
+    for span in _pairs(transfer.marks, "acquired", "published", "pack"):
         j = span.args["chunk"]
         assert isinstance(j, int)
         lane = f"bucket {j % slots}"
         nbytes = chunks[j].stop - chunks[j].start
         args = {"chunk": j, "nbytes": nbytes}
         yield lane, Span(f"pack chunk {j}", span.start_s, span.stop_s, args)
-        let_go = [_let_go(round_, seen, j) for seen in round_.samples.values()]
-        known = [at_s for at_s in let_go if at_s is not None]
+        released = [_released_at(transfer, samples, j) for samples in transfer.samples.values()]
+        known = [at_s for at_s in released if at_s is not None]
         if known:
             yield lane, Span(f"read chunk {j}", span.stop_s, max(span.stop_s, *known), args)
 
 
-def _reads(round_: _Round, seen: Sequence[tuple[float, int]]) -> Iterator[Span]:
-    """What one reader read: by chunk where there are chunks, else between two looks."""
-    if not round_.packed:
-        for (before_s, start), (at_s, stop) in pairwise(seen):
+def _reads(transfer: _TransferTrace, samples: Sequence[tuple[float, int]]) -> Iterator[Span]:
+    """Yield the reads of one reader: by chunk if packed, else between two samples."""
+    if not transfer.packed:
+        for (before_s, start), (at_s, stop) in pairwise(samples):
             yield Span("read", before_s, at_s, {"from": start, "to": stop})
         return
-    published = _times(round_, "published")
-    free_s = seen[0][0] if seen else 0.0
-    let_go = [(_let_go(round_, seen, j), j) for j in range(len(round_.plan.chunks))]
-    for at_s, group in groupby(let_go, key=itemgetter(0)):
+    published = _times(transfer, "published")
+    free_s = samples[0][0] if samples else 0.0
+    released = [(_released_at(transfer, samples, j), j) for j in range(len(transfer.plan.chunks))]
+    for at_s, group in groupby(released, key=itemgetter(0)):
         chunks = [j for _, j in group]
         if at_s is None or chunks[0] not in published:
             return
@@ -518,16 +522,18 @@ def _reads(round_: _Round, seen: Sequence[tuple[float, int]]) -> Iterator[Span]:
         free_s = at_s
 
 
-def _let_go(round_: _Round, seen: Sequence[tuple[float, int]], j: int) -> float | None:
-    """When a reader was seen to have let a chunk go, or its bucket was taken for another before."""
-    position = round_.plan.chunks[j].stop
-    looked = [at_s for at_s, taken in seen if taken >= position][:1]
-    reused = _times(round_, "acquired").get(j + round_.reader_progress.slots)
-    return min([*looked, *([] if reused is None else [reused])], default=None)
+def _released_at(
+    transfer: _TransferTrace, samples: Sequence[tuple[float, int]], j: int
+) -> float | None:
+    """Return when a reader released a chunk: the first sample, or the reuse of its bucket."""
+    position = transfer.plan.chunks[j].stop
+    sampled = [at_s for at_s, taken in samples if taken >= position][:1]
+    reused = _times(transfer, "acquired").get(j + transfer.reader_progress.slots)
+    return min([*sampled, *([] if reused is None else [reused])], default=None)
 
 
-def _times(round_: _Round, what: str) -> dict[int, float]:
-    return {chunk: at_s for kind, chunk, at_s in round_.marks if kind == what}
+def _times(transfer: _TransferTrace, mark: str) -> dict[int, float]:
+    return {chunk: at_s for kind, chunk, at_s in transfer.marks if kind == mark}
 
 
 Shown = bool | OnProgress
@@ -535,9 +541,10 @@ TracePath = str | PathLike[str]
 
 
 def progress_callback(progress: Shown) -> OnProgress | None:
-    """Return whom to tell; True is a bar on stderr.
+    """Return the callback for the `progress` argument; True is a progress bar on stderr.
 
-    Raises BackendUnavailableError where that needs rich, ConfigError for what cannot be called.
+    Raises BackendUnavailableError if rich is missing, ConfigError for an object that is not
+    callable.
     """
     if progress is True:
         try:
@@ -554,14 +561,17 @@ def progress_callback(progress: Shown) -> OnProgress | None:
 
 
 def watch_progress(group: RankGroup, callback: OnProgress | None) -> None:
-    """Have `callback` told of every update of this ensemble. Called on rank 0 alone."""
+    """Add an observer that calls `callback` for every update of `group`. Rank 0 only."""
     if callback is not None:
         group.observers.observers.append(ProgressObserver(group.worker, callback))
 
 
 @contextmanager
 def watching(group: RankGroup, trace: TracePath | None) -> Iterator[None]:
-    """Around one call of the user, on rank 0 alone: those who look on learn when it is over."""
+    """Observe one call of the user, with a trace if given, and notify observers of its end.
+
+    Rank 0 only.
+    """
     tracer = TraceObserver(group.worker, trace_path(trace)) if trace is not None else None
     with group.observers.also(tracer), group.observers.looking():
         yield

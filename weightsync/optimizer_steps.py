@@ -1,4 +1,4 @@
-"""Which torch optimizers step now: fused ones write parameters without raising their versions."""
+"""Tracks running optimizer steps: fused optimizers write parameters without a version change."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ import torch
 from torch.optim import optimizer as hooks
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
-_lock = threading.RLock()  # the garbage collector may come here in the middle of it
+_lock = threading.RLock()  # reentrant: the garbage collector may call in while it is held
 _ended = threading.Condition(_lock)
 _POLL_S = 0.05
-"""Steps that end by an exception are not reported."""
+"""Polling interval, because torch does not report steps that end by an exception."""
 _waiting = 0
 _installed = False
 _windows: set[StepWindow] = set()
 _running: dict[tuple[int, int], tuple[torch.optim.Optimizer, CodeType]] = {}
-"""The optimizers that are inside `step()`, by thread and optimizer."""
+"""The optimizers inside `step()` and the code object of that call, by thread id and object id."""
 
 
 class StepWindow:
-    """Collects the optimizers that step, in part or as a whole, until it is closed.
+    """Collects the optimizers that run a step, or part of one, until `close`.
 
-    A step of the calling thread that is under way does not count: its caller is the send itself.
+    A running step of the calling thread does not count, because that step itself calls the send.
     """
 
     def __init__(self) -> None:
@@ -39,19 +39,19 @@ class StepWindow:
             _windows.add(self)
 
     def close(self) -> list[torch.optim.Optimizer]:
-        """Stop collecting; return the optimizers. Idempotent."""
+        """Stop collecting and return the optimizers. Idempotent."""
         with _lock:
             _windows.discard(self)
         return self._optimizers
 
     def add(self, optimizer: torch.optim.Optimizer) -> None:
-        """Called when a step begins."""
+        """Add an optimizer. Called when its step begins."""
         self._optimizers.append(optimizer)
 
 
 def install() -> None:
-    """Ask torch to report every optimizer step of this process. Idempotent."""
-    global _installed  # noqa: PLW0603  # torch's hooks are of the whole process too
+    """Register hooks for every optimizer step of this process. Idempotent."""
+    global _installed  # noqa: PLW0603  # torch's hooks are process-wide too
     with _lock:
         if not _installed:
             hooks.register_optimizer_step_pre_hook(_begin_step)
@@ -61,11 +61,12 @@ def install() -> None:
 
 @contextmanager
 def held_back(wait_s: float = 0.0, *, own: bool = False) -> Iterator[bool]:
-    """Keep optimizers from beginning a step; yields whether none is in the middle of one.
+    """Block new optimizer steps; yield True if no step is running.
 
-    Steps of other threads have `wait_s` to end. `own` counts one of this thread, too.
+    Waits at most `wait_s` for the end of other threads' steps. `own` counts a step of this thread,
+    too.
     """
-    global _waiting  # noqa: PLW0603  # as the lock is
+    global _waiting  # noqa: PLW0603  # process-wide, as the lock
     with _lock:
         if wait_s:
             _waiting += 1
@@ -76,7 +77,7 @@ def held_back(wait_s: float = 0.0, *, own: bool = False) -> Iterator[bool]:
             finally:
                 _waiting -= 1
                 _ended.notify_all()
-        yield not (_running_elsewhere() or (own and _steps_itself()))
+        yield not (_running_elsewhere() or (own and _own_step_runs()))
 
 
 def stored_at(optimizer: torch.optim.Optimizer) -> set[int]:
@@ -89,7 +90,7 @@ def stored_at(optimizer: torch.optim.Optimizer) -> set[int]:
 
 
 def storage_address(tensor: torch.Tensor) -> int:
-    """Return where the storage of a tensor, or of a DTensor's shard, begins; 0 if there is none."""
+    """Return the address of the storage of a tensor, or of a DTensor's shard; 0 if none."""
     if type(tensor) not in _PLAIN:
         tensor = getattr(tensor, "_local_tensor", tensor)
     try:
@@ -99,7 +100,7 @@ def storage_address(tensor: torch.Tensor) -> int:
 
 
 def _running_elsewhere() -> list[torch.optim.Optimizer]:
-    """Return who steps in other threads; forgets steps that ended by an exception."""
+    """Return the optimizers that step in other threads; drop steps that ended by an exception."""
     if not _running:
         return []
     frames = _current_frames()
@@ -116,10 +117,10 @@ def _running_elsewhere() -> list[torch.optim.Optimizer]:
 def _current_frames() -> dict[int, FrameType]:
     """Return the innermost frame of every thread.
 
-    Until CPython 3.12, `sys._current_frames` makes frame objects under the interpreter's own lock.
-    A collection that begins there and frees a tensor lets the GIL go, and waits for ever for a
-    thread that begins another and wants that lock (python/cpython#106883). So nothing is collected
-    meanwhile.
+    Before CPython 3.12, `sys._current_frames` allocates frame objects under an interpreter lock. A
+    garbage collection that starts there and frees a tensor releases the GIL. Another thread that
+    then waits for the same lock causes a deadlock (python/cpython#106883). So the garbage collector
+    is disabled meanwhile.
     """
     if sys.version_info >= (3, 12) or not gc.isenabled():
         return sys._current_frames()
@@ -130,14 +131,14 @@ def _current_frames() -> dict[int, FrameType]:
         gc.enable()
 
 
-def _steps_itself() -> bool:
+def _own_step_runs() -> bool:
     return any(thread == threading.get_ident() for thread, _ in list(_running))
 
 
 def _begin_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
     code = sys._getframe(1).f_code
     with _lock:
-        while _waiting and not _steps_itself():
+        while _waiting and not _own_step_runs():
             _ended.wait(_POLL_S)
         _running[threading.get_ident(), id(optimizer)] = optimizer, code
         for window in list(_windows):

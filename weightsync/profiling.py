@@ -1,4 +1,4 @@
-"""Named stretches of work for profilers: torch's own, Nsight's, or none at all."""
+"""Named profiler scopes: torch.profiler, NVTX (Nsight Systems), or none."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ Scope = Callable[[str], AbstractContextManager[object]]
 
 
 def scope(name: str) -> AbstractContextManager[object]:
-    """Return a context that profilers show as `name`; by default it does nothing.
+    """Return a context manager that profilers show as `name`; by default it does nothing.
 
-    What WEIGHTSYNC_PROFILE says when the first scope is made holds for the process. Raises
-    ConfigError for a word that it does not know, BackendUnavailableError for nvtx without CUDA.
+    WEIGHTSYNC_PROFILE is read at the first call and then holds for the process. Raises ConfigError
+    for an unknown value, BackendUnavailableError for nvtx without CUDA.
     """
     return _chosen()(name)
 
 
 def scope_for(setting: str) -> Scope:
-    """Return what makes the scopes that `setting` asks for; see `scope` for what is raised."""
+    """Return the function that makes scopes for `setting`; raises the same errors as `scope`."""
     kind = setting.strip().lower() or "off"
     if kind not in _SCOPES:
         raise ConfigError(f"{SETTING} is {setting!r}; wanted {', '.join(_SCOPES)} or nothing")
@@ -45,7 +45,7 @@ def _recorded(name: str) -> AbstractContextManager[object]:
 
 @contextmanager
 def _nvtx(name: str) -> Iterator[None]:
-    nvtx: Any = torch.cuda.nvtx  # torch types nothing of it
+    nvtx: Any = torch.cuda.nvtx  # untyped in torch
     nvtx.range_push(name)
     try:
         yield

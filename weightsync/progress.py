@@ -1,4 +1,4 @@
-"""How far an update is: what `connect(progress=…)` tells its callback."""
+"""Progress of an update, as given to the callback of `connect(progress=…)`."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ Phase = Literal["transfer", "finish", "done", "failed"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Progress:
-    """How far an update is, at one moment.
+    """Progress of one update at one moment.
 
-    `phase` is `transfer` while bytes move, `finish` once every receiver has them, and at the end
+    `phase` is `transfer` while bytes move, `finish` when every receiver has them, and at the end
     `done` or `failed`. `done_nbytes` of `total_nbytes` have reached the slowest receiver.
-    `receivers` says how far each is, as far as it can be seen: one that another rank or another
-    host feeds may count from 0 to all at once when it answers. `version` is None until the first
-    message names it. `seconds` are those since the update began.
+    `receivers` has the bytes of each receiver by target. A receiver that another rank or host
+    feeds may jump from 0 to all bytes when it replies. `version` is None until the first message
+    contains it. `seconds` is the time since the start of the update.
     """
 
     phase: Phase
@@ -29,12 +29,12 @@ class Progress:
 
     @property
     def gbps(self) -> float:
-        """Gigabytes (1e9) a second, since the update began."""
+        """Gigabytes (1e9 bytes) per second since the start of the update."""
         return self.done_nbytes / self.seconds / 1e9 if self.seconds else 0.0
 
     @property
     def seconds_left(self) -> float | None:
-        """What is left at this rate; None while nothing has arrived."""
+        """Remaining time at this rate, in seconds; None while no bytes have arrived."""
         if not self.done_nbytes:
             return None
         return (self.total_nbytes - self.done_nbytes) * self.seconds / self.done_nbytes

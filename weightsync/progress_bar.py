@@ -1,4 +1,4 @@
-"""The progress bar of `connect(progress=True)`. Needs rich."""
+"""Progress bar of `connect(progress=True)`. Needs rich."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from weightsync.progress import Progress
 
 
 class ProgressBar:
-    """Shows an update on stderr with bytes, rate and time left, and takes it away when it is over.
+    """Progress callback that draws a bar on stderr: bytes, rate and time left.
 
-    A callback like any other; where stderr is no terminal, nothing is written.
+    The bar disappears at the end of the update. Nothing is written if stderr is no terminal.
     """
 
     def __init__(self, console: Console | None = None) -> None:
@@ -28,7 +28,7 @@ class ProgressBar:
         self._task = TaskID(0)
 
     def __call__(self, progress: Progress) -> None:
-        """Draw. Called by the sender's progress thread."""
+        """Draw the bar. Called by the sender's progress thread."""
         if self._bars is None:
             self._bars = self._open()
             self._task = self._bars.add_task("", total=progress.total_nbytes)
@@ -52,7 +52,7 @@ class ProgressBar:
             TransferSpeedColumn(),
             TimeRemainingColumn(),
             console=self._console,
-            auto_refresh=False,  # every call of the sender draws once
+            auto_refresh=False,  # each call draws once
             transient=True,
         )
         bars.start()

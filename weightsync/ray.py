@@ -28,13 +28,13 @@ from weightsync.wire.messages import CALLS
 __all__ = ["GROUP", "RayActorTransport", "WeightSyncActor", "remote"]
 
 GROUP = "weightsync"
-"""The concurrency group of the verbs."""
-GROUP_SIZE = 8  # an update, its retries, and room for an abort and a status beside them
+"""The concurrency group of the control methods (verbs)."""
+GROUP_SIZE = 8  # an update, its retries, and at the same time an abort and a status
 
 Verb = Callable[..., Any]
 F = TypeVar("F", bound=Verb)
 
-# Ray runs the plain methods of an async actor on an event loop, where one would block the others.
+# Ray runs plain methods of an async actor on its event loop, which a blocking method would stop.
 _workers = ThreadPoolExecutor(GROUP_SIZE, thread_name_prefix="weightsync")
 
 
@@ -44,7 +44,7 @@ def _grouped(method: F) -> F:
 
 
 def _verb(call: str) -> Verb:
-    """Return the actor method `call`: it takes the plain body and returns the plain reply."""
+    """Return the actor method `call`, which takes the plain body and returns the plain reply."""
 
     def verb(self: WeightSyncActor, body: Mapping[str, object] | None = None) -> dict[str, object]:
         return self._receiver().handle({"call": call, "body": body or {}})
@@ -53,38 +53,39 @@ def _verb(call: str) -> Verb:
 
 
 def _async_verb(call: str) -> Verb:
-    """Return the same method for an async actor; its event loop stays free."""
-    answer: Verb = getattr(WeightSyncActor, call)
+    """Return the method `call` for an async actor; it runs in a thread, off the event loop."""
+    blocking: Verb = getattr(WeightSyncActor, call)
 
     async def verb(self: WeightSyncActor, *args: object, **kwargs: object) -> dict[str, object]:
         loop = asyncio.get_running_loop()
-        done: dict[str, object] = await loop.run_in_executor(
-            _workers, lambda: answer(self, *args, **kwargs)
+        reply: dict[str, object] = await loop.run_in_executor(
+            _workers, lambda: blocking(self, *args, **kwargs)
         )
-        return done
+        return reply
 
     return _named(verb, call, "_AsyncVerbs")
 
 
 def _named(verb: Verb, call: str, owner: str) -> Verb:
-    """Put it in the group, and name it by where it is found: so it is pickled by reference."""
+    """Add the verb to the group, and name it by its location, so that pickle uses a reference."""
     verb.__name__, verb.__qualname__ = call, f"{owner}.{call}"
     verb.__doc__ = CALLS[call].__doc__ if call in CALLS else verb.__doc__
     return _grouped(verb)
 
 
 class WeightSyncActor:
-    """Gives an actor class the verbs, beside whatever else the actor does.
+    """Base class that adds the control methods (verbs) of a receiver to an actor class.
 
-    The class, plain or with async methods, is decorated with `@ws.ray.remote` and assigns
-    `self.weightsync_receiver`; until then every verb answers with a ConfigError. Each verb takes
-    the plain body of its message and raises what the receiver raises. All run in a concurrency
-    group of their own, so none waits for the class's other methods, nor an abort for an update.
-    A class may define methods of these names for itself: senders only use `weightsync_handle`.
+    Decorate the class, plain or async, with `@ws.ray.remote`, and assign
+    `self.weightsync_receiver`; before that every verb raises ConfigError. Each verb takes the plain
+    body of its message and raises what the receiver raises. The verbs run in their own concurrency
+    group, so a verb does not wait for the class's other methods, and an abort does not wait for an
+    update. A class may define its own methods with these names, because senders use
+    `weightsync_handle` only.
 
-    Ray starts the calls of one caller in the order in which they were made, so a call whose
-    arguments are still being computed holds up that caller's later ones, verbs too. Where a
-    trainer makes such calls, give `@ws.ray.remote` a `max_concurrency` of two or more.
+    Ray starts the calls of one caller in the order of the calls. So a call that waits for its
+    arguments delays the caller's later calls, verbs included. If a trainer makes such calls, give
+    `@ws.ray.remote` a `max_concurrency` of two or more.
     """
 
     weightsync_receiver: WeightReceiver
@@ -106,7 +107,7 @@ class WeightSyncActor:
 
     @_grouped
     def weightsync_handle(self, message: Mapping[str, object]) -> dict[str, object]:
-        """Answer a plain message with `{"reply": …}` or `{"problem": …}`; raises nothing.
+        """Handle a plain message; return `{"reply": …}` or `{"problem": …}`. Never raises.
 
         Called by RayActorTransport.
         """
@@ -116,7 +117,7 @@ class WeightSyncActor:
             return {"problem": msgspec.to_builtins(problem.to_problem(exc))}
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
-        """Refuse plain `ray.remote`, which subclasses the class that it decorates."""
+        """Raise ConfigError for plain `ray.remote`, which subclasses the class it decorates."""
         super().__init_subclass__(**kwargs)
         decorated = vars(cls).get("__ray_actor_class__")
         if decorated is not None and not vars(decorated).get("_weightsync_grouped"):
@@ -140,10 +141,10 @@ _AsyncVerbs = type("_AsyncVerbs", (), {call: _async_verb(call) for call in VERBS
 
 
 def remote(*args: type, **options: Any) -> Any:
-    """Do what `ray.remote` does for a subclass of WeightSyncActor; takes the same options.
+    """Make a Ray actor class of a subclass of WeightSyncActor; takes the options of `ray.remote`.
 
     `@ws.ray.remote` or `@ws.ray.remote(num_cpus=1, …)`. Adds the concurrency group of the verbs to
-    those that `concurrency_groups` names. Raises ConfigError for any other class.
+    the option `concurrency_groups`. Raises ConfigError for other classes.
     """
     if args and (options or len(args) > 1 or not inspect.isclass(args[0])):
         raise ConfigError(
@@ -156,7 +157,7 @@ def remote(*args: type, **options: Any) -> Any:
 
 def _make_actor_class(cls: type, options: dict[str, Any]) -> Any:
     if not inspect.isclass(cls) or not issubclass(cls, WeightSyncActor):
-        raise ConfigError(f"{cls!r} does not derive from ws.ray.WeightSyncActor; make it do so")
+        raise ConfigError(f"{cls!r} is no subclass of ws.ray.WeightSyncActor; derive it from that")
     if _is_async(cls):
         for call in VERBS:
             if getattr(cls, call) is getattr(WeightSyncActor, call):
@@ -167,6 +168,6 @@ def _make_actor_class(cls: type, options: dict[str, Any]) -> Any:
 
 
 def _is_async(cls: type) -> bool:
-    """Whether Ray will run the methods of `cls` on event loops."""
+    """Return whether Ray will run the methods of `cls` on event loops."""
     members = inspect.getmembers(cls)
     return any(inspect.iscoroutinefunction(m) or inspect.isasyncgenfunction(m) for _, m in members)

@@ -1,4 +1,4 @@
-"""The receiving side: one door for every message, one state machine, weights that never tear."""
+"""The receiving side: `WeightReceiver`, which handles every control message of an update."""
 
 from __future__ import annotations
 
@@ -62,16 +62,19 @@ _READING_S = 300.0
 class WeightReceiver:
     """Receives weights into `sink`: an nn.Module, a `load_weights` hook, or a WeightSink.
 
-    `apply`: `staged` lands weights beside those in use and swaps them in at finish, `in_place`
-    writes into those in use while generation waits, `auto` stages where memory allows. `manifest`
-    declares what a hook wants. `on_pause(mode)`, `on_resume()` and `on_clear_cache()` are called
-    for the requests of those names. `on_hold(timeout_s)` is called before weights in use are
-    touched and may block until no decode step is at work, or raise to give the update up;
-    `on_release()` is called once for each `on_hold` that returned, when that step of the update is
-    over and its outcome can be read here. Both are for who generates elsewhere and does not use
-    `reading`. `lease_s` is how long an update may go without progress; `version` is that of the
-    weights in use.
-    Every method is thread-safe. Raises ConfigError for a sink that is none.
+    - `apply`: `staged` writes the weights to a second copy and swaps at finish. `in_place`
+      overwrites the weights in use while generation waits. `auto` stages if memory allows.
+    - `manifest` declares the tensors that a hook wants.
+    - `on_pause(mode)`, `on_resume()` and `on_clear_cache()` are called for the requests with those
+      names.
+    - `on_hold(timeout_s)` is called before the weights in use are overwritten. It may block until
+      no decode step runs, or raise to abort the update. `on_release()` is called once for each
+      `on_hold` that returned, when that step of the update is over and its outcome is visible. Both
+      are for programs that generate in another process and do not use `reading`.
+    - `lease_s` is the longest time that an update may make no progress.
+    - `version` is the version of the weights in use.
+
+    Every method is thread-safe. Raises ConfigError for an unsupported sink.
     """
 
     def __init__(  # noqa: PLR0913  # each is one hook of its owner's, with a default
@@ -101,14 +104,14 @@ class WeightReceiver:
             on_release=on_release,
         )
         self._updates.lifecycle.version = version
-        self._replay = IdempotencyCache()
+        self._idempotency_cache = IdempotencyCache()
         self._lease_s = lease_s
         self._on_pause = on_pause
         self._on_resume = on_resume
         self._on_clear_cache = on_clear_cache
         self._closed = False
         self._paused = threading.Event()
-        self._answers: dict[type[Message], Callable[..., Reply]] = {
+        self._handlers: dict[type[Message], Callable[..., Reply]] = {
             InitRequest: self._init,
             ShutdownRequest: self._shutdown,
             StartRequest: self._start,
@@ -131,66 +134,67 @@ class WeightReceiver:
 
     @property
     def label(self) -> str | None:
-        """The free name of the weights in use."""
+        """The user's label of the weights in use."""
         return self._updates.lifecycle.label
 
     @property
     def may_generate(self) -> bool:
-        """False while weights in use are being written, or after that failed (TORN)."""
+        """False while the weights in use are being overwritten, or after that failed (TORN)."""
         return self._updates.lifecycle.may_generate
 
     @property
     def paused(self) -> bool:
-        """Whether `pause` was asked for and `resume` was not."""
+        """True after a pause request, until a resume request."""
         return self._paused.is_set()
 
     @property
     def updates_total(self) -> Mapping[str, int]:
-        """Updates by result: `committed`, `aborted`, `torn`."""
+        """Number of updates by result: `committed`, `aborted`, `torn`."""
         return dict(self._updates.history.totals)
 
     @property
     def last_reply(self) -> StepReply | None:
-        """What the last committed update said."""
+        """The reply of the last committed update."""
         return self._updates.history.last_reply
 
     @property
     def recent_updates(self) -> list[UpdateRecord]:
-        """The last committed updates, at most 64, the oldest first."""
+        """The last committed updates, at most 64, oldest first."""
         return self._updates.history.recent
 
     @property
     def open_update(self) -> OpenUpdate | None:
-        """The update at work, and what it would bring; None between updates."""
+        """The open update with its version; None between updates."""
         return self._updates.history.open_update(self._updates.lifecycle)
 
     @contextmanager
     def reading(self, *, timeout_s: float = _READING_S) -> Iterator[int]:
-        """Be inside for one decode step: no swap happens meanwhile. Yields the version in use.
+        """Keep the weights unchanged during the block, for one decode step. Yields their version.
 
-        On a GPU the step ends with the kernels on the stream that is current where the block ends;
-        make that one wait for others that the step used. (This has not run on a GPU yet.)
-        Raises NotReadyError when the weights are torn, or an update holds them for `timeout_s`.
+        On a GPU the step ends with the kernels on the stream that is current at the end of the
+        block; that stream must wait for other streams that the step used. (This has not run on a
+        GPU yet.) Raises NotReadyError when the weights are torn, or when an update holds them for
+        longer than `timeout_s`.
         """
         with self._updates.gate.reading(timeout_s):
             yield self.version
 
     def handle(self, message: Mapping[str, object]) -> dict[str, object]:
-        """The single door: answer a plain message `{"call": …, "body": {…}}` with plain data.
+        """Handle a plain message `{"call": …, "body": {…}}` and return a plain reply.
 
-        Every transport ends here. Raises the errors of weightsync.errors.
+        Every transport calls this or `dispatch`. Raises the errors of weightsync.errors.
         """
         return codec.reply_to_plain(self.dispatch(codec.from_plain(message)))
 
     def dispatch(self, request: Request) -> Reply:
-        """Answer a typed message; may block for as long as the step takes."""
-        answer = self._answers.get(type(request))
-        if answer is None:
+        """Handle a typed message and return its reply; blocks for the duration of the step."""
+        handler = self._handlers.get(type(request))
+        if handler is None:
             raise ProtocolError(f"{type(request).__name__} is no request")
-        return answer(request)
+        return handler(request)
 
     def status(self) -> Status:
-        """Return the state; never waits for an update at work."""
+        """Return the state; never waits for a running update."""
         updates = self._updates
         updates.forget_dead()
         lifecycle = updates.lifecycle
@@ -221,7 +225,7 @@ class WeightReceiver:
         )
 
     def report(self) -> WorkerReport:
-        """Return all that there is to tell, for status pages and metrics; never waits."""
+        """Return status, counters and recent updates, for status pages and metrics; never waits."""
         return WorkerReport(
             status=self.status(),
             updates_total=dict(self.updates_total),
@@ -231,24 +235,25 @@ class WeightReceiver:
         )
 
     def ledger(self) -> list[LedgerEntry]:
-        """Every mapping that senders made this receiver open, with size and age."""
+        """Return every mapping that this receiver opened for senders, with size and age."""
         return self._updates.senders.ledger()
 
     def sender_alive(self, sender: str) -> bool:
-        """Whether the sender of this id is connected and its process lives."""
+        """Return whether the sender with this id is connected and its process lives."""
         return self._updates.senders.alive(sender)
 
     def show_paused(self, paused: bool) -> None:
-        """Note that generation is paused, or goes on, by somebody else's word. Calls no hook."""
+        """Set `paused` when generation was paused or resumed without a request. Calls no hook."""
         if paused:
             self._paused.set()
         else:
             self._paused.clear()
 
     def close(self, *, for_good: bool = True) -> None:
-        """Give up an open update and close every mapping. The weights in use stay as they are.
+        """Abort an open update and close every mapping. The weights in use stay as they are.
 
-        `for_good`: what a sender offers from here on is a ProtocolError; else it may init again.
+        `for_good`: later init and start messages raise ProtocolError. Otherwise a sender may init
+        again.
         """
         self._closed |= for_good
         self._updates.close()
@@ -292,27 +297,27 @@ class WeightReceiver:
     def _update(self, request: UpdateRequest) -> StepReply:
         info = request.update_info
         epoch = (info.sender, info.epoch) if isinstance(info, RegisteredUpdate) else None
-        # Handles that a message carries itself have no number, so a repeat is simply done again.
+        # An update with its own handles has no epoch, so a repeated message is executed again.
         key = request.update_id if epoch else None
         return self._once(key, ("update", epoch), lambda: self._run_update(request))
 
     def _run_update(self, request: UpdateRequest) -> StepReply:
         info = request.update_info
         sender = info.sender if isinstance(info, RegisteredUpdate) else None
-        alone = request.update_id is None and request.start is None and not self._updates.is_open
-        if alone or request.start is not None:
+        whole = request.update_id is None and request.start is None and not self._updates.is_open
+        if whole or request.start is not None:
             update_id = request.update_id or new_update_id()
             if sender is not None:
                 self._updates.check_start(sender, request.start)
-            unnamed = request.update_id is None
+            anonymous = request.update_id is None
             terms = request.start or StartTerms()
-            self._updates.start(update_id, terms, sender=sender, anonymous=unnamed)
+            self._updates.start(update_id, terms, sender=sender, anonymous=anonymous)
         else:
             update_id = self._updates.open_id(request.update_id, "update_weights")
         reply = self._updates.load(update_id, info)
-        if alone or request.prepare:
+        if whole or request.prepare:
             reply = self._updates.prepare(update_id)
-        if alone:
+        if whole:
             reply = self._updates.finish(update_id, digest=None, label=None, clear_cache=True)
         return reply
 
@@ -340,16 +345,16 @@ class WeightReceiver:
             self._updates.open_id(None, "abort_weight_update")
         reply = self._updates.abort(request.update_id, request.reason)
         if request.update_id != self._updates.lifecycle.last_finished:
-            self._replay.forget(request.update_id)
+            self._idempotency_cache.forget(request.update_id)
         return reply
 
     def _once(
         self, update_id: str | None, step: object, call: Callable[[], StepReply]
     ) -> StepReply:
-        """Answer a retry with the first answer; anonymous steps cannot be told apart."""
+        """Return the first reply for a retry; anonymous steps have no key and run again."""
         if update_id is None:
             return call()
-        return self._replay.once((update_id, step), call, timeout_s=self._lease_s)
+        return self._idempotency_cache.once((update_id, step), call, timeout_s=self._lease_s)
 
     def _label(self, request: LabelRequest) -> Status:
         self._updates.lifecycle.label = request.new_version
@@ -357,17 +362,17 @@ class WeightReceiver:
 
     def _check(self, request: CheckRequest) -> CheckReply:
         names = request.names
-        given = request.checksums
+        expected = request.checksums
         with self.reading() as version:
-            if not isinstance(given, dict):
+            if not isinstance(expected, dict):
                 if request.action == "compare":
                     raise ProtocolError("compare needs checksums: {name: 16 hex digits}")
                 if request.partial:
                     whole, parts = self.sink.checksum_parts(names)
                     return CheckReply(version=version, checksums=whole, parts=parts)
                 return CheckReply(version=version, checksums=self.sink.checksums(names))
-            held = self.sink.checksums(names or list(given))
-        different = [name for name, value in held.items() if given.get(name) != value]
+            held = self.sink.checksums(names or list(expected))
+        different = [name for name, value in held.items() if expected.get(name) != value]
         return CheckReply(version=version, different=different, equal=not different)
 
     def _reset_cache(self, _: ResetCacheRequest) -> Status:
@@ -403,6 +408,6 @@ def as_sink(sink: object, *, manifest: Manifest | None = None) -> WeightSink:
 
 
 def device_keys(sink: WeightSink) -> list[str]:
-    """Who this receiver is: the GPU that its weights live on, if any, then the host."""
+    """Return the receiver's device keys: the key of the sink's GPU, if any, then the host key."""
     keys = [gpu_key(sink.device)] if sink.device.type == "cuda" else []
     return [*keys, host_key()]

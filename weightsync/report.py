@@ -1,4 +1,4 @@
-"""What an update did: the report that `send_weights` returns on every rank."""
+"""Report of an update, which `send_weights` returns on every rank."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, field
 
 
 class _FormerNames:
-    """Names of this version's predecessors: `road` and `skipped_roads`."""
+    """Deprecated aliases of earlier versions: `road` and `skipped_roads`."""
 
     __slots__ = ()
     path: str
@@ -32,7 +32,7 @@ class _FormerNames:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReceiverReport(_FormerNames):
-    """What one receiver did with an update."""
+    """Report of one receiver on an update; the fields have the meaning of SyncReport's."""
 
     target: str
     path: str
@@ -46,18 +46,20 @@ class ReceiverReport(_FormerNames):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SyncReport(_FormerNames):
-    """What one update moved, where the time went, and what was checked.
+    """Report of one update: bytes moved, time by phase, and verification.
 
-    `nbytes` are bytes of weights; `seconds` has a value per phase and `total`; `stall_s` is the
-    longest time any receiver held generation up; `path` is `cuda_ipc`, `shared_memory`,
-    `distributed` or `safetensors_file`, joined by `+` where receivers differ; `verified` is `none`,
-    `arrived` or `held`, the weakest of all receivers; `apply` is `staged` or `in_place`;
-    `control_nbytes` and `control_messages` count what the control plane sent to all receivers;
-    `peak_extra_nbytes` is what the sender held beyond the model, `written_nbytes` what it wrote
-    into buckets, once however many receivers read them; `skipped_paths` says for each faster path
-    why it was not taken. `connect_seconds` is what finding the receivers took, by phase, where this
-    update had to. `rule` is `two-phase`, or `roll-forward` where a receiver failed that had no
-    version to return to; `dropped` says who is no longer in the fleet, and why.
+    - `nbytes`: bytes of weights. `seconds`: one value per phase, and `total`.
+    - `stall_s`: the longest time for which a receiver stopped generation.
+    - `path`: `cuda_ipc`, `shared_memory`, `distributed` or `safetensors_file`, joined by `+` where
+      receivers differ. `skipped_paths`: for each faster path, the reason why it was not taken.
+    - `verified`: `none`, `arrived` or `held`, the weakest level of all receivers.
+    - `apply`: `staged` or `in_place`.
+    - `control_nbytes` and `control_messages`: what the control plane sent to all receivers.
+    - `peak_extra_nbytes`: memory that the sender held beyond the model. `written_nbytes`: bytes
+      written into buckets, counted once for any number of readers.
+    - `connect_seconds`: time to connect by phase, if this update connected.
+    - `rule`: `two-phase`, or `roll-forward` if a receiver failed that could not go back.
+    - `dropped`: the targets that left the fleet, with the reasons.
     """
 
     version: int
@@ -83,7 +85,7 @@ class SyncReport(_FormerNames):
 
     @property
     def gbps(self) -> float:
-        """Gigabytes (1e9) of weights a second, over the whole update."""
+        """Gigabytes (1e9 bytes) of weights per second, over the whole update."""
         return self.nbytes / self.seconds["total"] / 1e9 if self.seconds["total"] else 0.0
 
     def to_dict(self) -> dict[str, object]:
@@ -91,7 +93,7 @@ class SyncReport(_FormerNames):
         return {**asdict(self), "gbps": self.gbps}
 
     def to_json(self) -> str:
-        """Return the report as one line of JSON: a run's lines are what `weightsync plot` reads."""
+        """Return the report as one line of JSON; `weightsync plot` reads the lines of a run."""
         return json.dumps(self.to_dict(), allow_nan=False)
 
     def __str__(self) -> str:

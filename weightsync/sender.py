@@ -1,4 +1,4 @@
-"""The sending side: one update after another, from every rank, to every receiver at once."""
+"""The sending side: `connect`, `WeightSender`, and the one-call `send_weights`."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ T = TypeVar("T")
 
 DEFAULT_TIMEOUT_S = 60.0
 MAX_TIMEOUT_S = 1e6
-"""Eleven days: waits of the operating system overflow at some more."""
+"""Eleven days; waits of the operating system overflow a little above."""
 _RANKS_SLACK_S = 60.0
 
 
@@ -73,31 +73,37 @@ def connect(  # noqa: PLR0913  # the settings of a connection, all keyword-only
     takeover: bool = False,
     yields: bool = False,
 ) -> WeightSender:
-    """Return a sender of `source` to every receiver in `to`; everything large is allocated now.
+    """Return a sender of `source` to every receiver in `to`. Allocates all large memory now.
 
-    `source`: an nn.Module (plain, DDP or FSDP2), a state dict, a callable that returns fresh
-    `(name, tensor)` pairs, or a WeightSource. `to`: a URL, a Ray actor, a callable that carries
-    plain dicts (`receiver.handle`), a Transport, or several; a server of several workers counts as
-    that many receivers, by its one URL. `dtype` casts floating-point tensors
-    on the way; `rename` maps names. `backend`: `auto` takes for each receiver the fastest path that
-    works, `ipc` only those of the same host, `distributed` the one that crosses hosts. `packed`
-    None lets receivers read stable parameters where they are and streams others through buckets;
-    `bucket_nbytes` (rounded up to 64) and `num_buckets` size those. `adopt` allows parameters in
-    host memory to be moved into shared memory. `verify` fingerprints what arrives; `token` and
-    `verify_tls` are HttpTransport's: by default the environment says both. `timeout_s` bounds every
-    wait for progress. `on_failure`: `abort` leaves all receivers as they were when one fails,
-    `drop` goes on without it. `progress` shows a bar, or is told of each update's `Progress` about
-    ten times a second, from another thread, on rank 0. A receiver belongs to one living sender:
-    `takeover` takes it from another one, whose next call raises SenderReplacedError; one that
-    `yields` gives it up to anybody between its updates.
+    - `source`: an nn.Module (plain, DDP or FSDP2), a state dict, a callable that returns fresh
+      `(name, tensor)` pairs, or a WeightSource.
+    - `to`: a URL, a Ray actor, a callable that carries plain dicts (`receiver.handle`), a
+      Transport, or several of these. A server with several workers has one URL and counts as that
+      many receivers.
+    - `dtype` casts floating-point tensors before they are sent; `rename` maps names.
+    - `backend`: `auto` takes the fastest path that works for each receiver, `ipc` only paths on the
+      same host, `distributed` the path between hosts.
+    - `packed`: with None, receivers read stable parameters in place, and other tensors pass through
+      buckets. `bucket_nbytes` (rounded up to 64) and `num_buckets` size the buckets.
+    - `adopt` allows parameters in host memory to be moved into shared memory.
+    - `verify` compares fingerprints of the weights that arrive.
+    - `token` and `verify_tls` are HttpTransport's, by default from the environment.
+    - `timeout_s` bounds every wait for progress.
+    - `on_failure`: if a receiver fails, `abort` leaves all receivers as they were, and `drop`
+      continues without it.
+    - `progress` shows a bar, or is a callback for each update's `Progress`, called about ten times
+      a second, from another thread, on rank 0.
+    - `takeover` takes receivers from another living sender, whose next call raises
+      SenderReplacedError. A sender that `yields` lets any sender take its receivers between
+      updates.
 
     Under torch.distributed every rank of `process_group` (None: the default group) calls this, and
-    every method of the sender after it, in step; rank 0 alone talks to the receivers.
+    then every method of the sender in the same order. Only rank 0 sends messages to the receivers.
 
-    Raises ConfigError, SenderConflictError when a receiver belongs to another living sender,
-    ManifestMismatchError when the tensors do not fit a receiver or another
-    rank's, SegmentError when `/dev/shm` has no room, BackendUnavailableError when no path works,
-    TransferTimeout naming ranks that did not call, ConnectError or AuthError.
+    Raises ConfigError; SenderConflictError when a receiver belongs to another living sender;
+    ManifestMismatchError when the tensors do not fit a receiver or another rank's tensors;
+    SegmentError when `/dev/shm` has no room; BackendUnavailableError when no path works;
+    TransferTimeout with the ranks that did not call; ConnectError or AuthError.
     """
     if not 0 < timeout_s <= MAX_TIMEOUT_S:
         raise ConfigError(
@@ -115,17 +121,17 @@ def connect(  # noqa: PLR0913  # the settings of a connection, all keyword-only
         adopt=adopt,
         timeout_s=timeout_s,
     )
-    # Rank 0 waits for receivers as long as they beat; the others wait for rank 0.
-    patience_s = timeout_s * (PATIENCE + 1) + _RANKS_SLACK_S
-    ranks = join_ranks(process_group, timeout_s=patience_s, join_timeout_s=timeout_s)
+    # Rank 0 waits for receivers while they send heartbeats; the other ranks wait for rank 0.
+    ranks_timeout_s = timeout_s * (PATIENCE + 1) + _RANKS_SLACK_S
+    ranks = join_ranks(process_group, timeout_s=ranks_timeout_s, join_timeout_s=timeout_s)
 
-    reach = TransportFactory(token, verify_tls=verify_tls, timeout_s=timeout_s)
+    transports = TransportFactory(token, verify_tls=verify_tls, timeout_s=timeout_s)
 
-    def feed() -> RankWorker:
+    def make_worker() -> RankWorker:
         return RankWorker(as_source(source, dtype=dtype, rename=rename), options, ranks)
 
     def coordinator(group: RankGroup) -> Coordinator:
-        fleet = Fleet(reach.every(to), yields=yields)
+        fleet = Fleet(transports.every(to), yields=yields)
         try:
             watch_progress(group, on_progress)
             return Coordinator(
@@ -135,40 +141,41 @@ def connect(  # noqa: PLR0913  # the settings of a connection, all keyword-only
             fleet.close()
             raise
 
-    return WeightSender(ranks, feed, coordinator, reach.one, verify=verify)
+    return WeightSender(ranks, make_worker, coordinator, transports.one, verify=verify)
 
 
 class WeightSender:
-    """Keeps receivers in step with a source. Made by `connect`; use it from one thread.
+    """Sends the weights of a source to receivers, one update after the other.
 
-    Under several ranks each has one, and makes the same calls in the same order. `version` is the
-    last version that receivers hold; `verify` may be changed between updates.
+    Made by `connect`; use it from one thread. Each rank has its own sender, and all ranks make the
+    same calls in the same order. `version` is the last version that receivers hold. `verify` may be
+    changed between updates.
     """
 
     def __init__(
         self,
         ranks: RankComm,
-        feed: Callable[[], RankWorker],
+        make_worker: Callable[[], RankWorker],
         coordinator: Callable[[RankGroup], Coordinator],
-        reach: Callable[[Target], Transport],
+        make_transport: Callable[[Target], Transport],
         *,
         verify: bool,
     ) -> None:
         self.verify = verify
         self.version = 0
-        self._reach = reach
+        self._make_transport = make_transport
         self._closed = False
-        self._turns = UpdateLock()
+        self._update_lock = UpdateLock()
         self._pid = os.getpid()
         self._coordinator: Coordinator | None = None
         try:
-            group = self._group = RankGroup(ranks.together(feed), ranks)
+            group = self._group = RankGroup(ranks.together(make_worker), ranks)
             self._coordinator = ranks.together(lambda: coordinator(group) if group.leads else None)
         except BaseException:
             ranks.close()
             raise
-        self._dropped = weakref.finalize(self, _free_dropped, group, self._coordinator, self._pid)
-        self._dropped.atexit = False  # the kernel does it then
+        self._finalizer = weakref.finalize(self, _free_dropped, group, self._coordinator, self._pid)
+        self._finalizer.atexit = False  # at exit the kernel frees everything
         try:
             self._together("connect", lambda leading: leading.connect())
         except BaseException:
@@ -177,7 +184,7 @@ class WeightSender:
 
     @property
     def targets(self) -> list[str]:
-        """The receivers, as messages name them; nobody on ranks other than 0."""
+        """Names of the receivers, as in messages; empty on ranks other than 0."""
         return (
             [member.target for member in self._coordinator.fleet.members]
             if self._coordinator
@@ -186,7 +193,10 @@ class WeightSender:
 
     @property
     def path(self) -> str:
-        """How the bytes go; several paths are joined by `+`. Empty on ranks other than 0."""
+        """Path of the bytes; several paths are joined by `+`. Empty on ranks other than 0.
+
+        Raises ConfigError when the sender is closed or released.
+        """
         if self._closed or self._coordinator is None or not self._coordinator.connected:
             if self._coordinator is None and not self._closed:
                 return ""
@@ -201,7 +211,7 @@ class WeightSender:
 
     @property
     def connect_seconds(self) -> Mapping[str, float]:
-        """What finding the receivers took the last time, by phase; empty on ranks other than 0."""
+        """Seconds of the last connection, by phase; empty on ranks other than 0."""
         return dict(self._coordinator.paths.seconds) if self._coordinator else {}
 
     def send_weights(
@@ -212,16 +222,17 @@ class WeightSender:
         rewind: bool = False,
         trace: TracePath | None = None,
     ) -> SyncReport:
-        """Bring every receiver to the source's current weights; return when all use them.
+        """Send the source's current weights to every receiver; return when all use them.
 
-        `version` None is one more than the last. Versions grow, unless `rewind` says that the
-        trainer went back to an older checkpoint. The source may change again when this returns;
-        one that changes before is a VerificationError that names the tensors, and nothing is
-        committed.
-        `trace` is a file for a time line of this update in Chrome's trace format, from rank 0.
-        Raises VerificationError, TransferError, TransportError or ProtocolError; the receivers are
-        then as they were, except those that errors or their status call TORN. What any rank raises
-        is raised on all.
+        `version` None is one more than the last version. Versions grow, unless `rewind` is set: the
+        trainer went back to an older checkpoint. The source may change again when this returns. A
+        change before is a VerificationError with the names of the tensors, and nothing is
+        committed. `trace` is the path of a file that rank 0 writes: this update in Chrome's trace
+        format.
+
+        Raises VerificationError, TransferError, TransportError or ProtocolError. The receivers are
+        then as they were, except those that the error or their status calls TORN. An error of one
+        rank is raised on all ranks.
         """
         return self._send_weights(version, label, rewind, threading.Event(), trace)
 
@@ -233,15 +244,15 @@ class WeightSender:
         rewind: bool = False,
         trace: TracePath | None = None,
     ) -> SyncReport:
-        """`send_weights` without blocking the event loop.
+        """Do the same as `send_weights` without blocking the event loop.
 
-        The source must not change before this returns: an optimizer that steps meanwhile makes it a
-        VerificationError. Cancelled, it stops the transfer and returns when nothing reads the
-        source any more.
+        The source must not change before this returns: an optimizer step meanwhile is a
+        VerificationError. A cancellation stops the transfer and returns when the source is no
+        longer read.
         """
         stop = threading.Event()
         run = contextvars.copy_context().run
-        # No task: a loop that ends cancels its tasks, and this thread would go on reading.
+        # Not a task: a loop that ends cancels its tasks, and the thread would continue to read.
         sending = asyncio.get_running_loop().run_in_executor(
             None, run, self._send_weights, version, label, rewind, stop, trace
         )
@@ -266,12 +277,13 @@ class WeightSender:
         partial: bool = False,
         trace: TracePath | None = None,
     ) -> Iterator[UpdateTransaction | FollowerUpdate]:
-        """An update whose tensors you send yourself; it commits at the end of the block, or aborts.
+        """Open an update in which the caller sends the tensors.
 
-        `partial` allows a subset of the model (LoRA): it builds on the version held. The report is
+        The update commits at the end of the block, and aborts if the block raises. `partial` allows
+        a subset of the model (LoRA), based on the version that the receivers hold. The report is
         `update.last_report` afterwards.
         """
-        with self._turns.taken():
+        with self._update_lock.taken():
             self._check_open()
             self._group.check_same_call(f"update({version}, partial={partial})")
             self._group.worker.stop = threading.Event()
@@ -294,32 +306,34 @@ class WeightSender:
                     yield update
             except BaseException as exc:
                 self.version = self._coordinator.version
-                self._tell_done(error=exc)
+                self._finish_call(error=exc)
                 raise
             self.version = self._coordinator.version
-            self._tell_done(report=update.last_report)
+            self._finish_call(report=update.last_report)
 
     def add(self, target: Target) -> SyncReport | None:
-        """Take a receiver in, and bring it up to date where a version was sent already.
+        """Add a receiver, and send it the current version if there is one.
 
-        The source must still hold what was sent as that version. Raises what `connect` and
-        `resync` raise; the fleet is then as it was.
+        The source must still hold the weights of that version. Raises the same errors as `connect`
+        and `resync`; the fleet is then as it was.
         """
-        return self._together("add", lambda coordinator: coordinator.add(self._reach(target)))
+        return self._together(
+            "add", lambda coordinator: coordinator.add(self._make_transport(target))
+        )
 
     def remove(self, target: str) -> None:
-        """Let the receiver of that name (`targets`) go, or all workers of a server by its URL.
+        """Remove the receiver with that name (`targets`), or all workers of a server by its URL.
 
-        They keep the weights that they hold.
+        Removed receivers keep their weights.
         """
         self._together("remove", lambda coordinator: coordinator.remove(target))
 
     def resync(self, target: str) -> SyncReport:
-        """Send the current version to one receiver or server that missed it, and to no other.
+        """Send the current version to a single receiver or server that missed it.
 
-        The source must still hold what was sent as that version. Raises TransferError when it has
-        changed since, which only fingerprints show (with `verify=False` a warning is logged), and
-        ConfigError for an unknown target or before the first update.
+        The source must still hold the weights of that version. Raises TransferError if it has
+        changed since. Only fingerprints show that; with `verify=False` a warning is logged. Raises
+        ConfigError for an unknown target, or before the first update.
         """
         report = self._together(
             "resync", lambda coordinator: coordinator.resync(coordinator.members(target))
@@ -327,39 +341,40 @@ class WeightSender:
         return _required(report)
 
     def ledger(self) -> list[LedgerEntry]:
-        """What this rank shares now, its size and age, who reads it and who has not released it."""
+        """Return the memory that this rank shares: size, age, readers, and readers not done."""
         return self._group.worker.ledger(
             self._coordinator.fleet.members if self._coordinator else ()
         )
 
     def release(self) -> None:
-        """Unregister all memory, so that it may be offloaded or freed; the next send connects."""
+        """Unregister all memory, so that it may be offloaded or freed. The next send reconnects."""
         self._together("release", lambda coordinator: coordinator.disconnect())
 
     def close(self) -> None:
-        """Have receivers close what they opened, move adopted parameters back, free everything.
+        """Disconnect from the receivers, move adopted parameters back and free all memory.
 
-        Does nothing in a forked child: everything belongs to the parent. Under several ranks it
-        raises where one of them is gone, or makes another call; all is freed here then, too. Once
-        any call has said that a rank is gone, close() works alone and does not say it again.
+        Does nothing in a forked child, because everything belongs to the parent. With several
+        ranks, raises if another rank is gone or makes another call; the memory is freed in that
+        case, too. After a call has raised because a rank is gone, close() works without the other
+        ranks and does not raise again.
         """
         if self._closed or os.getpid() != self._pid:
             return
         known = self._group.comm.broken
         try:
             if exiting():
-                self._part()  # the other ranks may be gone, and exit waits for nobody
+                self._disconnect_alone()  # at exit nothing waits for ranks, which may be gone
             else:
                 self._together("close", lambda coordinator: coordinator.disconnect(leaves=True))
         except WeightSyncError:
-            self._part()
+            self._disconnect_alone()
             if not known:
                 raise
         finally:
             self._free()
 
-    def _part(self) -> None:
-        """Tell the receivers, as far as that goes without the other ranks."""
+    def _disconnect_alone(self) -> None:
+        """Disconnect from the receivers, as far as possible without the other ranks."""
         self._group.comm.close()
         if self._coordinator is not None:
             self._coordinator.fleet.forgive()
@@ -400,8 +415,8 @@ class WeightSender:
         stop: threading.Event | None = None,
         trace: TracePath | None = None,
     ) -> T | SyncReport | None:
-        """Make one call on every rank: rank 0 does it, the others do what it tells them."""
-        with self._turns.taken():
+        """Make one call on every rank: rank 0 runs it, the others execute rank 0's commands."""
+        with self._update_lock.taken():
             self._check_open()
             self._group.check_same_call(call)
             self._group.worker.stop = stop or threading.Event()
@@ -417,13 +432,13 @@ class WeightSender:
                     result = do(self._coordinator)
             except BaseException as exc:
                 self.version = self._coordinator.version
-                self._tell_done(error=exc)
+                self._finish_call(error=exc)
                 raise
             self.version = self._coordinator.version
-            self._tell_done(report=result if isinstance(result, SyncReport) else None)
+            self._finish_call(report=result if isinstance(result, SyncReport) else None)
             return result
 
-    def _tell_done(
+    def _finish_call(
         self, *, report: SyncReport | None = None, error: BaseException | None = None
     ) -> None:
         try:
@@ -431,7 +446,7 @@ class WeightSender:
         except WeightSyncError:
             if error is None:
                 raise
-            logger.debug("the other ranks could not be told", exc_info=True)
+            logger.debug("the other ranks did not get the end of the call", exc_info=True)
 
     def _check_open(self) -> None:
         if self._closed:
@@ -439,7 +454,7 @@ class WeightSender:
 
     def _free(self) -> None:
         self._closed = True
-        self._dropped.detach()
+        self._finalizer.detach()
         _free(self._group, self._coordinator)
 
 
@@ -452,9 +467,9 @@ def _free(group: RankGroup, coordinator: Coordinator | None) -> None:
 
 
 def _free_dropped(group: RankGroup, coordinator: Coordinator | None, pid: int) -> None:
-    """A sender that was dropped without close() must not hold its receivers."""
+    """Free the memory and the receivers of a sender that was dropped without close()."""
     if os.getpid() == pid:
-        logger.warning("a sender was dropped without close(); what it shared is freed")
+        logger.warning("a sender was dropped without close(); its shared memory is freed")
         if group.worker.engine is not None:
             group.worker.engine.dropped()
         _free(group, coordinator)
@@ -462,7 +477,7 @@ def _free_dropped(group: RankGroup, coordinator: Coordinator | None, pid: int) -
 
 def _required(report: SyncReport | None) -> SyncReport:
     if report is None:
-        raise ProtocolError("rank 0 gave no report of the update")
+        raise ProtocolError("rank 0 sent no report of the update")
     return report
 
 
@@ -470,7 +485,7 @@ Settings = tuple[object, ...]
 
 
 class _LatestTensors:
-    """A WeightSource of whatever the last call was given; holds it no longer than the call."""
+    """WeightSource of the tensors of the current `send_weights` call; holds none between calls."""
 
     def __init__(self, manifest: Manifest) -> None:
         self.manifest = manifest
@@ -487,8 +502,8 @@ class _LatestTensors:
 
 
 @dataclass(slots=True)
-class _Kept:
-    """The connection of one target: what it was made for, and its sender."""
+class _Connection:
+    """The cached connection of one target: its settings and its sender."""
 
     settings: Settings
     sender: WeightSender
@@ -496,7 +511,7 @@ class _Kept:
 
 
 _lock = threading.RLock()
-_kept: dict[Hashable, _Kept] = {}
+_connections: dict[Hashable, _Connection] = {}
 
 
 def send_weights(  # noqa: PLR0913  # the settings of a connection, all keyword-only
@@ -513,14 +528,14 @@ def send_weights(  # noqa: PLR0913  # the settings of a connection, all keyword-
     timeout_s: float = DEFAULT_TIMEOUT_S,
     takeover: bool = False,
 ) -> SyncReport:
-    """Send a module, a mapping or `(name, tensor)` pairs to `to`, as one whole update.
+    """Send a module, a mapping or `(name, tensor)` pairs to `to`, as one full update.
 
-    The connection is made by the first call and kept per target; other names, shapes or settings
-    make a new one; `close()` ends it. Between two calls it yields to other senders: processes may
-    call this in turn for one receiver. `takeover` takes it from a sender that does not. A generator
-    is drained before anything moves: pass a module,
-    or use `connect` with a callable, where all tensors at once are too much. Raises what
-    `connect` and `WeightSender.send_weights` raise.
+    The first call connects, and the connection is kept per target until `close()`. Other names,
+    shapes or settings make a new connection. Between two calls other senders may take the receiver,
+    so several processes may call this in turn for one receiver. `takeover` takes the receiver from
+    a sender that does not yield. A generator is exhausted before the transfer begins: if all
+    tensors do not fit into memory at once, pass a module, or use `connect` with a callable. Raises
+    the same errors as `connect` and `WeightSender.send_weights`.
     """
     with _lock:
         settings: Settings = (packed, dtype, verify, token, timeout_s)
@@ -538,36 +553,36 @@ def send_weights(  # noqa: PLR0913  # the settings of a connection, all keyword-
             manifest = Manifest(specs, aliases)
             source = _LatestTensors(manifest)
             settings += (manifest.digest,)
-        kept = _kept.get(key)
-        if kept is None or kept.settings != settings:
-            kept = _reconnect(key, settings, source, to, takeover=takeover)
-        if kept.latest is not None and pairs is not None:
-            kept.latest.pairs = pairs
+        connection = _connections.get(key)
+        if connection is None or connection.settings != settings:
+            connection = _reconnect(key, settings, source, to, takeover=takeover)
+        if connection.latest is not None and pairs is not None:
+            connection.latest.pairs = pairs
         try:
-            return kept.sender.send_weights(version, label=label, rewind=rewind)
+            return connection.sender.send_weights(version, label=label, rewind=rewind)
         except SenderReplacedError:
-            _kept.pop(key).sender.close()  # the next call connects anew
+            _connections.pop(key).sender.close()  # the next call reconnects
             raise
         finally:
-            if kept.latest is not None:
-                kept.latest.pairs = []
+            if connection.latest is not None:
+                connection.latest.pairs = []
 
 
 def close() -> None:
-    """End every connection that `send_weights` keeps; adopted parameters are moved back.
+    """Close every connection that `send_weights` keeps; adopted parameters are moved back.
 
-    All of them are closed, also where one raises.
+    If one raises, the others are closed, too.
     """
     with _lock, ExitStack() as closing:
-        for kept in _kept.values():
-            closing.callback(kept.sender.close)
-        _kept.clear()
+        for connection in _connections.values():
+            closing.callback(connection.sender.close)
+        _connections.clear()
 
 
 def _reconnect(
     key: Hashable, settings: Settings, source: object, to: Targets, *, takeover: bool
-) -> _Kept:
-    old = _kept.pop(key, None)
+) -> _Connection:
+    old = _connections.pop(key, None)
     if old is not None:
         old.sender.close()
     packed, dtype, verify, token, timeout_s, *_ = settings
@@ -583,8 +598,8 @@ def _reconnect(
         takeover=takeover,
         yields=True,
     )
-    kept = _kept[key] = _Kept(settings, sender, latest)
-    return kept
+    connection = _connections[key] = _Connection(settings, sender, latest)
+    return connection
 
 
 def _key(to: Targets) -> Hashable:

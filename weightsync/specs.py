@@ -1,4 +1,4 @@
-"""What a model's weights are called, and how large they are: specs and manifests."""
+"""Names, dtypes and shapes of a model's weights: specs and manifests."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ DTYPE_NBYTES: Mapping[str, int] = {
     "uint8": 1,
     "bool": 1,
 }
-"""Bytes of one element, by the dtype's name without `torch.`."""
+"""Bytes per element, by the dtype's name without `torch.`."""
 
 MAX_VERSION = 1 << 62
 MAX_NAME_LENGTH = 1024
@@ -43,7 +43,7 @@ MAX_TENSOR_NBYTES = 1 << 46
 
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
-    """Name, dtype and shape of one tensor. Raises ConfigError when they make no tensor."""
+    """Name, dtype and shape of one tensor. Raises ConfigError if they are invalid."""
 
     name: str
     dtype: str
@@ -67,7 +67,7 @@ class TensorSpec:
                 f"this is {self.shape[: MAX_DIMENSIONS + 1]}"
             )
         nbytes = math.prod(self.shape) * itemsize
-        # A zero among the sizes hides the others, whose product overflows inside torch.
+        # A size of zero hides the other sizes, whose product would overflow inside torch.
         extent = math.prod(max(size, 1) for size in self.shape) * itemsize
         if extent > MAX_TENSOR_NBYTES:
             raise ConfigError(f"{self.name}: {extent} bytes are too many for one tensor")
@@ -81,7 +81,7 @@ class TensorSpec:
 class Manifest:
     """The ordered specs of a model; `aliases` maps a tied name to the spec that carries its bytes.
 
-    Raises ConfigError for a name that stands twice or an alias that points nowhere.
+    Raises ConfigError for a repeated name, or an alias of an unknown name.
     """
 
     specs: tuple[TensorSpec, ...]
@@ -90,7 +90,7 @@ class Manifest:
     def __post_init__(self) -> None:
         names = {spec.name for spec in self.specs}
         if len(names) != len(self.specs):
-            raise ConfigError(f"a name stands twice in the manifest: {self._first_repeated()!r}")
+            raise ConfigError(f"a name appears twice in the manifest: {self._first_repeated()!r}")
         for alias, name in self.aliases.items():
             if alias in names:
                 raise ConfigError(f"{alias!r} is both a tensor and an alias of {name!r}")
@@ -120,7 +120,7 @@ class Manifest:
 
     @cached_property
     def nbytes(self) -> int:
-        """Bytes of all tensors, each once."""
+        """Bytes of all tensors; tied tensors count once."""
         return sum(spec.nbytes for spec in self.specs)
 
     @cached_property
@@ -132,7 +132,7 @@ class Manifest:
 
     @cached_property
     def digest(self) -> str:
-        """32 hex digits that name this manifest: order, names, dtypes, shapes and aliases."""
+        """Hash of order, names, dtypes, shapes and aliases, as 32 hex digits."""
         state = hashlib.blake2b(digest_size=16)
         for spec in self.specs:
             state.update(f"{spec.name}\0{spec.dtype}\0{spec.shape}\0".encode())
@@ -141,14 +141,17 @@ class Manifest:
         return state.hexdigest()
 
     def places(self) -> dict[str, tuple[str, ...]]:
-        """Every name by the spec that carries it: `{name: (name, alias, …)}`."""
+        """Return all names of each spec: `{name: (name, alias, …)}`."""
         grouped: dict[str, list[str]] = {spec.name: [spec.name] for spec in self.specs}
         for alias, name in self.aliases.items():
             grouped[name].append(alias)
         return {name: tuple(group) for name, group in grouped.items()}
 
     def subset(self, names: Iterable[str]) -> Manifest:
-        """Return the manifest of `names` alone, in this order. ManifestMismatchError if unknown."""
+        """Return the manifest of `names` only, in the order of this manifest.
+
+        Raises ManifestMismatchError for unknown names.
+        """
         wanted = {self.index[name] for name in self._known(names)}
         specs = tuple(spec for i, spec in enumerate(self.specs) if i in wanted)
         kept = {spec.name for spec in specs}
@@ -172,9 +175,9 @@ class Manifest:
 
 @dataclass(frozen=True, slots=True)
 class ManifestDifference:
-    """How the tensors `offered` by a sender differ from those a receiver `wanted`.
+    """Difference between the tensors that a sender offered and those that a receiver wanted.
 
-    `cut` are offered without others that the receiver needs together with them.
+    `cut` are tensors offered without others that the receiver needs together with them.
     """
 
     missing: tuple[str, ...] = ()
@@ -183,9 +186,9 @@ class ManifestDifference:
     cut: tuple[str, ...] = ()
 
     def check(self, *, partial: bool, more_follows: bool = False) -> None:
-        """Raise ManifestMismatchError with all names at once; `partial` allows missing ones.
+        """Raise ManifestMismatchError with all names at once; `partial` allows missing names.
 
-        `more_follows`: this is one message of several, and may cut what belongs together.
+        `more_follows`: this is one message of several, and may cut tensors that belong together.
         """
         missing = () if partial else self.missing
         mismatched = self.mismatched if more_follows else (*self.mismatched, *self.cut)
@@ -196,7 +199,7 @@ class ManifestDifference:
 
 
 def changes(before: Manifest, now: Manifest) -> list[str]:
-    """Return `name: float32[8, 4] before, bfloat16[8, 4] now` for each name that differs, once."""
+    """Return `name: float32[8, 4] before, bfloat16[8, 4] now` for each name that differs."""
     was = {spec.name: spec for spec in before.specs}
     is_now = {spec.name: spec for spec in now.specs}
     names = [name for name in {**was, **is_now} if was.get(name) != is_now.get(name)]
@@ -218,9 +221,9 @@ def _tie(manifest: Manifest, name: str) -> str:
 
 
 def union(manifests: Sequence[Manifest], ties: Mapping[str, str]) -> Manifest:
-    """Return what several messages brought together; of a name that came twice, the last.
+    """Return the union of the manifests of several messages; a repeated name has its last spec.
 
-    A name that `ties` makes another's alias is one where that came, too.
+    `ties` maps aliases to names. A name in `ties` becomes an alias if its target is present.
     """
     specs = {spec.name: spec for manifest in manifests for spec in manifest.specs}
     aliases = {alias: name for manifest in manifests for alias, name in manifest.aliases.items()}
@@ -230,10 +233,10 @@ def union(manifests: Sequence[Manifest], ties: Mapping[str, str]) -> Manifest:
 
 
 def compare(offered: Manifest, wanted: Manifest, *, cast: bool = False) -> ManifestDifference:
-    """Compare two manifests in time linear in their tensors.
+    """Compare two manifests, in time linear in the number of tensors.
 
-    A wanted tensor is there when any of its tied names is offered. Two offered tensors that the
-    receiver ties together are a mismatch, since one place cannot hold both. With `cast` dtypes
+    A wanted tensor is present if any of its tied names is offered. Two offered tensors that the
+    receiver ties together are a mismatch, because one place cannot hold both. With `cast`, dtypes
     may differ.
     """
     unexpected = [name for name in offered.index if name not in wanted.index]

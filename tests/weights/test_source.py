@@ -85,7 +85,7 @@ class TestModuleSource:
         module = nn.Linear(2, 2)
         assert names(ModuleSource(module, rename=str.upper)) == ["WEIGHT", "BIAS"]
         assert names(ModuleSource(module, rename={"bias": "b"})) == ["weight", "b"]
-        with pytest.raises(ConfigError, match="stands twice"):
+        with pytest.raises(ConfigError, match="appears twice"):
             ModuleSource(module, rename=lambda _: "same")
 
     def test_dtype_casts_floating_point_tensors_alone(self) -> None:
