@@ -776,7 +776,9 @@ _BUILDERS: dict[int, Callable[[_Unpacker, Any], Any]] = {
 
 @functools.cache
 def _dtypes() -> dict[str, torch.dtype]:
-    """Return the dtypes that messages carry, by name; loads torch, without its warning on read-only buffers.
+    """Return the dtypes that messages carry, by name.
+
+    Loads torch, without its warning on read-only buffers.
 
     More than `tensors.TORCH_DTYPES`, the dtypes of weights: also complex32 and integers of fewer
     bits than a byte.
