@@ -34,6 +34,7 @@ NEEDS = {
     "weightsync.integrations.vllm.plugin": ("vllm",),
     "weightsync.integrations.vllm.actors": (),
     "weightsync.serve.hugging_face": ("transformers",),
+    "weightsync.serve.status_page": ("jinja2",),
     "weightsync.cli.app": ("typer",),
 }
 # vLLM is not installed where this runs, so its plugin cannot be imported anyway.

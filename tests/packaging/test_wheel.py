@@ -56,8 +56,13 @@ def requirements(wheel: zipfile.ZipFile, extra: str) -> set[str]:
 
 def test_it_holds_the_package_and_nothing_else(wheel: zipfile.ZipFile) -> None:
     files = {name for name in wheel.namelist() if ".dist-info/" not in name}
-    sources = {path.relative_to(ROOT).as_posix() for path in (ROOT / "weightsync").rglob("*.py")}
+    package = ROOT / "weightsync"
+    sources = {
+        path.relative_to(ROOT).as_posix()
+        for path in [*package.rglob("*.py"), *package.rglob("templates/*")]
+    }
     assert files >= sources | {"weightsync/py.typed"}
+    assert any(name.endswith(".html") for name in sources)
     assert {name.partition("/")[0] for name in files} == {"weightsync"}
     assert [name for name in files if "__pycache__" in name or name.endswith(".so")] == []
 

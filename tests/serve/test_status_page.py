@@ -17,15 +17,16 @@ from urllib.parse import urlsplit
 import pytest
 import requests
 from fastapi import FastAPI
+from markupsafe import escape
 from playwright.sync_api import Browser, ConsoleMessage, Page, expect, sync_playwright
 from torch import nn
 
 import weightsync as ws
 from tests.server.live import TOKEN, serving
 from weightsync.errors import TransportTimeout
-from weightsync.serve import status_page_view as figures
+from weightsync.serve import status_page as figures
 from weightsync.serve.engine_messages import Delta, EngineStats, Job
-from weightsync.serve.status_page import status_router
+from weightsync.serve.status_page import render_fragment, render_page, round_up, status_router
 from weightsync.serve.status_page_data import (
     FRESH_S,
     NO_ANSWER,
@@ -35,17 +36,6 @@ from weightsync.serve.status_page_data import (
     merge_updates,
     take_snapshot,
     worker_names,
-)
-from weightsync.serve.status_page_view import (
-    bar_chart,
-    escaped,
-    isolated,
-    joined,
-    render_fragment,
-    render_page,
-    round_up,
-    tag,
-    waits_for,
 )
 from weightsync.serve.steps import ModelCard
 from weightsync.server.dispatcher import Receiver
@@ -124,17 +114,25 @@ def section(fragment: str, name: str) -> str:
     return re.sub(r"\s+", " ", re.sub(r"<[^>]*>", " ", found[0])).strip()
 
 
-def test_text_is_escaped_wherever_it_enters() -> None:
-    assert tag("p", HOSTILE, class_='"') == f'<p class="&quot;">{escaped(HOSTILE)}</p>'
-    assert "<script>" not in escaped(HOSTILE)
-    assert joined(["<", tag("b", "&")], "<") == "&lt;&lt;<b>&amp;</b>"
-    assert tag("input", hidden=True, disabled=False, id=None) == "<input hidden></input>"
-    assert (
-        isolated("a\0b\x1bc\nd")
-        == "<bdi>a\N{REPLACEMENT CHARACTER}b\N{REPLACEMENT CHARACTER}c d</bdi>"
+def test_text_is_escaped_and_isolated_wherever_it_enters() -> None:
+    strange = 'a\0b\x1bc\nd<i>"&'
+    mark = "\N{REPLACEMENT CHARACTER}"
+    escaped = f"a{mark}b{mark}c d&lt;i&gt;&#34;&amp;"
+    ledger = [LedgerEntry(kind="ring", name=strange, nbytes=5, owner=False, age_s=1.0)]
+    one = report(
+        status(label=strange, ledger=ledger, senders={strange: strange}),
+        recent=[record(3, label=strange)],
+        open_update=OpenUpdate(update_id=strange, version=4, since=NOW, label=strange),
     )
-    # What is cut out of markup is plain text, and is escaped again.
-    assert tag("p", tag("b", "x")[:4]) == "<p>&lt;b&gt;x</p>"
+    page = render_page(
+        take_snapshot(strange, ["0.0"], [(one, "")], [EngineStats(versions=[3])], at=NOW), strange
+    )
+    # The model, the path, the sender, the update, and its label, the server's and both tables'.
+    assert page.count(f"<bdi>{escaped}</bdi>") == 8
+    # The nonce is text of ours, and an attribute is escaped like any other text.
+    assert page.count(f'nonce="{escaped}"') == 2
+    assert page.count(escaped) == 10
+    assert strange not in page
 
 
 @pytest.mark.parametrize("where", ["label", "update_id", "detail", "sender", "error", "why_not"])
@@ -159,7 +157,7 @@ def test_no_text_of_others_becomes_markup(where: str) -> None:
     page = render_page(shown, "n")
     assert "<script>window" not in page
     assert "<img" not in page
-    assert page.count(str(escaped(HOSTILE))) >= 2
+    assert page.count(str(escape(HOSTILE))) >= 2
 
 
 def test_the_head_says_state_version_and_label() -> None:
@@ -202,7 +200,7 @@ def test_a_page_without_any_answer_is_a_page() -> None:
     ],
 )
 def test_what_an_update_waits_for(worker: WorkerView, said: str) -> None:
-    assert waits_for(worker).startswith(said)
+    assert worker.waits_for.startswith(said)
 
 
 def test_an_update_in_progress_is_told_once_for_all_its_workers() -> None:
@@ -227,14 +225,18 @@ def test_an_update_is_one_point_however_many_workers_had_it() -> None:
 
 
 def test_the_chart_draws_every_update_to_scale() -> None:
-    updates = merge_updates(record(n, duration_s=n / 10) for n in (1, 2, 5))
-    svg = bar_chart("Sync time", updates, lambda update: update.duration_s, figures.seconds)
+    recent = [record(n, duration_s=n / 10) for n in (1, 2, 5)]
+    (svg, *others) = figures_of(render_fragment(snapshot(report(recent=recent))))
     heights = [float(height) for height in re.findall(r'<rect[^>]* height="([\d.]+)"', svg)]
     assert heights == [20.0, 40.0, 100.0]
     assert "version 2: 200 ms" in svg
     assert "Sync time of the last 3 updates: 100 ms to 500 ms, the latest 500 ms" in svg
-    empty = bar_chart("Stall", [], lambda update: update.stall_s, figures.seconds)
-    assert "Stall: no updates yet" in empty
+    assert len(others) == 2
+    assert "Stall: no updates yet" in figures_of(render_fragment(snapshot(report())))[2]
+
+
+def figures_of(fragment: str) -> list[str]:
+    return re.findall(r"<figure>.*?</figure>", fragment, re.DOTALL)
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,15 @@ from weightsync.errors import ConfigError
 if TYPE_CHECKING:
     from weightsync.serve.serving import ServeOptions
 
-_PACKAGES = ("fastapi", "uvicorn", "zmq", "prometheus_client", "transformers", "safetensors")
+_PACKAGES = (
+    "fastapi",
+    "uvicorn",
+    "zmq",
+    "prometheus_client",
+    "transformers",
+    "safetensors",
+    "jinja2",
+)
 """What this process or those that it starts import."""
 
 

@@ -18,6 +18,7 @@ from weightsync.serve.engine_messages import EngineStats
 from weightsync.server.dispatcher import Receiver
 from weightsync.server.workers import merge_statuses
 from weightsync.update.history import WorkerReport
+from weightsync.update.lifecycle import State
 from weightsync.wire.messages import LedgerEntry, OpenUpdate, Status, UpdateRecord
 
 T = TypeVar("T")
@@ -58,6 +59,24 @@ class WorkerView(msgspec.Struct, frozen=True, kw_only=True):
     mapped: list[Mapped] = []  # msgspec copies it
     error: str = ""
 
+    @property
+    def remark(self) -> str:
+        """The reason why the worker does not generate, or "" if there is none."""
+        return self.error or self.detail or ("paused" if self.paused else "")
+
+    @property
+    def waits_for(self) -> str:
+        """The step that an open update is at, or the event that it waits for."""
+        if self.state == State.ABORTING:
+            return "is given up; waits for the loader to stop"
+        if self.orphaned:
+            return "its sender is dead; waits for a successor to end it"
+        if self.state == State.PREPARED:
+            if self.busy:
+                return "waits for the decode step at work to end, then swaps"
+            return "everything arrived and was checked; waits for its sender to finish it"
+        return "loads what its sender shared" if self.busy else "waits for its sender to send more"
+
 
 class UpdateView(UpdateRecord, frozen=True, kw_only=True):
     """A committed update on all workers that had it: times of the slowest, bytes of the largest."""
@@ -82,6 +101,20 @@ class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
     replicas: list[EngineStats]
     updates: list[UpdateView]
     engine_error: str = ""
+
+    @property
+    def troubles(self) -> list[str]:
+        """One line for each problem of a worker, the engine or a replica."""
+        return [
+            *(f"worker {worker.name}: {worker.error}" for worker in self.workers if worker.error),
+            *([f"engine: {self.engine_error}"] if self.engine_error else []),
+            *([self.detail] if self.detail else []),
+            *(
+                f"replica {index} does not generate: {replica.why_not}"
+                for index, replica in enumerate(self.replicas)
+                if replica.why_not
+            ),
+        ]
 
 
 class _Question(Generic[T]):
