@@ -35,6 +35,7 @@ NEEDS = {
     "weightsync.integrations.vllm.actors": (),
     "weightsync.serve.hugging_face": ("transformers",),
     "weightsync.serve.status_page": ("jinja2",),
+    "weightsync.serve.process_tree": ("psutil",),
     "weightsync.cli.app": ("typer",),
 }
 # vLLM is not installed where this runs, so its plugin cannot be imported anyway.
@@ -51,6 +52,7 @@ OPTIONAL = {
     "matplotlib",
     "peft",
     "prometheus_client",
+    "psutil",
     "ray",
     "requests",
     "rich",

@@ -54,7 +54,7 @@ def left_of(mark: str, *, sweeping: bool) -> list[psutil.Process]:
     left = []
     for process in having(mark):
         with suppress(psutil.Error):
-            if sweeping or not any("janitor" in word for word in process.cmdline()):
+            if sweeping or not any("cleanup_stale" in word for word in process.cmdline()):
                 left.append(process)
     return left
 

@@ -26,6 +26,7 @@ _PACKAGES = (
     "transformers",
     "safetensors",
     "jinja2",
+    "psutil",
 )
 """What this process or those that it starts import."""
 

@@ -10,11 +10,13 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
-from typing import Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from weightsync.errors import ConfigError, ProcessLostError, WeightSyncError
 from weightsync.serve import process_tree
-from weightsync.serve.process_tree import ProcessId
+
+if TYPE_CHECKING:
+    import psutil
 
 SHUTDOWN_S = 5.0
 KILL_S = 2.0
@@ -40,11 +42,11 @@ def terminate(processes: Iterable[BaseProcess]) -> None:
         process.terminate()
 
 
-def kill_trees(processes: Sequence[BaseProcess], also: Iterable[ProcessId] = ()) -> None:
+def kill_trees(processes: Sequence[BaseProcess], also: Iterable[psutil.Process] = ()) -> None:
     """SIGKILL those that run, all their descendants, and what of `also` is still there."""
     known = {*also, *_trees(processes)}
 
-    def left() -> set[ProcessId]:
+    def left() -> set[psutil.Process]:
         known.update(_trees(processes))
         return {one for one in known if process_tree.is_alive(one)}
 
@@ -155,7 +157,7 @@ def _end_descriptors(processes: Iterable[BaseProcess]) -> Iterator[dict[int, Bas
         yield ends
 
 
-def _trees(processes: Iterable[BaseProcess]) -> set[ProcessId]:
+def _trees(processes: Iterable[BaseProcess]) -> set[psutil.Process]:
     return process_tree.descendants(p.pid for p in running(processes) if p.pid is not None)
 
 

@@ -19,43 +19,49 @@ from multiprocessing.context import BaseContext
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import TYPE_CHECKING, Self
 
 from weightsync.errors import ConfigError, TransportTimeout, WeightSyncError, shorten
 from weightsync.queues.sockets import IPC_PATH_LIMIT
 from weightsync.serve import process_ends, process_tree
 from weightsync.serve.child_process import Child, ChildSpec, spawn_context
 from weightsync.serve.process_ends import SHUTDOWN_S
-from weightsync.serve.process_tree import ProcessId
 from weightsync.shm.segment import cleanup_stale
+
+if TYPE_CHECKING:
+    import psutil
 
 _END_S = 2.0
 _NOTHING_TO_DO = b"closed"
-_SCRIPT = f"""
-import os, runpy, sys
-code, marker, directory = sys.argv[1:]
-said = sys.stdin.buffer.read()  # to its end, which is the supervisor's
-if said != {_NOTHING_TO_DO!r}:
-    runpy.run_path(code)["remove_all"](marker, directory)
-    sweep = "from weightsync.shm.segment import cleanup_stale; cleanup_stale()"
-    os.execv(sys.executable, [sys.executable, "-c", sweep])
+_WAIT = f"""
+import os, sys
+if sys.stdin.buffer.read() != {_NOTHING_TO_DO!r}:  # to its end, which is the supervisor's
+    os.execv(sys.executable, [sys.executable, "-c", *sys.argv[1:]])
+"""
+_REMOVE = """
+import sys
+from weightsync.serve.process_tree import remove_all
+remove_all(*sys.argv[1:])
+from weightsync.shm.segment import cleanup_stale
+cleanup_stale()
 """
 
 
 class OrphanReaper:
-    """Waits for this process's death; then it kills the processes that have the variable `marker`.
+    """A process that waits for the death of this one, and then removes what this one left.
 
-    It removes `directory` and dead owners' segments too. While it waits it takes about 10 MB.
+    It kills the processes that have the variable `marker`, then removes `directory` and the
+    segments of dead owners. While it waits it takes about 10 MB: it imports nothing until then.
     """
 
     def __init__(self, marker: str, directory: Path) -> None:
-        """Start it; raises OSError."""
-        code = process_tree.__file__
+        """Start it. Raises OSError."""
         self._process = subprocess.Popen(
-            [sys.executable, "-I", "-S", "-c", _SCRIPT, code, marker, str(directory)],
+            [sys.executable, "-I", "-S", "-c", _WAIT, _REMOVE, marker, str(directory)],
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
-            start_new_session=True,  # Ctrl-C is not for it
+            env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},  # for _REMOVE
+            start_new_session=True,  # a terminal's Ctrl-C does not reach it
         )
 
     def close(self) -> None:
@@ -166,7 +172,7 @@ class ProcessGroups:
                 share = self.grace_s if index == 0 else remaining / (len(stages) - index)
                 process_ends.wait_all(_processes(group), min(share, remaining))
 
-    def _kill_left(self, known: set[ProcessId]) -> None:
+    def _kill_left(self, known: set[psutil.Process]) -> None:
         known = known | process_tree.marked(self.marker)
         process_ends.kill_trees(self.processes, known)
         process_tree.kill_all(
