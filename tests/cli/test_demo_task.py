@@ -7,10 +7,11 @@ import statistics
 import pytest
 import torch
 
+from tests.serve.stepping import completions as completed
 from weightsync.cli.demo_trainer import TASKS, Learner, advantages, completion_logprobs
-from weightsync.serve.generation import Generator
 from weightsync.serve.model import make_tiny_model
-from weightsync.serve.requests import Completion, Sampling
+from weightsync.serve.requests import Completion
+from weightsync.serve.steps import SamplingParams
 
 
 @pytest.mark.parametrize(
@@ -41,8 +42,8 @@ def test_advantages_compare_inside_a_group_only() -> None:
 def rollouts(seed: int, n: int) -> tuple[list[list[int]], list[Completion]]:
     loaded = make_tiny_model()
     prompts = TASKS["tiny"].encode(loaded.tokenizer)
-    sampling = Sampling(n=n, seed=seed, logprobs=True, max_new_tokens=6)
-    return prompts, Generator(loaded.model, loaded.tokenizer).generate(list(prompts), sampling)
+    choosing = SamplingParams(seed=seed, logprobs=0)
+    return prompts, completed(loaded, prompts, choosing, n, steps=6)
 
 
 def test_logprobs_are_those_of_each_sequence_alone_and_carry_gradients() -> None:
@@ -74,11 +75,9 @@ def test_the_tiny_models_reward_climbs_within_ten_steps(seed: int) -> None:
     loaded, task = make_tiny_model(), TASKS["tiny"]
     prompts = task.encode(loaded.tokenizer)
     learner = Learner(loaded.model, task, prompts)
-    generator = Generator(loaded.model, loaded.tokenizer)
     rewards = []
     for step in range(10):
-        sampling = Sampling(
-            n=task.group, seed=seed + step, logprobs=True, max_new_tokens=task.max_new_tokens
-        )
-        rewards.append(learner.step(generator.generate(list(prompts), sampling))[0])
+        choosing = SamplingParams(seed=seed + step, logprobs=0)
+        rollout = completed(loaded, prompts, choosing, task.group, task.max_new_tokens)
+        rewards.append(learner.step(rollout)[0])
     assert statistics.mean(rewards[-3:]) > 2 * statistics.mean(rewards[:3])

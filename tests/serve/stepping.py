@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 
+from weightsync.serve.causal_model import end_token_ids
+from weightsync.serve.model import LoadedModel
+from weightsync.serve.model_runner import ModelRunner
+from weightsync.serve.requests import Completion, spans
 from weightsync.serve.steps import NewRows, RowId, SampledToken, SamplingParams, Step, StepResult
 
 GREEDY = SamplingParams(temperature=0)
@@ -58,6 +62,33 @@ class Stepping:
             self.said.setdefault(choice.row, []).append(choice.token)
             self.chosen.setdefault(choice.row, []).append(choice)
         return result
+
+
+def completions(
+    loaded: LoadedModel, prompts: Sequence[list[int]], choosing: SamplingParams, n: int, steps: int
+) -> list[Completion]:
+    """Complete each prompt `n` times, each up to its end token or `steps` tokens."""
+    end_ids = end_token_ids(loaded.model, loaded.tokenizer)
+    core = Stepping(ModelRunner(loaded.model).execute)
+    new = [core.new(prompt, choosing, n) for prompt in prompts]
+    core.start(*new)
+    for _ in range(steps - 1):
+        core.leave(*(row for row in core.living if core.said[row][-1] in end_ids))
+        if core.living:
+            core.go_on()
+    return [
+        Completion(
+            prompt_index=index,
+            text=loaded.tokenizer.decode(core.said[row], skip_special_tokens=True),
+            token_ids=core.said[row],
+            logprobs=[choice.logprob or 0.0 for choice in core.chosen[row]],
+            weight_versions=spans([1] * len(core.said[row])),
+            prompt_version=1,
+            finish_reason="length",
+        )
+        for index, one in enumerate(new)
+        for row in one.rows
+    ]
 
 
 def alone(

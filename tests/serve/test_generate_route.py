@@ -23,8 +23,8 @@ from tests.serve.scripted_engine import (
     tokens_of,
 )
 from tests.server.live import raw, serving
-from weightsync.errors import NotReadyError
-from weightsync.serve.requests import VersionSpan, decode_response
+from weightsync.errors import NotReadyError, ProtocolError
+from weightsync.serve.requests import VersionSpan, decode_request, decode_response
 
 WAIT_S = 60
 
@@ -93,6 +93,36 @@ def test_what_is_no_request_is_a_problem_document(body: bytes) -> None:
     assert answer.headers["content-type"] == "application/problem+json"
     assert answer.json()["error"] == "ProtocolError"
     assert engine.jobs == []
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        (b"", "truncated"),
+        (b"{", "truncated"),
+        (b'{"prompts": ["\xff"]}', "body of /generate"),
+        (b'{"prompts": []}', r"length >= 1 - at `\$.prompts`"),
+        (b'{"prompts": "text"}', r"Expected `array`, got `str` - at `\$.prompts`"),
+        (b'{"prompts": [[]]}', r"\$.prompts\[0\]"),
+        (b'{"prompts": [[-1]]}', r">= 0 - at `\$.prompts\[0\]\[0\]`"),
+        (b'{"n": 2}', "missing required field `prompts`"),
+        (b'{"prompts": ["a"], "prompt": "b"}', "unknown field `prompt`"),
+        (b'{"prompts": ["a"], "n": 0}', r">= 1 - at `\$.n`"),
+        (b'{"prompts": ["a"], "temperature": -1}', r">= 0.0 - at `\$.temperature`"),
+        (b'{"prompts": ["a"], "temperature": NaN}', "malformed"),
+        (b'{"prompts": ["a"], "top_p": 0}', r"> 0.0 - at `\$.top_p`"),
+        (b'{"prompts": ["a"], "max_new_tokens": 1e9}', r"\$.max_new_tokens"),
+        (b'{"prompts": ["a"], "stop": [""]}', r"\$.stop\[0\]"),
+    ],
+)
+def test_a_body_that_is_no_request_names_the_field(body: bytes, message: str) -> None:
+    with pytest.raises(ProtocolError, match=message):
+        decode_request(body)
+
+
+def test_an_answer_that_is_none_of_ours_is_a_protocol_error() -> None:
+    with pytest.raises(ProtocolError, match=r"no answer of /generate: .*`completions`"):
+        decode_response(b"{}")
 
 
 def test_what_the_model_cannot_take_is_a_problem_document() -> None:

@@ -19,7 +19,7 @@ import torch
 import weightsync as ws
 from weightsync.cli.answers import lacking
 from weightsync.errors import ConnectError, ProtocolError, WeightSyncError
-from weightsync.serve.generation import Generator
+from weightsync.serve.causal_model import end_token_ids
 from weightsync.serve.model import LoadedModel, load_model
 from weightsync.serve.requests import Completion, GenerateRequest, decode_response
 from weightsync.weights.fingerprint import mix64, to_hex
@@ -369,13 +369,27 @@ def _prove(server: Server, loaded: LoadedModel) -> Proof:
     ours, theirs = _checksums(ModuleSource(loaded.model)), server.checksums()
     different = {name for name in ours.keys() & theirs.keys() if ours[name] != theirs[name]}
     asked = GenerateRequest(prompts=list(PROOF_PROMPTS), temperature=0, max_new_tokens=PROOF_TOKENS)
-    own = Generator(loaded.model, loaded.tokenizer).answer(asked).completions
     return Proof(
         tensors_checked=len(ours),
         different=sorted(different | (ours.keys() ^ theirs.keys())),
         server_tokens=[c.token_ids for c in server.generate(asked)],
-        trainer_tokens=[c.token_ids for c in own],
+        trainer_tokens=[_likeliest_tokens(loaded, prompt) for prompt in PROOF_PROMPTS],
     )
+
+
+def _likeliest_tokens(loaded: LoadedModel, prompt: str) -> list[int]:
+    """Return the completion at temperature 0, by the generation of transformers itself."""
+    ids = torch.tensor([loaded.tokenizer(prompt)["input_ids"]])
+    found = loaded.model.generate(
+        ids,
+        attention_mask=torch.ones_like(ids),
+        do_sample=False,
+        max_new_tokens=PROOF_TOKENS,
+        eos_token_id=sorted(end_token_ids(loaded.model, loaded.tokenizer)) or None,
+        pad_token_id=0,
+    )
+    tokens: list[int] = found[0, ids.shape[1] :].tolist()
+    return tokens
 
 
 def _checksums(source: ModuleSource) -> dict[str, str]:
