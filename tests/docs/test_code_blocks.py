@@ -40,7 +40,7 @@ ELSEWHERE: dict[tuple[str, str], tuple[int, str]] = {
     ("docs/quickstart.md", "console"): (5, "tests/docs/test_quickstart.py"),
     ("docs/quickstart.md", "python"): (2, "tests/docs/test_quickstart.py"),
     ("docs/seeing.md", "python"): (3, "tests/observe/test_docs_seeing.py"),
-    ("docs/serving.md", "python"): (1, "tests/serve/test_serve.py"),
+    ("docs/serving.md", "python"): (3, "tests/serve/test_serve.py"),
     ("docs/sglang.md", "python"): (2, "tests/integrations/test_docs_sglang.py"),
     ("docs/sources.md", "python"): (8, "tests/weights/test_docs_sources.py"),
     ("docs/tensor-queue.md", "python"): (2, "tests/queues/test_tensor_codec.py"),

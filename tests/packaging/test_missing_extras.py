@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from weightsync import serve
+
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = Path(__file__).with_name("imports.py")
 EXTRAS: dict[str, list[str]] = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))[
@@ -35,7 +37,10 @@ NEEDS = {
     "weightsync.integrations.vllm.actors": (),
     "weightsync.serve.hugging_face": ("transformers",),
     "weightsync.serve.status_page": ("jinja2",),
-    "weightsync.serve.process_tree": ("psutil",),
+    "weightsync.serve:APIServerProcessManager": ("psutil",),
+    "weightsync.serve:ConstantList": (),
+    "weightsync.serve:RayEngines": ("ray",),
+    "weightsync.serve:wait_for_completion_or_failure": ("psutil",),
     "weightsync.cli.app": ("typer",),
 }
 # vLLM is not installed where this runs, so its plugin cannot be imported anyway.
@@ -130,6 +135,21 @@ def test_the_import_loads_names_and_not_what_is_behind_them() -> None:
     assert ours == OURS_AT_ONCE
     foreign = {name.partition(".")[0] for name in loaded} - {"weightsync"}
     assert foreign <= sys.stdlib_module_names, foreign - sys.stdlib_module_names
+
+
+def test_the_import_of_the_server_loads_no_package() -> None:
+    foreign = {name.partition(".")[0] for name in loaded_by("import weightsync.serve")}
+    assert foreign - {"weightsync"} <= sys.stdlib_module_names
+
+
+def test_the_names_of_the_server_are_there_and_load_no_torch() -> None:
+    names = [name for name in serve.__all__ if name != "RayEngines"]
+    assert names
+    loaded = loaded_by(f"from weightsync.serve import {', '.join(names)}")
+    assert "torch" not in loaded
+    assert set(serve.__all__) <= set(dir(serve))
+    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+        _ = serve.nothing
 
 
 def test_a_sender_and_a_receiver_load_the_core_alone_and_no_http() -> None:

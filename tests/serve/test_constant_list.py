@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from weightsync.serve.constant_list import ConstantList
+from weightsync.serve import ConstantList
 
 
 @pytest.fixture

@@ -174,8 +174,7 @@ def test_what_the_documentation_shows_works(
     running: tuple[str, str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     url, token = running
-    page = (Path(__file__).parents[2] / "docs" / "serving.md").read_text(encoding="utf-8")
-    (program,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    page, (program, *_) = serving_page()
     before = requests.get(f"{url}/weight_info", timeout=10).json()["version"]
     exec(program, {"url": url, "token": token})  # our own page
     assert capsys.readouterr().out == f"{before + 1} ['shared_memory']\n"
@@ -185,6 +184,31 @@ def test_what_the_documentation_shows_works(
     assert {"/generate", "/v1/chat/completions", "/status.json", "/resume"} <= named
     for path in named - set(paths):
         assert requests.get(f"{url}{path}", timeout=10).status_code == 200, path
+
+
+def serving_page() -> tuple[str, list[str]]:
+    """Return docs/serving.md and its blocks of Python."""
+    page = (Path(__file__).parents[2] / "docs" / "serving.md").read_text(encoding="utf-8")
+    return page, re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+
+
+def test_the_tools_of_the_page_do_what_it_says(tmp_path: Path) -> None:
+    _, (_, program, view) = serving_page()
+    exec(view, {})  # our own page
+    file = tmp_path / "servers.py"
+    file.write_text(program, encoding="utf-8")
+    with subprocess.Popen([sys.executable, file], stdout=subprocess.PIPE, text=True) as servers:
+        try:
+            assert servers.stdout is not None
+            port = int(servers.stdout.readline())
+            answers = set()
+            for _ in range(2):
+                with socket.create_connection(("127.0.0.1", port), timeout=END_S) as client:
+                    answers.add(client.makefile().read())
+            assert answers == {"server 0 of 2", "server 1 of 2"}
+            assert servers.wait(END_S) == 0
+        finally:
+            servers.kill()
 
 
 def test_changing_needs_the_token(running: tuple[str, str]) -> None:

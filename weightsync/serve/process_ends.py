@@ -236,9 +236,6 @@ def wait_for_completion_or_failure(
             logger.info("interrupted; the server ends")
 
 
-wait_for_completion_or_shutdown = wait_for_completion_or_failure
-
-
 def _close(manager: ProcessManager | PolledManager) -> None:
     with signals_ignored():
         manager.close()
