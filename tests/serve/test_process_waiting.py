@@ -17,6 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 from multiprocessing import connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -311,7 +312,7 @@ def test_a_pid_that_is_used_again_is_another_process() -> None:
             (own,) = (
                 one for one in process_tree.descendants([os.getpid()]) if one.pid == program.pid
             )
-            former = psutil.Process(own.pid)
+            former: Any = psutil.Process(own.pid)
             pid, started = former._ident
             former._ident = (pid, started - 1)
             assert not process_tree.is_alive(former)

@@ -108,7 +108,7 @@ def test_whoever_is_killed_is_named_and_nothing_is_left(mark: str, victim: int) 
         assert oct(tree.directory.stat().st_mode)[-4:] == "0700"
         killed = tree.processes[victim]
         assert killed.pid is not None
-        # Three of the tree, a grandchild, the warden.
+        # Three of the tree, a grandchild, the reaper.
         assert come(mark, 5)
         begin = time.monotonic()
         os.kill(killed.pid, signal.SIGKILL)
@@ -127,7 +127,7 @@ def test_a_supervisor_that_is_killed_leaves_nothing(mark: str, number: int) -> N
     with supervised.program("serve", mark) as program:
         try:
             directory = Path(line_of(program))
-            # The supervisor, its resource tracker, a warden, three children and a grandchild.
+            # The supervisor, its resource tracker, a reaper, three children and a grandchild.
             assert come(mark, 7)
             program.send_signal(number)
             program.wait(WAIT_S)

@@ -1,4 +1,4 @@
-"""An API server process: its routes, and what it says of itself."""
+"""The process of an API server, and its app."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ FEATURES = (
 
 
 class ServerInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """The model, the parallel layout, and the parts in use."""
+    """The response of `/server_info`: the model, the parallel layout and the features."""
 
     model: ModelCard
     api_servers: int
@@ -54,13 +54,13 @@ class ServerInfo(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def server_info_router(info: ServerInfo) -> APIRouter:
-    """Return the route; it changes nothing and wants no token."""
+    """Return the route `/server_info`, which changes nothing and needs no token."""
     router = APIRouter(tags=["status"])
     body = msgspec.json.encode(info)
 
     @router.get("/server_info", response_class=Response)
     async def server_info() -> Response:
-        """Model, layout and features."""
+        """Return the model, the layout and the features."""
         return Response(body, media_type="application/json")
 
     return router
@@ -85,9 +85,9 @@ def make_app(
 ) -> FastAPI:
     """Return the app of a served model: weights, generation and status.
 
-    `receivers` are its workers', those of one replica side by side. With several, each also has the
-    weight routes to itself below `/workers/N`, which is what senders use. `token` guards every POST
-    that changes something.
+    `receivers` are the receivers of its workers, ordered by replica and rank. With several, each
+    also has its own weight routes below `/workers/N`, for senders. Every POST that changes
+    something needs `token`, if it is not None.
     """
     app = FastAPI(
         title="weightsync serve",
@@ -109,7 +109,7 @@ def make_app(
 
 
 def api_main(ready: Ready, terms: ApiTerms, listener: socket.socket) -> None:
-    """Serve on the shared `listener` until SIGTERM. `ready` is called when it does."""
+    """Serve on the shared `listener` until SIGTERM. Calls `ready` when it serves."""
     identity = terms.name.replace(" ", "-").encode()
     workers = WorkerClient(terms.workers, identity=identity)
     engine = CoreClient(terms.cores, terms.card, identity=identity, tensor_ipc=terms.tensor_ipc)
@@ -136,13 +136,13 @@ def api_main(ready: Ready, terms: ApiTerms, listener: socket.socket) -> None:
             log_level="warning",
             access_log=False,
             lifespan="on",
-            http="h11",  # httptools, where it is installed, takes headers without end
+            http="h11",  # httptools, if installed, would not limit headers
             ws="none",
             proxy_headers=False,
             server_header=False,
             ssl_certfile=terms.ssl_certfile,
             ssl_keyfile=terms.ssl_keyfile,
-            # Longer than a training step: the trainer's connection lives from update to update.
+            # Longer than a training step: a trainer keeps its connection between updates.
             timeout_keep_alive=KEEP_ALIVE_S,
             timeout_graceful_shutdown=SHUTDOWN_S,
         )
@@ -165,7 +165,7 @@ def _info(terms: ApiTerms) -> ServerInfo:
 
 
 class _Server(uvicorn.Server):
-    """Says when it listens, ends its requests before it waits for them, and heeds SIGTERM alone."""
+    """A uvicorn server that reports when it listens, and ends its requests at SIGTERM."""
 
     def __init__(self, config: uvicorn.Config, engine: CoreClient, ready: Ready) -> None:
         super().__init__(config)
@@ -183,7 +183,7 @@ class _Server(uvicorn.Server):
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
-        # Ctrl-C goes to every process of the terminal; ending the server is the supervisor's part.
+        # SIGTERM only: a terminal sends SIGINT to every process, and the supervisor handles it.
         before = signal.signal(signal.SIGTERM, self.handle_exit)
         try:
             yield

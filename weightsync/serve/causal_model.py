@@ -1,4 +1,4 @@
-"""A transformers language model as the runner sees it: what it can read, and one forward pass."""
+"""A transformers causal language model: the prompts that it can read, and one forward pass."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ _NO_LIMIT = 1 << 30
 
 
 class InputsRejectedError(ConfigError):
-    """The model does not take the inputs of a prompt; its attention had not begun."""
+    """The model rejects the extra inputs of a prompt. Raised before the cache was changed."""
 
 
 class CausalModel:
-    """One model: its limits, empty caches for it, and logits of the last token.
+    """A model with its limits, empty caches for it, and the logits of the last token.
 
-    Raises ConfigError for an architecture that does not keep keys and values token by token.
+    Raises ConfigError for an architecture whose cache does not hold keys and values per token.
     """
 
     def __init__(self, model: Any) -> None:
@@ -38,18 +38,18 @@ class CausalModel:
 
     @property
     def device(self) -> torch.device:
-        """Where its inputs go."""
+        """The device of the model and of its inputs."""
         device: torch.device = self.model.device
         return device
 
     @property
     def vocab_size(self) -> int:
-        """Token ids are below it."""
+        """The number of token ids; every id is smaller."""
         return int(self._config.vocab_size)
 
     @property
     def max_length(self) -> int:
-        """How many tokens a prompt and its completion may take together."""
+        """The most tokens of a prompt and its completion together."""
         return int(getattr(self._config, "max_position_embeddings", None) or _NO_LIMIT)
 
     def new_cache(self) -> Cache:
@@ -62,7 +62,7 @@ class CausalModel:
         return cache
 
     def card(self, name: str, directory: str, tokenizer: Any) -> ModelCard:
-        """Tell the other processes what they have to know."""
+        """Return the facts about the model that other processes need."""
         parameters = list(self.model.parameters())
         return ModelCard(
             name=name,
@@ -77,7 +77,7 @@ class CausalModel:
         )
 
     def why_not(self, new: NewRows) -> str:
-        """Say why a prompt cannot be read, or nothing: the same at every tensor-parallel rank."""
+        """Return why a prompt cannot be read, or "". The same at every tensor-parallel rank."""
         prompt, room = new.prompt, self.max_length
         if not prompt or not 0 <= min(prompt) <= max(prompt) < self.vocab_size:
             return (
@@ -99,9 +99,10 @@ class CausalModel:
         cache: Cache,
         inputs: dict[str, torch.Tensor] | None = None,
     ) -> torch.Tensor:
-        """Read int64[rows, new tokens]; return the logits of the last, float32[rows, vocabulary].
+        """Read new tokens; return the logits of the last one, float32[rows, vocabulary].
 
-        `mask` is int64[rows, all tokens], `positions` int64[rows, new tokens]; `cache` grows.
+        `tokens` and `positions` are int64[rows, new tokens], `mask` is int64[rows, all tokens]. The
+        new keys and values are appended to `cache`.
         Raises InputsRejectedError when `inputs` do not fit the model or the prompt.
         """
         fitted = {name: self._fit(tensor) for name, tensor in (inputs or {}).items()}
@@ -111,7 +112,8 @@ class CausalModel:
         try:
             output = self.model(input_ids=tokens, attention_mask=mask, **arguments)
         except (ValueError, TypeError, IndexError, RuntimeError) as exc:
-            # Inputs are used before the first attention; what fails later is no fault of theirs.
+            # The model uses the inputs before its first attention layer. A later error, which
+            # finds a cache that is not empty, has another cause.
             if inputs and not cache.get_seq_length():
                 raise InputsRejectedError(f"the model rejects its inputs: {exc}") from exc
             raise
@@ -153,7 +155,7 @@ class CausalModel:
 
 
 def end_token_ids(model: Any, tokenizer: Any) -> frozenset[int]:
-    """Return the ids that end a completion: those of the model's configurations and tokenizer."""
+    """Return the ids that end a completion, from the model's configurations and its tokenizer."""
     sources = (
         model.config,
         model.config.get_text_config(decoder=True),

@@ -1,4 +1,4 @@
-"""Processes that tell their parent when they are ready, and that do not outlive it."""
+"""Child processes that report when they are ready, and that end with their parent."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from weightsync.shm.spawning import refuse_forked, require_spawn
 from weightsync.wire.problem import Problem, encode_problem, from_problem, to_problem
 
 READY_NBYTES = 16 << 10
-"""Most bytes that a child may say when it is ready: two messages must fit into a pipe."""
+"""The most bytes of the message `ready`: two messages must fit into a pipe."""
 
 _PROBLEM_CHARS = 4 << 10
 _START_S = 30.0
@@ -39,10 +39,10 @@ _PR_SET_PDEATHSIG = 1
 
 @dataclass(frozen=True, kw_only=True)
 class ChildSpec:
-    """A process to start: `target(ready, *args)` in it, with `env` on top of this environment.
+    """A process to start: it calls `target(ready, *args)`, with `env` added to the environment.
 
-    `name` stands in errors: "worker 0.1". `target` is a function of a module; it says `ready()`
-    once, with what its parent wants to know of it, serves until SIGTERM (SystemExit) and returns.
+    `name` appears in errors: "worker 0.1". `target` is a function of a module. It calls `ready`
+    once, with a payload for the parent, and serves until SIGTERM, which raises SystemExit in it.
     """
 
     name: str
@@ -64,17 +64,17 @@ _DECODER = msgspec.msgpack.Decoder(_Ready | _Failed)
 
 
 class Ready:
-    """What a target calls once it is ready."""
+    """The function that a target calls when it is ready."""
 
     def __init__(self, pipe: Connection) -> None:
         self._pipe = pipe
         self._said = False
 
     def __call__(self, payload: bytes = b"") -> None:
-        """Tell the parent, who gets `payload`. Raises ConfigError when it is too long."""
+        """Send `payload` to the parent, once. Raises ConfigError if it is too long."""
         if len(payload) > READY_NBYTES:
             raise ConfigError(
-                f"{len(payload)} bytes are to be said with ready(); at most {READY_NBYTES} may"
+                f"ready() got {len(payload)} bytes; at most {READY_NBYTES} may be sent"
             )
         if self._said:
             raise ConfigError("ready() was called before; it is called once")
@@ -83,13 +83,13 @@ class Ready:
 
 
 class Child:
-    """A process of a ChildSpec, from the parent's side; `start` starts it.
+    """The parent's side of a process of a ChildSpec. `start` starts it.
 
-    `payload` is what it said when it was ready, None before; `error` is what it failed with.
+    `payload` is the payload of its `ready`, None before. `error` is the error that it sent.
     """
 
     def __init__(self, spec: ChildSpec, context: BaseContext | None = None) -> None:
-        """Prepare it. Raises ConfigError for contexts that do not spawn, and in forked children."""
+        """Prepare the process. Raises ConfigError as `spawn_context` does."""
         made = spawn_context(context)
         self.pipe, self._theirs = made.Pipe(duplex=False)
         process = getattr(made, "Process")  # noqa: B009 - contexts bind it where mypy cannot see
@@ -109,23 +109,23 @@ class Child:
 
     @property
     def is_ready(self) -> bool:
-        """Whether it said so."""
+        """Whether the process has called `ready`."""
         return self.payload is not None
 
     def start(self) -> None:
-        """Start the process. Raises what spawning raises, ConfigError for what does not pickle."""
+        """Start the process. Raises ConfigError if the target cannot be pickled."""
         starter = _starter()
         self._ordered = True
         starter.submit(self)
         self._started.result(_START_S)
 
     def settle(self) -> None:
-        """Wait until the process is started, or never will be, where `start` was broken off."""
+        """Wait for the outcome of a `start` that was interrupted."""
         if self._ordered:
             concurrent.futures.wait([self._started], _START_S)
 
     def listen(self) -> None:
-        """Take in what the child has said by now."""
+        """Read the messages that the child has sent."""
         while not self.pipe.closed and self.pipe.poll():
             try:
                 self._take(self.pipe.recv_bytes())
@@ -133,14 +133,14 @@ class Child:
                 self.pipe.close()
 
     def close(self) -> None:
-        """Let go of the pipe of a child that has ended, or was never started."""
+        """Close the pipe of a child that has ended, or was never started."""
         self.pipe.close()
         self._theirs.close()
 
     def start_here(self) -> None:
-        """Start it from this very thread, whose end would be the child's. Called by the starter."""
-        resource_tracker.ensure_running()  # it outlives the child, and wants none of its variables
-        # After that, which unblocks it where it has a process to start.
+        """Start the process from this thread, with which it would end. Called by the starter."""
+        resource_tracker.ensure_running()  # before the variables of this child are set
+        # After `ensure_running`, which may unblock SIGINT.
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         try:
             with _environment(self._env):
@@ -157,7 +157,7 @@ class Child:
         try:
             message = _DECODER.decode(said)
         except msgspec.DecodeError as exc:
-            self.error = ProtocolError(f"{self.name} said what nobody understands: {exc}")
+            self.error = ProtocolError(f"{self.name} sent a message that cannot be read: {exc}")
             return
         if isinstance(message, _Ready):
             self.payload = message.payload
@@ -166,7 +166,7 @@ class Child:
 
 
 def spawn_context(context: BaseContext | None = None) -> BaseContext:
-    """Return `context` if it spawns, multiprocessing's own spawning one if it is None.
+    """Return `context`, or multiprocessing's context for spawn if it is None.
 
     Raises ConfigError for other start methods, and in a process that was forked.
     """
@@ -176,8 +176,8 @@ def spawn_context(context: BaseContext | None = None) -> BaseContext:
     require_spawn(context)
     if (method := context.get_start_method()) != "spawn":
         raise ConfigError(
-            f'the start method is "{method}", whose children have another parent, whom they would '
-            'follow into death; use multiprocessing.get_context("spawn")'
+            f'the start method is "{method}", whose children have another parent, with which they '
+            'would end; use multiprocessing.get_context("spawn")'
         )
     return context
 
@@ -185,9 +185,9 @@ def spawn_context(context: BaseContext | None = None) -> BaseContext:
 class _Starter:
     """A thread that starts all children and never ends.
 
-    The kernel counts the end of the *thread* that started a child as its parent's death. And what
-    this thread blocks is blocked in its children from their first instruction: SIGINT, which a
-    terminal sends to all of them, and which is their supervisor's alone.
+    The parent-death signal is sent when the thread that started a child ends, so that thread must
+    live as long as the process. It blocks SIGINT, which its children inherit: a terminal sends
+    SIGINT to all of them, but only the supervisor handles it.
     """
 
     def __init__(self) -> None:
@@ -202,7 +202,7 @@ class _Starter:
             child = self._orders.get()
             try:
                 child.start_here()
-            except BaseException as exc:  # noqa: BLE001 - raised where the child was ordered
+            except BaseException as exc:  # noqa: BLE001 - raised again by Child.start
                 child._started.set_exception(exc)
             else:
                 child._started.set_result(None)
@@ -216,7 +216,7 @@ def _starter() -> _Starter:
 
 @contextmanager
 def _environment(env: Mapping[str, str]) -> Iterator[None]:
-    """Set variables for as long as a child takes to be started: what is spawned copies them all."""
+    """Set environment variables while a child is started, which copies the environment."""
     before = {name: os.environ.get(name) for name in env}
     os.environ.update(env)
     try:
@@ -229,38 +229,38 @@ def _environment(env: Mapping[str, str]) -> Iterator[None]:
                 os.environ[name] = value
 
 
-# From here on, in the child.
+# The rest runs in the child.
 
 
 def _run(target: Callable[..., None], args: tuple[Any, ...], pipe: Connection) -> None:
-    logging.basicConfig()  # warnings of a server belong on its stderr
+    logging.basicConfig()  # warnings go to stderr
     _end_with_parent()
     _show_name(multiprocessing.current_process().name)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, _leave)
     try:
         target(Ready(pipe), *args)
-    except Exception as exc:  # noqa: BLE001 - the edge: the parent raises it
+    except Exception as exc:  # noqa: BLE001 - the edge: the parent raises it again
         _report(pipe, exc)
         raise SystemExit(1) from None
 
 
 def _show_name(name: str) -> None:
-    """Let `ps` and `top` tell the processes of a server apart."""
+    """Set the name that `ps` and `top` show."""
     with suppress(OSError):
         Path("/proc/self/comm").write_text(name[:15])
 
 
 def _leave(signum: int, _frame: object) -> None:
-    # An exception, so that `with` blocks and `finally` clauses let go of shared memory; once, so
-    # that a second signal does not break into them.
+    # An exception, so that `with` and `finally` release shared memory. A second signal is ignored,
+    # because it would interrupt them.
     signal.signal(signum, signal.SIG_IGN)
     raise SystemExit(128 + signum)
 
 
 def _report(pipe: Connection, exc: Exception) -> None:
     if not isinstance(exc, WeightSyncError):
-        traceback.print_exception(exc)  # a foreign error's place is worth more than its text
+        traceback.print_exception(exc)  # the parent gets the text only
     problem = to_problem(exc)
     if len(encode_problem(problem)) > _PROBLEM_CHARS:
         detail = problem.detail[:_PROBLEM_CHARS]
@@ -269,14 +269,14 @@ def _report(pipe: Connection, exc: Exception) -> None:
 
 
 def _say(pipe: Connection, message: _Ready | _Failed) -> None:
-    with suppress(OSError):  # the parent is gone, and so will this process be
+    with suppress(OSError):  # the parent has died, so this process will end too
         pipe.send_bytes(_ENCODER.encode(message))
 
 
 def _end_with_parent() -> None:
-    """Let the kernel kill this process when its parent dies, and watch that parent besides.
+    """Make the kernel kill this process when its parent dies, and watch the parent as well.
 
-    The watch covers a parent that died before the kernel was asked, in whatever namespace it was.
+    The watch covers a parent that died before the call of prctl, in any pid namespace.
     """
     libc = ctypes.CDLL(None, use_errno=True)
     libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)

@@ -1,4 +1,4 @@
-"""A request from its text to its tokens and back, whole or as a stream of events."""
+"""Generation requests: prompts to tokens, tokens to text, whole completions or event streams."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ if TYPE_CHECKING:
 
 MAX_COMPLETIONS = 1024
 LEAST_LOGPROB = -9999.0
-"""What stands for minus infinity, which JSON cannot write; OpenAI's number."""
+"""Stands for minus infinity, which JSON cannot express. OpenAI uses the same number."""
 _MAX_QUEUED = 256
-_PROMPT_SIZE = 32  # a prompt costs something however short it is, counted in characters
+_PROMPT_SIZE = 32  # characters; the fixed cost of tokenizing a prompt
 
 T = TypeVar("T")
 
@@ -42,7 +42,7 @@ _AS_IT_COMES = SamplingParams()
 
 @dataclass(frozen=True, kw_only=True)
 class Prompt:
-    """A prompt as token ids; `inputs` are what its images became."""
+    """A prompt as token ids. `inputs` are tensors that were made of its images."""
 
     token_ids: list[int]
     inputs: dict[str, torch.Tensor] | None = None
@@ -50,9 +50,10 @@ class Prompt:
 
 @dataclass(frozen=True, kw_only=True)
 class GenerationRequest:
-    """What one request asks for: `n` completions of every prompt.
+    """A request for `n` completions of every prompt.
 
-    With a seed, every prompt draws as if it were asked for alone: equal prompts get equal tokens.
+    With a seed, a prompt's tokens do not depend on the other prompts: equal prompts get equal
+    tokens.
     """
 
     request_id: str
@@ -65,13 +66,13 @@ class GenerationRequest:
 
     @property
     def num_prompt_tokens(self) -> int:
-        """The tokens of all prompts."""
+        """The number of tokens of all prompts."""
         return sum(len(prompt.token_ids) for prompt in self.prompts)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MadeToken:
-    """One token; its text begins `offset` characters into the text of its completion."""
+    """A generated token. Its text begins `offset` characters into the text of its completion."""
 
     token: int
     version: int
@@ -82,11 +83,11 @@ class MadeToken:
 
 @dataclass(frozen=True, kw_only=True)
 class StreamDelta:
-    """More of completion `index` of prompt `prompt_index`: text, and all tokens not yet told.
+    """The next text and tokens of completion `index` of prompt `prompt_index`.
 
-    `start` is the place of its first token in the completion. A token whose text is held back
-    comes with a later text. A stop text is never part of the text; its tokens are, up to the one
-    that completed it: versions and log-probabilities are those of the tokens.
+    `start` is the position of the first token in the completion. A token whose text is held back is
+    part of a later delta. `text` never contains a stop text; `tokens` contain its tokens, up to the
+    one that completed it.
     """
 
     prompt_index: int
@@ -99,22 +100,22 @@ class StreamDelta:
 
     @property
     def weight_versions(self) -> list[VersionSpan]:
-        """The versions of its tokens, counted from the completion's first token."""
+        """The weight versions of the tokens, by their position in the completion."""
         return spans([made.version for made in self.tokens], self.start)
 
     @property
     def token_ids(self) -> list[int]:
-        """Its tokens."""
+        """The ids of the tokens."""
         return [made.token for made in self.tokens]
 
     def followed_by(self, later: StreamDelta) -> StreamDelta:
-        """Return both as one."""
+        """Return one delta in place of this one and the next."""
         return replace(
             later, start=self.start, text=self.text + later.text, tokens=self.tokens + later.tokens
         )
 
     def completion(self, *, logprobs: bool) -> Completion:
-        """Return a whole completion as `/generate` tells it."""
+        """Return a whole completion in the form of `/generate`."""
         return Completion(
             prompt_index=self.prompt_index,
             text=self.text,
@@ -127,7 +128,7 @@ class StreamDelta:
 
 
 def check_work(work: GenerationRequest, card: ModelCard) -> None:
-    """Raise ConfigError for what the model cannot take, before anything is generated."""
+    """Raise ConfigError for a request that the model cannot take."""
     _check_count(len(work.prompts), work.n)
     for index, prompt in enumerate(work.prompts):
         ids = prompt.token_ids
@@ -152,7 +153,7 @@ async def read_prompts(
     n: int,
     max_new_tokens: int,
 ) -> list[Prompt]:
-    """Return prompts as token ids. Raises ConfigError for too many, and at the first too long."""
+    """Return prompts as token ids. Raises ConfigError for too many, or for one that is too long."""
     _check_count(len(asked), n)
 
     def read() -> list[Prompt]:
@@ -185,10 +186,10 @@ def _check_length(index: int, ids: list[int], max_new_tokens: int, card: ModelCa
 async def stream_deltas(
     engine: EngineClient, texts: TokenizerService, work: GenerationRequest
 ) -> AsyncGenerator[StreamDelta, None]:
-    """Yield every completion's increments as they come, each up to its finish_reason.
+    """Yield the deltas of every completion as they arrive, each up to its finish_reason.
 
-    Closing it early cancels what is still generated. Raises ConfigError before the first, and what
-    the engine raises; NotReadyError where the engine cannot be reached any more.
+    Closing the generator early cancels the generation. Raises ConfigError before the first delta,
+    the errors of the engine, and NotReadyError when the engine cannot be reached any more.
     """
     await texts.run(lambda: check_work(work, engine.card), work.num_prompt_tokens)
     sources = [_of_prompt(engine, texts, work, index) for index in range(len(work.prompts))]
@@ -200,7 +201,7 @@ async def stream_deltas(
 async def complete(
     engine: EngineClient, texts: TokenizerService, work: GenerationRequest
 ) -> list[StreamDelta]:
-    """Return every completion whole: prompt by prompt, `n` of each."""
+    """Return all completions, in the order of their prompts, `n` for each prompt."""
     whole: dict[tuple[int, int], StreamDelta] = {}
     async with closing(stream_deltas(engine, texts, work)) as source:
         async for increment in source:
@@ -212,7 +213,7 @@ async def complete(
 
 @asynccontextmanager
 async def closing(source: AsyncGenerator[T, None]) -> AsyncIterator[AsyncGenerator[T, None]]:
-    """Close a generator at the end of the block, even where the block is being cancelled."""
+    """Close a generator at the end of the block, also when the block is cancelled."""
     try:
         yield source
     finally:
@@ -222,7 +223,7 @@ async def closing(source: AsyncGenerator[T, None]) -> AsyncIterator[AsyncGenerat
 
 @dataclass(kw_only=True)
 class _Row:
-    """One completion that is being made."""
+    """The state of one completion that is not finished."""
 
     prompt_index: int
     index: int
@@ -233,7 +234,7 @@ class _Row:
     finish_reason: FinishReason | None = None
 
     def take(self, delta: Delta) -> StreamDelta | None:
-        """Add what the engine says; None as long as there is nothing to show."""
+        """Add a delta of the engine; return None while there is no text to send."""
         if self.prompt_version is None:
             self.prompt_version = delta.prompt_version
         text = "" if delta.token is None else self._push(delta, delta.token)
@@ -243,7 +244,7 @@ class _Row:
         return self._tell(text) if text or self.finish_reason else None
 
     def end(self) -> StreamDelta:
-        """Finish what the engine left unfinished."""
+        """Finish a completion that the engine left unfinished."""
         self.finish_reason = "abort"
         return self._tell(self.text.finish())
 
@@ -320,14 +321,14 @@ def _job(work: GenerationRequest, prompt_index: int) -> Job:
 
 
 class _End:
-    """What a source puts into the queue last: nothing, or its error."""
+    """The last item of a source in the queue, with the error that ended it."""
 
     def __init__(self, error: Exception | None = None) -> None:
         self.error = error
 
 
 async def _merged(sources: Sequence[AsyncGenerator[T, None]]) -> AsyncGenerator[T, None]:
-    """Yield what any source yields; the first error ends them all."""
+    """Yield the items of all sources as they arrive; the first error ends all sources."""
     queue: asyncio.Queue[T | _End] = asyncio.Queue(_MAX_QUEUED)
     tasks = [asyncio.create_task(_pump(source, queue)) for source in sources]
     num_open = len(tasks)
@@ -350,13 +351,13 @@ async def _pump(source: AsyncGenerator[T, None], queue: asyncio.Queue[T | _End])
         async with closing(source):
             async for item in source:
                 await queue.put(item)
-    except Exception as exc:  # noqa: BLE001 - it is raised again where the queue is read
+    except Exception as exc:  # noqa: BLE001 - raised again by the reader of the queue
         end = _End(exc)
     await queue.put(end)
 
 
 async def end_tasks(tasks: Sequence[asyncio.Task[object]]) -> None:
-    """Cancel tasks and wait for them, even where the caller itself is being cancelled."""
+    """Cancel tasks and wait for them, also when the caller itself is cancelled."""
     for task in tasks:
         task.cancel()
     with anyio.CancelScope(shield=True):
@@ -364,17 +365,18 @@ async def end_tasks(tasks: Sequence[asyncio.Task[object]]) -> None:
 
 
 GONE_STATUS = 499
-"""What logs show for a client that did not wait; nobody reads the answer."""
+"""The status of a client that hung up, for logs; the client does not read it."""
 
 
 class ClientGoneError(Exception):
-    """The client hung up: nobody wants the answer."""
+    """The client hung up before it was answered."""
 
 
 async def while_connected(request: Request, work: Coroutine[Any, Any, T]) -> T:
-    """Return what `work` returns. Its body has been read; a client that goes away cancels it.
+    """Return the result of `work`, and cancel it when the client disconnects.
 
-    Raises ClientGoneError then, and what `work` raises.
+    The body of the request must have been read. Raises ClientGoneError when the client
+    disconnects, and the errors of `work`.
     """
     return await _first_of(work, request.receive)
 
@@ -397,9 +399,9 @@ async def _disconnected(receive: Receive) -> None:
 
 
 class EventStream(Response):
-    """Server-sent events: `events` yields whole ones, and is closed whatever happens.
+    """A response of server-sent events. `events` is closed in every case.
 
-    They are what `event` makes, and must not raise: the status is sent before the first.
+    `events` yields results of `event`, and must not raise: the status is sent before the first.
     """
 
     media_type = "text/event-stream"
@@ -415,7 +417,7 @@ class EventStream(Response):
             try:
                 await _first_of(self._send_all(send), receive)
             except WeightSyncError:
-                raise  # the engine's; a timeout among them is an OSError too
+                raise  # of the engine; TransportTimeout is an OSError too
             except (ClientGoneError, OSError):
                 return
 
@@ -433,14 +435,14 @@ class EventStream(Response):
 
 
 def event(data: bytes) -> bytes:
-    """Return one server-sent event of a line of data."""
+    """Return one server-sent event with one line of data."""
     return b"data: " + data + b"\n\n"
 
 
 async def begun(events: AsyncGenerator[bytes, None]) -> AsyncGenerator[bytes, None]:
-    """Wait for the first event, so that an error before it can still become a status.
+    """Wait for the first event and return a generator of all events.
 
-    Raises what `events` raises before its first; the generator returned yields all of them.
+    An error before the first event is raised here, while it can still become an HTTP status.
     """
     first = await anext(events, None)
 

@@ -1,4 +1,4 @@
-"""Lists that callers may look at and not change: token ids of a request that is still running."""
+"""A read-only view of a list, for token ids of a request that still runs."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ T = TypeVar("T")
 
 
 class ConstantList(Sequence[T]):
-    """A view of a list: it follows what its owner changes, and refuses every change itself.
+    """A read-only view of a list, which shows the changes that the list's owner makes.
 
-    Slices and sums are new lists. Changing it raises TypeError.
+    Slices and sums are new lists. Every attempt to change the view raises TypeError.
     """
 
     __slots__ = ("_items",)
-    __hash__ = None  # type: ignore[assignment]  # it changes when its owner changes the list
+    __hash__ = None  # type: ignore[assignment]  # its value can change
 
     def __init__(self, items: list[T]) -> None:
         self._items = items
@@ -46,7 +46,7 @@ class ConstantList(Sequence[T]):
         return self._items.count(item)
 
     def copy(self) -> list[T]:
-        """Return a list of its own, which may be changed."""
+        """Return a new list, which may be changed."""
         return list(self._items)
 
     def __eq__(self, other: object) -> bool:

@@ -1,4 +1,4 @@
-"""An API server's way to the engine cores: jobs go to the least busy, tokens come back."""
+"""The API server's client of the engine cores: sends each job to the least busy core."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 MAX_MEDIA_IN_FLIGHT = 8
-"""Jobs with tensors that one API server has on the way to the cores at once."""
+"""The most jobs with tensors that one API server sends at once."""
 ASK_TIMEOUT_S = 10.0
 
 _events: msgspec.msgpack.Decoder[list[Event]] = msgspec.msgpack.Decoder(list[Event])
@@ -47,7 +47,7 @@ Item = Delta | Failed
 
 
 class _Core:
-    """One engine core: its socket, how busy this API server keeps it, and its tensor queue."""
+    """One engine core: its socket, its tensor queue and its jobs from this API server."""
 
     def __init__(
         self, context: zmq.asyncio.Context, address: CoreAddress, identity: bytes, tensor_ipc: str
@@ -63,18 +63,18 @@ class _Core:
     def _open(self, queue: TensorQueueHandle | None) -> TensorIpcSender:
         if queue is None:
             raise NotReadyError("this engine core has no tensor queue", state="READY")
-        # It loads torch, which an API server of a model of text alone does without.
+        # It loads torch, which an API server of a text-only model does not need.
         from weightsync.queues.tensor_queue import TensorIpcSender  # noqa: PLC0415 - see above
 
         self._sender = TensorIpcSender(queue)
         return self._sender
 
     def frames(self, order: Order, request_id: str = "") -> list[Any]:
-        """Encode an order; the first frame names its request even to who cannot read the rest."""
+        """Encode an order. The first frame is the request id, readable if the rest is not."""
         return [request_id.encode(), *self.encoder.encode(order, request_id or None)]
 
     def close(self) -> None:
-        """Close socket and queue."""
+        """Close the socket and the queue."""
         self.socket.close(linger=0)
         if self._sender is not None:
             self._sender.close()
@@ -82,7 +82,7 @@ class _Core:
 
 @dataclass(slots=True)
 class _Inbox:
-    """What came for one job and was not taken yet; `going` are its completions without an end."""
+    """Items of one job that were not read yet. `going` are its unfinished completions."""
 
     core: _Core
     going: set[int]
@@ -90,7 +90,7 @@ class _Inbox:
 
 
 class CoreClient:
-    """An EngineClient over ZeroMQ. Opened, used and closed in one running event loop."""
+    """An EngineClient over ZeroMQ. Open, use and close it in one event loop."""
 
     def __init__(
         self,
@@ -116,7 +116,7 @@ class CoreClient:
         self._sending: set[asyncio.Future[Any]] = set()
 
     async def open(self) -> None:
-        """Connect to all cores. Called once, before anything else."""
+        """Connect to all cores. Called once, before all other methods."""
         self._context = context = zmq.asyncio.Context()
         for address in self._addresses:
             self._cores.append(_Core(context, address, self._identity, self._tensor_ipc))
@@ -130,7 +130,7 @@ class CoreClient:
 
     @property
     def in_flight(self) -> int:
-        """Jobs of this API server that have not ended."""
+        """The number of this API server's unfinished jobs."""
         return len(self._inboxes)
 
     async def generate(self, job: Job) -> AsyncGenerator[Delta, None]:
@@ -149,7 +149,7 @@ class CoreClient:
                     going.clear()
                     problem = msgspec.json.decode(item.problem, type=Problem)
                     raise from_problem(problem, peer="engine")
-                if item.index in going:  # else the server ended it before its engine did
+                if item.index in going:  # otherwise `stop` has ended it already
                     if item.finish_reason is not None:
                         going.discard(item.index)
                     yield item
@@ -165,11 +165,11 @@ class CoreClient:
             self._post(self._inboxes[request_id].core, Cancel(request_id=request_id, index=index))
 
     async def stats(self) -> list[EngineStats]:
-        """How each replica is doing. Raises TransportTimeout where one does not answer."""
+        """Return the statistics of each replica. Raises TransportTimeout if one does not reply."""
         return list(await asyncio.gather(*map(self._ask, self._cores)))
 
     def stop(self) -> None:
-        """End all jobs with what they have, and take no more. The server goes down."""
+        """End all jobs with the tokens that they have, and refuse new ones."""
         self._closed = True
         for request_id, inbox in self._inboxes.items():
             for index in inbox.going:
@@ -187,7 +187,7 @@ class CoreClient:
             self._context.destroy(linger=0)
 
     def _least_busy(self) -> _Core:
-        # In turn among equals: other API servers count for themselves.
+        # Round robin among equally busy cores: each API server counts its own jobs only.
         self._next_core += 1
         turned = self._cores[self._next_core % len(self._cores) :] + self._cores
         return min(turned[: len(self._cores)], key=lambda core: core.in_flight)
@@ -216,7 +216,7 @@ class CoreClient:
             del self._asked[call]
 
     def _post(self, core: _Core, order: Order) -> None:
-        """Send something small without waiting."""
+        """Send a small order without waiting."""
         if core.socket.closed:
             return
         sending = asyncio.ensure_future(core.socket.send_multipart(core.frames(order)))

@@ -1,4 +1,4 @@
-"""The process of one engine core."""
+"""The process of an engine core."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ GATHER_TIMEOUT_S = 600.0
 
 
 def core_main(ready: Ready, terms: CoreTerms) -> None:
-    """Be an engine core until SIGTERM. `ready` takes the encoded CoreAddress."""
+    """Run an engine core until SIGTERM. Calls `ready` with the encoded CoreAddress."""
     with _sockets(terms.orders, terms.gate) as (orders, gate):
         crew = WorkerGroup.gather(gate, terms.workers, timeout_s=GATHER_TIMEOUT_S)
         tensors = _tensor_queue(terms) if takes_images(crew.card) else None
@@ -45,7 +45,7 @@ def core_main(ready: Ready, terms: CoreTerms) -> None:
 
 
 def _tensor_queue(terms: CoreTerms) -> TensorIpcReceiver | None:
-    # It loads torch, which the core of a model of text alone does without.
+    # It loads torch, which the core of a text-only model does not need.
     from weightsync.queues.tensor_queue import TensorIpcReceiver  # noqa: PLC0415 - see above
 
     return TensorIpcReceiver() if terms.tensor_ipc == "torch_shm" else None

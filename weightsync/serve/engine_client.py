@@ -1,4 +1,4 @@
-"""What routes need of an engine, and its figures for Prometheus."""
+"""The interface between the routes and an engine, and the engine's Prometheus metrics."""
 
 from __future__ import annotations
 
@@ -16,25 +16,25 @@ from weightsync.serve.steps import ModelCard
 
 
 class EngineClient(Protocol):
-    """An engine, or several replicas of one, as one event loop sees it."""
+    """An engine with one or more replicas, used from one event loop."""
 
     @property
     def card(self) -> ModelCard:
         """The model that is served."""
 
     def generate(self, job: Job) -> AsyncGenerator[Delta, None]:
-        """Yield the tokens of a job as they come, each completion up to its finish_reason.
+        """Yield the tokens of a job as they arrive, each completion up to its finish_reason.
 
-        Ends after the last completion has ended. Closing it early cancels the job. Raises what the
-        engine raises: NotReadyError where the weights may not be used, ConfigError for a prompt
-        that the model cannot take.
+        Ends after the last completion. Closing the generator early cancels the job. Raises
+        NotReadyError when the weights may not be used, ConfigError for a prompt that the model
+        cannot take, and other errors of the engine.
         """
 
     def cancel(self, request_id: str, index: int) -> None:
-        """Stop one completion of a job: its last delta, finish_reason "abort", still comes."""
+        """Stop one completion of a job. Its last delta still arrives, as "abort"."""
 
     async def stats(self) -> list[EngineStats]:
-        """How each replica is doing."""
+        """Return the statistics of each replica."""
 
 
 logger = logging.getLogger(__name__)
@@ -57,9 +57,10 @@ _SHOWN: tuple[tuple[_Family, str, str, Callable[[EngineStats], float]], ...] = (
 
 
 def engine_metrics(engine: EngineClient) -> Callable[[], Awaitable[list[Metric]]]:
-    """Return what asks every replica, for `weight_router(more_metrics=)`.
+    """Return a function that reads all replicas' metrics, for `weight_router(more_metrics=)`.
 
-    An engine that does not answer in time has no metrics; those of the weights are shown anyway.
+    It returns no metrics for an engine that does not reply in time, so that the metrics of the
+    weights are shown in any case.
     """
 
     async def ask() -> list[Metric]:
@@ -74,7 +75,7 @@ def engine_metrics(engine: EngineClient) -> Callable[[], Awaitable[list[Metric]]
 
 
 def metrics_of(replicas: Sequence[EngineStats]) -> Iterator[Metric]:
-    """Yield the metrics of all replicas, which are numbered by a label."""
+    """Yield the metrics of all replicas, with the replica's index as label."""
     for kind, name, text, read in _SHOWN:
         metric = kind(f"weightsync_{name}", text, labels=["replica"])
         for index, stats in enumerate(replicas):

@@ -1,4 +1,4 @@
-"""The engine core: schedules requests over the workers, pauses, and knows which worker is ready."""
+"""The engine core of a replica: schedules jobs on its workers, and pauses them."""
 
 from __future__ import annotations
 
@@ -59,10 +59,11 @@ PauseDone = Callable[[WeightSyncError | None], None]
 
 
 class PauseController:
-    """Holds generation between `pause` and `resume`.
+    """Stops generation between `pause` and `resume`.
 
-    keep: no step begins, and jobs go on at `resume`. wait: jobs that are there finish first. abort:
-    they end with what they have. Jobs that come later wait in every mode, at most `timeout_s`.
+    Mode `keep` starts no more steps; jobs continue at `resume`. Mode `wait` lets jobs in flight
+    finish. Mode `abort` ends them with the tokens that they have. Jobs that arrive during a pause
+    wait in every mode, for at most `timeout_s`.
     """
 
     def __init__(
@@ -79,18 +80,19 @@ class PauseController:
 
     @property
     def may_step(self) -> bool:
-        """Whether jobs that are there go on."""
+        """Whether jobs in flight continue."""
         return self.mode != "keep"
 
     @property
     def late(self) -> int:
-        """Jobs that came during the pause."""
+        """The number of jobs that arrived during the pause."""
         return len(self._late)
 
     def pause(self, mode: PauseMode, answer: PauseDone) -> None:
-        """Begin a pause, or change its mode; `answer` is called once jobs in flight are settled.
+        """Start a pause, or change its mode. `answer` is called when the pause is in effect.
 
-        With `keep` that is at once, also for those who waited: jobs do not end any more.
+        `keep` is in effect at once, and so are earlier pauses that wait for jobs to finish: no job
+        finishes any more.
         """
         self.mode = mode
         if mode == "keep":
@@ -100,9 +102,9 @@ class PauseController:
             self._drained.append((self._clock() + self._timeout_s, answer))
 
     def resume(self) -> list[tuple[Owner, Job]]:
-        """End the pause, if there is one; return the jobs that waited for it.
+        """End the pause, if there is one; return the jobs that arrived during it.
 
-        Who still waited for jobs to end is told that they did not.
+        Pauses that still wait for jobs to finish get a NotReadyError.
         """
         self.mode = None
         drained, self._drained = self._drained, []
@@ -112,15 +114,15 @@ class PauseController:
         return [(waiting.owner, waiting.job) for waiting in late]
 
     def postpone(self, owner: Owner, job: Job) -> None:
-        """Keep a job that came during a pause."""
+        """Keep a job that arrived during a pause."""
         self._late.append(_Late(owner, job, self._clock()))
 
     def cancel(self, owner: Owner, request_id: str) -> None:
-        """Forget a job that waits for the end of the pause."""
+        """Drop a job that waits for the end of the pause."""
         self._late = [w for w in self._late if (w.owner, w.job.request_id) != (owner, request_id)]
 
     def look(self, in_flight: int) -> list[tuple[Owner, Job]]:
-        """Answer pauses for which nothing is left in flight; return jobs that waited too long."""
+        """Answer pauses when no job is left in flight; return the jobs that waited too long."""
         if not in_flight:
             self._answer_all()
         now = self._clock()
@@ -140,7 +142,7 @@ class PauseController:
         return [(waiting.owner, waiting.job) for waiting in overdue]
 
     def too_long(self) -> NotReadyError:
-        """What is said to jobs that waited too long."""
+        """Return the error of jobs that waited too long."""
         return NotReadyError(
             f"generation has been paused for over {self._timeout_s:g} s; call resume",
             state="PAUSED",
@@ -153,17 +155,17 @@ class PauseController:
 
 
 SPLIT_S = 10.0
-"""How long workers may hold different weights before waiting requests are told so."""
+"""How long workers may have different weights before waiting requests fail."""
 HELD_S = 900.0
-"""How long a worker may hold before waiting requests are told so; longer than any lease."""
+"""How long a worker may hold generation before waiting requests fail; longer than any lease."""
 
 
 class ReplicaReadiness:
-    """What the workers of a replica said last; pure, but for the clock it is given.
+    """Whether a replica may make a step, from the last state of each worker. Pure but for `clock`.
 
-    A worker that is about to change its weights holds first and gives the hold back when the new
-    ones are in use. Between two holds workers are told apart by what they hold: the version, and
-    the id of the weights, since a rewind may bring others of the same version.
+    A worker holds generation before it changes its weights, and releases the hold when the new
+    weights are in use. Weights are compared by version and id, because a rewind may bring other
+    weights of the same version.
     """
 
     def __init__(self, size: int, *, clock: Callable[[], float] = time.monotonic) -> None:
@@ -174,11 +176,11 @@ class ReplicaReadiness:
         self._stopped_with = self._weights
         self._split_at: float | None = None
         self.last_stall_s = 0.0
-        """For how long the last change of weights kept steps from being made."""
+        """How long the last change of weights stopped generation."""
 
     @property
     def versions(self) -> list[int]:
-        """What the workers hold, one each."""
+        """The weight version of each worker."""
         return [standing.version for standing in self._standing.values()]
 
     @property
@@ -192,21 +194,21 @@ class ReplicaReadiness:
         return {(standing.version, standing.weights_id) for standing in self._standing.values()}
 
     def hold(self, worker: int) -> None:
-        """A worker is about to change its weights."""
+        """Note that a worker is about to change its weights."""
         self._holds.setdefault(worker, self._clock())
         self._look()
 
     def heard(self, worker: int, standing: WorkerState) -> None:
-        """A worker says which weights it holds."""
+        """Note the state that a worker reports."""
         self._standing[worker] = standing
         if standing.released:
             self._holds.pop(worker, None)
         self._look()
 
     def refusal(self) -> NotReadyError | None:
-        """Why requests should not wait: the weights may not be used, and nobody is at work on it.
+        """Return the error of requests that should not wait, because no update is in progress.
 
-        None where a step may begin, or soon will.
+        None when a step may begin now or soon.
         """
         if self.may_step:
             return None
@@ -256,10 +258,11 @@ RATE_WINDOW_S = 5.0
 
 
 class EngineCore:
-    """Runs one replica until `stop`. `orders` is the bound ROUTER that API servers talk to.
+    """Runs one replica until `stop`.
 
-    `crew` are the workers, ready to make steps. `tensors` receives what jobs send out of band.
-    Every method but `stop` belongs to the thread of `run`.
+    `orders` is the bound ROUTER socket to which API servers connect. `crew` are the workers, ready
+    to make steps. `tensors` receives the tensors that jobs send out of band. Only the thread of
+    `run` may call the methods, except `stop`.
     """
 
     def __init__(
@@ -289,15 +292,15 @@ class EngineCore:
 
     @property
     def card(self) -> ModelCard:
-        """The model that the workers run."""
+        """The card of the model that the workers run."""
         return self._crew.card
 
     def stop(self) -> None:
-        """Have `run` return after the step at work. Safe in a signal handler."""
+        """Make `run` return after the current step. Safe in a signal handler."""
         self._stopping = True
 
     def run(self) -> None:
-        """Serve until `stop`. Raises PeerLostError naming a worker that died."""
+        """Serve until `stop`. Raises PeerLostError, which names a worker that died."""
         while not self._stopping:
             self._hear(0 if self._has_work() else IDLE_MS)
             self._settle()
@@ -327,20 +330,20 @@ class EngineCore:
         self._post(self._scheduler.done(result))
 
     def _meanwhile(self) -> None:
-        """A step takes long: serve what does not need it to be over."""
+        """Serve messages while a step takes long. Called by the worker group."""
         if self._stopping:
             raise _Stopped
         self._hear(0)
 
     def _answer(self, worker: int, done: Done) -> None:
-        """Answer a worker; once no step is at work, which is what some of them wait for."""
+        """Answer a worker when no step is in progress: some calls wait for the end of a step."""
         if self._deferred is None:
             self._crew.answer(worker, done)
         else:
             self._deferred.append(lambda: self._crew.answer(worker, done))
 
     def _settle(self) -> None:
-        """Tell requesters what cannot go on, and pauses what is over."""
+        """Fail requests that cannot continue, and answer pauses that are in effect."""
         refusal = self._standings.refusal()
         if refusal is not None:
             self._post(self._scheduler.fail_all(refusal))
@@ -348,7 +351,7 @@ class EngineCore:
             self._fail(owner, job.request_id, self._pauses.too_long())
 
     def _hear(self, timeout_ms: int) -> None:
-        """Take in what API servers and workers say; waits for something to come."""
+        """Handle messages of API servers and workers; wait at most `timeout_ms` for the first."""
         ready = dict(self._poller.poll(timeout_ms))
         if self._crew.socket in ready:
             for worker, notice in self._crew.notices():
@@ -362,7 +365,7 @@ class EngineCore:
         try:
             request_id = bytes(frames[0].buffer).decode("utf-8", "replace")
             order = self._decoder.decode([frame.buffer for frame in frames[1:]])
-        except Exception as exc:  # noqa: BLE001 - one bad message is its sender's alone
+        except Exception as exc:  # noqa: BLE001 - a bad message must not end the core
             logger.warning("request %s of %r cannot be read: %s", request_id, owner, exc)
             self._fail(owner, request_id, exc)
             return
@@ -425,16 +428,16 @@ class EngineCore:
         self._post([(owner, Failed(request_id=request_id, problem=problem))])
 
     def _post(self, posts: Iterable[Post]) -> None:
-        """Send every API server its part in one message."""
+        """Send each API server its events in one message."""
         parts: dict[Owner, list[Event]] = {}
         for owner, event in posts:
             parts.setdefault(owner, []).append(event)
         for owner, events in parts.items():
-            # An API server that died is not there any more; the supervisor ends the rest.
+            # ZeroMQ drops messages to an API server that died; the supervisor ends the others.
             self._orders.send_multipart([owner, msgspec.msgpack.encode(events)])
 
     def stats(self) -> EngineStats:
-        """How it is going."""
+        """Return the statistics of this replica."""
         refusal = self._standings.refusal()
         return EngineStats(
             running=self._scheduler.running,
@@ -451,12 +454,12 @@ class EngineCore:
         )
 
 
-class _Stopped(Exception):  # no error: `stop` was called while a step was at work
-    pass
+class _Stopped(Exception):
+    """`stop` was called during a step."""
 
 
 class _Rate:
-    """Tokens a second over the last few seconds."""
+    """Tokens per second over the last RATE_WINDOW_S."""
 
     def __init__(self, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -477,7 +480,7 @@ class _Rate:
 
 
 def _all_messages(socket: zmq.Socket[bytes]) -> Iterable[tuple[Owner, list[zmq.Frame]]]:
-    """Yield what has arrived by now."""
+    """Yield the messages that have arrived."""
     while True:
         try:
             owner, *frames = socket.recv_multipart(zmq.NOBLOCK, copy=False)

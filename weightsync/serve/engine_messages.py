@@ -1,4 +1,4 @@
-"""What API servers and engine cores say to each other."""
+"""Messages between API servers and engine cores."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ PauseMode = Literal["abort", "wait", "keep"]
 
 
 class _Tagged(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind"):
-    """Base of what is told apart by its `kind`."""
+    """Base of the messages that are distinguished by their field `kind`."""
 
 
 # To an engine core.
@@ -23,8 +23,8 @@ class _Tagged(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind"):
 class Job(_Tagged, frozen=True, kw_only=True, tag="job"):
     """Generate `n` completions of one prompt of token ids, at most `max_new_tokens` tokens each.
 
-    `inputs` are further arguments of the model's first pass, by name: what an image became, for
-    instance. `stop_at_end` False goes on after the model's end token.
+    `inputs` are more arguments of the model's first forward pass, by name: pixel values, for
+    instance. With `stop_at_end` False, generation continues after the model's end token.
     """
 
     request_id: str
@@ -37,14 +37,14 @@ class Job(_Tagged, frozen=True, kw_only=True, tag="job"):
 
 
 class Cancel(_Tagged, frozen=True, kw_only=True, tag="cancel"):
-    """Nobody wants the rest of a job any more: all of it, or one completion (`index`)."""
+    """Stop a job, or only its completion `index`."""
 
     request_id: str
     index: int | None = None
 
 
 class Ask(_Tagged, frozen=True, kw_only=True, tag="ask"):
-    """How is it going? `call` comes back with the Answer."""
+    """Request the statistics of an engine core. The Answer carries the same `call`."""
 
     call: int
 
@@ -56,18 +56,18 @@ Order = Job | Cancel | Ask
 
 
 class TopToken(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
-    """One of the likeliest tokens of a place, and its log-probability."""
+    """One of the likeliest tokens of a position, and its log-probability."""
 
     token: int
     logprob: float
 
 
 class Delta(_Tagged, frozen=True, kw_only=True, tag="delta"):
-    """One more token of completion `index` of a job, or only its end.
+    """The next token of completion `index` of a job, or the end of the completion.
 
-    `version` is of the weights that made the token, `prompt_version` of those that read the prompt
-    (older where a kept prompt outlived an update). `token` is None where a completion ends without
-    one. `logprob` and `top` are there if they were asked for.
+    `version` is the version of the weights that made the token. `prompt_version` is the version
+    that read the prompt; it is older if a kept prompt was reused after an update. `token` is None
+    if the completion ends without another token. `logprob` and `top` are set on request.
     """
 
     request_id: str
@@ -81,16 +81,18 @@ class Delta(_Tagged, frozen=True, kw_only=True, tag="delta"):
 
 
 class Failed(_Tagged, frozen=True, kw_only=True, tag="failed"):
-    """A job ends with an error: the problem document of weightsync.wire.problem."""
+    """The error that ended a job, as a problem document of weightsync.wire.problem."""
 
     request_id: str
     problem: bytes
 
 
 class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
-    """How one replica is doing. `why_not` says why it does not generate, if it does not.
+    """Statistics of a replica. `why_not` is the reason why it does not generate, or "".
 
-    `tokens_total` and `steps_total` count from its start; `versions` are those its workers hold.
+    `running` and `waiting` count completions. The totals count from the start of the replica.
+    `versions` are the weight versions of its workers, one each. `stall_s` is how long the last
+    update stopped generation.
     """
 
     running: int = 0
@@ -107,7 +109,7 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Answer(_Tagged, frozen=True, kw_only=True, tag="answer"):
-    """The answer to Ask."""
+    """The reply to Ask."""
 
     call: int
     stats: EngineStats

@@ -1,4 +1,4 @@
-"""`POST /generate`: tokens or text in, tokens out, with the version of the weights of each."""
+"""`POST /generate`: completes prompts, and returns the weight version of each token."""
 
 from __future__ import annotations
 
@@ -36,10 +36,9 @@ RETRY_AFTER_S = 1
 def generation_router(
     engine: EngineClient, texts: TokenizerService, *, max_body_nbytes: int = DEFAULT_MAX_BODY_NBYTES
 ) -> APIRouter:
-    """Return `/generate` and the OpenAI-compatible routes over an engine.
+    """Return the routes `/generate` and `/v1/...` (OpenAI-compatible) of an engine.
 
-    They take the raw request, and leave authentication to the app. A client that hangs up cancels
-    its jobs.
+    Authentication is left to the app. A client that disconnects cancels its jobs.
     """
     router = APIRouter(tags=["generation"])
     route = _GenerateRoute(engine, texts, max_body_nbytes)
@@ -70,7 +69,7 @@ class _GenerateRoute:
         self._max_body_nbytes = max_body_nbytes
 
     async def handle(self, request: Request) -> Response:
-        """Answer one request."""
+        """Reply to one request."""
         try:
             body = await read_body(request, self._max_body_nbytes)
             answer = await while_connected(request, self._answer(body))

@@ -1,7 +1,4 @@
-"""transformers for this package, and what to install without it.
-
-What it brings loads torch only when it needs it; hugging_face_cache has what does at once.
-"""
+"""The import of transformers, which loads torch only when a model needs it."""
 
 from __future__ import annotations
 
@@ -19,5 +16,5 @@ except ImportError as exc:
 
 __all__ = ["hf", "hf_logging"]
 
-hf: Any = transformers  # its annotations are partial, and wrong for what is used here
+hf: Any = transformers  # its annotations are incomplete, and wrong for some calls here
 hf_logging: Any = transformers_logging

@@ -1,4 +1,4 @@
-"""Key-value caches of several requests in one batch."""
+"""Key-value caches of a batch of rows, and of prompts that are kept for reuse."""
 
 from __future__ import annotations
 
@@ -23,32 +23,32 @@ __all__ = ["Cache", "DynamicLayer", "get_layer_types_and_kwargs"]
 _SPARE_TOKENS = 64
 
 KeysAndValues = tuple[torch.Tensor, torch.Tensor]
-"""Of one layer, each [rows, heads, tokens, head size]; the sizes of their heads may differ."""
+"""Keys and values of a layer, [rows, heads, tokens, head size] each; head sizes may differ."""
 
 
 class PreallocatedLayer(DynamicLayer):  # type: ignore[no-untyped-call] # transformers annotates in part
-    """One layer's keys and values, with room behind them: a decode step copies only its token."""
+    """One layer's keys and values with spare room, so that a decode step copies only its token."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)  # type: ignore[no-untyped-call] # as above
         self._rooms: list[torch.Tensor] = []
 
     def put(self, keys: torch.Tensor, values: torch.Tensor) -> None:
-        """Hold these tensors instead of what was held. They are not copied."""
+        """Replace the keys and values. The tensors are not copied."""
         if not self.is_initialized:
             self.lazy_initialization(keys, values)
         self._rooms = []
         self.keys, self.values = keys, values
 
     def reset(self) -> None:
-        """Hold nothing, and give the memory back."""
+        """Drop all keys and values, and free their memory."""
         super().reset()
         self._rooms = []
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> KeysAndValues:
-        """Append the keys and values of new tokens; return all. Called by the model's layers."""
+        """Append the keys and values of new tokens; return all. Called by the model."""
         if self.get_seq_length() == 0:
             self.put(key_states.contiguous(), value_states.contiguous())
         else:
@@ -70,19 +70,22 @@ class PreallocatedLayer(DynamicLayer):  # type: ignore[no-untyped-call] # transf
         self.keys, self.values = (room[..., :end, :] for room in self._rooms)
 
     def held(self) -> KeysAndValues:
-        """Return what is held: something must be. Views that the next update leaves alone."""
+        """Return all keys and values. The next update does not write to them.
+
+        The layer must not be empty.
+        """
         assert self.keys is not None
         assert self.values is not None
         return self.keys, self.values
 
 
 def held_by(cache: Cache) -> list[PreallocatedLayer]:
-    """Return the layers of a cache that hold anything; others use what these hold."""
+    """Return the layers of a cache that store keys and values; other layers share them."""
     return [layer for layer in cache.layers if isinstance(layer, PreallocatedLayer)]
 
 
 class KeptPrompt:
-    """The keys and values of a prompt that was read, for later prompts that begin alike."""
+    """Keys and values of a prompt, reused by later prompts with the same first tokens."""
 
     def __init__(self, tokens: Sequence[int], layers: Sequence[KeysAndValues]) -> None:
         self.tokens = list(tokens)
@@ -90,30 +93,30 @@ class KeptPrompt:
 
     @classmethod
     def of(cls, tokens: Sequence[int], cache: Cache, row: int) -> KeptPrompt:
-        """Keep a copy of the last `len(tokens)` columns of one row."""
+        """Return a copy of the last `len(tokens)` columns of one row."""
         part = (slice(row, row + 1), slice(None), slice(-len(tokens), None))
         layers = [_copies(layer, part) for layer in held_by(cache)]
         return cls(tokens, layers)
 
     @property
     def nbytes(self) -> int:
-        """What it takes."""
+        """The bytes of the keys and values."""
         return sum(tensor.nbytes for layer in self._layers for tensor in layer)
 
     def common_length(self, prompt: Sequence[int]) -> int:
-        """How many tokens at the begin of `prompt` are those of this one."""
+        """Return the length of the prefix that `prompt` shares with this prompt."""
         pairs = zip(self.tokens, prompt, strict=False)
         shorter = min(len(self.tokens), len(prompt))
         return next((i for i, (ours, theirs) in enumerate(pairs) if ours != theirs), shorter)
 
     def fill(self, cache: Cache, length: int) -> None:
-        """Put the first `length` tokens into an empty cache, which does not change them here."""
+        """Put the first `length` tokens into an empty cache, which does not write to them."""
         for layer, (keys, values) in zip(held_by(cache), self._layers, strict=True):
             layer.put(keys[..., :length, :], values[..., :length, :])
 
 
 class BatchedKVCache:
-    """The cache of all living rows. `cache` goes to the model with `mask` and `positions`."""
+    """The cache of all live rows. The model gets `cache`, `mask()` and `positions()`."""
 
     def __init__(self, cache: Cache, device: torch.device) -> None:
         self.cache = cache
@@ -122,17 +125,17 @@ class BatchedKVCache:
 
     @property
     def width(self) -> int:
-        """The columns of the cache: tokens of the longest row."""
+        """The number of columns: the tokens of the longest row."""
         return self.cache.get_seq_length()
 
     @property
     def nbytes(self) -> int:
-        """What keys and values take, without the room behind them."""
+        """The bytes of keys and values, without spare room."""
         layers = held_by(self.cache) if self.rows else []
         return sum(tensor.nbytes for layer in layers for tensor in layer.held())
 
     def join(self, rows: Sequence[RowId], cache: Cache, pads: Sequence[int]) -> None:
-        """Take in `rows`, one for each of the cache's, with so many columns of padding each."""
+        """Add the rows of `cache` as `rows`; `pads` are their numbers of padding columns."""
         old_width, new_width = self.width, cache.get_seq_length()
         width = max(old_width, new_width)
         for ours, theirs in zip(held_by(self.cache), held_by(cache), strict=True):
@@ -142,7 +145,7 @@ class BatchedKVCache:
         self.rows.extend(rows)
 
     def drop(self, rows: Sequence[RowId]) -> None:
-        """Forget `rows`, and columns that only they used; rows that are not here are ignored."""
+        """Remove `rows`, and the columns that only they used. Unknown rows are ignored."""
         gone = set(rows)
         left = [i for i, row in enumerate(self.rows) if row not in gone]
         if len(left) == len(self.rows):
@@ -160,12 +163,12 @@ class BatchedKVCache:
             layer.put(*kept)
 
     def mask(self) -> torch.Tensor:
-        """Return int64[rows, width + 1]: which columns a row may see when it reads one more."""
+        """Return int64[rows, width + 1]: the columns that each row's next token attends to."""
         columns = torch.arange(self.width + 1, device=self._pads.device)
         return (columns >= self._pads[:, None]).to(torch.int64)
 
     def positions(self) -> torch.Tensor:
-        """Return int64[rows, 1]: the place of the next token in its row."""
+        """Return int64[rows, 1]: the position of the next token in its row."""
         return self.width - self._pads[:, None]
 
     def _clear(self) -> None:
@@ -193,7 +196,7 @@ def _joined(
         assert new is not None
         parts = [new] if old is None else [old, new]
         _, heads, _, size = new.shape
-        # Padding is never seen, but must be finite: what is masked is multiplied by zero.
+        # Padding is masked, but must be finite: masked values are multiplied by zero.
         whole = new.new_zeros(sum(map(len, parts)), heads, width, size)
         begin = 0
         for part in parts:

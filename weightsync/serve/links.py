@@ -1,4 +1,4 @@
-"""What the links between processes share: tasks that must not end, and counts of bad frames."""
+"""Error handling of the links between processes: unreadable messages and failed tasks."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ logger = logging.getLogger(__name__)
 
 @contextmanager
 def dropped(sender: str) -> Iterator[None]:
-    """Log and swallow the error of a block that reads one message of `sender`, and only reads."""
+    """Log and suppress an error of decoding. The block must only decode a message of `sender`."""
     try:
         yield
     except (msgspec.MsgspecError, ValueError, RecursionError) as exc:
@@ -26,10 +26,10 @@ EXIT_CODE = 70
 
 
 def end_process(task: asyncio.Task[None]) -> None:
-    """End this process if the task failed: done-callback of a task that must not.
+    """End this process if the task failed. A done-callback of tasks that must not fail.
 
-    Whoever waits for what it brings would wait for ever; the supervisor ends the rest, and says
-    which process it was.
+    Otherwise other processes would wait for this task for ever. The supervisor ends the other
+    processes and names this one.
     """
     if task.cancelled() or task.exception() is None:
         return

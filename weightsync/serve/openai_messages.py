@@ -1,4 +1,4 @@
-"""Requests and replies of the OpenAI-compatible routes."""
+"""Request and response bodies of the OpenAI-compatible routes."""
 
 from __future__ import annotations
 
@@ -64,11 +64,11 @@ REFUSED: dict[str, tuple[object, ...]] = {
     "use_beam_search": (None, False),
     "web_search_options": (None,),
 }
-"""Fields that are not supported, and the values that ask for nothing."""
+"""Fields that are not supported, each with its values that have no effect."""
 
 
 class RequestError(ConfigError):
-    """A request that cannot be answered: `status`, the field at fault and OpenAI's code for it."""
+    """A request that is refused, with HTTP status, the field at fault and OpenAI's error code."""
 
     def __init__(
         self, message: str, *, status: int = 400, param: str | None = None, code: str | None = None
@@ -80,13 +80,13 @@ class RequestError(ConfigError):
 
 
 class StreamOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """With `include_usage`, a last chunk without choices says how many tokens there were."""
+    """Options of a stream. `include_usage` adds a last chunk that has the usage and no choices."""
 
     include_usage: bool | None = None
 
 
 class OpenAIRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """What both calls take; None stands for the default everywhere."""
+    """The fields of both kinds of request. None stands for the default."""
 
     model: str | None = None
     n: Annotated[int, msgspec.Meta(ge=1, le=256)] | None = None
@@ -107,14 +107,15 @@ class OpenAIRequest(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def include_usage(self) -> bool:
-        """Whether the stream ends with its usage."""
+        """Whether the stream ends with a chunk of the usage."""
         return bool(self.stream_options and self.stream_options.include_usage)
 
 
 class CompletionRequest(OpenAIRequest, frozen=True, kw_only=True):
-    """The body of `POST /v1/completions`. `prompt` holds texts, ids, or lists of ids; no mixture.
+    """The body of `POST /v1/completions`.
 
-    `logprobs` is how many of the likeliest tokens are told beside each chosen one.
+    `prompt` is a text, or a list of texts, of token ids, or of lists of token ids. `logprobs` is
+    the number of likeliest tokens to return for each position.
     """
 
     prompt: PromptText | Prompts
@@ -123,7 +124,7 @@ class CompletionRequest(OpenAIRequest, frozen=True, kw_only=True):
 
     @property
     def prompts(self) -> list[str | list[int]]:
-        """The prompts, one by one. Raises RequestError for a mixture."""
+        """The prompts as a list. Raises RequestError for a mixture of texts and ids."""
         if isinstance(self.prompt, str):
             return [self.prompt]
         ids = [item for item in self.prompt if isinstance(item, int)]
@@ -146,7 +147,7 @@ class TextPart(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag=
 
 
 class ImageUrl(msgspec.Struct, frozen=True, kw_only=True):
-    """An image as a `data:` URL: nothing is fetched."""
+    """An image as a `data:` URL. No other URL is fetched."""
 
     url: str
 
@@ -161,7 +162,7 @@ Parts = Annotated[list[TextPart | ImagePart], msgspec.Meta(max_length=1024)]
 
 
 class ChatMessage(msgspec.Struct, frozen=True, kw_only=True):
-    """One message of a conversation. `tool_calls` is there to be refused."""
+    """One message of a conversation. `tool_calls` exists to be refused with a reason."""
 
     role: Literal["system", "developer", "user", "assistant"]
     content: PromptText | Parts | None = None
@@ -191,7 +192,7 @@ _PLACE = re.compile(r" - at `\$\.?([^`]*)`")
 
 
 def decode_openai(body: bytes, kind: type[R]) -> R:
-    """Read a body. Raises RequestError for what is malformed, contradictory or not supported."""
+    """Decode a body. Raises RequestError if it is malformed, contradictory or not supported."""
     try:
         fields = msgspec.json.decode(body, type=dict[str, msgspec.Raw])
         _refuse_unsupported(fields)
@@ -239,7 +240,7 @@ def _check(request: CompletionRequest | ChatRequest) -> None:
 
 
 class Usage(msgspec.Struct, frozen=True, kw_only=True):
-    """Tokens of all prompts, each counted once, and of all completions."""
+    """The number of tokens of all prompts, each counted once, and of all completions."""
 
     prompt_tokens: int
     completion_tokens: int
@@ -247,7 +248,7 @@ class Usage(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TextLogprobs(msgspec.Struct, frozen=True, kw_only=True):
-    """Log-probabilities of `/v1/completions`, token by token."""
+    """Log-probabilities of `/v1/completions`; each list has one item per token."""
 
     tokens: list[str]
     token_logprobs: list[float | None]
@@ -256,7 +257,7 @@ class TextLogprobs(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TopLogprob(msgspec.Struct, frozen=True, kw_only=True):
-    """One of the likeliest tokens."""
+    """One of the likeliest tokens of a position."""
 
     token: str
     logprob: float
@@ -264,7 +265,7 @@ class TopLogprob(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TokenLogprob(TopLogprob, frozen=True, kw_only=True):
-    """A chosen token, and the likeliest ones of its place."""
+    """A chosen token, and the likeliest tokens of its position."""
 
     top_logprobs: list[TopLogprob]
 
@@ -285,14 +286,14 @@ class _Choice(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TextChoice(_Choice, frozen=True, kw_only=True):
-    """One completion of `/v1/completions`, or more of it."""
+    """One completion of `/v1/completions`, or the next part of it."""
 
     text: str
     logprobs: TextLogprobs | None = None
 
 
 class ChatAnswer(msgspec.Struct, frozen=True, kw_only=True):
-    """What the model says."""
+    """The message that the model generated."""
 
     content: str
     role: Literal["assistant"] = "assistant"
@@ -300,7 +301,7 @@ class ChatAnswer(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ChatDelta(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """More of what the model says; the first of a choice has a role."""
+    """The next part of a generated message. Only the first part of a choice has a role."""
 
     content: str
     role: Literal["assistant"] | None = None
@@ -314,7 +315,7 @@ class ChatChoice(_Choice, frozen=True, kw_only=True):
 
 
 class ChatChunkChoice(_Choice, frozen=True, kw_only=True):
-    """More of one completion of `/v1/chat/completions`."""
+    """The next part of one completion of `/v1/chat/completions`."""
 
     delta: ChatDelta
     logprobs: ChatLogprobs | None = None
@@ -328,28 +329,28 @@ class _Answer(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TextCompletion(_Answer, frozen=True, kw_only=True):
-    """The answer of `/v1/completions`, and a chunk of it."""
+    """The response of `/v1/completions`, or a chunk of it."""
 
     choices: list[TextChoice]
     object: Literal["text_completion"] = "text_completion"
 
 
 class ChatCompletion(_Answer, frozen=True, kw_only=True):
-    """The answer of `/v1/chat/completions`."""
+    """The response of `/v1/chat/completions`."""
 
     choices: list[ChatChoice]
     object: Literal["chat.completion"] = "chat.completion"
 
 
 class ChatChunk(_Answer, frozen=True, kw_only=True):
-    """A chunk of a streamed answer of `/v1/chat/completions`."""
+    """A chunk of a streamed response of `/v1/chat/completions`."""
 
     choices: list[ChatChunkChoice]
     object: Literal["chat.completion.chunk"] = "chat.completion.chunk"
 
 
 class ModelEntry(msgspec.Struct, frozen=True, kw_only=True):
-    """A model that is served; `max_model_len` is the room for a prompt and its completion."""
+    """A served model. `max_model_len` is the most tokens of a prompt and its completion."""
 
     id: str
     created: int
@@ -359,14 +360,14 @@ class ModelEntry(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ModelList(msgspec.Struct, frozen=True, kw_only=True):
-    """The answer of `/v1/models`."""
+    """The response of `/v1/models`."""
 
     data: list[ModelEntry]
     object: Literal["list"] = "list"
 
 
 class ErrorDetail(msgspec.Struct, frozen=True, kw_only=True):
-    """What went wrong; `param` is the field at fault."""
+    """The description of an error. `param` is the field at fault."""
 
     message: str
     type: str
@@ -375,13 +376,13 @@ class ErrorDetail(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ErrorAnswer(msgspec.Struct, frozen=True, kw_only=True):
-    """An error as OpenAI writes it."""
+    """An error in OpenAI's format."""
 
     error: ErrorDetail
 
 
 def usage_of(num_prompt_tokens: int, num_completion_tokens: int) -> Usage:
-    """Return the usage of an answer."""
+    """Return the usage of a response."""
     return Usage(
         prompt_tokens=num_prompt_tokens,
         completion_tokens=num_completion_tokens,
@@ -390,12 +391,12 @@ def usage_of(num_prompt_tokens: int, num_completion_tokens: int) -> Usage:
 
 
 def model_entry(card: ModelCard, created: int) -> ModelEntry:
-    """Describe the served model."""
+    """Return the description of the served model."""
     return ModelEntry(id=card.name, created=created, max_model_len=card.max_length)
 
 
 def error_answer(exc: Exception) -> tuple[int, ErrorAnswer]:
-    """Return the status and the body for an error."""
+    """Return the HTTP status and the body of an error."""
     status = _status_of(exc)
     param = exc.param if isinstance(exc, RequestError) else None
     code = exc.code if isinstance(exc, RequestError) else _CODES.get(status)

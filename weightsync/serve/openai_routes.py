@@ -1,4 +1,4 @@
-"""The OpenAI-compatible routes: chat and text completions, their choices and streams."""
+"""The OpenAI-compatible routes: chat and text completions, whole or streamed."""
 
 from __future__ import annotations
 
@@ -68,10 +68,10 @@ from weightsync.server.router import schema_of
 
 
 class Answers(Protocol):
-    """Writes the answers to one request."""
+    """Builds the responses to one request."""
 
     def whole(self, completions: Sequence[StreamDelta]) -> msgspec.Struct:
-        """Return the answer that is not streamed."""
+        """Return the response that is not streamed."""
 
     def chunk(self, increment: StreamDelta) -> msgspec.Struct:
         """Return one chunk of a stream."""
@@ -81,7 +81,7 @@ class Answers(Protocol):
 
 
 class _Head:
-    """What all answers to one request have in common."""
+    """The common fields of all responses to one request."""
 
     def __init__(
         self, texts: TokenizerService, work: GenerationRequest, asked: OpenAIRequest, model: str
@@ -106,7 +106,7 @@ class _Head:
 
 
 class TextAnswers:
-    """The answers of `/v1/completions`."""
+    """The responses of `/v1/completions`."""
 
     def __init__(
         self, texts: TokenizerService, work: GenerationRequest, asked: OpenAIRequest, model: str
@@ -114,7 +114,7 @@ class TextAnswers:
         self._head = _Head(texts, work, asked, model)
 
     def whole(self, completions: Sequence[StreamDelta]) -> TextCompletion:
-        """Return the answer that is not streamed."""
+        """Return the response that is not streamed."""
         choices = [self._choice(completion) for completion in completions]
         return self._answer(choices, self._head.usage_of(completions))
 
@@ -158,7 +158,7 @@ class TextAnswers:
     def _tops(
         self, tokens: Sequence[MadeToken], names: list[str], start: int
     ) -> list[dict[str, float]]:
-        """Return the likeliest tokens of each place, and the chosen one even where it is none."""
+        """Return the likeliest tokens of each position, and in any case the chosen one."""
         name = self._head.texts.token_name
         found = []
         for place, (made, chosen) in enumerate(zip(tokens, names, strict=True), start):
@@ -173,7 +173,7 @@ def _least(logprob: float) -> float:
 
 
 class ChatAnswers:
-    """The answers of `/v1/chat/completions`."""
+    """The responses of `/v1/chat/completions`."""
 
     def __init__(
         self, texts: TokenizerService, work: GenerationRequest, asked: OpenAIRequest, model: str
@@ -182,7 +182,7 @@ class ChatAnswers:
         self._begun: set[int] = set()
 
     def whole(self, completions: Sequence[StreamDelta]) -> ChatCompletion:
-        """Return the answer that is not streamed."""
+        """Return the response that is not streamed."""
         head = self._head
         return ChatCompletion(
             id=head.id,
@@ -193,7 +193,7 @@ class ChatAnswers:
         )
 
     def chunk(self, increment: StreamDelta) -> ChatChunk:
-        """Return one chunk of a stream; the first of each choice has a role."""
+        """Return one chunk of a stream. The first chunk of each choice has a role."""
         first = increment.index not in self._begun
         self._begun.add(increment.index)
         choice = ChatChunkChoice(
@@ -257,7 +257,7 @@ PLAIN_TEMPLATE = (
     "{% for message in messages %}{{ message['role'] }}: {{ message['content'] }}\n{% endfor %}"
     "{% if add_generation_prompt %}assistant:{% endif %}"
 )
-"""What is used for a tokenizer without a chat template of its own."""
+"""The chat template for a tokenizer that has none."""
 
 
 _MESSAGE_SIZE = 32
@@ -265,9 +265,9 @@ _UNKNOWN_SIZE = 1 << 20
 
 
 async def chat_prompt(texts: TokenizerService, messages: Sequence[ChatMessage]) -> Prompt:
-    """Return the prompt of a conversation that the assistant is to go on with.
+    """Return the prompt for the assistant's next message of a conversation.
 
-    Raises RequestError for one that the model's template or the model cannot take.
+    Raises RequestError if the model, or its chat template, cannot take the messages.
     """
     return await texts.run(lambda: _prompt(texts, messages), sum(map(_size, messages)))
 
@@ -290,8 +290,8 @@ def _prompt(texts: TokenizerService, messages: Sequence[ChatMessage]) -> Prompt:
 
 
 def render(texts: TokenizerService, messages: list[dict[str, Any]]) -> str:
-    """Return the text of a conversation. Raises RequestError where the template refuses it."""
-    # A tokenizer with several templates of its own chooses among them where it is given none.
+    """Return the text of a conversation. Raises RequestError if the template refuses it."""
+    # Given none, a tokenizer with several templates chooses one of them.
     own = texts.tokenizer.chat_template
     template = None if own else texts.chat_template or PLAIN_TEMPLATE
     try:
@@ -314,20 +314,20 @@ def _with_images(preparer: ImagePreparer, rendered: str, urls: list[str]) -> Pro
 
 
 def _as_wanted(texts: TokenizerService, message: ChatMessage) -> dict[str, Any]:
-    # Templates of models for images go through parts, and see none in a string.
+    # Templates of vision-language models iterate over parts, and ignore a plain string.
     if texts.images is not None and texts.chat_template:
         return _in_parts(message)
     return _plain(message, texts.images.image_token if texts.images else "")
 
 
 def _plain(message: ChatMessage, image_token: str) -> dict[str, Any]:
-    """Return a message as templates of models for text want it."""
+    """Return a message in the form that templates of text-only models expect."""
     texts = [part.text if isinstance(part, TextPart) else image_token for part in message.parts]
     return _said(message, "\n".join(texts))
 
 
 def _in_parts(message: ChatMessage) -> dict[str, Any]:
-    """Return a message as templates of models for images want it."""
+    """Return a message in the form that templates of vision-language models expect."""
     parts = [
         {"type": "text", "text": part.text} if isinstance(part, TextPart) else {"type": "image"}
         for part in message.parts
@@ -354,7 +354,7 @@ Handler = Callable[[Request], Awaitable[Response]]
 
 
 class _Anything(PathConvertor):
-    """The rest of a path, a line feed in it, too: the usual pattern ends there."""
+    """Matches the rest of a path, line feeds included, unlike the converter `path`."""
 
     regex = r"[\s\S]*"
 
@@ -373,7 +373,7 @@ def add_openai_routes(
         router, "/v1/completions", routes.completions, CompletionRequest, (TextCompletion,) * 2
     )
     _add_post(router, "/v1/chat/completions", routes.chat, ChatRequest, (ChatCompletion, ChatChunk))
-    # Without it, what is not here would be answered in another shape than OpenAI's.
+    # Without this route, unknown paths would not get an error in OpenAI's format.
     router.add_api_route(
         "/v1/{path:anything}", _guarded(_no_route), methods=_METHODS, include_in_schema=False
     )
@@ -387,22 +387,22 @@ class _OpenAIRoutes:
         self._started = int(time.time())
 
     async def models(self, request: Request) -> Response:
-        """The one model that is served."""
+        """List the served model."""
         return _json(ModelList(data=[model_entry(self._engine.card, self._started)]))
 
     async def model(self, request: Request) -> Response:
-        """The served model, by its name."""
+        """Describe the served model, by its name."""
         self._check_model(request.path_params["model"])
         return _json(model_entry(self._engine.card, self._started))
 
     async def completions(self, request: Request) -> Response:
-        """Complete prompts; every choice says which weights made which tokens."""
+        """Complete prompts. Each choice has the weight versions of its tokens."""
         body = await read_body(request, self._max_body_nbytes)
         asked = await self._texts.run(lambda: decode_openai(body, CompletionRequest), len(body))
         return await while_connected(request, self._complete(asked))
 
     async def chat(self, request: Request) -> Response:
-        """Go on with a conversation; every choice says which weights made which tokens."""
+        """Continue a conversation. Each choice has the weight versions of its tokens."""
         body = await read_body(request, self._max_body_nbytes)
         asked = await self._texts.run(lambda: decode_openai(body, ChatRequest), len(body))
         return await while_connected(request, self._chat(asked))
@@ -461,7 +461,7 @@ class _OpenAIRoutes:
 
     def _check_model(self, name: str | None) -> None:
         served = self._engine.card.name
-        # What `serve --model` was given is right, too: that is the name that users know.
+        # The argument of `serve --model` is accepted too: users know the model by it.
         if name is not None and name not in (served, self._engine.card.directory):
             raise RequestError(
                 f"model {name!r} is not served here, {served!r} is; name that one",
@@ -556,8 +556,8 @@ def _responses(answer: type[msgspec.Struct]) -> dict[int | str, dict[str, Any]]:
         }
 
     return {
-        200: described("The answer", answer),
-        "default": described("An error as OpenAI writes it", ErrorAnswer),
+        200: described("The response", answer),
+        "default": described("An error in OpenAI's format", ErrorAnswer),
     }
 
 
@@ -567,7 +567,7 @@ def _guarded(handler: Handler) -> Handler:
             return await handler(request)
         except ClientGoneError:
             return Response(status_code=GONE_STATUS)
-        except Exception as exc:  # noqa: BLE001 - the edge: each error becomes an answer
+        except Exception as exc:  # noqa: BLE001 - the edge: each error becomes a response
             return _error_response(exc)
 
     return guarded
@@ -595,9 +595,9 @@ def _json(
 
 
 def _event_schema(chunk: type[msgspec.Struct]) -> dict[str, object]:
-    """Describe one server-sent event.
+    """Return the schema of one server-sent event.
 
-    No contentSchema: OpenAI ends a stream with `[DONE]`, which is no JSON.
+    It has no contentSchema, because a stream ends with `[DONE]`, which is not JSON.
     """
     data = {
         "type": "string",

@@ -1,4 +1,4 @@
-"""How processes ended, and waiting for the first of several to end."""
+"""Ends of processes: waiting for them, ending them, and the errors of those that failed."""
 
 from __future__ import annotations
 
@@ -20,30 +20,30 @@ if TYPE_CHECKING:
 
 SHUTDOWN_S = 5.0
 KILL_S = 2.0
-"""How long the kernel may take to remove what was killed: it frees the memory of it first."""
+"""How long the kernel may take to remove a killed process; it frees its memory first."""
 
 
 def shutdown(processes: Sequence[BaseProcess], timeout_s: float = SHUTDOWN_S) -> None:
-    """End processes that this one started: SIGTERM to all, then `timeout_s` for all together.
+    """End child processes of this process: SIGTERM to all, then `timeout_s` for all together.
 
-    Then SIGKILL to what is left, and to every descendant of any of them. Safe to call again.
+    Processes that are left then, and all descendants of all processes, get SIGKILL. Idempotent.
     """
     trees = _trees(processes)
     terminate(processes)
     wait_all(processes, timeout_s)
-    # Looked at a second time, for what was started since; descendants of those that have ended by
-    # now have another parent, and are known from the first time only.
+    # `kill_trees` looks for descendants again, because new ones may have started. `trees` has the
+    # descendants of processes that ended meanwhile: they have another parent now.
     kill_trees(processes, trees)
 
 
 def terminate(processes: Iterable[BaseProcess]) -> None:
-    """Send SIGTERM to those that run."""
+    """Send SIGTERM to the running ones of these processes."""
     for process in running(processes):
         process.terminate()
 
 
 def kill_trees(processes: Sequence[BaseProcess], also: Iterable[psutil.Process] = ()) -> None:
-    """SIGKILL those that run, all their descendants, and what of `also` is still there."""
+    """Send SIGKILL to running processes, to all their descendants, and to those of `also`."""
     known = {*also, *_trees(processes)}
 
     def left() -> set[psutil.Process]:
@@ -57,7 +57,7 @@ def kill_trees(processes: Sequence[BaseProcess], also: Iterable[psutil.Process] 
 
 
 def wait_all(processes: Iterable[BaseProcess], timeout_s: float) -> bool:
-    """Wait until all have ended; returns whether they have."""
+    """Wait until all processes have ended, at most `timeout_s`; return whether they have."""
     deadline = time.monotonic() + timeout_s
     while left := running(processes):
         if (remaining := deadline - time.monotonic()) <= 0:
@@ -72,10 +72,10 @@ def wait_any(
     *,
     timeout_s: float | None,
 ) -> tuple[list[BaseProcess], list[Connection]]:
-    """Wait until a process has ended or a connection can be read; return those.
+    """Wait until a process has ended or a connection can be read; return those that have.
 
-    Both lists are empty after `timeout_s`. Processes must have been started. Raises ConfigError
-    where there is nothing to wait for, and no end to it.
+    Both lists are empty after `timeout_s`. The processes must have been started. Raises ConfigError
+    if there is nothing to wait for and no timeout.
     """
     started = list(processes)
     if not started and not connections and timeout_s is None:
@@ -85,19 +85,20 @@ def wait_any(
         ready = wait([*ends, *connections], 0 if ended else timeout_s)
     ended += [process for fd, process in ends.items() if fd in ready]
     for process in ended:
-        process.join(KILL_S)  # a fork server tells exit codes a moment later
+        process.join(KILL_S)  # a fork server reports exit codes a moment later
     return ended, [connection for connection in connections if connection in ready]
 
 
 def running(processes: Iterable[BaseProcess]) -> list[BaseProcess]:
-    """Return those that were started and have not ended."""
+    """Return the processes that were started and have not ended."""
     return [process for process in processes if process.pid is not None and process.is_alive()]
 
 
 def raise_for(ended: Iterable[BaseProcess]) -> None:
-    """Raise the ProcessLostError of those that ended otherwise than with exit code 0.
+    """Raise a ProcessLostError if one of the processes ended with another exit code than 0.
 
-    Of several the first is raised that a signal ended: rather the others' cause than their victim.
+    Of several, a process that a signal ended comes first: it is probably the cause of the others'
+    end. The others are notes of its error.
     """
     failed = sorted(
         (process for process in ended if process.exitcode),
@@ -108,7 +109,7 @@ def raise_for(ended: Iterable[BaseProcess]) -> None:
 
 
 def with_notes(errors: Sequence[WeightSyncError]) -> WeightSyncError:
-    """Return the first error, the others as its notes."""
+    """Return the first error, with the others as its notes."""
     first, *others = errors
     for other in others:
         first.add_note(f"and {other}")
@@ -116,7 +117,7 @@ def with_notes(errors: Sequence[WeightSyncError]) -> WeightSyncError:
 
 
 def lost(process: BaseProcess, reason: str = "") -> ProcessLostError:
-    """Return the error that says how a process ended; `reason` is what it said itself."""
+    """Return the error of a process that ended; `reason` is the text of its own error."""
     return ProcessLostError(
         f"the process {process.name} (pid {process.pid}) {how_ended(process.exitcode)}"
         + (f": {reason}" if reason else ""),
@@ -127,7 +128,7 @@ def lost(process: BaseProcess, reason: str = "") -> ProcessLostError:
 
 
 def how_ended(exitcode: int | None) -> str:
-    """Say in words what an exit code of multiprocessing means."""
+    """Return the meaning of an exit code of multiprocessing, as text."""
     if exitcode is None:
         return "is still running"
     if exitcode < 0:
@@ -140,8 +141,8 @@ def how_ended(exitcode: int | None) -> str:
 def _end_descriptors(processes: Iterable[BaseProcess]) -> Iterator[dict[int, BaseProcess]]:
     """Yield descriptors that become readable when their processes end.
 
-    Not multiprocessing's sentinels where it can be helped: a sentinel is the end of a pipe, which a
-    forked grandchild keeps open after the process itself is gone.
+    They are pidfds where possible. A sentinel of multiprocessing is a pipe, which a forked
+    grandchild keeps open after the process has ended.
     """
     with ExitStack() as stack:
         ends: dict[int, BaseProcess] = {}
@@ -169,15 +170,15 @@ def _signal_name(number: int) -> str:
 
 @contextmanager
 def signals_ignored() -> Iterator[None]:
-    """Ignore SIGINT and SIGTERM in the block, so that a second Ctrl-C leaves nothing behind.
+    """Ignore SIGINT and SIGTERM in the block, so that a second Ctrl-C does not stop a cleanup.
 
-    Only the main thread has a say in this; elsewhere nothing happens.
+    It has an effect in the main thread only.
     """
     before: dict[int, Any] = {}  # what getsignal returns
     try:
         for number in (signal.SIGINT, signal.SIGTERM):
             old = signal.getsignal(number)
-            if old is not None:  # None: of C, which could not be put back
+            if old is not None:  # None: a handler in C, which cannot be restored
                 with suppress(ValueError):
                     signal.signal(number, signal.SIG_IGN)
                     before[number] = old
@@ -190,29 +191,29 @@ def signals_ignored() -> Iterator[None]:
 logger = logging.getLogger(__name__)
 
 POLL_S = 0.5
-"""How often those are asked that cannot be waited for together with processes: Ray actors."""
+"""How often a PolledManager is polled."""
 
 
 class ProcessManager(Protocol):
-    """What has processes of this host, and ends them."""
+    """An object that owns processes of this host."""
 
     @property
     def processes(self) -> Sequence[BaseProcess]:
-        """Those that were started."""
+        """The processes that were started."""
 
     def close(self) -> None:
-        """End them. Idempotent."""
+        """End the processes. Idempotent."""
 
 
 @runtime_checkable
 class PolledManager(Protocol):
-    """What has to be asked how its processes do: RayEngines, for instance."""
+    """An object that owns processes whose state must be polled: RayEngines, for instance."""
 
     def poll(self) -> bool:
-        """Whether all have ended as they should. Raises ProcessLostError for one that died."""
+        """Return whether all have ended without error. Raises ProcessLostError for a failed one."""
 
     def close(self) -> None:
-        """End them. Idempotent."""
+        """End the processes. Idempotent."""
 
 
 def wait_for_completion_or_failure(
@@ -220,10 +221,10 @@ def wait_for_completion_or_failure(
     engine_manager: ProcessManager | PolledManager | None = None,
     coordinator: ProcessManager | PolledManager | None = None,
 ) -> None:
-    """Wait until the processes of all of them have ended, or one has failed; then close all.
+    """Wait until the processes of all managers have ended, or one has failed; then close all.
 
-    Returns when all ended with exit code 0, and on Ctrl-C. Raises ProcessLostError, with its name,
-    pid and exit code, for the first that ended otherwise; the others are ended then.
+    Returns when all processes ended with exit code 0, and on Ctrl-C. Raises ProcessLostError, with
+    name, pid and exit code, for the first process that ended otherwise.
     """
     given = [api_server_manager, engine_manager, coordinator]
     managers = [manager for manager in given if manager is not None]

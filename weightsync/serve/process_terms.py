@@ -1,7 +1,6 @@
-"""What each process of a server is started with, and where it begins.
+"""The start arguments and main functions of the processes of a server.
 
-The supervisor knows of the others only what is here: it loads neither transformers nor FastAPI,
-which the processes that it starts are busy loading at that moment.
+The supervisor imports only this module of theirs, so it loads neither transformers nor FastAPI.
 """
 
 from __future__ import annotations
@@ -20,9 +19,9 @@ Ready = Callable[[bytes], None]
 
 
 class WorkerTerms(msgspec.Struct, frozen=True, kw_only=True):
-    """What a worker is started with; it is `rank` of `size` in replica `replica`.
+    """Arguments of a worker: rank `rank` of `size` in replica `replica`.
 
-    `folder` is private to this server: the workers of a replica meet in a file there.
+    `folder` is the private directory of the server. The rendezvous file of a replica is in it.
     """
 
     name: str
@@ -38,7 +37,7 @@ class WorkerTerms(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class CoreTerms(msgspec.Struct, frozen=True, kw_only=True):
-    """What an engine core is started with; API servers send to `orders`, its workers to `gate`."""
+    """Arguments of an engine core. API servers connect to `orders`, its workers to `gate`."""
 
     name: str
     replica: int
@@ -50,17 +49,17 @@ class CoreTerms(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class CoreAddress(msgspec.Struct, frozen=True, kw_only=True):
-    """Where one engine core listens; `tensors` is None where tensors travel in messages."""
+    """The address of an engine core. `tensors` is None if tensors travel in messages."""
 
     orders: str
     tensors: TensorQueueHandle | None = None
 
 
 class ApiTerms(msgspec.Struct, frozen=True, kw_only=True):
-    """What an API server is started with; `token` None guards nothing.
+    """Arguments of an API server. With `token` None, no call needs a token.
 
-    `workers` are the addresses of all, those of one replica side by side. With `ssl_certfile` and
-    `ssl_keyfile` it speaks TLS.
+    `workers` are the addresses of all workers, ordered by replica and rank. With `ssl_certfile` and
+    `ssl_keyfile` it uses TLS.
     """
 
     name: str
@@ -77,20 +76,20 @@ class ApiTerms(msgspec.Struct, frozen=True, kw_only=True):
     ssl_keyfile: str | None = None
 
     def __repr__(self) -> str:
-        """Name it, without its token."""
+        """Return the name, without the token."""
         return f"ApiTerms(name={self.name!r})"
 
 
 def takes_images(card: ModelCard) -> bool:
-    """Whether requests can bring tensors: else API servers and engine cores do without torch."""
+    """Whether requests can have tensors. If not, API servers and engine cores need no torch."""
     return card.image_token_id is not None
 
 
 def frozen(ready: Ready) -> Ready:
-    """Return `ready` after which no collection looks again at what there was until then.
+    """Return a `ready` that first excludes all existing objects from garbage collection.
 
-    All of that stays for good, and a full collection of it would hold a step or an update for a
-    tenth of a second.
+    These objects live as long as the process. A full collection of them would delay a step or an
+    update by 0.1 s.
     """
 
     def say(payload: bytes) -> None:
@@ -102,21 +101,21 @@ def frozen(ready: Ready) -> Ready:
 
 
 def run_worker(ready: Ready, terms: WorkerTerms) -> None:
-    """Be a worker until SIGTERM; `ready` takes the encoded ModelCard."""
+    """Run a worker until SIGTERM. Calls `ready` with the encoded ModelCard."""
     from weightsync.serve.worker import worker_main  # noqa: PLC0415 - see above
 
     worker_main(frozen(ready), terms)
 
 
 def run_core(ready: Ready, terms: CoreTerms) -> None:
-    """Be an engine core until SIGTERM; `ready` takes the encoded CoreAddress."""
+    """Run an engine core until SIGTERM. Calls `ready` with the encoded CoreAddress."""
     from weightsync.serve.core_process import core_main  # noqa: PLC0415 - see above
 
     core_main(frozen(ready), terms)
 
 
 def run_api_server(ready: Ready, terms: ApiTerms, listener: socket.socket) -> None:
-    """Serve on the shared `listener` until SIGTERM; `ready` is called when it does."""
+    """Run an API server on the shared `listener` until SIGTERM. Calls `ready` when it serves."""
     from weightsync.serve.api_server import api_main  # noqa: PLC0415 - see above
 
     api_main(frozen(ready), terms, listener)

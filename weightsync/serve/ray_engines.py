@@ -1,4 +1,4 @@
-"""Engines that run as Ray actors, for `wait_for_completion_or_failure`."""
+"""Ray actors as engines, for `wait_for_completion_or_failure`."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ except ModuleNotFoundError as exc:
 
 
 class RayEngines:
-    """Ray actors by name, each with the reference of the call in which it runs until its end."""
+    """Ray actors by name, each with the reference of the one call that it runs until its end."""
 
     def __init__(self, actors: Mapping[str, Any], run_refs: Mapping[str, Any]) -> None:
-        """Take them over: `close` kills the actors. Raises ConfigError if the names differ."""
+        """Take ownership: `close` kills the actors. Raises ConfigError if the names differ."""
         if actors.keys() != run_refs.keys() or not actors:
             raise ConfigError(
                 f"the actors are named {sorted(actors)} and their calls {sorted(run_refs)}; each "
@@ -30,7 +30,7 @@ class RayEngines:
         self._names = {ref: name for name, ref in run_refs.items()}
 
     def poll(self) -> bool:
-        """Whether all calls have returned. Raises ProcessLostError if one failed or died."""
+        """Return whether all calls have returned. Raises ProcessLostError if one failed."""
         refs = list(self._names)
         done, _ = ray.wait(refs, num_returns=len(refs), timeout=0)
         for ref in done:
@@ -38,7 +38,7 @@ class RayEngines:
         return len(done) == len(refs)
 
     def close(self) -> None:
-        """Kill the actors, without restart. Idempotent."""
+        """Kill the actors, which are not restarted. Idempotent."""
         if not ray.is_initialized():
             return
         while self._actors:

@@ -1,4 +1,4 @@
-"""What `/generate` takes and gives: JSON structs, checked before anything is generated."""
+"""Request and response bodies of `/generate`."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ StopText = Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
 
 
 class Sampling(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How to choose tokens; temperature 0 takes the likeliest, `seed=None` differs each time."""
+    """Sampling parameters. Temperature 0 chooses the likeliest token; seed None is random."""
 
     max_new_tokens: Annotated[int, msgspec.Meta(ge=1, le=1 << 16)] = 16
     temperature: Annotated[float, msgspec.Meta(ge=0.0, le=100.0)] = 1.0
@@ -32,7 +32,7 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
 
 class GenerateRequest(Sampling, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The body of `POST /generate`: `n` completions of every prompt, text or token ids."""
+    """The body of `POST /generate`: asks for `n` completions of every prompt, text or token ids."""
 
     prompts: Annotated[
         list[PromptText | PromptTokens], msgspec.Meta(min_length=1, max_length=MAX_PROMPTS)
@@ -40,7 +40,7 @@ class GenerateRequest(Sampling, frozen=True, kw_only=True, forbid_unknown_fields
 
 
 class VersionSpan(msgspec.Struct, frozen=True, kw_only=True):
-    """The tokens `start` up to `stop` of a completion were made with weights of `version`."""
+    """The tokens from `start` up to `stop` of a completion, made by weights of `version`."""
 
     version: int
     start: int
@@ -48,7 +48,7 @@ class VersionSpan(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def spans(versions: Sequence[int], start: int = 0) -> list[VersionSpan]:
-    """Return runs of equal versions; the first version is of token `start`."""
+    """Return spans of equal versions. The first version is the one of token `start`."""
     found: list[VersionSpan] = []
     begin = 0
     for at in range(1, len(versions) + 1):
@@ -61,9 +61,9 @@ def spans(versions: Sequence[int], start: int = 0) -> list[VersionSpan]:
 class Completion(msgspec.Struct, frozen=True, kw_only=True):
     """One completion of prompt `prompt_index`.
 
-    `token_ids` hold the end token where one was made, `text` does not, nor a stop text.
-    `logprobs` are of the model's own distribution, before temperature and top_p; None if not asked.
-    `prompt_version` is of the weights that read the prompt; 0 where it was not read.
+    `token_ids` contain the end token if there is one; `text` contains neither it nor a stop text.
+    `logprobs` are those of the model, before temperature and top_p; None if not requested.
+    `prompt_version` is the version of the weights that read the prompt; 0 if it was not read.
     """
 
     prompt_index: int
@@ -76,13 +76,13 @@ class Completion(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class GenerateResponse(msgspec.Struct, frozen=True, kw_only=True):
-    """The answer of `/generate`: prompt by prompt, `n` completions of each."""
+    """The response of `/generate`: `n` completions of each prompt, in order."""
 
     completions: list[Completion]
 
 
 def decode_request(body: bytes) -> GenerateRequest:
-    """Read the body of `/generate`; ProtocolError names the field that is wrong."""
+    """Decode the body of a request. Raises ProtocolError, which names the field at fault."""
     try:
         return msgspec.json.decode(body, type=GenerateRequest)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as exc:
@@ -90,14 +90,14 @@ def decode_request(body: bytes) -> GenerateRequest:
 
 
 def encode_response(response: GenerateResponse) -> bytes:
-    """Write the answer of `/generate` as JSON."""
+    """Encode a response as JSON."""
     return msgspec.json.encode(response)
 
 
 def decode_response(body: bytes) -> GenerateResponse:
-    """Read the answer of `/generate`, for trainers that sample from the server.
+    """Decode a response. Called by trainers that sample from the server.
 
-    Raises ProtocolError when it is none.
+    Raises ProtocolError for any other body.
     """
     try:
         return msgspec.json.decode(body, type=GenerateResponse)

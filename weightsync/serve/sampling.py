@@ -1,4 +1,4 @@
-"""Choosing the next token of every row, each in its own way and by its own random stream."""
+"""Token sampling: each row has its own sampling parameters and random stream."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ import xxhash
 from weightsync.serve.steps import NO_LOGPROBS, RowId, SampledToken, SamplingParams
 
 _COLDEST = 1e-4
-"""Below it a softmax overflows; the likeliest token is what it would choose."""
+"""A softmax overflows below this temperature, and would choose the likeliest token."""
 
 _STEPS = 1 << 23
-"""Uniform numbers are odd multiples of half of one over this, which float32 holds exactly."""
+"""Uniform numbers are (k + 0.5) / _STEPS: exact in float32, and neither 0 nor 1."""
 _USUAL_NUCLEUS = 256
-"""A whole vocabulary is sorted only when so many tokens are not enough."""
+"""How many tokens are sorted first; the whole vocabulary only if these do not reach top_p."""
 
 
 @dataclass(frozen=True)
 class _Chooser:
-    """How one row chooses; `random` is its own stream, None for one that need not be repeated."""
+    """The sampling parameters of one row. `random` is its own stream, None without a seed."""
 
     choosing: SamplingParams
     random: torch.Generator | None
@@ -34,7 +34,7 @@ class _Chooser:
 
 @dataclass(frozen=True)
 class _Plan:
-    """What is the same for every step of the same rows; `…_rows` are their places in the batch."""
+    """Values that are equal for all steps of the same rows. `…_rows` are indices in the batch."""
 
     rows: list[RowId]
     temperatures: torch.Tensor  # float32[rows, 1]
@@ -52,10 +52,11 @@ class _Plan:
 
 
 class TokenSampler:
-    """Chooses tokens of rows that it was told of. Used by one thread.
+    """Chooses the next tokens of rows. Use it from one thread.
 
-    A token is drawn by an exponential race: the likelier one is, the sooner its exponential time
-    comes, and the first wins. Other rows and rounding do not change who wins, unless two tie.
+    A token is drawn by an exponential race: each token gets an exponentially distributed time with
+    its probability as rate, and the earliest time wins. So other rows of the batch and rounding do
+    not change the result, except in a tie.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -68,12 +69,12 @@ class TokenSampler:
     def add(
         self, rows: Sequence[RowId], choosing: SamplingParams, completions: Sequence[int] = ()
     ) -> None:
-        """Know the rows of one request, and which of its completions each one is (0, 1, …)."""
+        """Add the rows of one request. `completions` are their indices (default 0, 1, …)."""
         for completion, row in zip(completions or range(len(rows)), rows, strict=True):
             self._choosers[row] = _Chooser(choosing, _stream(choosing.seed, completion))
 
     def drop(self, rows: Sequence[RowId]) -> None:
-        """Forget rows; unknown ones are ignored."""
+        """Remove rows. Unknown rows are ignored."""
         for row in rows:
             self._choosers.pop(row, None)
 
@@ -105,7 +106,7 @@ class TokenSampler:
                 generator=self._free
             )
         for row, random in plan.seeded:
-            # Drawn on the CPU, where it is the same on every machine.
+            # Drawn on the CPU, where a seed gives the same numbers on every machine.
             drawn = torch.empty(bits.shape[1], dtype=torch.int64).random_(generator=random)
             bits[row] = drawn.to(scores.device)
         times = _log_exponential(bits.view(torch.int32)[:, :vocabulary])
@@ -142,13 +143,13 @@ def _stream(seed: int | None, completion: int) -> torch.Generator | None:
 
 
 def _log_exponential(bits: torch.Tensor) -> torch.Tensor:
-    """Make logarithms of exponential times of random int32: four times as fast as drawing them."""
-    uniform = (bits & (_STEPS - 1)).float().add_(0.5).div_(_STEPS)  # neither 0 nor 1
+    """Return logarithms of exponential times from random int32: 4 times as fast as drawing them."""
+    uniform = (bits & (_STEPS - 1)).float().add_(0.5).div_(_STEPS)
     return uniform.log_().neg_().log_()
 
 
 def _nucleus(scores: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
-    """Leave the fewest likeliest tokens that together reach top_p: one at least."""
+    """Mask all but the fewest likeliest tokens, at least one, that together reach top_p."""
     mass = scores.logsumexp(dim=-1, keepdim=True)
     for candidates in (min(_USUAL_NUCLEUS, scores.shape[-1]), scores.shape[-1]):
         ordered, places = scores.topk(candidates, dim=-1)
@@ -157,7 +158,7 @@ def _nucleus(scores: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
         if (reached[:, -1:] >= top_p).all():
             break
     kept = ordered.masked_fill(reached - probabilities >= top_p, float("-inf"))
-    kept[:, :1] = ordered[:, :1]  # the smallest top_p are 0 in float32
+    kept[:, :1] = ordered[:, :1]  # a very small top_p is 0 in float32
     return torch.full_like(scores, float("-inf")).scatter_(1, places, kept)
 
 

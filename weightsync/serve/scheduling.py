@@ -1,4 +1,4 @@
-"""Which requests run in the next step, and which of their prompts are cached."""
+"""Scheduling: the rows and prompts of the next step, and the prompts that are kept for reuse."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ MIN_SHARED_TOKENS = 16
 class _Kept:
     tokens: tuple[int, ...]
     version: int | None = None
-    """Of the weights that read its beginning; None until it was read."""
+    """Version of the weights that read the first token; None until the prompt was read."""
 
 
 @dataclass(frozen=True, slots=True)
 class Beginning:
-    """The first `length` tokens of a prompt are those of the kept prompt `key`.
+    """A prefix of `length` tokens that a prompt shares with the kept prompt `key`.
 
-    `version` is of the weights that read them.
+    `version` is the version of the weights that read it.
     """
 
     key: int
@@ -38,10 +38,10 @@ class Beginning:
 
 
 class PrefixCache:
-    """The prompts that were read last, up to `max_tokens` tokens in all; pure bookkeeping.
+    """The prompts that workers keep, least recently used first; pure bookkeeping.
 
-    Those with fewer than `min_shared` tokens are not worth it. A prompt that is being read may not
-    be reused before it was.
+    They have at most `max_tokens` tokens in all. A prefix shorter than `min_shared` tokens is not
+    reused, and a prompt cannot be reused before it was read.
     """
 
     def __init__(
@@ -63,13 +63,13 @@ class PrefixCache:
 
     @property
     def has_evicted(self) -> bool:
-        """Whether the workers keep what is to be forgotten."""
+        """Whether the workers still have prompts that were evicted."""
         return bool(self._evicted)
 
     def find(self, prompt: list[int]) -> Beginning | None:
-        """Return the kept prompt that shares the longest beginning with this one.
+        """Return the kept prompt that shares the longest prefix with this one.
 
-        The last token of a prompt is always read anew: what it says is the first token's.
+        The last token of a prompt is always read again: its logits give the first new token.
         """
         best: Beginning | None = None
         for key, kept in self._kept.items():
@@ -83,7 +83,7 @@ class PrefixCache:
         return best
 
     def add(self, prompt: list[int]) -> int | None:
-        """Number a prompt that is about to be read, and make room for it; None: do not keep it."""
+        """Return a new key for a prompt that will be read, or None if it is not to be kept."""
         tokens = tuple(prompt)
         known = any(kept.tokens == tokens for kept in self._kept.values())
         if known or not self._min_shared < len(prompt) <= self._max_tokens:
@@ -94,7 +94,7 @@ class PrefixCache:
         return self._next
 
     def read(self, key: int, version: int | None) -> None:
-        """A prompt was read, its beginning by weights of `version`, or (None) could not be."""
+        """Note that a prompt was read with weights of `version`; None: it could not be read."""
         if version is None:  # no worker has it
             self._kept.pop(key, None)
             self._evicted = [evicted for evicted in self._evicted if evicted != key]
@@ -102,12 +102,12 @@ class PrefixCache:
             self._kept[key].version = version
 
     def clear(self) -> None:
-        """Evict all."""
+        """Evict all prompts."""
         for key in list(self._kept):
             self._evict(key)
 
     def take_evicted(self) -> list[int]:
-        """Return what is to be forgotten by the workers, once."""
+        """Return the keys of evicted prompts, each of them once."""
         evicted, self._evicted = self._evicted, []
         return evicted
 
@@ -138,7 +138,7 @@ MAX_PROMPT_TOKENS_A_STEP = 4096
 MAX_WAITING = 4096
 
 Owner = bytes
-"""The API server that a job came from."""
+"""The ZeroMQ identity of the API server that sent a job."""
 Key = tuple[Owner, str]
 Post = tuple[Owner, Event]
 
@@ -157,15 +157,15 @@ class _Row:
 class _Job:
     job: Job
     rows: dict[int, RowId | None] = field(default_factory=dict)
-    """Row of each completion that has not ended; None while it waits."""
+    """The row of each unfinished completion; None while it waits."""
 
 
 class Scheduler:
-    """The jobs of one replica: those that wait, first come first served, and the rows at work.
+    """The jobs of one replica: waiting jobs, first come first served, and running rows.
 
-    `next_step` and `done` take turns: a step's result comes before the next step is asked for.
-    Prompts are read by themselves, at most one such step between two that give every row a token,
-    so that arriving requests cannot stop those at work. Not thread-safe.
+    Call `next_step` and `done` in turn. A step either reads prompts or gives every row a token.
+    Between two steps of tokens there is at most one step of prompts, so that new requests cannot
+    stop the running ones. Not thread-safe.
     """
 
     def __init__(
@@ -193,17 +193,17 @@ class Scheduler:
 
     @property
     def running(self) -> int:
-        """Rows at work."""
+        """The number of running rows."""
         return len(self._rows)
 
     @property
     def waiting(self) -> int:
-        """Completions that wait for a place."""
+        """The number of completions that wait."""
         return sum(job.n for job in self._waiting.values())
 
     @property
     def requests(self) -> int:
-        """Jobs that have not ended."""
+        """The number of unfinished jobs."""
         return len(self._jobs)
 
     @property
@@ -213,11 +213,11 @@ class Scheduler:
 
     @property
     def kept_prompts(self) -> int:
-        """Prompts whose attention cache is kept."""
+        """The number of prompts whose attention cache is kept."""
         return len(self._kept)
 
     def submit(self, owner: Owner, job: Job) -> None:
-        """Let a job wait for its turn. Raises ConfigError for one that the model cannot take."""
+        """Add a job to the waiting ones. Raises as `check`, and ProtocolError for an id in use."""
         key = (owner, job.request_id)
         if key in self._jobs:
             raise ProtocolError(f"request {job.request_id} is at work already; number them anew")
@@ -226,9 +226,9 @@ class Scheduler:
         self._waiting[key] = job
 
     def cancel(self, owner: Owner, request_id: str, index: int | None = None) -> list[Post]:
-        """End a job (`index` None), which says nothing more, or one completion of it.
+        """End a job without further events (`index` None), or one completion of it.
 
-        One that has ended already is no error: it ends while the word is on its way.
+        An unknown job is no error: it may have ended while the message was on its way.
         """
         key = (owner, request_id)
         found = self._jobs.get(key)
@@ -240,7 +240,7 @@ class Scheduler:
         return [self._end(key, index, "abort")] if index in found.rows else []
 
     def abort_all(self) -> list[Post]:
-        """End every job; what it has is what its requester gets."""
+        """End every job with the tokens that it has."""
         posts = [
             self._end(key, index, "abort")
             for key, found in list(self._jobs.items())
@@ -258,13 +258,13 @@ class Scheduler:
         return list[Post](posts)
 
     def clear_cache(self) -> None:
-        """Reuse no prompt that was read so far."""
+        """Stop the reuse of all prompts that were read so far."""
         self._kept.clear()
 
     def next_step(self) -> Step | None:
-        """Return what to compute now, or None when there is nothing to do."""
+        """Return the next step, or None when there is no work."""
         drop, self._drop = self._drop, []
-        evict = self._kept.take_evicted()  # before new prompts are looked up, which may reuse
+        evict = self._kept.take_evicted()  # before `_admit`, whose prompts may reuse others
         rows = list(self._rows)
         new = [] if self._just_read and rows else self._admit()
         self._just_read = bool(new)
@@ -284,7 +284,7 @@ class Scheduler:
         return self._step
 
     def done(self, result: StepResult) -> list[Post]:
-        """Take the first worker's result of the last step; return what requesters are told."""
+        """Process rank 0's result of the last step; return the events for the API servers."""
         if self._step is None or result.number != self._step.number:
             expected = self._step.number if self._step else "none"
             raise ProtocolError(f"the result of step {result.number} came, of {expected} expected")
@@ -302,9 +302,9 @@ class Scheduler:
         return [*(post for post in refused if post), *self._token_posts(result)]
 
     def check(self, job: Job, *, ahead: int = 0) -> None:
-        """Raise ConfigError for a job that the model cannot take, NotReadyError when too many wait.
+        """Raise ConfigError for a job that the model cannot take, NotReadyError if too many wait.
 
-        `ahead` counts jobs that wait elsewhere and come first.
+        `ahead` is the number of jobs that wait outside the scheduler.
         """
         card = self._card
         if not 1 <= job.n <= self._max_rows:
@@ -330,7 +330,7 @@ class Scheduler:
             )
 
     def _admit(self) -> list[NewRows]:
-        """Take waiting jobs in, as far as places and the step's tokens reach; the first always."""
+        """Start waiting jobs, up to the limits of rows and of prompt tokens per step."""
         new: list[NewRows] = []
         room = self._max_rows - len(self._rows)
         tokens = self._max_prompt_tokens
@@ -353,7 +353,7 @@ class Scheduler:
         for index, row in zip(wanted, rows, strict=True):
             self._jobs[key].rows[index] = row
             self._rows[row] = _Row(key, index, read)
-        # What an image became is not in the token ids, so equal ones need not be the same prompt.
+        # The token ids do not contain the images, so equal ids may be different prompts.
         known = self._kept.find(job.prompt) if job.inputs is None else None
         group = NewRows(
             rows=list(rows),
@@ -371,7 +371,7 @@ class Scheduler:
     def _token_posts(self, result: StepResult) -> Iterable[Post]:
         for chosen in result.chosen:
             row = self._rows.get(chosen.row)
-            if row is not None:  # else it was cancelled while the step ran
+            if row is not None:  # otherwise it was cancelled during the step
                 yield self._took(row, chosen, result.version)
 
     def _took(self, row: _Row, chosen: SampledToken, version: int) -> Post:
@@ -414,7 +414,7 @@ class Scheduler:
         return row.key[0], Failed(request_id=row.key[1], problem=problem)
 
     def _close(self, key: Key, index: int) -> None:
-        """Forget one completion, and its job with the last."""
+        """Remove one completion, and with the last one its job."""
         found = self._jobs[key]
         row = found.rows.pop(index)
         if row is not None:

@@ -1,4 +1,4 @@
-"""A whole server: supervisor, workers, engine cores and API servers, as one context."""
+"""A whole server as a context: supervisor, workers, engine cores and API servers."""
 
 from __future__ import annotations
 
@@ -39,13 +39,13 @@ TensorIpc = Literal["direct_rpc", "torch_shm"]
 
 @dataclass(frozen=True, kw_only=True)
 class ServeOptions:
-    """How a model is served: `api_servers` on one socket, `data_parallel` replicas of it.
+    """Options of a server: `api_servers` processes on one socket, `data_parallel` replicas.
 
-    Each replica is an engine core with `tensor_parallel` workers, which hold a shard of the model
-    each. `token` None lets everyone who reaches the socket change weights. `threads` are those of
-    torch in every worker; None shares the processors out, unless OMP_NUM_THREADS is set.
-    `ssl_certfile` (PEM, its chain included) makes it HTTPS; its key is there or in `ssl_keyfile`,
-    and has no passphrase.
+    Each replica has an engine core and `tensor_parallel` workers with one shard of the model each.
+    With `token` None, every client of the socket may change weights. `threads` are the torch
+    threads of each worker; None divides the processors among workers, unless OMP_NUM_THREADS is
+    set. `ssl_certfile` (PEM, with its chain) turns on HTTPS; its key, without passphrase, is in the
+    same file or in `ssl_keyfile`.
     """
 
     model: str
@@ -78,10 +78,10 @@ class ServeOptions:
 
 @contextmanager
 def serving(options: ServeOptions, listener: socket.socket) -> Iterator[Supervisor]:
-    """Start all processes of a server on `listener`; yields when it answers, ends it afterwards.
+    """Start all processes of a server on `listener`, yield when it serves, and end it afterwards.
 
-    Raises ConfigError for a model that is not there or cannot be shared among so many workers,
-    before it starts any; later, what a process failed with, its name in front.
+    Raises ConfigError, before any process is started, for an unknown model or one that does not
+    divide among the workers; later the error of a process that failed, with its name in front.
     """
     check_choice(options.model, options.tensor_parallel)
     with Supervisor() as tree:
@@ -115,7 +115,7 @@ def serving(options: ServeOptions, listener: socket.socket) -> Iterator[Supervis
 
 
 class _Addresses:
-    """Where the processes of one server find each other, in its private directory."""
+    """The addresses of a server's processes, in its private directory."""
 
     def __init__(self, tree: Supervisor, options: ServeOptions) -> None:
         replicas = range(options.data_parallel)
@@ -164,7 +164,7 @@ def _api_server(terms: ApiTerms, index: int, listener: socket.socket) -> ChildSp
 
 
 _ONE_THREAD = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
-"""Of torch too, where they load it."""
+"""Applies to torch as well, in processes that load it."""
 
 
 def _thread_variables(options: ServeOptions) -> Mapping[str, str]:

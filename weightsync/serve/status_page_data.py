@@ -1,4 +1,4 @@
-"""What the status page shows: asked of every worker and replica, and kept for half a second."""
+"""The data of the status page: read from every worker and replica, at most twice a second."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ from weightsync.wire.messages import LedgerEntry, OpenUpdate, Status, UpdateReco
 T = TypeVar("T")
 
 FRESH_S = 0.5
-"""However many pages are open, workers are asked no more often than this."""
+"""The least time between two reads of the workers, however many pages are open."""
 ANSWER_TIMEOUT_S = 2.0
 SHOWN_UPDATES = 50
 NO_ANSWER = "NO ANSWER"
 
 
 class Mapped(msgspec.Struct, frozen=True, kw_only=True):
-    """Bytes that a worker has mapped of one sender, or of all senders' control segments ("").
+    """Bytes that a worker has mapped of one sender, or of all control segments (sender "").
 
-    `path` is that of a sender that is connected.
+    `path` is the path of a connected sender, otherwise "".
     """
 
     sender: str
@@ -42,7 +42,7 @@ class Mapped(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class WorkerView(msgspec.Struct, frozen=True, kw_only=True):
-    """One worker: where it stands, or (`error`) why that is not known."""
+    """The state of one worker, or the reason why it is unknown (`error`)."""
 
     name: str
     state: str = NO_ANSWER
@@ -79,16 +79,17 @@ class WorkerView(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class UpdateView(UpdateRecord, frozen=True, kw_only=True):
-    """A committed update on all workers that had it: times of the slowest, bytes of the largest."""
+    """A committed update over its workers: the times of the slowest, the bytes of the largest."""
 
     workers: int
     bytes_per_s: float
 
 
 class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
-    """Everything that the page shows, and all of `/status.json`.
+    """All data of the page, and the body of `/status.json`.
 
-    `at` is in seconds of Unix time. `versions` are those held; `updates` has the oldest first.
+    `at` is Unix time in seconds. `versions` are the weight versions of the workers. `updates` are
+    ordered by time, the oldest first.
     """
 
     at: float
@@ -118,7 +119,7 @@ class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class _Question(Generic[T]):
-    """Asks one thing again and again, but never while it is still asking."""
+    """A repeated asynchronous call, of which at most one is in progress."""
 
     def __init__(self, call: Callable[[], Coroutine[object, object, T]]) -> None:
         self._call = call
@@ -126,14 +127,14 @@ class _Question(Generic[T]):
         self._since = 0.0
 
     def ask(self) -> asyncio.Task[T]:
-        """Ask, unless the last time is not answered yet."""
+        """Start the call, unless the last one is still in progress."""
         if self._task is None or self._task.done():
             self._since = time.monotonic()
             self._task = asyncio.ensure_future(self._call())
         return self._task
 
     def answer(self) -> tuple[T | None, str]:
-        """Return what was answered, or None and what is wrong."""
+        """Return the result of the last call, or None and the reason why there is none."""
         task = self._task
         if task is None or not task.done():
             return None, f"has not answered for {time.monotonic() - self._since:.0f} s"
@@ -145,9 +146,10 @@ class _Question(Generic[T]):
 
 
 class Watch:
-    """Reads an engine and its workers for any number of pages of one event loop.
+    """Reads the state of an engine and its workers, for any number of pages of one event loop.
 
-    Who does not answer in time is shown as such, and not asked again before it has answered.
+    A worker that does not reply in time is shown as such, and is not called again before it
+    replies.
     """
 
     def __init__(self, engine: EngineClient, receivers: Sequence[Receiver]) -> None:
@@ -160,7 +162,7 @@ class Watch:
         self._replicas = 1
 
     async def snapshot(self) -> Snapshot:
-        """Return how things are, at most half a second ago. Raises nothing of who is asked."""
+        """Return the current data, at most FRESH_S old. Errors of workers become part of it."""
         stale = time.monotonic() - self._read_at > FRESH_S
         if self._reading is None or (self._reading.done() and stale):
             self._reading = asyncio.ensure_future(self._read())
@@ -191,7 +193,7 @@ def _in_thread(
 
 
 def worker_names(workers: int, replicas: int) -> list[str]:
-    """Return `replica.rank` of every worker, as the server's processes are named."""
+    """Return the names `replica.rank` of all workers, as in the names of their processes."""
     ranks = workers // replicas if replicas and workers % replicas == 0 else workers
     return [f"{index // ranks}.{index % ranks}" for index in range(workers)]
 
@@ -205,7 +207,7 @@ def take_snapshot(
     *,
     at: float,
 ) -> Snapshot:
-    """Put together what was answered; `answers` are the workers', by their names."""
+    """Combine the replies of the engine and of the workers, which are in the order of `names`."""
     reports = {name: report for name, (report, _) in zip(names, answers, strict=True) if report}
     statuses = {name: report.status for name, report in reports.items()}
     whole = merge_statuses(statuses) if statuses else None
@@ -248,7 +250,7 @@ def _worker_view(name: str, status: Status, report: WorkerReport) -> WorkerView:
 
 
 def mapped_by_sender(ledger: Iterable[LedgerEntry], paths: Mapping[str, str]) -> list[Mapped]:
-    """Return how much is mapped of each sender; a control segment is named after no sender."""
+    """Return the mapped bytes of each sender. Control segments have no sender's name."""
     sums: dict[str, int] = defaultdict(int)
     for entry in ledger:
         sums["" if entry.kind == "control" else entry.name] += entry.nbytes
@@ -259,7 +261,7 @@ def mapped_by_sender(ledger: Iterable[LedgerEntry], paths: Mapping[str, str]) ->
 
 
 def merge_updates(records: Iterable[UpdateRecord]) -> list[UpdateView]:
-    """Return the last updates, the oldest first, each as the slowest of its workers lived it."""
+    """Return the last updates, the oldest first, each combined from the records of its workers."""
     groups: dict[tuple[str, int], list[UpdateRecord]] = defaultdict(list)
     for record in records:
         groups[record.update_id, record.version].append(record)

@@ -1,7 +1,7 @@
-"""What an engine core tells its workers to compute, and what they answer: one message a step.
+"""Steps that an engine core sends to its workers, and their results: one message per step.
 
-Every worker of a replica makes the same steps in the same order; the first of them chooses the
-tokens, and the core hands its choice to all with the next step.
+All workers of a replica make the same steps in the same order. Rank 0 chooses the tokens, and the
+core sends them to all workers with the next step.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from weightsync.queues.message_codec import Tensor
 NO_LOGPROBS = -1
 
 RowId = int
-"""One completion being generated; the core numbers them and never uses a number twice."""
+"""The number of a completion in progress. The core never uses a number twice."""
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
-    """How the tokens of a row are chosen.
+    """The sampling parameters of a row.
 
-    `temperature` 0 takes the likeliest. `seed` makes the choice repeatable, whatever else is in the
-    batch; completion `i` of a request draws from a stream of its own. `logprobs` is how many of the
-    likeliest tokens are told beside the chosen one; NO_LOGPROBS tells none at all.
+    `temperature` 0 chooses the likeliest token. `seed` makes the tokens repeatable, independently
+    of other rows; each completion of a request has its own random stream. `logprobs` is the number
+    of likeliest tokens to return with the chosen one, or NO_LOGPROBS for no log-probabilities.
     """
 
     temperature: float = 1.0
@@ -33,12 +33,12 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class NewRows(msgspec.Struct, frozen=True, kw_only=True):
-    """A prompt to read, and the rows that go on from it: one for each completion asked for.
+    """A prompt to read, and the rows that continue it: one for each completion.
 
-    `completions` numbers them, where it is not 0, 1 and so on. `prompt` are its token ids. The
-    first `reuse_length` of them are taken from the prompt that was kept as `reuse`; `keep_as` keeps
-    what was read of this one for later prompts. `inputs` are further arguments of the model's first
-    pass (pixel values, for instance), by name.
+    `prompt` are token ids. `completions` are the indices of the rows' completions in their request,
+    by default 0, 1, …. The first `reuse_length` tokens are taken from the kept prompt `reuse`; this
+    prompt is kept as `keep_as`. `inputs` are more arguments of the model's first forward pass, by
+    name: pixel values, for instance.
     """
 
     rows: list[RowId]
@@ -52,11 +52,10 @@ class NewRows(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Step(msgspec.Struct, frozen=True, kw_only=True):
-    """One step: forget, then either read new prompts or give every named row one more token.
+    """One step of all workers: reads the prompts of `new`, or gives each of `rows` its next token.
 
-    `drop` are rows that have ended and `evict` are kept prompts, both forgotten first. `tokens` are
-    those chosen last for `rows`, int64 ids, one each; `rows` is every living row but the new ones.
-    A step with `new` has no `rows`: prompts are read by themselves.
+    First the rows of `drop` and the kept prompts of `evict` are removed. `rows` are all live rows,
+    and `tokens` are their last tokens, one each. A step with `new` has no `rows`.
     """
 
     number: int
@@ -68,9 +67,9 @@ class Step(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SampledToken(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
-    """The token of one row; `top` are (token id, log-probability), the likeliest first.
+    """The next token of one row. `top` are (token id, log-probability) pairs, the likeliest first.
 
-    Log-probabilities are of the model's own distribution, before temperature and top_p.
+    Log-probabilities are those of the model, before temperature and top_p.
     """
 
     row: RowId
@@ -80,10 +79,10 @@ class SampledToken(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
 
 
 class StepResult(msgspec.Struct, frozen=True, kw_only=True):
-    """What a worker made of a step, with weights of `version`.
+    """A worker's result of a step, with weights of `version`.
 
-    `chosen` is in the order of the rows of the step, and empty but at the first worker. `refused`
-    holds, by its first row, why a prompt could not be read; the others went on.
+    `chosen` has the order of the step's rows; only rank 0 fills it. `refused` maps the first row of
+    a prompt that could not be read to the reason; the other prompts were read.
     """
 
     number: int
@@ -94,11 +93,11 @@ class StepResult(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
-    """What the other processes have to know of a loaded model.
+    """Facts about a loaded model that other processes need.
 
-    `max_length` is how many tokens a prompt and its completion may take together; `end_ids` end a
-    completion. `directory` is where its tokenizer, and its processor where it takes images, are
-    loaded from; a built-in name otherwise. `image_token_id` is None for a model of text alone.
+    `max_length` is the most tokens of a prompt and its completion together. A token of `end_ids`
+    ends a completion. The tokenizer and the processor are loaded from `directory`, which may be the
+    name of a built-in model. `image_token_id` is None for a text-only model.
     """
 
     name: str

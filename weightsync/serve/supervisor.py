@@ -1,4 +1,4 @@
-"""The processes of one server: started in order, watched, and ended with their descendants."""
+"""The supervisor of a server's processes: starts them in order, watches them, and ends them."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _END_S = 2.0
 _NOTHING_TO_DO = b"closed"
 _WAIT = f"""
 import os, sys
-if sys.stdin.buffer.read() != {_NOTHING_TO_DO!r}:  # to its end, which is the supervisor's
+if sys.stdin.buffer.read() != {_NOTHING_TO_DO!r}:  # until the supervisor closes it or dies
     os.execv(sys.executable, [sys.executable, "-c", *sys.argv[1:]])
 """
 _REMOVE = """
@@ -65,7 +65,7 @@ class OrphanReaper:
         )
 
     def close(self) -> None:
-        """End it, since there is nothing left to do for it; idempotent."""
+        """End the process: there is nothing to clean up. Idempotent."""
         stdin = self._process.stdin
         assert stdin is not None
         if not stdin.closed:
@@ -80,25 +80,25 @@ class OrphanReaper:
 
 _KILL_MARGIN_S = 0.5
 _EXIT_S = 5.0
-"""How long a process that has said why it fails may take to end."""
+"""How long a process may take to end after it has sent its error."""
 
 
 def new_marker() -> str:
-    """Return the name of an environment variable that nobody else has."""
+    """Return a unique name of an environment variable."""
     return f"WEIGHTSYNC_TREE_{secrets.token_hex(8)}"
 
 
 @dataclass(kw_only=True)
 class ProcessGroups:
-    """Groups of children in the order in which they were started, and what is theirs.
+    """Groups of children, in the order of their start, and the resources of the tree.
 
-    Every process of the tree has the variable `marker` in its environment, by which those are found
-    whose parent is gone.
+    Every process of the tree has the variable `marker` in its environment. It identifies processes
+    whose parent has ended.
     """
 
     directory: Path
     marker: str
-    warden: OrphanReaper
+    reaper: OrphanReaper
     grace_s: float
     shutdown_s: float
     groups: dict[str, list[Child]] = field(default_factory=dict)
@@ -107,24 +107,24 @@ class ProcessGroups:
 
     @property
     def children(self) -> list[Child]:
-        """All of them."""
+        """The children of all groups."""
         return [child for group in self.groups.values() for child in group]
 
     @property
     def processes(self) -> list[BaseProcess]:
-        """Those that were started."""
+        """The processes that were started."""
         return [child.process for child in self.children if child.process.pid is not None]
 
     def check_open(self) -> None:
-        """Raise ConfigError once `end` was called."""
+        """Raise ConfigError if `end` was called."""
         if self.closed:
             raise ConfigError("this supervisor is closed; make another one")
 
     def watch(self, timeout_s: float | None, *, starting: bool = False) -> bool:
-        """Wait until a child says something or ends, or the time is over.
+        """Wait until a child sends a message or ends, at most `timeout_s`.
 
-        Returns whether one has ended, with exit code 0, which is a failure too while `starting`.
-        Raises what a child failed with that was not ready, ProcessLostError for one that was.
+        Returns whether a child has ended with exit code 0; with `starting`, that is a failure too.
+        Raises the error of a child that failed before it was ready, ProcessLostError afterwards.
         """
         pipes = [child.pipe for child in self.children if not child.pipe.closed]
         ended, _ = process_ends.wait_any(self.processes, pipes, timeout_s=timeout_s)
@@ -136,7 +136,7 @@ class ProcessGroups:
         return bool(ended)
 
     def end(self) -> None:
-        """End everything, the last group first, and remove the directory; see Supervisor.close."""
+        """End all processes and remove the directory; see Supervisor.close."""
         if os.getpid() != self.owner:
             return
         self.closed = True
@@ -151,12 +151,12 @@ class ProcessGroups:
                 for child in self.children:
                     child.close()
                 shutil.rmtree(self.directory, ignore_errors=True)
-                cleanup_stale()  # the segments of those that were killed
-                self.warden.close()
+                cleanup_stale()  # segments of killed processes
+                self.reaper.close()
 
     def _failed(self, ended: list[BaseProcess], *, starting: bool) -> list[Child]:
         gone = [c for c in self.children if c.process in ended and (c.process.exitcode or starting)]
-        # One that a signal ended is rather the cause of the others' end than its victim.
+        # A process that a signal ended is probably the cause of the others' end.
         gone.sort(key=lambda child: (child.process.exitcode or 0) >= 0)
         return gone + [c for c in self.children if c.error is not None and c not in gone]
 
@@ -185,7 +185,7 @@ def _processes(group: Iterable[Child]) -> list[BaseProcess]:
 
 
 def _error_of(child: Child) -> WeightSyncError:
-    """What to raise for a child that failed: its own error if it never became ready."""
+    """Return the error of a child that failed: its own error if it never became ready."""
     if not child.is_ready:
         return child.error or process_ends.lost(child.process, "it was not ready yet")
     if child.error is None:
@@ -196,14 +196,14 @@ def _error_of(child: Child) -> WeightSyncError:
 
 PREFIX = "weightsync-"
 _LONGEST_NAME = 64
-"""Room for this directory's name and a socket's in it."""
+"""The most bytes of the names of this directory and of a socket in it."""
 
 
 def make_runtime_directory(parent: Path | None = None) -> Path:
-    """Make a directory of mode 0700 in `parent`, which its maker removes.
+    """Make a directory of mode 0700 in `parent`. The caller removes it.
 
-    By default in XDG_RUNTIME_DIR if that is a directory of this user with a path short enough for
-    sockets, else in the temporary one. Raises OSError.
+    The default is XDG_RUNTIME_DIR if that is a directory of this user whose path is short enough
+    for sockets, otherwise the directory for temporary files. Raises OSError.
     """
     return Path(tempfile.mkdtemp(prefix=PREFIX, dir=parent or _runtime_parent()))
 
@@ -224,11 +224,11 @@ def _runtime_parent() -> Path | None:
 logger = logging.getLogger(__name__)
 
 GRACE_S = 3.0
-"""How long the first ones to be ended, the API servers, may finish what they are doing."""
+"""How long the last started group, the API servers, may take to end."""
 
 
 class Supervisor:
-    """A tree of processes in groups, which are started one after the other and ended in reverse.
+    """A tree of processes in groups, which are started in order and ended in reverse order.
 
         with Supervisor() as tree:
             tree.start("workers", worker_specs, timeout_s=120)
@@ -236,9 +236,9 @@ class Supervisor:
             tree.start("API servers", server_specs, timeout_s=60)
             tree.wait()
 
-    `directory` is private to this tree, for its sockets, and removed in the end. When this process
-    dies, however that happens, the tree ends with it. Children ignore SIGINT, which a terminal
-    sends to all: Ctrl-C is for this process. For one thread.
+    `directory` is private to this tree, for its sockets; `close` removes it. The tree ends when
+    this process dies for any reason. Children ignore SIGINT, which a terminal sends to all
+    processes: this process handles Ctrl-C. Use it from one thread.
     """
 
     def __init__(
@@ -249,9 +249,10 @@ class Supervisor:
         shutdown_s: float = SHUTDOWN_S,
         parent_directory: Path | None = None,
     ) -> None:
-        """Make the directory. Raises ConfigError for start methods other than spawn.
+        """Make the directory and start the OrphanReaper.
 
-        `close` takes `shutdown_s` at most, of which the last group to be started gets `grace_s`.
+        `close` takes at most `shutdown_s`, of which the last started group gets `grace_s`. Raises
+        ConfigError for start methods other than spawn.
         """
         if not 0 < grace_s <= shutdown_s:
             raise ConfigError(
@@ -264,35 +265,35 @@ class Supervisor:
         self._state = ProcessGroups(
             directory=directory,
             marker=marker,
-            warden=OrphanReaper(marker, directory),
+            reaper=OrphanReaper(marker, directory),
             grace_s=grace_s,
             shutdown_s=shutdown_s,
         )
-        # Not this object's own method: a finalizer must not keep alive what it waits for.
+        # A method of another object: a bound method of this one would keep it alive.
         self._finalizer = weakref.finalize(self, self._state.end)
 
     @property
     def directory(self) -> Path:
-        """Where the sockets of this tree belong; mode 0700."""
+        """The directory for the sockets of this tree; mode 0700."""
         return self._state.directory
 
     @property
     def processes(self) -> list[BaseProcess]:
-        """All processes that were started, in that order."""
+        """All processes that were started, in the order of their start."""
         return self._state.processes
 
     def start(self, group: str, specs: Sequence[ChildSpec], *, timeout_s: float) -> list[bytes]:
-        """Start a group, all at once; return what each one said when it was ready.
+        """Start a group, all children at once; return the payloads of their `ready`.
 
-        Raises what a child failed with, as the same class, its name in front (RemoteError for
-        foreign errors); ProcessLostError naming a process that died, of this group or an earlier
-        one; TransportTimeout naming those that were not ready in time. All are ended by `close`.
+        Raises the error of a child that failed, with its name in front: the same class, or
+        RemoteError for foreign errors. Raises ProcessLostError naming a process that died, of any
+        group, and TransportTimeout naming those that were not ready in time. `close` ends all.
         """
         self.launch(group, specs)
         return self.await_ready(group, timeout_s=timeout_s)
 
     def launch(self, group: str, specs: Sequence[ChildSpec]) -> None:
-        """Start a group and wait for nothing; `await_ready` does that. Raises as `start` does."""
+        """Start a group without waiting; see `await_ready`. Raises as `start` does."""
         self._state.check_open()
         if group in self._state.groups:
             raise ConfigError(f"{group!r} are started already; a group is started once")
@@ -303,11 +304,11 @@ class Supervisor:
         for spec in specs:
             env = {**spec.env, self._state.marker: "1"}
             child = Child(replace(spec, env=env), self._context)
-            children.append(child)  # before it is started, so that nothing is ever forgotten
+            children.append(child)  # before the start, so that `end` knows it in any case
             child.start()
 
     def await_ready(self, group: str, *, timeout_s: float) -> list[bytes]:
-        """Wait until all of a group are ready; return what they said. Raises as `start` does."""
+        """Wait until a group is ready; return the payloads of `ready`. Raises as `start` does."""
         self._state.check_open()
         if group not in self._state.groups:
             raise ConfigError(f"no {group!r} were started")
@@ -321,10 +322,10 @@ class Supervisor:
         return [child.payload for child in waited if child.payload is not None]
 
     def wait(self, timeout_s: float | None = None) -> bool:
-        """Wait until a process ends; False when none did in `timeout_s`, or on Ctrl-C.
+        """Wait until a process ends. Does not close the tree.
 
-        True after an exit with code 0. Raises the ProcessLostError of one that ended otherwise,
-        with what it said itself. The tree is still to be closed.
+        Returns True if it ended with exit code 0, False after `timeout_s` and on Ctrl-C. Raises
+        ProcessLostError if it ended otherwise, with the text of its own error.
         """
         self._state.check_open()
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
@@ -338,10 +339,10 @@ class Supervisor:
         return True
 
     def close(self) -> None:
-        """End all processes, the group that was started last first; remove the directory.
+        """End all processes, the last started group first, and remove the directory.
 
-        Each gets SIGTERM and time to end; what is left then is killed, with all descendants of all.
-        A second Ctrl-C is ignored meanwhile. Idempotent.
+        Each process gets SIGTERM and time to end. Then all processes that are left are killed, and
+        all descendants of all processes. Ctrl-C is ignored meanwhile. Idempotent.
         """
         with process_ends.signals_ignored():
             self._finalizer()
@@ -366,5 +367,5 @@ def _timed_out(group: str, late: list[Child], count: int, timeout_s: float) -> T
     named = shorten(f"{child.name} (pid {child.process.pid}, still running)" for child in late)
     return TransportTimeout(
         f"{len(late)} of {count} {group} were not ready after {timeout_s:g} s: {named}; "
-        "their own output says what they are at, or give them more time"
+        "see their output, or give them more time"
     )

@@ -1,4 +1,4 @@
-"""From tokens to text: whole characters only, nothing special, and no stop text."""
+"""Tokens to text and text to tokens: streaming detokenization, stop texts, the tokenizer."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from weightsync.serve.vision import ImagePreparer
 REPLACEMENT = "\ufffd"
 
 _MAX_OPEN = 3
-"""A character whose last byte is missing decodes to at most so many replacement characters."""
+"""An incomplete character decodes to at most this number of replacement characters."""
 _CONTEXT_TOKENS = 8
 _MAX_WINDOW_TOKENS = 48
 _INLINE_SIZE = 4096
@@ -25,23 +25,23 @@ Decode = Callable[[list[int]], str]
 
 
 class Detokenizer:
-    """Turns the tokens of one completion into text that is never taken back.
+    """Turns the tokens of one completion into pieces of text, which never change later.
 
-    Half a character is held back until its other bytes come, or the end. Tokens in `skipped` have
-    no text. Pieces add up to what the tokenizer makes of all the tokens at once; where a character
-    stays cut, its bytes alone become replacement characters, even for tokenizers (of bytes as
-    `<0xE2>`) that would replace the whole characters before it, too.
+    An incomplete character is held back until its other bytes arrive, or the completion ends.
+    Tokens in `skipped` have no text. The pieces together are the text of all tokens. A character
+    that stays incomplete becomes replacement characters, and only that one: a tokenizer with byte
+    tokens (`<0xE2>`) would also replace complete characters before it.
     """
 
     def __init__(self, decode: Decode, skipped: Collection[int] = ()) -> None:
         self._decode = decode
         self._skipped = skipped
-        self._window: list[int] = []  # the tokens that may still change what follows
-        self._fresh = 0  # where the tokens begin whose text the window was last cut for
-        self._given = ""  # what has left of the window's text
+        self._window: list[int] = []  # tokens that can still affect the text of later ones
+        self._fresh = 0  # index in the window of the first token whose text is not returned yet
+        self._given = ""  # the part of the window's text that was returned
 
     def push(self, token: int) -> str:
-        """Return the text that has become certain with one more token."""
+        """Add a token; return the text that is complete now."""
         if token in self._skipped:
             return ""
         self._window.append(token)
@@ -58,15 +58,16 @@ class Detokenizer:
         return piece
 
     def finish(self) -> str:
-        """Return the text that was held back; half a character has become a replacement."""
+        """Return the text that was held back, with replacements for an incomplete character."""
         text = self._decode(self._window) if self._window else ""
         if not text.startswith(self._given):
             return self._decode(self._window[self._fresh :])
         return text[len(self._given) :]
 
     def _push_cut(self) -> str:
-        # One cut character among bytes hides those before it, which are out already. The rest
-        # waits for its end; by itself it is readable only when that end cannot come any more.
+        # An incomplete character of byte tokens also changes the characters before it, which were
+        # returned already. So the new tokens are decoded without them, and wait until they form
+        # complete characters or the window is full.
         text = self._decode(self._window[self._fresh :])
         if _open_tail(text) and len(self._window) <= _MAX_WINDOW_TOKENS:
             return ""
@@ -75,7 +76,7 @@ class Detokenizer:
         return text
 
     def _forget(self, count: int) -> None:
-        # What is kept is context: some decoders write the first token unlike the others.
+        # Some tokens stay as context: some decoders treat the first token differently.
         self._window = self._window[count:]
         text = self._decode(self._window)
         num_open = _open_tail(text)
@@ -88,16 +89,16 @@ def _open_tail(text: str) -> int:
 
 
 def find_stop(text: str, stops: Sequence[str]) -> int | None:
-    """Return where the stop text begins that ends first, of those the longest; None for none.
+    """Return where the stop text begins that ends first, the longest of several; or None.
 
-    However a text is cut into tokens, that is the one which is complete first.
+    This does not depend on how the text is divided into tokens.
     """
     places = [(at + len(stop), at) for stop in stops if (at := text.find(stop)) >= 0]
     return min(places)[1] if places else None
 
 
 class StopFinder:
-    """Cuts text before the stop text that ends first; holds back what may begin one."""
+    """Cuts text before the stop text that ends first; holds back a possible beginning of one."""
 
     def __init__(self, stops: Sequence[str]) -> None:
         self.found = False
@@ -106,7 +107,7 @@ class StopFinder:
         self._held = ""
 
     def push(self, text: str) -> str:
-        """Return what may be shown now. Nothing comes any more once `found`."""
+        """Add text; return the part that cannot be in a stop text. "" once `found`."""
         if self.found or not text:
             return ""
         pending = self._held + text
@@ -117,7 +118,7 @@ class StopFinder:
         return pending[:shown]
 
     def finish(self) -> str:
-        """Return what was held back and has become no stop text."""
+        """Return the text that was held back, if no stop text was found."""
         return "" if self.found else self._held
 
     def _beginning(self, pending: str) -> int:
@@ -129,24 +130,24 @@ class StopFinder:
 
 
 class CompletionText:
-    """The text of one completion as it may be shown; `stopped` once a stop text was in it."""
+    """The text of one completion, up to its first stop text."""
 
     def __init__(self, detokenizer: Detokenizer, stops: Sequence[str] = ()) -> None:
         self._detokenizer = detokenizer
         self._stops = StopFinder(stops)
-        self.num_characters = 0  # of all text that is certain, shown or not
+        self.num_characters = 0  # of all complete text, returned or held back
 
     @property
     def stopped(self) -> bool:
-        """Whether a stop text was found: the token pushed last completed it."""
+        """Whether the last token completed a stop text."""
         return self._stops.found
 
     def push(self, token: int) -> str:
-        """Return the text to show after one more token."""
+        """Add a token; return the next text to show."""
         return self._show(self._detokenizer.push(token))
 
     def finish(self) -> str:
-        """Return the rest of the text, when no token comes any more."""
+        """Return the rest of the text after the last token."""
         return self._show(self._detokenizer.finish()) + self._stops.finish()
 
     def _show(self, text: str) -> str:
@@ -155,14 +156,14 @@ class CompletionText:
 
 
 class TokenizerService:
-    """The tokenizer of the served model, for one event loop: long texts are encoded in threads.
+    """The tokenizer of the served model, for one event loop. It encodes long texts in threads.
 
-    `processor` is that of a model which takes images, None for a model of text alone.
+    `processor` is the image processor of the model, None for a text-only model.
     """
 
     def __init__(self, tokenizer: Any, processor: Any = None) -> None:
         self.tokenizer = tokenizer
-        tokenizer("a")  # the first call may still settle padding; later ones only read
+        tokenizer("a")  # the first call may change padding settings; later calls only read
         self.images = None if processor is None else ImagePreparer(processor)
         self.chat_template = _chat_template(tokenizer) or _chat_template(processor)
         added = getattr(tokenizer, "added_tokens_decoder", {})
@@ -172,32 +173,32 @@ class TokenizerService:
         self._byte_of = _byte_alphabet()
 
     async def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Return the token ids of a text; of an empty one, the token that begins a text."""
+        """Return the token ids of a text. An empty text gives the beginning-of-sequence token."""
         return await self.run(
             lambda: self.encode_here(text, add_special_tokens=add_special_tokens), len(text)
         )
 
     def encode_here(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Return what `encode` does, in this thread; slow for a long text."""
+        """Return the token ids of a text, encoded in this thread. Slow for a long text."""
         ids = list(self.tokenizer(text, add_special_tokens=add_special_tokens)["input_ids"])
         if not ids and self.tokenizer.bos_token_id is not None:
             ids = [self.tokenizer.bos_token_id]
         return ids
 
     async def run(self, work: Callable[[], T], size: int) -> T:
-        """Return what `work` returns; in a thread if its input's `size` (characters) is large."""
+        """Return the result of `work`, run in a thread if `size` (characters of input) is large."""
         return work() if size <= _INLINE_SIZE else await self.run_in_thread(work)
 
     async def run_in_thread(self, work: Callable[[], T]) -> T:
-        """Return what `work` returns; few run at once, the others wait their turn."""
+        """Return the result of `work`, run in one of a few threads."""
         return await anyio.to_thread.run_sync(work, limiter=self._threads, abandon_on_cancel=True)
 
     def completion(self, stops: Sequence[str] = (), unseen: Collection[int] = ()) -> CompletionText:
-        """Begin the text of a completion; tokens `unseen` have no text, like special ones."""
+        """Return an empty completion text. Special tokens and those in `unseen` have no text."""
         return CompletionText(Detokenizer(self.decode, self._special.union(unseen)), stops)
 
     def decode(self, tokens: list[int]) -> str:
-        """Return the text of tokens, special ones left out."""
+        """Return the text of tokens, without special ones."""
         return str(
             self.tokenizer.decode(
                 tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False
@@ -205,22 +206,22 @@ class TokenizerService:
         )
 
     def token_bytes(self, token: int, *, first: bool = False) -> bytes:
-        """Return the bytes of one token, of which a character may need several.
+        """Return the bytes of one token, which may be a part of a character.
 
-        Some tokenizers leave out the space before a text: that of the `first` token.
+        Some tokenizers leave out the space before the `first` token of a text.
         """
         piece = str(self.tokenizer.convert_ids_to_tokens(token))
         text = self._named([token])
         if REPLACEMENT not in text:
             return (text if first or token in self._special else self._going_on(token)).encode()
-        if piece.startswith("<0x") and piece.endswith(">"):  # how sentencepiece writes a byte
+        if piece.startswith("<0x") and piece.endswith(">"):  # a byte token of sentencepiece
             return bytes([int(piece[3:-1], 16)])
         if all(character in self._byte_of for character in piece):
             return bytes(self._byte_of[character] for character in piece)
         return text.encode()
 
     def token_name(self, token: int, *, first: bool = False) -> str:
-        """Return the text of one token; `bytes:` and its bytes where it is no whole text."""
+        """Return the text of one token, or `bytes:` and its bytes if they are not UTF-8."""
         data = self.token_bytes(token, first=first)
         try:
             return data.decode()
@@ -240,7 +241,7 @@ def _chat_template(owner: Any) -> Any:
 
 
 def _byte_alphabet() -> dict[str, int]:
-    """Which byte each character of a byte-level vocabulary stands for (GPT-2's table)."""
+    """Return the byte of each character of a byte-level vocabulary (GPT-2's table)."""
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = [byte for byte in range(256) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {

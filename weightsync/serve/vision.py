@@ -1,4 +1,4 @@
-"""Images of requests: fetched, checked and made into a model's inputs."""
+"""Images of requests: decoded, checked, and turned into inputs of a model."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ _READ_BY_THE_RUNNER = ("input_ids", "attention_mask")
 
 
 class ImagePreparer:
-    """Makes token ids and model inputs of a text with images; `processor` is the model's own.
+    """Turns a text with images into token ids and model inputs, with the model's `processor`.
 
-    Used by API servers, which hold no model. Safe from several threads: nothing is kept.
+    Used by API servers, which have no model. Thread-safe: it keeps no state.
     """
 
     def __init__(self, processor: Any) -> None:
@@ -37,12 +37,12 @@ class ImagePreparer:
     def prepare(
         self, text: str, images: Sequence[Any], *, add_special_tokens: bool = True
     ) -> tuple[list[int], dict[str, Tensor]]:
-        """Return the prompt's token ids, placeholders spread out, and the tensors of its images.
+        """Return the prompt's token ids, with expanded placeholders, and the tensors of its images.
 
-        `images` are PIL images, one for each `image_token` in `text`, in that order. A chat
-        template has written special tokens already: pass `add_special_tokens=False` for its text.
-        The tensors are NewRows.inputs, empty without images. Raises ConfigError for images and
-        places that differ in number, and for an image that the processor cannot take.
+        `images` are PIL images, one for each `image_token` in `text`, in that order. Pass
+        `add_special_tokens=False` for the text of a chat template, which has special tokens. The
+        tensors are for NewRows.inputs; there are none without images. Raises ConfigError if the
+        numbers of images and placeholders differ, or if the processor cannot take an image.
         """
         wanted = text.count(self.image_token)
         if wanted != len(images):
@@ -71,7 +71,7 @@ class ImagePreparer:
 
 
 def make_tiny_processor(tokenizer: Any) -> Any:
-    """Make the processor of the tiny vision model; `tokenizer` knows IMAGE_TOKEN."""
+    """Make the processor of the tiny vision model. `tokenizer` must have IMAGE_TOKEN."""
     if import_util.find_spec("PIL") is None:
         raise BackendUnavailableError("reading images needs Pillow; pip install pillow")
     from transformers.models.clip.image_processing_pil_clip import (  # noqa: PLC0415 # needs Pillow
@@ -91,7 +91,7 @@ def make_tiny_processor(tokenizer: Any) -> Any:
 
 
 def tiny_vision_config(text_config: Any, image_token_id: int) -> Any:
-    """Return the configuration of a LLaVA whose images are four tokens each."""
+    """Return the configuration of a LLaVA with four tokens per image."""
     vision = hf.CLIPVisionConfig(
         hidden_size=32,
         intermediate_size=64,
@@ -123,7 +123,7 @@ MAX_IMAGES = 16
 MAX_IMAGE_NBYTES = 16 << 20
 MAX_IMAGE_PIXELS = 1 << 24
 MAX_PIXELS = 1 << 25
-"""Of all images of a request together: unpacked, a pixel takes three bytes or more."""
+"""The most pixels of all images of a request; a decoded pixel takes 3 bytes or more."""
 
 _MAX_HEAD = 256
 _FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
@@ -131,10 +131,10 @@ _DATA_URL = re.compile(r"data:[\w.+-]+/[\w.+-]+(?:;[\w.+-]+=[\w.+-]+)*;base64,")
 
 
 def read_images(urls: Sequence[str]) -> list[Image.Image]:
-    """Return the PIL image, in RGB and upright, of each `data:` URL; of a moving one, one frame.
+    """Return the PIL image of each `data:` URL, in RGB and upright; one frame of an animation.
 
-    All their sizes are looked at before one is unpacked. Slow, so called in a thread. Raises
-    RequestError for too many, for any other URL, and for what is no image, is damaged or too large.
+    All sizes are checked before the first image is decoded. Slow: call it in a thread. Raises
+    RequestError for too many images, for other URLs, and for damaged or too large images.
     """
     if len(urls) > MAX_IMAGES:
         raise _refusal(f"{len(urls)} images are too many; send at most {MAX_IMAGES}")
@@ -170,7 +170,7 @@ def _readable(place: int) -> Iterator[None]:
     try:
         yield
     except Exception as exc:
-        # Decoders raise many kinds of error for damaged bytes, and for one bomb a warning's class.
+        # Decoders raise many classes of errors for damaged bytes, even the class of a warning.
         raise _refusal(
             f"image {place} cannot be read: {exc}; send one of {', '.join(_FORMATS)}, whole"
         ) from exc

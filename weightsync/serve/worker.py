@@ -1,4 +1,4 @@
-"""A worker process: a receiver, a model runner, and the links to the core and the API servers."""
+"""The process of a worker: its receiver, its model runner, and its links to other processes."""
 
 from __future__ import annotations
 
@@ -53,13 +53,13 @@ from weightsync.wire.problem import Problem, encode_problem, from_problem, to_pr
 logger = logging.getLogger(__name__)
 
 LOOK_S = 0.25
-"""How often a worker looks whether its standing has changed by itself (a sender died, say)."""
+"""How often a worker checks whether its state has changed, because a sender died for instance."""
 BEAT_S = 1.0
-"""How often it says so in any case, which shows the core that it lives."""
+"""How often a worker sends its state in any case, as a heartbeat."""
 PAUSE_TIMEOUT_S = 660.0
 MAX_LOADS = 64
 MAX_SHORT_CALLS = 16
-"""Threads for loads, and as many each for what interrupts them and what only reads."""
+"""Threads for calls that interrupt loads, and as many for calls that only read."""
 CALL_TIMEOUT_S = 30.0
 
 _INTERRUPTS = frozenset({"abort_weight_update", "resume"})
@@ -68,14 +68,15 @@ _READS = frozenset({"weight_info", REPORT_CALL})
 _word_decoder: msgspec.msgpack.Decoder[CoreWord] = msgspec.msgpack.Decoder(CoreWord)
 
 Handle = Callable[[str, bytes], bytes]
-"""Answers one call of an API server; raises what is sent back as a problem document."""
+"""Replies to one call of an API server. Errors are sent back as problem documents."""
 Look = Callable[[], WorkerState]
 
 
 class WorkerLink:
-    """Both sockets of a worker. `handle` and `look` are given to `serve` once there is a receiver.
+    """The sockets of a worker to its core and to the API servers, served by one thread.
 
-    Any thread but its own may call the blocking methods.
+    Call `hello`, then `serve` when the receiver exists. The methods that wait may be called by any
+    thread but the link's own.
     """
 
     def __init__(self, rank: int, *, core_address: str, control_address: str) -> None:
@@ -105,23 +106,23 @@ class WorkerLink:
         opened.result()
 
     def hello(self, hello: Hello, timeout_s: float) -> Welcome:
-        """Introduce this worker to its core. Raises TransferTimeout when it does not answer."""
+        """Register this worker at its core. Raises TransferTimeout when the core does not reply."""
         welcome: Welcome = self._wait(self._introduce(hello), timeout_s, "hello")
         return welcome
 
     def serve(self, handle: Handle, look: Look, on_paused: Callable[[bool], None]) -> None:
-        """Answer API servers from now on, and tell the core whenever `look` says something new.
+        """Start to handle calls of API servers with `handle`, and to send `look()` to the core.
 
-        `on_paused` hears whether the replica is paused, whoever paused it.
+        The state is sent when it changes. `on_paused` is called with whether the replica is paused.
         """
         self._look, self._on_paused = look, on_paused
         self._wait(self._begin(handle), 10.0, "serve")
 
     def hold(self, timeout_s: float) -> None:
-        """Have the core begin no step; returns when none is at work.
+        """Stop the core from starting steps; return when no step is in progress.
 
-        Called by the receiver before weights in use change. Raises TransferTimeout; the core has
-        heard of the hold then, or will, and is told that it is over.
+        Called by the receiver before weights in use change. Raises TransferTimeout, after it has
+        released the hold, which the core may have received.
         """
         try:
             self._wait(self._call(lambda call: Hold(call=call)), timeout_s, "hold")
@@ -130,25 +131,25 @@ class WorkerLink:
             raise
 
     def clear_cache(self) -> None:
-        """Have the core reuse nothing that older weights left in caches."""
+        """Make the core drop the prompts that older weights have read."""
         call = self._call(lambda call: ClearCacheCall(call=call))
         self._wait(call, CALL_TIMEOUT_S, "clear_cache")
 
     def release(self, standing: WorkerState) -> None:
-        """Give the hold back; called when the weights are whole again, or never will be."""
+        """Release the hold. Called when the weights are complete, or never will be."""
         self._loop.call_soon_threadsafe(self._tell_standing, standing)
 
     def pause(self, mode: str) -> None:
-        """Pause the whole replica; returns when what `mode` waits for is over."""
+        """Pause the whole replica; return when the pause is in effect."""
         call = self._call(lambda call: PauseCall(call=call, mode=cast(PauseMode, mode)))
         self._wait(call, PAUSE_TIMEOUT_S, "pause")
 
     def resume(self) -> None:
-        """Have the whole replica go on."""
+        """Resume the whole replica."""
         self._wait(self._call(lambda call: ResumeCall(call=call)), PAUSE_TIMEOUT_S, "resume")
 
     def close(self) -> None:
-        """End both sockets. Calls that wait raise."""
+        """Close both sockets. Calls in progress raise TransferError."""
         if self._thread.is_alive():
             self._loop.call_soon_threadsafe(self._loop.stop)
             self._thread.join(5.0)
@@ -196,11 +197,11 @@ class WorkerLink:
         self._spawn(self._listen_to_core())
 
     def _spawn(self, work: Any) -> None:
-        """Run a task without which the worker is of no use."""
+        """Run a task whose failure ends the process."""
         self._keep(work).add_done_callback(end_process)
 
     def _keep(self, work: Any) -> asyncio.Task[None]:
-        """Run a task and refer to it meanwhile: the loop itself holds its tasks weakly."""
+        """Run a task and keep a reference to it: the loop has weak references only."""
         task: asyncio.Task[None] = self._loop.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
@@ -261,11 +262,11 @@ class WorkerLink:
             )
         except Exception as exc:  # noqa: BLE001  # the edge: each error becomes a document
             kind, reply = b"problem", encode_problem(to_problem(exc))
-        self._tell_if_changed()  # first, or whoever has the reply could be ahead of the core
+        self._tell_if_changed()  # before the reply, so that the core knows the state first
         await self._control.send_multipart([owner, call, kind, reply])
 
     def _pool_of(self, call: str) -> ThreadPoolExecutor:
-        """Loads can use up neither the threads of an abort or a resume nor those of readers."""
+        """Return the threads of a call, so that loads do not block aborts, resumes and reads."""
         if call in _INTERRUPTS:
             return self._interrupts
         return self._reads if call in _READS else self._loads
@@ -297,7 +298,7 @@ COLLECTIVE_TIMEOUT_S = 120.0
 
 
 class Worker:
-    """Makes the steps of its engine core until `stop`."""
+    """A worker: makes the steps of its engine core until `stop`."""
 
     def __init__(self, terms: WorkerTerms, loaded: LoadedModel) -> None:
         self._terms = terms
@@ -330,21 +331,21 @@ class Worker:
         self._link.serve(self._handle, self._standing, self.receiver.show_paused)
 
     def run(self) -> None:
-        """Make steps. Raises PeerLostError when the engine core is gone."""
+        """Make steps until `stop`. Raises PeerLostError when the engine core has died."""
         with suppress(TransferCancelled):
             while True:
                 step: Step = self._steps.dequeue(cancel=self._cancel, indefinite=True)
-                # No update swaps inside a step: it holds the core first, which waits for this.
+                # No update changes weights during a step: it first holds the core, which waits.
                 result = self._runner.execute(step, self.receiver.version)
                 self._results.enqueue(result, cancel=self._cancel)
 
     def stop(self) -> None:
-        """Have `run` return. Safe in a signal handler."""
+        """Make `run` return. Safe in a signal handler."""
         self._cancel.set()
 
     def close(self) -> None:
-        """Let every mapping and queue go."""
-        self._link.close()  # first: an update that waits for the core's answer lets go
+        """Close the link, the receiver and the queues."""
+        self._link.close()  # first, to end an update that waits for the core
         self.receiver.close()
         self._steps.close()
         self._results.close()
@@ -368,7 +369,7 @@ class Worker:
 
 
 def worker_main(ready: Ready, terms: WorkerTerms) -> None:
-    """Be a worker process until SIGTERM. `ready` takes the encoded ModelCard."""
+    """Run a worker until SIGTERM. Calls `ready` with the encoded ModelCard."""
     with _process_group(terms):
         loaded = load_for_worker(
             terms.model,
@@ -386,7 +387,7 @@ def worker_main(ready: Ready, terms: WorkerTerms) -> None:
             ready(msgspec.msgpack.encode(worker.card))
             worker.run()
         except PeerLostError as exc:
-            # Who died first is what the supervisor tells; this one only follows.
+            # The supervisor reports the process that died first; this one only follows.
             logger.info("%s ends: %s", terms.name, exc)
             raise SystemExit(1) from None
         finally:
@@ -395,7 +396,7 @@ def worker_main(ready: Ready, terms: WorkerTerms) -> None:
 
 @contextmanager
 def _process_group(terms: WorkerTerms) -> Iterator[None]:
-    """The collectives of a tensor-parallel replica: Gloo on loopback, meeting in a file."""
+    """Set up the process group of a tensor-parallel replica: Gloo on loopback, a file as store."""
     if terms.size == 1:
         yield
         return

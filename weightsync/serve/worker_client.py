@@ -1,4 +1,4 @@
-"""An API server's way to the workers: calls about weights, answered by each worker itself."""
+"""The API server's client of the workers, for calls about weights."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ from weightsync.wire.messages import (
 from weightsync.wire.problem import Problem, from_problem
 
 CALL_TIMEOUT_S = 3600.0
-"""Longer than any lease: the worker itself gives up first, and says why."""
+"""Longer than any update timeout, so that the worker gives up first and gives the reason."""
 LOOK_TIMEOUT_S = 10.0
 
 
 class WorkerClient:
-    """Sends calls to all workers of a server over ZeroMQ; any thread may call.
+    """Sends calls to all workers of a server over ZeroMQ. Thread-safe.
 
-    Its sockets belong to a thread of its own with an event loop.
+    Its sockets belong to an event loop in a thread of its own.
     """
 
     def __init__(self, addresses: Sequence[str], *, identity: bytes) -> None:
@@ -56,9 +56,9 @@ class WorkerClient:
         opened.result()
 
     def call(self, worker: int, call: str, body: bytes, timeout_s: float) -> bytes:
-        """Make one call and return the body of the reply. Raises what the worker raised.
+        """Make one call and return the body of the reply. Raises the worker's error.
 
-        Raises TransportTimeout when it does not answer, ConnectError after `close`.
+        Raises TransportTimeout when the worker does not reply, ConnectError after `close`.
         """
         with self._lock:
             self._next_call += 1
@@ -71,7 +71,7 @@ class WorkerClient:
             self._loop.call_soon_threadsafe(self._send, worker, frames)
             return answer.result(timeout_s)
         except WeightSyncError:
-            raise  # the worker's own answer, which may be a timeout too
+            raise  # of the worker; it may be a TimeoutError too
         except TimeoutError:
             raise TransportTimeout(
                 f"worker {worker} did not answer {call} within {timeout_s:g} s"
@@ -81,7 +81,7 @@ class WorkerClient:
                 del self._calls[number]
 
     def close(self) -> None:
-        """End the sockets; calls at work raise ConnectError."""
+        """Close the sockets. Calls in progress raise ConnectError."""
         if self._thread.is_alive():
             self._loop.call_soon_threadsafe(self._loop.stop)
             self._thread.join(5.0)
@@ -136,7 +136,7 @@ class WorkerClient:
         with self._lock:
             answer = self._calls.get(number)
         if answer is None or answer.done():
-            return  # its caller has stopped waiting
+            return  # the caller has stopped waiting
         if kind == b"reply":
             answer.set_result(body)
         else:
@@ -149,14 +149,14 @@ async def _send_all(socket: zmq.asyncio.Socket, frames: list[bytes]) -> None:
 
 
 class RemoteReceiver:
-    """One worker's WeightReceiver as an API server sees it; stands in for it in the routes."""
+    """A proxy for one worker's WeightReceiver, used by the routes of an API server."""
 
     def __init__(self, client: WorkerClient, worker: int) -> None:
         self._client = client
         self._worker = worker
 
     def dispatch(self, request: Request) -> Reply:
-        """Have the worker answer; raises what it raises."""
+        """Send the request to the worker; return its reply, or raise its error."""
         call = CALL_OF[type(request)]
         timeout_s = LOOK_TIMEOUT_S if isinstance(request, StatusRequest) else CALL_TIMEOUT_S
         return codec.decode_reply(
@@ -164,10 +164,10 @@ class RemoteReceiver:
         )
 
     def status(self) -> Status:
-        """The worker's state."""
+        """Return the state of the worker's receiver."""
         return self.report().status
 
     def report(self) -> WorkerReport:
-        """All that the worker tells of itself."""
+        """Return the report of the worker's receiver."""
         body = self._client.call(self._worker, REPORT_CALL, b"", LOOK_TIMEOUT_S)
         return msgspec.json.decode(body, type=WorkerReport)

@@ -1,4 +1,4 @@
-"""The workers of one replica, as their engine core sees them."""
+"""The engine core's side of the links to its workers."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ from weightsync.shm.ring import PATIENCE
 STEP_SLOT_NBYTES = 1 << 20
 STEP_SLOTS = 4
 LOOK_S = 0.05
-"""How often a core that waits for a worker looks at what else it is told."""
+"""How often a core that waits for a worker handles other messages."""
 SILENCE_S = 60.0
-"""How long a worker may give no sign of life while a step is at work."""
+"""How long a worker may send no message during a step."""
 
 _notice_decoder: msgspec.msgpack.Decoder[Notice] = msgspec.msgpack.Decoder(Notice)
 
 
 def step_codec() -> MessageCodec:
-    """Return the codec of steps and their results, for both ends."""
+    """Return the codec of steps and their results."""
     codec = MessageCodec()
     for kind in (Step, NewRows, SamplingParams, StepResult, SampledToken):
         codec.register(kind)
@@ -43,14 +43,14 @@ def step_codec() -> MessageCodec:
 
 
 def worker_identity(rank: int) -> bytes:
-    """How a worker names itself to its core's socket."""
+    """Return the ZeroMQ identity of a worker."""
     return b"worker-%d" % rank
 
 
 class WorkerGroup:
-    """All workers of one replica. `socket` is the bound ROUTER that they tell things by.
+    """All workers of one replica. `socket` is the bound ROUTER socket for their notices.
 
-    Steps go to all of them by one broadcast queue; each answers by a queue of its own.
+    One broadcast queue carries steps to all workers; each worker has its own queue for results.
     """
 
     def __init__(self, socket: zmq.Socket[bytes], hellos: dict[int, Hello]) -> None:
@@ -80,7 +80,7 @@ class WorkerGroup:
 
     @classmethod
     def gather(cls, socket: zmq.Socket[bytes], size: int, *, timeout_s: float) -> Self:
-        """Wait until all `size` workers said hello. Raises TransferTimeout naming who did not."""
+        """Wait for the Hello of all `size` workers. Raises TransferTimeout naming the late ones."""
         deadline = time.monotonic() + timeout_s
         hellos: dict[int, Hello] = {}
         while len(hellos) < size:
@@ -103,13 +103,12 @@ class WorkerGroup:
         return len(self._results)
 
     def make(self, step: Step, meanwhile: Callable[[], None] = lambda: None) -> StepResult:
-        """Have all workers make a step; return what the first one chose.
+        """Make a step on all workers; return the result of rank 0.
 
-        `meanwhile` is called now and then while they are waited for: it takes in `notices`, and
-        ends the wait by raising. Raises PeerLostError naming a worker that died, TransferTimeout
-        one that gave no sign of life for SILENCE_S or took PATIENCE times as long, and
-        ProtocolError when workers made the step with different weights: the tokens would be of no
-        version.
+        `meanwhile` is called every LOOK_S during the wait: it should read `notices`, and ends the
+        wait if it raises. Raises PeerLostError for a worker that died. Raises TransferTimeout for a
+        worker that sent no notice for SILENCE_S, or has no result after PATIENCE times as long.
+        Raises ProtocolError when the workers used different weights.
         """
         self._steps.enqueue(step)
         begun = time.monotonic()
@@ -118,12 +117,13 @@ class WorkerGroup:
         told = {(result.number, result.version, tuple(result.refused)) for result in results}
         if len(told) > 1:
             raise ProtocolError(
-                f"workers made step {step.number} apart (step, version, refused): {sorted(told)}"
+                f"workers made step {step.number} differently "
+                f"(step, version, refused): {sorted(told)}"
             )
         return first
 
     def notices(self) -> Iterable[tuple[int, Notice]]:
-        """Yield what workers have said by now."""
+        """Yield the notices that have arrived."""
         while True:
             try:
                 frames = self.socket.recv_multipart(zmq.NOBLOCK)
@@ -137,16 +137,16 @@ class WorkerGroup:
                 yield worker, notice
 
     def answer(self, worker: int, word: CoreWord) -> None:
-        """Tell one worker something."""
+        """Send a message to one worker."""
         self._tell(worker, word)
 
     def tell_all(self, word: CoreWord) -> None:
-        """Tell every worker the same."""
+        """Send a message to every worker."""
         for rank in range(self.size):
             self._tell(rank, word)
 
     def close(self) -> None:
-        """Leave all queues."""
+        """Close all queues."""
         self._steps.close()
         for queue in self._results:
             queue.close()

@@ -1,4 +1,4 @@
-"""What workers say to their engine core beside steps: that they are there, and that they swap."""
+"""Messages between workers and their engine core, except steps and their results."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from weightsync.serve.engine_messages import PauseMode
 from weightsync.serve.steps import ModelCard
 
 REPORT_CALL = "worker_report"
-"""What API servers ask a worker beside the calls of the wire."""
+"""The call for a worker's report, in addition to the calls of weightsync.wire."""
 
 
 class _Tagged(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind"):
-    """Base of what is told apart by its `kind`."""
+    """Base of the messages that are distinguished by their field `kind`."""
 
 
 # To the engine core.
 
 
 class Hello(_Tagged, frozen=True, kw_only=True, tag="hello"):
-    """A worker has loaded its model; its results come by `results`."""
+    """A worker has loaded its model. It sends its results through the queue `results`."""
 
     card: ModelCard
     results: QueueHandle
@@ -28,15 +28,15 @@ class Hello(_Tagged, frozen=True, kw_only=True, tag="hello"):
 
 
 class Hold(_Tagged, frozen=True, kw_only=True, tag="hold"):
-    """Begin no step until this worker's next Standing; `call` comes back when none is at work."""
+    """Start no step until this worker releases. Done(call) follows when no step is in progress."""
 
     call: int
 
 
 class WorkerState(_Tagged, frozen=True, kw_only=True, tag="standing"):
-    """Which weights a worker holds now, and why they may not be used (empty: they may).
+    """The weights of a worker, and the reason why they may not be used ("": they may).
 
-    `weights_id` tells weights of one version apart. `released` gives a Hold back.
+    `weights_id` distinguishes weights of the same version. `released` ends a Hold.
     """
 
     version: int
@@ -47,20 +47,20 @@ class WorkerState(_Tagged, frozen=True, kw_only=True, tag="standing"):
 
 
 class ClearCacheCall(_Tagged, frozen=True, kw_only=True, tag="clear_cache"):
-    """Drop what older weights left in caches; `call` comes back when it is done."""
+    """Drop the prompts that older weights have read. Done(call) follows."""
 
     call: int
 
 
 class PauseCall(_Tagged, frozen=True, kw_only=True, tag="pause"):
-    """Hold generation until Resume; `call` comes back when what `mode` waits for is over."""
+    """Pause generation. Done(call) follows when the pause is in effect, which depends on `mode`."""
 
     call: int
     mode: PauseMode
 
 
 class ResumeCall(_Tagged, frozen=True, kw_only=True, tag="resume"):
-    """Go on."""
+    """Resume generation. Done(call) follows."""
 
     call: int
 
@@ -72,20 +72,20 @@ Notice = Hello | Hold | WorkerState | ClearCacheCall | PauseCall | ResumeCall
 
 
 class Welcome(_Tagged, frozen=True, kw_only=True, tag="welcome"):
-    """Steps come by `steps`."""
+    """The reply to Hello. The worker reads its steps from the queue `steps`."""
 
     steps: QueueHandle
 
 
 class Done(_Tagged, frozen=True, kw_only=True, tag="done"):
-    """The answer to a call, or the problem document of what failed."""
+    """The reply to a call, with the problem document of its error if it failed."""
 
     call: int
     problem: bytes | None = None
 
 
 class PauseState(_Tagged, frozen=True, kw_only=True, tag="pause_state"):
-    """Whether generation is paused now; said to all workers of the replica."""
+    """Whether generation is paused; sent to all workers of the replica."""
 
     paused: bool
 
