@@ -14,11 +14,11 @@ import zmq
 
 from weightsync.queues.sockets import ipc_address
 from weightsync.serve.core_client import CoreClient
-from weightsync.serve.engine_messages import Answer, EngineStats
+from weightsync.serve.engine_messages import EngineStats, StatsReply
 from weightsync.serve.process_terms import CoreAddress
 from weightsync.serve.steps import ModelCard
 from weightsync.serve.worker_client import WorkerClient
-from weightsync.serve.worker_crew import WorkerGroup, worker_identity
+from weightsync.serve.worker_group import WorkerGroup, worker_identity
 from weightsync.serve.worker_messages import Notice
 
 WAIT_S = 60.0
@@ -44,7 +44,7 @@ def answer_with_garbage_before(core: zmq.Socket[bytes]) -> None:
     owner = core.recv_multipart()[0]
     for frame in BAD:
         core.send_multipart([owner, frame])
-    answers = [Answer(call=1, stats=EngineStats(tokens_total=7))]
+    answers = [StatsReply(call=1, stats=EngineStats(tokens_total=7))]
     core.send_multipart([owner, msgspec.msgpack.encode(answers)])
 
 
@@ -115,7 +115,7 @@ def test_a_core_drops_notices_that_are_none(tmp_path: Path) -> None:
         worker.connect(address)
         crew = WorkerGroup.__new__(WorkerGroup)  # its queues are not needed to listen
         crew.socket = core
-        crew._heard = {}
+        crew._notice_at = {}
         for frames in ([b"\xc1"], [b"a", b"b"], [b""]):
             worker.send_multipart(frames)
         worker.send(msgspec.msgpack.encode({"kind": "resume", "call": 3}))

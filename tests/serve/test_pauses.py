@@ -32,9 +32,9 @@ def test_wait_answers_when_nothing_is_in_flight() -> None:
     pauses, said = PauseController(), list[WeightSyncError | None]()
     pauses.pause("wait", said.append)
     assert pauses.may_step
-    pauses.look(2)
+    pauses.settle(2)
     assert said == []
-    pauses.look(0)
+    pauses.settle(0)
     assert said == [None]
     assert pauses.mode == "wait"
 
@@ -55,9 +55,9 @@ def test_everyone_who_waits_is_answered_when_jobs_have_ended_and_not_before() ->
     pauses, said = PauseController(), Said()
     pauses.pause("wait", lambda error: said.append(("first", error)))
     pauses.pause("abort", lambda error: said.append(("second", error)))
-    pauses.look(1)
+    pauses.settle(1)
     assert said == []
-    pauses.look(0)
+    pauses.settle(0)
     assert said == [("first", None), ("second", None)]
 
 
@@ -85,9 +85,9 @@ def test_what_takes_too_long_is_told_to_both_sides() -> None:
     clock.now = 4.0
     pauses.postpone(b"a", job("late"))
     clock.now = 6.0
-    assert [overdue.request_id for _, overdue in pauses.look(3)] == ["early"]
+    assert [overdue.request_id for _, overdue in pauses.settle(3)] == ["early"]
     assert isinstance(said[0], TransferTimeout)
     assert str(said[0]).startswith("3 requests did not end within 5 s; generation stays paused")
-    assert pauses.look(3) == []
+    assert pauses.settle(3) == []
     assert len(said) == 1
     assert [late.request_id for _, late in pauses.resume()] == ["late"]

@@ -14,18 +14,18 @@ import zmq
 import weightsync as ws
 from weightsync.queues.message_queue import MessageQueue
 from weightsync.queues.tensor_codec import TensorEncoder
-from weightsync.serve import worker_crew
+from weightsync.serve import worker_group
 from weightsync.serve.engine_core import EngineCore
-from weightsync.serve.engine_messages import Answer, Ask, Cancel, Event, Job
+from weightsync.serve.engine_messages import Cancel, Event, Job, StatsReply, StatsRequest
 from weightsync.serve.steps import ModelCard, SampledToken, Step, StepResult
-from weightsync.serve.worker_crew import WorkerGroup, step_codec, worker_identity
-from weightsync.serve.worker_messages import CoreWord, Done, Hello, Hold, Notice, Welcome
+from weightsync.serve.worker_group import WorkerGroup, step_codec, worker_identity
+from weightsync.serve.worker_messages import CoreMessage, Done, Hello, Hold, Notice, Welcome
 
 WAIT_S = 60.0
 CARD = ModelCard(name="a model", directory="", vocab_size=8, max_length=64, end_ids=[0])
 
 _events: msgspec.msgpack.Decoder[list[Event]] = msgspec.msgpack.Decoder(list[Event])
-_words: msgspec.msgpack.Decoder[CoreWord] = msgspec.msgpack.Decoder(CoreWord)
+_words: msgspec.msgpack.Decoder[CoreMessage] = msgspec.msgpack.Decoder(CoreMessage)
 
 
 class Replica:
@@ -50,7 +50,7 @@ class Replica:
     def say(self, notice: Notice) -> None:
         self.worker.send(msgspec.msgpack.encode(notice))
 
-    def hear(self, timeout_s: float = WAIT_S) -> CoreWord | None:
+    def hear(self, timeout_s: float = WAIT_S) -> CoreMessage | None:
         return (
             _words.decode(self.worker.recv()) if self.worker.poll(int(timeout_s * 1000)) else None
         )
@@ -60,10 +60,10 @@ class Replica:
 
     def running(self) -> int:
         """Ask the core how many rows are at work."""
-        self.order("", Ask(call=1))
+        self.order("", StatsRequest(call=1))
         while self.api.poll(int(WAIT_S * 1000)):
             for event in _events.decode(self.api.recv()):
-                if isinstance(event, Answer):
+                if isinstance(event, StatsReply):
                     return event.stats.running
         raise AssertionError("the core does not answer")
 
@@ -126,7 +126,7 @@ def test_what_does_not_need_the_step_to_be_over_is_served(replica: Replica) -> N
 def test_a_worker_that_gives_no_sign_of_life_ends_the_core(
     replica: Replica, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(worker_crew, "SILENCE_S", 0.5)
+    monkeypatch.setattr(worker_group, "SILENCE_S", 0.5)
     begin_step(replica)
     error = replica.ended()
     assert isinstance(error, ws.TransferTimeout)

@@ -170,12 +170,12 @@ class _Server(uvicorn.Server):
     def __init__(self, config: uvicorn.Config, engine: CoreClient, ready: Ready) -> None:
         super().__init__(config)
         self._engine = engine
-        self._say_ready = ready
+        self._ready = ready
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         asyncio.get_running_loop().set_exception_handler(tell_sparingly)
         await super().startup(sockets)
-        self._say_ready(b"")
+        self._ready(b"")
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         self._engine.stop()

@@ -68,7 +68,7 @@ class Ready:
 
     def __init__(self, pipe: Connection) -> None:
         self._pipe = pipe
-        self._said = False
+        self._called = False
 
     def __call__(self, payload: bytes = b"") -> None:
         """Send `payload` to the parent, once. Raises ConfigError if it is too long."""
@@ -76,10 +76,10 @@ class Ready:
             raise ConfigError(
                 f"ready() got {len(payload)} bytes; at most {READY_NBYTES} may be sent"
             )
-        if self._said:
+        if self._called:
             raise ConfigError("ready() was called before; it is called once")
-        self._said = True
-        _say(self._pipe, _Ready(payload))
+        self._called = True
+        _send(self._pipe, _Ready(payload))
 
 
 class Child:
@@ -153,9 +153,9 @@ class Child:
         finally:
             self._theirs.close()
 
-    def _take(self, said: bytes) -> None:
+    def _take(self, data: bytes) -> None:
         try:
-            message = _DECODER.decode(said)
+            message = _DECODER.decode(data)
         except msgspec.DecodeError as exc:
             self.error = ProtocolError(f"{self.name} sent a message that cannot be read: {exc}")
             return
@@ -265,10 +265,10 @@ def _report(pipe: Connection, exc: Exception) -> None:
     if len(encode_problem(problem)) > _PROBLEM_CHARS:
         detail = problem.detail[:_PROBLEM_CHARS]
         problem = msgspec.structs.replace(problem, detail=detail, attributes={})
-    _say(pipe, _Failed(problem))
+    _send(pipe, _Failed(problem))
 
 
-def _say(pipe: Connection, message: _Ready | _Failed) -> None:
+def _send(pipe: Connection, message: _Ready | _Failed) -> None:
     with suppress(OSError):  # the parent has died, so this process will end too
         pipe.send_bytes(_ENCODER.encode(message))
 

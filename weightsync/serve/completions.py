@@ -228,8 +228,8 @@ class _Row:
     prompt_index: int
     index: int
     text: CompletionText
-    untold: list[MadeToken] = field(default_factory=list)
-    num_told: int = 0
+    unsent: list[MadeToken] = field(default_factory=list)
+    num_sent: int = 0
     prompt_version: int | None = None
     finish_reason: FinishReason | None = None
 
@@ -241,15 +241,15 @@ class _Row:
         if delta.finish_reason is not None and not self.text.stopped:
             text += self.text.finish()
         self.finish_reason = "stop" if self.text.stopped else delta.finish_reason
-        return self._tell(text) if text or self.finish_reason else None
+        return self._next_delta(text) if text or self.finish_reason else None
 
     def end(self) -> StreamDelta:
         """Finish a completion that the engine left unfinished."""
         self.finish_reason = "abort"
-        return self._tell(self.text.finish())
+        return self._next_delta(self.text.finish())
 
     def _push(self, delta: Delta, token: int) -> str:
-        self.untold.append(
+        self.unsent.append(
             MadeToken(
                 token=token,
                 version=delta.version,
@@ -260,10 +260,10 @@ class _Row:
         )
         return self.text.push(token)
 
-    def _tell(self, text: str) -> StreamDelta:
-        start, tokens = self.num_told, self.untold
-        self.num_told += len(tokens)
-        self.untold = []
+    def _next_delta(self, text: str) -> StreamDelta:
+        start, tokens = self.num_sent, self.unsent
+        self.num_sent += len(tokens)
+        self.unsent = []
         return StreamDelta(
             prompt_index=self.prompt_index,
             index=self.index,

@@ -18,8 +18,6 @@ from weightsync.queues.tensor_codec import TensorEncoder
 from weightsync.queues.tensor_packets import TensorQueueHandle
 from weightsync.serve import links
 from weightsync.serve.engine_messages import (
-    Answer,
-    Ask,
     Cancel,
     Delta,
     EngineStats,
@@ -27,6 +25,8 @@ from weightsync.serve.engine_messages import (
     Failed,
     Job,
     Order,
+    StatsReply,
+    StatsRequest,
 )
 from weightsync.serve.links import end_process
 from weightsync.serve.process_terms import CoreAddress, takes_images
@@ -40,7 +40,7 @@ logger = logging.getLogger(__name__)
 
 MAX_MEDIA_IN_FLIGHT = 8
 """The most jobs with tensors that one API server sends at once."""
-ASK_TIMEOUT_S = 10.0
+STATS_TIMEOUT_S = 10.0
 
 _events: msgspec.msgpack.Decoder[list[Event]] = msgspec.msgpack.Decoder(list[Event])
 Item = Delta | Failed
@@ -107,7 +107,7 @@ class CoreClient:
         self._context: zmq.asyncio.Context | None = None
         self._cores: list[_Core] = []
         self._inboxes: dict[str, _Inbox] = {}
-        self._asked: dict[int, asyncio.Future[EngineStats]] = {}
+        self._stats_replies: dict[int, asyncio.Future[EngineStats]] = {}
         self._next_call = 0
         self._next_core = 0
         self._media = asyncio.Semaphore(MAX_MEDIA_IN_FLIGHT)
@@ -166,7 +166,7 @@ class CoreClient:
 
     async def stats(self) -> list[EngineStats]:
         """Return the statistics of each replica. Raises TransportTimeout if one does not reply."""
-        return list(await asyncio.gather(*map(self._ask, self._cores)))
+        return list(await asyncio.gather(*map(self._stats_of, self._cores)))
 
     def stop(self) -> None:
         """End all jobs with the tokens that they have, and refuse new ones."""
@@ -200,20 +200,20 @@ class CoreClient:
             frames = await anyio.to_thread.run_sync(core.frames, job, job.request_id)
             await core.socket.send_multipart(frames)
 
-    async def _ask(self, core: _Core) -> EngineStats:
+    async def _stats_of(self, core: _Core) -> EngineStats:
         self._next_call += 1
         call = self._next_call
-        answer = self._asked[call] = asyncio.get_running_loop().create_future()
+        reply = self._stats_replies[call] = asyncio.get_running_loop().create_future()
         try:
-            self._post(core, Ask(call=call))
-            return await asyncio.wait_for(answer, ASK_TIMEOUT_S)
+            self._post(core, StatsRequest(call=call))
+            return await asyncio.wait_for(reply, STATS_TIMEOUT_S)
         except TimeoutError:
             index = self._cores.index(core)
             raise TransportTimeout(
-                f"engine core {index} did not answer within {ASK_TIMEOUT_S:g} s"
+                f"engine core {index} did not reply within {STATS_TIMEOUT_S:g} s"
             ) from None
         finally:
-            del self._asked[call]
+            del self._stats_replies[call]
 
     def _post(self, core: _Core, order: Order) -> None:
         """Send a small order without waiting."""
@@ -234,10 +234,10 @@ class CoreClient:
                 self._take(event)
 
     def _take(self, event: Event) -> None:
-        if isinstance(event, Answer):
-            asked = self._asked.get(event.call)
-            if asked is not None and not asked.done():
-                asked.set_result(event.stats)
+        if isinstance(event, StatsReply):
+            reply = self._stats_replies.get(event.call)
+            if reply is not None and not reply.done():
+                reply.set_result(event.stats)
         elif event.request_id in self._inboxes:
             self._inboxes[event.request_id].items.put_nowait(event)
 

@@ -14,7 +14,7 @@ import zmq
 from weightsync.serve.engine_core import EngineCore
 from weightsync.serve.process_terms import CoreAddress, CoreTerms, Ready, takes_images
 from weightsync.serve.scheduling import Scheduler
-from weightsync.serve.worker_crew import WorkerGroup
+from weightsync.serve.worker_group import WorkerGroup
 
 if TYPE_CHECKING:
     from weightsync.queues.tensor_queue import TensorIpcReceiver
@@ -25,11 +25,11 @@ GATHER_TIMEOUT_S = 600.0
 def core_main(ready: Ready, terms: CoreTerms) -> None:
     """Run an engine core until SIGTERM. Calls `ready` with the encoded CoreAddress."""
     with _sockets(terms.orders, terms.gate) as (orders, gate):
-        crew = WorkerGroup.gather(gate, terms.workers, timeout_s=GATHER_TIMEOUT_S)
-        tensors = _tensor_queue(terms) if takes_images(crew.card) else None
+        workers = WorkerGroup.gather(gate, terms.workers, timeout_s=GATHER_TIMEOUT_S)
+        tensors = _tensor_queue(terms) if takes_images(workers.card) else None
         try:
-            scheduler = Scheduler(crew.card, max_rows=terms.max_rows)
-            core = EngineCore(orders, crew, tensors=tensors, scheduler=scheduler)
+            scheduler = Scheduler(workers.card, max_rows=terms.max_rows)
+            core = EngineCore(orders, workers, tensors=tensors, scheduler=scheduler)
 
             def on_term(_signal: int, _frame: FrameType | None) -> None:
                 core.stop()
@@ -41,7 +41,7 @@ def core_main(ready: Ready, terms: CoreTerms) -> None:
         finally:
             if tensors is not None:
                 tensors.close()
-            crew.close()
+            workers.close()
 
 
 def _tensor_queue(terms: CoreTerms) -> TensorIpcReceiver | None:

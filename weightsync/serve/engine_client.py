@@ -39,7 +39,7 @@ class EngineClient(Protocol):
 
 logger = logging.getLogger(__name__)
 
-ANSWER_TIMEOUT_S = 2.0
+STATS_TIMEOUT_S = 2.0
 
 _Family = type[GaugeMetricFamily] | type[CounterMetricFamily]
 _SHOWN: tuple[tuple[_Family, str, str, Callable[[EngineStats], float]], ...] = (
@@ -63,15 +63,15 @@ def engine_metrics(engine: EngineClient) -> Callable[[], Awaitable[list[Metric]]
     weights are shown in any case.
     """
 
-    async def ask() -> list[Metric]:
+    async def read_metrics() -> list[Metric]:
         try:
-            stats = await asyncio.wait_for(engine.stats(), ANSWER_TIMEOUT_S)
+            stats = await asyncio.wait_for(engine.stats(), STATS_TIMEOUT_S)
         except (TimeoutError, WeightSyncError) as exc:
             logger.info("the engine has no metrics: %s", str(exc) or "it does not answer")
             return []
         return list(metrics_of(stats))
 
-    return ask
+    return read_metrics
 
 
 def metrics_of(replicas: Sequence[EngineStats]) -> Iterator[Metric]:

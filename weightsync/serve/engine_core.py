@@ -15,8 +15,6 @@ import zmq
 from weightsync.errors import NotReadyError, ProtocolError, TransferTimeout, WeightSyncError
 from weightsync.queues.tensor_codec import TensorDecoder
 from weightsync.serve.engine_messages import (
-    Answer,
-    Ask,
     Cancel,
     EngineStats,
     Event,
@@ -24,10 +22,12 @@ from weightsync.serve.engine_messages import (
     Job,
     Order,
     PauseMode,
+    StatsReply,
+    StatsRequest,
 )
 from weightsync.serve.scheduling import Owner, Post, Scheduler
 from weightsync.serve.steps import ModelCard
-from weightsync.serve.worker_crew import WorkerGroup
+from weightsync.serve.worker_group import WorkerGroup
 from weightsync.serve.worker_messages import (
     ClearCacheCall,
     Done,
@@ -121,7 +121,7 @@ class PauseController:
         """Drop a job that waits for the end of the pause."""
         self._late = [w for w in self._late if (w.owner, w.job.request_id) != (owner, request_id)]
 
-    def look(self, in_flight: int) -> list[tuple[Owner, Job]]:
+    def settle(self, in_flight: int) -> list[tuple[Owner, Job]]:
         """Answer pauses when no job is left in flight; return the jobs that waited too long."""
         if not in_flight:
             self._answer_all()
@@ -141,7 +141,7 @@ class PauseController:
         self._late = [w for w in self._late if now - w.since <= self._timeout_s]
         return [(waiting.owner, waiting.job) for waiting in overdue]
 
-    def too_long(self) -> NotReadyError:
+    def overdue_error(self) -> NotReadyError:
         """Return the error of jobs that waited too long."""
         return NotReadyError(
             f"generation has been paused for over {self._timeout_s:g} s; call resume",
@@ -169,7 +169,7 @@ class ReplicaReadiness:
     """
 
     def __init__(self, size: int, *, clock: Callable[[], float] = time.monotonic) -> None:
-        self._standing = dict.fromkeys(range(size), WorkerState(version=0))
+        self._states = dict.fromkeys(range(size), WorkerState(version=0))
         self._holds: dict[int, float] = {}
         self._clock = clock
         self._stopped_at: float | None = None
@@ -181,29 +181,29 @@ class ReplicaReadiness:
     @property
     def versions(self) -> list[int]:
         """The weight version of each worker."""
-        return [standing.version for standing in self._standing.values()]
+        return [state.version for state in self._states.values()]
 
     @property
     def may_step(self) -> bool:
         """Whether a step may begin now."""
         whole = not self._holds and len(self._weights) == 1
-        return whole and not any(standing.why_not for standing in self._standing.values())
+        return whole and not any(state.why_not for state in self._states.values())
 
     @property
     def _weights(self) -> set[tuple[int, str]]:
-        return {(standing.version, standing.weights_id) for standing in self._standing.values()}
+        return {(state.version, state.weights_id) for state in self._states.values()}
 
     def hold(self, worker: int) -> None:
         """Note that a worker is about to change its weights."""
         self._holds.setdefault(worker, self._clock())
-        self._look()
+        self._update_stall()
 
-    def heard(self, worker: int, standing: WorkerState) -> None:
+    def note_state(self, worker: int, state: WorkerState) -> None:
         """Note the state that a worker reports."""
-        self._standing[worker] = standing
-        if standing.released:
+        self._states[worker] = state
+        if state.released:
             self._holds.pop(worker, None)
-        self._look()
+        self._update_stall()
 
     def refusal(self) -> NotReadyError | None:
         """Return the error of requests that should not wait, because no update is in progress.
@@ -214,14 +214,14 @@ class ReplicaReadiness:
             return None
         if self._holds:
             return self._held_too_long()
-        for worker, standing in self._standing.items():
-            if standing.why_not:
-                return NotReadyError(f"worker {worker}: {standing.why_not}", state=standing.state)
+        for worker, state in self._states.items():
+            if state.why_not:
+                return NotReadyError(f"worker {worker}: {state.why_not}", state=state.state)
         if self._split_at is None or self._clock() - self._split_at < SPLIT_S:
             return None
         held = ", ".join(
             f"worker {w} {s.version} of update {s.weights_id or 'none'}"
-            for w, s in self._standing.items()
+            for w, s in self._states.items()
         )
         return NotReadyError(
             f"the workers of this replica hold different weights ({held}): an update ended half "
@@ -239,7 +239,7 @@ class ReplicaReadiness:
             state="UPDATING",
         )
 
-    def _look(self) -> None:
+    def _update_stall(self) -> None:
         now = self._clock()
         split = not self._holds and len(self._weights) > 1
         self._split_at = (self._split_at or now) if split else None
@@ -260,25 +260,24 @@ RATE_WINDOW_S = 5.0
 class EngineCore:
     """Runs one replica until `stop`.
 
-    `orders` is the bound ROUTER socket to which API servers connect. `crew` are the workers, ready
-    to make steps. `tensors` receives the tensors that jobs send out of band. Only the thread of
-    `run` may call the methods, except `stop`.
+    `orders` is the bound ROUTER socket to which API servers connect. `tensors` receives the tensors
+    that jobs send out of band. Only the thread of `run` may call the methods, except `stop`.
     """
 
     def __init__(
         self,
         orders: zmq.Socket[bytes],
-        crew: WorkerGroup,
+        workers: WorkerGroup,
         *,
         tensors: TensorIpcReceiver | None = None,
         scheduler: Scheduler | None = None,
     ) -> None:
         self._orders = orders
-        self._crew = crew
+        self._workers = workers
         self._tensors = tensors
         self._decoder: TensorDecoder[Order] = TensorDecoder(cast(Any, Order), tensors)
-        self._scheduler = scheduler or Scheduler(crew.card)
-        self._standings = ReplicaReadiness(crew.size)
+        self._scheduler = scheduler or Scheduler(workers.card)
+        self._readiness = ReplicaReadiness(workers.size)
         self._pauses = PauseController()
         self._rate = _Rate()
         self._tokens_total = self._steps_total = self._requests_total = 0
@@ -286,14 +285,14 @@ class EngineCore:
         self._deferred: list[Callable[[], None]] | None = None
         self._poller = zmq.Poller()
         self._poller.register(orders, zmq.POLLIN)
-        self._poller.register(crew.socket, zmq.POLLIN)
-        for rank, version in enumerate(crew.versions):
-            self._standings.heard(rank, WorkerState(version=version))
+        self._poller.register(workers.socket, zmq.POLLIN)
+        for rank, version in enumerate(workers.versions):
+            self._readiness.note_state(rank, WorkerState(version=version))
 
     @property
     def card(self) -> ModelCard:
         """The card of the model that the workers run."""
-        return self._crew.card
+        return self._workers.card
 
     def stop(self) -> None:
         """Make `run` return after the current step. Safe in a signal handler."""
@@ -302,13 +301,13 @@ class EngineCore:
     def run(self) -> None:
         """Serve until `stop`. Raises PeerLostError, which names a worker that died."""
         while not self._stopping:
-            self._hear(0 if self._has_work() else IDLE_MS)
+            self._handle_messages(0 if self._has_work() else IDLE_MS)
             self._settle()
             if self._has_work():
                 self._make_step()
 
     def _has_work(self) -> bool:
-        ready = self._pauses.may_step and self._standings.may_step
+        ready = self._pauses.may_step and self._readiness.may_step
         return ready and self._scheduler.has_work
 
     def _make_step(self) -> None:
@@ -317,7 +316,7 @@ class EngineCore:
             return
         self._deferred = []
         try:
-            result = self._crew.make(step, self._meanwhile)
+            result = self._workers.make(step, self._meanwhile)
         except _Stopped:
             return
         finally:
@@ -333,34 +332,34 @@ class EngineCore:
         """Serve messages while a step takes long. Called by the worker group."""
         if self._stopping:
             raise _Stopped
-        self._hear(0)
+        self._handle_messages(0)
 
     def _answer(self, worker: int, done: Done) -> None:
-        """Answer a worker when no step is in progress: some calls wait for the end of a step."""
+        """Reply to a worker, after the current step: some calls wait for the end of a step."""
         if self._deferred is None:
-            self._crew.answer(worker, done)
+            self._workers.send(worker, done)
         else:
-            self._deferred.append(lambda: self._crew.answer(worker, done))
+            self._deferred.append(lambda: self._workers.send(worker, done))
 
     def _settle(self) -> None:
         """Fail requests that cannot continue, and answer pauses that are in effect."""
-        refusal = self._standings.refusal()
+        refusal = self._readiness.refusal()
         if refusal is not None:
             self._post(self._scheduler.fail_all(refusal))
-        for owner, job in self._pauses.look(self._scheduler.requests):
-            self._fail(owner, job.request_id, self._pauses.too_long())
+        for owner, job in self._pauses.settle(self._scheduler.requests):
+            self._fail(owner, job.request_id, self._pauses.overdue_error())
 
-    def _hear(self, timeout_ms: int) -> None:
+    def _handle_messages(self, timeout_ms: int) -> None:
         """Handle messages of API servers and workers; wait at most `timeout_ms` for the first."""
         ready = dict(self._poller.poll(timeout_ms))
-        if self._crew.socket in ready:
-            for worker, notice in self._crew.notices():
-                self._noticed(worker, notice)
+        if self._workers.socket in ready:
+            for worker, notice in self._workers.notices():
+                self._handle_notice(worker, notice)
         if self._orders in ready:
             for owner, frames in _all_messages(self._orders):
-                self._ordered(owner, frames)
+                self._handle_order(owner, frames)
 
-    def _ordered(self, owner: Owner, frames: list[Any]) -> None:
+    def _handle_order(self, owner: Owner, frames: list[Any]) -> None:
         request_id = ""
         try:
             request_id = bytes(frames[0].buffer).decode("utf-8", "replace")
@@ -378,8 +377,8 @@ class EngineCore:
                 if self._tensors is not None:
                     self._tensors.cleanup_request_tensors(order.request_id)
             self._post(self._scheduler.cancel(owner, order.request_id, order.index))
-        elif isinstance(order, Ask):
-            self._post([(owner, Answer(call=order.call, stats=self.stats()))])
+        elif isinstance(order, StatsRequest):
+            self._post([(owner, StatsReply(call=order.call, stats=self.stats()))])
 
     def _submit(self, owner: Owner, job: Job) -> None:
         try:
@@ -387,19 +386,19 @@ class EngineCore:
             if self._pauses.mode is not None:
                 self._pauses.postpone(owner, job)
                 return
-            refusal = self._standings.refusal()
+            refusal = self._readiness.refusal()
             if refusal is not None:
                 raise refusal
             self._scheduler.submit(owner, job)
         except WeightSyncError as exc:
             self._fail(owner, job.request_id, exc)
 
-    def _noticed(self, worker: int, notice: Notice) -> None:
+    def _handle_notice(self, worker: int, notice: Notice) -> None:
         if isinstance(notice, Hold):
-            self._standings.hold(worker)
+            self._readiness.hold(worker)
             self._answer(worker, Done(call=notice.call))
         elif isinstance(notice, WorkerState):
-            self._standings.heard(worker, notice)
+            self._readiness.note_state(worker, notice)
         elif isinstance(notice, ClearCacheCall):
             self._scheduler.clear_cache()
             self._answer(worker, Done(call=notice.call))
@@ -408,7 +407,7 @@ class EngineCore:
         elif isinstance(notice, ResumeCall):
             for owner, job in self._pauses.resume():
                 self._submit(owner, job)
-            self._crew.tell_all(PauseState(paused=False))
+            self._workers.send_to_all(PauseState(paused=False))
             self._answer(worker, Done(call=notice.call))
         elif isinstance(notice, Hello):
             raise ProtocolError(f"worker {worker} says hello again; was it started twice?")
@@ -419,7 +418,7 @@ class EngineCore:
             self._answer(worker, Done(call=notice.call, problem=problem))
 
         self._pauses.pause(notice.mode, answer)
-        self._crew.tell_all(PauseState(paused=True))
+        self._workers.send_to_all(PauseState(paused=True))
         if notice.mode == "abort":
             self._post(self._scheduler.abort_all())
 
@@ -438,7 +437,7 @@ class EngineCore:
 
     def stats(self) -> EngineStats:
         """Return the statistics of this replica."""
-        refusal = self._standings.refusal()
+        refusal = self._readiness.refusal()
         return EngineStats(
             running=self._scheduler.running,
             waiting=self._scheduler.waiting + self._pauses.late,
@@ -448,8 +447,8 @@ class EngineCore:
             requests_total=self._requests_total,
             tokens_per_s=self._rate.per_s(),
             kept_prompts=self._scheduler.kept_prompts,
-            versions=self._standings.versions,
-            stall_s=self._standings.last_stall_s,
+            versions=self._readiness.versions,
+            stall_s=self._readiness.last_stall_s,
             why_not=str(refusal) if isinstance(refusal, NotReadyError) else "",
         )
 

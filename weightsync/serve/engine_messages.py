@@ -43,13 +43,13 @@ class Cancel(_Tagged, frozen=True, kw_only=True, tag="cancel"):
     index: int | None = None
 
 
-class Ask(_Tagged, frozen=True, kw_only=True, tag="ask"):
-    """Request the statistics of an engine core. The Answer carries the same `call`."""
+class StatsRequest(_Tagged, frozen=True, kw_only=True, tag="stats_request"):
+    """Request the statistics of an engine core. StatsReply carries the same `call`."""
 
     call: int
 
 
-Order = Job | Cancel | Ask
+Order = Job | Cancel | StatsRequest
 
 
 # From an engine core.
@@ -108,11 +108,11 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     why_not: str = ""
 
 
-class Answer(_Tagged, frozen=True, kw_only=True, tag="answer"):
-    """The reply to Ask."""
+class StatsReply(_Tagged, frozen=True, kw_only=True, tag="stats_reply"):
+    """The reply to StatsRequest."""
 
     call: int
     stats: EngineStats
 
 
-Event = Delta | Failed | Answer
+Event = Delta | Failed | StatsReply

@@ -24,6 +24,7 @@ from weightsync.serve.model_files import (
     TINY_HEADS,
     TINY_KV_HEADS,
     TINY_VISION,
+    as_config_errors,
     byte_tokenizer,
     check_heads,
     find_smollm2,
@@ -32,7 +33,6 @@ from weightsync.serve.model_files import (
     reader_of,
     sees_images,
     smollm2_cache,
-    told_as_config_errors,
     vision_tokenizer,
 )
 from weightsync.serve.vision import IMAGE_TOKEN, make_tiny_processor, tiny_vision_config
@@ -127,7 +127,7 @@ def _made(architecture: Any, config: Any, seed: int) -> Any:
 
 def _load_directory(directory: Path, name: str, dtype: torch.dtype, **options: Any) -> LoadedModel:
     gguf = {key: value for key, value in options.items() if key == "gguf_file"}
-    with told_as_config_errors(directory), _without_progress_bars():
+    with as_config_errors(directory), _without_progress_bars():
         config = None if gguf else hf.AutoConfig.from_pretrained(directory, local_files_only=True)
         images = config is not None and sees_images(config)
         tokenizer, processor = reader_of(directory, images=images, **gguf)

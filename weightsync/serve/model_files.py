@@ -146,7 +146,7 @@ def load_reader(name: str) -> tuple[Any, Any]:
     if name in SMOLLM2_NAMES:
         return _load_smollm2_reader()
     directory = model_directory(name)
-    with told_as_config_errors(directory):
+    with as_config_errors(directory):
         config = hf.AutoConfig.from_pretrained(directory, local_files_only=True)
         return reader_of(directory, images=sees_images(config))
 
@@ -173,7 +173,7 @@ def sees_images(config: Any) -> bool:
 
 
 @contextmanager
-def told_as_config_errors(directory: Path) -> Iterator[None]:
+def as_config_errors(directory: Path) -> Iterator[None]:
     """Turn errors that transformers raises for a directory into a ConfigError that names it."""
     try:
         yield

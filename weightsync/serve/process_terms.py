@@ -92,12 +92,12 @@ def frozen(ready: Ready) -> Ready:
     update by 0.1 s.
     """
 
-    def say(payload: bytes) -> None:
+    def freeze_and_report(payload: bytes) -> None:
         gc.collect()
         gc.freeze()
         ready(payload)
 
-    return say
+    return freeze_and_report
 
 
 def run_worker(ready: Ready, terms: WorkerTerms) -> None:

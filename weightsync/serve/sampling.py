@@ -43,7 +43,7 @@ class _Plan:
     free_rows: list[int]
     nucleus_rows: list[int]
     top_p: torch.Tensor  # float32[nucleus rows, 1]
-    told_rows: list[int]
+    logprob_rows: list[int]
     top_counts: list[int]
 
     @property
@@ -84,8 +84,8 @@ class TokenSampler:
             self._plan = self._plan_of(rows)
         plan = self._plan
         tokens = logits.argmax(dim=-1) if plan.is_greedy else self._race(plan, logits)
-        if plan.told_rows:
-            return _told(plan, tokens, logits)
+        if plan.logprob_rows:
+            return _with_logprobs(plan, tokens, logits)
         return [
             SampledToken(row=row, token=token)
             for row, token in zip(rows, tokens.tolist(), strict=True)
@@ -117,7 +117,7 @@ class TokenSampler:
         choosers = [self._choosers[row] for row in rows]
         hot = [(i, chooser) for i, chooser in enumerate(choosers) if not chooser.is_greedy]
         nucleus = [(i, c.choosing.top_p) for i, c in hot if c.choosing.top_p < 1]
-        told = [i for i, c in enumerate(choosers) if c.choosing.logprobs != NO_LOGPROBS]
+        logprob_of = [i for i, c in enumerate(choosers) if c.choosing.logprobs != NO_LOGPROBS]
         heat = [1.0 if c.is_greedy else c.choosing.temperature for c in choosers]
         return _Plan(
             rows=list(rows),
@@ -127,8 +127,8 @@ class TokenSampler:
             free_rows=[i for i, c in hot if c.random is None],
             nucleus_rows=[i for i, _ in nucleus],
             top_p=self._column([top_p for _, top_p in nucleus]),
-            told_rows=told,
-            top_counts=[choosers[i].choosing.logprobs for i in told],
+            logprob_rows=logprob_of,
+            top_counts=[choosers[i].choosing.logprobs for i in logprob_of],
         )
 
     def _column(self, numbers: list[float]) -> torch.Tensor:
@@ -162,15 +162,17 @@ def _nucleus(scores: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
     return torch.full_like(scores, float("-inf")).scatter_(1, places, kept)
 
 
-def _told(plan: _Plan, tokens: torch.Tensor, logits: torch.Tensor) -> list[SampledToken]:
-    logprobs = torch.log_softmax(logits[plan.told_rows], dim=-1)
-    own = logprobs.gather(1, tokens[plan.told_rows][:, None])[:, 0].tolist()
+def _with_logprobs(plan: _Plan, tokens: torch.Tensor, logits: torch.Tensor) -> list[SampledToken]:
+    logprobs = torch.log_softmax(logits[plan.logprob_rows], dim=-1)
+    own = logprobs.gather(1, tokens[plan.logprob_rows][:, None])[:, 0].tolist()
     best = logprobs.topk(min(max(plan.top_counts), logprobs.shape[-1]), dim=-1)
     pairs = zip(best.indices.tolist(), best.values.tolist(), strict=True)
     tops = [list(zip(ids, values, strict=True)) for ids, values in pairs]
-    told = dict(zip(plan.told_rows, zip(own, tops, plan.top_counts, strict=True), strict=True))
+    logprob_of = dict(
+        zip(plan.logprob_rows, zip(own, tops, plan.top_counts, strict=True), strict=True)
+    )
     chosen = []
     for i, (row, token) in enumerate(zip(plan.rows, tokens.tolist(), strict=True)):
-        logprob, top, count = told.get(i, (None, [], 0))
+        logprob, top, count = logprob_of.get(i, (None, [], 0))
         chosen.append(SampledToken(row=row, token=token, logprob=logprob, top=top[:count]))
     return chosen

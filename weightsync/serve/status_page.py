@@ -16,7 +16,7 @@ from fastapi.responses import HTMLResponse
 
 from weightsync.errors import BackendUnavailableError
 from weightsync.serve.engine_client import EngineClient
-from weightsync.serve.status_page_data import NO_ANSWER, SHOWN_UPDATES, Snapshot, Watch
+from weightsync.serve.status_page_data import NO_ANSWER, SHOWN_UPDATES, Snapshot, StatusReader
 from weightsync.server.dispatcher import Receiver
 from weightsync.update.lifecycle import State
 
@@ -41,7 +41,7 @@ def status_router(engine: EngineClient, receivers: Sequence[Receiver]) -> APIRou
     `receivers` are the workers' receivers, ordered by replica and rank. Every route replies even
     when a worker or the engine does not.
     """
-    watch = Watch(engine, receivers)
+    reader = StatusReader(engine, receivers)
     router = APIRouter(tags=["status"])
 
     @router.get("/", include_in_schema=False, response_class=HTMLResponse)
@@ -49,15 +49,15 @@ def status_router(engine: EngineClient, receivers: Sequence[Receiver]) -> APIRou
         nonce = secrets.token_urlsafe(16)
         allowed = f"style-src 'nonce-{nonce}'; script-src 'nonce-{nonce}'"
         policy = f"{_NOTHING}; {allowed}; connect-src 'self'; img-src data:"
-        return _html(render_page(await watch.snapshot(), nonce), policy)
+        return _html(render_page(await reader.snapshot(), nonce), policy)
 
     @router.get("/status/fragment", include_in_schema=False, response_class=HTMLResponse)
     async def fragment() -> HTMLResponse:
-        return _html(render_fragment(await watch.snapshot()), _NOTHING)
+        return _html(render_fragment(await reader.snapshot()), _NOTHING)
 
     @router.get("/status.json", response_class=Response, summary="All that the status page shows.")
     async def status_json() -> Response:
-        body = msgspec.json.encode(await watch.snapshot())
+        body = msgspec.json.encode(await reader.snapshot())
         return Response(body, headers=_HEADERS, media_type="application/json")
 
     return router

@@ -25,7 +25,7 @@ T = TypeVar("T")
 
 FRESH_S = 0.5
 """The least time between two reads of the workers, however many pages are open."""
-ANSWER_TIMEOUT_S = 2.0
+REPLY_TIMEOUT_S = 2.0
 SHOWN_UPDATES = 50
 NO_ANSWER = "NO ANSWER"
 
@@ -118,7 +118,7 @@ class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
         ]
 
 
-class _Question(Generic[T]):
+class _RepeatedCall(Generic[T]):
     """A repeated asynchronous call, of which at most one is in progress."""
 
     def __init__(self, call: Callable[[], Coroutine[object, object, T]]) -> None:
@@ -126,26 +126,26 @@ class _Question(Generic[T]):
         self._task: asyncio.Task[T] | None = None
         self._since = 0.0
 
-    def ask(self) -> asyncio.Task[T]:
+    def start(self) -> asyncio.Task[T]:
         """Start the call, unless the last one is still in progress."""
         if self._task is None or self._task.done():
             self._since = time.monotonic()
             self._task = asyncio.ensure_future(self._call())
         return self._task
 
-    def answer(self) -> tuple[T | None, str]:
+    def result(self) -> tuple[T | None, str]:
         """Return the result of the last call, or None and the reason why there is none."""
         task = self._task
         if task is None or not task.done():
             return None, f"has not answered for {time.monotonic() - self._since:.0f} s"
         if task.cancelled():
-            return None, "was not asked: the server is going down"
+            return None, "was not called: the server is going down"
         if (failure := task.exception()) is not None:
             return None, str(failure) or type(failure).__name__
         return task.result(), ""
 
 
-class Watch:
+class StatusReader:
     """Reads the state of an engine and its workers, for any number of pages of one event loop.
 
     A worker that does not reply in time is shown as such, and is not called again before it
@@ -155,8 +155,8 @@ class Watch:
     def __init__(self, engine: EngineClient, receivers: Sequence[Receiver]) -> None:
         threads = anyio.CapacityLimiter(max(1, len(receivers)))
         self._engine = engine
-        self._stats = _Question(engine.stats)
-        self._workers = [_Question(_in_thread(receiver, threads)) for receiver in receivers]
+        self._stats = _RepeatedCall(engine.stats)
+        self._workers = [_RepeatedCall(_in_thread(receiver, threads)) for receiver in receivers]
         self._reading: asyncio.Task[Snapshot] | None = None
         self._read_at = float("-inf")
         self._replicas = 1
@@ -169,15 +169,15 @@ class Watch:
         return await asyncio.shield(self._reading)
 
     async def _read(self) -> Snapshot:
-        asked = [self._stats.ask(), *(worker.ask() for worker in self._workers)]
-        await asyncio.wait(asked, timeout=ANSWER_TIMEOUT_S)
-        replicas, engine_error = self._stats.answer()
+        calls = [self._stats.start(), *(worker.start() for worker in self._workers)]
+        await asyncio.wait(calls, timeout=REPLY_TIMEOUT_S)
+        replicas, engine_error = self._stats.result()
         self._replicas = len(replicas or ()) or self._replicas
         self._read_at = time.monotonic()
         return take_snapshot(
             self._engine.card.name,
             worker_names(len(self._workers), self._replicas),
-            [worker.answer() for worker in self._workers],
+            [worker.result() for worker in self._workers],
             replicas or [],
             engine_error,
             at=time.time(),
@@ -201,14 +201,14 @@ def worker_names(workers: int, replicas: int) -> list[str]:
 def take_snapshot(
     model: str,
     names: Sequence[str],
-    answers: Sequence[tuple[WorkerReport | None, str]],
+    replies: Sequence[tuple[WorkerReport | None, str]],
     replicas: list[EngineStats],
     engine_error: str = "",
     *,
     at: float,
 ) -> Snapshot:
     """Combine the replies of the engine and of the workers, which are in the order of `names`."""
-    reports = {name: report for name, (report, _) in zip(names, answers, strict=True) if report}
+    reports = {name: report for name, (report, _) in zip(names, replies, strict=True) if report}
     statuses = {name: report.status for name, report in reports.items()}
     whole = merge_statuses(statuses) if statuses else None
     silent = len(reports) < len(names) or whole is None
@@ -223,7 +223,7 @@ def take_snapshot(
             _worker_view(name, report.status, report)
             if report
             else WorkerView(name=name, error=error)
-            for name, (report, error) in zip(names, answers, strict=True)
+            for name, (report, error) in zip(names, replies, strict=True)
         ],
         replicas=replicas,
         updates=merge_updates(record for report in reports.values() for record in report.recent),

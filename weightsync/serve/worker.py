@@ -32,11 +32,11 @@ from weightsync.serve.model import LoadedModel, load_for_worker
 from weightsync.serve.model_runner import ModelRunner
 from weightsync.serve.process_terms import Ready, WorkerTerms
 from weightsync.serve.steps import Step
-from weightsync.serve.worker_crew import STEP_SLOT_NBYTES, STEP_SLOTS, step_codec, worker_identity
+from weightsync.serve.worker_group import STEP_SLOT_NBYTES, STEP_SLOTS, step_codec, worker_identity
 from weightsync.serve.worker_messages import (
     REPORT_CALL,
     ClearCacheCall,
-    CoreWord,
+    CoreMessage,
     Done,
     Hello,
     Hold,
@@ -52,9 +52,9 @@ from weightsync.wire.problem import Problem, encode_problem, from_problem, to_pr
 
 logger = logging.getLogger(__name__)
 
-LOOK_S = 0.25
+STATE_POLL_S = 0.25
 """How often a worker checks whether its state has changed, because a sender died for instance."""
-BEAT_S = 1.0
+HEARTBEAT_S = 1.0
 """How often a worker sends its state in any case, as a heartbeat."""
 PAUSE_TIMEOUT_S = 660.0
 MAX_LOADS = 64
@@ -65,11 +65,11 @@ CALL_TIMEOUT_S = 30.0
 _INTERRUPTS = frozenset({"abort_weight_update", "resume"})
 _READS = frozenset({"weight_info", REPORT_CALL})
 
-_word_decoder: msgspec.msgpack.Decoder[CoreWord] = msgspec.msgpack.Decoder(CoreWord)
+_message_decoder: msgspec.msgpack.Decoder[CoreMessage] = msgspec.msgpack.Decoder(CoreMessage)
 
 Handle = Callable[[str, bytes], bytes]
 """Replies to one call of an API server. Errors are sent back as problem documents."""
-Look = Callable[[], WorkerState]
+ReadState = Callable[[], WorkerState]
 
 
 class WorkerLink:
@@ -87,9 +87,9 @@ class WorkerLink:
         self._tasks: set[asyncio.Task[None]] = set()
         self._welcome: asyncio.Future[Welcome] | None = None
         self._next_call = 0
-        self._said: WorkerState | None = None
-        self._said_at = 0.0
-        self._look: Look = _not_served
+        self._sent_state: WorkerState | None = None
+        self._sent_at = 0.0
+        self._read_state: ReadState = _not_served
         self._on_paused: Callable[[bool], None] = _not_served
         self._loads = ThreadPoolExecutor(MAX_LOADS, thread_name_prefix="load")
         self._interrupts = ThreadPoolExecutor(MAX_SHORT_CALLS, thread_name_prefix="interrupt")
@@ -110,12 +110,14 @@ class WorkerLink:
         welcome: Welcome = self._wait(self._introduce(hello), timeout_s, "hello")
         return welcome
 
-    def serve(self, handle: Handle, look: Look, on_paused: Callable[[bool], None]) -> None:
-        """Start to handle calls of API servers with `handle`, and to send `look()` to the core.
+    def serve(
+        self, handle: Handle, read_state: ReadState, on_paused: Callable[[bool], None]
+    ) -> None:
+        """Start to handle calls of API servers, and to send the worker's state to the core.
 
-        The state is sent when it changes. `on_paused` is called with whether the replica is paused.
+        `read_state()` is sent when it changes. `on_paused` gets whether the replica is paused.
         """
-        self._look, self._on_paused = look, on_paused
+        self._read_state, self._on_paused = read_state, on_paused
         self._wait(self._begin(handle), 10.0, "serve")
 
     def hold(self, timeout_s: float) -> None:
@@ -127,7 +129,7 @@ class WorkerLink:
         try:
             self._wait(self._call(lambda call: Hold(call=call)), timeout_s, "hold")
         except BaseException:
-            self.release(msgspec.structs.replace(self._look(), released=True))
+            self.release(msgspec.structs.replace(self._read_state(), released=True))
             raise
 
     def clear_cache(self) -> None:
@@ -135,9 +137,9 @@ class WorkerLink:
         call = self._call(lambda call: ClearCacheCall(call=call))
         self._wait(call, CALL_TIMEOUT_S, "clear_cache")
 
-    def release(self, standing: WorkerState) -> None:
+    def release(self, state: WorkerState) -> None:
         """Release the hold. Called when the weights are complete, or never will be."""
-        self._loop.call_soon_threadsafe(self._tell_standing, standing)
+        self._loop.call_soon_threadsafe(self._send_state, state)
 
     def pause(self, mode: str) -> None:
         """Pause the whole replica; return when the pause is in effect."""
@@ -209,11 +211,11 @@ class WorkerLink:
 
     async def _begin(self, handle: Handle) -> None:
         self._spawn(self._listen_to_api(handle))
-        self._spawn(self._look_again())
+        self._spawn(self._send_states())
 
     async def _introduce(self, hello: Hello) -> Welcome:
         self._welcome = self._loop.create_future()
-        await self._tell(hello)
+        await self._send(hello)
         return await self._welcome
 
     async def _call(self, make: Callable[[int], Notice]) -> Done:
@@ -222,28 +224,28 @@ class WorkerLink:
         answer: asyncio.Future[Done] = self._loop.create_future()
         self._calls[call] = answer
         try:
-            await self._tell(make(call))
+            await self._send(make(call))
             return await answer
         finally:
             del self._calls[call]
 
-    async def _tell(self, notice: Notice) -> None:
+    async def _send(self, notice: Notice) -> None:
         await self._core.send(msgspec.msgpack.encode(notice))
 
     async def _listen_to_core(self) -> None:
         while True:
             frame = await self._core.recv()
             with links.dropped("the engine core"):
-                self._take(_word_decoder.decode(frame))
+                self._take(_message_decoder.decode(frame))
 
-    def _take(self, word: CoreWord) -> None:
-        if isinstance(word, Welcome):
+    def _take(self, message: CoreMessage) -> None:
+        if isinstance(message, Welcome):
             if self._welcome is not None and not self._welcome.done():
-                self._welcome.set_result(word)
-        elif isinstance(word, PauseState):
-            self._on_paused(word.paused)
-        elif word.call in self._calls and not self._calls[word.call].done():
-            self._calls[word.call].set_result(word)
+                self._welcome.set_result(message)
+        elif isinstance(message, PauseState):
+            self._on_paused(message.paused)
+        elif message.call in self._calls and not self._calls[message.call].done():
+            self._calls[message.call].set_result(message)
 
     async def _listen_to_api(self, handle: Handle) -> None:
         while True:
@@ -262,7 +264,7 @@ class WorkerLink:
             )
         except Exception as exc:  # noqa: BLE001  # the edge: each error becomes a document
             kind, reply = b"problem", encode_problem(to_problem(exc))
-        self._tell_if_changed()  # before the reply, so that the core knows the state first
+        self._send_state_if_changed()  # before the reply, so that the core knows the state first
         await self._control.send_multipart([owner, call, kind, reply])
 
     def _pool_of(self, call: str) -> ThreadPoolExecutor:
@@ -271,22 +273,22 @@ class WorkerLink:
             return self._interrupts
         return self._reads if call in _READS else self._loads
 
-    async def _look_again(self) -> None:
+    async def _send_states(self) -> None:
         while True:
-            await asyncio.sleep(LOOK_S)
-            self._tell_if_changed()
-            if self._loop.time() - self._said_at > BEAT_S:
-                self._tell_standing(self._look())
+            await asyncio.sleep(STATE_POLL_S)
+            self._send_state_if_changed()
+            if self._loop.time() - self._sent_at > HEARTBEAT_S:
+                self._send_state(self._read_state())
 
-    def _tell_if_changed(self) -> None:
-        standing = self._look()
-        if standing != self._said:
-            self._tell_standing(standing)
+    def _send_state_if_changed(self) -> None:
+        state = self._read_state()
+        if state != self._sent_state:
+            self._send_state(state)
 
-    def _tell_standing(self, standing: WorkerState) -> None:
-        self._said_at = self._loop.time()
-        self._said = msgspec.structs.replace(standing, released=False)
-        self._spawn(self._tell(standing))
+    def _send_state(self, state: WorkerState) -> None:
+        self._sent_at = self._loop.time()
+        self._sent_state = msgspec.structs.replace(state, released=False)
+        self._spawn(self._send(state))
 
 
 def _not_served(*_: object) -> Any:
@@ -328,7 +330,7 @@ class Worker:
         hello = Hello(card=self.card, results=self._results.export_handle())
         welcome = self._link.hello(hello, HELLO_TIMEOUT_S)
         self._steps = MessageQueue.create_from_handle(welcome.steps, terms.rank, codec=step_codec())
-        self._link.serve(self._handle, self._standing, self.receiver.show_paused)
+        self._link.serve(self._handle, self._state, self.receiver.show_paused)
 
     def run(self) -> None:
         """Make steps until `stop`. Raises PeerLostError when the engine core has died."""
@@ -356,9 +358,9 @@ class Worker:
         return codec.encode(self.receiver.dispatch(codec.decode_request(call, body)))
 
     def _release(self) -> None:
-        self._link.release(msgspec.structs.replace(self._standing(), released=True))
+        self._link.release(msgspec.structs.replace(self._state(), released=True))
 
-    def _standing(self) -> WorkerState:
+    def _state(self) -> WorkerState:
         status = self.receiver.status()
         return WorkerState(
             version=status.version,

@@ -33,7 +33,7 @@ class Hold(_Tagged, frozen=True, kw_only=True, tag="hold"):
     call: int
 
 
-class WorkerState(_Tagged, frozen=True, kw_only=True, tag="standing"):
+class WorkerState(_Tagged, frozen=True, kw_only=True, tag="worker_state"):
     """The weights of a worker, and the reason why they may not be used ("": they may).
 
     `weights_id` distinguishes weights of the same version. `released` ends a Hold.
@@ -90,4 +90,4 @@ class PauseState(_Tagged, frozen=True, kw_only=True, tag="pause_state"):
     paused: bool
 
 
-CoreWord = Welcome | Done | PauseState
+CoreMessage = Welcome | Done | PauseState

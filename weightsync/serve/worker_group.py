@@ -21,12 +21,12 @@ from weightsync.serve.steps import (
     Step,
     StepResult,
 )
-from weightsync.serve.worker_messages import CoreWord, Hello, Notice, Welcome
+from weightsync.serve.worker_messages import CoreMessage, Hello, Notice, Welcome
 from weightsync.shm.ring import PATIENCE
 
 STEP_SLOT_NBYTES = 1 << 20
 STEP_SLOTS = 4
-LOOK_S = 0.05
+POLL_S = 0.05
 """How often a core that waits for a worker handles other messages."""
 SILENCE_S = 60.0
 """How long a worker may send no message during a step."""
@@ -66,14 +66,14 @@ class WorkerGroup:
             spin_s=0.0,
         )
         self._results: list[MessageQueue] = []
-        self._heard: dict[int, float] = {}
+        self._notice_at: dict[int, float] = {}
         try:
             for rank in sorted(hellos):
                 results = hellos[rank].results
                 self._results.append(
                     MessageQueue.create_from_handle(results, 0, codec=step_codec())
                 )
-                self._tell(rank, Welcome(steps=self._steps.export_handle()))
+                self._send(rank, Welcome(steps=self._steps.export_handle()))
         except BaseException:
             self.close()
             raise
@@ -105,7 +105,7 @@ class WorkerGroup:
     def make(self, step: Step, meanwhile: Callable[[], None] = lambda: None) -> StepResult:
         """Make a step on all workers; return the result of rank 0.
 
-        `meanwhile` is called every LOOK_S during the wait: it should read `notices`, and ends the
+        `meanwhile` is called every POLL_S during the wait: it should read `notices`, and ends the
         wait if it raises. Raises PeerLostError for a worker that died. Raises TransferTimeout for a
         worker that sent no notice for SILENCE_S, or has no result after PATIENCE times as long.
         Raises ProtocolError when the workers used different weights.
@@ -114,11 +114,11 @@ class WorkerGroup:
         begun = time.monotonic()
         results = [self._result(rank, begun, meanwhile) for rank in range(self.size)]
         first = results[0]
-        told = {(result.number, result.version, tuple(result.refused)) for result in results}
-        if len(told) > 1:
+        outcomes = {(result.number, result.version, tuple(result.refused)) for result in results}
+        if len(outcomes) > 1:
             raise ProtocolError(
                 f"workers made step {step.number} differently "
-                f"(step, version, refused): {sorted(told)}"
+                f"(step, version, refused): {sorted(outcomes)}"
             )
         return first
 
@@ -133,17 +133,17 @@ class WorkerGroup:
             with links.dropped("a worker"):
                 found.append(_notice(frames))
             for worker, notice in found:
-                self._heard[worker] = time.monotonic()
+                self._notice_at[worker] = time.monotonic()
                 yield worker, notice
 
-    def answer(self, worker: int, word: CoreWord) -> None:
+    def send(self, worker: int, message: CoreMessage) -> None:
         """Send a message to one worker."""
-        self._tell(worker, word)
+        self._send(worker, message)
 
-    def tell_all(self, word: CoreWord) -> None:
+    def send_to_all(self, message: CoreMessage) -> None:
         """Send a message to every worker."""
         for rank in range(self.size):
-            self._tell(rank, word)
+            self._send(rank, message)
 
     def close(self) -> None:
         """Close all queues."""
@@ -154,19 +154,19 @@ class WorkerGroup:
     def _result(self, rank: int, begun: float, meanwhile: Callable[[], None]) -> StepResult:
         while True:
             try:
-                return cast(StepResult, self._results[rank].dequeue(LOOK_S))
+                return cast(StepResult, self._results[rank].dequeue(POLL_S))
             except TransferTimeout:
                 meanwhile()
                 now = time.monotonic()
-                silent_s = now - max(begun, self._heard.get(rank, begun))
+                silent_s = now - max(begun, self._notice_at.get(rank, begun))
                 if silent_s > SILENCE_S or now - begun > PATIENCE * SILENCE_S:
                     raise TransferTimeout(
                         f"worker {rank} did not make its step within {now - begun:.0f} s, and was "
                         f"last heard of {silent_s:.0f} s ago; is its process stopped?"
                     ) from None
 
-    def _tell(self, rank: int, word: CoreWord) -> None:
-        self.socket.send_multipart([worker_identity(rank), msgspec.msgpack.encode(word)])
+    def _send(self, rank: int, message: CoreMessage) -> None:
+        self.socket.send_multipart([worker_identity(rank), msgspec.msgpack.encode(message)])
 
 
 def _notice(frames: list[Any]) -> tuple[int, Notice]:
