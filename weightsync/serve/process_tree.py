@@ -9,7 +9,7 @@ from __future__ import annotations
 import shutil
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 
 from weightsync.errors import BackendUnavailableError
@@ -25,13 +25,19 @@ _POLL_S = 0.01
 _REMOVE_S = 10.0
 
 
+def _processes(attribute: str) -> Iterator[psutil.Process]:
+    """Yield all processes, with one attribute in `info`: None if it cannot be read."""
+    psutil.process_iter.cache_clear()  # a cached object may stand for an earlier process of its pid
+    return psutil.process_iter([attribute])
+
+
 def descendants(pids: Iterable[int]) -> set[psutil.Process]:
     """Return the children of `pids`, their children, and so on, without `pids` themselves.
 
     It reads the process table once, because a server may have hundreds of processes.
     """
     children: dict[int, list[psutil.Process]] = defaultdict(list)
-    for process in psutil.process_iter(["ppid"]):
+    for process in _processes("ppid"):
         children[process.info["ppid"]].append(process)
     found: set[psutil.Process] = set()
     unseen = list(pids)
@@ -47,8 +53,7 @@ def marked(variable: str) -> set[psutil.Process]:
 
     Processes of other users are left out: their environment cannot be read.
     """
-    processes = psutil.process_iter(["environ"])
-    return {process for process in processes if variable in (process.info["environ"] or ())}
+    return {one for one in _processes("environ") if variable in (one.info["environ"] or ())}
 
 
 def kill_all(find: Callable[[], set[psutil.Process]], *, timeout_s: float) -> set[psutil.Process]:
