@@ -176,7 +176,7 @@ def test_an_engine_that_is_lost_is_not_ready() -> None:
     ("asked", "text"),
     [
         (lambda: work("a", n=1025), "send 1 to 1024"),
-        (lambda: work("a" * 449), "449 tokens and 64 are to follow, the model has room for 512"),
+        (lambda: work("a" * 449), "449 tokens and asks for 64 more, the model has room for 512"),
         (lambda: GenerationRequest(request_id="r", prompts=[], max_new_tokens=1), "0 prompts"),
         (
             lambda: GenerationRequest(

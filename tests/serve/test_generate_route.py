@@ -121,7 +121,7 @@ def test_a_body_that_is_no_request_names_the_field(body: bytes, message: str) ->
 
 
 def test_an_answer_that_is_none_of_ours_is_a_protocol_error() -> None:
-    with pytest.raises(ProtocolError, match=r"no answer of /generate: .*`completions`"):
+    with pytest.raises(ProtocolError, match=r"not a response of /generate: .*`completions`"):
         decode_response(b"{}")
 
 

@@ -343,5 +343,7 @@ def test_models_without_an_attention_cache_are_refused() -> None:
     with pytest.raises(ConfigError, match="layers of kind linear_attention"):
         ModelRunner(hf.Qwen3NextForCausalLM(hybrid))
     t5 = hf.T5Config(vocab_size=9, d_model=8, d_kv=4, d_ff=8, num_layers=1, num_heads=2)
-    with pytest.raises(ConfigError, match="T5ForConditionalGeneration is no causal language model"):
+    with pytest.raises(
+        ConfigError, match="T5ForConditionalGeneration is not a causal language model"
+    ):
         ModelRunner(hf.T5ForConditionalGeneration(t5))

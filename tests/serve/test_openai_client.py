@@ -225,7 +225,7 @@ def test_errors_are_raised_as_the_clients_own() -> None:
         with pytest.raises(openai.BadRequestError, match="tools is not supported") as refused:
             client.chat.completions.create(model=MODEL, messages=CHAT, tools=tools)
         assert refused.value.param == "tools"
-        with pytest.raises(openai.BadRequestError, match="512 are to follow"):
+        with pytest.raises(openai.BadRequestError, match="asks for 512 more"):
             client.completions.create(model=MODEL, prompt="x", max_tokens=512)
         with pytest.raises(openai.APIStatusError) as long:
             client.completions.create(model=MODEL, prompt="x" * (1 << 20))

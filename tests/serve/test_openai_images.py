@@ -108,13 +108,13 @@ def test_text_alone_has_no_inputs(engine: ScriptedEngine, client: openai.OpenAI)
         ([look("https://example.com/a.png")], "nothing is fetched here"),
         ([look("file:///etc/passwd")], "nothing is fetched here"),
         ([look("data:image/png,abc")], "nothing is fetched here"),
-        ([look("data:image/png;base64,@@@@")], "is no base64"),
+        ([look("data:image/png;base64,@@@@")], "is not base64"),
         ([look(url_of(b"no image"))], "cannot be read"),
         ([look(url_of(encoded(RED)[:60]))], "cannot be read"),
         ([look(url_of(bomb(5000, 5000)))], "image 0 is 5000 x 5000"),
         ([look(url_of(bomb(60_000, 60_000)))], "image 0"),
         ([look(url_of(encoded(BLUE)))] * (MAX_IMAGES + 1), "17 images are too many"),
-        ([look(url_of(encoded(RED))), said("<image>")], "2 places for an image"),
+        ([look(url_of(encoded(RED))), said("<image>")], "2 placeholders of images"),
     ],
 )
 def test_bad_images_are_refused(client: openai.OpenAI, parts: Any, text: str) -> None:
@@ -123,7 +123,9 @@ def test_bad_images_are_refused(client: openai.OpenAI, parts: Any, text: str) ->
 
 
 def test_a_place_without_an_image_is_refused(client: openai.OpenAI) -> None:
-    with pytest.raises(openai.BadRequestError, match="has a place for an image and none comes"):
+    with pytest.raises(
+        openai.BadRequestError, match="has a placeholder of an image and none comes"
+    ):
         client.completions.create(model=MODEL, prompt="<image>")
 
 

@@ -313,11 +313,11 @@ def test_what_the_model_cannot_take_is_refused(asked: Job, reason: str) -> None:
 def test_numbers_are_used_once() -> None:
     scheduler, worker = Scheduler(CARD), Worker()
     scheduler.submit(b"a", job("one", [1]))
-    with pytest.raises(ProtocolError, match="request one is at work already"):
+    with pytest.raises(ProtocolError, match="request one is in progress already"):
         scheduler.submit(b"a", job("one", [1]))
     step = scheduler.next_step()
     assert step is not None
     result = worker.make(step)
     scheduler.done(result)
-    with pytest.raises(ProtocolError, match="the result of step 1 came, of none expected"):
+    with pytest.raises(ProtocolError, match="got the result of step 1, expected step none"):
         scheduler.done(result)

@@ -70,7 +70,7 @@ def test_a_chat_puts_its_images_where_they_were(seeing: LoadedModel) -> None:
     ("text", "images"), [("<image>", []), ("a", [RED]), ("<image>" * 2, [RED])]
 )
 def test_places_and_images_must_agree(seeing: LoadedModel, text: str, images: list[Any]) -> None:
-    with pytest.raises(ConfigError, match=r"places for an image \(<image>\)"):
+    with pytest.raises(ConfigError, match=r"placeholders of images \(<image>\)"):
         ImagePreparer(seeing.processor).prepare(text, images)
 
 

@@ -140,7 +140,7 @@ class CausalModel:
         missing = _NEEDED_ARGUMENTS - self._arguments
         if missing or self.model.config.is_encoder_decoder:
             raise ConfigError(
-                f"{architecture} is no causal language model with an attention cache; serve a "
+                f"{architecture} is not a causal language model with an attention cache; serve a "
                 "decoder-only model"
             )
         layer_types: list[str] = get_layer_types_and_kwargs(self._config)[0]

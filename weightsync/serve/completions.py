@@ -139,8 +139,8 @@ def check_work(work: GenerationRequest, card: ModelCard) -> None:
             )
         if prompt.inputs is None and card.image_token_id in ids:
             raise ConfigError(
-                f"prompt {index} has a place for an image and none comes with it; send images as "
-                "parts of a chat message"
+                f"prompt {index} has a placeholder of an image and none comes with it; send images "
+                "as parts of a chat message"
             )
         _check_length(index, ids, work.max_new_tokens, card)
 
@@ -178,7 +178,7 @@ def _check_count(num_prompts: int, n: int) -> None:
 def _check_length(index: int, ids: list[int], max_new_tokens: int, card: ModelCard) -> None:
     if len(ids) + max_new_tokens > card.max_length:
         raise ConfigError(
-            f"prompt {index} has {len(ids)} tokens and {max_new_tokens} are to follow, "
+            f"prompt {index} has {len(ids)} tokens and asks for {max_new_tokens} more, "
             f"the model has room for {card.max_length}; shorten the prompt or ask for less"
         )
 

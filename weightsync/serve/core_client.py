@@ -243,4 +243,4 @@ class CoreClient:
 
 
 def _going_down() -> NotReadyError:
-    return NotReadyError("the server is going down; ask another one", state="CLOSED")
+    return NotReadyError("the server is shutting down; use another one", state="CLOSED")

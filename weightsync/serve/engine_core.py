@@ -410,7 +410,7 @@ class EngineCore:
             self._workers.send_to_all(PauseState(paused=False))
             self._answer(worker, Done(call=notice.call))
         elif isinstance(notice, Hello):
-            raise ProtocolError(f"worker {worker} says hello again; was it started twice?")
+            raise ProtocolError(f"worker {worker} sent a second Hello; was it started twice?")
 
     def _pause(self, worker: int, notice: PauseCall) -> None:
         def answer(error: WeightSyncError | None) -> None:

@@ -33,5 +33,5 @@ def end_process(task: asyncio.Task[None]) -> None:
     """
     if task.cancelled() or task.exception() is None:
         return
-    logger.critical("a task that must not fail did", exc_info=task.exception())
+    logger.critical("a task failed that must not fail", exc_info=task.exception())
     os._exit(EXIT_CODE)

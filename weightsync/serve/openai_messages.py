@@ -133,7 +133,7 @@ class CompletionRequest(OpenAIRequest, frozen=True, kw_only=True):
         kinds = {type(item) for item in self.prompt}
         if len(kinds) != 1:
             raise RequestError(
-                "prompt mixes texts and token ids; send texts, or lists of token ids, or the "
+                "prompt has both texts and token ids; send texts, or lists of token ids, or the "
                 "token ids of one prompt",
                 param="prompt",
             )
@@ -200,7 +200,7 @@ def decode_openai(body: bytes, kind: type[R]) -> R:
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as exc:
         place = _PLACE.search(str(exc))
         raise RequestError(
-            f"the body is no request of this call: {exc}",
+            f"the body is not a request of this route: {exc}",
             param=(place[1] or None) if place else None,
         ) from exc
     _check(request)
@@ -218,7 +218,7 @@ def _refuse_unsupported(fields: dict[str, msgspec.Raw]) -> None:
 
 def _check(request: CompletionRequest | ChatRequest) -> None:
     if request.stream_options is not None and not request.stream:
-        raise RequestError("stream_options is for stream=true alone", param="stream_options")
+        raise RequestError("stream_options needs stream=true", param="stream_options")
     if isinstance(request, CompletionRequest):
         if request.best_of is not None and request.best_of != (request.n or 1):
             raise RequestError(
@@ -229,7 +229,7 @@ def _check(request: CompletionRequest | ChatRequest) -> None:
             )
         return
     if request.top_logprobs is not None and not request.logprobs:
-        raise RequestError("top_logprobs wants logprobs=true", param="top_logprobs")
+        raise RequestError("top_logprobs needs logprobs=true", param="top_logprobs")
     for place, message in enumerate(request.messages):
         if message.tool_calls:
             raise RequestError(

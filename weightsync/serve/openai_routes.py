@@ -464,7 +464,7 @@ class _OpenAIRoutes:
         # The argument of `serve --model` is accepted too: users know the model by it.
         if name is not None and name not in (served, self._engine.card.directory):
             raise RequestError(
-                f"model {name!r} is not served here, {served!r} is; name that one",
+                f"model {name!r} is not served here; use {served!r}",
                 status=404,
                 param="model",
                 code="model_not_found",
@@ -479,7 +479,7 @@ async def _no_route(request: Request) -> Response:
         right = "GET"
     else:
         raise RequestError(f"there is no {path} here; see /openapi.json", status=404)
-    exc = RequestError(f"{request.method} {path} is not a call of it; use {right}", status=405)
+    exc = RequestError(f"{path} does not take {request.method}; use {right}", status=405)
     response = _error_response(exc)
     response.headers["allow"] = right
     return response

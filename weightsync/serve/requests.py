@@ -102,7 +102,7 @@ def decode_response(body: bytes) -> GenerateResponse:
     try:
         return msgspec.json.decode(body, type=GenerateResponse)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as exc:
-        raise ProtocolError(f"this is no answer of /generate: {exc}") from exc
+        raise ProtocolError(f"this is not a response of /generate: {exc}") from exc
 
 
 prepare(GenerateRequest, GenerateResponse)

@@ -220,7 +220,7 @@ class Scheduler:
         """Add a job to the waiting ones. Raises as `check`, and ProtocolError for an id in use."""
         key = (owner, job.request_id)
         if key in self._jobs:
-            raise ProtocolError(f"request {job.request_id} is at work already; number them anew")
+            raise ProtocolError(f"request {job.request_id} is in progress already; use a new id")
         self.check(job)
         self._jobs[key] = _Job(job, dict.fromkeys(range(job.n)))
         self._waiting[key] = job
@@ -287,7 +287,7 @@ class Scheduler:
         """Process rank 0's result of the last step; return the events for the API servers."""
         if self._step is None or result.number != self._step.number:
             expected = self._step.number if self._step else "none"
-            raise ProtocolError(f"the result of step {result.number} came, of {expected} expected")
+            raise ProtocolError(f"got the result of step {result.number}, expected step {expected}")
         self._step = None
         for group, reused_version in self._reading:
             read = group.rows[0] not in result.refused
@@ -309,7 +309,7 @@ class Scheduler:
         card = self._card
         if not 1 <= job.n <= self._max_rows:
             raise ConfigError(
-                f"{job.n} completions of one prompt are asked for; 1 to {self._max_rows} can be"
+                f"{job.n} completions of one prompt are asked for; ask for 1 to {self._max_rows}"
             )
         if job.max_new_tokens < 1:
             raise ConfigError("max_new_tokens must be at least 1")
@@ -326,7 +326,7 @@ class Scheduler:
             )
         if len(self._waiting) + ahead >= MAX_WAITING:
             raise NotReadyError(
-                f"{MAX_WAITING} requests wait already; ask again later", state="BUSY"
+                f"{MAX_WAITING} requests wait already; try again later", state="BUSY"
             )
 
     def _admit(self) -> list[NewRows]:

@@ -139,7 +139,7 @@ class _RepeatedCall(Generic[T]):
         if task is None or not task.done():
             return None, f"has not answered for {time.monotonic() - self._since:.0f} s"
         if task.cancelled():
-            return None, "was not called: the server is going down"
+            return None, "was not called: the server is shutting down"
         if (failure := task.exception()) is not None:
             return None, str(failure) or type(failure).__name__
         return task.result(), ""

@@ -47,8 +47,8 @@ class ImagePreparer:
         wanted = text.count(self.image_token)
         if wanted != len(images):
             raise ConfigError(
-                f"the text has {wanted} places for an image ({self.image_token}), but "
-                f"{len(images)} images come with it; send one for each place"
+                f"the text has {wanted} placeholders of images ({self.image_token}), but "
+                f"{len(images)} images come with it; send one for each placeholder"
             )
         try:
             made = self._processor(
@@ -73,7 +73,7 @@ class ImagePreparer:
 def make_tiny_processor(tokenizer: Any) -> Any:
     """Make the processor of the tiny vision model. `tokenizer` must have IMAGE_TOKEN."""
     if import_util.find_spec("PIL") is None:
-        raise BackendUnavailableError("reading images needs Pillow; pip install pillow")
+        raise BackendUnavailableError("reading images needs Pillow; pip install 'weightsync[hf]'")
     from transformers.models.clip.image_processing_pil_clip import (  # noqa: PLC0415 # needs Pillow
         CLIPImageProcessorPil,
     )
@@ -116,7 +116,7 @@ try:
     from PIL import Image, ImageOps
 except ImportError as exc:
     raise BackendUnavailableError(
-        f"reading images needs Pillow ({exc}); pip install pillow"
+        f"reading images needs Pillow ({exc}); pip install 'weightsync[hf]'"
     ) from exc
 
 MAX_IMAGES = 16
@@ -188,7 +188,7 @@ def _bytes_of(place: int, url: str) -> bytes:
     try:
         return base64.b64decode(url[head.end() :], validate=True)
     except (binascii.Error, ValueError) as exc:
-        raise _refusal(f"image {place} is no base64: {exc}; encode it again") from exc
+        raise _refusal(f"image {place} is not base64: {exc}; encode it again") from exc
 
 
 def _refusal(message: str) -> RequestError:

@@ -163,7 +163,9 @@ class WorkerLink:
         try:
             answer = future.result(timeout_s)
         except concurrent.futures.CancelledError:
-            raise TransferError(f"worker {self._rank} ends; {what} was given up") from None
+            raise TransferError(
+                f"worker {self._rank} is shutting down; {what} was cancelled"
+            ) from None
         except TimeoutError:
             future.cancel()
             raise TransferTimeout(

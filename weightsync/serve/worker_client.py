@@ -66,7 +66,7 @@ class WorkerClient:
             answer = self._calls[number] = concurrent.futures.Future()
         try:
             if not self._thread.is_alive():
-                raise ConnectError(f"worker {worker} cannot be asked: the server is going down")
+                raise ConnectError(f"worker {worker} cannot be called: the server is shutting down")
             frames = [number, call.encode(), body]
             self._loop.call_soon_threadsafe(self._send, worker, frames)
             return answer.result(timeout_s)
@@ -85,7 +85,7 @@ class WorkerClient:
         if self._thread.is_alive():
             self._loop.call_soon_threadsafe(self._loop.stop)
             self._thread.join(5.0)
-        gone = ConnectError("the server is going down")
+        gone = ConnectError("the server is shutting down")
         with self._lock:
             for answer in self._calls.values():
                 if not answer.done():
