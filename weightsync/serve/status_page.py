@@ -183,6 +183,7 @@ def groups(items: Iterable[Any], attribute: str) -> list[list[Any]]:
 
 _TEMPLATES = Environment(
     autoescape=True,
+    auto_reload=False,
     finalize=printable,
     undefined=StrictUndefined,
     trim_blocks=True,
