@@ -1,9 +1,11 @@
-"""Options by which a verb reaches servers: tokens, TLS, and which kind of server it is."""
+"""Options that several verbs share: sizes, seconds, tokens, TLS, and the kind of a server."""
 
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Sequence
+from fractions import Fraction
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -38,6 +40,24 @@ def _check_number(value: float) -> float:
     if math.isnan(value):  # which is neither below the least nor above the most
         raise typer.BadParameter("nan is no number of seconds")
     return value
+
+
+SIZE_HELP = "512MiB or 512M (1024 x 1024), 512MB (1000 x 1000), 0.5G, or a number of bytes"
+_SIZE = re.compile(r"(\d{1,18}(?:\.\d{1,18})?)(?:([KMGT])(iB|B)?)?", re.ASCII | re.IGNORECASE)
+
+
+def parse_size(text: str) -> int:
+    """Return the bytes of a size; a part of a byte is cut off.
+
+    `512MiB` and `512M` count in powers of 1024, `512MB` in powers of 1000, as GNU coreutils do.
+    Upper and lower case are the same. Raises ConfigError for other forms.
+    """
+    found = _SIZE.fullmatch(text)
+    if found is None:
+        raise ConfigError(f"{text[:40]!r} is not a size; write {SIZE_HELP}")
+    number, prefix, unit = found.groups(default="")
+    base = 1000 if unit.upper() == "B" else 1024
+    return int(Fraction(number) * base ** " KMGT".index(prefix.upper() or " "))
 
 
 def given_token(token: str | None, token_file: Path | None) -> str | None:

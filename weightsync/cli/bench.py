@@ -11,16 +11,15 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
+from weightsync.cli.access import SIZE_HELP, parse_size
 from weightsync.cli.answers import ending, print_json, require
 from weightsync.cli.bench_measure import BenchSetup, Measured, Series, measure
 from weightsync.errors import ConfigError, RemoteError, TransportError
 from weightsync.specs import DTYPE_NBYTES
 
-MAX_DIGITS = 18
-
 
 def bench(  # noqa: PLR0913, PLR0917  # one parameter per option
-    nbytes: Annotated[str, typer.Option(help="Bytes of the model: 512M, 1G, 1048576.")] = "512M",
+    nbytes: Annotated[str, typer.Option(help=f"Size of the model: {SIZE_HELP}.")] = "512MiB",
     tensors: Annotated[int, typer.Option(min=1, help="Into how many tensors.")] = 300,
     dtype: Annotated[str, typer.Option(help="Their dtype, without torch.")] = "bfloat16",
     shapes: Annotated[str | None, typer.Option(help="Real shapes instead: smollm2.")] = None,
@@ -83,16 +82,6 @@ def _measure(setup: BenchSetup, *, shown: bool) -> Measured:
             return measure(setup, lambda done, total: bar.update(task, completed=done, total=total))
         except TransportError as exc:  # nobody's server, but a process of ours
             raise RemoteError(f"a receiving process failed: {exc}") from exc
-
-
-def parse_size(text: str) -> int:
-    """Return the bytes that `512M` or `1G` or `4096` mean (powers of 1024)."""
-    factors = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
-    factor = factors.get(text[-1:].upper(), 1)
-    digits = text[:-1] if factor > 1 else text
-    if not (digits.isascii() and digits.isdigit()) or len(digits) > MAX_DIGITS:
-        raise ConfigError(f"{text[:40]!r} is no size; write 512M, 1G or a number of bytes")
-    return int(digits) * factor
 
 
 def make_table(measured: Measured) -> Table:
