@@ -72,7 +72,7 @@ def test_the_tables_name_all_verbs_codes_and_checks() -> None:
     lines = [line.split() for line in session.splitlines()[1:-1] if not line.startswith(" ")]
     assert {line[1] for line in lines} == CHECKS
     named = {name.strip("`") for row in rows("## Doctor") for name in row[0].split(", ")}
-    assert named == CHECKS | {"driver"}
+    assert named == CHECKS | {"driver", "backend"}
     checks = make_checks(clean=False, host="127.0.0.1", ports=[])
     assert {check.name for check in checks} - {"limits"} <= named
 

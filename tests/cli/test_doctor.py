@@ -18,6 +18,7 @@ import pytest
 
 from tests.cli.running import answer_of, weightsync
 from tests.shm.processes import OWNER, kill, line_of, private_directory, python, running
+from weightsync.backends import registry
 from weightsync.backends.ipc.memory import ProbeMemory
 from weightsync.cli import doctor
 from weightsync.cli import doctor as doctor_gpu
@@ -295,6 +296,28 @@ def test_an_old_ray_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
     (finding,) = doctor_host.look_at_ray()
     assert (finding.level, finding.seen) == (Level.WARNING, "ray 2.39.0 is too old")
     assert finding.remedy == "install ray 2.40 or later"
+
+
+def test_a_backend_that_cannot_be_imported_is_a_warning_with_its_reason(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert doctor_host.look_at_backends() == []
+
+    def fail(module: str) -> Any:
+        raise ImportError(f"libfabric.so.1: cannot open\n{module}")
+
+    def crash() -> Any:
+        raise OSError
+
+    monkeypatch.setattr(registry, "_loaded", {"there": (object, object)})
+    monkeypatch.setattr(registry, "_BUILTIN", {"fast": lambda: fail("needs it"), "odd": crash})
+    first, second = doctor_host.look_at_backends()
+    assert (first.check, first.level) == ("backend", Level.WARNING)
+    assert first.seen == (
+        "fast: backend 'fast' cannot be loaded: libfabric.so.1: cannot open needs it"
+    )
+    assert "backend='fast'" in first.remedy
+    assert second.seen == "odd: OSError"
 
 
 @pytest.mark.parametrize(

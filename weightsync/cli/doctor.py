@@ -31,7 +31,8 @@ from rich.text import Text
 from weightsync.backends.gloo.group import GroupRendezvous, PrivateGroup, data_lane
 from weightsync.backends.ipc.memory import ProbeMemory
 from weightsync.backends.ipc.sender import HOST_BUCKET_NBYTES, HOST_BUCKETS
-from weightsync.cli.answers import FAILED, OK, ending, print_json
+from weightsync.backends.registry import backend_names, load_backend
+from weightsync.cli.answers import FAILED, OK, ending, one_line, print_json
 from weightsync.cli.children import command
 from weightsync.cuda.handles import expandable_setting
 from weightsync.errors import (
@@ -601,6 +602,19 @@ def look_at_ray() -> Sequence[Finding]:
     return [ok("ray", f"ray {version}")]
 
 
+def look_at_backends() -> Sequence[Finding]:
+    """Registered backends whose modules cannot be imported; nothing where all can."""
+    findings = []
+    for name in backend_names():
+        try:
+            load_backend(name)
+        except Exception as exc:  # noqa: BLE001 - a native library can fail in any way
+            seen = f"{name}: {one_line(exc) or type(exc).__name__}"
+            remedy = f"install what the reason names, or do not ask for backend={name!r}"
+            findings.append(warning("backend", seen, remedy))
+    return findings
+
+
 def look_at_ports(host: str, ports: Sequence[int]) -> Sequence[Finding]:
     """Whether a server could listen there; without ports, on any."""
     return [look_at_port(host, port) for port in ports or (0,)]
@@ -680,6 +694,7 @@ def make_checks(*, clean: bool, host: str, ports: Sequence[int]) -> list[Check]:
         Check("namespaces", lambda: look_at_namespaces(gpu=gpu), LOOK_S),
         Check("limits", lambda: look_at_limits(gpu=gpu), LOOK_S),
         Check("ray", look_at_ray, LOOK_S),
+        Check("backend", look_at_backends, LOOK_S),
         Check("port", lambda: look_at_ports(host, ports), LOOK_S),
         Check(PTRACE, lambda: try_ptrace(gpu=gpu), TRIAL_S),
         Check(CUDA_IPC, try_cuda_ipc, 2 * TRIAL_S),
