@@ -14,9 +14,9 @@ from weightsync.shm.segment import live_segments
 
 
 @pytest.fixture(scope="session")
-def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+def url() -> Iterator[str]:
     """The URL of a server process with the tiny model."""
-    with serving_tiny(tmp_path_factory.mktemp("server")) as address:
+    with serving_tiny() as address:
         yield address
 
 

@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 from typer.testing import CliRunner, Result
 
 from weightsync.cli.app import make_app
-from weightsync.cli.children import command, run_child
+from weightsync.cli.child import Child
 from weightsync.serve.model import make_tiny_model
 from weightsync.tensors import as_bytes
 from weightsync.weights.fingerprint import mix64, to_hex
@@ -45,12 +45,12 @@ def answer_of(result: Result, code: int = 0) -> dict[str, Any]:
 
 
 @contextmanager
-def serving_tiny(logs: Path) -> Iterator[str]:
+def serving_tiny() -> Iterator[str]:
     """Run `weightsync serve --model tiny`; yields its URL."""
-    line = command("weightsync", "serve", "--model", "tiny", "--port", "0")
     environment = {**os.environ, "WEIGHTSYNC_TOKEN": TOKEN, "PYTHONPATH": str(ROOT)}
     environment |= {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
-    with run_child("server", line, environment, logs) as server:
+    arguments = ("serve", "--model", "tiny", "--port", "0")
+    with Child("server", "weightsync", *arguments, environment=environment) as server:
         yield server.find(_URL, START_S)
 
 

@@ -24,9 +24,9 @@ from weightsync.cli import doctor
 from weightsync.cli import doctor as doctor_gpu
 from weightsync.cli import doctor as doctor_host
 from weightsync.cli import doctor as doctor_pairs
-from weightsync.cli.children import command
+from weightsync.cli.child import Child
 from weightsync.cli.doctor import Check, Finding, Level, examine, ok
-from weightsync.errors import TransferError
+from weightsync.errors import RemoteError
 from weightsync.integrations.sglang.files import WeightDirectory, list_homes
 from weightsync.shm.segment import Segment
 
@@ -275,17 +275,17 @@ def test_a_container_matters_where_there_is_a_gpu(
 def test_descriptors_that_are_refused_matter_where_there_is_a_gpu(
     works: bool, gpu: bool, level: Level
 ) -> None:
-    answer = doctor_pairs.Answer(works=works, why="Operation not permitted")
-    finding = doctor_pairs.judge_ptrace(answer, "1", gpu=gpu)
+    reason = "" if works else "Operation not permitted"
+    finding = doctor_pairs.judge_ptrace(reason, "1", gpu=gpu)
     assert finding.level is level
     assert ("is refused (Operation not permitted; ptrace_scope 1)" in finding.seen) is not works
     assert ("--cap-add=SYS_PTRACE" in finding.remedy) is (level is Level.WARNING)
 
 
 def test_a_descriptor_of_nobody_cannot_be_taken(monkeypatch: pytest.MonkeyPatch) -> None:
-    module = "weightsync.cli.doctor_partner"
-    line = command(module, "take", str(os.getpid()), "1000000")
-    monkeypatch.setattr(doctor_pairs, "command", lambda *_: line)
+    module = "weightsync.cli.doctor_helper"
+    arguments = (module, "take", str(os.getpid()), "1000000")
+    monkeypatch.setattr(doctor_pairs, "run_helper", lambda *_: Child("other process", *arguments))
     (finding,) = doctor_pairs.try_ptrace(gpu=True)
     assert finding.level is Level.WARNING
     assert "pidfd_getfd is refused (Bad file descriptor; " in finding.seen
@@ -368,20 +368,19 @@ def test_memory_with_other_bytes_does_not_count_as_shared() -> None:
     probe = ProbeMemory()
     try:
         wrong = msgspec.structs.replace(probe.info(), digest="0" * 32)
-        answer = doctor_pairs.opened_by_another([wrong])
+        reason = doctor_pairs.opened_by_another([wrong])
     finally:
         probe.close()
-    assert not answer.works
-    assert "other bytes" in answer.why
+    assert "other bytes" in reason
 
 
 def test_a_process_that_dies_says_its_last_words() -> None:
     with (
-        doctor_pairs.partner("no-such-trial") as other,
-        pytest.raises(TransferError, match=r"ended with status 1: KeyError: 'no-such-trial'"),
+        doctor_pairs.run_helper("no-such-trial") as helper,
+        pytest.raises(RemoteError, match=r"ended with status 1: KeyError: 'no-such-trial'"),
     ):
-        other.hear()
-    assert other.process.returncode is not None
+        doctor_pairs.receive(helper, str)
+    assert helper.has_ended
 
 
 def test_a_group_that_cannot_be_made_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:

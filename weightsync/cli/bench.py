@@ -3,9 +3,18 @@
 from __future__ import annotations
 
 import json
+import os
+import secrets
+import statistics
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any, get_args
 
+import msgspec
+import torch
 import typer
 from rich.console import Console
 from rich.progress import Progress
@@ -13,9 +22,30 @@ from rich.table import Table
 
 from weightsync.cli.access import SIZE_HELP, parse_size
 from weightsync.cli.answers import ending, print_json, require
-from weightsync.cli.bench_measure import BenchSetup, Measured, Series, measure
+from weightsync.cli.bench_broadcast import raw_broadcast
+from weightsync.cli.bench_receiver import (
+    ApplyName,
+    BackendName,
+    BenchSetup,
+    SinkName,
+    TransportName,
+    decode_reply,
+    make_model,
+    shapes_of,
+    total_nbytes,
+)
+from weightsync.cli.child import Child
 from weightsync.errors import ConfigError, RemoteError, TransportError
+from weightsync.report import SyncReport
+from weightsync.sender import WeightSender, connect
 from weightsync.specs import DTYPE_NBYTES
+from weightsync.tensors import TORCH_DTYPES, as_bytes
+from weightsync.transports.tokens import TOKEN_VARIABLE
+
+START_TIMEOUT_S = 120.0
+CALL_TIMEOUT_S = 1800.0
+WARMUP_ROUNDS = 2
+"""Rounds that are not counted, because the first updates touch memory for the first time."""
 
 
 def bench(  # noqa: PLR0913, PLR0917  # one parameter per option
@@ -41,29 +71,24 @@ def bench(  # noqa: PLR0913, PLR0917  # one parameter per option
 ) -> None:
     """Measure how fast weights move between two processes, beside a plain copy in one."""
     with ending(as_json=json_):
-        _check(backend, ("auto", "ipc", "distributed"), "--backend")
-        _check(transport, ("http", "callback"), "--transport")
-        _check(sink, ("module", "hook"), "--sink")
-        _check(apply, ("auto", "staged", "in_place"), "--apply")
-        _check(dtype, tuple(DTYPE_NBYTES), "--dtype")
-        if out is not None and (out.is_dir() or not out.parent.is_dir()):
-            raise ConfigError(f"--out {out} is not a file in a directory that exists")
         setup = BenchSetup(
             nbytes=parse_size(nbytes),
             tensors=tensors,
-            dtype=dtype,
+            dtype=_one_of("--dtype", dtype, tuple(DTYPE_NBYTES)),
             shapes=shapes,
             packed=packed,
-            backend=backend,  # type: ignore[arg-type]  # checked above
-            transport=transport,  # type: ignore[arg-type]  # checked above
+            backend=_one_of("--backend", backend, get_args(BackendName)),
+            transport=_one_of("--transport", transport, get_args(TransportName)),
             readers=readers,
-            sink=sink,  # type: ignore[arg-type]
-            apply=apply,  # type: ignore[arg-type]
+            sink=_one_of("--sink", sink, get_args(SinkName)),
+            apply=_one_of("--apply", apply, get_args(ApplyName)),
             rounds=rounds,
         )
+        if out is not None and (out.is_dir() or not out.parent.is_dir()):
+            raise ConfigError(f"--out {out} is not a file in a directory that exists")
         if transport == "http":
             require("bench", "fastapi", "uvicorn")
-        measured = _measure(setup, shown=not json_)
+        measured = _measure_shown(setup, shown=not json_)
         figures = measured.to_dict()
         if out is not None:
             out.write_text(json.dumps(figures, indent=2) + "\n", encoding="utf-8")
@@ -73,15 +98,90 @@ def bench(  # noqa: PLR0913, PLR0917  # one parameter per option
             Console().print(make_table(measured))
 
 
-def _measure(setup: BenchSetup, *, shown: bool) -> Measured:
-    console = Console(stderr=True)
-    hidden = not (shown and console.is_terminal)
-    with Progress(console=console, transient=True, disable=hidden) as bar:
-        task = bar.add_task("measuring", total=None)
-        try:
-            return measure(setup, lambda done, total: bar.update(task, completed=done, total=total))
-        except TransportError as exc:  # nobody's server, but a process of ours
-            raise RemoteError(f"a receiving process failed: {exc}") from exc
+def _one_of(option: str, value: str, known: tuple[str, ...]) -> Any:
+    """Return `value`, which a field of BenchSetup takes. Raises ConfigError for an unknown one."""
+    if value not in known:
+        raise ConfigError(f"{option} is one of {', '.join(known)}, not {value!r}")
+    return value
+
+
+@dataclass(slots=True)
+class Series:
+    """Seconds of one kind of work, round by round, the sender's share of a CPU, and reports."""
+
+    seconds: list[float] = field(default_factory=list)
+    cpu_seconds: list[float] = field(default_factory=list)
+    reports: list[SyncReport] = field(default_factory=list)
+
+    @property
+    def median(self) -> float:
+        """The median of the seconds."""
+        return statistics.median(self.seconds)
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """One run: copies inside one process, updates without and with verification, broadcasts."""
+
+    setup: BenchSetup
+    nbytes: int
+    tensors: int
+    connect_seconds: Mapping[str, float]
+    memcpy: Series = field(default_factory=Series)
+    plain: Series = field(default_factory=Series)
+    verified: Series = field(default_factory=Series)
+    broadcast: Series = field(default_factory=Series)
+
+    def ratio(self, series: Series) -> float:
+        """Return a series as a multiple of the copies."""
+        return series.median / self.memcpy.median
+
+    def to_dict(self) -> dict[str, object]:
+        """Return the figures as plain data, for `--json` and `--out`."""
+        report = self.plain.reports[-1]
+        seconds = {
+            phase: statistics.median(r.seconds[phase] for r in self.plain.reports)
+            for phase in report.seconds
+            if phase != "total"
+        }
+        broadcast: dict[str, object] = {}
+        if self.broadcast.seconds:
+            broadcast = {
+                "ratio_to_broadcast": self.plain.median / self.broadcast.median,
+                "seconds_broadcast": self.broadcast.median,
+                "rounds_broadcast": self.broadcast.seconds,
+            }
+        return {
+            "ratio_to_memcpy": self.ratio(self.plain),
+            "ratio_verified": self.ratio(self.verified),
+            "seconds": {**seconds, "total": self.plain.median, "memcpy": self.memcpy.median},
+            "seconds_verified": self.verified.median,
+            "connect_seconds": dict(self.connect_seconds),
+            "trainer_cpu_s": statistics.median(self.plain.cpu_seconds),
+            "written_nbytes": report.written_nbytes,
+            **broadcast,
+            "gbps": self.nbytes / self.plain.median / 1e9,
+            "control_nbytes": report.control_nbytes,
+            "control_messages": report.control_messages,
+            "peak_extra_nbytes": report.peak_extra_nbytes,
+            "stall_s": statistics.median(r.stall_s for r in self.plain.reports),
+            "path": report.path,
+            "apply": report.apply,
+            "verified": self.verified.reports[-1].verified,
+            "nbytes": self.nbytes,
+            "tensors": self.tensors,
+            "dtype": self.setup.dtype,
+            "packed": report.packed,
+            "backend": self.setup.backend,
+            "transport": self.setup.transport,
+            "readers": self.setup.readers,
+            "sink": self.setup.sink,
+            "rounds": {
+                "memcpy": self.memcpy.seconds,
+                "plain": self.plain.seconds,
+                "verified": self.verified.seconds,
+            },
+        }
 
 
 def make_table(measured: Measured) -> Table:
@@ -101,27 +201,120 @@ def make_table(measured: Measured) -> Table:
         f"{sum(measured.connect_seconds.values()) * 1e3:.0f} ms"
     )
     table = Table(title=title, caption=caption)
-    for title in ("", "ms", "min", "max", "GB/s", "x memcpy"):
-        table.add_column(title, justify="left" if not title else "right")
-    broadcast = (("one raw Gloo broadcast", measured.broadcast),)
-    rows: tuple[tuple[str, Series], ...] = (
+    for heading in ("", "ms", "min", "max", "GB/s", "x memcpy"):
+        table.add_column(heading, justify="right" if heading else "left")
+    for name, series in (
         ("memcpy in one process", measured.memcpy),
         ("update, not verified", measured.plain),
         (f"update, verified ({measured.verified.reports[-1].verified})", measured.verified),
-        *(broadcast if measured.broadcast.seconds else ()),
-    )
-    for name, series in rows:
-        table.add_row(
-            name,
-            f"{series.median * 1e3:.1f}",
-            f"{min(series.seconds) * 1e3:.1f}",
-            f"{max(series.seconds) * 1e3:.1f}",
-            f"{measured.nbytes / series.median / 1e9:.2f}",
-            f"{measured.ratio(series):.2f}",
-        )
+        ("one raw Gloo broadcast", measured.broadcast),
+    ):
+        if series.seconds:
+            table.add_row(
+                name,
+                f"{series.median * 1e3:.1f}",
+                f"{min(series.seconds) * 1e3:.1f}",
+                f"{max(series.seconds) * 1e3:.1f}",
+                f"{measured.nbytes / series.median / 1e9:.2f}",
+                f"{measured.ratio(series):.2f}",
+            )
     return table
 
 
-def _check(value: str, known: tuple[str, ...], option: str) -> None:
-    if value not in known:
-        raise ConfigError(f"{option} is one of {', '.join(known)}, not {value!r}")
+def _measure_shown(setup: BenchSetup, *, shown: bool) -> Measured:
+    console = Console(stderr=True)
+    hidden = not (shown and console.is_terminal)
+    with Progress(console=console, transient=True, disable=hidden) as bar:
+        task = bar.add_task("measuring", total=setup.rounds + WARMUP_ROUNDS)
+        try:
+            return measure(setup, lambda: bar.advance(task))
+        except TransportError as exc:  # not a server of the user, but a process of this verb
+            raise RemoteError(f"a receiving process failed: {exc}") from exc
+
+
+def measure(setup: BenchSetup, advance: Callable[[], None] = lambda: None) -> Measured:
+    """Run the bench: in every round one copy, one update without and one with verification.
+
+    With the backend "distributed" also one raw broadcast. `advance` is called after every round.
+    """
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        with ExitStack() as stack:
+            return _measure(setup, advance, stack)
+    finally:
+        torch.set_num_threads(threads)
+
+
+def _measure(setup: BenchSetup, advance: Callable[[], None], stack: ExitStack) -> Measured:
+    shapes, dtype = shapes_of(setup), TORCH_DTYPES[setup.dtype]
+    nbytes = total_nbytes(shapes, dtype)
+    token = secrets.token_urlsafe(16)
+    targets = [stack.enter_context(_receiver(setup, token)) for _ in range(setup.readers)]
+    model = make_model(shapes, dtype, value=1)
+    copied = [torch.ones_like(parameter) for parameter in model.parameters()]
+    raw = None
+    if setup.backend == "distributed":
+        raw = stack.enter_context(raw_broadcast(nbytes))
+    sender = stack.enter_context(
+        connect(
+            model,
+            to=targets,
+            token=token,
+            backend=setup.backend,
+            # The backend "distributed" always packs, and refuses packed=False.
+            packed=setup.packed or None if raw else setup.packed,
+        )
+    )
+    for number in range(WARMUP_ROUNDS + setup.rounds):
+        if number in (0, WARMUP_ROUNDS):
+            measured = Measured(setup, nbytes, len(shapes), sender.connect_seconds)
+        _round(sender, model, copied, measured)
+        if raw is not None:
+            measured.broadcast.seconds.append(raw())
+        advance()
+    return measured
+
+
+def _round(
+    sender: WeightSender, model: torch.nn.Module, copied: list[torch.Tensor], measured: Measured
+) -> None:
+    parameters = list(model.parameters())
+    started = time.perf_counter()
+    for target, source in zip(copied, parameters, strict=True):
+        target.copy_(source)
+    measured.memcpy.seconds.append(time.perf_counter() - started)
+    for series in (measured.plain, measured.verified):
+        for parameter in parameters[:: max(1, len(parameters) // 16)]:
+            as_bytes(parameter)[0] ^= 1
+        sender.verify = series is measured.verified
+        cpu, started = time.process_time(), time.perf_counter()
+        report = sender.send_weights()
+        series.cpu_seconds.append(time.process_time() - cpu)
+        series.seconds.append(time.perf_counter() - started)
+        series.reports.append(report)
+
+
+@contextmanager
+def _receiver(setup: BenchSetup, token: str) -> Iterator[str | Callable[[object], object]]:
+    """Run a receiving process; yield what `connect(to=…)` takes."""
+    environment = {"OMP_NUM_THREADS": "1"} | os.environ | {TOKEN_VARIABLE: token}
+    encoded = msgspec.json.encode(setup).decode()
+    with Child(
+        "receiving process",
+        "weightsync.cli.bench_receiver",
+        encoded,
+        environment=environment,
+        quoted_lines=1,
+    ) as child:
+        try:
+            line = child.receive(START_TIMEOUT_S)
+        except RemoteError as exc:
+            raise RemoteError(f"{exc}; is there enough memory for --nbytes?") from exc
+        url = decode_reply(line, peer="the receiving process failed").decode()
+
+        def call(message: object) -> object:
+            child.send(msgspec.json.encode(message))
+            return msgspec.json.decode(decode_reply(child.receive(CALL_TIMEOUT_S)))
+
+        yield url or call

@@ -1,78 +1,134 @@
-"""The receiving process of `weightsync bench`."""
+"""The receiving process of `weightsync bench`, and the model that it and the sender make.
+
+`python -m weightsync.cli.bench_receiver SETUP`, where SETUP is a BenchSetup as JSON. The process
+writes a line when it is ready: its URL with the transport "http". With "callback" it then answers
+each message on stdin with a line.
+"""
 
 from __future__ import annotations
 
-import contextlib
-import signal
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from multiprocessing.connection import Connection
+import gc
+import math
+import os
+import sys
+from collections.abc import Callable, Iterable, Sequence
 from typing import Literal
 
 import msgspec
 import torch
+from torch import nn
 
-from weightsync.cli.bench_model import Shape, make_model
-from weightsync.cli.child import end_with
-from weightsync.errors import RemoteError, WeightSyncError
+from weightsync.cli.child import take_stdout
+from weightsync.errors import ConfigError, WeightSyncError
 from weightsync.receiver import WeightReceiver
+from weightsync.tensors import TORCH_DTYPES
+from weightsync.transports.tokens import TOKEN_VARIABLE
 from weightsync.wire.problem import Problem, encode_problem, from_problem, to_problem
 
-Carrier = Literal["http", "callback"]
-SinkKind = Literal["module", "hook"]
+BackendName = Literal["auto", "ipc", "distributed"]
+TransportName = Literal["http", "callback"]
+SinkName = Literal["module", "hook"]
+ApplyName = Literal["auto", "staged", "in_place"]
+Shape = tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Place:
-    """How one receiving process is reached, and what it loads into."""
+class BenchSetup(msgspec.Struct, frozen=True, kw_only=True):
+    """The model to move, and how. `shapes` names a real model and replaces `nbytes`, `tensors`."""
 
-    carrier: Carrier
-    sink: SinkKind
-    apply: Literal["auto", "staged", "in_place"]
-    token: str
+    nbytes: int
+    tensors: int
+    dtype: str
+    shapes: str | None
+    packed: bool
+    backend: BackendName
+    transport: TransportName
+    readers: int
+    sink: SinkName
+    apply: ApplyName
+    rounds: int
 
 
-def receive(
-    parent: Connection, parent_pid: int, shapes: Sequence[Shape], dtype_name: str, place: Place
-) -> None:
-    """Serve a receiver until the parent hangs up or ends, or ends this process.
+def shapes_of(setup: BenchSetup) -> list[Shape]:
+    """Return the shape of every tensor. Raises ConfigError where a tensor would be empty."""
+    if setup.shapes == "smollm2":
+        return smollm2()
+    if setup.shapes is not None:
+        raise ConfigError(f"--shapes knows smollm2, not {setup.shapes!r}")
+    dtype = TORCH_DTYPES[setup.dtype]
+    numel = setup.nbytes // setup.tensors // dtype.itemsize
+    if numel < 1:
+        raise ConfigError(f"{setup.nbytes} bytes do not make {setup.tensors} tensors of {dtype}")
+    width = 64 if numel % 64 == 0 else 1
+    return [(numel // width, width)] * setup.tensors
 
-    What goes wrong before it is ready is told to the parent, see `hear_ready`.
+
+def smollm2() -> list[Shape]:
+    """Return the 272 shapes of SmolLM2-135M: 30 layers of width 576, three key heads, tied head."""
+    hidden, inner, keys, layers, vocabulary = 576, 1536, 192, 30, 49_152
+    layer: list[Shape] = [
+        (hidden, hidden),
+        (keys, hidden),
+        (keys, hidden),
+        (hidden, hidden),
+        (inner, hidden),
+        (inner, hidden),
+        (hidden, inner),
+        (hidden,),
+        (hidden,),
+    ]
+    return [(vocabulary, hidden), *layer * layers, (hidden,)]
+
+
+def make_model(shapes: Sequence[Shape], dtype: torch.dtype, *, value: int) -> nn.Module:
+    """Return a module with one parameter per shape, every element `value`.
+
+    Raises ConfigError where there is not enough memory.
     """
-    end_with(parent_pid)
+    model = nn.Module()
+    try:
+        parameters = [
+            nn.Parameter(torch.full(shape, value, dtype=dtype), requires_grad=False)
+            for shape in shapes
+        ]
+    # What torch raises where memory is missing, and for sizes that do not fit its integers.
+    except (MemoryError, OverflowError, RuntimeError, TypeError) as exc:
+        reason = str(exc).partition("\n")[0]
+        raise ConfigError(
+            f"no memory for {total_nbytes(shapes, dtype)} bytes ({reason}); give a smaller --nbytes"
+        ) from exc
+    model.weights = nn.ParameterList(parameters)
+    return model
+
+
+def total_nbytes(shapes: Sequence[Shape], dtype: torch.dtype) -> int:
+    """Return the bytes of all tensors."""
+    return sum(math.prod(shape) for shape in shapes) * dtype.itemsize
+
+
+def decode_reply(line: bytes, *, peer: str = "") -> bytes:
+    """Return what the receiving process replied; raises the error that it replied instead."""
+    if line.startswith(b"-"):
+        raise from_problem(msgspec.json.decode(line[1:], type=Problem), peer=peer)
+    return line[1:]
+
+
+def _encode_error(error: Exception) -> bytes:
+    return b"-" + encode_problem(to_problem(error))
+
+
+def main() -> None:
+    """Serve a receiver until stdin or this process ends."""
+    send = take_stdout()
     torch.set_num_threads(1)
     try:
-        _receive(parent, shapes, dtype_name, place)
-    except Exception as exc:  # noqa: BLE001 - the parent says it, in one line
-        with contextlib.suppress(OSError):
-            parent.send_bytes(b"-" + encode_problem(to_problem(exc)))
+        _receive(msgspec.json.decode(sys.argv[1], type=BenchSetup), send)
+    except Exception as exc:  # noqa: BLE001 - the sender's process reports it, in one line
+        send(_encode_error(exc))
         raise SystemExit(1) from None
-    finally:
-        # It ends anyway, and what torch does at the end is not to be interrupted.
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
 
-def hear_ready(child: Connection, timeout_s: float) -> str:
-    """Return what a receiving process says when it is ready: its URL, where it serves HTTP.
-
-    Raises what it failed with, and RemoteError where it says nothing.
-    """
-    if not child.poll(timeout_s):
-        raise RemoteError(f"the receiving process did not start in {timeout_s:g} s")
-    try:
-        said = child.recv_bytes()
-    except (EOFError, OSError) as exc:
-        raise RemoteError(
-            "the receiving process ended before it was ready; is there enough memory for --nbytes?"
-        ) from exc
-    if said[:1] == b"-":
-        problem = msgspec.json.decode(said[1:], type=Problem)
-        raise from_problem(problem, peer="the receiving process failed")
-    return said.decode()
-
-
-def _receive(parent: Connection, shapes: Sequence[Shape], dtype_name: str, place: Place) -> None:
-    model = make_model(shapes, dtype_name, value=0)
+def _receive(setup: BenchSetup, send: Callable[[bytes], None]) -> None:
+    model = make_model(shapes_of(setup), TORCH_DTYPES[setup.dtype], value=0)
     parameters = dict(model.named_parameters())
 
     def load_weights(pairs: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
@@ -82,44 +138,44 @@ def _receive(parent: Connection, shapes: Sequence[Shape], dtype_name: str, place
             names.add(name)
         return names
 
-    receiver = WeightReceiver(model if place.sink == "module" else load_weights, apply=place.apply)
+    receiver = WeightReceiver(model if setup.sink == "module" else load_weights, apply=setup.apply)
     try:
-        if place.carrier == "http":
-            # Only this carrier needs the server extra; the parent has looked for it.
-            from weightsync.cli.bench_server import serve_receiver  # noqa: PLC0415
-
-            serve_receiver(parent, receiver, place.token)
+        if setup.transport == "http":
+            _serve_http(receiver, send)
         else:
-            _answer(parent, receiver)
+            _serve_stdin(receiver, send)
     finally:
         receiver.close()
 
 
-def _answer(parent: Connection, receiver: WeightReceiver) -> None:
-    parent.send_bytes(b"ready")
-    with contextlib.suppress(EOFError):
-        while True:
-            message = msgspec.json.decode(parent.recv_bytes())
-            try:
-                answer = msgspec.json.encode(receiver.handle(message))
-                parent.send_bytes(b"+" + answer)
-            except WeightSyncError as exc:
-                parent.send_bytes(b"-" + encode_problem(to_problem(exc)))
-
-
-class PipeCallback:
-    """Carries plain messages over a pipe, as JSON: one at a time, which is all a bench needs."""
-
-    def __init__(self, connection: Connection) -> None:
-        self._connection = connection
-
-    def __call__(self, message: object) -> object:
-        """Return the receiver's answer, or raise its error."""
+def _serve_stdin(receiver: WeightReceiver, send: Callable[[bytes], None]) -> None:
+    send(b"+")
+    for line in sys.stdin.buffer:
         try:
-            self._connection.send_bytes(msgspec.json.encode(message))
-            answer = self._connection.recv_bytes()
-        except (EOFError, OSError) as exc:
-            raise RemoteError("the receiving process ended") from exc
-        if answer[:1] == b"-":
-            raise from_problem(msgspec.json.decode(answer[1:], type=Problem))
-        return msgspec.json.decode(answer[1:])
+            send(b"+" + msgspec.json.encode(receiver.handle(msgspec.json.decode(line))))
+        except WeightSyncError as exc:
+            send(_encode_error(exc))
+
+
+def _serve_http(receiver: WeightReceiver, send: Callable[[bytes], None]) -> None:
+    # Only this transport needs the server extra; the verb checked that it is installed.
+    import uvicorn  # noqa: PLC0415
+    from fastapi import FastAPI  # noqa: PLC0415
+
+    from weightsync.server.listening import listen, url_of  # noqa: PLC0415
+    from weightsync.server.router import weight_router  # noqa: PLC0415
+
+    listener = listen("127.0.0.1", 0)
+    app = FastAPI()
+    app.include_router(weight_router(receiver, token=os.environ[TOKEN_VARIABLE]))
+    gc.collect()
+    gc.freeze()  # as weightsync serve does
+    send(b"+" + url_of(listener).encode())
+    config = uvicorn.Config(
+        app, log_level="warning", access_log=False, lifespan="off", http="h11", ws="none"
+    )
+    uvicorn.Server(config).run(sockets=[listener])
+
+
+if __name__ == "__main__":
+    main()

@@ -1,43 +1,187 @@
-"""`python -m weightsync.cli.child PARENT COMMAND …`: a command that ends when its parent does."""
+"""Child processes of a verb, which end with it: lines in, lines out, each wait with a time limit.
+
+The child's side is `python -m weightsync.cli.child PARENT_PID MODULE ARGUMENT …`.
+"""
 
 from __future__ import annotations
 
 import ctypes
 import logging
 import os
+import re
 import runpy
+import select
 import signal
+import subprocess
 import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from typing import IO, Self
 
+from weightsync.errors import RemoteError, TransportTimeout
+
+END_TIMEOUT_S = 10.0
+QUOTED_LINES = 30
+_READ_NBYTES = 1 << 16
 _PR_SET_PDEATHSIG = 1
 
 
-def end_with(parent: int) -> None:
-    """Have this process get SIGTERM, which unwinds it, when `parent` ends, however that happens.
+class Child:
+    """A process that runs a module with `python -m`; the end of a `with` block ends it.
 
-    To be exact, when the thread of `parent` does that started this one.
+    The child gets SIGTERM when the thread that made this object ends, however that happens.
+    `environment` replaces the variables of this process. Errors call the child `name`, and quote
+    the last `quoted_lines` lines that it wrote to stderr. The child blocks when it has written 64
+    KiB to stdout that `receive` or `find` has not read.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        module: str,
+        *arguments: str,
+        environment: Mapping[str, str] | None = None,
+        quoted_lines: int = QUOTED_LINES,
+    ) -> None:
+        self._name, self._quoted_lines = name, quoted_lines
+        self._log: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115  # `end` closes it
+        me = "weightsync.cli.child"
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", me, str(os.getpid()), module, *arguments],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._log,
+            env=environment,
+            start_new_session=True,  # Ctrl-C reaches this process alone, which ends its children
+        )
+        self._unread = b""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.end()
+
+    @property
+    def pid(self) -> int:
+        """The id of the process."""
+        return self._process.pid
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether the process has ended by itself, or was ended."""
+        return self._process.poll() is not None
+
+    def send(self, line: bytes = b"") -> None:
+        """Write a line to the child's stdin; nothing happens where the child has closed it."""
+        assert self._process.stdin is not None
+        with suppress(BrokenPipeError):  # the next `receive` says how the child ended
+            self._process.stdin.write(line + b"\n")
+            self._process.stdin.flush()
+
+    def receive(self, timeout_s: float) -> bytes:
+        """Return the next line of the child's stdout, without its line break.
+
+        Raises TransportTimeout after `timeout_s`, and RemoteError where the child has ended.
+        """
+        assert self._process.stdout is not None
+        poll = select.poll()
+        poll.register(self._process.stdout, select.POLLIN)
+        deadline = time.monotonic() + timeout_s
+        while b"\n" not in self._unread:
+            if not poll.poll(max(0.0, deadline - time.monotonic()) * 1e3):
+                raise TransportTimeout(
+                    f"the {self._name} wrote nothing for {timeout_s:.0f} s{self._quote()}"
+                )
+            read = os.read(self._process.stdout.fileno(), _READ_NBYTES)
+            if not read:
+                status = self._process.wait(END_TIMEOUT_S)
+                raise RemoteError(f"the {self._name} ended with status {status}{self._quote()}")
+            self._unread += read
+        line, _, self._unread = self._unread.partition(b"\n")
+        return line
+
+    def find(self, pattern: re.Pattern[bytes], timeout_s: float) -> str:
+        """Return the first match in the lines to come. Raises as `receive` does."""
+        deadline = time.monotonic() + timeout_s
+        while True:
+            if found := pattern.search(self.receive(deadline - time.monotonic())):
+                return found.group().decode()
+
+    def end(self) -> None:
+        """End the process by SIGTERM, and by SIGKILL if that takes too long. Idempotent."""
+        self._process.terminate()
+        try:
+            with suppress(subprocess.TimeoutExpired):
+                self._process.wait(END_TIMEOUT_S)
+        finally:
+            self._process.kill()  # after a timeout or a second Ctrl-C; else it has ended
+            self._process.wait()
+            for stream in (self._process.stdin, self._process.stdout, self._log):
+                with suppress(OSError):
+                    assert stream is not None
+                    stream.close()
+
+    def _quote(self) -> str:
+        # By `pread`, because the child writes at the position that `read` would move.
+        log = os.pread(self._log.fileno(), os.fstat(self._log.fileno()).st_size, 0)
+        lines = log.decode(errors="replace").strip().splitlines()
+        if not lines:
+            return ""
+        if self._quoted_lines == 1:
+            return f": {lines[-1]}"
+        return "\n".join(["; its last lines:", *lines[-self._quoted_lines :]])
+
+
+def take_stdout() -> Callable[[bytes], None]:
+    """Return a call that writes a line to the parent; other output to stdout goes to stderr.
+
+    Called by a child before it imports or does anything that may print: Gloo does when it connects.
+    """
+    stream = os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)
+
+    def send(line: bytes) -> None:
+        stream.write(line + b"\n")
+        stream.flush()
+
+    return send
+
+
+def _end_with(parent: int) -> None:
+    """Have the kernel send SIGTERM to this process when `parent` ends.
+
+    More exactly: when the thread of `parent` ends that started this process.
     """
     signal.signal(signal.SIGTERM, _raise_exit)
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0):
-        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) is refused here")
-    # The parent may have gone before the call; then nobody would send the signal.
+        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
+    # A parent that ended before the call causes no signal.
     if os.getppid() != parent:
         sys.exit(f"the process {parent} that started this one has ended")
 
 
 def _raise_exit(signum: int, _frame: object) -> None:
-    # An exception, so that `with` blocks and `finally` clauses let go of shared memory.
+    # An exception, so that `with` blocks and `finally` clauses release shared memory; once, so that
+    # a second signal does not interrupt them.
+    signal.signal(signum, signal.SIG_IGN)
     raise SystemExit(128 + signum)
 
 
 def main() -> None:
-    """Run the module named on the command line, with the arguments after it."""
+    """Run the module that the command line names, with the arguments after it."""
     parent, module, *arguments = sys.argv[1:]
-    end_with(int(parent))
+    _end_with(int(parent))
     logging.basicConfig()
     sys.argv = [module, *arguments]
-    runpy.run_module(module, run_name="__main__", alter_sys=True)
+    try:
+        runpy.run_module(module, run_name="__main__", alter_sys=True)
+    finally:
+        # The process ends now; SIGTERM must not interrupt what torch does at exit.
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ import re
 import secrets
 import tempfile
 import time
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import ExitStack
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, TypeVar
@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from weightsync.cli.answers import FAILED, describe, ending, print_json
-from weightsync.cli.children import Child, command, run_child
+from weightsync.cli.child import Child
 from weightsync.cli.demo_trainer import (
     DemoReport,
     Proof,
@@ -110,12 +110,11 @@ class _Demo:
     def run(self) -> DemoReport:
         started = time.monotonic()
         with ExitStack() as stack:
-            logs = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="weightsync-demo-")))
             stack.callback(remove_leftovers)
-            server = stack.enter_context(self._server(logs))
+            server = stack.enter_context(self._server())
             url = server.find(_URL, START_TIMEOUT_S)
             self._console.print(f"server: {self._model} at {url}", markup=False)
-            trainer = stack.enter_context(self._trainer(logs, url))
+            trainer = stack.enter_context(self._trainer(url))
             ready, steps, proof = self._follow(trainer)
         return DemoReport(
             model=ready.model,
@@ -127,14 +126,14 @@ class _Demo:
             steps=steps,
         )
 
-    def _server(self, logs: Path) -> AbstractContextManager[Child]:
-        line = command("weightsync", "serve", "--model", self._model, "--port", str(self._port))
-        return run_child("server", line, self._environment, logs)
+    def _server(self) -> Child:
+        arguments = ("--model", self._model, "--port", str(self._port))
+        return Child("server", "weightsync", "serve", *arguments, environment=self._environment)
 
-    def _trainer(self, logs: Path, url: str) -> AbstractContextManager[Child]:
+    def _trainer(self, url: str) -> Child:
+        module = "weightsync.cli.demo_trainer"
         arguments = ("--model", self._model, "--server", url, "--steps", str(self._num_steps))
-        line = command("weightsync.cli.demo_trainer", *arguments)
-        return run_child("trainer", line, self._environment, logs)
+        return Child("trainer", module, *arguments, environment=self._environment)
 
     def _follow(self, trainer: Child) -> tuple[Ready, list[Step], Proof]:
         ready, steps = self._expect(trainer, Ready), []
@@ -153,7 +152,7 @@ class _Demo:
         return ready, steps, proof
 
     def _expect(self, trainer: Child, kind: type[E]) -> E:
-        event = decode_event(trainer.line(EVENT_TIMEOUT_S))
+        event = decode_event(trainer.receive(EVENT_TIMEOUT_S))
         if not isinstance(event, kind):
             raise RemoteError(f"the trainer said {event} where a {kind.__name__} was due")
         return event

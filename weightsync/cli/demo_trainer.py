@@ -18,6 +18,7 @@ import torch
 
 import weightsync as ws
 from weightsync.cli.answers import lacking
+from weightsync.cli.child import take_stdout
 from weightsync.errors import ConnectError, ProtocolError, WeightSyncError
 from weightsync.serve.causal_model import end_token_ids
 from weightsync.serve.model import LoadedModel, load_model
@@ -221,8 +222,8 @@ class DemoReport(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def encode_event(event: Event) -> bytes:
-    """Return an event as one line."""
-    return msgspec.json.encode(event) + b"\n"
+    """Return an event as one line, without its line break."""
+    return msgspec.json.encode(event)
 
 
 def decode_event(line: bytes) -> Ready | Step | Proof:
@@ -409,17 +410,20 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--server", required=True)
     parser.add_argument("--steps", type=int, required=True)
     options = parser.parse_args(arguments)
+    send = take_stdout()
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
     torch.manual_seed(0)
-
-    def emit(event: Event) -> None:
-        sys.stdout.buffer.write(encode_event(event))
-        sys.stdout.buffer.flush()
 
     server = Server(options.server, os.environ.get(TOKEN_VARIABLE, ""))
     try:
         loaded = load_model(options.model)
-        train(server, loaded, TASKS[options.model], steps=options.steps, emit=emit)
+        train(
+            server,
+            loaded,
+            TASKS[options.model],
+            steps=options.steps,
+            emit=lambda e: send(encode_event(e)),
+        )
     except WeightSyncError as exc:
         sys.exit(f"{type(exc).__name__}: {exc}")
 

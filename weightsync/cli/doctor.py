@@ -10,17 +10,15 @@ import queue
 import re
 import resource
 import socket
-import subprocess
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from enum import StrEnum
 from pathlib import Path
-from typing import IO, Annotated
+from typing import Annotated, TypeVar
 
 import msgspec
 import torch
@@ -33,7 +31,8 @@ from weightsync.backends.ipc.memory import ProbeMemory
 from weightsync.backends.ipc.sender import HOST_BUCKET_NBYTES, HOST_BUCKETS
 from weightsync.backends.registry import backend_names, load_backend
 from weightsync.cli.answers import FAILED, OK, ending, one_line, print_json
-from weightsync.cli.children import command
+from weightsync.cli.child import Child
+from weightsync.cli.doctor_helper import GLOO_S, START_S, Gpu, GpuOffer
 from weightsync.cuda.handles import expandable_setting
 from weightsync.errors import (
     BackendUnavailableError,
@@ -134,103 +133,22 @@ def _look(check: Check) -> Sequence[Finding]:
         return [problem(check.name, f"this check failed: {text}", "report it, with this line")]
 
 
-START_S = 45.0
-"""How long a process may take to import torch and answer."""
-
 TRIAL_S = 60.0
-GLOO_S = 20.0
 CONNECT_S = 5.0
-END_S = 5.0
 LOOPBACK = "127.0.0.1"
 SHARED_MEMORY, DISTRIBUTED, CUDA_IPC, PTRACE = "shared_memory", "distributed", "cuda_ipc", "ptrace"
+T = TypeVar("T")
 
 
-class Answer(msgspec.Struct, kw_only=True):
-    """What the other process of a trial said: whether it worked, and else why not."""
-
-    works: bool
-    why: str = ""
-    seen: list[str] = []
+def run_helper(trial: str, *arguments: str) -> Child:
+    """Start the other process of `trial`, see doctor_helper."""
+    module = "weightsync.cli.doctor_helper"
+    return Child("other process", module, trial, *arguments, quoted_lines=1)
 
 
-class Gpu(msgspec.Struct, kw_only=True):
-    """One GPU that torch sees, by its device key."""
-
-    ordinal: int
-    key: str
-    name: str
-    total_nbytes: int
-
-
-class GpuOffer(msgspec.Struct, kw_only=True):
-    """Probes in the memory of every GPU, or why senders would not try to share it."""
-
-    probes: list[ProbeInfo]
-    why: str = ""
-
-
-class HelperProcess:
-    """The other process of a trial. It answers with lines, and ends with this block."""
-
-    def __init__(self, process: subprocess.Popen[bytes], log: IO[bytes]) -> None:
-        self.process, self._log = process, log
-
-    def tell(self, line: bytes = b"") -> None:
-        """Send a line."""
-        assert self.process.stdin is not None
-        self.process.stdin.write(line + b"\n")
-        self.process.stdin.flush()
-
-    def hear(self) -> bytes:
-        """Return its next line. Raises TransferError with its last words when it ended."""
-        assert self.process.stdout is not None
-        line = self.process.stdout.readline()
-        if line.endswith(b"\n"):
-            return line
-        status = self.process.wait(END_S)
-        self._log.seek(0)
-        said = self._log.read().decode(errors="replace").strip().splitlines()
-        raise TransferError(
-            f"the other process ended with status {status}{': ' + said[-1] if said else ''}"
-        )
-
-    def answer(self) -> Answer:
-        """Return its next line as an Answer."""
-        return msgspec.json.decode(self.hear(), type=Answer)
-
-
-@contextmanager
-def partner(trial: str, *arguments: str) -> Iterator[HelperProcess]:
-    """Start the other side of `trial` (see doctor_partner); it is ended with the block."""
-    with tempfile.TemporaryFile() as log:
-        process = subprocess.Popen(
-            command("weightsync.cli.doctor_partner", trial, *arguments),
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=log,
-            start_new_session=True,  # Ctrl-C reaches this process alone, which ends the other
-        )
-        watchdog = threading.Timer(TRIAL_S, process.kill)  # whoever reads then reads an end
-        watchdog.daemon = True
-        watchdog.start()
-        try:
-            yield HelperProcess(process, log)
-        finally:
-            watchdog.cancel()
-            _end(process)
-
-
-def _end(process: subprocess.Popen[bytes]) -> None:
-    for stream in (process.stdin, process.stdout):
-        with suppress(OSError):
-            if stream is not None:
-                stream.close()
-    process.terminate()
-    try:
-        process.wait(END_S)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        process.wait()
+def receive(helper: Child, kind: type[T]) -> T:
+    """Return the next answer of a helper process. Raises as Child.receive does."""
+    return msgspec.json.decode(helper.receive(TRIAL_S), type=kind)
 
 
 def try_shared_memory() -> Sequence[Finding]:
@@ -240,21 +158,21 @@ def try_shared_memory() -> Sequence[Finding]:
             order_stores()
             probe = ProbeMemory()
             stack.callback(probe.close)
-            answer = opened_by_another([probe.info()])
+            reason = opened_by_another([probe.info()])
         except WeightSyncError as exc:
-            answer = Answer(works=False, why=str(exc))
-    if answer.works:
+            reason = str(exc)
+    if not reason:
         seen = "another process opened a segment of this one and read its bytes"
         return [Finding(SHARED_MEMORY, Level.OK, seen, works=True)]
     remedy = "look at /dev/shm: mounted, writable by this user, not full"
-    return [Finding(SHARED_MEMORY, Level.PROBLEM, answer.why, remedy, works=False)]
+    return [Finding(SHARED_MEMORY, Level.PROBLEM, reason, remedy, works=False)]
 
 
-def opened_by_another(probes: Sequence[ProbeInfo]) -> Answer:
-    """Return what a process says that opens `probes`."""
-    with partner("open") as other:
-        other.tell(msgspec.json.encode(probes))
-        return other.answer()
+def opened_by_another(probes: Sequence[ProbeInfo]) -> str:
+    """Have another process open `probes`; return the reason why that failed, or ""."""
+    with run_helper("open") as helper:
+        helper.send(msgspec.json.encode(probes))
+        return receive(helper, str)
 
 
 def try_gloo() -> Sequence[Finding]:
@@ -283,9 +201,8 @@ def check_loopback(address: str) -> None:
 def _gloo_round() -> None:
     check_loopback(LOOPBACK)
     meeting = GroupRendezvous.host(LOOPBACK, epoch=1, timeout_s=GLOO_S)
-    with partner("gloo", LOOPBACK, str(meeting.port)) as other:
-        gone = other.process.poll
-        if meeting.gather([1], START_S, given_up=lambda: gone() is not None):
+    with run_helper("gloo", LOOPBACK, str(meeting.port)) as helper:
+        if meeting.gather([1], START_S, given_up=lambda: helper.has_ended):
             raise TransferError("the other process did not come")
         group = PrivateGroup(meeting, 0, 2, GLOO_S)
         try:
@@ -305,19 +222,19 @@ def try_ptrace(*, gpu: bool) -> Sequence[Finding]:
     """Another process takes a file descriptor of this one, as CUDA IPC does with memory."""
     read, write = os.pipe()
     try:
-        with partner("take", str(os.getpid()), str(read)) as other:
-            answer = other.answer()
+        with run_helper("take", str(os.getpid()), str(read)) as helper:
+            reason = receive(helper, str)
     finally:
         os.close(read)
         os.close(write)
-    return [judge_ptrace(answer, _ptrace_scope(), gpu=gpu)]
+    return [judge_ptrace(reason, _ptrace_scope(), gpu=gpu)]
 
 
-def judge_ptrace(answer: Answer, scope: str, *, gpu: bool) -> Finding:
+def judge_ptrace(reason: str, scope: str, *, gpu: bool) -> Finding:
     """Say what it means that a file descriptor was taken, or was not."""
-    if answer.works:
+    if not reason:
         return ok(PTRACE, f"pidfd_getfd works between processes (ptrace_scope {scope})")
-    seen = f"pidfd_getfd is refused ({answer.why}; ptrace_scope {scope})"
+    seen = f"pidfd_getfd is refused ({reason}; ptrace_scope {scope})"
     if not gpu:
         return ok(PTRACE, f"{seen}; only CUDA IPC needs it, and there is no GPU")
     remedy = "sysctl kernel.yama.ptrace_scope=0, docker run --cap-add=SYS_PTRACE"
@@ -363,9 +280,9 @@ def try_cuda_ipc() -> Sequence[Finding]:
     if not has_gpu():
         return [Finding(CUDA_IPC, Level.OK, "not tried: there is no GPU", works=False)]
     try:
-        with partner("offer-gpu-memory") as owner:
-            offer = msgspec.json.decode(owner.hear(), type=GpuOffer)
-            why = offer.why or opened_by_another(offer.probes).why
+        with run_helper("offer-gpu-memory") as owner:
+            offer = receive(owner, GpuOffer)
+            why = offer.why_not or opened_by_another(offer.probes)
     except WeightSyncError as exc:
         why = str(exc)
     if not why:
@@ -383,8 +300,8 @@ def _list_findings() -> Sequence[Finding]:
         return [_without_cuda()]
     if not _attached():
         return [ok("gpu", "no NVIDIA GPU is attached")]
-    with partner("list-gpus") as other:
-        gpus = msgspec.json.decode(other.hear(), type=list[Gpu])
+    with run_helper("list-gpus") as helper:
+        gpus = receive(helper, list[Gpu])
     if not gpus:
         return [
             problem(
