@@ -18,15 +18,12 @@ import pytest
 
 from tests.cli.running import answer_of, weightsync
 from tests.shm.processes import OWNER, kill, line_of, private_directory, python, running
-from weightsync.backends import registry
 from weightsync.backends.ipc.memory import ProbeMemory
 from weightsync.cli import doctor
-from weightsync.cli import doctor as doctor_gpu
-from weightsync.cli import doctor as doctor_host
-from weightsync.cli import doctor as doctor_pairs
 from weightsync.cli.child import Child
 from weightsync.cli.doctor import Check, Finding, Level, examine, ok
-from weightsync.errors import RemoteError
+from weightsync.cli.doctor_helper import Gpu
+from weightsync.errors import BackendUnavailableError, RemoteError
 from weightsync.integrations.sglang.files import WeightDirectory, list_homes
 from weightsync.shm.segment import Segment
 
@@ -149,14 +146,14 @@ def test_a_check_that_crashes_or_hangs_is_a_finding() -> None:
     ("free", "level"), [(1 << 20, Level.PROBLEM), (64 << 20, Level.WARNING), (2 << 30, Level.OK)]
 )
 def test_shared_memory_is_judged_by_what_is_free(free: int, level: Level) -> None:
-    assert doctor_host.judge_shm(free, "/dev/shm").level is level
+    assert doctor.judge_shm(free, "/dev/shm").level is level
 
 
 def test_no_shared_memory_is_a_problem(tmp_path: Path) -> None:
-    (finding,) = doctor_host.look_at_shm(tmp_path / "nowhere")
+    (finding,) = doctor.check_shm(tmp_path / "nowhere")
     assert finding.level is Level.PROBLEM
     assert "does not exist" in finding.seen
-    assert doctor_host.look_at_leftovers(clean=True, directory=tmp_path / "nowhere") == []
+    assert doctor.check_leftovers(clean=True, directory=tmp_path / "nowhere") == []
 
 
 def test_only_what_dead_owners_left_is_removed() -> None:
@@ -169,15 +166,15 @@ def test_only_what_dead_owners_left_is_removed() -> None:
         mine = Segment.create(4096, directory=directory)
         beside = stack.enter_context(socket.socket(socket.AF_UNIX))
         beside.bind(str(directory / f"{dead}.sock"))
-        (finding,) = doctor_host.look_at_leftovers(clean=True, directory=directory)
+        (finding,) = doctor.check_leftovers(clean=True, directory=directory)
         assert (finding.level, finding.seen) == (Level.OK, "none; 2 segments in use")
         kill(owner)
-        (finding,) = doctor_host.look_at_leftovers(clean=False, directory=directory)
+        (finding,) = doctor.check_leftovers(clean=False, directory=directory)
         assert finding.level is Level.WARNING
         assert finding.seen == "1 segments of dead owners, 0.0 MiB; 1 segments in use"
         assert "--clean" in finding.remedy
         assert (directory / dead).exists()
-        (finding,) = doctor_host.look_at_leftovers(clean=True, directory=directory)
+        (finding,) = doctor.check_leftovers(clean=True, directory=directory)
         removed = "removed 1 segments of dead owners, 0.0 MiB, 1 sockets of dead owners"
         assert finding.seen.startswith(removed)
         assert [path.name for path in directory.iterdir()] == [mine.name]
@@ -201,16 +198,16 @@ def test_weights_that_a_dead_trainer_left_for_sglang_are_removed() -> None:
     with private_directory() as directory:
         with running([sys.executable, "-c", SHELF, str(directory)]) as trainer:
             name = line_of(trainer)
-            (finding,) = doctor_host.look_at_leftovers(clean=True, directory=directory)
+            (finding,) = doctor.check_leftovers(clean=True, directory=directory)
             assert (finding.level, finding.seen) == (Level.OK, "none; 0 segments in use")
             (home,) = list_homes(directory)
             assert (home.path.name, home.owner_alive) == (name, True)
             kill(trainer)
         said = "1 directories of weights for SGLang of dead owners, 2.0 MiB; 0 segments in use"
-        (finding,) = doctor_host.look_at_leftovers(clean=False, directory=directory)
+        (finding,) = doctor.check_leftovers(clean=False, directory=directory)
         assert (finding.level, finding.seen) == (Level.WARNING, said)
         assert (directory / name).is_dir()
-        (finding,) = doctor_host.look_at_leftovers(clean=True, directory=directory)
+        (finding,) = doctor.check_leftovers(clean=True, directory=directory)
         assert (finding.level, finding.seen) == (Level.OK, f"removed {said}")
         assert list(directory.iterdir()) == []
 
@@ -230,7 +227,7 @@ def test_weights_that_lie_for_sglang_are_of_this_host() -> None:
         shelf.close()
 
 
-GPU = doctor_pairs.Gpu(ordinal=0, key="GPU-1", name="NVIDIA H200", total_nbytes=141 * 10**9)
+GPU = Gpu(ordinal=0, key="GPU-1", name="NVIDIA H200", total_nbytes=141 * 10**9)
 
 
 @pytest.mark.parametrize(
@@ -241,8 +238,8 @@ GPU = doctor_pairs.Gpu(ordinal=0, key="GPU-1", name="NVIDIA H200", total_nbytes=
         (msgspec.structs.replace(GPU, name="NVIDIA H200 MIG 1g.18gb"), Level.WARNING),
     ],
 )
-def test_a_mig_slice_is_a_warning(gpu: doctor_pairs.Gpu, level: Level) -> None:
-    finding = doctor_gpu._judge_gpu(gpu)
+def test_a_mig_slice_is_a_warning(gpu: Gpu, level: Level) -> None:
+    finding = doctor.judge_gpu(gpu)
     assert finding.level is level
     assert finding.seen.startswith(f"0: {gpu.name}, 141 GB, {gpu.key}")
     assert ("nvidia-smi -mig 0" in finding.remedy) == (level is Level.WARNING)
@@ -262,8 +259,8 @@ def test_a_container_matters_where_there_is_a_gpu(
     own = {
         kind: Path(f"/proc/self/ns/{kind}").stat().st_ino + (inode or 0) for kind in ("pid", "ipc")
     }
-    monkeypatch.setattr(doctor_host, "_FIRST_NAMESPACES", own)
-    (finding,) = doctor_host.look_at_namespaces(gpu=gpu)
+    monkeypatch.setattr(doctor, "_FIRST_NAMESPACES", own)
+    (finding,) = doctor.check_namespaces(gpu=gpu)
     assert (finding.level, finding.seen[: len(said)]) == (level, said)
     assert bool(finding.remedy) == (level is Level.WARNING)
 
@@ -276,7 +273,7 @@ def test_descriptors_that_are_refused_matter_where_there_is_a_gpu(
     works: bool, gpu: bool, level: Level
 ) -> None:
     reason = "" if works else "Operation not permitted"
-    finding = doctor_pairs.judge_ptrace(reason, "1", gpu=gpu)
+    finding = doctor.judge_ptrace(reason, "1", gpu=gpu)
     assert finding.level is level
     assert ("is refused (Operation not permitted; ptrace_scope 1)" in finding.seen) is not works
     assert ("--cap-add=SYS_PTRACE" in finding.remedy) is (level is Level.WARNING)
@@ -285,15 +282,15 @@ def test_descriptors_that_are_refused_matter_where_there_is_a_gpu(
 def test_a_descriptor_of_nobody_cannot_be_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     module = "weightsync.cli.doctor_helper"
     arguments = (module, "take", str(os.getpid()), "1000000")
-    monkeypatch.setattr(doctor_pairs, "run_helper", lambda *_: Child("other process", *arguments))
-    (finding,) = doctor_pairs.try_ptrace(gpu=True)
+    monkeypatch.setattr(doctor, "run_helper", lambda *_: Child("other process", *arguments))
+    (finding,) = doctor.try_ptrace(gpu=True)
     assert finding.level is Level.WARNING
     assert "pidfd_getfd is refused (Bad file descriptor; " in finding.seen
 
 
 def test_an_old_ray_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.metadata, "version", lambda _: "2.39.0")
-    (finding,) = doctor_host.look_at_ray()
+    (finding,) = doctor.check_ray()
     assert (finding.level, finding.seen) == (Level.WARNING, "ray 2.39.0 is too old")
     assert finding.remedy == "install ray 2.40 or later"
 
@@ -301,21 +298,19 @@ def test_an_old_ray_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_backend_that_cannot_be_imported_is_a_warning_with_its_reason(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    assert doctor_host.look_at_backends() == []
+    assert doctor.check_backends() == []
 
-    def fail(module: str) -> Any:
-        raise ImportError(f"libfabric.so.1: cannot open\n{module}")
+    def load(name: str) -> None:
+        if name == "fast":
+            raise BackendUnavailableError("backend 'fast' cannot be loaded: libfabric.so.1:\ngone")
+        if name == "odd":
+            raise OSError
 
-    def crash() -> Any:
-        raise OSError
-
-    monkeypatch.setattr(registry, "_loaded", {"there": (object, object)})
-    monkeypatch.setattr(registry, "_BUILTIN", {"fast": lambda: fail("needs it"), "odd": crash})
-    first, second = doctor_host.look_at_backends()
+    monkeypatch.setattr(doctor, "backend_names", lambda: ["fast", "ipc", "odd"])
+    monkeypatch.setattr(doctor, "load_backend", load)
+    first, second = doctor.check_backends()
     assert (first.check, first.level) == ("backend", Level.WARNING)
-    assert first.seen == (
-        "fast: backend 'fast' cannot be loaded: libfabric.so.1: cannot open needs it"
-    )
+    assert first.seen == "fast: backend 'fast' cannot be loaded: libfabric.so.1: gone"
     assert "backend='fast'" in first.remedy
     assert second.seen == "odd: OSError"
 
@@ -330,13 +325,13 @@ def test_a_backend_that_cannot_be_imported_is_a_warning_with_its_reason(
     ],
 )
 def test_open_files_are_judged(limit: int, level: Level) -> None:
-    assert doctor_host.judge_files(limit).level is level
+    assert doctor.judge_files(limit).level is level
 
 
 def test_locked_memory_matters_where_there_is_a_gpu() -> None:
-    assert doctor_host.judge_memlock(65536, gpu=True).level is Level.WARNING
-    assert doctor_host.judge_memlock(65536, gpu=False).level is Level.OK
-    assert doctor_host.judge_memlock(resource.RLIM_INFINITY, gpu=True).level is Level.OK
+    assert doctor.judge_memlock(65536, gpu=True).level is Level.WARNING
+    assert doctor.judge_memlock(65536, gpu=False).level is Level.OK
+    assert doctor.judge_memlock(resource.RLIM_INFINITY, gpu=True).level is Level.OK
 
 
 @pytest.mark.parametrize(
@@ -345,21 +340,21 @@ def test_locked_memory_matters_where_there_is_a_gpu() -> None:
 def test_a_driver_older_than_torch_is_a_problem(
     driver: tuple[int, int] | None, level: Level
 ) -> None:
-    assert doctor_gpu.judge_driver(driver, "13.0").level is level
+    assert doctor.judge_driver(driver, "13.0").level is level
 
 
 def test_expandable_segments_are_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("PYTORCH_ALLOC_CONF", raising=False)
     monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
-    (finding,) = doctor_gpu.look_at_allocator()
+    finding = doctor.check_allocator()
     assert finding.level is Level.WARNING
     assert "PYTORCH_CUDA_ALLOC_CONF" in finding.remedy
     monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:False")
-    assert doctor_gpu.look_at_allocator()[0].level is Level.OK
+    assert doctor.check_allocator().level is Level.OK
 
 
 def test_an_address_of_nobody_is_a_problem() -> None:
-    finding = doctor_host.look_at_port("192.0.2.1", 8000)
+    finding = doctor.check_port("192.0.2.1", 8000)
     assert finding.level is Level.PROBLEM
     assert "cannot listen on 192.0.2.1 port 8000" in finding.seen
 
@@ -368,7 +363,7 @@ def test_memory_with_other_bytes_does_not_count_as_shared() -> None:
     probe = ProbeMemory()
     try:
         wrong = msgspec.structs.replace(probe.info(), digest="0" * 32)
-        reason = doctor_pairs.opened_by_another([wrong])
+        reason = doctor.open_by_another([wrong])
     finally:
         probe.close()
     assert "other bytes" in reason
@@ -376,15 +371,15 @@ def test_memory_with_other_bytes_does_not_count_as_shared() -> None:
 
 def test_a_process_that_dies_says_its_last_words() -> None:
     with (
-        doctor_pairs.run_helper("no-such-trial") as helper,
+        doctor.run_helper("no-such-trial") as helper,
         pytest.raises(RemoteError, match=r"ended with status 1: KeyError: 'no-such-trial'"),
     ):
-        doctor_pairs.receive(helper, str)
+        doctor.receive(helper, str)
     assert helper.has_ended
 
 
 def test_a_group_that_cannot_be_made_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor_pairs, "LOOPBACK", "192.0.2.1")  # an address of nobody
-    (finding,) = doctor_pairs.try_gloo()
+    monkeypatch.setattr(doctor, "LOOPBACK", "192.0.2.1")  # an address of nobody
+    (finding,) = doctor.try_gloo()
     assert (finding.level, finding.works) == (Level.WARNING, False)
     assert "no process can connect to 192.0.2.1" in finding.seen
