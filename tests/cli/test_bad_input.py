@@ -13,7 +13,7 @@ import pytest
 
 from tests.cli.running import TOKEN
 from weightsync.cli import main
-from weightsync.cli.answers import FAILED, REFUSED, UNREACHABLE, USAGE
+from weightsync.cli.output import FAILED, REFUSED, UNREACHABLE, USAGE
 
 
 class _Stranger(http.server.BaseHTTPRequestHandler):
@@ -170,7 +170,7 @@ def test_one_line_and_a_code(
         ("bench --nbytes some", "'some' is not a size; write 512MiB"),
         ("status http://a\u00a0b:1", "names no host; give http://host:port"),
         ("status sglang+https://a:1 --ca-file nowhere", "to trust, nowhere, cannot be read"),
-        ("plot far", "line 1 is no report (1e+300 is not below 1e+30)"),
+        ("plot far", "line 1 is not a report (Expected `float` < 1e+30 - at `$.version`)"),
     ],
 )
 def test_json_says_it_too(

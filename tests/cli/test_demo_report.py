@@ -7,17 +7,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from weightsync.cli.demo_trainer import (
-    DemoReport,
-    Event,
-    Proof,
-    Ready,
-    Step,
-    decode_event,
-    encode_event,
-    write_plot,
-    write_report,
-)
+from weightsync.cli.demo import DemoReport, write_plot, write_report
+from weightsync.cli.demo_trainer import Event, Proof, Ready, Step, decode_event
 
 READY = Ready(model="tiny", params=10, tensors=2, goal="lower case")
 STEP = Step(
@@ -38,7 +29,7 @@ PROOF = Proof(tensors_checked=2, different=[], server_tokens=[[1, 2]], trainer_t
 
 @pytest.mark.parametrize("event", [READY, STEP, PROOF])
 def test_an_event_is_one_line_and_comes_back(event: Event) -> None:
-    line = encode_event(event)
+    line = msgspec.json.encode(event)
     assert b"\n" not in line
     assert decode_event(line) == event
 

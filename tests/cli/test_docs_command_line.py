@@ -14,9 +14,9 @@ import weightsync as ws
 from tests.cli.running import ROOT, TOKEN, weightsync
 from tests.cli.test_bad_input import CASES
 from tests.cli.test_doctor import CHECKS
-from weightsync.cli.answers import EXTRAS, FAILED, OK, REFUSED, UNREACHABLE, USAGE, install
-from weightsync.cli.app import VERBS
+from weightsync.cli.app import EXTRAS, VERBS, install
 from weightsync.cli.doctor import make_checks
+from weightsync.cli.output import FAILED, OK, REFUSED, UNREACHABLE, USAGE
 
 PAGE = (ROOT / "docs" / "command-line.md").read_text(encoding="utf-8")
 SHOWN_URL = "http://127.0.0.1:8000"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from weightsync.cli.access import SIZE_HELP, parse_size
+from weightsync.cli.options import SIZE_HELP, parse_size
 from weightsync.errors import ConfigError
 
 
@@ -21,7 +21,7 @@ from weightsync.errors import ConfigError
         ("2gib", 2 * 1024**3),
         ("1T", 1024**4),
         ("0.1K", 102),
-        ("999999999999999999T", 999_999_999_999_999_999 * 1024**4),
+        ("123456789012345678.999999999999999999", 123_456_789_012_345_678),
     ],
 )
 def test_a_size_is_in_powers_of_1024_unless_it_ends_in_a_plain_b(text: str, nbytes: int) -> None:
@@ -36,6 +36,12 @@ def test_anything_else_is_refused_with_the_forms(text: str) -> None:
         parse_size(text)
     assert str(raised.value) == f"{text!r} is not a size; write {SIZE_HELP}"
     assert "512MiB or 512M (1024 x 1024), 512MB (1000 x 1000), 0.5G" in SIZE_HELP
+
+
+def test_more_bytes_than_can_be_addressed_are_refused() -> None:
+    assert parse_size("7.99G") < parse_size("8000000T")
+    with pytest.raises(ConfigError, match=r"^'8388608T' is 9223372036854775808 bytes; a size is "):
+        parse_size("8388608T")
 
 
 def test_a_long_text_is_cut_in_the_message() -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from tests.cli.running import answer_of, weightsync
 from tests.test_report import report
-from weightsync.cli.answers import USAGE
+from weightsync.cli.output import USAGE
 from weightsync.cli.plot import draw, read_reports
 
 
@@ -51,9 +51,9 @@ def test_what_is_drawn_is_what_the_reports_say(run: Path) -> None:
     ("text", "said"),
     [
         ("", "has no report"),
-        ("{}\n", "line 1 is no report"),
-        ("[1]\n", "line 1 is no report"),
-        (f"{report().to_json()}\nnonsense\n", "line 2 is no report"),
+        ("{}\n", "line 1 is not a report"),
+        ("[1]\n", "line 1 is not a report"),
+        (f"{report().to_json()}\nnonsense\n", "line 2 is not a report"),
     ],
 )
 def test_a_file_without_reports_is_refused(tmp_path: Path, text: str, said: str) -> None:

@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterable
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -17,9 +18,10 @@ import weightsync as ws
 from tests.cli.running import TOKEN, answer_of, tiny_tensors, weightsync
 from tests.server.live import make_app, serving
 from tests.shm.processes import environment, line_of
-from weightsync.cli.status import overall, parse, paths_of, read_last_updates
+from weightsync.cli.status import fetch_last_updates, overall, parse_metrics, paths_of
 from weightsync.server import Workers, worker_path, workers_router
 from weightsync.server.workers import merge_statuses
+from weightsync.transports.http import HttpTransport
 from weightsync.wire.messages import Status
 
 WAIT_S = 60
@@ -135,12 +137,13 @@ def test_wrong_arguments_are_usage_errors(url: str) -> None:
 
 def test_a_server_without_metrics_is_no_error(url: str, down: str) -> None:
     for address in (down, f"{url}/nowhere"):
-        updates = read_last_updates(address, 5)
+        with closing(HttpTransport(address, "")) as transport:
+            updates = fetch_last_updates(transport, 5)
         assert (updates.ended, updates.nbytes) == ({}, None)
 
 
 def test_lines_of_other_metrics_are_left_alone() -> None:
-    updates = parse(
+    updates = parse_metrics(
         "# HELP weightsync_updates_total Updates\n"
         'weightsync_updates_total{result="aborted"} 2.0\n'
         'weightsync_last_update_seconds{phase="load"} 1.5e-03\n'

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ from torch import nn
 
 import weightsync as ws
 from tests.security.https import Certificate, make_certificate, serving_https
-from weightsync.cli.status import read_last_updates
+from weightsync.cli.status import fetch_last_updates
 from weightsync.errors import ConfigError, ConnectError
 from weightsync.server.listening import check_tls_files
 from weightsync.transports.http import HttpTransport
@@ -80,7 +81,8 @@ def test_the_variables_of_requests_say_whom_to_trust(
     assert ask(url).may_generate
     with ws.connect(nn.Linear(4, 3), to=url, token=TOKEN) as sender:
         sender.send_weights()
-    assert read_last_updates(url, 20).ended["committed"] >= 1
+    with closing(HttpTransport(url, "")) as transport:
+        assert fetch_last_updates(transport, 20).ended["committed"] >= 1
 
 
 def test_a_certificate_that_nobody_vouches_for_is_refused_with_what_to_do(

@@ -1,4 +1,4 @@
-"""The command `weightsync`: a file per verb, each with extras of its own."""
+"""The command `weightsync`: one module per verb, and each verb may need extras of its own."""
 
 from __future__ import annotations
 
@@ -7,35 +7,36 @@ import os
 import sys
 from collections.abc import Sequence
 
-from weightsync.cli.answers import FAILED, OK, USAGE, exit_code, one_line, say_error
+from weightsync.cli.output import FAILED, OK, USAGE, exit_code, one_line, print_error
 from weightsync.errors import WeightSyncError
 
 _HELP = "weightsync --help lists the verbs, weightsync VERB --help its options"
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run the command line and exit; errors of ours are one line on stderr and an exit code."""
-    logging.basicConfig()  # a program of its own: its warnings belong on stderr
+    """Run the command line and exit; an expected error is one line on stderr and an exit code."""
+    logging.basicConfig()  # the warnings of a program go to stderr
     words = list(sys.argv[1:] if arguments is None else arguments)
+    as_json = "--json" in words
     try:
-        # Here, so that a missing typer is an error of ours, too.
+        # Imported here, so that a missing typer is reported as any other error.
         from weightsync.cli.app import UsageProblem, make_app  # noqa: PLC0415
 
         try:
             code = make_app(words)(words, prog_name="weightsync", standalone_mode=False)
         except UsageProblem as exc:
-            # A type of click's own, wherever typer keeps it; empty where the help was shown.
-            said = one_line(exc.format_message())  # type: ignore[attr-defined]  # see UsageProblem
-            if said:
-                say_error(exc, f"{said}; {_HELP}", USAGE, words)
+            # A class of click, which `app` finds; the message is empty if the help was shown.
+            message = one_line(exc.format_message())  # type: ignore[attr-defined]  # see `app`
+            if message:
+                print_error(exc, as_json=as_json, text=f"{message}; {_HELP}", code=USAGE)
             raise SystemExit(USAGE) from None
     except KeyboardInterrupt:
         raise SystemExit(130) from None
     except WeightSyncError as exc:
-        say_error(exc, one_line(exc), exit_code(exc), words)
+        print_error(exc, as_json=as_json)
         raise SystemExit(exit_code(exc)) from None
     except BrokenPipeError:
-        # Who read our output has gone; or Python would say so at its end.
+        # The reader of stdout has ended. Without this, Python reports the error again at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         raise SystemExit(FAILED) from None
     raise SystemExit(code if isinstance(code, int) else OK)

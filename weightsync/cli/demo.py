@@ -7,6 +7,7 @@ import re
 import secrets
 import tempfile
 import time
+from collections.abc import Sequence
 from contextlib import ExitStack
 from enum import StrEnum
 from pathlib import Path
@@ -17,20 +18,13 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from weightsync.cli.answers import FAILED, describe, ending, print_json
+from weightsync.cli.app import require
 from weightsync.cli.child import Child
-from weightsync.cli.demo_trainer import (
-    DemoReport,
-    Proof,
-    Ready,
-    Step,
-    check_plotting,
-    decode_event,
-    write_plot,
-    write_report,
-)
+from weightsync.cli.demo_trainer import Proof, Ready, Step, decode_event
+from weightsync.cli.output import FAILED, describe, ending, print_json
 from weightsync.errors import ConfigError, RemoteError, WeightSyncError
 from weightsync.shm.segment import remove_leftovers
+from weightsync.transports.tokens import TOKEN_VARIABLE
 
 START_TIMEOUT_S = 180.0
 EVENT_TIMEOUT_S = 300.0
@@ -40,15 +34,26 @@ PLOT_FILE = "demo.png"
 
 _URL = re.compile(rb"https?://[\w.\-]+:\d+")
 
-
 E = TypeVar("E", Ready, Step, Proof)
 
 
 class DemoModel(StrEnum):
-    """The models that the demo knows a task for."""
+    """The models that the demo has a task for."""
 
     SMOLLM2 = "smollm2"
     TINY = "tiny"
+
+
+class DemoReport(msgspec.Struct, frozen=True, kw_only=True):
+    """The content of `demo-report.json`."""
+
+    model: str
+    params: int
+    goal: str
+    verified: bool
+    tensors_checked: int
+    seconds: float
+    steps: list[Step]
 
 
 def demo(
@@ -66,11 +71,11 @@ def demo(
     console = Console(stderr=json_)
     with ending(as_json=json_):
         _check_out(out)
-        check_plotting()
+        require("demo", "matplotlib")
         try:
-            report = _Demo(console, model.value, steps, port).run()
+            report = run_demo(console, model.value, steps, port)
         except WeightSyncError as exc:
-            # Not on one line: it may end with the last lines that a process of it said.
+            # On several lines: the message may end with the last lines of a child's log.
             console.print(f"the demo failed: {exc}", style="red", markup=False, soft_wrap=True)
             if json_:
                 print_json({"error": describe(exc), "exit_code": FAILED})
@@ -88,7 +93,7 @@ def demo(
 
 
 def _check_out(out: Path) -> None:
-    """Raise ConfigError where files cannot be made, before minutes of work are done for them."""
+    """Raise ConfigError where no file can be written, before the demo runs for minutes."""
     try:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as exc:
@@ -99,82 +104,63 @@ def _check_out(out: Path) -> None:
         raise ConfigError(f"--out {out} cannot be written: {exc.strerror}") from exc
 
 
-class _Demo:
-    """One run: a server process, a trainer process, and what the trainer tells."""
-
-    def __init__(self, console: Console, model: str, steps: int, port: int) -> None:
-        self._console = console
-        self._model, self._num_steps, self._port = model, steps, port
-        self._environment = _child_environment(secrets.token_urlsafe(32))
-
-    def run(self) -> DemoReport:
-        started = time.monotonic()
-        with ExitStack() as stack:
-            stack.callback(remove_leftovers)
-            server = stack.enter_context(self._server())
-            url = server.find(_URL, START_TIMEOUT_S)
-            self._console.print(f"server: {self._model} at {url}", markup=False)
-            trainer = stack.enter_context(self._trainer(url))
-            ready, steps, proof = self._follow(trainer)
-        return DemoReport(
-            model=ready.model,
-            params=ready.params,
-            goal=ready.goal,
-            verified=proof.holds,
-            tensors_checked=proof.tensors_checked,
-            seconds=time.monotonic() - started,
-            steps=steps,
-        )
-
-    def _server(self) -> Child:
-        arguments = ("--model", self._model, "--port", str(self._port))
-        return Child("server", "weightsync", "serve", *arguments, environment=self._environment)
-
-    def _trainer(self, url: str) -> Child:
-        module = "weightsync.cli.demo_trainer"
-        arguments = ("--model", self._model, "--server", url, "--steps", str(self._num_steps))
-        return Child("trainer", module, *arguments, environment=self._environment)
-
-    def _follow(self, trainer: Child) -> tuple[Ready, list[Step], Proof]:
-        ready, steps = self._expect(trainer, Ready), []
-        print_line = self._console.print
-        print_line(f"trainer: {ready.params / 1e6:.1f} M parameters, {ready.tensors} tensors")
-        print_line(f"goal: {ready.goal}", markup=False)
-        with _progress(self._console) as progress:
-            task = progress.add_task("training", total=self._num_steps)
-            for number in range(1, self._num_steps + 1):
-                steps.append(step := self._expect(trainer, Step))
-                progress.console.print(_describe(number, step), markup=False, highlight=False)
-                progress.advance(task)
-        print_line(f"path: {steps[-1].path}, every update verified: {steps[-1].verified}")
-        proof = self._expect(trainer, Proof)
-        print_line(_describe_proof(proof), markup=False, style=None if proof.holds else "red")
-        return ready, steps, proof
-
-    def _expect(self, trainer: Child, kind: type[E]) -> E:
-        event = decode_event(trainer.receive(EVENT_TIMEOUT_S))
-        if not isinstance(event, kind):
-            raise RemoteError(f"the trainer said {event} where a {kind.__name__} was due")
-        return event
-
-
-def _child_environment(token: str) -> dict[str, str]:
-    # Server and trainer take turns, so each may use every core.
+def run_demo(console: Console, model: str, steps: int, port: int) -> DemoReport:
+    """Run a server process and a trainer process, and print the events of the trainer."""
+    started = time.monotonic()
+    # Server and trainer work in turns, so each may use every core.
     threads = min(MAX_THREADS, len(os.sched_getaffinity(0)))
-    return {
+    environment = {
         **os.environ,
-        "WEIGHTSYNC_TOKEN": token,
+        TOKEN_VARIABLE: secrets.token_urlsafe(32),
         "OMP_NUM_THREADS": str(threads),
         "OMP_WAIT_POLICY": "PASSIVE",
         "HF_HUB_OFFLINE": "1",
         "TQDM_DISABLE": "1",
         "PYTHONUNBUFFERED": "1",
     }
+    with ExitStack() as stack:
+        stack.callback(remove_leftovers)
+        arguments = ("serve", "--model", model, "--port", str(port))
+        server = Child("server", "weightsync", *arguments, environment=environment)
+        url = stack.enter_context(server).find(_URL, START_TIMEOUT_S)
+        console.print(f"server: {model} at {url}", markup=False)
+        arguments = ("--model", model, "--server", url, "--steps", str(steps))
+        module = "weightsync.cli.demo_trainer"
+        trainer = Child("trainer", module, *arguments, environment=environment)
+        ready, made, proof = _follow(console, stack.enter_context(trainer), steps)
+    return DemoReport(
+        model=ready.model,
+        params=ready.params,
+        goal=ready.goal,
+        verified=proof.holds,
+        tensors_checked=proof.tensors_checked,
+        seconds=time.monotonic() - started,
+        steps=made,
+    )
 
 
-def _progress(console: Console) -> Progress:
+def _follow(console: Console, trainer: Child, num_steps: int) -> tuple[Ready, list[Step], Proof]:
+    ready, steps = _receive(trainer, Ready), list[Step]()
+    console.print(f"trainer: {ready.params / 1e6:.1f} M parameters, {ready.tensors} tensors")
+    console.print(f"goal: {ready.goal}", markup=False)
     columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    return Progress(TextColumn("{task.description}"), *columns, console=console)
+    with Progress(TextColumn("{task.description}"), *columns, console=console) as progress:
+        task = progress.add_task("training", total=num_steps)
+        for number in range(1, num_steps + 1):
+            steps.append(step := _receive(trainer, Step))
+            progress.console.print(_describe(number, step), markup=False, highlight=False)
+            progress.advance(task)
+    console.print(f"path: {steps[-1].path}, every update verified: {steps[-1].verified}")
+    proof = _receive(trainer, Proof)
+    console.print(_describe_proof(proof), markup=False, style=None if proof.holds else "red")
+    return ready, steps, proof
+
+
+def _receive(trainer: Child, kind: type[E]) -> E:
+    event = decode_event(trainer.receive(EVENT_TIMEOUT_S))
+    if not isinstance(event, kind):
+        raise RemoteError(f"the trainer sent {event}, and a {kind.__name__} was expected")
+    return event
 
 
 def _describe(number: int, step: Step) -> str:
@@ -194,3 +180,33 @@ def _describe_proof(proof: Proof) -> str:
     if proof.different:
         return f"NOT verified: these tensors differ in the server: {', '.join(proof.different)}"
     return "NOT verified: server and trainer generate different greedy tokens"
+
+
+def write_report(report: DemoReport, file: Path) -> None:
+    """Write the report as indented JSON."""
+    file.write_bytes(msgspec.json.format(msgspec.json.encode(report), indent=2) + b"\n")
+
+
+def write_plot(steps: Sequence[Step], file: Path) -> None:
+    """Draw reward and sync time by step."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg  # noqa: PLC0415 - slow to import
+    from matplotlib.figure import Figure  # noqa: PLC0415 - same
+
+    figure = Figure(figsize=(8, 4.5), layout="constrained")
+    FigureCanvasAgg(figure)
+    reward_axis = figure.add_subplot()
+    sync_axis = reward_axis.twinx()
+    numbers = range(1, len(steps) + 1)
+    milliseconds = [step.sync_s * 1e3 for step in steps]
+    sync_axis.bar(numbers, milliseconds, color="tab:gray", alpha=0.35, width=0.6)
+    sync_axis.set_ylabel("weight sync (ms)")
+    sync_axis.set_ylim(bottom=0)
+    reward_axis.plot(numbers, [step.reward for step in steps], color="tab:blue", marker="o")
+    reward_axis.set_xlabel("step")
+    reward_axis.set_xticks(list(numbers))
+    reward_axis.set_ylabel("reward", color="tab:blue")
+    reward_axis.set_ylim(0, 1.05)
+    reward_axis.set_zorder(sync_axis.get_zorder() + 1)
+    reward_axis.patch.set_visible(False)
+    reward_axis.set_title("Reward, and the time to send the weights after each step")
+    figure.savefig(file, dpi=120)

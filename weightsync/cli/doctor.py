@@ -30,9 +30,9 @@ from weightsync.backends.gloo.group import GroupRendezvous, PrivateGroup, data_l
 from weightsync.backends.ipc.memory import ProbeMemory
 from weightsync.backends.ipc.sender import HOST_BUCKET_NBYTES, HOST_BUCKETS
 from weightsync.backends.registry import backend_names, load_backend
-from weightsync.cli.answers import FAILED, OK, ending, one_line, print_json
 from weightsync.cli.child import Child
 from weightsync.cli.doctor_helper import GLOO_S, START_S, Gpu, GpuOffer
+from weightsync.cli.output import FAILED, OK, ending, one_line, print_json
 from weightsync.cuda.handles import expandable_setting
 from weightsync.errors import (
     BackendUnavailableError,
@@ -235,7 +235,7 @@ def _start(check: Check) -> queue.Queue[Sequence[Finding]]:
 
 
 def check_cpu() -> Sequence[Finding]:
-    """Check the architecture: the rings rely on the store order of x86-64."""
+    """Check the architecture: rings of shared memory need x86-64 or aarch64."""
     try:
         order_stores()
     except BackendUnavailableError as exc:

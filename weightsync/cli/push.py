@@ -18,16 +18,16 @@ from rich.progress import (
     TransferSpeedColumn,
 )
 
-from weightsync.cli.access import (
+from weightsync.cli.checkpoint import Dtype, WatchedSource, explain, open_checkpoint
+from weightsync.cli.options import (
     CaFileOption,
     TokenFileOption,
     TokenOption,
-    given_token,
-    given_trust,
+    choose_tls,
+    choose_token,
     seconds,
 )
-from weightsync.cli.answers import ending, print_json
-from weightsync.cli.checkpoint import Dtype, WatchedSource, explain, open_checkpoint
+from weightsync.cli.output import ending, print_json
 from weightsync.errors import ManifestMismatchError
 from weightsync.report import SyncReport
 from weightsync.sender import connect
@@ -42,37 +42,38 @@ def push(  # noqa: PLR0913, PLR0917  # one parameter per option
     token_file: TokenFileOption = None,
     ca_file: CaFileOption = None,
     dtype: Annotated[
-        Dtype | None, typer.Option(help="cast floating-point tensors", show_default=False)
+        Dtype | None,
+        typer.Option(help="dtype to cast floating-point tensors to", show_default=False),
     ] = None,
     version: Annotated[
         int | None,
-        typer.Option(min=1, help="else one more than the servers hold", show_default=False),
+        typer.Option(min=1, help="default: one more than the servers hold", show_default=False),
     ] = None,
     label: Annotated[
-        str | None, typer.Option(help="free name of these weights", show_default=False)
+        str | None, typer.Option(help="a name for these weights", show_default=False)
     ] = None,
     rewind: Annotated[
-        bool, typer.Option("--rewind", help="allow a version lower than the one held")
+        bool, typer.Option("--rewind", help="allow a version lower than the servers hold")
     ] = False,
     backend: Annotated[str, typer.Option(help="path: auto, ipc, distributed")] = "auto",
     verify: Annotated[
-        bool, typer.Option("--verify/--no-verify", help="fingerprint what arrives")
+        bool, typer.Option("--verify/--no-verify", help="compare fingerprints after the transfer")
     ] = True,
     timeout: Annotated[float, seconds("seconds without progress")] = 60.0,
     json_: Annotated[bool, typer.Option("--json", help="print one JSON object")] = False,
 ) -> None:
     """Load a safetensors checkpoint into servers that are running."""
     with ending(as_json=json_):
-        secret, trusted = given_token(token, token_file), given_trust(ca_file, to)
+        secret, verify_tls = choose_token(token, token_file), choose_tls(ca_file, to)
         source = open_checkpoint(checkpoint, dtype)
         try:
-            with _progress(source.manifest.nbytes, shown=not json_) as heard:
-                watched = WatchedSource(source, heard)
+            with _progress(source.manifest.nbytes, shown=not json_) as on_progress:
+                watched = WatchedSource(source, on_progress)
                 with connect(
                     watched,
                     to,
                     token=secret,
-                    verify_tls=trusted,
+                    verify_tls=verify_tls,
                     backend=backend,
                     verify=verify,
                     timeout_s=timeout,

@@ -1,4 +1,4 @@
-"""`weightsync serve`: a model that generates and takes new weights."""
+"""`weightsync serve`: serves a model over HTTP, while a trainer replaces its weights."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 
-from weightsync.cli.answers import lacking, require
+from weightsync.cli.app import missing_package, require
 from weightsync.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -28,11 +28,11 @@ _PACKAGES = (
     "jinja2",
     "psutil",
 )
-"""What this process or those that it starts import."""
+"""Packages that this process, or a process that it starts, imports."""
 
 
 class Apply(StrEnum):
-    """How a receiver puts weights to use."""
+    """How a receiver applies weights."""
 
     AUTO = "auto"
     STAGED = "staged"
@@ -40,14 +40,14 @@ class Apply(StrEnum):
 
 
 class TensorIpc(StrEnum):
-    """How the tensors of a request reach the engine core."""
+    """How tensors of a request reach the engine core."""
 
     DIRECT_RPC = "direct_rpc"
     TORCH_SHM = "torch_shm"
 
 
 class Dtype(StrEnum):
-    """What a model can be loaded in."""
+    """Dtypes in which a model can be loaded."""
 
     FLOAT32 = "float32"
     BFLOAT16 = "bfloat16"
@@ -59,7 +59,7 @@ def serve(  # noqa: PLR0913, PLR0917 # each is an option of the command line
     host: Annotated[str, typer.Option(help="address to listen on")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="0: any free one")] = 8000,
     token: Annotated[
-        str | None, typer.Option(help="else WEIGHTSYNC_TOKEN, else one is made and printed")
+        str | None, typer.Option(help="else WEIGHTSYNC_TOKEN, else a new one, printed")
     ] = None,
     token_file: Annotated[
         Path | None, typer.Option(help="holds the token, mode 0600; else WEIGHTSYNC_TOKEN_FILE")
@@ -71,9 +71,9 @@ def serve(  # noqa: PLR0913, PLR0917 # each is an option of the command line
         Path | None, typer.Option(help="certificate and its chain, PEM: serve HTTPS")
     ] = None,
     tls_key: Annotated[
-        Path | None, typer.Option(help="its key, PEM, where the certificate's file has none")
+        Path | None, typer.Option(help="its key, PEM; default: in the certificate's file")
     ] = None,
-    apply: Annotated[Apply, typer.Option(help="how weights are put to use")] = Apply.AUTO,
+    apply: Annotated[Apply, typer.Option(help="how weights are applied")] = Apply.AUTO,
     dtype: Annotated[Dtype, typer.Option(help="of the weights")] = Dtype.FLOAT32,
     api_servers: Annotated[int, typer.Option(min=1, help="API processes on one socket")] = 1,
     data_parallel: Annotated[int, typer.Option(min=1, help="replicas of the model")] = 1,
@@ -82,9 +82,12 @@ def serve(  # noqa: PLR0913, PLR0917 # each is an option of the command line
         TensorIpc | None,
         typer.Option(help="images in messages or shared memory; else WEIGHTSYNC_TENSOR_IPC"),
     ] = None,
-    max_rows: Annotated[int, typer.Option(min=1, help="completions at work at once")] = 256,
+    max_rows: Annotated[
+        int, typer.Option(min=1, help="completions that are generated at once")
+    ] = 256,
     threads: Annotated[
-        int | None, typer.Option(min=1, help="of each worker; else OMP_NUM_THREADS, else a share")
+        int | None,
+        typer.Option(min=1, help="of each worker; else OMP_NUM_THREADS, else a share of the cores"),
     ] = None,
     json_: Annotated[
         bool, typer.Option("--json", help="one JSON line when ready: url, token, pid, model")
@@ -97,10 +100,10 @@ def serve(  # noqa: PLR0913, PLR0917 # each is an option of the command line
     require("serve", *_PACKAGES)
     try:
         from weightsync.queues.tensor_codec import chosen_tensor_ipc  # noqa: PLC0415 - same
-        from weightsync.serve.serving import ServeOptions  # noqa: PLC0415 - this verb's extras
+        from weightsync.serve.serving import ServeOptions  # noqa: PLC0415 - needs this verb's extras
         from weightsync.server.auth import Token, resolve_token  # noqa: PLC0415 - same
     except ModuleNotFoundError as exc:
-        raise lacking("serve", exc.name) from exc
+        raise missing_package("serve", exc.name) from exc
     guard = Token("") if no_auth else resolve_token(token, token_file=token_file)
     options = ServeOptions(
         model=model,
@@ -125,7 +128,7 @@ def serve(  # noqa: PLR0913, PLR0917 # each is an option of the command line
 
 
 def _serve(options: ServeOptions, host: str, port: int, made_token: str, *, as_json: bool) -> None:
-    from weightsync.serve.serving import serving  # noqa: PLC0415 - this verb's extras
+    from weightsync.serve.serving import serving  # noqa: PLC0415 - needs this verb's extras
     from weightsync.server.listening import (  # noqa: PLC0415 - same
         check_tls_files,
         is_loopback,
@@ -142,13 +145,13 @@ def _serve(options: ServeOptions, host: str, port: int, made_token: str, *, as_j
             )
         with serving(options, listener) as tree:
             url = url_of(listener, tls=options.ssl_certfile is not None)
-            _say_ready(url, made_token, options.model, as_json=as_json)
+            _print_ready(url, made_token, options.model, as_json=as_json)
             tree.wait()
 
 
-def _say_ready(url: str, made_token: str, model: str, *, as_json: bool) -> None:
+def _print_ready(url: str, made_token: str, model: str, *, as_json: bool) -> None:
     if as_json:
-        # A token that was given is known to who gave it, and is not repeated.
+        # Only a new token is printed: a given one may be a secret of the environment.
         ready = {"url": url, "token": made_token or None, "pid": os.getpid(), "model": model}
         print(json.dumps(ready), flush=True)
         return
@@ -158,7 +161,7 @@ def _say_ready(url: str, made_token: str, model: str, *, as_json: bool) -> None:
 
 
 def _end_tracker() -> None:
-    """Wait for the process that multiprocessing starts beside spawned ones: it would outlive us."""
+    """End multiprocessing's resource tracker, a process that would outlive this one."""
     stop = getattr(resource_tracker._resource_tracker, "_stop", None)
     if stop is not None:
         stop()

@@ -1,4 +1,4 @@
-"""`weightsync verify`: does a server hold this checkpoint?"""
+"""`weightsync verify`: compares the weights of a server with a checkpoint."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ import typer
 from rich.console import Console
 from rich.progress import Progress
 
-from weightsync.cli.access import (
+from weightsync.cli.checkpoint import Dtype, open_checkpoint
+from weightsync.cli.options import (
     CaFileOption,
     Engine,
     TokenFileOption,
     TokenOption,
+    choose_tls,
+    choose_token,
     find_engine,
-    given_token,
-    given_trust,
     read_target,
     seconds,
 )
-from weightsync.cli.answers import FAILED, OK, ending, print_json
-from weightsync.cli.checkpoint import Dtype, open_checkpoint
+from weightsync.cli.output import FAILED, OK, ending, print_json
 from weightsync.errors import ConfigError, ProtocolError, RemoteError
 from weightsync.tensors import TORCH_DTYPES, as_bytes, dtype_name, sent_dtype
 from weightsync.transports.base import Transport
@@ -39,15 +39,15 @@ _PROBE_S = 10.0
 _NAMES: dict[Engine, str] = {"vllm": "vLLM", "sglang": "SGLang"}
 _HOLDS: dict[Engine, str] = {
     "vllm": "has fused and sharded tensors that no file has, and verifies each push as it arrives",
-    "sglang": "does not tell fingerprints of what it holds",
+    "sglang": "does not report fingerprints of its weights",
 }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verified:
-    """What the comparison found. `dtype` is what the files' tensors were cast to, if they were.
+    """The result of a comparison. `dtype` is the cast of the files' tensors, None without a cast.
 
-    `missing` are held by the server and not in the files, `surplus` the other way round.
+    `missing` tensors are only in the server, `surplus` tensors only in the files.
     """
 
     url: str
@@ -75,24 +75,26 @@ def verify(  # one parameter per option
     ca_file: CaFileOption = None,
     dtype: Annotated[
         Dtype | None,
-        typer.Option(help="the server's; found out where it is not given", show_default=False),
+        typer.Option(help="dtype in the server; default: detected", show_default=False),
     ] = None,
     timeout: Annotated[float, seconds("seconds to wait for the server")] = 300.0,
     json_: Annotated[bool, typer.Option("--json", help="print one JSON object")] = False,
 ) -> None:
     """Compare the weights that a server holds with a safetensors checkpoint, tensor by tensor."""
     with ending(as_json=json_):
-        secret, trusted = given_token(token, token_file), given_trust(ca_file, [url])
+        secret, verify_tls = choose_token(token, token_file), choose_tls(ca_file, [url])
         plain, engine = read_target(url)
         if engine is not None:
             raise _no_fingerprints(plain, engine)
         source = open_checkpoint(checkpoint, None)
-        transport = HttpTransport(url, secret, verify_tls=trusted)
+        transport = HttpTransport(url, secret, verify_tls=verify_tls)
         try:
-            held = _ask(transport, timeout)
+            held = _fetch_fingerprints(transport, timeout)
         except (ProtocolError, RemoteError) as exc:
-            # Perhaps of another engine, which does not know the question.
-            if (engine := find_engine(plain, secret, trusted, min(timeout, _PROBE_S))) is not None:
+            # The server may be of another engine, which does not know this request.
+            if (
+                engine := find_engine(plain, secret, verify_tls, min(timeout, _PROBE_S))
+            ) is not None:
                 raise _no_fingerprints(plain, engine) from exc
             raise
         finally:
@@ -114,9 +116,10 @@ def compare(
     dtype: Dtype | None,
     advance: Callable[[], None] = lambda: None,
 ) -> Verified:
-    """Compare a checkpoint with the fingerprints that a server answered.
+    """Compare a checkpoint with the fingerprints of a server.
 
-    Without `dtype` a tensor may be held as stored, or as a cast of that: `Verified.dtype` says so.
+    Without `dtype`, the server may hold a tensor as stored or as a cast; see `Verified.dtype`.
+    `advance` is called after each tensor.
     """
     casts = _Casts(TORCH_DTYPES[dtype.value] if dtype else None)
     places = source.manifest.places()
@@ -124,7 +127,7 @@ def compare(
     surplus: list[str] = []
     seen: set[str] = set()
     for name, tensor in source.tensors():
-        # An alias that the server does not know is no tensor of its own.
+        # The server need not have every alias of a tensor.
         known = {place: held.checksums[place] for place in places[name] if place in held.checksums}
         seen |= known.keys()
         if known:
@@ -145,9 +148,9 @@ def compare(
 
 
 class _Casts:
-    """Fingerprints of tensors in the dtypes in which a server may hold them, the likely one first.
+    """Fingerprints of tensors in each dtype in which a server may hold them, the likely one first.
 
-    With `given` only in that.
+    `given` is the only dtype if it is not None.
     """
 
     def __init__(self, given: torch.dtype | None) -> None:
@@ -156,7 +159,7 @@ class _Casts:
         self._used: set[torch.dtype] = {given} if given else set()
 
     def different(self, tensor: torch.Tensor, known: Mapping[str, str]) -> list[str]:
-        """Return the names of `known` under which the server holds something else."""
+        """Return the names in `known` whose fingerprint differs from the one of `tensor`."""
         best = list(known)
         for cast in list(self._tried) if tensor.is_floating_point() else [None]:
             value = _fingerprint(tensor, cast)
@@ -169,7 +172,7 @@ class _Casts:
         return best
 
     def used(self) -> str | None:
-        """Name the dtypes to which tensors were cast."""
+        """Return the dtypes to which tensors were cast, None without a cast."""
         return "+".join(sorted(map(dtype_name, self._used))) or None
 
     def _note(self, cast: torch.dtype | None) -> None:
@@ -221,10 +224,10 @@ def _print_names(console: Console, title: str, names: Sequence[str]) -> None:
         console.print(f"  and {len(names) - SHOWN_NAMES} more (--json lists all)")
 
 
-def _ask(transport: Transport, timeout_s: float) -> CheckReply:
+def _fetch_fingerprints(transport: Transport, timeout_s: float) -> CheckReply:
     try:
         reply = transport.call(CheckRequest(), timeout_s=timeout_s)
-    except ConfigError as exc:  # of how the server was made, not of this command line
+    except ConfigError as exc:  # of the server's configuration, not of this command line
         raise RemoteError(str(exc), remote_type="ConfigError", remote_message=str(exc)) from exc
     if not isinstance(reply, CheckReply):
         raise ProtocolError(f"{transport.target} answered with a {type(reply).__name__}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+import sys
 from collections.abc import Sequence
 from fractions import Fraction
 from pathlib import Path
@@ -30,18 +31,6 @@ CaFileOption = Annotated[
     typer.Option(help="certificates to trust, PEM; else REQUESTS_CA_BUNDLE", show_default=False),
 ]
 
-
-def seconds(what: str) -> Any:
-    """Return the option of a number of seconds that a process can wait."""
-    return typer.Option(min=0.1, max=MAX_TIMEOUT_S, callback=_check_number, help=what)
-
-
-def _check_number(value: float) -> float:
-    if math.isnan(value):  # which is neither below the least nor above the most
-        raise typer.BadParameter("nan is no number of seconds")
-    return value
-
-
 SIZE_HELP = "512MiB or 512M (1024 x 1024), 512MB (1000 x 1000), 0.5G, or a number of bytes"
 _SIZE = re.compile(r"(\d{1,18}(?:\.\d{1,18})?)(?:([KMGT])(iB|B)?)?", re.ASCII | re.IGNORECASE)
 
@@ -50,30 +39,45 @@ def parse_size(text: str) -> int:
     """Return the bytes of a size; a part of a byte is cut off.
 
     `512MiB` and `512M` count in powers of 1024, `512MB` in powers of 1000, as GNU coreutils do.
-    Upper and lower case are the same. Raises ConfigError for other forms.
+    Upper and lower case are the same. Raises ConfigError for other forms, and for a size that no
+    address can reach.
     """
     found = _SIZE.fullmatch(text)
     if found is None:
         raise ConfigError(f"{text[:40]!r} is not a size; write {SIZE_HELP}")
     number, prefix, unit = found.groups(default="")
     base = 1000 if unit.upper() == "B" else 1024
-    return int(Fraction(number) * base ** " KMGT".index(prefix.upper() or " "))
+    nbytes = int(Fraction(number) * base ** " KMGT".index(prefix.upper() or " "))
+    if nbytes > sys.maxsize:
+        raise ConfigError(f"{text!r} is {nbytes} bytes; a size is at most {sys.maxsize}")
+    return nbytes
 
 
-def given_token(token: str | None, token_file: Path | None) -> str | None:
+def seconds(text: str) -> Any:
+    """Return the option of a number of seconds that a process can wait; `text` is its help."""
+    return typer.Option(min=0.1, max=MAX_TIMEOUT_S, callback=_check_number, help=text)
+
+
+def _check_number(value: float) -> float:
+    if math.isnan(value):  # NaN is neither below the minimum nor above the maximum
+        raise typer.BadParameter("nan is not a number of seconds")
+    return value
+
+
+def choose_token(token: str | None, token_file: Path | None) -> str | None:
     """Return the token of the command line, None for that of the environment.
 
-    Raises ConfigError when both are given, and for a file that others may read.
+    Raises ConfigError if both are given, and for a file that other users may read.
     """
     if token is not None and token_file is not None:
         raise ConfigError("--token and --token-file are both given; give one of them")
     return token if token_file is None else read_token_file(token_file)
 
 
-def given_trust(ca_file: Path | None, urls: Sequence[str]) -> bool | str:
-    """Return whom to trust: what `verify_tls` of HttpTransport takes; trusting anyone is no choice.
+def choose_tls(ca_file: Path | None, urls: Sequence[str]) -> bool | str:
+    """Return `verify_tls` of HttpTransport, never False.
 
-    Raises ConfigError for a file that is not there, and where no URL is https.
+    Raises ConfigError for a file that cannot be read, and where no URL is https.
     """
     if ca_file is None:
         return True
@@ -87,9 +91,9 @@ Engine = Literal["vllm", "sglang"]
 
 
 def read_target(target: str) -> tuple[str, Engine | None]:
-    """Return the plain URL of what `push --to` takes, and the engine that it names, if any.
+    """Return the plain URL of a target such as `vllm+http://host:1`, and the engine that it names.
 
-    Raises ConfigError for a scheme of an engine with something else than a URL.
+    Raises ConfigError for an engine's scheme without a URL.
     """
     if (url := plain_url(target)) is not None:
         return url, "vllm"
@@ -99,11 +103,11 @@ def read_target(target: str) -> tuple[str, Engine | None]:
 
 
 def find_engine(
-    url: str, token: str | None, trusted: bool | str, timeout_s: float
+    url: str, token: str | None, verify_tls: bool | str, timeout_s: float
 ) -> Engine | None:
     """Ask the server at a plain URL whether it is of another engine."""
-    if is_vllm(url, token, verify_tls=trusted, timeout_s=timeout_s):
+    if is_vllm(url, token, verify_tls=verify_tls, timeout_s=timeout_s):
         return "vllm"
-    if is_sglang(url, token, verify_tls=trusted, timeout_s=timeout_s):
+    if is_sglang(url, token, verify_tls=verify_tls, timeout_s=timeout_s):
         return "sglang"
     return None
