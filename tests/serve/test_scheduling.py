@@ -298,7 +298,7 @@ def test_the_versions_of_tokens_and_of_the_prompt_are_told() -> None:
         (job("x", []), "empty or has token ids outside 0 to 49"),
         (job("x", [50]), "empty or has token ids outside 0 to 49"),
         (job("x", [1] * 61, tokens=4), "take 65 tokens, the model has room for 64"),
-        (job("x", [1], n=0), "0 completions of one prompt are asked for; 1 to 256"),
+        (job("x", [1], n=0), "0 completions of one prompt are asked for; ask for 1 to 256"),
         (job("x", [1], n=257), "257 completions"),
         (job("x", [1], tokens=0), "max_new_tokens must be at least 1"),
     ],
