@@ -62,7 +62,6 @@ NOT_RUN: dict[tuple[str, str], str] = {
 
 SHOWN: dict[tuple[str, str], tuple[int, str]] = {
     ("README.md", "text"): (1, "what tests/docs/test_readme.py compares with a run of the program"),
-    ("CONTRIBUTING.md", "text"): (1, "a table of layers, which tests/test_layers.py keeps"),
     ("docs/concepts.md", "text"): (1, "a drawing of the states of an update"),
     ("docs/errors.md", "text"): (1, "the tree; tests/docs/test_errors.py compares it"),
     ("docs/guarantees.md", "text"): (2, "what runs of an hour printed"),
