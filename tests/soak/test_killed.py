@@ -27,8 +27,8 @@ KILLED = -signal.SIGKILL
 SETTLED = {"READY", "TORN", "PREPARED"}
 paths = pytest.mark.parametrize("path", victims.PATHS)
 applies = pytest.mark.parametrize("apply", ["staged", "in_place"])
-# The size is a stride: every twelfth boundary, or every one.
-strides = sizes(quick=12, whole=1)
+# The size is a stride: every fifth boundary, or every one.
+strides = sizes(quick=5, whole=1)
 Known = dict[int, dict[str, str]]
 
 
