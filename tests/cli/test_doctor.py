@@ -311,7 +311,7 @@ def test_a_backend_that_cannot_be_imported_is_a_warning_with_its_reason(
     first, second = doctor.check_backends()
     assert (first.check, first.level) == ("backend", Level.WARNING)
     assert first.seen == "fast: backend 'fast' cannot be loaded: libfabric.so.1: gone"
-    assert "backend='fast'" in first.remedy
+    assert first.remedy.endswith("or use another backend than 'fast'")
     assert second.seen == "odd: OSError"
 
 

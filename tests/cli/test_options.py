@@ -35,7 +35,7 @@ def test_anything_else_is_refused_with_the_forms(text: str) -> None:
     with pytest.raises(ConfigError) as raised:
         parse_size(text)
     assert str(raised.value) == f"{text!r} is not a size; write {SIZE_HELP}"
-    assert "512MiB or 512M (1024 x 1024), 512MB (1000 x 1000), 0.5G" in SIZE_HELP
+    assert "512MiB or 512M (M = 1024 x 1024), 512MB (MB = 1000 x 1000), 0.5G" in SIZE_HELP
 
 
 def test_more_bytes_than_can_be_addressed_are_refused() -> None:

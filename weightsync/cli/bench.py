@@ -50,25 +50,28 @@ WARMUP_ROUNDS = 2
 
 
 def bench(  # noqa: PLR0913, PLR0917  # one parameter per option
-    nbytes: Annotated[str, typer.Option(help=f"Size of the model: {SIZE_HELP}.")] = "512MiB",
-    tensors: Annotated[int, typer.Option(min=1, help="Into how many tensors.")] = 300,
-    dtype: Annotated[str, typer.Option(help="Their dtype, without torch.")] = "bfloat16",
-    shapes: Annotated[str | None, typer.Option(help="Real shapes instead: smollm2.")] = None,
+    nbytes: Annotated[str, typer.Option(help=f"size of the model: {SIZE_HELP}")] = "512MiB",
+    tensors: Annotated[int, typer.Option(min=1, help="number of tensors")] = 300,
+    dtype: Annotated[str, typer.Option(help="dtype of the tensors, as bfloat16")] = "bfloat16",
+    shapes: Annotated[
+        str | None, typer.Option(help="shapes of a real model instead: smollm2")
+    ] = None,
     packed: Annotated[
-        bool, typer.Option("--packed/--unpacked", help="Through buckets, or read in place.")
+        bool, typer.Option("--packed/--unpacked", help="through buckets, or read in place")
     ] = False,
     backend: Annotated[
-        str, typer.Option(help="Path: auto, ipc, distributed (as if to another host).")
+        str, typer.Option(help="auto, ipc, distributed (as if to another host)")
     ] = "auto",
-    transport: Annotated[str, typer.Option(help="Control messages by: http, callback.")] = "http",
-    readers: Annotated[int, typer.Option(min=1, max=16, help="Receiving processes.")] = 1,
-    sink: Annotated[str, typer.Option(help="Load into a: module, hook.")] = "module",
-    apply: Annotated[str, typer.Option(help="auto, staged, in_place.")] = "auto",
-    rounds: Annotated[int, typer.Option(min=1, help="Rounds that count.")] = 7,
+    transport: Annotated[str, typer.Option(help="for control messages: http, callback")] = "http",
+    readers: Annotated[int, typer.Option(min=1, max=16, help="receiving processes")] = 1,
+    sink: Annotated[str, typer.Option(help="receivers load into a: module, hook")] = "module",
+    apply: Annotated[str, typer.Option(help="auto, staged, in_place")] = "auto",
+    rounds: Annotated[int, typer.Option(min=1, help="rounds that are counted")] = 7,
     out: Annotated[
-        Path | None, typer.Option("--out", "-o", help="Write the figures there as JSON as well.")
+        Path | None,
+        typer.Option("--out", "-o", help="file to which the figures are also written, as JSON"),
     ] = None,
-    json_: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    json_: Annotated[bool, typer.Option("--json", help="print one JSON object")] = False,
 ) -> None:
     """Measure how fast weights move between two processes, beside a plain copy in one."""
     with ending(as_json=json_):

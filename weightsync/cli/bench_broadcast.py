@@ -1,4 +1,4 @@
-"""One raw Gloo broadcast to another process: what `weightsync bench` compares Gloo updates with."""
+"""A raw Gloo broadcast to another process, with which `weightsync bench` compares Gloo updates."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def _connect(store: str, *, rank: int) -> Callable[[torch.Tensor], None]:
 
 
 def main() -> None:
-    """Take part in one broadcast for each line on stdin."""
+    """Receive one broadcast for each line on stdin."""
     send = take_stdout()
     store, nbytes = sys.argv[1:]
     torch.set_num_threads(1)

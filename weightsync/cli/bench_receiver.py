@@ -33,7 +33,7 @@ Shape = tuple[int, ...]
 
 
 class BenchSetup(msgspec.Struct, frozen=True, kw_only=True):
-    """The model to move, and how. `shapes` names a real model and replaces `nbytes`, `tensors`."""
+    """The options of a run. `shapes` names a real model, and replaces `nbytes` and `tensors`."""
 
     nbytes: int
     tensors: int
@@ -53,7 +53,7 @@ def shapes_of(setup: BenchSetup) -> list[Shape]:
     if setup.shapes == "smollm2":
         return smollm2()
     if setup.shapes is not None:
-        raise ConfigError(f"--shapes knows smollm2, not {setup.shapes!r}")
+        raise ConfigError(f"--shapes is smollm2, not {setup.shapes!r}")
     dtype = TORCH_DTYPES[setup.dtype]
     numel = setup.nbytes // setup.tensors // dtype.itemsize
     if numel < 1:
@@ -90,7 +90,7 @@ def make_model(shapes: Sequence[Shape], dtype: torch.dtype, *, value: int) -> nn
             nn.Parameter(torch.full(shape, value, dtype=dtype), requires_grad=False)
             for shape in shapes
         ]
-    # What torch raises where memory is missing, and for sizes that do not fit its integers.
+    # Torch raises these where memory is missing, and for sizes that exceed its integers.
     except (MemoryError, OverflowError, RuntimeError, TypeError) as exc:
         reason = str(exc).partition("\n")[0]
         raise ConfigError(
@@ -106,7 +106,7 @@ def total_nbytes(shapes: Sequence[Shape], dtype: torch.dtype) -> int:
 
 
 def decode_reply(line: bytes, *, peer: str = "") -> bytes:
-    """Return what the receiving process replied; raises the error that it replied instead."""
+    """Return the content of a reply. Raises the error if the reply carries one."""
     if line.startswith(b"-"):
         raise from_problem(msgspec.json.decode(line[1:], type=Problem), peer=peer)
     return line[1:]
@@ -117,7 +117,7 @@ def _encode_error(error: Exception) -> bytes:
 
 
 def main() -> None:
-    """Serve a receiver until stdin or this process ends."""
+    """Serve a receiver until stdin ends or SIGTERM comes."""
     send = take_stdout()
     torch.set_num_threads(1)
     try:

@@ -77,7 +77,7 @@ class Child:
     def send(self, line: bytes = b"") -> None:
         """Write a line to the child's stdin; nothing happens where the child has closed it."""
         assert self._process.stdin is not None
-        with suppress(BrokenPipeError):  # the next `receive` says how the child ended
+        with suppress(BrokenPipeError):  # the next `receive` raises, with the exit status
             self._process.stdin.write(line + b"\n")
             self._process.stdin.flush()
 
@@ -97,7 +97,7 @@ class Child:
                 )
             read = os.read(self._process.stdout.fileno(), _READ_NBYTES)
             if not read:
-                status = self._process.wait(END_TIMEOUT_S)
+                status = self._wait()
                 raise RemoteError(f"the {self._name} ended with status {status}{self._quote()}")
             self._unread += read
         line, _, self._unread = self._unread.partition(b"\n")
@@ -114,19 +114,27 @@ class Child:
         """End the process by SIGTERM, and by SIGKILL if that takes too long. Idempotent."""
         self._process.terminate()
         try:
+            self._wait()
+        finally:
+            for stream in (self._process.stdin, self._process.stdout, self._log):
+                with suppress(BrokenPipeError):  # lines that the child has not read
+                    assert stream is not None
+                    stream.close()
+
+    def _wait(self) -> int:
+        """Return the exit status of a process that is about to end; kill it if that is too slow."""
+        try:
             with suppress(subprocess.TimeoutExpired):
                 self._process.wait(END_TIMEOUT_S)
         finally:
             self._process.kill()  # after a timeout or a second Ctrl-C; else it has ended
-            self._process.wait()
-            for stream in (self._process.stdin, self._process.stdout, self._log):
-                with suppress(OSError):
-                    assert stream is not None
-                    stream.close()
+            status = self._process.wait()
+        return status
 
     def _quote(self) -> str:
+        size = os.fstat(self._log.fileno()).st_size
         # By `pread`, because the child writes at the position that `read` would move.
-        log = os.pread(self._log.fileno(), os.fstat(self._log.fileno()).st_size, 0)
+        log = os.pread(self._log.fileno(), _READ_NBYTES, max(0, size - _READ_NBYTES))
         lines = log.decode(errors="replace").strip().splitlines()
         if not lines:
             return ""
@@ -138,7 +146,7 @@ class Child:
 def take_stdout() -> Callable[[bytes], None]:
     """Return a call that writes a line to the parent; other output to stdout goes to stderr.
 
-    Called by a child before it imports or does anything that may print: Gloo does when it connects.
+    Called by a child before it calls a library that may print, as Gloo does when it connects.
     """
     stream = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)
@@ -180,7 +188,7 @@ def main() -> None:
     try:
         runpy.run_module(module, run_name="__main__", alter_sys=True)
     finally:
-        # The process ends now; SIGTERM must not interrupt what torch does at exit.
+        # The process ends now; SIGTERM must not interrupt the exit handlers of torch.
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
 

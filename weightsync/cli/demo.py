@@ -120,13 +120,12 @@ def run_demo(console: Console, model: str, steps: int, port: int) -> DemoReport:
     }
     with ExitStack() as stack:
         stack.callback(remove_leftovers)
-        arguments = ("serve", "--model", model, "--port", str(port))
-        server = Child("server", "weightsync", *arguments, environment=environment)
+        line = ("weightsync", "serve", "--model", model, "--port", str(port))
+        server = Child("server", *line, environment=environment)
         url = stack.enter_context(server).find(_URL, START_TIMEOUT_S)
         console.print(f"server: {model} at {url}", markup=False)
-        arguments = ("--model", model, "--server", url, "--steps", str(steps))
-        module = "weightsync.cli.demo_trainer"
-        trainer = Child("trainer", module, *arguments, environment=environment)
+        options = ("--model", model, "--server", url, "--steps", str(steps))
+        trainer = Child("trainer", "weightsync.cli.demo_trainer", *options, environment=environment)
         ready, made, proof = _follow(console, stack.enter_context(trainer), steps)
     return DemoReport(
         model=ready.model,

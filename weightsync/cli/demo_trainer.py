@@ -36,7 +36,7 @@ PROOF_PROMPTS = ("Once upon a time", "The sea is", "def main():", "1, 2, 3,")
 
 @dataclass(frozen=True, kw_only=True)
 class Task:
-    """What the model learns: each prompt gets `group` completions per step.
+    """A reward that the model learns to maximise, with `group` completions per prompt and step.
 
     The reward is the share of characters of a completion that are in `rewarded`.
     """
@@ -343,7 +343,7 @@ def _checksums(source: ModuleSource) -> dict[str, str]:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Train as the command line says, with the token of the environment."""
+    """Train with the options of the command line and the token of the environment."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", choices=sorted(TASKS), required=True)
     parser.add_argument("--server", required=True)

@@ -1,4 +1,4 @@
-"""`weightsync doctor`: tries each path on this machine, and says why one does not work."""
+"""`weightsync doctor`: tries each path on this machine, and gives the reason where one fails."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ _STYLES = {Level.OK: "green", Level.WARNING: "yellow", Level.PROBLEM: "red"}
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One line of output: what a check has seen, and what to do about it.
+    """One line of output: the observation of a check, and the remedy.
 
     `works` is None except in checks that try a path and have its name.
     """
@@ -132,7 +132,7 @@ def doctor(
     host: Annotated[str, typer.Option(help="address for --port")] = "127.0.0.1",
     json_: Annotated[bool, typer.Option("--json", help="print one JSON object")] = False,
 ) -> None:
-    """Check this machine, try every path, and say what to do where one fails."""
+    """Check this machine, try every path, and give the remedy where one fails."""
     with ending(as_json=json_):
         findings: list[Finding] = []
         console = Console(soft_wrap=True, highlight=False, markup=False)
@@ -210,7 +210,7 @@ def examine(checks: Sequence[Check]) -> Iterator[Finding]:
             yield problem(
                 check.name,
                 f"this check did not end within {check.limit_s:g} s",
-                "look for what hangs: a driver, a mount, a name server",
+                "look for a driver, a mount or a name server that hangs",
             )
 
 
@@ -223,7 +223,7 @@ def _start(check: Check) -> queue.Queue[Sequence[Finding]]:
         except Exception as exc:  # noqa: BLE001 - a check that raises is a finding
             text = one_line(f"{type(exc).__name__}: {exc}")
             results.put(
-                [problem(check.name, f"this check failed: {text}", "report it, with this line")]
+                [problem(check.name, f"this check failed: {text}", "report this line as a bug")]
             )
 
     # A daemon thread, because a check that hangs must not keep the process from ending.
@@ -270,12 +270,12 @@ def check_shm(directory: Path = DIRECTORY) -> Sequence[Finding]:
 def judge_shm(free: int, seen: str) -> Finding:
     """Return the finding for `free` bytes of shared memory."""
     if free < RING_NBYTES:
-        needed = f"{RING_NBYTES // _MIB} MiB are the least"
+        needed = f"at least {RING_NBYTES // _MIB} MiB are needed"
         return problem("shm", f"{seen}; {needed}", f"enlarge it: {_ENLARGE}")
     if free < ROOMY_NBYTES:
         return warning(
             "shm",
-            f"{seen}; enough to stream (packed=True), too little for a model's parameters",
+            f"{seen}; enough for packed=True, too little for a model's parameters",
             f"enlarge it by the model's size, or connect(adopt=False): {_ENLARGE}",
         )
     return ok("shm", seen)
@@ -288,7 +288,7 @@ def check_leftovers(*, clean: bool, directory: Path = DIRECTORY) -> Sequence[Fin
     try:
         dead = remove_leftovers(directory) if clean else find_leftovers(directory)
     except SegmentError as exc:
-        return [problem("leftovers", str(exc), f"look at the permissions of {directory}")]
+        return [problem("leftovers", str(exc), f"check the permissions of {directory}")]
     homes = [home for home in list_homes(directory) if not home.owner_alive]
     if clean:
         remove_stale_homes(directory)
@@ -382,7 +382,7 @@ def check_backends() -> Sequence[Finding]:
             load_backend(name)
         except Exception as exc:  # noqa: BLE001 - a native library can fail in any way
             seen = f"{name}: {one_line(exc) or type(exc).__name__}"
-            remedy = f"install what the reason names, or do not ask for backend={name!r}"
+            remedy = f"install what the reason names, or use another backend than {name!r}"
             findings.append(warning("backend", seen, remedy))
     return findings
 
@@ -445,8 +445,8 @@ def _check_gpus() -> Sequence[Finding]:
     with run_helper("list-gpus") as helper:
         gpus = receive(helper, list[Gpu])
     if not gpus:
-        seen = "an NVIDIA GPU is attached, and torch sees none"
-        remedy = "look at nvidia-smi, CUDA_VISIBLE_DEVICES, and docker run --gpus"
+        seen = "an NVIDIA GPU is attached, and torch finds none"
+        remedy = "check nvidia-smi, CUDA_VISIBLE_DEVICES, and docker run --gpus"
         return [problem("gpu", seen, remedy)]
     return [*map(judge_gpu, gpus), judge_driver(_driver_version(), cuda)]
 
@@ -461,11 +461,11 @@ def judge_gpu(gpu: Gpu) -> Finding:
 
 
 def judge_driver(driver: tuple[int, int] | None, built_for: str) -> Finding:
-    """Compare the newest CUDA that the driver knows with the CUDA that torch was built for."""
+    """Compare the newest CUDA of the driver with the CUDA that torch was built for."""
     if driver is None:
-        return warning("driver", "libcuda.so.1 cannot be asked", "install the NVIDIA driver")
+        return warning("driver", "libcuda.so.1 cannot be loaded", "install the NVIDIA driver")
     wanted = _numbers(built_for)[0]
-    seen = f"the driver knows CUDA {_dotted(driver)}, torch is built for {built_for}"
+    seen = f"the driver supports CUDA {_dotted(driver)}, torch is built for {built_for}"
     if driver[0] < wanted:
         return problem(
             "driver", seen, f"update the driver, or install a torch for CUDA {driver[0]}"
@@ -492,7 +492,7 @@ def check_allocator() -> Finding:
     return warning(
         "allocator",
         f"{setting} asks for expandable segments, whose memory is not shared by handle; {_STAGED}",
-        f"take expandable_segments:True out of {setting} on the trainer",
+        f"remove expandable_segments:True from {setting} on the trainer",
     )
 
 
@@ -566,7 +566,7 @@ def try_shared_memory() -> Sequence[Finding]:
         except WeightSyncError as exc:
             reason = str(exc)
     if reason:
-        remedy = "look at /dev/shm: mounted, writable by this user, not full"
+        remedy = "check that /dev/shm is mounted, writable by this user, and not full"
         return [problem(SHARED_MEMORY, reason, remedy, works=False)]
     seen = "another process opened a segment of this one and read its bytes"
     return [ok(SHARED_MEMORY, seen, works=True)]
@@ -586,7 +586,7 @@ def try_gloo() -> Sequence[Finding]:
         _exchange_by_gloo()
     except WeightSyncError as exc:
         seen = f"no group of two processes over {LOOPBACK}: {exc}"
-        remedy = "look at the loopback interface (ip link set lo up), firewalls, and torch's Gloo"
+        remedy = "check the loopback interface (ip link set lo up), firewalls, and torch's Gloo"
         return [warning(DISTRIBUTED, seen, remedy, works=False)]
     return [ok(DISTRIBUTED, f"two processes exchanged bytes by Gloo over {LOOPBACK}", works=True)]
 
@@ -596,7 +596,7 @@ def _exchange_by_gloo() -> None:
     meeting = GroupRendezvous.host(LOOPBACK, epoch=1, timeout_s=GLOO_S)
     with run_helper("gloo", LOOPBACK, str(meeting.port)) as helper:
         if meeting.gather([1], START_S, given_up=lambda: helper.has_ended):
-            raise TransferError("the other process did not come")
+            raise TransferError("the other process did not join the group")
         group = PrivateGroup(meeting, 0, 2, GLOO_S)
         try:
             sent = torch.frombuffer(bytearray(os.urandom(64)), dtype=torch.uint8)
@@ -608,7 +608,7 @@ def _exchange_by_gloo() -> None:
             group.abort()
             group.close()
     if not torch.equal(sent, echoed):
-        raise TransferError("other bytes came back than were sent")
+        raise TransferError("the bytes that came back differ from the bytes that were sent")
 
 
 def _check_connects(address: str) -> None:

@@ -1,4 +1,4 @@
-"""`python -m weightsync.cli.doctor_helper TRIAL …`: the other process of what the doctor tries."""
+"""`python -m weightsync.cli.doctor_helper TRIAL …`: the other process of a trial of the doctor."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Gpu(msgspec.Struct, kw_only=True):
 
 
 class GpuOffer(msgspec.Struct, kw_only=True):
-    """Probes in the memory of every GPU, or why senders would not try to share that memory."""
+    """Probes in the memory of every GPU, or the reason why senders do not share that memory."""
 
     probes: list[ProbeInfo]
     why_not: str = ""
@@ -63,7 +63,7 @@ def _keys(probe: ProbeInfo) -> list[str]:
 
 
 def offer_gpu_memory(send: Send) -> None:
-    """Send a GpuOffer, and keep its memory until a line comes."""
+    """Send a GpuOffer, and keep its memory until a line arrives."""
     ordinals = local_gpu_keys().values()
     if reason := why_not():
         send(msgspec.json.encode(GpuOffer(probes=[], why_not=reason)))
@@ -83,7 +83,7 @@ def list_gpus(send: Send) -> None:
 
 
 def join_group(_: Send, address: str, port: str) -> None:
-    """Join a private group of two, and send back by Gloo what arrives."""
+    """Join a private group of two, and send the received bytes back by Gloo."""
     meeting = GroupRendezvous.reach(address, int(port), epoch=1, timeout_s=START_S)
     meeting.enter(1, GLOO_S)
     group = PrivateGroup(meeting, 1, 2, GLOO_S)

@@ -31,7 +31,7 @@ CaFileOption = Annotated[
     typer.Option(help="certificates to trust, PEM; else REQUESTS_CA_BUNDLE", show_default=False),
 ]
 
-SIZE_HELP = "512MiB or 512M (1024 x 1024), 512MB (1000 x 1000), 0.5G, or a number of bytes"
+SIZE_HELP = "512MiB or 512M (M = 1024 x 1024), 512MB (MB = 1000 x 1000), 0.5G, or a number of bytes"
 _SIZE = re.compile(r"(\d{1,18}(?:\.\d{1,18})?)(?:([KMGT])(iB|B)?)?", re.ASCII | re.IGNORECASE)
 
 

@@ -1,4 +1,4 @@
-"""What every verb prints when it fails, its exit codes, and JSON."""
+"""Output that verbs share: error lines, exit codes, JSON."""
 
 from __future__ import annotations
 

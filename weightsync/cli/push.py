@@ -43,7 +43,7 @@ def push(  # noqa: PLR0913, PLR0917  # one parameter per option
     ca_file: CaFileOption = None,
     dtype: Annotated[
         Dtype | None,
-        typer.Option(help="dtype to cast floating-point tensors to", show_default=False),
+        typer.Option(help="cast floating-point tensors to it", show_default=False),
     ] = None,
     version: Annotated[
         int | None,

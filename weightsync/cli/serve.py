@@ -82,12 +82,10 @@ def serve(  # noqa: PLR0913, PLR0917 # each is an option of the command line
         TensorIpc | None,
         typer.Option(help="images in messages or shared memory; else WEIGHTSYNC_TENSOR_IPC"),
     ] = None,
-    max_rows: Annotated[
-        int, typer.Option(min=1, help="completions that are generated at once")
-    ] = 256,
+    max_rows: Annotated[int, typer.Option(min=1, help="completions generated at once")] = 256,
     threads: Annotated[
         int | None,
-        typer.Option(min=1, help="of each worker; else OMP_NUM_THREADS, else a share of the cores"),
+        typer.Option(min=1, help="of each worker; else OMP_NUM_THREADS, else a share of cores"),
     ] = None,
     json_: Annotated[
         bool, typer.Option("--json", help="one JSON line when ready: url, token, pid, model")
@@ -99,8 +97,8 @@ def serve(  # noqa: PLR0913, PLR0917 # each is an option of the command line
         raise ConfigError("--no-auth excludes --token and --token-file; give one of them")
     require("serve", *_PACKAGES)
     try:
-        from weightsync.queues.tensor_codec import chosen_tensor_ipc  # noqa: PLC0415 - same
-        from weightsync.serve.serving import ServeOptions  # noqa: PLC0415 - needs this verb's extras
+        from weightsync.queues.tensor_codec import chosen_tensor_ipc  # noqa: PLC0415 - an extra
+        from weightsync.serve.serving import ServeOptions  # noqa: PLC0415 - same
         from weightsync.server.auth import Token, resolve_token  # noqa: PLC0415 - same
     except ModuleNotFoundError as exc:
         raise missing_package("serve", exc.name) from exc
@@ -128,7 +126,7 @@ def serve(  # noqa: PLR0913, PLR0917 # each is an option of the command line
 
 
 def _serve(options: ServeOptions, host: str, port: int, made_token: str, *, as_json: bool) -> None:
-    from weightsync.serve.serving import serving  # noqa: PLC0415 - needs this verb's extras
+    from weightsync.serve.serving import serving  # noqa: PLC0415 - an extra
     from weightsync.server.listening import (  # noqa: PLC0415 - same
         check_tls_files,
         is_loopback,

@@ -1,4 +1,4 @@
-"""`weightsync status`: what servers hold, what this host shares, and how the last update went."""
+"""`weightsync status`: state and last update of servers, and shared memory of this host."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ MAX_AT_ONCE = 16
 MAX_NBYTES = 4 << 20
 
 COLUMNS = {"segment": 43, "MB": 3, "age": 3, "owner": 5, "open in": 7}
-"""Widths that columns have at least: users copy a segment's name, so it stays on one line."""
+"""Columns with minimum widths: users copy the name of a segment, so it stays on one line."""
 
 _METRIC = re.compile(
     r'weightsync_(?P<name>\w+?)(?:\{\w+="(?P<label>[^"]*)"\})? (?P<value>[-+.0-9eE]+)'
@@ -72,7 +72,7 @@ def status(  # noqa: PLR0913, PLR0917  # one parameter per option
     host: Annotated[
         bool, typer.Option("--host", help="also the shared memory of this user on this host")
     ] = False,
-    watch: Annotated[bool, typer.Option("--watch", help="ask again until Ctrl-C")] = False,
+    watch: Annotated[bool, typer.Option("--watch", help="repeat until Ctrl-C")] = False,
     interval: Annotated[float, seconds("seconds between two requests")] = 1.0,
     timeout: Annotated[float, seconds("seconds to wait for each server")] = 10.0,
     token: TokenOption = None,
@@ -83,9 +83,11 @@ def status(  # noqa: PLR0913, PLR0917  # one parameter per option
     """Show state, version, ledger and last update of every server."""
     with ending(as_json=json_):
         if watch and json_:
-            raise ConfigError("--watch goes on, and --json prints one object; give one of them")
+            raise ConfigError(
+                "--watch does not end, and --json prints one object; give one of them"
+            )
         if not urls and not host:
-            raise ConfigError("status of what? give URLs of servers, or --host")
+            raise ConfigError("status needs URLs of servers, or --host")
         # A status needs no token, so none is read from the environment.
         secret = choose_token(token, token_file) or ""
         verify_tls = choose_tls(ca_file, urls or ())
@@ -211,7 +213,7 @@ class StatusTarget:
         engine = self._engine
         if engine is None:
             found = _fetch(self._http, timeout_s)
-            # A server of another engine replies what no weightsync server does.
+            # These errors may mean that the server is of another engine.
             if isinstance(found.error, ProtocolError | RemoteError):
                 engine = find_engine(self._url, self._token, self._verify_tls, timeout_s)
             if engine is None:
@@ -242,7 +244,7 @@ class StatusTarget:
 
 
 def fetch_all(targets: Sequence[StatusTarget], timeout_s: float) -> list[ServerStatus]:
-    """Return the statuses of all targets, asked at once."""
+    """Return the statuses of all targets, fetched at once."""
     with ThreadPoolExecutor(MAX_AT_ONCE) as pool:
         found = pool.map(lambda target: target.fetch(timeout_s), targets)
         return [one for each in found for one in each]
@@ -283,7 +285,7 @@ def fetch_last_updates(transport: HttpTransport, timeout_s: float) -> LastUpdate
 
 
 def _fetch_server_info(transport: HttpTransport, timeout_s: float) -> dict[str, object] | None:
-    """Return what `weightsync serve` reports of itself; None for servers that do not."""
+    """Return the self-description of `weightsync serve`, None for other servers."""
     try:
         info = _get(transport, "server_info", timeout_s)
         return msgspec.json.decode(info, type=dict[str, object])
@@ -317,7 +319,7 @@ def parse_metrics(text: str) -> LastUpdates:
     return updates
 
 
-# What people read of servers.
+# Text, one block per server.
 
 
 def _show(found: Sequence[ServerStatus]) -> Group:
@@ -435,8 +437,12 @@ def _show_segments(segments: Sequence[HostSegment]) -> RenderableType:
         return Group(title, Text("  no segments"))
     table = Table(box=SIMPLE_HEAD)
     for column, width in COLUMNS.items():
-        justify = "right" if column in {"MB", "age"} else "left"
-        table.add_column(column, justify=justify, overflow="fold", min_width=width)
+        table.add_column(
+            column,
+            justify="right" if column in {"MB", "age"} else "left",
+            overflow="fold",
+            min_width=width,
+        )
     for segment in segments:
         owner = "alive" if segment.owner_alive else "dead"
         table.add_row(
@@ -447,7 +453,7 @@ def _show_segments(segments: Sequence[HostSegment]) -> RenderableType:
                 owner if segment.named else "name removed",
                 style="green" if segment.owner_alive else "red",
             ),
-            ", ".join(segment.mapped_by) or "nobody seen from here",
+            ", ".join(segment.mapped_by) or "no process visible from here",
         )
     dead = any(segment.named and not segment.owner_alive for segment in segments)
     advice = "  weightsync doctor --clean removes what dead owners left; so does the next sender"

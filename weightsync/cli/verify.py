@@ -65,7 +65,7 @@ class Verified:
         return not (self.different or self.missing or self.surplus)
 
 
-def verify(  # one parameter per option
+def verify(
     url: Annotated[str, typer.Argument(help="of the server", show_default=False)],
     checkpoint: Annotated[
         Path, typer.Argument(help="directory or file with safetensors", show_default=False)
@@ -92,11 +92,10 @@ def verify(  # one parameter per option
             held = _fetch_fingerprints(transport, timeout)
         except (ProtocolError, RemoteError) as exc:
             # The server may be of another engine, which does not know this request.
-            if (
-                engine := find_engine(plain, secret, verify_tls, min(timeout, _PROBE_S))
-            ) is not None:
-                raise _no_fingerprints(plain, engine) from exc
-            raise
+            engine = find_engine(plain, secret, verify_tls, min(timeout, _PROBE_S))
+            if engine is None:
+                raise
+            raise _no_fingerprints(plain, engine) from exc
         finally:
             transport.close()
         with _progress(len(source.manifest.specs), shown=not json_) as advance:
