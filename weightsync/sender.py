@@ -197,11 +197,12 @@ class WeightSender:
 
         Raises ConfigError when the sender is closed or released.
         """
-        if self._closed or self._coordinator is None or not self._coordinator.connected:
-            if self._coordinator is None and not self._closed:
-                return ""
+        coordinator = self._coordinator
+        if coordinator is None and not self._closed:
+            return ""
+        if coordinator is None or self._closed or not coordinator.connected:
             raise ConfigError("this sender is closed or released; send_weights() connects again")
-        return "+".join(sorted({member.shown_path for member in self._coordinator.fleet.members}))
+        return "+".join(sorted({member.shown_path for member in coordinator.fleet.members}))
 
     @property
     def road(self) -> str:

@@ -193,10 +193,10 @@ class Number(int):
 @pytest.mark.parametrize(
     ("message", "why"),
     [
-        ({"a": [1, object()]}, r"\$\['a'\]\[1\]: builtins.object is nothing"),
-        ([(1, Point(1, 2))], r"\$\[0\]\[1\]: .*Point is nothing"),
-        (Number(3), r"\$: .*Number is nothing"),
-        ({(1, Number): 3}, r"builtins.type is nothing"),
+        ({"a": [1, object()]}, r"\$\['a'\]\[1\]: builtins.object is no type"),
+        ([(1, Point(1, 2))], r"\$\[0\]\[1\]: .*Point is no type"),
+        (Number(3), r"\$: .*Number is no type"),
+        ({(1, Number): 3}, r"builtins.type is no type"),
         ([{1, memoryview(b"")}], r"\$\[0\]\[.\]: a set holds bytes"),
         ([10**5000], "cannot be encoded as a message"),
         ("\ud800", "surrogates not allowed"),

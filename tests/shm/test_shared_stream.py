@@ -117,7 +117,7 @@ class TestAdoption:
         stream = stream_of([module.weight])
         stream.refresh([module.weight])
         module.weight.data = torch.ones(2, 2)
-        with pytest.raises(ManifestMismatchError, match=r"become \[2, 2\] and was \[3, 4\]"):
+        with pytest.raises(ManifestMismatchError, match=r"has the shape \[2, 2\] and had \[3, 4\]"):
             stream.refresh([module.weight])
         stream.close()
 

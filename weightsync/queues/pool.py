@@ -16,6 +16,7 @@ import torch
 
 from weightsync.errors import SegmentError, TransferTimeout
 from weightsync.queues.tensor_packets import MAX_BLOCKS
+from weightsync.shm.ring import Check
 from weightsync.shm.segment import Segment
 from weightsync.shm.store_order import order_stores
 
@@ -26,9 +27,6 @@ _SEGMENTS_OF_A_SMALL_POOL = 4  # or of 1/4 of a pool that is smaller than four s
 _STEPS_PER_DOUBLING = 4  # at most a fifth of a block is unused
 _NAP_S = 50e-6
 _LONG_NAP_S = 1e-3
-
-Check = Callable[[], None]
-"""Called during a wait; raises to end it."""
 
 
 def size_class(nbytes: int) -> int:
