@@ -523,8 +523,8 @@ def test_other_hosts_need_a_directory(monkeypatch: pytest.MonkeyPatch) -> None:
     ("target", "told"),
     [
         ("sglang+ftp://host", "no HTTP URL"),
-        ("sglang+http://127.0.0.1:9?mode=x", "mode says nothing"),
-        ("sglang+http://127.0.0.1:9?names=no", "names=no says nothing"),
+        ("sglang+http://127.0.0.1:9?mode=x", "mode is no option"),
+        ("sglang+http://127.0.0.1:9?names=no", "names=no is no option"),
         ("sglang+http://127.0.0.1:9?pause=later", "pause must be one of"),
         ("sglang+http://127.0.0.1:9?directory=/nowhere", "no absolute path of a directory"),
     ],

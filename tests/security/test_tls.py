@@ -95,7 +95,7 @@ def test_a_certificate_that_nobody_vouches_for_is_refused_with_what_to_do(
         ws.connect(nn.Linear(4, 3), to=url, token=TOKEN)
     assert not caplog.messages
     assert ask(url, verify_tls=False).may_generate
-    assert caplog.messages == [f"verify_tls=False: {url} may be anybody"]
+    assert caplog.messages == [f"verify_tls=False: the identity of {url} is not verified"]
 
 
 def test_a_certificate_of_another_host_is_refused(

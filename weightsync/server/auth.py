@@ -81,18 +81,17 @@ def is_protected(method: str, path: str) -> bool:
     return method not in _READING_METHODS and not generates
 
 
-class TokenAuth:
-    """ASGI middleware for a whole app: answers 401 or 403 before the body is read.
+class _Guard:
+    """ASGI middleware for a whole app: refuses a request before its body is read.
 
-    Websockets need the token too. Raises ConfigError for a bad token.
+    `_check` raises AuthError for a request, or a websocket, that is refused.
     """
 
-    def __init__(self, app: ASGIApp, token: str) -> None:
+    def __init__(self, app: ASGIApp) -> None:
         self._app = app
-        self._token = check_token_text(token)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Hand an authorized request to the app. Called by the ASGI server."""
+        """Hand an accepted request to the app. Called by the ASGI server."""
         try:
             self._check(scope)
         except AuthError as exc:
@@ -101,30 +100,35 @@ class TokenAuth:
             await self._app(scope, receive, send)
 
     def _check(self, scope: Scope) -> None:
+        raise NotImplementedError
+
+
+class TokenAuth(_Guard):
+    """ASGI middleware for a whole app: answers 401 or 403 before the body is read.
+
+    Websockets need the token too. Raises ConfigError for a bad token.
+    """
+
+    def __init__(self, app: ASGIApp, token: str) -> None:
+        super().__init__(app)
+        self._token = check_token_text(token)
+
+    def _check(self, scope: Scope) -> None:
         kind = scope["type"]
         if kind == "websocket" or (kind == "http" and is_protected(scope["method"], scope["path"])):
             check_authorization(scope, self._token)
 
 
-class LocalOnly:
+class LocalOnly(_Guard):
     """ASGI middleware for an app without a token: only local requests may change anything.
 
     A web page in a browser on this host can send requests too. They carry the page's Origin, or,
     after DNS rebinding, its Host. Such requests, and such websockets, get 403.
     """
 
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Hand a local request, or a read, to the app. Called by the ASGI server."""
-        try:
-            if scope["type"] == "websocket" or scope.get("method", "GET") not in _READING_METHODS:
-                check_local(scope)
-        except AuthError as exc:
-            await _refuse(scope, send, exc)
-        else:
-            await self._app(scope, receive, send)
+    def _check(self, scope: Scope) -> None:
+        if scope["type"] == "websocket" or scope.get("method", "GET") not in _READING_METHODS:
+            check_local(scope)
 
 
 def check_local(scope: Scope) -> None:

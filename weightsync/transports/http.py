@@ -348,7 +348,7 @@ class HttpTransport(BaseTransport):
         if isinstance(verify_tls, ssl.SSLContext):
             return verify_tls
         if not verify_tls:
-            logger.warning("verify_tls=False: %s may be anybody", self._target)
+            logger.warning("verify_tls=False: the identity of %s is not verified", self._target)
         return tls_context(verify_tls)
 
     def _make_pool(self, *, users: int = 1) -> _ConnectionPool:
@@ -398,7 +398,7 @@ class HttpTransport(BaseTransport):
         except ssl.SSLError as exc:
             plain = "WRONG_VERSION_NUMBER" in str(exc) or "RECORD_LAYER_FAILURE" in str(exc)
             advice = (
-                "what listens there speaks no TLS; give an http:// URL"
+                "the server speaks no TLS; give an http:// URL"
                 if plain
                 else "name the certificates to trust with verify_tls= or REQUESTS_CA_BUNDLE"
             )

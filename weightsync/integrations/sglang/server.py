@@ -320,7 +320,7 @@ class SglangTarget:
         names = options.get("names", "checked")
         if unknown or names not in ("checked", "any"):
             raise ConfigError(
-                f"{', '.join(unknown) or 'names=' + names} says nothing to a target of sglang+; it "
+                f"{', '.join(unknown) or 'names=' + names} is no option of a sglang+ target; it "
                 "takes ?directory=/shared/path, pause=auto|keep|wait|abort and names=checked|any"
             )
         directory = options.get("directory")

@@ -67,21 +67,17 @@ class _Engine:
 
     @property
     def target(self) -> str:
-        """The engine's name in messages."""
         return self._target
 
     @property
     def sent(self) -> tuple[int, int]:
-        """Calls so far, and the bytes of the texts sent to workers."""
         return self._sent, self._sent_nbytes
 
     def rpc(self, text: str, *, timeout_s: float) -> object:
-        """Call the RPC method of every worker."""
         self._sent_nbytes += len(text)
         return self._do("collective_rpc", timeout_s, vllm_rpc.METHOD, args=(text,))
 
     def is_paused(self, *, timeout_s: float) -> bool:
-        """Whether generation is paused."""
         return bool(self._do("is_paused", timeout_s)) if self._pauses else False
 
     def pause(self, mode: str, *, timeout_s: float) -> None:
@@ -90,12 +86,10 @@ class _Engine:
             self._do("pause_generation", timeout_s, mode=mode)
 
     def resume(self, *, timeout_s: float) -> None:
-        """Resume generation."""
         if self._pauses:
             self._do("resume_generation", timeout_s)
 
     def reset_prefix_cache(self, *, timeout_s: float) -> None:
-        """Reset the prefix cache. Raises RemoteError where blocks are in use."""
         if self._do("reset_prefix_cache", timeout_s, reset_running_requests=True) is False:
             raise RemoteError(
                 f"{self._target}: reset_prefix_cache forgot nothing, since blocks of it are in use",
@@ -104,7 +98,6 @@ class _Engine:
             )
 
     def set_version(self, version: str, *, timeout_s: float) -> None:
-        """Set the version of the engine's weights."""
         self._do("update_weight_version", timeout_s, version)
 
     def close(self) -> None:

@@ -61,7 +61,6 @@ class VllmHttpControl(HttpTransport):
 
     @property
     def sent(self) -> tuple[int, int]:
-        """Requests sent so far, and their bytes."""
         return self.sent_messages, self.sent_nbytes
 
     def greet(self, *, timeout_s: float) -> None:
@@ -84,20 +83,16 @@ class VllmHttpControl(HttpTransport):
             raise BackendUnavailableError(f"{self.target} was started {how}; {_START}")
 
     def rpc(self, text: str, *, timeout_s: float) -> object:
-        """Call the RPC method of every worker."""
         body = {"method": vllm_rpc.METHOD, "args": [text]}
         return self._request("collective_rpc", body, timeout_s).get("results")
 
     def is_paused(self, *, timeout_s: float) -> bool:
-        """Whether generation is paused."""
         return bool(self._request("is_paused", None, timeout_s, get=True).get("is_paused"))
 
     def pause(self, mode: str, *, timeout_s: float) -> None:
-        """Pause generation."""
         self._request(f"pause?mode={mode}", None, timeout_s)
 
     def resume(self, *, timeout_s: float) -> None:
-        """Resume generation."""
         self._request("resume", None, timeout_s)
 
     def reset_prefix_cache(self, *, timeout_s: float) -> None:
@@ -111,7 +106,6 @@ class VllmHttpControl(HttpTransport):
             )
 
     def set_version(self, version: str, *, timeout_s: float) -> None:
-        """Set the version of the server's weights."""
         self._request("update_weight_version", {"new_version": version}, timeout_s)
 
     def _request(
@@ -518,12 +512,12 @@ class _Gathering:
     def result(self, rank: int, timeout_s: float) -> WorkerAnswer:
         """Return the answer of one worker. Raises the round's error."""
         if not self._done.wait(timeout_s * 2):
-            raise ConnectError("another worker's call did not come back")
+            raise ConnectError("another worker's call did not return")
         if self._error is not None:
             raise _copy(self._error)
         if rank not in self._answers:
             raise RemoteError(
-                f"this vLLM has no worker {rank} any more: it was started again with fewer",
+                f"this vLLM has no worker {rank} any more: it was restarted with fewer",
                 remote_type="vLLM",
                 remote_message="",
             )
