@@ -60,7 +60,7 @@ import urllib.request
 import torch
 
 import weightsync as ws
-from weightsync.rollout.model import load_model
+from weightsync.serve.model import load_model
 
 url = sys.argv[1]
 deadline = time.monotonic() + 60
