@@ -1,4 +1,4 @@
-"""What every backend does, on both sides.
+"""The contract of a backend: its sending and its receiving engine.
 
 An engine is one half of a backend, live in a process. It moves bytes and proves them; it knows
 nothing of how messages travel, of versions or of who may generate.
@@ -23,7 +23,7 @@ Check = Callable[[], None]
 
 @dataclass(frozen=True, slots=True)
 class Received:
-    """What one transfer brought: tensors, the fingerprints seen, and what they prove.
+    """The result of one transfer: tensors, their fingerprints, and the level of verification.
 
     `tied` are the fingerprints of tensors that the sink ties to another one, by name.
     """
@@ -36,7 +36,7 @@ class Received:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadContext:
-    """What the receiving state machine lends an engine for one transfer.
+    """Callbacks and settings that the receiver passes to an engine for one transfer.
 
     `open_target` returns the load target of a layout. `touch` is called before the first byte of
     the weights in use changes. `check` raises when the update was aborted. `ties` are the sink's.
@@ -73,7 +73,7 @@ class WeightTransferEngine(ABC):
     @property
     @abstractmethod
     def manifest(self) -> Manifest:
-        """What the sender sends. Raises ProtocolError before init."""
+        """The manifest of the sender. Raises ProtocolError before init."""
 
     @property
     @abstractmethod
@@ -115,7 +115,7 @@ class WeightTransferEngine(ABC):
         """
 
     def ledger(self) -> list[LedgerEntry]:
-        """What this engine holds open."""
+        """List the shared memory that this engine holds open."""
         return []
 
     @abstractmethod
@@ -135,7 +135,7 @@ class TrainerWeightTransferEngine(ABC):
 
     @abstractmethod
     def init_info(self, reader: int, *, fleet_version: int | None = None) -> Offer:
-        """What receiver place `reader` needs once."""
+        """Return the init message of the receiver at index `reader`."""
 
     @abstractmethod
     def begin(

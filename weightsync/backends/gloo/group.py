@@ -138,7 +138,7 @@ def data_lane(chunk: int) -> int:
 
 
 class _PointToPoint(Protocol):
-    """What torch's own types leave out of ProcessGroupGloo."""
+    """The methods of ProcessGroupGloo that torch's own type stubs leave out."""
 
     def send(self, tensors: list[torch.Tensor], rank: int, tag: int) -> TorchWork: ...
 

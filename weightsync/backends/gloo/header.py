@@ -1,4 +1,4 @@
-"""What goes before each chunk down the chain of hosts: which it is, and its fingerprints."""
+"""The header before each chunk of the chain of hosts: its number and its fingerprints."""
 
 from __future__ import annotations
 
