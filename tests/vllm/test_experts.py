@@ -15,9 +15,9 @@ from tests.vllm.offline import assert_computes, engine_of, generated, offline_ll
 from tests.vllm.served import vllm_server
 from tests.vllm.tiny import change, expected, largest_difference, make_mixture, save
 from weightsync.errors import ManifestMismatchError, RemoteError
-from weightsync.integrations.vllm import sink as vllm_trial
 from weightsync.integrations.vllm.actors import vllm_targets
 from weightsync.integrations.vllm.checksums import held_checksums
+from weightsync.integrations.vllm.sink import try_out
 from weightsync.receiver import WeightReceiver
 from weightsync.weights.experts import ExpertLayout
 
@@ -210,7 +210,7 @@ def test_what_the_checkpoint_has_is_not_tried_out(
 
     def counting(reload: Any, manifest: Any, names: list[str]) -> Any:
         tried.append(names)
-        return vllm_trial.try_out(reload, manifest, names)
+        return try_out(reload, manifest, names)
 
     monkeypatch.setattr("weightsync.integrations.vllm.sink.try_out", counting)
     change(mixture.model, FINAL)
