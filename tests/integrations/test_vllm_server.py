@@ -11,6 +11,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import groupby
@@ -36,7 +37,7 @@ from weightsync.integrations.vllm import pauses as vllm_pauses
 from weightsync.integrations.vllm import rpc
 from weightsync.integrations.vllm.server import VllmServer, worker_transports
 from weightsync.shm.segment import remove_leftovers
-from weightsync.wire.messages import StatusRequest
+from weightsync.wire.messages import EmptyUpdate, StartTerms, StatusRequest, UpdateRequest
 
 
 class Restarted:
@@ -432,6 +433,27 @@ def test_only_its_owner_s_word_prolongs_a_pause(monkeypatch: pytest.MonkeyPatch)
             assert not resumed(owner)
             time.sleep(0.1)
         wait_until(lambda: resumed(other), "the end of the lease")
+    finally:
+        workers.end()
+
+
+@pytest.mark.usefixtures("shm_clean")
+def test_requests_of_an_update_that_come_seconds_apart_are_one_round() -> None:
+    """Apart, one worker would wait for chunks that the other has not read, until the timeout."""
+    workers = Workers(2)
+    try:
+        server = VllmServer(workers, timeout_s=5)
+        workers.seen.clear()
+        request = UpdateRequest(update_info=EmptyUpdate(), update_id="u", start=StartTerms())
+
+        def call(rank: int) -> rpc.WorkerAnswer:
+            time.sleep(3.0 * rank)
+            return server.call(rank, request, timeout_s=5)
+
+        with ThreadPoolExecutor(2) as pool:
+            answers = list(pool.map(call, range(2)))
+        assert [answer.rank for answer in answers] == [0, 1]
+        assert workers.seen == [2]
     finally:
         workers.end()
 
