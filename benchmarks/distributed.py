@@ -26,27 +26,32 @@ from typing import Any
 os.environ["OMP_NUM_THREADS"] = "1"
 
 import torch
-from msgspec.structs import replace
 from torch import nn
 from torch._C._distributed_c10d import Store, TCPStore
 from torch.distributed import ProcessGroupGloo
 
 import weightsync as ws
-from weightsync.backends.gloo.receiver import member_init, place_on
+from weightsync.backends.gloo.payload import GlooInit, HostRing, RelayedUpdate
+from weightsync.backends.gloo.receiver import place_on
 from weightsync.backends.gloo.sender import Chain, RingFeed
+from weightsync.backends.gloo.trainer import ring_shape
 from weightsync.backends.ipc.sender import READER_PLACES, IpcOptions, IpcTrainerEngine
 from weightsync.weights.source import ModuleSource
 from weightsync.wire import codec
 from weightsync.wire.messages import (
+    PROTOCOL,
     FinishRequest,
     InitReply,
     InitRequest,
+    RegisteredUpdate,
     Reply,
     Request,
     StartTerms,
     UpdateRequest,
 )
+from weightsync.wire.offers import InitInfo
 
+SENDER = "sender"
 PLACE = READER_PLACES - 1
 TIMEOUT_S = 60.0
 ADDRESS = "127.0.0.1"
@@ -111,14 +116,29 @@ class Trial:
         self.chain = Chain(ADDRESS, ["worker"], epoch=1, timeout_s=TIMEOUT_S)
         with ThreadPoolExecutor(1) as pool:
             joined = pool.submit(self.chain.join)
-            offer = member_init(self.engine.init_info(PLACE), self.chain.info(1))
-            reply = workers[0].handle(InitRequest(init_info=offer))
+            shape = ring_shape(self.engine.offer(PLACE, 1))
+            member = GlooInit(group=self.chain.info(1), shape=shape)
+            reply = workers[0].handle(self._init(member))
             joined.result()
         assert isinstance(reply, InitReply)
-        assert reply.ring is not None
+        ring = codec.decode_payload(reply.payload, HostRing)
         for place, worker in enumerate(workers[1:], 1):
-            worker.handle(InitRequest(init_info=place_on(reply.ring, offer, place)))
+            worker.handle(self._init(GlooInit(ring=place_on(ring, shape, place))))
         self._updates = 0
+
+    def _init(self, payload: GlooInit) -> InitRequest:
+        info = InitInfo(
+            backend="gloo",
+            path="gloo",
+            protocol_min=PROTOCOL,
+            protocol_max=PROTOCOL,
+            sender=SENDER,
+            manifest=codec.manifest_to_wire(self.engine.manifest),
+            lease_s=TIMEOUT_S,
+            number=1,
+            payload=payload,
+        )
+        return InitRequest(init_info=info)
 
     def update(self, workers: int) -> float:
         """Send to that many workers; return the seconds until the last has all of it."""
@@ -129,7 +149,17 @@ class Trial:
         message = self.engine.begin([PLACE], verify=False)
         self.chain.start(RingFeed(self.engine, PLACE))
         for place, worker in enumerate(chosen):
-            info = replace(message, readers=None if place else list(range(workers)))
+            readers = [] if place else list(range(workers))
+            update = RelayedUpdate(
+                epoch=message.epoch, base=message.base, packed=True, readers=readers
+            )
+            info = RegisteredUpdate(
+                sender=SENDER,
+                epoch=self._updates,
+                verify=False,
+                payload=update,
+                registered=True,
+            )
             request = UpdateRequest(
                 update_info=info, update_id=name, start=StartTerms(), prepare=True
             )

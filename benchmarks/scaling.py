@@ -34,7 +34,7 @@ from torch import nn
 
 import weightsync as ws
 from tests.hosts.namespaces import Host, HostNetwork, host_network, limit_problem, netns_problem
-from weightsync.ranks.worker import RELAYED_BUCKET_NBYTES
+from weightsync.backends.gloo.backend import BUCKET_NBYTES
 
 PORT = 8600
 STORE_PORT = 8700
@@ -63,7 +63,7 @@ class Point:
     @property
     def model_s(self) -> float:
         """What docs/scaling.md says: the bytes, and two buckets for every host but the first."""
-        bucket_s = (RELAYED_BUCKET_NBYTES << 3) / (self.rate_mbit * 1e6)
+        bucket_s = (BUCKET_NBYTES << 3) / (self.rate_mbit * 1e6)
         return (self.link_s + (self.hosts - 1) * IN_FLIGHT * bucket_s) / GOODPUT
 
 

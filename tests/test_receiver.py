@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -13,6 +14,7 @@ import torch
 from msgspec.structs import replace
 from torch import nn
 
+from tests.offers import offered, registered
 from tests.segments import opened_since
 from weightsync.backends.ipc.sender import IpcOptions, IpcTrainerEngine
 from weightsync.errors import (
@@ -56,7 +58,7 @@ from weightsync.wire.messages import (
     StepReply,
     UpdateRequest,
 )
-from weightsync.wire.offers import KeyedHandle, SegmentHandle
+from weightsync.wire.offers import InitInfo, KeyedHandle, SegmentHandle
 
 WAIT_S = 20.0
 SHORT_S = 0.1
@@ -91,16 +93,20 @@ class Trainer:
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
+        self.sender_id = secrets.token_hex(8)
         self.engine = IpcTrainerEngine(ModuleSource(module), IpcOptions(timeout_s=WAIT_S))
 
     def init(self, receiver: WeightReceiver) -> None:
-        receiver.dispatch(InitRequest(init_info=self.engine.init_info(0)))
+        receiver.dispatch(InitRequest(init_info=self.offer()))
+
+    def offer(self) -> InitInfo:
+        return offered(self.engine, sender=self.sender_id, lease_s=WAIT_S)
 
     def info(self, value: float) -> RegisteredUpdate:
         fill(self.module, value)
         info = self.engine.begin([0], verify=True)
         self.engine.transfer(lambda: None)
-        return info
+        return registered(info, sender=self.sender_id)
 
     def update(
         self, value: float, update_id: str, *, prepare: bool = True, **terms: object
@@ -312,9 +318,9 @@ class TestRefusals:
     ) -> None:
         receiver.dispatch(trainer.update(1, "u"))
         with pytest.raises(UpdateConflictError, match="update u is open"):
-            receiver.dispatch(ShutdownRequest(sender=trainer.engine.sender_id))
+            receiver.dispatch(ShutdownRequest(sender=trainer.sender_id))
         receiver.dispatch(FinishRequest(update_id="u"))
-        receiver.dispatch(ShutdownRequest(sender=trainer.engine.sender_id))
+        receiver.dispatch(ShutdownRequest(sender=trainer.sender_id))
         assert receiver.ledger() == []
 
     def test_a_sink_that_is_none(self) -> None:
@@ -545,14 +551,14 @@ class TestIdempotence:
 
 class TestFleet:
     def joining(self, trainer: Trainer, receiver: WeightReceiver, fleet: int) -> None:
-        info = trainer.engine.init_info(0)
+        info = trainer.offer()
         receiver.dispatch(InitRequest(init_info=replace(info, fleet_version=fleet)))
 
     def test_memory_may_be_withdrawn_without_leaving(
         self, trainer: Trainer, receiver: WeightReceiver
     ) -> None:
         self.joining(trainer, receiver, 9)
-        sender = trainer.engine.init_info(0).sender
+        sender = trainer.sender_id
         receiver.dispatch(ShutdownRequest(sender=sender, leaves=False))
         assert state(receiver) == ("JOINING", 0)
         assert receiver.ledger() == []

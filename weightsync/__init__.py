@@ -40,6 +40,12 @@ from weightsync.report import ReceiverReport, SyncReport
 from weightsync.specs import Manifest, TensorSpec
 
 if TYPE_CHECKING:  # else by __getattr__, each when it is wanted: a receiver is no sender
+    from weightsync.backends.base import (
+        Backend,
+        TrainerWeightTransferEngine,
+        WeightTransferEngine,
+    )
+    from weightsync.backends.registry import register_backend
     from weightsync.compat import (
         IPCTrainerSendWeightsArgs,
         IPCWeightTransferEngine,
@@ -60,6 +66,7 @@ logging.getLogger(__name__).addHandler(logging.NullHandler())
 
 __all__ = [
     "AuthError",
+    "Backend",
     "BackendUnavailableError",
     "ConfigError",
     "ConnectError",
@@ -89,6 +96,7 @@ __all__ = [
     "StateDictSource",
     "SyncReport",
     "TensorSpec",
+    "TrainerWeightTransferEngine",
     "TransferError",
     "TransferTimeout",
     "TransportError",
@@ -101,16 +109,20 @@ __all__ = [
     "WeightSink",
     "WeightSource",
     "WeightSyncError",
+    "WeightTransferEngine",
     "__version__",
     "close",
     "connect",
     "ray",
+    "register_backend",
     "send_weights",
     "server",
     "testing",
 ]
 
 _MODULES = {
+    "backends.base": ("Backend", "TrainerWeightTransferEngine", "WeightTransferEngine"),
+    "backends.registry": ("register_backend",),
     "compat": (
         "IPCTrainerSendWeightsArgs",
         "IPCWeightTransferEngine",

@@ -7,7 +7,7 @@ import json
 import logging
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -16,13 +16,12 @@ from operator import itemgetter
 from os import PathLike
 from pathlib import Path
 
-from weightsync.backends.ipc.sender import Mark, ReaderProgress
+from weightsync.backends.base import Mark, TransferProgress
 from weightsync.errors import BackendUnavailableError, ConfigError, WeightSyncError
 from weightsync.progress import OnProgress, Phase, Progress
 from weightsync.ranks.group import RankGroup
 from weightsync.ranks.observers import ObservedCall
 from weightsync.ranks.worker import (
-    RELAY_READER,
     AnyCommand,
     Begin,
     End,
@@ -67,28 +66,27 @@ class ProgressObserver:
         self._version: int | None = None
         self._total = 0
         self._started = 0.0
-        self._reader_progress: ReaderProgress | None = None
+        self._engines: dict[str, TransferProgress] = {}
         self._calls: dict[str, ObservedCall] = {}
         self._done: dict[str, int] = {}
-        self._relayed = False
 
     def on_command_start(self, command: AnyCommand) -> None:
         if isinstance(command, End):
-            self._reader_progress = None
+            self._engines = {}
 
     def on_command_end(self, command: AnyCommand) -> None:
         """Start the calls after a Begin, when the engine knows the stream of the update."""
         if not isinstance(command, Begin):
             return
-        engine = self._worker.engine
         self._phase = "transfer"
         self._calls, self._done = {}, {}
         manifest = self._worker.source.manifest
-        if engine is not None and command.places.get(0):
-            self._reader_progress = engine.reader_progress
-            manifest = engine.reader_progress.plan.manifest
+        for name in self._worker.reading:
+            progress = self._worker.engines[name].progress()
+            if progress is not None:
+                self._engines[name] = progress
+                manifest = progress.plan.manifest
         self._total = manifest.nbytes
-        self._relayed = RELAY_READER in command.places.get(0, [])
         if self._thread is None:
             self._start()
 
@@ -141,12 +139,11 @@ class ProgressObserver:
         done = {target: self._done.get(target, 0) for target in calls}
         if self._phase == "done":
             done = dict.fromkeys(done, total)
-        reader_progress = self._reader_progress
-        if reader_progress is not None:
-            for target, call in calls.items():
-                place = RELAY_READER if self._relayed and call.place is None else call.place
-                if place is not None and not done[target]:
-                    done[target] = min(_taken(reader_progress, place), total)
+        engines = self._engines
+        for target, call in calls.items():
+            progress = engines.get(call.backend) if call.rank == 0 else None
+            if progress is not None and not done[target]:
+                done[target] = min(_taken(progress, call.reader), total)
         finished = self._phase == "done" or (self._phase == "finish" and not done)
         slowest = total if finished else min(done.values(), default=0)
         return Progress(
@@ -167,10 +164,10 @@ class ProgressObserver:
             logger.warning("the progress callback failed and is not called again", exc_info=True)
 
 
-def _taken(reader_progress: ReaderProgress, place: int) -> int:
+def _taken(progress: TransferProgress, reader: int) -> int:
     """Return the bytes that a reader has taken; 0 if the ring was closed meanwhile."""
     try:
-        return reader_progress.taken_nbytes(place)
+        return progress.taken_nbytes(reader)
     except (ValueError, IndexError):
         return 0
 
@@ -263,12 +260,17 @@ _TRAINER, _RING, _READERS = 1, 2, 3
 
 @dataclass(slots=True)
 class _TransferTrace:
-    """Recording of one transfer: time marks of its chunks, samples of each reader's progress."""
+    """Recording of one transfer: time marks of its chunks, samples of each reader's progress.
 
-    reader_progress: ReaderProgress
+    `relays` are readers that pass on to others what they read.
+    """
+
+    backend: str
+    reader_progress: TransferProgress
     plan: StreamLayout
     packed: bool
-    places: tuple[int, ...]
+    readers: tuple[int, ...]
+    relays: tuple[int, ...]
     marks: list[Mark] = field(default_factory=list)
     samples: dict[int, list[tuple[float, int]]] = field(default_factory=dict)
     stop: threading.Event = field(default_factory=threading.Event)
@@ -277,9 +279,9 @@ class _TransferTrace:
     def sample(self) -> None:
         """Record the progress of each reader if it has changed."""
         now = time.perf_counter()
-        for place in self.places:
-            taken = self.reader_progress.taken_nbytes(place)
-            samples = self.samples.setdefault(place, [(now, 0)])
+        for reader in (*self.readers, *self.relays):
+            taken = self.reader_progress.taken_nbytes(reader)
+            samples = self.samples.setdefault(reader, [(now, 0)])
             if taken > samples[-1][1]:
                 samples.append((now, taken))
 
@@ -329,16 +331,9 @@ class TraceObserver:
         if not isinstance(command, KeepAlive):
             name = type(command).__name__.lower()
             self._commands.append(Span(name, self._command_start_s, time.perf_counter()))
-        engine = self._worker.engine
-        if isinstance(command, Begin) and engine is not None and command.places.get(0):
-            self._start_sampling(
-                _TransferTrace(
-                    engine.reader_progress,
-                    engine.reader_progress.plan,
-                    engine.reader_progress.packed,
-                    tuple(command.places[0]),
-                )
-            )
+        if isinstance(command, Begin):
+            for name, reading in self._worker.reading.items():
+                self._observe(name, reading, command.places.get(name, {}).get(0, []))
 
     def on_request(self, call: ObservedCall) -> None:
         self._sent_s[id(call)] = time.perf_counter()
@@ -364,6 +359,16 @@ class TraceObserver:
         self._add_readers(line, messages)
         about = {"version": version, "started": self._wall.isoformat(), **failed}
         line.write(self._path, about)
+
+    def _observe(self, name: str, reading: Sequence[int], readers: Sequence[int]) -> None:
+        """Record the transfer of an engine that is not built on another, which shows the same."""
+        progress = self._worker.engines[name].progress()
+        if progress is None or self._worker.backend(name).requires:
+            return
+        relays = tuple(reader for reader in reading if reader not in readers)
+        self._start_sampling(
+            _TransferTrace(name, progress, progress.plan, progress.packed, tuple(readers), relays)
+        )
 
     def _start_sampling(self, transfer: _TransferTrace) -> None:
         self._transfers.append(transfer)
@@ -397,15 +402,22 @@ class TraceObserver:
         for pid, (target, own) in enumerate(by_target.items(), _READERS):
             line.process(pid, target)
             line.lane(pid, 1, "messages", list(_calls(own)))
-            places = {message.call.place for message in own} - {None}
-            self._add_reading(line, pid, [place for place in places if place is not None])
-        if any(RELAY_READER in transfer.places for transfer in self._transfers):
+            calls = [message.call for message in own if message.call.rank == 0]
+            readers = {(call.backend, call.reader) for call in calls}
+            self._add_reading(line, pid, readers)
+        relays = {(t.backend, reader) for t in self._transfers for reader in t.relays}
+        if relays:
             pid = _READERS + len(by_target)
             line.process(pid, "relay to other hosts")
-            self._add_reading(line, pid, [RELAY_READER])
+            self._add_reading(line, pid, relays)
 
-    def _add_reading(self, line: Timeline, pid: int, places: Sequence[int]) -> None:
-        sampled = [(t, t.samples.get(place, [])) for t in self._transfers for place in places]
+    def _add_reading(self, line: Timeline, pid: int, readers: Iterable[tuple[str, int]]) -> None:
+        sampled = [
+            (transfer, transfer.samples.get(reader, []))
+            for transfer in self._transfers
+            for backend, reader in readers
+            if backend == transfer.backend
+        ]
         line.lane(pid, 2, "bytes", [span for t, samples in sampled for span in _reads(t, samples)])
         line.count(pid, "read_nbytes", [point for _, samples in sampled for point in samples])
 

@@ -10,10 +10,9 @@ from typing import TypeVar
 
 from torch import nn
 
-from weightsync.cuda.handles import gpu_key
-from weightsync.cuda.memory import check_probe
+from weightsync.backends.registry import get_backend, known_endpoints
+from weightsync.cuda.handles import device_keys
 from weightsync.errors import ConfigError, ProtocolError
-from weightsync.shm.host_keys import host_key
 from weightsync.shm.segment import cleanup_stale
 from weightsync.specs import Manifest
 from weightsync.update.gate import OnHold, OnRelease
@@ -96,7 +95,7 @@ class WeightReceiver:
         self.instance = secrets.token_hex(8)
         self._updates = UpdateSession(
             self.sink,
-            Senders(device_keys(self.sink)),
+            Senders(device_keys(self.sink.device)),
             apply=apply,
             lease_s=lease_s,
             clear_cache=on_clear_cache,
@@ -200,6 +199,7 @@ class WeightReceiver:
         lifecycle = updates.lifecycle
         prepared = lifecycle.state is State.PREPARED
         manifest = self.sink.manifest
+        backends, unusable_backends = known_endpoints(self.sink.device)
         return Status(
             instance=self.instance,
             protocol=PROTOCOL,
@@ -222,6 +222,8 @@ class WeightReceiver:
             ledger=self.ledger(),
             senders=updates.senders.paths(),
             owner=updates.senders.owner,
+            backends=backends,
+            unusable_backends=unusable_backends,
         )
 
     def report(self) -> WorkerReport:
@@ -261,7 +263,8 @@ class WeightReceiver:
     def _init(self, request: InitRequest) -> InitReply:
         info = request.init_info
         if request.probe is not None:
-            check_probe(request.probe, self._updates.senders.keys)
+            probe = request.probe
+            get_backend(probe.backend).check_probe(probe.payload, self._updates.senders.keys)
         if info is not None:
             self._check_open()
             check_protocol(info, PROTOCOL)
@@ -269,7 +272,7 @@ class WeightReceiver:
         return InitReply(
             status=self.status(),
             path=info.path if info else None,
-            ring=self._updates.senders.host_ring(info.sender) if info else None,
+            payload=self._updates.senders.init_reply(info.sender) if info else None,
         )
 
     def _check_open(self) -> None:
@@ -405,9 +408,3 @@ def as_sink(sink: object, *, manifest: Manifest | None = None) -> WeightSink:
         f"cannot load weights into a {type(sink).__name__}; give an nn.Module, a load_weights hook "
         "or a WeightSink"
     )
-
-
-def device_keys(sink: WeightSink) -> list[str]:
-    """Return the receiver's device keys: the key of the sink's GPU, if any, then the host key."""
-    keys = [gpu_key(sink.device)] if sink.device.type == "cuda" else []
-    return [*keys, host_key()]

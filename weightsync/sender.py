@@ -20,7 +20,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from weightsync.backends.ipc.sender import IpcOptions
+from weightsync.backends.base import Backend, TransferOptions
+from weightsync.backends.registry import BackendChoice, choose_backends
 from weightsync.errors import ConfigError, ProtocolError, SenderReplacedError, WeightSyncError
 from weightsync.observe import Shown, TracePath, progress_callback, watch_progress, watching
 from weightsync.ranks.comm import RankComm, join_ranks
@@ -37,7 +38,6 @@ from weightsync.transports.factory import Target, Targets, TransportFactory
 from weightsync.update.coordinator import Coordinator, OnFailure, UpdateLock
 from weightsync.update.fleet import Fleet
 from weightsync.update.outgoing import UpdateTransaction
-from weightsync.update.paths import check_backend
 from weightsync.weights.module_sink import Rename
 from weightsync.weights.source import NamedTensors, as_source, find_ties
 from weightsync.wire.messages import LedgerEntry
@@ -58,7 +58,7 @@ def connect(  # noqa: PLR0913  # the settings of a connection, all keyword-only
     *,
     dtype: torch.dtype | None = None,
     rename: Rename | None = None,
-    backend: str = "auto",
+    backend: BackendChoice = "auto",
     packed: bool | None = None,
     bucket_nbytes: int | None = None,
     num_buckets: int | None = None,
@@ -81,8 +81,9 @@ def connect(  # noqa: PLR0913  # the settings of a connection, all keyword-only
       Transport, or several of these. A server with several workers has one URL and counts as that
       many receivers.
     - `dtype` casts floating-point tensors before they are sent; `rename` maps names.
-    - `backend`: `auto` takes the fastest path that works for each receiver, `ipc` only paths on the
-      same host, `distributed` the path between hosts.
+    - `backend`: `auto` takes the cheapest path that works for each receiver, of all backends that
+      are registered; `ipc` knows only paths on the same host, `gloo` the path between hosts. Also a
+      `Backend` of your own, or several, in the order in which they are tried.
     - `packed`: with None, receivers read stable parameters in place, and other tensors pass through
       buckets. `bucket_nbytes` (rounded up to 64) and `num_buckets` size the buckets.
     - `adopt` allows parameters in host memory to be moved into shared memory.
@@ -111,16 +112,21 @@ def connect(  # noqa: PLR0913  # the settings of a connection, all keyword-only
         )
     if on_failure not in ("abort", "drop"):
         raise ConfigError(f"on_failure must be abort or drop, not {on_failure!r}")
-    check_backend(backend, packed=packed)
+    backends, unusable = choose_backends(backend)
     on_progress = progress_callback(progress)
     cleanup_stale()
-    options = IpcOptions(
+    options = TransferOptions(
         packed=packed,
         bucket_nbytes=bucket_nbytes,
         num_buckets=num_buckets,
         adopt=adopt,
         timeout_s=timeout_s,
     )
+    if len(backends) == 1:
+        streams = backends[0].adjust(options).packed
+        if packed is False and streams:
+            name = backends[0].name
+            raise ConfigError(f"the {name} backend streams: leave packed out, or say True")
     # Rank 0 waits for receivers while they send heartbeats; the other ranks wait for rank 0.
     ranks_timeout_s = timeout_s * (PATIENCE + 1) + _RANKS_SLACK_S
     ranks = join_ranks(process_group, timeout_s=ranks_timeout_s, join_timeout_s=timeout_s)
@@ -128,14 +134,21 @@ def connect(  # noqa: PLR0913  # the settings of a connection, all keyword-only
     transports = TransportFactory(token, verify_tls=verify_tls, timeout_s=timeout_s)
 
     def make_worker() -> RankWorker:
-        return RankWorker(as_source(source, dtype=dtype, rename=rename), options, ranks)
+        return RankWorker(as_source(source, dtype=dtype, rename=rename), options, ranks, backends)
 
     def coordinator(group: RankGroup) -> Coordinator:
         fleet = Fleet(transports.every(to), yields=yields)
         try:
             watch_progress(group, on_progress)
             return Coordinator(
-                group, fleet, options, backend=backend, on_failure=on_failure, takeover=takeover
+                group,
+                fleet,
+                options,
+                backends,
+                ordered=not isinstance(backend, str | Backend),
+                unusable=unusable,
+                on_failure=on_failure,
+                takeover=takeover,
             )
         except BaseException:
             fleet.close()
@@ -471,8 +484,7 @@ def _free_dropped(group: RankGroup, coordinator: Coordinator | None, pid: int) -
     """Free the memory and the receivers of a sender that was dropped without close()."""
     if os.getpid() == pid:
         logger.warning("a sender was dropped without close(); its shared memory is freed")
-        if group.worker.engine is not None:
-            group.worker.engine.dropped()
+        group.worker.dropped()
         _free(group, coordinator)
 
 

@@ -40,7 +40,7 @@ class Trainer(Rival):
             module,
             to=self._crew.ready(),
             token=token,
-            backend="distributed" if path == "distributed" else "auto",
+            backend="gloo" if path == "gloo" else "auto",
             packed={"packed": True, "unpacked": False}.get(path),
         )
 

@@ -79,9 +79,9 @@ RIVALS: dict[str, Entry] = {
     "weightsync/packed/hook_staged": replace(
         _STAGED, option="packed,hook,staged", title="weightsync, packed, hook staged"
     ),
-    "weightsync/distributed": replace(
+    "weightsync/gloo": replace(
         _STAGED,
-        option="distributed,module,staged",
+        option="gloo,module,staged",
         title="weightsync, as if to another host (private Gloo group)",
     ),
     "torch_queue/file_descriptor": Entry(

@@ -25,11 +25,15 @@ import torch
 
 import weightsync as ws
 from tests.children import CONTEXT, load_beforehand
-from weightsync.backends.gloo.receiver import member_init, place_on
+from tests.offers import next_number, offered, registered
+from weightsync.backends.gloo.payload import GlooInit, HostRing, RelayedUpdate
+from weightsync.backends.gloo.receiver import place_on
 from weightsync.backends.gloo.sender import Chain, RingFeed
+from weightsync.backends.gloo.trainer import ring_shape
 from weightsync.backends.ipc.sender import READER_PLACES, IpcOptions, IpcTrainerEngine
 from weightsync.shm.segment import live_segments, remove_leftovers
 from weightsync.shm.wait import Heartbeat
+from weightsync.tensors import spec_of
 from weightsync.weights.source import ModuleSource, NamedTensors
 from weightsync.wire import codec
 from weightsync.wire.messages import (
@@ -42,10 +46,11 @@ from weightsync.wire.messages import (
     StartTerms,
     UpdateRequest,
 )
-from weightsync.wire.offers import DistributedInit
+from weightsync.wire.offers import InitInfo
 from weightsync.wire.problem import Problem, encode_problem, from_problem, to_problem
 
 WAIT_S = 60.0
+SENDER = "sender"
 FEED_PLACE = READER_PLACES - 1
 BUCKET_NBYTES = 64 << 10
 
@@ -168,7 +173,8 @@ class Party:
         if self.chain is not None:
             self.chain.close()
         self.epoch += 1
-        self._base = self.engine.init_info(FEED_PLACE)
+        self._number = next_number()
+        self._shape = ring_shape(self.engine.offer(FEED_PLACE, self._number))
         names = [host[0].name for host in self.hosts]
         chain = Chain(
             self._address,
@@ -189,13 +195,25 @@ class Party:
             replies = [reply.result() for reply in asked]
         for host, reply in zip(self.hosts, replies, strict=True):
             assert isinstance(reply, InitReply)
-            assert reply.ring is not None
+            ring = codec.decode_payload(reply.payload, HostRing)
             for place, worker in enumerate(host[1:], 1):
-                worker.handle(InitRequest(init_info=place_on(reply.ring, self.offer(1), place)))
+                theirs = GlooInit(ring=place_on(ring, self._shape, place))
+                worker.handle(InitRequest(init_info=self._offered(theirs)))
 
-    def offer(self, rank: int) -> DistributedInit:
+    def offer(self, rank: int) -> InitInfo:
         assert self.chain is not None
-        return member_init(self._base, self.chain.info(rank))
+        return self._offered(GlooInit(group=self.chain.info(rank), shape=self._shape))
+
+    def _offered(self, payload: GlooInit) -> InitInfo:
+        return offered(
+            self.engine,
+            payload,
+            place=FEED_PLACE,
+            backend="gloo",
+            sender=SENDER,
+            lease_s=self._timeout_s,
+            number=self._number,
+        )
 
     def send(
         self,
@@ -213,13 +231,21 @@ class Party:
         assert chain is not None
         self.updates += 1
         update_id = f"update-{self.updates}"
-        message = self.engine.begin([FEED_PLACE], verify=verify, pairs=pairs)
+        sent = None if pairs is None else list(pairs)
+        message = self.engine.begin([FEED_PLACE], verify=verify, pairs=sent)
+        specs = tuple(spec_of(name, tensor) for name, tensor in sent or ())
+        manifest = None if sent is None else codec.manifest_to_wire(ws.Manifest(specs))
         terms = StartTerms(partial=pairs is not None)
         failed: list[BaseException] = []
         lock = threading.Lock()
 
         def ask(worker: Worker, readers: list[int] | None) -> None:
-            info = msgspec.structs.replace(message, readers=readers)
+            update = RelayedUpdate(
+                epoch=message.epoch, base=message.base, packed=True, readers=readers or []
+            )
+            info = msgspec.structs.replace(
+                registered(update, sender=SENDER, verify=verify), manifest=manifest
+            )
             request = UpdateRequest(
                 update_info=info, update_id=update_id, start=terms, prepare=True
             )

@@ -16,6 +16,7 @@ from msgspec.structs import replace
 import weightsync as ws
 from tests.backends.hosts import (
     BUCKET_NBYTES,
+    SENDER,
     Model,
     Party,
     footprint,
@@ -23,15 +24,18 @@ from tests.backends.hosts import (
     party,
     workers,
 )
+from tests.offers import offered
 from tests.shm.processes import line_of, running
 from weightsync.backends.gloo import relay
 from weightsync.backends.gloo.header import ChunkHeader
-from weightsync.backends.gloo.receiver import DistributedWeightTransferEngine, member_init
+from weightsync.backends.gloo.payload import GlooInit, GroupInfo
+from weightsync.backends.gloo.receiver import GlooWeightTransferEngine
+from weightsync.backends.gloo.trainer import ring_shape
 from weightsync.backends.ipc.sender import IpcOptions, IpcTrainerEngine
 from weightsync.shm.host_keys import host_key
 from weightsync.weights.source import ModuleSource
 from weightsync.wire.messages import InitRequest
-from weightsync.wire.offers import DistributedInit, GroupInfo
+from weightsync.wire.offers import InitInfo
 
 pytestmark = pytest.mark.usefixtures("shm_clean")
 
@@ -228,7 +232,8 @@ def test_a_member_of_an_earlier_epoch_stays_out() -> None:
             assert fleet.chain is not None
             port = fleet.chain.info(1).port
             # Its number is not what keeps it out here.
-            stale = replace(offer, group=replace(offer.group, port=port), number=1 << 40)
+            payload = replace(offer.payload, group=replace(offer.payload.group, port=port))
+            stale = replace(offer, payload=payload, number=1 << 40)
             with pytest.raises(ws.TransferTimeout, match=r"epoch 1.* was not complete"):
                 hosts[0][0].handle(InitRequest(init_info=stale))
             with pytest.raises(ws.ProtocolError, match="comes after offer"):
@@ -327,7 +332,7 @@ head.fill(HeaderStatus.CHUNK, 5)
 chain._group.send(head.buffer, 1, HEADER_LANE).wait(30)
 signal.pause()
 """
-    engine = DistributedWeightTransferEngine([host_key()])
+    engine = GlooWeightTransferEngine([host_key()])
     with running([sys.executable, "-c", script]) as sender:
         offer = offer_of_a_group("127.0.0.1", int(line_of(sender)))
         engine.init_transfer_engine(offer)
@@ -343,15 +348,11 @@ signal.pause()
         assert not set(mapped()) - others
 
 
-def offer_of_a_group(address: str, port: int) -> DistributedInit:
+def offer_of_a_group(address: str, port: int) -> InitInfo:
     """What the only member of a group is offered."""
     engine = IpcTrainerEngine(
         ModuleSource(Model()), IpcOptions(packed=True, bucket_nbytes=BUCKET_NBYTES, num_buckets=4)
     )
-    try:
-        base = engine.init_info(0)
-    finally:
-        engine.close()
     group = GroupInfo(
         address=address,
         port=port,
@@ -360,12 +361,16 @@ def offer_of_a_group(address: str, port: int) -> DistributedInit:
         members=["the sender", "a member"],
         timeout_s=30.0,
     )
-    return member_init(base, group)
+    try:
+        shape = ring_shape(engine.offer(0, 1))
+        return offered(engine, GlooInit(group=group, shape=shape), backend="gloo")
+    finally:
+        engine.close()
 
 
 def test_the_sender_counts_as_alive_until_its_group_ends() -> None:
     with party(1) as fleet:
-        member, sender = fleet.workers[0], fleet.engine.sender_id
+        member, sender = fleet.workers[0], SENDER
         assert member.ask("alive", sender) is True
         assert fleet.chain is not None
         fleet.chain.close()

@@ -21,6 +21,7 @@ from msgspec.structs import replace
 import weightsync as ws
 from tests.backends.late_events import GivenUp, LateEvents, ignore_events, open_late
 from tests.gpu.receiver_process import EveryDtype, as_bytes, digests, fill, receiver_process
+from tests.offers import offered
 from tests.weights.fused_cases import HostKernel
 from weightsync.backends.ipc import sender as ipc_sender
 from weightsync.backends.ipc.memory import ProbeMemory, fence_on_gpu
@@ -113,7 +114,7 @@ def trainer(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Trainer
         made.settled.append(wait)
         return plain(packer, *args, wait=wait, **kwargs)
 
-    monkeypatch.setattr("weightsync.ranks.worker.IpcTrainerEngine", made.engine)
+    monkeypatch.setattr("weightsync.backends.ipc.sender.IpcTrainerEngine", made.engine)
     monkeypatch.setattr(Packer, "pack_stable", pack_stable)
     yield made
     events.close()
@@ -345,10 +346,11 @@ def test_an_init_with_a_wrong_event_leaves_nothing_open() -> None:
     receiver = ws.WeightReceiver(EveryDtype("cpu"))
     engine = IpcTrainerEngine(ModuleSource(model), IpcOptions(packed=True))
     wrong = ReadyEvents(device=host_key(), slots=[b"short"] * 4)
-    info = engine.init_info(0)
-    assert info.ready is None
+    info = offered(engine)
+    assert info.payload.ready is None
+    offer = replace(info, payload=replace(info.payload, ready=wrong))
     with pytest.raises(HandleError, match="an event handle has 64 bytes, this has 5"):
-        receiver.dispatch(InitRequest(init_info=replace(info, ready=wrong)))
+        receiver.dispatch(InitRequest(init_info=offer))
     assert not engine._control.takes_events(0)
     receiver.dispatch(InitRequest(init_info=info))
     receiver.close()
@@ -567,10 +569,11 @@ def test_events_are_let_go_of_before_their_memory(trainer: Trainer, left: list[i
 def test_events_of_an_init_that_fails_are_let_go_of(trainer: Trainer, left: list[int]) -> None:
     engine = trainer.engine(ModuleSource(trainer.model), IpcOptions(packed=True))
     receiver = ws.WeightReceiver(EveryDtype("cpu"))
-    info = engine.init_info(0)
-    tight = aligned(-(-engine.manifest.nbytes // info.entries))
+    info = offered(engine)
+    tight = aligned(-(-engine.manifest.nbytes // info.payload.entries))
+    wrong = replace(info.payload, run_nbytes=tight)
     with pytest.raises(HandleError, match="are needed"):
-        receiver.dispatch(InitRequest(init_info=replace(info, run_nbytes=tight)))
+        receiver.dispatch(InitRequest(init_info=replace(info, payload=wrong)))
     receiver.close()
     engine.close()
     assert left == [0]

@@ -68,7 +68,7 @@ class Flowing(ModuleSource):
 def edge(monkeypatch: pytest.MonkeyPatch) -> Edge:
     made = Edge()
     engine = partial(IpcTrainerEngine, stage=made.stage)
-    monkeypatch.setattr("weightsync.ranks.worker.IpcTrainerEngine", engine)
+    monkeypatch.setattr("weightsync.backends.ipc.sender.IpcTrainerEngine", engine)
     return made
 
 

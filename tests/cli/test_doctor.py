@@ -43,7 +43,7 @@ CHECKS = {
     "ptrace",
     "cuda_ipc",
     "shared_memory",
-    "distributed",
+    "gloo",
 }
 HERE = platform.machine() in ("x86_64", "aarch64")
 
@@ -76,8 +76,8 @@ def test_every_check_says_something(examined: dict[str, Any]) -> None:
 
 @pytest.mark.skipif(not HERE, reason="rings of shared memory need x86-64 or aarch64")
 def test_the_paths_of_this_machine_work(examined: dict[str, Any]) -> None:
-    assert (examined["paths"]["shared_memory"], examined["paths"]["distributed"]) == (True, True)
-    for path in ("shared_memory", "distributed"):
+    assert (examined["paths"]["shared_memory"], examined["paths"]["gloo"]) == (True, True)
+    for path in ("shared_memory", "gloo"):
         (finding,) = findings_of(examined, path)
         assert (finding["level"], finding["works"]) == ("ok", True)
 
@@ -117,7 +117,7 @@ def test_the_worst_finding_makes_the_exit_code(monkeypatch: pytest.MonkeyPatch) 
     assert answer_of(weightsync("doctor", "--json"))["level"] == "warning"
     only(monkeypatch, Finding("shm", Level.PROBLEM, "none", "mount it"), ok("cpu", "fine"))
     answer = answer_of(weightsync("doctor", "--json"), 1)
-    assert answer["paths"] == {"cuda_ipc": False, "shared_memory": False, "distributed": False}
+    assert answer["paths"] == {"cuda_ipc": False, "shared_memory": False, "gloo": False}
     assert weightsync("doctor", "--port", "0").exit_code == 2
 
 
@@ -307,7 +307,7 @@ def test_a_backend_that_cannot_be_imported_is_a_warning_with_its_reason(
             raise OSError
 
     monkeypatch.setattr(doctor, "backend_names", lambda: ["fast", "ipc", "odd"])
-    monkeypatch.setattr(doctor, "load_backend", load)
+    monkeypatch.setattr(doctor, "get_backend", load)
     first, second = doctor.check_backends()
     assert (first.check, first.level) == ("backend", Level.WARNING)
     assert first.seen == "fast: backend 'fast' cannot be loaded: libfabric.so.1: gone"

@@ -12,6 +12,8 @@ import msgspec
 import pytest
 
 import weightsync as ws
+from weightsync.backends.gloo import payload as gloo_payload
+from weightsync.backends.ipc import payload as ipc_payload
 from weightsync.server import weight_router
 from weightsync.testing import TinyModel
 from weightsync.wire import messages, offers, problem
@@ -22,6 +24,7 @@ PAGE = (Path(__file__).parents[2] / "docs" / "wire-protocol.md").read_text(encod
 ALIASES = {
     str(offers.KeyedHandle): "handles by device key",
     str(messages.UpdateInfo): "an update_info",
+    str(Any): "plain data",
 }
 
 
@@ -29,9 +32,9 @@ def structs() -> dict[str, type[msgspec.Struct]]:
     """Every struct that can be in a message, but for their bases."""
     found = {
         name: kind
-        for module in (messages, offers)
+        for module in (messages, offers, ipc_payload, gloo_payload)
         for name, kind in inspect.getmembers(module, inspect.isclass)
-        if issubclass(kind, Message) and kind not in (Message, offers.Offer)
+        if issubclass(kind, Message) and kind is not Message
     }
     return {**found, "Problem": problem.Problem}
 

@@ -1,6 +1,6 @@
 """Interpreter exit waits for no peer, and tells those that live that the sender leaves.
 
-On the distributed path it aborts no process whose threads are inside torch.
+On the path gloo it aborts no process whose threads are inside torch.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from tests.e2e import models
 
 receiver = ws.WeightReceiver(models.make("plain", seed=2))
 sender = ws.connect(
-    models.make("plain", seed=1), to=receiver.handle, backend="distributed", timeout_s=600
+    models.make("plain", seed=1), to=receiver.handle, backend="gloo", timeout_s=600
 )
 sender.send_weights()
 print("leaves", flush=True)
@@ -59,7 +59,7 @@ url, pid, stops = sys.argv[1], int(sys.argv[2]), sys.argv[3] == "True"
 sender = ws.connect(
     models.make("plain", seed=1),
     to=url,
-    backend="distributed",
+    backend="gloo",
     timeout_s=600,
     bucket_nbytes=256,
     num_buckets=2,
@@ -136,7 +136,7 @@ def carry(message):
     return pipe.recv()
 
 ws.connect(
-    models.make("plain", seed=1), to=carry, backend="distributed", timeout_s=600
+    models.make("plain", seed=1), to=carry, backend="gloo", timeout_s=600
 ).send_weights()
 """
 EXIT_S = 30.0
@@ -254,7 +254,7 @@ def test_a_receiver_whose_sender_leaves_while_it_exits() -> None:
                 return pipe.recv()
 
             weights = models.make("plain", seed=1)
-            with ws.connect(weights, to=carry, backend="distributed") as sender:
+            with ws.connect(weights, to=carry, backend="gloo") as sender:
                 sender.send_weights()
                 pipe.send(None)
                 assert process.stdout.readline() == "leaves\n"

@@ -81,7 +81,7 @@ def test_each_receiver_gets_the_fastest_path_that_works(
     model = "everything"
     places = [(A, 0), (B, 0), (C, 0), (C, 1)]
     at = [site.receiver(*where, sink=sink, apply=apply, model=model) for where in places]
-    assert site.connect(*at, model=model) == "distributed+shared_memory"
+    assert site.connect(*at, model=model) == "gloo+shared_memory"
     for version in (1, 2, 3):
         report = site.trainer.send(seed=version)
         wanted = site.trainer.do("digests")
@@ -91,7 +91,7 @@ def test_each_receiver_gets_the_fastest_path_that_works(
             assert remote.digests() == wanted
             assert remote.reading() == version
         paths = [receiver.path for receiver in report.receivers]
-        assert paths == ["shared_memory", "distributed", "distributed", "distributed"]
+        assert paths == ["shared_memory", "gloo", "gloo", "gloo"]
         assert [receiver.target for receiver in report.receivers] == [r.url for r in at]
         assert [set(receiver.skipped_paths) for receiver in report.receivers] == [
             set(),
@@ -100,7 +100,7 @@ def test_each_receiver_gets_the_fastest_path_that_works(
             {"shared_memory"},
         ]
         assert "HOST-" in report.skipped_paths["shared_memory"]
-        assert report.path == "distributed+shared_memory"
+        assert report.path == "gloo+shared_memory"
         assert (report.packed, report.apply) == (True, apply)
         assert report.verified == ("held" if sink == "module" else "arrived")
         assert report.control_messages == 2 * len(at)
@@ -153,17 +153,17 @@ def test_ipc_does_not_leave_its_host(site: Site) -> None:
 def test_distributed_on_the_trainers_own_host_when_asked_for(site: Site) -> None:
     for where in ((A, 0), (A, 0), (B, 0)):
         site.receiver(*where)
-    assert site.connect(*site.made, backend="distributed") == "distributed"
+    assert site.connect(*site.made, backend="gloo") == "gloo"
     for version in (1, 2):
         report = site.trainer.send(seed=version)
-        assert {receiver.path for receiver in report.receivers} == {"distributed"}
+        assert {receiver.path for receiver in report.receivers} == {"gloo"}
         site.check_all_hold(version)
 
 
 def test_distributed_streams(site: Site) -> None:
     remote = site.receiver(B)
     with pytest.raises(ws.ConfigError, match="packed"):
-        site.connect(remote, backend="distributed", packed=False)
+        site.connect(remote, backend="gloo", packed=False)
     assert remote.status()["state"] == "READY"
 
 

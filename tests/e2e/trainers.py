@@ -16,6 +16,7 @@ from torch import nn
 import weightsync as ws
 from tests.e2e import models
 from tests.e2e.models import BUCKET_NBYTES
+from weightsync.backends.ipc.sender import IpcTrainerEngine
 from weightsync.shm.ring import Control
 from weightsync.transports.http import HttpTransport
 from weightsync.wire.messages import (
@@ -49,8 +50,8 @@ def die_while_it_loads(url: str, *, given: bool = True) -> NoReturn:
 
 def control_of(sender: ws.WeightSender) -> Control:
     """The counters and fingerprints of the trainer's ring."""
-    engine = sender._group.worker.engine
-    assert engine is not None
+    engine = sender._group.worker.engines["ipc"]
+    assert isinstance(engine, IpcTrainerEngine)
     return engine._control
 
 

@@ -68,7 +68,7 @@ class Saboteur:
             control.write_fingerprints = genuine
 
     def _scene(self, sender: ws.WeightSender, stale: torch.Tensor) -> Scene:
-        engine: Any = sender._group.worker.engine
+        engine: Any = sender._group.worker.engines["ipc"]
         if self._packed:
             slot = engine._ring.tensors[CHUNK]
             return Scene(slot[:TENSOR_NBYTES], slot[TENSOR_NBYTES:], stale)

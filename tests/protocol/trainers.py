@@ -15,7 +15,7 @@ from weightsync.shm.segment import live_segments
 from weightsync.testing import FleetMember, TinyModel
 from weightsync.transports.base import Transport
 from weightsync.wire.messages import Reply, Request
-from weightsync.wire.offers import IpcInit
+from weightsync.wire.offers import InitInfo
 
 if TYPE_CHECKING:
     from tests.protocol.world import World
@@ -110,7 +110,7 @@ class Trainer:
         self.acted = threading.Semaphore(0)
         self._segments: set[str] = set()
         self.meanwhile: Meanwhile | None = None
-        self.offers: dict[str, IpcInit] = {}
+        self.offers: dict[str, InitInfo] = {}
 
     def connect(self, timeout_s: float) -> None:
         to: list[Transport] = [line for line in self.lines]  # noqa: C416  # a list of the protocol

@@ -15,8 +15,10 @@ from msgspec.structs import replace
 import weightsync as ws
 from tests.protocol.strangers import Stranger
 from tests.protocol.trainers import NAMES, Contents, Offering, SourceFailed, Trainer
+from weightsync.backends.ipc.payload import IpcInit
 from weightsync.shm.segment import DIRECTORY, live_segments
 from weightsync.testing import Fault, FleetMember, InProcessFleet
+from weightsync.wire.codec import decode_payload
 from weightsync.wire.messages import (
     InitRequest,
     Request,
@@ -24,7 +26,7 @@ from weightsync.wire.messages import (
     Status,
     UpdateRequest,
 )
-from weightsync.wire.offers import IpcInit
+from weightsync.wire.offers import InitInfo
 
 SHORT_S = 1.5
 PATIENT_S = 30.0
@@ -61,7 +63,7 @@ class World:
         kept = self.messages[member.name]
         kept.append(request)
         del kept[:-KEPT_MESSAGES]
-        if isinstance(request, InitRequest) and isinstance(request.init_info, IpcInit):
+        if isinstance(request, InitRequest) and isinstance(request.init_info, InitInfo):
             trainer.offers[member.name] = request.init_info
         terms = request.start if isinstance(request, UpdateRequest) else None
         terms = request if isinstance(request, StartRequest) else terms
@@ -105,7 +107,8 @@ class World:
             other = replace(manifest, names=[f"other.{name}" for name in manifest.names])
             offer = replace(offer, manifest=other)
         elif what is Offering.NO_PLACE:
-            offer = replace(offer, reader=offer.num_readers)
+            ring = decode_payload(offer.payload, IpcInit)
+            offer = replace(offer, payload=replace(ring, reader=ring.num_readers))
         member.receiver.dispatch(InitRequest(init_info=offer))
 
     def check_it_ends(self, member: FleetMember) -> None:

@@ -46,7 +46,7 @@ from weightsync.wire.messages import (
     StepReply,
     UpdateRequest,
 )
-from weightsync.wire.offers import ProbeInfo, SegmentHandle
+from weightsync.wire.offers import ProbeInfo, ProbeRequest, SegmentHandle
 
 WAIT_S = 60.0
 
@@ -155,8 +155,8 @@ def test_a_sender_has_to_init_each_worker(server: Server) -> None:
         handle={"x": SegmentHandle(name="weightsync-x", nbytes=8)}, nbytes=8, digest=""
     )
     with pytest.raises(ProtocolError, match=r"3 workers stand behind this URL.*workers/2 below it"):
-        server.ask(InitRequest(probe=probe))
-    info = RegisteredUpdate(sender="s", epoch=1, base=0, packed=True, registered=True)
+        server.ask(InitRequest(probe=ProbeRequest(backend="ipc", payload=probe)))
+    info = RegisteredUpdate(sender="s", epoch=1, registered=True)
     with pytest.raises(ProtocolError, match="refers to what init registered"):
         server.ask(UpdateRequest(update_info=info))
 

@@ -13,7 +13,7 @@ from torch import nn
 
 import weightsync as ws
 from weightsync.backends.gloo.group import LivenessSocket
-from weightsync.backends.gloo.receiver import DistributedWeightTransferEngine
+from weightsync.backends.gloo.receiver import GlooWeightTransferEngine
 from weightsync.wire import codec
 from weightsync.wire.messages import InitRequest, Request, StartRequest
 
@@ -73,7 +73,7 @@ def test_a_sender_that_connects_anew_is_never_seen_dead() -> None:
         receiver.close()
 
 
-class ClosedMeanwhile(DistributedWeightTransferEngine):
+class ClosedMeanwhile(GlooWeightTransferEngine):
     """Another thread closes it right after the first look at its connection."""
 
     _left: LivenessSocket | None = None
@@ -93,6 +93,7 @@ def test_a_group_that_is_closed_meanwhile_has_an_answer() -> None:
         lifeline = LivenessSocket("127.0.0.1", server.getsockname()[1], PATIENT_S)
         try:
             engine = ClosedMeanwhile([])
+            engine._joins = True
             engine._lifeline = lifeline
             assert engine.sender_alive()
             assert not engine.sender_alive()

@@ -12,10 +12,11 @@ from msgspec.structs import replace
 from torch import nn
 
 import weightsync as ws
+from weightsync.backends.gloo.payload import GlooInit
 from weightsync.errors import ConnectError
 from weightsync.wire import codec
 from weightsync.wire.messages import FinishRequest, InitRequest
-from weightsync.wire.offers import DistributedInit
+from weightsync.wire.offers import InitInfo
 
 TIMEOUT_S = 20.0
 LEASE_S = 3.0
@@ -44,9 +45,9 @@ def test_it_is_waited_for_no_longer_than_the_lease() -> None:
     trained = nn.Linear(4, 4)
     first, late = Far("host-first"), Far("host-late")
     try:
-        with ws.connect(trained, to=first, backend="distributed", timeout_s=TIMEOUT_S) as sender:
+        with ws.connect(trained, to=first, backend="gloo", timeout_s=TIMEOUT_S) as sender:
             sender.send_weights()
-        sender = ws.connect(trained, to=[first, late], backend="distributed", timeout_s=TIMEOUT_S)
+        sender = ws.connect(trained, to=[first, late], backend="gloo", timeout_s=TIMEOUT_S)
         try:
             assert late.state == "JOINING"
             late.cut = True
@@ -68,8 +69,8 @@ def test_its_sender_may_compute_for_longer_than_a_lease_while_the_group_holds() 
     torch.manual_seed(0)
     trained, far = nn.Linear(4, 4), Far("host-far", lease_s=1.0)
     try:
-        with ws.connect(trained, to=far, backend="distributed", timeout_s=TIMEOUT_S) as sender:
-            assert sender.send_weights().path == "distributed"
+        with ws.connect(trained, to=far, backend="gloo", timeout_s=TIMEOUT_S) as sender:
+            assert sender.send_weights().path == "gloo"
             tensors = list(trained.state_dict().items())
             with sender.update() as update:
                 update.send(tensors[:1])
@@ -84,25 +85,27 @@ def test_its_sender_may_compute_for_longer_than_a_lease_while_the_group_holds() 
 def test_one_that_could_not_be_made_anew_leaves_no_update_for_ever() -> None:
     """The old group is over before the new one is reached, so no engine tells of its sender."""
     far = Far("host-far")
-    offers: list[DistributedInit] = []
+    offers: list[InitInfo] = []
 
     def line(message: Mapping[str, object]) -> dict[str, object]:
         request = codec.from_plain(message)
-        if isinstance(request, InitRequest) and isinstance(request.init_info, DistributedInit):
+        if isinstance(request, InitRequest) and request.init_info is not None:
             offers.append(request.init_info)
         far.cut = far.cut or isinstance(request, FinishRequest)
         return far(message)
 
-    lost = ws.connect(nn.Linear(4, 4), to=line, backend="distributed", timeout_s=TIMEOUT_S)
+    lost = ws.connect(nn.Linear(4, 4), to=line, backend="gloo", timeout_s=TIMEOUT_S)
     try:
         with pytest.raises(ConnectError):
             lost.send_weights()
         assert (far.state, far.receiver.status().orphaned) == ("PREPARED", False)
         with socket.create_server(("127.0.0.1", 0)) as server:
             port = server.getsockname()[1]
-        nowhere = replace(offers[-1].group, port=port, address="127.0.0.1")
+        offer = codec.decode_payload(offers[-1].payload, GlooInit)
+        assert offer.group is not None
+        nowhere = replace(offer, group=replace(offer.group, port=port, address="127.0.0.1"))
         with pytest.raises(ConnectError):
-            far.receiver.dispatch(InitRequest(init_info=replace(offers[-1], group=nowhere)))
+            far.receiver.dispatch(InitRequest(init_info=replace(offers[-1], payload=nowhere)))
         lost.close()
         assert far.receiver.status().orphaned
         with ws.connect(nn.Linear(4, 4), to=far.receiver.handle, timeout_s=TIMEOUT_S) as sender:

@@ -2,27 +2,53 @@
 
 from __future__ import annotations
 
-from typing import cast
+from collections.abc import Mapping, Sequence
+from typing import Any, cast
 
 import pytest
+import torch
 
+import weightsync as ws
+from weightsync.backends.base import Backend
+from weightsync.backends.gloo.backend import GlooBackend
+from weightsync.backends.ipc.backend import IpcBackend
+from weightsync.backends.registry import choose_backends
 from weightsync.errors import ConfigError
 from weightsync.ranks.worker import RankInfo
 from weightsync.transports.base import Transport
 from weightsync.transports.callback import CallbackTransport
 from weightsync.update.fleet import Member
-from weightsync.update.paths import Candidate, assign, candidates, check_backend
+from weightsync.update.paths import Candidate, candidates
+from weightsync.update.paths import assign as assign_paths
 
 HERE, THERE = "HOST-here", "HOST-there"
 
 
+IPC, GLOO = IpcBackend(), GlooBackend()
+BACKENDS: dict[str, list[Backend]] = {"auto": [IPC, GLOO], "ipc": [IPC], "gloo": [GLOO]}
+Way = tuple[int, str]
+
+
 def card(*keys: str, no_cuda_ipc: str | None = None) -> RankInfo:
-    on_gpu = len(keys) > 1
-    return RankInfo(keys=list(keys), stable=True, on_gpu=on_gpu, no_cuda_ipc=no_cuda_ipc)
+    ipc = {} if no_cuda_ipc is None else {"no_cuda_ipc": no_cuda_ipc}
+    facts = {"ipc": ipc, "gloo": None}
+    return RankInfo(keys=list(keys), stable=True, sender_id="s", backends=facts)
 
 
 def member(*keys: str) -> Member:
-    return Member(cast(Transport, CallbackTransport(lambda _: None)), keys=list(keys))
+    facts: dict[str, Any] = {"ipc": {}, "gloo": None}
+    transport = cast(Transport, CallbackTransport(lambda _: None))
+    return Member(transport, keys=list(keys), backends=facts)
+
+
+def ways(member: Member, ranks: Sequence[RankInfo], backend: str) -> list[Way]:
+    return [(way.rank, way.path) for way in candidates(member, ranks, BACKENDS[backend])]
+
+
+def assign(wishes: Mapping[Member, Sequence[Candidate]]) -> dict[Member, Way]:
+    known = {backend.name: backend for backend in BACKENDS["auto"]}
+    chosen = assign_paths(wishes, lambda name: known[name].requires)
+    return {member: (way.rank, way.path) for member, way in chosen.items()}
 
 
 CPU = [card(HERE)]
@@ -33,65 +59,93 @@ class TestWays:
     @pytest.mark.parametrize(
         ("keys", "wanted"),
         [
-            ((HERE,), [Candidate(0, "shared_memory"), Candidate(0, "distributed")]),
-            (("GPU-9", HERE), [Candidate(0, "shared_memory"), Candidate(0, "distributed")]),
-            ((THERE,), [Candidate(0, "distributed")]),
-            ((), [Candidate(0, "distributed")]),
+            ((HERE,), [(0, "shared_memory"), (0, "gloo")]),
+            (("GPU-9", HERE), [(0, "shared_memory"), (0, "gloo")]),
+            ((THERE,), [(0, "gloo")]),
+            ((), [(0, "gloo")]),
         ],
     )
-    def test_from_a_cpu(self, keys: tuple[str, ...], wanted: list[Candidate]) -> None:
-        assert candidates(member(*keys), CPU, "auto") == wanted
+    def test_from_a_cpu(self, keys: tuple[str, ...], wanted: list[Way]) -> None:
+        assert ways(member(*keys), CPU, "auto") == wanted
 
     @pytest.mark.parametrize(
         ("keys", "wanted"),
         [
-            (("GPU-1", HERE), [Candidate(1, "cuda_ipc"), Candidate(1, "shared_memory")]),
-            (("GPU-2", THERE), [Candidate(2, "cuda_ipc"), Candidate(2, "shared_memory")]),
-            (("GPU-7", THERE), [Candidate(2, "shared_memory")]),
-            ((HERE,), [Candidate(0, "shared_memory")]),
+            (("GPU-1", HERE), [(1, "cuda_ipc"), (1, "shared_memory")]),
+            (("GPU-2", THERE), [(2, "cuda_ipc"), (2, "shared_memory")]),
+            (("GPU-7", THERE), [(2, "shared_memory")]),
+            ((HERE,), [(0, "shared_memory")]),
         ],
     )
     def test_the_rank_beside_the_receiver_feeds_it(
-        self, keys: tuple[str, ...], wanted: list[Candidate]
+        self, keys: tuple[str, ...], wanted: list[Way]
     ) -> None:
-        assert candidates(member(*keys), GPUS, "ipc") == wanted
+        assert ways(member(*keys), GPUS, "ipc") == wanted
 
     def test_why_not_faster_is_said(self) -> None:
         far = member("GPU-9", "HOST-far")
-        assert candidates(far, GPUS, "ipc") == []
+        assert ways(far, GPUS, "ipc") == []
         assert "GPU-9, HOST-far" in far.skipped["cuda_ipc"]
         assert "HOST-far" in far.skipped["shared_memory"]
         refused = member("GPU-0", HERE)
-        found = candidates(refused, [card("GPU-0", HERE, no_cuda_ipc="no ptrace")], "auto")
-        assert found[0] == Candidate(0, "shared_memory")
+        found = ways(refused, [card("GPU-0", HERE, no_cuda_ipc="no ptrace")], "auto")
+        assert found[0] == (0, "shared_memory")
         assert refused.skipped == {"cuda_ipc": "no ptrace"}
 
     def test_a_backend_is_taken_at_its_word(self) -> None:
-        assert candidates(member(HERE), CPU, "distributed") == [Candidate(0, "distributed")]
-        with pytest.raises(ConfigError, match="carrier pigeon"):
-            check_backend("carrier pigeon")
+        assert ways(member(HERE), CPU, "gloo") == [(0, "gloo")]
+        with pytest.raises(ConfigError, match=r"carrier pigeon.*known: auto, gloo, ipc"):
+            choose_backends("carrier pigeon")
+
+    def test_the_order_given_counts_more_than_the_cost(self) -> None:
+        near = member(HERE)
+        given = candidates(near, CPU, [GLOO, IPC], ordered=True)
+        assert [way.path for way in given] == ["gloo", "shared_memory"]
+
+    def test_a_backend_that_one_side_lacks_is_no_way(self) -> None:
+        near = member(HERE)
+        near.backends, near.unusable = {"ipc": {}}, {"gloo": "no network"}
+        assert ways(near, CPU, "auto") == [(0, "shared_memory")]
+        assert near.skipped == {"gloo": "no network"}
+        near.skipped.clear()
+        near.unusable.clear()
+        assert ways(near, CPU, "gloo") == []
+        assert near.skipped == {"gloo": "the receiver does not know this backend"}
+
+    def test_the_former_name_is_known(self) -> None:
+        with pytest.warns(DeprecationWarning, match="called `gloo` now"):
+            chosen, _ = choose_backends("distributed")
+        assert [backend.name for backend in chosen] == ["gloo"]
+
+    def test_a_name_that_is_none_opens_nothing(self) -> None:
+        with pytest.raises(ConfigError, match="no backend 'typo'; known: auto, gloo, ipc"):
+            ws.connect(torch.nn.Linear(1, 1), to=_never, backend="typo")
+
+
+def _never(_: object) -> None:
+    raise AssertionError("nobody is asked")
 
 
 class TestSettling:
     def test_everyone_has_the_first_of_its_ways(self) -> None:
         near, far = member(HERE), member(THERE)
-        wishes = {m: candidates(m, CPU, "auto") for m in (near, far)}
+        wishes = {m: candidates(m, CPU, BACKENDS["auto"]) for m in (near, far)}
         assert assign(wishes) == {
-            near: Candidate(0, "shared_memory"),
-            far: Candidate(0, "distributed"),
+            near: (0, "shared_memory"),
+            far: (0, "gloo"),
         }
 
     def test_one_rank_has_one_ring(self) -> None:
         on_gpu, on_host = member("GPU-0", HERE), member(HERE)
-        wishes = {m: candidates(m, GPUS, "ipc") for m in (on_gpu, on_host)}
+        wishes = {m: candidates(m, GPUS, BACKENDS["ipc"]) for m in (on_gpu, on_host)}
         chosen = assign(wishes)
         assert chosen == {
-            on_gpu: Candidate(0, "shared_memory"),
-            on_host: Candidate(0, "shared_memory"),
+            on_gpu: (0, "shared_memory"),
+            on_host: (0, "shared_memory"),
         }
-        assert "one ring serves all" in on_gpu.skipped["cuda_ipc"]
+        assert "feeds another receiver by shared_memory" in on_gpu.skipped["cuda_ipc"]
 
     def test_rings_of_other_ranks_do_not_matter(self) -> None:
         on_gpu, on_host = member("GPU-1", HERE), member(HERE)
-        wishes = {m: candidates(m, GPUS, "ipc") for m in (on_gpu, on_host)}
-        assert assign(wishes)[on_gpu] == Candidate(1, "cuda_ipc")
+        wishes = {m: candidates(m, GPUS, BACKENDS["ipc"]) for m in (on_gpu, on_host)}
+        assert assign(wishes)[on_gpu] == (1, "cuda_ipc")

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from tests.transports.contract import REQUESTS, UPDATE
+from weightsync.backends.ipc.payload import RingUpdate
 from weightsync.errors import ConfigError, ProtocolError
 from weightsync.specs import Manifest, TensorSpec
 from weightsync.wire import codec
@@ -36,7 +37,7 @@ PACKED = UNPACKED | {
     "tensor_sizes": [8, 3],
     "packed": True,
 }
-REGISTERED = {"sender": "s", "epoch": 1, "base": 0, "packed": False, "registered": True}
+REGISTERED = {"sender": "s", "epoch": 1, "payload": {"any": [1]}, "registered": True}
 
 
 @pytest.mark.parametrize("request_", REQUESTS, ids=lambda r: type(r).__name__)
@@ -55,7 +56,8 @@ def test_every_call_has_one_request_and_one_reply() -> None:
 
 
 def test_a_steady_update_is_short() -> None:
-    info = RegisteredUpdate(sender="s" * 16, epoch=200, base=1 << 40, packed=True, registered=True)
+    ring = RingUpdate(epoch=200, base=1 << 40, packed=True)
+    info = RegisteredUpdate(sender="s" * 16, epoch=200, payload=ring, registered=True)
     update = UpdateRequest(update_info=info, update_id="u" * 16, prepare=True)
     finish = FinishRequest(update_id="u" * 16, table_digest="d" * 32)
     assert len(codec.encode(update)) + len(codec.encode(finish)) < 1024
@@ -104,7 +106,7 @@ def test_the_fields_tell_the_kinds_of_update_apart(info: dict[str, Any], kind: t
         (UNPACKED | {"ipc_handles_pickled": "gASV"}, "pickle runs code"),
         ({"names": ["a"]}, "missing required field"),
         (REGISTERED | {"epoch": 0}, "$.epoch"),
-        (REGISTERED | {"base": -1}, "$.base"),
+        (REGISTERED | {"base": -1}, "unknown field `base`"),
     ],
 )
 def test_a_bad_update_info_says_where(info: dict[str, Any], text: str) -> None:

@@ -1,24 +1,145 @@
-"""The contract of a backend: its sending and its receiving engine.
+"""The seam between the core and what moves bytes: `Backend` and its two engines.
 
-An engine is one half of a backend, live in a process. It moves bytes and proves them; it knows
-nothing of how messages travel, of versions or of who may generate.
+An engine is one half of a backend, live in a process. It moves bytes and proves them. It knows
+nothing of how messages travel, of versions, or of who may generate. The core calls the methods of
+this module and no others.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any, ClassVar, Protocol
 
+import msgspec
+import torch
+
+from weightsync.errors import ProtocolError
 from weightsync.specs import Manifest
 from weightsync.weights.layout import StreamLayout
 from weightsync.weights.sink import HOOK_ADVICE, LoadTarget, Verification
-from weightsync.weights.source import NamedTensors
-from weightsync.wire.messages import LedgerEntry, UpdateInfo
-from weightsync.wire.offers import HostRing, Offer
+from weightsync.weights.source import NamedTensors, WeightSource
+from weightsync.wire.codec import decode_payload
+from weightsync.wire.messages import LedgerEntry, RegisteredUpdate
+from weightsync.wire.offers import InitInfo
+
+__all__ = [
+    "Backend",
+    "Check",
+    "Endpoint",
+    "Handshake",
+    "LoadContext",
+    "Reach",
+    "Reader",
+    "Received",
+    "Replies",
+    "Round",
+    "TrainerWeightTransferEngine",
+    "TransferOptions",
+    "TransferProgress",
+    "WeightTransferEngine",
+    "decode_payload",
+]
 
 Check = Callable[[], None]
 """Called between chunks and during waits; raises when the transfer must stop."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TransferOptions:
+    """How a sender moves weights: what `connect` was given, and this rank's device.
+
+    `packed` None leaves it to the backend, and so do sizes that are None. `timeout_s` bounds every
+    wait for progress. `device` is where the source's tensors are.
+    """
+
+    packed: bool | None = None
+    bucket_nbytes: int | None = None
+    num_buckets: int | None = None
+    adopt: bool = True
+    timeout_s: float = 60.0
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Endpoint:
+    """One process, as `reach` compares it with another.
+
+    `keys` are its device keys: the UUID of its GPU, if it has one, and last the key of its host.
+    `rank` is a trainer's rank, 0 for a receiver. `facts` is what the backend's `endpoint` returned
+    there, as plain data.
+    """
+
+    keys: Sequence[str]
+    rank: int = 0
+    facts: Any = None
+
+    @property
+    def host(self) -> str:
+        """The key of the host, alike for all processes that share its memory."""
+        return self.keys[-1] if self.keys else ""
+
+    @property
+    def gpu(self) -> str | None:
+        """The UUID of the GPU, None for a process on a CPU."""
+        return self.keys[0] if len(self.keys) > 1 else None
+
+
+@dataclass(frozen=True, slots=True)
+class Reach:
+    """One path from a trainer rank to a receiver, or why it cannot be taken (`why_not`).
+
+    `cost` compares paths: the time of a transfer in plain copies of host memory.
+    """
+
+    path: str
+    cost: float = 100.0
+    why_not: str = ""
+
+
+class Reader(msgspec.Struct, frozen=True, kw_only=True):
+    """One receiver as a trainer engine knows it.
+
+    `index` is its place, never given twice by one engine. `target` names it in messages, `route`
+    is the target of its transport, `local_address` the address at which that reaches this host,
+    where it knows. `keys` are its device keys, `facts` what its backend's `endpoint` said.
+    """
+
+    index: int
+    target: str
+    keys: list[str]
+    route: str = ""
+    local_address: str | None = None
+    facts: Any = None
+
+    @property
+    def host(self) -> str:
+        """The key of its host."""
+        return self.keys[-1] if self.keys else ""
+
+
+class Round(msgspec.Struct, frozen=True, kw_only=True):
+    """Messages of one step of a handshake, by reader index: init payloads, or probes' (`probe`).
+
+    `patience` times the sender's timeout is how long a reader may take to answer.
+    """
+
+    messages: dict[int, Any]
+    probe: bool = False
+    patience: float = 1.0
+
+
+class Replies(msgspec.Struct, frozen=True, kw_only=True):
+    """The readers' answers to one round: `payloads` as plain data, and who `failed`."""
+
+    payloads: dict[int, Any] = {}
+    failed: list[int] = []
+
+
+Handshake = Generator[Round, Replies, Iterable[int]]
+"""Yields rounds. One that is sent failed readers ends, and returns those who failed only because
+of others: these are not blamed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,45 +172,59 @@ class LoadContext:
     ties: Mapping[str, str] = field(default_factory=dict)
 
 
-class WeightTransferEngine(ABC):
-    """The receiving half. One per sender that has called `init`.
+Mark = tuple[str, int, float]
+"""A chunk was `wanted`, `acquired` or `published`: its number, and `time.perf_counter()` then."""
 
-    Called by the receiver alone, from one thread at a time, in this order: `init_transfer_engine`
-    once, then for each update `start_weight_update`, `receive_weights` once or more, and
-    `finish_weight_update`; `shutdown` at any time between updates. `device_keys` say what memory
-    of others this process can open.
+
+class TransferProgress(Protocol):
+    """What readers show of an update at work; nobody waits for it.
+
+    `marks`, where somebody puts a list there, takes what becomes of each chunk. `plan` is the
+    stream of the update, cut into chunks where it is `packed`; `slots` are the buckets.
     """
 
-    def __init__(self, device_keys: Sequence[str]) -> None:
-        self._keys = list(device_keys)
+    marks: list[Mark] | None
+    plan: StreamLayout
+    packed: bool
+
+    @property
+    def slots(self) -> int: ...
+
+    def taken_nbytes(self, reader: int) -> int:
+        """How far in the stream a reader is; any thread asks, during the update."""
+
+
+class WeightTransferEngine(ABC):
+    """The receiving half of a backend. One per sender that has called `init`.
+
+    Called by the receiver from one thread at a time, in this order: `init_transfer_engine` once,
+    then for each update `start_weight_update`, `receive_weights` once or more, and
+    `finish_weight_update`; `shutdown` at any time between updates.
+
+    `exclusive`: the engine of an earlier init of the same sender is shut down before this one is
+    initialised, not afterwards.
+    """
+
+    exclusive: ClassVar[bool] = False
 
     @abstractmethod
-    def init_transfer_engine(self, init_info: Offer) -> None:
-        """Open everything and prove the path by its probe.
+    def init_transfer_engine(self, init_info: InitInfo) -> None:
+        """Decode `init_info.payload` (`decode_payload`), open everything, and prove the path.
 
-        Raises HandleError or SegmentError, ProtocolError for the init of another backend.
+        Raises HandleError or SegmentError where memory cannot be opened, BackendUnavailableError
+        where the path cannot work for another reason, ProtocolError for an invalid payload.
         """
 
-    @property
-    @abstractmethod
-    def manifest(self) -> Manifest:
-        """The manifest of the sender. Raises ProtocolError before init."""
-
-    @property
-    @abstractmethod
-    def whole_plan(self) -> StreamLayout:
-        """The stream of the whole model."""
-
-    def host_ring(self) -> HostRing | None:
-        """The ring that this engine made for the other workers of its host, if it makes one."""
+    def init_reply(self) -> Any:
+        """Return what the trainer's engine is to know of this one, as its `Replies.payloads`."""
         return None
 
     def start_weight_update(self) -> None:
         """An update begins."""
 
     @abstractmethod
-    def receive_weights(self, update_info: UpdateInfo, reception: LoadContext) -> Received:
-        """Bring every tensor of one message to its landing.
+    def receive_weights(self, update_info: RegisteredUpdate, context: LoadContext) -> Received:
+        """Bring every tensor of one message to its load target.
 
         Returns when the last byte is in place and checked; the sender may overwrite its buffers
         then. Raises VerificationError naming tensors, TransferError, TransferTimeout.
@@ -99,14 +234,16 @@ class WeightTransferEngine(ABC):
         """The update is in use, or given up."""
 
     @abstractmethod
-    def sender_alive(self) -> bool:
-        """Whether the process that called `init` still lives."""
+    def sender_alive(self) -> bool | None:
+        """Whether the process that called `init` lives.
+
+        None: what this engine opened is over, and the sender may live. Any thread asks.
+        """
 
     def sender_beat(self) -> int | None:
         """Return what grows while the sender's process is not stopped; None where it is unseen."""
         return None
 
-    @abstractmethod
     def beat(self) -> None:
         """Show the sender that this process lives and works; called from a thread of its own.
 
@@ -115,7 +252,7 @@ class WeightTransferEngine(ABC):
         """
 
     def ledger(self) -> list[LedgerEntry]:
-        """List the shared memory that this engine holds open."""
+        """List the shared memory that this engine holds open; any thread asks."""
         return []
 
     @abstractmethod
@@ -124,48 +261,183 @@ class WeightTransferEngine(ABC):
 
 
 class TrainerWeightTransferEngine(ABC):
-    """The sending half. One per sender.
+    """The sending half of a backend. One per sender and rank that feeds receivers by it.
 
-    Called by the sender alone: `init_info` for each receiver once, then for each update `begin`,
-    `transfer` (which returns when everything was handed over) and `end`.
+    Called by that rank's worker: `handshake` for new readers, then for each update `begin`,
+    `transfer` (which returns when everything was handed over) and `end`. Readers are named by their
+    `Reader.index`.
     """
 
-    path: str
-    manifest: Manifest
-
     @abstractmethod
-    def init_info(self, reader: int, *, fleet_version: int | None = None) -> Offer:
-        """Return the init message of the receiver at index `reader`."""
+    def init_payload(self, reader: Reader, number: int) -> Any:
+        """Return what a reader's engine needs once: a Struct or plain data.
+
+        `number` grows with each offer of this sender, and is in the init message as well.
+        """
+
+    def handshake(self, readers: Sequence[Reader], number: int) -> Handshake:
+        """Connect readers: by default one round, of every reader's `init_payload`."""
+        yield Round(messages={r.index: self.init_payload(r, number) for r in readers})
+        return ()
 
     @abstractmethod
     def begin(
-        self, readers: Iterable[int], *, verify: bool, pairs: NamedTensors | None = None
-    ) -> UpdateInfo:
-        """Start an update of these readers; `pairs` is a subset of the model made on the fly."""
+        self, readers: Sequence[int], *, verify: bool, pairs: NamedTensors | None = None
+    ) -> Any:
+        """Start an update of these readers, and return the payload of their message.
+
+        A dict by reader index gives each its own. `pairs` are sent instead of the source's tensors,
+        where given. Messages go out when this returns.
+        """
 
     @abstractmethod
     def transfer(self, check: Check) -> None:
-        """Hand every byte over, and the fingerprints. Raises TransferTimeout naming who is late."""
+        """Hand every byte over, and the fingerprints. Raises TransferTimeout."""
+
+    def cancel(self) -> None:
+        """Give the transfer of this update up at once, so that nobody waits for the rest."""
 
     @abstractmethod
     def end(self) -> None:
-        """The update is over, well or not: forget the tensors of it."""
+        """The update is over, well or not: forget its tensors."""
 
     @property
     @abstractmethod
     def table_digest(self) -> str | None:
         """Names the fingerprints of what was handed over; None when verification is off."""
 
-    @property
-    @abstractmethod
-    def needs_init(self) -> bool:
-        """Whether memory has moved so that receivers must be given handles again."""
-
-    @property
-    @abstractmethod
-    def extra_nbytes(self) -> int:
-        """Bytes held beside the model."""
-
     @abstractmethod
     def close(self) -> None:
         """Free everything; adopted memory is moved back. Idempotent."""
+
+    @property
+    def needs_init(self) -> bool:
+        """Whether memory has moved, so that every reader needs another handshake."""
+        return False
+
+    @property
+    def extra_nbytes(self) -> int:
+        """Bytes held beside the model."""
+        return 0
+
+    @property
+    def written_nbytes(self) -> int:
+        """Bytes that this update has written into buffers so far."""
+        return 0
+
+    @property
+    def packed(self) -> bool:
+        """Whether tensors pass through buffers, instead of being read where they are."""
+        return True
+
+    def check(self) -> None:
+        """Raise what went wrong with the transfer at work; called in other engines' waits."""
+
+    def places_on_base(self, readers: Sequence[int]) -> list[int]:
+        """Return the places at which this engine itself reads its base engine for these readers."""
+        return []
+
+    def is_ready(self, readers: Sequence[int]) -> bool:
+        """Whether an update of exactly these can begin; False asks for another handshake.
+
+        Only asked of a `Backend.collective`.
+        """
+        return True
+
+    def forget(self, reader: int) -> None:
+        """A reader left the fleet."""
+
+    def blame(self, error: BaseException) -> list[int]:
+        """Return the readers that an error of a transfer is about."""
+        return []
+
+    @property
+    def late(self) -> list[int]:
+        """The readers for which the last transfer waited in vain."""
+        return []
+
+    def progress(self) -> TransferProgress | None:
+        """Return what progress bars and traces look at during an update, where there is such."""
+        return None
+
+    def signs(self, reader: int) -> int | None:
+        """Return what grows while a reader lives and works; None where it is unseen."""
+        return None
+
+    def unread(self, reader: int) -> bool:
+        """Whether a reader that says it has everything cannot have it."""
+        return False
+
+    def is_place(self, index: int, address: int) -> bool:
+        """Whether tensor `index` of the source was moved to `address` by this engine."""
+        return False
+
+    def beat(self) -> None:
+        """Show readers that this process lives; called from a thread of its own."""
+
+    def ledger(self, names: Mapping[int, str]) -> list[LedgerEntry]:
+        """List the memory shared here; `names` are the readers' targets."""
+        return []
+
+    def dropped(self) -> None:
+        """The garbage collector closes it next, perhaps in the middle of a training step."""
+
+
+class Backend(ABC):
+    """One way to move weights, or several: the code behind one or more paths.
+
+    Make it known with `register_backend` or by an entry point of the group `weightsync.backends`;
+    an instance serves any number of senders and receivers. `requires` names the backends on whose
+    engines of the same rank this one is built, and the path that each of them has to take there.
+    `max_readers` of one engine are connected before all are connected anew, None for any number.
+    `collective`: a handshake and an update are always of all its readers together.
+    `reads_in_place`: with `packed=False` its engines read a source that makes its tensors in
+    `begin`, not in `transfer`.
+    """
+
+    name: ClassVar[str]
+    requires: ClassVar[Mapping[str, str]] = {}
+    collective: ClassVar[bool] = False
+    reads_in_place: ClassVar[bool] = False
+    max_readers: ClassVar[int | None] = None
+
+    def endpoint(self, device: torch.device) -> Any:
+        """Return what the other side has to know of this process for `reach`: plain data.
+
+        Called on trainer ranks and receivers. Raises BackendUnavailableError, with the reason,
+        where this backend cannot be used.
+        """
+        return None
+
+    @abstractmethod
+    def reach(self, trainer: Endpoint, receiver: Endpoint) -> Reach | Sequence[Reach]:
+        """Return the paths from a trainer rank to a receiver. Pure: an init or a probe decides."""
+
+    def adjust(self, options: TransferOptions) -> TransferOptions:
+        """Return the options that all engines of a sender take that uses this backend.
+
+        Raises ConfigError for options that it cannot keep to.
+        """
+        return options
+
+    @abstractmethod
+    def trainer_engine(
+        self,
+        source: WeightSource,
+        path: str,
+        options: TransferOptions,
+        bases: Mapping[str, TrainerWeightTransferEngine],
+    ) -> TrainerWeightTransferEngine:
+        """Return the sending half of one rank; `bases` are the engines of `requires`.
+
+        The source's tensors are read once for each update: all ranks of a sharded model take part
+        in making them. Raises SegmentError where memory is short.
+        """
+
+    @abstractmethod
+    def receiver_engine(self, device_keys: Sequence[str]) -> WeightTransferEngine:
+        """Return the receiving half; `device_keys` say what memory of others it can open."""
+
+    def check_probe(self, payload: Any, device_keys: Sequence[str]) -> None:
+        """Try the path by a probe of the trainer's engine. Raises HandleError or SegmentError."""
+        raise ProtocolError(f"the backend {self.name} has no probes")

@@ -1,57 +1,153 @@
-"""Backends by name, loaded when first asked for."""
+"""Backends by name: those of weightsync, of installed packages, and of the program itself."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from importlib import import_module
+import importlib.metadata
+import inspect
+import threading
+import warnings
+from collections.abc import Iterable, Sequence
+from functools import cache
+from typing import Any
 
-from weightsync.backends.base import TrainerWeightTransferEngine, WeightTransferEngine
+import torch
+
+from weightsync.backends.base import Backend
 from weightsync.errors import BackendUnavailableError, ConfigError
 
-Engines = tuple[type[TrainerWeightTransferEngine], type[WeightTransferEngine]]
+GROUP = "weightsync.backends"
+"""The entry point group in which a package lists its backends: `name = "package.module:Class"`."""
+
+BackendChoice = str | Backend | Sequence[str | Backend]
+
+_lock = threading.Lock()
+_registered: dict[str, Backend] = {}
+_endpoints: dict[tuple[torch.device, tuple[str, ...]], tuple[dict[str, Any], dict[str, str]]] = {}
 
 
-def _ipc() -> Engines:
-    sender = import_module("weightsync.backends.ipc.sender")
-    receiver = import_module("weightsync.backends.ipc.receiver")
-    return sender.IpcTrainerEngine, receiver.IpcWeightTransferEngine
+def register_backend(backend: Backend | type[Backend]) -> None:
+    """Make a backend known in this process, on either side, under its `name`.
 
-
-def _distributed() -> Engines:
-    """The sender packs into the ring of its own host; a Chain reads it beside local receivers."""
-    sender, _ = _ipc()
-    receiver = import_module("weightsync.backends.gloo.receiver")
-    return sender, receiver.DistributedWeightTransferEngine
-
-
-_BUILTIN: dict[str, Callable[[], Engines]] = {"ipc": _ipc, "distributed": _distributed}
-_loaded: dict[str, Engines] = {}
-
-
-def register_backend(
-    name: str,
-    trainer: type[TrainerWeightTransferEngine],
-    receiver: type[WeightTransferEngine],
-) -> None:
-    """Add a third-party backend. Raises ConfigError when the name is taken."""
-    if name in _BUILTIN or name in _loaded:
-        raise ConfigError(f"backend {name!r} is registered already; choose another name")
-    _loaded[name] = (trainer, receiver)
+    Raises ConfigError for an object that is no Backend, an abstract method that it lacks, and a
+    name that is taken.
+    """
+    made = _checked(backend, "register_backend()")
+    with _lock:
+        if made.name in _registered or made.name in _entry_points():
+            raise ConfigError(f"backend {made.name!r} is registered already; choose another name")
+        _registered[made.name] = made
 
 
 def backend_names() -> list[str]:
-    """Every backend that `load_backend` knows."""
-    return sorted({*_BUILTIN, *_loaded})
+    """Every backend that `get_backend` knows, importable or not."""
+    return sorted({*_entry_points(), *_registered})
 
 
-def load_backend(name: str) -> Engines:
-    """Return both engine classes. Raises ConfigError for an unknown name."""
-    if name not in _loaded:
-        if name not in _BUILTIN:
-            known = ", ".join(["auto", *backend_names()])
-            raise ConfigError(f"there is no backend {name!r}; known: {known}")
+def get_backend(name: str) -> Backend:
+    """Return the backend of that name, imported when first asked for.
+
+    Raises ConfigError for an unknown name and for an object that is no backend,
+    BackendUnavailableError where its import fails.
+    """
+    known = _registered.get(name)
+    if known is not None:
+        return known
+    entry = _entry_points().get(name)
+    if entry is None:
+        names = ", ".join(["auto", *backend_names()])
+        raise ConfigError(f"there is no backend {name!r}; known: {names}")
+    try:
+        loaded = entry.load()
+    except Exception as exc:  # foreign code, and a native library can fail in any way
+        raise BackendUnavailableError(f"backend {name!r} cannot be imported: {exc}") from exc
+    made = _checked(loaded, f"the entry point {entry.value}")
+    if made.name != name:
+        raise ConfigError(f"the entry point {entry.value} is called {name!r}, its name {made.name}")
+    with _lock:
+        return _registered.setdefault(name, made)
+
+
+def choose_backends(choice: BackendChoice) -> tuple[list[Backend], dict[str, str]]:
+    """Return the backends that a sender may use, and why the others of `auto` cannot be.
+
+    Raises ConfigError for a name or an object that is none, BackendUnavailableError for one that
+    was named and cannot be imported.
+    """
+    if isinstance(choice, str) and choice == "auto":
+        return _usable()
+    if isinstance(choice, Sequence) and not isinstance(choice, str):
+        if not choice:
+            raise ConfigError("backend is an empty list; leave it out, or name one")
+        return [_one(entry) for entry in choice], {}
+    return [_one(choice)], {}
+
+
+def endpoints(
+    backends: Iterable[Backend], device: torch.device
+) -> tuple[dict[str, Any], dict[str, str]]:
+    """Return what each backend says of this process, and why others cannot be used here."""
+    facts: dict[str, Any] = {}
+    reasons: dict[str, str] = {}
+    for backend in backends:
         try:
-            _loaded[name] = _BUILTIN[name]()
-        except ImportError as exc:
-            raise BackendUnavailableError(f"backend {name!r} cannot be loaded: {exc}") from exc
-    return _loaded[name]
+            facts[backend.name] = backend.endpoint(device)
+        except BackendUnavailableError as exc:
+            reasons[backend.name] = str(exc)
+    return facts, reasons
+
+
+def known_endpoints(device: torch.device) -> tuple[dict[str, Any], dict[str, str]]:
+    """Return the same for all backends that are known here."""
+    known = device, tuple(backend_names())
+    if known not in _endpoints:  # a status is asked for often
+        usable, broken = _usable()
+        facts, reasons = endpoints(usable, device)
+        _endpoints[known] = facts, {**broken, **reasons}
+    return _endpoints[known]
+
+
+def _one(choice: object) -> Backend:
+    if choice == "distributed":
+        warnings.warn(
+            "the backend `distributed` is called `gloo` now", DeprecationWarning, stacklevel=4
+        )
+        choice = "gloo"
+    return get_backend(choice) if isinstance(choice, str) else _checked(choice, "backend=")
+
+
+def _usable() -> tuple[list[Backend], dict[str, str]]:
+    usable: list[Backend] = []
+    reasons: dict[str, str] = {}
+    for name in backend_names():
+        try:
+            usable.append(get_backend(name))
+        except (BackendUnavailableError, ConfigError) as exc:
+            reasons[name] = str(exc)
+    return usable, reasons
+
+
+def _checked(backend: Any, where: str) -> Backend:
+    """Return an instance. Raises ConfigError naming what the contract asks for and is not there."""
+    made = backend
+    if isinstance(backend, type) and issubclass(backend, Backend):
+        missing = sorted(getattr(backend, "__abstractmethods__", ()))
+        if missing:
+            raise ConfigError(f"the backend {backend.__name__} lacks {', '.join(missing)}()")
+        made = backend()
+    if not isinstance(made, Backend):
+        seen = made.__name__ if inspect.isclass(made) else f"a {type(made).__name__}"
+        raise ConfigError(f"{where}: {seen} is no weightsync.Backend, and no name of one")
+    if not isinstance(getattr(made, "name", None), str) or not made.name:
+        raise ConfigError(f"the backend {type(made).__name__} has no name")
+    return made
+
+
+@cache
+def _entry_points() -> dict[str, importlib.metadata.EntryPoint]:
+    """The entry points by name; those of weightsync itself need no installation."""
+    own = [
+        importlib.metadata.EntryPoint(name, f"weightsync.backends.{name}.backend:{kind}", GROUP)
+        for name, kind in (("ipc", "IpcBackend"), ("gloo", "GlooBackend"))
+    ]
+    found = importlib.metadata.entry_points(group=GROUP)
+    return {entry.name: entry for entry in [*found, *own]}

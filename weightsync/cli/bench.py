@@ -20,11 +20,11 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
+from weightsync.backends.registry import backend_names
 from weightsync.cli.app import require
 from weightsync.cli.bench_broadcast import raw_broadcast
 from weightsync.cli.bench_receiver import (
     ApplyName,
-    BackendName,
     BenchSetup,
     SinkName,
     TransportName,
@@ -59,9 +59,7 @@ def bench(  # noqa: PLR0913, PLR0917  # one parameter per option
     packed: Annotated[
         bool, typer.Option("--packed/--unpacked", help="through buckets, or read in place")
     ] = False,
-    backend: Annotated[
-        str, typer.Option(help="auto, ipc, distributed (as if to another host)")
-    ] = "auto",
+    backend: Annotated[str, typer.Option(help="auto, ipc, gloo (as if to another host)")] = "auto",
     transport: Annotated[str, typer.Option(help="for control messages: http, callback")] = "http",
     readers: Annotated[int, typer.Option(min=1, max=16, help="receiving processes")] = 1,
     sink: Annotated[str, typer.Option(help="receivers load into a: module, hook")] = "module",
@@ -81,7 +79,7 @@ def bench(  # noqa: PLR0913, PLR0917  # one parameter per option
             dtype=_one_of("--dtype", dtype, tuple(DTYPE_NBYTES)),
             shapes=shapes,
             packed=packed,
-            backend=_one_of("--backend", backend, get_args(BackendName)),
+            backend=_one_of("--backend", backend, ("auto", *backend_names())),
             transport=_one_of("--transport", transport, get_args(TransportName)),
             readers=readers,
             sink=_one_of("--sink", sink, get_args(SinkName)),
@@ -239,7 +237,7 @@ def _measure_shown(setup: BenchSetup, *, shown: bool) -> Measured:
 def measure(setup: BenchSetup, advance: Callable[[], None] = lambda: None) -> Measured:
     """Run the bench: in every round one copy, one update without and one with verification.
 
-    With the backend "distributed" also one raw broadcast. `advance` is called after every round.
+    With the backend "gloo" also one raw broadcast. `advance` is called after every round.
     """
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -258,7 +256,7 @@ def _measure(setup: BenchSetup, advance: Callable[[], None], stack: ExitStack) -
     model = make_model(shapes, dtype, value=1)
     copied = [torch.ones_like(parameter) for parameter in model.parameters()]
     raw = None
-    if setup.backend == "distributed":
+    if setup.backend == "gloo":
         raw = stack.enter_context(raw_broadcast(nbytes))
     sender = stack.enter_context(
         connect(
@@ -266,7 +264,7 @@ def _measure(setup: BenchSetup, advance: Callable[[], None], stack: ExitStack) -
             to=targets,
             token=token,
             backend=setup.backend,
-            # The backend "distributed" always packs, and refuses packed=False.
+            # The backend "gloo" always packs, and refuses packed=False.
             packed=setup.packed or None if raw else setup.packed,
         )
     )

@@ -25,7 +25,6 @@ from weightsync.tensors import TORCH_DTYPES
 from weightsync.transports.tokens import TOKEN_VARIABLE
 from weightsync.wire.problem import Problem, encode_problem, from_problem, to_problem
 
-BackendName = Literal["auto", "ipc", "distributed"]
 TransportName = Literal["http", "callback"]
 SinkName = Literal["module", "hook"]
 ApplyName = Literal["auto", "staged", "in_place"]
@@ -40,7 +39,7 @@ class BenchSetup(msgspec.Struct, frozen=True, kw_only=True):
     dtype: str
     shapes: str | None
     packed: bool
-    backend: BackendName
+    backend: str
     transport: TransportName
     readers: int
     sink: SinkName

@@ -29,7 +29,7 @@ from rich.text import Text
 from weightsync.backends.gloo.group import GroupRendezvous, PrivateGroup, data_lane
 from weightsync.backends.ipc.memory import ProbeMemory
 from weightsync.backends.ipc.sender import HOST_BUCKET_NBYTES, HOST_BUCKETS
-from weightsync.backends.registry import backend_names, load_backend
+from weightsync.backends.registry import backend_names, get_backend
 from weightsync.cli.child import Child
 from weightsync.cli.doctor_helper import GLOO_S, START_S, Gpu, GpuOffer
 from weightsync.cli.output import FAILED, OK, ending, one_line, print_json
@@ -51,7 +51,7 @@ CHECK_S = 20.0
 TRIAL_S = 60.0
 CONNECT_S = 5.0
 LOOPBACK = "127.0.0.1"
-SHARED_MEMORY, DISTRIBUTED, CUDA_IPC, PTRACE = "shared_memory", "distributed", "cuda_ipc", "ptrace"
+SHARED_MEMORY, DISTRIBUTED, CUDA_IPC, PTRACE = "shared_memory", "gloo", "cuda_ipc", "ptrace"
 PATHS = (CUDA_IPC, SHARED_MEMORY, DISTRIBUTED)
 
 _MIB = 1 << 20
@@ -379,7 +379,7 @@ def check_backends() -> Sequence[Finding]:
     findings = []
     for name in backend_names():
         try:
-            load_backend(name)
+            get_backend(name)
         except Exception as exc:  # noqa: BLE001 - a native library can fail in any way
             seen = f"{name}: {one_line(exc) or type(exc).__name__}"
             remedy = f"install what the reason names, or use another backend than {name!r}"

@@ -19,6 +19,7 @@ import torch
 from torch.multiprocessing.reductions import rebuild_cuda_tensor
 
 from weightsync.errors import BackendUnavailableError, ConfigError, HandleError
+from weightsync.shm.host_keys import host_key
 from weightsync.wire.offers import CudaHandle
 
 _SHARED_FIELDS = (
@@ -72,6 +73,11 @@ def normal_key(uuid: str) -> str:
     if _UUID.fullmatch(bare) is None:
         raise ConfigError(f"{uuid!r} is not a GPU id; give GPU-<uuid>, a bare uuid or MIG-…")
     return f"GPU-{bare}"
+
+
+def device_keys(device: torch.device) -> list[str]:
+    """Return the keys of a process whose weights are on `device`: its GPU's, if any, its host's."""
+    return [*([gpu_key(device)] if device.type == "cuda" else []), host_key()]
 
 
 def gpu_key(device: torch.device | int) -> str:

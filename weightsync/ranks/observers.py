@@ -21,14 +21,9 @@ class ObservedCall:
 
     target: str
     rank: int
+    backend: str
     reader: int
-    path: str
     request: Request
-
-    @property
-    def place(self) -> int | None:
-        """Its place on this process's own ring; None where another one feeds it."""
-        return self.reader if self.rank == 0 and self.path != "distributed" else None
 
 
 class Observer(Protocol):

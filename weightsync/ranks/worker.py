@@ -2,19 +2,28 @@
 
 from __future__ import annotations
 
+import secrets
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import replace
 from itertools import islice
-from typing import Literal, Protocol
+from typing import Any, Protocol
 
 import msgspec
 import torch
 
-from weightsync.backends.gloo.sender import Chain, RingFeed
-from weightsync.backends.ipc.sender import READER_PLACES, IpcOptions, IpcTrainerEngine
-from weightsync.cuda import handles
+from weightsync.backends.base import (
+    Backend,
+    Handshake,
+    Reader,
+    Replies,
+    Round,
+    TrainerWeightTransferEngine,
+    TransferOptions,
+)
+from weightsync.backends.registry import endpoints, get_backend
+from weightsync.cuda.handles import device_keys
 from weightsync.errors import ConfigError, ProtocolError, TransferError
 from weightsync.ranks.comm import (
     CancelFlag,
@@ -24,7 +33,6 @@ from weightsync.ranks.comm import (
     compare_manifests,
 )
 from weightsync.report import SyncReport
-from weightsync.shm.host_keys import host_key
 from weightsync.shm.wait import Heartbeat
 from weightsync.specs import Manifest
 from weightsync.tensors import spec_of
@@ -37,20 +45,21 @@ from weightsync.weights.source import (
     checked,
     groups_of,
 )
-from weightsync.wire.messages import LedgerEntry, RegisteredUpdate
-from weightsync.wire.offers import IpcInit, ProbeInfo
+from weightsync.wire.codec import manifest_to_wire
+from weightsync.wire.messages import LedgerEntry
+from weightsync.wire.offers import ManifestMessage
 from weightsync.wire.problem import Problem
 
-Places = dict[int, list[int]]
-"""Reader places by the rank whose ring they belong to."""
+Places = dict[str, dict[int, list[int]]]
+"""Readers by backend, and by the rank that feeds them."""
 
 
-class RingReaderInfo(Protocol):
-    """A receiver that reads the ring of rank `rank` at place `reader`, by this path."""
+class ReaderOfRank(Protocol):
+    """A receiver that reads as `reader` what the engine of `backend` on rank `rank` offers."""
 
     rank: int
+    backend: str
     reader: int
-    path: str
 
     @property
     def target(self) -> str: ...
@@ -61,27 +70,21 @@ class Command(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class Open(Command, frozen=True, kw_only=True):
-    """Make an engine of this path on each of these ranks; the others have none.
+    """Make engines on each of these ranks: the path by rank, by backend."""
 
-    `relayed` says that rank 0's ring also feeds receivers on other hosts.
-    """
-
-    paths: dict[int, Literal["cuda_ipc", "shared_memory"]]
-    packed: bool
-    relayed: bool
+    paths: dict[str, dict[int, str]]
+    packed: bool | None
+    bucket_nbytes: int | None
+    num_buckets: int | None
 
 
-class Probe(Command, frozen=True, kw_only=True):
-    """Export a probe for each of these places."""
+class Connect(Command, frozen=True, kw_only=True):
+    """Begin the handshake of one backend with these readers, by rank; or go on, after `replies`."""
 
-    places: Places
-
-
-class Export(Command, frozen=True, kw_only=True):
-    """Export everything for each of these places; `fleet_version` goes along."""
-
-    places: Places
-    fleet_version: int | None = None
+    backend: str
+    number: int = 0
+    readers: dict[int, list[Reader]] = {}
+    replies: dict[int, Replies] | None = None
 
 
 class CheckMoved(Command, frozen=True, kw_only=True):
@@ -89,7 +92,7 @@ class CheckMoved(Command, frozen=True, kw_only=True):
 
 
 class Begin(Command, frozen=True, kw_only=True):
-    """Start an update of these places, of other tensors than the model's where `pairs`."""
+    """Start an update of these readers, of other tensors than the model's where `pairs`."""
 
     places: Places
     verify: bool
@@ -125,36 +128,43 @@ class Finished(Command, frozen=True, kw_only=True):
     problem: Problem | None = None
 
 
-AnyCommand = (
-    Open | Probe | Export | CheckMoved | Begin | Transfer | KeepAlive | End | Withdraw | Finished
-)
+AnyCommand = Open | Connect | CheckMoved | Begin | Transfer | KeepAlive | End | Withdraw | Finished
 
 
 class CommandResult(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """What one rank answers: the fields that belong to the command, or `problem`.
 
-    `changed` names tensors of its source that changed while they were sent.
+    `round` are the next messages of a handshake, `excused` the failed readers that are not to
+    blame. `updates` are payloads by backend, and by reader where each gets its own. `changed` names
+    tensors of its source that changed while they were sent.
     """
 
     problem: Problem | None = None
-    probes: list[ProbeInfo] = []
-    inits: list[IpcInit] = []
+    round: Round | None = None
+    excused: list[int] = []
     moved: bool = False
-    beats: dict[int, int] = {}
-    update: RegisteredUpdate | None = None
-    table_digest: str | None = None
+    beats: dict[str, dict[int, int | None]] = {}
+    updates: dict[str, Any] = {}
+    manifest: ManifestMessage | None = None
+    packed: bool = False
+    digests: dict[str, str | None] = {}
     extra_nbytes: int = 0
     written_nbytes: int = 0
     changed: list[str] = []
 
 
 class RankInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """Who a rank is: its device keys, and whether its tensors stay where they are."""
+    """Who a rank is: its device keys, and whether its tensors stay where they are.
+
+    Receivers know it as `sender_id`. `backends` are the facts of those that can be used there,
+    `unusable` why others cannot.
+    """
 
     keys: list[str]
     stable: bool
-    on_gpu: bool
-    no_cuda_ipc: str | None = None
+    sender_id: str
+    backends: dict[str, Any]
+    unusable: dict[str, str] = {}
 
 
 _commands: msgspec.msgpack.Decoder[AnyCommand] = msgspec.msgpack.Decoder(AnyCommand)
@@ -177,7 +187,7 @@ def decode_result(data: bytes) -> CommandResult:
 
 
 def decode_rank_info(data: bytes) -> RankInfo:
-    """Return a rank's card."""
+    """Return who a rank is."""
     return msgspec.msgpack.decode(data, type=RankInfo)
 
 
@@ -342,53 +352,88 @@ class CollectiveSource:
             self._ranks.agree(error)
 
 
-LOCAL_PATHS = ("cuda_ipc", "shared_memory")
-RELAY_READER = READER_PLACES - 1
-"""The place on rank 0's ring from which other hosts are fed."""
-RELAYED_BUCKET_NBYTES = 16 << 20
-RELAYED_BUCKETS = 4
+class SourceOfUpdate:
+    """A source that is asked for its stable tensors once an update: that takes time by the tensor.
+
+    `refresh` forgets them.
+    """
+
+    def __init__(self, source: WeightSource) -> None:
+        self._source = source
+        self._stable: list[torch.Tensor] | None = None
+
+    @property
+    def manifest(self) -> Manifest:
+        """The source's own."""
+        return self._source.manifest
+
+    def stable_tensors(self) -> list[torch.Tensor] | None:
+        """The source's own, as they were when they were first asked for."""
+        if self._stable is None:
+            self._stable = self._source.stable_tensors()
+        return self._stable
+
+    def tensors(self) -> Iterator[Pair]:
+        """The source's own."""
+        return self._source.tensors()
+
+    def refresh(self) -> None:
+        """Ask anew."""
+        self._stable = None
 
 
 class RankWorker:
-    """Does on one rank what rank 0 commands. `relay` is the way to other hosts, on rank 0 alone.
+    """Does on one rank what rank 0 commands. `engines` are its backends', base engines first.
 
     `stop` ends a transfer of this rank, and with it that of all. `pairs` are the tensors of the
     next Begin that sends other tensors than the model's. `fault` makes every further step fail:
-    this rank's caller has given the update up.
+    this rank's caller has given the update up. `reading` are the readers of the last update, by
+    backend: they are looked at until it is finished.
     """
 
-    def __init__(self, source: WeightSource, options: IpcOptions, ranks: RankComm) -> None:
+    def __init__(
+        self,
+        source: WeightSource,
+        options: TransferOptions,
+        ranks: RankComm,
+        backends: Sequence[Backend],
+    ) -> None:
         self._ranks = ranks
         self._alone = ranks.size == 1
         self._steps = CollectiveSource(source, ranks)
         self._given = source
         self._watch = SourceWatch()
-        self.source: WeightSource = source if self._alone else self._steps
+        self.source = SourceOfUpdate(source if self._alone else self._steps)
         self._options = replace(options, device=source_device(source))
         self._gathers = source.stable_tensors() is None
-        self.engine: IpcTrainerEngine | None = None
-        self.relay: Chain | None = None
+        self._backends = {backend.name: backend for backend in backends}
+        self.sender_id = secrets.token_hex(8)
+        self.engines: dict[str, TrainerWeightTransferEngine] = {}
+        self.reading: dict[str, list[int]] = {}
         self.pairs: NamedTensors | None = None
         self.stop = threading.Event()
         self.fault: BaseException | None = None
         self._check: Callable[[], None] = lambda: None
         self._heartbeat: Heartbeat | None = None
-        self._reading: list[int] = []
-        self._packed = False
-        self._relaying = False
-        self._active = False
+        self._handshakes: dict[str, Handshake] = {}
+        self._packed: bool | None = None
+        self._passes: list[str] = []
         self._moves_model = True
 
     def rank_info(self) -> RankInfo:
         """Who this rank is."""
-        on_gpu = self._options.device.type == "cuda"
-        gpu = [handles.gpu_key(self._options.device)] if on_gpu else []
+        facts, unusable = endpoints(self._backends.values(), self._options.device)
         return RankInfo(
-            keys=[*gpu, host_key()],
+            keys=device_keys(self._options.device),
             stable=not self._gathers,
-            on_gpu=on_gpu,
-            no_cuda_ipc=handles.why_not() if on_gpu else None,
+            sender_id=self.sender_id,
+            backends=facts,
+            unusable=unusable,
         )
+
+    def backend(self, name: str) -> Backend:
+        """Return a backend that this sender was given, or that one of these requires."""
+        return self._backends.get(name) or get_backend(name)
 
     def do(
         self, command: AnyCommand, check: Callable[[], None]
@@ -398,12 +443,8 @@ class RankWorker:
         match command:
             case Open():
                 return self._open(command)
-            case Probe():
-                engine, places = self._own(command.places)
-                return CommandResult(probes=[engine.probe_info() for _ in places] if engine else [])
-            case Export():
-                engine, places = self._own(command.places)
-                return CommandResult(inits=_inits(engine, places, command) if engine else [])
+            case Connect():
+                return self._connect(command)
             case CheckMoved() | KeepAlive():
                 return self._look(command)
             case Begin():
@@ -418,65 +459,136 @@ class RankWorker:
             case _:
                 raise ConfigError(f"{type(command).__name__} is no command for a rank")
 
-    def ledger(self, members: Iterable[RingReaderInfo]) -> list[LedgerEntry]:
+    def ledger(self, members: Iterable[ReaderOfRank]) -> list[LedgerEntry]:
         """What this rank shares now; the readers of it are named after `members`, where known."""
-        engine, rank = self.engine, self._ranks.rank
-        names = {m.reader: m.target for m in members if m.rank == rank and m.path in LOCAL_PATHS}
-        if self.relay is not None:
-            names[RELAY_READER] = "other hosts"
-        return engine.exports.entries(names) if engine is not None else []
+        names: dict[str, dict[int, str]] = {name: {} for name in self.engines}
+        for member in members:
+            if member.rank == self._ranks.rank and member.backend in names:
+                names[member.backend][member.reader] = member.target
+        for name, engine in self.engines.items():
+            for base in self.backend(name).requires:
+                places = engine.places_on_base(list(names[name]))
+                names[base].update(dict.fromkeys(places, "other hosts"))
+        return [
+            entry for name, engine in self.engines.items() for entry in engine.ledger(names[name])
+        ]
 
     def close(self) -> None:
         """Free everything, also where a part of it raises. Idempotent."""
-        parts = self.engine, self.relay, self._heartbeat
-        self.engine = self.relay = self._heartbeat = None
+        engines, self.engines = self.engines, {}
+        heartbeat, self._heartbeat = self._heartbeat, None
+        handshakes, self._handshakes = self._handshakes, {}
+        self.reading = {}
+        self.source.refresh()
         with ExitStack() as last:
-            for part in parts:
-                if part is not None:
-                    last.callback(part.close)
+            for engine in engines.values():
+                last.callback(engine.close)
+            if heartbeat is not None:
+                last.callback(heartbeat.close)
+            for handshake in handshakes.values():
+                last.callback(handshake.close)
             self._watch.end()
 
-    def _own(self, places: dict[int, list[int]]) -> tuple[IpcTrainerEngine | None, list[int]]:
-        return self.engine, places.get(self._ranks.rank, [])
+    def dropped(self) -> None:
+        """The garbage collector closes this next."""
+        for engine in self.engines.values():
+            engine.dropped()
 
     def _open(self, command: Open) -> CommandResult:
         self.close()
         self._packed = command.packed
-        path = command.paths.get(self._ranks.rank)
-        if path is None:
-            return CommandResult()
-        options = replace(self._options, path=path, packed=command.packed)
-        if command.relayed:
-            # Every ring of one sender has the same buckets, so that one table fits them all.
-            options = replace(
-                options,
-                bucket_nbytes=options.bucket_nbytes or RELAYED_BUCKET_NBYTES,
-                num_buckets=options.num_buckets or RELAYED_BUCKETS,
-            )
-        self.engine = IpcTrainerEngine(self.source, options)
-        self._heartbeat = Heartbeat(self.engine.beat)
-        return CommandResult(extra_nbytes=self.engine.extra_nbytes)
+        options = replace(
+            self._options,
+            packed=command.packed,
+            bucket_nbytes=command.bucket_nbytes,
+            num_buckets=command.num_buckets,
+        )
+        for name in sorted(command.paths, key=lambda name: bool(self.backend(name).requires)):
+            path = command.paths[name].get(self._ranks.rank)
+            if path is None:
+                continue
+            backend = self.backend(name)
+            bases = {base: self.engines[base] for base in backend.requires}
+            engine = backend.trainer_engine(self.source, path, options, bases)
+            if not isinstance(engine, TrainerWeightTransferEngine):
+                raise ConfigError(
+                    f"backend {name!r}: trainer_engine() returned a {type(engine).__name__}, not a "
+                    "TrainerWeightTransferEngine"
+                )
+            self.engines[name] = engine
+        if self.engines:
+            self._heartbeat = Heartbeat(self._beat)
+        return CommandResult(extra_nbytes=self._extra_nbytes())
+
+    def _beat(self) -> None:
+        for engine in list(self.engines.values()):
+            engine.beat()
+
+    def _extra_nbytes(self) -> int:
+        return sum(engine.extra_nbytes for engine in self.engines.values())
+
+    def _connect(self, command: Connect) -> CommandResult:
+        """Take one step of a handshake, on a rank that has readers in it."""
+        rank, name = self._ranks.rank, command.backend
+        try:
+            if command.replies is None:
+                before = self._handshakes.pop(name, None)
+                if before is not None:
+                    before.close()
+                readers = command.readers.get(rank)
+                if not readers:
+                    return CommandResult()
+                handshake = self.engines[name].handshake(readers, command.number)
+                self._handshakes[name] = handshake
+                return CommandResult(round=_checked_round(name, next(handshake)))
+            if name not in self._handshakes:
+                return CommandResult()
+            going_on = self._handshakes[name].send(command.replies.get(rank, Replies()))
+            return CommandResult(round=_checked_round(name, going_on))
+        except StopIteration as over:
+            self._handshakes.pop(name, None)
+            return CommandResult(excused=list(over.value or ()))
 
     def _begin(self, command: Begin) -> CommandResult:
-        engine, places = self._own(command.places)
-        self._reading = places
-        self._active = engine is not None and bool(places)
+        self.reading = {}
+        for name, engine in reversed(self.engines.items()):
+            readers = command.places.get(name, {}).get(self._ranks.rank, [])
+            own = [*readers, *self.reading.get(name, [])]
+            if own:
+                self.reading[name] = own
+            for base in self.backend(name).requires:
+                self.reading.setdefault(base, []).extend(engine.places_on_base(readers))
+        self.reading = {name: self.reading[name] for name in self.engines if self.reading.get(name)}
+        self._passes = [name for name in command.places if not self.backend(name).requires]
         self._moves_model = not command.pairs
         pairs = self._take_pairs() if command.pairs else None
-        update: RegisteredUpdate | None = None
+        updates: dict[str, Any] = {}
 
         def begin() -> None:
-            nonlocal update
             self._watch_source(pairs)
             whole = None if pairs is None else [(name, gather(tensor)) for name, tensor in pairs]
-            if engine is not None and self._active:
-                update = engine.begin(places, verify=command.verify, pairs=whole)
-                self._feed_relay(engine, places)
-            elif self._gathers_in(packed=False):
-                self._steps.drain()
+            for name in self._in_turn():
+                readers = self.reading.get(name)
+                if readers:
+                    engine = self.engines[name]
+                    updates[name] = engine.begin(readers, verify=command.verify, pairs=whole)
+                elif self._gathers_in(name, packed=False):
+                    self._steps.drain()
 
         self._in_step(begin)
-        return CommandResult(update=update)
+        manifest = None
+        if pairs is not None and updates:
+            manifest = manifest_to_wire(_manifest_of(pairs))
+        return CommandResult(
+            updates=updates,
+            manifest=manifest,
+            packed=any(self.engines[name].packed for name in updates),
+        )
+
+    def _in_turn(self) -> list[str]:
+        """All backends of this update, also those that other ranks alone use."""
+        own = [name for name in self.engines if name not in self._passes]
+        return [*self._passes, *own]
 
     def _watch_source(self, pairs: list[tuple[str, torch.Tensor]] | None) -> None:
         """From here on nothing that this rank's part is read from may change."""
@@ -485,8 +597,8 @@ class RankWorker:
             source.changed = []
         if pairs is not None:
             self._watch.begin([name for name, _ in pairs], [tensor for _, tensor in pairs])
-        elif self._active or self._gathers:
-            stable = self.engine.look() if self.engine is not None and not self._gathers else None
+        elif self.reading or self._gathers:
+            stable = self.source.stable_tensors() if not self._gathers else None
             if stable is not None:
                 self._watch.begin([spec.name for spec in source.manifest.specs], stable)
             elif hasattr(source, "made_of"):
@@ -494,8 +606,12 @@ class RankWorker:
 
     def _what_changed(self) -> list[str]:
         """Name what others changed of this rank's source since the update began."""
-        engine, source = self.engine, self._given
-        changed = self._watch.end(engine.is_place) if engine is not None else self._watch.end()
+        source, engines = self._given, list(self.engines.values())
+
+        def is_place(index: int, address: int) -> bool:
+            return any(engine.is_place(index, address) for engine in engines)
+
+        changed = self._watch.end(is_place)
         return changed + (source.changed if isinstance(source, IterableSource) else [])
 
     def _take_pairs(self) -> list[tuple[str, torch.Tensor]]:
@@ -504,7 +620,7 @@ class RankWorker:
         taken: list[tuple[str, torch.Tensor]] = []
         self._in_step(lambda: taken.extend(given or ()))
         if not self._alone:
-            manifest = Manifest(tuple(spec_of(name, tensor) for name, tensor in taken))
+            manifest = _manifest_of(taken)
             compare_manifests(manifest, self._ranks, advice="every rank has to send() the same")
         return taken
 
@@ -512,58 +628,57 @@ class RankWorker:
         if not isinstance(command, KeepAlive) or command.asks:
             self._check_own()
         if isinstance(command, KeepAlive):
-            engine, reading = self.engine, self._reading
-            return CommandResult(beats={r: engine.signs(r) for r in reading} if engine else {})
+            engines = self.engines
+            beats = {
+                name: {reader: engines[name].signs(reader) for reader in readers}
+                for name, readers in self.reading.items()
+            }
+            return CommandResult(beats=beats)
         if self.pairs is not None:
             self.pairs = None
             raise ProtocolError(
                 "this rank sends tensors that rank 0 does not; every rank has to call send() as "
                 "often as rank 0"
             )
-        return CommandResult(moved=self.engine is not None and self.engine.needs_init)
-
-    def _feed_relay(self, engine: IpcTrainerEngine, places: list[int]) -> None:
-        self._relaying = self.relay is not None and RELAY_READER in places
-        if self._relaying and self.relay is not None:
-            self.relay.start(RingFeed(engine, RELAY_READER))
+        self.source.refresh()
+        return CommandResult(moved=any(engine.needs_init for engine in self.engines.values()))
 
     def _transfer(self) -> CommandResult:
         self._in_step(self._hand_over)
         return CommandResult()
 
     def _hand_over(self) -> None:
-        relay = self.relay if self._relaying else None
         try:
-            if self.engine is not None and self._active:
-                self.engine.transfer(self._check_all)
-                if relay is not None:
-                    relay.finish(self._check_all)
-            elif self._gathers_in(packed=True):
-                self._steps.drain()
+            for name in self._in_turn():
+                if name in self.reading:
+                    self.engines[name].transfer(self._check_all)
+                elif self._gathers_in(name, packed=True):
+                    self._steps.drain()
         except BaseException:
-            if relay is not None:
-                relay.stop()
+            for name in self.reading:
+                self.engines[name].cancel()
             raise
 
     def _end(self) -> CommandResult:
-        engine, relaying = self.engine, self._relaying
-        self._relaying = False
-        if relaying and self.relay is not None:
-            self.relay.stop()
+        engines = [self.engines[name] for name in self.reading]
+        for engine in reversed(engines):  # before the engine that it is built on
+            engine.cancel()
         changed = self._what_changed()
-        if engine is None:
-            return CommandResult(changed=changed)
-        engine.end()
+        for engine in reversed(list(self.engines.values())):
+            engine.end()
+        self.source.refresh()
         return CommandResult(
             changed=changed,
-            table_digest=engine.table_digest if self._active else None,
-            extra_nbytes=engine.extra_nbytes,
-            written_nbytes=engine.written_nbytes if self._active else 0,
+            digests={name: self.engines[name].table_digest for name in self.reading},
+            extra_nbytes=self._extra_nbytes(),
+            written_nbytes=sum(engine.written_nbytes for engine in engines),
         )
 
-    def _gathers_in(self, *, packed: bool) -> bool:
+    def _gathers_in(self, name: str, *, packed: bool) -> bool:
         """Whether the ranks make the model's tensors in this step: packed ones while they go."""
-        return self._gathers and self._moves_model and self._packed == packed
+        in_place = self.backend(name).reads_in_place and self._packed is False
+        takes_part = name in self._passes and self._gathers and self._moves_model
+        return takes_part and in_place != packed
 
     def _in_step(self, work: Callable[[], None]) -> None:
         if self._alone:
@@ -584,12 +699,21 @@ class RankWorker:
             raise self.fault
         if self.stop.is_set():
             raise TransferError("the update was cancelled by its caller")
-        if self._relaying and self.relay is not None:
-            self.relay.check()
+        for name in self.reading:
+            self.engines[name].check()
 
 
-def _inits(engine: IpcTrainerEngine, places: list[int], command: Export) -> list[IpcInit]:
-    return [engine.init_info(place, fleet_version=command.fleet_version) for place in places]
+def _manifest_of(pairs: Iterable[Pair]) -> Manifest:
+    return Manifest(tuple(spec_of(name, tensor) for name, tensor in pairs))
+
+
+def _checked_round(name: str, step: object) -> Round:
+    """Raise ConfigError where a handshake does not yield what the contract says."""
+    if not isinstance(step, Round):
+        raise ConfigError(
+            f"backend {name!r}: handshake() yielded a {type(step).__name__}, not a Round"
+        )
+    return step
 
 
 def source_device(source: WeightSource) -> torch.device:

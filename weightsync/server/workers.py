@@ -92,6 +92,11 @@ def merge_statuses(statuses: Mapping[str, Status]) -> Status:
         workers=list(statuses),
         senders=_paths(held),
         owner=max((s.owner for s in held if s.owner), key=_standing, default=None),
+        backends={
+            name: facts
+            for name, facts in held[0].backends.items()
+            if all(name in status.backends for status in held)
+        },
     )
 
 

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import Literal
 
-from weightsync.backends.ipc.sender import IpcOptions
+from weightsync.backends.base import Backend, TransferOptions
 from weightsync.errors import ConfigError, StaleVersionError, WeightSyncError
 from weightsync.ranks.group import RankGroup
 from weightsync.ranks.worker import CheckMoved
@@ -44,14 +44,18 @@ class Coordinator:
         self,
         group: RankGroup,
         fleet: Fleet,
-        options: IpcOptions,
+        options: TransferOptions,
+        backends: Sequence[Backend],
         *,
-        backend: str,
+        ordered: bool = False,
+        unusable: Mapping[str, str] | None = None,
         on_failure: OnFailure,
         takeover: bool = False,
     ) -> None:
         self.fleet = fleet
-        self.paths = PathSelector(group, fleet, options, backend=backend)
+        self.paths = PathSelector(
+            group, fleet, options, backends, ordered=ordered, unusable=unusable
+        )
         fleet.beat = self.paths.beat
         self.verify = True
         self._group = group

@@ -12,7 +12,7 @@ from collections.abc import Callable, Hashable, Iterable, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 from functools import partial
-from typing import cast
+from typing import Any, cast
 
 from weightsync.errors import (
     ConnectError,
@@ -72,10 +72,10 @@ class Server:
 class Member:
     """One receiver: its transport, how it is fed, and who it was when it was last asked.
 
-    Rank `rank` of the trainer feeds it, on `path`; `skipped` says why not on a faster one. It reads
-    at place `reader` of that rank's ring or, on the path `distributed`, of the ring of its own
-    host, which the one of `group_rank` fills (0 where it is in no group now). `sender` is what it
-    knows this sender by, `released` the same once memory was withdrawn. `unfinished` and
+    Rank `rank` of the trainer feeds it by the engine of `backend`, which knows it as `reader`, on
+    `path`; `skipped` says why not on others. `backends` are those that it can use, with what each
+    says of it; `unusable` says why others cannot be. `sender` is what it knows this sender by,
+    `released` the same once memory was withdrawn. `unfinished` and
     `unaborted` are updates whose end it has not answered for: it is told again before the next one;
     `last_told` is the update that it was last told to finish. `term` is this sender's as the owner
     of the receiver, 0 before it was met. `name` is given where another member's transport has the
@@ -86,9 +86,9 @@ class Member:
     name: str = ""
     server: Server | None = None
     rank: int = 0
+    backend: str = ""
     path: str = ""
     reader: int = 0
-    group_rank: int = 0
     sender: str = ""
     released: str = ""
     skipped: dict[str, str] = field(default_factory=dict)
@@ -97,6 +97,8 @@ class Member:
     term: int = 0
     apply: str = ""
     keys: list[str] = field(default_factory=list)
+    backends: dict[str, Any] = field(default_factory=dict)
+    unusable: dict[str, str] = field(default_factory=dict)
     last_finished: str | None = None
     last_told: str | None = None
     unfinished: FinishRequest | None = None
@@ -133,6 +135,7 @@ class Member:
         self.last_finished = status.last_finished
         self.apply = status.apply
         self.keys = status.device_keys
+        self.backends, self.unusable = status.backends, status.unusable_backends
 
 
 @dataclass(frozen=True, slots=True)
@@ -373,7 +376,7 @@ class Fleet:
         # Longer than what is waited for here, so that silence is told from a lost answer.
         limit_s = timeout_s * (1.1 if brief else PATIENCE + 1) + LOOK_S
         watch = self.watch
-        seen = ObservedCall(member.target, member.rank, member.reader, member.path, message)
+        seen = ObservedCall(member.target, member.rank, member.backend, member.reader, message)
         watch.on_request(seen)
 
         def ask() -> MemberReply:

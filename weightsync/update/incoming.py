@@ -14,7 +14,7 @@ from functools import partial
 
 from msgspec.structs import replace
 
-from weightsync.backends.base import LoadContext, Received
+from weightsync.backends.base import LoadContext, Received, WeightTransferEngine
 from weightsync.backends.ipc.handles import receive_handles
 from weightsync.cuda.events import wait_for
 from weightsync.errors import (
@@ -42,7 +42,7 @@ from weightsync.wire.messages import (
     StepReply,
     UpdateInfo,
 )
-from weightsync.wire.offers import Init, describe
+from weightsync.wire.offers import InitInfo, describe
 
 _STRENGTH: tuple[Verification, ...] = ("none", "arrived", "held")
 
@@ -63,15 +63,31 @@ class IncomingUpdate:
     levels: set[Verification] = field(default_factory=set)
     tied: dict[str, str] = field(default_factory=dict)
     seconds: dict[str, float] = field(default_factory=dict)
+    engine: WeightTransferEngine | None = None
+    opened: set[str] = field(default_factory=set)
 
-    def use(self, load_target: LoadTarget) -> LoadTarget:
+    def use(self, load_target: LoadTarget, layout: StreamLayout) -> LoadTarget:
         """Take part in this update; the first time it begins."""
+        self.opened.add(layout.manifest.digest)
         if load_target in self.load_targets:
             self.load_targets.remove(load_target)  # what came last is committed last
         else:
             load_target.begin()
         self.load_targets.append(load_target)
         return load_target
+
+    def begin(self, engine: WeightTransferEngine) -> None:
+        """An engine moves weights for this update; the first time it is told so."""
+        if engine is not self.engine:
+            self.end()
+            self.engine = engine
+            engine.start_weight_update()
+
+    def end(self) -> None:
+        """The update is over, well or not."""
+        engine, self.engine = self.engine, None
+        if engine is not None:
+            engine.finish_weight_update()
 
     def note(self, received: Received) -> None:
         """Add what one message brought."""
@@ -376,9 +392,11 @@ class Loader:
             return receive_handles(info, self._senders.keys, reception)
         engine = self._senders.get(info.sender)
         incoming.sender = info.sender
-        if info.manifest is None:
-            check_manifest(self._sink, engine.manifest, partial=incoming.partial)
-        return engine.receive_weights(info, reception)
+        offered = self._senders.manifest(info.sender)
+        if info.manifest is None and offered is not None:
+            check_manifest(self._sink, offered, partial=incoming.partial)
+        incoming.begin(engine)
+        return _checked(engine, engine.receive_weights(info, reception), incoming)
 
     def _reception(self, incoming: IncomingUpdate) -> LoadContext:
         def open_target(plan: StreamLayout) -> LoadTarget:
@@ -386,7 +404,7 @@ class Loader:
             more_follows = incoming.anonymous and not incoming.partial
             check_manifest(self._sink, plan.manifest, partial=True, more_follows=more_follows)
             whole = not incoming.partial and not self._sink.difference(plan.manifest).missing
-            return incoming.use(self.load_target(plan, whole=whole))
+            return incoming.use(self.load_target(plan, whole=whole), plan)
 
         def touch() -> None:
             if incoming.load_targets[-1].in_place and not self._lifecycle.dirty:
@@ -418,6 +436,18 @@ class Loader:
             return self._load_targets.get(plan, whole=whole)
         finally:
             self._gate.release()
+
+
+def _checked(engine: WeightTransferEngine, received: object, incoming: IncomingUpdate) -> Received:
+    """Raise ProtocolError where an engine reports what it asked no load target for."""
+    method = f"{type(engine).__name__}.receive_weights()"
+    if not isinstance(received, Received):
+        raise ProtocolError(f"{method} returned a {type(received).__name__}, not a Received")
+    if received.manifest.specs and received.manifest.digest not in incoming.opened:
+        raise ProtocolError(
+            f"{method} reports {received.manifest.nbytes} bytes for which it opened no load target"
+        )
+    return received
 
 
 class StepLock:
@@ -538,7 +568,7 @@ class UpdateSession:
         sender = incoming.sender if incoming else None
         return sender is not None and not self.senders.alive(sender)
 
-    def init(self, info: Init) -> None:
+    def init(self, info: InitInfo) -> None:
         """Open what a sender offers, check its names, and make room. Raises what does not fit."""
         replaced = self.senders.replaces(info)
         if replaced is not None and self.lifecycle.state is State.UPDATING:
@@ -547,14 +577,14 @@ class UpdateSession:
             self.abort(None, f"{describe(replaced)} was replaced as the owner of this receiver")
         with self._turns.taken("init"):
             self._part_from_dead()
-            engine = self.senders.open(info)
+            manifest = self.senders.open(info)
             try:
-                difference = self.sink.difference(engine.manifest)
+                difference = self.sink.difference(manifest)
                 if difference.unexpected or difference.mismatched or difference.cut:
                     difference.check(partial=False)
                 if not difference.missing and self._incoming is None:
                     # While an update is open its landings must stay where they are.
-                    self._loader.load_target(engine.whole_plan, whole=True)
+                    self._loader.load_target(StreamLayout(manifest), whole=True)
             except BaseException:
                 self.senders.close(info.sender)
                 raise
@@ -599,7 +629,9 @@ class UpdateSession:
 
     def check_start(self, sender: str, terms: StartTerms | None) -> None:
         """Before anything starts: the sender is known, and sends the model that it announced."""
-        digest = self.senders.get(sender).manifest.digest
+        self.senders.get(sender)
+        manifest = self.senders.manifest(sender)
+        digest = manifest.digest if manifest is not None else None
         if terms is not None and terms.manifest_digest not in (None, digest):
             raise ProtocolError(
                 f"the update is of manifest {terms.manifest_digest}, init announced {digest}; "
@@ -697,6 +729,7 @@ class UpdateSession:
                     return self.history.committed(reply, self.lifecycle.label)
             finally:
                 self.gate.release()
+                incoming.end()
 
     def abort(self, update_id: str | None, reason: str) -> StepReply:
         """Forget the update. Returns when the loader has stopped, or ABORTING while it has not.
@@ -819,6 +852,7 @@ class UpdateSession:
         finally:
             if self.gate.held:
                 self.gate.release()
+            incoming.end()
 
     def _expect(self, update_id: str, state: State = State.UPDATING) -> IncomingUpdate:
         with self._state:

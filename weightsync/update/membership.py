@@ -319,10 +319,9 @@ class Membership:
         recover_prepared(self.fleet, member, self._timeout_s)
 
     def repair_group(self, members: Sequence[Member]) -> None:
-        """Make the private group anew where one of the members is not in a whole one."""
-        while self.paths.apart([m for m in members if m in self.fleet.members]):
-            staying = [m for m in members if m in self.fleet.members]
-            failed = failures(self.paths.repair(self.version, staying))
+        """Connect those anew, together, whose engine is not ready for these members."""
+        while apart := self.paths.unready([m for m in members if m in self.fleet.members]):
+            failed = failures(self.paths.repair(self.version, apart))
             if not failed:
                 return
             if not self.may_drop(answer.member for answer in failed):
@@ -490,14 +489,14 @@ class Membership:
 
     def _offer(self, members: Sequence[Member]) -> None:
         """Connect members again, by the path that works for them now."""
-        remote = [member for member in members if member.path == "distributed"]
+        together = [member for member in members if self.paths.is_collective(member)]
         for member in members:
-            if member not in remote and not self.paths.extend(member, self.version):
+            if member not in together and not self.paths.extend(member, self.version):
                 self.disconnect()
                 self.connect()
                 return
-        if remote:
-            self.paths.offer(remote, self.version)
+        if together:
+            self.paths.offer(together, self.version)
 
 
 def names(members: Iterable[Member]) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -42,6 +43,8 @@ from weightsync.wire.messages import (
 logger = logging.getLogger(__name__)
 
 _FINISH_TRIES = 3
+_EPOCHS = itertools.count(1)
+"""Of the messages of every sender of this process."""
 _ABORT_TIMEOUT_S = 30.0
 _STRENGTH = ("none", "arrived", "held")
 
@@ -106,9 +109,9 @@ class UpdateTransaction:
             self.failed.pop(member, None)
 
     @property
-    def table_digests(self) -> list[str | None]:
-        """What names the fingerprints of all that was handed over, for each rank's ring."""
-        return [told.table_digest for told in self._told]
+    def table_digests(self) -> list[Mapping[str, str | None]]:
+        """What names the fingerprints of all that was handed over, by rank and by backend."""
+        return [told.digests for told in self._told]
 
     def send_whole(
         self,
@@ -255,7 +258,7 @@ class UpdateTransaction:
 
     @property
     def _packed(self) -> bool:
-        return any(told.update is not None and told.update.packed for told in self._begun)
+        return any(told.packed for told in self._begun)
 
     def _transfer(
         self, *, terms: StartTerms | None = None, prepare: bool = False, pairs: bool = False
@@ -264,9 +267,10 @@ class UpdateTransaction:
         started = time.perf_counter()
         members = self._staying
         begin = Begin(places=self._paths.places(members), verify=self._verify, pairs=pairs)
+        epoch = next(_EPOCHS)
 
         def request(member: Member) -> Request:
-            info = self._info(member)
+            info = self._info(member, epoch)
             return UpdateRequest(
                 update_id=self.update_id, start=terms, update_info=info, prepare=prepare
             )
@@ -334,13 +338,22 @@ class UpdateTransaction:
         with suppress(WeightSyncError):
             self._paths.heard(self._group.run_on_all(KeepAlive(asks=False)))
 
-    def _info(self, member: Member) -> RegisteredUpdate:
-        """What one member is told: the ring of its rank, and whom it feeds itself."""
-        info = self._begun[member.rank].update
-        if info is None:
+    def _info(self, member: Member, epoch: int) -> RegisteredUpdate:
+        """What one member is told, by the engine that feeds it."""
+        begun = self._begun[member.rank]
+        if member.backend not in begun.updates:
             raise TransferError(f"rank {member.rank} began no update for {member.target}")
-        feeds = self._paths.feeds(member, self._staying)
-        return info if feeds is None else replace(info, readers=feeds)
+        payload = begun.updates[member.backend]
+        if isinstance(payload, Mapping) and member.reader in payload:
+            payload = payload[member.reader]
+        return RegisteredUpdate(
+            sender=member.sender,
+            epoch=epoch,
+            verify=self._verify,
+            manifest=begun.manifest,
+            payload=payload,
+            registered=True,
+        )
 
     def _ask(
         self,
@@ -352,7 +365,8 @@ class UpdateTransaction:
         return self._fleet.ask(request, timeout_s=self._timeout_s, members=chosen, idle=idle)
 
     def _finish_request(self, member: Member) -> FinishRequest:
-        digest = self._told[member.rank].table_digest if self._whole and self._told else None
+        told = self._told[member.rank].digests if self._whole and self._told else {}
+        digest = told.get(member.backend)
         return FinishRequest(update_id=self.update_id, table_digest=digest)
 
     def _stop(self, begun: Mapping[Member, Future[MemberReply]], why: BaseException) -> None:
@@ -361,7 +375,7 @@ class UpdateTransaction:
         Only who failed before the stop is to blame for it; where nobody had, whom the private
         group names, or who kept the sender waiting.
         """
-        blamed = [] if self.failed else self._paths.lost(list(begun), why)
+        blamed = [] if self.failed else self._paths.blamed(list(begun), why)
         if self._first is not None and not (self.failed or blamed):
             blamed = [self._first]
         if not (self.failed or blamed):
@@ -458,12 +472,16 @@ class LastVersion:
     label: str | None = None
     weights_id: str | None = None
     layout: str = ""
-    digests: Sequence[str | None] = ()
+    digests: Sequence[Mapping[str, str | None]] = ()
     update_ids: set[str] = field(default_factory=set)
 
-    def check_unchanged(self, digests: Sequence[str | None], layout: str) -> None:
+    def check_unchanged(self, digests: Sequence[Mapping[str, str | None]], layout: str) -> None:
         """What goes out again as a version must be what went out as that version before."""
-        pairs = zip(self.digests, digests, strict=False)
+        pairs = [
+            (before.get(name), digest)
+            for before, now in zip(self.digests, digests, strict=False)
+            for name, digest in now.items()
+        ]
         known = [(a, b) for a, b in pairs if a is not None and b is not None]
         if self.layout != layout or not known:
             logger.warning(

@@ -1,17 +1,25 @@
-"""Which path reaches which receiver: the fastest candidate that passes its probe."""
+"""Which path reaches which receiver: the cheapest candidate that passes its probe."""
 
 from __future__ import annotations
 
+import itertools
 import logging
+import math
 import time
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Literal, cast
 
-from msgspec.structs import replace
-
-from weightsync.backends.ipc.sender import IpcOptions
+from weightsync.backends.base import (
+    Backend,
+    Endpoint,
+    Reach,
+    Reader,
+    Replies,
+    Round,
+    TrainerWeightTransferEngine,
+    TransferOptions,
+)
 from weightsync.errors import (
     BackendUnavailableError,
     ConfigError,
@@ -19,158 +27,161 @@ from weightsync.errors import (
     ProtocolError,
     SegmentError,
     WeightSyncError,
+    shorten,
 )
 from weightsync.ranks.group import RankGroup
-from weightsync.ranks.worker import (
-    RELAY_READER,
-    CommandResult,
-    Export,
-    Open,
-    Places,
-    Probe,
-    RankInfo,
-    Withdraw,
-)
+from weightsync.ranks.worker import CommandResult, Connect, Open, Places, RankInfo, Withdraw
 from weightsync.update.fleet import Fleet, Member, MemberReply, failures, raise_first
-from weightsync.update.rendezvous import Rendezvous, host_of
-from weightsync.wire.messages import InitRequest, ShutdownRequest
-from weightsync.wire.offers import IpcInit, ProbeInfo
-
-Backend = Literal["auto", "ipc", "distributed"]
-PathName = Literal["cuda_ipc", "shared_memory", "distributed"]
-BACKENDS: tuple[Backend, ...] = ("auto", "ipc", "distributed")
-
-
-@dataclass(frozen=True, slots=True)
-class Candidate:
-    """The rank that feeds a receiver, and the path."""
-
-    rank: int
-    path: PathName
-
-
-def check_backend(backend: str, *, packed: bool | None = None) -> None:
-    """Raise ConfigError for a backend that there is not, or that cannot send so."""
-    if backend not in BACKENDS:
-        raise ConfigError(f"backend must be one of {', '.join(BACKENDS)}, not {backend!r}")
-    if backend == "distributed" and packed is False:
-        raise ConfigError("the distributed backend streams: leave packed out, or say True")
-
-
-def candidates(member: Member, cards: Sequence[RankInfo], backend: str) -> list[Candidate]:
-    """Return the ways to a member, fastest first; why one is not among them goes to `skipped`.
-
-    The keys are hints: a probe decides.
-    """
-    found: list[Candidate] = []
-    if backend != "distributed":
-        found += _cuda_ipc(member, cards)
-        found += _shared_memory(member, cards)
-    if backend != "ipc":
-        found.append(Candidate(0, "distributed"))
-    return found
-
-
-def _cuda_ipc(member: Member, cards: Sequence[RankInfo]) -> list[Candidate]:
-    on_gpu = [rank for rank, card in enumerate(cards) if card.on_gpu]
-    if not on_gpu:
-        return []
-    same = [rank for rank in on_gpu if cards[rank].keys[0] in member.keys]
-    if not same:
-        member.skipped["cuda_ipc"] = (
-            f"the receiver is on {', '.join(member.keys)}, the trainer's GPUs are "
-            f"{', '.join(cards[rank].keys[0] for rank in on_gpu)}"
-        )
-        return []
-    refused = cards[same[0]].no_cuda_ipc
-    if refused is not None:
-        member.skipped["cuda_ipc"] = refused
-        return []
-    return [Candidate(same[0], "cuda_ipc")]
-
-
-def _shared_memory(member: Member, cards: Sequence[RankInfo]) -> list[Candidate]:
-    same_host = [rank for rank, card in enumerate(cards) if card.keys[-1] in member.keys]
-    if not same_host:
-        hosts = sorted({card.keys[-1] for card in cards})
-        member.skipped["shared_memory"] = (
-            f"the receiver is on host {member.host or 'unknown'}, the trainer on {', '.join(hosts)}"
-        )
-        return []
-    same_gpu = [rank for rank in same_host if cards[rank].keys[0] in member.keys]
-    return [Candidate((same_gpu or same_host)[0], "shared_memory")]
-
-
-def assign(wishes: dict[Member, list[Candidate]]) -> dict[Member, Candidate]:
-    """Choose for every member the first of its ways that its rank can offer to all it feeds.
-
-    A rank has one ring: on the GPU for `cuda_ipc`, on the host for the other two.
-    """
-    chosen = {member: left[0] for member, left in wishes.items()}
-    on_host = {way.rank for way in chosen.values() if way.path != "cuda_ipc"}
-    for member, way in chosen.items():
-        others = [other for other in wishes[member] if other.path == "shared_memory"]
-        if way.path == "cuda_ipc" and way.rank in on_host and others:
-            member.skipped["cuda_ipc"] = (
-                f"rank {way.rank} feeds another receiver from host memory, and one ring serves all"
-            )
-            chosen[member] = others[0]
-    return chosen
-
+from weightsync.wire.codec import manifest_to_wire
+from weightsync.wire.messages import PROTOCOL, InitReply, InitRequest, Request, ShutdownRequest
+from weightsync.wire.offers import InitInfo, ProbeRequest
 
 logger = logging.getLogger(__name__)
 
 _PATH_ERRORS = (HandleError, SegmentError, BackendUnavailableError)
 """What says that a path cannot work, and not that the call was wrong."""
 _GOODBYE_S = 10.0
+_OFFER_NUMBERS = itertools.count(1)
+"""Of the whole process: a sender keeps its id over the engines that it makes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """The rank that feeds a receiver, the backend and the path."""
+
+    rank: int
+    backend: str
+    path: str
+    cost: float
+
+
+def candidates(
+    member: Member, ranks: Sequence[RankInfo], backends: Sequence[Backend], *, ordered: bool = False
+) -> list[Candidate]:
+    """Return the ways to a member, cheapest first; why one is not among them goes to `skipped`.
+
+    With `ordered` the order of the backends counts more than the cost.
+    """
+    found: list[tuple[int, float, Candidate]] = []
+    reasons: dict[str, dict[str, None]] = {}
+    for place, backend in enumerate(backends):
+        name = backend.name
+        if name not in member.backends:
+            why = member.unusable.get(name, "the receiver does not know this backend")
+            reasons.setdefault(name, {})[why] = None
+            continue
+        theirs = Endpoint(keys=member.keys, facts=member.backends[name])
+        best: dict[str, Candidate] = {}
+        for rank, info in enumerate(ranks):
+            if name in info.unusable:
+                reasons.setdefault(name, {})[info.unusable[name]] = None
+                continue
+            ours = Endpoint(keys=info.keys, rank=rank, facts=info.backends.get(name))
+            for reach in _reaches(backend, ours, theirs):
+                if reach.why_not:
+                    reasons.setdefault(reach.path, {})[reach.why_not] = None
+                elif reach.path not in best or reach.cost < best[reach.path].cost:
+                    best[reach.path] = Candidate(rank, name, reach.path, reach.cost)
+        for way in best.values():
+            reasons.pop(way.path, None)
+            found.append((place if ordered else 0, way.cost, way))
+    member.skipped.update({path: "; ".join(why) for path, why in reasons.items()})
+    return [way for _, _, way in sorted(found, key=lambda entry: entry[:2])]
+
+
+def _reaches(backend: Backend, trainer: Endpoint, receiver: Endpoint) -> Sequence[Reach]:
+    """Raise ConfigError, naming the method, where a backend returns something else."""
+    reached = backend.reach(trainer, receiver)
+    listed = [reached] if isinstance(reached, Reach) else reached
+    if not isinstance(listed, list | tuple) or not all(isinstance(r, Reach) for r in listed):
+        raise ConfigError(f"backend {backend.name!r}: reach() returned {reached!r}, not a Reach")
+    return listed
+
+
+def assign(
+    wishes: Mapping[Member, Sequence[Candidate]],
+    requires: Callable[[str], Mapping[str, str]],
+) -> dict[Member, Candidate]:
+    """Choose for every member the first of its ways that its rank can offer to all it feeds.
+
+    A backend has one engine on a rank, and it takes one path. Where a backend that is built on it
+    needs another path, or a receiver can be reached by no other, all of its receivers take that.
+    """
+    chosen = {member: ways[0] for member, ways in wishes.items()}
+    path_of: dict[tuple[int, str], tuple[float, str]] = {}
+    for way in chosen.values():
+        engine = way.rank, way.backend
+        path_of[engine] = max(path_of.get(engine, (way.cost, way.path)), (way.cost, way.path))
+    for way in chosen.values():
+        for base, path in requires(way.backend).items():
+            path_of[way.rank, base] = math.inf, path
+    for member, way in chosen.items():
+        _, path = path_of[way.rank, way.backend]
+        others = [w for w in wishes[member] if (w.backend, w.path) == (way.backend, path)]
+        if way.path != path and others:
+            member.skipped[way.path] = (
+                f"rank {way.rank} feeds another receiver by {path}, and its engine takes one path "
+                "for all"
+            )
+            chosen[member] = others[0]
+    return chosen
 
 
 class PathSelector:
     """The way to every member of a fleet, on rank 0.
 
     `take` finds it, `offer` gives members that do not know this sender what they need again,
-    `withdraw` ends it. `seconds` is what finding it last took, by phase;
-    `unreported` until a report has said so. `met` says that the fleet was connected once.
+    `withdraw` ends it. `seconds` is what finding it last took, by phase; `unreported` until a
+    report has said so. `met` says that the fleet was connected once. `backends` are tried in their
+    order where they are `ordered`, the cheapest path first otherwise; `unusable` says why others
+    were left out.
     """
 
     def __init__(
-        self, group: RankGroup, fleet: Fleet, options: IpcOptions, *, backend: str
+        self,
+        group: RankGroup,
+        fleet: Fleet,
+        options: TransferOptions,
+        backends: Sequence[Backend],
+        *,
+        ordered: bool = False,
+        unusable: Mapping[str, str] | None = None,
     ) -> None:
         self.seconds: dict[str, float] = {}
         self.unreported = False
         self.met = False
-        self.packed = False
         self._group = group
         self._fleet = fleet
-        self._options = options
-        self._backend = backend
-        self._rendezvous = Rendezvous(group.worker, fleet, options)
-        self._rings: dict[int, Literal["cuda_ipc", "shared_memory"]] = {}
-        self._next_reader: dict[int, int] = {}
-        self._relayed = False
-        self._joined: set[Member] = set()
-        self._heard: dict[tuple[int, int], int] = {}
+        self._given = self._options = options
+        self._backends = backends
+        self._ordered = ordered
+        self._unusable = dict(unusable or {})
+        self._paths: dict[str, dict[int, str]] = {}
+        self._next_reader: dict[tuple[str, int], int] = {}
+        self._heard: dict[tuple[str, int, int], int | None] = {}
         self._trusted = 0
+        self._manifest = manifest_to_wire(group.manifest)
 
     @property
     def layout(self) -> str:
         """Names how the stream is cut: the same weights have the same table in one layout alone."""
-        return f"packed={self.packed} relayed={self._relayed}"
+        options = self._options
+        cut = options.packed, options.bucket_nbytes, options.num_buckets
+        return f"{sorted((name, sorted(by.items())) for name, by in self._paths.items())} {cut}"
 
     def take(self, fleet_version: int | None) -> None:
-        """Connect every member by the fastest path that works for it.
+        """Connect every member by the cheapest path that works for it.
 
         Raises BackendUnavailableError with the reason of each path when none does, and what a
         member raised when the tensors do not fit it.
         """
         members = self._fleet.members
-        wishes: dict[Member, list[Candidate]] = {}
-        for member in members:
-            member.skipped = {}
-            wishes[member] = candidates(member, self._group.rank_infos, self._backend)
+        wishes = {member: self._candidates(member) for member in members}
         while True:
-            self._refuse_lost(wishes)
-            chosen = assign(wishes)
+            lost = [member for member, left in wishes.items() if not left]
+            if lost:
+                raise _unavailable(lost)
+            chosen = assign(wishes, lambda name: self._backend(name).requires)
             try:
                 failed = self._try(chosen, fleet_version)
             except BaseException:
@@ -185,29 +196,20 @@ class PathSelector:
                 wishes[answer.member].remove(way)
 
     def offer(self, members: Sequence[Member], fleet_version: int | None) -> None:
-        """Give members all they need, by the path that they have. Raises what the first raised.
-
-        One member of the private group more or less is another group, so all of it meets again.
-        """
-        local = [member for member in members if member.path != "distributed"]
-        for member in local:
-            self._give_place(member)
-        answers = self._offer_local(local, fleet_version)
-        if len(local) != len(members):
-            answers += self._meet(fleet_version)
-        raise_first(answers, "init")
+        """Give members all they need, by the path that they have. Raises what the first raised."""
+        raise_first(self._connect(members, fleet_version), "init")
 
     def extend(self, member: Member, fleet_version: int | None) -> bool:
-        """Connect one member more, or again; False when that takes other rings than there are."""
-        member.skipped = {}
-        for way in candidates(member, self._group.rank_infos, self._backend):
+        """Connect one member more, or again; False when that takes other engines than there are."""
+        for way in self._candidates(member):
             if not self._serves(way):
                 return False
-            member.rank, member.path = way.rank, way.path
+            self._go(member, way)
             try:
-                if way.path == "distributed" and fleet_version:
+                if self._backend(way.backend).collective and fleet_version:
                     # Alone: it is brought up to date before an update of everyone, if there is any.
-                    raise_first(self._meet(fleet_version, [member]), "init")
+                    answers = self._handshake(way.backend, [member], fleet_version)
+                    raise_first(answers, "init")
                 else:
                     self.offer([member], fleet_version)
             except _PATH_ERRORS as exc:
@@ -217,55 +219,49 @@ class PathSelector:
                 return True
         raise _unavailable([member])
 
-    def apart(self, members: Sequence[Member]) -> bool:
-        """Whether the private group has to be made anew before an update of these members.
+    def is_collective(self, member: Member) -> bool:
+        """Whether all receivers of its backend are connected together."""
+        return bool(member.backend) and self._backend(member.backend).collective
 
-        A group of others too would wait for them: all of it takes part in every update.
-        """
-        remote = {member for member in members if member.path == "distributed"}
-        return bool(remote) and (self._rendezvous.broken or remote != self._joined)
+    def unready(self, members: Sequence[Member]) -> list[Member]:
+        """Return those that need another handshake, together, before an update of `members`."""
+        return [
+            member
+            for name, own in self._by_backend(members).items()
+            if self._backend(name).collective
+            and not self._engine(name).is_ready([member.reader for member in own])
+            for member in own
+        ]
 
-    def repair(
-        self, fleet_version: int | None, members: Sequence[Member] | None = None
-    ) -> list[MemberReply]:
-        """Make the private group anew, of these members; return what each of them answered."""
-        return self._meet(fleet_version, members)
+    def repair(self, fleet_version: int | None, members: Sequence[Member]) -> list[MemberReply]:
+        """Connect these members anew, together; return what each of them answered."""
+        answers: list[MemberReply] = []
+        for name, own in self._by_backend(members).items():
+            answers += self._handshake(name, own, fleet_version)
+        return answers
 
     def forget(self, member: Member) -> None:
-        """A member left the fleet; without it the private group is another one."""
-        self._joined.discard(member)
-        if member.path != "distributed":
-            return
-        self._rendezvous.parted = True
-        if not any(m.path == "distributed" for m in self._fleet.members if m is not member):
-            self._rendezvous.leave()
+        """A member left the fleet."""
+        engine = self._group.worker.engines.get(member.backend)
+        if engine is not None and member.rank == 0:
+            engine.forget(member.reader)
 
     def places(self, members: Sequence[Member]) -> Places:
-        """Return the reader places of an update of these members."""
+        """Return the readers of an update of these members."""
         places: Places = {}
         for member in members:
-            if member.path == "distributed":
-                if RELAY_READER not in places.setdefault(0, []):
-                    places[0].append(RELAY_READER)
-            else:
-                places.setdefault(member.rank, []).append(member.reader)
+            for base in self._backend(member.backend).requires:
+                places.setdefault(base, {})
+            by_rank = places.setdefault(member.backend, {})
+            by_rank.setdefault(member.rank, []).append(member.reader)
         return places
-
-    def feeds(self, member: Member, members: Sequence[Member]) -> list[int] | None:
-        """Return the places that a member of the private group feeds on its host, of `members`."""
-        if member.path != "distributed" or member.reader != 0:
-            return None
-        return [other.reader for other in members if other.group_rank == member.group_rank]
 
     def beat(self, member: Member) -> Hashable | None:
         """Return what grows while a reader lives and works; None where it is not seen."""
-        worker = self._group.worker
-        if member.path == "distributed":
-            relay, rank = worker.relay, member.group_rank
-            return relay.signs(rank, member.reader) if relay is not None and rank else None
         if member.rank:
-            return self._trusted, self._heard.get((member.rank, member.reader))
-        return worker.engine.signs(member.reader) if worker.engine is not None else None
+            return self._trusted, self._heard.get((member.backend, member.rank, member.reader))
+        engine = self._group.worker.engines.get(member.backend)
+        return engine.signs(member.reader) if engine is not None else None
 
     def trust(self) -> None:
         """While ranks hand over, each bounds the waits for its own readers: none is silent here."""
@@ -274,26 +270,24 @@ class PathSelector:
     def heard(self, told: Sequence[CommandResult]) -> None:
         """Take in what the ranks see of their own readers."""
         for rank, answer in enumerate(told):
-            self._heard.update({(rank, reader): n for reader, n in answer.beats.items()})
+            for name, beats in answer.beats.items():
+                self._heard.update({(name, rank, reader): n for reader, n in beats.items()})
 
     def late(self, members: Sequence[Member]) -> list[Member]:
-        """Return those for which rank 0's ring waited in vain."""
-        engine = self._group.worker.engine
-        late = engine.late if engine is not None else ()
-        return [m for m in members if m.rank == 0 and m.path != "distributed" and m.reader in late]
+        """Return those for which an engine of rank 0 waited in vain."""
+        engines = self._group.worker.engines
+        late = {(name, reader) for name, engine in engines.items() for reader in engine.late}
+        return [m for m in members if m.rank == 0 and (m.backend, m.reader) in late]
 
     def unread(self, member: Member) -> bool:
-        """Whether a reader of rank 0's own ring has not released all chunks of this update."""
-        engine = self._group.worker.engine
-        if engine is None or not self.packed or member.rank or member.path == "distributed":
-            return False
-        stream = engine.stream
-        return stream.control.released(member.reader) < stream.base + len(stream.plan.chunks)
+        """Whether a reader of rank 0 that says it has everything cannot have it."""
+        return not member.rank and self._engine(member.backend).unread(member.reader)
 
-    def lost(self, members: Sequence[Member], why: BaseException) -> list[Member]:
-        """Return the members of the private group whose hosts it names as the reason."""
-        said = f"{why} {self._rendezvous.failure}"
-        return [m for m in members if m.path == "distributed" and host_of(m.target) in said]
+    def blamed(self, members: Sequence[Member], why: BaseException) -> list[Member]:
+        """Return the members that an error of a transfer is about, as far as rank 0 can tell."""
+        engines = self._group.worker.engines
+        blamed = {(name, reader) for name, e in engines.items() for reader in e.blame(why)}
+        return [m for m in members if m.rank == 0 and (m.backend, m.reader) in blamed]
 
     def withdraw(
         self, members: Sequence[Member] | None = None, *, leaves: bool | None = None
@@ -316,141 +310,174 @@ class PathSelector:
         for member in leaving:
             member.sender, member.released = "", "" if parts else member.sender
         if members is None:
-            self._rings.clear()
-            self._joined.clear()
+            self._paths.clear()
             self._group.run_on_all(Withdraw())
+
+    def _candidates(self, member: Member) -> list[Candidate]:
+        member.skipped = dict(self._unusable)
+        infos = self._group.rank_infos
+        return candidates(member, infos, self._backends, ordered=self._ordered)
+
+    def _backend(self, name: str) -> Backend:
+        return self._group.worker.backend(name)
+
+    def _engine(self, name: str) -> TrainerWeightTransferEngine:
+        """Rank 0's engine of a backend."""
+        return self._group.worker.engines[name]
+
+    def _by_backend(self, members: Sequence[Member]) -> dict[str, list[Member]]:
+        found: dict[str, list[Member]] = {}
+        for member in members:
+            found.setdefault(member.backend, []).append(member)
+        return found
+
+    def _go(self, member: Member, way: Candidate) -> None:
+        member.rank, member.backend, member.path = way.rank, way.backend, way.path
 
     def _try(self, chosen: dict[Member, Candidate], fleet_version: int | None) -> list[MemberReply]:
         """Open what the chosen ways need, and offer it; return whose path does not work."""
         self._next_reader.clear()
         self._open(chosen)
-        with self._timed("offer"):
-            local = [member for member in chosen if member.path != "distributed"]
-            for member in local:
-                self._give_place(member)
-            answers = self._offer_local(local, fleet_version)
-        failed = _path_failures(answers)
-        if not failed and len(local) != len(chosen):
-            failed = _path_failures(self._meet(fleet_version))
-        return failed
+        return _path_failures(self._connect(list(chosen), fleet_version))
 
     def _open(self, chosen: dict[Member, Candidate]) -> None:
-        self._rings.clear()
+        self._paths.clear()
+        options = self._given
         for member, way in chosen.items():
-            member.rank, member.path = way.rank, way.path
-            ring = "cuda_ipc" if way.path == "cuda_ipc" else "shared_memory"
-            self._rings[way.rank] = cast(Literal["cuda_ipc", "shared_memory"], ring)
-        relayed = any(way.path == "distributed" for way in chosen.values())
-        self._relayed = relayed
-        wanted = self._options.packed
-        self.packed = relayed or (self._flows() if wanted is None else wanted)
+            self._go(member, way)
+            self._paths.setdefault(way.backend, {})[way.rank] = way.path
+        for way in chosen.values():
+            for base, path in self._backend(way.backend).requires.items():
+                self._paths.setdefault(base, {})[way.rank] = path
+        for name in self._paths:
+            options = self._backend(name).adjust(options)
+        self._options = options
+        command = Open(
+            paths=self._paths,
+            packed=options.packed,
+            bucket_nbytes=options.bucket_nbytes,
+            num_buckets=options.num_buckets,
+        )
         with self._timed("open"):
-            self._group.run_on_all(Open(paths=self._rings, packed=self.packed, relayed=relayed))
+            self._group.run_on_all(command)
 
-    def _flows(self) -> bool:
-        """Whether tensors cannot be read where they are: made on the way, or on a GPU.
+    def _connect(self, members: Sequence[Member], fleet_version: int | None) -> list[MemberReply]:
+        """Give members all they need; of a collective backend, all of its members meet again.
 
-        Those of a GPU that nobody can open pass through the host, chunk by chunk.
+        The backends whose readers fail each for itself come first; where some do, the rest waits.
         """
-        cards = self._group.rank_infos
-        crossing = any(
-            cards[rank].on_gpu and ring == "shared_memory" for rank, ring in self._rings.items()
-        )
-        return crossing or not cards[0].stable or not self._options.adopt
+        answers: list[MemberReply] = []
+        by_backend = self._by_backend(members)
+        for name in sorted(by_backend, key=lambda name: self._backend(name).collective):
+            if failures(answers):
+                break
+            own = by_backend[name]
+            if self._backend(name).collective:
+                own = [member for member in self._fleet.members if member.backend == name]
+            answers += self._handshake(name, own, fleet_version)
+        return answers
 
-    def _offer_local(
-        self, members: Sequence[Member], fleet_version: int | None
+    def _handshake(
+        self, name: str, members: Sequence[Member], fleet_version: int | None
     ) -> list[MemberReply]:
-        """Probe where an export that nobody opens would never be freed, then offer everything."""
-        if not members:
-            return []
-        refused = self._probe([member for member in members if member.path == "cuda_ipc"])
-        if refused:
-            return refused
-        places = _places_of(members)
-        told = self._group.run_on_all(Export(places=places, fleet_version=fleet_version))
-        inits: dict[Member, IpcInit] = {}
-        for rank, answer in enumerate(told):
-            there = [member for member in members if member.rank == rank]
-            inits.update(zip(there, answer.inits, strict=True))
-        owner = self._fleet.owner
-        return self._init({m: replace(inits[m], owner=owner(m)) for m in members})
+        """Lead a backend's engines through a handshake; return what each member answered last."""
+        for member in members:
+            self._give_place(member)
+        answers: dict[Member, MemberReply] = {}
+        number = next(_OFFER_NUMBERS)
+        readers: dict[int, list[Reader]] = {}
+        for member in members:
+            readers.setdefault(member.rank, []).append(_reader(member))
+        phase = "rendezvous" if self._backend(name).collective else "offer"
+        with self._timed(phase):
+            command = Connect(backend=name, number=number, readers=readers)
+            while rounds := self._rounds(self._group.run_on_all(command), members):
+                replies: dict[int, Replies] = {}
+                failed: list[MemberReply] = []
+                for rank, (step, asked) in rounds.items():
+                    told = self._ask(name, step, asked, number, fleet_version)
+                    answers.update((answer.member, answer) for answer in told)
+                    failed += failures(told)
+                    replies[rank] = _replies(told)
+                command = Connect(backend=name, replies=replies)
+                if failed:
+                    over = self._group.run_on_all(command)
+                    return _blamed(list(answers.values()), over)
+        silent = [member.target for member in members if member not in answers]
+        if silent:
+            raise ConfigError(f"backend {name!r}: handshake() sent {shorten(silent)} nothing")
+        return list(answers.values())
 
-    def _probe(self, members: Sequence[Member]) -> list[MemberReply]:
-        if not members:
-            return []
-        told = self._group.run_on_all(Probe(places=_places_of(members)))
-        probes: dict[Member, ProbeInfo] = {}
+    def _rounds(
+        self, told: Sequence[CommandResult], members: Sequence[Member]
+    ) -> dict[int, tuple[Round, list[Member]]]:
+        """What each rank's engine wants its readers to be sent next."""
+        found: dict[int, tuple[Round, list[Member]]] = {}
         for rank, answer in enumerate(told):
-            there = [member for member in members if member.rank == rank]
-            probes.update(zip(there, answer.probes, strict=True))
-        return failures(
-            self._fleet.ask(
-                lambda member: InitRequest(probe=probes[member]),
-                timeout_s=self._options.timeout_s,
-                members=members,
+            if answer.round is not None:
+                wanted = answer.round.messages
+                asked = [m for m in members if m.rank == rank and m.reader in wanted]
+                found[rank] = answer.round, asked
+        return found
+
+    def _ask(
+        self,
+        name: str,
+        step: Round,
+        members: Sequence[Member],
+        number: int,
+        fleet_version: int | None,
+    ) -> list[MemberReply]:
+        def request(member: Member) -> Request:
+            payload = step.messages[member.reader]
+            if step.probe:
+                return InitRequest(probe=ProbeRequest(backend=name, payload=payload))
+            return InitRequest(
+                init_info=InitInfo(
+                    backend=name,
+                    path=member.path,
+                    protocol_min=PROTOCOL,
+                    protocol_max=PROTOCOL,
+                    sender=self._group.rank_infos[member.rank].sender_id,
+                    manifest=self._manifest,
+                    lease_s=self._options.timeout_s,
+                    fleet_version=fleet_version,
+                    number=number,
+                    owner=self._fleet.owner(member),
+                    payload=payload,
+                )
             )
-        )
 
-    def _init(self, inits: dict[Member, IpcInit]) -> list[MemberReply]:
-        answers = self._fleet.ask(
-            lambda member: InitRequest(init_info=inits[member]),
-            timeout_s=self._options.timeout_s,
-            members=list(inits),
-        )
+        timeout_s = step.patience * self._options.timeout_s
+        answers = self._fleet.ask(request, timeout_s=timeout_s, members=members)
+        if step.probe:
+            return answers
         for i, answer in enumerate(answers):
             if answer.error is None:
                 answers[i] = _same_instance(answer)
             if answers[i].error is None:
                 answer.member.met(answer.status)
-                answer.member.sender = inits[answer.member].sender
-        return answers
-
-    def _meet(
-        self, fleet_version: int | None, among: Sequence[Member] | None = None
-    ) -> list[MemberReply]:
-        engine = self._group.worker.engine
-        chosen = self._fleet.members if among is None else among
-        members = [member for member in chosen if member.path == "distributed"]
-        self._joined.clear()
-        for member in self._fleet.members:
-            member.group_rank = 0  # of a group that ends now
-        if not members:
-            self._rendezvous.leave()
-            return []
-        with self._timed("rendezvous"):
-            answers = self._rendezvous.meet(members, fleet_version)
-        for answer in answers:
-            if answer.error is None and engine is not None:
-                answer.member.met(answer.status)
-                answer.member.sender = engine.sender_id
-        if not failures(answers):
-            self._joined.update(members)
+                answer.member.sender = self._group.rank_infos[answer.member.rank].sender_id
         return answers
 
     def _give_place(self, member: Member) -> None:
         """Places are never given twice: who held one before may not have noticed yet."""
-        place = self._next_reader.get(member.rank, 0)
-        if place >= RELAY_READER:
+        engine = member.backend, member.rank
+        place = self._next_reader.get(engine, 0)
+        most = self._backend(member.backend).max_readers
+        if most is not None and place >= most:
             raise ConfigError(
-                f"rank {member.rank} would feed more than the {RELAY_READER} receivers for which "
+                f"rank {member.rank} would feed more than the {most} receivers for which "
                 f"its ring has places; {member.target} is one too many"
             )
-        self._next_reader[member.rank] = place + 1
+        self._next_reader[engine] = place + 1
         member.reader = place
-        member.group_rank = 0
 
     def _serves(self, way: Candidate) -> bool:
-        """Whether there is a ring for it, with a place: new rings have all their places again."""
-        ring = self._rings.get(way.rank)
-        if way.path == "distributed":
-            return self._group.worker.relay is not None and ring == "shared_memory"
-        return ring == way.path and self._next_reader.get(way.rank, 0) < RELAY_READER
-
-    def _refuse_lost(self, wishes: dict[Member, list[Candidate]]) -> None:
-        lost = [member for member, left in wishes.items() if not left]
-        if lost:
-            raise _unavailable(lost)
+        """Whether there is an engine for it, with a place: new ones have all their places again."""
+        most = self._backend(way.backend).max_readers
+        free = most is None or self._next_reader.get((way.backend, way.rank), 0) < most
+        return self._paths.get(way.backend, {}).get(way.rank) == way.path and free
 
     @contextmanager
     def _timed(self, phase: str) -> Iterator[None]:
@@ -463,6 +490,33 @@ class PathSelector:
         finally:
             took = time.perf_counter() - started
             self.seconds[phase] = self.seconds.get(phase, 0.0) + took
+
+
+def _reader(member: Member) -> Reader:
+    return Reader(
+        index=member.reader,
+        target=member.target,
+        keys=list(member.keys),
+        route=member.transport.target,
+        local_address=getattr(member.transport, "local_address", None),
+        facts=member.backends.get(member.backend),
+    )
+
+
+def _replies(answers: Sequence[MemberReply]) -> Replies:
+    """What an engine is told of a round."""
+    payloads = {
+        answer.member.reader: answer.reply.payload
+        for answer in answers
+        if isinstance(answer.reply, InitReply)
+    }
+    return Replies(payloads=payloads, failed=[answer.member.reader for answer in failures(answers)])
+
+
+def _blamed(answers: list[MemberReply], over: Sequence[CommandResult]) -> list[MemberReply]:
+    """Leave out those who failed only because others did."""
+    excused = {(rank, reader) for rank, told in enumerate(over) for reader in told.excused}
+    return [a for a in answers if (a.member.rank, a.member.reader) not in excused]
 
 
 def _path_failures(answers: Sequence[MemberReply]) -> list[MemberReply]:
@@ -485,13 +539,6 @@ def _same_instance(answer: MemberReply) -> MemberReply:
         "in between, or several receivers stand behind it; name each of them by itself"
     )
     return MemberReply(answer.member, error=error)
-
-
-def _places_of(members: Sequence[Member]) -> Places:
-    places: Places = {}
-    for member in members:
-        places.setdefault(member.rank, []).append(member.reader)
-    return places
 
 
 def _unavailable(members: Sequence[Member]) -> WeightSyncError:

@@ -8,17 +8,26 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import Any
 
 from msgspec.structs import replace
 
 from weightsync.backends.base import WeightTransferEngine
-from weightsync.backends.registry import load_backend
-from weightsync.errors import NotReadyError, ProtocolError, SenderConflictError, UnknownSenderError
+from weightsync.backends.registry import get_backend
+from weightsync.errors import (
+    BackendUnavailableError,
+    ConfigError,
+    NotReadyError,
+    ProtocolError,
+    SenderConflictError,
+    UnknownSenderError,
+)
 from weightsync.shm.wait import Heartbeat
 from weightsync.specs import Manifest
 from weightsync.update.lifecycle import UpdateLifecycle
+from weightsync.wire.codec import manifest_from_wire
 from weightsync.wire.messages import LedgerEntry
-from weightsync.wire.offers import DistributedInit, HostRing, Init, Offer, Owner, describe, utc
+from weightsync.wire.offers import InitInfo, Owner, describe, utc
 
 logger = logging.getLogger(__name__)
 
@@ -38,8 +47,8 @@ class Senders:
         self.keys = keys
         self._engines: dict[str, WeightTransferEngine] = {}
         self._heartbeats: dict[str, Heartbeat] = {}
-        self._remote: set[str] = set()
         self._paths: dict[str, str] = {}
+        self._manifests: dict[str, Manifest] = {}
         self._numbers: OrderedDict[str, int] = OrderedDict()
         self._opening = ""
         self.at_work: Callable[[], bool] = lambda: False
@@ -52,8 +61,8 @@ class Senders:
         alive = any(self.alive(sender) for sender in list(self._owned))
         return replace(self._owner, alive=alive) if self._owner else None
 
-    def open(self, info: Init) -> WeightTransferEngine:
-        """Open what a sender offers; what it offered before is closed.
+    def open(self, info: InitInfo) -> Manifest:
+        """Open what a sender offers, and return what it will send; its former offer is closed.
 
         Raises ProtocolError for an offer that is older than one that came before it, and
         SenderConflictError where this receiver belongs to another living sender.
@@ -64,14 +73,14 @@ class Senders:
             raise ProtocolError(f"{MAX_PEERS} senders are connected already; shut one down")
         self._opening = info.sender
         try:
-            engine = self._replace(info)
+            manifest = self._replace(info)
         finally:
             self._opening = ""
         if info.owner is not None:
             self._belong_to(info.owner, info.sender, replaced)
-        return engine
+        return manifest
 
-    def replaces(self, info: Init) -> Owner | None:
+    def replaces(self, info: InitInfo) -> Owner | None:
         """Return the living owner whose place this offer takes, if there is one.
 
         Raises SenderConflictError where it may not.
@@ -100,20 +109,19 @@ class Senders:
             self._owned.clear()
         self._owned.add(sender)
 
-    def _replace(self, info: Init) -> WeightTransferEngine:
-        remote = isinstance(info, DistributedInit)
-        engine = load_backend("distributed" if remote else "ipc")[1](self.keys)
-        if remote:
-            self.close(info.sender)  # its group is over, and /dev/shm may not hold two rings
+    def _replace(self, info: InitInfo) -> Manifest:
+        manifest = manifest_from_wire(info.manifest)
+        engine = _engine_of(info.backend, self.keys)
+        if engine.exclusive:
+            self.close(info.sender)
         engine.init_transfer_engine(info)
         self.close(info.sender)
         self._engines[info.sender] = engine
         self._heartbeats[info.sender] = Heartbeat(engine.beat, at_work=self._works)
         self._paths[info.sender] = info.path
+        self._manifests[info.sender] = manifest
         self._note_number(info)
-        if remote:
-            self._remote.add(info.sender)
-        return engine
+        return manifest
 
     def get(self, sender: str) -> WeightTransferEngine:
         """Return a sender's engine. Raises ProtocolError when it has not called init here."""
@@ -125,9 +133,9 @@ class Senders:
             )
         return engine
 
-    def host_ring(self, sender: str) -> HostRing | None:
-        """What a sender's engine made for the other workers of this host."""
-        return self.get(sender).host_ring()
+    def init_reply(self, sender: str) -> Any:
+        """What a sender's engine here tells the one there."""
+        return self.get(sender).init_reply()
 
     def knows(self, sender: str) -> bool:
         """Whether a sender is connected."""
@@ -135,8 +143,7 @@ class Senders:
 
     def manifest(self, sender: str | None) -> Manifest | None:
         """What a sender said it sends."""
-        engine = self._engines.get(sender) if sender is not None else None
-        return engine.manifest if engine is not None else None
+        return self._manifests.get(sender) if sender is not None else None
 
     def alive(self, sender: str) -> bool:
         """Whether a sender is connected, or is being connected anew, and lives; any thread asks."""
@@ -156,22 +163,23 @@ class Senders:
     def forget_dead(self, *, keep: str | None) -> list[str]:
         """Close what dead senders left, except of `keep`, whose update is still open.
 
-        Returns those that are dead for certain: of a remote one only the private group has ended,
-        which happens too when the group is made anew without this receiver.
+        Returns those that are dead for certain: of others only what they had opened here is over.
         """
         dead = []
         for sender in list(self._engines):
-            if sender != keep and not self.alive(sender):
-                logger.info("sender %s is gone; closing what it had opened", sender)
-                if sender not in self._remote:
-                    dead.append(sender)
-                self.close(sender)
+            if sender == keep or self.alive(sender):
+                continue
+            logger.info("sender %s is gone; closing what it had opened", sender)
+            engine = self._engines.get(sender)
+            if engine is None or engine.sender_alive() is not None:
+                dead.append(sender)
+            self.close(sender)
         return dead
 
     def close(self, sender: str) -> None:
         """Close one sender's engine, if there is one."""
-        self._remote.discard(sender)
         self._paths.pop(sender, None)
+        self._manifests.pop(sender, None)
         engine = self._engines.pop(sender, None)
         if engine is not None:
             self._heartbeats.pop(sender).close()
@@ -185,7 +193,7 @@ class Senders:
         for sender in list(self._engines):
             self.close(sender)
 
-    def _check_number(self, info: Init) -> None:
+    def _check_number(self, info: InitInfo) -> None:
         newest = self._numbers.get(info.sender, 0)
         if info.number < newest:
             raise ProtocolError(
@@ -193,7 +201,7 @@ class Senders:
                 "replaced it; nothing was changed"
             )
 
-    def _note_number(self, info: Init) -> None:
+    def _note_number(self, info: InitInfo) -> None:
         # Kept when the sender leaves: that is when a late offer would be taken for a new one.
         self._numbers[info.sender] = info.number
         self._numbers.move_to_end(info.sender)
@@ -209,7 +217,21 @@ class Senders:
         return [entry for engine in list(self._engines.values()) for entry in engine.ledger()]
 
 
-def check_protocol(info: Offer, protocol: int) -> None:
+def _engine_of(name: str, keys: list[str]) -> WeightTransferEngine:
+    """Return a new engine of a backend. Raises BackendUnavailableError where there is none here."""
+    try:
+        engine = get_backend(name).receiver_engine(keys)
+    except ConfigError as exc:
+        raise BackendUnavailableError(f"this receiver cannot use it: {exc}") from exc
+    if not isinstance(engine, WeightTransferEngine):
+        raise BackendUnavailableError(
+            f"backend {name!r}: receiver_engine() returned a {type(engine).__name__}, not a "
+            "WeightTransferEngine"
+        )
+    return engine
+
+
+def check_protocol(info: InitInfo, protocol: int) -> None:
     """Raise ProtocolError unless the sender speaks our protocol too."""
     if not info.protocol_min <= protocol <= info.protocol_max:
         raise ProtocolError(

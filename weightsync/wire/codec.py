@@ -24,24 +24,17 @@ from weightsync.wire.messages import (
     UpdateInfo,
     UpdateRequest,
 )
-from weightsync.wire.offers import (
-    DistributedInit,
-    IpcInit,
-    ManifestMessage,
-    Message,
-    ProbeInfo,
-    UpdateId,
-)
+from weightsync.wire.offers import InitInfo, ManifestMessage, Message, ProbeRequest, UpdateId
 from weightsync.wire.struct_types import prepare
 
 T = TypeVar("T")
 
 
 class _InitEnvelope(msgspec.Struct, forbid_unknown_fields=True):
-    """An InitRequest whose `init_info` is plain data still: msgspec cannot choose its type."""
+    """An InitRequest whose `init_info` is plain data still: it may be an empty object."""
 
     init_info: Any = None
-    probe: ProbeInfo | None = None
+    probe: ProbeRequest | None = None
 
 
 class _UpdateEnvelope(msgspec.Struct, forbid_unknown_fields=True):
@@ -58,12 +51,6 @@ class _UpdateShape(msgspec.Struct):
 
     registered: bool = False
     ipc_handles_pickled: object = None
-
-
-class _InitShape(msgspec.Struct):
-    """The field of an init_info that chooses its type."""
-
-    backend: str | None = None
 
 
 def encode(message: Message) -> bytes:
@@ -132,25 +119,18 @@ def manifest_from_wire(
     return Manifest.from_columns(message.names, message.dtype_names, message.shapes, aliases)
 
 
-_INITS: dict[str, type[IpcInit | DistributedInit]] = {
-    "ipc": IpcInit,
-    "distributed": DistributedInit,
-}
-
-
-def parse_init_info(data: object) -> IpcInit | DistributedInit | None:
+def parse_init_info(data: object) -> InitInfo | None:
     """Return the typed init info of a dict; None where it is empty (IPC needs none)."""
     if _is_empty(data):
         return None
-    shape = _convert(data, _InitShape)
-    if shape.backend is None:
+    if isinstance(data, Mapping) and "backend" not in data:
         raise ProtocolError("init_info has no backend; send {} or a whole init_info")
-    if shape.backend not in _INITS:
-        known = ", ".join(_INITS)
-        raise ProtocolError(
-            f"init_info: backend {shape.backend!r} is not known here; known: {known}"
-        )
-    return _convert(data, _INITS[shape.backend])
+    return _convert(data, InitInfo)
+
+
+def decode_payload(payload: Any, kind: type[T]) -> T:
+    """Return a backend's payload as the struct `kind`. Raises ProtocolError where it is invalid."""
+    return payload if isinstance(payload, kind) else _convert(payload, kind)
 
 
 def parse_update_info(data: object) -> UpdateInfo:
@@ -216,5 +196,5 @@ def _invalid(kind: type, exc: Exception) -> ProtocolError:
 
 
 prepare(*(_ENVELOPES.get(kind, kind) for kind in CALLS.values()), *REPLIES.values())
-prepare(_InitShape, IpcInit, DistributedInit)
+prepare(InitInfo)
 prepare(_UpdateShape, RegisteredUpdate, HandlesUpdate, EmptyUpdate)

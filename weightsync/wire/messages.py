@@ -6,21 +6,20 @@ A steady update is two of them, UpdateRequest (carrying start and prepare) and F
 from __future__ import annotations
 
 from collections.abc import Sized
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from msgspec import UNSET, Meta, UnsetType
 
 from weightsync.errors import ConfigError
 from weightsync.wire.offers import (
-    DistributedInit,
-    HostRing,
-    IpcInit,
+    BackendName,
+    InitInfo,
     KeyedHandle,
     ManifestMessage,
     Message,
     Name,
     Owner,
-    ProbeInfo,
+    ProbeRequest,
     Shape,
     Size,
     UpdateId,
@@ -36,8 +35,8 @@ class InitRequest(Message, frozen=True, kw_only=True):
     `probe` alone tries a path before anything else is exported for it.
     """
 
-    init_info: IpcInit | DistributedInit | None = None
-    probe: ProbeInfo | None = None
+    init_info: InitInfo | None = None
+    probe: ProbeRequest | None = None
 
 
 class ShutdownRequest(Message, frozen=True, kw_only=True):
@@ -91,19 +90,17 @@ class StartRequest(StartTerms, frozen=True, kw_only=True):
 
 
 class RegisteredUpdate(Message, frozen=True, kw_only=True):
-    """Bytes come by what `init` registered; `base` counts what the ring carried before.
+    """Bytes come by what `init` registered; `payload` is for the sender's engine alone.
 
-    `manifest` is given when other tensors than the registered ones are sent, by the ring.
-    `readers` goes to the member of the private group alone: the places on its host's ring.
+    `epoch` grows with each message of a sender that is no retry. `manifest` is given when other
+    tensors than the registered ones are sent.
     """
 
     sender: Name
     epoch: Annotated[int, Meta(ge=1, le=1 << 62)]
-    base: Annotated[int, Meta(ge=0, le=1 << 62)]
-    packed: bool
     verify: bool = True
     manifest: ManifestMessage | None = None
-    readers: Annotated[list[Size], Meta(max_length=4096)] | None = None
+    payload: Any = None
     registered: Literal[True]
 
 
@@ -299,7 +296,8 @@ class Status(Message, frozen=True, kw_only=True):
     of the open update is dead, `detail` why the receiver may not generate. `workers` are the paths,
     below this one's URL, of the receivers that it stands for; none where it is one itself.
     `senders` are the paths by which connected senders send, by sender id; `owner` is the last one
-    that the receiver belonged to, alive or not.
+    that the receiver belonged to, alive or not. `backends` are those that can be used here, each
+    with what it says of this process; `unusable_backends` the others, with the reason.
     """
 
     instance: str
@@ -324,17 +322,19 @@ class Status(Message, frozen=True, kw_only=True):
     workers: list[WorkerPath] = []
     senders: dict[Name, str] = {}
     owner: Owner | None = None
+    backends: dict[BackendName, Any] = {}
+    unusable_backends: dict[BackendName, str] = {}
 
 
 class InitReply(Message, frozen=True, kw_only=True):
     """What the receiver is, and the path that proved itself (None: nothing was asked).
 
-    `ring` is what a member of the private group made for its host.
+    `payload` is what the receiver's engine tells the sender's.
     """
 
     status: Status
     path: str | None = None
-    ring: HostRing | None = None
+    payload: Any = None
 
 
 class StepReply(Message, frozen=True, kw_only=True):

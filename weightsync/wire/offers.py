@@ -1,4 +1,4 @@
-"""What a sender offers a receiver once: handles, manifest, ring, group; and the fields' limits.
+"""What a sender offers a receiver once: manifest, owner, handles of memory; and the fields' limits.
 
 A handle is plain data with which another process opens memory.
 """
@@ -6,7 +6,7 @@ A handle is plain data with which another process opens memory.
 from __future__ import annotations
 
 from datetime import UTC, datetime
-from typing import Annotated, Literal
+from typing import Annotated, Any
 
 from msgspec import Meta, Struct
 
@@ -15,6 +15,7 @@ from weightsync.specs import MAX_VERSION
 MAX_TENSORS = 1_000_000
 
 Name = Annotated[str, Meta(min_length=1, max_length=1024)]
+BackendName = Annotated[str, Meta(max_length=64, pattern=r"^[A-Za-z_][\w.-]*$")]
 UpdateId = Annotated[str, Meta(min_length=1, max_length=128)]
 Size = Annotated[int, Meta(ge=0, le=1 << 62)]
 Shape = Annotated[list[Size], Meta(max_length=16)]
@@ -125,78 +126,34 @@ class Owner(Message, frozen=True, kw_only=True):
     alive: bool = True
 
 
-class Offer(Message, frozen=True, kw_only=True):
-    """What every path's init says.
+class InitInfo(Message, frozen=True, kw_only=True):
+    """What a sender offers a receiver once; `payload` is for the engine of `backend` alone.
 
-    `entries` is the room for fingerprints in the control segment, `lease_s` how long the receiver
-    waits for progress before it gives an update up. `fleet_version` is the version that the other
-    receivers hold: one that holds an older one must not generate before it was brought up to date.
-    `number` grows with each offer of a sender, so that a late one does not undo a newer. `owner` is
-    to whom the receiver belongs from here on; without it nothing is claimed.
+    `path` is how the bytes will come. `lease_s` is how long the receiver waits for progress before
+    it gives an update up. `fleet_version` is the version that the other receivers hold: one that
+    holds an older one must not generate before it was brought up to date. `number` grows with each
+    offer of a sender, so that a late one does not undo a newer. `owner` is to whom the receiver
+    belongs from here on; without it nothing is claimed.
     """
 
+    backend: BackendName
+    path: BackendName
     protocol_min: int
     protocol_max: int
     sender: Name
     manifest: ManifestMessage
-    num_readers: Annotated[int, Meta(ge=1, le=4096)]
-    entries: Annotated[int, Meta(ge=1, le=1 << 32)]
-    run_nbytes: Annotated[int, Meta(ge=4096, le=1 << 40)]
     lease_s: Seconds
     fleet_version: Version | None = None
     number: Annotated[int, Meta(ge=0, le=1 << 62)] = 0
     owner: Owner | None = None
+    payload: Any = None
 
 
-class IpcInit(Offer, frozen=True, kw_only=True, tag="ipc", tag_field="backend"):
-    """A ring in memory that the receiver can open, and its reader place there.
+class ProbeRequest(Message, frozen=True, kw_only=True):
+    """A backend's probe: what it tries before anything else is exported."""
 
-    On the path `distributed` it is the ring of the receiver's own host, fed by the one among its
-    workers that is a member of the sender's private group.
-    """
-
-    path: Literal["cuda_ipc", "shared_memory", "distributed"]
-    probe: ProbeInfo
-    control: SegmentHandle
-    reader: Annotated[int, Meta(ge=0, le=4096)]
-    ring: RingInfo
-    storages: StorageInfo | None = None
-    ready: ReadyEvents | None = None
-
-
-class GroupInfo(Message, frozen=True, kw_only=True):
-    """A private torch.distributed group, and the place of one receiving host in it.
-
-    Its store listens on `address`; `epoch` counts the groups of one sender. `members` names every
-    rank for messages, the sender (rank 0) first.
-    """
-
-    address: Annotated[str, Meta(min_length=1, max_length=256)]
-    port: Annotated[int, Meta(ge=1, le=65535)]
-    epoch: Annotated[int, Meta(ge=1, le=1 << 62)]
-    rank: Annotated[int, Meta(ge=1, le=4096)]
-    members: Annotated[list[str], Meta(min_length=2, max_length=4096)]
-    timeout_s: Seconds
-
-
-class DistributedInit(Offer, frozen=True, kw_only=True, tag="distributed", tag_field="backend"):
-    """A place in the sender's private group: the receiver makes a ring for its host."""
-
-    path: Literal["distributed"] = "distributed"
-    group: GroupInfo
-    num_slots: Annotated[int, Meta(ge=1, le=1024)]
-    slot_nbytes: Annotated[int, Meta(ge=64, le=1 << 40)]
-
-
-class HostRing(Message, frozen=True, kw_only=True):
-    """The ring that a group member made for the workers of its host; itself reads at place 0."""
-
-    control: SegmentHandle
-    data: KeyedHandle
-    probe: ProbeInfo
-
-
-Init = IpcInit | DistributedInit
+    backend: BackendName
+    payload: Any = None
 
 
 def describe(owner: Owner) -> str:

@@ -439,7 +439,7 @@ def require_gloo() -> None:
     """Raise BackendUnavailableError where torch was built without Gloo."""
     if not (dist.is_available() and dist.is_gloo_available()):
         raise BackendUnavailableError(
-            f"torch {torch.__version__} is built without Gloo, which the distributed path needs"
+            f"torch {torch.__version__} is built without Gloo, which the path gloo needs"
         )
 
 

@@ -21,11 +21,11 @@ from weightsync.backends.gloo.group import (
     end_at_exit,
 )
 from weightsync.backends.gloo.header import ChunkHeader, patience_s
+from weightsync.backends.gloo.payload import GroupInfo
 from weightsync.errors import ProtocolError, TransferError, TransferTimeout, WeightSyncError
 from weightsync.shm.ring import NETWORK, Control, RingWriter
 from weightsync.shm.wait import Heartbeat
 from weightsync.weights.layout import runs_per_chunk
-from weightsync.wire.offers import GroupInfo
 
 
 class Downstream:

@@ -21,6 +21,7 @@ from weightsync.backends.gloo.group import (
     end_at_exit,
 )
 from weightsync.backends.gloo.header import FIRST, ChunkHeader, HeaderStatus, patience_s
+from weightsync.backends.gloo.payload import GroupInfo
 from weightsync.backends.ipc.sender import IpcTrainerEngine
 from weightsync.errors import (
     BackendUnavailableError,
@@ -31,7 +32,6 @@ from weightsync.errors import (
 )
 from weightsync.shm.ring import NETWORK, RingReader
 from weightsync.weights.layout import runs_per_chunk
-from weightsync.wire.offers import GroupInfo
 
 _IN_FLIGHT = 3
 
@@ -199,7 +199,7 @@ class RingFeed:
         stream = engine.stream
         if stream.slots[0].device.type != "cpu":
             raise BackendUnavailableError(
-                f"the distributed path sends from host memory, and this ring is on "
+                f"the path gloo sends from host memory, and this ring is on "
                 f"{stream.slots[0].device}; take path shared_memory, which stages through the host"
             )
         plan = stream.plan

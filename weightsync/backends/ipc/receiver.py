@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 
 from weightsync.backends.base import LoadContext, Received, WeightTransferEngine
+from weightsync.backends.ipc.payload import IpcInit
 from weightsync.backends.ipc.transfer import Assembly, IncomingTransfer, OpenedMemory, chunked_plan
 from weightsync.cuda.events import open_fence
 from weightsync.cuda.memory import OpenMemory, check_probe
@@ -16,9 +17,9 @@ from weightsync.shm.ring import Control
 from weightsync.specs import Manifest
 from weightsync.weights.copy_plan import CopyPlan, Memory
 from weightsync.weights.layout import StreamLayout, runs_per_chunk
-from weightsync.wire.codec import manifest_from_wire
-from weightsync.wire.messages import LedgerEntry, RegisteredUpdate, UpdateInfo
-from weightsync.wire.offers import IpcInit, Offer
+from weightsync.wire.codec import decode_payload, manifest_from_wire
+from weightsync.wire.messages import LedgerEntry, RegisteredUpdate
+from weightsync.wire.offers import InitInfo
 
 _KEPT_PROGRAMS = 4
 _HERE = "this receiver"
@@ -26,51 +27,57 @@ _HERE = "this receiver"
 
 
 class IpcWeightTransferEngine(WeightTransferEngine):
-    """Reads one sender's ring and registered memory. `device_keys` say what it can open."""
+    """Reads one sender's ring and registered memory. `device_keys` say what it can open.
 
-    def __init__(self, device_keys: Sequence[str]) -> None:
-        super().__init__(device_keys)
+    `relayed`: the ring is filled from another host, by a process that is not the sender.
+    """
+
+    def __init__(self, device_keys: Sequence[str], *, relayed: bool = False) -> None:
+        self._keys = list(device_keys)
+        self._relayed = relayed
         self._opened: OpenedMemory | None = None
         self._programs: dict[tuple[int, int, int], tuple[object, list[CopyPlan]]] = {}
         self._assembly = Assembly()
         self._since = time.monotonic()
         self._at_work = False
 
-    def init_transfer_engine(self, init_info: Offer) -> None:
+    def init_transfer_engine(self, init_info: InitInfo) -> None:
         """Check the probe, then open everything. Raises HandleError or SegmentError."""
-        if not isinstance(init_info, IpcInit):
-            raise ProtocolError("this engine reads rings of its own host; it got another init_info")
-        check_probe(init_info.probe, self._keys)
+        offer = decode_payload(init_info.payload, IpcInit)
+        check_probe(offer.probe, self._keys)
         manifest = manifest_from_wire(init_info.manifest)
-        ring = init_info.ring
-        if init_info.reader >= init_info.num_readers:
+        ring = offer.ring
+        if offer.reader >= offer.num_readers:
             raise HandleError(
-                f"reader place {init_info.reader} is outside the {init_info.num_readers} places of "
+                f"reader place {offer.reader} is outside the {offer.num_readers} places of "
                 "this ring; the init_info is damaged"
             )
         opened: list[Callable[[], None]] = []
         try:
             control = Control.open(
-                init_info.control.name,
-                init_info.control.nbytes,
+                offer.control.name,
+                offer.control.nbytes,
                 slots=ring.num_slots,
-                readers=init_info.num_readers,
-                entries=init_info.entries,
+                readers=offer.num_readers,
+                entries=offer.entries,
             )
             opened.append(control.close)
-            _check_offer(init_info, control)
-            _check_size(init_info, manifest)
+            _check_number(init_info.number, control)
+            _check_size(offer, manifest)
             data = OpenMemory(pick(ring.data, self._keys))
             opened.append(data.close)
-            storages = _open_storages(init_info, self._keys, opened)
-            stored = init_info.storages
+            storages = _open_storages(offer, self._keys, opened)
+            stored = offer.storages
             fenced = ring.data if stored is None or not stored.handles else stored.handles[0]
-            fence = open_fence(init_info.ready, fenced, self._keys, slots=ring.num_slots)
+            fence = open_fence(offer.ready, fenced, self._keys, slots=ring.num_slots)
             if fence is not None:
                 opened.append(fence.close)
-            whole = StreamLayout(manifest, run_nbytes=init_info.run_nbytes)
+            whole = StreamLayout(manifest, run_nbytes=offer.run_nbytes)
             self._opened = OpenedMemory(
-                info=init_info,
+                info=offer,
+                sender=init_info.sender,
+                lease_s=init_info.lease_s,
+                relayed=self._relayed,
                 manifest=manifest,
                 control=control,
                 ring=data,
@@ -79,37 +86,25 @@ class IpcWeightTransferEngine(WeightTransferEngine):
                 ],
                 storages=storages,
                 whole=whole,
-                chunked=chunked_plan(manifest, init_info),
-                registered=_registered(init_info, whole, storages),
+                chunked=chunked_plan(manifest, offer),
+                registered=_registered(offer, whole, storages),
                 fence=fence,
             )
             _check_entries(self._opened)
             # An init that came before, with the same number, may have said otherwise.
-            control.take_events(init_info.reader, 0 if fence is None else init_info.number)
+            control.take_events(offer.reader, 0 if fence is None else init_info.number)
         except BaseException:
             self._opened = None
             for close in reversed(opened):
                 close()
             raise
 
-    @property
-    def manifest(self) -> Manifest:
-        """What the sender sends."""
-        return self._open.manifest
-
-    @property
-    def whole_plan(self) -> StreamLayout:
-        """The stream of the whole model."""
-        return self._open.whole
-
-    def receive_weights(self, update_info: UpdateInfo, reception: LoadContext) -> Received:
-        """Bring a registered update to its landing; see the contract."""
-        if not isinstance(update_info, RegisteredUpdate):
-            raise ProtocolError("this engine takes updates of its own sender only")
+    def receive_weights(self, update_info: RegisteredUpdate, context: LoadContext) -> Received:
+        """Bring a registered update to its load target; see the contract."""
         self._at_work = True
         try:
             received = IncomingTransfer(
-                self._open, update_info, reception, self._programs, self._assembly
+                self._open, update_info, context, self._programs, self._assembly
             ).run()
         finally:
             self._at_work = False
@@ -132,7 +127,7 @@ class IpcWeightTransferEngine(WeightTransferEngine):
     def sender_beat(self) -> int | None:
         """The heartbeat of the ring's writer; on a ring of this host's member, its alone."""
         opened = self._opened
-        if opened is None or opened.info.path == "distributed":
+        if opened is None or self._relayed:
             return None
         with suppress(ValueError):  # of words that another thread has let go
             return opened.control.writer_beat
@@ -158,7 +153,7 @@ class IpcWeightTransferEngine(WeightTransferEngine):
                 nbytes=nbytes,
                 owner=False,
                 age_s=age,
-                sender=opened.info.sender,
+                sender=opened.sender,
                 unreleased=late if kind == "ring" else [],
             )
             for kind, name, nbytes in entries
@@ -197,7 +192,7 @@ class IpcWeightTransferEngine(WeightTransferEngine):
 
 def _mappings(opened: OpenedMemory) -> list[tuple[str, str, int]]:
     """Kind, name and bytes of everything that is mapped."""
-    control, sender = opened.control.segment, opened.info.sender
+    control, sender = opened.control.segment, opened.sender
     return [
         ("control", control.name, control.nbytes),
         ("ring", sender, opened.ring.tensor.numel()),
@@ -242,11 +237,11 @@ def _registered(info: IpcInit, whole: StreamLayout, storages: list[OpenMemory]) 
     return Memory(tensors, flat=len(storages) == 1 and offsets == whole.offsets)
 
 
-def _check_offer(info: IpcInit, control: Control) -> None:
+def _check_number(number: int, control: Control) -> None:
     """Refuse a number that the sender has not given out: its own next offers would come after."""
-    if info.number > control.offered:
+    if number > control.offered:
         raise HandleError(
-            f"offer {info.number} is none of the sender's, whose newest is {control.offered}; the "
+            f"offer {number} is none of the sender's, whose newest is {control.offered}; the "
             "init_info is damaged"
         )
 

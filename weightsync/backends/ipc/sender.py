@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
-import itertools
-import secrets
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
 from typing import Literal
 
 import torch
 
-from weightsync.backends.base import Check, TrainerWeightTransferEngine
+from weightsync.backends.base import (
+    Check,
+    Handshake,
+    Mark,
+    Reader,
+    Round,
+    TrainerWeightTransferEngine,
+    TransferOptions,
+    TransferProgress,
+)
 from weightsync.backends.ipc.memory import (
     Buckets,
     ExportedMemory,
@@ -24,6 +31,7 @@ from weightsync.backends.ipc.memory import (
     stage_on_gpu,
     storage_info,
 )
+from weightsync.backends.ipc.payload import IpcInit, RingUpdate
 from weightsync.cuda.device_stream import DeviceStream
 from weightsync.cuda.events import Fence, WriterFence, fence_from_environment
 from weightsync.cuda.staging import StagedSlots
@@ -36,9 +44,8 @@ from weightsync.weights.fingerprint import table_digest
 from weightsync.weights.layout import RUN_NBYTES, StreamLayout, aligned, runs_per_chunk
 from weightsync.weights.packer import Packer, StagedPacker
 from weightsync.weights.source import NamedTensors, WeightSource, checked
-from weightsync.wire.codec import manifest_to_wire
-from weightsync.wire.messages import PROTOCOL, RegisteredUpdate
-from weightsync.wire.offers import IpcInit, ManifestMessage, ProbeInfo, RingInfo, SegmentHandle
+from weightsync.wire.messages import LedgerEntry
+from weightsync.wire.offers import ProbeInfo, RingInfo, SegmentHandle
 
 LEAD_NBYTES = 1 << 20
 """Measured: at 4 MiB verification costs twice as much, with no limit three to four times."""
@@ -76,10 +83,6 @@ class ReadAhead:
                 return
             time.sleep(_NAP_S)
         self._taken = taken
-
-
-Mark = tuple[str, int, float]
-"""A chunk was `wanted`, `acquired` or `published`: its number, and `time.perf_counter()` then."""
 
 
 class ReaderProgress:
@@ -141,27 +144,19 @@ CUDA_BUCKETS = 2
 CUDA_RUN_NBYTES = 32 << 20
 READER_PLACES = 64
 
-_OFFER_NUMBERS = itertools.count(1)
-"""Of the whole process: a sender keeps its id over the engines that it makes."""
+RELAY_READER = READER_PLACES - 1
+"""The place from which a backend built on this one reads what the ring carries."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class IpcOptions:
-    """How to move: `packed` None lets the source decide; sizes None take the path's defaults.
+class IpcOptions(TransferOptions):
+    """How to move, on which `path`.
 
     `fence` `event` leaves it to readers on the sender's GPU to wait for it, where they all do.
-    `sender_id` is who receivers know this by; a sender keeps it over all the engines that it makes.
     """
 
     path: PathName = "shared_memory"
-    packed: bool | None = None
-    bucket_nbytes: int | None = None
-    num_buckets: int | None = None
-    adopt: bool = True
-    timeout_s: float = 60.0
     fence: Fence = field(default_factory=fence_from_environment)
-    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
-    sender_id: str = field(default_factory=lambda: secrets.token_hex(8))
 
 
 class IpcTrainerEngine(TrainerWeightTransferEngine):
@@ -180,15 +175,15 @@ class IpcTrainerEngine(TrainerWeightTransferEngine):
         stage: Callable[[Buckets, torch.device], StagedSlots | None] = stage_on_gpu,
         make_fence: Callable[..., WriterFence] = fence_on_gpu,
     ) -> None:
-        self.path = options.path
-        self.sender_id = options.sender_id
         self._source = source
         self._options = options
         self.manifest = source.manifest
         on_gpu = options.path == "cuda_ipc"
         stable = source.stable_tensors()
-        packed = stable is None or not options.adopt if options.packed is None else options.packed
-        self.packed = packed
+        # Tensors of a GPU that no reader can open pass through the host, chunk by chunk.
+        crossing = options.device.type == "cuda" and not on_gpu
+        flows = stable is None or crossing or not options.adopt
+        packed = self._packed = flows if options.packed is None else options.packed
         ring_on_gpu = on_gpu and packed
         self._run_nbytes = CUDA_RUN_NBYTES if on_gpu else RUN_NBYTES
         bucket, slots = _ring_size(options, on_gpu=ring_on_gpu)
@@ -226,7 +221,6 @@ class IpcTrainerEngine(TrainerWeightTransferEngine):
         self._verify = True
         self._written_nbytes = 0
         self._update: Callable[[Check], None] | None = None
-        self._looked: list[torch.Tensor] | None = None
         self._stream: PackedStream | None = None
 
     @property
@@ -240,47 +234,61 @@ class IpcTrainerEngine(TrainerWeightTransferEngine):
         """One of the readers sends on what it reads: waits must leave it the processor."""
         self._writer.pace = NETWORK
 
+    def progress(self) -> TransferProgress:
+        """Return how far the readers are."""
+        return self.reader_progress
+
+    @property
+    def packed(self) -> bool:
+        """Whether tensors pass through the ring."""
+        return self._packed
+
+    def handshake(self, readers: Sequence[Reader], number: int) -> Handshake:
+        """Probe first on a GPU, where an export that nobody opens would never be freed."""
+        if self._options.path == "cuda_ipc":
+            probes = {reader.index: self.probe_info() for reader in readers}
+            replies = yield Round(messages=probes, probe=True)
+            if replies.failed:
+                return ()
+        yield Round(messages={r.index: self.init_payload(r, number) for r in readers})
+        return ()
+
     def probe_info(self) -> ProbeInfo:
         """Return the probe alone, exported once per call."""
         return self._probe_memory.info()
 
-    def init_info(self, reader: int, *, fleet_version: int | None = None) -> IpcInit:
-        """Return what receiver place `reader` needs; GPU memory is exported once per call."""
-        if reader >= READER_PLACES:
-            raise ConfigError(f"one sender has {READER_PLACES} reader places; {reader} is too many")
-        number = self._control.offered = next(_OFFER_NUMBERS)
+    def init_payload(self, reader: Reader, number: int) -> IpcInit:
+        """Return what a reader needs; GPU memory is exported once per call."""
+        return self.offer(reader.index, number)
+
+    def offer(self, place: int, number: int) -> IpcInit:
+        """Return what the reader at `place` needs; GPU memory is exported once per call."""
+        if place >= READER_PLACES:
+            raise ConfigError(f"one sender has {READER_PLACES} reader places; {place} is too many")
+        self._control.offered = number
         return IpcInit(
-            protocol_min=PROTOCOL,
-            protocol_max=PROTOCOL,
-            sender=self.sender_id,
-            path=self._options.path,
-            manifest=manifest_to_wire(self.manifest),
             probe=self.probe_info(),
             control=SegmentHandle(
                 name=self._control.segment.name, nbytes=self._control.segment.nbytes
             ),
-            reader=reader,
+            reader=place,
             num_readers=READER_PLACES,
             entries=self._control.entries,
             run_nbytes=self._run_nbytes,
-            lease_s=self._options.timeout_s,
-            fleet_version=fleet_version,
-            number=number,
             ring=RingInfo(
                 data=self._ring.handle(),
                 num_slots=self._control.slots,
                 slot_nbytes=self._bucket_nbytes,
             ),
             storages=storage_info(self._memory, self._whole),
-            ready=self._fence.offer(reader, number),
+            ready=self._fence.offer(place, number),
         )
 
     def begin(
-        self, readers: Iterable[int], *, verify: bool, pairs: NamedTensors | None = None
-    ) -> RegisteredUpdate:
+        self, readers: Sequence[int], *, verify: bool, pairs: NamedTensors | None = None
+    ) -> RingUpdate:
         """Start an update; nothing is read from the source yet, except to see if it has moved."""
-        stable = None if pairs is not None else self.look()
-        self._looked = None
+        stable = None if pairs is not None else self._source.stable_tensors()
         self._verify = verify
         self._table = []
         self._written_nbytes = 0
@@ -288,17 +296,8 @@ class IpcTrainerEngine(TrainerWeightTransferEngine):
             return self._begin_pairs(list(readers), list(pairs))
         if self.packed:
             tensors = self._source.tensors
-            return self._begin_packed(list(readers), self._packer, tensors, None, stable)
+            return self._begin_packed(list(readers), self._packer, tensors, stable)
         return self._begin_unpacked(list(readers), stable)
-
-    def look(self) -> list[torch.Tensor] | None:
-        """The tensors that the update which begins next reads where they are, if there are such.
-
-        Asked of the source once an update: a look takes a microsecond a tensor.
-        """
-        if self._looked is None:
-            self._looked = self._source.stable_tensors()
-        return self._looked
 
     def is_place(self, index: int, address: int) -> bool:
         """Whether tensor `index` was moved to `address` by this engine."""
@@ -309,12 +308,11 @@ class IpcTrainerEngine(TrainerWeightTransferEngine):
         """Pack and publish every chunk, or publish the fingerprints of registered memory."""
         if self._update is None:
             raise ConfigError("transfer without begin")
-        try:
-            self._update(check)
-        except BaseException:
-            # Readers that wait see it here at once, also where no message reaches them meanwhile.
-            self._control.epoch += 1
-            raise
+        self._update(check)
+
+    def cancel(self) -> None:
+        """Readers that wait see it at once, also where no message reaches them meanwhile."""
+        self._control.epoch += 1
 
     def end(self) -> None:
         """Forget this update's tensors. A reader that is still at it sees that it is over."""
@@ -325,6 +323,13 @@ class IpcTrainerEngine(TrainerWeightTransferEngine):
     def signs(self, reader: int) -> int:
         """Return what grows while the reader at this place lives and works."""
         return self._control.signs(reader)
+
+    def unread(self, reader: int) -> bool:
+        """Whether a reader of a packed update has not released all of its chunks."""
+        stream = self._stream
+        if stream is None:
+            return False
+        return stream.control.released(reader) < stream.base + len(stream.plan.chunks)
 
     @property
     def late(self) -> list[int]:
@@ -342,8 +347,7 @@ class IpcTrainerEngine(TrainerWeightTransferEngine):
 
         Unless another tensor has stayed in that place, which must not be overwritten.
         """
-        self._looked = None
-        stable = self.look() if self._memory else None
+        stable = self._source.stable_tensors() if self._memory else None
         if isinstance(self._memory, DeviceStream):
             return self._memory.moved(stable or [])
         return self._memory is not None and stable is not None and self._memory.occupied(stable)
@@ -364,6 +368,10 @@ class IpcTrainerEngine(TrainerWeightTransferEngine):
         """Show readers that this process lives and works."""
         self._control.beat_writer()
 
+    def ledger(self, names: Mapping[int, str]) -> list[LedgerEntry]:
+        """List what this engine exports, with its readers."""
+        return self.exports.entries(names)
+
     def dropped(self) -> None:
         """The garbage collector closes it next: no tensor is moved in the middle of a step."""
         if isinstance(self._memory, SharedStream):
@@ -371,7 +379,7 @@ class IpcTrainerEngine(TrainerWeightTransferEngine):
 
     def close(self) -> None:
         """Free everything, in the reverse order."""
-        self._update = self._stream = self._hashers = self._looked = None
+        self._update = self._stream = self._hashers = None
         self._kept.close()
 
     def _packer_of(self, manifest: Manifest) -> Packer:
@@ -381,22 +389,17 @@ class IpcTrainerEngine(TrainerWeightTransferEngine):
         slots = self._ring.tensors
         return StagedPacker(plan, slots, self._stage) if self._stage else Packer(plan, slots)
 
-    def _begin_pairs(
-        self, readers: list[int], pairs: list[tuple[str, torch.Tensor]]
-    ) -> RegisteredUpdate:
+    def _begin_pairs(self, readers: list[int], pairs: list[tuple[str, torch.Tensor]]) -> RingUpdate:
         manifest = Manifest(tuple(spec_of(name, tensor) for name, tensor in pairs))
-        packer = self._packer_of(manifest)
-        wire = manifest_to_wire(manifest)
-        return self._begin_packed(readers, packer, lambda: iter(pairs), wire, None)
+        return self._begin_packed(readers, self._packer_of(manifest), lambda: iter(pairs), None)
 
     def _begin_packed(
         self,
         readers: list[int],
         packer: Packer,
         tensors: Callable[[], NamedTensors],
-        manifest: ManifestMessage | None,
         stable: list[torch.Tensor] | None,
-    ) -> RegisteredUpdate:
+    ) -> RingUpdate:
         chunks = len(packer.plan.chunks)
         epoch = self._writer.begin(readers, chunks)
         self.reader_progress.begin_packed(packer.plan, self._writer.base)
@@ -439,19 +442,9 @@ class IpcTrainerEngine(TrainerWeightTransferEngine):
             self._writer.drain(chunks, check=check, timeout_s=timeout_s)
 
         self._update = pack
-        return RegisteredUpdate(
-            sender=self.sender_id,
-            epoch=epoch,
-            base=self._writer.base,
-            packed=True,
-            verify=self._verify,
-            manifest=manifest,
-            registered=True,
-        )
+        return RingUpdate(epoch=epoch, base=self._writer.base, packed=True)
 
-    def _begin_unpacked(
-        self, readers: list[int], stable: list[torch.Tensor] | None
-    ) -> RegisteredUpdate:
+    def _begin_unpacked(self, readers: list[int], stable: list[torch.Tensor] | None) -> RingUpdate:
         if self._memory is None:
             raise ConfigError("nothing is registered")
         memory = self._memory
@@ -468,14 +461,7 @@ class IpcTrainerEngine(TrainerWeightTransferEngine):
         elif isinstance(memory, DeviceStream):
             memory.wait()
         self._update = self._publish_table
-        return RegisteredUpdate(
-            sender=self.sender_id,
-            epoch=epoch,
-            base=self._control.table_ready,
-            packed=False,
-            verify=self._verify,
-            registered=True,
-        )
+        return RingUpdate(epoch=epoch, base=self._control.table_ready, packed=False)
 
     def _publish_table(self, check: Check) -> None:
         """Fingerprint while the receivers copy: both only read."""

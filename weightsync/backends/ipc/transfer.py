@@ -10,6 +10,7 @@ from functools import partial
 import torch
 
 from weightsync.backends.base import LoadContext, Received
+from weightsync.backends.ipc.payload import IpcInit, RingUpdate
 from weightsync.cuda.events import OpenFence, wait_for
 from weightsync.cuda.memory import OpenMemory
 from weightsync.cuda.pinning import CudaDriver
@@ -38,9 +39,8 @@ from weightsync.weights.fused import FusedUnit, fuse, hashers, slot_reader
 from weightsync.weights.layout import Chunk, CopyUnit, StreamLayout, TensorSlice
 from weightsync.weights.packer import slot_views
 from weightsync.weights.sink import LoadTarget, Verification, own_storage, refuse_kept, uses
-from weightsync.wire.codec import manifest_from_wire
+from weightsync.wire.codec import decode_payload, manifest_from_wire
 from weightsync.wire.messages import RegisteredUpdate
-from weightsync.wire.offers import IpcInit
 
 
 class Assembly:
@@ -186,6 +186,9 @@ class OpenedMemory:
     """What `init` opened: control, buckets, the unpacked path's tensors, and both plans."""
 
     info: IpcInit
+    sender: str
+    lease_s: float
+    relayed: bool
     manifest: Manifest
     control: Control
     ring: OpenMemory
@@ -222,24 +225,25 @@ class IncomingTransfer:
         self._got: list[int] = []
         self._wrong: list[CopyUnit] = []
         self._looked = 0.0
+        ring_update = self._ring_update = decode_payload(info.payload, RingUpdate)
         if info.manifest is not None:
             manifest = manifest_from_wire(info.manifest)
             self._plan = chunked_plan(manifest, opened.info)
         else:
-            self._plan = opened.chunked if info.packed else opened.whole
+            self._plan = opened.chunked if ring_update.packed else opened.whole
         self._reader = RingReader(
             self._control,
             opened.info.reader,
-            epoch=info.epoch,
-            base=info.base,
-            pace=NETWORK if opened.info.path == "distributed" else LOCAL,
+            epoch=ring_update.epoch,
+            base=ring_update.base,
+            pace=NETWORK if opened.relayed else LOCAL,
         )
 
     def run(self) -> Received:
         """Move, compare, report."""
         self._await_epoch()
         load_target = self._reception.open_target(self._plan)
-        if self._info.packed:
+        if self._ring_update.packed:
             self._through_ring(load_target)
         else:
             self._from_storages(load_target)
@@ -249,17 +253,17 @@ class IncomingTransfer:
 
     def _await_epoch(self) -> None:
         """A ring that is fed from another host may learn of an update after its readers."""
-        control, epoch = self._control, self._info.epoch
-        fed = self._opened.info.path == "distributed"
+        control, epoch = self._control, self._ring_update.epoch
+        fed = self._opened.relayed
         begun = not fed or wait_until(
             lambda: control.epoch >= epoch,
             check=self._check,
-            timeout_s=self._opened.info.lease_s,
+            timeout_s=self._opened.lease_s,
             progress=lambda: (0, control.writer_beat),
         )
         if not begun:
             raise TransferTimeout(
-                f"the update of epoch {epoch} did not begin for {self._opened.info.lease_s:g} s; "
+                f"the update of epoch {epoch} did not begin for {self._opened.lease_s:g} s; "
                 f"the ring is at {control.epoch}"
             )
         if control.epoch != epoch:
@@ -273,7 +277,7 @@ class IncomingTransfer:
         programs = None if lender else self._compile(load_target, ring=True)
         for j, chunk in enumerate(self._plan.chunks):
             self._check()
-            slot = self._reader.wait(j, check=self._check, timeout_s=self._opened.info.lease_s)
+            slot = self._reader.wait(j, check=self._check, timeout_s=self._opened.lease_s)
             runs = self._plan.runs[chunk.first_run : chunk.last_run]
             expected = self._expected_of(j, len(runs))
             self._arrive(slot)
@@ -320,7 +324,7 @@ class IncomingTransfer:
             got = self._each([p.start for p in programs], [p.run for p in programs])
             _settle(programs)
             self._compare(self._plan.runs, got, self._published_table())
-        if self._control.epoch != self._info.epoch:
+        if self._control.epoch != self._ring_update.epoch:
             raise TransferError("the sender went on to another update while this one was read")
 
     def _arrive(self, slot: int | None) -> None:
@@ -330,7 +334,7 @@ class IncomingTransfer:
                 slot,
                 check=self._check,
                 beat=lambda: self._control.writer_beat,
-                timeout_s=self._opened.info.lease_s,
+                timeout_s=self._opened.lease_s,
             )
 
     def _lender(self, load_target: LoadTarget) -> HookFeeder:
@@ -419,16 +423,16 @@ class IncomingTransfer:
         if not self._info.verify:
             return []
         count = len(self._plan.runs)
-        wanted = self._info.base + count
+        wanted = self._ring_update.base + count
         ready = wait_until(
             lambda: self._control.table_ready >= wanted,
             check=self._check,
-            timeout_s=self._opened.info.lease_s,
+            timeout_s=self._opened.lease_s,
             progress=lambda: (0, self._control.writer_beat),
         )
         if not ready:
             raise TransferTimeout(
-                f"the sender published no fingerprints for {self._opened.info.lease_s:g} s"
+                f"the sender published no fingerprints for {self._opened.lease_s:g} s"
             )
         return self._control.fingerprints(0, count)
 
@@ -462,7 +466,7 @@ class IncomingTransfer:
         now = time.monotonic()
         if now - self._looked > _LIVENESS_INTERVAL_S:
             self._looked = now
-            if self._control.epoch > self._info.epoch:
+            if self._control.epoch > self._ring_update.epoch:
                 raise TransferError("the sender has ended this update")
             if not self._control.segment.owner_alive():
                 raise SegmentError("the sender died in the middle of the update")

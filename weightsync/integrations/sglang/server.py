@@ -42,7 +42,6 @@ from weightsync.wire.messages import (
     StartRequest,
     UpdateRequest,
 )
-from weightsync.wire.offers import DistributedInit
 
 Pause = Literal["auto", "keep", "wait", "abort"]
 """The fate of requests in flight while the server reads weights: `keep` retracts them and computes
@@ -419,7 +418,8 @@ class SglangTransport(BaseTransport):
     def _prepare(self, request: Request, timeout_s: float) -> None:
         """Make the calls to the server that precede the receiver's reply."""
         control, most_s = self._control, min(timeout_s, _PROBE_S)
-        if isinstance(request, InitRequest) and isinstance(request.init_info, DistributedInit):
+        init = request.init_info if isinstance(request, InitRequest) else None
+        if init is not None and init.backend != "ipc":
             raise ConfigError(f"{self._target}: SGLang is reached by files; leave backend= out")
         if isinstance(request, UpdateRequest | StartRequest):
             self._look(request, most_s)

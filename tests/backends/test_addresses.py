@@ -6,25 +6,14 @@ from typing import cast
 
 import pytest
 
+from weightsync.backends.base import Reader
 from weightsync.backends.gloo.sender import Chain
-from weightsync.update.rendezvous import ADDRESS_VARIABLE, _Joining, address_for
-from weightsync.wire.messages import Reply, Request
+from weightsync.backends.gloo.trainer import ADDRESS_VARIABLE, _Joining, address_for
 
 
-class _To:
-    """A transport that only says whom it reaches, and from where."""
-
-    sent_nbytes = sent_messages = 0
-
-    def __init__(self, target: str, local_address: str | None) -> None:
-        self.target = target
-        self.local_address = local_address
-
-    def call(self, request: Request, *, timeout_s: float) -> Reply:
-        raise NotImplementedError
-
-    def close(self) -> None:
-        pass
+def to(target: str, local_address: str | None) -> Reader:
+    """Who is reached so, and from where."""
+    return Reader(index=0, target="r", keys=[], route=target, local_address=local_address)
 
 
 @pytest.mark.parametrize(
@@ -39,15 +28,15 @@ def test_the_way_to_the_target_is_known(
     monkeypatch: pytest.MonkeyPatch, target: str, local_address: str | None, expected: str
 ) -> None:
     monkeypatch.delenv(ADDRESS_VARIABLE, raising=False)
-    assert address_for(_To(target, local_address)) == expected
+    assert address_for(to(target, local_address)) == expected
     monkeypatch.setenv(ADDRESS_VARIABLE, "203.0.113.5")
-    assert address_for(_To(target, local_address)) == "203.0.113.5"
+    assert address_for(to(target, local_address)) == "203.0.113.5"
 
 
 def test_a_loopback_address_is_of_no_use_to_another_host(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(ADDRESS_VARIABLE, raising=False)
-    monkeypatch.setattr("weightsync.update.rendezvous.source_address", lambda _: "198.51.100.8")
-    assert address_for(_To("Actor Rollout 0a1b", "127.0.0.1")) == "198.51.100.8"
+    monkeypatch.setattr("weightsync.backends.gloo.trainer.source_address", lambda _: "198.51.100.8")
+    assert address_for(to("Actor Rollout 0a1b", "127.0.0.1")) == "198.51.100.8"
 
 
 @pytest.mark.filterwarnings("error::pytest.PytestUnhandledThreadExceptionWarning")

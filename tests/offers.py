@@ -1,0 +1,52 @@
+"""The messages of a sender that has engines and no transport."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+from weightsync.backends.ipc.sender import IpcTrainerEngine
+from weightsync.wire.codec import manifest_to_wire
+from weightsync.wire.messages import PROTOCOL, RegisteredUpdate
+from weightsync.wire.offers import InitInfo
+
+_numbers = itertools.count(1)
+_epochs = itertools.count(1)
+
+
+def next_number() -> int:
+    """A number above those of all offers so far."""
+    return next(_numbers)
+
+
+def offered(
+    engine: IpcTrainerEngine,
+    payload: Any = None,
+    *,
+    place: int = 0,
+    backend: str = "ipc",
+    sender: str = "sender",
+    lease_s: float = 60.0,
+    number: int | None = None,
+) -> InitInfo:
+    """What a reader of the engine's ring is offered; `payload` in the place of the ring's own."""
+    number = next_number() if number is None else number
+    ring = engine.offer(place, number)
+    return InitInfo(
+        backend=backend,
+        path="shared_memory" if backend == "ipc" else backend,
+        protocol_min=PROTOCOL,
+        protocol_max=PROTOCOL,
+        sender=sender,
+        manifest=manifest_to_wire(engine.manifest),
+        lease_s=lease_s,
+        number=number,
+        payload=ring if payload is None else payload,
+    )
+
+
+def registered(payload: Any, *, sender: str = "sender", verify: bool = True) -> RegisteredUpdate:
+    """What a reader is told of an update that an engine began."""
+    return RegisteredUpdate(
+        sender=sender, epoch=next(_epochs), verify=verify, payload=payload, registered=True
+    )

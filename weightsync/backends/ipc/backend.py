@@ -1,0 +1,94 @@
+"""The backend of one host: CUDA IPC on a GPU, shared memory between processes of the host."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import fields
+from typing import Any, ClassVar, cast
+
+import torch
+
+from weightsync.backends.base import (
+    Backend,
+    Endpoint,
+    Reach,
+    TrainerWeightTransferEngine,
+    TransferOptions,
+    WeightTransferEngine,
+    decode_payload,
+)
+from weightsync.cuda import handles
+from weightsync.cuda.memory import check_probe
+from weightsync.weights.source import WeightSource
+from weightsync.wire.offers import ProbeInfo
+
+CUDA_IPC_COST, SHARED_MEMORY_COST, OTHER_GPU_COST = 0.1, 1.1, 1.2
+
+
+class IpcBackend(Backend):
+    """Paths `cuda_ipc` (one GPU) and `shared_memory` (one host)."""
+
+    name: ClassVar[str] = "ipc"
+    reads_in_place: ClassVar[bool] = True
+    max_readers: ClassVar[int | None] = 63  # of 64: one is for a backend that is built on this one
+
+    def endpoint(self, device: torch.device) -> Any:
+        """Return why memory of this process's GPU cannot be exported, where that is so."""
+        refused = handles.why_not() if device.type == "cuda" else None
+        return {} if refused is None else {"no_cuda_ipc": refused}
+
+    def reach(self, trainer: Endpoint, receiver: Endpoint) -> Sequence[Reach]:
+        """Return both paths. The keys are hints: a probe decides."""
+        return [*_cuda_ipc(trainer, receiver), _shared_memory(trainer, receiver)]
+
+    def trainer_engine(
+        self,
+        source: WeightSource,
+        path: str,
+        options: TransferOptions,
+        bases: Mapping[str, TrainerWeightTransferEngine],
+    ) -> TrainerWeightTransferEngine:
+        """Return the engine of a ring or of registered memory. Raises SegmentError."""
+        # A receiver has no use for the sending half.
+        from weightsync.backends.ipc.sender import (  # noqa: PLC0415
+            IpcOptions,
+            IpcTrainerEngine,
+            PathName,
+        )
+
+        given = {field.name: getattr(options, field.name) for field in fields(TransferOptions)}
+        return IpcTrainerEngine(source, IpcOptions(**given, path=cast(PathName, path)))
+
+    def receiver_engine(self, device_keys: Sequence[str]) -> WeightTransferEngine:
+        """Return the engine that reads a ring or registered memory."""
+        from weightsync.backends.ipc.receiver import (  # noqa: PLC0415  # as above
+            IpcWeightTransferEngine,
+        )
+
+        return IpcWeightTransferEngine(device_keys)
+
+    def check_probe(self, payload: Any, device_keys: Sequence[str]) -> None:
+        """Open the memory of a probe and compare. Raises HandleError or SegmentError."""
+        check_probe(decode_payload(payload, ProbeInfo), list(device_keys))
+
+
+def _cuda_ipc(trainer: Endpoint, receiver: Endpoint) -> list[Reach]:
+    """Nothing for a trainer on a CPU, which is not worth a word."""
+    if trainer.gpu is None:
+        return []
+    if trainer.gpu not in receiver.keys:
+        why_not = f"the receiver is on {', '.join(receiver.keys)}, the trainer on {trainer.gpu}"
+        return [Reach("cuda_ipc", why_not=why_not)]
+    facts = trainer.facts if isinstance(trainer.facts, Mapping) else {}
+    return [Reach("cuda_ipc", CUDA_IPC_COST, facts.get("no_cuda_ipc", ""))]
+
+
+def _shared_memory(trainer: Endpoint, receiver: Endpoint) -> Reach:
+    if trainer.host not in receiver.keys:
+        there = receiver.host or "unknown"
+        return Reach(
+            "shared_memory",
+            why_not=f"the receiver is on host {there}, the trainer on {trainer.host}",
+        )
+    same = trainer.keys[0] in receiver.keys
+    return Reach("shared_memory", SHARED_MEMORY_COST if same else OTHER_GPU_COST)
