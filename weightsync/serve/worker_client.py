@@ -19,6 +19,7 @@ from weightsync.update.history import WorkerReport
 from weightsync.wire import codec
 from weightsync.wire.messages import (
     CALL_OF,
+    CALLS,
     Reply,
     Request,
     Status,
@@ -158,10 +159,12 @@ class RemoteReceiver:
     def dispatch(self, request: Request) -> Reply:
         """Send the request to the worker; return its reply, or raise its error."""
         call = CALL_OF[type(request)]
-        timeout_s = LOOK_TIMEOUT_S if isinstance(request, StatusRequest) else CALL_TIMEOUT_S
-        return codec.decode_reply(
-            call, self._client.call(self._worker, call, codec.encode(request), timeout_s)
-        )
+        return codec.decode_reply(call, self.forward(call, codec.encode(request)))
+
+    def forward(self, call: str, body: bytes) -> bytes:
+        """Send the JSON of a request as it is: the worker checks it. Raises the worker's error."""
+        timeout_s = LOOK_TIMEOUT_S if CALLS.get(call) is StatusRequest else CALL_TIMEOUT_S
+        return self._client.call(self._worker, call, body, timeout_s)
 
     def status(self) -> Status:
         """Return the state of the worker's receiver."""

@@ -20,6 +20,7 @@ from weightsync.wire import codec, problem
 from weightsync.wire.messages import Reply, Request, Status
 
 T = TypeVar("T")
+Forward = Callable[[str, bytes], bytes]
 
 logger = logging.getLogger(__name__)
 
@@ -28,7 +29,11 @@ BODY_TIMEOUT_S = 60.0
 
 
 class Receiver(Protocol):
-    """What the routes call: a WeightReceiver, or `Workers`, which stands for several."""
+    """What the routes call: a WeightReceiver, or `Workers`, which stands for several.
+
+    One in another process may have `forward(call, body)`, which takes and returns JSON: a request
+    is then decoded there alone.
+    """
 
     def dispatch(self, request: Request) -> Reply:
         """Handle one request; blocks. Called from several threads at once."""
@@ -58,6 +63,7 @@ class AsyncDispatcher:
 
     def __init__(self, receiver: Receiver) -> None:
         self.receiver = receiver
+        self._forward: Forward | None = getattr(receiver, "forward", None)
         self._loads = anyio.CapacityLimiter(32)
         self._reads = anyio.CapacityLimiter(8)
         interrupts = anyio.CapacityLimiter(8)
@@ -68,7 +74,7 @@ class AsyncDispatcher:
         }
 
     async def step(self, call: str, body: bytes) -> Response:
-        """Decode a request, dispatch it, and encode the reply. Raises their errors."""
+        """Dispatch the JSON of a request, and return that of its reply. Raises their errors."""
         limiter = self._limiters.get(call, self._loads)
         answer = await run_sync(self._step, call, body, limiter=limiter, abandon_on_cancel=True)
         return Response(answer, media_type="application/json")
@@ -78,6 +84,8 @@ class AsyncDispatcher:
         return await run_sync(reading, limiter=self._reads, abandon_on_cancel=True)
 
     def _step(self, call: str, body: bytes) -> bytes:
+        if self._forward is not None:
+            return self._forward(call, body)
         return codec.encode(self.receiver.dispatch(codec.decode_request(call, body)))
 
 

@@ -13,7 +13,7 @@ from fastapi import APIRouter
 from msgspec.structs import replace
 
 from weightsync.errors import ConfigError, ProtocolError, WeightSyncError
-from weightsync.server.dispatcher import DEFAULT_MAX_BODY_NBYTES, Receiver
+from weightsync.server.dispatcher import DEFAULT_MAX_BODY_NBYTES, Forward, Receiver
 from weightsync.server.metrics import MoreMetrics
 from weightsync.server.router import weight_router
 from weightsync.update.history import WorkerReport
@@ -191,6 +191,7 @@ class Workers:
             )
         self.workers = dict(workers)
         self._only = next(iter(workers.values())) if len(workers) == 1 else None
+        self.forward: Forward | None = getattr(self._only, "forward", None)
         self._tensor_parallel = tensor_parallel
         self._pool = ThreadPoolExecutor(
             len(workers) * _CALLS_AT_ONCE, thread_name_prefix="weightsync-workers"
