@@ -15,8 +15,11 @@ from typing import Any, ClassVar, Protocol
 import msgspec
 import torch
 
+from weightsync.cuda.events import wait_for
 from weightsync.errors import ProtocolError
 from weightsync.specs import Manifest
+from weightsync.tensors import from_bytes
+from weightsync.weights.copy_plan import CompiledUnit, Memory, compiler_for
 from weightsync.weights.layout import StreamLayout
 from weightsync.weights.sink import HOOK_ADVICE, LoadTarget, Verification
 from weightsync.weights.source import NamedTensors, WeightSource
@@ -159,8 +162,9 @@ class Received:
 class LoadContext:
     """Callbacks and settings that the receiver passes to an engine for one transfer.
 
-    `open_target` returns the load target of a layout. `touch` is called before the first byte of
-    the weights in use changes. `check` raises when the update was aborted. `ties` are the sink's.
+    `open_target` returns the load target of a layout; `write` writes whole tensors to it. `touch`
+    is called before the first byte of the weights in use changes. `check` raises when the update
+    was aborted. `ties` are the sink's.
     """
 
     open_target: Callable[[StreamLayout], LoadTarget]
@@ -170,6 +174,40 @@ class LoadContext:
     lends_views: bool = True
     kept_advice: str = HOOK_ADVICE
     ties: Mapping[str, str] = field(default_factory=dict)
+
+    def write(
+        self, layout: StreamLayout, target: LoadTarget, tensors: Sequence[torch.Tensor]
+    ) -> None:
+        """Write all tensors of `layout`, `uint8[nbytes]` each, to a load target of any kind.
+
+        Complete on return. Calls `touch` first: compare before, where `target` cannot go back. A
+        hook may keep views of the tensors: do not overwrite them afterwards where `target.memory`
+        is None.
+        """
+        self.touch()
+        if target.memory is None:
+            pairs = zip(layout.manifest.specs, tensors, strict=True)
+            target.load([(spec.name, from_bytes(flat, spec)) for spec, flat in pairs])
+        else:
+            copy_tensors(layout, target.memory, Memory(tensors), self.check)
+
+
+def copy_tensors(
+    layout: StreamLayout, target: Memory, source: Memory, check: Check
+) -> list[CompiledUnit]:
+    """Copy all tensors of `layout` to whole tensors or shards; return the units, by `layout.runs`.
+
+    Complete on return.
+    """
+    compiler = compiler_for(layout, target, source)
+    units: list[CompiledUnit] = []
+    for run in layout.runs:
+        check()
+        units.append(compiler.compile(run))
+        units[-1].copy()
+    # Requests run in threads whose current device need not be that of the weights.
+    wait_for(tensor.device for tensor in (*target.tensors, *source.tensors))
+    return units
 
 
 Mark = tuple[str, int, float]

@@ -8,9 +8,8 @@ from itertools import accumulate
 import torch
 from msgspec.structs import replace
 
-from weightsync.backends.base import LoadContext, Received
+from weightsync.backends.base import LoadContext, Received, copy_tensors
 from weightsync.backends.ipc.transfer import HookFeeder
-from weightsync.cuda.events import wait_for
 from weightsync.cuda.memory import OpenMemory
 from weightsync.errors import ConfigError, HandleError, ProtocolError, VerificationError
 from weightsync.shm.host_keys import pick
@@ -21,7 +20,6 @@ from weightsync.weights.copy_plan import (
     HostShardRun,
     Memory,
     ShardMemory,
-    compiler_for,
 )
 from weightsync.weights.fingerprint import mix64, to_hex
 from weightsync.weights.layout import StreamLayout
@@ -61,7 +59,7 @@ def receive_handles(info: HandlesUpdate, keys: list[str], reception: LoadContext
             lender.deliver_whole(memory)
             lender.finish()
         else:
-            runs = _copy(plan, load_target.memory, memory, reception)
+            runs = copy_tensors(plan, load_target.memory, memory, reception.check)
             _check_held(fingerprints, plan, load_target.memory, runs)
         held = load_target.memory is not None
         level = reception.verification if held else "arrived"
@@ -94,20 +92,6 @@ def _tie(
     aliases = {alias: aliases.get(name, name) for alias, name in aliases.items()}
     kept = [i for i, spec in enumerate(manifest.specs) if spec.name not in aliases]
     return Manifest(tuple(manifest.specs[i] for i in kept), aliases), kept
-
-
-def _copy(
-    plan: StreamLayout, target: Memory, source: Memory, reception: LoadContext
-) -> list[CompiledUnit]:
-    compiler = compiler_for(plan, target, source)
-    runs: list[CompiledUnit] = []
-    for run in plan.runs:
-        reception.check()
-        runs.append(compiler.compile(run))
-        runs[-1].copy()
-    # Requests run in threads whose current device need not be that of the weights.
-    wait_for(tensor.device for tensor in (*target.tensors, *source.tensors))
-    return runs
 
 
 def _check_held(
