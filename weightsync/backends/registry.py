@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import importlib.metadata
 import inspect
+import logging
 import threading
 import warnings
 from collections.abc import Iterable, Sequence
 from functools import cache
 from typing import Any
 
+import msgspec
 import torch
 
 from weightsync.backends.base import Backend
 from weightsync.errors import BackendUnavailableError, ConfigError
+
+logger = logging.getLogger(__name__)
 
 GROUP = "weightsync.backends"
 """The entry point group in which a package lists its backends: `name = "package.module:Class"`."""
@@ -85,14 +89,21 @@ def choose_backends(choice: BackendChoice) -> tuple[list[Backend], dict[str, str
 def endpoints(
     backends: Iterable[Backend], device: torch.device
 ) -> tuple[dict[str, Any], dict[str, str]]:
-    """Return what each backend says of this process, and why others cannot be used here."""
+    """Return what each backend says of this process, and why others cannot be used here.
+
+    A backend whose endpoint() fails, or returns what cannot be sent, is one of the others: the
+    paths of every other backend work on.
+    """
     facts: dict[str, Any] = {}
     reasons: dict[str, str] = {}
     for backend in backends:
         try:
-            facts[backend.name] = backend.endpoint(device)
+            facts[backend.name] = msgspec.to_builtins(backend.endpoint(device))
         except BackendUnavailableError as exc:
             reasons[backend.name] = str(exc)
+        except Exception as exc:  # noqa: BLE001  # foreign code
+            reasons[backend.name] = f"endpoint() failed: {type(exc).__name__}: {exc}"
+            logger.warning("backend %s: %s", backend.name, reasons[backend.name])
     return facts, reasons
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import secrets
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -49,6 +50,8 @@ from weightsync.wire.codec import manifest_to_wire
 from weightsync.wire.messages import LedgerEntry
 from weightsync.wire.offers import ManifestMessage
 from weightsync.wire.problem import Problem
+
+logger = logging.getLogger(__name__)
 
 Places = dict[str, dict[int, list[int]]]
 """Readers by backend, and by the rank that feeds them."""
@@ -522,7 +525,10 @@ class RankWorker:
 
     def _beat(self) -> None:
         for engine in list(self.engines.values()):
-            engine.beat()
+            try:
+                engine.beat()
+            except Exception:  # the heartbeats of the other engines go on
+                logger.warning("%s.beat() failed", type(engine).__name__, exc_info=True)
 
     def _extra_nbytes(self) -> int:
         return sum(engine.extra_nbytes for engine in self.engines.values())

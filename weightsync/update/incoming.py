@@ -44,6 +44,8 @@ from weightsync.wire.messages import (
 )
 from weightsync.wire.offers import InitInfo, describe
 
+logger = logging.getLogger(__name__)
+
 _STRENGTH: tuple[Verification, ...] = ("none", "arrived", "held")
 
 
@@ -86,8 +88,11 @@ class IncomingUpdate:
     def end(self) -> None:
         """The update is over, well or not."""
         engine, self.engine = self.engine, None
-        if engine is not None:
-            engine.finish_weight_update()
+        try:
+            if engine is not None:
+                engine.finish_weight_update()
+        except Exception:  # the update is over: what it brought is in use, or discarded
+            logger.exception("%s.finish_weight_update() failed", type(engine).__name__)
 
     def note(self, received: Received) -> None:
         """Add what one message brought."""
@@ -197,8 +202,6 @@ class IncomingUpdate:
         """Add the seconds since `started` to a phase."""
         self.seconds[phase] = self.seconds.get(phase, 0.0) + time.perf_counter() - started
 
-
-logger = logging.getLogger(__name__)
 
 _KEPT_SUBSETS = 2
 

@@ -90,8 +90,15 @@ def candidates(
 
 
 def _reaches(backend: Backend, trainer: Endpoint, receiver: Endpoint) -> Sequence[Reach]:
-    """Raise ConfigError, naming the method, where a backend returns something else."""
-    reached = backend.reach(trainer, receiver)
+    """Raise ConfigError, naming the method, where a backend returns something else.
+
+    An error of the method itself is a reason: the facts come from another process.
+    """
+    try:
+        reached = backend.reach(trainer, receiver)
+    except Exception as exc:  # noqa: BLE001  # foreign code
+        why_not = f"reach() failed: {type(exc).__name__}: {exc}"
+        return [Reach(backend.name, why_not=why_not)]
     listed = [reached] if isinstance(reached, Reach) else reached
     if not isinstance(listed, list | tuple) or not all(isinstance(r, Reach) for r in listed):
         raise ConfigError(f"backend {backend.name!r}: reach() returned {reached!r}, not a Reach")

@@ -114,7 +114,11 @@ class Senders:
         engine = _engine_of(info.backend, self.keys)
         if engine.exclusive:
             self.close(info.sender)
-        engine.init_transfer_engine(info)
+        try:
+            engine.init_transfer_engine(info)
+        except BaseException:
+            _shut_down(engine)
+            raise
         self.close(info.sender)
         self._engines[info.sender] = engine
         self._heartbeats[info.sender] = Heartbeat(engine.beat, at_work=self._works)
@@ -148,7 +152,7 @@ class Senders:
     def alive(self, sender: str) -> bool:
         """Whether a sender is connected, or is being connected anew, and lives; any thread asks."""
         engine = self._engines.get(sender)
-        if engine is not None and engine.sender_alive():
+        if engine is not None and _sender_alive(engine):
             return True
         # One that was closed meanwhile says no as well: what counts is the one in its place.
         return self._opening == sender or (
@@ -171,7 +175,7 @@ class Senders:
                 continue
             logger.info("sender %s is gone; closing what it had opened", sender)
             engine = self._engines.get(sender)
-            if engine is None or engine.sender_alive() is not None:
+            if engine is None or _sender_alive(engine) is not None:
                 dead.append(sender)
             self.close(sender)
         return dead
@@ -183,7 +187,7 @@ class Senders:
         engine = self._engines.pop(sender, None)
         if engine is not None:
             self._heartbeats.pop(sender).close()
-            engine.shutdown()
+            _shut_down(engine)
 
     def _works(self) -> bool:
         return self.at_work()
@@ -215,6 +219,23 @@ class Senders:
     def ledger(self) -> list[LedgerEntry]:
         """Everything that the engines hold open."""
         return [entry for engine in list(self._engines.values()) for entry in engine.ledger()]
+
+
+def _sender_alive(engine: WeightTransferEngine) -> bool | None:
+    """What an engine says; None where it raises: every status and every init asks for it."""
+    try:
+        return engine.sender_alive()
+    except Exception:
+        logger.warning("%s.sender_alive() failed", type(engine).__name__, exc_info=True)
+        return None
+
+
+def _shut_down(engine: WeightTransferEngine) -> None:
+    """Have an engine close everything; an error of it is logged, for no caller can mend that."""
+    try:
+        engine.shutdown()
+    except Exception:
+        logger.exception("%s.shutdown() failed", type(engine).__name__)
 
 
 def _engine_of(name: str, keys: list[str]) -> WeightTransferEngine:
