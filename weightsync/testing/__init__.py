@@ -1,14 +1,22 @@
-"""A test kit for training loops: lost messages and dying receivers, all in one process."""
+"""A test kit: lost messages and dying receivers in one process, and the contract of backends."""
 
 from __future__ import annotations
 
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from weightsync.errors import BackendUnavailableError
 from weightsync.testing.faults import ACTS, Act, Event, Fault, Faults
 from weightsync.testing.faulty_transport import FaultyTransport
 from weightsync.testing.fleet import FleetMember, InProcessFleet, TinyModel
 
+if TYPE_CHECKING:  # else by __getattr__: it needs pytest, and the rest does not
+    from weightsync.testing.backend_contract import BackendContract
+
 __all__ = [
     "ACTS",
     "Act",
+    "BackendContract",
     "Event",
     "Fault",
     "Faults",
@@ -17,3 +25,19 @@ __all__ = [
     "InProcessFleet",
     "TinyModel",
 ]
+
+_CONTRACT = "weightsync.testing.backend_contract"
+
+
+def __getattr__(name: str) -> Any:
+    if name != "BackendContract":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    try:
+        pytest = importlib.import_module("pytest")
+        pytest.register_assert_rewrite(_CONTRACT)  # so that a failure shows the values
+        return importlib.import_module(_CONTRACT).BackendContract
+    except ImportError as exc:
+        raise BackendUnavailableError(
+            f"weightsync.testing.BackendContract needs more packages ({exc}): "
+            "pip install 'weightsync[dev]'"
+        ) from exc

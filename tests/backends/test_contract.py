@@ -1,0 +1,123 @@
+"""The built-in backends, and that of docs/writing-a-backend.md, keep the contract of backends."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+
+from tests import children
+from tests.docs.pages import blocks
+from weightsync.backends import registry
+from weightsync.backends.ipc.sender import IpcTrainerEngine
+from weightsync.backends.ipc.transfer import IncomingTransfer
+from weightsync.testing import BackendContract
+from weightsync.weights.copy_plan import Memory
+
+children.load_beforehand("weightsync.testing.backend_contract", "pytest")
+PAGE = "docs/writing-a-backend.md"
+MODULE = "spool_of_the_page"
+
+
+def flip_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Flip a bit of every bucket that a trainer has filled, before it is published."""
+    genuine = IpcTrainerEngine.transfer
+
+    def transfer(engine: Any, check: Callable[[], None]) -> None:
+        writer, buckets = engine._writer, engine._ring.tensors
+        publish = writer.publish
+
+        def flip(chunk: int) -> None:
+            buckets[chunk % len(buckets)][5] ^= 1
+            publish(chunk)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(writer, "publish", flip)
+            genuine(engine, check)
+
+    monkeypatch.setattr(IpcTrainerEngine, "transfer", transfer)
+
+
+def flip_registered_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Flip a bit of the trainer's memory, as the receiver sees it."""
+    genuine = IncomingTransfer._from_storages
+
+    def from_storages(transfer: Any, load_target: Any) -> None:
+        seen = [tensor.clone() for tensor in transfer._opened.registered.tensors]
+        seen[0][5] ^= 1
+        memory = Memory(seen)
+        transfer._opened = dataclasses.replace(transfer._opened, registered=memory)
+        transfer._programs = {}
+        genuine(transfer, load_target)
+
+    monkeypatch.setattr(IncomingTransfer, "_from_storages", from_storages)
+
+
+@pytest.mark.usefixtures("shm_clean")
+class TestIpcPacked(BackendContract):
+    backend = "ipc"
+    options: ClassVar[Mapping[str, Any]] = {"packed": True}
+    context = children.CONTEXT
+
+    def corrupt(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        flip_buckets(monkeypatch)
+
+
+@pytest.mark.usefixtures("shm_clean")
+class TestIpcUnpacked(BackendContract):
+    backend = "ipc"
+    options: ClassVar[Mapping[str, Any]] = {"packed": False}
+    streams = False
+    context = children.CONTEXT
+
+    def corrupt(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        flip_registered_memory(monkeypatch)
+
+
+@pytest.mark.usefixtures("shm_clean")
+class TestGloo(BackendContract):
+    backend = "gloo"
+    context = children.CONTEXT
+
+    def corrupt(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        flip_buckets(monkeypatch)
+
+
+@pytest.fixture(scope="module")
+def page(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    """The page's backend as a module, which child processes import as well."""
+    written = [block for block in blocks(PAGE) if block.language == "python"]
+    backend, (test,) = written[:4], [b for b in written if "BackendContract" in b.text]
+    path = tmp_path_factory.mktemp("page") / f"{MODULE}.py"
+    path.write_text("\n".join(block.text for block in [*backend, test]), encoding="utf-8")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(path.parent))
+        patch.setattr(registry, "_registered", dict(registry._registered))
+        yield importlib.import_module(MODULE)
+        del sys.modules[MODULE]
+
+
+class TestSpool(BackendContract):
+    """Runs with the page's own directory and its own fault."""
+
+    context = children.CONTEXT
+
+    @pytest.fixture(autouse=True)
+    def directory(
+        self, page: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> Iterator[None]:
+        monkeypatch.setattr(type(self), "backend", page.Spool, raising=False)
+        monkeypatch.setattr(registry, "_endpoints", {})
+        monkeypatch.setenv("SPOOL_DIRECTORY", str(tmp_path))
+        self.page = page
+        yield
+        page.SpoolSender(None).close()  # which removes what a killed one left
+        assert [path.name for path in tmp_path.iterdir()] == ["id"]
+
+    def corrupt(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.page.TestSpool.corrupt(self, monkeypatch)
