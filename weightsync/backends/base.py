@@ -16,7 +16,7 @@ import msgspec
 import torch
 
 from weightsync.cuda.events import wait_for
-from weightsync.errors import ProtocolError
+from weightsync.errors import ConfigError, ProtocolError
 from weightsync.specs import Manifest
 from weightsync.tensors import from_bytes
 from weightsync.weights.copy_plan import CompiledUnit, Memory, compiler_for
@@ -479,3 +479,11 @@ class Backend(ABC):
     def check_probe(self, payload: Any, device_keys: Sequence[str]) -> None:
         """Try the path by a probe of the trainer's engine. Raises HandleError or SegmentError."""
         raise ProtocolError(f"the backend {self.name} has no probes")
+
+
+def check_plain(data: Any, method: str) -> None:
+    """Raise ConfigError, naming the method that returned it, unless `data` can be in a message."""
+    try:
+        msgspec.to_builtins(data)
+    except (TypeError, ValueError, OverflowError, RecursionError) as exc:
+        raise ConfigError(f"{method} returned what is no Struct and no plain data: {exc}") from exc

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import secrets
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import replace
 from itertools import islice
@@ -22,6 +22,7 @@ from weightsync.backends.base import (
     Round,
     TrainerWeightTransferEngine,
     TransferOptions,
+    check_plain,
 )
 from weightsync.backends.registry import endpoints, get_backend
 from weightsync.cuda.handles import device_keys
@@ -545,6 +546,11 @@ class RankWorker:
                 if not readers:
                     return CommandResult()
                 handshake = self.engines[name].handshake(readers, command.number)
+                if not isinstance(handshake, Generator):
+                    raise ConfigError(
+                        f"backend {name!r}: handshake() returned a {type(handshake).__name__}, not "
+                        "a generator of Rounds"
+                    )
                 self._handshakes[name] = handshake
                 return CommandResult(round=_checked_round(name, next(handshake)))
             if name not in self._handshakes:
@@ -577,7 +583,9 @@ class RankWorker:
                 readers = self.reading.get(name)
                 if readers:
                     engine = self.engines[name]
-                    updates[name] = engine.begin(readers, verify=command.verify, pairs=whole)
+                    payload = engine.begin(readers, verify=command.verify, pairs=whole)
+                    check_plain(payload, f"backend {name!r}: begin()")
+                    updates[name] = payload
                 elif self._gathers_in(name, packed=False):
                     self._steps.drain()
 
@@ -719,6 +727,7 @@ def _checked_round(name: str, step: object) -> Round:
         raise ConfigError(
             f"backend {name!r}: handshake() yielded a {type(step).__name__}, not a Round"
         )
+    check_plain(step.messages, f"backend {name!r}: handshake() or init_payload()")
     return step
 
 

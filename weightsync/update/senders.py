@@ -12,7 +12,7 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from weightsync.backends.base import WeightTransferEngine
+from weightsync.backends.base import WeightTransferEngine, check_plain
 from weightsync.backends.registry import get_backend
 from weightsync.errors import (
     BackendUnavailableError,
@@ -116,6 +116,7 @@ class Senders:
             self.close(info.sender)
         try:
             engine.init_transfer_engine(info)
+            check_plain(engine.init_reply(), f"{type(engine).__name__}.init_reply()")
         except BaseException:
             _shut_down(engine)
             raise

@@ -1,0 +1,318 @@
+"""A backend that breaks the contract is named with its method, and breaks nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import closing
+from typing import Any
+
+import pytest
+import torch
+
+import weightsync as ws
+from weightsync.backends import registry
+from weightsync.backends.base import Reach, Received, Round
+from weightsync.specs import Manifest, TensorSpec
+from weightsync.tensors import contiguous_bytes
+from weightsync.testing import TinyModel
+from weightsync.weights.layout import StreamLayout
+from weightsync.wire.codec import manifest_from_wire
+
+SHELF: list[list[torch.Tensor]] = []
+"""Where the trainer's engine leaves tensors for the receiver's, in the same process."""
+
+
+class ShelfSender(ws.TrainerWeightTransferEngine):
+    def __init__(self, source: Any) -> None:
+        self.source = source
+
+    def init_payload(self, reader: Any, number: int) -> Any:
+        return None
+
+    def begin(self, readers: Any, *, verify: bool, pairs: Any = None) -> Any:
+        SHELF[:] = [[contiguous_bytes(tensor) for _, tensor in self.source.tensors()]]
+
+    def transfer(self, check: Any) -> None:
+        pass
+
+    def end(self) -> None:
+        SHELF.clear()
+
+    @property
+    def table_digest(self) -> None:
+        return None
+
+    def close(self) -> None:
+        pass
+
+
+class ShelfReceiver(ws.WeightTransferEngine):
+    shut: int = 0
+
+    def init_transfer_engine(self, init_info: Any) -> None:
+        self.layout = StreamLayout(manifest_from_wire(init_info.manifest))
+
+    def receive_weights(self, update_info: Any, context: Any) -> Any:
+        context.write(self.layout, context.open_target(self.layout), SHELF[0])
+        return Received(self.layout.manifest)
+
+    def sender_alive(self) -> bool | None:
+        return True
+
+    def shutdown(self) -> None:
+        type(self).shut += 1
+
+
+class Shelf(ws.Backend):
+    """A backend of one process, unverified; each test breaks one method of it."""
+
+    name = "shelf"
+    sender: type[ShelfSender] = ShelfSender
+    receiver: type[ShelfReceiver] = ShelfReceiver
+
+    def reach(self, trainer: Any, receiver: Any) -> Any:
+        return Reach("shelf", 0.01)
+
+    def trainer_engine(self, source: Any, path: str, options: Any, bases: Any) -> Any:
+        return self.sender(source)
+
+    def receiver_engine(self, device_keys: Any) -> Any:
+        return self.receiver()
+
+
+@pytest.fixture(autouse=True)
+def registered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registry, "_registered", dict(registry._registered))
+    monkeypatch.setattr(registry, "_endpoints", {})
+
+
+def model(value: float) -> TinyModel:
+    made = TinyModel()
+    for parameter in made.parameters():
+        torch.nn.init.constant_(parameter, value)
+    return made
+
+
+class Pair:
+    """A receiver, and what senders of a backend do to it."""
+
+    def __init__(self) -> None:
+        self.held = model(0)
+        self.receiver = ws.WeightReceiver(self.held, apply="staged")
+
+    def connect(self, backend: Any = "shelf") -> ws.WeightSender:
+        return ws.connect(
+            model(1), to=self.receiver.handle, backend=backend, verify=False, timeout_s=5
+        )
+
+    @property
+    def value(self) -> float:
+        return float(self.held.scale.detach())
+
+
+@pytest.fixture
+def pair() -> Iterator[Pair]:
+    made = Pair()
+    with closing(made.receiver):
+        yield made
+
+
+def test_the_backend_works_where_nothing_is_broken(pair: Pair) -> None:
+    ws.register_backend(Shelf)
+    with pair.connect() as sender:
+        assert sender.send_weights().path == "shelf"
+    assert pair.value == 1
+
+
+def test_a_class_that_lacks_methods() -> None:
+    class Lacking(ws.Backend):
+        name = "lacking"
+
+        def trainer_engine(self, source: Any, path: str, options: Any, bases: Any) -> Any: ...
+
+    message = r"the backend Lacking lacks reach, receiver_engine\(\)"
+    with pytest.raises(ws.ConfigError, match=message):
+        ws.register_backend(Lacking)
+    with pytest.raises(ws.ConfigError, match=message):
+        ws.connect(model(1), to=print, backend=Lacking)  # type: ignore[arg-type]  # what is tested
+
+
+def test_what_is_no_backend(pair: Pair) -> None:
+    with pytest.raises(ws.ConfigError, match=r"TinyModel is no weightsync\.Backend"):
+        ws.register_backend(TinyModel)  # type: ignore[arg-type]  # what is tested
+    with pytest.raises(ws.ConfigError, match="there is no backend 'shelve'; known: auto"):
+        pair.connect("shelve")
+
+
+def test_reach_of_another_type(pair: Pair) -> None:
+    class Broken(Shelf):
+        def reach(self, trainer: Any, receiver: Any) -> Any:
+            return "shelf"
+
+    ws.register_backend(Broken)
+    with pytest.raises(ws.ConfigError, match=r"'shelf': reach\(\) returned 'shelf', not a Reach"):
+        pair.connect()
+
+
+def test_a_trainer_engine_of_another_type(pair: Pair) -> None:
+    class Broken(Shelf):
+        sender = dict  # type: ignore[assignment]  # what is tested
+
+        def trainer_engine(self, source: Any, path: str, options: Any, bases: Any) -> Any:
+            return {}
+
+    ws.register_backend(Broken)
+    with pytest.raises(ws.ConfigError, match=r"'shelf': trainer_engine\(\) returned a dict"):
+        pair.connect()
+
+
+def test_a_receiver_engine_of_another_type(pair: Pair) -> None:
+    class Broken(Shelf):
+        def receiver_engine(self, device_keys: Any) -> Any:
+            return object()
+
+    ws.register_backend(Broken)
+    message = r"'shelf': receiver_engine\(\) returned a object"
+    with pytest.raises(ws.BackendUnavailableError, match=message):
+        pair.connect()
+
+
+@pytest.mark.parametrize(
+    ("yielded", "message"),
+    [
+        (iter([Round(messages={})]), r"handshake\(\) returned a list_iterator, not a generator"),
+        ((step for step in [{0: None}]), r"handshake\(\) yielded a dict, not a Round"),
+        ((step for step in [Round(messages={0: object()})]), r"handshake\(\) .* no plain data"),
+        ((step for step in list[Any]()), r"handshake\(\) sent WeightReceiver.handle nothing"),
+    ],
+)
+def test_a_handshake_of_something_else(pair: Pair, yielded: Any, message: str) -> None:
+    class Broken(ShelfSender):
+        def handshake(self, readers: Any, number: int) -> Any:
+            return yielded
+
+    class Backend(Shelf):
+        sender = Broken
+
+    ws.register_backend(Backend)
+    with pytest.raises(ws.ConfigError, match=message):
+        pair.connect()
+
+
+def test_a_payload_that_is_no_plain_data(pair: Pair) -> None:
+    class Broken(ShelfSender):
+        def begin(self, readers: Any, *, verify: bool, pairs: Any = None) -> Any:
+            return object()
+
+    class Backend(Shelf):
+        sender = Broken
+
+    ws.register_backend(Backend)
+    with (
+        pair.connect() as sender,
+        pytest.raises(ws.ConfigError, match=r"'shelf': begin\(\) .* plain"),
+    ):
+        sender.send_weights()
+    assert pair.receiver.status().state == "READY"
+
+
+FOREIGN = Received(Manifest((TensorSpec("another", "float32", (2,)),)))
+
+
+@pytest.mark.parametrize(
+    ("returned", "message"),
+    [
+        (None, r"Broken.receive_weights\(\) returned a NoneType, not a Received"),
+        (FOREIGN, r"Broken.receive_weights\(\) reports 8 bytes .* no load target"),
+    ],
+)
+def test_a_result_of_something_else(pair: Pair, returned: Any, message: str) -> None:
+    class Broken(ShelfReceiver):
+        def receive_weights(self, update_info: Any, context: Any) -> Any:
+            super().receive_weights(update_info, context)
+            return returned
+
+    class Backend(Shelf):
+        receiver = Broken
+
+    ws.register_backend(Backend)
+    with pair.connect() as sender, pytest.raises(ws.ProtocolError, match=message):
+        sender.send_weights()
+    assert pair.value == 0
+    with pair.connect("ipc") as sender:
+        sender.send_weights()
+    assert pair.value == 1
+
+
+def test_an_init_that_fails_is_shut_down(pair: Pair) -> None:
+    class Broken(ShelfReceiver):
+        shut = 0
+
+        def init_reply(self) -> Any:
+            return object()
+
+    class Backend(Shelf):
+        receiver = Broken
+
+    ws.register_backend(Backend)
+    with pytest.raises(ws.ConfigError, match=r"Broken.init_reply\(\) .* plain"):
+        pair.connect()
+    assert Broken.shut == 1
+    assert pair.receiver.status().senders == {}
+
+
+def fail(*_: Any) -> Any:
+    raise RuntimeError("planted")
+
+
+@pytest.mark.parametrize(
+    ("method", "does", "reason"),
+    [
+        ("endpoint", fail, r"endpoint() failed: RuntimeError: planted"),
+        ("endpoint", object, "endpoint() failed: TypeError"),
+        ("reach", fail, "reach() failed: RuntimeError: planted"),
+    ],
+)
+def test_an_installed_backend_that_fails_is_passed_over(
+    pair: Pair, method: str, does: Any, reason: str
+) -> None:
+    ws.register_backend(type("Broken", (Shelf,), {method: lambda *given: does(*given[3:])}))
+    with pair.connect("auto") as sender:
+        report = sender.send_weights()
+    assert report.path == "shared_memory"
+    assert reason in report.skipped_paths["shelf"]
+    with pytest.raises(ws.BackendUnavailableError) as caught:
+        pair.connect("shelf")
+    assert reason in str(caught.value)
+
+
+def test_a_sender_that_cannot_be_looked_at_is_forgotten(
+    pair: Pair, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Backend(Shelf):
+        receiver = type("Broken", (ShelfReceiver,), {"sender_alive": fail})
+
+    ws.register_backend(Backend)
+    with pytest.raises(ws.UnknownSenderError):
+        pair.connect()
+    assert "Broken.sender_alive() failed" in caplog.text
+    with pair.connect("ipc") as sender:
+        sender.send_weights()
+    assert pair.value == 1
+
+
+@pytest.mark.parametrize("method", ["finish_weight_update", "shutdown"])
+def test_a_receiver_goes_on_after_an_engine_that_fails(
+    pair: Pair, method: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Backend(Shelf):
+        receiver = type("Broken", (ShelfReceiver,), {method: fail})
+
+    ws.register_backend(Backend)
+    with pair.connect() as sender:
+        assert sender.send_weights().version == 1
+        assert pair.receiver.status().state == "READY"
+    assert pair.value == 1
+    assert f"Broken.{method}() failed" in caplog.text
+    with pair.connect("ipc") as sender:
+        assert sender.send_weights().version == 2
