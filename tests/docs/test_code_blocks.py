@@ -46,6 +46,8 @@ ELSEWHERE: dict[tuple[str, str], tuple[int, str]] = {
     ("docs/tensor-queue.md", "python"): (2, "tests/queues/test_tensor_codec.py"),
     ("docs/testing.md", "python"): (5, "tests/testing/test_docs_testing.py"),
     ("docs/trl.md", "python"): (3, "tests/integrations/test_trl_ranks.py"),
+    ("docs/writing-a-backend.md", "python"): (6, "tests/docs/test_writing_a_backend.py"),
+    ("docs/writing-a-backend.md", "toml"): (1, "tests/docs/test_writing_a_backend.py"),
 }
 """Blocks that another test runs: how many of a language on a page, and which test."""
 
@@ -99,7 +101,7 @@ def here(page: str, language: str) -> list[Block]:
 
 
 def test_every_block_is_of_a_language_that_is_looked_at() -> None:
-    known = {"python", "console", "bash", "json", "text"}
+    known = {"python", "console", "bash", "json", "text", "toml"}
     for block in (block for page in pages() for block in blocks(page)):
         assert block.language in known, f"{block.page}:{block.line}: {block.language or 'none'}"
 

@@ -1,34 +1,43 @@
-"""The backend of docs/writing-a-backend.md keeps the rules that the page states."""
+"""The page docs/writing-a-backend.md works as written: its backend, its example and its test class.
+
+tests/backends/test_contract.py runs the contract on the backend.
+"""
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+import ast
+import importlib
+import os
+import sys
+import tomllib
+import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from torch import nn
 
 import weightsync as ws
-from tests.docs.pages import blocks
+from tests.docs.pages import Block, blocks
 from weightsync.backends import registry
-from weightsync.backends.base import LoadContext, Received
+from weightsync.backends.base import Endpoint
 from weightsync.testing import TinyModel
-from weightsync.weights.sink import WeightSink
-from weightsync.wire.messages import UpdateInfo
 
-CODE = [b for b in blocks("docs/writing-a-backend.md") if b.language == "python"]
+BLOCKS = blocks("docs/writing-a-backend.md")
+CODE = [block for block in BLOCKS if block.language == "python"]
+BACKEND, USE, TEST = CODE[:4], CODE[4], CODE[5]
+LINES = 150
+
+Names = dict[str, Any]
 
 
-@pytest.fixture(scope="module")
-def page() -> dict[str, Any]:
-    names: dict[str, Any] = {}
-    for block in CODE[:3]:  # what init says, and both halves
-        exec(compile(block.text, block.page, "exec"), names)
-    return names
+def run(block: Block, names: Names) -> None:
+    """Run one block; a traceback names the page and the line in it."""
+    text = "\n" * block.line + block.text
+    exec(compile(text, block.page, "exec", dont_inherit=True), names)
 
 
 def model(seed: int) -> TinyModel:
@@ -39,133 +48,159 @@ def model(seed: int) -> TinyModel:
     return made
 
 
-@dataclass
-class Pair:
-    """Both halves, connected over one directory."""
-
-    sender: Any
-    receiver: Any
-    trained: TinyModel
-    events: list[str] = field(default_factory=list)
-
-    def receive(
-        self,
-        update: UpdateInfo,
-        sink: WeightSink,
-        check: Callable[[], None] = lambda: None,
-    ) -> Received:
-        """Bring one update to a sink; commit it if it came."""
-        load_target = sink.open_target(self.receiver.whole_plan, "staged")
-        load_target.begin()
-        reception = LoadContext(
-            open_target=lambda _: load_target,
-            touch=lambda: self.events.append("touch"),
-            check=check,
-            verification=sink.verification,
-        )
-        received: Received = self.receiver.receive_weights(update, reception)
-        load_target.validate()
-        load_target.commit()
-        return received
+@pytest.fixture
+def directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("SPOOL_DIRECTORY", str(tmp_path))
+    return tmp_path
 
 
 @pytest.fixture
-def pair(page: dict[str, Any], tmp_path: Path) -> Iterator[Pair]:
-    trained = model(1)
-    sender = page["SpoolSender"](ws.ModuleSource(trained), tmp_path, timeout_s=20.0)
-    receiver = page["SpoolReceiver"](["HOST-any"])
-    receiver.init_transfer_engine(sender.init_info(0))
-    yield Pair(sender, receiver, trained)
-    receiver.shutdown()
-    sender.close()
+def names(directory: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Names]:
+    """The page's names, after the blocks of the backend have run."""
+    monkeypatch.setattr(registry, "_registered", dict(registry._registered))
+    monkeypatch.setattr(registry, "_endpoints", {})
+    made: Names = {"model": model(1), "server_model": model(2)}
+    for block in BACKEND:
+        run(block, made)
+    yield made
+    if "receiver" in made:
+        made["receiver"].close()
 
 
-def nothing() -> None:
-    pass
+def code_lines(text: str) -> list[str]:
+    return [line for line in text.splitlines() if line.strip()]
 
 
-def same(one: nn.Module, other: nn.Module) -> bool:
-    return all(torch.equal(a, b) for a, b in zip(one.parameters(), other.parameters(), strict=True))
+def test_the_backend_is_small() -> None:
+    written = [line for block in BACKEND for line in code_lines(block.text)]
+    imports = [line for line in written if line.startswith(("import ", "from "))]
+    assert len(written) - len(imports) <= LINES
 
 
-def test_updates_arrive_one_after_another_and_are_proved(pair: Pair) -> None:
-    server = model(2)
-    sink = ws.ModuleSink(server)
-    for _ in range(3):
-        with torch.no_grad():
-            pair.trained.norm.add_(1)
-        update = pair.sender.begin([0], verify=True)
-        sending = threading.Thread(target=pair.sender.transfer, args=(nothing,))
-        sending.start()  # the receiver waits for it
-        received = pair.receive(update, sink)
-        sending.join(10)
-        pair.sender.end()
-        assert received.verified == "arrived"
-        assert same(pair.trained, server)
+def test_every_method_is_of_the_contract_or_used() -> None:
+    """No field and no method that the backend does not need."""
+    text = "\n".join(block.text for block in BACKEND)
+    known = dir(ws.Backend) + dir(ws.TrainerWeightTransferEngine) + dir(ws.WeightTransferEngine)
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.FunctionDef):
+            assert node.name in known or text.count(f"{node.name}(") > 1, node.name
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+            assert text.count(f"self.{node.attr}") > 1, node.attr
 
 
-def test_a_hook_gets_whole_tensors(pair: Pair) -> None:
-    got: dict[str, torch.Tensor] = {}
-    sink = ws.HookSink(lambda pairs: got.update({n: t.clone() for n, t in pairs}))
-    update = pair.sender.begin([0], verify=False)
-    pair.sender.transfer(nothing)
-    assert pair.receive(update, sink).verified == "none"
-    assert set(got) == set(pair.trained.state_dict())
-    assert all(torch.equal(got[n], t) for n, t in pair.trained.state_dict().items())
+def test_the_page_sends_weights(
+    names: Names, directory: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert "ws.register_backend(Spool)" in USE.text
+    assert 'ws.connect(model, to=receiver.handle, backend="spool")' in USE.text
+    run(USE, names)
+    assert capsys.readouterr().out.split() == ["spool", "arrived", "1"]
+    assert [path.name for path in directory.iterdir()] == ["id"]
 
 
-def test_a_flipped_bit_is_named_and_nothing_was_touched(pair: Pair, tmp_path: Path) -> None:
-    server = model(2)
-    update = pair.sender.begin([0], verify=True)
-    pair.sender.transfer(nothing)
-    spool = tmp_path / "1.weights"
-    content = bytearray(spool.read_bytes())
-    content[5] ^= 1
-    spool.write_bytes(content)
-    with pytest.raises(ws.VerificationError) as caught:
-        pair.receive(update, ws.ModuleSink(server))
-    assert caught.value.names == ("embedding",)
-    assert pair.events == []
-    assert same(server, model(2))
+def test_the_choices_that_the_page_names(names: Names) -> None:
+    ws.register_backend(names["Spool"])
+    receiver = names["receiver"] = ws.WeightReceiver(names["server_model"])
+    for choice, path in (
+        (names["Spool"](), "spool"),
+        (["spool", "ipc"], "spool"),
+        (["ipc", "spool"], "shared_memory"),
+        ("auto", "shared_memory"),
+    ):
+        with ws.connect(names["model"], to=receiver.handle, backend=choice) as sender:
+            assert sender.send_weights().path == path
 
 
-def test_an_abort_ends_the_wait(pair: Pair) -> None:
-    def abort() -> None:
-        raise ws.TransferError("given up")
-
-    update = pair.sender.begin([0], verify=True)
-    with pytest.raises(ws.TransferError, match="given up"):
-        pair.receive(update, ws.ModuleSink(model(2)), abort)
+def test_the_entry_point_of_the_page() -> None:
+    (block,) = [block for block in BLOCKS if block.language == "toml"]
+    groups = tomllib.loads(block.text)["project"]["entry-points"]
+    assert groups == {registry.GROUP: {"spool": "my_package.spool:Spool"}}
 
 
-def test_a_sender_that_is_gone_is_noticed(pair: Pair) -> None:
-    assert pair.receiver.sender_alive()
-    update = pair.sender.begin([0], verify=True)
-    pair.sender.close()
-    with pytest.raises(ws.TransferError, match="died"):
-        pair.receive(update, ws.ModuleSink(model(2)))
+def test_the_test_class_of_the_page(
+    names: Names, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(tmp_path))
+    (tmp_path / "spool_as_module.py").write_text(
+        "\n".join(block.text for block in [*BACKEND, TEST]), encoding="utf-8"
+    )
+    module = importlib.import_module("spool_as_module")
+    assert issubclass(module.TestSpool, ws.testing.BackendContract)
+    assert module.TestSpool.backend is module.Spool
+    ws.register_backend(module.Spool)
+    module.TestSpool().test_updates_follow_each_other("hook", "staged")
+    module.TestSpool().test_a_flipped_bit_is_found("module", monkeypatch)
+    del sys.modules["spool_as_module"]
 
 
-def test_ends_may_come_twice_and_after_a_failed_init(page: dict[str, Any], tmp_path: Path) -> None:
-    sender = page["SpoolSender"](ws.ModuleSource(model(1)), tmp_path)
-    offer = sender.init_info(0)
-    sender.close()
-    sender.close()
-    tmp_path.joinpath("alive").unlink()
-    tmp_path.rmdir()
-    receiver = page["SpoolReceiver"](["HOST-any"])
-    with pytest.raises(ws.SegmentError, match="no directory"):
-        receiver.init_transfer_engine(offer)
-    receiver.shutdown()
-    receiver.shutdown()
-    with pytest.raises(ws.ProtocolError, match="init first"):
-        _ = receiver.manifest
+def test_another_directory_is_a_reason(
+    names: Names, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spool = names["Spool"]()
+    cpu = torch.device("cpu")
+
+    def endpoint(directory: Path) -> Endpoint:
+        directory.mkdir(exist_ok=True)
+        monkeypatch.setenv("SPOOL_DIRECTORY", str(directory))
+        return Endpoint(keys=[], facts=spool.endpoint(cpu))
+
+    here, there = endpoint(tmp_path / "one"), endpoint(tmp_path / "other")
+    link = tmp_path / "link"
+    link.symlink_to(tmp_path / "one")
+    assert not spool.reach(here, endpoint(link)).why_not, "one directory under two names"
+    assert "another directory" in spool.reach(here, there).why_not
 
 
-def test_the_registry_takes_it_once(page: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(registry, "_loaded", {})
-    halves = (page["SpoolSender"], page["SpoolReceiver"])
-    registry.register_backend("spool", *halves)
-    assert registry.load_backend("spool") == halves
-    with pytest.raises(ws.ConfigError, match="registered already"):
-        registry.register_backend("spool", *halves)
+def test_without_a_directory_it_is_unavailable(
+    names: Names, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for value in (None, "/no/such/directory"):
+        if value is None:
+            monkeypatch.delenv("SPOOL_DIRECTORY")
+        else:
+            monkeypatch.setenv("SPOOL_DIRECTORY", value)
+        with pytest.raises(ws.BackendUnavailableError, match="SPOOL_DIRECTORY"):
+            names["Spool"]().endpoint(torch.device("cpu"))
+
+
+@pytest.mark.parametrize("name", ["../sender-a", "sender-a/../..", "/etc", "id", "", "sender-"])
+def test_a_path_from_another_process_is_refused(names: Names, name: str) -> None:
+    with pytest.raises(msgspec.ValidationError):
+        msgspec.convert({"directory": name}, names["SpoolInit"])
+
+
+def test_what_a_killed_trainer_left_is_removed(names: Names, directory: Path) -> None:
+    source = ws.ModuleSource(names["model"])
+    living, killed = names["SpoolSender"](source), names["SpoolSender"](source)
+    killed._alive.close()  # as the kernel does
+    assert len(list(directory.glob("sender-*"))) == 2
+    names["SpoolSender"](source).close()
+    assert list(directory.glob("sender-*")) == [living._directory]
+    living.close()
+    killed.close()
+    assert [path.name for path in directory.iterdir()] == []
+
+
+def test_a_forked_child_keeps_no_lock(names: Names, directory: Path) -> None:
+    """A data loader that outlives its trainer does not keep the trainer alive."""
+    sender = names["SpoolSender"](ws.ModuleSource(names["model"]))
+    alive = sender._directory / "alive"
+    (reading, writing), (forked, forks) = os.pipe(), os.pipe()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # of Python 3.12, where threads run
+        child = os.fork()
+    if child == 0:
+        os.write(forks, b"x")
+        os.read(reading, 1)
+        os._exit(0)
+    try:
+        os.read(forked, 1)
+        assert names["is_locked"](alive), "the parent's lock stays when the child lets go of it"
+        sender._alive.close()  # the trainer dies
+        assert not names["is_locked"](alive)
+    finally:
+        os.write(writing, b"x")
+        os.waitpid(child, 0)
+        for end in (reading, writing, forked, forks):
+            os.close(end)
+        sender.close()
