@@ -316,3 +316,19 @@ def test_a_receiver_goes_on_after_an_engine_that_fails(
     assert f"Broken.{method}() failed" in caplog.text
     with pair.connect("ipc") as sender:
         assert sender.send_weights().version == 2
+
+
+def test_what_a_backend_lacked_may_come_later(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    there: list[str] = []
+
+    class Late(Shelf):
+        def endpoint(self, device: Any) -> Any:
+            if not there:
+                raise ws.BackendUnavailableError("not there yet")
+
+    ws.register_backend(Late)
+    assert pair.receiver.status().unusable_backends["shelf"] == "not there yet"
+    there.append("now")
+    monkeypatch.setattr(registry, "_ENDPOINTS_S", 0.0)
+    with pair.connect() as sender:
+        assert sender.send_weights().path == "shelf"

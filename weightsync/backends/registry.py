@@ -6,6 +6,7 @@ import importlib.metadata
 import inspect
 import logging
 import threading
+import time
 import warnings
 from collections.abc import Iterable, Sequence
 from functools import cache
@@ -26,7 +27,9 @@ BackendChoice = str | Backend | Sequence[str | Backend]
 
 _lock = threading.Lock()
 _registered: dict[str, Backend] = {}
-_endpoints: dict[tuple[torch.device, tuple[str, ...]], tuple[dict[str, Any], dict[str, str]]] = {}
+_ENDPOINTS_S = 10.0
+_Known = tuple[dict[str, Any], dict[str, str]]
+_endpoints: dict[tuple[torch.device, tuple[str, ...]], tuple[float, _Known]] = {}
 
 
 def register_backend(backend: Backend | type[Backend]) -> None:
@@ -108,13 +111,19 @@ def endpoints(
 
 
 def known_endpoints(device: torch.device) -> tuple[dict[str, Any], dict[str, str]]:
-    """Return the same for all backends that are known here."""
-    known = device, tuple(backend_names())
-    if known not in _endpoints:  # a status is asked for often
+    """Return the same for all backends that are known here, as of the last seconds.
+
+    A status is asked for often; what a backend lacked when a receiver started may come later.
+    """
+    key = device, tuple(backend_names())
+    made, known = _endpoints.get(key, (0.0, ({}, {})))
+    now = time.monotonic()
+    if not made or now - made > _ENDPOINTS_S:
         usable, broken = _usable()
         facts, reasons = endpoints(usable, device)
-        _endpoints[known] = facts, {**broken, **reasons}
-    return _endpoints[known]
+        known = facts, {**broken, **reasons}
+        _endpoints[key] = now, known
+    return known
 
 
 def _one(choice: object) -> Backend:

@@ -27,6 +27,7 @@ __all__ = [
 ]
 
 _CONTRACT = "weightsync.testing.backend_contract"
+_PROCESSES = "weightsync.testing.contract_processes"
 
 
 def __getattr__(name: str) -> Any:
@@ -34,7 +35,7 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     try:
         pytest = importlib.import_module("pytest")
-        pytest.register_assert_rewrite(_CONTRACT)  # so that a failure shows the values
+        pytest.register_assert_rewrite(_CONTRACT, _PROCESSES)  # so that a failure shows the values
         return importlib.import_module(_CONTRACT).BackendContract
     except ImportError as exc:
         raise BackendUnavailableError(
