@@ -295,7 +295,7 @@ class WeightTransferEngine(ABC):
 
     @abstractmethod
     def shutdown(self) -> None:
-        """Close everything. Idempotent; safe after a failed init."""
+        """Close everything. Idempotent; called after a failed init, too."""
 
 
 class TrainerWeightTransferEngine(ABC):
@@ -325,7 +325,8 @@ class TrainerWeightTransferEngine(ABC):
         """Start an update of these readers, and return the payload of their message.
 
         A dict by reader index gives each its own. `pairs` are sent instead of the source's tensors,
-        where given. Messages go out when this returns.
+        where given: a list, in the order of the message's manifest. Messages go out when this
+        returns.
         """
 
     @abstractmethod
@@ -469,7 +470,9 @@ class Backend(ABC):
         """Return the sending half of one rank; `bases` are the engines of `requires`.
 
         The source's tensors are read once for each update: all ranks of a sharded model take part
-        in making them. Raises SegmentError where memory is short.
+        in making them. They come as they are: the engine casts them to the dtypes of the source's
+        manifest, and compares them with it (`weights.source.checked`). Raises SegmentError where
+        memory is short.
         """
 
     @abstractmethod
