@@ -15,7 +15,8 @@ import torch
 from torch import nn
 
 import weightsync as ws
-from weightsync.backends.ipc import handles, transfer
+from weightsync.backends import base
+from weightsync.backends.ipc import transfer
 from weightsync.errors import TransferTimeout
 from weightsync.update.gate import ReadWriteGate
 from weightsync.weights.copy_plan import DeviceCopyUnit
@@ -81,9 +82,8 @@ class TestCopies:
         plan: Any = SimpleNamespace(runs=[])
         target: Any = SimpleNamespace(tensors=[on(SECOND)], on_host=lambda: False)
         source: Any = SimpleNamespace(tensors=[on(SECOND)], on_host=lambda: False)
-        monkeypatch.setattr(handles, "compiler_for", lambda *_: None)
-        reception: Any = None
-        assert handles._copy(plan, target, source, reception) == []
+        monkeypatch.setattr(base, "compiler_for", lambda *_: None)
+        assert base.copy_tensors(plan, target, source, lambda: None) == []
         assert driver.log == ["waited for cuda:1, stream 0"]
 
     def test_a_chunk_waits_for_its_own_streams(self, driver: Driver) -> None:
