@@ -85,7 +85,7 @@ class TestTurns:
             ws.connect(model, to=receiver.handle) as sender,
             sender.update() as update,
         ):
-            with pytest.raises(ws.ConfigError, match="at work already"):
+            with pytest.raises(ws.ConfigError, match="in use already"):
                 sender.send_weights()
             update.send(model.named_parameters())
         assert receiver.version == 1
@@ -505,7 +505,7 @@ def test_a_wrong_table_digest_is_refused() -> None:
 
     with (
         ws.connect(make(1), to=handle) as sender,
-        pytest.raises(ws.VerificationError, match="fingerprints are named"),
+        pytest.raises(ws.VerificationError, match="table of fingerprints has digest"),
     ):
         sender.send_weights()
     assert values(server) == {0}

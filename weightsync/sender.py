@@ -308,7 +308,7 @@ class WeightSender:
                 finally:
                     self.version = self._group.version
                 return
-            self._coordinator.fleet.forgive()
+            self._coordinator.fleet.clear_silent()
             self._coordinator.verify = self.verify
             try:
                 with (
@@ -391,7 +391,7 @@ class WeightSender:
         """Disconnect from the receivers, as far as possible without the other ranks."""
         self._group.comm.close()
         if self._coordinator is not None:
-            self._coordinator.fleet.forgive()
+            self._coordinator.fleet.clear_silent()
             with suppress(WeightSyncError):
                 self._coordinator.disconnect(leaves=True)
 
@@ -439,7 +439,7 @@ class WeightSender:
                     return self._group.serve().report
                 finally:
                     self.version = self._group.version
-            self._coordinator.fleet.forgive()
+            self._coordinator.fleet.clear_silent()
             self._coordinator.verify = self.verify
             try:
                 with watching(self._group, trace):

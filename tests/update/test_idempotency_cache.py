@@ -78,7 +78,7 @@ def test_a_retry_joins_the_call_in_flight(error: WeightSyncError | None) -> None
     with ThreadPoolExecutor(2) as pool:
         first = pool.submit(replay.once, "k", slow, timeout_s=WAIT_S)
         assert entered.wait(WAIT_S)
-        with pytest.raises(TransportTimeout, match=r"still at work after 0.01 s"):
+        with pytest.raises(TransportTimeout, match=r"still runs after 0.01 s"):
             replay.once("k", slow, timeout_s=0.01)
         second = pool.submit(replay.once, "k", slow, timeout_s=WAIT_S)
         go.set()

@@ -220,7 +220,7 @@ def test_a_sender_is_known_by_one_name_however_often_it_releases() -> None:
 
 
 def test_members_that_never_come_back_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(membership, "MAX_OWED", 2)
+    monkeypatch.setattr(membership, "MAX_PENDING", 2)
     model, stays = make(1), Receiver("stays")
     with ws.connect(model, to=stays, timeout_s=TIMEOUT_S, on_failure="drop") as sender:
         left = [Receiver(f"left-{k}") for k in range(4)]

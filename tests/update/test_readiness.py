@@ -78,9 +78,9 @@ class TestWhoseWord:
 
     def test_a_dead_one_does_not_count(self, held: Held) -> None:
         held.ready.joined("a", 9)
-        held.ready.parted([])
+        held.ready.remove_dead([])
         assert held.now == (State.JOINING, 9)
-        held.ready.parted(["a"])
+        held.ready.remove_dead(["a"])
         assert held.now == (State.READY, 0)
 
 
@@ -91,7 +91,7 @@ class TestGone:
         held.ready.joined("a", 9)
         held.peers.senders.clear()
         held.ready.left(sender, for_good=False)
-        held.ready.parted([])
+        held.ready.remove_dead([])
         assert held.now == (State.JOINING, 9)
         held.ready.left("a", for_good=True)
         assert held.now == (State.READY, 0)
@@ -102,29 +102,29 @@ class TestGone:
         held.ready.left("a", for_good=False)
         held.ready.joined("a", 9)
         held.peers.senders.clear()
-        held.ready.parted([])
+        held.ready.remove_dead([])
         assert held.now == (State.READY, 0)
 
     def test_who_is_lost_has_a_while_to_come_again(self) -> None:
         held = Held(SHORT_S)
         held.ready.joined("a", 9)
         held.peers.senders.clear()
-        held.ready.parted([])
+        held.ready.remove_dead([])
         assert held.now == (State.JOINING, 9)
         time.sleep(2 * SHORT_S)
-        held.ready.parted([])
+        held.ready.remove_dead([])
         assert held.now == (State.READY, 0)
 
     def test_who_comes_again_is_not_lost(self) -> None:
         held = Held(SHORT_S)
         held.ready.joined("a", 9)
         held.peers.senders.clear()
-        held.ready.parted([])
+        held.ready.remove_dead([])
         held.peers.senders.add("a")
         time.sleep(2 * SHORT_S)
-        held.ready.parted([])
+        held.ready.remove_dead([])
         held.peers.senders.clear()
-        held.ready.parted([])  # the while begins anew
+        held.ready.remove_dead([])  # the while begins anew
         assert held.now == (State.JOINING, 9)
 
 
@@ -162,5 +162,5 @@ class TestUpdates:
         held.start(6, partial=True)
         held.ready.joined("a", 9)
         held.finish("a", partial=True)
-        held.ready.parted([])
+        held.ready.remove_dead([])
         assert held.now == (State.JOINING, 9)

@@ -397,7 +397,7 @@ def test_a_transport_that_reaches_one_receiver_alone_says_so(serve: Serve) -> No
         path = {"weight_info": "weight_info"}[message["call"]]
         return json.loads(requests.get(f"{served.url}/{path}", timeout=TIMEOUT_S).content)
 
-    with pytest.raises(ws.ProtocolError, match="stands for 2 workers, and its transport"):
+    with pytest.raises(ws.ProtocolError, match="is a server of 2 workers, and its transport"):
         ws.connect(make(), to=callback, timeout_s=TIMEOUT_S)
     workers.close()
 

@@ -1,4 +1,4 @@
-"""Rank 0 of a trainer: it alone calls the fleet, and leads the other ranks through an update."""
+"""Coordinator: runs on rank 0, calls the fleet and directs the other ranks through an update."""
 
 from __future__ import annotations
 
@@ -29,15 +29,15 @@ from weightsync.wire.messages import StartTerms, StepReply
 logger = logging.getLogger(__name__)
 
 OnFailure = Literal["abort", "drop"]
-_GOODBYE_S = 10.0
+_REMOVE_S = 10.0
 _TRIES = 4
-"""How often an update begins anew after a receiver was met again, or freed, that refused it."""
+"""How often an update is tried: a receiver that refused it may be reconnected in between."""
 
 
 class Coordinator:
-    """Keeps a fleet in step with the ensemble's source. Used by one thread at a time.
+    """Updates a fleet from the source of the rank group. Used by one thread at a time.
 
-    `version` is the last version that receivers hold.
+    `version` is the newest version that the receivers hold.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class Coordinator:
         fleet.beat = self.paths.beat
         self.verify = True
         self._group = group
-        fleet.watch = group.observers
+        fleet.observers = group.observers
         if group.comm.size > 1:
             fleet.idle = group.comm.attend
         self._timeout_s = options.timeout_s
@@ -76,24 +76,24 @@ class Coordinator:
 
     @property
     def version(self) -> int:
-        """The last version that receivers hold."""
+        """The newest version that the receivers hold."""
         return self._membership.version
 
     @property
     def connected(self) -> bool:
-        """Whether every member has what it needs for an update."""
+        """Whether every member is connected and can receive an update."""
         return self._membership.connected
 
     def connect(self) -> None:
-        """Take a path to everyone, and take over what a dead sender left."""
+        """Connect every member by a path, and recover the updates that a dead sender left open."""
         self._membership.connect()
 
     def disconnect(self, *, leaves: bool = False) -> None:
-        """Unregister all memory; the next send connects, unless the sender `leaves` its fleet."""
+        """Unregister all memory. The next send connects again, unless the sender `leaves`."""
         self._membership.disconnect(leaves=leaves)
 
     def send(self, version: int | None, label: str | None, *, rewind: bool) -> SyncReport:
-        """Bring every receiver to the source's current weights."""
+        """Send the source's current weights to every receiver, and return the report."""
         _check_version(version)
         before = (self.fleet.sent_nbytes, self.fleet.sent_messages)
         update, sent = self._send(version, label, rewind=rewind, last=version is not None)
@@ -121,23 +121,24 @@ class Coordinator:
             if last or self._group.worker.stop.is_set():
                 raise
         finally:
-            # What those hold who were left behind is not what the fleet holds.
+            # The version of a member that failed is not the version of the fleet.
             self._membership.version = sent
-        # Another sender had passed one that could not be asked. Those who went on go beyond it.
+        # A member that was unreachable holds a newer version, from another sender. The fleet has to
+        # move past that version.
         return self._send(None, label, rewind=rewind, last=True)
 
     def resync(self, members: Sequence[Member]) -> SyncReport:
-        """Send the current version to these members, and nothing to any other.
+        """Send the current version to these members only, and return the report.
 
-        Raises TransferError when the source has changed since that version was sent, ConfigError
-        when this sender has not sent that version as a whole.
+        Raises TransferError when the source has changed since that version was sent, and
+        ConfigError when this sender did not send that version as a whole.
         """
         if not self.version:
-            raise ConfigError("no version was sent yet: send_weights() brings everyone up to date")
+            raise ConfigError("no version was sent yet: send_weights() updates every receiver")
         if self._sent.version != self.version:
             raise ConfigError(
                 f"this sender has not sent version {self.version} as a whole, so it cannot send "
-                "it again; send_weights() brings everyone up to date"
+                "it again; send_weights() updates every receiver"
             )
         before = (self.fleet.sent_nbytes, self.fleet.sent_messages)
         self._membership.ready(members)
@@ -157,9 +158,9 @@ class Coordinator:
         return self._report(update, self.version, self._sent.label, before)
 
     def add(self, transport: Transport) -> SyncReport | None:
-        """Take a receiver in, and bring it up to date where this sender has sent a version.
+        """Add a receiver, and send it the current version where this sender has sent one.
 
-        What fails leaves the fleet as it was.
+        Returns the report, None where nothing had to be sent. An error leaves the fleet unchanged.
         """
         members = self._membership.add(transport)
         holds = all(
@@ -176,21 +177,24 @@ class Coordinator:
             raise
 
     def remove(self, target: str) -> None:
-        """Let a receiver, or all of a server, go; it keeps what it holds."""
+        """Remove a receiver, or all workers of a server, from the fleet. It keeps its weights.
+
+        Raises ConfigError for the last receiver.
+        """
         members = self.members(target)
         if len(self.fleet.members) == len(members):
             raise ConfigError(f"{target} is the last receiver; close() the sender instead")
         try:
-            self._membership.retry_pending(members, timeout_s=min(self._timeout_s, _GOODBYE_S))
+            self._membership.retry_pending(members, timeout_s=min(self._timeout_s, _REMOVE_S))
         except WeightSyncError as exc:
-            logger.warning("%s leaves without an answer: %s", target, exc)
+            logger.warning("%s is removed and did not reply: %s", target, exc)
         for member in members:
             self._membership.remove(member)
 
     def members(self, target: str) -> list[Member]:
-        """Return the member of that name, or all of that server.
+        """Return the member of that name, or all workers of that server.
 
-        Raises ConfigError listing the fleet.
+        Raises ConfigError that lists the fleet, where there is none.
         """
         return self._membership.find(target)
 
@@ -198,7 +202,7 @@ class Coordinator:
     def updating(
         self, version: int | None, label: str | None, *, rewind: bool, partial: bool
     ) -> Iterator[UpdateTransaction]:
-        """An update whose tensors the caller sends: it commits, or is aborted on every receiver."""
+        """Open an update whose tensors the caller sends; it commits or aborts on every receiver."""
         _check_version(version)
         before = (self.fleet.sent_nbytes, self.fleet.sent_messages)
         self._membership.ready()
@@ -212,7 +216,7 @@ class Coordinator:
             update.start(terms)
             self._group.finish(self.version)
             yield update
-            self._group.run_on_all(CheckMoved())  # raises where another rank's block has failed
+            self._group.run_on_all(CheckMoved())  # raises where the block of another rank failed
             update.prepare()
             update.finish()
         except BaseException as exc:
@@ -222,19 +226,20 @@ class Coordinator:
                 self._drop_all(update.failed)
             raise
         self._membership.version = version
-        self._sent = LastVersion()  # what the caller sent cannot be sent again
+        self._sent = LastVersion()  # the caller's tensors cannot be sent again
         if update.failed and not self._membership.may_drop(update.failed):
-            raise _left_behind(update.failed, version) from next(iter(update.failed.values()))
+            raise _partial_failure(update.failed, version) from next(iter(update.failed.values()))
         self._drop_all(update.failed)
         update.last_report = self._report(update, version, label, before)
 
     def _reach_most(
         self, version: int | None, label: str | None, *, rewind: bool
     ) -> tuple[UpdateTransaction, StartTerms]:
-        """Send until those who can go on hold the version; `failed` of the update are the others.
+        """Send until all reachable members hold the version; `failed` of the update has the others.
 
-        After one was met again everyone gets another try, a few times. Without those who failed it
-        goes on where they are dropped, or where there is no way back: an update in place was cut.
+        After a member was reconnected, the update is tried again with all members, up to _TRIES
+        times. It continues without failed members where these are dropped, or where members cannot
+        roll back because an update in place was interrupted.
         """
         weights_id = secrets.token_hex(8)
         without: dict[Member, WeightSyncError] = {}
@@ -261,7 +266,7 @@ class Coordinator:
             else:
                 ahead = any(isinstance(e, StaleVersionError) for e in update.failed.values())
                 if ahead and version is None and tries < _TRIES:
-                    # Those in place took a version that others had passed already.
+                    # In-place members committed a version that is not newer than that of others.
                     tries, touched = tries + 1, True
                     self._membership.reconnect(update.failed)
                     continue
@@ -270,7 +275,7 @@ class Coordinator:
                 return update, terms
 
     def _next(self, version: int | None, *, rewind: bool) -> tuple[int, bool]:
-        """The version to send, and whether that goes back, as after the greatest there is."""
+        """Return the version to send, and whether it is a rewind, as after MAX_VERSION."""
         if version is not None:
             return version, rewind
         following = version_after(self.version)
@@ -279,9 +284,9 @@ class Coordinator:
     def _try_again(
         self, update: UpdateTransaction, failure: WeightSyncError, *, follows: bool
     ) -> bool:
-        """Whether a second try may go better: someone was met again, or holds a newer version."""
-        met = self._membership.reconnect(update.failed)
-        return met or (follows and isinstance(failure, StaleVersionError))
+        """Whether another try may succeed: a member was reconnected, or holds a newer version."""
+        reconnected = self._membership.reconnect(update.failed)
+        return reconnected or (follows and isinstance(failure, StaleVersionError))
 
     def _may_go_on(
         self, update: UpdateTransaction, without: Mapping[Member, WeightSyncError], *, touched: bool
@@ -291,7 +296,7 @@ class Coordinator:
         return bool(update.failed and rest and not update.finishing and goes_on)
 
     def _reach_rest(self, update: UpdateTransaction, terms: StartTerms) -> None:
-        """The others hold the version: bring those who failed to it one by one, or drop them."""
+        """Update each failed member by itself, or drop it: the others hold the version already."""
         left: dict[Member, WeightSyncError] = {}
         waiting = deque(update.failed.items())
         while waiting:
@@ -302,28 +307,29 @@ class Coordinator:
                 update.absorb(self._send_again(member, terms, error))
                 update.rule = "roll-forward"
             except WorldSizeChangedError as exc:
-                waiting += [(new, exc) for new in self._membership.meet_workers(member)]
+                waiting += [(new, exc) for new in self._membership.connect_workers(member)]
             except WeightSyncError as exc:
                 left[member] = exc
         stays = not self._membership.may_drop(left) or self._group.worker.stop.is_set()
         if left and stays:
             update.rule = "roll-forward"
-            raise _left_behind(left, terms.version or 0) from next(iter(left.values()))
+            raise _partial_failure(left, terms.version or 0) from next(iter(left.values()))
         self._drop_all(left)
 
     def _send_again(
         self, member: Member, terms: StartTerms, failure: WeightSyncError
     ) -> Mapping[Member, StepReply]:
-        """Roll one receiver forward by itself: the others cannot go back.
+        """Roll one receiver forward by itself, because the others cannot roll back.
 
-        Where members are dropped, only one that was restarted meanwhile is.
+        Where members are dropped, only a receiver that was restarted meanwhile is rolled forward.
+        Raises `failure` for any other.
         """
         finished = self._membership.retry_pending([member])
         if finished:
             return finished
-        met = self._membership.reconnect({member: failure}, [member])
-        met = met or isinstance(failure, WorldSizeChangedError)
-        if self._membership.may_drop([member]) and not met:
+        reconnected = self._membership.reconnect({member: failure}, [member])
+        reconnected = reconnected or isinstance(failure, WorldSizeChangedError)
+        if self._membership.may_drop([member]) and not reconnected:
             raise failure
         self._membership.end_open_update(member)
         self._membership.repair_group([member])
@@ -339,7 +345,7 @@ class Coordinator:
         return again.replies
 
     def _drop_all(self, failed: Mapping[Member, WeightSyncError]) -> None:
-        """Where failed members are dropped: drop them, but never the last one."""
+        """Drop failed members, where that is enabled and others remain."""
         if self._membership.may_drop(failed):
             for member, error in failed.items():
                 self._membership.drop(member, error)
@@ -372,7 +378,7 @@ class Coordinator:
     def _report(
         self, update: UpdateTransaction, version: int, label: str | None, before: tuple[int, int]
     ) -> SyncReport:
-        """Add to the update's report what came before and after it in the same call."""
+        """Return the update's report, with connect times and dropped members of the same call."""
         connect_seconds = dict(self.paths.seconds) if self.paths.unreported else {}
         self.paths.unreported = False
         dropped, self._membership.dropped = self._membership.dropped, {}
@@ -383,16 +389,16 @@ class Coordinator:
         )
 
 
-def _left_behind(failed: Mapping[Member, WeightSyncError], version: int) -> WeightSyncError:
-    """Return the error of those who failed, saying that the others went on."""
+def _partial_failure(failed: Mapping[Member, WeightSyncError], version: int) -> WeightSyncError:
+    """Return the error of the failed members, which says that the others hold the version."""
     first = next(iter(failed.values()))
-    reasons = "; ".join(str(error) for error in failed.values())
-    told = copy.copy(first)
-    told.args = (
+    reasons = "; ".join(str(reason) for reason in failed.values())
+    error = copy.copy(first)
+    error.args = (
         f"{names(failed)} failed and is left behind, while the others hold version {version}: "
         f"{reasons}; send_weights() tries again, sender.remove() lets a receiver go",
     )
-    return told
+    return error
 
 
 def _check_version(version: object) -> None:
@@ -406,17 +412,17 @@ def _check_version(version: object) -> None:
 
 
 class UpdateLock:
-    """Who sends now: the ring of a sender has one writer."""
+    """Allows one call of a sender at a time, because its ring has one writer."""
 
     def __init__(self) -> None:
         self._taken = threading.Lock()
 
     @contextmanager
     def taken(self) -> Iterator[None]:
-        """Around a call. Raises ConfigError when one is at work."""
+        """Hold the lock during a call. Raises ConfigError when another call holds it."""
         if not self._taken.acquire(blocking=False):
             raise ConfigError(
-                "this sender is at work already, in another thread or in an update() block around "
+                "this sender is in use already, in another thread or in an update() block around "
                 "this call; use it from one thread, one update after another"
             )
         try:

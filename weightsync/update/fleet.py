@@ -1,4 +1,4 @@
-"""All the receivers that one sender keeps in step: the same call to each of them, in parallel."""
+"""The fleet: all receivers of one sender, called in parallel with the same request."""
 
 from __future__ import annotations
 
@@ -45,41 +45,44 @@ logger = logging.getLogger(__name__)
 
 _IDLE_S = 0.5
 _EXIT_S = 1.0
-"""How long a receiver may take to answer while the interpreter exits."""
-_ASIDE = 0.1
-"""The part of `timeout_s` that a silent member gets for what it is told all the same."""
+"""Seconds that a receiver has to reply while the interpreter exits."""
+_SILENT_TIMEOUT_SHARE = 0.1
+"""The part of `timeout_s` that a silent member has to reply to requests that it is still sent."""
 _PROBE_S = 10.0
 _BRIEF = (StatusRequest, AbortRequest, ShutdownRequest)
-"""What a living receiver answers within `timeout_s`, too; other steps may take longer."""
-_TOLD = (AbortRequest, ShutdownRequest)
-"""What a silent member is told, so that it knows when it goes on."""
+"""Requests to which a live receiver replies within `timeout_s`; other steps may take longer."""
+_SENT_WHILE_SILENT = (AbortRequest, ShutdownRequest)
+"""Requests that a silent member is still sent, so that it has them when it resumes."""
 
 
 @dataclass(slots=True, eq=False)
 class Server:
-    """One address behind which several members stand: its own transport, and their paths."""
+    """A server with several members as its workers: its own transport, and the workers' paths."""
 
     transport: Transport
     paths: tuple[str, ...]
 
     @property
     def target(self) -> str:
-        """How messages name it."""
+        """The server's name in messages to a user."""
         return self.transport.target
 
 
 @dataclass(slots=True, eq=False)
 class Member:
-    """One receiver: its transport, how it is fed, and who it was when it was last asked.
+    """One receiver: its transport, its path, and its last known status.
 
-    Rank `rank` of the trainer feeds it by the engine of `backend`, which knows it as `reader`, on
-    `path`; `skipped` says why not on others. `backends` are those that it can use, with what each
-    says of it; `unusable` says why others cannot be. `sender` is what it knows this sender by,
-    `released` the same once memory was withdrawn. `unfinished` and
-    `unaborted` are updates whose end it has not answered for: it is told again before the next one;
-    `last_told` is the update that it was last told to finish. `term` is this sender's as the owner
-    of the receiver, 0 before it was met. `name` is given where another member's transport has the
-    same target. `server` is the one that it is a worker of, where that has several.
+    Rank `rank` of the trainer sends to it on `path`, by the engine of `backend`, where its index is
+    `reader`. `skipped` has the reason why each other path was not taken. `backends` has the
+    endpoint facts of each backend that the receiver can use, `unusable` the reasons against the
+    others. `sender` is the sender id that the receiver knows, `released` the same id after the
+    memory was withdrawn.
+
+    `unfinished` and `unaborted` are an update whose finish or abort it did not confirm; that
+    request is sent again before the next update. `last_finish_sent` is the update of the last
+    finish request. `term` is this sender's term as the owner of the receiver, 0 before the first
+    status. `name` is set where another member's transport has the same target. `server` is set for
+    a worker of a server with several.
     """
 
     transport: Transport
@@ -100,36 +103,36 @@ class Member:
     backends: dict[str, Any] = field(default_factory=dict)
     unusable: dict[str, str] = field(default_factory=dict)
     last_finished: str | None = None
-    last_told: str | None = None
+    last_finish_sent: str | None = None
     unfinished: FinishRequest | None = None
     unaborted: str | None = None
 
     @property
     def target(self) -> str:
-        """How messages name it."""
+        """The receiver's name in messages to a user."""
         return self.name or self.transport.target
 
     @property
     def shown_path(self) -> str:
-        """How reports name its path: its transport may carry the bytes on from there."""
+        """The path in reports; a transport that forwards the bytes may name its own."""
         return getattr(self.transport, "path", "") or self.path
 
     def is_named(self, target: str) -> bool:
-        """Whether messages name it so, or the server that it belongs to."""
+        """Whether `target` is the name of this member or of its server."""
         server = self.server.target if self.server is not None else self.target
         return target == self.target or target.rstrip("/") in (self.target, server)
 
     @property
     def host(self) -> str:
-        """The key of the host that it runs on."""
+        """The key of the receiver's host; empty before the first status."""
         return self.keys[-1] if self.keys else ""
 
     def is_new_to(self, status: Status) -> bool:
-        """Whether who answers so was started again, or has closed what it was offered."""
+        """Whether the status is of a restarted receiver, or of one that closed its engine."""
         return status.instance != self.instance or self.sender not in ("", *status.senders)
 
-    def met(self, status: Status) -> None:
-        """Remember who answered."""
+    def record_status(self, status: Status) -> None:
+        """Store the instance, version and endpoint facts of a status."""
         self.instance = status.instance
         self.version = status.version
         self.last_finished = status.last_finished
@@ -140,7 +143,7 @@ class Member:
 
 @dataclass(frozen=True, slots=True)
 class MemberReply:
-    """What one member answered: `reply`, or the `error` that it or its transport raised."""
+    """The result of one call: the member's `reply`, or the `error` of the member or transport."""
 
     member: Member
     reply: Reply | None = None
@@ -148,25 +151,25 @@ class MemberReply:
 
     @property
     def step(self) -> StepReply:
-        """The reply of a step that went well."""
+        """The reply to a step that succeeded."""
         return cast(StepReply, self.reply)
 
     @property
     def status(self) -> Status:
-        """The status that a member answered, alone or with an init."""
+        """The status in the reply to a status request or to an init."""
         return self.reply.status if isinstance(self.reply, InitReply) else cast(Status, self.reply)
 
 
 class Fleet:
-    """Members that are called at once. Safe to call from one thread; close it last.
+    """Calls all members in parallel. To be used from one thread; closed last.
 
-    `idle` is called now and then while `ask` waits; `watch` is told of every message. `beat` is
-    what grows while a member lives, where that is seen from here. `yields`: other senders may take
-    the receivers between two updates.
+    `idle` is called periodically while `call` waits. `observers` receive every message. `beat`
+    returns a value that grows while a member lives, None where it cannot be observed. `yields`:
+    other senders may take over the receivers between two updates.
 
-    A member that does not answer and gives no sign of life for the `timeout_s` of a call, or
-    lives and does not answer for PATIENCE times that, is silent, until `forgive`: further calls
-    to it fail at once.
+    A member is silent if it does not reply and gives no sign of life for the `timeout_s` of a call,
+    or lives and does not reply for PATIENCE times `timeout_s`. Further calls to it fail at once,
+    until `clear_silent`.
     """
 
     def __init__(self, transports: Sequence[Transport], *, yields: bool = False) -> None:
@@ -183,24 +186,24 @@ class Fleet:
         self._gone_nbytes = 0
         self._gone_messages = 0
         self.idle: Callable[[], None] | None = None
-        self.watch = Observers()
+        self.observers = Observers()
         self.beat: Callable[[Member], Hashable | None] = lambda _: None
 
     def new_update_id(self) -> str:
-        """Return the id of one more update of this fleet's sender."""
+        """Return a new update id of this fleet's sender."""
         return f"{self._token}-{next(self._updates)}"
 
     def owner(self, member: Member) -> Owner:
-        """Return what a member is told: to whom it belongs."""
+        """Return the owner that an init message carries to a member."""
         name = f"{socket.gethostname()}, pid {os.getpid()}"[:256]
         return Owner(id=self._token, name=name, term=member.term, yields=self.yields)
 
     def owns(self, owner: Owner) -> bool:
-        """Whether that is this fleet's sender."""
+        """Whether `owner` is this fleet's sender."""
         return owner.id == self._token
 
     def add(self, transport: Transport) -> Member:
-        """Take one more member in. A second one of the same name is called name#2."""
+        """Add and return a member. A second one of the same target is named target#2."""
         member = Member(transport, server=self._server_of(transport))
         names = {other.target for other in self.members}
         if member.target in names:
@@ -210,7 +213,7 @@ class Fleet:
         return member
 
     def _server_of(self, transport: Transport) -> Server | None:
-        """The server that a transport leads to a worker of, where it says that (`whole`)."""
+        """Return the server of a worker's transport (see `whole`), None for any other transport."""
         whole = getattr(transport, "whole", None)
         if whole is None:
             return None
@@ -218,22 +221,22 @@ class Fleet:
         return next(known, None) or Server(whole, whole.paths)
 
     def remove(self, member: Member) -> None:
-        """Let a member go, and close its transport."""
+        """Remove a member, and close its transport."""
         self.members.remove(member)
         self._close(member.transport)
         if member.server is not None and member.server not in self.servers:
             self._close(member.server.transport)
 
     def expand(self, member: Member, paths: Sequence[str]) -> list[Member]:
-        """Put the workers of a server in the place of the member that stood for all.
+        """Replace the member that represents a whole server by its workers, and return these.
 
-        Raises ProtocolError where its transport cannot reach them.
+        Raises ProtocolError where its transport cannot reach the workers.
         """
         expand = getattr(member.transport, "expand", None)
         if expand is None:
             raise ProtocolError(
-                f"{member.target} stands for {len(paths)} workers, and its transport reaches none "
-                "of them by itself; give connect() a URL, or a transport to each worker"
+                f"{member.target} is a server of {len(paths)} workers, and its transport reaches "
+                "none of them by itself; give connect() a URL, or a transport to each worker"
             )
         server = Server(member.transport, tuple(paths))
         at = self.members.index(member)
@@ -242,7 +245,7 @@ class Fleet:
         return workers
 
     def collapse(self, server: Server) -> Member:
-        """Put one member in the place of all workers of a server, whatever they are now."""
+        """Replace all workers of a server by one member for the whole server, and return it."""
         gone = [member for member in self.members if member.server is server]
         at = self.members.index(gone[0])
         for member in gone:
@@ -253,11 +256,11 @@ class Fleet:
 
     @property
     def servers(self) -> list[Server]:
-        """Those of which members are workers."""
+        """The servers that have members as workers."""
         return list(dict.fromkeys(m.server for m in self.members if m.server is not None))
 
-    def together(self, members: Iterable[Member]) -> list[Member]:
-        """Members, with all workers of their servers: those generate together or not at all."""
+    def with_workers(self, members: Iterable[Member]) -> list[Member]:
+        """Return `members` and all workers of their servers, which cannot generate separately."""
         chosen = set(members)
         servers = {member.server for member in chosen if member.server is not None}
         return [m for m in self.members if m in chosen or m.server in servers]
@@ -272,7 +275,7 @@ class Fleet:
         """Requests so far."""
         return self._gone_messages + sum(t.sent_messages for t in self._transports)
 
-    def ask(
+    def call(
         self,
         request: Request | Callable[[Member], Request],
         *,
@@ -280,9 +283,9 @@ class Fleet:
         members: Sequence[Member] | None = None,
         idle: Callable[[], None] | None = None,
     ) -> list[MemberReply]:
-        """Call members (all by default) and wait for every answer; errors come as answers.
+        """Call members (None: all), wait, and return every result; errors are returned as results.
 
-        `timeout_s` is how long a member may give no sign of life; see `begin`.
+        `timeout_s` bounds the time in which a member gives no sign of life; see `begin`.
         """
         begun = self.begin(request, timeout_s=timeout_s, members=members)
         self.await_all(begun, idle=idle)
@@ -291,7 +294,7 @@ class Fleet:
     def await_all(
         self, begun: Sequence[Future[MemberReply]], *, idle: Callable[[], None] | None = None
     ) -> None:
-        """Return when all have answered or were given up; `idle` is called beside that of all."""
+        """Wait until every call has a result. `idle` is called in addition to `self.idle`."""
         idled = time.monotonic()
         while wait(begun, timeout=LOOK_S).not_done:
             self.look()
@@ -307,7 +310,7 @@ class Fleet:
         timeout_s: float,
         members: Sequence[Member] | None = None,
     ) -> list[Future[MemberReply]]:
-        """Call members without waiting; `look` is called while their answers are waited for.
+        """Call members without waiting; return a future for each. Its waits have to call `look`.
 
         A member that lives has PATIENCE times `timeout_s` for a step of an update.
         """
@@ -315,22 +318,20 @@ class Fleet:
         return [self._begin(member, request, timeout_s) for member in chosen]
 
     def look(self) -> None:
-        """Give up calls to members that show no life. Cheap enough for every wait."""
+        """Give up calls to members that give no sign of life. Cheap: called in every wait."""
         self._flights.look()
 
-    def forgive(self) -> None:
-        """Another call of the sender's user begins: whoever was silent is asked again."""
+    def clear_silent(self) -> None:
+        """Call silent members again. Called when a call of the sender's user begins."""
         self._silent.clear()
 
-    def silence(self, members: Iterable[Member]) -> None:
-        """Ask these members nothing more until `forgive`: they gave no sign of life."""
+    def mark_silent(self, members: Iterable[Member]) -> None:
+        """Mark members that gave no sign of life as silent, until `clear_silent`."""
         for member in members:
-            self._silent.update(
-                m for m in self.members if _answers_with(m) is _answers_with(member)
-            )
+            self._silent.update(m for m in self.members if _reply_group(m) is _reply_group(member))
 
     def is_silent(self, member: Member) -> bool:
-        """Whether it is asked nothing more until `forgive`."""
+        """Whether calls to a member fail at once, until `clear_silent`."""
         return member in self._silent
 
     def close(self) -> None:
@@ -351,16 +352,16 @@ class Fleet:
             return future
         call = CALL_OF[type(message)]
         if member in self._silent:
-            if not isinstance(message, _TOLD):
+            if not isinstance(message, _SENT_WHILE_SILENT):
                 future.set_result(MemberReply(member, error=_silent(member, call, timeout_s)))
                 return future
-            timeout_s *= _ASIDE
+            timeout_s *= _SILENT_TIMEOUT_SHARE
         timeout_s = min(timeout_s, _EXIT_S) if exiting() else timeout_s
         brief = isinstance(message, _BRIEF)
 
         def give_up(lost: bool, over: bool) -> MemberReply:
             if over or not lost:
-                self.silence([member])
+                self.mark_silent([member])
             waited_s = PATIENCE * timeout_s if over else timeout_s
             return MemberReply(member, error=_silent(member, call, waited_s, lost=lost, over=over))
 
@@ -373,40 +374,40 @@ class Fleet:
             probe=None if isinstance(message, StatusRequest) else partial(self._probe, member),
             give_up=give_up,
         )
-        # Longer than what is waited for here, so that silence is told from a lost answer.
+        # Longer than the wait here, which can then distinguish a silent member from a lost reply.
         limit_s = timeout_s * (1.1 if brief else PATIENCE + 1) + LOOK_S
-        watch = self.watch
-        seen = ObservedCall(member.target, member.rank, member.backend, member.reader, message)
-        watch.on_request(seen)
+        observers = self.observers
+        observed = ObservedCall(member.target, member.rank, member.backend, member.reader, message)
+        observers.on_request(observed)
 
-        def ask() -> MemberReply:
+        def run() -> MemberReply:
             answer = _call(member, message, limit_s)
             if not future.done():
-                watch.on_reply(seen, answer.error or answer.reply)
+                observers.on_reply(observed, answer.error or answer.reply)
             return answer
 
         try:
-            self._threads.submit(ask, future)
+            self._threads.submit(run, future)
         except RuntimeError as exc:
-            error = ConnectError(f"{member.target} cannot be told {call} any more: {exc}")
+            error = ConnectError(f"{member.target} cannot be sent {call} any more: {exc}")
             future.set_result(MemberReply(member, error=error))
         self._flights.add(flight)
         return future
 
     def _probe(self, member: Member, future: Future[bool | None]) -> None:
-        """Ask a member whether it has a step at work; None where it does not say."""
+        """Settle `future`: whether the member executes a step, None where that is unknown."""
 
-        def ask() -> bool | None:
+        def run() -> bool | None:
             try:
                 status = member.transport.call(StatusRequest(), timeout_s=_PROBE_S)
             except TransportError:
                 return None
-            except Exception:  # noqa: BLE001  # an answer, whatever it is: it lives
+            except Exception:  # noqa: BLE001  # any reply is a sign of life
                 return True
             return isinstance(status, Status) and status.busy
 
         try:
-            self._probes.submit(ask, future)
+            self._probes.submit(run, future)
         except RuntimeError:
             future.set_result(None)
 
@@ -416,7 +417,7 @@ class Fleet:
         return [*own, *(server.transport for server in self.servers)]
 
     def _close(self, transport: Transport) -> None:
-        """Close the transport of somebody who is not in the fleet any more."""
+        """Close the transport of a former member, and keep its counters."""
         self._gone_nbytes += transport.sent_nbytes
         self._gone_messages += transport.sent_messages
         transport.close()
@@ -437,8 +438,8 @@ def _call(member: Member, message: Request, timeout_s: float) -> MemberReply:
         return MemberReply(member, error=foreign)
 
 
-def _answers_with(member: Member) -> object:
-    """What stands or falls with it: workers of a server that answers for all of them at once."""
+def _reply_group(member: Member) -> object:
+    """Return the same object for all workers of a server that replies for all of them at once."""
     return getattr(member.transport, "round", member)
 
 
@@ -447,9 +448,9 @@ def _silent(
 ) -> TransportTimeout:
     seen = "gave no sign of life: its process is stopped, or its host cannot be reached"
     if over:
-        seen = "lives: see what its model, or the hook that takes the weights, waits for"
+        seen = "is alive: find out what its model, or the hook that loads the weights, waits for"
     elif lost:
-        seen = "says that it has no such call at work: the message or its answer was lost"
+        seen = "reports that it executes no such call: the message or its reply was lost"
     return TransportTimeout(
         f"{member.target} did not answer {call} within {timeout_s:g} s and {seen}; send it again, "
         "or give more time with timeout_s="
@@ -457,14 +458,14 @@ def _silent(
 
 
 def add_target(error: WeightSyncError, target: str) -> WeightSyncError:
-    """Have the error say which receiver it is about, unless it begins with that."""
+    """Begin an error's message with the receiver's name, unless it does; return the error."""
     if not str(error).startswith((f"{target}:", f"{target} ")):
         error.args = (f"{target}: {error}", *error.args[1:])
     return error
 
 
 def failures(answers: Sequence[MemberReply]) -> list[MemberReply]:
-    """Those that answered with an error."""
+    """Return the results that are errors."""
     return [answer for answer in answers if answer.error is not None]
 
 
@@ -479,40 +480,43 @@ def raise_first(answers: Sequence[MemberReply], doing: str) -> None:
     raise error
 
 
-SAYS_NOTHING = (TransportError, NotReadyError, RemoteError)
-"""Who was met once and answers so when asked who it is, itself or by a proxy, is lost."""
+LOST_ERRORS = (TransportError, NotReadyError, RemoteError)
+"""Errors of a status request that mean that a previously connected receiver is gone.
+
+The receiver raises them, or a proxy in front of it.
+"""
 
 
 class WorldSizeChangedError(ProtocolError):
-    """A server was restarted with other workers: none of those that were asked is there."""
+    """A server was restarted with other workers; its previous workers do not exist any more."""
 
 
 def expand_servers(
     fleet: Fleet, answers: Sequence[MemberReply], timeout_s: float
 ) -> list[MemberReply]:
-    """Put its workers in the place of each server, and return what they say, errors included.
+    """Replace each server by its workers; return the workers' statuses, errors included.
 
-    Raises ProtocolError for a worker that stands for others.
+    Raises ProtocolError for a worker that has workers itself.
     """
-    told: list[MemberReply] = []
+    found: list[MemberReply] = []
     for answer in answers:
         if not answer.status.workers:
-            told.append(answer)
+            found.append(answer)
             continue
         workers = fleet.expand(answer.member, answer.status.workers)
-        asked = fleet.ask(StatusRequest(), timeout_s=timeout_s, members=workers)
-        said = [one for one in asked if one.error is None]
-        nested = [one.member.target for one in said if one.status.workers]
+        results = fleet.call(StatusRequest(), timeout_s=timeout_s, members=workers)
+        statuses = [one for one in results if one.error is None]
+        nested = [one.member.target for one in statuses if one.status.workers]
         if nested:
-            raise ProtocolError(f"{', '.join(nested)}: a worker cannot stand for other workers")
-        told += asked
-    return told
+            raise ProtocolError(f"{', '.join(nested)}: a worker cannot have workers itself")
+        found += results
+    return found
 
 
 def find_resized(answers: Sequence[MemberReply], timeout_s: float) -> list[Server]:
-    """Return the servers that were restarted, and have other workers than they had.
+    """Return the servers that were restarted with a different set of workers.
 
-    `answers` are what members said of themselves.
+    `answers` are the members' results of a status request.
     """
     suspects = [a.member.server for a in answers if a.member.server is not None and _is_new(a)]
     changed: list[Server] = []
@@ -520,7 +524,7 @@ def find_resized(answers: Sequence[MemberReply], timeout_s: float) -> list[Serve
         try:
             now = server.transport.call(StatusRequest(), timeout_s=timeout_s)
         except WeightSyncError as exc:
-            logger.debug("who %s is now: %s", server.target, exc)
+            logger.debug("status of %s: %s", server.target, exc)
             continue
         if isinstance(now, Status) and tuple(now.workers) != server.paths:
             logger.warning(
@@ -534,7 +538,7 @@ def find_resized(answers: Sequence[MemberReply], timeout_s: float) -> list[Serve
 
 
 def _is_new(answer: MemberReply) -> bool:
-    """Whether somebody else answers, or nobody knows the path any more."""
+    """Whether another instance answered, or the path does not exist any more."""
     if answer.error is not None:
         return isinstance(answer.error, RemoteError)
     return answer.member.instance not in ("", answer.status.instance)

@@ -1,4 +1,4 @@
-"""Keeps decode steps and weight swaps apart."""
+"""A read-write gate: excludes decode steps from weight swaps."""
 
 from __future__ import annotations
 
@@ -17,27 +17,28 @@ from weightsync.errors import NotReadyError, TransferError, TransferTimeout
 
 logger = logging.getLogger(__name__)
 
-_LOOK_S = 2e-4
+_POLL_S = 2e-4
 OnHold = Callable[[float], None]
 OnRelease = Callable[[], None]
 
 
 @dataclass(slots=True, eq=False)
 class _ReadScope:
-    """One reader inside, with its nested blocks."""
+    """One active reader, and the number of its nested blocks."""
 
     blocks: int = 1
 
 
 class ReadWriteGate:
-    """Many readers, or one holder. Who holds it keeps new readers out and waits for those inside.
+    """Many readers, or one holder. The holder blocks new readers and waits for the active ones.
 
-    `refuse` is asked by every reader before it enters and raises where the weights may not be used.
-    The hold may be taken by one thread and given back by another. `on_hold(timeout_s)` is called
-    before readers are kept out, without a lock of the gate; what it raises fails the hold.
-    `on_release()` is called once for every `on_hold` that returned, after readers are let in again.
-    On `gpus()` a reader is inside until what its streams had been given as it left is done: the
-    streams that are current where a block ends. (The waits for GPUs have not run on one yet.)
+    Every reader calls `refuse` before it enters; it raises where the weights may not be used. One
+    thread may hold the gate and another release it. `on_hold(timeout_s)` is called before readers
+    are blocked, without a lock of the gate; an error of it fails the hold. `on_release()` is called
+    once for every `on_hold` that returned, after readers may enter again.
+
+    On `gpus()` a reader stays active until the work queued on its streams is done: the streams that
+    are current where a block ends. (The waits for GPUs have not run on a GPU yet.)
     """
 
     def __init__(
@@ -60,37 +61,40 @@ class ReadWriteGate:
 
     @property
     def held(self) -> bool:
-        """Whether readers are kept out now."""
+        """Whether readers are blocked now."""
         return self._held_since is not None
 
     @contextmanager
     def reading(self, timeout_s: float) -> Iterator[None]:
-        """Be inside for one decode step. Raises NotReadyError when refused or kept out too long.
+        """Be a reader for one decode step. Raises NotReadyError when refused or blocked too long.
 
         May be nested in one thread or task: an inner block never waits for a holder that waits for
-        the outer one. Blocks may end in any order and in any thread; the last one leaves.
+        the outer block. Blocks may end in any order and in any thread; the last one ends the read.
         """
-        stay = self._inside.get()
-        if stay is None or not self._join(stay):
+        scope = self._inside.get()
+        if scope is None or not self._join(scope):
             self._enter(timeout_s)
-            stay = _ReadScope()
-            self._inside.set(stay)
+            scope = _ReadScope()
+            self._inside.set(scope)
         try:
             yield
         finally:
-            self._leave(stay)
+            self._leave(scope)
 
     @property
     def held_s(self) -> float:
-        """For how long readers have been kept out."""
+        """Seconds for which readers have been blocked; 0 while the gate is not held."""
         return time.perf_counter() - self._held_since if self._held_since is not None else 0.0
 
     def hold(self, timeout_s: float) -> None:
-        """Keep readers out and wait until none is inside. On TransferError all go on."""
+        """Block readers and wait until none is active, at most `timeout_s` seconds.
+
+        Raises TransferError, after which readers are not blocked any more.
+        """
         started = time.perf_counter()
         self._stop_steps(timeout_s)
         with self._condition:
-            # The step that `on_hold` waited for was generation, and no stall.
+            # The time that `on_hold` waited for a decode step is generation, not stall.
             self._held_since = time.perf_counter()
             left_s = max(timeout_s - (time.perf_counter() - started), 0.0)
             self._condition.wait_for(lambda: self._readers == 0, left_s)
@@ -109,15 +113,15 @@ class ReadWriteGate:
         )
 
     def _kernels_ended(self, deadline: float) -> bool:
-        """Wait for what readers left behind on their streams; nobody is inside any more."""
+        """Wait for the work that former readers queued on their streams; False at the deadline."""
         while not self._marks.passed():
             if time.perf_counter() > deadline:
                 return False
-            time.sleep(_LOOK_S)
+            time.sleep(_POLL_S)
         return True
 
     def release(self) -> float:
-        """Let readers in again; return the seconds for which they were kept out."""
+        """Let readers enter again; return the seconds for which they were blocked."""
         with self._condition:
             held_s = self.held_s
             self._held_since = None
@@ -126,8 +130,8 @@ class ReadWriteGate:
             try:
                 self._on_release()
             except Exception:
-                # The step that held the gate is over, however that went.
-                logger.exception("on_release failed; generation may not go on")
+                # The step that held the gate is over, whatever its result.
+                logger.exception("on_release failed; generation may stay paused")
         return held_s
 
     def _stop_steps(self, timeout_s: float) -> None:
@@ -142,18 +146,18 @@ class ReadWriteGate:
                 f"generation could not be stopped: on_hold raised {type(exc).__name__}: {exc}"
             ) from exc
 
-    def _join(self, stay: _ReadScope) -> bool:
-        """Count one more block of a stay that has not ended; a task inherits ended ones too."""
+    def _join(self, scope: _ReadScope) -> bool:
+        """Count one more block of an active scope; False for an ended one that a task inherited."""
         with self._condition:
-            if not stay.blocks:
+            if not scope.blocks:
                 return False
-            stay.blocks += 1
+            scope.blocks += 1
             return True
 
     def _enter(self, timeout_s: float) -> None:
         with self._condition:
             if not self._condition.wait_for(lambda: self._held_since is None, timeout_s):
-                self._refuse()  # knows which update it is, where weights in use have changed
+                self._refuse()  # names the update, where the weights in use have changed
                 raise NotReadyError(
                     f"an update has held generation for {timeout_s:g} s; see weight_info",
                     state="UPDATING",
@@ -161,12 +165,12 @@ class ReadWriteGate:
             self._refuse()
             self._readers += 1
 
-    def _leave(self, stay: _ReadScope) -> None:
+    def _leave(self, scope: _ReadScope) -> None:
         with self._condition:
             try:
                 self._marks.put(self._gpus())
             finally:
-                stay.blocks -= 1
-                self._readers -= not stay.blocks
+                scope.blocks -= 1
+                self._readers -= not scope.blocks
                 if not self._readers:
                     self._condition.notify_all()

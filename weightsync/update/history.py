@@ -1,4 +1,4 @@
-"""What a receiver remembers of updates: counts, aborted ids, and replies to repeated calls."""
+"""A receiver's records of updates: history, aborted updates, and the idempotency cache."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ KEPT_UPDATES = 64
 
 
 class WorkerReport(Struct, frozen=True, kw_only=True):
-    """What a receiver tells of itself at one moment; `recent`: the oldest first."""
+    """A snapshot of a receiver's status and history; `recent` has the oldest update first."""
 
     status: Status
     updates_total: dict[str, int]
@@ -30,7 +30,7 @@ class WorkerReport(Struct, frozen=True, kw_only=True):
 
 
 class History:
-    """Written by Updates under its locks; any thread may read."""
+    """Counts and records of updates. UpdateSession writes it under its locks; any thread reads."""
 
     def __init__(self) -> None:
         self.totals: Counter[str] = Counter()
@@ -40,15 +40,15 @@ class History:
 
     @property
     def recent(self) -> list[UpdateRecord]:
-        """The last committed updates, the oldest first."""
+        """The last KEPT_UPDATES committed updates, the oldest first."""
         return list(self._recent)
 
     def opened(self, update_id: str) -> None:
-        """An update starts now."""
+        """Record the start of an update, now."""
         self._opened = (update_id, time.time(), time.perf_counter())
 
     def committed(self, reply: StepReply, label: str | None) -> StepReply:
-        """The update opened last is in use, as `reply` says, which is returned."""
+        """Record the commit of the update that was opened last, and return its `reply`."""
         self.totals["committed"] += 1
         self.last_reply = reply
         self._recent.append(
@@ -68,11 +68,11 @@ class History:
         return reply
 
     def given_up(self, *, torn: bool) -> None:
-        """The update opened last came to nothing, or tore the weights."""
+        """Record that the update opened last was aborted, or left the receiver TORN (`torn`)."""
         self.totals["torn" if torn else "aborted"] += 1
 
     def open_update(self, lifecycle: UpdateLifecycle) -> OpenUpdate | None:
-        """Return the update that a lifecycle is in, None where it is in none."""
+        """Return the open update of a lifecycle, None where no update is open."""
         terms = lifecycle.terms
         update_id, since, _ = self._opened
         if terms is None or terms.update_id != update_id:
@@ -90,21 +90,21 @@ _KEPT = 256
 
 
 class AbortedUpdates:
-    """Remembers for `keep_s` seconds which updates ended without a commit. Callers hold a lock."""
+    """Keeps for `keep_s` seconds the ids of updates that did not commit. Callers hold a lock."""
 
     def __init__(self, keep_s: float) -> None:
         self._keep_s = keep_s
         self._ended: OrderedDict[str, float] = OrderedDict()
 
     def note(self, update_id: str) -> None:
-        """An update was aborted or given up, whether it had begun or not."""
+        """Record that an update was aborted or given up, whether it had started or not."""
         self._ended[update_id] = time.monotonic()
         self._ended.move_to_end(update_id)
         while len(self._ended) > _KEPT:
             self._ended.popitem(last=False)
 
     def check(self, update_id: str) -> None:
-        """Raise UpdateConflictError for an update that ended already."""
+        """Raise UpdateConflictError for an update that was aborted already."""
         noted = self._ended.get(update_id)
         if noted is not None and time.monotonic() - noted < self._keep_s:
             raise UpdateConflictError(
@@ -116,18 +116,21 @@ class AbortedUpdates:
 
 
 _REFUSALS = (UpdateConflictError, StaleVersionError)
-"""Answers about the state of the moment: asked again, they may be different."""
+"""Errors that depend on the receiver's current state, and are not cached."""
 
 
 class IdempotencyCache:
-    """The last answers, by `(update_id, step)`. A retry of a call still in flight joins it."""
+    """The last replies, by `(update_id, step)`. A retry of a call in flight waits for its reply."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._answers: OrderedDict[Hashable, Future[StepReply]] = OrderedDict()
 
     def once(self, key: Hashable, call: Callable[[], StepReply], *, timeout_s: float) -> StepReply:
-        """Return the answer known for `key`, or make the call. Raises what the call raised."""
+        """Return the cached reply of `key`, or make the call. Raises the call's error.
+
+        Raises TransportTimeout where an earlier call with this key still runs after `timeout_s`.
+        """
         with self._lock:
             future = self._answers.get(key)
             first = future is None
@@ -138,12 +141,12 @@ class IdempotencyCache:
                 return future.result(timeout_s)
             except FutureTimeout:
                 raise TransportTimeout(
-                    f"the call that this one repeats is still at work after {timeout_s:g} s"
+                    f"the call that this one repeats still runs after {timeout_s:g} s"
                 ) from None
         return self._make(key, future, call)
 
     def forget(self, update_id: str | None) -> None:
-        """Drop the answers of an update that was aborted: they are not true any more."""
+        """Remove the replies of an aborted update, which are not valid any more."""
         with self._lock:
             for key in [k for k, future in self._answers.items() if future.done()]:
                 if isinstance(key, tuple) and key[0] == update_id:
@@ -156,7 +159,7 @@ class IdempotencyCache:
             answer = call()
         except BaseException as exc:
             self._settle(key, keep=not isinstance(exc, _REFUSALS))
-            # Without its traceback, whose frames would keep the update's tensors alive.
+            # Without the traceback, whose frames would keep the update's tensors alive.
             future.set_exception(from_problem(to_problem(exc)))
             raise
         self._settle(key, keep=True)

@@ -1,4 +1,4 @@
-"""One update on a receiver: its steps, its load targets, what arrived, and how it ends."""
+"""One update on a receiver: its steps, its load targets, the received tensors, and its end."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ _STRENGTH: tuple[Verification, ...] = ("none", "arrived", "held")
 
 @dataclass(slots=True)
 class IncomingUpdate:
-    """What one update has brought so far."""
+    """The received part of one update."""
 
     update_id: str
     sender: str | None
@@ -69,24 +69,24 @@ class IncomingUpdate:
     opened: set[str] = field(default_factory=set)
 
     def use(self, load_target: LoadTarget, layout: StreamLayout) -> LoadTarget:
-        """Take part in this update; the first time it begins."""
+        """Add a load target to this update and return it; begin it the first time."""
         self.opened.add(layout.manifest.digest)
         if load_target in self.load_targets:
-            self.load_targets.remove(load_target)  # what came last is committed last
+            self.load_targets.remove(load_target)  # the last one used is committed last
         else:
             load_target.begin()
         self.load_targets.append(load_target)
         return load_target
 
     def begin(self, engine: WeightTransferEngine) -> None:
-        """An engine moves weights for this update; the first time it is told so."""
+        """Set the engine that moves weights for this update; start its update the first time."""
         if engine is not self.engine:
             self.end()
             self.engine = engine
             engine.start_weight_update()
 
     def end(self) -> None:
-        """The update is over, well or not."""
+        """Finish the engine's update, after a commit or an abort."""
         engine, self.engine = self.engine, None
         try:
             if engine is not None:
@@ -95,7 +95,7 @@ class IncomingUpdate:
             logger.exception("%s.finish_weight_update() failed", type(engine).__name__)
 
     def note(self, received: Received) -> None:
-        """Add what one message brought."""
+        """Add the result of one message."""
         self.manifests.append(received.manifest)
         self.fingerprints += received.fingerprints
         self.levels.add(received.verified)
@@ -108,17 +108,17 @@ class IncomingUpdate:
 
     @property
     def verified(self) -> Verification:
-        """The weakest proof of any part."""
+        """The weakest verification level of any part."""
         return min(self.levels, key=_STRENGTH.index, default="none")
 
     @property
     def table_digest(self) -> str | None:
-        """Names the fingerprints of everything that arrived, in order; None without any."""
+        """The digest of all received fingerprints, in order; None without any."""
         return table_digest(self.fingerprints) if self.fingerprints else None
 
     @property
     def apply(self) -> Apply:
-        """How the weights land: in place if any of them does."""
+        """How the weights are applied: in place if any load target is."""
         return (
             "in_place"
             if any(load_target.in_place for load_target in self.load_targets)
@@ -127,11 +127,15 @@ class IncomingUpdate:
 
     @property
     def extra_nbytes(self) -> int:
-        """What the landings hold beside the model."""
+        """Bytes that the load targets hold in addition to the model, at their peak."""
         return sum(load_target.peak_extra_nbytes for load_target in self.load_targets)
 
     def validate(self, sink: WeightSink, offered: Manifest | None) -> None:
-        """Everything was sent: raise ManifestMismatchError for tensors that never came."""
+        """Check that the update is complete. Called when all messages were received.
+
+        Raises ManifestMismatchError for tensors that are missing, and ProtocolError where the
+        manifest is not the announced one or no tensors were received.
+        """
         for load_target in self.load_targets:
             load_target.validate()
         self._check_ties(sink)
@@ -140,8 +144,8 @@ class IncomingUpdate:
             digest = self.manifests[0].digest
             if digest != announced:
                 raise ProtocolError(
-                    f"update {self.update_id} was announced with manifest {announced}, what came "
-                    f"is {digest}; send what was announced"
+                    f"update {self.update_id} was announced with manifest {announced}, but has "
+                    f"manifest {digest}; send what was announced"
                 )
         wanted = sink.manifest or offered
         if self.partial:
@@ -149,12 +153,12 @@ class IncomingUpdate:
         if wanted is None:
             if not any(manifest.specs for manifest in self.manifests):
                 raise ProtocolError(
-                    f"update {self.update_id} brought no tensors; send them with update_weights "
+                    f"update {self.update_id} has no tensors; send them with update_weights "
                     "before it is finished"
                 )
             sink.difference(union(self.manifests, sink.ties)).check(partial=False)
             return
-        if any(not sink.difference(m).missing for m in self._whole_ones(sink)):
+        if any(not sink.difference(m).missing for m in self._whole_manifests(sink)):
             return
         arrived = {name for manifest in self.manifests for name in manifest.index}
         missing = [name for name, names in wanted.places().items() if arrived.isdisjoint(names)]
@@ -162,7 +166,7 @@ class IncomingUpdate:
             raise ManifestMismatchError(missing=missing)
 
     def _check_ties(self, sink: WeightSink) -> None:
-        """Two names of one tensor came in several messages: raise where their bytes differ."""
+        """Raise ManifestMismatchError where tied tensors of several messages differ."""
         wrong = [
             f"{name}: offered as {name} and {alias} with other bytes, wanted as one tied tensor"
             for alias, name in sink.ties.items()
@@ -171,20 +175,20 @@ class IncomingUpdate:
         if wrong:
             raise ManifestMismatchError(mismatched=wrong)
 
-    def _whole_ones(self, sink: WeightSink) -> list[Manifest]:
-        """Without a declared manifest no single message can be known to be whole."""
+    def _whole_manifests(self, sink: WeightSink) -> list[Manifest]:
+        """Return the manifests that may be whole: none where the sink declares no manifest."""
         return self.manifests if sink.manifest is not None else []
 
     def check_digest(self, expected: str | None) -> None:
-        """Raise VerificationError unless the sender's table is the one that was compared with."""
+        """Raise VerificationError unless the sender's table of fingerprints is the received one."""
         if expected is not None and self.table_digest not in (None, expected):
             raise VerificationError(
-                f"the sender's fingerprints are named {expected}, those found beside the data "
-                f"{self.table_digest}: the table was changed on the way; send the update again"
+                f"the sender's table of fingerprints has digest {expected}, the received table "
+                f"{self.table_digest}: the table was changed in transit; send the update again"
             )
 
     def reply(self, lifecycle: UpdateLifecycle, stall_s: float) -> StepReply:
-        """Say what arrived so far, and where the receiver stands."""
+        """Return a reply with the received part of the update and the receiver's state."""
         return StepReply(
             state=lifecycle.state.value,
             version=lifecycle.version,
@@ -207,7 +211,7 @@ _KEPT_SUBSETS = 2
 
 
 class LoadTargets:
-    """The landings of one sink, by manifest: the last whole model's, and a few subsets'."""
+    """The load targets of one sink, by manifest: of the last whole model, and of a few subsets."""
 
     def __init__(self, sink: WeightSink, choice: ApplyChoice) -> None:
         if choice not in ("auto", "staged", "in_place"):
@@ -219,28 +223,28 @@ class LoadTargets:
         self._generation = 0
         self.apply: Apply = "in_place" if choice == "in_place" else "staged"
 
-    def find(self, plan: StreamLayout) -> LoadTarget | None:
-        """Return the landing of `plan` if there is one that still fits the sink."""
+    def find(self, layout: StreamLayout) -> LoadTarget | None:
+        """Return the load target of a layout, None where there is none that still fits the sink."""
         generation = self._sink.refresh()
         if generation != self._generation:
             self._generation, self._whole = generation, None
             self._subsets.clear()
-        digest = plan.manifest.digest
+        digest = layout.manifest.digest
         if self._whole and self._whole[0] == digest:
             return self._whole[1]
         if digest in self._subsets:
             self._subsets.move_to_end(digest)
         return self._subsets.get(digest)
 
-    def get(self, plan: StreamLayout, *, whole: bool) -> LoadTarget:
-        """Return where the tensors of `plan` go, made now if it is not known."""
-        known = self.find(plan)
+    def get(self, layout: StreamLayout, *, whole: bool) -> LoadTarget:
+        """Return the load target of a layout; open it where there is none."""
+        known = self.find(layout)
         if known is not None:
             return known
-        digest = plan.manifest.digest
+        digest = layout.manifest.digest
         if whole:
-            self.apply = self._choose(plan)
-        load_target = self._land(plan)
+            self.apply = self._choose(layout)
+        load_target = self._open_target(layout)
         if whole:
             self._whole = (digest, load_target)
         else:
@@ -249,32 +253,32 @@ class LoadTargets:
                 self._subsets.popitem(last=False)
         return load_target
 
-    def _land(self, plan: StreamLayout) -> LoadTarget:
-        """Make a landing; without room for a staged one in place, where that may be chosen."""
+    def _open_target(self, layout: StreamLayout) -> LoadTarget:
+        """Open a load target; in place where "auto" finds no memory for a staged one."""
         try:
-            return self._sink.open_target(plan, self.apply)
+            return self._sink.open_target(layout, self.apply)
         except TransferError:
             if self._choice != "auto" or self.apply == "in_place":
                 raise
-            self._warn(plan)
+            self._warn(layout)
             self.apply = "in_place"
-            return self._sink.open_target(plan, self.apply)
+            return self._sink.open_target(layout, self.apply)
 
-    def _choose(self, plan: StreamLayout) -> Apply:
+    def _choose(self, layout: StreamLayout) -> Apply:
         if self._choice != "auto":
             return self._choice
-        if arena.fits(self._sink.staged_nbytes(plan), self._sink.device):
+        if arena.fits(self._sink.staged_nbytes(layout), self._sink.device):
             return "staged"
-        self._warn(plan)
+        self._warn(layout)
         return "in_place"
 
-    def _warn(self, plan: StreamLayout) -> None:
+    def _warn(self, layout: StreamLayout) -> None:
         device = self._sink.device
         logger.warning(
             "no room on %s to stage %d bytes (%d are free): weights in use are written in place, "
             "and an update that fails half way leaves the receiver TORN",
             device,
-            self._sink.staged_nbytes(plan),
+            self._sink.staged_nbytes(layout),
             arena.available(device),
         )
 
@@ -297,21 +301,21 @@ class ProgressTimer:
 
     @property
     def update_id(self) -> str | None:
-        """The update whose time runs, None where no time runs."""
+        """The update whose timer runs, None where it does not run."""
         with self._changed:
             return None if self._deadline is None else self._update_id
 
     def renew(self, update_id: str) -> None:
-        """Start the time for `update_id` again."""
+        """Start the timer again, for `update_id`."""
         with self._changed:
             self._deadline, self._update_id = time.monotonic() + self.seconds, update_id
             if self._thread is None or not self._thread.is_alive():  # as in a forked child
                 self._start()
-            elif self._sleeps:  # else it wakes at an earlier deadline, and looks again
+            elif self._sleeps:  # else it wakes at an earlier deadline, and checks again
                 self._changed.notify()
 
     def stop(self) -> None:
-        """No update is waited for."""
+        """Stop the timer; its thread stays."""
         with self._changed:
             self._deadline = None
 
@@ -335,7 +339,7 @@ class ProgressTimer:
         self._thread.start()
 
     def _look(self) -> float | None:
-        """Return seconds to wait, None to sleep until told otherwise; 0 when the time is over."""
+        """Return the seconds to wait: 0 after the deadline, None to sleep until notified."""
         if self._deadline is None:
             self._sleeps = True
             return None
@@ -365,7 +369,7 @@ def _run_timer(ref: Callable[[], ProgressTimer | None], changed: threading.Condi
 
 
 class Loader:
-    """Loads for one receiver; called with its work lock. `state` guards `lifecycle`."""
+    """Loads weights for one receiver. Called with its step lock; `state` guards `lifecycle`."""
 
     def __init__(
         self,
@@ -387,27 +391,27 @@ class Loader:
         self.abort_reason = ""
 
     def receive(self, incoming: IncomingUpdate, info: UpdateInfo) -> Received:
-        """Bring the tensors of one message to their landing. Raises what the engine raises."""
-        reception = self._reception(incoming)
+        """Load the tensors of one message into their load target. Raises the engine's errors."""
+        context = self._load_context(incoming)
         if isinstance(info, EmptyUpdate):
             return Received(Manifest(()))
         if not isinstance(info, RegisteredUpdate):
-            return receive_handles(info, self._senders.keys, reception)
+            return receive_handles(info, self._senders.keys, context)
         engine = self._senders.get(info.sender)
         incoming.sender = info.sender
         offered = self._senders.manifest(info.sender)
         if info.manifest is None and offered is not None:
             check_manifest(self._sink, offered, partial=incoming.partial)
         incoming.begin(engine)
-        return _checked(engine, engine.receive_weights(info, reception), incoming)
+        return _checked(engine, engine.receive_weights(info, context), incoming)
 
-    def _reception(self, incoming: IncomingUpdate) -> LoadContext:
-        def open_target(plan: StreamLayout) -> LoadTarget:
-            # A session of messages without ids may cut what belongs together: settle looks at all.
+    def _load_context(self, incoming: IncomingUpdate) -> LoadContext:
+        def open_target(layout: StreamLayout) -> LoadTarget:
+            # A session of messages without ids may split tied tensors: `validate` checks them all.
             more_follows = incoming.anonymous and not incoming.partial
-            check_manifest(self._sink, plan.manifest, partial=True, more_follows=more_follows)
-            whole = not incoming.partial and not self._sink.difference(plan.manifest).missing
-            return incoming.use(self.load_target(plan, whole=whole), plan)
+            check_manifest(self._sink, layout.manifest, partial=True, more_follows=more_follows)
+            whole = not incoming.partial and not self._sink.difference(layout.manifest).missing
+            return incoming.use(self.load_target(layout, whole=whole), layout)
 
         def touch() -> None:
             if incoming.load_targets[-1].in_place and not self._lifecycle.dirty:
@@ -429,20 +433,20 @@ class Loader:
         if self._lifecycle.state is State.ABORTING:
             raise TransferError(f"update {incoming.update_id} ends: {self.abort_reason}")
 
-    def load_target(self, plan: StreamLayout, *, whole: bool) -> LoadTarget:
-        """Return the plan's landing; to make one may move the model, so nobody reads meanwhile."""
-        known = self._load_targets.find(plan)
-        if known is not None or self._gate.held:  # by an update in place, which releases it itself
-            return known or self._load_targets.get(plan, whole=whole)
+    def load_target(self, layout: StreamLayout, *, whole: bool) -> LoadTarget:
+        """Return the load target of a layout. Opens it with readers blocked: the model may move."""
+        known = self._load_targets.find(layout)
+        if known is not None or self._gate.held:  # held by an update in place, which releases it
+            return known or self._load_targets.get(layout, whole=whole)
         self._gate.hold(self._lease_s)
         try:
-            return self._load_targets.get(plan, whole=whole)
+            return self._load_targets.get(layout, whole=whole)
         finally:
             self._gate.release()
 
 
 def _checked(engine: WeightTransferEngine, received: object, incoming: IncomingUpdate) -> Received:
-    """Raise ProtocolError where an engine reports what it asked no load target for."""
+    """Raise ProtocolError where an engine reports tensors for which it opened no load target."""
     method = f"{type(engine).__name__}.receive_weights()"
     if not isinstance(received, Received):
         raise ProtocolError(f"{method} returned a {type(received).__name__}, not a Received")
@@ -454,7 +458,7 @@ def _checked(engine: WeightTransferEngine, received: object, incoming: IncomingU
 
 
 class StepLock:
-    """One step at a time. A step waits `wait_s` for its turn. Thread-safe."""
+    """Allows one step at a time. A step waits at most `wait_s` for the lock. Thread-safe."""
 
     def __init__(self, lifecycle: UpdateLifecycle, wait_s: float) -> None:
         self._lifecycle = lifecycle
@@ -464,16 +468,16 @@ class StepLock:
 
     @property
     def busy(self) -> bool:
-        """Whether a step is at work now."""
+        """Whether a step is running."""
         return self._work.locked()
 
     def serves(self, update_id: str) -> bool:
-        """Whether the step at work is one of this update, and not an init or a look around."""
+        """Whether the running step belongs to this update, and is no init or cleanup."""
         return self._serving == update_id
 
     @contextmanager
     def taken(self, step: str, update_id: str = "") -> Iterator[None]:
-        """Be at work. Raises UpdateConflictError when the turn does not come in time."""
+        """Hold the lock for a step. Raises UpdateConflictError when it is not free in time."""
         with self.waited_for() as ours:
             if not ours:
                 raise UpdateConflictError(
@@ -490,12 +494,12 @@ class StepLock:
 
     @contextmanager
     def waited_for(self) -> Iterator[bool]:
-        """Yield whether the turn came in time."""
+        """Hold the lock if it is free in time; yield whether it is held."""
         yield from self._held(self._work.acquire(timeout=self._wait_s))
 
     @contextmanager
     def if_free(self) -> Iterator[bool]:
-        """Yield whether nobody was at work; never waits."""
+        """Hold the lock if it is free now; yield whether it is held."""
         yield from self._held(self._work.acquire(blocking=False))
 
     def _held(self, ours: bool) -> Iterator[bool]:
@@ -506,19 +510,19 @@ class StepLock:
                 self._work.release()
 
 
-_LOOKS = 10
-"""How often in a lease it is looked at whether the sender lives."""
-_LEASES = 5
-"""For a sender whose caller computes between two messages of one update."""
+_CHECKS_PER_LEASE = 10
+"""How often in the time of a lease the sender is checked for signs of life."""
+_MAX_LEASES = 5
+"""Leases without a message from a live sender, whose caller may compute between two messages."""
 _WATCH_S = 1.0
-"""How often it is looked whether a sender lives that keeps readers out between its messages."""
+"""Seconds between two checks of a sender whose update blocks readers between its messages."""
 
 
 class UpdateSession:
-    """Owns the state of one receiver. Thread-safe; loading and committing take turns.
+    """Owns the state of one receiver. Thread-safe: steps that load or commit exclude each other.
 
-    `lease_s`: how long an update may go without progress before it is given up; between messages
-    of a sender that is seen to live _LEASES times as long.
+    An update without progress for `lease_s` seconds is aborted. Between two messages of a sender
+    that gives signs of life, the limit is _MAX_LEASES times as long.
     """
 
     def __init__(
@@ -546,14 +550,14 @@ class UpdateSession:
         )
         self.history = History()
         self._incoming: IncomingUpdate | None = None
-        turns = self._turns = StepLock(self.lifecycle, lease_s)
-        senders.at_work = lambda: turns.busy
+        step_lock = self._step_lock = StepLock(self.lifecycle, lease_s)
+        senders.at_work = lambda: step_lock.busy
         self._lease_s = lease_s
-        self._overtaken = AbortedUpdates(lease_s)
-        self._lease = ProgressTimer(lease_s / _LOOKS, self._expire)
+        self._aborted_updates = AbortedUpdates(lease_s)
+        self._lease = ProgressTimer(lease_s / _CHECKS_PER_LEASE, self._expire)
         self._beat: int | None = None
-        self._told_at = self._heard_at = 0.0
-        self._watch = ProgressTimer(_WATCH_S, self._look_at_sender)
+        self._last_message_at = self._last_sign_at = 0.0
+        self._watch = ProgressTimer(_WATCH_S, self._check_sender)
         self._loader = Loader(
             sink, senders, self.load_targets, self.gate, self.lifecycle, self._state, lease_s
         )
@@ -561,32 +565,36 @@ class UpdateSession:
 
     @property
     def busy(self) -> bool:
-        """Whether a step is at work now."""
-        return self._turns.busy
+        """Whether a step is running."""
+        return self._step_lock.busy
 
     @property
     def orphaned(self) -> bool:
-        """Whether the sender of the open update is dead, or was refused when it connected anew."""
+        """Whether the sender of the open update is dead, or was refused when it reconnected."""
         incoming = self._incoming
         sender = incoming.sender if incoming else None
         return sender is not None and not self.senders.alive(sender)
 
     def init(self, info: InitInfo) -> None:
-        """Open what a sender offers, check its names, and make room. Raises what does not fit."""
+        """Open a sender's engine, check its manifest, and open the load target of a whole model.
+
+        Raises SenderConflictError where the receiver belongs to another living sender, and the
+        errors of the engine, the manifest check and the load target.
+        """
         replaced = self.senders.replaces(info)
         if replaced is not None and self.lifecycle.state is State.UPDATING:
-            # Its loader may wait for a sender that is stopped. One that is PREPARED is left for the
-            # new owner to end: others may have committed it.
+            # Its loader may wait for a sender that is stopped. The new owner recovers a PREPARED
+            # update: other receivers may have committed it.
             self.abort(None, f"{describe(replaced)} was replaced as the owner of this receiver")
-        with self._turns.taken("init"):
-            self._part_from_dead()
+        with self._step_lock.taken("init"):
+            self._close_dead_senders()
             manifest = self.senders.open(info)
             try:
                 difference = self.sink.difference(manifest)
                 if difference.unexpected or difference.mismatched or difference.cut:
                     difference.check(partial=False)
                 if not difference.missing and self._incoming is None:
-                    # While an update is open its landings must stay where they are.
+                    # The load targets of an open update must not move.
                     self._loader.load_target(StreamLayout(manifest), whole=True)
             except BaseException:
                 self.senders.close(info.sender)
@@ -595,23 +603,24 @@ class UpdateSession:
                 self.readiness.joined(info.sender, info.fleet_version)
 
     def forget_dead(self) -> None:
-        """Let go of what dead senders had shared, unless a step is at work."""
+        """Close the engines of dead senders, unless a step is running."""
         if self.lifecycle.state is State.ABORTING:
-            return  # who ends the update waits for its turn: looking around must not take it
-        with self._turns.if_free() as ours:
+            return  # the call that ends the update waits for the lock: leave it free
+        with self._step_lock.if_free() as ours:
             if ours:
-                self._part_from_dead()
+                self._close_dead_senders()
 
-    def _part_from_dead(self) -> None:
+    def _close_dead_senders(self) -> None:
         keep = self._incoming.sender if self._incoming else None
-        self.readiness.parted(self.senders.forget_dead(keep=keep))
+        self.readiness.remove_dead(self.senders.forget_dead(keep=keep))
 
     def shutdown(self, sender: str | None, *, leaves: bool = True) -> None:
-        """Close what a sender (None: every sender) had opened. Refused while its update is open.
+        """Close the engine of a sender (None: of every sender).
 
-        Who does not leave will init again; what it said of its fleet is not forgotten.
+        With `leaves` False the sender will init again, and its claim of a fleet version stays.
+        Raises UpdateConflictError while an update of that sender is open.
         """
-        with self._turns.taken("shutdown"):
+        with self._step_lock.taken("shutdown"):
             holder = self._incoming
             if holder is not None and sender in (None, holder.sender):
                 raise UpdateConflictError(
@@ -631,22 +640,25 @@ class UpdateSession:
         return self._incoming is not None
 
     def check_start(self, sender: str, terms: StartTerms | None) -> None:
-        """Before anything starts: the sender is known, and sends the model that it announced."""
+        """Check that the sender is connected, and sends the model that it announced at init.
+
+        Raises UnknownSenderError or ProtocolError.
+        """
         self.senders.get(sender)
         manifest = self.senders.manifest(sender)
         digest = manifest.digest if manifest is not None else None
         if terms is not None and terms.manifest_digest not in (None, digest):
             raise ProtocolError(
-                f"the update is of manifest {terms.manifest_digest}, init announced {digest}; "
+                f"the update has manifest {terms.manifest_digest}, init announced {digest}; "
                 "init again with the new manifest"
             )
 
     def start(
         self, update_id: str, terms: StartTerms, *, sender: str | None, anonymous: bool = False
     ) -> StepReply:
-        """READY becomes UPDATING. Messages without an id belong to an `anonymous` update only."""
+        """READY becomes UPDATING. Only an `anonymous` update takes messages without an id."""
         with self._state:
-            self._overtaken.check(update_id)
+            self._aborted_updates.check(update_id)
             self.lifecycle.start(
                 Terms(
                     update_id=update_id,
@@ -673,7 +685,10 @@ class UpdateSession:
         return self.reply()
 
     def open_id(self, update_id: str | None, step: str) -> str:
-        """Return the update that a message means: the one it names, or the anonymous session."""
+        """Return the update of a message: the one that it names, or the anonymous session.
+
+        Raises UpdateConflictError where it names none and no anonymous session is open.
+        """
         incoming = self._incoming
         if update_id is not None:
             return update_id
@@ -688,7 +703,7 @@ class UpdateSession:
         return incoming.update_id
 
     def load(self, update_id: str, info: UpdateInfo) -> StepReply:
-        """Bring in the tensors of one message. What fails gives the whole update up."""
+        """Load the tensors of one message. An error aborts the whole update."""
         with self._step("load", update_id), self._giving_up(update_id):
             incoming = self._expect(update_id)
             started = time.perf_counter()
@@ -698,7 +713,7 @@ class UpdateSession:
         return self.reply()
 
     def prepare(self, update_id: str) -> StepReply:
-        """UPDATING becomes PREPARED, if everything is there. Done already: nothing happens."""
+        """UPDATING becomes PREPARED, if the update is complete. Idempotent."""
         if self.lifecycle.state is State.PREPARED and self.lifecycle.update_id == update_id:
             self._renew_lease()
             return self.reply()
@@ -714,7 +729,7 @@ class UpdateSession:
     def finish(
         self, update_id: str, *, digest: str | None, label: str | None, clear_cache: bool
     ) -> StepReply:
-        """PREPARED becomes READY: the new weights are in use when this returns."""
+        """PREPARED becomes READY: the new weights are in use when this returns. Idempotent."""
         with self._step("finish", update_id):
             last = self.history.last_reply
             if update_id == self.lifecycle.last_finished and last is not None:
@@ -735,29 +750,29 @@ class UpdateSession:
                 incoming.end()
 
     def abort(self, update_id: str | None, reason: str) -> StepReply:
-        """Forget the update. Returns when the loader has stopped, or ABORTING while it has not.
+        """Abort the update. Returns when the loader has stopped, or with ABORTING after `lease_s`.
 
-        It is too late for one that is being committed: the answer says what became of it.
+        An update that is being committed is not aborted: the reply has its result.
         """
         with self._state:
             holder = self._incoming.update_id if self._incoming else ""
             if update_id is not None and update_id not in (holder, self.lifecycle.last_finished):
-                self._overtaken.note(update_id)
+                self._aborted_updates.note(update_id)
             if self.lifecycle.terms is None or self._incoming is None:
                 return self.reply()
             update_id = update_id or self._incoming.update_id
             if not (self._incoming.committing and self._incoming.update_id == update_id):
                 self.lifecycle.begin_abort(update_id)
                 self._loader.abort_reason = reason or "its sender aborted it"
-        with self._turns.waited_for() as ours:
+        with self._step_lock.waited_for() as ours:
             if ours and self.lifecycle.state is State.ABORTING:
                 self._give_up(update_id)
         if not ours:
-            self._renew_lease()  # it is tried again then
+            self._renew_lease()  # the abort is tried again when the lease expires
         return self.reply()
 
     def reply(self, incoming: IncomingUpdate | None = None, *, stall_s: float = 0.0) -> StepReply:
-        """Say where the receiver stands."""
+        """Return a reply with the receiver's state, and the received part of the open update."""
         incoming = incoming or self._incoming
         lifecycle = self.lifecycle
         if incoming is None:
@@ -771,21 +786,22 @@ class UpdateSession:
         return reply if incoming.load_targets else replace(reply, apply=self.load_targets.apply)
 
     def close(self) -> None:
-        """Give up the open update, wait for its loader, and close every engine.
+        """Abort the open update, wait for its loader, and close every engine.
 
-        A loader that does not stop in time keeps what it reads: unmapping it would be a crash.
+        If the loader does not stop in time, the memory that it reads stays mapped: to unmap it
+        would crash the process.
         """
         self.abort(None, "the receiver is closed")
-        with self._turns.waited_for() as ours:
+        with self._step_lock.waited_for() as ours:
             if ours:
                 self.senders.close_all()
             else:
-                logger.warning("a loader is still at work; what it reads stays mapped")
+                logger.warning("a loader is still running; the memory that it reads stays mapped")
         self._lease.close()
         self._watch.close()
 
     def _commit(self, incoming: IncomingUpdate, *, clear_cache: bool) -> None:
-        """Swap the weights in while nobody reads. Done, the gate is still held."""
+        """Swap in the new weights while no reader is active. The gate is still held afterwards."""
         started = time.perf_counter()
         with self._state:
             self._loader.check_not_aborted(incoming)
@@ -795,12 +811,13 @@ class UpdateSession:
         try:
             if incoming.load_targets:
                 with self._state:
-                    # From here a failure leaves the sink between two versions.
+                    # From here on a failure leaves the sink between two versions.
                     self.lifecycle.dirty = True
                 self.sink.commit_all(incoming.load_targets)
-            # Generation's streams know nothing of this thread's, and go on when the gate is open.
+            # The streams of generation do not wait for this thread's; they continue when the gate
+            # is released.
             wait_for(self.sink.gpus)
-            # Before the commit counts: new weights over a stale cache are not one whole version.
+            # Before the commit: new weights with a stale cache are not one complete version.
             if clear_cache and self._clear_cache is not None:
                 self._clear_cache()
             with self._state:
@@ -813,18 +830,18 @@ class UpdateSession:
 
     @contextmanager
     def _step(self, step: str, update_id: str) -> Iterator[None]:
-        """Be at work for an update: no lease runs meanwhile."""
+        """Hold the step lock for a step of an update; its lease does not run meanwhile."""
         self._lease.stop()
         self._watch.stop()
         try:
-            with self._turns.taken(step, update_id):
+            with self._step_lock.taken(step, update_id):
                 yield
         finally:
             self._renew_lease()
 
     @contextmanager
     def _giving_up(self, update_id: str) -> Iterator[None]:
-        """A step that fails ends its update, unless it was refused for not being of this update."""
+        """Abort the update when a step fails, unless the step was refused in this state."""
         try:
             yield
         except (UpdateConflictError, StaleVersionError):
@@ -832,18 +849,18 @@ class UpdateSession:
                 self._give_up(update_id)
             raise
         except BaseException as exc:
-            logger.warning("update %s failed and is given up: %s", update_id, exc)
+            logger.warning("update %s failed and is aborted: %s", update_id, exc)
             self._give_up(update_id)
             raise
 
     def _give_up(self, update_id: str) -> None:
-        """Back to READY(v), or TORN. Called with the work lock; nothing to do when it is over."""
+        """Return to READY(v), or enter TORN. Called with the step lock; ignores other updates."""
         incoming = self._incoming
         if incoming is None or incoming.update_id != update_id:
             return
         try:
             with self._state:
-                self._overtaken.note(update_id)  # what repeats its messages may not begin it again
+                self._aborted_updates.note(update_id)  # repeated messages must not start it again
                 self.lifecycle.begin_abort(update_id)
                 try:
                     for load_target in incoming.load_targets:
@@ -876,7 +893,7 @@ class UpdateSession:
             self._lease.stop()
             if self._may_expire(self._incoming):
                 self._beat = self._sender_beat()
-                self._told_at = self._heard_at = time.monotonic()
+                self._last_message_at = self._last_sign_at = time.monotonic()
                 self._lease.renew(self.lifecycle.update_id)
             if self._incoming is not None and self.gate.held:
                 self._watch.renew(self.lifecycle.update_id)
@@ -885,30 +902,30 @@ class UpdateSession:
         return self.senders.beat(self._incoming.sender) if self._incoming is not None else None
 
     def _sender_is_connected(self) -> bool:
-        """What is known of a sender on another host, whose heartbeat is unseen."""
+        """Whether the sender is connected. For another host, where no heartbeat is observed."""
         sender = self._incoming.sender if self._incoming is not None else None
         return sender is not None and self.senders.alive(sender)
 
-    def _is_heard_of(self) -> bool:
-        """Whether its sender's message or heartbeat is new enough to wait for another message."""
+    def _sender_is_active(self) -> bool:
+        """Whether the sender's last message or heartbeat is recent enough to keep the lease."""
         now, beat = time.monotonic(), self._sender_beat()
         if beat != self._beat or (beat is None and self._sender_is_connected()):
-            self._beat, self._heard_at = beat, now
-        silent_s, quiet_s = now - self._heard_at, now - self._told_at
-        return silent_s < self._lease_s and quiet_s < _LEASES * self._lease_s
+            self._beat, self._last_sign_at = beat, now
+        silent_s, quiet_s = now - self._last_sign_at, now - self._last_message_at
+        return silent_s < self._lease_s and quiet_s < _MAX_LEASES * self._lease_s
 
     def _may_expire(self, incoming: IncomingUpdate | None) -> bool:
-        """PREPARED waits for its sender's successor; where none can know of it, it expires too."""
+        """Whether the lease applies. A PREPARED update with a sender id waits for recovery."""
         if incoming is None:
             return False
         return self.lifecycle.state is not State.PREPARED or incoming.sender is None
 
-    def _look_at_sender(self, update_id: str) -> None:
-        """Readers do not wait for a sender that is dead: weights that it left half way refuse them.
+    def _check_sender(self, update_id: str) -> None:
+        """Release the gate where the sender is dead. Readers are refused if the weights are dirty.
 
-        What is PREPARED stays so, for a successor to finish.
+        A PREPARED update stays PREPARED, for recovery by the next sender.
         """
-        with self._turns.if_free() as ours:
+        with self._step_lock.if_free() as ours:
             incoming = self._incoming
             if incoming is None or incoming.update_id != update_id or not self.gate.held:
                 return
@@ -926,9 +943,9 @@ class UpdateSession:
             current = self._incoming is not None and self._incoming.update_id == update_id
             if not current or not self._may_expire(self._incoming):
                 return
-            if self._turns.serves(update_id) or self._is_heard_of():
+            if self._step_lock.serves(update_id) or self._sender_is_active():
                 self._lease.renew(update_id)
                 return
-        reason = f"nothing was heard of its sender for {self._lease_s:g} s"
-        logger.warning("update %s is given up: %s", update_id, reason)
+        reason = f"its sender gave no sign of life for {self._lease_s:g} s"
+        logger.warning("update %s is aborted: %s", update_id, reason)
         self.abort(update_id, reason)

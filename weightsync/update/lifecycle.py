@@ -1,13 +1,13 @@
-"""The life of an update inside one receiver: a pure state machine, no threads, no tensors.
+"""The lifecycle of an update on one receiver: a pure state machine without threads or tensors.
 
     READY(v) --start--> UPDATING --prepared--> PREPARED --finish--> READY(w)
        ^                    |                      |
-       '------ ABORTING <---'----------------------'      in place and already touched: TORN
+       '------ ABORTING <---'----------------------'      in place and already dirty: TORN
 
-A receiver that holds an older version than the fleet that it is taken into is JOINING instead of
-READY until a whole update commits: it may not generate.
+A receiver that joins a fleet with a newer version than its own is JOINING instead of READY until a
+full update commits: it may not generate.
 
-Callers hold their own lock; every method either makes the whole step or raises and changes nothing.
+Callers hold their own lock. A method that raises has changed nothing.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from weightsync.errors import StaleVersionError, UpdateConflictError
 from weightsync.specs import MAX_VERSION
 
 ApplyChoice = Literal["auto", "staged", "in_place"]
-"""How a receiver is told to put weights to use."""
+"""How a receiver applies weights, as its user configures it."""
 
 
 class State(StrEnum):
-    """What a receiver is doing."""
+    """The state of a receiver."""
 
     READY = "READY"
     JOINING = "JOINING"
@@ -37,10 +37,10 @@ class State(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Terms:
-    """What a sender asks for when it starts an update.
+    """The terms of an update, which the sender sets when it starts it.
 
-    `version` None means one more than the version held. `base_version` is looked at only for
-    `partial` updates. `weights_id` names what is sent; empty, the update's id does.
+    `version` None means one more than the receiver's version. `base_version` applies to `partial`
+    updates only. `weights_id` identifies the weights that are sent; the default is the update's id.
     """
 
     update_id: str
@@ -53,12 +53,12 @@ class Terms:
 
 
 def version_after(version: int) -> int:
-    """The version that follows; after the greatest, which nobody reaches by counting, it is 1."""
+    """Return the version that follows `version`; after MAX_VERSION it is 1."""
     return version + 1 if version < MAX_VERSION else 1
 
 
 class UpdateLifecycle:
-    """State and version of one receiver; raises UpdateConflictError or StaleVersionError."""
+    """State and version of one receiver. Methods raise UpdateConflictError or StaleVersionError."""
 
     def __init__(self, version: int = 0) -> None:
         self.state = State.READY
@@ -74,22 +74,22 @@ class UpdateLifecycle:
 
     @property
     def update_id(self) -> str:
-        """The update that holds the receiver, or the one that tore it, or nothing."""
+        """The open update, or the update that left the receiver TORN, or an empty string."""
         return self.terms.update_id if self.terms else self.torn_by
 
     @property
     def may_generate(self) -> bool:
-        """Whether the weights in use are one whole version right now."""
+        """Whether the weights in use are one complete, current version."""
         return not self.torn_by and not self.dirty and not self.required_version
 
     def join(self, fleet_version: int) -> None:
-        """READY becomes JOINING where the fleet holds a newer version, and READY where not (0)."""
+        """Enter JOINING where `fleet_version` is newer than the own version, READY otherwise."""
         self.required_version = fleet_version if fleet_version > self.version else 0
         if self.state in (State.READY, State.JOINING):
             self._settle(State.READY)
 
     def start(self, terms: Terms) -> None:
-        """READY, JOINING or TORN becomes UPDATING. The same update may start again; no other."""
+        """READY, JOINING or TORN becomes UPDATING. Only the open update may start again."""
         if self.terms is not None:
             if self.terms.update_id == terms.update_id and self.state is State.UPDATING:
                 return
@@ -101,12 +101,12 @@ class UpdateLifecycle:
         self.dirty = False
 
     def touch(self, update_id: str) -> None:
-        """In place: the first byte of the weights in use is about to change."""
+        """Mark the weights in use as dirty. Called before an update in place writes to them."""
         self._expect(update_id, State.UPDATING, step="load")
         self.dirty = True
 
     def prepared(self, update_id: str) -> None:
-        """UPDATING becomes PREPARED: everything arrived and was checked."""
+        """UPDATING becomes PREPARED: all tensors arrived and were checked."""
         self._expect(update_id, State.UPDATING, step="prepare")
         self.state = State.PREPARED
 
@@ -122,7 +122,7 @@ class UpdateLifecycle:
         self._settle(State.READY)
 
     def begin_abort(self, update_id: str) -> bool:
-        """Enter ABORTING; False when there is nothing to abort. Call `end_abort` afterwards."""
+        """Enter ABORTING; return False when no update is open. `end_abort` has to follow."""
         if self.terms is None:
             return False
         if self.terms.update_id != update_id:
@@ -131,7 +131,10 @@ class UpdateLifecycle:
         return True
 
     def end_abort(self) -> None:
-        """The loader has stopped: back to READY(v), or TORN when weights in use were touched."""
+        """Return to READY(v), or enter TORN when weights in use are dirty.
+
+        Called when the loader has stopped.
+        """
         if self.state is not State.ABORTING or self.terms is None:
             raise self._conflict("end of an abort")
         was_torn = bool(self.torn_by)
@@ -181,7 +184,7 @@ class UpdateLifecycle:
     def _conflict(self, what: str) -> UpdateConflictError:
         holder = f", held by update {self.update_id}" if self.update_id else ", no update is open"
         return UpdateConflictError(
-            f"{what} does not fit: the receiver is {self.state.value} at version "
+            f"{what} is refused: the receiver is {self.state.value} at version "
             f"{self.version}{holder}; finish or abort that update, or start a new one",
             state=self.state.value,
             update_id=self.update_id,
@@ -189,5 +192,5 @@ class UpdateLifecycle:
 
 
 def new_update_id(prefix: str = "anonymous") -> str:
-    """Return a fresh id for an update."""
+    """Return a new unique id for an update."""
     return f"{prefix}-{secrets.token_hex(8)}"

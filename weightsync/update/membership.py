@@ -1,4 +1,4 @@
-"""Members of the fleet: connecting, leaving, and recovery of what dead senders left."""
+"""Members of the fleet: connect, remove, and recovery of updates that dead senders left open."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from weightsync.ranks.group import RankGroup
 from weightsync.ranks.worker import CheckMoved
 from weightsync.transports.base import Transport
 from weightsync.update.fleet import (
-    SAYS_NOTHING,
+    LOST_ERRORS,
     Fleet,
     Member,
     MemberReply,
@@ -48,12 +48,12 @@ logger = logging.getLogger(__name__)
 
 
 def recover_orphans(fleet: Fleet, answers: Sequence[MemberReply], timeout_s: float) -> list[int]:
-    """End the open updates of dead senders; return the versions that receivers hold then.
+    """Commit or abort the open updates of dead senders; return the versions of their receivers.
 
-    `answers` are what the fleet said when it was met. An update that anyone has committed is
-    finished wherever it is PREPARED; what is not, and any other update, is aborted: a late message
-    may have begun a committed one anew. Raises the error of one that is out of reach; any other
-    means that the update is over there, and the next one heals what it left.
+    `answers` are the statuses of the fleet. An update that any receiver committed is finished where
+    it is PREPARED, and aborted elsewhere: a late message may have started it again. Any other
+    update is aborted. Raises the error of a receiver that cannot be reached. Any other error means
+    that the update is over on that receiver, and the next update heals it.
     """
     orphans = {a.status.update_id for a in answers if a.status.orphaned and a.status.update_id}
     versions: list[int] = []
@@ -72,70 +72,70 @@ def recover_orphans(fleet: Fleet, answers: Sequence[MemberReply], timeout_s: flo
 def _end(
     fleet: Fleet, request: FinishRequest | AbortRequest, members: list[Member], timeout_s: float
 ) -> list[int]:
-    """End a dead sender's update at those who hold it; return the versions that they have then."""
+    """Finish or abort a dead sender's update on `members`; return their versions."""
     if not members:
         return []
     update_id = request.update_id
     end = "finished" if isinstance(request, FinishRequest) else "aborted"
     logger.warning("update %s of a dead sender is %s", update_id, end)
-    done = fleet.ask(request, timeout_s=timeout_s, members=members)
+    done = fleet.call(request, timeout_s=timeout_s, members=members)
     lost = [answer for answer in done if isinstance(answer.error, TransportError)]
     raise_first(lost, f"ending update {update_id} of a dead sender")
     for answer in failures(done):
-        logger.warning("%s has ended it otherwise: %s", answer.member.target, answer.error)
+        logger.warning("%s refused: the update is over: %s", answer.member.target, answer.error)
     return [answer.step.version for answer in done if answer.error is None]
 
 
 def abort_others(fleet: Fleet, answers: Sequence[MemberReply], timeout_s: float) -> bool:
-    """Abort what receivers of this sender hold open though it sends nothing; say if there was such.
+    """Abort stale updates on receivers of this sender; return whether there were any.
 
-    A late message opens an update where its end is not remembered: in a receiver that was started
-    again. Others are sessions of clients that do not connect. One whose finish the member still
-    owes an answer for stays. Called between two updates, with what the receivers said just before.
+    A late message opens an update on a restarted receiver, which does not know that the update is
+    over. Other stale updates are sessions of clients that do not connect. An update with an
+    unconfirmed finish is not stale. Called between two updates, with current statuses.
     """
     stale = [answer for answer in answers if _is_stale(answer)]
     for answer in stale:
         update_id = answer.status.update_id or ""
         logger.warning("update %s of %s is aborted", update_id, answer.member.target)
         request = AbortRequest(update_id=update_id, reason="the receiver's owner did not start it")
-        fleet.ask(request, timeout_s=timeout_s, members=[answer.member])
+        fleet.call(request, timeout_s=timeout_s, members=[answer.member])
     return bool(stale)
 
 
 def _is_stale(answer: MemberReply) -> bool:
-    """Whether a receiver that belongs to this sender is in an update that it will not finish."""
+    """Whether a receiver of this sender has an open update that the sender will not finish."""
     member, status = answer.member, answer.status
-    is_owed = member.unfinished is not None and member.unfinished.update_id == status.update_id
+    is_pending = member.unfinished is not None and member.unfinished.update_id == status.update_id
     is_open = status.state in ("UPDATING", "PREPARED") and not status.orphaned
-    return is_open and not is_owed and bool(member.sender)
+    return is_open and not is_pending and bool(member.sender)
 
 
 def recover_prepared(fleet: Fleet, member: Member, timeout_s: float) -> None:
-    """Abort the update of this sender that a member holds, whose finish failed.
+    """Abort this sender's update on a member where it is still PREPARED after a failed finish.
 
-    Raises what its abort raises.
+    Raises the error of the abort.
     """
-    answer = fleet.ask(StatusRequest(), timeout_s=timeout_s, members=[member])[0]
+    answer = fleet.call(StatusRequest(), timeout_s=timeout_s, members=[member])[0]
     held = answer.status.update_id if answer.error is None else None
-    if held is None or answer.status.state != "PREPARED" or held != member.last_told:
+    if held is None or answer.status.state != "PREPARED" or held != member.last_finish_sent:
         return
     request = AbortRequest(update_id=held, reason="its finish failed")
-    raise_first(fleet.ask(request, timeout_s=timeout_s, members=[member]), "abort")
+    raise_first(fleet.call(request, timeout_s=timeout_s, members=[member]), "abort")
 
 
 _STATUS_TIMEOUT_S = 10.0
 _POLL_S = 0.05
-MAX_OWED = 256
-"""Of how many members that left it is known what they were not told; most never return."""
+MAX_PENDING = 256
+"""Number of removed members whose unconfirmed requests are kept; most never return."""
 
 
 class Membership:
-    """The fleet of one sender, on rank 0.
+    """Connects and removes the members of a sender's fleet. Used on rank 0.
 
-    `version` is the last version that receivers hold. With `drops`, a member that was connected
-    once and is out of reach is dropped instead of raised about, unless it is the last; `dropped`
-    says who and why, and is taken by the next report. With `takeover`, members that belong to
-    another living sender are taken from it the first time that they are met.
+    `version` is the newest version that the receivers hold. With `drops`, a member that was
+    connected once and cannot be reached is dropped instead of raising its error, unless it is the
+    last. `dropped` has the reasons by target, for the next report. With `takeover`, members that
+    belong to another living sender are taken over at their first handshake.
     """
 
     def __init__(
@@ -160,27 +160,29 @@ class Membership:
         self._pending_finishes: dict[str, tuple[FinishRequest | None, str | None]] = {}
 
     def connect(self) -> None:
-        """Take a path to everyone, and end what a dead sender left open.
+        """Connect every member by a path, and recover the updates that a dead sender left open.
 
-        The first time everyone has to be there: a wrong address is no failure to go on without.
+        The first time every member has to reply: a wrong address is an error, not a lost member.
         """
-        answers = self._handshake(self.fleet.members, drops=self._drops and self.paths.met)
+        answers = self._handshake(
+            self.fleet.members, drops=self._drops and self.paths.connected_once
+        )
         check_fleet(self.fleet, answers, takeover=self._takeover)
         self.observe_versions(answer.status.version for answer in answers)
-        self.paths.take(self.version)
+        self.paths.connect_all(self.version)
         self.connected = True
         try:
             self.observe_versions(recover_orphans(self.fleet, answers, self._timeout_s))
         except BaseException:
             self.disconnect()
             raise
-        self.paths.met = True
+        self.paths.connected_once = True
 
     def disconnect(self, *, leaves: bool | None = None) -> None:
         """Unregister all memory; the next call that needs it connects.
 
-        What is still owed to members is told them first, as far as they can be reached. With
-        `leaves` the fleet ends.
+        Unconfirmed requests are sent first, to members that can be reached. With `leaves` the
+        members do not belong to this fleet any more.
         """
         if self.connected:
             self._flush_pending_finishes(self.fleet.members)
@@ -189,11 +191,11 @@ class Membership:
             self.paths.withdraw(leaves=leaves)
 
     def ready(self, members: Sequence[Member] | None = None) -> None:
-        """Have members (None: all) connected and free of updates that are over.
+        """Connect members (None: all), and send them their unconfirmed requests.
 
         Connects after `release`, or where registered memory has moved.
         """
-        if self.connected and any(told.moved for told in self._group.run_on_all(CheckMoved())):
+        if self.connected and any(result.moved for result in self._group.run_on_all(CheckMoved())):
             self.disconnect()
         if not self.connected:
             self.connect()
@@ -201,37 +203,40 @@ class Membership:
         self.repair_group(self.fleet.members if members is None else members)
 
     def add(self, transport: Transport) -> list[Member]:
-        """Take a receiver, or all of a server, in and connect it. What fails changes no fleet."""
+        """Add and connect a receiver, or all workers of a server; return the new members.
+
+        An error leaves the fleet unchanged. Raises ConfigError for a receiver of the fleet.
+        """
         if self._behind(transport):
             raise ConfigError(f"{transport.target} is in the fleet already")
         self.ready()
-        taken = [self.fleet.add(transport)]
+        added = [self.fleet.add(transport)]
         try:
-            self._take_in(taken, drops=False)
+            self._connect_members(added, drops=False)
         except BaseException:
             for member in self._behind(transport):
                 self.remove(member)
             raise
         return self._behind(transport)
 
-    def meet_workers(self, stale: Member) -> list[Member]:
-        """Connect the workers that a restarted server has now, in the place of those it had.
+    def connect_workers(self, stale: Member) -> list[Member]:
+        """Replace the workers of a restarted server by those that it has now, and connect these.
 
-        Returns them: none where they are dropped.
+        Returns the new members: none where they are dropped.
         """
         transport = stale.transport if stale.server is None else stale.server.transport
         try:
-            self._take_in(self._behind(transport), drops=self._drops)
+            self._connect_members(self._behind(transport), drops=self._drops)
         except WeightSyncError as exc:
-            there = self._behind(transport)
-            if not self.may_drop(there):
+            present = self._behind(transport)
+            if not self.may_drop(present):
                 self.disconnect()
                 raise
-            for member in there:
+            for member in present:
                 self.drop(member, exc)
         return self._behind(transport)
 
-    def _take_in(self, members: Sequence[Member], *, drops: bool) -> None:
+    def _connect_members(self, members: Sequence[Member], *, drops: bool) -> None:
         answers = self._handshake(members, drops=drops)
         check_fleet(self.fleet, answers, takeover=self._takeover)
         if not all(self.paths.extend(answer.member, self.version) for answer in answers):
@@ -241,13 +246,13 @@ class Membership:
     def find(self, target: str) -> list[Member]:
         """Return the member of that name, or all workers of that server.
 
-        Raises ConfigError listing the fleet, or for one worker of several.
+        Raises ConfigError that lists the fleet, or for one worker of several.
         """
         found = [member for member in self.fleet.members if member.is_named(target)]
         if not found:
             raise ConfigError(f"no receiver {target} in the fleet: {names(self.fleet.members)}")
         server = found[0].server
-        if server is not None and len(self.fleet.together(found)) > len(found):
+        if server is not None and len(self.fleet.with_workers(found)) > len(found):
             raise ConfigError(
                 f"{target} is one worker of {server.target}, whose {len(server.paths)} workers "
                 f"hold the same weights or generate nothing; name {server.target}"
@@ -255,26 +260,26 @@ class Membership:
         return found
 
     def drop(self, member: Member, reason: WeightSyncError) -> None:
-        """Go on without a member that failed, and without the other workers of its server."""
+        """Remove a failed member and the other workers of its server; record the reason."""
         if member not in self.fleet.members:
             return
-        said = str(add_target(reason, member.target))
-        for one in self.fleet.together([member]):
-            why = said if one is member else f"its server lost a worker: {said}"
+        text = str(add_target(reason, member.target))
+        for one in self.fleet.with_workers([member]):
+            why = text if one is member else f"its server lost a worker: {text}"
             logger.warning("%s is dropped from the fleet: %s", one.target, why)
             self.dropped[one.target] = why
             self.remove(one)
 
     def may_drop(self, members: Iterable[Member]) -> bool:
-        """Whether these may be dropped: not where that leaves nobody."""
-        return self._drops and len(self.fleet.together(members)) < len(self.fleet.members)
+        """Whether members may be dropped: enabled by `drops`, and others remain."""
+        return self._drops and len(self.fleet.with_workers(members)) < len(self.fleet.members)
 
     def remove(self, member: Member) -> None:
-        """Have a member close what it opened, and forget it. It need not answer."""
+        """Shut down a member's engine, and remove it from the fleet. It need not reply."""
         self._flush_pending_finishes([member])
         if member.unfinished is not None or member.unaborted is not None:
             self._pending_finishes[member.instance] = (member.unfinished, member.unaborted)
-            while len(self._pending_finishes) > MAX_OWED:
+            while len(self._pending_finishes) > MAX_PENDING:
                 del self._pending_finishes[next(iter(self._pending_finishes))]
         self.paths.withdraw([member], leaves=True)
         self.paths.forget(member)
@@ -283,30 +288,30 @@ class Membership:
     def retry_pending(
         self, members: Sequence[Member], *, drops: bool = False, timeout_s: float | None = None
     ) -> dict[Member, StepReply]:
-        """Tell members again what they could not be told the last time.
+        """Send finish and abort requests again that members did not confirm.
 
-        Returns what those said who had still to finish. Raises the error of one that is out of
-        reach; any other error means that the update is over there.
+        Returns the replies to the finish requests. Raises the error of a member that cannot be
+        reached, unless `drops`; any other error means that the update is over on that member.
         """
         finished: dict[Member, StepReply] = {}
-        owing = [m for m in members if m.unfinished is not None]
-        answers = self.fleet.ask(
+        pending = [m for m in members if m.unfinished is not None]
+        answers = self.fleet.call(
             lambda m: m.unfinished or FinishRequest(),
             timeout_s=timeout_s or self._timeout_s,
-            members=owing,
+            members=pending,
         )
         self._refuse_unreachable(answers, "finish", drops=drops)
         for answer in answers:
             answer.member.unfinished = None
             if answer.error is None:
                 finished[answer.member] = answer.step
-            elif isinstance(answer.error, RemoteError):  # for good, and perhaps not its receiver's
+            elif isinstance(answer.error, RemoteError):  # not retried; a proxy may have raised it
                 self.end_open_update(answer.member)
-        owing = [m for m in members if m.unaborted is not None and m in self.fleet.members]
-        answers = self.fleet.ask(
-            lambda m: AbortRequest(update_id=m.unaborted, reason="as told before"),
+        pending = [m for m in members if m.unaborted is not None and m in self.fleet.members]
+        answers = self.fleet.call(
+            lambda m: AbortRequest(update_id=m.unaborted, reason="abort sent again"),
             timeout_s=timeout_s or self._timeout_s,
-            members=owing,
+            members=pending,
         )
         self._refuse_unreachable(answers, "abort", drops=drops)
         for answer in answers:
@@ -315,13 +320,13 @@ class Membership:
         return finished
 
     def end_open_update(self, member: Member) -> None:
-        """Abort the update of ours that a member which failed in its finish still holds."""
+        """Abort this sender's update on a member that is still PREPARED after a failed finish."""
         recover_prepared(self.fleet, member, self._timeout_s)
 
     def repair_group(self, members: Sequence[Member]) -> None:
-        """Connect those anew, together, whose engine is not ready for these members."""
-        while apart := self.paths.unready([m for m in members if m in self.fleet.members]):
-            failed = failures(self.paths.repair(self.version, apart))
+        """Reconnect together the members whose engine is not ready for an update of `members`."""
+        while unready := self.paths.unready([m for m in members if m in self.fleet.members]):
+            failed = failures(self.paths.repair(self.version, unready))
             if not failed:
                 return
             if not self.may_drop(answer.member for answer in failed):
@@ -334,91 +339,91 @@ class Membership:
         failed: Mapping[Member, WeightSyncError],
         members: Sequence[Member] | None = None,
     ) -> bool:
-        """After a failed update: learn what members hold, connect those who do not know us.
+        """After a failed update: query the members' versions, and connect new instances again.
 
-        They are a new instance behind a known target, or have closed what was offered. Returns
-        whether there were such, or updates of a dead sender that are ended now.
+        A new instance is a receiver that was restarted, or closed this sender's engine. Returns
+        whether any were connected, or open updates of a dead sender were recovered.
         """
         timeout_s = min(self._timeout_s, _STATUS_TIMEOUT_S)
-        answers = self.fleet.ask(StatusRequest(), timeout_s=timeout_s, members=members)
+        answers = self.fleet.call(StatusRequest(), timeout_s=timeout_s, members=members)
         known = [answer for answer in answers if isinstance(answer.reply, Status)]
-        reshaped = [s.target for s in find_resized(answers, timeout_s)]
-        reshaped += [answer.member.target for answer in known if answer.status.workers]
-        if reshaped:
-            return self._meet_reshaped(reshaped, everyone=members is None)
+        resized = [s.target for s in find_resized(answers, timeout_s)]
+        resized += [answer.member.target for answer in known if answer.status.workers]
+        if resized:
+            return self._reconnect_resized(resized, all_members=members is None)
         self.observe_versions(answer.status.version for answer in known)
-        strangers = [
+        unconnected = [
             answer
             for answer in known
             if answer.member.is_new_to(answer.status)
             or isinstance(failed.get(answer.member), UnknownSenderError)
         ]
         ended = any(answer.status.orphaned for answer in known) and self._end_orphans(timeout_s)
-        if strangers and self.connected:
-            logger.warning("connecting again: %s", names(a.member for a in strangers))
-            strangers = self._await_turns(strangers, drops=False)
-            check_fleet(self.fleet, strangers, takeover=self._takeover)
-            self._offer([answer.member for answer in strangers])
+        if unconnected and self.connected:
+            logger.warning("connecting again: %s", names(a.member for a in unconnected))
+            unconnected = self._await_owners(unconnected, drops=False)
+            check_fleet(self.fleet, unconnected, takeover=self._takeover)
+            self._offer([answer.member for answer in unconnected])
             ended = True
         return abort_others(self.fleet, known, timeout_s) or ended
 
     def _end_orphans(self, timeout_s: float) -> bool:
-        """End what a sender that died beside this one left open, once everyone can be asked."""
-        answers = self.fleet.ask(StatusRequest(), timeout_s=timeout_s)
+        """Recover the open updates of another, dead sender; False where a member does not reply."""
+        answers = self.fleet.call(StatusRequest(), timeout_s=timeout_s)
         if failures(answers):
             return False
         self.observe_versions(recover_orphans(self.fleet, answers, self._timeout_s))
         return True
 
-    def _meet_reshaped(self, servers: Sequence[str], *, everyone: bool) -> bool:
-        if not everyone:
+    def _reconnect_resized(self, servers: Sequence[str], *, all_members: bool) -> bool:
+        if not all_members:
             raise WorldSizeChangedError(
                 f"{', '.join(servers)} was restarted with another number of workers; "
-                "send_weights() meets them, or remove() it and add() it again"
+                "send_weights() connects them, or remove() it and add() it again"
             )
         self.disconnect()
         self.connect()
         return True
 
     def observe_versions(self, versions: Iterable[int]) -> None:
-        """Some receiver holds these versions."""
+        """Raise `version` to the newest of these versions, which receivers hold."""
         self.version = max([self.version, *versions])
 
     def _handshake(self, members: Sequence[Member], *, drops: bool) -> list[MemberReply]:
-        """Ask members who they are, and the workers of servers. Raises what the first did not say.
+        """Return the statuses of members that are to be connected, with servers expanded.
 
-        Only who is not connected is greeted.
+        Raises the first error.
         """
-        answers = self.fleet.ask(StatusRequest(), timeout_s=self._timeout_s, members=list(members))
-        reshaped = find_resized(answers, min(self._timeout_s, _STATUS_TIMEOUT_S))
-        if reshaped:
-            answers = self._ask_whole(reshaped, answers)
+        answers = self.fleet.call(StatusRequest(), timeout_s=self._timeout_s, members=list(members))
+        resized = find_resized(answers, min(self._timeout_s, _STATUS_TIMEOUT_S))
+        if resized:
+            answers = self._query_servers(resized, answers)
         answers = self._without_lost(answers, drops=drops)
         for answer in answers:
             if answer.status.workers:
                 self.paths.forget(answer.member)
-        told = expand_servers(self.fleet, answers, self._timeout_s)
-        answers = self._await_turns(self._without_lost(told, drops=drops), drops=drops)
+        expanded = expand_servers(self.fleet, answers, self._timeout_s)
+        answers = self._await_owners(self._without_lost(expanded, drops=drops), drops=drops)
         return [self._restore_pending(answer) for answer in answers]
 
-    def _await_turns(self, answers: Sequence[MemberReply], *, drops: bool) -> list[MemberReply]:
-        """Wait, up to `timeout_s`, until owners that yield have ended the updates that they began.
+    def _await_owners(self, answers: Sequence[MemberReply], *, drops: bool) -> list[MemberReply]:
+        """Wait until owners that yield have ended their open updates, at most `timeout_s`.
 
-        Returns what members say then.
+        Returns the members' statuses after the wait.
         """
         deadline = time.monotonic() + self._timeout_s
-        told = list(answers)
-        while busy := [answer.member for answer in told if self._is_in_turn(answer)]:
+        current = list(answers)
+        while busy := [answer.member for answer in current if self._is_owner_busy(answer)]:
             if time.monotonic() > deadline:
                 break
             time.sleep(_POLL_S)
-            again = self.fleet.ask(StatusRequest(), timeout_s=self._timeout_s, members=busy)
-            told = [answer for answer in told if answer.member not in busy]
-            told += self._without_lost(again, drops=drops)
-        return told
+            again = self.fleet.call(StatusRequest(), timeout_s=self._timeout_s, members=busy)
+            current = [answer for answer in current if answer.member not in busy]
+            current += self._without_lost(again, drops=drops)
+        return current
 
-    def _is_in_turn(self, answer: MemberReply) -> bool:
-        """Whether a member is in an update of another sender, which gives it up afterwards."""
+    def _is_owner_busy(self, answer: MemberReply) -> bool:
+        """Whether a member is in an update of another sender that yields the member afterwards."""
         owner, member = answer.status.owner, answer.member
         if owner is None or not owner.yields or (self._takeover and not member.term):
             return False
@@ -426,26 +431,26 @@ class Membership:
         return not free and not _is_idle(answer.status)
 
     def _without_lost(self, answers: Sequence[MemberReply], *, drops: bool) -> list[MemberReply]:
-        """Drop those who do not say who they are, where that is done. Raises any other error."""
-        self._refuse_unreachable(answers, "status", drops=drops, kinds=SAYS_NOTHING)
+        """Drop members without a status, with `drops`. Raises the first error that remains."""
+        self._refuse_unreachable(answers, "status", drops=drops, kinds=LOST_ERRORS)
         staying = [answer for answer in answers if answer.member in self.fleet.members]
         raise_first(staying, "status")
         return staying
 
-    def _ask_whole(
+    def _query_servers(
         self, servers: Sequence[Server], answers: Sequence[MemberReply]
     ) -> list[MemberReply]:
-        """Ask servers themselves who they are now, in the place of the workers that they had."""
+        """Replace the workers of restarted servers by the servers, and query their status."""
         kept = [answer for answer in answers if answer.member.server not in servers]
         for answer in answers:
             if answer.member.server in servers:
                 self.paths.forget(answer.member)
         whole = [self.fleet.collapse(server) for server in servers]
-        asked = self.fleet.ask(StatusRequest(), timeout_s=self._timeout_s, members=whole)
-        return [*kept, *asked]
+        statuses = self.fleet.call(StatusRequest(), timeout_s=self._timeout_s, members=whole)
+        return [*kept, *statuses]
 
     def _behind(self, transport: Transport) -> list[Member]:
-        """Members that are reached by a transport, or by what it expanded to."""
+        """Return the member of a transport, or the workers that it expanded to."""
         return [
             member
             for member in self.fleet.members
@@ -453,23 +458,23 @@ class Membership:
         ]
 
     def _flush_pending_finishes(self, members: Sequence[Member]) -> None:
-        """Tell leaving members how their updates ended; who cannot be reached is not missed."""
+        """Send unconfirmed requests to members that are removed. Errors are only logged."""
         for member in members:
             if member.unfinished is None and member.unaborted is None:
                 continue
             try:
                 self.retry_pending([member], timeout_s=min(self._timeout_s, _STATUS_TIMEOUT_S))
             except WeightSyncError as exc:
-                logger.warning("%s leaves with an update open: %s", member.target, exc)
+                logger.warning("%s is removed with an update open: %s", member.target, exc)
 
     def _restore_pending(self, answer: MemberReply) -> MemberReply:
-        """One that left with an update of ours open is told how it ended before it is connected."""
-        owed = self._pending_finishes.pop(answer.status.instance, None)
-        if owed is None:
+        """Send a returning member its unconfirmed requests; return its status after that."""
+        pending = self._pending_finishes.pop(answer.status.instance, None)
+        if pending is None:
             return answer
-        answer.member.unfinished, answer.member.unaborted = owed
+        answer.member.unfinished, answer.member.unaborted = pending
         self.retry_pending([answer.member])
-        again = self.fleet.ask(StatusRequest(), timeout_s=self._timeout_s, members=[answer.member])
+        again = self.fleet.call(StatusRequest(), timeout_s=self._timeout_s, members=[answer.member])
         raise_first(again, "status")
         return again[0]
 
@@ -488,35 +493,36 @@ class Membership:
             self.drop(answer.member, answer.error or TransferError(doing))
 
     def _offer(self, members: Sequence[Member]) -> None:
-        """Connect members again, by the path that works for them now."""
-        together = [member for member in members if self.paths.is_collective(member)]
+        """Connect members again, each by a path that works for it now."""
+        collective = [member for member in members if self.paths.is_collective(member)]
         for member in members:
-            if member not in together and not self.paths.extend(member, self.version):
+            if member not in collective and not self.paths.extend(member, self.version):
                 self.disconnect()
                 self.connect()
                 return
-        if together:
-            self.paths.offer(together, self.version)
+        if collective:
+            self.paths.offer(collective, self.version)
 
 
 def names(members: Iterable[Member]) -> str:
-    """Name members for a message."""
+    """Return the targets of members, for a message."""
     return ", ".join(member.target for member in members)
 
 
 def check_fleet(fleet: Fleet, answers: Sequence[MemberReply], *, takeover: bool = False) -> None:
-    """Take note of who members are, before anything is made for them.
+    """Record the members' statuses, and check that they can be connected.
 
     Raises ConfigError when two targets are one receiver, ProtocolError for a receiver of another
-    protocol, SenderConflictError for one that belongs to another living sender.
+    protocol version, and SenderConflictError or SenderReplacedError for a receiver that belongs to
+    another living sender.
     """
-    asked = {answer.member for answer in answers}
-    seen = {member.instance: member for member in fleet.members if member not in asked}
+    checked = {answer.member for answer in answers}
+    seen = {member.instance: member for member in fleet.members if member not in checked}
     for answer in answers:
-        answer.member.met(answer.status)
+        answer.member.record_status(answer.status)
         if answer.status.protocol != PROTOCOL:
             raise ProtocolError(
-                f"{answer.member.target} speaks protocol {answer.status.protocol}, this sender "
+                f"{answer.member.target} uses protocol {answer.status.protocol}, this sender "
                 f"{PROTOCOL}; install the same version of weightsync on both sides"
             )
         known = seen.setdefault(answer.status.instance, answer.member)
@@ -536,12 +542,12 @@ def check_fleet(fleet: Fleet, answers: Sequence[MemberReply], *, takeover: bool 
 
 
 def _check_owner(fleet: Fleet, answer: MemberReply, *, takeover: bool) -> None:
-    """Raise where a member belongs to another living sender, and neither yields nor is ours."""
+    """Raise where a member belongs to another living sender that does not yield it now."""
     owner, member = answer.status.owner, answer.member
     if owner is None or not owner.alive or fleet.owns(owner) or takeover:
         return
     if (owner.yields and _is_idle(answer.status)) or owner.term < member.term:
-        return  # the other came by an offer that was on its way when we took the member over
+        return  # the other sender's offer was in flight when this sender took the member over
     if not member.term:
         raise SenderConflictError(
             f"{member.target} belongs to another living sender: {describe(owner)}; close() that "

@@ -1,4 +1,4 @@
-"""One update on the sender: bytes on one side, messages on the other, all or nothing."""
+"""One update on the sender, as a transaction: control messages and the transfer of the bytes."""
 
 from __future__ import annotations
 
@@ -44,18 +44,18 @@ logger = logging.getLogger(__name__)
 
 _FINISH_TRIES = 3
 _EPOCHS = itertools.count(1)
-"""Of the messages of every sender of this process."""
+"""Epochs of update messages, unique over all senders of this process."""
 _ABORT_TIMEOUT_S = 30.0
 _STRENGTH = ("none", "arrived", "held")
 
 
 class UpdateTransaction:
-    """A transaction over members of the fleet. Made by the sender; `send` adds tensors to it.
+    """A transaction over members of the fleet. The sender creates it; `send` adds tensors.
 
-    Only when every staged receiver is PREPARED does any finish. Receivers that load in place have
-    no version to return to: once one of them is PREPARED, all that are PREPARED finish. `failed`
-    are those that did not, `touched` says that an abort left one of them TORN. With `drops`, one
-    that fails does not keep the others from finishing.
+    Receivers finish only when every staged receiver is PREPARED. In-place receivers cannot roll
+    back: once one of them is PREPARED, all PREPARED receivers finish. `failed` has the members that
+    did not finish, `touched` is True after an abort that left one of them TORN. With `drops`, the
+    others finish without the failed members.
     """
 
     def __init__(
@@ -86,32 +86,32 @@ class UpdateTransaction:
         self._seconds: dict[str, float] = {}
         self._replies: dict[Member, StepReply] = {}
         self._begun: list[CommandResult] = []
-        self._told: list[CommandResult] = []
+        self._results: list[CommandResult] = []
         self._whole = False
         self._aborted = False
         self._torn: list[str] = []
-        self._first: Member | None = None
+        self._first_failed: Member | None = None
 
     @property
     def finishing(self) -> bool:
-        """Whether any receiver may have been told to finish: there is no abort any more."""
+        """Whether a finish request may have been sent: the update cannot be aborted any more."""
         return self._finishing
 
     @property
     def replies(self) -> dict[Member, StepReply]:
-        """What those said who went along so far."""
+        """The last replies of the members that have not failed."""
         return dict(self._replies)
 
     def absorb(self, replies: Mapping[Member, StepReply]) -> None:
-        """Take in members that failed here and were brought to the same version afterwards."""
+        """Add the replies of members that failed here and received the same version afterwards."""
         self._replies.update(replies)
         for member in replies:
             self.failed.pop(member, None)
 
     @property
     def table_digests(self) -> list[Mapping[str, str | None]]:
-        """What names the fingerprints of all that was handed over, by rank and by backend."""
-        return [told.digests for told in self._told]
+        """The digests of all sent fingerprints, by rank and by backend."""
+        return [result.digests for result in self._results]
 
     def send_whole(
         self,
@@ -119,9 +119,9 @@ class UpdateTransaction:
         *,
         before_finish: Callable[[UpdateTransaction], None] = lambda _: None,
     ) -> None:
-        """The steady update, two messages a receiver: start, load, prepare in one, then finish.
+        """Send the whole model with two messages per receiver: start, load and prepare; finish.
 
-        `before_finish` sees what was handed over, and may still refuse it by raising.
+        `before_finish` is called after the transfer, and may raise to abort the update.
         """
         try:
             self._whole = True
@@ -133,7 +133,7 @@ class UpdateTransaction:
             raise
 
     def start(self, terms: StartTerms) -> None:
-        """Open the update on every receiver."""
+        """Start the update on every receiver. Raises the first error of a receiver."""
         request = StartRequest(
             update_id=self.update_id,
             version=terms.version,
@@ -150,22 +150,22 @@ class UpdateTransaction:
             raise_first(answers, "start")
 
     def send(self, named_tensors: NamedTensors) -> None:
-        """Send these tensors to every receiver; returns when all have taken them."""
+        """Send tensors to every receiver; returns when all of them have loaded these."""
         self._group.worker.pairs = named_tensors
         self._transfer(pairs=True)
         self._group.finish(self._group.version)
 
     def prepare(self) -> None:
-        """Have every receiver check that it has everything."""
+        """Have every receiver check that the update is complete."""
         answers = self._ask(PrepareRequest(update_id=self.update_id), self._staying)
         self._note(answers)
         self._raise_unless_all(answers, "prepare")
 
     def finish(self) -> None:
-        """Put the weights to use everywhere. A receiver out of reach is asked again next time.
+        """Commit the update on every receiver.
 
-        Who fails now is left to the caller, since others have the new version: raises only when
-        nobody has.
+        A receiver that cannot be reached gets the request again before the next update. Members
+        that fail are in `failed`; raises only when no receiver has the new version.
         """
         started = time.perf_counter()
         self._check_verified()
@@ -175,7 +175,7 @@ class UpdateTransaction:
         staying = self._staying
         for member in staying:
             member.unfinished = self._finish_request(member)
-            member.last_told = self.update_id
+            member.last_finish_sent = self.update_id
         answers = self._ask(self._finish_request, staying)
         for _ in range(_FINISH_TRIES - 1):
             failed = [a.member for a in answers if isinstance(a.error, TransportError)]
@@ -193,7 +193,7 @@ class UpdateTransaction:
             raise_first(answers, "finish")
 
     def abort(self, reason: str) -> None:
-        """Have every receiver forget the update; not once any was told to finish it."""
+        """Abort the update on every receiver, unless a finish request was sent."""
         if not (self._finishing or self._aborted):
             self._aborted = True
             self._drop_servers()
@@ -202,7 +202,7 @@ class UpdateTransaction:
     def _abort(self, members: Sequence[Member], reason: str) -> None:
         timeout_s = min(_ABORT_TIMEOUT_S, self._timeout_s)
         request = AbortRequest(update_id=self.update_id, reason=reason)
-        for answer in self._fleet.ask(request, timeout_s=timeout_s, members=members):
+        for answer in self._fleet.call(request, timeout_s=timeout_s, members=members):
             if answer.error is None:
                 if answer.step.state == "TORN" and answer.step.update_id == self.update_id:
                     self.touched = True
@@ -214,7 +214,7 @@ class UpdateTransaction:
                 self.failed.setdefault(answer.member, answer.error)
 
     def report(self, version: int, label: str | None, before: tuple[int, int]) -> SyncReport:
-        """Say what this update did; `before` are the fleet's bytes and messages to count from."""
+        """Return the report; `before` are the fleet's counts of bytes and messages at the start."""
         seconds = {**self._seconds, "total": time.perf_counter() - self._started}
         replies = self._replies
         receivers = tuple(self._receiver(member, reply) for member, reply in replies.items())
@@ -234,8 +234,8 @@ class UpdateTransaction:
             seconds=seconds,
             control_nbytes=self._fleet.sent_nbytes - nbytes,
             control_messages=self._fleet.sent_messages - messages,
-            peak_extra_nbytes=max((told.extra_nbytes for told in self._told), default=0),
-            written_nbytes=sum(told.written_nbytes for told in self._told),
+            peak_extra_nbytes=max((one.extra_nbytes for one in self._results), default=0),
+            written_nbytes=sum(one.written_nbytes for one in self._results),
             receivers=receivers,
             skipped_paths=skipped,
             rule=self.rule,
@@ -246,8 +246,8 @@ class UpdateTransaction:
         return [member for member in self.members if member not in self.failed]
 
     def _drop_servers(self) -> bool:
-        """Whether the others go on without those who failed: a server is dropped as a whole."""
-        gone = self._fleet.together(self.failed)
+        """Whether the others continue without failed members; these include whole servers."""
+        gone = self._fleet.with_workers(self.failed)
         if not self.drops or self._finishing or all(member in gone for member in self.members):
             return False
         for member in gone:
@@ -258,12 +258,12 @@ class UpdateTransaction:
 
     @property
     def _packed(self) -> bool:
-        return any(told.packed for told in self._begun)
+        return any(result.packed for result in self._begun)
 
     def _transfer(
         self, *, terms: StartTerms | None = None, prepare: bool = False, pairs: bool = False
     ) -> None:
-        """Send one message to each, and the bytes that belong to it while they read."""
+        """Send one message to each receiver, and the bytes of the message while they read."""
         started = time.perf_counter()
         members = self._staying
         begin = Begin(places=self._paths.places(members), verify=self._verify, pairs=pairs)
@@ -292,7 +292,7 @@ class UpdateTransaction:
         request: Callable[[Member], Request],
         started: float,
     ) -> list[MemberReply]:
-        """Hand every byte over, and wait until the receivers have answered."""
+        """Transfer every byte, and return the receivers' replies."""
         calls: dict[Member, Future[MemberReply]] = {}
         try:
             self._begun = self._group.run_on_all(begin)
@@ -300,20 +300,20 @@ class UpdateTransaction:
             calls = dict(zip(members, begun, strict=True))
             self._group.run_on_all(Transfer(), check=lambda: self._raise_early(calls))
             self._seconds["transfer"] = time.perf_counter() - started
-            self._fleet.await_all(begun, idle=self._stay)
+            self._fleet.await_all(begun, idle=self._keep_alive)
         except BaseException as exc:
             self._stop(calls, exc)
             raise
         finally:
-            self._told = self._group.run_on_all(End())
+            self._results = self._group.run_on_all(End())
         return [future.result() for future in begun]
 
     def _refuse_changed(self, cause: BaseException | None = None) -> None:
         """Raise VerificationError, with the update aborted, if the source changed meanwhile.
 
-        What receivers got may be of two steps, and so may the fingerprints that they compared.
+        The received weights, and the fingerprints that verify them, may be of two training steps.
         """
-        changed = list(dict.fromkeys(name for told in self._told for name in told.changed))
+        changed = list(dict.fromkeys(name for result in self._results for name in result.changed))
         if not changed:
             return
         self.abort("the source changed while it was sent")
@@ -329,17 +329,17 @@ class UpdateTransaction:
             names=changed,
         ) from cause
 
-    def _stay(self) -> None:
-        """Ask the ranks whether they still want the update, and how their readers stand."""
-        self._paths.heard(self._group.run_on_all(KeepAlive()))
+    def _keep_alive(self) -> None:
+        """Collect the signs of life of all ranks' readers. Raises where a rank left the update."""
+        self._paths.record_signs(self._group.run_on_all(KeepAlive()))
 
-    def _receive_reply(self) -> None:
-        """Ask the ranks how their readers stand; an error of theirs ends nothing here."""
+    def _collect_signs(self) -> None:
+        """Collect the signs of life of all ranks' readers; errors are ignored."""
         with suppress(WeightSyncError):
-            self._paths.heard(self._group.run_on_all(KeepAlive(asks=False)))
+            self._paths.record_signs(self._group.run_on_all(KeepAlive(asks=False)))
 
     def _info(self, member: Member, epoch: int) -> RegisteredUpdate:
-        """What one member is told, by the engine that feeds it."""
+        """Return the update info of one member, with the payload of its trainer engine."""
         begun = self._begun[member.rank]
         if member.backend not in begun.updates:
             raise TransferError(f"rank {member.rank} began no update for {member.target}")
@@ -361,42 +361,45 @@ class UpdateTransaction:
         members: Sequence[Member] | None = None,
     ) -> list[MemberReply]:
         chosen = self.members if members is None else members
-        idle = self._receive_reply if any(member.rank for member in chosen) else None
-        return self._fleet.ask(request, timeout_s=self._timeout_s, members=chosen, idle=idle)
+        idle = self._collect_signs if any(member.rank for member in chosen) else None
+        return self._fleet.call(request, timeout_s=self._timeout_s, members=chosen, idle=idle)
 
     def _finish_request(self, member: Member) -> FinishRequest:
-        told = self._told[member.rank].digests if self._whole and self._told else {}
-        digest = told.get(member.backend)
+        digests = self._results[member.rank].digests if self._whole and self._results else {}
+        digest = digests.get(member.backend)
         return FinishRequest(update_id=self.update_id, table_digest=digest)
 
     def _stop(self, begun: Mapping[Member, Future[MemberReply]], why: BaseException) -> None:
-        """The bytes stopped: tell the readers, and wait until none of them reads any more.
+        """Abort after a failed transfer, and wait until no receiver reads any more.
 
-        Only who failed before the stop is to blame for it; where nobody had, whom the private
-        group names, or who kept the sender waiting.
+        The members that failed before are to blame. Where there are none, these are the members
+        that the engines name, or those that kept the sender waiting.
         """
         blamed = [] if self.failed else self._paths.blamed(list(begun), why)
-        if self._first is not None and not (self.failed or blamed):
-            blamed = [self._first]
+        if self._first_failed is not None and not (self.failed or blamed):
+            blamed = [self._first_failed]
         if not (self.failed or blamed):
             self._note([future.result() for future in begun.values() if future.done()])
         if isinstance(why, TransferTimeout) and not (self.failed or blamed):
             blamed = self._paths.late(list(begun))
             add_target(why, ", ".join(member.target for member in blamed))
-            self._fleet.silence(blamed)
+            self._fleet.mark_silent(blamed)
         if isinstance(why, WeightSyncError):
             self.failed.update(dict.fromkeys(blamed, why))
         self.abort("the sender stopped in the middle")
         for member, future in begun.items():
             if self._packed and member.unaborted == self.update_id:
-                continue  # out of reach, and it reads buckets, not the source
-            self._fleet.await_all([future], idle=self._receive_reply if member.rank else None)
+                continue  # it cannot be reached, and reads buckets, not the source
+            self._fleet.await_all([future], idle=self._collect_signs if member.rank else None)
             error = future.result().error
             if error is not None:
                 logger.debug("after the stop: %s: %s", member.target, error)
 
     def _raise_unless_all(self, answers: list[MemberReply], doing: str) -> None:
-        """One refusal aborts all, unless a receiver in place has nothing to return to."""
+        """Raise the first error, unless the PREPARED members can finish without the failed ones.
+
+        They can where failed members are dropped, or where an in-place receiver cannot roll back.
+        """
         failed = failures(answers)
         if not failed:
             return
@@ -412,13 +415,13 @@ class UpdateTransaction:
         raise_first(answers, doing)
 
     def _check_verified(self) -> None:
-        """What was to be verified has been, by everyone."""
+        """Raise VerificationError unless every member has verified the update, where required."""
         if not self._verify:
             return
         unverified = [m.target for m, reply in self._replies.items() if reply.verified == "none"]
         if unverified and self._group.manifest.nbytes:
             raise VerificationError(
-                f"not verified by {', '.join(unverified)}: other tensors came into the update"
+                f"not verified by {', '.join(unverified)}: other tensors were added to the update"
             )
 
     def _raise_if_cancelled(self) -> None:
@@ -426,20 +429,20 @@ class UpdateTransaction:
             raise TransferError("the update was cancelled by its caller")
 
     def _raise_early(self, begun: Mapping[Member, Future[MemberReply]]) -> None:
-        """Stop when asked to, or when a receiver has answered that the rest need not go on."""
+        """Raise when the update was cancelled, a receiver failed, or it has not read all bytes."""
         self._raise_if_cancelled()
-        self._paths.trust()
+        self._paths.assume_alive()
         self._fleet.look()
         for member, future in begun.items():
             if future.done():
                 answer = future.result()
                 if answer.error is not None:
-                    self._first = member
+                    self._first_failed = member
                     raise answer.error
                 if self._paths.unread(member):
                     self.failed[member] = ProtocolError(
-                        f"{member.target} answered that it has everything, and has not read its "
-                        "place of the ring; do several receivers stand behind it?"
+                        f"{member.target} replied that the update is complete, but has not read "
+                        "its place of the ring; do several receivers share this target?"
                     )
                     raise self.failed[member]
 
@@ -466,7 +469,7 @@ class UpdateTransaction:
 
 @dataclass(frozen=True, slots=True)
 class LastVersion:
-    """A version, and the fingerprints that its weights had; `layout` is that of the chunks."""
+    """The last version that was sent, with the digests of its fingerprints, and its layout."""
 
     version: int = 0
     label: str | None = None
@@ -476,7 +479,10 @@ class LastVersion:
     update_ids: set[str] = field(default_factory=set)
 
     def check_unchanged(self, digests: Sequence[Mapping[str, str | None]], layout: str) -> None:
-        """What goes out again as a version must be what went out as that version before."""
+        """Raise TransferError unless the weights are those that were sent as this version before.
+
+        Logs a warning where this cannot be compared.
+        """
         pairs = [
             (before.get(name), digest)
             for before, now in zip(self.digests, digests, strict=False)
@@ -485,12 +491,12 @@ class LastVersion:
         known = [(a, b) for a, b in pairs if a is not None and b is not None]
         if self.layout != layout or not known:
             logger.warning(
-                "version %s is sent again unchecked: without fingerprints of the same layout it "
-                "cannot be seen whether the weights have changed since",
+                "version %s is sent again unchecked: without fingerprints of the same layout, a "
+                "change of the weights cannot be detected",
                 self.version,
             )
         elif any(a != b for a, b in known):
             raise TransferError(
                 f"the weights have changed since version {self.version} was sent; "
-                "send_weights() brings everyone up to date"
+                "send_weights() updates every receiver"
             )

@@ -1,4 +1,4 @@
-"""Which path reaches which receiver: the cheapest candidate that passes its probe."""
+"""Selects the path to each receiver: the cheapest candidate that passes its probe."""
 
 from __future__ import annotations
 
@@ -39,15 +39,15 @@ from weightsync.wire.offers import InitInfo, ProbeRequest
 logger = logging.getLogger(__name__)
 
 _PATH_ERRORS = (HandleError, SegmentError, BackendUnavailableError)
-"""What says that a path cannot work, and not that the call was wrong."""
-_GOODBYE_S = 10.0
+"""Errors that mean that a path does not work. Any other error is of the call."""
+_SHUTDOWN_S = 10.0
 _OFFER_NUMBERS = itertools.count(1)
-"""Of the whole process: a sender keeps its id over the engines that it makes."""
+"""Offer numbers of the whole process: the engines of a sender share its id."""
 
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """The rank that feeds a receiver, the backend and the path."""
+    """A possible path to a receiver: the trainer rank that sends, the backend and the cost."""
 
     rank: int
     backend: str
@@ -58,9 +58,10 @@ class Candidate:
 def candidates(
     member: Member, ranks: Sequence[RankInfo], backends: Sequence[Backend], *, ordered: bool = False
 ) -> list[Candidate]:
-    """Return the ways to a member, cheapest first; why one is not among them goes to `skipped`.
+    """Return the candidates for a member, cheapest first; adds reasons to `member.skipped`.
 
-    With `ordered` the order of the backends counts more than the cost.
+    `skipped` then has the reason for every path that is no candidate. With `ordered` the order of
+    the backends precedes the cost.
     """
     found: list[tuple[int, float, Candidate]] = []
     reasons: dict[str, dict[str, None]] = {}
@@ -82,15 +83,15 @@ def candidates(
                     reasons.setdefault(reach.path, {})[reach.why_not] = None
                 elif reach.path not in best or reach.cost < best[reach.path].cost:
                     best[reach.path] = Candidate(rank, name, reach.path, reach.cost)
-        for way in best.values():
-            reasons.pop(way.path, None)
-            found.append((place if ordered else 0, way.cost, way))
+        for candidate in best.values():
+            reasons.pop(candidate.path, None)
+            found.append((place if ordered else 0, candidate.cost, candidate))
     member.skipped.update({path: "; ".join(why) for path, why in reasons.items()})
-    return [way for _, _, way in sorted(found, key=lambda entry: entry[:2])]
+    return [candidate for _, _, candidate in sorted(found, key=lambda entry: entry[:2])]
 
 
 def _reaches(backend: Backend, trainer: Endpoint, receiver: Endpoint) -> Sequence[Reach]:
-    """Raise ConfigError, naming the method, where a backend returns something else.
+    """Return a backend's reaches. Raises ConfigError where it returns anything else.
 
     An error of the method itself is a reason: the facts come from another process.
     """
@@ -106,42 +107,44 @@ def _reaches(backend: Backend, trainer: Endpoint, receiver: Endpoint) -> Sequenc
 
 
 def assign(
-    wishes: Mapping[Member, Sequence[Candidate]],
+    candidates_of: Mapping[Member, Sequence[Candidate]],
     requires: Callable[[str], Mapping[str, str]],
 ) -> dict[Member, Candidate]:
-    """Choose for every member the first of its ways that its rank can offer to all it feeds.
+    """Choose for every member its first candidate that fits the engine of its rank.
 
-    A backend has one engine on a rank, and it takes one path. Where a backend that is built on it
-    needs another path, or a receiver can be reached by no other, all of its receivers take that.
+    A backend has one engine on a rank, which takes one path for all of its receivers. That is the
+    path that a backend built on this engine requires, or else the most expensive one chosen.
     """
-    chosen = {member: ways[0] for member, ways in wishes.items()}
+    chosen = {member: listed[0] for member, listed in candidates_of.items()}
     path_of: dict[tuple[int, str], tuple[float, str]] = {}
-    for way in chosen.values():
-        engine = way.rank, way.backend
-        path_of[engine] = max(path_of.get(engine, (way.cost, way.path)), (way.cost, way.path))
-    for way in chosen.values():
-        for base, path in requires(way.backend).items():
-            path_of[way.rank, base] = math.inf, path
-    for member, way in chosen.items():
-        _, path = path_of[way.rank, way.backend]
-        others = [w for w in wishes[member] if (w.backend, w.path) == (way.backend, path)]
-        if way.path != path and others:
-            member.skipped[way.path] = (
-                f"rank {way.rank} feeds another receiver by {path}, and its engine takes one path "
-                "for all"
+    for first in chosen.values():
+        engine = first.rank, first.backend
+        path_of[engine] = max(
+            path_of.get(engine, (first.cost, first.path)), (first.cost, first.path)
+        )
+    for first in chosen.values():
+        for base, path in requires(first.backend).items():
+            path_of[first.rank, base] = math.inf, path
+    for member, first in chosen.items():
+        _, path = path_of[first.rank, first.backend]
+        others = [c for c in candidates_of[member] if (c.backend, c.path) == (first.backend, path)]
+        if first.path != path and others:
+            member.skipped[first.path] = (
+                f"rank {first.rank} sends to another receiver by {path}, and its engine takes one "
+                "path for all"
             )
             chosen[member] = others[0]
     return chosen
 
 
 class PathSelector:
-    """The way to every member of a fleet, on rank 0.
+    """Selects and connects the path to every member of a fleet. Used on rank 0.
 
-    `take` finds it, `offer` gives members that do not know this sender what they need again,
-    `withdraw` ends it. `seconds` is what finding it last took, by phase; `unreported` until a
-    report has said so. `met` says that the fleet was connected once. `backends` are tried in their
-    order where they are `ordered`, the cheapest path first otherwise; `unusable` says why others
-    were left out.
+    `connect_all` selects the paths, `offer` connects members again that do not know this sender,
+    `withdraw` closes everything. `seconds` has the duration of the last selection, by phase, and is
+    `unreported` until a report includes it. `connected_once` is True once the fleet was connected.
+    `backends` are tried in their order with `ordered`, otherwise by the cost of their paths.
+    `unusable` has the reasons against other backends.
     """
 
     def __init__(
@@ -156,7 +159,7 @@ class PathSelector:
     ) -> None:
         self.seconds: dict[str, float] = {}
         self.unreported = False
-        self.met = False
+        self.connected_once = False
         self._group = group
         self._fleet = fleet
         self._given = self._options = options
@@ -165,30 +168,30 @@ class PathSelector:
         self._unusable = dict(unusable or {})
         self._paths: dict[str, dict[int, str]] = {}
         self._next_reader: dict[tuple[str, int], int] = {}
-        self._heard: dict[tuple[str, int, int], int | None] = {}
-        self._trusted = 0
+        self._signs: dict[tuple[str, int, int], int | None] = {}
+        self._assumed_alive = 0
         self._manifest = manifest_to_wire(group.manifest)
 
     @property
     def layout(self) -> str:
-        """Names how the stream is cut: the same weights have the same table in one layout alone."""
+        """Identifies the cut of the stream. Fingerprints are comparable within one layout only."""
         options = self._options
         cut = options.packed, options.bucket_nbytes, options.num_buckets
         return f"{sorted((name, sorted(by.items())) for name, by in self._paths.items())} {cut}"
 
-    def take(self, fleet_version: int | None) -> None:
+    def connect_all(self, fleet_version: int | None) -> None:
         """Connect every member by the cheapest path that works for it.
 
-        Raises BackendUnavailableError with the reason of each path when none does, and what a
-        member raised when the tensors do not fit it.
+        Raises BackendUnavailableError with the reason of each path when none works, and the error
+        of a member that the tensors do not fit.
         """
         members = self._fleet.members
-        wishes = {member: self._candidates(member) for member in members}
+        candidates_of = {member: self._candidates(member) for member in members}
         while True:
-            lost = [member for member, left in wishes.items() if not left]
-            if lost:
-                raise _unavailable(lost)
-            chosen = assign(wishes, lambda name: self._backend(name).requires)
+            unreachable = [member for member, left in candidates_of.items() if not left]
+            if unreachable:
+                raise _unavailable(unreachable)
+            chosen = assign(candidates_of, lambda name: self._backend(name).requires)
             try:
                 failed = self._try(chosen, fleet_version)
             except BaseException:
@@ -198,40 +201,43 @@ class PathSelector:
                 return
             self.withdraw()
             for answer in failed:
-                way = chosen[answer.member]
-                logger.warning("%s: path %s: %s", answer.member.target, way.path, answer.error)
-                wishes[answer.member].remove(way)
+                tried = chosen[answer.member]
+                logger.warning("%s: path %s: %s", answer.member.target, tried.path, answer.error)
+                candidates_of[answer.member].remove(tried)
 
     def offer(self, members: Sequence[Member], fleet_version: int | None) -> None:
-        """Give members all they need, by the path that they have. Raises what the first raised."""
+        """Connect members by the path that they have. Raises the first error."""
         raise_first(self._connect(members, fleet_version), "init")
 
     def extend(self, member: Member, fleet_version: int | None) -> bool:
-        """Connect one member more, or again; False when that takes other engines than there are."""
-        for way in self._candidates(member):
-            if not self._serves(way):
+        """Connect a new member, or a member again; False where that needs other engines.
+
+        Raises BackendUnavailableError where no path works.
+        """
+        for candidate in self._candidates(member):
+            if not self._has_engine(candidate):
                 return False
-            self._go(member, way)
+            self._set_path(member, candidate)
             try:
-                if self._backend(way.backend).collective and fleet_version:
-                    # Alone: it is brought up to date before an update of everyone, if there is any.
-                    answers = self._handshake(way.backend, [member], fleet_version)
+                if self._backend(candidate.backend).collective and fleet_version:
+                    # By itself: it receives the current version before the fleet's next update.
+                    answers = self._handshake(candidate.backend, [member], fleet_version)
                     raise_first(answers, "init")
                 else:
                     self.offer([member], fleet_version)
             except _PATH_ERRORS as exc:
-                logger.warning("%s: path %s: %s", member.target, way.path, exc)
-                member.skipped[way.path] = str(exc)
+                logger.warning("%s: path %s: %s", member.target, candidate.path, exc)
+                member.skipped[candidate.path] = str(exc)
             else:
                 return True
         raise _unavailable([member])
 
     def is_collective(self, member: Member) -> bool:
-        """Whether all receivers of its backend are connected together."""
+        """Whether all receivers of the member's backend are connected together."""
         return bool(member.backend) and self._backend(member.backend).collective
 
     def unready(self, members: Sequence[Member]) -> list[Member]:
-        """Return those that need another handshake, together, before an update of `members`."""
+        """Return the members that need a joint handshake before an update of `members`."""
         return [
             member
             for name, own in self._by_backend(members).items()
@@ -241,14 +247,14 @@ class PathSelector:
         ]
 
     def repair(self, fleet_version: int | None, members: Sequence[Member]) -> list[MemberReply]:
-        """Connect these members anew, together; return what each of them answered."""
+        """Connect these members again, together; return their results."""
         answers: list[MemberReply] = []
         for name, own in self._by_backend(members).items():
             answers += self._handshake(name, own, fleet_version)
         return answers
 
     def forget(self, member: Member) -> None:
-        """A member left the fleet."""
+        """Remove a former member from its trainer engine."""
         engine = self._group.worker.engines.get(member.backend)
         if engine is not None and member.rank == 0:
             engine.forget(member.reader)
@@ -264,34 +270,36 @@ class PathSelector:
         return places
 
     def beat(self, member: Member) -> Hashable | None:
-        """Return what grows while a reader lives and works; None where it is not seen."""
+        """Return a value that grows while a reader lives and works; None if not observable."""
         if member.rank:
-            return self._trusted, self._heard.get((member.backend, member.rank, member.reader))
+            return self._assumed_alive, self._signs.get(
+                (member.backend, member.rank, member.reader)
+            )
         engine = self._group.worker.engines.get(member.backend)
         return engine.signs(member.reader) if engine is not None else None
 
-    def trust(self) -> None:
-        """While ranks hand over, each bounds the waits for its own readers: none is silent here."""
-        self._trusted += 1
+    def assume_alive(self) -> None:
+        """Count the readers of other ranks as alive: in a transfer their ranks bound the waits."""
+        self._assumed_alive += 1
 
-    def heard(self, told: Sequence[CommandResult]) -> None:
-        """Take in what the ranks see of their own readers."""
-        for rank, answer in enumerate(told):
+    def record_signs(self, results: Sequence[CommandResult]) -> None:
+        """Record the signs of life that the ranks observe of their own readers."""
+        for rank, answer in enumerate(results):
             for name, beats in answer.beats.items():
-                self._heard.update({(name, rank, reader): n for reader, n in beats.items()})
+                self._signs.update({(name, rank, reader): n for reader, n in beats.items()})
 
     def late(self, members: Sequence[Member]) -> list[Member]:
-        """Return those for which an engine of rank 0 waited in vain."""
+        """Return the members for which the transfer of an engine of rank 0 timed out."""
         engines = self._group.worker.engines
         late = {(name, reader) for name, engine in engines.items() for reader in engine.late}
         return [m for m in members if m.rank == 0 and (m.backend, m.reader) in late]
 
     def unread(self, member: Member) -> bool:
-        """Whether a reader of rank 0 that says it has everything cannot have it."""
+        """Whether a reader of rank 0 that reports a complete update has not read all bytes."""
         return not member.rank and self._engine(member.backend).unread(member.reader)
 
     def blamed(self, members: Sequence[Member], why: BaseException) -> list[Member]:
-        """Return the members that an error of a transfer is about, as far as rank 0 can tell."""
+        """Return the members that caused an error of a transfer, according to rank 0's engines."""
         engines = self._group.worker.engines
         blamed = {(name, reader) for name, e in engines.items() for reader in e.blame(why)}
         return [m for m in members if m.rank == 0 and (m.backend, m.reader) in blamed]
@@ -299,17 +307,17 @@ class PathSelector:
     def withdraw(
         self, members: Sequence[Member] | None = None, *, leaves: bool | None = None
     ) -> None:
-        """Have members (None: all) close what they opened; with all of them, free everything.
+        """Shut down the engines of members (None: all); without members, free all memory as well.
 
-        `leaves` says that they belong to this fleet no more; None is no, once it was met. Who is
-        gone is not missed.
+        With `leaves` they do not belong to this fleet any more; None means True until the fleet was
+        connected once. Errors of members are only logged.
         """
-        parts = not self.met if leaves is None else leaves
+        parts = not self.connected_once if leaves is None else leaves
         chosen = self._fleet.members if members is None else members
         leaving = [m for m in chosen if m.sender or (parts and m.released)]
-        answers = self._fleet.ask(
+        answers = self._fleet.call(
             lambda member: ShutdownRequest(sender=member.sender or member.released, leaves=parts),
-            timeout_s=min(self._options.timeout_s, _GOODBYE_S),
+            timeout_s=min(self._options.timeout_s, _SHUTDOWN_S),
             members=leaving,
         )
         for answer in failures(answers):
@@ -338,11 +346,11 @@ class PathSelector:
             found.setdefault(member.backend, []).append(member)
         return found
 
-    def _go(self, member: Member, way: Candidate) -> None:
-        member.rank, member.backend, member.path = way.rank, way.backend, way.path
+    def _set_path(self, member: Member, chosen: Candidate) -> None:
+        member.rank, member.backend, member.path = chosen.rank, chosen.backend, chosen.path
 
     def _try(self, chosen: dict[Member, Candidate], fleet_version: int | None) -> list[MemberReply]:
-        """Open what the chosen ways need, and offer it; return whose path does not work."""
+        """Open engines for the chosen paths and connect; return the results of failed paths."""
         self._next_reader.clear()
         self._open(chosen)
         return _path_failures(self._connect(list(chosen), fleet_version))
@@ -350,12 +358,12 @@ class PathSelector:
     def _open(self, chosen: dict[Member, Candidate]) -> None:
         self._paths.clear()
         options = self._given
-        for member, way in chosen.items():
-            self._go(member, way)
-            self._paths.setdefault(way.backend, {})[way.rank] = way.path
-        for way in chosen.values():
-            for base, path in self._backend(way.backend).requires.items():
-                self._paths.setdefault(base, {})[way.rank] = path
+        for member, candidate in chosen.items():
+            self._set_path(member, candidate)
+            self._paths.setdefault(candidate.backend, {})[candidate.rank] = candidate.path
+        for candidate in chosen.values():
+            for base, path in self._backend(candidate.backend).requires.items():
+                self._paths.setdefault(base, {})[candidate.rank] = path
         for name in self._paths:
             options = self._backend(name).adjust(options)
         self._options = options
@@ -369,9 +377,10 @@ class PathSelector:
             self._group.run_on_all(command)
 
     def _connect(self, members: Sequence[Member], fleet_version: int | None) -> list[MemberReply]:
-        """Give members all they need; of a collective backend, all of its members meet again.
+        """Connect members; for a collective backend, connect all of its members again.
 
-        The backends whose readers fail each for itself come first; where some do, the rest waits.
+        Backends that are not collective come first. Where a member fails, the remaining backends
+        are not connected.
         """
         answers: list[MemberReply] = []
         by_backend = self._by_backend(members)
@@ -387,9 +396,9 @@ class PathSelector:
     def _handshake(
         self, name: str, members: Sequence[Member], fleet_version: int | None
     ) -> list[MemberReply]:
-        """Lead a backend's engines through a handshake; return what each member answered last."""
+        """Run the handshake of a backend's engines; return the last result of each member."""
         for member in members:
-            self._give_place(member)
+            self._assign_index(member)
         answers: dict[Member, MemberReply] = {}
         number = next(_OFFER_NUMBERS)
         readers: dict[int, list[Reader]] = {}
@@ -401,33 +410,33 @@ class PathSelector:
             while rounds := self._rounds(self._group.run_on_all(command), members):
                 replies: dict[int, Replies] = {}
                 failed: list[MemberReply] = []
-                for rank, (step, asked) in rounds.items():
-                    told = self._ask(name, step, asked, number, fleet_version)
-                    answers.update((answer.member, answer) for answer in told)
-                    failed += failures(told)
-                    replies[rank] = _replies(told)
+                for rank, (step, called) in rounds.items():
+                    received = self._send_round(name, step, called, number, fleet_version)
+                    answers.update((answer.member, answer) for answer in received)
+                    failed += failures(received)
+                    replies[rank] = _replies(received)
                 command = Connect(backend=name, replies=replies)
                 if failed:
-                    over = self._group.run_on_all(command)
-                    return _blamed(list(answers.values()), over)
+                    results = self._group.run_on_all(command)
+                    return _without_excused(list(answers.values()), results)
         silent = [member.target for member in members if member not in answers]
         if silent:
             raise ConfigError(f"backend {name!r}: handshake() sent {shorten(silent)} nothing")
         return list(answers.values())
 
     def _rounds(
-        self, told: Sequence[CommandResult], members: Sequence[Member]
+        self, results: Sequence[CommandResult], members: Sequence[Member]
     ) -> dict[int, tuple[Round, list[Member]]]:
-        """What each rank's engine wants its readers to be sent next."""
+        """Return each rank's next round of messages, and the members that they are for."""
         found: dict[int, tuple[Round, list[Member]]] = {}
-        for rank, answer in enumerate(told):
+        for rank, answer in enumerate(results):
             if answer.round is not None:
-                wanted = answer.round.messages
-                asked = [m for m in members if m.rank == rank and m.reader in wanted]
-                found[rank] = answer.round, asked
+                messages = answer.round.messages
+                called = [m for m in members if m.rank == rank and m.reader in messages]
+                found[rank] = answer.round, called
         return found
 
-    def _ask(
+    def _send_round(
         self,
         name: str,
         step: Round,
@@ -456,35 +465,38 @@ class PathSelector:
             )
 
         timeout_s = step.patience * self._options.timeout_s
-        answers = self._fleet.ask(request, timeout_s=timeout_s, members=members)
+        answers = self._fleet.call(request, timeout_s=timeout_s, members=members)
         if step.probe:
             return answers
         for i, answer in enumerate(answers):
             if answer.error is None:
                 answers[i] = _same_instance(answer)
             if answers[i].error is None:
-                answer.member.met(answer.status)
+                answer.member.record_status(answer.status)
                 answer.member.sender = self._group.rank_infos[answer.member.rank].sender_id
         return answers
 
-    def _give_place(self, member: Member) -> None:
-        """Places are never given twice: who held one before may not have noticed yet."""
+    def _assign_index(self, member: Member) -> None:
+        """Give a member a new reader index. No index is used twice: an old reader may still read.
+
+        Raises ConfigError where the engine has no index left.
+        """
         engine = member.backend, member.rank
-        place = self._next_reader.get(engine, 0)
+        index = self._next_reader.get(engine, 0)
         most = self._backend(member.backend).max_readers
-        if most is not None and place >= most:
+        if most is not None and index >= most:
             raise ConfigError(
-                f"rank {member.rank} would feed more than the {most} receivers for which "
+                f"rank {member.rank} would send to more than the {most} receivers for which "
                 f"its ring has places; {member.target} is one too many"
             )
-        self._next_reader[engine] = place + 1
-        member.reader = place
+        self._next_reader[engine] = index + 1
+        member.reader = index
 
-    def _serves(self, way: Candidate) -> bool:
-        """Whether there is an engine for it, with a place: new ones have all their places again."""
-        most = self._backend(way.backend).max_readers
-        free = most is None or self._next_reader.get((way.backend, way.rank), 0) < most
-        return self._paths.get(way.backend, {}).get(way.rank) == way.path and free
+    def _has_engine(self, candidate: Candidate) -> bool:
+        """Whether an engine for a candidate is open, and has a reader index left."""
+        most = self._backend(candidate.backend).max_readers
+        free = most is None or self._next_reader.get((candidate.backend, candidate.rank), 0) < most
+        return self._paths.get(candidate.backend, {}).get(candidate.rank) == candidate.path and free
 
     @contextmanager
     def _timed(self, phase: str) -> Iterator[None]:
@@ -511,7 +523,7 @@ def _reader(member: Member) -> Reader:
 
 
 def _replies(answers: Sequence[MemberReply]) -> Replies:
-    """What an engine is told of a round."""
+    """Return the results of a round, as its engine receives them."""
     payloads = {
         answer.member.reader: answer.reply.payload
         for answer in answers
@@ -520,14 +532,16 @@ def _replies(answers: Sequence[MemberReply]) -> Replies:
     return Replies(payloads=payloads, failed=[answer.member.reader for answer in failures(answers)])
 
 
-def _blamed(answers: list[MemberReply], over: Sequence[CommandResult]) -> list[MemberReply]:
-    """Leave out those who failed only because others did."""
-    excused = {(rank, reader) for rank, told in enumerate(over) for reader in told.excused}
+def _without_excused(
+    answers: list[MemberReply], results: Sequence[CommandResult]
+) -> list[MemberReply]:
+    """Return the results without members that failed only because others did."""
+    excused = {(rank, reader) for rank, result in enumerate(results) for reader in result.excused}
     return [a for a in answers if (a.member.rank, a.member.reader) not in excused]
 
 
 def _path_failures(answers: Sequence[MemberReply]) -> list[MemberReply]:
-    """Return the answers that say that a path cannot work; raise any other error."""
+    """Return the results of paths that do not work; raise any other error."""
     failed = failures(answers)
     others = [answer for answer in failed if not isinstance(answer.error, _PATH_ERRORS)]
     raise_first(others, "init")
@@ -537,13 +551,13 @@ def _path_failures(answers: Sequence[MemberReply]) -> list[MemberReply]:
 
 
 def _same_instance(answer: MemberReply) -> MemberReply:
-    """An error where somebody else answered than the one who was asked who it is."""
-    asked, told = answer.member.instance, answer.status.instance
-    if asked == told:
+    """Return the result, or an error where another instance replied than to the status request."""
+    before, now = answer.member.instance, answer.status.instance
+    if before == now:
         return answer
     error = ProtocolError(
-        f"{answer.member.target} answered as instance {asked} and then as {told}: it was restarted "
-        "in between, or several receivers stand behind it; name each of them by itself"
+        f"{answer.member.target} answered as instance {before} and then as {now}: it was restarted "
+        "in between, or several receivers share this target; name each of them by itself"
     )
     return MemberReply(answer.member, error=error)
 
@@ -554,4 +568,4 @@ def _unavailable(members: Sequence[Member]) -> WeightSyncError:
         for member in members
         for path, reason in member.skipped.items()
     )
-    return BackendUnavailableError(f"no path works to {reasons or 'anyone'}")
+    return BackendUnavailableError(f"no path works to {reasons or 'any receiver'}")

@@ -1,4 +1,4 @@
-"""The senders that a receiver knows, and whether it may generate."""
+"""The senders that are connected to a receiver, and whether the receiver may generate."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ logger = logging.getLogger(__name__)
 
 MAX_PEERS = 64
 REMEMBERED_SENDERS = 1024
-"""How many senders' newest offers are known, those that left included."""
+"""Number of senders, disconnected ones included, whose newest offer number is kept."""
 
 
 class Senders:
-    """Engines by sender id; `keys` are the device keys that they open handles with.
+    """Receiver engines by sender id; `keys` are the device keys with which they open handles.
 
-    They are those of one owner, of dead ones before it, and of senders that claim nothing. The
-    engines' hearts beat while `at_work` says that the receiver is.
+    The senders belong to the current owner, to dead previous owners, or to no owner. The engines
+    send heartbeats while `at_work` returns True.
     """
 
     def __init__(self, keys: list[str]) -> None:
@@ -57,15 +57,15 @@ class Senders:
 
     @property
     def owner(self) -> Owner | None:
-        """The last one that this receiver belonged to."""
+        """The last owner of this receiver, None before the first."""
         alive = any(self.alive(sender) for sender in list(self._owned))
         return replace(self._owner, alive=alive) if self._owner else None
 
     def open(self, info: InitInfo) -> Manifest:
-        """Open what a sender offers, and return what it will send; its former offer is closed.
+        """Open an engine for a sender, close its previous one, and return the sender's manifest.
 
-        Raises ProtocolError for an offer that is older than one that came before it, and
-        SenderConflictError where this receiver belongs to another living sender.
+        Raises ProtocolError for an offer that is older than one received before, or with MAX_PEERS
+        other senders; SenderConflictError where this receiver belongs to another living sender.
         """
         self._check_number(info)
         replaced = self.replaces(info)
@@ -77,18 +77,18 @@ class Senders:
         finally:
             self._opening = ""
         if info.owner is not None:
-            self._belong_to(info.owner, info.sender, replaced)
+            self._set_owner(info.owner, info.sender, replaced)
         return manifest
 
     def replaces(self, info: InitInfo) -> Owner | None:
-        """Return the living owner whose place this offer takes, if there is one.
+        """Return the living owner that this offer replaces, None where there is none.
 
-        Raises SenderConflictError where it may not.
+        Raises SenderConflictError where the offer may not replace it.
         """
         owner, offered = self.owner, info.owner
         if owner is None or offered is None or not owner.alive or owner.id == offered.id:
             return None
-        # Whoever offers what is the living owner's own is not somebody else who takes over.
+        # A sender of the living owner is not another sender that takes over.
         if offered.term <= owner.term or info.sender in self._owned:
             raise SenderConflictError(
                 f"this receiver belongs to the sender of {describe(owner)}; close() that one, or "
@@ -98,7 +98,7 @@ class Senders:
             )
         return owner
 
-    def _belong_to(self, owner: Owner, sender: str, replaced: Owner | None) -> None:
+    def _set_owner(self, owner: Owner, sender: str, replaced: Owner | None) -> None:
         if replaced is not None:
             logger.warning("%s takes this receiver over from %s", owner.name, describe(replaced))
             for other in [s for s in self._owned if s != sender and self.alive(s)]:
@@ -129,7 +129,7 @@ class Senders:
         return manifest
 
     def get(self, sender: str) -> WeightTransferEngine:
-        """Return a sender's engine. Raises ProtocolError when it has not called init here."""
+        """Return a sender's engine. Raises UnknownSenderError for one that is not connected."""
         engine = self._engines.get(sender)
         if engine is None:
             raise UnknownSenderError(
@@ -139,7 +139,7 @@ class Senders:
         return engine
 
     def init_reply(self, sender: str) -> Any:
-        """What a sender's engine here tells the one there."""
+        """Return the reply of a sender's receiver engine to its trainer engine."""
         return self.get(sender).init_reply()
 
     def knows(self, sender: str) -> bool:
@@ -147,34 +147,34 @@ class Senders:
         return sender in self._engines
 
     def manifest(self, sender: str | None) -> Manifest | None:
-        """What a sender said it sends."""
+        """Return the manifest that a sender announced, None where it is not connected."""
         return self._manifests.get(sender) if sender is not None else None
 
     def alive(self, sender: str) -> bool:
-        """Whether a sender is connected, or is being connected anew, and lives; any thread asks."""
+        """Whether a sender is connected or reconnecting, and lives. Thread-safe."""
         engine = self._engines.get(sender)
         if engine is not None and _sender_alive(engine):
             return True
-        # One that was closed meanwhile says no as well: what counts is the one in its place.
+        # The engine may have been closed meanwhile: the engine that replaced it counts.
         return self._opening == sender or (
             self._engines.get(sender) is not engine and self.alive(sender)
         )
 
     def beat(self, sender: str | None) -> int | None:
-        """Return what grows while a sender's process is not stopped; None where it is unseen."""
+        """Return a counter that grows while the sender's process runs; None if not observable."""
         engine = self._engines.get(sender) if sender is not None else None
         return engine.sender_beat() if engine is not None else None
 
     def forget_dead(self, *, keep: str | None) -> list[str]:
-        """Close what dead senders left, except of `keep`, whose update is still open.
+        """Close the engines of dead senders, except of `keep`, whose update is still open.
 
-        Returns those that are dead for certain: of others only what they had opened here is over.
+        Returns the senders that are certainly dead. Of others only the connection is lost.
         """
         dead = []
         for sender in list(self._engines):
             if sender == keep or self.alive(sender):
                 continue
-            logger.info("sender %s is gone; closing what it had opened", sender)
+            logger.info("sender %s is gone; its engine is closed", sender)
             engine = self._engines.get(sender)
             if engine is None or _sender_alive(engine) is not None:
                 dead.append(sender)
@@ -182,7 +182,7 @@ class Senders:
         return dead
 
     def close(self, sender: str) -> None:
-        """Close one sender's engine, if there is one."""
+        """Close a sender's engine, if it has one."""
         self._paths.pop(sender, None)
         self._manifests.pop(sender, None)
         engine = self._engines.pop(sender, None)
@@ -207,7 +207,7 @@ class Senders:
             )
 
     def _note_number(self, info: InitInfo) -> None:
-        # Kept when the sender leaves: that is when a late offer would be taken for a new one.
+        # Kept when the sender leaves: a late offer would then be mistaken for a new one.
         self._numbers[info.sender] = info.number
         self._numbers.move_to_end(info.sender)
         while len(self._numbers) > REMEMBERED_SENDERS:
@@ -218,7 +218,7 @@ class Senders:
         return dict(self._paths)
 
     def ledger(self) -> list[LedgerEntry]:
-        """Everything that the engines hold open."""
+        """Return the shared memory that the engines hold open."""
         return [entry for engine in list(self._engines.values()) for entry in engine.ledger()]
 
 
@@ -240,7 +240,7 @@ def _shut_down(engine: WeightTransferEngine) -> None:
 
 
 def _engine_of(name: str, keys: list[str]) -> WeightTransferEngine:
-    """Return a new engine of a backend. Raises BackendUnavailableError where there is none here."""
+    """Return a new engine of a backend. Raises BackendUnavailableError where it cannot be used."""
     try:
         engine = get_backend(name).receiver_engine(keys)
     except ConfigError as exc:
@@ -254,10 +254,10 @@ def _engine_of(name: str, keys: list[str]) -> WeightTransferEngine:
 
 
 def check_protocol(info: InitInfo, protocol: int) -> None:
-    """Raise ProtocolError unless the sender speaks our protocol too."""
+    """Raise ProtocolError unless the sender supports this receiver's protocol version."""
     if not info.protocol_min <= protocol <= info.protocol_max:
         raise ProtocolError(
-            f"the sender speaks protocols {info.protocol_min} to {info.protocol_max}, this "
+            f"the sender supports protocols {info.protocol_min} to {info.protocol_max}, this "
             f"receiver {protocol}; install the same version of weightsync on both sides"
         )
 
@@ -267,10 +267,10 @@ _KEPT = 256
 
 @dataclass(slots=True)
 class _FleetClaim:
-    """The version that a sender said its fleet holds.
+    """The fleet version that a sender claimed at init.
 
-    `during`: said since the last update began. `lost_at`: since when its engine is gone without a
-    goodbye.
+    `during`: claimed since the last update began. `withdrawn`: the sender will init again.
+    `lost_at`: the time, of `time.monotonic()`, at which its engine was lost without a shutdown.
     """
 
     version: int
@@ -280,11 +280,14 @@ class _FleetClaim:
 
 
 class Readiness:
-    """Looks at weights and fleets. `state` guards `lifecycle`; `forget_dead` closes dead senders.
+    """Whether a receiver may generate.
 
-    A sender says at init which version its fleet holds. Who holds an older one is JOINING until a
-    whole update commits, or until everybody who said so left or died. Who is lost without a goodbye
-    may be about to init again, and counts for `grace_s` more seconds.
+    `state` guards `lifecycle`; `forget_dead` closes the engines of dead senders.
+
+    A sender claims at init a version that its fleet holds. A receiver with an older version is
+    JOINING until a full update commits, or until all senders with such a claim left or died. The
+    claim of a sender that was lost without a shutdown stays valid for `grace_s` seconds, because
+    the sender may init again.
     """
 
     def __init__(
@@ -300,10 +303,10 @@ class Readiness:
         self._state = state
         self._forget_dead = forget_dead
         self._grace_s = grace_s
-        self._told: dict[str, _FleetClaim] = {}
+        self._claims: dict[str, _FleetClaim] = {}
 
     def refuse(self) -> None:
-        """Raise NotReadyError when the weights in use are not one whole, current version."""
+        """Raise NotReadyError unless the weights in use are one complete, current version."""
         if self._lifecycle.required_version:
             self._forget_dead()
         reason = self.reason()
@@ -315,7 +318,7 @@ class Readiness:
             )
 
     def reason(self) -> str:
-        """Say why the weights in use may not be used; nothing where they may."""
+        """Return why the weights may not be used; an empty string where they may."""
         lifecycle = self._lifecycle
         if lifecycle.may_generate:
             return ""
@@ -331,60 +334,63 @@ class Readiness:
         )
 
     def joined(self, sender: str, fleet_version: int) -> None:
-        """A sender said which version the rest of its fleet holds."""
+        """Record a sender's claim of its fleet's version."""
         with self._state:
-            self._told.pop(sender, None)
-            self._told[sender] = _FleetClaim(fleet_version)
-            while len(self._told) > _KEPT:
-                del self._told[next(iter(self._told))]
-            self._look()
+            self._claims.pop(sender, None)
+            self._claims[sender] = _FleetClaim(fleet_version)
+            while len(self._claims) > _KEPT:
+                del self._claims[next(iter(self._claims))]
+            self._evaluate()
 
     def left(self, sender: str | None, *, for_good: bool) -> None:
-        """A sender (None: every sender) said goodbye, or only withdrew and will init again."""
-        with self._state:
-            for known in list(self._told) if sender is None else [sender]:
-                if for_good:
-                    self._told.pop(known, None)
-                elif known in self._told:
-                    self._told[known].withdrawn = True
-            if self._lifecycle.required_version:
-                self._look()
+        """Remove the claim of a sender (None: of every sender) that shut down.
 
-    def parted(self, dead: Iterable[str]) -> None:
-        """The fleets of `dead` senders are not waited for, nor who has been lost for too long."""
+        Without `for_good` the sender will init again, and its claim is marked as withdrawn.
+        """
+        with self._state:
+            for known in list(self._claims) if sender is None else [sender]:
+                if for_good:
+                    self._claims.pop(known, None)
+                elif known in self._claims:
+                    self._claims[known].withdrawn = True
+            if self._lifecycle.required_version:
+                self._evaluate()
+
+    def remove_dead(self, dead: Iterable[str]) -> None:
+        """Remove the claims of `dead` senders, and of senders that were lost for too long."""
         with self._state:
             for sender in dead:
-                self._told.pop(sender, None)
+                self._claims.pop(sender, None)
             if self._lifecycle.required_version:
-                self._look()
+                self._evaluate()
 
     def started(self) -> None:
-        """An update begins; what is told from now on may be newer than what it brings."""
+        """Record the start of an update. Later claims may be of a newer version than its own."""
         with self._state:
-            for word in self._told.values():
-                word.during = False
+            for claim in self._claims.values():
+                claim.during = False
 
     def committed(self, sender: str | None, *, partial: bool) -> None:
-        """The update of `sender` is in use: a whole one outdates what was told before it began."""
+        """Record the commit of an update; a full one satisfies claims made before it began."""
         if partial:
             return
         with self._state:
-            for known, word in self._told.items():
-                if known == sender or not word.during:
-                    word.version = min(word.version, self._lifecycle.version)
-            self._look()
+            for known, claim in self._claims.items():
+                if known == sender or not claim.during:
+                    claim.version = min(claim.version, self._lifecycle.version)
+            self._evaluate()
 
-    def _look(self) -> None:
+    def _evaluate(self) -> None:
         now = time.monotonic()
-        self._told = {s: word for s, word in self._told.items() if self._counts(s, word, now)}
-        self._lifecycle.join(max((word.version for word in self._told.values()), default=0))
+        self._claims = {s: c for s, c in self._claims.items() if self._is_valid(s, c, now)}
+        self._lifecycle.join(max((claim.version for claim in self._claims.values()), default=0))
 
-    def _counts(self, sender: str, word: _FleetClaim, now: float) -> bool:
-        """Whether a sender is still connected, or may come again."""
+    def _is_valid(self, sender: str, claim: _FleetClaim, now: float) -> bool:
+        """Whether a claim is still valid: its sender is connected, or may connect again."""
         if self._senders.knows(sender):
-            word.withdrawn, word.lost_at = False, None
+            claim.withdrawn, claim.lost_at = False, None
             return True
-        if word.withdrawn:
-            return word.during or word.version > self._lifecycle.version
-        word.lost_at = now if word.lost_at is None else word.lost_at
-        return now - word.lost_at < self._grace_s
+        if claim.withdrawn:
+            return claim.during or claim.version > self._lifecycle.version
+        claim.lost_at = now if claim.lost_at is None else claim.lost_at
+        return now - claim.lost_at < self._grace_s
