@@ -585,5 +585,5 @@ def watching(group: RankGroup, trace: TracePath | None) -> Iterator[None]:
     Rank 0 only.
     """
     tracer = TraceObserver(group.worker, trace_path(trace)) if trace is not None else None
-    with group.observers.also(tracer), group.observers.looking():
+    with group.observers.also(tracer), group.observers.user_call():
         yield

@@ -253,19 +253,19 @@ def count_calls(rank: int, to: list[str], bucket_nbytes: int) -> tuple[int, int]
         trainer_models.fsdp(), to=to, bucket_nbytes=bucket_nbytes, timeout_s=TIMEOUT_S
     )
     counts: Counter[str] = Counter()
-    run, meet = comm.RankComm._run, comm.RankComm._meet
+    run, synchronize = comm.RankComm._run, comm.RankComm._synchronize
 
     def counted_run(self: Any, *args: Any) -> None:
         counts["run"] += 1
         run(self, *args)
 
-    def counted_meet(self: Any, call: str, *args: Any) -> None:
+    def counted_call(self: Any, call: str, *args: Any) -> None:
         counts[call] += 1
-        meet(self, call, *args)
+        synchronize(self, call, *args)
 
     counting = (
         mock.patch.object(comm.RankComm, "_run", counted_run),
-        mock.patch.object(comm.RankComm, "_meet", counted_meet),
+        mock.patch.object(comm.RankComm, "_synchronize", counted_call),
     )
     with sender, counting[0], counting[1]:
         sender.send_weights()

@@ -143,7 +143,7 @@ class TestSettling:
             on_gpu: (0, "shared_memory"),
             on_host: (0, "shared_memory"),
         }
-        assert "feeds another receiver by shared_memory" in on_gpu.skipped["cuda_ipc"]
+        assert "sends to another receiver by shared_memory" in on_gpu.skipped["cuda_ipc"]
 
     def test_rings_of_other_ranks_do_not_matter(self) -> None:
         on_gpu, on_host = member("GPU-1", HERE), member(HERE)

@@ -1,1 +1,1 @@
-"""The ranks of one trainer: their collectives, and what each of them runs."""
+"""The ranks of one trainer: their collectives, the rank group and the worker of each rank."""

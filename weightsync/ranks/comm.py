@@ -1,4 +1,4 @@
-"""What the ranks of one trainer exchange: a private Gloo group beside the trainer's own."""
+"""Collectives between the ranks of one trainer, in a Gloo group apart from the trainer's own."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ _MAX_POLL_S = 0.1
 
 
 class StoreRendezvous:
-    """One meeting of all ranks. `store` is the meeting's own corner of the trainer's store.
+    """One rendezvous of all ranks. `store` is a prefix of the trainer's store for it alone.
 
-    Every rank counts its own meetings, and the outcome of each is settled once in the store: so a
-    rank that comes after the others gave up goes on to the meeting they hold next.
+    Every rank counts its own rendezvous, and the outcome of each is set once in the store. So a
+    rank that arrives after the others gave up continues with their next rendezvous.
     """
 
     def __init__(self, store: Store, *, rank: int, size: int) -> None:
@@ -48,43 +48,43 @@ class StoreRendezvous:
     def arrive(
         cls, store: Store, *, rank: int, size: int, timeout_s: float
     ) -> tuple[Self, list[int]]:
-        """Wait for all ranks; return the meeting, and the ranks that did not come in time."""
+        """Wait for all ranks; return the rendezvous, and the ranks that did not arrive in time."""
         deadline = time.monotonic() + timeout_s
         while True:
             number = store.add(f"meetings/{rank}", 1)
-            meeting = cls(PrefixStore(f"meeting/{number}", store), rank=rank, size=size)
-            if meeting._enter() in (b"", COMPLETE.encode()) or time.monotonic() >= deadline:
-                return meeting, meeting._wait(deadline)
+            found = cls(PrefixStore(f"meeting/{number}", store), rank=rank, size=size)
+            if found._enter() in (b"", COMPLETE.encode()) or time.monotonic() >= deadline:
+                return found, found._wait(deadline)
 
-    def survivors_miss(self, timeout_s: float) -> list[int]:
-        """Return the ranks that do not call this too, within `timeout_s`. Called after a loss."""
-        self.survive()
+    def missing_survivors(self, timeout_s: float) -> list[int]:
+        """Return the ranks that do not report alive within `timeout_s`. Called after a loss."""
+        self.report_alive()
         return self._missing("survivor", time.monotonic() + timeout_s)
 
-    def survive(self) -> None:
-        """Say that this rank is left."""
+    def report_alive(self) -> None:
+        """Report in the store that this rank is alive, for ranks that have noticed a loss."""
         self.store.set(f"survivor/{self._rank}", "1")
 
     def _enter(self) -> bytes:
         self.store.set(f"rank/{self._rank}", "1")
         if self.store.add("arrived", 1) == self._size:
-            return self._settle(COMPLETE)
+            return self._set_outcome(COMPLETE)
         return self.store.get("outcome") if self.store.check(["outcome"]) else b""
 
-    def _settle(self, outcome: str) -> bytes:
-        """Settle the outcome; return how it was settled first."""
+    def _set_outcome(self, outcome: str) -> bytes:
+        """Set the outcome, unless it is set; return the outcome that was set first."""
         return self.store.compare_set("outcome", "", outcome)
 
     def _wait(self, deadline: float) -> list[int]:
         if _poll(lambda: self.store.check(["outcome"]), deadline):
-            settled = self.store.get("outcome")
+            outcome = self.store.get("outcome")
         else:
             missing = self._missing("rank", deadline)
-            settled = self._settle(" ".join(map(str, missing)) or COMPLETE)
-        return [] if settled == COMPLETE.encode() else [int(n) for n in settled.split()]
+            outcome = self._set_outcome(" ".join(map(str, missing)) or COMPLETE)
+        return [] if outcome == COMPLETE.encode() else [int(n) for n in outcome.split()]
 
     def _missing(self, kind: str, deadline: float) -> list[int]:
-        """Return the ranks without a key of this kind once the time is up, or none at once."""
+        """Return the ranks that set no key of this kind by the deadline; [] as soon as all did."""
         left = [rank for rank in range(self._size) if rank != self._rank]
 
         def all_here() -> bool:
@@ -113,16 +113,16 @@ NAMING_TIMEOUT_S = 3.0
 _LOST = "lost"
 _WAIT_SLICE = timedelta(seconds=0.2)
 
-# Every call begins by summing one word over the ranks: each adds one to the field of its call.
+# Every call begins with an allreduce of one int64: each rank adds 1 to the bit field of its call.
 _FIELD_BITS = 15
 _CALLS = ("agree", "failed agree", "exchange", "broadcast")
 _MASK = (1 << _FIELD_BITS) - 1
 MAX_RANKS = _MASK
-"""The most that one word can count."""
+"""The largest count of a bit field."""
 
 
 class Gloo(Protocol):
-    """What is used of `dist.ProcessGroupGloo`, whose stub lacks it."""
+    """The methods in use of `dist.ProcessGroupGloo`, which torch's stub lacks."""
 
     def allreduce(self, tensors: list[torch.Tensor], /) -> dist.Work: ...
 
@@ -136,20 +136,20 @@ class Gloo(Protocol):
 
 
 class RankComm:
-    """The ranks of a trainer; every rank calls the same methods in the same order.
+    """Collectives of a trainer's ranks. Every rank calls the same methods in the same order.
 
-    `rank` and `size` are those of the trainer's process group; messages name a rank as the whole
-    job knows it (`names`). `store` is for short notes, None where there is one rank.
+    `rank` and `size` are those of the trainer's process group; messages name a rank by its global
+    rank (`names`). `store` is for short notes, None where there is one rank.
 
-    A call that ranks do not share raises ProtocolError on all of them. A rank that dies, or stays
-    away for longer than the group's timeout, is a TransferError on all others that names it. The
-    group is then broken: every further call raises TransferError.
+    Different calls on the ranks raise ProtocolError on all of them. If a rank dies, or does not
+    call within the group's timeout, all others raise a TransferError that names it. The group is
+    then broken: every further call raises TransferError.
     """
 
     def __init__(
         self,
         group: Gloo,
-        check_in: StoreRendezvous,
+        rendezvous: StoreRendezvous,
         *,
         rank: int,
         names: Sequence[int],
@@ -159,36 +159,37 @@ class RankComm:
         self.size = len(names)
         self.names = tuple(names)
         self.timeout_s = timeout_s
-        self._notes = PrefixStore("notes", check_in.store)
+        self._notes = PrefixStore("notes", rendezvous.store)
         self.store: Store | None = self._notes
         self._group: Gloo | None = group
-        self._check_in = check_in
+        self._rendezvous = rendezvous
         self._broken: str | None = None
 
     @property
     def broken(self) -> bool:
-        """Whether a rank was lost, so that every further call raises."""
+        """Whether a rank was lost. Every further call then raises."""
         return self._broken is not None
 
     def limit(self, timeout_s: float) -> None:
-        """Wait for other ranks as long as this from now on. Not collective; each rank calls it."""
+        """Set the timeout of all further calls. Not collective; every rank calls it."""
         self.timeout_s = timeout_s
         if self._group is not None:
             self._group.set_timeout(timedelta(seconds=timeout_s))
 
     def exchange(self, payload: bytes) -> list[bytes]:
-        """Return every rank's payload, in rank order. Collective; payloads may differ in length."""
-        self._meet("exchange")
+        """Return the payloads of all ranks, in rank order; lengths may differ. Collective."""
+        self._synchronize("exchange")
         return self._gather(payload)
 
     def broadcast(self, payload: bytes | None = None) -> bytes:
-        """Return the payload of rank 0, which alone gives one. Collective.
+        """Return the payload of rank 0; the other ranks pass None. Collective.
 
-        The others wait for rank 0 as long as the group's timeout.
+        They wait for rank 0 up to the group's timeout. Raises ConfigError without a payload on
+        rank 0.
         """
         if self.rank == 0 and payload is None:
             raise ConfigError("rank 0 has to give the payload that it broadcasts")
-        self._meet("broadcast")
+        self._synchronize("broadcast")
         data = payload if self.rank == 0 and payload is not None else b""
         length = torch.tensor([len(data)], dtype=torch.int64)
         self._run(lambda group: group.broadcast(length, 0))
@@ -200,16 +201,16 @@ class RankComm:
     def agree(
         self, error: BaseException | None = None, *, look: Callable[[], None] | None = None
     ) -> None:
-        """Raise on every rank if any rank brings an error: the same class, naming the rank.
+        """Raise on every rank if any rank passes an error: the same class, with the rank's name.
 
-        One small word where all is well. Ranks that are in another call raise too. A foreign
-        exception becomes a RemoteError. Of several errors the one of the lowest rank is raised.
-        `look` is called now and then during a long wait, and must not raise. Collective.
+        Costs one allreduce of 8 bytes without an error. Ranks that are in another call raise too. A
+        foreign exception becomes a RemoteError. Of several errors the one of the lowest rank is
+        raised. `look` is called periodically during a long wait, and must not raise. Collective.
         """
-        self._meet("agree" if error is None else "failed agree", error, look)
+        self._synchronize("agree" if error is None else "failed agree", error, look)
 
     def together(self, make: Callable[[], T]) -> T:
-        """Return what `make` makes on this rank; what it raises on one is raised on all."""
+        """Return the result of `make` on this rank; an error on one rank is raised on all."""
         try:
             made = make()
         except BaseException as exc:
@@ -219,13 +220,13 @@ class RankComm:
         return made
 
     def attend(self) -> None:
-        """Answer ranks that have lost one and ask who is left; for waits outside of these calls."""
+        """Report alive to ranks that have noticed a loss. For waits outside of these calls."""
         if self.size > 1 and self.is_losing():
             with suppress(RuntimeError):
-                self._check_in.survive()
+                self._rendezvous.report_alive()
 
     def is_losing(self) -> bool:
-        """Whether a rank has noticed that another one is gone."""
+        """Whether a rank has noticed the loss of another rank."""
         with suppress(RuntimeError):
             return self.store is not None and self.store.check([_LOST])
         return False
@@ -234,35 +235,35 @@ class RankComm:
         """Leave the group; not collective, may be called twice."""
         self._group = None
 
-    def _meet(
+    def _synchronize(
         self,
         call: str,
         error: BaseException | None = None,
         look: Callable[[], None] | None = None,
     ) -> None:
-        """Wait until every rank is here, in the same call; raise if any of them brings an error."""
+        """Wait until every rank is in this call. Raises if any passes an error or is in another."""
         own = _CALLS.index(call)
-        word = torch.tensor([1 << own * _FIELD_BITS], dtype=torch.int64)
-        self._run(lambda group: group.allreduce([word]), look)
-        total = int(word.item())
+        counter = torch.tensor([1 << own * _FIELD_BITS], dtype=torch.int64)
+        self._run(lambda group: group.allreduce([counter]), look)
+        total = int(counter.item())
         counts = [total >> i * _FIELD_BITS & _MASK for i in range(len(_CALLS))]
         if counts[_CALLS.index("failed agree")]:
             raise self._first_error(error) from error
         if counts[own] != self.size:
-            self._raise_parted(call)
+            self._raise_different_calls(call)
 
     def _first_error(self, error: BaseException | None) -> WeightSyncError:
-        told = self._gather(b"" if error is None else _encode(error))
-        failed = [rank for rank, body in enumerate(told) if body]
+        bodies = self._gather(b"" if error is None else _encode(error))
+        failed = [rank for rank, body in enumerate(bodies) if body]
         if error is not None and self.rank != failed[0]:
             logger.warning("rank %d failed too: %r", self.names[self.rank], error)
-        problem = msgspec.json.decode(told[failed[0]], type=Problem)
+        problem = msgspec.json.decode(bodies[failed[0]], type=Problem)
         if len(failed) > 1:
             others = name_ranks(self.names[rank] for rank in failed[1:])
             problem = msgspec.structs.replace(problem, detail=f"{problem.detail} ({others} too)")
         return from_problem(problem, peer=f"rank {self.names[failed[0]]}")
 
-    def _raise_parted(self, call: str) -> NoReturn:
+    def _raise_different_calls(self, call: str) -> NoReturn:
         calls = [body.decode() for body in self._gather(call.encode())]
         where = (
             f"{name_ranks(n for n, at in zip(self.names, calls, strict=True) if at == there)} "
@@ -303,16 +304,16 @@ class RankComm:
             self._lose(failure, time.monotonic() - began)
 
     def _lose(self, cause: RuntimeError, waited_s: float) -> NoReturn:
-        """Leave the broken group, so that all others notice too, and find out who is gone."""
+        """Leave the broken group, so that all others notice too; raise an error with lost ranks."""
         self._group = None
         with suppress(RuntimeError):
             self._notes.set(_LOST, "1")
-        gone = who_is_gone(self._check_in, self.names)
+        lost = name_lost_ranks(self._rendezvous, self.names)
         late = waited_s >= self.timeout_s * 0.9
         error = TransferTimeout if late else TransferError
         spent = f" within {self.timeout_s:g} s" if late else ""
-        self._broken = f"{gone} did not answer the trainer's other ranks{spent}"
-        raise error(f"{self._broken}; start what died again, and connect again") from cause
+        self._broken = f"{lost} did not answer the trainer's other ranks{spent}"
+        raise error(f"{self._broken}; restart what died, and connect again") from cause
 
     def _give_up(self, error: ProtocolError) -> NoReturn:
         self._broken = str(error)
@@ -321,7 +322,7 @@ class RankComm:
 
 
 class SingleRank(RankComm):
-    """A trainer of one rank: the same interface, and no torch.distributed."""
+    """The collectives of a trainer with one rank, without torch.distributed."""
 
     def __init__(self) -> None:
         self.rank = 0
@@ -332,14 +333,14 @@ class SingleRank(RankComm):
         self._broken = None
 
     def limit(self, timeout_s: float) -> None:
-        """Nobody is waited for."""
+        """Do nothing: there is no other rank."""
 
     def exchange(self, payload: bytes) -> list[bytes]:
-        """Return the own payload."""
+        """Return this rank's payload."""
         return [payload]
 
     def broadcast(self, payload: bytes | None = None) -> bytes:
-        """Return the own payload."""
+        """Return this rank's payload."""
         if payload is None:
             raise ConfigError("rank 0 has to give the payload that it broadcasts")
         return payload
@@ -347,7 +348,7 @@ class SingleRank(RankComm):
     def agree(
         self, error: BaseException | None = None, *, look: Callable[[], None] | None = None
     ) -> None:
-        """Raise `error` as it is."""
+        """Raise `error` unchanged, if there is one."""
         if error is not None:
             raise error
 
@@ -356,7 +357,7 @@ class SingleRank(RankComm):
 
 
 def alone() -> RankComm:
-    """Return the ranks of a trainer that is one process."""
+    """Return the RankComm of a trainer that is one process."""
     return SingleRank()
 
 
@@ -368,21 +369,21 @@ def name_ranks(names: Iterable[int]) -> str:
     return f"ranks {', '.join(listed[:-1])} and {listed[-1]}"
 
 
-def who_is_gone(check_in: StoreRendezvous, names: Sequence[int]) -> str:
-    """Ask through the store who is still there; return the others by name."""
+def name_lost_ranks(rendezvous: StoreRendezvous, names: Sequence[int]) -> str:
+    """Find out through the store which ranks are alive; return the names of the others."""
     try:
-        missing = check_in.survivors_miss(NAMING_TIMEOUT_S)
+        missing = rendezvous.missing_survivors(NAMING_TIMEOUT_S)
     except RuntimeError:
         return "the process that holds the trainer's store (rank 0, or torchrun's agent)"
     if not missing:
-        return "a rank (all of them are still alive, so look at the network between them)"
+        return "a rank (all of them are still alive, so check the network between them)"
     return f"{name_ranks(names[rank] for rank in missing)} of {len(names)}"
 
 
 def _outcome(work: dist.Work, look: Callable[[], None] | None = None) -> RuntimeError | None:
-    """Wait for a collective in slices, so that Ctrl-C is heard; return how it failed.
+    """Wait for a collective in slices, so that Ctrl-C interrupts; return its error or None.
 
-    Without a traceback, whose frames would keep the group's sockets open, and the others waiting.
+    Without the traceback, whose frames would keep the group's sockets open and the others waiting.
     """
     while True:
         completed = work.is_completed()
@@ -399,9 +400,9 @@ def _outcome(work: dist.Work, look: Callable[[], None] | None = None) -> Runtime
 
 def _encode(error: BaseException) -> bytes:
     if not isinstance(error, WeightSyncError):
-        kind, said = type(error).__name__, str(error)
-        text = f"{kind}: {said}" if said else kind
-        error = RemoteError(text, remote_type=kind, remote_message=said)
+        kind, message = type(error).__name__, str(error)
+        text = f"{kind}: {message}" if message else kind
+        error = RemoteError(text, remote_type=kind, remote_message=message)
     return encode_problem(to_problem(error))
 
 
@@ -416,9 +417,10 @@ def _bytes_of(tensor: torch.Tensor) -> bytes:
 
 
 def compare_manifests(manifest: Manifest, ranks: RankComm, *, advice: str) -> None:
-    """Raise ManifestMismatchError on all ranks, naming the first tensor that differs. Collective.
+    """Raise ManifestMismatchError on all ranks where their manifests differ. Collective.
 
-    Every rank is compared with rank 0; `advice` ends the message.
+    Every rank is compared with rank 0. The message names the first tensor that differs, and ends
+    with `advice`.
     """
     digests = ranks.exchange(manifest.digest.encode())
     if len(set(digests)) == 1:
@@ -426,8 +428,8 @@ def compare_manifests(manifest: Manifest, ranks: RankComm, *, advice: str) -> No
     at = next(rank for rank, digest in enumerate(digests) if digest != digests[0])
     lines = [f"{spec.name} {spec}" for spec in manifest.specs]
     lines += [f"{alias} = {name}" for alias, name in sorted(manifest.aliases.items())]
-    told = [body.decode().split("\n") for body in ranks.exchange("\n".join(lines).encode())]
-    ours, theirs = told[0], told[at]
+    listed = [body.decode().split("\n") for body in ranks.exchange("\n".join(lines).encode())]
+    ours, theirs = listed[0], listed[at]
     shared = min(len(ours), len(theirs))
     i = next((i for i in range(shared) if ours[i] != theirs[i]), shared)
     first, other = ((side[i : i + 1] or [""])[0] or "nothing" for side in (ours, theirs))
@@ -442,51 +444,52 @@ _INTERVAL_S = 0.2
 
 
 class CancelledError(TransferError):
-    """A step was called off, and the ranks found no reason together: look at their answers."""
+    """A step was cancelled, and the ranks agreed on no error: their command results have it."""
 
 
-class Cancellation(Exception):  # no error of its own: the ranks agree on the real one
-    """Another rank failed in this step; meet the others to learn why."""
+class Cancellation(Exception):  # only a signal: the ranks agree on the actual error
+    """Another rank failed in this step. The next call of `agree` raises its error."""
 
 
 class CancelFlag:
-    """One flag per step in the trainer's store, looked at now and then.
+    """Cancellation flag in the trainer's store: one key per step, polled by all ranks.
 
-    A store that is gone says nothing: the ranks' group notices that its holder died.
+    It tells ranks that wait for a receiver that another rank failed. Errors of the store are
+    ignored: if its process died, the ranks' group notices that.
     """
 
     def __init__(self, ranks: RankComm) -> None:
         self._ranks = ranks
         self._store = ranks.store
-        self._turn = 0
+        self._step = 0
         self._looked = 0.0
 
-    def next_turn(self) -> None:
-        """Another step begins, on every rank."""
-        self._turn += 1
+    def next_step(self) -> None:
+        """Begin another step, with a flag that is not set. Every rank calls it."""
+        self._step += 1
         self._looked = time.monotonic()
 
-    def call(self) -> None:
-        """Say that this rank leaves the step."""
+    def set(self) -> None:
+        """Set the flag: this rank leaves the step."""
         if self._store is not None:
             with suppress(RuntimeError):
                 self._store.set(self._key, "1")
 
     def look(self) -> None:
-        """Raise CalledOff when a rank has left the step, or is gone."""
+        """Raise Cancellation when a rank has left the step, or is lost. Polls every _INTERVAL_S."""
         now = time.monotonic()
         if self._store is None or now - self._looked < _INTERVAL_S:
             return
         self._looked = now
-        called = self._ranks.is_losing()
+        cancelled = self._ranks.is_losing()
         with suppress(RuntimeError):
-            called = called or self._store.check([self._key])
-        if called:
+            cancelled = cancelled or self._store.check([self._key])
+        if cancelled:
             raise Cancellation
 
     @property
     def _key(self) -> str:
-        return f"called-off/{self._turn}"
+        return f"called-off/{self._step}"
 
 
 JOIN_TIMEOUT_S = 300.0
@@ -499,12 +502,12 @@ def join_ranks(
     join_timeout_s: float = JOIN_TIMEOUT_S,
     call: str = "connect()",
 ) -> RankComm:
-    """Make the private group over the ranks of `process_group`; each of them has to call this.
+    """Create the private group over the ranks of `process_group`; every rank has to call this.
 
-    None means the default group where there is one of more than one rank, else `alone()`.
-    `timeout_s` bounds every later wait for another rank, so it has to cover the longest time that
-    rank 0 may wait for receivers. Raises TransferTimeout naming the ranks that did not make the
-    user's `call` within the shorter of the two times.
+    None means the default group where it has more than one rank, otherwise `alone()`. `timeout_s`
+    bounds every later wait for another rank, so it has to cover the longest time that rank 0 may
+    wait for receivers. Raises TransferTimeout that names the ranks that did not make the user's
+    `call` within the shorter of the two times, and ConfigError outside of `process_group`.
     """
     if process_group is None and not (dist.is_available() and dist.is_initialized()):
         return alone()
@@ -519,17 +522,17 @@ def join_ranks(
     if rank == 0:
         _compare_timeouts(process_group, join_timeout_s)
     bound_s = min(join_timeout_s, timeout_s)
-    check_in = _meet_at_store(names, rank, bound_s, call)
-    group = _make_group(check_in, rank, names, bound_s)
+    rendezvous = _rendezvous_at_store(names, rank, bound_s, call)
+    group = _make_group(rendezvous, rank, names, bound_s)
     group.set_timeout(timedelta(seconds=timeout_s))
-    return RankComm(group, check_in, rank=rank, names=names, timeout_s=timeout_s)
+    return RankComm(group, rendezvous, rank=rank, names=names, timeout_s=timeout_s)
 
 
 def _compare_timeouts(process_group: dist.ProcessGroup | None, timeout_s: float) -> None:
-    """A rank that dies inside a collective of the trainer's is noticed after that one's timeout."""
+    """Warn where a collective of the trainer notices a dead rank only after `timeout_s`."""
     group = process_group or dist.group.WORLD
     longest = 0.0
-    with suppress(AttributeError, RuntimeError):  # a backend need not say
+    with suppress(AttributeError, RuntimeError):  # a backend may have no timeout
         backends = [group._get_backend(device) for device in group._device_types] if group else []
         longest = max((b.options._timeout.total_seconds() for b in backends), default=0.0)
     if longest > timeout_s:
@@ -541,12 +544,17 @@ def _compare_timeouts(process_group: dist.ProcessGroup | None, timeout_s: float)
         )
 
 
-def _meet_at_store(names: Sequence[int], rank: int, timeout_s: float, call: str) -> StoreRendezvous:
-    """Meet the other ranks in the trainer's store."""
+def _rendezvous_at_store(
+    names: Sequence[int], rank: int, timeout_s: float, call: str
+) -> StoreRendezvous:
+    """Wait in the trainer's store until all ranks have arrived.
+
+    Raises TransferTimeout that names the missing ranks, TransferError where the store is lost.
+    """
     digest = hashlib.blake2b(repr(list(names)).encode(), digest_size=8).hexdigest()
     store = PrefixStore(f"weightsync/{digest}", dist.distributed_c10d._get_default_store())
     try:
-        check_in, missing = StoreRendezvous.arrive(
+        rendezvous, missing = StoreRendezvous.arrive(
             store, rank=rank, size=len(names), timeout_s=timeout_s
         )
     except RuntimeError as exc:
@@ -560,18 +568,18 @@ def _meet_at_store(names: Sequence[int], rank: int, timeout_s: float, call: str)
             f"{late} of {len(names)} did not call {call} within {timeout_s:g} s; every rank of "
             "the process group has to call it"
         )
-    return check_in
+    return rendezvous
 
 
 def _make_group(
-    check_in: StoreRendezvous, rank: int, names: Sequence[int], timeout_s: float
+    rendezvous: StoreRendezvous, rank: int, names: Sequence[int], timeout_s: float
 ) -> Gloo:
-    # Not dist.new_group: its names depend on what this process made before, and ranks that
-    # recover from an error at different times would wait for each other under different names.
+    # Not dist.new_group: its group names depend on the groups that this process created before, and
+    # ranks that recover from an error at different times would wait under different names.
     try:
-        store = PrefixStore("gloo", check_in.store)
+        store = PrefixStore("gloo", rendezvous.store)
         group = dist.ProcessGroupGloo(store, rank, len(names), timedelta(seconds=timeout_s))
         return cast(Gloo, group)
     except RuntimeError as exc:
-        gone = who_is_gone(check_in, names)
-        raise TransferError(f"the trainer's ranks could not connect: {gone} stayed away") from exc
+        lost = name_lost_ranks(rendezvous, names)
+        raise TransferError(f"the trainer's ranks could not connect: {lost} stayed away") from exc

@@ -1,4 +1,4 @@
-"""All ranks of one trainer as one: rank 0 commands, every rank does its part and replies."""
+"""The rank group: rank 0 broadcasts commands, and every rank executes and replies to them."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ from weightsync.wire.problem import from_problem, to_problem
 
 
 class RankGroup:
-    """All ranks of one trainer, driven by rank 0. Made on every rank, by all of them together.
+    """All ranks of one trainer, directed by rank 0. All ranks construct it together.
 
-    Rank 0 calls `run_on_all` as often as it needs, then `finish`. The other ranks call `serve`
-    meanwhile, and read from `version` which version rank 0 sent last. `observers` see every
-    command of rank 0. Raises ManifestMismatchError when the ranks do not send the same tensors.
+    Rank 0 calls `run_on_all` for each command, then `finish`. The other ranks call `serve`
+    meanwhile. `version` is the version that rank 0 sent last. `observers` receive every command of
+    rank 0. Raises ManifestMismatchError when the ranks do not send the same tensors.
     """
 
     def __init__(self, worker: RankWorker, comm: RankComm) -> None:
@@ -44,16 +44,16 @@ class RankGroup:
 
     @property
     def manifest(self) -> Manifest:
-        """What is sent."""
+        """The manifest of the source."""
         return self.worker.source.manifest
 
     def run_on_all(
         self, command: AnyCommand, *, check: Callable[[], None] = lambda: None
     ) -> list[CommandResult]:
-        """Have every rank do `command`; return their answers in rank order.
+        """Execute `command` on every rank; return the results in rank order. Rank 0 only.
 
-        `check` raises when rank 0 should give up a transfer. Raises what a rank raised, once all
-        have answered.
+        `check` raises when rank 0 has to stop a transfer. Raises a rank's error, after all ranks
+        have replied.
         """
         if not self.observers:
             return self._run_on_all(command, check)
@@ -75,7 +75,7 @@ class RankGroup:
         return answers
 
     def check_same_call(self, call: str) -> None:
-        """Raise ProtocolError on all ranks unless all make the same call."""
+        """Raise ProtocolError on all ranks unless all make the same call. Collective."""
         if self.comm.size == 1:
             return
         calls = [body.decode() for body in self.comm.exchange(call.encode())]
@@ -94,14 +94,14 @@ class RankGroup:
         report: SyncReport | None = None,
         error: BaseException | None = None,
     ) -> None:
-        """Let the other ranks return from `serve`, with the report or the error."""
+        """Make the other ranks return from `serve`, with the report or the error. Rank 0 only."""
         self.version = version
         if self.comm.size > 1:
             problem = to_problem(error) if error is not None else None
             self.comm.broadcast(encode(Finished(version=version, report=report, problem=problem)))
 
     def serve(self) -> Finished:
-        """Do what rank 0 tells until its call is over. Raises what rank 0's caller sees raised."""
+        """Execute rank 0's commands until its call ends. Raises the error of rank 0's call."""
         own: BaseException | None = None
         while True:
             command = decode_command(self.comm.broadcast())
@@ -117,14 +117,14 @@ class RankGroup:
         return command
 
     def close(self) -> None:
-        """Free what this rank holds and leave the group."""
+        """Free this rank's memory, and leave the group."""
         self.worker.close()
         self.comm.close()
 
     def _do(
         self, command: AnyCommand, check: Callable[[], None]
     ) -> tuple[list[CommandResult], BaseException | None]:
-        """Do this rank's part, and tell the others how it went."""
+        """Execute a command on this rank; return all ranks' results, and this rank's error."""
         error: BaseException | None = None
         try:
             answer = self.worker.do(command, check)
@@ -146,9 +146,9 @@ class RankGroup:
 
 
 class FollowerUpdate:
-    """Takes part in what rank 0 sends. `send` is called as often as on rank 0.
+    """An update block on a rank other than 0. `send` has to be called as often as on rank 0.
 
-    `last_report` is rank 0's, after the block.
+    `last_report` is the report of rank 0, after the block.
     """
 
     def __init__(self, group: RankGroup) -> None:
@@ -158,7 +158,7 @@ class FollowerUpdate:
         self._follow()
 
     def send(self, named_tensors: NamedTensors) -> None:
-        """Make these tensors, which rank 0 or this rank's own receivers are sent."""
+        """Provide these tensors, which rank 0 or this rank sends to its receivers."""
         self._group.worker.pairs = named_tensors
         try:
             self._follow()
@@ -166,11 +166,11 @@ class FollowerUpdate:
             self._group.worker.pairs = None
 
     def finish(self) -> None:
-        """The block ended well here; raises what rank 0's raises."""
+        """End the block after success. Raises the error of rank 0's block."""
         self._follow()
 
     def fail(self, error: BaseException) -> None:
-        """The block ended with an error here: no rank's update commits."""
+        """End the block after an error: the update commits on no receiver."""
         if self._over:
             return
         self._group.worker.fault = error
@@ -191,7 +191,7 @@ class FollowerUpdate:
 
 @contextmanager
 def following(group: RankGroup) -> Iterator[FollowerUpdate]:
-    """Around the block of a rank that does not lead: rank 0 learns how it ended."""
+    """Run an update block on a rank other than 0, and report its outcome to rank 0."""
     followed = FollowerUpdate(group)
     try:
         yield followed

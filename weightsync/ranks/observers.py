@@ -1,4 +1,4 @@
-"""Who looks on while rank 0 sends: told of every command and message, and waited for by nobody."""
+"""Observer hooks of rank 0. Called for every command and message, never awaited."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class ObservedCall:
-    """One message to one member: who that is, how it is fed, and what it is asked."""
+    """One message to one member: the member's target, its rank, backend and reader; the request."""
 
     target: str
     rank: int
@@ -30,7 +30,8 @@ class Observer(Protocol):
     """Hooks of one observer. None of them may block.
 
     The sender's thread calls `on_command_start` and `on_command_end`; any thread calls `on_request`
-    and `on_reply`. `on_done` ends the user's call; `error` is what that call raises.
+    and `on_reply`. `on_done` is called at the end of the user's call, with the error that the call
+    raises.
     """
 
     def on_command_start(self, command: AnyCommand) -> None: ...
@@ -45,7 +46,7 @@ class Observer(Protocol):
 
 
 class Observers:
-    """Tells all watchers; what one of them raises is logged, and does not touch the update."""
+    """Calls the hooks of all observers. Their errors are logged, and do not affect the update."""
 
     def __init__(self) -> None:
         self.observers: list[Observer] = []
@@ -55,7 +56,7 @@ class Observers:
 
     @contextmanager
     def command(self, command: AnyCommand) -> Iterator[None]:
-        """Around what all ranks do."""
+        """Notify the observers before and after a command of all ranks."""
         self._notify(lambda observer: observer.on_command_start(command))
         try:
             yield
@@ -63,16 +64,16 @@ class Observers:
             self._notify(lambda observer: observer.on_command_end(command))
 
     def on_request(self, call: ObservedCall) -> None:
-        """A message goes out."""
+        """Notify the observers that a message is sent."""
         self._notify(lambda observer: observer.on_request(call))
 
     def on_reply(self, call: ObservedCall, answer: Reply | WeightSyncError | None) -> None:
-        """It was answered, or failed."""
+        """Notify the observers of the reply, or of the error of the call."""
         self._notify(lambda observer: observer.on_reply(call, answer))
 
     @contextmanager
     def also(self, observer: Observer | None) -> Iterator[None]:
-        """Have one more look on, until the block ends."""
+        """Add an observer, until the block ends; None adds nothing."""
         if observer is not None:
             self.observers.append(observer)
         try:
@@ -82,8 +83,8 @@ class Observers:
                 self.observers.remove(observer)
 
     @contextmanager
-    def looking(self) -> Iterator[None]:
-        """Around one call of the sender's user."""
+    def user_call(self) -> Iterator[None]:
+        """Notify the observers at the end of one call of the sender's user."""
         try:
             yield
         except BaseException as exc:
@@ -92,9 +93,9 @@ class Observers:
             raise
         self._notify(lambda observer: observer.on_done(None))
 
-    def _notify(self, tell: Callable[[Observer], None]) -> None:
+    def _notify(self, call: Callable[[Observer], None]) -> None:
         for observer in self.observers:
             try:
-                tell(observer)
+                call(observer)
             except Exception:
                 logger.warning("%s failed", type(observer).__name__, exc_info=True)

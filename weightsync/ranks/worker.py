@@ -1,4 +1,4 @@
-"""One rank's part in sending: its source, and the ring or memory that its receivers read."""
+"""The worker of one rank: its source, and the trainer engines that its receivers read."""
 
 from __future__ import annotations
 
@@ -55,11 +55,11 @@ from weightsync.wire.problem import Problem
 logger = logging.getLogger(__name__)
 
 Places = dict[str, dict[int, list[int]]]
-"""Readers by backend, and by the rank that feeds them."""
+"""Reader indices by backend, and by the rank that sends to them."""
 
 
 class ReaderOfRank(Protocol):
-    """A receiver that reads as `reader` what the engine of `backend` on rank `rank` offers."""
+    """A receiver with index `reader` of the engine of `backend` on rank `rank`."""
 
     rank: int
     backend: str
@@ -70,11 +70,11 @@ class ReaderOfRank(Protocol):
 
 
 class Command(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Base of what rank 0 broadcasts; every rank does it and answers."""
+    """Base of the commands that rank 0 broadcasts. Every rank executes them and replies."""
 
 
 class Open(Command, frozen=True, kw_only=True):
-    """Make engines on each of these ranks: the path by rank, by backend."""
+    """Create trainer engines. `paths` has the path of each rank, by backend."""
 
     paths: dict[str, dict[int, str]]
     packed: bool | None
@@ -83,7 +83,7 @@ class Open(Command, frozen=True, kw_only=True):
 
 
 class Connect(Command, frozen=True, kw_only=True):
-    """Begin the handshake of one backend with these readers, by rank; or go on, after `replies`."""
+    """Begin the handshake of one backend with `readers`, or continue it with `replies`, by rank."""
 
     backend: str
     number: int = 0
@@ -92,11 +92,11 @@ class Connect(Command, frozen=True, kw_only=True):
 
 
 class CheckMoved(Command, frozen=True, kw_only=True):
-    """Say whether registered memory has moved. Nothing else is on its way."""
+    """Return whether registered memory has moved. Sent between updates."""
 
 
 class Begin(Command, frozen=True, kw_only=True):
-    """Start an update of these readers, of other tensors than the model's where `pairs`."""
+    """Start an update of these readers. With `pairs`, of other tensors than the model's."""
 
     places: Places
     verify: bool
@@ -104,28 +104,29 @@ class Begin(Command, frozen=True, kw_only=True):
 
 
 class Transfer(Command, frozen=True, kw_only=True):
-    """Hand every byte over."""
+    """Transfer every byte."""
 
 
 class KeepAlive(Command, frozen=True, kw_only=True):
-    """Rank 0 waits for receivers: say how those of this rank stand, and raise if it leaves.
+    """Return the signs of life of this rank's readers. Sent while rank 0 waits for receivers.
 
-    Without `asks` the update is past giving up: it does not raise.
+    Raises if this rank has left the update, unless `may_raise` is False: then the update cannot be
+    aborted any more.
     """
 
-    asks: bool = True
+    may_raise: bool = True
 
 
 class End(Command, frozen=True, kw_only=True):
-    """The update is over, well or not."""
+    """End the update, after success or failure."""
 
 
 class Withdraw(Command, frozen=True, kw_only=True):
-    """Free everything that was made for receivers."""
+    """Free everything that was allocated for receivers."""
 
 
 class Finished(Command, frozen=True, kw_only=True):
-    """The call that rank 0 made is over: return, or raise `problem`."""
+    """The user's call on rank 0 has ended: return from `serve`, or raise `problem`."""
 
     version: int
     report: SyncReport | None = None
@@ -136,11 +137,12 @@ AnyCommand = Open | Connect | CheckMoved | Begin | Transfer | KeepAlive | End | 
 
 
 class CommandResult(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What one rank answers: the fields that belong to the command, or `problem`.
+    """The reply of one rank: the fields that belong to the command, or `problem`.
 
-    `round` are the next messages of a handshake, `excused` the failed readers that are not to
-    blame. `updates` are payloads by backend, and by reader where each gets its own. `changed` names
-    tensors of its source that changed while they were sent.
+    `round` has the next messages of a handshake, `excused` the failed readers that are not to
+    blame. `beats` has each reader's sign of life, by backend. `updates` has the payloads by
+    backend, and by reader where each reader gets its own. `changed` names tensors of the source
+    that changed during the transfer.
     """
 
     problem: Problem | None = None
@@ -158,10 +160,10 @@ class CommandResult(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
 
 
 class RankInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """Who a rank is: its device keys, and whether its tensors stay where they are.
+    """Facts about a rank: its device keys, and whether its tensors are `stable` in memory.
 
-    Receivers know it as `sender_id`. `backends` are the facts of those that can be used there,
-    `unusable` why others cannot.
+    Receivers know the rank by `sender_id`. `backends` has the endpoint facts of each usable
+    backend, `unusable` the reasons against the others.
     """
 
     keys: list[str]
@@ -176,22 +178,22 @@ _answers = msgspec.msgpack.Decoder(CommandResult)
 
 
 def encode(message: Command | CommandResult | RankInfo) -> bytes:
-    """Return the MessagePack of anything here."""
+    """Return the MessagePack encoding of a message of this module."""
     return msgspec.msgpack.encode(message)
 
 
 def decode_command(data: bytes) -> AnyCommand:
-    """Return the command that rank 0 sent."""
+    """Decode a command of rank 0."""
     return _commands.decode(data)
 
 
 def decode_result(data: bytes) -> CommandResult:
-    """Return what a rank answered."""
+    """Decode the result of a rank."""
     return _answers.decode(data)
 
 
 def decode_rank_info(data: bytes) -> RankInfo:
-    """Return who a rank is."""
+    """Decode the facts about a rank."""
     return msgspec.msgpack.decode(data, type=RankInfo)
 
 
@@ -199,79 +201,79 @@ Pair = tuple[str, torch.Tensor]
 
 
 class CollectiveSource:
-    """A WeightSource whose ranks exchange a status word before each group is gathered.
+    """A WeightSource whose ranks agree on their status before each group is gathered.
 
-    A rank that fails in the middle of a group still takes part in the rest of that group's
-    gathers, so that all ranks meet at the next word and raise there together. Shards that a
-    callable yields are looked at on all ranks before any of them is gathered.
+    A rank that fails in the middle of a group still takes part in the group's remaining gathers, so
+    that all ranks reach the next agreement and raise there together. All ranks inspect the shards
+    that a callable yields before any of them is gathered.
     """
 
     def __init__(self, source: WeightSource, ranks: RankComm) -> None:
         self._source = source
         self._ranks = ranks
         self._groups = groups_of(source.manifest)
-        self._call_off = CancelFlag(ranks)
+        self._cancel_flag = CancelFlag(ranks)
         self._making: Iterator[Pair] = iter(())
         self._rest: Iterator[Pair] = iter(())
         self._begin(lambda: None)
 
     @property
     def manifest(self) -> Manifest:
-        """The source's own."""
+        """The manifest of the source."""
         return self._source.manifest
 
     def stable_tensors(self) -> list[torch.Tensor] | None:
-        """The source's own."""
+        """Return the stable tensors of the source, None where it has none."""
         return self._source.stable_tensors()
 
     def tensors(self) -> Iterator[Pair]:
-        """Yield the source's tensors. Only inside `run`, and by every rank."""
+        """Yield the source's tensors. Called inside `run`, by every rank."""
         self._making = self._make()
         return self._making
 
     def run(self, work: Callable[[], None], *, check: Callable[[], None]) -> None:
-        """Do one rank's part of a step; if it fails on any rank, raise on all of them.
+        """Execute one rank's part of a step; if it fails on any rank, raise on all of them.
 
-        What `check` raises is raised here as it is: it says that this rank should leave. Any other
-        error is raised as the ranks agree on it, and names its rank. `self.check` asks `check`,
-        and whether another rank has left already, for waits in the middle of a group.
+        An error of `check` means that this rank has to leave the step, and is raised unchanged. For
+        any other error the ranks agree on one, which names its rank. `self.check` is for waits in
+        the middle of a group: it calls `check`, and raises when another rank has left.
         """
         self._begin(check)
-        self._call_off.next_turn()
+        self._cancel_flag.next_step()
         try:
             self._check_own()
-            called_off = self._work(work)
-            self._meet()
+            cancelled = self._work(work)
+            self._agree()
             self._over = True
-            self._raise_late()
+            self._raise_deferred()
         except BaseException as exc:
             if not self._over:
                 self._leave(exc)
             raise
         finally:
             self._making = self._rest = iter(())
-        if called_off:
-            raise CancelledError("another rank called the step off, and then found nothing wrong")
+        if cancelled:
+            raise CancelledError("another rank cancelled the step, and then reported no error")
 
     def check(self) -> None:
-        """Raise when this rank should leave the step, CalledOff when another one has."""
+        """Raise when this rank has to leave the step, or Cancellation when another one has left."""
         self._check_own()
-        self._call_off.look()
+        self._cancel_flag.look()
 
     def drain(self) -> None:
-        """Take part in making every tensor without using any."""
-        self._source.stable_tensors()  # raises, before anyone gathers, where a module has changed
+        """Take part in the gathers of every tensor, without using any."""
+        self._source.stable_tensors()  # raises where a module has changed, before any rank gathers
         for _ in self.tensors():
             self.check()
 
     def _begin(self, check: Callable[[], None]) -> None:
-        self._asked = check
-        self._refused: BaseException | None = None
-        self._late: BaseException | None = None
+        self._caller_check = check
+        self._check_error: BaseException | None = None
+        self._deferred: BaseException | None = None
         self._over = False
 
     def _work(self, work: Callable[[], None]) -> bool:
-        """Return whether the work was given up, because another rank gave up."""
+        """Do the work; return whether it was cancelled by another rank."""
         try:
             work()
         except Cancellation:
@@ -285,22 +287,22 @@ class CollectiveSource:
         made = self._source.shards if isinstance(self._source, IterableSource) else None
         pairs = checked((made or self._source.tensors)(), self._source.manifest)
         for group in self._groups:
-            self._meet()
+            self._agree()
             left = len(group)
             while left:
                 left -= self._take_shards(pairs, left) if shards else self._take(pairs, left)
-                self._raise_late()
+                self._raise_deferred()
                 yield from self._rest
-        yield from pairs  # none is left; asking lets the source see its end
+        yield from pairs  # none is left; this runs the source's generator to its end
 
     def _take(self, pairs: Iterator[Pair], count: int) -> int:
         self._rest = islice(pairs, count)
         return count
 
     def _take_shards(self, pairs: Iterator[Pair], most: int) -> int:
-        """Take neighbours that are shards, and gather none before all ranks have taken theirs.
+        """Take consecutive shards, and gather none before all ranks have taken theirs.
 
-        A tensor that is no shard may be overwritten when the next one is asked for.
+        A tensor that is no shard may be overwritten when the next one is requested.
         """
         taken: list[Pair] = []
         for pair in islice(pairs, most):
@@ -308,7 +310,7 @@ class CollectiveSource:
             if not is_sharded(pair[1]):
                 break
         if is_sharded(taken[0][1]):
-            self._meet()
+            self._agree()
         self._rest = map(self._gathered, taken)
         return len(taken)
 
@@ -318,13 +320,13 @@ class CollectiveSource:
 
     def _check_own(self) -> None:
         try:
-            self._asked()
+            self._caller_check()
         except BaseException as exc:
-            self._refused = exc
+            self._check_error = exc
             raise
 
-    def _meet(self) -> None:
-        """Wait for the next word; what `check` raises meanwhile is kept until after it."""
+    def _agree(self) -> None:
+        """Wait for the next agreement; an error of `check` meanwhile is deferred until after it."""
         try:
             self._ranks.agree(look=self._look)
         except BaseException:
@@ -332,34 +334,34 @@ class CollectiveSource:
             raise
 
     def _look(self) -> None:
-        if self._late is not None:
+        if self._deferred is not None:
             return
         try:
             self._check_own()
-        except BaseException as exc:  # noqa: BLE001  # raised after the word, which is under way
-            self._late = exc
-            self._call_off.call()
+        except BaseException as exc:  # noqa: BLE001  # raised after the agreement in progress
+            self._deferred = exc
+            self._cancel_flag.set()
 
-    def _raise_late(self) -> None:
-        if self._late is not None:
-            raise self._late
+    def _raise_deferred(self) -> None:
+        if self._deferred is not None:
+            raise self._deferred
 
     def _leave(self, error: BaseException) -> None:
-        """Tell the others, who are on their way to the next word or wait for a receiver."""
-        self._call_off.call()
+        """Leave the step after an error: cancel it on ranks that wait for a receiver, and agree."""
+        self._cancel_flag.set()
         with suppress(Exception):
             for _ in self._rest:
                 pass
-        if isinstance(error, Exception) and error is not self._refused:
+        if isinstance(error, Exception) and error is not self._check_error:
             self._ranks.agree(error)
         with suppress(Exception):
             self._ranks.agree(error)
 
 
 class SourceOfUpdate:
-    """A source that is asked for its stable tensors once an update: that takes time by the tensor.
+    """A source that caches its stable tensors for one update: to list them takes time per tensor.
 
-    `refresh` forgets them.
+    `refresh` clears the cache.
     """
 
     def __init__(self, source: WeightSource) -> None:
@@ -368,31 +370,31 @@ class SourceOfUpdate:
 
     @property
     def manifest(self) -> Manifest:
-        """The source's own."""
+        """The manifest of the source."""
         return self._source.manifest
 
     def stable_tensors(self) -> list[torch.Tensor] | None:
-        """The source's own, as they were when they were first asked for."""
+        """Return the stable tensors of the source, from the cache after the first call."""
         if self._stable is None:
             self._stable = self._source.stable_tensors()
         return self._stable
 
     def tensors(self) -> Iterator[Pair]:
-        """The source's own."""
+        """Yield the tensors of the source."""
         return self._source.tensors()
 
     def refresh(self) -> None:
-        """Ask anew."""
+        """Clear the cache."""
         self._stable = None
 
 
 class RankWorker:
-    """Does on one rank what rank 0 commands. `engines` are its backends', base engines first.
+    """Executes rank 0's commands on one rank. `engines` has the engines by backend, bases first.
 
-    `stop` ends a transfer of this rank, and with it that of all. `pairs` are the tensors of the
-    next Begin that sends other tensors than the model's. `fault` makes every further step fail:
-    this rank's caller has given the update up. `reading` are the readers of the last update, by
-    backend: they are looked at until it is finished.
+    `stop`, when set, cancels a transfer on all ranks. `pairs` are the tensors of the next Begin
+    that sends other tensors than the model's. `fault`, when set, makes every further step fail,
+    because this rank's caller left the update. `reading` has the readers of the last update, by
+    backend; their signs of life are reported until it is finished.
     """
 
     def __init__(
@@ -425,7 +427,7 @@ class RankWorker:
         self._moves_model = True
 
     def rank_info(self) -> RankInfo:
-        """Who this rank is."""
+        """Return the facts about this rank."""
         facts, unusable = endpoints(self._backends.values(), self._options.device)
         return RankInfo(
             keys=device_keys(self._options.device),
@@ -436,13 +438,13 @@ class RankWorker:
         )
 
     def backend(self, name: str) -> Backend:
-        """Return a backend that this sender was given, or that one of these requires."""
+        """Return a backend of this sender, or one that these require."""
         return self._backends.get(name) or get_backend(name)
 
     def do(
         self, command: AnyCommand, check: Callable[[], None]
     ) -> CommandResult:  # one line a command
-        """Do one command; `check` raises when a transfer must stop. Raises what went wrong."""
+        """Execute one command, and return its result. `check` raises when a transfer must stop."""
         self._check = check
         match command:
             case Open():
@@ -464,7 +466,7 @@ class RankWorker:
                 raise ConfigError(f"{type(command).__name__} is no command for a rank")
 
     def ledger(self, members: Iterable[ReaderOfRank]) -> list[LedgerEntry]:
-        """What this rank shares now; the readers of it are named after `members`, where known."""
+        """Return the memory that this rank shares; `members` give the names of its readers."""
         names: dict[str, dict[int, str]] = {name: {} for name in self.engines}
         for member in members:
             if member.rank == self._ranks.rank and member.backend in names:
@@ -478,7 +480,7 @@ class RankWorker:
         ]
 
     def close(self) -> None:
-        """Free everything, also where a part of it raises. Idempotent."""
+        """Free everything, even where an engine raises. Idempotent."""
         engines, self.engines = self.engines, {}
         heartbeat, self._heartbeat = self._heartbeat, None
         handshakes, self._handshakes = self._handshakes, {}
@@ -494,7 +496,7 @@ class RankWorker:
             self._watch.end()
 
     def dropped(self) -> None:
-        """The garbage collector closes this next."""
+        """Notify the engines that the garbage collector closes this worker next."""
         for engine in self.engines.values():
             engine.dropped()
 
@@ -579,7 +581,7 @@ class RankWorker:
         def begin() -> None:
             self._watch_source(pairs)
             whole = None if pairs is None else [(name, gather(tensor)) for name, tensor in pairs]
-            for name in self._in_turn():
+            for name in self._in_order():
                 readers = self.reading.get(name)
                 if readers:
                     engine = self.engines[name]
@@ -599,13 +601,13 @@ class RankWorker:
             packed=any(self.engines[name].packed for name in updates),
         )
 
-    def _in_turn(self) -> list[str]:
-        """All backends of this update, also those that other ranks alone use."""
+    def _in_order(self) -> list[str]:
+        """Return the backends of this update in order, including those of other ranks only."""
         own = [name for name in self.engines if name not in self._passes]
         return [*self._passes, *own]
 
     def _watch_source(self, pairs: list[tuple[str, torch.Tensor]] | None) -> None:
-        """From here on nothing that this rank's part is read from may change."""
+        """Begin to detect changes of the memory from which this rank's tensors are read."""
         source = self._given
         if isinstance(source, IterableSource):
             source.changed = []
@@ -618,8 +620,8 @@ class RankWorker:
             elif hasattr(source, "made_of"):
                 self._watch.begin(*source.made_of())
 
-    def _what_changed(self) -> list[str]:
-        """Name what others changed of this rank's source since the update began."""
+    def _changed_names(self) -> list[str]:
+        """Return the names of tensors of the source that changed since the update began."""
         source, engines = self._given, list(self.engines.values())
 
         def is_place(index: int, address: int) -> bool:
@@ -629,7 +631,7 @@ class RankWorker:
         return changed + (source.changed if isinstance(source, IterableSource) else [])
 
     def _take_pairs(self) -> list[tuple[str, torch.Tensor]]:
-        """Return this rank's tensors, shards ungathered, once all ranks have the same."""
+        """Return this rank's tensors of `pairs`, not gathered. Raises where the ranks differ."""
         given, self.pairs = self.pairs, None
         taken: list[tuple[str, torch.Tensor]] = []
         self._in_step(lambda: taken.extend(given or ()))
@@ -639,7 +641,7 @@ class RankWorker:
         return taken
 
     def _look(self, command: CheckMoved | KeepAlive) -> CommandResult:
-        if not isinstance(command, KeepAlive) or command.asks:
+        if not isinstance(command, KeepAlive) or command.may_raise:
             self._check_own()
         if isinstance(command, KeepAlive):
             engines = self.engines
@@ -663,7 +665,7 @@ class RankWorker:
 
     def _hand_over(self) -> None:
         try:
-            for name in self._in_turn():
+            for name in self._in_order():
                 if name in self.reading:
                     self.engines[name].transfer(self._check_all)
                 elif self._gathers_in(name, packed=True):
@@ -675,9 +677,9 @@ class RankWorker:
 
     def _end(self) -> CommandResult:
         engines = [self.engines[name] for name in self.reading]
-        for engine in reversed(engines):  # before the engine that it is built on
+        for engine in reversed(engines):  # before its base engine
             engine.cancel()
-        changed = self._what_changed()
+        changed = self._changed_names()
         for engine in reversed(list(self.engines.values())):
             engine.end()
         self.source.refresh()
@@ -689,7 +691,7 @@ class RankWorker:
         )
 
     def _gathers_in(self, name: str, *, packed: bool) -> bool:
-        """Whether the ranks make the model's tensors in this step: packed ones while they go."""
+        """Whether the ranks gather the model's tensors in this step: in a transfer, packed ones."""
         in_place = self.backend(name).reads_in_place and self._packed is False
         takes_part = name in self._passes and self._gathers and self._moves_model
         return takes_part and in_place != packed
@@ -701,7 +703,7 @@ class RankWorker:
             self._steps.run(work, check=self._check_own)
 
     def _check_all(self) -> None:
-        """For waits: this rank should stop, or another one has."""
+        """Raise when this rank has to stop, or another rank has. For waits."""
         if self._alone:
             self._check_own()
         else:
@@ -722,7 +724,7 @@ def _manifest_of(pairs: Iterable[Pair]) -> Manifest:
 
 
 def _checked_round(name: str, step: object) -> Round:
-    """Raise ConfigError where a handshake does not yield what the contract says."""
+    """Return a round of a handshake. Raises ConfigError where it yielded anything else."""
     if not isinstance(step, Round):
         raise ConfigError(
             f"backend {name!r}: handshake() yielded a {type(step).__name__}, not a Round"
@@ -732,7 +734,7 @@ def _checked_round(name: str, step: object) -> Round:
 
 
 def source_device(source: WeightSource) -> torch.device:
-    """Where the source's tensors are, as far as that is known without making them."""
+    """Return the device of the source's tensors, as far as it is known without gathering them."""
     stable = source.stable_tensors()
     if stable:
         return stable[0].device

@@ -336,7 +336,7 @@ class UpdateTransaction:
     def _collect_signs(self) -> None:
         """Collect the signs of life of all ranks' readers; errors are ignored."""
         with suppress(WeightSyncError):
-            self._paths.record_signs(self._group.run_on_all(KeepAlive(asks=False)))
+            self._paths.record_signs(self._group.run_on_all(KeepAlive(may_raise=False)))
 
     def _info(self, member: Member, epoch: int) -> RegisteredUpdate:
         """Return the update info of one member, with the payload of its trainer engine."""
