@@ -33,7 +33,6 @@ from weightsync.backends.gloo.trainer import ring_shape
 from weightsync.backends.ipc.sender import READER_PLACES, IpcOptions, IpcTrainerEngine
 from weightsync.shm.segment import live_segments, remove_leftovers
 from weightsync.shm.wait import Heartbeat
-from weightsync.tensors import spec_of
 from weightsync.weights.source import ModuleSource, NamedTensors
 from weightsync.wire import codec
 from weightsync.wire.messages import (
@@ -231,10 +230,9 @@ class Party:
         assert chain is not None
         self.updates += 1
         update_id = f"update-{self.updates}"
-        sent = None if pairs is None else list(pairs)
-        message = self.engine.begin([FEED_PLACE], verify=verify, pairs=sent)
-        specs = tuple(spec_of(name, tensor) for name, tensor in sent or ())
-        manifest = None if sent is None else codec.manifest_to_wire(ws.Manifest(specs))
+        part = None if pairs is None else ws.StateDictSource(dict(pairs))
+        message = self.engine.begin([FEED_PLACE], verify=verify, source=part)
+        manifest = None if part is None else codec.manifest_to_wire(part.manifest)
         terms = StartTerms(partial=pairs is not None)
         failed: list[BaseException] = []
         lock = threading.Lock()

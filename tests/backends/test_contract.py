@@ -116,7 +116,7 @@ class TestSpool(BackendContract):
         monkeypatch.setenv("SPOOL_DIRECTORY", str(tmp_path))
         self.page = page
         yield
-        page.SpoolSender(None).close()  # which removes what a killed one left
+        page.SpoolSender().close()  # which removes what a killed one left
         assert [path.name for path in tmp_path.iterdir()] == ["id"]
 
     def corrupt(self, monkeypatch: pytest.MonkeyPatch) -> None:

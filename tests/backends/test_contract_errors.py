@@ -29,7 +29,7 @@ class ShelfSender(ws.TrainerWeightTransferEngine):
     def init_payload(self, reader: Any, number: int) -> Any:
         return None
 
-    def begin(self, readers: Any, *, verify: bool, pairs: Any = None) -> Any:
+    def begin(self, readers: Any, *, verify: bool, source: Any) -> Any:
         SHELF[:] = [[contiguous_bytes(tensor) for _, tensor in self.source.tensors()]]
 
     def transfer(self, check: Any) -> None:
@@ -201,7 +201,7 @@ def test_a_handshake_of_something_else(pair: Pair, yielded: Any, message: str) -
 
 def test_a_payload_that_is_no_plain_data(pair: Pair) -> None:
     class Broken(ShelfSender):
-        def begin(self, readers: Any, *, verify: bool, pairs: Any = None) -> Any:
+        def begin(self, readers: Any, *, verify: bool, source: Any) -> Any:
             return object()
 
     class Backend(Shelf):

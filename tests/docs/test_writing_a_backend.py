@@ -170,11 +170,10 @@ def test_a_path_from_another_process_is_refused(names: Names, name: str) -> None
 
 
 def test_what_a_killed_trainer_left_is_removed(names: Names, directory: Path) -> None:
-    source = ws.ModuleSource(names["model"])
-    living, killed = names["SpoolSender"](source), names["SpoolSender"](source)
+    living, killed = names["SpoolSender"](), names["SpoolSender"]()
     killed._alive.close()  # as the kernel does
     assert len(list(directory.glob("sender-*"))) == 2
-    names["SpoolSender"](source).close()
+    names["SpoolSender"]().close()
     assert list(directory.glob("sender-*")) == [living._directory]
     living.close()
     killed.close()
@@ -183,7 +182,7 @@ def test_what_a_killed_trainer_left_is_removed(names: Names, directory: Path) ->
 
 def test_a_forked_child_keeps_no_lock(names: Names, directory: Path) -> None:
     """A data loader that outlives its trainer does not keep the trainer alive."""
-    sender = names["SpoolSender"](ws.ModuleSource(names["model"]))
+    sender = names["SpoolSender"]()
     alive = sender._directory / "alive"
     (reading, writing), (forked, forks) = os.pipe(), os.pipe()
     with warnings.catch_warnings():

@@ -22,7 +22,7 @@ from weightsync.tensors import from_bytes
 from weightsync.weights.copy_plan import CompiledUnit, Memory, compiler_for
 from weightsync.weights.layout import StreamLayout
 from weightsync.weights.sink import HOOK_ADVICE, LoadTarget, Verification
-from weightsync.weights.source import NamedTensors, WeightSource
+from weightsync.weights.source import WeightSource
 from weightsync.wire.codec import decode_payload
 from weightsync.wire.messages import LedgerEntry, RegisteredUpdate
 from weightsync.wire.offers import InitInfo
@@ -319,14 +319,12 @@ class TrainerWeightTransferEngine(ABC):
         return ()
 
     @abstractmethod
-    def begin(
-        self, readers: Sequence[int], *, verify: bool, pairs: NamedTensors | None = None
-    ) -> Any:
+    def begin(self, readers: Sequence[int], *, verify: bool, source: WeightSource) -> Any:
         """Start an update of these readers, and return the payload of their message.
 
-        A dict by reader index gives each its own. `pairs` are sent instead of the source's tensors,
-        where given: a list, in the order of the message's manifest. Messages go out when this
-        returns.
+        A dict by reader index gives each its own. `source` is what is sent: the source that the
+        engine was made with, or another one, of a subset, whose manifest is in the message.
+        Messages go out when this returns.
         """
 
     @abstractmethod

@@ -388,6 +388,20 @@ class SourceOfUpdate:
         self._stable = None
 
 
+class _Subset:
+    """A source of these pairs alone."""
+
+    def __init__(self, pairs: Sequence[Pair]) -> None:
+        self.manifest = _manifest_of(pairs)
+        self._pairs = pairs
+
+    def stable_tensors(self) -> None:
+        return None
+
+    def tensors(self) -> Iterator[Pair]:
+        return iter(self._pairs)
+
+
 class RankWorker:
     """Executes rank 0's commands on one rank. `engines` has the engines by backend, bases first.
 
@@ -580,12 +594,14 @@ class RankWorker:
 
         def begin() -> None:
             self._watch_source(pairs)
-            whole = None if pairs is None else [(name, gather(tensor)) for name, tensor in pairs]
+            source: WeightSource = self.source
+            if pairs is not None:
+                source = _Subset([(name, gather(tensor)) for name, tensor in pairs])
             for name in self._in_order():
                 readers = self.reading.get(name)
                 if readers:
                     engine = self.engines[name]
-                    payload = engine.begin(readers, verify=command.verify, pairs=whole)
+                    payload = engine.begin(readers, verify=command.verify, source=source)
                     check_plain(payload, f"backend {name!r}: begin()")
                     updates[name] = payload
                 elif self._gathers_in(name, packed=False):

@@ -30,7 +30,7 @@ from weightsync.backends.ipc.sender import RELAY_READER, IpcTrainerEngine
 from weightsync.errors import ConfigError, ConnectError, TransferError
 from weightsync.shm.addresses import is_loopback, source_address
 from weightsync.shm.host_keys import host_key
-from weightsync.weights.source import NamedTensors
+from weightsync.weights.source import WeightSource
 
 ADDRESS_VARIABLE = "WEIGHTSYNC_ADDRESS"
 """The address under which receivers on other hosts reach this one, where it cannot be found out."""
@@ -120,7 +120,7 @@ class GlooTrainerEngine(TrainerWeightTransferEngine):
         return [RELAY_READER] if readers else []
 
     def begin(
-        self, readers: Sequence[int], *, verify: bool, pairs: NamedTensors | None = None
+        self, readers: Sequence[int], *, verify: bool, source: WeightSource
     ) -> dict[int, RelayedUpdate]:
         """Send what the ring, which has begun, carries; each member feeds these of its host."""
         chain = self._chain

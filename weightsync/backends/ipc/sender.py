@@ -39,7 +39,6 @@ from weightsync.errors import ConfigError
 from weightsync.shm.ring import NETWORK, Control, RingWriter
 from weightsync.shm.shared_stream import SharedStream
 from weightsync.specs import Manifest
-from weightsync.tensors import spec_of
 from weightsync.weights.fingerprint import table_digest
 from weightsync.weights.layout import RUN_NBYTES, StreamLayout, aligned, runs_per_chunk
 from weightsync.weights.packer import Packer, StagedPacker
@@ -285,18 +284,18 @@ class IpcTrainerEngine(TrainerWeightTransferEngine):
         )
 
     def begin(
-        self, readers: Sequence[int], *, verify: bool, pairs: NamedTensors | None = None
+        self, readers: Sequence[int], *, verify: bool, source: WeightSource | None = None
     ) -> RingUpdate:
         """Start an update; nothing is read from the source yet, except to see if it has moved."""
-        stable = None if pairs is not None else self._source.stable_tensors()
+        given = self._source if source is None else source
+        is_whole = given is self._source
+        stable = self._source.stable_tensors() if is_whole else None
         self._verify = verify
         self._table = []
         self._written_nbytes = 0
-        if pairs is not None:
-            return self._begin_pairs(list(readers), list(pairs))
-        if self.packed:
-            tensors = self._source.tensors
-            return self._begin_packed(list(readers), self._packer, tensors, stable)
+        if self.packed or not is_whole:
+            packer = self._packer if is_whole else self._packer_of(given.manifest)
+            return self._begin_packed(list(readers), packer, given.tensors, stable)
         return self._begin_unpacked(list(readers), stable)
 
     def is_place(self, index: int, address: int) -> bool:
@@ -388,10 +387,6 @@ class IpcTrainerEngine(TrainerWeightTransferEngine):
         )
         slots = self._ring.tensors
         return StagedPacker(plan, slots, self._stage) if self._stage else Packer(plan, slots)
-
-    def _begin_pairs(self, readers: list[int], pairs: list[tuple[str, torch.Tensor]]) -> RingUpdate:
-        manifest = Manifest(tuple(spec_of(name, tensor) for name, tensor in pairs))
-        return self._begin_packed(readers, self._packer_of(manifest), lambda: iter(pairs), None)
 
     def _begin_packed(
         self,
