@@ -415,8 +415,9 @@ _SIGNAL_S = 10.0
 
 
 def _end_here(end: int) -> None:
-    os.kill(os.getpid(), end)
-    time.sleep(_SIGNAL_S)
+    if end:
+        os.kill(os.getpid(), end)
+        time.sleep(_SIGNAL_S)
 
 
 def run_receiver(pipe: Pipe, task: Task) -> None:
