@@ -209,7 +209,7 @@ def test_a_chain_that_closes_ends_its_join() -> None:
         joining = pool.submit(chain.join)
         time.sleep(SHORT_S / 3)
         chain.close()
-        with pytest.raises(ws.TransferError, match="was closed while its members came together"):
+        with pytest.raises(ws.TransferError, match="was closed while its members joined"):
             joining.result(TIMEOUT_S / 4)
 
 
@@ -274,7 +274,7 @@ def test_a_head_says_what_was_filled_in() -> None:
     assert (copy.epoch, copy.chunk, copy.nbytes, copy.last) == (7, 2, 99, True)
     assert copy.fingerprints == [2**64 - 1, 5]
     assert not copy.aborts
-    with pytest.raises(ws.TransferError, match="5 fingerprints do not fit a head of 4"):
+    with pytest.raises(ws.TransferError, match="5 fingerprints do not fit a header of 4"):
         head.fill(HeaderStatus.CHUNK, 7, fingerprints=[0] * 5)
 
 

@@ -269,7 +269,7 @@ BAD_INITS: dict[str, tuple[Callable[[Plain], None], type[ws.WeightSyncError], st
     "too few offsets": (set_in("storages.offset", [0]), ws.HandleError, "1 offsets"),
     "runs of odd size": (set_in("run_nbytes", (1 << 20) + 1), ws.ConfigError, "multiple"),
     "terabytes": (set_in("manifest.shapes", [[1 << 40]] * 25), ws.HandleError, "has room for"),
-    "an offer never made": (set_in("number", 1 << 40), ws.HandleError, "none of the sender's"),
+    "an offer never made": (set_in("number", 1 << 40), ws.HandleError, "not one of the sender's"),
     "other protocol": (set_in("protocol_min", 2), ws.ProtocolError, "same version"),
     "unknown backend": (set_in("backend", "carrier pigeon"), ws.ProtocolError, "pigeon"),
     "unknown field": (set_in("extra", 1), ws.ProtocolError, "extra"),

@@ -79,12 +79,12 @@ class ClosedMeanwhile(GlooWeightTransferEngine):
     _left: LivenessSocket | None = None
 
     @property
-    def _lifeline(self) -> LivenessSocket | None:
+    def _liveness(self) -> LivenessSocket | None:
         connection, self._left = self._left, None
         return connection
 
-    @_lifeline.setter
-    def _lifeline(self, connection: LivenessSocket | None) -> None:
+    @_liveness.setter
+    def _liveness(self, connection: LivenessSocket | None) -> None:
         self._left = connection
 
 
@@ -94,7 +94,7 @@ def test_a_group_that_is_closed_meanwhile_has_an_answer() -> None:
         try:
             engine = ClosedMeanwhile([])
             engine._joins = True
-            engine._lifeline = lifeline
+            engine._liveness = lifeline
             assert engine.sender_alive()
             assert not engine.sender_alive()
         finally:

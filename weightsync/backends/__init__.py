@@ -1,1 +1,1 @@
-"""The data plane: how bytes move."""
+"""The data plane: backends, which move the bytes of weights."""

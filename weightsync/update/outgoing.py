@@ -143,7 +143,7 @@ class UpdateTransaction:
             rewind=terms.rewind,
             manifest_digest=terms.manifest_digest,
         )
-        answers = self._ask(lambda member: replace(request, sender=member.sender or None))
+        answers = self._call(lambda member: replace(request, sender=member.sender or None))
         self._note(answers)
         if failures(answers) and not (self._drop_servers() and self._staying):
             self.abort("a receiver refused to start")
@@ -157,7 +157,7 @@ class UpdateTransaction:
 
     def prepare(self) -> None:
         """Have every receiver check that the update is complete."""
-        answers = self._ask(PrepareRequest(update_id=self.update_id), self._staying)
+        answers = self._call(PrepareRequest(update_id=self.update_id), self._staying)
         self._note(answers)
         self._raise_unless_all(answers, "prepare")
 
@@ -176,14 +176,14 @@ class UpdateTransaction:
         for member in staying:
             member.unfinished = self._finish_request(member)
             member.last_finish_sent = self.update_id
-        answers = self._ask(self._finish_request, staying)
+        answers = self._call(self._finish_request, staying)
         for _ in range(_FINISH_TRIES - 1):
             failed = [a.member for a in answers if isinstance(a.error, TransportError)]
             again = [member for member in failed if not self._fleet.is_silent(member)]
             if not again:
                 break
             answers = [a for a in answers if a.member not in again]
-            answers += self._ask(self._finish_request, again)
+            answers += self._call(self._finish_request, again)
         for answer in answers:
             if not isinstance(answer.error, TransportError | RemoteError):  # the receiver's own
                 answer.member.unfinished = None
@@ -355,7 +355,7 @@ class UpdateTransaction:
             registered=True,
         )
 
-    def _ask(
+    def _call(
         self,
         request: Request | Callable[[Member], Request],
         members: Sequence[Member] | None = None,

@@ -1,4 +1,4 @@
-"""The backend between hosts: a chain of connections of torch.distributed's Gloo."""
+"""The backend between hosts: a chain of hosts, connected by torch.distributed's Gloo."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ BUCKETS = 4
 
 
 class GlooBackend(Backend):
-    """Path `gloo`: rank 0 feeds the first host, and each host the next one."""
+    """Path `gloo`: rank 0 sends to the first host, and each host to the next one."""
 
     name: ClassVar[str] = "gloo"
     requires: ClassVar[Mapping[str, str]] = {"ipc": "shared_memory"}
     collective: ClassVar[bool] = True
 
     def reach(self, trainer: Endpoint, receiver: Endpoint) -> Sequence[Reach]:
-        """From rank 0 to anybody; joining the group shows whether it works."""
+        """Return the path, for rank 0 only. The join of the group shows whether it works."""
         return [Reach("gloo", GLOO_COST)] if trainer.rank == 0 else []
 
     def adjust(self, options: TransferOptions) -> TransferOptions:
-        """It streams; every ring of one sender has the same buckets, so one table fits them all."""
+        """Set `packed`, and the same buckets for every ring of the sender: one table fits all."""
         return replace(
             options,
             packed=True,
@@ -49,7 +49,7 @@ class GlooBackend(Backend):
         bases: Mapping[str, TrainerWeightTransferEngine],
     ) -> TrainerWeightTransferEngine:
         """Return the engine that reads the ring of `bases["ipc"]`."""
-        # Neither half needs the other, and both need torch.distributed.
+        # Each half is imported only where it is used: both import torch.distributed.
         from weightsync.backends.gloo.trainer import GlooTrainerEngine  # noqa: PLC0415
         from weightsync.backends.ipc.sender import IpcTrainerEngine  # noqa: PLC0415
 

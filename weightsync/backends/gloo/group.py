@@ -1,4 +1,4 @@
-"""A private torch.distributed group: the only file that knows ProcessGroupGloo and TCPStore."""
+"""A private torch.distributed group, between a sender and one receiver of each host."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ T = TypeVar("T")
 
 
 class BoundedCall(Generic[T]):
-    """`call`, begun in a daemon thread, which it keeps for as long as it lasts.
+    """Runs `call` in a daemon thread, so that a wait for its result can time out.
 
-    What comes too late is dropped there.
+    A result that arrives after the timeout is dropped in the thread.
     """
 
     def __init__(self, call: Callable[[], T]) -> None:
@@ -43,11 +43,11 @@ class BoundedCall(Generic[T]):
 
     @property
     def pending(self) -> bool:
-        """Whether it still waits."""
+        """Whether the call still runs."""
         return self._thread.is_alive()
 
     def result(self, timeout_s: float | None) -> T:
-        """Return what the call returns, or raise what it raises; TimeoutError after `timeout_s`."""
+        """Return the result of the call, or raise its error; TimeoutError after `timeout_s`."""
         self._thread.join(timeout_s)
         with self._lock:
             self._given_up = True
@@ -56,7 +56,7 @@ class BoundedCall(Generic[T]):
                 try:
                     raise error
                 finally:
-                    del error  # its frames hold it
+                    del error  # its frames refer to it
             if not self._answer:
                 raise TimeoutError(f"no answer within {timeout_s or 0:g} s")
             return self._answer.pop()
@@ -67,7 +67,7 @@ class BoundedCall(Generic[T]):
             return
         try:
             answer = call()
-        except BaseException as exc:  # noqa: BLE001 # raised where the result is waited for
+        except BaseException as exc:  # noqa: BLE001 # raised by `result`
             self._error = exc
             return
         with self._lock:
@@ -78,25 +78,25 @@ class BoundedCall(Generic[T]):
 _ports: set[int] = set()
 
 
-def keep_from_children(port: int) -> None:
-    """Children forked from now on have no socket at this local TCP port."""
+def close_in_children(port: int) -> None:
+    """Close the sockets of this local TCP port in children that are forked from now on."""
     _ports.add(port)
 
 
-def let_children_have(port: int) -> None:
-    """The port is no longer ours. Idempotent."""
+def keep_in_children(port: int) -> None:
+    """Stop to close sockets of this port in forked children. Idempotent."""
     _ports.discard(port)
 
 
 def _close_in_child() -> None:
     if not _ports:
         return
-    nowhere = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
+    devnull = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
     for fd in [int(path.name) for path in Path("/proc/self/fd").iterdir()]:
         if _local_port(fd) in _ports:
-            # Not closed: torch would later close whatever got the number.
-            os.dup2(nowhere, fd, inheritable=False)
-    os.close(nowhere)
+            # Not closed: torch closes this descriptor later, whatever file has its number then.
+            os.dup2(devnull, fd, inheritable=False)
+    os.close(devnull)
     _ports.clear()
 
 
@@ -118,14 +118,14 @@ os.register_at_fork(after_in_child=_close_in_child)
 
 _DATA_LANES = 2
 HEADER_LANE = _DATA_LANES
-"""A lane is a connection with a thread of Gloo's own. Heads overtake the bytes before them."""
+"""A lane is a connection with a thread of Gloo. Headers do not wait behind the bytes of chunks."""
 
 _LANES = _DATA_LANES + 1
 _POLL_S = 0.01
 _BREAK_S = 0.001
 _GRACE_S = 0.3
 _ANSWER_S = 3.0
-"""How long the store of another host may take to answer: it has nothing else to do."""
+"""Seconds that the store of another host may take to reply. It has no other work."""
 _BROKEN = "broken"
 _LATE, _LOST = "late", "lost"
 _FOREVER = timedelta(days=365)
@@ -133,12 +133,12 @@ _KEEPALIVE_S = 10
 
 
 def data_lane(chunk: int) -> int:
-    """Which lane a chunk takes: two of them keep a link busier than one (measured: 1.2 times)."""
+    """Return the lane of a chunk. Two lanes have 1.2 times the throughput of one (measured)."""
     return chunk % _DATA_LANES
 
 
 class _PointToPoint(Protocol):
-    """The methods of ProcessGroupGloo that torch's own type stubs leave out."""
+    """The methods in use of ProcessGroupGloo, which torch's type stubs lack."""
 
     def send(self, tensors: list[torch.Tensor], rank: int, tag: int) -> TorchWork: ...
 
@@ -146,15 +146,15 @@ class _PointToPoint(Protocol):
 
 
 class Work:
-    """A send or receive at work; its tensor is in use until `wait` returned."""
+    """A send or receive in progress. Its tensor is in use until `wait` has returned."""
 
     def __init__(self, work: TorchWork) -> None:
         self._work = work
 
     def wait(self, timeout_s: float | None = None) -> None:
-        """Return when it is done. A timeout breaks the whole group, as every failure does.
+        """Return when the operation is done. A timeout or error breaks the whole group.
 
-        Raises TransferTimeout or TransferError without a name: the caller knows whose it was.
+        Raises TransferTimeout or TransferError, to which the caller adds the name of the peer.
         """
         limit = _FOREVER if timeout_s is None else timedelta(seconds=timeout_s)
         try:
@@ -167,7 +167,7 @@ class Work:
 
 
 class LivenessSocket:
-    """A connection to the sender's store that carries nothing: it ends when the sender does."""
+    """A connection to the sender's store without data. It breaks when the sender's process ends."""
 
     def __init__(self, address: str, port: int, timeout_s: float) -> None:
         try:
@@ -184,7 +184,7 @@ class LivenessSocket:
         self._socket.setblocking(False)
 
     def holds(self) -> bool:
-        """Whether the other end is there, as far as is known; never waits."""
+        """Whether the connection is open, as far as is known; never blocks."""
         try:
             return bool(self._socket.recv(1, socket.MSG_PEEK))
         except BlockingIOError:
@@ -193,17 +193,18 @@ class LivenessSocket:
             return False
 
     def close(self) -> None:
-        """Let go. Idempotent."""
+        """Close the connection. Idempotent."""
         self._socket.close()
 
 
 class GroupRendezvous:
-    """Where the members of one epoch find each other: a store, and who has come.
+    """The store in which the members of one epoch rendezvous and exchange their state.
 
-    `host` binds and serves it; `reach` connects to it. Keys of another epoch are never seen. torch
-    writes a page to stderr when it finds the server gone, so the lifeline is looked at before. One
-    that is there, but silent, would hold a caller for ever. So a question to it takes at most 3 s,
-    and further ones return at once until that one is answered. A method may ask several at a time.
+    `host` binds and serves the store; `reach` connects to it. Keys are separate for each epoch.
+    torch writes a long message to stderr when the server is gone, so the liveness socket is checked
+    before each call. A server that is stopped would block a caller forever: a call to the store
+    takes at most 3 s, and further calls return None at once until that call has returned. A method
+    may make several calls.
     """
 
     def __init__(
@@ -212,15 +213,15 @@ class GroupRendezvous:
         address: str,
         port: int,
         epoch: int,
-        lifeline: LivenessSocket | None = None,
+        liveness: LivenessSocket | None = None,
     ) -> None:
-        self.lifeline = lifeline
+        self.liveness = liveness
         self.address = address
         self.port = port
         self._server = store
         self._epoch = epoch
-        self._unanswered: BoundedCall[Any] | None = None
-        self._asking = threading.Lock()
+        self._pending_call: BoundedCall[Any] | None = None
+        self._store_lock = threading.Lock()
         self._ended = False
         self.store = PrefixStore(f"weightsync/{epoch}", store)
 
@@ -235,7 +236,7 @@ class GroupRendezvous:
                 bound.listen(1024)
                 port = bound.getsockname()[1]
                 store = _store(address, port, timeout_s, listen_fd=bound.detach())
-                keep_from_children(port)
+                close_in_children(port)
         except OSError as exc:
             raise ConnectError(
                 f"cannot listen on {address}: {exc}; give an address of this host"
@@ -246,18 +247,21 @@ class GroupRendezvous:
     def reach(cls, address: str, port: int, *, epoch: int, timeout_s: float) -> GroupRendezvous:
         """Connect to the store of another host. Raises ConnectError within `timeout_s`."""
         require_gloo()
-        lifeline = LivenessSocket(address, port, timeout_s)
+        liveness = LivenessSocket(address, port, timeout_s)
         try:
-            return cls(_store(address, port, timeout_s), address, port, epoch, lifeline)
+            return cls(_store(address, port, timeout_s), address, port, epoch, liveness)
         except BaseException:
-            lifeline.close()
+            liveness.close()
             raise
 
     def enter(self, rank: int, timeout_s: float) -> None:
-        """Say that `rank` is here, and wait until everybody is. Raises TransferTimeout."""
+        """Register `rank`, and wait until all members have entered.
+
+        Raises TransferTimeout, or TransferError where the sender closes the group before.
+        """
         deadline = time.monotonic() + timeout_s
-        self._ask(lambda: self.store.set(f"here/{rank}", ""))
-        while self._served() and not self._ask(lambda: self.store.check(["complete"])):
+        self._call_store(lambda: self.store.set(f"here/{rank}", ""))
+        while self._served() and not self._call_store(lambda: self.store.check(["complete"])):
             if time.monotonic() > deadline:
                 raise TransferTimeout(
                     f"the private group (epoch {self._epoch}) at {self.address}:{self.port} was "
@@ -273,7 +277,7 @@ class GroupRendezvous:
     def gather(
         self, ranks: Sequence[int], timeout_s: float, *, given_up: Callable[[], bool]
     ) -> list[int]:
-        """Wait until all `ranks` are here, and let them go on; return who is missing."""
+        """Wait until all `ranks` have entered, and release them; return the missing ranks."""
         deadline = time.monotonic() + timeout_s
         missing = list(ranks)
         while missing and not given_up() and time.monotonic() < deadline:
@@ -284,12 +288,12 @@ class GroupRendezvous:
         return missing
 
     def is_here(self, rank: int) -> bool:
-        """Whether `rank` has entered; asked by the store's own process."""
+        """Whether `rank` has entered. Called in the store's own process."""
         return self.store.check([f"here/{rank}"])
 
     def give_up(self, update: int) -> None:
-        """Let members know that updates up to this one end, whatever of them they wait for."""
-        self._ask(lambda: self.store.set("over", str(update)))
+        """Publish that updates up to this epoch are over, for members that wait for them."""
+        self._call_store(lambda: self.store.set("over", str(update)))
 
     def given_up(self, update: int) -> bool:
         """Whether `give_up` was called for this update, or the store is gone."""
@@ -297,21 +301,21 @@ class GroupRendezvous:
         return not self._served() or (over is not None and int(over) >= update)
 
     def show(self, rank: int, signs: Sequence[int]) -> None:
-        """Let the sender see the signs of life of the readers of one host, by their places."""
-        self._ask(lambda: self.store.set(f"signs/{rank}", " ".join(map(str, signs))))
+        """Publish the signs of life of one host's readers, by reader index, for the sender."""
+        self._call_store(lambda: self.store.set(f"signs/{rank}", " ".join(map(str, signs))))
 
     def signs(self, rank: int) -> list[int]:
-        """Return what `show` was last given there; empty before, and where it is no list."""
+        """Return the signs that `show` published last; empty before, and for invalid values."""
         try:
             return [int(sign) for sign in (self._read(f"signs/{rank}") or "").split()]
-        except ValueError:  # anybody on this network may write into the store
+        except ValueError:  # any process on this network may write into the store
             return []
 
     def report(self, error: TransferError) -> TransferError:
-        """Leave word of what broke the group; return what its first witness said.
+        """Publish the error that broke the group, and return the error that was published first.
 
-        A connection that broke may have been closed by somebody who knows better, and who is
-        given a moment to say so; a timeout is first-hand.
+        A broken connection may be the consequence of another member's error, so that member has
+        _GRACE_S seconds to publish its error first. A timeout is published at once.
         """
         if not isinstance(error, TransferTimeout):
             deadline = time.monotonic() + _GRACE_S
@@ -319,72 +323,72 @@ class GroupRendezvous:
             while self._served() and self.reported() is None and time.monotonic() < deadline:
                 time.sleep(_POLL_S)
         kind = _LATE if isinstance(error, TransferTimeout) else _LOST
-        self._ask(lambda: self.store.compare_set(_BROKEN, "", f"{kind} {error}"))
+        self._call_store(lambda: self.store.compare_set(_BROKEN, "", f"{kind} {error}"))
         first = self.reported()
         return error if first is None or str(first) == str(error) else first
 
     def reported(self) -> TransferError | None:
-        """Return what broke the group, as its first witness told it: a timeout is one here, too."""
-        told = self._read(_BROKEN)
-        if told is None:
+        """Return the first published error that broke the group, of its class; None without one."""
+        published = self._read(_BROKEN)
+        if published is None:
             return None
-        kind, _, text = told.partition(" ")
+        kind, _, text = published.partition(" ")
         return TransferTimeout(text) if kind == _LATE else TransferError(text)
 
     def end(self) -> None:
-        """Have the store's own process ask it nothing more: no thread does when this returns."""
-        with self._asking:
+        """Stop all calls to the store in its own process. No call is in progress afterwards."""
+        with self._store_lock:
             self._ended = True
 
     def close(self) -> None:
-        """Let go of the connection that shows the sender's life, or forget the port. Idempotent."""
-        if self.lifeline is not None:
-            self.lifeline.close()
+        """Close the liveness socket, or release the port in the store's own process. Idempotent."""
+        if self.liveness is not None:
+            self.liveness.close()
         else:
-            let_children_have(self.port)
+            keep_in_children(self.port)
 
     def _served(self) -> bool:
-        return self.lifeline is None or self.lifeline.holds()
+        return self.liveness is None or self.liveness.holds()
 
     def _read(self, key: str) -> str | None:
         def read() -> str | None:
             there = self.store.check([key])
             return self.store.get(key).decode(errors="replace") if there else None
 
-        return self._ask(read)
+        return self._call_store(read)
 
-    def _ask(self, question: Callable[[], T]) -> T | None:
-        """Return the store's answer; None when it is gone, or silent since it was last asked."""
-        silent = self._unanswered is not None and self._unanswered.pending
+    def _call_store(self, query: Callable[[], T]) -> T | None:
+        """Return the result of a call to the store; None when it is gone or does not reply."""
+        silent = self._pending_call is not None and self._pending_call.pending
         if silent or not self._served():
             return None
         with suppress(RuntimeError):
-            if self.lifeline is None:  # it is this process' own
-                with self._asking:
-                    return None if self._ended else question()
-            asked = BoundedCall(question)
+            if self.liveness is None:  # the store is in this process
+                with self._store_lock:
+                    return None if self._ended else query()
+            call = BoundedCall(query)
             try:
-                return asked.result(_ANSWER_S)
+                return call.result(_ANSWER_S)
             except TimeoutError:
-                self._unanswered = asked
+                self._pending_call = call
         return None
 
 
 class PrivateGroup:
-    """One process's place in the group of a GroupRendezvous whose members are all there.
+    """One process's rank in a private group. All members have entered the rendezvous before.
 
     Raises TransferError when the connections cannot be made within `timeout_s`.
     """
 
-    def __init__(self, meeting: GroupRendezvous, rank: int, size: int, timeout_s: float) -> None:
-        own = meeting.address if rank == 0 else _own_address(meeting.address)
-        gloo: Any = dist.ProcessGroupGloo  # torch types half of what its own code uses of it
+    def __init__(self, rendezvous: GroupRendezvous, rank: int, size: int, timeout_s: float) -> None:
+        own = rendezvous.address if rank == 0 else _own_address(rendezvous.address)
+        gloo: Any = dist.ProcessGroupGloo  # torch's stubs lack half of it
         options = gloo._Options()
         options._devices = [gloo.create_device(hostname=own) for _ in range(_LANES)]
         options._timeout = timedelta(seconds=timeout_s)
-        options._threads = 1  # of collectives, of which there are none
+        options._threads = 1  # for collectives, which are not used
         connected: BoundedCall[_PointToPoint] = BoundedCall(
-            lambda: gloo(meeting.store, rank, size, options)
+            lambda: gloo(rendezvous.store, rank, size, options)
         )
         try:
             self._group: _PointToPoint | None = connected.result(2 * timeout_s)
@@ -396,7 +400,7 @@ class PrivateGroup:
         self._scratch = torch.zeros(1, dtype=torch.uint8)
 
     def send(self, tensor: torch.Tensor, rank: int, lane: int) -> Work:
-        """Send `uint8[n]` of host memory; the same lane keeps its order."""
+        """Send `uint8[n]` of host memory. A lane keeps the order of its sends."""
         return self._start(lambda group: group.send([tensor], rank, lane))
 
     def receive(self, tensor: torch.Tensor, rank: int, lane: int) -> Work:
@@ -404,14 +408,14 @@ class PrivateGroup:
         return self._start(lambda group: group.recv([tensor], rank, lane))
 
     def abort(self) -> None:
-        """Make every operation fail, here at once and at the others as they notice. Idempotent."""
+        """Make every operation fail: here at once, elsewhere when it is noticed. Idempotent."""
         for lane in range(_LANES if self._group is not None else 0):
-            self._abort_connections(_LANES + lane)  # a tag on which nobody sends
+            self._abort_connections(_LANES + lane)  # a tag that no member uses
 
     def _abort_connections(self, tag: int) -> None:
-        """A wait that runs out closes all connections of its lane, and wakes whoever waits there.
+        """Close all connections of a lane, by a wait that times out; this wakes all waits on it.
 
-        One whose own connection broke before ends at once and closes none.
+        A wait on a connection that is broken already fails at once, and closes none.
         """
         for rank in self._others:
             try:
@@ -422,7 +426,7 @@ class PrivateGroup:
                 continue
 
     def close(self) -> None:
-        """End it; nobody may wait any more (`abort` sees to that). Idempotent."""
+        """Release the group. No wait may be in progress: call `abort` before. Idempotent."""
         self._group = None
 
     def _start(self, call: Callable[[_PointToPoint], TorchWork]) -> Work:
@@ -467,7 +471,7 @@ def _own_address(address: str) -> str:
     try:
         return source_address(address, family=_family(address))
     except OSError as exc:
-        raise ConnectError(f"there is no way from here to {address}: {exc}") from exc
+        raise ConnectError(f"there is no route from this host to {address}: {exc}") from exc
 
 
 def _family(address: str) -> socket.AddressFamily:
@@ -480,21 +484,21 @@ def _family(address: str) -> socket.AddressFamily:
 
 
 def _reason(text: str) -> str:
-    """Return what a person wants to know of torch's message."""
+    """Return the useful part of a message of torch."""
     line = text.partition("\n")[0]
     line = line.partition("] ")[2] if line.startswith("[") else line
     return line.partition(". This is typically")[0][:300] or "the connection broke"
 
 
 _END_S = 2.0
-"""For all of them together: a peer that is stopped may hold a thread, and does not wake it soon."""
+"""Seconds for all members together. A stopped peer may block a thread for longer than that."""
 
 
 class EndsAtExit(Protocol):
-    """One place in a private group, with threads of its own."""
+    """A member of a private group, with threads of its own."""
 
     def end(self, timeout_s: float) -> None:
-        """Leave the group; wait no longer than that for the threads to come back."""
+        """Leave the group, and wait at most `timeout_s` for the threads to end."""
 
 
 _members: WeakSet[EndsAtExit] = WeakSet()
@@ -502,16 +506,16 @@ _lock = threading.Lock()
 
 
 def end_at_exit(member: EndsAtExit) -> None:
-    """Have `member.end` called when the interpreter exits, unless it is gone by then.
+    """Register `member.end` to be called at interpreter exit, if the member still exists.
 
-    Not in forked children, which have none of its threads.
+    It is not called in forked children, which have none of its threads.
     """
     with _lock:
         _members.add(member)
 
 
 def _end_all() -> None:
-    """End all members, also when one of them raises or Ctrl-C comes."""
+    """End all members, even when one of them raises or Ctrl-C is pressed."""
     deadline = time.monotonic() + _END_S
     with _lock:
         members = list(_members)
@@ -521,7 +525,7 @@ def _end_all() -> None:
 
 
 def _end(member: EndsAtExit, deadline: float, waiting: int) -> None:
-    """Leave a share of the time to each of those that wait for their end."""
+    """End one member; each of the `waiting` members has an equal share of the remaining time."""
     member.end(max(0.0, deadline - time.monotonic()) / waiting)
 
 

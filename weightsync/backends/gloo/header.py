@@ -1,4 +1,4 @@
-"""The header before each chunk of the chain of hosts: its number and its fingerprints."""
+"""The header before each chunk in the chain of hosts: the chunk's number and fingerprints."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from weightsync.errors import TransferError
 
 FIRST = 1
-"""The rank to which the sender, rank 0, sends."""
+"""The rank to which the sender (rank 0) sends."""
 
 _WORD_NBYTES = 8
 _FIXED_WORDS = 6
@@ -18,9 +18,9 @@ _STATUS, _EPOCH, _CHUNK, _CHUNKS, _NBYTES, _COUNT = range(_FIXED_WORDS)
 
 
 class HeaderStatus(IntEnum):
-    """CHUNK: `nbytes` bytes follow on the other lane. ABORT: nothing does, the update is over.
+    """CHUNK: `nbytes` bytes follow on a data lane. ABORT: nothing follows, the update is over.
 
-    LEAVE: the sender leaves the group, which is over.
+    LEAVE: the sender closes the group.
     """
 
     CHUNK = 1
@@ -29,9 +29,10 @@ class HeaderStatus(IntEnum):
 
 
 class ChunkHeader:
-    """One head in memory of its own: `buffer` is `uint8[…]`, of the same size for all of a group.
+    """One header in memory of its own. `buffer` is `uint8[…]`, of one size within a group.
 
-    It says: chunk `chunk` of `chunks` of the update `epoch`, and the fingerprints of its runs.
+    It has the number of the chunk, the count of chunks, the epoch of the update, and the
+    fingerprints of the chunk's copy units.
     """
 
     def __init__(self, fingerprints: int) -> None:
@@ -49,10 +50,10 @@ class ChunkHeader:
         nbytes: int = 0,
         fingerprints: Sequence[int] = (),
     ) -> None:
-        """Say it all anew. Raises TransferError for more fingerprints than there is room for."""
+        """Set all fields. Raises TransferError for more fingerprints than there is room for."""
         room = len(self._words) - _FIXED_WORDS
         if len(fingerprints) > room:
-            raise TransferError(f"{len(fingerprints)} fingerprints do not fit a head of {room}")
+            raise TransferError(f"{len(fingerprints)} fingerprints do not fit a header of {room}")
         fixed = (status, epoch, chunk, chunks, nbytes, len(fingerprints))
         for i, value in enumerate((*fixed, *fingerprints)):
             self._words[i] = value
@@ -64,22 +65,22 @@ class ChunkHeader:
 
     @property
     def leaves(self) -> bool:
-        """Whether the group is over."""
+        """Whether the sender closes the group."""
         return self._words[_STATUS] == HeaderStatus.LEAVE
 
     @property
     def epoch(self) -> int:
-        """The update that it is of."""
+        """The epoch of the update."""
         return self._words[_EPOCH]
 
     @property
     def chunk(self) -> int:
-        """Counts from 0 within the update."""
+        """The index of the chunk, from 0 within the update."""
         return self._words[_CHUNK]
 
     @property
     def nbytes(self) -> int:
-        """How many bytes follow."""
+        """Number of bytes that follow."""
         return self._words[_NBYTES]
 
     @property
@@ -89,14 +90,14 @@ class ChunkHeader:
 
     @property
     def fingerprints(self) -> list[int]:
-        """Of the chunk's runs; empty when verification is off."""
+        """The fingerprints of the chunk's copy units; empty when verification is off."""
         count = min(self._words[_COUNT], len(self._words) - _FIXED_WORDS)
         return self._words[_FIXED_WORDS : _FIXED_WORDS + count].tolist()
 
 
 def patience_s(timeout_s: float, rank: int, size: int, *, at_ring: bool = False) -> float:
-    """How long rank `rank` of a chain waits for the next host, or for the readers of its own.
+    """Return the seconds that rank `rank` of a chain waits for the next host, or for its readers.
 
-    Those at the end run out of patience first: they know whom everybody is waiting for.
+    Ranks at the end of the chain time out first, because they can name the host that is late.
     """
     return timeout_s * (1 - (rank + (0.75 if at_ring else 0.25)) / (2 * size))

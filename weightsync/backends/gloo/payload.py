@@ -1,4 +1,4 @@
-"""What the two halves of `gloo` tell each other: the payloads of its messages."""
+"""The payloads of the messages between the two engines of `gloo`."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from weightsync.wire.struct_types import prepare
 
 
 class GroupInfo(Message, frozen=True, kw_only=True):
-    """A private torch.distributed group, and the place of one receiving host in it.
+    """A private torch.distributed group, and the rank of one receiving host in it.
 
-    Its store listens on `address`; `epoch` counts the groups of one sender. `members` names every
-    rank for messages, the sender (rank 0) first.
+    The group's store listens on `address`; `epoch` counts the groups of one sender. `members` has
+    the name of every rank for messages to a user, the sender (rank 0) first.
     """
 
     address: Annotated[str, Meta(min_length=1, max_length=256)]
@@ -27,7 +27,7 @@ class GroupInfo(Message, frozen=True, kw_only=True):
 
 
 class RingShape(Message, frozen=True, kw_only=True):
-    """The ring that a member of the group makes for its host: like the sender's own."""
+    """The sizes of the ring that a group member creates for its host, as of the sender's ring."""
 
     num_readers: Annotated[int, Meta(ge=1, le=4096)]
     entries: Annotated[int, Meta(ge=1, le=1 << 32)]
@@ -37,7 +37,7 @@ class RingShape(Message, frozen=True, kw_only=True):
 
 
 class GlooInit(Message, frozen=True, kw_only=True):
-    """A receiver's part: a member of the private `group`, or a reader of its host's `ring`."""
+    """A receiver's role: a member of the private `group`, or a reader of its host's `ring`."""
 
     group: GroupInfo | None = None
     shape: RingShape | None = None
@@ -45,7 +45,7 @@ class GlooInit(Message, frozen=True, kw_only=True):
 
 
 class HostRing(Message, frozen=True, kw_only=True):
-    """The ring that a group member made for the workers of its host; itself reads at place 0."""
+    """The ring that a group member created for its host. The member itself is reader 0."""
 
     control: SegmentHandle
     data: KeyedHandle
@@ -53,7 +53,7 @@ class HostRing(Message, frozen=True, kw_only=True):
 
 
 class RelayedUpdate(RingUpdate, frozen=True, kw_only=True):
-    """A chunked update; `readers` are the places on the ring of a group member's host."""
+    """A packed update. `readers` are the reader indices on the ring of a group member's host."""
 
     readers: Annotated[list[Size], Meta(max_length=4096)]
 

@@ -1,7 +1,7 @@
-"""The `gloo` backend's receiving half: a member of the sender's private group.
+"""The `gloo` backend's receiver engine: a member of the sender's private group.
 
-It makes a ring for its host, which its Link feeds and from which all workers of the host read: this
-one at place 0, the others as readers of an ordinary ring.
+The member creates a ring for its host. Its ChainRelay fills the ring, and all receivers of the host
+read it: the member as reader 0, the others as readers of an ordinary ring.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ _WAIT_S = 0.05
 
 
 class GlooWeightTransferEngine(WeightTransferEngine):
-    """Takes a sender's chunks off the network for a whole host, and reads them at place 0.
+    """Receives a sender's chunks over the network for a whole host, and reads them as reader 0.
 
-    On a host of several receivers the others only read the ring that this one fills.
+    On a host with several receivers the others only read the ring that this engine fills.
     """
 
-    exclusive: ClassVar[bool] = True  # the former group is over; /dev/shm may not hold two rings
+    exclusive: ClassVar[bool] = True  # /dev/shm may have no room for two rings
 
     def __init__(self, device_keys: Sequence[str]) -> None:
         self._inner = IpcWeightTransferEngine(device_keys, relayed=True)
@@ -54,12 +54,12 @@ class GlooWeightTransferEngine(WeightTransferEngine):
         self._control: Control | None = None
         self._link: ChainRelay | None = None
         self._whole_sizes: list[int] = []
-        self._lifeline: LivenessSocket | None = None
+        self._liveness: LivenessSocket | None = None
         self._at_work = False
         self._joins = False
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
-        """Make the host's ring, then join the group, within its timeout; or open the host's ring.
+        """Create the host's ring and join the group, or open the ring that a member created.
 
         Raises SegmentError where `/dev/shm` has no room, ConnectError where the sender cannot be
         reached, TransferTimeout when the group is not complete in time.
@@ -73,19 +73,19 @@ class GlooWeightTransferEngine(WeightTransferEngine):
                 self._joins = True
                 self._open(init_info, offer.group, offer.shape)
             else:
-                raise ProtocolError("this engine joins a group or reads a ring; it got neither")
+                raise ProtocolError("the init_info has neither a group to join nor a ring to read")
         except BaseException:
             self.shutdown()
             raise
 
     def init_reply(self) -> HostRing | None:
-        """The ring that this engine made, for the other receivers of this host."""
+        """Return the ring that this engine created, for the other receivers of this host."""
         return self._ring
 
     def receive_weights(self, update_info: RegisteredUpdate, context: LoadContext) -> Received:
-        """Bring an update to its load target, and to the rings of this host and those behind it.
+        """Load an update into its load target, and relay it to the ring and to the next host.
 
-        Raises what broke the chain, naming the host, before what this caused here.
+        Raises the error that broke the chain, which names the host, rather than its consequences.
         """
         update = decode_payload(update_info.payload, RelayedUpdate)
         info = replace(update_info, payload=update)
@@ -95,7 +95,7 @@ class GlooWeightTransferEngine(WeightTransferEngine):
         if link is None or shape is None:
             raise ProtocolError("the transfer engine is not initialised; call init first")
         relay_update = _relay_update(info, update, shape, self._whole_sizes)
-        link.take_in(relay_update)
+        link.submit(relay_update)
         self._at_work = True
 
         def check() -> None:
@@ -118,14 +118,15 @@ class GlooWeightTransferEngine(WeightTransferEngine):
         return received
 
     def sender_alive(self) -> bool | None:
-        """Look at the connection to the sender's store: the sender is on another host.
+        """Whether the connection to the sender's store, on another host, is open.
 
-        When that is lost, the group may have been made anew without this receiver.
+        Returns None where it is lost: the sender may live, and have a new group without this
+        receiver.
         """
         if not self._joins:
             return self._inner.sender_alive()
-        lifeline = self._lifeline
-        return True if lifeline is not None and lifeline.holds() else None
+        liveness = self._liveness
+        return True if liveness is not None and liveness.holds() else None
 
     def beat(self) -> None:
         self._inner.beat()
@@ -134,7 +135,7 @@ class GlooWeightTransferEngine(WeightTransferEngine):
             control.beat_writer()
 
     def ledger(self) -> list[LedgerEntry]:
-        """The mappings of this engine; a member owns the ring."""
+        """Return the mappings of this engine. A member owns its ring."""
         return [replace(entry, owner=self._joins) for entry in self._inner.ledger()]
 
     def shutdown(self) -> None:
@@ -152,7 +153,7 @@ class GlooWeightTransferEngine(WeightTransferEngine):
             free()
         else:
             link.close(free)
-        self._control = self._lifeline = None
+        self._control = self._liveness = None
 
     def _open(self, init_info: InitInfo, group: GroupInfo, shape: RingShape) -> None:
         control = Control.create(
@@ -177,18 +178,18 @@ class GlooWeightTransferEngine(WeightTransferEngine):
         self._shape = shape
 
     def _join(self, info: GroupInfo, shape: RingShape, control: Control, ring: Buckets) -> None:
-        meeting = GroupRendezvous.reach(
+        rendezvous = GroupRendezvous.reach(
             info.address, info.port, epoch=info.epoch, timeout_s=info.timeout_s
         )
-        self._closers.append(meeting.close)
-        self._lifeline = meeting.lifeline
-        meeting.enter(info.rank, info.timeout_s)
-        group = PrivateGroup(meeting, info.rank, len(info.members), info.timeout_s)
-        self._link = ChainRelay(meeting, group, info, control, ring.tensors, shape.run_nbytes)
+        self._closers.append(rendezvous.close)
+        self._liveness = rendezvous.liveness
+        rendezvous.enter(info.rank, info.timeout_s)
+        group = PrivateGroup(rendezvous, info.rank, len(info.members), info.timeout_s)
+        self._link = ChainRelay(rendezvous, group, info, control, ring.tensors, shape.run_nbytes)
 
 
 def place_on(ring: HostRing, shape: RingShape, reader: int) -> IpcInit:
-    """Return what a receiver needs of the `ring` of its host, at place `reader`."""
+    """Return the init payload of reader `reader` of a host's ring."""
     return IpcInit(
         probe=ring.probe,
         control=ring.control,
@@ -212,7 +213,7 @@ def _relay_update(
     info: RegisteredUpdate, update: RelayedUpdate, shape: RingShape, whole: list[int]
 ) -> RelayUpdate:
     if not update.packed:
-        raise ProtocolError("the member of a private group takes packed updates of its own sender")
+        raise ProtocolError("a member of a private group receives packed updates only")
     part = info.manifest
     return RelayUpdate(
         epoch=update.epoch,
@@ -223,6 +224,6 @@ def _relay_update(
 
 
 def _chunk_sizes(manifest: Manifest, shape: RingShape) -> list[int]:
-    """The bytes of each chunk, as this sender cuts its stream."""
-    plan = StreamLayout(manifest, bucket_nbytes=shape.slot_nbytes, run_nbytes=shape.run_nbytes)
-    return [chunk.stop - chunk.start for chunk in plan.chunks]
+    """Return the bytes of each chunk, in the layout of this sender."""
+    layout = StreamLayout(manifest, bucket_nbytes=shape.slot_nbytes, run_nbytes=shape.run_nbytes)
+    return [chunk.stop - chunk.start for chunk in layout.chunks]

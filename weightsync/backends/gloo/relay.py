@@ -1,4 +1,4 @@
-"""A receiving host in the chain: chunks from the rank before, into the ring, to the next rank."""
+"""A receiving host in the chain: relays chunks from the previous rank to its ring and the next."""
 
 from __future__ import annotations
 
@@ -29,75 +29,76 @@ from weightsync.weights.layout import runs_per_chunk
 
 
 class Downstream:
-    """Heads by their index, chunks by the place where they lie; for the link's thread alone.
+    """Sends headers and chunks to the next host. Used by the relay's thread alone.
 
-    Without a next host, and once `cut_off` was called because it takes no more, nothing is sent.
+    Sends are identified by the index of their header, or by the buffer (`place`) of their chunk.
+    Nothing is sent without a next host, and after a failed send, which is passed to `on_failure`.
     """
 
     def __init__(
         self,
         group: PrivateGroup,
         info: GroupInfo,
-        cut_off: Callable[[TransferError], None],
+        on_failure: Callable[[TransferError], None],
     ) -> None:
         self._group = group
         self._next = info.rank + 1
-        self._sends = self._next < len(info.members)
+        self._is_sending = self._next < len(info.members)
         self._patience_s = patience_s(info.timeout_s, info.rank, len(info.members))
-        self._cut_off = cut_off
-        self._heads: dict[int, Work] = {}
+        self._on_failure = on_failure
+        self._headers: dict[int, Work] = {}
         self._chunks: dict[int, Work] = {}
 
-    def send_head(self, index: int, buffer: torch.Tensor) -> None:
-        """Send a head; `buffer` is in use until `settle_head`."""
-        self._send(self._heads, index, lambda: self._group.send(buffer, self._next, HEADER_LANE))
+    def send_header(self, index: int, buffer: torch.Tensor) -> None:
+        """Send a header; `buffer` is in use until `wait_header`."""
+        self._send(self._headers, index, lambda: self._group.send(buffer, self._next, HEADER_LANE))
 
     def send(self, place: int, memory: torch.Tensor, chunk: int) -> None:
-        """Send a chunk, `uint8[nbytes]`; `memory` is in use until `settle`."""
+        """Send a chunk, `uint8[nbytes]`; `memory` is in use until `wait_chunk`."""
         self._send(
             self._chunks, place, lambda: self._group.send(memory, self._next, data_lane(chunk))
         )
 
-    def settle_head(self, index: int) -> None:
-        """Return when this head is sent, or cannot be."""
-        self._settle(self._heads, index)
+    def wait_header(self, index: int) -> None:
+        """Wait until a header is sent, or failed."""
+        self._wait(self._headers, index)
 
-    def settle(self, place: int) -> None:
-        """Return when what lies at `place` is sent, or cannot be."""
-        self._settle(self._chunks, place)
+    def wait_chunk(self, place: int) -> None:
+        """Wait until the chunk in the buffer `place` is sent, or failed."""
+        self._wait(self._chunks, place)
 
-    def settle_chunks(self) -> None:
-        """Return when all chunks are sent, or cannot be."""
+    def wait_chunks(self) -> None:
+        """Wait until all chunks are sent, or failed."""
         for place in list(self._chunks):
-            self.settle(place)
+            self.wait_chunk(place)
 
-    def settle_all(self) -> None:
-        """Return when everything is sent, or cannot be."""
-        self.settle_chunks()
-        for index in list(self._heads):
-            self.settle_head(index)
+    def wait_all(self) -> None:
+        """Wait until all headers and chunks are sent, or failed."""
+        self.wait_chunks()
+        for index in list(self._headers):
+            self.wait_header(index)
 
     def forget_chunks(self) -> None:
-        """The group breaks: no chunk is at work any more."""
+        """Drop the sends of chunks. Called when the group breaks."""
         self._chunks.clear()
 
     def forget(self) -> None:
-        """The group is over: nothing is at work any more, and nobody is told of anything."""
-        self._heads.clear()
+        """Drop all sends, and `on_failure` with them. Called when the group is closed."""
+        self._headers.clear()
         self._chunks.clear()
-        self._cut_off = _ignore  # a cycle would keep all of it until the next collection
+        self._on_failure = _ignore  # breaks a reference cycle, so that memory is freed at once
 
     def _send(self, sent: dict[int, Work], key: int, start: Callable[[], Work]) -> None:
-        if not self._sends:
+        if not self._is_sending:
             return
         try:
             sent[key] = start()
         except TransferError as exc:
             self._stop(exc)
 
-    def _settle(self, sent: dict[int, Work], key: int) -> None:
+    def _wait(self, sent: dict[int, Work], key: int) -> None:
         pending = sent.pop(key, None)
-        if pending is None or not self._sends:
+        if pending is None or not self._is_sending:
             return
         try:
             pending.wait(self._patience_s)
@@ -105,8 +106,8 @@ class Downstream:
             self._stop(exc)
 
     def _stop(self, exc: TransferError) -> None:
-        self._sends = False
-        self._cut_off(exc)
+        self._is_sending = False
+        self._on_failure(exc)
 
 
 def _ignore(exc: TransferError) -> None:
@@ -115,9 +116,10 @@ def _ignore(exc: TransferError) -> None:
 
 @dataclass(slots=True, eq=False)
 class RelayUpdate:
-    """`sizes` of the update's chunks, the reader places, the sender's count.
+    """One update of a ChainRelay: `sizes` of the chunks in bytes, `readers` of the ring, `base`.
 
-    `done` is set when all of it was read here and sent on, or when `error` says why not.
+    `base` is the ring's sequence number before the update. `done` is set when all chunks were read
+    on this host and sent to the next one, or with `error` set.
     """
 
     epoch: int
@@ -128,23 +130,23 @@ class RelayUpdate:
     error: WeightSyncError | None = None
 
     def fail(self, error: WeightSyncError) -> None:
-        """The first failure counts."""
+        """End the update with `error`, unless it has an error already."""
         self.error = self.error or error
         self.done.set()
 
 
 logger = logging.getLogger(__name__)
 
-_HEADS = 6
+_HEADERS = 6
 _IN_FLIGHT = 3
 _POLL_S = 0.02
 _JOIN_S = 5.0
-_ASK_S = 0.05
+_QUERY_S = 0.05
 
 
 @dataclass(slots=True)
 class _InFlight:
-    """A chunk on its way in; `slot` None: into a scratch buffer."""
+    """A chunk that is being received, into a slot of the ring or (`place` < 0) a scratch buffer."""
 
     chunk: int
     last: bool
@@ -156,11 +158,11 @@ class _InFlight:
 
 
 class ChainRelay:
-    """The threads of one member; from its construction until `close`."""
+    """Relays chunks in a thread, from its construction until `close`; one per member."""
 
     def __init__(
         self,
-        meeting: GroupRendezvous,
+        rendezvous: GroupRendezvous,
         group: PrivateGroup,
         info: GroupInfo,
         control: Control,
@@ -168,7 +170,7 @@ class ChainRelay:
         run_nbytes: int,
     ) -> None:
         self.failure: WeightSyncError | None = None
-        self._meeting = meeting
+        self._rendezvous = rendezvous
         self._group = group
         self._rank = info.rank
         self._size = len(info.members)
@@ -181,47 +183,47 @@ class ChainRelay:
         self._depth = min(_IN_FLIGHT, len(slots))
         self._scratch: list[torch.Tensor] = []
         room = runs_per_chunk(self._slot_nbytes, run_nbytes)
-        self._heads = [ChunkHeader(room) for _ in range(_HEADS)]
-        self._downstream = Downstream(group, info, self._cut_off)
+        self._headers = [ChunkHeader(room) for _ in range(_HEADERS)]
+        self._downstream = Downstream(group, info, self._next_failed)
         self._arriving: deque[_InFlight] = deque()
         self._changed = threading.Condition()
-        self._wanted: RelayUpdate | None = None
+        self._submitted: RelayUpdate | None = None
         self._current: RelayUpdate | None = None
         self._epoch = 0
         self._closing = False
         self._progress = time.monotonic()
-        self._asked = 0.0
-        self._shown: list[int] = []
+        self._queried_at = 0.0
+        self._published_signs: list[int] = []
         self._thread = threading.Thread(target=self._run, name="weightsync-link", daemon=True)
         self._thread.start()
-        self._heartbeat = Heartbeat(self._show_signs)
+        self._heartbeat = Heartbeat(self._publish_signs)
         end_at_exit(self)
 
-    def take_in(self, relay_update: RelayUpdate) -> None:
-        """Put the update that comes next into the ring. Raises what broke the group."""
+    def submit(self, relay_update: RelayUpdate) -> None:
+        """Write the next update into the ring. Raises the error that broke the group."""
         with self._changed:
             if self.failure is not None:
                 raise self.failure
-            if self._wanted is not None:
-                self._wanted.fail(TransferError("another update took its place"))
-            self._wanted, self._progress = relay_update, time.monotonic()
+            if self._submitted is not None:
+                self._submitted.fail(TransferError("another update replaced it"))
+            self._submitted, self._progress = relay_update, time.monotonic()
             self._changed.notify_all()
 
     def check(self, relay_update: RelayUpdate) -> None:
-        """Raise why this update cannot be completed: an error, or no progress for too long."""
+        """Raise the update's error, or TransferTimeout after `timeout_s` without progress."""
         if relay_update.error is not None:
             raise relay_update.error
         silent = time.monotonic() - self._progress
         if silent > self._timeout_s and not relay_update.done.is_set():
             raise TransferTimeout(
-                f"{self._who(self._rank - 1)} sent nothing for {silent:.3g} s; the update is "
-                "given up"
+                f"{self._name_of(self._rank - 1)} sent nothing for {silent:.3g} s; the update is "
+                "aborted"
             )
 
     def end(self, timeout_s: float) -> None:
-        """Leave the group, and wait that long for the threads to end. Idempotent.
+        """Leave the group, and wait at most `timeout_s` for the threads to end. Idempotent.
 
-        Either of them may be asking the store of a sender that is stopped.
+        A thread may be in a call to the store of a sender that is stopped.
         """
         deadline = time.monotonic() + timeout_s
         with self._changed:
@@ -232,12 +234,12 @@ class ChainRelay:
         self._thread.join(max(0.0, deadline - time.monotonic()))
 
     def close(self, free: Callable[[], None]) -> None:
-        """Leave the group, end the threads, and `free` what they used: later, if one ends late."""
+        """Leave the group, end the threads, and call `free`: later, if a thread ends late."""
         self.end(_JOIN_S)
         if self._heartbeat.ended and not self._thread.is_alive():
-            self._let_go(free)
+            self._release(free)
             return
-        logger.warning("a thread of a private group does not end; its ring stays until it does")
+        logger.warning("a thread of a private group still runs; its ring stays until it ends")
         ended = threading.Thread(
             target=self._end_late, args=(free,), name="weightsync-late", daemon=True
         )
@@ -246,50 +248,50 @@ class ChainRelay:
     def _end_late(self, free: Callable[[], None]) -> None:
         self._heartbeat.close()
         self._thread.join()
-        self._let_go(free)
+        self._release(free)
 
-    def _show_signs(self) -> None:
-        """The sender sees none of this host's readers by itself, and a busy one may not answer."""
+    def _publish_signs(self) -> None:
+        """Publish the signs of life of this host's readers, which the sender cannot observe."""
         signs = [self._control.signs(reader) for reader in range(self._control.readers)]
-        if signs != self._shown:
-            self._shown = signs
-            self._meeting.show(self._rank, signs)
+        if signs != self._published_signs:
+            self._published_signs = signs
+            self._rendezvous.show(self._rank, signs)
 
-    def _let_go(self, free: Callable[[], None]) -> None:
+    def _release(self, free: Callable[[], None]) -> None:
         self._group.close()
         self._slots.clear()
         self._scratch.clear()
         self._downstream.forget()
-        self._current = self._wanted = None
-        # The frames of what ended it hold what was at work, and so the group's sockets.
+        self._current = self._submitted = None
+        # The frames of the previous error refer to operations, and so to the group's sockets.
         self.failure = TransferError("the private group was left")
         free()
 
     def _run(self) -> None:
         try:
-            posted = self._post_head(0)
-            turn = 0
+            posted = self._post_header(0)
+            count = 0
             while True:
-                head = self._heads[turn % _HEADS]
-                self._from_before(posted)
+                header = self._headers[count % _HEADERS]
+                self._await_previous(posted)
                 self._progress = time.monotonic()
-                posted = self._post_head(turn + 1)
-                self._downstream.send_head(turn % _HEADS, head.buffer)
-                if head.leaves:
+                posted = self._post_header(count + 1)
+                self._downstream.send_header(count % _HEADERS, header.buffer)
+                if header.leaves:
                     return self._leave()
-                self._handle(head)
-                turn += 1
+                self._handle(header)
+                count += 1
         except TransferError as exc:
-            self._end(exc if self._closing else self._meeting.report(exc))
+            self._end(exc if self._closing else self._rendezvous.report(exc))
         except WeightSyncError as exc:
             self._end(exc)
-        except Exception as exc:  # noqa: BLE001 # whatever it is, who waits must hear of it
+        except Exception as exc:  # noqa: BLE001 # callers that wait must get any error
             self._end(TransferError(f"the private group's thread failed: {exc!r}"))
 
     def _leave(self) -> None:
-        """Orderly: the next host is told before the connections end."""
-        self._land(0)
-        self._downstream.settle_all()
+        """Leave after LEAVE was sent to the next host, so that it does not see an error."""
+        self._await_chunks(0)
+        self._downstream.wait_all()
         self._closing = True
         self._end(TransferError("the sender left its private group"))
 
@@ -298,56 +300,56 @@ class ChainRelay:
             logger.info("epoch %d of the private group ends: %s", self._epoch, error)
         with self._changed:
             self.failure = error
-            for relay_update in (self._current, self._wanted):
+            for relay_update in (self._current, self._submitted):
                 if relay_update is not None and not relay_update.done.is_set():
                     relay_update.fail(error)
         self._arriving.clear()
         self._downstream.forget_chunks()
         self._group.abort()
 
-    def _handle(self, head: ChunkHeader) -> None:
-        if head.epoch != self._epoch:
-            self._land(0)
-            self._turn_to(head.epoch)
-        if head.aborts:
-            self._land(0)
-            self._drop(TransferError("the update was given up by its sender"))
-            # A next host that died is found now, not in the next update.
-            self._downstream.settle_all()
+    def _handle(self, header: ChunkHeader) -> None:
+        if header.epoch != self._epoch:
+            self._await_chunks(0)
+            self._begin_epoch(header.epoch)
+        if header.aborts:
+            self._await_chunks(0)
+            self._drop(TransferError("the update was aborted by its sender"))
+            # Detects a next host that died now, not in the next update.
+            self._downstream.wait_all()
             return
-        if head.nbytes > self._slot_nbytes:
-            raise ProtocolError(f"a chunk of {head.nbytes} bytes does not fit the ring")
-        if head.nbytes == 0:
+        if header.nbytes > self._slot_nbytes:
+            raise ProtocolError(f"a chunk of {header.nbytes} bytes does not fit the ring")
+        if header.nbytes == 0:
             self._complete(self._current)
             return
-        self._accept(head)
-        self._land(0 if head.last else self._depth - 1)
+        self._accept(header)
+        self._await_chunks(0 if header.last else self._depth - 1)
 
-    def _accept(self, head: ChunkHeader) -> None:
-        """Make the next chunk's room known to the rank before."""
-        place = self._place(head)
+    def _accept(self, header: ChunkHeader) -> None:
+        """Post the receive of a chunk, into a free slot or a scratch buffer."""
+        place = self._place(header)
         buffer = self._slots[place] if place >= 0 else self._scratch[-place - 1]
-        # All of it: Gloo ends the process of whoever is sent more than it waits for.
+        # The whole buffer: Gloo ends a process that is sent more bytes than it waits for.
         pending = self._receive(
-            lambda: self._group.receive(buffer, self._rank - 1, data_lane(head.chunk))
+            lambda: self._group.receive(buffer, self._rank - 1, data_lane(header.chunk))
         )
         self._arriving.append(
             _InFlight(
-                chunk=head.chunk,
-                last=head.last,
-                fingerprints=head.fingerprints,
-                memory=buffer[: head.nbytes],
+                chunk=header.chunk,
+                last=header.last,
+                fingerprints=header.fingerprints,
+                memory=buffer[: header.nbytes],
                 place=place,
                 relay_update=self._current if place >= 0 else None,
                 pending=pending,
             )
         )
 
-    def _land(self, left: int) -> None:
-        """Wait until only `left` chunks are on their way."""
+    def _await_chunks(self, left: int) -> None:
+        """Wait until at most `left` chunks are being received."""
         while len(self._arriving) > left:
             arrival = self._arriving.popleft()
-            self._from_before(arrival.pending, self._timeout_s)
+            self._await_previous(arrival.pending, self._timeout_s)
             self._progress = time.monotonic()
             relay_update = arrival.relay_update
             if relay_update is not None and relay_update.error is None:
@@ -358,32 +360,32 @@ class ChainRelay:
             if arrival.last:
                 self._complete(relay_update)
 
-    def _turn_to(self, epoch: int) -> None:
-        """The stream is at another update: find out what this host wants of it."""
-        self._drop(TransferError("the sender went on to another update"))
+    def _begin_epoch(self, epoch: int) -> None:
+        """Begin the update `epoch` of the stream: wait until this host's receiver submits it."""
+        self._drop(TransferError("the sender began another update"))
         self._epoch = epoch
         deadline = time.monotonic() + self._patience(at_ring=True)
-        while not self._awaits(epoch) and time.monotonic() < deadline:
-            if self._meeting.given_up(epoch):  # outside the lock: the answer may take a while
+        while not self._await_submit(epoch) and time.monotonic() < deadline:
+            if self._rendezvous.given_up(epoch):  # outside the lock: the call may take long
                 return
         with self._changed:
-            wanted = self._wanted
-            if wanted is None or wanted.epoch != epoch:
+            submitted = self._submitted
+            if submitted is None or submitted.epoch != epoch:
                 return
-            self._wanted = None
-            self._current = wanted
+            self._submitted = None
+            self._current = submitted
         try:
             self._writer.follow(
-                wanted.readers, len(wanted.sizes), epoch=wanted.epoch, base=wanted.base
+                submitted.readers, len(submitted.sizes), epoch=submitted.epoch, base=submitted.base
             )
         except TransferError as exc:
             self._drop(exc)
 
-    def _awaits(self, epoch: int) -> bool:
-        """Wait a moment for word of this update or a later one; return whether there is any."""
+    def _await_submit(self, epoch: int) -> bool:
+        """Wait up to _POLL_S for this update or a later one; return whether it was submitted."""
         with self._changed:
-            wanted = self._wanted
-            if self._closing or (wanted is not None and wanted.epoch >= epoch):
+            submitted = self._submitted
+            if self._closing or (submitted is not None and submitted.epoch >= epoch):
                 return True
             self._changed.wait(_POLL_S)
             return False
@@ -393,37 +395,40 @@ class ChainRelay:
             self._current.fail(error)
         self._current = None
 
-    def _place(self, head: ChunkHeader) -> int:
-        """Return the slot of a chunk once it is free, or the scratch buffer as -1, -2."""
+    def _place(self, header: ChunkHeader) -> int:
+        """Return the slot of a chunk once it is free, or a scratch buffer as -1, -2 or -3."""
         relay_update = self._current
         if relay_update is not None and relay_update.error is None:
             try:
-                self._check_fits(relay_update, head)
+                self._check_fits(relay_update, header)
                 slot = self._writer.acquire(
-                    head.chunk,
-                    check=self._watch(relay_update),
+                    header.chunk,
+                    check=self._check_progress(relay_update),
                     timeout_s=self._patience(at_ring=True),
                 )
-                self._downstream.settle(slot)
+                self._downstream.wait_chunk(slot)
                 return slot
             except WeightSyncError as exc:
                 self._drop(exc)
         if not self._scratch:
             self._scratch = [torch.empty_like(self._slots[0]) for _ in range(_IN_FLIGHT)]
-        place = -1 - head.chunk % _IN_FLIGHT
-        self._downstream.settle(place)
+        place = -1 - header.chunk % _IN_FLIGHT
+        self._downstream.wait_chunk(place)
         return place
 
-    def _check_fits(self, relay_update: RelayUpdate, head: ChunkHeader) -> None:
+    def _check_fits(self, relay_update: RelayUpdate, header: ChunkHeader) -> None:
         sizes = relay_update.sizes
-        if head.chunk >= len(sizes) or head.nbytes != sizes[head.chunk]:
+        if header.chunk >= len(sizes) or header.nbytes != sizes[header.chunk]:
             raise ProtocolError(
-                f"chunk {head.chunk + 1} has {head.nbytes} bytes, which is not how this host cuts "
-                f"the model into {len(sizes)} chunks; both sides need one manifest and version"
+                f"chunk {header.chunk + 1} has {header.nbytes} bytes, which is not how this host "
+                f"cuts the model into {len(sizes)} chunks; both sides need one manifest and version"
             )
 
-    def _watch(self, relay_update: RelayUpdate) -> Check:
-        """Heartbeats of a reader that makes no progress must not outlast the rank before."""
+    def _check_progress(self, relay_update: RelayUpdate) -> Check:
+        """Return a check that raises TransferTimeout before the previous rank times out.
+
+        The heartbeats of a reader without progress would extend the wait for longer.
+        """
         released, patience = self._control.released, self._patience(at_ring=True)
         done, moved = -1, time.monotonic()
 
@@ -438,28 +443,28 @@ class ChainRelay:
 
         return check
 
-    def _last(self, relay_update: RelayUpdate) -> None:
-        """Everything has come, so the rank before no longer waits while this host's readers do."""
+    def _check_drain(self, relay_update: RelayUpdate) -> None:
+        """Check in the wait for this host's readers, when all chunks were received."""
         self._progress = time.monotonic()
         self._check_wanted(relay_update)
 
     def _check_wanted(self, relay_update: RelayUpdate) -> None:
         if relay_update.error is not None:
             raise relay_update.error
-        if time.monotonic() - self._asked > _ASK_S:
-            self._asked = time.monotonic()
-            if self._closing or self._meeting.given_up(relay_update.epoch):
-                raise TransferError("the update was given up by its sender")
+        if time.monotonic() - self._queried_at > _QUERY_S:
+            self._queried_at = time.monotonic()
+            if self._closing or self._rendezvous.given_up(relay_update.epoch):
+                raise TransferError("the update was aborted by its sender")
 
     def _complete(self, relay_update: RelayUpdate | None) -> None:
-        """Everything has come: it is read by all of this host, and sent on."""
-        self._downstream.settle_chunks()
+        """Wait until all chunks are sent and read by this host's readers, then set `done`."""
+        self._downstream.wait_chunks()
         if relay_update is None or relay_update is not self._current:
             return
         try:
             self._writer.drain(
                 len(relay_update.sizes),
-                check=lambda: self._last(relay_update),
+                check=lambda: self._check_drain(relay_update),
                 timeout_s=self._timeout_s,
             )
         except WeightSyncError as exc:
@@ -467,39 +472,39 @@ class ChainRelay:
         self._current = None
         relay_update.done.set()
 
-    def _post_head(self, turn: int) -> Work:
-        index = turn % _HEADS
-        self._downstream.settle_head(index)
-        buffer = self._heads[index].buffer
+    def _post_header(self, turn: int) -> Work:
+        index = turn % _HEADERS
+        self._downstream.wait_header(index)
+        buffer = self._headers[index].buffer
         return self._receive(lambda: self._group.receive(buffer, self._rank - 1, HEADER_LANE))
 
     def _receive(self, receive: Callable[[], Work]) -> Work:
         try:
             return receive()
         except TransferError as exc:
-            raise self._lost(exc) from exc
+            raise self._named_error(exc) from exc
 
-    def _from_before(self, pending: Work, timeout_s: float | None = None) -> None:
+    def _await_previous(self, pending: Work, timeout_s: float | None = None) -> None:
         try:
             pending.wait(timeout_s)
         except TransferError as exc:
-            raise self._lost(exc) from exc
+            raise self._named_error(exc) from exc
 
-    def _lost(self, exc: TransferError) -> TransferError:
-        return type(exc)(f"{self._who(self._rank - 1)} is lost: {exc}")
+    def _named_error(self, exc: TransferError) -> TransferError:
+        return type(exc)(f"{self._name_of(self._rank - 1)} is lost: {exc}")
 
-    def _cut_off(self, exc: TransferError) -> None:
-        """The next host takes no more: say so, and let nobody before it wait."""
-        error = type(exc)(f"{self._who(self._rank + 1)} did not take what was sent to it: {exc}")
+    def _next_failed(self, exc: TransferError) -> None:
+        """Publish that the next host failed, and fail this host's updates."""
+        error = type(exc)(f"{self._name_of(self._rank + 1)} did not take data sent to it: {exc}")
         if not self._closing:
-            error = self._meeting.report(error)
+            error = self._rendezvous.report(error)
         self.failure = error
-        for relay_update in (self._current, self._wanted):
+        for relay_update in (self._current, self._submitted):
             if relay_update is not None:
                 relay_update.fail(error)
 
     def _patience(self, *, at_ring: bool) -> float:
         return patience_s(self._timeout_s, self._rank, self._size, at_ring=at_ring)
 
-    def _who(self, rank: int) -> str:
+    def _name_of(self, rank: int) -> str:
         return self._members[0] if rank == 0 else f"the host of {self._members[rank]}"

@@ -1,4 +1,4 @@
-"""The sending half of `gloo`: the chunks of one update, down a chain of hosts."""
+"""The sending half of `gloo`: sends the chunks of an update through a chain of hosts."""
 
 from __future__ import annotations
 
@@ -37,10 +37,10 @@ _IN_FLIGHT = 3
 
 
 class ChunkFeed(Protocol):
-    """One update as the chain reads it; called by the chain's thread alone.
+    """The chunks of one update, for the chain. Used by the chain's thread alone.
 
-    `chunks` are the bytes of each chunk; `depth` is how many may be taken and not yet done;
-    `fingerprint_room` is the most fingerprints that a chunk of this ring has, in any update.
+    `chunks` has the bytes of each chunk. At most `depth` chunks may be taken and not yet done.
+    `fingerprint_room` is the largest number of fingerprints of a chunk of this ring.
     """
 
     @property
@@ -56,21 +56,21 @@ class ChunkFeed(Protocol):
     def fingerprint_room(self) -> int: ...
 
     def take(self, j: int, check: Check) -> tuple[torch.Tensor, list[int]]:
-        """Return chunk `j` (`uint8[nbytes]`, host memory) and its fingerprints once it is there.
+        """Wait for chunk `j`; return it (`uint8[nbytes]`, host memory) and its fingerprints.
 
-        Valid until `done(j)`. Calls `check` while it waits, which ends it by raising.
+        Valid until `done(j)`. Calls `check` during the wait, which raises to end it.
         """
 
     def done(self, j: int) -> None:
-        """Chunk `j` was sent; its memory may be overwritten."""
+        """Release chunk `j` after it was sent; its memory may be overwritten."""
 
 
 class _Stopped(TransferError):
-    """The update was given up by its sender."""
+    """The update was aborted by its sender."""
 
 
 class ChainSender:
-    """The thread that sends one update to rank 1."""
+    """Sends one update to rank 1, in a thread."""
 
     def __init__(
         self,
@@ -87,10 +87,10 @@ class ChainSender:
         self.ended = threading.Event()
         self._group = group
         self._feed = feed
-        self._heads = [ChunkHeader(feed.fingerprint_room) for _ in range(_IN_FLIGHT + 1)]
+        self._headers = [ChunkHeader(feed.fingerprint_room) for _ in range(_IN_FLIGHT + 1)]
         self._first = first
         self._timeout_s = timeout_s
-        self._flying: deque[tuple[int, list[Work]]] = deque()
+        self._in_flight: deque[tuple[int, list[Work]]] = deque()
         self.thread = threading.Thread(target=self._run, name="weightsync-chain", daemon=True)
         self.thread.start()
 
@@ -100,11 +100,11 @@ class ChainSender:
         except WeightSyncError as exc:
             self.error = exc
             self._abort()
-        except Exception as exc:  # noqa: BLE001 # a feed is foreign code; its error must not be lost
+        except Exception as exc:  # noqa: BLE001 # a feed may raise any error
             self.error = TransferError(f"the chunks of this update could not be read: {exc!r}")
             self._abort()
         finally:
-            self._flying.clear()
+            self._in_flight.clear()
             self.ended.set()
 
     def _send_all(self) -> None:
@@ -113,8 +113,8 @@ class ChainSender:
         for j, nbytes in enumerate(chunks):
             self._check()
             data, fingerprints = self._feed.take(j, self._check)
-            head = self._heads[j % len(self._heads)]
-            head.fill(
+            header = self._headers[j % len(self._headers)]
+            header.fill(
                 HeaderStatus.CHUNK,
                 self._feed.epoch,
                 chunk=j,
@@ -123,18 +123,18 @@ class ChainSender:
                 fingerprints=fingerprints,
             )
             pending: list[Work] = []
-            self._flying.append((j, pending))
-            pending.append(self._send(head))
+            self._in_flight.append((j, pending))
+            pending.append(self._send(header))
             pending.append(self._send_chunk(data, j))
-            while len(self._flying) >= depth:
-                self._land()
-        while self._flying:
-            self._land()
+            while len(self._in_flight) >= depth:
+                self._await_oldest()
+        while self._in_flight:
+            self._await_oldest()
         if not chunks:
-            self._send_head(HeaderStatus.CHUNK)
+            self._send_status(HeaderStatus.CHUNK)
 
-    def _land(self) -> None:
-        j, pending = self._flying.popleft()
+    def _await_oldest(self) -> None:
+        j, pending = self._in_flight.popleft()
         try:
             for work in pending:
                 work.wait(self._timeout_s)
@@ -146,31 +146,31 @@ class ChainSender:
         self._feed.done(j)
 
     def _abort(self) -> None:
-        """Tell the members, after what is on its way."""
+        """Send ABORT to the members, after the chunks in flight."""
         if self.broke:
             return
         try:
-            while self._flying:
-                for work in self._flying.popleft()[1]:
+            while self._in_flight:
+                for work in self._in_flight.popleft()[1]:
                     work.wait(self._timeout_s)
-            self._send_head(HeaderStatus.ABORT)
-        except Exception as exc:  # noqa: BLE001  # as of a device: whatever it is, nobody was told
+            self._send_status(HeaderStatus.ABORT)
+        except Exception as exc:  # noqa: BLE001  # any error: ABORT was not sent
             self.broke = True
             self.error = self._report(TransferError(f"the host of {self._first} is lost: {exc}"))
 
-    def _send_head(self, status: HeaderStatus) -> None:
-        head = self._heads[0]
-        head.fill(status, self._feed.epoch)
-        self._send(head).wait(self._timeout_s)
+    def _send_status(self, status: HeaderStatus) -> None:
+        header = self._headers[0]
+        header.fill(status, self._feed.epoch)
+        self._send(header).wait(self._timeout_s)
 
-    def _send(self, head: ChunkHeader) -> Work:
-        return self._started(lambda: self._group.send(head.buffer, FIRST, HEADER_LANE))
+    def _send(self, header: ChunkHeader) -> Work:
+        return self._started(lambda: self._group.send(header.buffer, FIRST, HEADER_LANE))
 
     def _send_chunk(self, data: torch.Tensor, chunk: int) -> Work:
         return self._started(lambda: self._group.send(data, FIRST, data_lane(chunk)))
 
     def _started(self, send: Callable[[], Work]) -> Work:
-        """Whatever went wrong: the other end waits for what was not sent, so the group is over."""
+        """Start a send. Any error breaks the group: the peer waits for bytes that are not sent."""
         try:
             return send()
         except Exception as exc:
@@ -180,19 +180,19 @@ class ChainSender:
 
     def _check(self) -> None:
         if self.stop.is_set():
-            raise _Stopped("the update was given up by its sender")
+            raise _Stopped("the update was aborted by its sender")
 
 
 SENDER = "the sender"
 _CHECK_S = 0.05
 _SIGNS_S = 0.2
-_GOODBYE_S = 1.0
+_LEAVE_S = 1.0
 
 
 class RingFeed:
-    """Reads the sender's own ring at reader place `reader`: what it packs for its own host.
+    """A ChunkFeed of the sender's own ring, which it reads as `reader`.
 
-    Made after the engine's `begin`. Raises BackendUnavailableError for buckets on a GPU.
+    Constructed after the engine's `begin`. Raises BackendUnavailableError for buckets on a GPU.
     """
 
     def __init__(self, engine: IpcTrainerEngine, reader: int) -> None:
@@ -202,20 +202,20 @@ class RingFeed:
                 f"the path gloo sends from host memory, and this ring is on "
                 f"{stream.slots[0].device}; take path shared_memory, which stages through the host"
             )
-        plan = stream.plan
+        layout = stream.plan
         self._stream = stream
-        self._runs = [chunk.last_run - chunk.first_run for chunk in plan.chunks]
+        self._runs = [chunk.last_run - chunk.first_run for chunk in layout.chunks]
         self._reader = RingReader(
             stream.control, reader, epoch=stream.epoch, base=stream.base, pace=NETWORK
         )
-        engine.feeds_network()
+        engine.use_network_backoff()
         self.epoch = stream.epoch
         self.depth = len(stream.slots)
-        self.chunks = [chunk.stop - chunk.start for chunk in plan.chunks]
-        self.fingerprint_room = runs_per_chunk(stream.slots[0].numel(), plan.run_nbytes)
+        self.chunks = [chunk.stop - chunk.start for chunk in layout.chunks]
+        self.fingerprint_room = runs_per_chunk(stream.slots[0].numel(), layout.run_nbytes)
 
     def take(self, j: int, check: Check) -> tuple[torch.Tensor, list[int]]:
-        """Return chunk `j` in its slot, once it is packed; see Feed."""
+        """Wait for chunk `j`, and return it in its slot; see ChunkFeed."""
         stream, control = self._stream, self._stream.control
         slot = self._reader.wait(j, check=check, timeout_s=stream.timeout_s)
         room = control.entries // control.slots
@@ -228,12 +228,12 @@ class RingFeed:
 
 
 class Chain:
-    """Rank 0 of one private group; `members` names rank 1 and up, for messages.
+    """Rank 0 of one private group. `members` has the names of rank 1 and up, for messages.
 
-    `address` is where the members reach this host. The store listens when the constructor returns;
-    `join` completes the group; then, for each update, `start`, and `finish` or `stop`. A chain that
-    is `broken` is closed, and another with a higher `epoch` takes its place. Raises ConnectError
-    when `address` is none of this host.
+    The members connect to `address` of this host. The store listens when the constructor returns;
+    `join` completes the group. Each update is `start`, then `finish` or `stop`. A `broken` chain is
+    closed, and replaced by one with a higher `epoch`. Raises ConnectError when `address` is no
+    address of this host.
     """
 
     def __init__(
@@ -247,21 +247,21 @@ class Chain:
         self.epoch = epoch
         self.members = [SENDER, *members]
         self._timeout_s = timeout_s
-        self._meeting: GroupRendezvous | None = GroupRendezvous.host(
+        self._rendezvous: GroupRendezvous | None = GroupRendezvous.host(
             address, epoch=epoch, timeout_s=timeout_s
         )
-        self._address, self._port = address, self._meeting.port
+        self._address, self._port = address, self._rendezvous.port
         self._group: PrivateGroup | None = None
         self._sending: ChainSender | None = None
         self._update: int | None = None
-        self._looked = self._asked = 0.0
+        self._checked_at = self._queried_at = 0.0
         self._signs: list[list[int]] = [[] for _ in self.members]
         self._failure: WeightSyncError | None = None
         self._closed = threading.Event()
         end_at_exit(self)
 
     def info(self, rank: int) -> GroupInfo:
-        """Return what the member `rank` needs to join."""
+        """Return the information that member `rank` needs to join."""
         return GroupInfo(
             address=self._address,
             port=self._port,
@@ -272,9 +272,10 @@ class Chain:
         )
 
     def join(self) -> None:
-        """Return when all members are in; called while their inits are out.
+        """Wait until all members have joined. Called while their init messages are in flight.
 
-        Raises TransferTimeout naming who did not come, TransferError when the chain was closed.
+        Raises TransferTimeout that names the missing members, TransferError when the chain was
+        closed.
         """
         try:
             self._join()
@@ -283,36 +284,36 @@ class Chain:
             raise
 
     def absent(self) -> list[int]:
-        """Return the ranks that have not come to the group yet."""
-        meeting = self._meeting
+        """Return the ranks that have not entered the group yet."""
+        rendezvous = self._rendezvous
         ranks = range(FIRST, len(self.members))
-        return [rank for rank in ranks if meeting is not None and not meeting.is_here(rank)]
+        return [rank for rank in ranks if rendezvous is not None and not rendezvous.is_here(rank)]
 
     @property
     def broken(self) -> bool:
-        """Whether the group can carry no further update."""
+        """Whether the group is broken, so that no further update can be sent."""
         return self.failure is not None
 
     @property
     def failure(self) -> WeightSyncError | None:
-        """What broke the group, as whoever saw it first told it."""
-        if self._failure is None and self._meeting is not None:
-            reported = self._meeting.reported()
+        """The first published error that broke the group; None while it works."""
+        if self._failure is None and self._rendezvous is not None:
+            reported = self._rendezvous.reported()
             if reported is not None:
                 self._failure = reported
         return self._failure
 
     def signs(self, rank: int, reader: int) -> int | None:
-        """Return what grows while a reader of that rank's host lives and works; None if unseen."""
-        meeting = self._meeting
-        if meeting is not None and time.monotonic() - self._asked > _SIGNS_S:
-            self._asked = time.monotonic()
-            self._signs = [meeting.signs(rank) for rank in range(len(self.members))]
+        """Return a value that grows while a reader of a rank's host works; None if unknown."""
+        rendezvous = self._rendezvous
+        if rendezvous is not None and time.monotonic() - self._queried_at > _SIGNS_S:
+            self._queried_at = time.monotonic()
+            self._signs = [rendezvous.signs(rank) for rank in range(len(self.members))]
         shown = self._signs[rank]
         return shown[reader] if reader < len(shown) else None
 
     def start(self, feed: ChunkFeed) -> None:
-        """Begin to send an update's chunks, in a thread. Raises TransferError when broken."""
+        """Start to send an update's chunks, in a thread. Raises TransferError when broken."""
         failure = self.failure
         if self._group is None or failure is not None:
             raise failure or TransferError("the private group is not joined")
@@ -321,16 +322,16 @@ class Chain:
         self._sending = ChainSender(self._group, feed, self.members[FIRST], patience, self._report)
 
     def check(self) -> None:
-        """Raise what went wrong with the update at work; cheap enough for every wait."""
+        """Raise the error of the update in progress. Cheap: called in every wait."""
         sending = self._sending
         if sending is not None and sending.error is not None:
             raise sending.error
-        if time.monotonic() - self._looked > _CHECK_S:
-            self._looked = time.monotonic()
+        if time.monotonic() - self._checked_at > _CHECK_S:
+            self._checked_at = time.monotonic()
             self._raise_failure()
 
     def finish(self, check: Check) -> None:
-        """Return when every chunk has left for rank 1. Raises what went wrong, naming the host."""
+        """Wait until every chunk is sent to rank 1. Raises an error that names the failed host."""
         sending = self._sending
         if sending is None:
             return
@@ -343,12 +344,12 @@ class Chain:
             raise sending.error
 
     def stop(self) -> None:
-        """Give the update up: the members are told in band, so that the group stays usable.
+        """Abort the update. The abort is sent in band, so that the group stays usable.
 
         Returns within the timeout; afterwards the chain may be broken.
         """
-        if self._meeting is not None and self._update is not None:
-            self._meeting.give_up(self._update)
+        if self._rendezvous is not None and self._update is not None:
+            self._rendezvous.give_up(self._update)
         sending = self._sending
         if sending is None:
             return
@@ -361,9 +362,9 @@ class Chain:
         self._settle(sending)
 
     def end(self, timeout_s: float) -> None:
-        """Leave the group at once, and wait that long for its thread to end. Idempotent."""
+        """Leave the group, and wait at most `timeout_s` for its thread to end. Idempotent."""
         if not self._closed.is_set():
-            self._say_goodbye()
+            self._send_leave()
         self._closed.set()
         self._failure = self._failure or TransferError("the private group was closed")
         sending = self._sending
@@ -372,43 +373,43 @@ class Chain:
         self._abort_connections()
         if sending is not None:
             sending.thread.join(timeout_s)
-        if self._meeting is not None:
-            self._meeting.end()
+        if self._rendezvous is not None:
+            self._rendezvous.end()
 
     def close(self) -> None:
-        """Leave the group at once; whoever waits in it gets an error. Idempotent."""
+        """Leave the group at once; waits of its members fail. Idempotent."""
         self.end(timeout_s=0.0)
         if self._sending is not None:
             self._settle(self._sending)
         if self._group is not None:
             self._group.close()
         self._group = None
-        meeting, self._meeting = self._meeting, None
-        if meeting is not None:
-            meeting.close()
+        rendezvous, self._rendezvous = self._rendezvous, None
+        if rendezvous is not None:
+            rendezvous.close()
 
     def _abort_connections(self) -> None:
         if self._group is not None:
             self._group.abort()
 
-    def _say_goodbye(self) -> None:
-        """So that no member takes the end of the group for the death of another."""
+    def _send_leave(self) -> None:
+        """Send LEAVE, so that members do not report the end of the group as a failure."""
         if self._group is None or self._sending is not None or self.broken:
             return
-        head = ChunkHeader(0)  # shorter than what is waited for, which does no harm
-        head.fill(HeaderStatus.LEAVE, 0)
+        header = ChunkHeader(0)  # shorter than the posted receives, which Gloo allows
+        header.fill(HeaderStatus.LEAVE, 0)
         with suppress(TransferError):
-            self._group.send(head.buffer, FIRST, HEADER_LANE).wait(_GOODBYE_S)
+            self._group.send(header.buffer, FIRST, HEADER_LANE).wait(_LEAVE_S)
 
     def _join(self) -> None:
-        meeting = self._meeting
-        if meeting is None:
+        rendezvous = self._rendezvous
+        if rendezvous is None:
             raise TransferError("the private group was closed")
         size = len(self.members)
         ranks = list(range(FIRST, size))
-        missing = meeting.gather(ranks, self._timeout_s, given_up=self._closed.is_set)
+        missing = rendezvous.gather(ranks, self._timeout_s, given_up=self._closed.is_set)
         if self._closed.is_set():
-            raise TransferError("the private group was closed while its members came together")
+            raise TransferError("the private group was closed while its members joined")
         if missing:
             names = shorten(self.members[rank] for rank in missing)
             raise TransferTimeout(
@@ -416,21 +417,21 @@ class Chain:
                 f"{self._address}:{self._port} within {self._timeout_s:g} s: {names}; can they "
                 "reach this address?"
             )
-        self._group = PrivateGroup(meeting, 0, size, self._timeout_s)
+        self._group = PrivateGroup(rendezvous, 0, size, self._timeout_s)
         if self._closed.is_set():
             self._group.close()
-            raise TransferError("the private group was closed while its members came together")
+            raise TransferError("the private group was closed while its members joined")
 
     def _settle(self, sending: ChainSender) -> None:
-        """The thread ends; what broke the group is kept."""
+        """Wait for the thread to end, and keep the error that broke the group."""
         sending.thread.join()
         if sending.broke and self._failure is None:
             self._failure = self.failure or sending.error
         self._sending = None
 
     def _report(self, error: TransferError) -> TransferError:
-        meeting = self._meeting
-        return error if self._closed.is_set() or meeting is None else meeting.report(error)
+        rendezvous = self._rendezvous
+        return error if self._closed.is_set() or rendezvous is None else rendezvous.report(error)
 
     def _raise_failure(self) -> None:
         if self.failure is not None:

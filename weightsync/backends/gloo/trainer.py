@@ -1,6 +1,6 @@
-"""The `gloo` backend's trainer engine: receivers on other hosts, fed from the ring of rank 0.
+"""The `gloo` backend's trainer engine: sends the ring of rank 0 to receivers on other hosts.
 
-Of each host one receiver is a member of a private group; the others of the host read its ring.
+On each host one receiver is a member of a private group; the host's other receivers read its ring.
 """
 
 from __future__ import annotations
@@ -33,32 +33,32 @@ from weightsync.shm.host_keys import host_key
 from weightsync.weights.source import WeightSource
 
 ADDRESS_VARIABLE = "WEIGHTSYNC_ADDRESS"
-"""The address under which receivers on other hosts reach this one, where it cannot be found out."""
+"""Environment variable: the address at which receivers on other hosts reach this host."""
 
 Hosts = dict[str, list[Reader]]
-"""The readers of each host; the first is the member of the group, and reads at place 0."""
+"""The readers of each host. The first is the member of the group, and reader 0 of its ring."""
 
 
 class GlooTrainerEngine(TrainerWeightTransferEngine):
-    """Sends what rank 0's ring carries down a chain of hosts. Every membership is a new group."""
+    """Sends the chunks of rank 0's ring through a chain of hosts. New members mean a new group."""
 
     def __init__(self, ring: IpcTrainerEngine, options: TransferOptions) -> None:
         self._ring = ring
         self._timeout_s = options.timeout_s
         self._hosts: Hosts = {}
         self._epoch = 0
-        self._parted = False
+        self._has_left = False
         self._chain: Chain | None = None
         self._active = False
 
     def init_payload(self, reader: Reader, number: int) -> Any:
-        """Not used: what a reader needs depends on its group."""
+        """Raise ConfigError: the payload of a reader depends on its group; see `handshake`."""
         raise ConfigError("receivers of a private group are connected together")
 
     def handshake(self, readers: Sequence[Reader], number: int) -> Handshake:
-        """Make a group of these readers' hosts, then give the others of each host their places.
+        """Create a group of the readers' hosts, then connect each host's other readers to its ring.
 
-        Raises TransferTimeout naming members that answered, but did not join.
+        Raises TransferTimeout that names members that replied, but did not join.
         """
         self._leave()
         hosts: Hosts = {}
@@ -80,15 +80,15 @@ class GlooTrainerEngine(TrainerWeightTransferEngine):
                 leader.index: GlooInit(group=chain.info(rank), shape=shape)
                 for rank, leader in enumerate(leaders, 1)
             }
-            # A member answers when the group is complete.
+            # A member replies when the group is complete.
             replies = yield Round(messages=inits, patience=2.0)
             if replies.failed:
-                # Who came and waited in vain for others is not to blame.
-                came = set(range(1, len(leaders) + 1)).difference(chain.absent())
-                victims = [leaders[rank - 1].index for rank in came]
-                victims = [index for index in victims if index in replies.failed]
+                # A member that entered, and failed because others did not, is not to blame.
+                entered = set(range(1, len(leaders) + 1)).difference(chain.absent())
+                excused = [leaders[rank - 1].index for rank in entered]
+                excused = [index for index in excused if index in replies.failed]
                 chain.close()
-                return [] if set(victims) == set(replies.failed) else victims
+                return [] if set(excused) == set(replies.failed) else excused
             joining.finish()
         except BaseException:
             chain.close()
@@ -99,7 +99,7 @@ class GlooTrainerEngine(TrainerWeightTransferEngine):
             for place, reader in enumerate(on_host[1:], 1):
                 made = replies.payloads.get(on_host[0].index)
                 if made is None:
-                    raise TransferError(f"{reader.target}: nobody made a ring for its host")
+                    raise TransferError(f"{reader.target}: no member created a ring for its host")
                 theirs = decode_payload(made, HostRing)
                 others[reader.index] = GlooInit(ring=place_on(theirs, shape, place))
         if others:
@@ -108,7 +108,7 @@ class GlooTrainerEngine(TrainerWeightTransferEngine):
 
     @property
     def _readers(self) -> dict[int, tuple[int, int]]:
-        """The rank in the group, and the place on its host's ring, of every reader."""
+        """The rank in the group, and the reader index on its host's ring, of every reader."""
         return {
             reader.index: (rank, place)
             for rank, on_host in enumerate(self._hosts.values(), 1)
@@ -116,13 +116,13 @@ class GlooTrainerEngine(TrainerWeightTransferEngine):
         }
 
     def places_on_base(self, readers: Sequence[int]) -> list[int]:
-        """One place feeds every other host."""
+        """Return the one place of the chain, which serves all other hosts."""
         return [RELAY_READER] if readers else []
 
     def begin(
         self, readers: Sequence[int], *, verify: bool, source: WeightSource
     ) -> dict[int, RelayedUpdate]:
-        """Send what the ring, which has begun, carries; each member feeds these of its host."""
+        """Start to send the update that the ring has begun; each member relays to its host."""
         chain = self._chain
         if chain is None:
             raise TransferError("the private group is not joined")
@@ -144,38 +144,38 @@ class GlooTrainerEngine(TrainerWeightTransferEngine):
         return updates
 
     def transfer(self, check: Check) -> None:
-        """Return when every chunk has left for the first host."""
+        """Wait until every chunk is sent to the first host."""
         if self._chain is not None:
             self._chain.finish(check)
 
     def check(self) -> None:
-        """Raise what broke the group."""
+        """Raise the error that broke the group."""
         if self._active and self._chain is not None:
             self._chain.check()
 
     def cancel(self) -> None:
-        """The members are told in band, so that the group stays usable."""
+        """Abort the update in band, so that the group stays usable."""
         if self._active and self._chain is not None:
             self._chain.stop()
 
     def end(self) -> None:
-        """End the update in the group, too."""
+        """End the update, also in the group."""
         self.cancel()
         self._active = False
 
     @property
     def table_digest(self) -> str | None:
-        """The ring's: its chunks are sent on as they are."""
+        """The digest of the ring, whose chunks are sent unchanged."""
         return self._ring.table_digest
 
     def is_ready(self, readers: Sequence[int]) -> bool:
-        """Whether the group holds, and is of these readers alone: it waits for all of its own."""
-        broken = self._parted or self._chain is None or self._chain.broken
+        """Whether the group works and has exactly these readers, for all of which it waits."""
+        broken = self._has_left or self._chain is None or self._chain.broken
         return not broken and set(readers) == set(self._readers)
 
     def forget(self, reader: int) -> None:
-        """Without this reader the group is another one."""
-        self._parted = True
+        """Remove a reader. The next update needs a new group."""
+        self._has_left = True
         for on_host in self._hosts.values():
             on_host[:] = [other for other in on_host if other.index != reader]
         if not any(self._hosts.values()):
@@ -184,21 +184,21 @@ class GlooTrainerEngine(TrainerWeightTransferEngine):
     def blame(self, error: BaseException) -> list[int]:
         """Return the readers of the hosts that an error of the chain names."""
         failure = self._chain.failure if self._chain is not None else None
-        said = f"{error} {failure}"
+        text = f"{error} {failure}"
         return [
             reader.index
             for on_host in self._hosts.values()
             for reader in on_host
-            if host_of(reader.target) in said
+            if host_of(reader.target) in text
         ]
 
     def signs(self, reader: int) -> int | None:
-        """Return what grows while a reader lives, as the member of its host tells."""
+        """Return a value that grows while a reader works, as its host's member publishes it."""
         known = self._readers.get(reader)
         return None if known is None or self._chain is None else self._chain.signs(*known)
 
     def progress(self) -> TransferProgress:
-        """Return how far the first host is."""
+        """Return the progress of the first host."""
         return _ChainProgress(self._ring)
 
     def close(self) -> None:
@@ -206,7 +206,7 @@ class GlooTrainerEngine(TrainerWeightTransferEngine):
         self._leave()
 
     def _leave(self) -> None:
-        self._parted = False
+        self._has_left = False
         self._hosts = {}
         chain, self._chain = self._chain, None
         if chain is not None:
@@ -214,7 +214,7 @@ class GlooTrainerEngine(TrainerWeightTransferEngine):
 
 
 class _ChainProgress:
-    """The ring's progress, seen from the one place at which the chain reads it."""
+    """The progress of the chain's reader of the ring, for all readers."""
 
     def __init__(self, ring: IpcTrainerEngine) -> None:
         self._own = ring.reader_progress
@@ -237,7 +237,7 @@ class _ChainProgress:
 
 
 class _Joining:
-    """Rank 0 joins its own group while the others are asked to."""
+    """Joins rank 0 to its own group, in a thread, while the init messages are in flight."""
 
     def __init__(self, chain: Chain) -> None:
         self._chain = chain
@@ -258,7 +258,7 @@ class _Joining:
 
 
 def ring_shape(ring: IpcInit) -> RingShape:
-    """Return what a member makes for its host: a ring like the sender's own."""
+    """Return the shape of a member's ring: the sender's own."""
     return RingShape(
         num_readers=ring.num_readers,
         entries=ring.entries,
@@ -269,34 +269,34 @@ def ring_shape(ring: IpcInit) -> RingShape:
 
 
 def host_of(target: str) -> str:
-    """Return how the private group names the host of its member `target`."""
+    """Return the name of a member's host in messages of the private group."""
     return f"the host of {target} "
 
 
 def _address_for_all(leaders: Sequence[Reader]) -> str:
-    """Return one address that all of them reach: loopback where none is on another host."""
+    """Return an address that all leaders can reach: loopback if none is on another host."""
     elsewhere = [leader for leader in leaders if leader.host != host_key()]
     return address_for(elsewhere[0]) if elsewhere else "127.0.0.1"
 
 
 def address_for(reader: Reader) -> str:
-    """Return the address of this host that a receiver elsewhere can reach.
+    """Return the address of this host that a receiver on another host can reach.
 
-    It is WEIGHTSYNC_ADDRESS where that is set; else the source address of the route to the
-    target's URL; else what the transport knows, or the source address of the default route.
-    Raises ConnectError when there is none.
+    It is WEIGHTSYNC_ADDRESS where that is set; otherwise the source address of the route to the
+    target's URL; otherwise `local_address` of the transport, or the source address of the default
+    route. Raises ConnectError when there is none.
     """
-    said = os.environ.get(ADDRESS_VARIABLE)
-    if said:
-        return said
+    configured = os.environ.get(ADDRESS_VARIABLE)
+    if configured:
+        return configured
     host = urlsplit(reader.route).hostname if "://" in reader.route else None
     known = None if host else reader.local_address
     if known and not is_loopback(known):
         return known
     try:
-        return source_address(host or "192.0.2.1")  # an address for documentation, on no network
+        return source_address(host or "192.0.2.1")  # RFC 5737: not in use
     except OSError as exc:
         raise ConnectError(
-            f"cannot find the address under which {reader.target} reaches this host: {exc}; "
+            f"cannot find the address at which {reader.target} reaches this host: {exc}; "
             f"set {ADDRESS_VARIABLE}"
         ) from exc

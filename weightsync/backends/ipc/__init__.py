@@ -1,1 +1,1 @@
-"""The backend `ipc`: memory of one host that the receiver opens."""
+"""The backend `ipc`: memory of one host, which trainer and receiver share."""

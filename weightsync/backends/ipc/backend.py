@@ -1,4 +1,4 @@
-"""The backend of one host: CUDA IPC on a GPU, shared memory between processes of the host."""
+"""The backend of one host: CUDA IPC on one GPU, shared memory between processes of the host."""
 
 from __future__ import annotations
 
@@ -30,15 +30,15 @@ class IpcBackend(Backend):
 
     name: ClassVar[str] = "ipc"
     reads_in_place: ClassVar[bool] = True
-    max_readers: ClassVar[int | None] = 63  # of 64: one is for a backend that is built on this one
+    max_readers: ClassVar[int | None] = 63  # of 64; one is for a backend built on this one
 
     def endpoint(self, device: torch.device) -> Any:
-        """Return why memory of this process's GPU cannot be exported, where that is so."""
+        """Return the reason why memory of this process's GPU cannot be exported, if any."""
         refused = handles.why_not() if device.type == "cuda" else None
         return {} if refused is None else {"no_cuda_ipc": refused}
 
     def reach(self, trainer: Endpoint, receiver: Endpoint) -> Sequence[Reach]:
-        """Return both paths. The keys are hints: a probe decides."""
+        """Return both paths, by device keys. A probe shows whether a path works."""
         return [*_cuda_ipc(trainer, receiver), _shared_memory(trainer, receiver)]
 
     def trainer_engine(
@@ -48,8 +48,8 @@ class IpcBackend(Backend):
         options: TransferOptions,
         bases: Mapping[str, TrainerWeightTransferEngine],
     ) -> TrainerWeightTransferEngine:
-        """Return the engine of a ring or of registered memory. Raises SegmentError."""
-        # A receiver has no use for the sending half.
+        """Return an engine with a ring or registered memory. Raises SegmentError."""
+        # A receiver does not need the sending half.
         from weightsync.backends.ipc.sender import (  # noqa: PLC0415
             IpcOptions,
             IpcTrainerEngine,
@@ -60,7 +60,7 @@ class IpcBackend(Backend):
         return IpcTrainerEngine(source, IpcOptions(**given, path=cast(PathName, path)))
 
     def receiver_engine(self, device_keys: Sequence[str]) -> WeightTransferEngine:
-        """Return the engine that reads a ring or registered memory."""
+        """Return an engine that reads a ring or registered memory."""
         from weightsync.backends.ipc.receiver import (  # noqa: PLC0415  # as above
             IpcWeightTransferEngine,
         )
@@ -68,12 +68,12 @@ class IpcBackend(Backend):
         return IpcWeightTransferEngine(device_keys)
 
     def check_probe(self, payload: Any, device_keys: Sequence[str]) -> None:
-        """Open the memory of a probe and compare. Raises HandleError or SegmentError."""
+        """Open the memory of a probe, and compare it. Raises HandleError or SegmentError."""
         check_probe(decode_payload(payload, ProbeInfo), list(device_keys))
 
 
 def _cuda_ipc(trainer: Endpoint, receiver: Endpoint) -> list[Reach]:
-    """Nothing for a trainer on a CPU, which is not worth a word."""
+    """Return the path between processes of one GPU; [] for a trainer on a CPU, without a reason."""
     if trainer.gpu is None:
         return []
     if trainer.gpu not in receiver.keys:
@@ -85,10 +85,10 @@ def _cuda_ipc(trainer: Endpoint, receiver: Endpoint) -> list[Reach]:
 
 def _shared_memory(trainer: Endpoint, receiver: Endpoint) -> Reach:
     if trainer.host not in receiver.keys:
-        there = receiver.host or "unknown"
+        host = receiver.host or "unknown"
         return Reach(
             "shared_memory",
-            why_not=f"the receiver is on host {there}, the trainer on {trainer.host}",
+            why_not=f"the receiver is on host {host}, the trainer on {trainer.host}",
         )
     same = trainer.keys[0] in receiver.keys
     return Reach("shared_memory", SHARED_MEMORY_COST if same else OTHER_GPU_COST)

@@ -1,4 +1,4 @@
-"""Updates that carry their own handles: nothing was registered before, nothing stays open after."""
+"""Updates that carry their own handles: no init before them, and no memory stays open."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ from weightsync.wire.messages import HandlesUpdate
 from weightsync.wire.offers import KeyedHandle, SegmentHandle
 
 
-def receive_handles(info: HandlesUpdate, keys: list[str], reception: LoadContext) -> Received:
-    """Open the handles for `keys`, bring the tensors to their landing, close.
+def receive_handles(info: HandlesUpdate, keys: list[str], context: LoadContext) -> Received:
+    """Open the handles for `keys`, load the tensors into their load target, and close them.
 
-    Raises HandleError before anything is touched when a handle does not fit its tensor, and
-    VerificationError naming tensors where fingerprints were sent along.
+    Raises HandleError, before anything is written, when a handle does not fit its tensor, and
+    VerificationError that names tensors where the message has fingerprints.
     """
     try:
         manifest = manifest_from_wire(info)
@@ -43,26 +43,26 @@ def receive_handles(info: HandlesUpdate, keys: list[str], reception: LoadContext
     try:
         tensors = _tensors(info, manifest, keys, opened)
         _check_fingerprints(info.fingerprints, manifest, tensors)
-        manifest, kept = _tie(manifest, tensors, reception.ties)
+        manifest, kept = _tie(manifest, tensors, context.ties)
         tensors = [tensors[i] for i in kept]
-        told = info.fingerprints
-        fingerprints = None if told is None else [told[i] for i in kept]
-        ends = {*reception.ties, *reception.ties.values()}
+        sent = info.fingerprints
+        fingerprints = None if sent is None else [sent[i] for i in kept]
+        ends = {*context.ties, *context.ties.values()}
         pairs = zip(manifest.specs, tensors, strict=True)
         tied = {spec.name: to_hex(mix64(t)) for spec, t in pairs if spec.name in ends}
-        plan = StreamLayout(manifest)
-        load_target = reception.open_target(plan)
-        reception.touch()
+        layout = StreamLayout(manifest)
+        load_target = context.open_target(layout)
+        context.touch()
         memory = Memory(tensors)
         if load_target.memory is None:
-            lender = HookFeeder(plan, load_target, reception)
-            lender.deliver_whole(memory)
-            lender.finish()
+            feeder = HookFeeder(layout, load_target, context)
+            feeder.deliver_whole(memory)
+            feeder.finish()
         else:
-            runs = copy_tensors(plan, load_target.memory, memory, reception.check)
-            _check_held(fingerprints, plan, load_target.memory, runs)
+            runs = copy_tensors(layout, load_target.memory, memory, context.check)
+            _check_held(fingerprints, layout, load_target.memory, runs)
         held = load_target.memory is not None
-        level = reception.verification if held else "arrived"
+        level = context.verification if held else "arrived"
         return Received(manifest, [], level if info.fingerprints else "none", tied)
     finally:
         del tensors
@@ -73,9 +73,9 @@ def receive_handles(info: HandlesUpdate, keys: list[str], reception: LoadContext
 def _tie(
     manifest: Manifest, tensors: Sequence[torch.Tensor], ties: Mapping[str, str]
 ) -> tuple[Manifest, list[int]]:
-    """Note as aliases what the receiver ties; return which tensors are left.
+    """Make aliases of the receiver's tied names; return the manifest and the tensors that are left.
 
-    These messages cannot say what is tied: a tied name is not offered, or twice the same bytes are.
+    These messages have no ties: the sender omits a tied name, or sends equal bytes under both.
     """
     aliases: dict[str, str] = {}
     for alias, name in ties.items():
@@ -95,17 +95,20 @@ def _tie(
 
 
 def _check_held(
-    fingerprints: list[str] | None, plan: StreamLayout, target: Memory, runs: Sequence[CompiledUnit]
+    fingerprints: list[str] | None,
+    layout: StreamLayout,
+    target: Memory,
+    runs: Sequence[CompiledUnit],
 ) -> None:
-    """Read what was copied back: the fingerprints are of whole tensors, shards are compared."""
+    """Read the copied tensors back. Whole tensors are fingerprinted, shards are compared."""
     if not isinstance(target, ShardMemory):
-        _check_fingerprints(fingerprints, plan.manifest, target.tensors)
+        _check_fingerprints(fingerprints, layout.manifest, target.tensors)
     elif fingerprints is not None:
         wrong = [
             name
-            for run, program in zip(plan.runs, runs, strict=True)
-            if isinstance(program, HostShardRun | DeviceShardRun) and not program.holds()
-            for name in plan.names(run)
+            for run, unit in zip(layout.runs, runs, strict=True)
+            if isinstance(unit, HostShardRun | DeviceShardRun) and not unit.holds()
+            for name in layout.names(run)
         ]
         if wrong:
             raise VerificationError(names=list(dict.fromkeys(wrong)))
@@ -117,16 +120,16 @@ def _tensors(
     keys: list[str],
     opened: dict[str, OpenMemory],
 ) -> list[torch.Tensor]:
-    """Return `uint8[nbytes]` per tensor, every range checked."""
+    """Return `uint8[nbytes]` per tensor, with every range checked."""
     sizes = [spec.nbytes for spec in manifest.specs]
     handles = info.ipc_handles
     if isinstance(handles, dict):
-        told = info.tensor_sizes or []
-        wrong = next((i for i, n in enumerate(sizes) if n != told[i]), None)
+        stated = info.tensor_sizes or []
+        wrong = next((i for i, n in enumerate(sizes) if n != stated[i]), None)
         if wrong is not None:
             raise HandleError(
-                f"{info.names[wrong]}: tensor_sizes says {told[wrong]} bytes, its dtype and shape "
-                f"make {sizes[wrong]}"
+                f"{info.names[wrong]}: tensor_sizes says {stated[wrong]} bytes, its dtype and "
+                f"shape make {sizes[wrong]}"
             )
         starts = [0, *accumulate(sizes)]
         parts = zip(starts, sizes, strict=False)
@@ -138,7 +141,7 @@ def _tensors(
 def _part(
     handles: KeyedHandle, keys: list[str], opened: dict[str, OpenMemory], start: int, nbytes: int
 ) -> torch.Tensor:
-    """Return bytes of the memory that `handles` offer to `keys`; a segment is mapped once."""
+    """Return bytes of the memory whose handle `keys` select; a segment is mapped once."""
     handle = pick(handles, keys)
     if isinstance(handle, SegmentHandle) and handle.offset <= handle.nbytes:
         start += handle.offset

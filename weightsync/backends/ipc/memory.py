@@ -1,4 +1,4 @@
-"""Memory that a sender makes for others to read: buckets, probes, their handles, their usage."""
+"""Memory that a sender allocates for its readers: buckets, probes, their handles and usage."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 
 
 class Buckets:
-    """The buckets: a segment on the host, or device memory; `tensors` are `uint8[slot_nbytes]`."""
+    """The buckets of a ring, in a segment or in GPU memory; `tensors` are `uint8[slot_nbytes]`."""
 
     def __init__(self, slots: int, slot_nbytes: int, device: torch.device) -> None:
         self.nbytes = slots * slot_nbytes
@@ -49,10 +49,10 @@ class Buckets:
         self._pinned: Pinned | None = None
 
     def stage(self, device: torch.device, lane: CopyStream, driver: Driver) -> StagedSlots | None:
-        """Give buckets on the host a side on `device`, and pin them; once, before they are used.
+        """Add staging memory on `device` to buckets on the host, and pin them; once, before use.
 
-        Both fail open: None when `device` has no memory to spare, slower copies when the driver
-        does not pin.
+        Neither failure raises: returns None when `device` has no memory left; copies are slower
+        when the driver does not pin. Raises ConfigError for closed buckets or buckets on a GPU.
         """
         if self._buffer is None or self._segment is None:
             raise ConfigError("only open buckets on the host are staged")
@@ -60,17 +60,17 @@ class Buckets:
             self._stage = StagedSlots(self.tensors, device, lane)
         except torch.OutOfMemoryError as exc:
             reason = str(exc).partition("\n")[0]
-            logger.warning("tensors cross to the host one by one: no memory to stage (%s)", reason)
+            logger.warning("tensors are copied to the host singly: no memory to stage (%s)", reason)
             return None
         self._pinned = Pinned(self._buffer, driver)
         return self._stage
 
     def handle(self) -> KeyedHandle:
-        """Export the buckets, once per reader."""
+        """Return the handle of the buckets; GPU memory is exported once per call."""
         return keyed_handle(self._segment, self._buffer)
 
     def close(self) -> None:
-        """Wait for copies into the buckets, and free them."""
+        """Wait for copies into the buckets, and free the buckets."""
         if self._stage:
             self._stage.close()
         if self._pinned:
@@ -92,47 +92,47 @@ def stage_on_gpu(ring: Buckets, device: torch.device) -> StagedSlots | None:
 def fence_on_gpu(
     control: Control, device: torch.device | None, count: int, *, packed: bool
 ) -> WriterFence:
-    """Make the events of memory on a GPU; none for `device` None or the host."""
+    """Return the fence of memory on a GPU; it has no events for `device` None or the host."""
     on_gpu = device is not None and device.type == "cuda"
     return WriterFence(control, device if on_gpu else None, count, packed=packed, driver=CUDA)
 
 
 def register(
-    plan: StreamLayout,
+    layout: StreamLayout,
     stable: list[torch.Tensor] | None,
     device: torch.device | None,
     *,
     adopt: bool,
 ) -> SharedStream | DeviceStream:
-    """Register a stream's tensors on the GPU `device`, or in a segment; None is the host."""
-    specs = plan.manifest.specs
+    """Register a layout's tensors on the GPU `device`, or in a segment where `device` is None."""
+    specs = layout.manifest.specs
     dtypes = [TORCH_DTYPES[spec.dtype] for spec in specs]
     shapes = [spec.shape for spec in specs]
     if device is not None:
         return DeviceStream(dtypes, shapes, device, stable)
-    return SharedStream(plan.offsets, dtypes, shapes, plan.nbytes, adopt=adopt)
+    return SharedStream(layout.offsets, dtypes, shapes, layout.nbytes, adopt=adopt)
 
 
 def in_place_hashers(
-    memory: SharedStream | DeviceStream, plan: StreamLayout
+    memory: SharedStream | DeviceStream, layout: StreamLayout
 ) -> list[Callable[[], int]]:
-    """Return what fingerprints each run of registered memory where it lies."""
-    lying = Memory(memory.tensors, flat=isinstance(memory, SharedStream))
-    compiler = UnitCompiler(plan, lying, lying)
-    return hashers([compiler.compile(run) for run in plan.runs])
+    """Return a function for each copy unit of registered memory that fingerprints it in place."""
+    in_place = Memory(memory.tensors, flat=isinstance(memory, SharedStream))
+    compiler = UnitCompiler(layout, in_place, in_place)
+    return hashers([compiler.compile(run) for run in layout.runs])
 
 
 def storage_info(
-    memory: SharedStream | DeviceStream | None, plan: StreamLayout
+    memory: SharedStream | DeviceStream | None, layout: StreamLayout
 ) -> StorageInfo | None:
-    """Export registered memory, once per reader."""
+    """Return the handles of registered memory; GPU memory is exported once per call."""
     if memory is None:
         return None
     if isinstance(memory, SharedStream):
         return StorageInfo(
             handles=[keyed_handle(memory.segment)],
-            storage=[0] * len(plan.offsets),
-            offset=plan.offsets,
+            storage=[0] * len(layout.offsets),
+            offset=layout.offsets,
         )
     storages, where, offsets = memory.storages()
     handles = [keyed_handle(None, storage) for storage in storages]
@@ -140,7 +140,7 @@ def storage_info(
 
 
 def keyed_handle(segment: Segment | None, memory: torch.Tensor | None = None) -> KeyedHandle:
-    """Return the handle of a segment, or of GPU memory, by who can open it."""
+    """Return the handle of a segment, or of GPU memory, by the device key that can open it."""
     if segment is not None:
         return {host_key(): SegmentHandle(name=segment.name, nbytes=segment.nbytes)}
     if memory is None:
@@ -151,7 +151,7 @@ def keyed_handle(segment: Segment | None, memory: torch.Tensor | None = None) ->
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PackedStream:
-    """An update on its way through the ring, for a reader in the sender's own process."""
+    """A packed update in progress, for a reader in the sender's own process."""
 
     control: Control
     slots: list[torch.Tensor]
@@ -163,7 +163,7 @@ class PackedStream:
 
 
 class ProbeMemory:
-    """Known bytes in the kind of memory that a path uses: on the host, or on the GPU `device`."""
+    """Known bytes in the kind of memory that a path uses: a segment, or memory of GPU `device`."""
 
     def __init__(self, device: torch.device | None = None) -> None:
         content = os.urandom(PROBE_NBYTES)
@@ -178,12 +178,12 @@ class ProbeMemory:
             self._segment.buffer[:] = content
 
     def info(self) -> ProbeInfo:
-        """Return what a reader needs to check it; GPU memory is exported once per call."""
+        """Return the handle and digest for a reader; GPU memory is exported once per call."""
         handle = keyed_handle(self._segment, self._tensor)
         return ProbeInfo(handle=handle, nbytes=PROBE_NBYTES, digest=self._digest)
 
     def close(self) -> None:
-        """Free it."""
+        """Free the memory."""
         self._tensor = None
         if self._segment:
             self._segment.close()
@@ -193,9 +193,9 @@ Registered = SharedStream | DeviceStream | None
 
 
 class ExportedMemory:
-    """The ledger of one engine: its control segment, ring, probe and registered memory.
+    """The shared memory of one engine: control segment, ring, probe and registered memory.
 
-    It only reads, and may be asked while an update is at work, in any thread.
+    Read-only and thread-safe, also during an update.
     """
 
     def __init__(
@@ -210,13 +210,13 @@ class ExportedMemory:
         self._writer = writer
         self._ring = ring
         self._memory = memory
-        # GPU memory is exported once per call of info(), so a probe on a GPU is not asked.
+        # Each call of info() exports GPU memory once more, so a probe on a GPU has no name here.
         handles = [] if on_gpu else list(probe.info().handle.values())
         self._probe = [handle.name for handle in handles if isinstance(handle, SegmentHandle)]
         self._since = time.monotonic()
 
     def entries(self, names: Mapping[int, str]) -> list[LedgerEntry]:
-        """Return what is shared; `names` are the receivers that were given it, by reader place."""
+        """Return the shared memory; `names` has the names of its receivers, by reader index."""
         age_s = time.monotonic() - self._since
         control = self._writer.control.segment
         ring = _segment_at(self._ring.tensors[0].data_ptr()) if self._ring.tensors else ""
@@ -244,7 +244,7 @@ class ExportedMemory:
 
 
 def unreleased(writer: RingWriter) -> list[int]:
-    """Return the places of the last update's readers that hold a chunk which was published."""
+    """Return the last update's readers that have not released a published chunk."""
     control: Control = writer.control
     return writer.waiting_for(max(control.published(slot) for slot in range(control.slots)))
 
@@ -258,5 +258,5 @@ def _registered(memory: Registered) -> list[tuple[str, int]]:
 
 
 def _segment_at(address: int) -> str:
-    """Return the name of this process's segment that is mapped there; a GPU's memory has none."""
+    """Return the name of the segment at `address`; an empty string for GPU memory."""
     return next((s.name for s in live_segments() if s.address == address), "")

@@ -1,4 +1,4 @@
-"""What the two halves of `ipc` tell each other: the payloads of its messages."""
+"""The payloads of the messages between the two engines of `ipc`."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from weightsync.wire.struct_types import prepare
 
 
 class IpcInit(Message, frozen=True, kw_only=True):
-    """A ring in memory that the receiver can open, and its reader place there.
+    """A ring in memory that the receiver can open, and its reader index there.
 
-    `entries` is the room for fingerprints in the control segment.
+    `entries` is the number of fingerprints for which the control segment has room.
     """
 
     probe: ProbeInfo
@@ -36,9 +36,9 @@ class IpcInit(Message, frozen=True, kw_only=True):
 
 
 class RingUpdate(Message, frozen=True, kw_only=True):
-    """An update by the ring (`packed`) or from registered memory; `epoch` is the ring's.
+    """An update through the ring (`packed`) or from registered memory; `epoch` is the ring's.
 
-    `base` counts what the ring, or the table of registered memory, carried before.
+    `base` is the sequence number of the ring, or of the table of registered memory, before it.
     """
 
     epoch: Annotated[int, Meta(ge=1, le=1 << 62)]

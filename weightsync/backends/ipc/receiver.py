@@ -1,4 +1,4 @@
-"""The `ipc` backend's receiving half: opens what the sender offered, and brings it to a landing."""
+"""The `ipc` backend's receiver engine: opens the sender's memory, and loads from it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,12 @@ from contextlib import suppress
 
 from weightsync.backends.base import LoadContext, Received, WeightTransferEngine
 from weightsync.backends.ipc.payload import IpcInit
-from weightsync.backends.ipc.transfer import Assembly, IncomingTransfer, OpenedMemory, chunked_plan
+from weightsync.backends.ipc.transfer import (
+    Assembly,
+    IncomingTransfer,
+    OpenedMemory,
+    chunked_layout,
+)
 from weightsync.cuda.events import open_fence
 from weightsync.cuda.memory import OpenMemory, check_probe
 from weightsync.errors import HandleError, ProtocolError, SegmentError
@@ -21,13 +26,13 @@ from weightsync.wire.codec import decode_payload, manifest_from_wire
 from weightsync.wire.messages import LedgerEntry, RegisteredUpdate
 from weightsync.wire.offers import InitInfo
 
-_KEPT_PROGRAMS = 4
-_HERE = "this receiver"
-"""Two slabs in turn, for the ring and for registered memory."""
+_KEPT_COPY_PLANS = 4
+"""Number of compiled lists of copy plans that are kept, for the ring and registered memory."""
+_OWN_NAME = "this receiver"
 
 
 class IpcWeightTransferEngine(WeightTransferEngine):
-    """Reads one sender's ring and registered memory. `device_keys` say what it can open.
+    """Reads one sender's ring and registered memory. `device_keys` select the handles to open.
 
     `relayed`: the ring is filled from another host, by a process that is not the sender.
     """
@@ -36,13 +41,13 @@ class IpcWeightTransferEngine(WeightTransferEngine):
         self._keys = list(device_keys)
         self._relayed = relayed
         self._opened: OpenedMemory | None = None
-        self._programs: dict[tuple[int, int, int], tuple[object, list[CopyPlan]]] = {}
+        self._copy_plans: dict[tuple[int, int, int], tuple[object, list[CopyPlan]]] = {}
         self._assembly = Assembly()
         self._since = time.monotonic()
         self._at_work = False
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
-        """Check the probe, then open everything. Raises HandleError or SegmentError."""
+        """Check the probe, then open all memory. Raises HandleError or SegmentError."""
         offer = decode_payload(init_info.payload, IpcInit)
         check_probe(offer.probe, self._keys)
         manifest = manifest_from_wire(init_info.manifest)
@@ -86,12 +91,12 @@ class IpcWeightTransferEngine(WeightTransferEngine):
                 ],
                 storages=storages,
                 whole=whole,
-                chunked=chunked_plan(manifest, offer),
+                chunked=chunked_layout(manifest, offer),
                 registered=_registered(offer, whole, storages),
                 fence=fence,
             )
             _check_entries(self._opened)
-            # An init that came before, with the same number, may have said otherwise.
+            # An earlier init with the same number may have set another value.
             control.take_events(offer.reader, 0 if fence is None else init_info.number)
         except BaseException:
             self._opened = None
@@ -100,20 +105,20 @@ class IpcWeightTransferEngine(WeightTransferEngine):
             raise
 
     def receive_weights(self, update_info: RegisteredUpdate, context: LoadContext) -> Received:
-        """Bring a registered update to its load target; see the contract."""
+        """Load a registered update into its load target; see the contract."""
         self._at_work = True
         try:
             received = IncomingTransfer(
-                self._open, update_info, context, self._programs, self._assembly
+                self._open, update_info, context, self._copy_plans, self._assembly
             ).run()
         finally:
             self._at_work = False
-        while len(self._programs) > _KEPT_PROGRAMS:
-            self._programs.pop(next(iter(self._programs)))
+        while len(self._copy_plans) > _KEPT_COPY_PLANS:
+            self._copy_plans.pop(next(iter(self._copy_plans)))
         return received
 
     def sender_alive(self) -> bool:
-        """Look at the lock of the sender's control segment. No, once closed; any thread asks."""
+        """Whether the sender's control segment is locked; False once closed. Thread-safe."""
         opened = self._opened
         if opened is None:
             return False
@@ -125,23 +130,23 @@ class IpcWeightTransferEngine(WeightTransferEngine):
             return False
 
     def sender_beat(self) -> int | None:
-        """The heartbeat of the ring's writer; on a ring of this host's member, its alone."""
+        """Return the heartbeat of the ring's writer; None where the writer is not the sender."""
         opened = self._opened
         if opened is None or self._relayed:
             return None
-        with suppress(ValueError):  # of words that another thread has let go
+        with suppress(ValueError):  # another thread has closed the control segment
             return opened.control.writer_beat
         return None
 
     def ledger(self) -> list[LedgerEntry]:
-        """The mappings of this engine, none once closed; any thread asks."""
+        """Return the mappings of this engine, none once closed. Thread-safe."""
         opened = self._opened
         if opened is None:
             return []
         try:
             entries = _mappings(opened)
-            late = [_HERE] if self._at_work and _holds_chunk(opened) else []
-        except (HandleError, ValueError):  # of words that another thread has let go
+            late = [_OWN_NAME] if self._at_work and _holds_chunk(opened) else []
+        except (HandleError, ValueError):  # another thread has closed the control segment
             if self._opened is opened:
                 raise
             return []
@@ -168,7 +173,7 @@ class IpcWeightTransferEngine(WeightTransferEngine):
     def shutdown(self) -> None:
         """Close everything. Idempotent."""
         opened, self._opened = self._opened, None
-        self._programs.clear()
+        self._copy_plans.clear()
         self._assembly.clear()
         if opened is None:
             return
@@ -191,7 +196,7 @@ class IpcWeightTransferEngine(WeightTransferEngine):
 
 
 def _mappings(opened: OpenedMemory) -> list[tuple[str, str, int]]:
-    """Kind, name and bytes of everything that is mapped."""
+    """Return the kind, name and size in bytes of every mapping."""
     control, sender = opened.control.segment, opened.sender
     return [
         ("control", control.name, control.nbytes),
@@ -201,7 +206,7 @@ def _mappings(opened: OpenedMemory) -> list[tuple[str, str, int]]:
 
 
 def _holds_chunk(opened: OpenedMemory) -> bool:
-    """Whether a chunk was published that this reader has not released."""
+    """Whether this reader has not released a published chunk."""
     control = opened.control
     newest = max(control.published(slot) for slot in range(len(opened.slots)))
     return control.released(opened.info.reader) < newest
@@ -218,7 +223,7 @@ def _open_storages(
 
 
 def _registered(info: IpcInit, whole: StreamLayout, storages: list[OpenMemory]) -> Memory | None:
-    """Return the sender's tensors where they lie, every range checked."""
+    """Return the sender's tensors in registered memory, with every range checked."""
     if info.storages is None:
         return None
     specs = whole.manifest.specs
@@ -238,16 +243,19 @@ def _registered(info: IpcInit, whole: StreamLayout, storages: list[OpenMemory]) 
 
 
 def _check_number(number: int, control: Control) -> None:
-    """Refuse a number that the sender has not given out: its own next offers would come after."""
+    """Raise HandleError for an offer number that the sender has not used yet."""
     if number > control.offered:
         raise HandleError(
-            f"offer {number} is none of the sender's, whose newest is {control.offered}; the "
+            f"offer {number} is not one of the sender's, whose newest is {control.offered}; the "
             "init_info is damaged"
         )
 
 
 def _check_size(info: IpcInit, manifest: Manifest) -> None:
-    """Refuse what the ring cannot be for before a plan is made, which takes time by the byte."""
+    """Raise HandleError for more bytes than the ring is made for.
+
+    Called before a layout is computed, which takes time per byte.
+    """
     if manifest.nbytes > info.entries * info.run_nbytes:
         raise HandleError(
             f"the tensors offered have {manifest.nbytes} bytes; the control segment has room for "

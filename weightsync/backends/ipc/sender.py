@@ -1,4 +1,4 @@
-"""The `ipc` backend's sending half: ring and registered memory, on a host or on one GPU."""
+"""The `ipc` backend's trainer engine: a ring and registered memory, on a host or on one GPU."""
 
 from __future__ import annotations
 
@@ -47,33 +47,33 @@ from weightsync.wire.messages import LedgerEntry
 from weightsync.wire.offers import ProbeInfo, RingInfo, SegmentHandle
 
 LEAD_NBYTES = 1 << 20
-"""Measured: at 4 MiB verification costs twice as much, with no limit three to four times."""
+"""Bytes. With 4 MiB verification takes twice as long, without a limit three to four times."""
 STANDSTILL_S = 0.005
 _NAP_S = 20e-6
 
 
 class ReadAhead:
-    """Lets the sender be only so far ahead of the reader that is furthest.
+    """Limits the sender to LEAD_NBYTES ahead of the reader that is furthest.
 
-    What one has just read from memory the other finds in the cache that their cores share, so the
-    two passes cost little more than one. A reader that shows nothing for a while holds nobody up:
-    the rest of the update is read without waiting.
+    Bytes that one of them has just read are in the cache that their cores share, so the two passes
+    cost little more than one. If no reader makes progress for STANDSTILL_S, the rest of the update
+    is read without waiting.
 
     Args:
-        taken: how many bytes of the stream the furthest reader has read.
+        taken: returns the bytes of the stream that the furthest reader has read.
     """
 
     def __init__(self, taken: Callable[[], int]) -> None:
-        self._look = taken
+        self._read_taken = taken
         self._taken = 0
         self._given_up = False
 
     def wait(self, start: int) -> None:
-        """Return when the byte `start` of the stream may be read."""
+        """Wait until byte `start` of the stream may be read."""
         if self._given_up or start <= self._taken + LEAD_NBYTES:
             return
         since = time.monotonic()
-        while start > (taken := self._look()) + LEAD_NBYTES:
+        while start > (taken := self._read_taken()) + LEAD_NBYTES:
             now = time.monotonic()
             if taken > self._taken:
                 self._taken, since = taken, now
@@ -85,15 +85,15 @@ class ReadAhead:
 
 
 class ReaderProgress:
-    """Reads what the readers of one ring show of themselves; nobody waits for it.
+    """The progress that the readers of one ring publish. Reading it never blocks.
 
-    `marks`, where somebody puts a list there, takes what becomes of each chunk; by default nothing
-    is kept. `plan` is the stream of the update at work, cut into chunks where it is packed.
+    `marks` collects the events of each chunk where an observer sets a list; by default None. `plan`
+    is the layout of the update in progress, cut into chunks where it is `packed`.
     """
 
-    def __init__(self, control: Control, plan: StreamLayout) -> None:
+    def __init__(self, control: Control, layout: StreamLayout) -> None:
         self.marks: list[Mark] | None = None
-        self.plan = plan
+        self.plan = layout
         self.packed = False
         self._control = control
         self._before: dict[int, int] = {}
@@ -101,25 +101,25 @@ class ReaderProgress:
 
     @property
     def slots(self) -> int:
-        """Buckets of the ring."""
+        """Number of buckets of the ring."""
         return self._control.slots
 
-    def begin_packed(self, plan: StreamLayout, base: int) -> None:
-        """An update begins whose first chunk has the sequence number after `base`."""
-        self.plan, self._base, self.packed = plan, base, True
+    def begin_packed(self, layout: StreamLayout, base: int) -> None:
+        """Begin an update whose first chunk has the sequence number after `base`."""
+        self.plan, self._base, self.packed = layout, base, True
 
-    def begin_unpacked(self, plan: StreamLayout, readers: Iterable[int]) -> None:
-        """An update begins that these read where it is."""
+    def begin_unpacked(self, layout: StreamLayout, readers: Iterable[int]) -> None:
+        """Begin an update that these readers read from registered memory."""
         self._before = {reader: self._control.loaded(reader) for reader in readers}
-        self.plan, self.packed = plan, False
+        self.plan, self.packed = layout, False
 
     def mark(self, what: str, chunk: int) -> None:
-        """Note what became of a chunk. Called by the sender, once a chunk and not more often."""
+        """Record the event `what` of a chunk. Called by the sender, once per chunk and event."""
         if self.marks is not None:
             self.marks.append((what, chunk, time.perf_counter()))
 
     def taken_nbytes(self, reader: int) -> int:
-        """How far in the stream the reader at this place is. For any thread, during the update."""
+        """Return the bytes of the stream that a reader has read. Thread-safe, during the update."""
         if not self.packed:
             now = self._control.loaded(reader)
             return now - self._before.get(reader, now)
@@ -128,7 +128,7 @@ class ReaderProgress:
         return chunks[min(released, len(chunks)) - 1].stop if released > 0 and chunks else 0
 
     def furthest(self) -> int:
-        """How far the first of the readers of an unpacked update is."""
+        """Return the bytes that the furthest reader of an unpacked update has read."""
         return max((self.taken_nbytes(reader) for reader in self._before), default=0)
 
 
@@ -137,21 +137,21 @@ PathName = Literal["cuda_ipc", "shared_memory"]
 HOST_BUCKET_NBYTES = 2 << 20
 HOST_BUCKETS = 4
 STAGED_BUCKET_NBYTES = 8 << 20
-"""Between a GPU and the host: large enough that a copy's start costs little beside it."""
+"""For copies from a GPU to the host: large enough that the start of a copy costs little."""
 CUDA_BUCKET_NBYTES = 256 << 20
 CUDA_BUCKETS = 2
 CUDA_RUN_NBYTES = 32 << 20
 READER_PLACES = 64
 
 RELAY_READER = READER_PLACES - 1
-"""The place from which a backend built on this one reads what the ring carries."""
+"""The reader index of a backend built on this one, for its reads of the ring."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IpcOptions(TransferOptions):
-    """How to move, on which `path`.
+    """Options of the engine, with its `path`.
 
-    `fence` `event` leaves it to readers on the sender's GPU to wait for it, where they all do.
+    With `fence` "event", readers on the sender's GPU wait for its events, if all of them can.
     """
 
     path: PathName = "shared_memory"
@@ -159,11 +159,11 @@ class IpcOptions(TransferOptions):
 
 
 class IpcTrainerEngine(TrainerWeightTransferEngine):
-    """Moves a source through a ring (packed) or lets receivers read it where it is (unpacked).
+    """Sends a source through a ring (packed), or from registered memory (unpacked).
 
-    `stage` gives a ring on the host its side on the source's device, `make_fence` the events of
-    memory on a GPU. Raises SegmentError at construction when `/dev/shm` has no room, naming the
-    size needed.
+    `stage` adds staging memory on the source's device to a ring on the host; `make_fence` creates
+    the events of memory on a GPU. Raises SegmentError with the needed size at construction when
+    `/dev/shm` has no room.
     """
 
     def __init__(
@@ -179,10 +179,10 @@ class IpcTrainerEngine(TrainerWeightTransferEngine):
         self.manifest = source.manifest
         on_gpu = options.path == "cuda_ipc"
         stable = source.stable_tensors()
-        # Tensors of a GPU that no reader can open pass through the host, chunk by chunk.
-        crossing = options.device.type == "cuda" and not on_gpu
-        flows = stable is None or crossing or not options.adopt
-        packed = self._packed = flows if options.packed is None else options.packed
+        # Tensors on a GPU that no reader can open are copied through the host, chunk by chunk.
+        staged = options.device.type == "cuda" and not on_gpu
+        must_pack = stable is None or staged or not options.adopt
+        packed = self._packed = must_pack if options.packed is None else options.packed
         ring_on_gpu = on_gpu and packed
         self._run_nbytes = CUDA_RUN_NBYTES if on_gpu else RUN_NBYTES
         bucket, slots = _ring_size(options, on_gpu=ring_on_gpu)
@@ -224,26 +224,26 @@ class IpcTrainerEngine(TrainerWeightTransferEngine):
 
     @property
     def stream(self) -> PackedStream:
-        """The packed update that `begin` began. Raises ConfigError when there is none."""
+        """The packed update in progress. Raises ConfigError when there is none."""
         if self._stream is None:
-            raise ConfigError("no packed update is at work")
+            raise ConfigError("no packed update is in progress")
         return self._stream
 
-    def feeds_network(self) -> None:
-        """One of the readers sends on what it reads: waits must leave it the processor."""
+    def use_network_backoff(self) -> None:
+        """Poll with the NETWORK backoff: a reader that relays chunks needs the processor."""
         self._writer.pace = NETWORK
 
     def progress(self) -> TransferProgress:
-        """Return how far the readers are."""
+        """Return the progress of the readers."""
         return self.reader_progress
 
     @property
     def packed(self) -> bool:
-        """Whether tensors pass through the ring."""
+        """Whether tensors are copied through the ring."""
         return self._packed
 
     def handshake(self, readers: Sequence[Reader], number: int) -> Handshake:
-        """Probe first on a GPU, where an export that nobody opens would never be freed."""
+        """Connect readers; on a GPU after a probe, because an export that is not opened leaks."""
         if self._options.path == "cuda_ipc":
             probes = {reader.index: self.probe_info() for reader in readers}
             replies = yield Round(messages=probes, probe=True)
@@ -253,15 +253,18 @@ class IpcTrainerEngine(TrainerWeightTransferEngine):
         return ()
 
     def probe_info(self) -> ProbeInfo:
-        """Return the probe alone, exported once per call."""
+        """Return the probe; GPU memory is exported once per call."""
         return self._probe_memory.info()
 
     def init_payload(self, reader: Reader, number: int) -> IpcInit:
-        """Return what a reader needs; GPU memory is exported once per call."""
+        """Return the payload of a reader; GPU memory is exported once per call."""
         return self.offer(reader.index, number)
 
     def offer(self, place: int, number: int) -> IpcInit:
-        """Return what the reader at `place` needs; GPU memory is exported once per call."""
+        """Return the payload of reader `place`; GPU memory is exported once per call.
+
+        Raises ConfigError for a place outside of the ring.
+        """
         if place >= READER_PLACES:
             raise ConfigError(f"one sender has {READER_PLACES} reader places; {place} is too many")
         self._control.offered = number
@@ -286,7 +289,7 @@ class IpcTrainerEngine(TrainerWeightTransferEngine):
     def begin(
         self, readers: Sequence[int], *, verify: bool, source: WeightSource | None = None
     ) -> RingUpdate:
-        """Start an update; nothing is read from the source yet, except to see if it has moved."""
+        """Start an update. A packed update reads the source in `transfer` only."""
         given = self._source if source is None else source
         is_whole = given is self._source
         stable = self._source.stable_tensors() if is_whole else None
@@ -310,17 +313,17 @@ class IpcTrainerEngine(TrainerWeightTransferEngine):
         self._update(check)
 
     def cancel(self) -> None:
-        """Readers that wait see it at once, also where no message reaches them meanwhile."""
+        """Abort the update for waiting readers, by the epoch in shared memory."""
         self._control.epoch += 1
 
     def end(self) -> None:
-        """Forget this update's tensors. A reader that is still at it sees that it is over."""
+        """Drop this update's tensors, and end it for readers that still read it."""
         self._update = None
         self._stream = None
         self._control.epoch += 1
 
     def signs(self, reader: int) -> int:
-        """Return what grows while the reader at this place lives and works."""
+        """Return a value that grows while the reader lives and works."""
         return self._control.signs(reader)
 
     def unread(self, reader: int) -> bool:
@@ -332,19 +335,20 @@ class IpcTrainerEngine(TrainerWeightTransferEngine):
 
     @property
     def late(self) -> list[int]:
-        """The reader places for which the ring last waited in vain."""
+        """The readers for which the last wait of the ring timed out."""
         return self._writer.late
 
     @property
     def table_digest(self) -> str | None:
-        """Names the fingerprints, in order."""
+        """The digest of the fingerprints, in order; None without verification."""
         return table_digest(self._table) if self._verify else None
 
     @property
     def needs_init(self) -> bool:
-        """GPU storages that moved need new handles; on a host every tensor has its place.
+        """Whether registered memory has moved, so that readers need new handles.
 
-        Unless another tensor has stayed in that place, which must not be overwritten.
+        On a GPU: a storage was reallocated. On the host: a place in the segment has another tensor,
+        which must not be overwritten.
         """
         stable = self._source.stable_tensors() if self._memory else None
         if isinstance(self._memory, DeviceStream):
@@ -353,10 +357,10 @@ class IpcTrainerEngine(TrainerWeightTransferEngine):
 
     @property
     def extra_nbytes(self) -> int:
-        """Ring with its side on a GPU, control, and registered memory beside adopted tensors."""
-        beside = self._memory.copied_nbytes if self._memory is not None else 0
+        """Bytes of the ring, its staging memory, the control segment and tensors not adopted."""
+        copied = self._memory.copied_nbytes if self._memory is not None else 0
         staged = self._stage.nbytes if self._stage else 0
-        return self._ring.nbytes + staged + self._control.segment.nbytes + beside
+        return self._ring.nbytes + staged + self._control.segment.nbytes + copied
 
     @property
     def written_nbytes(self) -> int:
@@ -372,21 +376,21 @@ class IpcTrainerEngine(TrainerWeightTransferEngine):
         return self.exports.entries(names)
 
     def dropped(self) -> None:
-        """The garbage collector closes it next: no tensor is moved in the middle of a step."""
+        """Prepare for a close by the garbage collector, which must not move tensors in a step."""
         if isinstance(self._memory, SharedStream):
             self._memory.dropped = True
 
     def close(self) -> None:
-        """Free everything, in the reverse order."""
+        """Free everything, in reverse order. Idempotent."""
         self._update = self._stream = self._hashers = None
         self._kept.close()
 
     def _packer_of(self, manifest: Manifest) -> Packer:
-        plan = StreamLayout(
+        layout = StreamLayout(
             manifest, bucket_nbytes=self._bucket_nbytes, run_nbytes=self._run_nbytes
         )
         slots = self._ring.tensors
-        return StagedPacker(plan, slots, self._stage) if self._stage else Packer(plan, slots)
+        return StagedPacker(layout, slots, self._stage) if self._stage else Packer(layout, slots)
 
     def _begin_packed(
         self,
@@ -450,7 +454,7 @@ class IpcTrainerEngine(TrainerWeightTransferEngine):
                 memory.write(i, tensor)
         else:
             memory.refresh(stable)
-        # Readers begin with the message that is made of what this returns.
+        # Readers start when they get the message with this payload.
         if self._fence.left_to(readers, verify=self._verify, packed=False):
             self._fence.record()
         elif isinstance(memory, DeviceStream):
@@ -459,18 +463,18 @@ class IpcTrainerEngine(TrainerWeightTransferEngine):
         return RingUpdate(epoch=epoch, base=self._control.table_ready, packed=False)
 
     def _publish_table(self, check: Check) -> None:
-        """Fingerprint while the receivers copy: both only read."""
+        """Fingerprint registered memory while the receivers copy it, and publish the table."""
         if not self._verify or self._memory is None:
             return
-        on_host = isinstance(self._memory, SharedStream)  # a GPU takes all passes at once
-        pace = ReadAhead(self.reader_progress.furthest) if on_host else None
+        on_host = isinstance(self._memory, SharedStream)  # a GPU runs all passes at once
+        limit = ReadAhead(self.reader_progress.furthest) if on_host else None
         if self._hashers is None:
             self._hashers = in_place_hashers(self._memory, self._whole)
         self.reader_progress.mark("acquired", 0)
         for run, hasher in zip(self._whole.runs, self._hashers, strict=True):
             check()
-            if pace:
-                pace.wait(run.start)
+            if limit:
+                limit.wait(run.start)
             self._table.append(hasher())
         self.reader_progress.mark("published", 0)
         self._control.write_fingerprints(0, self._table)
