@@ -321,7 +321,7 @@ class TestRefusals:
             receiver.dispatch(ShutdownRequest(sender=trainer.sender_id))
         receiver.dispatch(FinishRequest(update_id="u"))
         receiver.dispatch(ShutdownRequest(sender=trainer.sender_id))
-        assert receiver.ledger() == []
+        assert receiver.shared_memory_usage() == []
 
     def test_a_sink_that_is_none(self) -> None:
         with pytest.raises(ConfigError, match="cannot load weights into a int"):
@@ -560,8 +560,8 @@ class TestFleet:
         self.joining(trainer, receiver, 9)
         sender = trainer.sender_id
         receiver.dispatch(ShutdownRequest(sender=sender, leaves=False))
-        assert state(receiver) == ("JOINING", 0)
-        assert receiver.ledger() == []
+        assert state(receiver) == ("CATCHING_UP", 0)
+        assert receiver.shared_memory_usage() == []
         with pytest.raises(NotReadyError, match="holds version 9"), receiver.reading():
             pass
         receiver.dispatch(ShutdownRequest(sender=sender))
@@ -574,8 +574,8 @@ class TestFleet:
         try:
             receiver.dispatch(trainer.update(1, "u", version=6))
             self.joining(other, receiver, 9)
-            assert step(receiver, FinishRequest(update_id="u")).state == "JOINING"
-            assert state(receiver) == ("JOINING", 6)
+            assert step(receiver, FinishRequest(update_id="u")).state == "CATCHING_UP"
+            assert state(receiver) == ("CATCHING_UP", 6)
             receiver.dispatch(other.update(2, "v", version=9))
             assert step(receiver, FinishRequest(update_id="v")).state == "READY"
             receiver.dispatch(ShutdownRequest())
@@ -1103,7 +1103,7 @@ class TestHooks:
         with pytest.raises(ManifestMismatchError) as caught:
             trainer.init(receiver)
         assert "0.weight" in caught.value.unexpected
-        assert receiver.ledger() == []
+        assert receiver.shared_memory_usage() == []
 
     @pytest.mark.parametrize("apply", ["staged", "in_place"])
     def test_views_that_it_kept_are_named(self, trainer: Trainer, apply: ApplyChoice) -> None:

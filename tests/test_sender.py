@@ -241,7 +241,7 @@ class TestEnds:
         with ws.connect(make(1), to=receiver.handle, **BUCKET) as sender:
             sender.send_weights()
             receiver.close(for_good=False)
-            assert not receiver.ledger()
+            assert not receiver.shared_memory_usage()
             assert sender.send_weights().version == 2
             receiver.close()
             with pytest.raises(ws.ProtocolError, match="closed"):

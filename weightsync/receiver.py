@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import secrets
 import threading
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TypeVar
@@ -33,7 +34,6 @@ from weightsync.wire.messages import (
     InitReply,
     InitRequest,
     LabelRequest,
-    LedgerEntry,
     OpenUpdate,
     PauseRequest,
     PrepareRequest,
@@ -42,6 +42,7 @@ from weightsync.wire.messages import (
     Request,
     ResetCacheRequest,
     ResumeRequest,
+    SharedMemoryUsage,
     ShutdownRequest,
     StartRequest,
     StartTerms,
@@ -219,7 +220,7 @@ class WeightReceiver:
             paused=self.paused,
             detail=updates.readiness.reason(),
             device_keys=updates.senders.keys,
-            ledger=self.ledger(),
+            shared_memory=self.shared_memory_usage(),
             senders=updates.senders.paths(),
             owner=updates.senders.owner,
             backends=backends,
@@ -236,9 +237,16 @@ class WeightReceiver:
             open_update=self.open_update,
         )
 
-    def ledger(self) -> list[LedgerEntry]:
+    def shared_memory_usage(self) -> list[SharedMemoryUsage]:
         """Return every mapping that this receiver opened for senders, with size and age."""
-        return self._updates.senders.ledger()
+        return self._updates.senders.usage()
+
+    def ledger(self) -> list[SharedMemoryUsage]:
+        """Deprecated: use `shared_memory_usage`."""
+        warnings.warn(
+            "`ledger` is called `shared_memory_usage` now", DeprecationWarning, stacklevel=2
+        )
+        return self.shared_memory_usage()
 
     def sender_alive(self, sender: str) -> bool:
         """Return whether the sender with this id is connected and its process lives."""

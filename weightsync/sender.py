@@ -40,7 +40,7 @@ from weightsync.update.fleet import Fleet
 from weightsync.update.outgoing import UpdateTransaction
 from weightsync.weights.module_sink import Rename
 from weightsync.weights.source import NamedTensors, as_source, find_ties
-from weightsync.wire.messages import LedgerEntry
+from weightsync.wire.messages import SharedMemoryUsage
 
 logger = logging.getLogger(__name__)
 
@@ -354,11 +354,18 @@ class WeightSender:
         )
         return _required(report)
 
-    def ledger(self) -> list[LedgerEntry]:
+    def shared_memory_usage(self) -> list[SharedMemoryUsage]:
         """Return the memory that this rank shares: size, age, readers, and readers not done."""
-        return self._group.worker.ledger(
+        return self._group.worker.usage(
             self._coordinator.fleet.members if self._coordinator else ()
         )
+
+    def ledger(self) -> list[SharedMemoryUsage]:
+        """Deprecated: use `shared_memory_usage`."""
+        warnings.warn(
+            "`ledger` is called `shared_memory_usage` now", DeprecationWarning, stacklevel=2
+        )
+        return self.shared_memory_usage()
 
     def release(self) -> None:
         """Unregister all memory, so that it may be offloaded or freed. The next send reconnects."""

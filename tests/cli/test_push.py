@@ -190,7 +190,7 @@ def test_a_push_that_is_ended_leaves_nothing(
             process.kill()
             process.wait(WAIT_S)
         assert (process.returncode, said) == (code, "")
-        assert receiver.status().ledger == []
+        assert receiver.status().shared_memory == []
     receiver.close()
 
 

@@ -35,10 +35,10 @@ def test_a_server_shows_what_it_holds(url: str, checkpoint: Path) -> None:
     lines = result.stdout.splitlines()
     assert lines[:3] == [url, "  state     READY", f"  version   {pushed['version']} (best)"]
     assert any(line.startswith("  updates   last: 0.4 MB, load ") for line in lines)
-    assert lines[-1] == "  ledger    empty: no sender is connected"
+    assert lines[-1] == "  memory    empty: no sender is connected"
     (server,) = answer_of(weightsync("status", url, "--json"))["servers"]
     assert (server["state"], server["version"]) == ("READY", pushed["version"])
-    assert (server["path"], server["ledger"], server["paused"]) == ("none", [], False)
+    assert (server["path"], server["shared_memory"], server["paused"]) == ("none", [], False)
     assert server["updates"]["nbytes"] == pushed["nbytes"]
     assert server["updates"]["ended"]["committed"] >= 1
 
@@ -49,9 +49,9 @@ def test_the_ledger_shows_who_is_connected(url: str) -> None:
         said = weightsync("status", url).stdout
     assert server["path"] == "shared_memory"
     assert list(server["senders"].values()) == ["shared_memory"]
-    assert {entry["kind"] for entry in server["ledger"]} >= {"control", "ring"}
+    assert {entry["kind"] for entry in server["shared_memory"]} >= {"control", "ring"}
     assert "path      shared_memory; HOST-" in said
-    assert "ledger    1 control, 1 ring; " in said
+    assert "memory    1 control, 1 ring; " in said
 
 
 def test_who_cannot_be_reached_does_not_hide_the_others(url: str, down: str) -> None:

@@ -208,7 +208,9 @@ def test_torchtitan_3795_the_trainer_may_write_when_send_weights_returns(host: H
 def test_what_a_dead_sender_shared_is_let_go_at_the_next_look(host: Host) -> None:
     receiver = host.receiver("http", model="plain")
     assert processes.ended(trainers.before_its_message, receiver.url) == KILLED
-    wait_until(lambda: not receiver.status().get("ledger"), "the mappings of the dead sender")
+    wait_until(
+        lambda: not receiver.status().get("shared_memory"), "the mappings of the dead sender"
+    )
     with ws.connect(models.make("plain", seed=2), to=receiver.url) as sender:
-        assert receiver.status()["ledger"]
+        assert receiver.status()["shared_memory"]
         assert sender.send_weights().verified == "held"

@@ -66,7 +66,7 @@ def frozen(relays: list[Relay]) -> Callable[[], None]:
             assert relay.seen[seen:] == [], relay.name
             now = relay.remote.status()
             for each in (status, now):
-                for entry in each.get("ledger", []):
+                for entry in each.get("shared_memory", []):
                     entry.pop("age_s")
             assert now == status, relay.name
 
@@ -129,7 +129,7 @@ class TestJoining:
             sender.send_weights(version=4)
             late.after[InitRequest] = look
             sender.add(late)
-            assert [state for state, _ in told] == ["JOINING", "503"]
+            assert [state for state, _ in told] == ["CATCHING_UP", "503"]
             assert all("holds version 0" in text and "version 4" in text for _, text in told)
             assert requests.get(f"{late.remote.url}/health", timeout=10).status_code == 200
             holds([first, late], 4, model)
@@ -143,7 +143,7 @@ class TestJoining:
         with connect(model, first) as resumed:
             assert resumed.version == 5
             assert resumed.add(late) is None
-            assert late.remote.status()["state"] == "JOINING"
+            assert late.remote.status()["state"] == "CATCHING_UP"
             with pytest.raises(ws.ConfigError, match="has not sent version 5"):
                 resumed.resync(late.name)
             resumed.send_weights()
@@ -156,11 +156,11 @@ class TestJoining:
             sender.send_weights()
         with connect(model, first) as sender:
             sender.add(late)
-            assert late.remote.status()["state"] == "JOINING"
+            assert late.remote.status()["state"] == "CATCHING_UP"
             sender.remove(late.name)
             assert late.remote.reading() == 0
             sender.add(late)
-            assert late.remote.status()["state"] == "JOINING"
+            assert late.remote.status()["state"] == "CATCHING_UP"
         assert late.remote.reading() == 0
 
     def test_a_receiver_that_fell_behind_joins_at_connect(self, host: Host) -> None:
@@ -191,7 +191,7 @@ class TestJoining:
                 sender.resync(first.name)
             assert first.remote.digests() == second.remote.digests() == sent
             assert late.remote.reading() == 0
-            assert not late.remote.status().get("ledger")
+            assert not late.remote.status().get("shared_memory")
             sender.send_weights()
             holds([first, second], 2, model)
 
@@ -207,7 +207,7 @@ class TestJoining:
                 sender.add(late)
             undisturbed()
             assert sender.targets == [first.name, second.name]
-            assert not late.remote.status().get("ledger")
+            assert not late.remote.status().get("shared_memory")
             fill(model, seed=2)
             sender.send_weights()
             holds([first, second], 2, model)
@@ -321,7 +321,7 @@ class TestLeaving:
             sender.remove(leaving.name)
             undisturbed()
             assert leaving.closed
-            assert not leaving.remote.status().get("ledger")
+            assert not leaving.remote.status().get("shared_memory")
             fill(model, seed=2)
             sender.send_weights()
             holds([relays[0], relays[2]], 2, model)
@@ -400,7 +400,7 @@ class TestRestarts:
                 restarted.after[InitRequest] = lambda: states.append(remote.status()["state"])  # noqa: B023  # called within the turn
                 fill(model, seed=version)
                 assert sender.send_weights().version == version
-                assert states == ["JOINING"]
+                assert states == ["CATCHING_UP"]
                 holds(relays, version, model)
 
     @pytest.mark.parametrize("apply", ["staged", "in_place"])
@@ -572,7 +572,7 @@ class TestDropping:
             assert f"sabotage of {step}" in report.dropped[relays[1].name]
             assert sender.targets == [relays[0].name, relays[2].name]
             holds([relays[0], relays[2]], 2, model)
-            assert not relays[1].remote.status().get("ledger")
+            assert not relays[1].remote.status().get("shared_memory")
             assert sender.send_weights().dropped == {}
             assert sender.add(relays[1]) is not None
             holds(relays, 3, model)

@@ -33,7 +33,7 @@ PATIENT_S = 30.0
 LEASE_S = 600.0
 """No lease runs out by itself here; see World.expire."""
 KEPT_MESSAGES = 40
-REFUSALS = {"TORN", "JOINING", "UPDATING", "PREPARED", "ABORTING"}
+REFUSALS = {"TORN", "CATCHING_UP", "UPDATING", "PREPARED", "ABORTING"}
 
 Apply = Literal["staged", "in_place"]
 
@@ -215,13 +215,13 @@ class World:
         assert (held, contents_of(tensors)) == (version, contents), member.name
 
     def end(self) -> None:
-        """Close everything; nothing stays in /dev/shm, mapped or in a ledger."""
+        """Close everything; nothing stays in /dev/shm, or mapped."""
         try:
             self.heal()
             left = {name for name in self.made if (DIRECTORY / name).exists()}
             assert not left, f"segments of dead trainers are left: {left}"
             for member in self.fleet:
-                assert not member.receiver.ledger()
+                assert not member.receiver.shared_memory_usage()
         finally:
             for trainer in self.trainers:
                 trainer.bury()

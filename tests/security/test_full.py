@@ -45,7 +45,7 @@ try:
     ws.connect(nn.Linear(8, 8), to=receiver.handle, packed=True, bucket_nbytes=2 << 20)
 except ws.SegmentError as exc:
     print(exc)
-assert receiver.ledger() == [] and receiver.status().may_generate
+assert receiver.shared_memory_usage() == [] and receiver.status().may_generate
 receiver.close()
 """
     said = output([*small_shm(4), sys.executable, "-c", script])

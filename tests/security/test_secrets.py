@@ -56,7 +56,12 @@ def test_an_update_leaves_it_in_nothing_that_anybody_reads(heard: io.StringIO) -
         with ws.connect(nn.Linear(16, 16), to=url, token=TOKEN, packed=True) as sender:
             report = sender.send_weights(label="first")
             said += [report, str(report), json.dumps(report.to_dict()), sender, vars(sender)]
-            said += [sender.targets, sender.ledger(), receiver.status(), receiver.ledger()]
+            said += [
+                sender.targets,
+                sender.shared_memory_usage(),
+                receiver.status(),
+                receiver.shared_memory_usage(),
+            ]
         for page in ("weight_info", "metrics", "openapi.json", "health"):
             said.append(requests.get(f"{url}/{page}", timeout=20).text)
         for token in (TOKEN, WRONG, None):

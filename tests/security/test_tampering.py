@@ -37,7 +37,7 @@ def test_deleted_names_do_not_end_an_update_and_newcomers_are_told(packed: bool)
     receiver, late = ws.WeightReceiver(held), ws.WeightReceiver(nn.Linear(64, 64))
     with ws.connect(source, to=receiver.handle, packed=packed, backend="ipc") as sender:
         sender.send_weights()
-        for entry in sender.ledger():
+        for entry in sender.shared_memory_usage():
             (DIRECTORY / entry.name).unlink()
         with torch.no_grad():
             source.weight.fill_(3.0)
@@ -46,7 +46,7 @@ def test_deleted_names_do_not_end_an_update_and_newcomers_are_told(packed: bool)
         assert torch.equal(held.weight, source.weight)
         with pytest.raises(ws.WeightSyncError, match="No such file or directory"):
             sender.add(late.handle)
-        assert late.ledger() == []
+        assert late.shared_memory_usage() == []
         assert late.version == 0
         assert sender.send_weights().version == 3
     assert (receiver.version, receiver.may_generate) == (3, True)

@@ -42,10 +42,10 @@ from weightsync.server.dispatcher import Receiver
 from weightsync.server.router import weight_router
 from weightsync.update.history import WorkerReport
 from weightsync.wire.messages import (
-    LedgerEntry,
     OpenUpdate,
     Reply,
     Request,
+    SharedMemoryUsage,
     Status,
     UpdateRecord,
 )
@@ -118,9 +118,9 @@ def test_text_is_escaped_and_isolated_wherever_it_enters() -> None:
     strange = 'a\0b\x1bc\nd<i>"&'
     mark = "\N{REPLACEMENT CHARACTER}"
     escaped = f"a{mark}b{mark}c d&lt;i&gt;&#34;&amp;"
-    ledger = [LedgerEntry(kind="ring", name=strange, nbytes=5, owner=False, age_s=1.0)]
+    usage = [SharedMemoryUsage(kind="ring", name=strange, nbytes=5, owner=False, age_s=1.0)]
     one = report(
-        status(label=strange, ledger=ledger, senders={strange: strange}),
+        status(label=strange, shared_memory=usage, senders={strange: strange}),
         recent=[record(3, label=strange)],
         open_update=OpenUpdate(update_id=strange, version=4, since=NOW, label=strange),
     )
@@ -141,9 +141,9 @@ def test_no_text_of_others_becomes_markup(where: str) -> None:
         HOSTILE if where == name else "x" for name in ("label", "detail", "sender")
     )
     update = HOSTILE if where == "update_id" else "u"
-    ledger = [LedgerEntry(kind="ring", name=sender, nbytes=5, owner=False, age_s=1.0)]
+    usage = [SharedMemoryUsage(kind="ring", name=sender, nbytes=5, owner=False, age_s=1.0)]
     one = report(
-        status(state="TORN", label=label, detail=detail, ledger=ledger),
+        status(state="TORN", label=label, detail=detail, shared_memory=usage),
         recent=[record(3, label=label, update_id=update)],
         open_update=OpenUpdate(update_id=update, version=4, since=NOW, label=label),
     )
@@ -275,11 +275,11 @@ def test_memory_is_summed_by_sender() -> None:
         ("ring", "trainer", 4_000_000),
         ("storage", "trainer", 1_000_000),
     ]
-    ledger = [
-        LedgerEntry(kind=kind, name=name, nbytes=nbytes, owner=False, age_s=1.0)
+    usage = [
+        SharedMemoryUsage(kind=kind, name=name, nbytes=nbytes, owner=False, age_s=1.0)
         for kind, name, nbytes in entries
     ]
-    held = status(ledger=ledger, senders={"trainer": "shared_memory"})
+    held = status(shared_memory=usage, senders={"trainer": "shared_memory"})
     said = section(render_fragment(snapshot(report(held), report(held))), "memory")
     assert "trainer shared_memory 5.00 MB 10.0 MB 2" in said
     assert "control segments, of all senders any 10 B 20 B 2" in said

@@ -323,7 +323,7 @@ def test_workers_make_whole_replicas() -> None:
 
 def test_the_least_ready_state_is_the_servers() -> None:
     statuses = {}
-    order = ["READY", "PREPARED", "UPDATING", "JOINING", "ABORTING", "TORN"]
+    order = ["READY", "PREPARED", "UPDATING", "CATCHING_UP", "ABORTING", "TORN"]
     for k, state in enumerate(order):
         statuses[f"workers/{k}"] = Status(
             instance=str(k),

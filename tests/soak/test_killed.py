@@ -117,7 +117,9 @@ def test_an_error_keeps_nothing_of_the_dead_mapped(
     receiver = host.receiver("http", apply=apply, model="plain")
     dies = (victims.send_and_die, [receiver.url], "unpacked", 1, "before fingerprints 1")
     assert processes.ended(*dies) == KILLED
-    wait_until(lambda: not receiver.status().get("ledger"), "the end of what the dead one shared")
+    wait_until(
+        lambda: not receiver.status().get("shared_memory"), "the end of what the dead one shared"
+    )
     assert host.footprint()["segments"] == 0
     remove_leftovers()
 

@@ -103,9 +103,9 @@ class Target:
             # A fleet_version that grew makes it wait for that version; in place, a damaged handle
             # may be noticed when weights were touched: TORN says so.
             status = self.receiver.status()
-            assert status.state in ("JOINING", "TORN", "UPDATING", "PREPARED")
+            assert status.state in ("CATCHING_UP", "TORN", "UPDATING", "PREPARED")
             assert status.detail
-            assert status.state != "JOINING" or self._bits() == self._held
+            assert status.state != "CATCHING_UP" or self._bits() == self._held
             self.heal()
         self.give_up()
 

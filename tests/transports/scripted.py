@@ -12,9 +12,9 @@ from weightsync.wire.messages import (
     REPLIES,
     CheckReply,
     InitReply,
-    LedgerEntry,
     Reply,
     Request,
+    SharedMemoryUsage,
     Status,
     StepReply,
 )
@@ -30,7 +30,9 @@ STATUS = Status(
     verification="held",
     label="step 7",
     device_keys=["HOST-1"],
-    ledger=[LedgerEntry(kind="ring", name="weightsync-1", nbytes=64, owner=False, age_s=0.5)],
+    shared_memory=[
+        SharedMemoryUsage(kind="ring", name="weightsync-1", nbytes=64, owner=False, age_s=0.5)
+    ],
 )
 
 

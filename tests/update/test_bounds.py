@@ -124,7 +124,7 @@ def test_a_hook_that_never_returns(monkeypatch: pytest.MonkeyPatch) -> None:
     try:
         with ws.connect(nn.Linear(6, 5), to=carry, timeout_s=TIMEOUT_S) as sender:
             began = time.monotonic()
-            with pytest.raises(ws.TransportTimeout, match=r"within 3 s and lives"):
+            with pytest.raises(ws.TransportTimeout, match=r"within 3 s and is alive"):
                 sender.send_weights()
             assert 2 * TIMEOUT_S < time.monotonic() - began < 20 * TIMEOUT_S
             assert len(finishes) == 1

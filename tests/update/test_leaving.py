@@ -191,9 +191,9 @@ def test_release_keeps_a_joiner_from_generating() -> None:
     with ws.connect(model, to=a, timeout_s=TIMEOUT_S) as sender:
         sender.send_weights()
     with ws.connect(model, to=[a, b], timeout_s=TIMEOUT_S) as sender:
-        assert b.state[0] == "JOINING"
+        assert b.state[0] == "CATCHING_UP"
         sender.release()
-        assert b.state[0] == "JOINING"
+        assert b.state[0] == "CATCHING_UP"
         sender.send_weights()
         assert b.state[0] == "READY"
 
@@ -204,7 +204,7 @@ def test_a_joiner_is_let_go_by_a_sender_that_released_and_closed() -> None:
         sender.send_weights()
     with ws.connect(model, to=[a, b], timeout_s=TIMEOUT_S) as sender:
         sender.release()
-        assert b.state[0] == "JOINING"
+        assert b.state[0] == "CATCHING_UP"
     assert b.state[:2] == ("READY", 0)
 
 

@@ -140,7 +140,7 @@ class TestJoining:
     def test_an_older_version_joins_until_a_whole_update_commits(self) -> None:
         life = UpdateLifecycle(3)
         life.join(7)
-        assert (life.state, life.may_generate) == (State.JOINING, False)
+        assert (life.state, life.may_generate) == (State.CATCHING_UP, False)
         life.start(Terms(update_id="a", version=7))
         life.prepared("a")
         assert not life.may_generate
@@ -169,7 +169,7 @@ class TestJoining:
         late.join(7)
         late.prepared("lora")
         late.finish("lora")
-        assert (late.state, late.may_generate) == (State.JOINING, False)
+        assert (late.state, late.may_generate) == (State.CATCHING_UP, False)
 
     def test_an_abort_leaves_it_joining(self) -> None:
         life = UpdateLifecycle(3)
@@ -177,7 +177,7 @@ class TestJoining:
         life.start(Terms(update_id="a"))
         life.begin_abort("a")
         life.end_abort()
-        assert (life.state, life.may_generate) == (State.JOINING, False)
+        assert (life.state, life.may_generate) == (State.CATCHING_UP, False)
 
     def test_a_torn_joiner_stays_torn(self) -> None:
         life = torn()
@@ -266,7 +266,7 @@ class Lifecycles(RuleBasedStateMachine):
                 self.required_version = 0
             self.open = None
             assert self.life.last_finished == update_id
-            assert self.life.state is (State.JOINING if self.required_version else State.READY)
+            assert self.life.state is (State.CATCHING_UP if self.required_version else State.READY)
 
     @rule(update_id=IDS)
     def abort(self, update_id: str) -> None:
@@ -286,7 +286,7 @@ class Lifecycles(RuleBasedStateMachine):
             assert state is State.ABORTING
             self.torn = self.torn or self.dirty
             self.open, self.dirty = None, False
-            idle = State.JOINING if self.required_version else State.READY
+            idle = State.CATCHING_UP if self.required_version else State.READY
             assert self.life.state is (State.TORN if self.torn else idle)
 
     @rule(version=st.integers(0, 8))

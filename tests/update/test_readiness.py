@@ -61,7 +61,7 @@ class TestWhoseWord:
     def test_the_newest_fleet_is_waited_for(self, held: Held, words: tuple[int, int]) -> None:
         for sender, version in zip("ab", words, strict=True):
             held.ready.joined(sender, version)
-        assert held.now == (State.JOINING, 9)
+        assert held.now == (State.CATCHING_UP, 9)
 
     def test_a_sender_may_correct_itself(self, held: Held) -> None:
         held.ready.joined("a", 9)
@@ -72,14 +72,14 @@ class TestWhoseWord:
         held.ready.joined("a", 9)
         held.ready.joined("b", 5)
         held.ready.left("a", for_good=True)
-        assert held.now == (State.JOINING, 5)
+        assert held.now == (State.CATCHING_UP, 5)
         held.ready.left(None, for_good=True)
         assert held.now == (State.READY, 0)
 
     def test_a_dead_one_does_not_count(self, held: Held) -> None:
         held.ready.joined("a", 9)
         held.ready.remove_dead([])
-        assert held.now == (State.JOINING, 9)
+        assert held.now == (State.CATCHING_UP, 9)
         held.ready.remove_dead(["a"])
         assert held.now == (State.READY, 0)
 
@@ -92,7 +92,7 @@ class TestGone:
         held.peers.senders.clear()
         held.ready.left(sender, for_good=False)
         held.ready.remove_dead([])
-        assert held.now == (State.JOINING, 9)
+        assert held.now == (State.CATCHING_UP, 9)
         held.ready.left("a", for_good=True)
         assert held.now == (State.READY, 0)
 
@@ -110,7 +110,7 @@ class TestGone:
         held.ready.joined("a", 9)
         held.peers.senders.clear()
         held.ready.remove_dead([])
-        assert held.now == (State.JOINING, 9)
+        assert held.now == (State.CATCHING_UP, 9)
         time.sleep(2 * SHORT_S)
         held.ready.remove_dead([])
         assert held.now == (State.READY, 0)
@@ -125,7 +125,7 @@ class TestGone:
         held.ready.remove_dead([])
         held.peers.senders.clear()
         held.ready.remove_dead([])  # the while begins anew
-        assert held.now == (State.JOINING, 9)
+        assert held.now == (State.CATCHING_UP, 9)
 
 
 class TestUpdates:
@@ -148,7 +148,7 @@ class TestUpdates:
         held.start(6)
         held.ready.joined("b", 9)
         held.finish("a")
-        assert held.now == (State.JOINING, 9)
+        assert held.now == (State.CATCHING_UP, 9)
         held.update(9, "b")
         assert held.now == (State.READY, 0)
 
@@ -163,4 +163,4 @@ class TestUpdates:
         held.ready.joined("a", 9)
         held.finish("a", partial=True)
         held.ready.remove_dead([])
-        assert held.now == (State.JOINING, 9)
+        assert held.now == (State.CATCHING_UP, 9)

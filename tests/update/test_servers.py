@@ -122,7 +122,7 @@ def test_one_url_is_as_many_receivers_as_it_has_workers(serve: Serve, packed: bo
                     [UpdateRequest, FinishRequest]
                 ] * 3
         assert [r.target for r in report.receivers] == served.targets
-    assert all(not receiver.ledger() for receiver in served.receivers)
+    assert all(not receiver.shared_memory_usage() for receiver in served.receivers)
 
 
 def test_a_server_of_one_worker_is_one_receiver(serve: Serve) -> None:
@@ -196,7 +196,7 @@ def test_a_server_that_cannot_be_added_leaves_the_fleet_as_it_was(serve: Serve) 
         with pytest.raises(ws.TransferError, match=r"workers/1.*broken"):
             sender.add(second.url)
         assert sender.targets == first.targets
-        assert all(not receiver.ledger() for receiver in second.receivers)
+        assert all(not receiver.shared_memory_usage() for receiver in second.receivers)
         fill(model, 2)
         assert len(sender.send_weights().receivers) == 2
 

@@ -10,7 +10,7 @@ import os, sys, threading
 from weightsync.errors import ProtocolError
 from weightsync.wire import codec
 
-REPLY = b'{"status": {"owner": {"id": "a", "name": "b"}, "ledger": [{}]}}'
+REPLY = b'{"status": {"owner": {"id": "a", "name": "b"}, "shared_memory": [{}]}}'
 START = b'{"init_info": {"manifest": {"names": ["a"]}, "ring": {"data": {"HOST": {}}}}}'
 CALL = "init_weight_transfer_engine"
 

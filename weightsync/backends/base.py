@@ -24,7 +24,7 @@ from weightsync.weights.layout import StreamLayout
 from weightsync.weights.sink import HOOK_ADVICE, LoadTarget, Verification
 from weightsync.weights.source import WeightSource
 from weightsync.wire.codec import decode_payload
-from weightsync.wire.messages import LedgerEntry, RegisteredUpdate
+from weightsync.wire.messages import RegisteredUpdate, SharedMemoryUsage
 from weightsync.wire.offers import InitInfo
 
 __all__ = [
@@ -289,7 +289,7 @@ class WeightTransferEngine(ABC):
         `shutdown`.
         """
 
-    def ledger(self) -> list[LedgerEntry]:
+    def usage(self) -> list[SharedMemoryUsage]:
         """List the shared memory that this engine holds open; any thread asks."""
         return []
 
@@ -412,7 +412,7 @@ class TrainerWeightTransferEngine(ABC):
     def beat(self) -> None:
         """Show readers that this process lives; called from a thread of its own."""
 
-    def ledger(self, names: Mapping[int, str]) -> list[LedgerEntry]:
+    def usage(self, names: Mapping[int, str]) -> list[SharedMemoryUsage]:
         """List the memory shared here; `names` are the readers' targets."""
         return []
 

@@ -52,7 +52,7 @@ from weightsync.integrations.vllm.server import VllmHttpControl, worker_transpor
 from weightsync.shm.census import HostSegment, list_segments
 from weightsync.transports.base import Transport
 from weightsync.transports.http import HttpTransport
-from weightsync.wire.messages import LedgerEntry, Status, StatusRequest
+from weightsync.wire.messages import SharedMemoryUsage, Status, StatusRequest
 
 MAX_AT_ONCE = 16
 MAX_NBYTES = 4 << 20
@@ -80,7 +80,7 @@ def status(  # noqa: PLR0913, PLR0917  # one parameter per option
     ca_file: CaFileOption = None,
     json_: Annotated[bool, typer.Option("--json", help="print one JSON object")] = False,
 ) -> None:
-    """Show state, version, ledger and last update of every server."""
+    """Show state, version, shared memory and last update of every server."""
     with ending(as_json=json_):
         if watch and json_:
             raise ConfigError(
@@ -344,7 +344,7 @@ def _lines(found: ServerStatus) -> Iterator[Text]:
         yield Text(f"  path      {paths_of(held)}; {', '.join(held.device_keys)}")
         for line in _update_lines(found.updates):
             yield Text(f"  updates   {line}")
-        yield Text(f"  ledger    {_ledger(held.ledger)}")
+        yield Text(f"  memory    {_memory(held.shared_memory)}")
         for worker in found.workers:
             yield _worker_line(worker, below=found.url)
 
@@ -400,14 +400,14 @@ def _update_lines(updates: LastUpdates) -> Iterator[str]:
         yield f"last: {updates.nbytes / 1e6:.1f} MB, {phases}{stall}"
 
 
-def _ledger(ledger: Sequence[LedgerEntry]) -> str:
-    if not ledger:
+def _memory(usage: Sequence[SharedMemoryUsage]) -> str:
+    if not usage:
         return "empty: no sender is connected"
-    nbytes = sum(entry.nbytes for entry in ledger)
-    kinds = sorted({entry.kind for entry in ledger})
-    counted = ", ".join(f"{sum(e.kind == kind for e in ledger)} {kind}" for kind in kinds)
-    oldest = max(entry.age_s for entry in ledger)
-    late = sorted({name for entry in ledger for name in entry.unreleased})
+    nbytes = sum(entry.nbytes for entry in usage)
+    kinds = sorted({entry.kind for entry in usage})
+    counted = ", ".join(f"{sum(e.kind == kind for e in usage)} {kind}" for kind in kinds)
+    oldest = max(entry.age_s for entry in usage)
+    late = sorted({name for entry in usage for name in entry.unreleased})
     held = f"; not released by {shorten(late)}" if late else ""
     return f"{counted}; {nbytes / 1e6:.1f} MB, since {oldest:.0f} s{held}"
 

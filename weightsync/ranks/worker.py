@@ -48,7 +48,7 @@ from weightsync.weights.source import (
     groups_of,
 )
 from weightsync.wire.codec import manifest_to_wire
-from weightsync.wire.messages import LedgerEntry
+from weightsync.wire.messages import SharedMemoryUsage
 from weightsync.wire.offers import ManifestMessage
 from weightsync.wire.problem import Problem
 
@@ -479,7 +479,7 @@ class RankWorker:
             case _:
                 raise ConfigError(f"{type(command).__name__} is no command for a rank")
 
-    def ledger(self, members: Iterable[ReaderOfRank]) -> list[LedgerEntry]:
+    def usage(self, members: Iterable[ReaderOfRank]) -> list[SharedMemoryUsage]:
         """Return the memory that this rank shares; `members` give the names of its readers."""
         names: dict[str, dict[int, str]] = {name: {} for name in self.engines}
         for member in members:
@@ -490,7 +490,7 @@ class RankWorker:
                 places = engine.places_on_base(list(names[name]))
                 names[base].update(dict.fromkeys(places, "other hosts"))
         return [
-            entry for name, engine in self.engines.items() for entry in engine.ledger(names[name])
+            entry for name, engine in self.engines.items() for entry in engine.usage(names[name])
         ]
 
     def close(self) -> None:

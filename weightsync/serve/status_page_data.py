@@ -19,7 +19,7 @@ from weightsync.server.dispatcher import Receiver
 from weightsync.server.workers import merge_statuses
 from weightsync.update.history import WorkerReport
 from weightsync.update.lifecycle import State
-from weightsync.wire.messages import LedgerEntry, OpenUpdate, Status, UpdateRecord
+from weightsync.wire.messages import OpenUpdate, SharedMemoryUsage, Status, UpdateRecord
 
 T = TypeVar("T")
 
@@ -245,14 +245,14 @@ def _worker_view(name: str, status: Status, report: WorkerReport) -> WorkerView:
         detail=status.detail,
         updates_total=report.updates_total,
         open_update=report.open_update,
-        mapped=mapped_by_sender(status.ledger, status.senders),
+        mapped=mapped_by_sender(status.shared_memory, status.senders),
     )
 
 
-def mapped_by_sender(ledger: Iterable[LedgerEntry], paths: Mapping[str, str]) -> list[Mapped]:
+def mapped_by_sender(usage: Iterable[SharedMemoryUsage], paths: Mapping[str, str]) -> list[Mapped]:
     """Return the mapped bytes of each sender. Control segments have no sender's name."""
     sums: dict[str, int] = defaultdict(int)
-    for entry in ledger:
+    for entry in usage:
         sums["" if entry.kind == "control" else entry.name] += entry.nbytes
     return [
         Mapped(sender=sender, nbytes=nbytes, path=paths.get(sender, ""))

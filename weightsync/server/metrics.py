@@ -11,7 +11,7 @@ from prometheus_client.registry import Collector
 
 from weightsync.update.history import WorkerReport
 from weightsync.update.lifecycle import State
-from weightsync.wire.messages import LedgerEntry, Status, StepReply
+from weightsync.wire.messages import SharedMemoryUsage, Status, StepReply
 
 MoreMetrics = Callable[[], Awaitable[Sequence[Metric]]]
 """Returns an app's own metrics; awaited in the app's event loop for every GET of `/metrics`."""
@@ -66,25 +66,25 @@ def _of_status(status: Status) -> Iterator[Metric]:
     for one in State:
         state.add_metric([one.value], int(one.value == status.state))
     yield state
-    yield from _of_ledger(status.ledger)
+    yield from _of_shared_memory(status.shared_memory)
 
 
-def _of_ledger(ledger: Sequence[LedgerEntry]) -> Iterator[Metric]:
+def _of_shared_memory(usage: Sequence[SharedMemoryUsage]) -> Iterator[Metric]:
     """Mappings opened for senders, by kind; a kind that grows with each update is a leak."""
     nbytes = GaugeMetricFamily(
-        "weightsync_ledger_bytes", "Bytes that senders made this open.", labels=["kind"]
+        "weightsync_shared_memory_bytes", "Bytes that senders made this open.", labels=["kind"]
     )
     entries = GaugeMetricFamily(
-        "weightsync_ledger_entries", "Mappings that senders made this open.", labels=["kind"]
+        "weightsync_shared_memory_entries", "Mappings that senders made this open.", labels=["kind"]
     )
     oldest = GaugeMetricFamily(
-        "weightsync_ledger_oldest_seconds", "Age of the oldest of them.", labels=["kind"]
+        "weightsync_shared_memory_oldest_seconds", "Age of the oldest of them.", labels=["kind"]
     )
     unreleased = GaugeMetricFamily(
-        "weightsync_ledger_unreleased", "Who still holds a chunk of them.", labels=["kind"]
+        "weightsync_shared_memory_unreleased", "Who still holds a chunk of them.", labels=["kind"]
     )
-    for kind in sorted({entry.kind for entry in ledger}):
-        of_kind = [entry for entry in ledger if entry.kind == kind]
+    for kind in sorted({entry.kind for entry in usage}):
+        of_kind = [entry for entry in usage if entry.kind == kind]
         nbytes.add_metric([kind], sum(entry.nbytes for entry in of_kind))
         entries.add_metric([kind], len(of_kind))
         oldest.add_metric([kind], max(entry.age_s for entry in of_kind))

@@ -183,7 +183,7 @@ class _Readings:
         self._more_metrics = more_metrics
 
     async def weight_info(self, request: HttpRequest) -> Response:
-        """State, version, label, digest and ledger."""
+        """State, version, label, digest and shared memory."""
         return await self._dispatcher.step("weight_info", b"")
 
     async def health(self, request: HttpRequest) -> Response:

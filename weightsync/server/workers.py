@@ -44,7 +44,7 @@ T = TypeVar("T")
 _LEAST_READY_FIRST = (
     State.TORN,
     State.ABORTING,
-    State.JOINING,
+    State.CATCHING_UP,
     State.UPDATING,
     State.PREPARED,
     State.READY,
@@ -80,14 +80,14 @@ def merge_statuses(statuses: Mapping[str, Status]) -> Status:
         paused=any(status.paused for status in held),
         detail=_reasons(statuses),
         device_keys=list(dict.fromkeys(key for status in held for key in status.device_keys)),
-        ledger=[
+        shared_memory=[
             replace(
                 entry,
                 name=f"{name}: {entry.name}",
                 unreleased=[f"{name}: {late}" for late in entry.unreleased],
             )
             for name, status in statuses.items()
-            for entry in status.ledger
+            for entry in status.shared_memory
         ],
         workers=list(statuses),
         senders=_paths(held),

@@ -4,8 +4,8 @@
        ^                    |                      |
        '------ ABORTING <---'----------------------'      in place and already dirty: TORN
 
-A receiver that joins a fleet with a newer version than its own is JOINING instead of READY until a
-full update commits: it may not generate.
+A receiver that joins a fleet with a newer version than its own is CATCHING_UP instead of READY
+until a full update commits: it may not generate.
 
 Callers hold their own lock. A method that raises has changed nothing.
 """
@@ -28,7 +28,7 @@ class State(StrEnum):
     """The state of a receiver."""
 
     READY = "READY"
-    JOINING = "JOINING"
+    CATCHING_UP = "CATCHING_UP"
     UPDATING = "UPDATING"
     PREPARED = "PREPARED"
     ABORTING = "ABORTING"
@@ -83,13 +83,13 @@ class UpdateLifecycle:
         return not self.torn_by and not self.dirty and not self.required_version
 
     def join(self, fleet_version: int) -> None:
-        """Enter JOINING where `fleet_version` is newer than the own version, READY otherwise."""
+        """Enter CATCHING_UP where `fleet_version` is newer than the version in use, else READY."""
         self.required_version = fleet_version if fleet_version > self.version else 0
-        if self.state in (State.READY, State.JOINING):
+        if self.state in (State.READY, State.CATCHING_UP):
             self._settle(State.READY)
 
     def start(self, terms: Terms) -> None:
-        """READY, JOINING or TORN becomes UPDATING. Only the open update may start again."""
+        """READY, CATCHING_UP or TORN becomes UPDATING. Only the open update may start again."""
         if self.terms is not None:
             if self.terms.update_id == terms.update_id and self.state is State.UPDATING:
                 return
@@ -143,7 +143,7 @@ class UpdateLifecycle:
         self._settle(State.TORN if self.dirty or was_torn else State.READY)
 
     def _settle(self, state: State) -> None:
-        self.state = State.JOINING if state is State.READY and self.required_version else state
+        self.state = State.CATCHING_UP if state is State.READY and self.required_version else state
         self.terms = None
         self.dirty = False
         if state is State.READY:
@@ -159,7 +159,7 @@ class UpdateLifecycle:
                 )
             if self.required_version:
                 raise UpdateConflictError(
-                    f"the receiver is JOINING: it holds version {self.version}, its fleet "
+                    f"the receiver is CATCHING_UP: it holds version {self.version}, its fleet "
                     f"{self.required_version}; only a full update brings it up to date",
                     state=self.state,
                 )

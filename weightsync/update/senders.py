@@ -26,7 +26,7 @@ from weightsync.shm.wait import Heartbeat
 from weightsync.specs import Manifest
 from weightsync.update.lifecycle import UpdateLifecycle
 from weightsync.wire.codec import manifest_from_wire
-from weightsync.wire.messages import LedgerEntry
+from weightsync.wire.messages import SharedMemoryUsage
 from weightsync.wire.offers import InitInfo, Owner, describe, utc
 
 logger = logging.getLogger(__name__)
@@ -217,9 +217,9 @@ class Senders:
         """Return the path of every sender that is connected."""
         return dict(self._paths)
 
-    def ledger(self) -> list[LedgerEntry]:
+    def usage(self) -> list[SharedMemoryUsage]:
         """Return the shared memory that the engines hold open."""
-        return [entry for engine in list(self._engines.values()) for entry in engine.ledger()]
+        return [entry for engine in list(self._engines.values()) for entry in engine.usage()]
 
 
 def _sender_alive(engine: WeightTransferEngine) -> bool | None:
@@ -285,9 +285,9 @@ class Readiness:
     `state` guards `lifecycle`; `forget_dead` closes the engines of dead senders.
 
     A sender claims at init a version that its fleet holds. A receiver with an older version is
-    JOINING until a full update commits, or until all senders with such a claim left or died. The
-    claim of a sender that was lost without a shutdown stays valid for `grace_s` seconds, because
-    the sender may init again.
+    CATCHING_UP until a full update commits, or until all senders with such a claim left or died.
+    The claim of a sender that was lost without a shutdown stays valid for `grace_s` seconds,
+    because the sender may init again.
     """
 
     def __init__(

@@ -272,8 +272,8 @@ CALL_OF: dict[type[Message], str] = {kind: call for call, kind in CALLS.items()}
 WorkerPath = Annotated[str, Meta(max_length=128, pattern=r"^\w[\w-]*(/\w[\w-]*)*$")]
 
 
-class LedgerEntry(Message, frozen=True, kw_only=True):
-    """One live export, mapping or ring of `sender`, whose own ledger leaves that empty.
+class SharedMemoryUsage(Message, frozen=True, kw_only=True):
+    """One live export, mapping or ring of `sender`, whose own list leaves that empty.
 
     `readers` were given it and have not left; `unreleased` of them still hold a chunk of the ring.
     """
@@ -318,7 +318,7 @@ class Status(Message, frozen=True, kw_only=True):
     paused: bool = False
     detail: str = ""
     device_keys: list[str] = []
-    ledger: list[LedgerEntry] = []
+    shared_memory: list[SharedMemoryUsage] = []
     workers: list[WorkerPath] = []
     senders: dict[Name, str] = {}
     owner: Owner | None = None

@@ -31,7 +31,7 @@ from weightsync.shm.ring import Control
 from weightsync.specs import Manifest
 from weightsync.weights.layout import StreamLayout
 from weightsync.wire.codec import decode_payload, manifest_from_wire
-from weightsync.wire.messages import LedgerEntry, RegisteredUpdate
+from weightsync.wire.messages import RegisteredUpdate, SharedMemoryUsage
 from weightsync.wire.offers import InitInfo, RingInfo, SegmentHandle
 
 MEMBER_PLACE = 0
@@ -134,9 +134,9 @@ class GlooWeightTransferEngine(WeightTransferEngine):
         if self._at_work and link is not None and control is not None and link.failure is None:
             control.beat_writer()
 
-    def ledger(self) -> list[LedgerEntry]:
+    def usage(self) -> list[SharedMemoryUsage]:
         """Return the mappings of this engine. A member owns its ring."""
-        return [replace(entry, owner=self._joins) for entry in self._inner.ledger()]
+        return [replace(entry, owner=self._joins) for entry in self._inner.usage()]
 
     def shutdown(self) -> None:
         """Leave the group, free the ring. Idempotent."""

@@ -25,7 +25,7 @@ from weightsync.tensors import TORCH_DTYPES
 from weightsync.weights.copy_plan import Memory, UnitCompiler
 from weightsync.weights.fused import hashers
 from weightsync.weights.layout import StreamLayout
-from weightsync.wire.messages import LedgerEntry
+from weightsync.wire.messages import SharedMemoryUsage
 from weightsync.wire.offers import KeyedHandle, ProbeInfo, SegmentHandle, StorageInfo
 
 logger = logging.getLogger(__name__)
@@ -215,7 +215,7 @@ class ExportedMemory:
         self._probe = [handle.name for handle in handles if isinstance(handle, SegmentHandle)]
         self._since = time.monotonic()
 
-    def entries(self, names: Mapping[int, str]) -> list[LedgerEntry]:
+    def entries(self, names: Mapping[int, str]) -> list[SharedMemoryUsage]:
         """Return the shared memory; `names` has the names of its receivers, by reader index."""
         age_s = time.monotonic() - self._since
         control = self._writer.control.segment
@@ -230,7 +230,7 @@ class ExportedMemory:
         readers = sorted(names.values())
         late = sorted(names.get(place, f"reader {place}") for place in unreleased(self._writer))
         return [
-            LedgerEntry(
+            SharedMemoryUsage(
                 kind=kind,
                 name=name,
                 nbytes=nbytes,

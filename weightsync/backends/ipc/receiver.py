@@ -23,7 +23,7 @@ from weightsync.specs import Manifest
 from weightsync.weights.copy_plan import CopyPlan, Memory
 from weightsync.weights.layout import StreamLayout, runs_per_chunk
 from weightsync.wire.codec import decode_payload, manifest_from_wire
-from weightsync.wire.messages import LedgerEntry, RegisteredUpdate
+from weightsync.wire.messages import RegisteredUpdate, SharedMemoryUsage
 from weightsync.wire.offers import InitInfo
 
 _KEPT_COPY_PLANS = 4
@@ -138,7 +138,7 @@ class IpcWeightTransferEngine(WeightTransferEngine):
             return opened.control.writer_beat
         return None
 
-    def ledger(self) -> list[LedgerEntry]:
+    def usage(self) -> list[SharedMemoryUsage]:
         """Return the mappings of this engine, none once closed. Thread-safe."""
         opened = self._opened
         if opened is None:
@@ -152,7 +152,7 @@ class IpcWeightTransferEngine(WeightTransferEngine):
             return []
         age = time.monotonic() - self._since
         return [
-            LedgerEntry(
+            SharedMemoryUsage(
                 kind=kind,
                 name=name,
                 nbytes=nbytes,

@@ -43,7 +43,7 @@ from weightsync.weights.fingerprint import table_digest
 from weightsync.weights.layout import RUN_NBYTES, StreamLayout, aligned, runs_per_chunk
 from weightsync.weights.packer import Packer, StagedPacker
 from weightsync.weights.source import NamedTensors, WeightSource, checked
-from weightsync.wire.messages import LedgerEntry
+from weightsync.wire.messages import SharedMemoryUsage
 from weightsync.wire.offers import ProbeInfo, RingInfo, SegmentHandle
 
 LEAD_NBYTES = 1 << 20
@@ -371,7 +371,7 @@ class IpcTrainerEngine(TrainerWeightTransferEngine):
         """Show readers that this process lives and works."""
         self._control.beat_writer()
 
-    def ledger(self, names: Mapping[int, str]) -> list[LedgerEntry]:
+    def usage(self, names: Mapping[int, str]) -> list[SharedMemoryUsage]:
         """List what this engine exports, with its readers."""
         return self.exports.entries(names)
 

@@ -1,4 +1,4 @@
-"""Who shares what with whom: the sender's ledger, the receiver's, and the census of the host."""
+"""Who shares what with whom: the sender's list, the receiver's, and the census of the host."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from weightsync.cli.status import COLUMNS
 from weightsync.shm.census import list_segments
 from weightsync.shm.segment import Segment, live_segments
 from weightsync.transports.callback import CallbackTransport
-from weightsync.wire.messages import LedgerEntry
+from weightsync.wire.messages import SharedMemoryUsage
 
 WAIT_S = 60.0
 OTHER_READER = """
@@ -31,8 +31,8 @@ signal.pause()
 """
 
 
-def by_kind(ledger: Iterable[LedgerEntry]) -> dict[str, LedgerEntry]:
-    return {entry.kind: entry for entry in ledger}
+def by_kind(usage: Iterable[SharedMemoryUsage]) -> dict[str, SharedMemoryUsage]:
+    return {entry.kind: entry for entry in usage}
 
 
 @pytest.mark.usefixtures("shm_clean")
@@ -43,33 +43,33 @@ class TestOfASender:
         before = live_segments()
         with ws.connect(model, to=[named(r, n) for n, r in receivers.items()]) as sender:
             sender.send_weights()
-            ledger = sender.ledger()
+            usage = sender.shared_memory_usage()
             own = {s.name: s.nbytes for s in live_segments() if s.owner and s not in before}
-            assert {entry.name: entry.nbytes for entry in ledger} == own
-            assert set(by_kind(ledger)) == {"control", "ring", "probe", "storage"}
-            for entry in ledger:
+            assert {entry.name: entry.nbytes for entry in usage} == own
+            assert set(by_kind(usage)) == {"control", "ring", "probe", "storage"}
+            for entry in usage:
                 assert entry.owner
                 assert entry.age_s >= 0
                 assert entry.readers == ["first", "second"]
                 assert entry.unreleased == []
             sender.remove("first")
-            assert {tuple(entry.readers) for entry in sender.ledger()} == {("second",)}
+            assert {tuple(entry.readers) for entry in sender.shared_memory_usage()} == {("second",)}
             sender.release()
-            assert sender.ledger() == []
+            assert sender.shared_memory_usage() == []
             sender.send_weights()
-            assert len(sender.ledger()) == 4
-        assert sender.ledger() == []
+            assert len(sender.shared_memory_usage()) == 4
+        assert sender.shared_memory_usage() == []
         for receiver in receivers.values():
-            assert receiver.ledger() == []
+            assert receiver.shared_memory_usage() == []
             receiver.close()
 
     def test_it_grows_older_and_no_longer(self) -> None:
         receiver = ws.WeightReceiver(nn.Linear(8, 8))
         with ws.connect(nn.Linear(8, 8), to=receiver.handle) as sender:
-            first = sender.ledger()
+            first = sender.shared_memory_usage()
             for _ in range(5):
                 sender.send_weights()
-            last = sender.ledger()
+            last = sender.shared_memory_usage()
         receiver.close()
         assert [(e.kind, e.name, e.nbytes) for e in first] == [
             (e.kind, e.name, e.nbytes) for e in last
@@ -92,18 +92,18 @@ class TestOfASender:
             work.start()
             try:
                 assert asleep.wait(WAIT_S)
-                entries = by_kind(sender.ledger())
+                entries = by_kind(sender.shared_memory_usage())
                 assert "slow" in entries["ring"].unreleased
                 assert entries["control"].unreleased == []
-                held = by_kind(slow.ledger())
+                held = by_kind(slow.shared_memory_usage())
                 assert held["ring"].unreleased == ["this receiver"]
                 assert held["control"].unreleased == []
                 assert {entry.sender for entry in held.values()} == set(slow.status().senders)
             finally:
                 wake.set()
                 work.join(WAIT_S)
-            assert by_kind(sender.ledger())["ring"].unreleased == []
-            assert by_kind(slow.ledger())["ring"].unreleased == []
+            assert by_kind(sender.shared_memory_usage())["ring"].unreleased == []
+            assert by_kind(slow.shared_memory_usage())["ring"].unreleased == []
         slow.close()
         quick.close()
 
@@ -119,19 +119,25 @@ def test_metrics_count_what_a_receiver_has_open() -> None:
 
         def lines() -> list[str]:
             said = requests.get(f"{url}/metrics", timeout=10).text.splitlines()
-            return [line for line in said if line.startswith("weightsync_ledger")]
+            return [line for line in said if line.startswith("weightsync_shared_memory")]
 
         assert lines() == []
         with ws.connect(nn.Linear(64, 64), to=url, token=TOKEN) as sender:
             for _ in range(3):
                 sender.send_weights()
-                for entry in receiver.ledger():
-                    size = f'weightsync_ledger_bytes{{kind="{entry.kind}"}} {entry.nbytes:.1f}'
+                for entry in receiver.shared_memory_usage():
+                    size = (
+                        f'weightsync_shared_memory_bytes{{kind="{entry.kind}"}} {entry.nbytes:.1f}'
+                    )
                     assert size in [number(line) for line in lines()]
-                assert 'weightsync_ledger_entries{kind="ring"} 1.0' in lines()
-                assert 'weightsync_ledger_unreleased{kind="ring"} 0.0' in lines()
+                assert 'weightsync_shared_memory_entries{kind="ring"} 1.0' in lines()
+                assert 'weightsync_shared_memory_unreleased{kind="ring"} 0.0' in lines()
                 (age,) = [line for line in lines() if 'oldest_seconds{kind="ring"}' in line]
-                assert 0 < float(age.rpartition(" ")[2]) <= by_kind(receiver.ledger())["ring"].age_s
+                assert (
+                    0
+                    < float(age.rpartition(" ")[2])
+                    <= by_kind(receiver.shared_memory_usage())["ring"].age_s
+                )
         assert lines() == []
     receiver.close()
 
@@ -155,7 +161,7 @@ def test_metrics_and_status_show_a_ring_that_is_not_released() -> None:
         try:
             assert asleep.wait(WAIT_S)
             said = requests.get(f"{url}/metrics", timeout=10).text
-            assert 'weightsync_ledger_unreleased{kind="ring"} 1.0' in said.splitlines()
+            assert 'weightsync_shared_memory_unreleased{kind="ring"} 1.0' in said.splitlines()
             assert "not released by this receiver" in weightsync("status", url).stdout
             # It may not generate now, so the exit code is not 0.
             (server,) = json.loads(weightsync("status", url, "--json").stdout)["servers"]
@@ -163,7 +169,7 @@ def test_metrics_and_status_show_a_ring_that_is_not_released() -> None:
             wake.set()
             work.join(WAIT_S)
     receiver.close()
-    rows = {entry["kind"]: entry for entry in server["ledger"]}
+    rows = {entry["kind"]: entry for entry in server["shared_memory"]}
     assert rows["ring"]["unreleased"] == ["this receiver"]
     assert rows["ring"].keys() >= {"owner", "sender", "nbytes", "age_s", "name"}
 
