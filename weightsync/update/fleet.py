@@ -481,10 +481,8 @@ def raise_first(answers: Sequence[MemberReply], doing: str) -> None:
 
 
 LOST_ERRORS = (TransportError, NotReadyError, RemoteError)
-"""Errors of a status request that mean that a previously connected receiver is gone.
-
-The receiver raises them, or a proxy in front of it.
-"""
+"""Errors of a status request that mean that a previously connected receiver is gone (raised by it,
+or by a proxy in front of it)."""
 
 
 class WorldSizeChangedError(ProtocolError):

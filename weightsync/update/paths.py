@@ -307,7 +307,7 @@ class PathSelector:
     def withdraw(
         self, members: Sequence[Member] | None = None, *, leaves: bool | None = None
     ) -> None:
-        """Shut down the engines of members (None: all); without members, free all memory as well.
+        """Shut down the engines of members; with None, of all members, and free all memory.
 
         With `leaves` they do not belong to this fleet any more; None means True until the fleet was
         connected once. Errors of members are only logged.
