@@ -258,10 +258,10 @@ class TestWhoIsWho:
             return reply
 
         model = models.make("plain", seed=1)
-        with pytest.raises(ws.ProtocolError, match=r"of_tomorrow speaks protocol 7"):
+        with pytest.raises(ws.ProtocolError, match=r"of_tomorrow uses protocol 7"):
             connect(model, [first, of_tomorrow])
         with connect(model, first) as sender:
-            with pytest.raises(ws.ProtocolError, match=r"of_tomorrow speaks protocol 7"):
+            with pytest.raises(ws.ProtocolError, match=r"of_tomorrow uses protocol 7"):
                 sender.add(of_tomorrow)
             sender.send_weights()
 
