@@ -22,8 +22,8 @@ from torch.distributed.fsdp import fully_shard
 import weightsync as ws
 from tests.e2e.models import digests
 from tests.weights import trainer_models
+from weightsync.cuda.handles import device_keys
 from weightsync.ranks import comm, worker
-from weightsync.shm.host_keys import host_key
 from weightsync.weights import shards
 from weightsync.weights.module_sink import strip_wrappers
 
@@ -106,7 +106,7 @@ class Trainer:
 def move(rank: int, moved: int) -> None:
     """Have one rank believe that it is on another host than the receivers."""
     if rank == moved:
-        vars(worker)["host_key"] = lambda: "HOST-elsewhere"
+        vars(worker)["device_keys"] = lambda _: ["HOST-elsewhere"]
 
 
 class Faulty:
@@ -215,7 +215,7 @@ def send_part(rank: int, fault: str = "") -> Seen:
 
 def close(rank: int) -> Seen:
     outcome = seen(KEPT.pop().sender.close) if KEPT else Seen()
-    vars(worker)["host_key"] = host_key
+    vars(worker)["device_keys"] = device_keys
     return outcome
 
 

@@ -142,7 +142,7 @@ BAD_UPDATES: dict[str, tuple[Callable[[Plain], Plain], type[ws.WeightSyncError],
         "no update open",
     ),
     "unknown sender": (
-        lambda _: body({"registered": True, "sender": "s", "epoch": 1, "base": 0, "packed": True}),
+        lambda _: body({"registered": True, "sender": "s", "epoch": 1}),
         ws.ProtocolError,
         "not known",
     ),
@@ -243,6 +243,10 @@ def test_a_hook_is_never_given_a_shape_that_makes_no_tensor(host: Host, shape: l
         refuse(receiver, "update_weights", bad, ws.WeightSyncError, "too many|outside")
 
 
+def of_payload(path: str, value: object) -> Callable[[Plain], None]:
+    return set_in(f"payload.{path}", value)
+
+
 def set_in(path: str, value: object) -> Callable[[Plain], None]:
     *way, last = path.split(".")
 
@@ -256,22 +260,38 @@ def set_in(path: str, value: object) -> Callable[[Plain], None]:
 
 
 BAD_INITS: dict[str, tuple[Callable[[Plain], None], type[ws.WeightSyncError], str]] = {
-    "wrong probe": (set_in("probe.digest", "0" * 32), ws.HandleError, "probe"),
-    "no such probe": (set_in("probe.handle", {}), ws.HandleError, "offered for no key"),
-    "reader out of range": (set_in("reader", 64), ws.HandleError, "reader place 64"),
-    "too many slots": (set_in("ring.num_slots", 900), ws.HandleError, "control segment"),
-    "slots too large": (set_in("ring.slot_nbytes", 1 << 30), ws.HandleError, "outside"),
-    "slots of odd size": (set_in("ring.slot_nbytes", 100), ws.ConfigError, "multiple"),
-    "control too small": (set_in("control.nbytes", 64), ws.HandleError, "control segment"),
-    "too many fingerprints": (set_in("entries", 1 << 20), ws.HandleError, "control segment"),
-    "storage out of range": (set_in("storages.storage", [9] * 25), ws.HandleError, "storage 9"),
-    "offsets beyond": (set_in("storages.offset", [1 << 50] * 25), ws.HandleError, "outside"),
-    "too few offsets": (set_in("storages.offset", [0]), ws.HandleError, "1 offsets"),
-    "runs of odd size": (set_in("run_nbytes", (1 << 20) + 1), ws.ConfigError, "multiple"),
+    "wrong probe": (of_payload("probe.digest", "0" * 32), ws.HandleError, "probe"),
+    "no such probe": (of_payload("probe.handle", {}), ws.HandleError, "offered for no key"),
+    "reader out of range": (of_payload("reader", 64), ws.HandleError, "reader place 64"),
+    "too many slots": (of_payload("ring.num_slots", 900), ws.HandleError, "control segment"),
+    "slots too large": (of_payload("ring.slot_nbytes", 1 << 30), ws.HandleError, "outside"),
+    "slots of odd size": (of_payload("ring.slot_nbytes", 100), ws.ConfigError, "multiple"),
+    "control too small": (of_payload("control.nbytes", 64), ws.HandleError, "control segment"),
+    "too many fingerprints": (
+        of_payload("entries", 1 << 20),
+        ws.HandleError,
+        "control segment",
+    ),
+    "storage out of range": (
+        of_payload("storages.storage", [9] * 25),
+        ws.HandleError,
+        "storage 9",
+    ),
+    "offsets beyond": (
+        of_payload("storages.offset", [1 << 50] * 25),
+        ws.HandleError,
+        "outside",
+    ),
+    "too few offsets": (of_payload("storages.offset", [0]), ws.HandleError, "1 offsets"),
+    "runs of odd size": (of_payload("run_nbytes", (1 << 20) + 1), ws.ConfigError, "multiple"),
     "terabytes": (set_in("manifest.shapes", [[1 << 40]] * 25), ws.HandleError, "has room for"),
     "an offer never made": (set_in("number", 1 << 40), ws.HandleError, "not one of the sender's"),
     "other protocol": (set_in("protocol_min", 2), ws.ProtocolError, "same version"),
-    "unknown backend": (set_in("backend", "carrier pigeon"), ws.ProtocolError, "pigeon"),
+    "unknown backend": (set_in("backend", "pigeon"), ws.BackendUnavailableError, "'pigeon'"),
+    "a backend that is no name": (set_in("backend", "a/../b"), ws.ProtocolError, "backend"),
+    "no payload": (set_in("payload", None), ws.ProtocolError, "IpcInit"),
+    "another backend's payload": (set_in("backend", "gloo"), ws.ProtocolError, "GlooInit"),
+    "unknown field of the payload": (of_payload("extra", 1), ws.ProtocolError, "extra"),
     "unknown field": (set_in("extra", 1), ws.ProtocolError, "extra"),
     "no lease": (set_in("lease_s", 0), ws.ProtocolError, "lease_s"),
     "foreign tensors": (
@@ -333,7 +353,7 @@ def test_repeated_versions_and_wrong_digests_are_refused(host: Host) -> None:
             update["start"] = {"version": 9, "manifest_digest": "0" * 32}
             refuse(receiver, "update_weights", update, ws.ProtocolError, "manifest")
             update["start"]["manifest_digest"] = None
-            update["update_info"]["epoch"] = 77
+            update["update_info"]["epoch"] = update["update_info"]["payload"]["epoch"] = 77
             refuse(receiver, "update_weights", update, ws.TransferError, "epoch 77")
 
 
