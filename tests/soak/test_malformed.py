@@ -28,6 +28,8 @@ from tests.soak.malformed import (
     whole_update,
 )
 from tests.soak.sizes import sizes
+from weightsync.backends.gloo.payload import GlooInit, RelayedUpdate
+from weightsync.backends.ipc.payload import IpcInit, RingUpdate
 from weightsync.queues import tensor_packets
 from weightsync.queues.message_codec import MessageCodec, split
 from weightsync.receiver import WeightReceiver
@@ -249,9 +251,15 @@ def test_parsers_of_handles_and_columns(target: Target, size: int) -> None:
             return
         counted.attempt(lambda: codec.parse_init_info(plain))
         counted.attempt(lambda: codec.parse_update_info(plain))
+        for kind in (IpcInit, GlooInit, RingUpdate, RelayedUpdate):
+            counted.attempt(lambda kind=kind: codec.decode_payload(plain, kind))  # type: ignore[misc]
 
+    payloads = [json.dumps(json.loads(init)["payload"]).encode()]
+    payloads += [json.dumps(json.loads(update).get("payload")).encode() for update in updates]
     many(
-        size, mutated_json([init, *updates, manifest]) | random_json | st.binary(max_size=99), parse
+        size,
+        mutated_json([init, *updates, *payloads, manifest]) | random_json | st.binary(max_size=99),
+        parse,
     )
     print(f"{size} bodies: {counted.taken} parsed, refused {dict(counted.refused)}")
     assert sum(counted.refused.values()) > size
