@@ -52,7 +52,7 @@ def flip_registered_memory(monkeypatch: pytest.MonkeyPatch) -> None:
         seen[0][5] ^= 1
         memory = Memory(seen)
         transfer._opened = dataclasses.replace(transfer._opened, registered=memory)
-        transfer._programs = {}
+        transfer._copy_plans = {}
         genuine(transfer, load_target)
 
     monkeypatch.setattr(IncomingTransfer, "_from_storages", from_storages)

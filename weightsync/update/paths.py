@@ -469,7 +469,8 @@ class PathSelector:
         if step.probe:
             return answers
         for i, answer in enumerate(answers):
-            if answer.error is None:
+            # A collective backend connects anew whoever is behind the target of a lost reader.
+            if answer.error is None and not self._backend(name).collective:
                 answers[i] = _same_instance(answer)
             if answers[i].error is None:
                 answer.member.record_status(answer.status)
