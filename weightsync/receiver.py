@@ -11,7 +11,7 @@ from typing import TypeVar
 
 from torch import nn
 
-from weightsync.backends.registry import get_backend, known_endpoints
+from weightsync.backends.registry import known_endpoints
 from weightsync.cuda.handles import device_keys
 from weightsync.errors import ConfigError, ProtocolError
 from weightsync.shm.segment import cleanup_stale
@@ -20,7 +20,7 @@ from weightsync.update.gate import OnHold, OnRelease
 from weightsync.update.history import IdempotencyCache, WorkerReport
 from weightsync.update.incoming import UpdateSession
 from weightsync.update.lifecycle import ApplyChoice, State, new_update_id
-from weightsync.update.senders import Senders, check_protocol
+from weightsync.update.senders import Senders, check_protocol, installed_backend
 from weightsync.weights.module_sink import ModuleSink, ShardedModuleSink
 from weightsync.weights.shards import holds_shards
 from weightsync.weights.sink import HookSink, LoadWeights, WeightSink
@@ -272,7 +272,7 @@ class WeightReceiver:
         info = request.init_info
         if request.probe is not None:
             probe = request.probe
-            get_backend(probe.backend).check_probe(probe.payload, self._updates.senders.keys)
+            installed_backend(probe.backend).check_probe(probe.payload, self._updates.senders.keys)
         if info is not None:
             self._check_open()
             check_protocol(info, PROTOCOL)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from contextlib import closing
 from typing import Any
@@ -17,6 +18,7 @@ from weightsync.tensors import contiguous_bytes
 from weightsync.testing import TinyModel
 from weightsync.weights.layout import StreamLayout
 from weightsync.wire.codec import manifest_from_wire
+from weightsync.wire.messages import StartRequest
 
 SHELF: list[list[torch.Tensor]] = []
 """Where the trainer's engine leaves tensors for the receiver's, in the same process."""
@@ -332,3 +334,106 @@ def test_what_a_backend_lacked_may_come_later(pair: Pair, monkeypatch: pytest.Mo
     monkeypatch.setattr(registry, "_ENDPOINTS_S", 0.0)
     with pair.connect() as sender:
         assert sender.send_weights().path == "shelf"
+
+
+def test_the_engines_of_a_good_update_are_ended_and_not_cancelled(pair: Pair) -> None:
+    calls: list[str] = []
+
+    class Sender(ShelfSender):
+        def transfer(self, check: Any) -> None:
+            calls.append("transfer")
+
+        def cancel(self) -> None:
+            calls.append("cancel")
+
+        def check(self) -> None:
+            calls.append("check")
+
+        def end(self) -> None:
+            calls.append("end")
+
+    ws.register_backend(type("Other", (Shelf,), {"sender": Sender}))
+    with pair.connect() as sender:
+        sender.send_weights()
+        sender.send_weights()
+    assert [call for call in calls if call != "check"] == ["transfer", "end"] * 2
+    assert "check" not in calls[calls.index("end") : calls.index("transfer", 2)]
+
+
+def test_an_error_of_the_transfer_counts_more_than_those_of_cancel(pair: Pair) -> None:
+    ended: list[str] = []
+
+    class Sender(ShelfSender):
+        def transfer(self, check: Any) -> None:
+            raise ws.TransferError("the transfer broke")
+
+        def cancel(self) -> None:
+            raise OSError("and so did cancel")
+
+        def end(self) -> None:
+            ended.append("end")
+
+    ws.register_backend(type("Other", (Shelf,), {"sender": Sender}))
+    with pair.connect() as sender, pytest.raises(ws.TransferError, match="the transfer broke"):
+        sender.send_weights()
+    assert ended
+    assert pair.value == 0
+
+
+@pytest.mark.parametrize("name", ["my backend!", "", "1st", None, "a/b"])
+def test_a_name_that_no_message_can_carry_is_refused(pair: Pair, name: Any) -> None:
+    with pytest.raises(ws.ConfigError, match="a name begins with a letter"):
+        ws.register_backend(type("Other", (Shelf,), {"name": name}))
+    assert "shelf" not in pair.receiver.status().backends
+
+
+def test_a_plugin_that_cannot_be_made_leaves_the_others_working(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Point:
+        value = "broken:Plugin"
+
+        def load(self) -> Any:
+            def init(_: object) -> None:
+                raise RuntimeError("no licence")
+
+            return type("Plugin", (Shelf,), {"name": "broken", "__init__": init})
+
+    points = {**registry._entry_points(), "broken": Point()}
+    monkeypatch.setattr(registry, "_entry_points", lambda: points)
+    assert "no licence" in pair.receiver.status().unusable_backends["broken"]
+    with pair.connect("auto") as sender:
+        assert sender.send_weights().path == "shared_memory"
+
+
+def test_a_payload_by_reader_has_one_for_each_reader(pair: Pair) -> None:
+    class Sender(ShelfSender):
+        def begin(self, readers: Any, *, verify: bool, source: Any) -> Any:
+            return {readers[0] + 1: {"any": "thing"}}
+
+    ws.register_backend(type("Other", (Shelf,), {"sender": Sender}))
+    with pair.connect() as sender, pytest.raises(ws.ConfigError, match=r"begin\(\).*no payload"):
+        sender.send_weights()
+
+
+def test_an_engine_whose_heartbeat_fails_has_its_update_expire() -> None:
+    class Receiver(ShelfReceiver):
+        def sender_beat(self) -> int | None:
+            raise OSError("unmounted")
+
+        def usage(self) -> Any:
+            raise OSError("unmounted")
+
+    ws.register_backend(type("Other", (Shelf,), {"receiver": Receiver}))
+    receiver = ws.WeightReceiver(model(0), apply="staged", lease_s=0.4)
+    with (
+        closing(receiver),
+        ws.connect(model(1), to=receiver.handle, backend="shelf", verify=False) as sender,
+    ):
+        sent = next(iter(receiver.status().senders))
+        receiver.dispatch(StartRequest(update_id="lost", version=5, sender=sent))
+        deadline = time.monotonic() + 20
+        while receiver.status().state != "READY" and time.monotonic() < deadline:
+            time.sleep(0.05)
+        assert receiver.status().state == "READY"
+        assert sender.send_weights().version

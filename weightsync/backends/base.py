@@ -245,6 +245,9 @@ class WeightTransferEngine(ABC):
 
     exclusive: ClassVar[bool] = False
 
+    def check_init_info(self, init_info: InitInfo) -> None:
+        """Raise ProtocolError for an invalid payload, before an `exclusive` one is shut down."""
+
     @abstractmethod
     def init_transfer_engine(self, init_info: InitInfo) -> None:
         """Decode `init_info.payload` (`decode_payload`), open everything, and prove the path.
@@ -306,12 +309,13 @@ class TrainerWeightTransferEngine(ABC):
     `Reader.index`.
     """
 
-    @abstractmethod
     def init_payload(self, reader: Reader, number: int) -> Any:
         """Return what a reader's engine needs once: a Struct or plain data.
 
-        `number` grows with each offer of this sender, and is in the init message as well.
+        `number` grows with each offer of this sender, and is in the init message as well. Not asked
+        of an engine with a `handshake` of its own.
         """
+        raise ConfigError(f"{type(self).__name__} has neither init_payload() nor handshake()")
 
     def handshake(self, readers: Sequence[Reader], number: int) -> Handshake:
         """Connect readers: by default one round, of every reader's `init_payload`."""
@@ -332,11 +336,14 @@ class TrainerWeightTransferEngine(ABC):
         """Hand every byte over, and the fingerprints. Raises TransferTimeout."""
 
     def cancel(self) -> None:
-        """Give the transfer of this update up at once, so that nobody waits for the rest."""
+        """Stop a transfer that failed, here or in another engine, so that no reader waits for it.
+
+        `end` follows.
+        """
 
     @abstractmethod
     def end(self) -> None:
-        """The update is over, well or not: forget its tensors."""
+        """End the update, whether it succeeded or not. Also called where `begin` was not."""
 
     @property
     @abstractmethod
@@ -368,7 +375,10 @@ class TrainerWeightTransferEngine(ABC):
         return True
 
     def check(self) -> None:
-        """Raise what went wrong with the transfer at work; called in other engines' waits."""
+        """Raise what went wrong with the update, between `begin` and `end`.
+
+        Called in the waits of all engines of this rank.
+        """
 
     def places_on_base(self, readers: Sequence[int]) -> list[int]:
         """Return the places at which this engine itself reads its base engine for these readers."""
@@ -382,15 +392,15 @@ class TrainerWeightTransferEngine(ABC):
         return True
 
     def forget(self, reader: int) -> None:
-        """A reader left the fleet."""
+        """Remove a reader that left the fleet. Rank 0's engine alone is told."""
 
     def blame(self, error: BaseException) -> list[int]:
-        """Return the readers that an error of a transfer is about."""
+        """Return the readers that caused an error of a transfer. Asked of rank 0's engine alone."""
         return []
 
     @property
     def late(self) -> list[int]:
-        """The readers for which the last transfer waited in vain."""
+        """The readers that did not read in time in the last transfer, of rank 0's engine alone."""
         return []
 
     def progress(self) -> TransferProgress | None:
@@ -402,7 +412,7 @@ class TrainerWeightTransferEngine(ABC):
         return None
 
     def unread(self, reader: int) -> bool:
-        """Whether a reader that says it has everything cannot have it."""
+        """Whether a reader that reports a complete update has not read all of it."""
         return False
 
     def is_place(self, index: int, address: int) -> bool:
@@ -425,11 +435,11 @@ class Backend(ABC):
 
     Make it known with `register_backend` or by an entry point of the group `weightsync.backends`;
     an instance serves any number of senders and receivers. `requires` names the backends on whose
-    engines of the same rank this one is built, and the path that each of them has to take there.
-    `max_readers` of one engine are connected before all are connected anew, None for any number.
-    `collective`: a handshake and an update are always of all its readers together.
-    `reads_in_place`: with `packed=False` its engines read a source that makes its tensors in
-    `begin`, not in `transfer`.
+    engines of the same rank this one is built, and the path that each of them has to take there;
+    they require none themselves. `max_readers` of one engine are connected before all are connected
+    anew, None for any number. `collective`: a handshake and an update are always of all its readers
+    together, on rank 0 alone. `reads_in_place`: with `packed=False` its engines read a source that
+    makes its tensors in `begin`, not in `transfer`.
     """
 
     name: ClassVar[str]
@@ -442,7 +452,7 @@ class Backend(ABC):
         """Return what the other side has to know of this process for `reach`: plain data.
 
         Called on trainer ranks and receivers. Raises BackendUnavailableError, with the reason,
-        where this backend cannot be used.
+        where this backend cannot be used. A receiver may ask again, from any thread.
         """
         return None
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import inspect
 import logging
+import re
 import threading
 import time
 import warnings
@@ -22,6 +23,9 @@ logger = logging.getLogger(__name__)
 
 GROUP = "weightsync.backends"
 """The entry point group in which a package lists its backends: `name = "package.module:Class"`."""
+
+_NAME = r"[A-Za-z_][\w.-]{0,63}"
+"""As in messages: weightsync.wire.offers.BackendName."""
 
 BackendChoice = str | Backend | Sequence[str | Backend]
 
@@ -64,10 +68,11 @@ def get_backend(name: str) -> Backend:
         names = ", ".join(["auto", *backend_names()])
         raise ConfigError(f"there is no backend {name!r}; known: {names}")
     try:
-        loaded = entry.load()
+        made = _checked(entry.load(), f"the entry point {entry.value}")
+    except ConfigError:
+        raise
     except Exception as exc:  # foreign code, and a native library can fail in any way
         raise BackendUnavailableError(f"backend {name!r} cannot be imported: {exc}") from exc
-    made = _checked(loaded, f"the entry point {entry.value}")
     if made.name != name:
         raise ConfigError(f"the entry point {entry.value} is called {name!r}, its name {made.name}")
     with _lock:
@@ -157,9 +162,16 @@ def _checked(backend: Any, where: str) -> Backend:
     if not isinstance(made, Backend):
         seen = made.__name__ if inspect.isclass(made) else f"a {type(made).__name__}"
         raise ConfigError(f"{where}: {seen} is no weightsync.Backend, and no name of one")
-    if not isinstance(getattr(made, "name", None), str) or not made.name:
-        raise ConfigError(f"the backend {type(made).__name__} has no name")
+    check_name(getattr(made, "name", None), f"the name of the backend {type(made).__name__}")
     return made
+
+
+def check_name(name: object, what: str) -> None:
+    """Raise ConfigError for a name of a backend or a path that no message can carry."""
+    if not isinstance(name, str) or not re.fullmatch(_NAME, name):
+        raise ConfigError(
+            f"{what} is {name!r}; a name begins with a letter, and has letters, digits, and _.- "
+        )
 
 
 @cache

@@ -37,7 +37,8 @@ from weightsync.ranks.comm import (
 from weightsync.report import SyncReport
 from weightsync.shm.wait import Heartbeat
 from weightsync.specs import Manifest
-from weightsync.tensors import spec_of
+from weightsync.tensors import contiguous_bytes, spec_of
+from weightsync.weights.fingerprint import mix64
 from weightsync.weights.shards import gather, is_sharded
 from weightsync.weights.source import (
     IterableSource,
@@ -89,6 +90,7 @@ class Connect(Command, frozen=True, kw_only=True):
     number: int = 0
     readers: dict[int, list[Reader]] = {}
     replies: dict[int, Replies] | None = None
+    over: bool = False
 
 
 class CheckMoved(Command, frozen=True, kw_only=True):
@@ -152,7 +154,7 @@ class CommandResult(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     beats: dict[str, dict[int, int | None]] = {}
     updates: dict[str, Any] = {}
     manifest: ManifestMessage | None = None
-    packed: bool = False
+    packed: dict[str, bool] = {}
     digests: dict[str, str | None] = {}
     extra_nbytes: int = 0
     written_nbytes: int = 0
@@ -260,12 +262,6 @@ class CollectiveSource:
         self._check_own()
         self._cancel_flag.look()
 
-    def drain(self) -> None:
-        """Take part in the gathers of every tensor, without using any."""
-        self._source.stable_tensors()  # raises where a module has changed, before any rank gathers
-        for _ in self.tensors():
-            self.check()
-
     def _begin(self, check: Callable[[], None]) -> None:
         self._caller_check = check
         self._check_error: BaseException | None = None
@@ -359,33 +355,51 @@ class CollectiveSource:
 
 
 class SourceOfUpdate:
-    """A source that caches its stable tensors for one update: to list them takes time per tensor.
+    """A source during one update. `refresh` begins another one.
 
-    `refresh` clears the cache.
+    The source is asked for its stable tensors once: that takes time for each tensor. Where several
+    engines read tensors that are made on the fly, each reads them in a pass of its own: `changed`
+    has the names of tensors that differ between the passes.
     """
 
     def __init__(self, source: WeightSource) -> None:
         self._source = source
         self._stable: list[torch.Tensor] | None = None
+        self._compares = False
+        self._fingerprints: list[int] = []
+        self._passes = 0
+        self.changed: list[str] = []
 
     @property
     def manifest(self) -> Manifest:
-        """The manifest of the source."""
+        """The source's own."""
         return self._source.manifest
 
     def stable_tensors(self) -> list[torch.Tensor] | None:
-        """Return the stable tensors of the source, from the cache after the first call."""
+        """Return the source's own, as they were when they were first asked for."""
         if self._stable is None:
             self._stable = self._source.stable_tensors()
         return self._stable
 
     def tensors(self) -> Iterator[Pair]:
-        """Yield the tensors of the source."""
-        return self._source.tensors()
+        """Return the source's own."""
+        return self._compared() if self._compares else self._source.tensors()
 
-    def refresh(self) -> None:
-        """Clear the cache."""
+    def refresh(self, *, passes: int = 1) -> None:
+        """Forget the last update; `passes` is how often the next one reads the tensors."""
         self._stable = None
+        self._compares = passes > 1
+        self._fingerprints, self._passes, self.changed = [], 0, []
+
+    def _compared(self) -> Iterator[Pair]:
+        self._passes += 1
+        for i, (name, tensor) in enumerate(self._source.tensors()):
+            fingerprint = mix64(contiguous_bytes(tensor.detach()))
+            if self._passes == 1:
+                self._fingerprints.append(fingerprint)
+            elif i >= len(self._fingerprints) or self._fingerprints[i] != fingerprint:
+                self.changed.append(name)
+            yield name, tensor
 
 
 class _Subset:
@@ -438,6 +452,7 @@ class RankWorker:
         self._handshakes: dict[str, Handshake] = {}
         self._packed: bool | None = None
         self._passes: list[str] = []
+        self._in_update = False
         self._moves_model = True
 
     def rank_info(self) -> RankInfo:
@@ -528,7 +543,12 @@ class RankWorker:
             if path is None:
                 continue
             backend = self.backend(name)
-            bases = {base: self.engines[base] for base in backend.requires}
+            bases = {base: self.engines[base] for base in backend.requires if base in self.engines}
+            if len(bases) < len(backend.requires):
+                raise ConfigError(
+                    f"backend {name!r} requires {', '.join(backend.requires)}; a backend that is "
+                    "required must itself require none"
+                )
             engine = backend.trainer_engine(self.source, path, options, bases)
             if not isinstance(engine, TrainerWeightTransferEngine):
                 raise ConfigError(
@@ -555,9 +575,7 @@ class RankWorker:
         rank, name = self._ranks.rank, command.backend
         try:
             if command.replies is None:
-                before = self._handshakes.pop(name, None)
-                if before is not None:
-                    before.close()
+                self.end_handshake(name)
                 readers = command.readers.get(rank)
                 if not readers:
                     return CommandResult()
@@ -571,24 +589,41 @@ class RankWorker:
                 return CommandResult(round=_checked_round(name, next(handshake)))
             if name not in self._handshakes:
                 return CommandResult()
+            if command.over and rank not in command.replies:
+                self.end_handshake(name)
+                return CommandResult()
             going_on = self._handshakes[name].send(command.replies.get(rank, Replies()))
+            if command.over:
+                self.end_handshake(name)
+                return CommandResult()
             return CommandResult(round=_checked_round(name, going_on))
         except StopIteration as over:
             self._handshakes.pop(name, None)
             return CommandResult(excused=list(over.value or ()))
 
-    def _begin(self, command: Begin) -> CommandResult:
-        self.reading = {}
+    def end_handshake(self, name: str) -> None:
+        """End a handshake of this rank that is not complete, if there is one."""
+        handshake = self._handshakes.pop(name, None)
+        if handshake is not None:
+            handshake.close()
+
+    def _readers_of(self, places: Places) -> dict[str, list[int]]:
+        """Return the readers of each engine of this rank, those of engines built on it included."""
+        reading: dict[str, list[int]] = {}
         for name, engine in reversed(self.engines.items()):
-            readers = command.places.get(name, {}).get(self._ranks.rank, [])
-            own = [*readers, *self.reading.get(name, [])]
-            if own:
-                self.reading[name] = own
+            readers = places.get(name, {}).get(self._ranks.rank, [])
+            reading[name] = [*readers, *reading.get(name, [])]
             for base in self.backend(name).requires:
-                self.reading.setdefault(base, []).extend(engine.places_on_base(readers))
-        self.reading = {name: self.reading[name] for name in self.engines if self.reading.get(name)}
+                reading.setdefault(base, []).extend(engine.places_on_base(readers))
+        return {name: reading[name] for name in self.engines if reading[name]}
+
+    def _begin(self, command: Begin) -> CommandResult:
+        self.reading = self._readers_of(command.places)
         self._passes = [name for name in command.places if not self.backend(name).requires]
         self._moves_model = not command.pairs
+        self._in_update = True
+        if self._gathers:
+            self.source.refresh(passes=len(self._passes))
         pairs = self._take_pairs() if command.pairs else None
         updates: dict[str, Any] = {}
 
@@ -602,10 +637,9 @@ class RankWorker:
                 if readers:
                     engine = self.engines[name]
                     payload = engine.begin(readers, verify=command.verify, source=source)
-                    check_plain(payload, f"backend {name!r}: begin()")
-                    updates[name] = payload
+                    updates[name] = _checked_payload(name, payload, readers)
                 elif self._gathers_in(name, packed=False):
-                    self._steps.drain()
+                    self._drain()
 
         self._in_step(begin)
         manifest = None
@@ -614,8 +648,14 @@ class RankWorker:
         return CommandResult(
             updates=updates,
             manifest=manifest,
-            packed=any(self.engines[name].packed for name in updates),
+            packed={name: self.engines[name].packed for name in updates},
         )
+
+    def _drain(self) -> None:
+        """Take part in making every tensor of a pass that other ranks read."""
+        self._given.stable_tensors()  # raises, before any rank gathers, where a module has changed
+        for _ in self.source.tensors():
+            self._check_all()
 
     def _in_order(self) -> list[str]:
         """Return the backends of this update in order, including those of other ranks only."""
@@ -644,6 +684,7 @@ class RankWorker:
             return any(engine.is_place(index, address) for engine in engines)
 
         changed = self._watch.end(is_place)
+        changed += self.source.changed
         return changed + (source.changed if isinstance(source, IterableSource) else [])
 
     def _take_pairs(self) -> list[tuple[str, torch.Tensor]]:
@@ -685,19 +726,27 @@ class RankWorker:
                 if name in self.reading:
                     self.engines[name].transfer(self._check_all)
                 elif self._gathers_in(name, packed=True):
-                    self._steps.drain()
+                    self._drain()
         except BaseException:
             for name in self.reading:
-                self.engines[name].cancel()
+                try:
+                    self.engines[name].cancel()
+                except Exception:  # the error of the transfer counts
+                    logger.exception("backend %s: cancel() failed", name)
             raise
 
     def _end(self) -> CommandResult:
+        self._in_update = False
         engines = [self.engines[name] for name in self.reading]
-        for engine in reversed(engines):  # before its base engine
-            engine.cancel()
-        changed = self._changed_names()
-        for engine in reversed(list(self.engines.values())):
-            engine.end()
+        with ExitStack() as stack:
+            changed: list[str] = []
+            bases = [e for n, e in self.engines.items() if not self.backend(n).requires]
+            dependents = [e for e in self.engines.values() if e not in bases]
+            for engine in bases:
+                stack.callback(engine.end)
+            stack.callback(lambda: changed.extend(self._changed_names()))
+            for engine in dependents:
+                stack.callback(engine.end)
         self.source.refresh()
         return CommandResult(
             changed=changed,
@@ -731,12 +780,23 @@ class RankWorker:
             raise self.fault
         if self.stop.is_set():
             raise TransferError("the update was cancelled by its caller")
-        for name in self.reading:
-            self.engines[name].check()
+        if self._in_update:
+            for name in self.reading:
+                self.engines[name].check()
 
 
 def _manifest_of(pairs: Iterable[Pair]) -> Manifest:
     return Manifest(tuple(spec_of(name, tensor) for name, tensor in pairs))
+
+
+def _checked_payload(name: str, payload: Any, readers: Sequence[int]) -> Any:
+    """Return a payload of `begin`. Raises ConfigError for one by reader that lacks a reader."""
+    check_plain(payload, f"backend {name!r}: begin()")
+    if isinstance(payload, dict) and any(isinstance(key, int) for key in payload):
+        missing = [reader for reader in readers if reader not in payload]
+        if missing:
+            raise ConfigError(f"backend {name!r}: begin() returned no payload for {missing}")
+    return payload
 
 
 def _checked_round(name: str, step: object) -> Round:

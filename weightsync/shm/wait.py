@@ -154,7 +154,8 @@ INTERVAL_S = 0.25
 class Heartbeat:
     """Calls the bound method `beat` every `INTERVAL_S`, until `close` or until its object is freed.
 
-    While the bound method `at_work`, if given, returns False, `beat` is not called.
+    While the bound method `at_work`, if given, returns False, `beat` is not called. The first error
+    of `beat` is logged, and it is called again.
     """
 
     def __init__(
@@ -192,12 +193,18 @@ def _run(
     beat: weakref.WeakMethod[Callable[[], None]],
     at_work: weakref.WeakMethod[Callable[[], bool]] | None,
 ) -> None:
+    failed = False
     while not done.wait(INTERVAL_S):
         call, condition = beat(), at_work() if at_work is not None else _always
         if call is None or condition is None:
             return
-        if condition():
-            call()
+        try:
+            if condition():
+                call()
+        except Exception:  # the next one may succeed, and others depend on this thread
+            if not failed:
+                logger.warning("a heartbeat failed", exc_info=True)
+            failed = True
         del call, condition
 
 

@@ -551,6 +551,7 @@ class UpdateSession:
         self.history = History()
         self._incoming: IncomingUpdate | None = None
         step_lock = self._step_lock = StepLock(self.lifecycle, lease_s)
+        senders.on_close = self._end_engine
         senders.at_work = lambda: step_lock.busy
         self._lease_s = lease_s
         self._aborted_updates = AbortedUpdates(lease_s)
@@ -601,6 +602,12 @@ class UpdateSession:
                 raise
             if info.fleet_version is not None:
                 self.readiness.joined(info.sender, info.fleet_version)
+
+    def _end_engine(self, engine: WeightTransferEngine) -> None:
+        """End the part of an engine in the open update before it is shut down."""
+        incoming = self._incoming
+        if incoming is not None and incoming.engine is engine:
+            incoming.end()
 
     def forget_dead(self) -> None:
         """Close the engines of dead senders, unless a step is running."""

@@ -258,7 +258,7 @@ class UpdateTransaction:
 
     @property
     def _packed(self) -> bool:
-        return any(result.packed for result in self._begun)
+        return any(packed for result in self._begun for packed in result.packed.values())
 
     def _transfer(
         self, *, terms: StartTerms | None = None, prepare: bool = False, pairs: bool = False
@@ -388,7 +388,8 @@ class UpdateTransaction:
             self.failed.update(dict.fromkeys(blamed, why))
         self.abort("the sender stopped in the middle")
         for member, future in begun.items():
-            if self._packed and member.unaborted == self.update_id:
+            packed = self._begun and self._begun[member.rank].packed.get(member.backend)
+            if packed and member.unaborted == self.update_id:
                 continue  # it cannot be reached, and reads buckets, not the source
             self._fleet.await_all([future], idle=self._collect_signs if member.rank else None)
             error = future.result().error

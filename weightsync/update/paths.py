@@ -7,7 +7,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 
 from weightsync.backends.base import (
@@ -20,6 +20,7 @@ from weightsync.backends.base import (
     TrainerWeightTransferEngine,
     TransferOptions,
 )
+from weightsync.backends.registry import check_name
 from weightsync.errors import (
     BackendUnavailableError,
     ConfigError,
@@ -73,7 +74,7 @@ def candidates(
             continue
         theirs = Endpoint(keys=member.keys, facts=member.backends[name])
         best: dict[str, Candidate] = {}
-        for rank, info in enumerate(ranks):
+        for rank, info in enumerate(ranks[:1] if backend.collective else ranks):
             if name in info.unusable:
                 reasons.setdefault(name, {})[info.unusable[name]] = None
                 continue
@@ -103,6 +104,8 @@ def _reaches(backend: Backend, trainer: Endpoint, receiver: Endpoint) -> Sequenc
     listed = [reached] if isinstance(reached, Reach) else reached
     if not isinstance(listed, list | tuple) or not all(isinstance(r, Reach) for r in listed):
         raise ConfigError(f"backend {backend.name!r}: reach() returned {reached!r}, not a Reach")
+    for reach in listed:
+        check_name(reach.path, f"backend {backend.name!r}: the path that reach() returned")
     return listed
 
 
@@ -405,7 +408,10 @@ class PathSelector:
         for member in members:
             readers.setdefault(member.rank, []).append(_reader(member))
         phase = "rendezvous" if self._backend(name).collective else "offer"
-        with self._timed(phase):
+        with self._timed(phase), ExitStack() as stack:
+            # Where this raises, an interrupt included. The handshakes of other ranks end with the
+            # next one, or when their engines are closed.
+            stack.callback(self._group.worker.end_handshake, name)
             command = Connect(backend=name, number=number, readers=readers)
             while rounds := self._rounds(self._group.run_on_all(command), members):
                 replies: dict[int, Replies] = {}
@@ -415,10 +421,12 @@ class PathSelector:
                     answers.update((answer.member, answer) for answer in received)
                     failed += failures(received)
                     replies[rank] = _replies(received)
-                command = Connect(backend=name, replies=replies)
                 if failed:
+                    told = {rank: reply for rank, reply in replies.items() if reply.failed}
+                    command = Connect(backend=name, replies=told, over=True)
                     results = self._group.run_on_all(command)
                     return _without_excused(list(answers.values()), results)
+                command = Connect(backend=name, replies=replies)
         silent = [member.target for member in members if member not in answers]
         if silent:
             raise ConfigError(f"backend {name!r}: handshake() sent {shorten(silent)} nothing")
@@ -536,9 +544,13 @@ def _replies(answers: Sequence[MemberReply]) -> Replies:
 def _without_excused(
     answers: list[MemberReply], results: Sequence[CommandResult]
 ) -> list[MemberReply]:
-    """Return the results without members that failed only because others did."""
+    """Return the results without members that failed only because others did.
+
+    Where that leaves no failure, all of them are returned: some reader did fail.
+    """
     excused = {(rank, reader) for rank, result in enumerate(results) for reader in result.excused}
-    return [a for a in answers if (a.member.rank, a.member.reader) not in excused]
+    rest = [a for a in answers if (a.member.rank, a.member.reader) not in excused]
+    return rest if failures(rest) else answers
 
 
 def _path_failures(answers: Sequence[MemberReply]) -> list[MemberReply]:

@@ -12,7 +12,7 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from weightsync.backends.base import WeightTransferEngine, check_plain
+from weightsync.backends.base import Backend, WeightTransferEngine, check_plain
 from weightsync.backends.registry import get_backend
 from weightsync.errors import (
     BackendUnavailableError,
@@ -52,6 +52,7 @@ class Senders:
         self._numbers: OrderedDict[str, int] = OrderedDict()
         self._opening = ""
         self.at_work: Callable[[], bool] = lambda: False
+        self.on_close: Callable[[WeightTransferEngine], None] = lambda _: None
         self._owner: Owner | None = None
         self._owned: set[str] = set()
 
@@ -112,9 +113,10 @@ class Senders:
     def _replace(self, info: InitInfo) -> Manifest:
         manifest = manifest_from_wire(info.manifest)
         engine = _engine_of(info.backend, self.keys)
-        if engine.exclusive:
-            self.close(info.sender)
         try:
+            engine.check_init_info(info)
+            if engine.exclusive:
+                self.close(info.sender)
             engine.init_transfer_engine(info)
             check_plain(engine.init_reply(), f"{type(engine).__name__}.init_reply()")
         except BaseException:
@@ -163,7 +165,11 @@ class Senders:
     def beat(self, sender: str | None) -> int | None:
         """Return a counter that grows while the sender's process runs; None if not observable."""
         engine = self._engines.get(sender) if sender is not None else None
-        return engine.sender_beat() if engine is not None else None
+        try:
+            return engine.sender_beat() if engine is not None else None
+        except Exception:
+            logger.warning("%s.sender_beat() failed", type(engine).__name__, exc_info=True)
+            return None
 
     def forget_dead(self, *, keep: str | None) -> list[str]:
         """Close the engines of dead senders, except of `keep`, whose update is still open.
@@ -188,6 +194,7 @@ class Senders:
         engine = self._engines.pop(sender, None)
         if engine is not None:
             self._heartbeats.pop(sender).close()
+            self.on_close(engine)
             _shut_down(engine)
 
     def _works(self) -> bool:
@@ -219,7 +226,15 @@ class Senders:
 
     def usage(self) -> list[SharedMemoryUsage]:
         """Return the shared memory that the engines hold open."""
-        return [entry for engine in list(self._engines.values()) for entry in engine.usage()]
+        return [entry for engine in list(self._engines.values()) for entry in _usage(engine)]
+
+
+def _usage(engine: WeightTransferEngine) -> list[SharedMemoryUsage]:
+    try:
+        return engine.usage()
+    except Exception:
+        logger.warning("%s.usage() failed", type(engine).__name__, exc_info=True)
+        return []
 
 
 def _sender_alive(engine: WeightTransferEngine) -> bool | None:
@@ -239,12 +254,17 @@ def _shut_down(engine: WeightTransferEngine) -> None:
         logger.exception("%s.shutdown() failed", type(engine).__name__)
 
 
-def _engine_of(name: str, keys: list[str]) -> WeightTransferEngine:
-    """Return a new engine of a backend. Raises BackendUnavailableError where it cannot be used."""
+def installed_backend(name: str) -> Backend:
+    """Return a backend that a sender named. Raises BackendUnavailableError for an unknown one."""
     try:
-        engine = get_backend(name).receiver_engine(keys)
+        return get_backend(name)
     except ConfigError as exc:
         raise BackendUnavailableError(f"this receiver cannot use it: {exc}") from exc
+
+
+def _engine_of(name: str, keys: list[str]) -> WeightTransferEngine:
+    """Return a new engine of a backend. Raises BackendUnavailableError where it cannot be used."""
+    engine = installed_backend(name).receiver_engine(keys)
     if not isinstance(engine, WeightTransferEngine):
         raise BackendUnavailableError(
             f"backend {name!r}: receiver_engine() returned a {type(engine).__name__}, not a "

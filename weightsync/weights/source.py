@@ -327,8 +327,8 @@ class IterableSource:
 
     It is iterated once at `connect` for the manifest; the sender compares each tensor of a later
     iteration with that. A DTensor is gathered when it is requested, so every rank must yield the
-    same names in the same order. `changed` has the names of tensors that other code changed during
-    the last iteration, as YieldWatch detects it.
+    same names in the same order. `changed` collects the names of tensors that other code changed
+    during iterations, as YieldWatch detects it; who reads it also clears it.
     """
 
     def __init__(
@@ -358,7 +358,6 @@ class IterableSource:
 
     def shards(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield the tensors of a new iteration, shards not gathered; see `gather`."""
-        self.changed = []
         watch = YieldWatch()
         last = len(self._manifest.specs) - 1
         try:
@@ -368,7 +367,7 @@ class IterableSource:
                 yield sent, tensor
                 watch.read()
                 if i == last:  # changes at the end of the callable come after the last read
-                    self.changed = watch.end()
+                    self.changed += watch.end()
         finally:
             watch.end()
 

@@ -58,6 +58,12 @@ class GlooWeightTransferEngine(WeightTransferEngine):
         self._at_work = False
         self._joins = False
 
+    def check_init_info(self, init_info: InitInfo) -> None:
+        """Decode the payload. Raises ProtocolError."""
+        offer = decode_payload(init_info.payload, GlooInit)
+        if offer.ring is None and (offer.group is None or offer.shape is None):
+            raise ProtocolError("the init_info has neither a group to join nor a ring to read")
+
     def init_transfer_engine(self, init_info: InitInfo) -> None:
         """Create the host's ring and join the group, or open the ring that a member created.
 
@@ -72,8 +78,6 @@ class GlooWeightTransferEngine(WeightTransferEngine):
                 _check_place(offer.group)
                 self._joins = True
                 self._open(init_info, offer.group, offer.shape)
-            else:
-                raise ProtocolError("the init_info has neither a group to join nor a ring to read")
         except BaseException:
             self.shutdown()
             raise

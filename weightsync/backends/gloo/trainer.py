@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Sequence
-from typing import Any
+from dataclasses import dataclass
 from urllib.parse import urlsplit
 
 from weightsync.backends.base import (
@@ -27,7 +27,7 @@ from weightsync.backends.gloo.receiver import place_on
 from weightsync.backends.gloo.sender import Chain, RingFeed
 from weightsync.backends.ipc.payload import IpcInit
 from weightsync.backends.ipc.sender import RELAY_READER, IpcTrainerEngine
-from weightsync.errors import ConfigError, ConnectError, TransferError
+from weightsync.errors import ConnectError, TransferError
 from weightsync.shm.addresses import is_loopback, source_address
 from weightsync.shm.host_keys import host_key
 from weightsync.weights.source import WeightSource
@@ -39,21 +39,26 @@ Hosts = dict[str, list[Reader]]
 """The readers of each host. The first is the member of the group, and reader 0 of its ring."""
 
 
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """A reader of the group: its host's rank, and its reader index on the ring of that host."""
+
+    target: str
+    rank: int
+    on_ring: int
+
+
 class GlooTrainerEngine(TrainerWeightTransferEngine):
     """Sends the chunks of rank 0's ring through a chain of hosts. New members mean a new group."""
 
     def __init__(self, ring: IpcTrainerEngine, options: TransferOptions) -> None:
         self._ring = ring
         self._timeout_s = options.timeout_s
-        self._hosts: Hosts = {}
+        self._readers: dict[int, _Place] = {}
         self._epoch = 0
         self._has_left = False
         self._chain: Chain | None = None
         self._active = False
-
-    def init_payload(self, reader: Reader, number: int) -> Any:
-        """Raise ConfigError: the payload of a reader depends on its group; see `handshake`."""
-        raise ConfigError("receivers of a private group are connected together")
 
     def handshake(self, readers: Sequence[Reader], number: int) -> Handshake:
         """Create a group of the readers' hosts, then connect each host's other readers to its ring.
@@ -93,27 +98,30 @@ class GlooTrainerEngine(TrainerWeightTransferEngine):
         except BaseException:
             chain.close()
             raise
-        self._chain, self._hosts = chain, hosts
-        others: dict[int, GlooInit] = {}
-        for on_host in hosts.values():
-            for place, reader in enumerate(on_host[1:], 1):
-                made = replies.payloads.get(on_host[0].index)
-                if made is None:
-                    raise TransferError(f"{reader.target}: no member created a ring for its host")
-                theirs = decode_payload(made, HostRing)
-                others[reader.index] = GlooInit(ring=place_on(theirs, shape, place))
-        if others:
-            yield Round(messages=others)
-        return ()
-
-    @property
-    def _readers(self) -> dict[int, tuple[int, int]]:
-        """The rank in the group, and the reader index on its host's ring, of every reader."""
-        return {
-            reader.index: (rank, place)
-            for rank, on_host in enumerate(self._hosts.values(), 1)
+        self._chain = chain
+        try:
+            others: dict[int, GlooInit] = {}
+            for on_host in hosts.values():
+                for place, reader in enumerate(on_host[1:], 1):
+                    made = replies.payloads.get(on_host[0].index)
+                    if made is None:
+                        raise TransferError(f"{reader.target}: no ring was created on its host")
+                    theirs = decode_payload(made, HostRing)
+                    others[reader.index] = GlooInit(ring=place_on(theirs, shape, place))
+            if others:
+                replies = yield Round(messages=others)
+                if replies.failed:
+                    self._leave()
+                    return ()
+        except BaseException:
+            self._leave()
+            raise
+        self._readers = {
+            reader.index: _Place(reader.target, rank, place)
+            for rank, on_host in enumerate(hosts.values(), 1)
             for place, reader in enumerate(on_host)
         }
+        return ()
 
     def places_on_base(self, readers: Sequence[int]) -> list[int]:
         """Return the one place of the chain, which serves all other hosts."""
@@ -129,16 +137,18 @@ class GlooTrainerEngine(TrainerWeightTransferEngine):
         feed = RingFeed(self._ring, RELAY_READER)
         stream = self._ring.stream
         places = self._readers
-        updates: dict[int, RelayedUpdate] = {}
+        on_host: dict[int, list[int]] = {}
         for index in readers:
-            rank, place = places[index]
-            on_host = [places[other][1] for other in readers if places[other][0] == rank]
-            updates[index] = RelayedUpdate(
+            on_host.setdefault(places[index].rank, []).append(places[index].on_ring)
+        updates = {
+            index: RelayedUpdate(
                 epoch=stream.epoch,
                 base=stream.base,
                 packed=True,
-                readers=[] if place else on_host,
+                readers=[] if places[index].on_ring else on_host[places[index].rank],
             )
+            for index in readers
+        }
         chain.start(feed)
         self._active = True
         return updates
@@ -176,26 +186,20 @@ class GlooTrainerEngine(TrainerWeightTransferEngine):
     def forget(self, reader: int) -> None:
         """Remove a reader. The next update needs a new group."""
         self._has_left = True
-        for on_host in self._hosts.values():
-            on_host[:] = [other for other in on_host if other.index != reader]
-        if not any(self._hosts.values()):
+        self._readers.pop(reader, None)
+        if not self._readers:
             self._leave()
 
     def blame(self, error: BaseException) -> list[int]:
         """Return the readers of the hosts that an error of the chain names."""
         failure = self._chain.failure if self._chain is not None else None
         text = f"{error} {failure}"
-        return [
-            reader.index
-            for on_host in self._hosts.values()
-            for reader in on_host
-            if host_of(reader.target) in text
-        ]
+        return [index for index, at in self._readers.items() if host_of(at.target) in text]
 
     def signs(self, reader: int) -> int | None:
         """Return a value that grows while a reader works, as its host's member publishes it."""
-        known = self._readers.get(reader)
-        return None if known is None or self._chain is None else self._chain.signs(*known)
+        at = self._readers.get(reader)
+        return None if at is None or self._chain is None else self._chain.signs(at.rank, at.on_ring)
 
     def progress(self) -> TransferProgress:
         """Return the progress of the first host."""
@@ -207,7 +211,7 @@ class GlooTrainerEngine(TrainerWeightTransferEngine):
 
     def _leave(self) -> None:
         self._has_left = False
-        self._hosts = {}
+        self._readers = {}
         chain, self._chain = self._chain, None
         if chain is not None:
             chain.close()
