@@ -9,8 +9,7 @@ import pytest
 from tests.docs.pages import ROOT, pages
 
 COLUMNS = 120
-PAGES = ["README.md", *(p for p in pages() if p.startswith("docs/") and p != "docs/design.md")]
-"""docs/design.md still has its own line length."""
+PAGES = ["README.md", *(p for p in pages() if p.startswith("docs/"))]
 OPENING = re.compile(r"(`?\w|\[)")
 
 
