@@ -17,8 +17,9 @@ from weightsync.specs import Manifest, TensorSpec
 from weightsync.tensors import contiguous_bytes
 from weightsync.testing import TinyModel
 from weightsync.weights.layout import StreamLayout
-from weightsync.wire.codec import manifest_from_wire
-from weightsync.wire.messages import StartRequest
+from weightsync.wire.codec import manifest_from_wire, manifest_to_wire
+from weightsync.wire.messages import InitRequest, StartRequest
+from weightsync.wire.offers import InitInfo
 
 SHELF: list[list[torch.Tensor]] = []
 """Where the trainer's engine leaves tensors for the receiver's, in the same process."""
@@ -437,3 +438,25 @@ def test_an_engine_whose_heartbeat_fails_has_its_update_expire() -> None:
             time.sleep(0.05)
         assert receiver.status().state == "READY"
         assert sender.send_weights().version
+
+
+def test_an_init_that_claims_more_than_any_memory_has_is_refused_at_once(pair: Pair) -> None:
+    """Its layout is not cut into runs, which takes time and memory by the byte."""
+    ws.register_backend(Shelf)
+    with pair.connect() as sender:
+        sender.send_weights()
+        status = pair.receiver.status()
+        huge = Manifest((TensorSpec("a", "uint8", (1 << 46,)),))
+        info = InitInfo(
+            backend="shelf",
+            path="shelf",
+            protocol_min=1,
+            protocol_max=1,
+            sender="another",
+            manifest=manifest_to_wire(huge),
+            lease_s=5.0,
+        )
+        hook = ws.WeightReceiver(list, apply="staged")
+        with closing(hook), pytest.raises(ws.WeightSyncError):
+            hook.dispatch(InitRequest(init_info=info))
+        assert pair.receiver.status().version == status.version

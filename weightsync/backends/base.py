@@ -215,7 +215,7 @@ Mark = tuple[str, int, float]
 
 
 class TransferProgress(Protocol):
-    """What readers show of an update at work; nobody waits for it.
+    """The progress of the readers of a running update. No transfer waits for it.
 
     `marks`, where somebody puts a list there, takes what becomes of each chunk. `plan` is the
     stream of the update, cut into chunks where it is `packed`; `slots` are the buckets.

@@ -1,1 +1,1 @@
-"""What joins weightsync to the systems that people run."""
+"""Integrations with inference servers and trainers."""

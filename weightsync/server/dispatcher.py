@@ -29,7 +29,7 @@ BODY_TIMEOUT_S = 60.0
 
 
 class Receiver(Protocol):
-    """What the routes call: a WeightReceiver, or `Workers`, which stands for several.
+    """The interface that the routes call: of a WeightReceiver, or of `Workers` for several.
 
     One in another process may have `forward(call, body)`, which takes and returns JSON: a request
     is then decoded there alone.

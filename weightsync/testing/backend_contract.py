@@ -57,7 +57,7 @@ from weightsync.update.lifecycle import ApplyChoice
 
 
 class BackendContract:
-    """What every backend keeps to. A subclass whose name begins with Test names the `backend`.
+    """The tests that every backend has to pass. A subclass, called Test…, names the `backend`.
 
     - `backend`: a registered name, a Backend class, or an instance that can be pickled.
     - `options`: further arguments of every `connect`, for instance `{"packed": True}`.

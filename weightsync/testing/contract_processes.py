@@ -1,4 +1,4 @@
-"""What the tests of BackendContract work with: receivers, sources, and child processes.
+"""Fixtures of BackendContract: receivers, sources, and child processes.
 
 Children import the backend's class by the name of its module.
 """
@@ -335,7 +335,7 @@ Pipe = Any
 
 @dataclass(frozen=True)
 class Task:
-    """What a child process does it with.
+    """The arguments of a child process.
 
     The signal `end` ends or stops it in the middle of its second update; None leaves it alone. `to`
     is the address of the receiver that it sends to.
@@ -473,7 +473,7 @@ CONNECTIONS = 4
 
 
 class _Held:
-    """What a process has: names in /dev/shm, descriptors, threads, memory."""
+    """The resources of a process: names in /dev/shm, descriptors, threads, memory."""
 
     def __init__(self) -> None:
         gc.collect()

@@ -238,7 +238,7 @@ def _usage(engine: WeightTransferEngine) -> list[SharedMemoryUsage]:
 
 
 def _sender_alive(engine: WeightTransferEngine) -> bool | None:
-    """What an engine says; None where it raises: every status and every init asks for it."""
+    """Return `sender_alive()`, None where it raises: every status and every init calls it."""
     try:
         return engine.sender_alive()
     except Exception:

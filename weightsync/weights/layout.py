@@ -72,8 +72,21 @@ class StreamLayout:
         self.bucket_nbytes = bucket_nbytes
         self.run_nbytes = run_nbytes
         self.offsets, self.nbytes = self._lay_out()
-        self.runs: list[CopyUnit] = []
-        self.chunks = [self._cut_runs(start, stop) for start, stop in self._cut_chunks()]
+
+    @cached_property
+    def runs(self) -> list[CopyUnit]:
+        """The runs of the whole stream; cut when first used: that takes time by the byte."""
+        return self._cut[0]
+
+    @cached_property
+    def chunks(self) -> list[Chunk]:
+        """The chunks of the whole stream, and which runs each has; cut when first used."""
+        return self._cut[1]
+
+    @cached_property
+    def _cut(self) -> tuple[list[CopyUnit], list[Chunk]]:
+        runs: list[CopyUnit] = []
+        return runs, [self._cut_runs(start, stop, runs) for start, stop in self._cut_chunks()]
 
     def pieces(self, start: int, stop: int) -> Iterator[TensorSlice]:
         """Yield the parts of tensors between bytes `start` and `stop` of the stream, in order."""
@@ -145,25 +158,25 @@ class StreamLayout:
         if self.nbytes > start:
             yield start, self.nbytes
 
-    def _cut_runs(self, start: int, stop: int) -> Chunk:
-        first = len(self.runs)
+    def _cut_runs(self, start: int, stop: int, runs: list[CopyUnit]) -> Chunk:
+        first = len(runs)
         open_at = start
         for piece in self.pieces(start, stop):
             end = piece.start + aligned(piece.nbytes)
             if end - open_at <= self.run_nbytes:
                 continue
             if piece.start > open_at:
-                self.runs.append(CopyUnit(open_at, piece.start))
+                runs.append(CopyUnit(open_at, piece.start))
                 open_at = piece.start
             while end - open_at > self.run_nbytes:
-                self.runs.append(CopyUnit(open_at, open_at + self.run_nbytes))
+                runs.append(CopyUnit(open_at, open_at + self.run_nbytes))
                 open_at += self.run_nbytes
             if open_at > piece.start:
-                self.runs.append(CopyUnit(open_at, end))
+                runs.append(CopyUnit(open_at, end))
                 open_at = end
         if stop > open_at:
-            self.runs.append(CopyUnit(open_at, stop))
-        return Chunk(start, stop, first, len(self.runs))
+            runs.append(CopyUnit(open_at, stop))
+        return Chunk(start, stop, first, len(runs))
 
 
 def runs_per_chunk(bucket_nbytes: int, run_nbytes: int) -> int:
