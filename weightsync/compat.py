@@ -180,7 +180,7 @@ class IPCWeightTransferEngine:
         sink = HookSink(load_weights)
         context = LoadContext(
             open_target=lambda plan: sink.open_target(plan, "in_place"),
-            touch=lambda: None,
+            mark_dirty=lambda: None,
             check=lambda: None,
             verification="arrived",
             kept_advice="copy them in load_weights",

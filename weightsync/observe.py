@@ -85,7 +85,7 @@ class ProgressObserver:
             progress = self._worker.engines[name].progress()
             if progress is not None:
                 self._engines[name] = progress
-                manifest = progress.plan.manifest
+                manifest = progress.layout.manifest
         self._total = manifest.nbytes
         if self._thread is None:
             self._start()
@@ -267,7 +267,7 @@ class _TransferTrace:
 
     backend: str
     reader_progress: TransferProgress
-    plan: StreamLayout
+    layout: StreamLayout
     packed: bool
     readers: tuple[int, ...]
     relays: tuple[int, ...]
@@ -367,7 +367,7 @@ class TraceObserver:
             return
         relays = tuple(reader for reader in reading if reader not in readers)
         self._start_sampling(
-            _TransferTrace(name, progress, progress.plan, progress.packed, tuple(readers), relays)
+            _TransferTrace(name, progress, progress.layout, progress.packed, tuple(readers), relays)
         )
 
     def _start_sampling(self, transfer: _TransferTrace) -> None:
@@ -501,7 +501,7 @@ def _pairs(marks: Sequence[Mark], first: str, second: str, name: str) -> list[Sp
 
 def _chunks(transfer: _TransferTrace) -> Iterator[tuple[str, Span]]:
     """Yield the spans of each chunk in its bucket: packing, then reading by the slowest reader."""
-    chunks, slots = transfer.plan.chunks, transfer.reader_progress.slots
+    chunks, slots = transfer.layout.chunks, transfer.reader_progress.slots
     for span in _pairs(transfer.marks, "acquired", "published", "pack"):
         j = span.args["chunk"]
         assert isinstance(j, int)
@@ -523,7 +523,7 @@ def _reads(transfer: _TransferTrace, samples: Sequence[tuple[float, int]]) -> It
         return
     published = _times(transfer, "published")
     free_s = samples[0][0] if samples else 0.0
-    released = [(_released_at(transfer, samples, j), j) for j in range(len(transfer.plan.chunks))]
+    released = [(_released_at(transfer, samples, j), j) for j in range(len(transfer.layout.chunks))]
     for at_s, group in groupby(released, key=itemgetter(0)):
         chunks = [j for _, j in group]
         if at_s is None or chunks[0] not in published:
@@ -538,7 +538,7 @@ def _released_at(
     transfer: _TransferTrace, samples: Sequence[tuple[float, int]], j: int
 ) -> float | None:
     """Return when a reader released a chunk: the first sample, or the reuse of its bucket."""
-    position = transfer.plan.chunks[j].stop
+    position = transfer.layout.chunks[j].stop
     sampled = [at_s for at_s, taken in samples if taken >= position][:1]
     reused = _times(transfer, "acquired").get(j + transfer.reader_progress.slots)
     return min([*sampled, *([] if reused is None else [reused])], default=None)

@@ -491,7 +491,7 @@ def _free_dropped(group: RankGroup, coordinator: Coordinator | None, pid: int) -
     """Free the memory and the receivers of a sender that was dropped without close()."""
     if os.getpid() == pid:
         logger.warning("a sender was dropped without close(); its shared memory is freed")
-        group.worker.dropped()
+        group.worker.expect_finalizer()
         _free(group, coordinator)
 
 

@@ -185,7 +185,7 @@ def test_a_receiver_engine_of_another_type(pair: Pair) -> None:
     [
         (iter([Round(messages={})]), r"handshake\(\) returned a list_iterator, not a generator"),
         ((step for step in [{0: None}]), r"handshake\(\) yielded a dict, not a Round"),
-        ((step for step in [Round(messages={0: object()})]), r"handshake\(\) .* no plain data"),
+        ((step for step in [Round(messages={0: object()})]), r"handshake\(\) .* nor plain data"),
         ((step for step in list[Any]()), r"handshake\(\) sent WeightReceiver.handle nothing"),
     ],
 )

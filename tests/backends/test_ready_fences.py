@@ -100,7 +100,7 @@ class Trainer:
                 report = sender.send_weights()
                 assert report.path == "shared_memory"
                 assert (report.verified != "none") is verify
-            self.chunks = len(self._engine._packer.plan.chunks)
+            self.chunks = len(self._engine._packer.layout.chunks)
             self.events.close()  # while the memory that bytes come back to is there
 
 

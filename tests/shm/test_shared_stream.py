@@ -318,7 +318,7 @@ class TestBesideAStep:
     def test_the_collector_moves_nothing_in_the_middle_of_a_step(
         self, module: nn.Linear, stream: SharedStream
     ) -> None:
-        stream.dropped = True
+        stream.finalizing = True
         optimizer = self.Step(module.parameters(), lr=1.0)
         optimizer.middle = stream.close
         optimizer.step()

@@ -16,7 +16,7 @@ from weightsync.update.lifecycle import State, Terms, UpdateLifecycle
 def torn(by: str = "bad") -> UpdateLifecycle:
     life = UpdateLifecycle(3)
     life.start(Terms(update_id=by))
-    life.touch(by)
+    life.mark_dirty(by)
     life.begin_abort(by)
     life.end_abort()
     return life
@@ -239,8 +239,8 @@ class Lifecycles(RuleBasedStateMachine):
             self.open, self.dirty = terms, False
 
     @rule(update_id=IDS)
-    def touch(self, update_id: str) -> None:
-        if not self.refused("touch", update_id):
+    def mark_dirty(self, update_id: str) -> None:
+        if not self.refused("mark_dirty", update_id):
             assert self.open is not None
             assert self.open.update_id == update_id
             self.dirty = True

@@ -22,10 +22,10 @@ DIRT = 0xAB
 class Slots:
     """Buckets that are dirty before each use, and copied when a chunk is said to be complete."""
 
-    def __init__(self, plan: StreamLayout, nbytes: int) -> None:
-        self.plan = plan
+    def __init__(self, layout: StreamLayout, nbytes: int) -> None:
+        self.layout = layout
         self.slots = [torch.full((nbytes,), DIRT, dtype=torch.uint8) for _ in range(SLOTS)]
-        self.packer = Packer(plan, self.slots)
+        self.packer = Packer(layout, self.slots)
         self.acquired: list[int] = []
 
     def acquire(self, chunk: int) -> int:
@@ -37,10 +37,10 @@ class Slots:
         stream, table = bytearray(), []
         for position, (j, fingerprints) in enumerate(packed):
             assert position == j == self.acquired[-1]
-            chunk = self.plan.chunks[j]
+            chunk = self.layout.chunks[j]
             stream += bytes(self.slots[j % SLOTS][: chunk.stop - chunk.start].tolist())
             table += fingerprints
-        assert self.acquired == list(range(len(self.plan.chunks)))
+        assert self.acquired == list(range(len(self.layout.chunks)))
         self.acquired = []
         return bytes(stream), table
 
@@ -49,14 +49,14 @@ def named(manifest: Manifest, tensors: list[torch.Tensor]) -> Iterator[tuple[str
     return zip((spec.name for spec in manifest.specs), tensors, strict=True)
 
 
-def check(plan: StreamLayout, bucket: int) -> None:
-    slots = Slots(plan, bucket)
+def check(layout: StreamLayout, bucket: int) -> None:
+    slots = Slots(layout, bucket)
     for seed in (1, 2):
-        tensors = random_tensors(plan.manifest, seed)
-        wanted = stream_bytes(plan, tensors)
-        table = [xxh3(memoryview(wanted[run.start : run.stop])) for run in plan.runs]
+        tensors = random_tensors(layout.manifest, seed)
+        wanted = stream_bytes(layout, tensors)
+        table = [xxh3(memoryview(wanted[run.start : run.stop])) for run in layout.runs]
         flowing = slots.collect(
-            slots.packer.pack(named(plan.manifest, tensors), slots.acquire, verify=True)
+            slots.packer.pack(named(layout.manifest, tensors), slots.acquire, verify=True)
         )
         stable = slots.collect(slots.packer.pack_stable(tensors, slots.acquire, verify=True))
         assert flowing == stable == (wanted, table)
@@ -73,14 +73,14 @@ def test_any_model(manifest: Manifest, bucket: int, run_nbytes: int) -> None:
 
 
 def test_replayed_copies_see_new_values_and_new_places() -> None:
-    plan = StreamLayout(every_dtype(), bucket_nbytes=256)
-    slots = Slots(plan, 256)
-    tensors = random_tensors(plan.manifest, 1)
+    layout = StreamLayout(every_dtype(), bucket_nbytes=256)
+    slots = Slots(layout, 256)
+    tensors = random_tensors(layout.manifest, 1)
     slots.collect(slots.packer.pack_stable(tensors, slots.acquire, verify=False))
     tensors[1].fill_(3)
-    tensors[2] = random_tensors(plan.manifest, 5)[2]
+    tensors[2] = random_tensors(layout.manifest, 5)[2]
     stream, table = slots.collect(slots.packer.pack_stable(tensors, slots.acquire, verify=False))
-    assert stream == stream_bytes(plan, tensors)
+    assert stream == stream_bytes(layout, tensors)
     assert table == []
 
 
@@ -103,16 +103,16 @@ def test_casts_and_odd_strides(bucket: int, stable: bool) -> None:
         torch.randn(1, 30).half().expand(4, 30),
         torch.randn(10, 10).t(),
     ]
-    plan = StreamLayout(manifest, bucket_nbytes=bucket)
+    layout = StreamLayout(manifest, bucket_nbytes=bucket)
     sent = [
         t.detach().to(TORCH_DTYPES[spec.dtype]).contiguous()
         for t, spec in zip(tensors, manifest.specs, strict=True)
     ]
-    slots = Slots(plan, bucket)
+    slots = Slots(layout, bucket)
     packer = slots.packer
     packed = (
         packer.pack_stable(tensors, slots.acquire, verify=True)
         if stable
         else packer.pack(named(manifest, tensors), slots.acquire, verify=True)
     )
-    assert slots.collect(packed)[0] == stream_bytes(plan, sent)
+    assert slots.collect(packed)[0] == stream_bytes(layout, sent)

@@ -29,12 +29,12 @@ CPU = torch.device("cpu")
 class World:
     """Dirty slots, a staged packer over them, and a reader that takes what is handed out."""
 
-    def __init__(self, plan: StreamLayout, bucket: int, slots: int) -> None:
-        self.plan = plan
+    def __init__(self, layout: StreamLayout, bucket: int, slots: int) -> None:
+        self.layout = layout
         self.lane = LateLane()
         self.slots = [torch.full((bucket,), DIRT, dtype=torch.uint8) for _ in range(slots)]
         self.stage = StagedSlots(self.slots, CPU, self.lane)
-        self.packer = StagedPacker(plan, self.slots, self.stage)
+        self.packer = StagedPacker(layout, self.slots, self.stage)
         self.handed_out = 0
 
     def acquire(self, chunk: int) -> int:
@@ -52,10 +52,10 @@ class World:
             self.handed_out += 1
             if self.lane.copies:
                 assert self.lane.settled - before == self.handed_out, "the host must have waited"
-            chunk = self.plan.chunks[j]
+            chunk = self.layout.chunks[j]
             stream += bytes(self.slots[j % len(self.slots)][: chunk.stop - chunk.start].tolist())
             table += fingerprints
-        assert self.handed_out == len(self.plan.chunks)
+        assert self.handed_out == len(self.layout.chunks)
         return bytes(stream), table
 
 
@@ -71,16 +71,16 @@ def reusing(manifest: Manifest, tensors: list[torch.Tensor]) -> Iterator[tuple[s
         lent.view(-1).view(torch.uint8).fill_(DIRT)
 
 
-def check(plan: StreamLayout, bucket: int, slots: int) -> None:
-    world = World(plan, bucket, slots)
+def check(layout: StreamLayout, bucket: int, slots: int) -> None:
+    world = World(layout, bucket, slots)
     for seed in (1, 2):
-        tensors = random_tensors(plan.manifest, seed)
-        wanted = stream_bytes(plan, tensors)
-        table = [xxh3(memoryview(wanted[run.start : run.stop])) for run in plan.runs]
+        tensors = random_tensors(layout.manifest, seed)
+        wanted = stream_bytes(layout, tensors)
+        table = [xxh3(memoryview(wanted[run.start : run.stop])) for run in layout.runs]
         expected = wanted, table
         stable = world.packer.pack_stable(tensors, world.acquire, verify=True)
         assert world.collect(stable) == expected
-        flowing = world.packer.pack(reusing(plan.manifest, tensors), world.acquire, verify=True)
+        flowing = world.packer.pack(reusing(layout.manifest, tensors), world.acquire, verify=True)
         assert world.collect(flowing) == expected
 
 
@@ -101,28 +101,28 @@ def models(*shapes: int) -> Manifest:
 
 @pytest.mark.parametrize("stable", [True, False])
 def test_many_tensors_cross_in_one_copy_and_a_large_one_without_a_twin(stable: bool) -> None:
-    plan = StreamLayout(models(*[64] * 16, 1024, 600, 40), bucket_nbytes=512)
-    world = World(plan, 512, 4)
-    tensors = random_tensors(plan.manifest, 1)
+    layout = StreamLayout(models(*[64] * 16, 1024, 600, 40), bucket_nbytes=512)
+    world = World(layout, 512, 4)
+    tensors = random_tensors(layout.manifest, 1)
     if stable:
         packed = world.packer.pack_stable(tensors, world.acquire, verify=False)
     else:
-        packed = world.packer.pack(named(plan.manifest, tensors), world.acquire, verify=False)
-    assert world.collect(packed)[0] == stream_bytes(plan, tensors)
+        packed = world.packer.pack(named(layout.manifest, tensors), world.acquire, verify=False)
+    assert world.collect(packed)[0] == stream_bytes(layout, tensors)
     # 2 x 8 small ones, 2 halves of a large one, 512 of the next, its end with the last.
-    assert world.lane.copies == len(plan.chunks) == 6
+    assert world.lane.copies == len(layout.chunks) == 6
     assert world.lane.held == 3, "three pieces lie where their tensor is"
     assert world.stage.nbytes == 2 * 512
 
 
 def test_casts_and_odd_strides_are_made_on_the_device() -> None:
-    plan = StreamLayout(
+    layout = StreamLayout(
         Manifest((TensorSpec("a", "bfloat16", (6, 4)), TensorSpec("b", "float32", (3, 5)))),
         bucket_nbytes=128,
     )
-    world = World(plan, 128, 3)
+    world = World(layout, 128, 3)
     a, b = torch.randn(6, 4), torch.randn(5, 3).t()
-    wanted = stream_bytes(plan, [a.bfloat16(), b])
+    wanted = stream_bytes(layout, [a.bfloat16(), b])
     for packed in (
         world.packer.pack_stable([a, b], world.acquire, verify=True),
         world.packer.pack(iter([("a", a), ("b", b)]), world.acquire, verify=True),
@@ -131,9 +131,11 @@ def test_casts_and_odd_strides_are_made_on_the_device() -> None:
 
 
 def test_one_that_stops_early_waits_for_its_copies() -> None:
-    plan = StreamLayout(models(*[64] * 10), bucket_nbytes=128)
-    world = World(plan, 128, 4)
-    packed = world.packer.pack_stable(random_tensors(plan.manifest, 1), world.acquire, verify=False)
+    layout = StreamLayout(models(*[64] * 10), bucket_nbytes=128)
+    world = World(layout, 128, 4)
+    packed = world.packer.pack_stable(
+        random_tensors(layout.manifest, 1), world.acquire, verify=False
+    )
     assert next(packed)[0] == 0
     assert world.lane.waiting == 1
     packed.close()
@@ -141,33 +143,33 @@ def test_one_that_stops_early_waits_for_its_copies() -> None:
 
 
 def test_an_error_between_chunks_leaves_no_copy_behind() -> None:
-    plan = StreamLayout(models(*[64] * 10), bucket_nbytes=128)
-    world = World(plan, 128, 4)
+    layout = StreamLayout(models(*[64] * 10), bucket_nbytes=128)
+    world = World(layout, 128, 4)
 
     def acquire(chunk: int) -> int:
         if chunk == 2:
             raise TimeoutError("the readers have gone")
         return chunk
 
-    packed = world.packer.pack_stable(random_tensors(plan.manifest, 1), acquire, verify=False)
+    packed = world.packer.pack_stable(random_tensors(layout.manifest, 1), acquire, verify=False)
     with pytest.raises(TimeoutError, match="the readers have gone"):
         list(packed)
     assert world.lane.waiting == 0
-    tensors = random_tensors(plan.manifest, 2)
+    tensors = random_tensors(layout.manifest, 2)
     again = world.packer.pack_stable(tensors, world.acquire, verify=False)
-    assert world.collect(again)[0] == stream_bytes(plan, tensors)
+    assert world.collect(again)[0] == stream_bytes(layout, tensors)
 
 
 def test_tensors_on_another_device_go_as_they_did() -> None:
-    plan = StreamLayout(models(300, 300), bucket_nbytes=512)
-    world = World(plan, 512, 3)
+    layout = StreamLayout(models(300, 300), bucket_nbytes=512)
+    world = World(layout, 512, 3)
     world.stage.device = torch.device("meta")
-    tensors = random_tensors(plan.manifest, 1)
+    tensors = random_tensors(layout.manifest, 1)
     for packed in (
         world.packer.pack_stable(tensors, world.acquire, verify=True),
-        world.packer.pack(named(plan.manifest, tensors), world.acquire, verify=True),
+        world.packer.pack(named(layout.manifest, tensors), world.acquire, verify=True),
     ):
-        assert world.collect(packed)[0] == stream_bytes(plan, tensors)
+        assert world.collect(packed)[0] == stream_bytes(layout, tensors)
     assert world.lane.copies == 0
 
 
@@ -178,8 +180,8 @@ def test_no_tensors_at_all() -> None:
 
 
 def test_offloaded_tensors_are_named() -> None:
-    plan = StreamLayout(models(300, 300), bucket_nbytes=512)
-    world = World(plan, 512, 3)
-    tensors = [random_tensors(plan.manifest, 1)[0], torch.empty(0, dtype=torch.uint8)]
+    layout = StreamLayout(models(300, 300), bucket_nbytes=512)
+    world = World(layout, 512, 3)
+    tensors = [random_tensors(layout.manifest, 1)[0], torch.empty(0, dtype=torch.uint8)]
     with pytest.raises(ManifestMismatchError, match="w1"):
         list(world.packer.pack_stable(tensors, world.acquire, verify=True))

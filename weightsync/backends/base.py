@@ -1,8 +1,8 @@
 """The seam between the core and what moves bytes: `Backend` and its two engines.
 
-An engine is one half of a backend, live in a process. It moves bytes and proves them. It knows
-nothing of how messages travel, of versions, or of who may generate. The core calls the methods of
-this module and no others.
+An engine is one half of a backend, live in a process. It moves bytes and verifies them. It knows
+no transports, no versions, and no rule of when a receiver may generate. The core calls the methods
+of this module and no others.
 """
 
 from __future__ import annotations
@@ -46,15 +46,15 @@ __all__ = [
 ]
 
 Check = Callable[[], None]
-"""Called between chunks and during waits; raises when the transfer must stop."""
+"""Called between chunks and during waits. Raises when the transfer must stop."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TransferOptions:
-    """How a sender moves weights: what `connect` was given, and this rank's device.
+    """The transfer options that `connect` was given, and this rank's device.
 
-    `packed` None leaves it to the backend, and so do sizes that are None. `timeout_s` bounds every
-    wait for progress. `device` is where the source's tensors are.
+    The backend chooses `packed` and the sizes that are None. `timeout_s` bounds every wait for
+    progress. `device` holds the source's tensors.
     """
 
     packed: bool | None = None
@@ -67,11 +67,11 @@ class TransferOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Endpoint:
-    """One process, as `reach` compares it with another.
+    """One process, as an argument of `reach`.
 
-    `keys` are its device keys: the UUID of its GPU, if it has one, and last the key of its host.
-    `rank` is a trainer's rank, 0 for a receiver. `facts` is what the backend's `endpoint` returned
-    there, as plain data.
+    `keys` are the device keys of the process: the UUID of its GPU, if it has one, then the key of
+    its host. `rank` is a trainer's rank, 0 for a receiver. `facts` is the plain data that the
+    backend's `endpoint` returned in that process.
     """
 
     keys: Sequence[str]
@@ -80,7 +80,7 @@ class Endpoint:
 
     @property
     def host(self) -> str:
-        """The key of the host, alike for all processes that share its memory."""
+        """The key of the host, equal for all processes that share the memory of one host."""
         return self.keys[-1] if self.keys else ""
 
     @property
@@ -91,9 +91,9 @@ class Endpoint:
 
 @dataclass(frozen=True, slots=True)
 class Reach:
-    """One path from a trainer rank to a receiver, or why it cannot be taken (`why_not`).
+    """One path from a trainer rank to a receiver; `why_not` is the reason if it is unusable.
 
-    `cost` compares paths: the time of a transfer in plain copies of host memory.
+    `cost` compares paths: the time of a transfer as a multiple of one plain copy of host memory.
     """
 
     path: str
@@ -102,11 +102,11 @@ class Reach:
 
 
 class Reader(msgspec.Struct, frozen=True, kw_only=True):
-    """One receiver as a trainer engine knows it.
+    """One receiver, as a trainer engine sees it.
 
-    `index` is its place, never given twice by one engine. `target` names it in messages, `route`
-    is the target of its transport, `local_address` the address at which that reaches this host,
-    where it knows. `keys` are its device keys, `facts` what its backend's `endpoint` said.
+    `index` identifies it, and is used once per engine. `target` is its name in messages. `route` is
+    the target of its transport, and `local_address` the address of this host on that route, if the
+    transport knows it. `keys` are its device keys. `facts` is the result of `endpoint` there.
     """
 
     index: int
@@ -123,33 +123,34 @@ class Reader(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Round(msgspec.Struct, frozen=True, kw_only=True):
-    """Messages of one step of a handshake, by reader index: init payloads, or probes' (`probe`).
+    """Messages of one step of a handshake: a payload for each reader index.
 
-    `patience` times the sender's timeout is how long a reader may take to answer.
+    The payloads are those of init messages, or those of probes if `probe` is true. A reader must
+    reply within `timeout_factor` times the sender's timeout.
     """
 
     messages: dict[int, Any]
     probe: bool = False
-    patience: float = 1.0
+    timeout_factor: float = 1.0
 
 
 class Replies(msgspec.Struct, frozen=True, kw_only=True):
-    """The readers' answers to one round: `payloads` as plain data, and who `failed`."""
+    """The replies to one round: `payloads` as plain data, and the indices of `failed` readers."""
 
     payloads: dict[int, Any] = {}
     failed: list[int] = []
 
 
 Handshake = Generator[Round, Replies, Iterable[int]]
-"""Yields rounds. One that is sent failed readers ends, and returns those who failed only because
-of others: these are not blamed."""
+"""Yields rounds and receives their replies. After a round with failed readers the generator ends.
+It returns the failed readers that failed only because another one did."""
 
 
 @dataclass(frozen=True, slots=True)
 class Received:
     """The result of one transfer: tensors, their fingerprints, and the level of verification.
 
-    `tied` are the fingerprints of tensors that the sink ties to another one, by name.
+    `tied` maps the names of tensors that the sink ties to another one to their fingerprints.
     """
 
     manifest: Manifest
@@ -162,13 +163,13 @@ class Received:
 class LoadContext:
     """Callbacks and settings that the receiver passes to an engine for one transfer.
 
-    `open_target` returns the load target of a layout; `write` writes whole tensors to it. `touch`
-    is called before the first byte of the weights in use changes. `check` raises when the update
-    was aborted. `ties` are the sink's.
+    `open_target` returns the load target of a layout; `write` writes whole tensors to it. The
+    engine calls `mark_dirty` before it changes the first byte of the weights in use. `check` raises
+    when the update was aborted. `ties` are the sink's tied tensors.
     """
 
     open_target: Callable[[StreamLayout], LoadTarget]
-    touch: Callable[[], None]
+    mark_dirty: Callable[[], None]
     check: Check
     verification: Verification
     lends_views: bool = True
@@ -180,11 +181,11 @@ class LoadContext:
     ) -> None:
         """Write all tensors of `layout`, `uint8[nbytes]` each, to a load target of any kind.
 
-        Complete on return. Calls `touch` first: compare before, where `target` cannot go back. A
-        hook may keep views of the tensors: do not overwrite them afterwards where `target.memory`
-        is None.
+        Complete on return. Calls `mark_dirty` first, so verify the tensors before this call if
+        `target` cannot roll back. If `target.memory` is None, a hook receives the tensors and may
+        keep views of them: do not overwrite them afterwards.
         """
-        self.touch()
+        self.mark_dirty()
         if target.memory is None:
             pairs = zip(layout.manifest.specs, tensors, strict=True)
             target.load([(spec.name, from_bytes(flat, spec)) for spec, flat in pairs])
@@ -211,157 +212,155 @@ def copy_tensors(
 
 
 Mark = tuple[str, int, float]
-"""A chunk was `wanted`, `acquired` or `published`: its number, and `time.perf_counter()` then."""
+"""An event of a chunk (`wanted`, `acquired` or `published`), its number, and `perf_counter()`."""
 
 
 class TransferProgress(Protocol):
-    """The progress of the readers of a running update. No transfer waits for it.
+    """The progress of the readers of a running update, for observers.
 
-    `marks`, where somebody puts a list there, takes what becomes of each chunk. `plan` is the
-    stream of the update, cut into chunks where it is `packed`; `slots` are the buckets.
+    If an observer sets `marks` to a list, the engine appends the events of each chunk. `layout` is
+    the stream of the update, cut into chunks if it is `packed`. `slots` is the number of buckets.
     """
 
     marks: list[Mark] | None
-    plan: StreamLayout
+    layout: StreamLayout
     packed: bool
 
     @property
     def slots(self) -> int: ...
 
     def taken_nbytes(self, reader: int) -> int:
-        """How far in the stream a reader is; any thread asks, during the update."""
+        """Return a reader's position in the stream, in bytes. Any thread may call it."""
 
 
 class WeightTransferEngine(ABC):
-    """The receiving half of a backend. One per sender that has called `init`.
+    """The receiving half of a backend. A receiver has one per sender that has called `init`.
 
-    Called by the receiver from one thread at a time, in this order: `init_transfer_engine` once,
-    then for each update `start_weight_update`, `receive_weights` once or more, and
-    `finish_weight_update`; `shutdown` at any time between updates.
+    The receiver calls it from one thread at a time, in this order: `init_transfer_engine` once;
+    `start_weight_update`, `receive_weights` once or more, and `finish_weight_update` for each
+    update; `shutdown` at any time between updates.
 
-    `exclusive`: the engine of an earlier init of the same sender is shut down before this one is
-    initialised, not afterwards.
+    If `exclusive`, the receiver shuts down the engine of an earlier init of the same sender before
+    it initialises this one, instead of afterwards.
     """
 
     exclusive: ClassVar[bool] = False
 
     def check_init_info(self, init_info: InitInfo) -> None:
-        """Raise ProtocolError for an invalid payload, before an `exclusive` one is shut down."""
+        """Raise ProtocolError for an invalid payload. Called before an `exclusive` shutdown."""
 
     @abstractmethod
     def init_transfer_engine(self, init_info: InitInfo) -> None:
-        """Decode `init_info.payload` (`decode_payload`), open everything, and prove the path.
+        """Decode `init_info.payload` (`decode_payload`), open all resources, and test the path.
 
-        Raises HandleError or SegmentError where memory cannot be opened, BackendUnavailableError
-        where the path cannot work for another reason, ProtocolError for an invalid payload.
+        Raises HandleError or SegmentError for memory that cannot be opened, ProtocolError for an
+        invalid payload, and BackendUnavailableError if the path fails for another reason.
         """
 
     def init_reply(self) -> Any:
-        """Return what the trainer's engine is to know of this one, as its `Replies.payloads`."""
+        """Return the payload of the init reply, for the trainer engine's `Replies.payloads`."""
         return None
 
     def start_weight_update(self) -> None:
-        """An update begins."""
+        """Prepare for an update. Called before its first `receive_weights`."""
 
     @abstractmethod
     def receive_weights(self, update_info: RegisteredUpdate, context: LoadContext) -> Received:
-        """Bring every tensor of one message to its load target.
+        """Copy every tensor of one message to its load target.
 
-        Returns when the last byte is in place and checked; the sender may overwrite its buffers
-        then. Raises VerificationError naming tensors, TransferError, TransferTimeout.
+        Returns when the last byte is in place and verified. The sender may overwrite its buffers
+        afterwards. Raises VerificationError naming tensors, TransferError, TransferTimeout.
         """
 
     def finish_weight_update(self) -> None:
-        """The update is in use, or given up."""
+        """Release the resources of an update. Called after its commit or abort."""
 
     @abstractmethod
     def sender_alive(self) -> bool | None:
-        """Whether the process that called `init` lives.
+        """Return whether the process that called `init` is alive. Any thread may call it.
 
-        None: what this engine opened is over, and the sender may live. Any thread asks.
+        None if this engine's resources were closed, so that it cannot tell.
         """
 
     def sender_beat(self) -> int | None:
-        """Return what grows while the sender's process is not stopped; None where it is unseen."""
+        """Return a counter that grows while the sender's process runs; None if it has none."""
         return None
 
     def beat(self) -> None:
-        """Show the sender that this process lives and works; called from a thread of its own.
+        """Send a heartbeat to the sender. A heartbeat thread calls it while the receiver works.
 
-        That is now and then while the receiver is at work, between `init_transfer_engine` and
-        `shutdown`.
+        It is called only between `init_transfer_engine` and `shutdown`.
         """
 
     def usage(self) -> list[SharedMemoryUsage]:
-        """List the shared memory that this engine holds open; any thread asks."""
+        """List the shared memory that this engine holds open. Any thread may call it."""
         return []
 
     @abstractmethod
     def shutdown(self) -> None:
-        """Close everything. Idempotent; called after a failed init, too."""
+        """Close all resources. Idempotent. Also called after a failed init."""
 
 
 class TrainerWeightTransferEngine(ABC):
-    """The sending half of a backend. One per sender and rank that feeds receivers by it.
+    """The sending half of a backend. A sender has one per rank that sends through this backend.
 
-    Called by that rank's worker: `handshake` for new readers, then for each update `begin`,
-    `transfer` (which returns when everything was handed over) and `end`. Readers are named by their
-    `Reader.index`.
+    That rank's worker calls `handshake` for new readers. For each update it calls `begin`, then
+    `transfer`, then `end`. Readers are identified by their `Reader.index`.
     """
 
     def init_payload(self, reader: Reader, number: int) -> Any:
-        """Return what a reader's engine needs once: a Struct or plain data.
+        """Return the payload of a reader's init message: a Struct or plain data.
 
-        `number` grows with each offer of this sender, and is in the init message as well. Not asked
-        of an engine with a `handshake` of its own.
+        `number` is the generation of the init message, which has it as well; it grows with each
+        handshake. Not called if the engine has a `handshake` of its own.
         """
         raise ConfigError(f"{type(self).__name__} has neither init_payload() nor handshake()")
 
     def handshake(self, readers: Sequence[Reader], number: int) -> Handshake:
-        """Connect readers: by default one round, of every reader's `init_payload`."""
+        """Connect readers. The default is one round with every reader's `init_payload`."""
         yield Round(messages={r.index: self.init_payload(r, number) for r in readers})
         return ()
 
     @abstractmethod
     def begin(self, readers: Sequence[int], *, verify: bool, source: WeightSource) -> Any:
-        """Start an update of these readers, and return the payload of their message.
+        """Start an update of these readers and return the payload of their update message.
 
-        A dict by reader index gives each its own. `source` is what is sent: the source that the
-        engine was made with, or another one, of a subset, whose manifest is in the message.
-        Messages go out when this returns.
+        A dict from reader index to payload gives each reader its own. `source` has the tensors to
+        send: it is the engine's source, or another one for a subset, whose manifest is in the
+        message. The core sends the messages after this call.
         """
 
     @abstractmethod
     def transfer(self, check: Check) -> None:
-        """Hand every byte over, and the fingerprints. Raises TransferTimeout."""
+        """Send all bytes and their fingerprints. Raises TransferTimeout."""
 
     def cancel(self) -> None:
-        """Stop a transfer that failed, here or in another engine, so that no reader waits for it.
+        """Stop a transfer that failed in this engine or another, and release waiting readers.
 
         `end` follows.
         """
 
     @abstractmethod
     def end(self) -> None:
-        """End the update, whether it succeeded or not. Also called where `begin` was not."""
+        """End the update after success or failure. Also called if `begin` was not."""
 
     @property
     @abstractmethod
     def table_digest(self) -> str | None:
-        """Names the fingerprints of what was handed over; None when verification is off."""
+        """Digest of the fingerprints that were sent; None when verification is off."""
 
     @abstractmethod
     def close(self) -> None:
-        """Free everything; adopted memory is moved back. Idempotent."""
+        """Free all resources, and move adopted tensors back to private memory. Idempotent."""
 
     @property
     def needs_init(self) -> bool:
-        """Whether memory has moved, so that every reader needs another handshake."""
+        """Whether memory was reallocated, so that every reader needs another handshake."""
         return False
 
     @property
     def extra_nbytes(self) -> int:
-        """Bytes held beside the model."""
+        """Bytes held in addition to the model."""
         return 0
 
     @property
@@ -371,75 +370,81 @@ class TrainerWeightTransferEngine(ABC):
 
     @property
     def packed(self) -> bool:
-        """Whether tensors pass through buffers, instead of being read where they are."""
+        """Whether tensors are copied through buckets; else readers read them where they are."""
         return True
 
     def check(self) -> None:
-        """Raise what went wrong with the update, between `begin` and `end`.
+        """Raise the error of the running update, if it has failed.
 
-        Called in the waits of all engines of this rank.
+        Called between `begin` and `end`, during the waits of all engines of this rank.
         """
 
-    def places_on_base(self, readers: Sequence[int]) -> list[int]:
-        """Return the places at which this engine itself reads its base engine for these readers."""
+    def base_readers(self, readers: Sequence[int]) -> list[int]:
+        """Return the reader indices that this engine uses on its base engine for these readers."""
         return []
 
     def is_ready(self, readers: Sequence[int]) -> bool:
-        """Whether an update of exactly these can begin; False asks for another handshake.
+        """Return whether an update of exactly these readers can begin without a new handshake.
 
-        Only asked of a `Backend.collective`.
+        Called only if `Backend.collective` is true.
         """
         return True
 
-    def forget(self, reader: int) -> None:
-        """Remove a reader that left the fleet. Rank 0's engine alone is told."""
+    def remove_reader(self, reader: int) -> None:
+        """Remove a reader that left the fleet. Called on rank 0 only."""
 
-    def blame(self, error: BaseException) -> list[int]:
-        """Return the readers that caused an error of a transfer. Asked of rank 0's engine alone."""
+    def readers_at_fault(self, error: BaseException) -> list[int]:
+        """Return the readers that caused an error of a transfer. Called on rank 0 only."""
         return []
 
     @property
-    def late(self) -> list[int]:
-        """The readers that did not read in time in the last transfer, of rank 0's engine alone."""
+    def late_readers(self) -> list[int]:
+        """The readers that made the last transfer time out. Read on rank 0 only."""
         return []
 
     def progress(self) -> TransferProgress | None:
-        """Return what progress bars and traces look at during an update, where there is such."""
+        """Return the progress of the running update, for observers; None if there is none."""
         return None
 
-    def signs(self, reader: int) -> int | None:
-        """Return what grows while a reader lives and works; None where it is unseen."""
+    def liveness_counter(self, reader: int) -> int | None:
+        """Return a counter that grows while a reader's process works; None if it has none."""
         return None
 
-    def unread(self, reader: int) -> bool:
-        """Whether a reader that reports a complete update has not read all of it."""
+    def has_unread(self, reader: int) -> bool:
+        """Return whether bytes of the last update are still unread by this reader.
+
+        Called when the reader has reported the update as complete.
+        """
         return False
 
-    def is_place(self, index: int, address: int) -> bool:
-        """Whether tensor `index` of the source was moved to `address` by this engine."""
+    def is_adopted(self, index: int, address: int) -> bool:
+        """Return whether this engine moved tensor `index` of the source to `address`."""
         return False
 
     def beat(self) -> None:
-        """Show readers that this process lives; called from a thread of its own."""
+        """Send a heartbeat to the readers. Called from a heartbeat thread."""
 
     def usage(self, names: Mapping[int, str]) -> list[SharedMemoryUsage]:
-        """List the memory shared here; `names` are the readers' targets."""
+        """List the shared memory of this engine; `names` has the readers' targets by index."""
         return []
 
-    def dropped(self) -> None:
-        """The garbage collector closes it next, perhaps in the middle of a training step."""
+    def expect_finalizer(self) -> None:
+        """Prepare for a `close` by the garbage collector, which may run during a training step."""
 
 
 class Backend(ABC):
-    """One way to move weights, or several: the code behind one or more paths.
+    """The code behind one or more paths: a trainer engine and a receiver engine.
 
-    Make it known with `register_backend` or by an entry point of the group `weightsync.backends`;
-    an instance serves any number of senders and receivers. `requires` names the backends on whose
-    engines of the same rank this one is built, and the path that each of them has to take there;
-    they require none themselves. `max_readers` of one engine are connected before all are connected
-    anew, None for any number. `collective`: a handshake and an update are always of all its readers
-    together, on rank 0 alone. `reads_in_place`: with `packed=False` its engines read a source that
-    makes its tensors in `begin`, not in `transfer`.
+    Register it with `register_backend` or by an entry point of the group `weightsync.backends`. One
+    instance serves any number of senders and receivers.
+
+    - `requires` maps the names of other backends to paths. The trainer engine gets the engines of
+      these backends on the same rank. A required backend has no requirements of its own.
+    - `max_readers` is the number of reader indices of one engine, None for any number. When they
+      are used up, the core makes another engine and connects all its readers again.
+    - `collective`: handshakes and updates cover all readers of the backend, and run on rank 0 only.
+    - `reads_in_place`: with `packed=False`, the engine reads a source that generates its tensors in
+      `begin` instead of `transfer`.
     """
 
     name: ClassVar[str]
@@ -449,21 +454,24 @@ class Backend(ABC):
     max_readers: ClassVar[int | None] = None
 
     def endpoint(self, device: torch.device) -> Any:
-        """Return what the other side has to know of this process for `reach`: plain data.
+        """Return facts about this process that `reach` needs, as plain data.
 
-        Called on trainer ranks and receivers. Raises BackendUnavailableError, with the reason,
-        where this backend cannot be used. A receiver may ask again, from any thread.
+        Called on trainer ranks and receivers; on receivers more than once, from any thread. Raises
+        BackendUnavailableError with the reason if this backend is unusable in this process.
         """
         return None
 
     @abstractmethod
     def reach(self, trainer: Endpoint, receiver: Endpoint) -> Reach | Sequence[Reach]:
-        """Return the paths from a trainer rank to a receiver. Pure: an init or a probe decides."""
+        """Return the paths from a trainer rank to a receiver.
+
+        A pure function of its arguments; an init message or a probe tests the path later.
+        """
 
     def adjust(self, options: TransferOptions) -> TransferOptions:
-        """Return the options that all engines of a sender take that uses this backend.
+        """Return the options for all engines of a sender that uses this backend.
 
-        Raises ConfigError for options that it cannot keep to.
+        Raises ConfigError for options that this backend does not support.
         """
         return options
 
@@ -475,26 +483,26 @@ class Backend(ABC):
         options: TransferOptions,
         bases: Mapping[str, TrainerWeightTransferEngine],
     ) -> TrainerWeightTransferEngine:
-        """Return the sending half of one rank; `bases` are the engines of `requires`.
+        """Return the sending half for one rank; `bases` has the engines of `requires` by name.
 
-        The source's tensors are read once for each update: all ranks of a sharded model take part
-        in making them. They come as they are: the engine casts them to the dtypes of the source's
-        manifest, and compares them with it (`weights.source.checked`). Raises SegmentError where
-        memory is short.
+        Read the source's tensors exactly once per update, because iterating over a sharded model is
+        a collective operation of all ranks. The engine casts the tensors to the dtypes of the
+        source's manifest and checks their shapes (`weights.source.checked`). Raises SegmentError
+        if memory is short.
         """
 
     @abstractmethod
     def receiver_engine(self, device_keys: Sequence[str]) -> WeightTransferEngine:
-        """Return the receiving half; `device_keys` say what memory of others it can open."""
+        """Return the receiving half. It can open memory of processes that share a device key."""
 
     def check_probe(self, payload: Any, device_keys: Sequence[str]) -> None:
-        """Try the path by a probe of the trainer's engine. Raises HandleError or SegmentError."""
+        """Test the path with a probe of the trainer engine. Raises HandleError or SegmentError."""
         raise ProtocolError(f"the backend {self.name} has no probes")
 
 
 def check_plain(data: Any, method: str) -> None:
-    """Raise ConfigError, naming the method that returned it, unless `data` can be in a message."""
+    """Raise ConfigError naming `method` unless `data`, its result, can be put in a message."""
     try:
         msgspec.to_builtins(data)
     except (TypeError, ValueError, OverflowError, RecursionError) as exc:
-        raise ConfigError(f"{method} returned what is no Struct and no plain data: {exc}") from exc
+        raise ConfigError(f"{method} returned neither a Struct nor plain data: {exc}") from exc

@@ -502,7 +502,7 @@ class RankWorker:
                 names[member.backend][member.reader] = member.target
         for name, engine in self.engines.items():
             for base in self.backend(name).requires:
-                places = engine.places_on_base(list(names[name]))
+                places = engine.base_readers(list(names[name]))
                 names[base].update(dict.fromkeys(places, "other hosts"))
         return [
             entry for name, engine in self.engines.items() for entry in engine.usage(names[name])
@@ -524,10 +524,10 @@ class RankWorker:
                 last.callback(handshake.close)
             self._watch.end()
 
-    def dropped(self) -> None:
+    def expect_finalizer(self) -> None:
         """Notify the engines that the garbage collector closes this worker next."""
         for engine in self.engines.values():
-            engine.dropped()
+            engine.expect_finalizer()
 
     def _open(self, command: Open) -> CommandResult:
         self.close()
@@ -614,7 +614,7 @@ class RankWorker:
             readers = places.get(name, {}).get(self._ranks.rank, [])
             reading[name] = [*readers, *reading.get(name, [])]
             for base in self.backend(name).requires:
-                reading.setdefault(base, []).extend(engine.places_on_base(readers))
+                reading.setdefault(base, []).extend(engine.base_readers(readers))
         return {name: reading[name] for name in self.engines if reading[name]}
 
     def _begin(self, command: Begin) -> CommandResult:
@@ -680,10 +680,10 @@ class RankWorker:
         """Return the names of tensors of the source that changed since the update began."""
         source, engines = self._given, list(self.engines.values())
 
-        def is_place(index: int, address: int) -> bool:
-            return any(engine.is_place(index, address) for engine in engines)
+        def is_adopted(index: int, address: int) -> bool:
+            return any(engine.is_adopted(index, address) for engine in engines)
 
-        changed = self._watch.end(is_place)
+        changed = self._watch.end(is_adopted)
         changed += self.source.changed
         return changed + (source.changed if isinstance(source, IterableSource) else [])
 
@@ -703,7 +703,7 @@ class RankWorker:
         if isinstance(command, KeepAlive):
             engines = self.engines
             beats = {
-                name: {reader: engines[name].signs(reader) for reader in readers}
+                name: {reader: engines[name].liveness_counter(reader) for reader in readers}
                 for name, readers in self.reading.items()
             }
             return CommandResult(beats=beats)

@@ -54,7 +54,7 @@ class SharedStream:
         adopt: bool,
     ) -> None:
         self.segment = Segment.create(max(nbytes, 1))
-        self.dropped = False
+        self.finalizing = False
         self._adopt = adopt
         self._adopted: dict[int, torch.Tensor] = {}
         self._alias_storages: dict[int, StorageWeakRef] = {}
@@ -81,7 +81,7 @@ class SharedStream:
         sizes = enumerate(flat.numel() for flat in self.tensors)
         return sum(nbytes for i, nbytes in sizes if i not in self._adopted)
 
-    def is_place(self, index: int, address: int) -> bool:
+    def is_adopted(self, index: int, address: int) -> bool:
         """Return whether `address` is the place of tensor `index` in this segment."""
         return self._addresses[index] == address
 
@@ -152,10 +152,12 @@ class SharedStream:
 
         Waits at most 5 s for optimizer steps of other threads. If one still runs, the tensors stay
         in the mapping, which lives as long as they do. The same holds for any running step when
-        the stream was `dropped`, because the garbage collector may run during a step.
+        the stream was `finalizing`, because the garbage collector may run during a step.
         """
         if self._adopted:
-            with held_back(0.0 if self.dropped else _STEP_S, own=self.dropped) as no_step_runs:
+            with held_back(
+                0.0 if self.finalizing else _STEP_S, own=self.finalizing
+            ) as no_step_runs:
                 if no_step_runs:
                     self._move_back()
         self._adopted.clear()

@@ -413,15 +413,15 @@ class Loader:
             whole = not incoming.partial and not self._sink.difference(layout.manifest).missing
             return incoming.use(self.load_target(layout, whole=whole), layout)
 
-        def touch() -> None:
+        def mark_dirty() -> None:
             if incoming.load_targets[-1].in_place and not self._lifecycle.dirty:
                 self._gate.hold(self._lease_s)
                 with self._state:
-                    self._lifecycle.touch(incoming.update_id)
+                    self._lifecycle.mark_dirty(incoming.update_id)
 
         return LoadContext(
             open_target=open_target,
-            touch=touch,
+            mark_dirty=mark_dirty,
             check=lambda: self.check_not_aborted(incoming),
             verification=self._sink.verification,
             lends_views=not getattr(self._sink, "keeps_views", False),

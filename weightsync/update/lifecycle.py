@@ -100,7 +100,7 @@ class UpdateLifecycle:
         self.state = State.UPDATING
         self.dirty = False
 
-    def touch(self, update_id: str) -> None:
+    def mark_dirty(self, update_id: str) -> None:
         """Mark the weights in use as dirty. Called before an update in place writes to them."""
         self._expect(update_id, State.UPDATING, step="load")
         self.dirty = True

@@ -282,7 +282,7 @@ class Membership:
             while len(self._pending_finishes) > MAX_PENDING:
                 del self._pending_finishes[next(iter(self._pending_finishes))]
         self.paths.withdraw([member], leaves=True)
-        self.paths.forget(member)
+        self.paths.remove(member)
         self.fleet.remove(member)
 
     def retry_pending(
@@ -401,7 +401,7 @@ class Membership:
         answers = self._without_lost(answers, drops=drops)
         for answer in answers:
             if answer.status.workers:
-                self.paths.forget(answer.member)
+                self.paths.remove(answer.member)
         expanded = expand_servers(self.fleet, answers, self._timeout_s)
         answers = self._await_owners(self._without_lost(expanded, drops=drops), drops=drops)
         return [self._restore_pending(answer) for answer in answers]
@@ -444,7 +444,7 @@ class Membership:
         kept = [answer for answer in answers if answer.member.server not in servers]
         for answer in answers:
             if answer.member.server in servers:
-                self.paths.forget(answer.member)
+                self.paths.remove(answer.member)
         whole = [self.fleet.collapse(server) for server in servers]
         statuses = self.fleet.call(StatusRequest(), timeout_s=self._timeout_s, members=whole)
         return [*kept, *statuses]

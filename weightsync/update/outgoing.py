@@ -381,7 +381,7 @@ class UpdateTransaction:
         if not (self.failed or blamed):
             self._note([future.result() for future in begun.values() if future.done()])
         if isinstance(why, TransferTimeout) and not (self.failed or blamed):
-            blamed = self._paths.late(list(begun))
+            blamed = self._paths.late_members(list(begun))
             add_target(why, ", ".join(member.target for member in blamed))
             self._fleet.mark_silent(blamed)
         if isinstance(why, WeightSyncError):
@@ -440,7 +440,7 @@ class UpdateTransaction:
                 if answer.error is not None:
                     self._first_failed = member
                     raise answer.error
-                if self._paths.unread(member):
+                if self._paths.has_unread(member):
                     self.failed[member] = ProtocolError(
                         f"{member.target} replied that the update is complete, but has not read "
                         "its place of the ring; do several receivers share this target?"

@@ -256,11 +256,11 @@ class PathSelector:
             answers += self._handshake(name, own, fleet_version)
         return answers
 
-    def forget(self, member: Member) -> None:
+    def remove(self, member: Member) -> None:
         """Remove a former member from its trainer engine."""
         engine = self._group.worker.engines.get(member.backend)
         if engine is not None and member.rank == 0:
-            engine.forget(member.reader)
+            engine.remove_reader(member.reader)
 
     def places(self, members: Sequence[Member]) -> Places:
         """Return the readers of an update of these members."""
@@ -279,7 +279,7 @@ class PathSelector:
                 (member.backend, member.rank, member.reader)
             )
         engine = self._group.worker.engines.get(member.backend)
-        return engine.signs(member.reader) if engine is not None else None
+        return engine.liveness_counter(member.reader) if engine is not None else None
 
     def assume_alive(self) -> None:
         """Count the readers of other ranks as alive: in a transfer their ranks bound the waits."""
@@ -291,20 +291,24 @@ class PathSelector:
             for name, beats in answer.beats.items():
                 self._signs.update({(name, rank, reader): n for reader, n in beats.items()})
 
-    def late(self, members: Sequence[Member]) -> list[Member]:
+    def late_members(self, members: Sequence[Member]) -> list[Member]:
         """Return the members for which the transfer of an engine of rank 0 timed out."""
         engines = self._group.worker.engines
-        late = {(name, reader) for name, engine in engines.items() for reader in engine.late}
+        late = {
+            (name, reader) for name, engine in engines.items() for reader in engine.late_readers
+        }
         return [m for m in members if m.rank == 0 and (m.backend, m.reader) in late]
 
-    def unread(self, member: Member) -> bool:
+    def has_unread(self, member: Member) -> bool:
         """Whether a reader of rank 0 that reports a complete update has not read all bytes."""
-        return not member.rank and self._engine(member.backend).unread(member.reader)
+        return not member.rank and self._engine(member.backend).has_unread(member.reader)
 
     def blamed(self, members: Sequence[Member], why: BaseException) -> list[Member]:
         """Return the members that caused an error of a transfer, according to rank 0's engines."""
         engines = self._group.worker.engines
-        blamed = {(name, reader) for name, e in engines.items() for reader in e.blame(why)}
+        blamed = {
+            (name, reader) for name, e in engines.items() for reader in e.readers_at_fault(why)
+        }
         return [m for m in members if m.rank == 0 and (m.backend, m.reader) in blamed]
 
     def withdraw(
@@ -472,7 +476,7 @@ class PathSelector:
                 )
             )
 
-        timeout_s = step.patience * self._options.timeout_s
+        timeout_s = step.timeout_factor * self._options.timeout_s
         answers = self._fleet.call(request, timeout_s=timeout_s, members=members)
         if step.probe:
             return answers

@@ -40,7 +40,7 @@ Packed = tuple[int, list[int]]
 
 
 class Packer:
-    """Writes the stream of `plan` into `slots` (`uint8[slot_nbytes]` each), chunk by chunk.
+    """Writes the stream of `layout` into `slots` (`uint8[slot_nbytes]` each), chunk by chunk.
 
     The methods are generators. They yield a chunk when its bytes are in the slot, on a GPU too, so
     that the caller may publish it. With `wait` False (for slots on a GPU, and `verify` False) they
@@ -48,15 +48,17 @@ class Packer:
     `acquire` is called for each chunk in order. The caller owns the slots; for one thread.
     """
 
-    def __init__(self, plan: StreamLayout, slots: Sequence[torch.Tensor]) -> None:
-        self.plan = plan
+    def __init__(self, layout: StreamLayout, slots: Sequence[torch.Tensor]) -> None:
+        self.layout = layout
         self._slots = slots
         self._on_host = slots[0].device.type == "cpu"
         self._replayed: list[HostCopies] = []
         self._replayed_from: list[int] = []
-        self._gaps = cache(lambda j: list(plan.gaps(plan.chunks[j].start, plan.chunks[j].stop)))
+        self._gaps = cache(
+            lambda j: list(layout.gaps(layout.chunks[j].start, layout.chunks[j].stop))
+        )
         self._views = cache(self._make_views)
-        self._readers = cache(lambda j: slot_reader(plan, plan.chunks[j], self._slot(j)))
+        self._readers = cache(lambda j: slot_reader(layout, layout.chunks[j], self._slot(j)))
         self._batches: list[Batch] | None = None
         self._batched_from: list[int] = []
 
@@ -74,8 +76,8 @@ class Packer:
         through `pack`. Raises ManifestMismatchError for tensors that are offloaded or of another
         shape.
         """
-        if not (self._on_host and all(map(_is_bytes, tensors, self.plan.manifest.specs))):
-            specs = self.plan.manifest.specs
+        if not (self._on_host and all(map(_is_bytes, tensors, self.layout.manifest.specs))):
+            specs = self.layout.manifest.specs
             check_whole(specs, tensors)
             batches = self._batches_of(tensors, verify=verify)
             if batches is not None:
@@ -84,7 +86,7 @@ class Packer:
             pairs = ((spec.name, t) for spec, t in zip(specs, tensors, strict=True))
             yield from self.pack(pairs, acquire, verify=verify, wait=wait)
             return
-        check_whole(self.plan.manifest.specs, tensors)
+        check_whole(self.layout.manifest.specs, tensors)
         addresses = [tensor.data_ptr() for tensor in tensors]
         if addresses != self._replayed_from:
             self._replayed = self._compile(tensors)
@@ -104,17 +106,17 @@ class Packer:
         """
         j = -1
         for index, (_, tensor) in enumerate(pairs):
-            spec = self.plan.manifest.specs[index]
-            position = self.plan.offsets[index]
+            spec = self.layout.manifest.specs[index]
+            position = self.layout.offsets[index]
             end = position + spec.nbytes
             flat: torch.Tensor | None = None
             while position < end:
-                if j < 0 or position >= self.plan.chunks[j].stop:
+                if j < 0 or position >= self.layout.chunks[j].stop:
                     if j >= 0:
                         yield j, self._complete(j, verify=verify, wait=wait)
                     j += 1
                     self._clear_gaps(j, acquire(j))
-                chunk = self.plan.chunks[j]
+                chunk = self.layout.chunks[j]
                 take = min(end, chunk.stop) - position
                 if take < spec.nbytes and flat is None:
                     flat = flatten(tensor, spec)
@@ -125,12 +127,12 @@ class Packer:
 
     def _batches_of(self, tensors: Sequence[torch.Tensor], *, verify: bool) -> list[Batch] | None:
         """Return a batch for each chunk; None for tensors on another device, or to be cast."""
-        if self._on_host or not all(map(is_plain, tensors, self.plan.manifest.specs)):
+        if self._on_host or not all(map(is_plain, tensors, self.layout.manifest.specs)):
             return None
         key = [int(verify), *(tensor.data_ptr() for tensor in tensors)]
         if key != self._batched_from:
             flats = [as_bytes(tensor) for tensor in tensors]
-            self._batches = chunk_batches(self.plan, flats, self._slots, verify=verify)
+            self._batches = chunk_batches(self.layout, flats, self._slots, verify=verify)
             self._batched_from = key
         return self._batches
 
@@ -155,7 +157,7 @@ class Packer:
         `position` and `end` are bytes of the stream: of the copy, and of the end of the tensor. A
         tensor that is split over chunks is given as its bytes (`uint8[spec.nbytes]`).
         """
-        at = position - self.plan.chunks[j].start
+        at = position - self.layout.chunks[j].start
         target = self._slot(j)[at : at + take]
         if take < spec.nbytes:
             begin = spec.nbytes - (end - position)
@@ -180,10 +182,10 @@ class Packer:
     def _compile(self, tensors: Sequence[torch.Tensor]) -> list[HostCopies]:
         source = AddressMap(Memory([as_bytes(tensor) for tensor in tensors]))
         compiled = []
-        for j, chunk in enumerate(self.plan.chunks):
+        for j, chunk in enumerate(self.layout.chunks):
             target = AddressMap(None, self._slot(j).data_ptr(), chunk.start)
-            runs = self.plan.runs[chunk.first_run : chunk.last_run]
-            planned = [compile_host(self.plan, run, target, source) for run in runs]
+            runs = self.layout.runs[chunk.first_run : chunk.last_run]
+            planned = [compile_host(self.layout, run, target, source) for run in runs]
             compiled.append(HostCopies.of(planned))
         return compiled
 
@@ -191,7 +193,7 @@ class Packer:
         return self._slots[j % len(self._slots)]
 
     def _clear_gaps(self, j: int, slot: int) -> None:
-        chunk = self.plan.chunks[j]
+        chunk = self.layout.chunks[j]
         for position, nbytes in self._gaps(j):
             at = position - chunk.start
             if self._on_host:
@@ -205,15 +207,15 @@ class Packer:
         return self._readers(j)()
 
     def _make_views(self, j: int) -> list[memoryview]:
-        return slot_views(self.plan, self.plan.chunks[j], self._slot(j))
+        return slot_views(self.layout, self.layout.chunks[j], self._slot(j))
 
 
-def slot_views(plan: StreamLayout, chunk: Chunk, slot: torch.Tensor) -> list[memoryview]:
+def slot_views(layout: StreamLayout, chunk: Chunk, slot: torch.Tensor) -> list[memoryview]:
     """View the units of a chunk in its slot, host memory that the caller keeps alive."""
     address = slot.data_ptr() - chunk.start
     return [
         host_view(address + run.start, run.stop - run.start)
-        for run in plan.runs[chunk.first_run : chunk.last_run]
+        for run in layout.runs[chunk.first_run : chunk.last_run]
     ]
 
 
@@ -269,11 +271,11 @@ class StagedPacker(Packer):
     """
 
     def __init__(
-        self, plan: StreamLayout, slots: Sequence[torch.Tensor], stage: StagedSlots
+        self, layout: StreamLayout, slots: Sequence[torch.Tensor], stage: StagedSlots
     ) -> None:
-        super().__init__(plan, slots)
+        super().__init__(layout, slots)
         self._stage = stage
-        self._pieces = [list(plan.pieces(chunk.start, chunk.stop)) for chunk in plan.chunks]
+        self._pieces = [list(layout.pieces(chunk.start, chunk.stop)) for chunk in layout.chunks]
 
     def pack_stable(
         self,
@@ -287,7 +289,7 @@ class StagedPacker(Packer):
         if not any(map(self._on_device, tensors)):
             yield from super().pack_stable(tensors, acquire, verify=verify, wait=wait)
             return
-        specs = self.plan.manifest.specs
+        specs = self.layout.manifest.specs
         check_whole(specs, tensors)
         if all(map(self._on_device, tensors)) and all(map(is_plain, tensors, specs)):
             filled = self._gather(tensors)
@@ -332,7 +334,7 @@ class StagedPacker(Packer):
 
     def _start_copy(self, j: int, slot: int, alone: torch.Tensor | None) -> CopyWork:
         if alone is None:
-            chunk = self.plan.chunks[j]
+            chunk = self.layout.chunks[j]
             return self._stage.copy_to_slot(slot, chunk.stop - chunk.start)
         self._clear_gaps(j, slot)
         return self._stage.copy_directly_to_slot(slot, alone)
@@ -350,7 +352,7 @@ class StagedPacker(Packer):
             if len(pieces) == 1:
                 yield j, sources[0]
                 continue
-            device_buffer, start = self._clean_device_buffer(j), self.plan.chunks[j].start
+            device_buffer, start = self._clean_device_buffer(j), self.layout.chunks[j].start
             places = [device_buffer[p.start - start : p.start - start + p.nbytes] for p in pieces]
             torch._foreach_copy_(places, sources, non_blocking=True)
             yield j, None
@@ -359,17 +361,17 @@ class StagedPacker(Packer):
         """Assemble chunks of tensors as they come; each is copied before the next is requested."""
         j, device_buffer = -1, None
         for index, (_, tensor) in enumerate(pairs):
-            spec, position = self.plan.manifest.specs[index], self.plan.offsets[index]
+            spec, position = self.layout.manifest.specs[index], self.layout.offsets[index]
             end = position + spec.nbytes
             flat: torch.Tensor | None = None
             while position < end:
-                if j < 0 or position >= self.plan.chunks[j].stop:
+                if j < 0 or position >= self.layout.chunks[j].stop:
                     if device_buffer is not None:
                         yield j, None
                     j += 1
                     alone = len(self._pieces[j]) == 1 and self._on_device(tensor)
                     device_buffer = None if alone else self._clean_device_buffer(j)
-                chunk = self.plan.chunks[j]
+                chunk = self.layout.chunks[j]
                 take = min(end, chunk.stop) - position
                 begin = position + spec.nbytes - end
                 if flat is None and (device_buffer is None or take < spec.nbytes):
@@ -393,7 +395,7 @@ class StagedPacker(Packer):
         return tensor.device == self._stage.device
 
     def _clean_device_buffer(self, j: int) -> torch.Tensor:
-        chunk = self.plan.chunks[j]
+        chunk = self.layout.chunks[j]
         device_buffer = self._stage.device_buffer(j % len(self._slots))[: chunk.stop - chunk.start]
         return device_buffer.zero_() if self._gaps(j) else device_buffer
 

@@ -67,10 +67,10 @@ class SourceWatch:
         self._names, self._tensors = with_shards(names, tensors)
         self._seen = _look(self._tensors)
 
-    def end(self, is_place: Callable[[int, int], bool] = lambda _, __: False) -> list[str]:
+    def end(self, is_adopted: Callable[[int, int], bool] = lambda _, __: False) -> list[str]:
         """Return the names of tensors that changed since `begin`, and drop all tensors.
 
-        `is_place(i, address)` says that the sender itself moved tensor `i` to that address.
+        `is_adopted(i, address)` says that the sender itself moved tensor `i` to that address.
         """
         window, self._window = self._window, None
         names, tensors, seen = self._names, self._tensors, self._seen
@@ -81,7 +81,7 @@ class SourceWatch:
         now = _look(tensors)
         changed: set[int] = set()
         if now != seen:
-            changed |= set(_differences(seen, now, is_place))
+            changed |= set(_differences(seen, now, is_adopted))
         if stepped:
             written = set[int]().union(*map(stored_at, stepped)) - {0}
             changed |= {i for i, t in enumerate(tensors) if storage_address(t) in written}
@@ -173,12 +173,12 @@ def _look(tensors: Sequence[torch.Tensor]) -> list[list[object]]:
 
 
 def _differences(
-    before: list[list[object]], now: list[list[object]], is_place: Callable[[int, int], bool]
+    before: list[list[object]], now: list[list[object]], is_adopted: Callable[[int, int], bool]
 ) -> Iterator[int]:
     """Yield the positions at which two results of `_look` differ."""
     rows = enumerate(zip(zip(*before, strict=True), zip(*now, strict=True), strict=True))
     for i, ((version, address, dtype), (version_now, address_now, dtype_now)) in rows:
-        moved = address != address_now and not is_place(i, int(address_now))
+        moved = address != address_now and not is_adopted(i, int(address_now))
         if version != version_now or dtype is not dtype_now or moved:
             yield i
 

@@ -202,7 +202,7 @@ class RingFeed:
                 f"the path gloo sends from host memory, and this ring is on "
                 f"{stream.slots[0].device}; take path shared_memory, which stages through the host"
             )
-        layout = stream.plan
+        layout = stream.layout
         self._stream = stream
         self._runs = [chunk.last_run - chunk.first_run for chunk in layout.chunks]
         self._reader = RingReader(

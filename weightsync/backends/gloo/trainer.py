@@ -86,7 +86,7 @@ class GlooTrainerEngine(TrainerWeightTransferEngine):
                 for rank, leader in enumerate(leaders, 1)
             }
             # A member replies when the group is complete.
-            replies = yield Round(messages=inits, patience=2.0)
+            replies = yield Round(messages=inits, timeout_factor=2.0)
             if replies.failed:
                 # A member that entered, and failed because others did not, is not to blame.
                 entered = set(range(1, len(leaders) + 1)).difference(chain.absent())
@@ -123,7 +123,7 @@ class GlooTrainerEngine(TrainerWeightTransferEngine):
         }
         return ()
 
-    def places_on_base(self, readers: Sequence[int]) -> list[int]:
+    def base_readers(self, readers: Sequence[int]) -> list[int]:
         """Return the one place of the chain, which serves all other hosts."""
         return [RELAY_READER] if readers else []
 
@@ -183,20 +183,20 @@ class GlooTrainerEngine(TrainerWeightTransferEngine):
         broken = self._has_left or self._chain is None or self._chain.broken
         return not broken and set(readers) == set(self._readers)
 
-    def forget(self, reader: int) -> None:
+    def remove_reader(self, reader: int) -> None:
         """Remove a reader. The next update needs a new group."""
         self._has_left = True
         self._readers.pop(reader, None)
         if not self._readers:
             self._leave()
 
-    def blame(self, error: BaseException) -> list[int]:
+    def readers_at_fault(self, error: BaseException) -> list[int]:
         """Return the readers of the hosts that an error of the chain names."""
         failure = self._chain.failure if self._chain is not None else None
         text = f"{error} {failure}"
         return [index for index, at in self._readers.items() if host_of(at.target) in text]
 
-    def signs(self, reader: int) -> int | None:
+    def liveness_counter(self, reader: int) -> int | None:
         """Return a value that grows while a reader works, as its host's member publishes it."""
         at = self._readers.get(reader)
         return None if at is None or self._chain is None else self._chain.signs(at.rank, at.on_ring)
@@ -222,7 +222,7 @@ class _ChainProgress:
 
     def __init__(self, ring: IpcTrainerEngine) -> None:
         self._own = ring.reader_progress
-        self.plan, self.packed = self._own.plan, self._own.packed
+        self.layout, self.packed = self._own.layout, self._own.packed
 
     @property
     def marks(self) -> list[Mark] | None:

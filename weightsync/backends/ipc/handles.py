@@ -52,7 +52,7 @@ def receive_handles(info: HandlesUpdate, keys: list[str], context: LoadContext) 
         tied = {spec.name: to_hex(mix64(t)) for spec, t in pairs if spec.name in ends}
         layout = StreamLayout(manifest)
         load_target = context.open_target(layout)
-        context.touch()
+        context.mark_dirty()
         memory = Memory(tensors)
         if load_target.memory is None:
             feeder = HookFeeder(layout, load_target, context)

@@ -155,7 +155,7 @@ class PackedStream:
 
     control: Control
     slots: list[torch.Tensor]
-    plan: StreamLayout
+    layout: StreamLayout
     epoch: int
     base: int
     verify: bool

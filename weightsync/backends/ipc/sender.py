@@ -87,13 +87,13 @@ class ReadAhead:
 class ReaderProgress:
     """The progress that the readers of one ring publish. Reading it never blocks.
 
-    `marks` collects the events of each chunk where an observer sets a list; by default None. `plan`
-    is the layout of the update in progress, cut into chunks where it is `packed`.
+    `marks` collects the events of each chunk if an observer sets it to a list. `layout` is the
+    layout of the update in progress, cut into chunks if it is `packed`.
     """
 
     def __init__(self, control: Control, layout: StreamLayout) -> None:
         self.marks: list[Mark] | None = None
-        self.plan = layout
+        self.layout = layout
         self.packed = False
         self._control = control
         self._before: dict[int, int] = {}
@@ -106,12 +106,12 @@ class ReaderProgress:
 
     def begin_packed(self, layout: StreamLayout, base: int) -> None:
         """Begin an update whose first chunk has the sequence number after `base`."""
-        self.plan, self._base, self.packed = layout, base, True
+        self.layout, self._base, self.packed = layout, base, True
 
     def begin_unpacked(self, layout: StreamLayout, readers: Iterable[int]) -> None:
         """Begin an update that these readers read from registered memory."""
         self._before = {reader: self._control.loaded(reader) for reader in readers}
-        self.plan, self.packed = layout, False
+        self.layout, self.packed = layout, False
 
     def mark(self, what: str, chunk: int) -> None:
         """Record the event `what` of a chunk. Called by the sender, once per chunk and event."""
@@ -123,7 +123,7 @@ class ReaderProgress:
         if not self.packed:
             now = self._control.loaded(reader)
             return now - self._before.get(reader, now)
-        chunks = self.plan.chunks
+        chunks = self.layout.chunks
         released = self._control.released(reader) - self._base
         return chunks[min(released, len(chunks)) - 1].stop if released > 0 and chunks else 0
 
@@ -301,10 +301,10 @@ class IpcTrainerEngine(TrainerWeightTransferEngine):
             return self._begin_packed(list(readers), packer, given.tensors, stable)
         return self._begin_unpacked(list(readers), stable)
 
-    def is_place(self, index: int, address: int) -> bool:
+    def is_adopted(self, index: int, address: int) -> bool:
         """Whether tensor `index` was moved to `address` by this engine."""
         memory = self._memory
-        return isinstance(memory, SharedStream) and memory.is_place(index, address)
+        return isinstance(memory, SharedStream) and memory.is_adopted(index, address)
 
     def transfer(self, check: Check) -> None:
         """Pack and publish every chunk, or publish the fingerprints of registered memory."""
@@ -322,19 +322,19 @@ class IpcTrainerEngine(TrainerWeightTransferEngine):
         self._stream = None
         self._control.epoch += 1
 
-    def signs(self, reader: int) -> int:
+    def liveness_counter(self, reader: int) -> int:
         """Return a value that grows while the reader lives and works."""
         return self._control.signs(reader)
 
-    def unread(self, reader: int) -> bool:
+    def has_unread(self, reader: int) -> bool:
         """Whether a reader of a packed update has not released all of its chunks."""
         stream = self._stream
         if stream is None:
             return False
-        return stream.control.released(reader) < stream.base + len(stream.plan.chunks)
+        return stream.control.released(reader) < stream.base + len(stream.layout.chunks)
 
     @property
-    def late(self) -> list[int]:
+    def late_readers(self) -> list[int]:
         """The readers for which the last wait of the ring timed out."""
         return self._writer.late
 
@@ -375,10 +375,10 @@ class IpcTrainerEngine(TrainerWeightTransferEngine):
         """List what this engine exports, with its readers."""
         return self.exports.entries(names)
 
-    def dropped(self) -> None:
+    def expect_finalizer(self) -> None:
         """Prepare for a close by the garbage collector, which must not move tensors in a step."""
         if isinstance(self._memory, SharedStream):
-            self._memory.dropped = True
+            self._memory.finalizing = True
 
     def close(self) -> None:
         """Free everything, in reverse order. Idempotent."""
@@ -399,14 +399,14 @@ class IpcTrainerEngine(TrainerWeightTransferEngine):
         tensors: Callable[[], NamedTensors],
         stable: list[torch.Tensor] | None,
     ) -> RingUpdate:
-        chunks = len(packer.plan.chunks)
+        chunks = len(packer.layout.chunks)
         epoch = self._writer.begin(readers, chunks)
-        self.reader_progress.begin_packed(packer.plan, self._writer.base)
+        self.reader_progress.begin_packed(packer.layout, self._writer.base)
         by_event = self._fence.left_to(readers, verify=self._verify, packed=True)
         self._stream = PackedStream(
             control=self._control,
             slots=self._ring.tensors,
-            plan=packer.plan,
+            layout=packer.layout,
             epoch=epoch,
             base=self._writer.base,
             verify=self._verify,
@@ -426,7 +426,7 @@ class IpcTrainerEngine(TrainerWeightTransferEngine):
             if stable is not None:
                 filled = packer.pack_stable(stable, acquire, verify=self._verify, wait=not by_event)
             else:
-                pairs = checked(tensors(), packer.plan.manifest)
+                pairs = checked(tensors(), packer.layout.manifest)
                 filled = packer.pack(pairs, acquire, verify=self._verify, wait=not by_event)
             room = self._control.entries // self._control.slots
             with closing(filled):
@@ -437,7 +437,9 @@ class IpcTrainerEngine(TrainerWeightTransferEngine):
                         self._fence.record(j % self._control.slots)
                     self._writer.publish(j)
                     self.reader_progress.mark("published", j)
-                    self._written_nbytes += packer.plan.chunks[j].stop - packer.plan.chunks[j].start
+                    self._written_nbytes += (
+                        packer.layout.chunks[j].stop - packer.layout.chunks[j].start
+                    )
             self._writer.drain(chunks, check=check, timeout_s=timeout_s)
 
         self._update = pack

@@ -291,14 +291,14 @@ class IncomingTransfer:
                 )
                 self._reader.check_current(j)
                 self._refuse_wrong()
-                self._context.touch()
+                self._context.mark_dirty()
                 feeder.deliver(chunk, buffer)
             elif copy_plans:
-                self._context.touch()
+                self._context.mark_dirty()
                 self._run(copy_plans[j], runs, expected)
             self._reader.release(j)
         if feeder:
-            self._context.touch()  # where all tensors are empty, no chunk has called it
+            self._context.mark_dirty()  # where all tensors are empty, no chunk has called it
             feeder.finish()
 
     def _from_storages(self, load_target: LoadTarget) -> None:
@@ -319,10 +319,10 @@ class IncomingTransfer:
                 )
                 self._compare(self._layout.runs, got, self._published_table())
             self._refuse_wrong()
-            self._context.touch()
+            self._context.mark_dirty()
             feeder.deliver_whole(registered)
         else:
-            self._context.touch()
+            self._context.mark_dirty()
             copy_plans = self._compile(load_target, ring=False)
             got = self._each([p.start for p in copy_plans], [p.run for p in copy_plans])
             _settle(copy_plans)
