@@ -39,7 +39,7 @@ from weightsync.progress import Progress
 from weightsync.report import ReceiverReport, SyncReport
 from weightsync.specs import Manifest, TensorSpec
 
-if TYPE_CHECKING:  # else by __getattr__, each when it is wanted: a receiver is no sender
+if TYPE_CHECKING:  # loaded by __getattr__ on first use: a receiver needs no modules of the sender
     from weightsync.backends.base import (
         Backend,
         TrainerWeightTransferEngine,
@@ -61,7 +61,7 @@ if TYPE_CHECKING:  # else by __getattr__, each when it is wanted: a receiver is 
 
 __version__ = "0.1.0"
 
-# Or logging's last resort would print warnings of programs that set nothing up.
+# Otherwise logging's last resort would print warnings in programs that configure no logging.
 logging.getLogger(__name__).addHandler(logging.NullHandler())
 
 __all__ = [
@@ -156,7 +156,7 @@ def __getattr__(name: str) -> Any:
             f"pip install 'weightsync[{_EXTRA_OF[name]}]'"
         ) from exc
     value = loaded if module == name else getattr(loaded, name)
-    globals()[name] = value  # the next look finds it
+    globals()[name] = value  # later lookups do not come here
     return value
 
 

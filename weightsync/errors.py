@@ -159,7 +159,7 @@ class SenderConflictError(ProtocolError):
 
 
 class SenderReplacedError(SenderConflictError):
-    """Another sender, `owner`, has taken a receiver over that belonged to this one."""
+    """Another sender, `owner`, has taken over a receiver of this sender."""
 
 
 class UpdateConflictError(ProtocolError):

@@ -165,7 +165,7 @@ class ProgressObserver:
 
 
 def _taken(progress: TransferProgress, reader: int) -> int:
-    """Return the bytes that a reader has taken; 0 if the ring was closed meanwhile."""
+    """Return the bytes that a reader has read; 0 if the ring was closed meanwhile."""
     try:
         return progress.taken_nbytes(reader)
     except (ValueError, IndexError):

@@ -362,10 +362,10 @@ def test_a_server_that_dies_while_it_loads(checkpoint: Path) -> None:
             sender.send_weights()
             server.next(die=True)
             with pytest.raises(
-                TransferError, match=r"did not say how its update ended.*TORN"
+                TransferError, match=r"did not report how its update ended.*TORN"
             ) as got:
                 sender.send_weights()
-            assert "could not be told to generate again" in "".join(got.value.__notes__)
+            assert "its generation could not be resumed" in "".join(got.value.__notes__)
             assert process.process.wait(20) == 9
             assert weights_in(files.MEMORY) == []
             with pytest.raises(ConnectError, match="is the server running"):

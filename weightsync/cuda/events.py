@@ -205,9 +205,9 @@ class WriterFence:
         self._offer = ReadyEvents(device=driver.key(device), slots=handles, registered=registered)
 
     def offer(self, reader: int, number: int) -> ReadyEvents | None:
-        """Return the handles with which the reader in place `reader` can wait; None without events.
+        """Return the handles with which the reader of index `reader` can wait; None without events.
 
-        `number` is the generation of this offer: an earlier reader of the place may have accepted
+        `number` is the generation of this offer: an earlier reader of this index may have accepted
         an earlier one.
         """
         self._numbers[reader] = number
@@ -273,7 +273,7 @@ class OpenFence:
         ):
             raise TransferTimeout(
                 f"the sender published bytes that its GPU did not copy within {timeout_s:g} s; "
-                "the update is given up"
+                "the update is aborted"
             )
 
     def close(self) -> None:

@@ -37,7 +37,7 @@ _FILES_TIMES = 5
 
 
 class ServerTransports:
-    """Makes the transports to one sender's servers; see TransportFactory."""
+    """The transports to one sender's servers; see TransportFactory."""
 
     def __init__(
         self,

@@ -70,10 +70,10 @@ class WorkerView(msgspec.Struct, frozen=True, kw_only=True):
         if self.state == State.ABORTING:
             return "is given up; waits for the loader to stop"
         if self.orphaned:
-            return "its sender is dead; waits for a successor to end it"
+            return "its sender is dead; waits for the next sender to end it"
         if self.state == State.PREPARED:
             if self.busy:
-                return "waits for the decode step at work to end, then swaps"
+                return "waits for the end of the current decode step, then swaps"
             return "everything arrived and was checked; waits for its sender to finish it"
         return "loads what its sender shared" if self.busy else "waits for its sender to send more"
 

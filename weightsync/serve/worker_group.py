@@ -161,8 +161,8 @@ class WorkerGroup:
                 silent_s = now - max(begun, self._notice_at.get(rank, begun))
                 if silent_s > SILENCE_S or now - begun > PATIENCE * SILENCE_S:
                     raise TransferTimeout(
-                        f"worker {rank} did not make its step within {now - begun:.0f} s, and was "
-                        f"last heard of {silent_s:.0f} s ago; is its process stopped?"
+                        f"worker {rank} did not make its step within {now - begun:.0f} s, and "
+                        f"sent its last message {silent_s:.0f} s ago; is its process stopped?"
                     ) from None
 
     def _send(self, rank: int, message: CoreMessage) -> None:

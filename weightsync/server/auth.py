@@ -25,7 +25,7 @@ _READING_METHODS = frozenset({"GET", "HEAD", "OPTIONS"})
 
 @dataclass(frozen=True)
 class Token:
-    """A bearer token; `made` is True where it was generated, and so has to be shown to the user."""
+    """A bearer token; `made` is True where it was generated and must be shown to the user."""
 
     text: str = field(repr=False)
     made: bool = False

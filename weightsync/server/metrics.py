@@ -33,9 +33,7 @@ class _Metrics(Collector):
 
     def collect(self) -> Iterator[Metric]:
         yield from _of_status(self._report.status)
-        updates = CounterMetricFamily(
-            "weightsync_updates", "Updates by how they ended.", labels=["result"]
-        )
+        updates = CounterMetricFamily("weightsync_updates", "Updates by result.", labels=["result"])
         for result, count in sorted(self._report.updates_total.items()):
             updates.add_metric([result], count)
         yield updates
@@ -48,7 +46,7 @@ def _of_status(status: Status) -> Iterator[Metric]:
     if status.workers:
         yield GaugeMetricFamily(
             "weightsync_workers",
-            "Receivers that these numbers stand for; each has its own below its path.",
+            "Receivers behind this URL; each has metrics of its own below its path.",
             value=len(status.workers),
         )
     yield GaugeMetricFamily(
@@ -62,7 +60,7 @@ def _of_status(status: Status) -> Iterator[Metric]:
     yield GaugeMetricFamily(
         "weightsync_paused", "1 while generation is paused.", value=int(status.paused)
     )
-    state = GaugeMetricFamily("weightsync_state", "1 for the state now.", labels=["state"])
+    state = GaugeMetricFamily("weightsync_state", "1 for the current state.", labels=["state"])
     for one in State:
         state.add_metric([one.value], int(one.value == status.state))
     yield state
@@ -72,16 +70,16 @@ def _of_status(status: Status) -> Iterator[Metric]:
 def _of_shared_memory(usage: Sequence[SharedMemoryUsage]) -> Iterator[Metric]:
     """Mappings opened for senders, by kind; a kind that grows with each update is a leak."""
     nbytes = GaugeMetricFamily(
-        "weightsync_shared_memory_bytes", "Bytes that senders made this open.", labels=["kind"]
+        "weightsync_shared_memory_bytes", "Bytes of memory opened for senders.", labels=["kind"]
     )
     entries = GaugeMetricFamily(
-        "weightsync_shared_memory_entries", "Mappings that senders made this open.", labels=["kind"]
+        "weightsync_shared_memory_entries", "Mappings opened for senders.", labels=["kind"]
     )
     oldest = GaugeMetricFamily(
-        "weightsync_shared_memory_oldest_seconds", "Age of the oldest of them.", labels=["kind"]
+        "weightsync_shared_memory_oldest_seconds", "Age of the oldest mapping.", labels=["kind"]
     )
     unreleased = GaugeMetricFamily(
-        "weightsync_shared_memory_unreleased", "Who still holds a chunk of them.", labels=["kind"]
+        "weightsync_shared_memory_unreleased", "Readers that still hold a chunk.", labels=["kind"]
     )
     for kind in sorted({entry.kind for entry in usage}):
         of_kind = [entry for entry in usage if entry.kind == kind]
@@ -101,7 +99,7 @@ def _of_reply(reply: StepReply) -> Iterator[Metric]:
     yield seconds
     speed = GaugeMetricFamily(
         "weightsync_last_update_bytes_per_second",
-        "Bytes of the last update by the seconds of a phase.",
+        "Bytes of the last update per second of a phase.",
         labels=["phase"],
     )
     for phase, value in sorted(reply.seconds.items()):
@@ -118,6 +116,6 @@ def _of_reply(reply: StepReply) -> Iterator[Metric]:
     )
     yield GaugeMetricFamily(
         "weightsync_last_update_stall_seconds",
-        "Seconds for which the last update held generation up.",
+        "Seconds for which the last update stopped generation.",
         value=reply.stall_s,
     )

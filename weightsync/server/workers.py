@@ -285,7 +285,9 @@ class Workers:
 
     def _check(self, request: CheckRequest) -> CheckReply:
         if request.partial:
-            raise ProtocolError("ask each worker for its parts: this URL answers with the sums")
+            raise ProtocolError(
+                "request the parts from each worker: this URL replies with their sums"
+            )
         if request.action == "compare" and not isinstance(request.checksums, dict):
             raise ProtocolError("compare needs checksums: {name: 16 hex digits}")
         given = request.checksums if isinstance(request.checksums, dict) else {}
@@ -321,7 +323,7 @@ class Workers:
         return answers
 
     def _give_up(self, answers: Sequence[_Answer]) -> None:
-        """Abort an update that failed on some workers on those that go on with it."""
+        """Abort, on the other workers, an update that failed on some workers."""
         failed = [answer.name for answer in answers if answer.error is not None]
 
         def abort(name: str, worker: Receiver) -> None:

@@ -63,7 +63,7 @@ class BackendContract:
     - `options`: further arguments of every `connect`, for instance `{"packed": True}`.
     - `timeout_s`: the timeout of every sender; a failure is noticed within 1.2 times this.
     - `streams`: whether the trainer's engine reads a source that makes its tensors while receivers
-      wait (in `transfer`), and not before they are told (in `begin`).
+      wait (in `transfer`), and not before the update message (in `begin`).
     - `context`: how child processes are started.
     - `corrupt(monkeypatch)` flips a bit of a tensor on its way, in every update.
     """
@@ -79,7 +79,9 @@ class BackendContract:
 
         In every update until `monkeypatch` is undone; the source itself must not change.
         """
-        raise NotImplementedError(f"{type(self).__name__} has to say how a bit is flipped")
+        raise NotImplementedError(
+            f"{type(self).__name__} must implement corrupt(), which flips a bit"
+        )
 
     def connect(self, source: object, to: object, **more: Any) -> WeightSender:
         """Return a sender of `source` by this backend."""
@@ -240,7 +242,7 @@ class BackendContract:
             assert target.holds(model)
 
     def test_a_receiver_that_aborts_does_not_wait_for_the_rest(self) -> None:
-        """The source stands still in the middle; the receiver is told to give the update up."""
+        """The source blocks in the middle of an update, and the receiver gets an abort."""
         source = Source(ContractModel(1))
         states: list[str] = []
         with ExitStack() as stack:
@@ -303,7 +305,7 @@ class BackendContract:
             assert target.holds(model)
 
     def test_a_hook_is_given_no_flipped_bit(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """A hook that loads in place cannot take the weights back."""
+        """A hook that loads in place cannot restore the former weights."""
         model = ContractModel(1)
         with ExitStack() as stack:
             target = stack.enter_context(ReceiverUnderTest.taken("hook", "in_place"))
@@ -317,7 +319,7 @@ class BackendContract:
             sender.send_weights()
             assert target.holds(model)
 
-    # Processes that die or stand still
+    # Processes that die or stop
 
     @pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGSTOP])
     def test_a_receiver_is_lost_in_the_middle(self, end: signal.Signals) -> None:
@@ -358,7 +360,8 @@ class BackendContract:
             if own is None:
                 sink.end = lambda: trainer.send(end)
             trainer.await_end(end)
-            if end == signal.SIGSTOP:  # it lives: only the deadline ends the wait for it
+            # A stopped process lives: only the deadline ends the wait for it.
+            if end == signal.SIGSTOP:
                 await_ready(receiver, 1.2 * self.timeout_s + SLACK_S)
             assert receiver.version == 1
             assert bits(sink.module) == bits(ContractModel(1))
@@ -371,7 +374,7 @@ class BackendContract:
             assert bits(sink.module) == bits(model)
             assert receiver.status().state == "READY"
 
-    # What is left
+    # Leaks
 
     def test_nothing_is_left_after_200_updates(self) -> None:
         with self._child(run_measurement) as child:
@@ -405,7 +408,7 @@ class BackendContract:
             assert target.holds(model)
 
     def test_a_payload_from_elsewhere_is_refused(self) -> None:
-        """A damaged message is a ProtocolError, and leaves nothing open."""
+        """A damaged message is a ProtocolError, and opens no connection."""
         offers: list[Any] = []
         with ReceiverUnderTest.taken() as target:
 
@@ -436,5 +439,5 @@ class BackendContract:
     def _child(
         self, work: Callable[[Pipe, Task], None], *, end: int | None = None, to: str = ""
     ) -> Child:
-        known_backend(self.backend)  # by receivers of this process, too
+        known_backend(self.backend)  # for receivers of this process, too
         return Child(self.context, work, Task(self.backend, self._options({}), end, to))

@@ -81,7 +81,7 @@ class ContractModel(nn.Module):
 
 
 class ReceiverUnderTest:
-    """A receiver in this process, and what it holds: a module, or tensors that a hook was given."""
+    """A receiver in this process, with its module or the tensors that its hook received."""
 
     def __init__(self, kind: str, apply: ApplyChoice) -> None:
         self.module = ContractModel(2)
@@ -96,7 +96,7 @@ class ReceiverUnderTest:
     def taken(
         cls, kind: str = "module", apply: ApplyChoice = "staged"
     ) -> Iterator[ReceiverUnderTest]:
-        """Around the use of one."""
+        """Context manager of one, which is closed at the end."""
         target = cls(kind, apply)
         with closing(target.receiver):
             yield target
@@ -115,7 +115,7 @@ class ReceiverUnderTest:
 
 
 class EndingSink(ModuleSink):
-    """A sink in which an update that an engine has begun to load calls `end`, once, the second."""
+    """A ModuleSink that calls `end` when an engine begins to load the second update."""
 
     def __init__(self, module: nn.Module, end: Callable[[], None] = lambda: None) -> None:
         super().__init__(module)
@@ -124,7 +124,7 @@ class EndingSink(ModuleSink):
         self._updates = 0
 
     def open_target(self, plan: StreamLayout, apply: Apply) -> LoadTarget:
-        """Return ModuleSink's, whose `begin` is watched."""
+        """Return the load target of ModuleSink, with a `begin` that counts updates."""
         target = super().open_target(plan, apply)
         begin = target.begin
 
@@ -140,13 +140,13 @@ class EndingSink(ModuleSink):
 
 @contextmanager
 def receiving(sink: Any) -> Iterator[WeightReceiver]:
-    """Around the use of a receiver that stages."""
+    """Context manager of a receiver that stages."""
     with closing(WeightReceiver(sink, apply="staged", lease_s=CHILD_S)) as receiver:
         yield receiver
 
 
 def await_ready(receiver: WeightReceiver, timeout_s: float) -> None:
-    """Return when no update is open; fail where that takes longer."""
+    """Return when no update is open; fail after `timeout_s`."""
     deadline = time.monotonic() + timeout_s
     while receiver.status().state != "READY" and time.monotonic() < deadline:
         time.sleep(0.01)
@@ -157,7 +157,7 @@ def await_ready(receiver: WeightReceiver, timeout_s: float) -> None:
 
 
 class PlantedError(Exception):
-    """Raised by a source, or a block, of a test."""
+    """The error that a test's source, or block, raises."""
 
 
 def fail() -> None:
@@ -166,7 +166,7 @@ def fail() -> None:
 
 
 def send_and_fail(sender: WeightSender) -> None:
-    """Raise PlantedError in an update of which one tensor was sent."""
+    """Raise PlantedError inside an update, after one tensor was sent."""
     with sender.update() as update:
         update.send([("layers.0", torch.zeros(64, 64))])
         raise PlantedError
@@ -217,7 +217,7 @@ def bits(tensors: nn.Module | Mapping[str, torch.Tensor]) -> Bits:
 
 @contextmanager
 def within(seconds: float) -> Iterator[None]:
-    """Fail a block that takes longer, with some seconds to spare for a busy machine."""
+    """Fail a block that takes more than `seconds` and some slack for a busy machine."""
     started = time.monotonic()
     yield
     took = time.monotonic() - started
@@ -228,7 +228,7 @@ def within(seconds: float) -> Iterator[None]:
 
 
 def known_backend(backend: BackendOfTest) -> Backend:
-    """Return the backend, known in this process: receivers look for it by its name."""
+    """Register the backend in this process, where receivers find it by name, and return it."""
     if isinstance(backend, str):
         return get_backend(backend)
     try:
@@ -244,12 +244,12 @@ def known_backend(backend: BackendOfTest) -> Backend:
 def connect_by(
     backend: BackendOfTest, source: object, to: Any, options: Mapping[str, Any]
 ) -> WeightSender:
-    """Return a sender of `source` by a backend, which is made known first."""
+    """Return a sender of `source` by a backend, which is registered first."""
     return connect(source, to, backend=known_backend(backend).name, **options)
 
 
 def watch_engines(monkeypatch: pytest.MonkeyPatch, backend: Backend) -> list[object]:
-    """Return a list of all engines that a backend makes from now on."""
+    """Return a list that collects all engines that a backend makes from now on."""
     made: list[object] = []
     for method in ("trainer_engine", "receiver_engine"):
         genuine = getattr(backend, method)
@@ -369,16 +369,16 @@ class Child:
         self._process.kill()
         self._process.join()
         self._pipe.close()
-        cleanup_stale()  # as the next sender, or receiver, does
+        cleanup_stale()  # as the next sender or receiver does
 
     @property
     def address(self) -> str:
-        """Where its receiver is served."""
+        """The address of its receiver."""
         self._address = self._address or str(self.result())
         return self._address
 
     def result(self) -> Any:
-        """Return what the child sent."""
+        """Return the result that the child sent."""
         assert self._pipe.poll(CHILD_S), "the child process sent nothing"
         return msgspec.json.decode(self._pipe.recv_bytes())
 
@@ -411,7 +411,7 @@ def _run(
 
 
 _SIGNAL_S = 10.0
-"""Another thread may be the one that takes a signal: this one does nothing until then."""
+"""Wait of a process for its own signal, which another thread of the process may receive."""
 
 
 def _end_here(end: int) -> None:
@@ -421,7 +421,7 @@ def _end_here(end: int) -> None:
 
 
 def run_receiver(pipe: Pipe, task: Task) -> None:
-    """A process that receives."""
+    """The work of a receiving process."""
     known_backend(task.backend)
     sink = EndingSink(ContractModel(2), partial(_end_here, task.end or 0))
     with receiving(sink) as receiver, serving(receiver) as address:
@@ -430,7 +430,7 @@ def run_receiver(pipe: Pipe, task: Task) -> None:
 
 
 def run_trainer(pipe: Pipe, task: Task) -> None:
-    """A process that trains."""
+    """The work of a trainer process."""
     source, to = Source(ContractModel(1)), SocketTransport(task.to, "receiver")
     with pipe, connect_by(task.backend, source, to, task.options) as sender:
         sender.send_weights()
@@ -442,7 +442,7 @@ def run_trainer(pipe: Pipe, task: Task) -> None:
 
 
 def run_measurement(pipe: Pipe, task: Task) -> None:
-    """A process that sends what it has after 200 updates and had not before."""
+    """The work of a process that reports the resources it gained during 200 updates."""
     model = ContractModel(1)
     with ReceiverUnderTest.taken("module") as one, ReceiverUnderTest.taken("hook") as other:
         to = [one.receiver.handle, other.receiver.handle]
@@ -469,7 +469,7 @@ def run_measurement(pipe: Pipe, task: Task) -> None:
 
 
 CONNECTIONS = 4
-"""How many a process makes while it is measured."""
+"""Connections that a process makes while its resources are measured."""
 
 
 class _Held:
@@ -487,7 +487,7 @@ class _Held:
 
     @classmethod
     def now(cls) -> _Held:
-        """Return what there is when it stays the same for a moment: threads take one to end."""
+        """Return the resources when two readings agree, because threads take a moment to end."""
         held = cls()
         for _ in range(50):
             time.sleep(0.1)
@@ -498,9 +498,9 @@ class _Held:
         return held
 
     def since(self, before: _Held) -> dict[str, object]:
-        """Return what has come since: memory in steps of 8 MiB, names that no other has open.
+        """Return the growth: memory in steps of 8 MiB, names that no other process has open.
 
-        Fewer names than connections were made are of other programs that ended meanwhile.
+        Fewer new names than connections belong to other programs, which ended meanwhile.
         """
         new = {name for name in self.shm - before.shm if not _used_elsewhere(name)}
         return {
@@ -512,7 +512,7 @@ class _Held:
 
 
 def _used_elsewhere(name: str) -> bool:
-    """Whether another process has a file of /dev/shm open or mapped, or it is gone by now."""
+    """Whether another process has a file of /dev/shm open or mapped, or the file is gone by now."""
     path = Path("/dev/shm", name)
     for _ in range(20):
         if not path.exists():

@@ -64,7 +64,7 @@ class Event:
 class Faults:
     """The faults of one receiver's messages; all transports to it share them.
 
-    A message that the `script` leaves alone meets each act of `chances` with that probability
+    A message without a fault of the `script` gets each act of `chances` with that probability
     (`{"drop": 0.05}`; at most 1 in sum). The same `seed` and order of messages give the same
     faults. `log` lists all messages so far. Thread-safe. Raises ConfigError for chances that are no
     probabilities, or that have no seed.

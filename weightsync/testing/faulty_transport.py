@@ -16,7 +16,7 @@ from weightsync.wire.messages import CALL_OF, Reply, Request
 
 @dataclass(slots=True)
 class _Late:
-    """A message that its sender gave up: it arrives once `wait` more have been answered."""
+    """A message that timed out at its sender: it arrives after `wait` more replies."""
 
     request: Request
     timeout_s: float
@@ -154,7 +154,7 @@ class FaultyTransport:
 
     def _hold(self, request: Request, timeout_s: float, after: int) -> None:
         with self._lock:
-            # One more, because the call that gave up the message is counted as well when it ends.
+            # One more, because the call that timed out is counted as well when it ends.
             self._late.append(_Late(request, timeout_s, after + 1))
 
     def _deliver_due(self) -> None:

@@ -1,4 +1,4 @@
-"""Calls in flight to receivers: each in a daemon thread, given up when its peer shows no life."""
+"""Calls in flight to receivers: each in a daemon thread, abandoned when its peer shows no life."""
 
 from __future__ import annotations
 
@@ -76,9 +76,9 @@ class InFlightCall(Generic[T]):
     """One call in flight, and the time of its peer's last sign of life.
 
     A sign of life is a change of `beat()`, a value that grows while the peer lives (None where it
-    cannot be observed), or an answer to `probe`, which asks whether the peer executes a step (None:
+    cannot be observed), or a reply to `probe`, which checks whether the peer executes a step (None:
     the call is not probed). A live peer that executes no step has lost the call, or its reply was
-    lost: from then on no sign counts.
+    lost: later signs do not count.
 
     `give_up(lost, over)` makes the result of a call whose peer gave no sign for `timeout_s`, or,
     with `over`, did not reply within `limit_s`, which signs do not extend. Calls to the same `peer`
@@ -100,7 +100,7 @@ class InFlightCall(Generic[T]):
     asked: Future[bool | None] | None = None
 
     def look(self, now: float) -> None:
-        """Record signs of life, send a probe, or give up the call; `now` in seconds."""
+        """Record signs of life, send a probe, or abandon the call; `now` in seconds."""
         seen = self.beat()
         if seen != self.seen:
             self.seen = seen
@@ -129,7 +129,7 @@ class InFlightCalls(Generic[T]):
         self._looked = time.monotonic()
 
     def add(self, flight: InFlightCall[T]) -> None:
-        """Watch one more call."""
+        """Add a call to the supervised ones."""
         self._advance()
         beside = [f.heard_s for f in self._in_flight() if f.peer is flight.peer]
         flight.heard_s = max(beside, default=self._now)
@@ -140,7 +140,7 @@ class InFlightCalls(Generic[T]):
         flight.future.add_done_callback(partial(self._forget, id(flight)))
 
     def look(self) -> None:
-        """Give up calls whose peers show no life. Cheap: called in every wait."""
+        """Abandon calls whose peers show no life. Cheap: called in every wait."""
         if time.monotonic() - self._looked < LOOK_S:
             return
         self._advance()

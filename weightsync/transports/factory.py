@@ -15,7 +15,8 @@ from weightsync.transports.callback import CallbackTransport
 from weightsync.transports.calls import CallThreads
 
 _SERVERS = "weightsync.integrations.servers"
-"""Finds out which system's server is behind a URL. It imports all of them: a layer above."""
+"""Detects the kind of server behind a URL. Part of a higher layer, which imports all
+integrations."""
 
 Target = str | Callable[..., object] | Transport
 Targets = Target | Iterable[Target]

@@ -73,7 +73,8 @@ class _Connection(http.client.HTTPConnection):
             super().request(*args, **kwargs)
         finally:
             self._held = None
-        # A server that refuses a long body answers and hangs up before it has read all of it.
+        # A server that refuses a long body replies and closes the connection before it has read all
+        # of the body.
         with suppress(BrokenPipeError, ConnectionResetError):
             super().send(b"".join(held))
 
@@ -259,7 +260,7 @@ def _read(response: http.client.HTTPResponse, path: str, max_nbytes: int) -> byt
             answer = response.read(max_nbytes + 1)
             length = len(answer)
         elif length <= max_nbytes:
-            # Only a read of everything finds out that a body was cut short.
+            # Only a read to the end detects a truncated body.
             answer = response.read()
     except ValueError as exc:  # of the size of a chunk
         raise http.client.HTTPException(str(exc)) from exc

@@ -23,7 +23,7 @@ DISAGREE = "workers disagree"
 
 
 def mixed_word(word: bytes | bytearray, place: int) -> int:
-    """Return what `word`, number `place` of the fingerprinted bytes, adds to the sum of mix64."""
+    """Return the summand of mix64 for `word` at position `place` of the fingerprinted bytes."""
     return _mix((int.from_bytes(word, "little") + (place + 1) * GOLDEN) & MASK)
 
 
@@ -78,7 +78,7 @@ def compose(name: str, parts: Sequence[TensorPart]) -> str:
 def compose_all(
     replies: Sequence[CheckReply], per_replica: int
 ) -> tuple[dict[str, str], list[str]]:
-    """Return the fingerprints of what all workers hold together, and the names that differ.
+    """Return the fingerprints of the workers' full tensors, and the names that differ.
 
     `replies` are in order of rank; every `per_replica` of them hold one copy of the model. A tensor
     whose fingerprint is not the same in every replica is DISAGREE, and among the names.

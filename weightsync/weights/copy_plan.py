@@ -1,7 +1,7 @@
-"""Copy plans: the copies of a stream, compiled once for fixed memory and then replayed.
+"""Copy plans: the copies of a stream, compiled once for fixed memory and executed in every update.
 
-Compiled units hold addresses. The caller keeps all memory alive, and where it is, for as long as
-it uses them. Units with an end on a GPU (`DeviceCopyUnit`, `DeviceShardRun`) have run with CPU
+Compiled units hold addresses. While the caller uses a unit, it keeps the unit's memory alive and at
+the same address. Units with an end on a GPU (`DeviceCopyUnit`, `DeviceShardRun`) have run with CPU
 tensors only, never on a GPU.
 """
 
@@ -49,7 +49,7 @@ class Memory:
         return all(tensor.device.type == "cpu" for tensor in self.tensors)
 
     def forget(self) -> None:
-        """Drop the tensors, so that the memory can be freed while an error still refers to this."""
+        """Drop the tensors, so that the memory is freed though an error refers to this."""
         object.__setattr__(self, "tensors", ())
 
 

@@ -27,7 +27,7 @@ __all__ = ["mix64", "mixed_rows", "part_of", "table_digest", "to_hex", "xxh3", "
 _BLOCK_WORDS = {"cpu": 1 << 17, "cuda": 1 << 20}
 """Words mixed at a time: on the host as many as a cache holds, on a GPU enough for a kernel."""
 MAX_PIECES = 1 << 16
-"""Words cut by slices, at most, in one tensor: each travels as bytes."""
+"""Most words of one tensor that slices may cut: each is sent as bytes."""
 
 
 def xxh3(view: memoryview) -> int:
@@ -64,7 +64,7 @@ def mix64(flat: torch.Tensor) -> int:
 
 
 def mixed_rows(rows: torch.Tensor, first: int, stride: int) -> int:
-    """Return what `uint8[height, 8 * width]`, on any device, adds to the sum of mix64.
+    """Return the summand of mix64 for `uint8[height, 8 * width]` on any device.
 
     Row i begins at word `first + i * stride` of the fingerprinted bytes. Waits for a GPU.
     """

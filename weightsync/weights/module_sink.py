@@ -269,7 +269,7 @@ class ModuleSink(WeightSink):
         return self._held
 
     def refresh(self) -> int:
-        """Look for tensors that other code replaced, moved, cast or offloaded.
+        """Detect tensors that other code replaced, moved, cast or offloaded.
 
         Returns a number that changes with every such change; load targets opened under another
         number are of no use. Raises ManifestMismatchError where the manifest changed.
@@ -299,7 +299,7 @@ class ModuleSink(WeightSink):
         self._addresses = [tensor.data_ptr() for tensor in self._held]
 
     def is_alone(self, tensor: torch.Tensor) -> bool:
-        """Whether nothing else used the memory of `tensor` when this sink first looked at it.
+        """Whether the memory of `tensor` had no other user when this sink first inspected it.
 
         After a swap by pointer, a view that the module keeps of a parameter would show the old
         weights. Such parameters are copied over instead.

@@ -1,7 +1,7 @@
 """Packers: write a model's tensors into buckets, chunk by chunk.
 
 `Packer` writes each tensor to its place. `StagedPacker` assembles a chunk on the GPU and copies it
-to the bucket in host memory at once. What concerns GPUs has run with CPU tensors only, never on a
+to the bucket in host memory at once. The code for GPUs has run with CPU tensors only, never on a
 GPU.
 """
 
@@ -70,7 +70,7 @@ class Packer:
         verify: bool,
         wait: bool = True,
     ) -> Generator[Packed, None, None]:
-        """Pack tensors whose memory does not move; the copies are compiled once and replayed.
+        """Pack tensors whose memory does not move; the copies are compiled once.
 
         They are compiled again when an address changed. Tensors that need a cast or a gather go
         through `pack`. Raises ManifestMismatchError for tensors that are offloaded or of another
@@ -249,7 +249,7 @@ def _is_bytes_like(source: torch.Tensor, take: int, spec: TensorSpec) -> bool:
 
 
 def flatten(tensor: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
-    """Return the bytes that travel (`uint8[spec.nbytes]`): a view, or a copy where cast."""
+    """Return the bytes that are sent (`uint8[spec.nbytes]`): a view, or a copy where cast."""
     return contiguous_bytes(tensor.detach().to(TORCH_DTYPES[spec.dtype]))
 
 

@@ -258,8 +258,8 @@ def _consecutive(indices: list[int]) -> Iterator[Span]:
 def gather(tensor: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
     """Return the full tensor of a DTensor, on the device of its mesh; others as they are.
 
-    Collective over the mesh. Every rank casts its shard to `dtype` first, so that fewer bytes
-    travel and no tensor exists in two dtypes. Partial sums are not cast.
+    Collective over the mesh. Every rank casts its shard to `dtype` first, so that fewer bytes are
+    sent and no tensor exists in two dtypes. Partial sums are not cast.
     """
     if not is_sharded(tensor):
         return tensor.detach()

@@ -18,9 +18,9 @@ from weightsync.weights.layout import StreamLayout
 from weightsync.wire.messages import TensorPart
 
 Apply = Literal["staged", "in_place"]
-"""Whether an update is kept aside until its commit, or written into the weights in use."""
+"""Whether an update is staged until its commit, or written into the weights in use."""
 Verification = Literal["none", "arrived", "held"]
-"""What is fingerprinted: nothing, the bytes that arrived, or the weights as read back."""
+"""The bytes that are fingerprinted: none, those that arrived, or the weights as read back."""
 _KEPT_DIFFERENCES = 8
 NamedTensor = tuple[str, torch.Tensor]
 LoadWeights = Callable[[Iterable[NamedTensor]], object]
@@ -61,14 +61,14 @@ class LoadTarget(ABC):
         """
 
     def discard(self) -> None:
-        """Give the update up. The next update may overwrite staged memory."""
+        """Abandon the update. The next update may overwrite staged memory."""
 
 
 class WeightSink(ABC):
     """The destination of weights in a receiver.
 
     `manifest` declares the tensors it wants; None where only a hook knows them. `verification` is
-    the strongest proof: `held` (the weights are read back) or `arrived` (the bytes that came).
+    the strongest proof: `held` (the weights are read back) or `arrived` (the bytes that arrived).
     `casts` accepts floating-point tensors of another dtype than declared.
     """
 
@@ -126,7 +126,7 @@ class WeightSink(ABC):
             load_target.commit()
 
     def refresh(self) -> int:
-        """Look at the destination again, and return a number that changes when it did.
+        """Inspect the destination again; return a number that changes when the destination changed.
 
         Load targets opened under another number are of no use. Raises ManifestMismatchError when
         the destination no longer has the declared tensors.

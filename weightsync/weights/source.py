@@ -1,4 +1,4 @@
-"""Sources of weights on the trainer, and watches for tensors that change while they are sent."""
+"""Sources of weights on the trainer, and detection of tensors that change while they are sent."""
 
 from __future__ import annotations
 
@@ -328,7 +328,7 @@ class IterableSource:
     It is iterated once at `connect` for the manifest; the sender compares each tensor of a later
     iteration with that. A DTensor is gathered when it is requested, so every rank must yield the
     same names in the same order. `changed` collects the names of tensors that other code changed
-    during iterations, as YieldWatch detects it; who reads it also clears it.
+    during iterations, as YieldWatch detects it; the reader of `changed` also clears it.
     """
 
     def __init__(

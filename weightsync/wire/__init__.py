@@ -1,1 +1,1 @@
-"""What goes over the wire: messages, their encoding, and errors as problem documents. No torch."""
+"""The wire format: messages, their encoding, and errors as problem documents. Imports no torch."""

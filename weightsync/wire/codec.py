@@ -31,14 +31,14 @@ T = TypeVar("T")
 
 
 class _InitEnvelope(msgspec.Struct, forbid_unknown_fields=True):
-    """An InitRequest whose `init_info` is plain data still: it may be an empty object."""
+    """An InitRequest with an undecoded `init_info`, which may be an empty object."""
 
     init_info: Any = None
     probe: ProbeRequest | None = None
 
 
 class _UpdateEnvelope(msgspec.Struct, forbid_unknown_fields=True):
-    """An UpdateRequest whose `update_info` is plain data still: its fields choose its type."""
+    """An UpdateRequest with an undecoded `update_info`, whose fields choose its type."""
 
     update_info: Any
     update_id: UpdateId | None = None
@@ -98,7 +98,7 @@ def reply_from_plain(call: str, reply: object) -> Reply:
     try:
         return cast(Reply, msgspec.convert(reply, REPLIES[call]))
     except msgspec.ValidationError as exc:
-        raise ProtocolError(f"the peer's answer to {call} is not one of ours: {exc}") from exc
+        raise ProtocolError(f"the peer's reply to {call} is not valid: {exc}") from exc
 
 
 def manifest_to_wire(manifest: Manifest) -> ManifestMessage:

@@ -30,9 +30,9 @@ PROTOCOL = 1  # `init` compares ranges
 
 
 class InitRequest(Message, frozen=True, kw_only=True):
-    """`init_weight_transfer_engine`; an empty `init_info` only asks who is there.
+    """`init_weight_transfer_engine`; an empty `init_info` only requests a description.
 
-    `probe` alone tries a path before anything else is exported for it.
+    `probe` alone tests a path before other memory is exported for it.
     """
 
     init_info: InitInfo | None = None
@@ -53,10 +53,10 @@ class ShutdownRequest(Message, frozen=True, kw_only=True):
 
 
 class StartTerms(Message, frozen=True, kw_only=True):
-    """What a sender asks for; see weightsync.update.lifecycle.Terms.
+    """The terms of an update, as the sender wants them; see weightsync.update.lifecycle.Terms.
 
-    `weights_id` names what is sent, alike in every message that sends the same; without it the
-    update's own id does.
+    `weights_id` identifies the weights: equal in every message that sends the same weights. The
+    default is the update's own id.
     """
 
     version: Version | None = None
@@ -69,10 +69,10 @@ class StartTerms(Message, frozen=True, kw_only=True):
 
 
 class StartRequest(StartTerms, frozen=True, kw_only=True):
-    """`start_weight_update`; without `update_id` it opens an anonymous session.
+    """`start_weight_update`; without `update_id` the receiver opens an anonymous session.
 
-    So it does with `anonymous`, which lets several receivers open one under one id. `sender` is who
-    called init: once it is dead, its successor ends what it started. `is_checkpoint_format` is for
+    `anonymous` opens one too, under the same id on several receivers. `sender` is the sender that
+    called init: when it is dead, the next sender ends the update. `is_checkpoint_format` is for
     vLLM's clients: weights come by the names and shapes of the checkpoint, always.
     """
 
@@ -84,13 +84,13 @@ class StartRequest(StartTerms, frozen=True, kw_only=True):
     def __post_init__(self) -> None:
         if not self.is_checkpoint_format:
             raise ConfigError(
-                "is_checkpoint_format is false: weights in a kernel's own format are not taken "
-                "here; send them as the checkpoint has them"
+                "is_checkpoint_format is false: weights in a kernel's own format are not accepted; "
+                "send them in the checkpoint's format"
             )
 
 
 class RegisteredUpdate(Message, frozen=True, kw_only=True):
-    """Bytes come by what `init` registered; `payload` is for the sender's engine alone.
+    """Update whose bytes use memory that `init` registered; `payload` is for the backend alone.
 
     `epoch` grows with each message of a sender that is no retry. `manifest` is given when other
     tensors than the registered ones are sent.
@@ -201,9 +201,9 @@ class LabelRequest(Message, frozen=True, kw_only=True):
 
 
 class CheckRequest(Message, frozen=True, kw_only=True):
-    """`weight_checker`: `checksum` answers, `compare` names what differs from `checksums`.
+    """`weight_checker`: `checksum` returns fingerprints, `compare` the names that differ.
 
-    `partial` asks one of several workers for what it holds of tensors that are cut.
+    `partial` requests, from one of several workers, its parts of tensors that are cut.
     """
 
     action: Literal["checksum", "compare"] = "checksum"
@@ -221,7 +221,7 @@ class ResetCacheRequest(Message, frozen=True, kw_only=True):
 
 
 class PauseRequest(Message, frozen=True, kw_only=True):
-    """`pause`: what happens to requests in flight is `mode`."""
+    """`pause`: `mode` decides about requests in flight."""
 
     mode: Literal["abort", "wait", "keep"] = "keep"
 
@@ -273,9 +273,10 @@ WorkerPath = Annotated[str, Meta(max_length=128, pattern=r"^\w[\w-]*(/\w[\w-]*)*
 
 
 class SharedMemoryUsage(Message, frozen=True, kw_only=True):
-    """One live export, mapping or ring of `sender`, whose own list leaves that empty.
+    """One live export, mapping or ring of `sender` (empty in the sender's own list).
 
-    `readers` were given it and have not left; `unreleased` of them still hold a chunk of the ring.
+    `readers` have its handle and have not left; `unreleased` are those that still hold a chunk of
+    the ring.
     """
 
     kind: str
@@ -327,9 +328,9 @@ class Status(Message, frozen=True, kw_only=True):
 
 
 class InitReply(Message, frozen=True, kw_only=True):
-    """What the receiver is, and the path that proved itself (None: nothing was asked).
+    """Reply to init: facts about the receiver, and the path that passed its probe (None: no probe).
 
-    `payload` is what the receiver's engine tells the sender's.
+    `payload` is the data of the receiver's engine for the sender's engine.
     """
 
     status: Status
@@ -338,7 +339,7 @@ class InitReply(Message, frozen=True, kw_only=True):
 
 
 class StepReply(Message, frozen=True, kw_only=True):
-    """Where the receiver stands after a step, what it cost and what was checked.
+    """Reply to a step: the receiver's state, the cost of the step, and the level of verification.
 
     `table_digest` names the fingerprints of what arrived.
     """
@@ -356,11 +357,11 @@ class StepReply(Message, frozen=True, kw_only=True):
 
 
 class TensorPart(Message, frozen=True, kw_only=True):
-    """What one worker holds of a cut tensor of `nbytes`, as a part of its mix64.
+    """One worker's part of the mix64 of a cut tensor of `nbytes` bytes.
 
-    `spans` say for each dimension which indices are held: parts of equal spans are copies. `total`
-    (16 hex digits) sums the mixed words that lie in it whole, `words` of them; `pieces` are the
-    bytes of words that are cut, in hex, by their first byte's place in the full tensor.
+    `spans` are the indices that the worker holds, for each dimension: parts of equal spans are
+    copies. `total` (16 hex digits) is the sum of the `words` whole words, each mixed. `pieces` are
+    the bytes of words that are cut, in hex, by the position of their first byte in the full tensor.
     """
 
     shape: list[int]
@@ -374,7 +375,7 @@ class TensorPart(Message, frozen=True, kw_only=True):
 class CheckReply(Message, frozen=True, kw_only=True):
     """Fingerprints of the weights in use (mix64, 16 hex digits), or the names that differ.
 
-    `parts` are those of tensors that are cut, where they were asked for.
+    `parts` are those of tensors that are cut, where the request wants them.
     """
 
     version: int
@@ -388,7 +389,7 @@ Reply = InitReply | StepReply | Status | CheckReply
 
 
 class UpdateRecord(Message, frozen=True, kw_only=True):
-    """A committed update, as its receiver tells of it to those who watch.
+    """Record of a committed update, for status pages and metrics.
 
     `at` is when it was committed, in seconds of Unix time; `duration_s` is from start to commit.
     """
@@ -406,7 +407,7 @@ class UpdateRecord(Message, frozen=True, kw_only=True):
 
 
 class OpenUpdate(Message, frozen=True, kw_only=True):
-    """The update that a receiver is in, and the version that it would bring.
+    """The open update of a receiver, and the version that it would commit.
 
     `since` is when it started, in seconds of Unix time.
     """

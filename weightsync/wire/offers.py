@@ -1,4 +1,4 @@
-"""What a sender offers a receiver once: manifest, owner, handles of memory; and the fields' limits.
+"""The offer of a sender at init: manifest, owner, handles of memory; and the fields' limits.
 
 A handle is plain data with which another process opens memory.
 """
@@ -24,7 +24,7 @@ Seconds = Annotated[float, Meta(gt=0, le=86_400)]
 
 
 class Message(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
-    """Base of everything on the wire."""
+    """Base of all structs on the wire."""
 
 
 # Handles: plain data with which another process opens memory.
@@ -56,7 +56,7 @@ class CudaHandle(Message, frozen=True, kw_only=True, tag="cuda", tag_field="kind
 
 
 Handle = SegmentHandle | CudaHandle
-KeyedHandle = dict[Name, Handle]  # one memory, by the device key of those who can open it
+KeyedHandle = dict[Name, Handle]  # one memory, by the device key of the processes that can open it
 
 
 class ManifestMessage(Message, frozen=True, kw_only=True):
@@ -72,7 +72,7 @@ class ManifestMessage(Message, frozen=True, kw_only=True):
 
 
 class RingInfo(Message, frozen=True, kw_only=True):
-    """Where the packed path's buckets are."""
+    """Handles of the packed path's buckets."""
 
     data: KeyedHandle
     num_slots: Annotated[int, Meta(ge=1, le=1024)]
@@ -91,10 +91,10 @@ class StorageInfo(Message, frozen=True, kw_only=True):
 
 
 class ReadyEvents(Message, frozen=True, kw_only=True):
-    """Interprocess events of the GPU `device`, 64 bytes each: one a slot, or one for `storages`.
+    """Interprocess events of the GPU `device`, 64 bytes each: one per bucket or for `storages`.
 
-    Whoever opens them says so in the control segment, and copies nothing before its event has
-    passed.
+    A reader that opens them marks that in the control segment, and copies nothing before its event
+    has passed.
     """
 
     device: Annotated[str, Meta(max_length=128)]
@@ -114,8 +114,8 @@ class Owner(Message, frozen=True, kw_only=True):
     """The sender that a receiver belongs to.
 
     `id` is new for each `connect`; `name` says where it runs. `term` orders the owners of one
-    receiver: an offer replaces a living owner of a lower term. One that `yields` gives the receiver
-    up to anybody between its updates. `since` is Unix time; `alive` is the receiver's to say.
+    receiver: an offer replaces a living owner of a lower term. An owner that `yields` lets any
+    sender take the receiver between updates. `since` is Unix time; the receiver sets `alive`.
     """
 
     id: Name
@@ -127,13 +127,13 @@ class Owner(Message, frozen=True, kw_only=True):
 
 
 class InitInfo(Message, frozen=True, kw_only=True):
-    """What a sender offers a receiver once; `payload` is for the engine of `backend` alone.
+    """The offer of a sender to one receiver; `payload` is for the engine of `backend` alone.
 
-    `path` is how the bytes will come. `lease_s` is how long the receiver waits for progress before
-    it gives an update up. `fleet_version` is the version that the other receivers hold: one that
-    holds an older one must not generate before it was brought up to date. `number` grows with each
-    offer of a sender, so that a late one does not undo a newer. `owner` is to whom the receiver
-    belongs from here on; without it nothing is claimed.
+    `path` is the path of the bytes. `lease_s` is how long the receiver waits for progress before it
+    aborts an update. `fleet_version` is the version that the other receivers hold: a receiver with
+    an older one must not generate before an update. `number` grows with each offer of a sender, so
+    that a late one does not undo a newer. `owner` owns the receiver from now on; without it the
+    owner stays the same.
     """
 
     backend: BackendName
@@ -150,14 +150,14 @@ class InitInfo(Message, frozen=True, kw_only=True):
 
 
 class ProbeRequest(Message, frozen=True, kw_only=True):
-    """A backend's probe: what it tries before anything else is exported."""
+    """A backend's probe, which tests a path before other memory is exported."""
 
     backend: BackendName
     payload: Any = None
 
 
 def describe(owner: Owner) -> str:
-    """Name an owner for a message, and since when it is one."""
+    """Return an owner's name and the time since it owns the receiver, for a message."""
     return f"{owner.name} (since {utc(owner.since)})"
 
 

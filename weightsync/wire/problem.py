@@ -133,7 +133,7 @@ def from_problem(problem: Problem, *, peer: str = "") -> WeightSyncError:
 
 
 def _describe(exc: WeightSyncError, *, status: int) -> Problem:
-    """What is raised only here is described as the nearest of its classes that all know."""
+    """Return the problem document of an error, under its nearest public class."""
     name = next(kind.__name__ for kind in type(exc).__mro__ if _CLASSES.get(kind.__name__) is kind)
     attributes = {key: _plain(getattr(exc, key)) for key in _ATTRIBUTES.get(name, ())}
     return Problem(title=name, status=status, detail=str(exc), error=name, attributes=attributes)

@@ -6,10 +6,10 @@ import msgspec
 
 
 def prepare(*kinds: object) -> None:
-    """Have msgspec look at what it will decode, in the one thread that imports a module.
+    """Make msgspec inspect the types that it will decode, in the thread that imports a module.
 
-    It does so once for each type, at the first use: with msgspec 0.22 a thread that decodes the
-    same type meanwhile reads a null pointer, and the process is gone.
+    msgspec inspects each type at its first use. With msgspec 0.22 a thread that decodes the same
+    type meanwhile reads a null pointer, and the process crashes.
     """
     for kind in kinds:
         msgspec.json.Decoder(kind)

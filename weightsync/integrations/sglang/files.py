@@ -215,7 +215,7 @@ class WeightDirectory:
                 self._remove_home()
 
     def join(self, update_id: str, who: object) -> Snapshot:
-        """Join an update, as `who`; the first to join writes its files. TransferError if busy."""
+        """Join an update as `member`; the first member writes the files. TransferError if busy."""
         with self._guard:
             snapshot = self._snapshot
             if snapshot is None or not snapshot.members:
@@ -233,7 +233,7 @@ class WeightDirectory:
             return snapshot
 
     def leave(self, snapshot: Snapshot, who: object) -> None:
-        """Leave an update, as `who`; with the last to leave its files are removed. Idempotent."""
+        """Leave an update as `member`; with the last member its files are removed. Idempotent."""
         with self._guard:
             snapshot.members.discard(who)
             if snapshot.members or snapshot is not self._snapshot:

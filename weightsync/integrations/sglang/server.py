@@ -156,7 +156,7 @@ class SglangControl(HttpTransport):
             )
         except TransportError as exc:
             raise TransferError(
-                f"{self.target} did not say how its update ended ({exc}). {_TORN}"
+                f"{self.target} did not report how its update ended ({exc}). {_TORN}"
             ) from exc
         found = json_object(answer)
         if status in (401, 403):
@@ -182,7 +182,7 @@ class SglangControl(HttpTransport):
             seen = ".".join(map(str, version)) or "of an unknown version"
             raise BackendUnavailableError(
                 f"{self.target} is SGLang {seen}; pause={self.pause_mode} needs "
-                f"{'.'.join(map(str, wanted))} or later: say pause=wait"
+                f"{'.'.join(map(str, wanted))} or later: use pause=wait"
             )
         return self.pause_mode
 
@@ -445,7 +445,7 @@ class SglangTransport(BaseTransport):
             return
         if terms.partial:
             raise ProtocolError(
-                f"{self._target} holds weights {held!r}, and was last given {self._given!r}: it "
+                f"{self._target} holds weights {held!r}, and was last sent {self._given!r}: it "
                 "was restarted, or updated by another sender; send a full update"
             )
         logger.warning("%s holds weights %r, no longer %r", self._target, held, self._given)
@@ -485,7 +485,7 @@ class SglangTransport(BaseTransport):
             try:
                 self._proceed()
             except WeightSyncError as second:
-                exc.add_note(f"and it could not be told to generate again: {second}")
+                exc.add_note(f"and its generation could not be resumed: {second}")
             raise
         self._proceed()
 

@@ -80,7 +80,7 @@ class WeightsyncEngine(WeightTransferEngine):  # type: ignore[misc]  # vLLM has 
         self._handle(FinishRequest())
 
     def shutdown(self) -> None:
-        """Close every mapping, and abort an open update. vLLM may call `init` again."""
+        """Abort an open update and close every mapping. vLLM may call `init` again."""
         if isinstance(self._asked, ShutdownRequest):
             self._handle(self._asked)
         else:

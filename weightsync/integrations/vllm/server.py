@@ -174,7 +174,7 @@ logger = logging.getLogger(__name__)
 _GATHER_S = 0.05
 _GATHER_UPDATE_S = 10.0
 """The time that a round waits for the other workers' requests. Those of an update must not come
-later: workers read one ring in lockstep, and the server takes one call at a time. On a machine
+later: the workers read one ring together, and the server takes one call at a time. On a machine
 whose processors are all taken they may come seconds apart."""
 _MEND_S = 10.0
 
