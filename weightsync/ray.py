@@ -21,7 +21,7 @@ import ray
 
 from weightsync.errors import ConfigError
 from weightsync.receiver import WeightReceiver
-from weightsync.transports.ray_actor import DOOR, RayActorTransport
+from weightsync.transports.ray_actor import METHOD, RayActorTransport
 from weightsync.wire import problem
 from weightsync.wire.messages import CALLS
 
@@ -136,7 +136,7 @@ class WeightSyncActor:
         return receiver
 
 
-VERBS = (*CALLS, DOOR)
+VERBS = (*CALLS, METHOD)
 _AsyncVerbs = type("_AsyncVerbs", (), {call: _async_verb(call) for call in VERBS})
 
 

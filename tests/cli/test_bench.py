@@ -14,8 +14,8 @@ import pytest
 
 from tests.cli.running import answer_of, weightsync
 from tests.shm.processes import environment
-from weightsync.shm.census import list_segments
 from weightsync.shm.segment import remove_leftovers
+from weightsync.shm.usage import list_segments
 
 WAIT_S = 60
 

@@ -25,7 +25,7 @@ from tests.cli.running import (
 )
 from tests.server.live import make_app, serving
 from tests.shm.processes import environment
-from weightsync.cli.checkpoint import WatchedSource, open_checkpoint
+from weightsync.cli.checkpoint import ProgressSource, open_checkpoint
 from weightsync.transports.http import HttpTransport
 from weightsync.wire.messages import CheckReply, CheckRequest, Status, StatusRequest
 
@@ -153,7 +153,7 @@ def test_wrong_options_are_usage_errors(url: str, checkpoint: Path) -> None:
 def test_progress_counts_every_byte_of_every_update(checkpoint: Path) -> None:
     heard: list[int] = []
     source = open_checkpoint(checkpoint, None)
-    watched = WatchedSource(source, heard.append)
+    watched = ProgressSource(source, heard.append)
     for _ in range(2):
         heard.clear()
         assert len(list(watched.tensors())) == len(source.manifest.specs)

@@ -35,8 +35,8 @@ TENSORS = {
 }
 
 
-def put(shelf: WeightDirectory, who: object, *, shard_nbytes: int) -> Snapshot:
-    batch = shelf.join("update", who)
+def put(shelf: WeightDirectory, member: object, *, shard_nbytes: int) -> Snapshot:
+    batch = shelf.join("update", member)
     specs = [spec_of(name, tensor) for name, tensor in TENSORS.items()]
     writing = batch.add(lay_out(specs, shard_nbytes=shard_nbytes))
     for name, tensor in TENSORS.items():
@@ -55,8 +55,8 @@ def read(directory: Path) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("shard_nbytes", [1, 100, 1 << 20])
 def test_what_was_written_is_read(tmp_path: Path, shard_nbytes: int) -> None:
-    shelf, who = WeightDirectory(tmp_path), object()
-    batch = put(shelf, who, shard_nbytes=shard_nbytes)
+    shelf, member = WeightDirectory(tmp_path), object()
+    batch = put(shelf, member, shard_nbytes=shard_nbytes)
     directory = batch.publish()
     assert batch.publish() == directory
     held = read(directory)
@@ -70,7 +70,7 @@ def test_what_was_written_is_read(tmp_path: Path, shard_nbytes: int) -> None:
     manifest = read_manifest(directory)
     assert manifest is not None
     assert set(manifest.specs) == {spec_of(name, tensor) for name, tensor in TENSORS.items()}
-    shelf.leave(batch, who)
+    shelf.leave(batch, member)
     assert not directory.exists()
 
 
@@ -79,8 +79,8 @@ def test_permissions_are_those_of_the_named_directory(tmp_path: Path) -> None:
         base = tmp_path / oct(mode)
         base.mkdir()
         base.chmod(mode)
-        shelf, who = WeightDirectory(base), object()
-        directory = put(shelf, who, shard_nbytes=1 << 20).publish()
+        shelf, member = WeightDirectory(base), object()
+        directory = put(shelf, member, shard_nbytes=1 << 20).publish()
         (file,) = directory.glob("*.safetensors")
         assert file.stat().st_mode & 0o777 == wanted
         assert directory.stat().st_mode & 0o777 == mode & 0o755
@@ -108,13 +108,13 @@ def test_a_directory_without_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    shelf, who = WeightDirectory(tmp_path), object()
+    shelf, member = WeightDirectory(tmp_path), object()
     layout = lay_out([spec_of("a", torch.ones(3))], shard_nbytes=100)
     monkeypatch.setattr(os, "posix_fallocate", full)
-    batch = shelf.join("update", who)
+    batch = shelf.join("update", member)
     with pytest.raises(TransferError, match=r"cannot be put into.*No space left"):
         batch.add(layout)
-    shelf.leave(batch, who)
+    shelf.leave(batch, member)
     shelf.close()
     assert list(tmp_path.iterdir()) == []
 

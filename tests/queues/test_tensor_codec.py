@@ -406,12 +406,12 @@ class TestFailures:
         frames = encoder.encode([floats(1 << 16), "no tensor", floats(1 << 16)])
         with pytest.raises(ProtocolError):
             read(frames, list[torch.Tensor], queue)
-        assert comes_true(lambda: sender.pool.lent_blocks == 0)
+        assert comes_true(lambda: sender.pool.blocks_in_use == 0)
         with pytest.raises(ConfigError):
             encoder.encode([floats(1 << 16), object()])
         later = sender.send_tensor(torch.ones(1))
         queue.recv_tensor(later)
-        assert sender.pool.lent_blocks == 0
+        assert sender.pool.blocks_in_use == 0
 
     def test_a_field_that_is_no_tensor_is_named(self) -> None:
         raw = msgspec.msgpack.encode({"request_id": "r", "images": [{"pixels": 3}]})

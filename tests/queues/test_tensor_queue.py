@@ -198,7 +198,7 @@ class TestWhatTravels:
         for size in (1, BLOCK):
             with pytest.raises(ConfigError, match="a name of a tensor cannot be sent"):
                 sender.send_tensor(torch.ones(size), "\ud800")
-        assert sender.pool.lent_blocks == 0
+        assert sender.pool.blocks_in_use == 0
         with pytest.raises(ConfigError, match="a shape has at most 16 sizes"):
             sender.send_tensor(torch.ones([1] * 17))
         handle = sender.send_tensor(torch.ones([1] * 16), "r" * 1024, "\U0001f600" * 1024)
@@ -214,7 +214,7 @@ class TestWhatTravels:
         with ThreadPoolExecutor(4) as pool:
             assert all(pool.map(go, range(400)))
         assert receiver.pending == 0
-        assert sender.pool.lent_blocks == 0
+        assert sender.pool.blocks_in_use == 0
 
 
 class TestHandingOut:
@@ -294,7 +294,7 @@ class TestHandingOut:
     ) -> None:
         handle = sender.send_tensor(pattern(1, BLOCK))
         sender.discard(handle)
-        assert comes_true(lambda: sender.pool.lent_blocks == 0)
+        assert comes_true(lambda: sender.pool.blocks_in_use == 0)
         with pytest.raises(TransferError, match="taken or dropped before"):
             receiver.recv_tensor(handle)
 
@@ -310,7 +310,7 @@ class TestHandingOut:
             receiver.recv_tensor(others[1])
         receiver.drop(encode(first))
         assert receiver.pending == 0
-        assert sender.pool.lent_blocks == 0
+        assert sender.pool.blocks_in_use == 0
 
 
 class TestCleanup:
@@ -324,7 +324,7 @@ class TestCleanup:
         assert comes_true(lambda: receiver.pending == 3)
         assert receiver.cleanup_request_tensors("aborted") == 2
         assert receiver.cleanup_request_tensors("aborted") == 0
-        assert sender.pool.lent_blocks == 1
+        assert sender.pool.blocks_in_use == 1
         with pytest.raises(TransferError, match="its request was cleaned up"):
             receiver.recv_tensor(aborted[1])
         assert same(receiver.recv_tensor(kept), pattern(2, BLOCK))
@@ -335,7 +335,7 @@ class TestCleanup:
             late = [sender.send_tensor(pattern(1, size), "aborted") for size in (64, BLOCK)]
             kept = sender.send_tensor(pattern(2, BLOCK), "kept")
             assert same(receiver.recv_tensor(kept), pattern(2, BLOCK))
-            assert comes_true(lambda: receiver.pending == 0 and sender.pool.lent_blocks == 0)
+            assert comes_true(lambda: receiver.pending == 0 and sender.pool.blocks_in_use == 0)
             with pytest.raises(TransferError, match="its request was cleaned up"):
                 receiver.recv_tensor(late[1])
 
@@ -352,7 +352,7 @@ class TestCleanup:
                 for n, handle in enumerate(again):
                     assert same(receiver.recv_tensor(handle), pattern(n, BLOCK))
                 assert comes_true(lambda: receiver.pending == 0)
-            assert comes_true(lambda: sender.pool.lent_blocks == 0)
+            assert comes_true(lambda: sender.pool.blocks_in_use == 0)
 
     def test_another_attempt_is_not_hurried(self, nothing_left: None) -> None:
         with TensorIpcReceiver(grace_s=0.1) as receiver, TensorIpcSender(receiver.handle) as sender:
@@ -407,7 +407,7 @@ class TestCleanup:
             receiver.cleanup_request_tensors("r")
             assert same(receiver.recv_tensor(sender.send_tensor(torch.ones(1), "r")), torch.ones(1))
             other.send_tensor(pattern(1, BLOCK), "r")  # of the attempt that was aborted
-            assert comes_true(lambda: other.pool.lent_blocks == 0)
+            assert comes_true(lambda: other.pool.blocks_in_use == 0)
             assert comes_true(lambda: receiver.pending == 0)
 
 
@@ -436,9 +436,9 @@ class TestMemory:
         for seed in range(20):
             receiver.recv_tensor(sender.send_tensor(pattern(seed + 2, BLOCK)))
         assert same(view, pattern(1, BLOCK).view(16, -1)[3, 5:])
-        assert sender.pool.lent_blocks == 1
+        assert sender.pool.blocks_in_use == 1
         del view
-        assert sender.pool.lent_blocks == 0
+        assert sender.pool.blocks_in_use == 0
 
     @pytest.mark.parametrize("max_nbytes", [128 << 10, 1 << 20, 3 << 20])
     def test_a_small_pool_takes_what_fits_it(
@@ -864,9 +864,9 @@ def drop():
     receiver.close()
     sender.close()
 in_fork(drop)
-print(sender.pool.lent_blocks)
+print(sender.pool.blocks_in_use)
 del tensor
-print(sender.pool.lent_blocks)
+print(sender.pool.blocks_in_use)
 print(receiver.recv_tensor(sender.send_tensor(torch.ones(3))).tolist())
 """).split("\n")
         assert said[:3] == ["1", "0", "[1.0, 1.0, 1.0]"]

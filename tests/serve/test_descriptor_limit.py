@@ -24,7 +24,7 @@ WAIT_S = 60.0
 SPARE = 20
 SERVER = """
 import asyncio, logging, os, resource, socket, sys, uvicorn
-from weightsync.server.listening import SparingListener, listen, tell_sparingly
+from weightsync.server.listening import SparingListener, listen, ignore_logged_errors
 
 spare, shared = map(int, sys.argv[1:])
 if shared:  # a number below the limit, whatever it is in the process of the test
@@ -43,7 +43,7 @@ config = uvicorn.Config(app, lifespan="off", log_level="warning", http="h11")
 class Server(uvicorn.Server):
     async def startup(self, sockets=None):
         await super().startup(sockets)
-        asyncio.get_running_loop().set_exception_handler(tell_sparingly)
+        asyncio.get_running_loop().set_exception_handler(ignore_logged_errors)
         limit = len(os.listdir("/proc/self/fd")) + spare
         resource.setrlimit(resource.RLIMIT_NOFILE, (limit, limit))
         print(sockets[0].getsockname()[1], flush=True)

@@ -18,8 +18,8 @@ from tests.cli.running import TOKEN, answer_of, weightsync
 from tests.server.live import make_app, serving
 from tests.shm.processes import OWNER, kill, line_of, private_directory, python, running
 from weightsync.cli.status import COLUMNS
-from weightsync.shm.census import list_segments
 from weightsync.shm.segment import Segment, live_segments
+from weightsync.shm.usage import list_segments
 from weightsync.transports.callback import CallbackTransport
 from weightsync.wire.messages import SharedMemoryUsage
 

@@ -30,7 +30,7 @@ def open_checkpoint(path: Path, dtype: Dtype | None) -> SafetensorsSource:
     return SafetensorsSource(path, dtype=TORCH_DTYPES[dtype.value] if dtype else None)
 
 
-class WatchedSource:
+class ProgressSource:
     """A source that calls `on_progress` with the bytes read so far in the current update."""
 
     def __init__(self, source: SafetensorsSource, on_progress: Callable[[int], None]) -> None:

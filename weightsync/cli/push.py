@@ -18,7 +18,7 @@ from rich.progress import (
     TransferSpeedColumn,
 )
 
-from weightsync.cli.checkpoint import Dtype, WatchedSource, explain, open_checkpoint
+from weightsync.cli.checkpoint import Dtype, ProgressSource, explain, open_checkpoint
 from weightsync.cli.options import (
     CaFileOption,
     TokenFileOption,
@@ -70,9 +70,9 @@ def push(  # noqa: PLR0913, PLR0917  # one parameter per option
         source = open_checkpoint(checkpoint, dtype)
         try:
             with _progress(source.manifest.nbytes, shown=not json_) as on_progress:
-                watched = WatchedSource(source, on_progress)
+                source_with_progress = ProgressSource(source, on_progress)
                 with connect(
-                    watched,
+                    source_with_progress,
                     to,
                     token=secret,
                     verify_tls=verify_tls,

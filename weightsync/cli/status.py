@@ -49,7 +49,7 @@ from weightsync.errors import (
 from weightsync.integrations.sglang.files import list_homes
 from weightsync.integrations.sglang.server import SglangControl, SglangFacts
 from weightsync.integrations.vllm.server import VllmHttpControl, worker_transports
-from weightsync.shm.census import HostSegment, list_segments
+from weightsync.shm.usage import HostSegment, list_segments
 from weightsync.transports.base import Transport
 from weightsync.transports.http import HttpTransport
 from weightsync.wire.messages import SharedMemoryUsage, Status, StatusRequest

@@ -55,13 +55,13 @@ class Block:
 
 @dataclass(eq=False, slots=True)
 class Slab:
-    """One segment of the pool, and its blocks. `lent` counts the blocks in use."""
+    """One segment of the pool, and its blocks. `in_use` counts the blocks in use."""
 
     segment: Segment
     block_nbytes: int
     words: memoryview
     blocks: list[Block] = field(default_factory=list)
-    lent: int = 0
+    in_use: int = 0
 
 
 class SegmentPool:
@@ -78,7 +78,7 @@ class SegmentPool:
         self._lock = threading.Lock()
         self._slabs: list[Slab] = []
         self._free: dict[int, list[Block]] = {}
-        self._lent: dict[int, list[Block]] = {}
+        self._in_use: dict[int, list[Block]] = {}
         self._nbytes = 0
         self._made = 0
         self._closed = False
@@ -94,11 +94,11 @@ class SegmentPool:
         return self._made
 
     @property
-    def lent_blocks(self) -> int:
+    def blocks_in_use(self) -> int:
         """Number of blocks that readers have not released."""
         with self._lock:
             self._collect()
-            return sum(map(len, self._lent.values()))
+            return sum(map(len, self._in_use.values()))
 
     def take(self, nbytes: int, *, timeout_s: float, check: Check | None = None) -> Block:
         """Return a block of at least `nbytes` bytes; wait for a release while none is free.
@@ -137,7 +137,7 @@ class SegmentPool:
         with self._lock:
             self._collect()
             before = self._nbytes
-            for slab in [slab for slab in self._slabs if not slab.lent]:
+            for slab in [slab for slab in self._slabs if not slab.in_use]:
                 self._free_slab(slab)
             return before - self._nbytes
 
@@ -146,7 +146,7 @@ class SegmentPool:
         with self._lock:
             self._closed = True
             self._free.clear()
-            self._lent.clear()
+            self._in_use.clear()
             for slab in self._slabs:
                 _close(slab)
             self._slabs.clear()
@@ -170,21 +170,21 @@ class SegmentPool:
         block = free.pop()  # the last block released is the most likely to be in the cache
         self._fence()
         block.ticket += 1
-        block.slab.lent += 1
-        self._lent.setdefault(wanted, []).append(block)
+        block.slab.in_use += 1
+        self._in_use.setdefault(wanted, []).append(block)
         return block
 
     def _collect(self) -> None:
         """Move the released blocks to the free list."""
-        for size, lent in self._lent.items():
+        for size, blocks in self._in_use.items():
             in_use: list[Block] = []
-            for block in lent:
+            for block in blocks:
                 if block.released:
-                    block.slab.lent -= 1
+                    block.slab.in_use -= 1
                     self._free[size].append(block)
                 else:
                     in_use.append(block)
-            lent[:] = in_use
+            blocks[:] = in_use
 
     def _grow(self, wanted: int) -> bool:
         """Create a segment with blocks of `wanted` bytes; free unused segments to make room.
@@ -198,14 +198,14 @@ class SegmentPool:
         try:
             segment = Segment.create(nbytes)
         except SegmentError:
-            if any(self._lent.values()):
+            if any(self._in_use.values()):
                 return False  # shared memory is full, but blocks in use will be released
             raise
         self._add(segment, wanted)
         return True
 
     def _make_room(self, nbytes: int) -> None:
-        for slab in [slab for slab in self._slabs if not slab.lent]:
+        for slab in [slab for slab in self._slabs if not slab.in_use]:
             if self._nbytes + nbytes <= self.max_nbytes:
                 return
             self._free_slab(slab)
@@ -232,7 +232,7 @@ class SegmentPool:
     def _full(self, nbytes: int, timeout_s: float) -> TransferTimeout:
         return TransferTimeout(
             f"no room for a tensor of {nbytes} bytes in {timeout_s:.1f} s: the pool holds "
-            f"{self._nbytes} of {self.max_nbytes} bytes and {self.lent_blocks} tensors are with "
+            f"{self._nbytes} of {self.max_nbytes} bytes and {self.blocks_in_use} tensors are with "
             "the receiver, which must take, drop or clean them up; or make the pool larger"
         )
 

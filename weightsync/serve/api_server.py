@@ -26,7 +26,7 @@ from weightsync.serve.text import TokenizerService
 from weightsync.serve.worker_client import RemoteReceiver, WorkerClient
 from weightsync.server.auth import LocalOnly, TokenAuth
 from weightsync.server.dispatcher import Receiver
-from weightsync.server.listening import SparingListener, tell_sparingly
+from weightsync.server.listening import SparingListener, ignore_logged_errors
 from weightsync.server.workers import Workers, worker_path, workers_router
 
 FEATURES = (
@@ -173,7 +173,7 @@ class _Server(uvicorn.Server):
         self._ready = ready
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        asyncio.get_running_loop().set_exception_handler(tell_sparingly)
+        asyncio.get_running_loop().set_exception_handler(ignore_logged_errors)
         await super().startup(sockets)
         self._ready(b"")
 

@@ -60,7 +60,7 @@ class SparingListener(socket.socket):
     asyncio would log a traceback for each failed accept, thousands per second. A reserved
     descriptor lets such a connection be accepted and closed, so that its client notices.
     A socket that is shared with other servers leaves the connection to them and pauses for a
-    second; the event loop's exception handler must be `tell_sparingly` then.
+    second; the event loop's exception handler must be `ignore_logged_errors` then.
     """
 
     @classmethod
@@ -132,7 +132,7 @@ class SparingListener(socket.socket):
         return None
 
 
-def tell_sparingly(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+def ignore_logged_errors(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
     """Exception handler of an event loop: ignores what a SparingListener has already logged."""
     if not isinstance(context.get("exception"), _OutOfDescriptors):
         loop.default_exception_handler(context)

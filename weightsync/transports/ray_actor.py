@@ -22,7 +22,7 @@ from weightsync.transports.base import BaseTransport
 from weightsync.wire import codec, problem
 from weightsync.wire.messages import CALL_OF, Reply, Request
 
-DOOR = "weightsync_handle"
+METHOD = "weightsync_handle"
 """The actor method that handles every message; returns `{"reply"}` or `{"problem"}`."""
 
 
@@ -35,13 +35,13 @@ class RayActorTransport(BaseTransport):
 
     def __init__(self, actor: Any, target: str | None = None) -> None:
         super().__init__(target or actor_name(actor))
-        door = getattr(actor, DOOR, None)
-        if door is None:
+        method = getattr(actor, METHOD, None)
+        if method is None:
             raise ConfigError(
-                f"{self.target} has no method {DOOR}; derive its class from ws.ray.WeightSyncActor "
-                "and decorate it with @ws.ray.remote"
+                f"{self.target} has no method {METHOD}; derive its class from "
+                "ws.ray.WeightSyncActor and decorate it with @ws.ray.remote"
             )
-        self._door = door
+        self._method = method
 
     @property
     def local_address(self) -> str | None:
@@ -55,7 +55,7 @@ class RayActorTransport(BaseTransport):
         self._check_open()
         call = CALL_OF[type(request)]
         self._count(len(codec.encode(request)))
-        ref = _submit(self._door, codec.to_plain(request), self.target, call)
+        ref = _submit(self._method, codec.to_plain(request), self.target, call)
         return _open(_get(ref, timeout_s, self.target, call), self.target, call)
 
 

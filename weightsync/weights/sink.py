@@ -185,16 +185,16 @@ HOOK_ADVICE = (
 
 
 def refuse_kept(
-    lent: Sequence[tuple[str, torch.Tensor]], counts: Sequence[int], advice: str = HOOK_ADVICE
+    tensors: Sequence[tuple[str, torch.Tensor]], counts: Sequence[int], advice: str = HOOK_ADVICE
 ) -> None:
-    """Raise TransferError naming the tensors of `lent` of which a hook kept views.
+    """Raise TransferError naming those of `tensors` of which a hook kept views.
 
-    `lent` are `(name, uint8[nbytes])`. `counts` are their `uses` before any view was made; now a
+    `tensors` are `(name, uint8[nbytes])`. `counts` are their `uses` before any view was made; now a
     higher number means that a view is alive. `advice` ends the message.
     """
     kept = [
         name
-        for (name, base), count in zip(lent, counts, strict=True)
+        for (name, base), count in zip(tensors, counts, strict=True)
         if base.numel() and uses(base) > count
     ]
     if kept:
@@ -337,15 +337,16 @@ class _StagedHookTarget(LoadTarget):
             return
         names = _NamesLoaded(self._plan.manifest)
         specs = self._plan.manifest.specs
-        lent = [
+        tensors = [
             (spec.name, own_storage(flat)) for spec, flat in zip(specs, memory.tensors, strict=True)
         ]
-        counts = [uses(flat) for _, flat in lent]
+        counts = [uses(flat) for _, flat in tensors]
         pairs = [
-            (name, from_bytes(flat, spec)) for spec, (name, flat) in zip(specs, lent, strict=True)
+            (name, from_bytes(flat, spec))
+            for spec, (name, flat) in zip(specs, tensors, strict=True)
         ]
         names.note(self._sink.call(pairs))
         names.check()
         pairs.clear()
         if not self._sink.keeps_views:
-            refuse_kept(lent, counts)
+            refuse_kept(tensors, counts)

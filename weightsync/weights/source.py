@@ -65,7 +65,7 @@ class SourceWatch:
         self.end()
         self._window = StepWindow()
         self._names, self._tensors = with_shards(names, tensors)
-        self._seen = _look(self._tensors)
+        self._seen = _states(self._tensors)
 
     def end(self, is_adopted: Callable[[int, int], bool] = lambda _, __: False) -> list[str]:
         """Return the names of tensors that changed since `begin`, and drop all tensors.
@@ -78,7 +78,7 @@ class SourceWatch:
         if window is None:
             return []
         stepped = window.close()
-        now = _look(tensors)
+        now = _states(tensors)
         changed: set[int] = set()
         if now != seen:
             changed |= set(_differences(seen, now, is_adopted))
@@ -159,7 +159,7 @@ def _parts(tensor: torch.Tensor) -> Sequence[torch.Tensor]:
     return (tensor,) if local is None else (tensor, local)
 
 
-def _look(tensors: Sequence[torch.Tensor]) -> list[list[object]]:
+def _states(tensors: Sequence[torch.Tensor]) -> list[list[object]]:
     """Return versions, addresses and dtypes of tensors, without a loop in Python where possible."""
     try:
         versions = list(map(_version_of, tensors))
@@ -175,7 +175,7 @@ def _look(tensors: Sequence[torch.Tensor]) -> list[list[object]]:
 def _differences(
     before: list[list[object]], now: list[list[object]], is_adopted: Callable[[int, int], bool]
 ) -> Iterator[int]:
-    """Yield the positions at which two results of `_look` differ."""
+    """Yield the positions at which two results of `_states` differ."""
     rows = enumerate(zip(zip(*before, strict=True), zip(*now, strict=True), strict=True))
     for i, ((version, address, dtype), (version_now, address_now, dtype_now)) in rows:
         moved = address != address_now and not is_adopted(i, int(address_now))

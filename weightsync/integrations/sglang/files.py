@@ -214,7 +214,7 @@ class WeightDirectory:
             if self._sharers <= 0:
                 self._remove_home()
 
-    def join(self, update_id: str, who: object) -> Snapshot:
+    def join(self, update_id: str, member: object) -> Snapshot:
         """Join an update as `member`; the first member writes the files. TransferError if busy."""
         with self._guard:
             snapshot = self._snapshot
@@ -227,15 +227,15 @@ class WeightDirectory:
                     f"files of update {snapshot.update_id} still lie in {snapshot.weights}; send "
                     "again when that is over"
                 )
-            snapshot.members.add(who)
+            snapshot.members.add(member)
             if snapshot.writer is None:
-                snapshot.writer = who
+                snapshot.writer = member
             return snapshot
 
-    def leave(self, snapshot: Snapshot, who: object) -> None:
+    def leave(self, snapshot: Snapshot, member: object) -> None:
         """Leave an update as `member`; with the last member its files are removed. Idempotent."""
         with self._guard:
-            snapshot.members.discard(who)
+            snapshot.members.discard(member)
             if snapshot.members or snapshot is not self._snapshot:
                 return
             self._snapshot = None

@@ -51,9 +51,9 @@ class WeightsyncEngine(WeightTransferEngine):  # type: ignore[misc]  # vLLM has 
         super().__init__(config, vllm_config, device, model)
         apply = cast(ApplyChoice, os.environ.get(APPLY_VARIABLE, "auto"))
         self.receiver = WeightReceiver(VllmSink(model, vllm_config, device), apply=apply)
-        self._asked: Request | None = None
-        self._replied: Reply | None = None
-        WorkerBase.weightsync = _door
+        self._request: Request | None = None
+        self._reply: Reply | None = None
+        WorkerBase.weightsync = _answer_call
 
     def init_transfer_engine(self, init_info: dict[str, Any]) -> None:
         """Open the memory that a sender offers."""
@@ -61,13 +61,13 @@ class WeightsyncEngine(WeightTransferEngine):  # type: ignore[misc]  # vLLM has 
 
     def start_weight_update(self) -> None:
         """Open an update. The model is not changed before weights are loaded into it."""
-        if not isinstance(self._asked, UpdateRequest):
+        if not isinstance(self._request, UpdateRequest):
             self._handle(StartRequest())
 
     def receive_weights(self, update_info: dict[str, Any]) -> None:
         """Load one message, in place or staged."""
-        if isinstance(self._asked, UpdateRequest):
-            self._handle(self._asked)
+        if isinstance(self._request, UpdateRequest):
+            self._handle(self._request)
             return
         try:
             self._handle(UpdateRequest(update_info=codec.parse_update_info(update_info)))
@@ -81,24 +81,24 @@ class WeightsyncEngine(WeightTransferEngine):  # type: ignore[misc]  # vLLM has 
 
     def shutdown(self) -> None:
         """Abort an open update and close every mapping. vLLM may call `init` again."""
-        if isinstance(self._asked, ShutdownRequest):
-            self._handle(self._asked)
+        if isinstance(self._request, ShutdownRequest):
+            self._handle(self._request)
         else:
             self.receiver.close(for_good=False)
 
     def _handle(self, request: Request) -> None:
         """Dispatch the sender's request, if this is inside its RPC, else `request`."""
-        asked = self._asked
-        self._replied = self.receiver.dispatch(request if asked is None else asked)
+        asked = self._request
+        self._reply = self.receiver.dispatch(request if asked is None else asked)
 
     def answer(self, worker: Any, request: Request) -> Reply:
         """Handle one request of our sender through the method of vLLM's worker for it."""
-        self._replied = None
+        self._reply = None
         with self._asking(request), set_current_vllm_config(self.vllm_config):
             self._drive(worker, request)
-            if self._replied is None:  # vLLM has no method for it
-                self._replied = self.receiver.dispatch(request)
-        return self._replied
+            if self._reply is None:  # vLLM has no method for it
+                self._reply = self.receiver.dispatch(request)
+        return self._reply
 
     def _drive(self, worker: Any, request: Request) -> None:
         session = _Session(worker)
@@ -115,22 +115,22 @@ class WeightsyncEngine(WeightTransferEngine):  # type: ignore[misc]  # vLLM has 
         elif isinstance(request, FinishRequest) and session.active and open_id is not None:
             worker.finish_weight_update()
         elif isinstance(request, AbortRequest):
-            self._replied = self.receiver.dispatch(request)
+            self._reply = self.receiver.dispatch(request)
             if self.receiver.status().update_id is None:
                 session.end()
 
     @contextmanager
     def _asking(self, request: Request) -> Iterator[None]:
-        self._asked = request
+        self._request = request
         try:
             yield
         finally:
-            self._asked = None
+            self._request = None
 
-    def at_door(self, worker: Any, told: Round) -> WorkerAnswer:
+    def answer_round(self, worker: Any, round_: Round) -> WorkerAnswer:
         """Answer a round. An error of a request is part of the answer."""
         rank, world = _place(self.vllm_config)
-        call = rpc.addressed(told, rank)
+        call = rpc.addressed(round_, rank)
         reply = wrong = None
         if call is not None:
             try:
@@ -139,15 +139,15 @@ class WeightsyncEngine(WeightTransferEngine):  # type: ignore[misc]  # vLLM has 
                 reply = codec.encode(answered).decode()
             except Exception as exc:  # noqa: BLE001  # returned to the sender, which raises it
                 wrong = problem.encode_problem(problem.to_problem(exc)).decode()
-        return self._stand(told, rank, world, reply, wrong)
+        return self._worker_answer(round_, rank, world, reply, wrong)
 
-    def _stand(
-        self, told: Round, rank: int, world: int, reply: str | None, wrong: str | None
+    def _worker_answer(
+        self, round_: Round, rank: int, world: int, reply: str | None, wrong: str | None
     ) -> WorkerAnswer:
         status = self.receiver.status()
-        watched = told.watched.get(rank)
+        watched = round_.watched.get(rank)
         return WorkerAnswer(
-            nonce=told.nonce,
+            nonce=round_.nonce,
             rank=rank,
             world=world,
             state=status.state,
@@ -177,17 +177,17 @@ class _Session:
             self._worker.weight_transfer_engine.reset_weight_update_target()
 
 
-def _door(worker: Any, text: str) -> dict[str, Any]:
+def _answer_call(worker: Any, text: str) -> dict[str, Any]:
     """Answer a round of our sender. Called by vLLM's collective_rpc in every worker.
 
     Never raises: vLLM would keep the other workers' answers, and return them from the next call.
     """
     try:
-        told = rpc.decode_round(text)
+        round_ = rpc.decode_round(text)
         engine = getattr(worker, "weight_transfer_engine", None)
         if not isinstance(engine, WeightsyncEngine):
             raise ConfigError("this worker's weight transfer engine is not weightsync's")
-        return rpc.encode_answer(engine.at_door(worker, told))
+        return rpc.encode_answer(engine.answer_round(worker, round_))
     except Exception as exc:  # noqa: BLE001  # returned to the sender, which raises it
         return rpc.encode_refusal(exc)
 

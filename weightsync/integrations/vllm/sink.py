@@ -235,20 +235,20 @@ def try_out(reload: Reload, manifest: Manifest, names: list[str]) -> Trial:
 
     Called between decode steps, while no reload is open.
     """
-    watch = _Watch(manifest, names)
+    recorder = _LoadRecorder(manifest, names)
     reload.begin()
     try:
-        with watch.watching(reload.model):
+        with recorder.recording(reload.model):
             try:
-                reload.load(watch.pairs())
+                reload.load(recorder.pairs())
             except Exception as exc:  # noqa: BLE001  # a model's code may raise anything
-                watch.note(f"load_weights raised {type(exc).__name__}: {exc}")
-        return watch.result()
+                recorder.note(f"load_weights raised {type(exc).__name__}: {exc}")
+        return recorder.result()
     finally:
         reload.abandon()
 
 
-class _Watch:
+class _LoadRecorder:
     """Records which parameters a model's load_weights would load, and from which tensors."""
 
     def __init__(self, manifest: Manifest, names: list[str]) -> None:
@@ -275,7 +275,7 @@ class _Watch:
         offered = f"offered {self._manifest.specs[index]}" if index is not None else "offered"
         self._trial.mismatched.append(f"{self._current}: {offered}, {what}")
 
-    def watching(self, model: nn.Module) -> _Standins:
+    def recording(self, model: nn.Module) -> _Standins:
         """Return a context manager that replaces the loaders."""
         return _Standins(model, self)
 
@@ -317,9 +317,9 @@ class _Watch:
 class _Standins:
     """Context manager that replaces the loaders of all parameters."""
 
-    def __init__(self, model: nn.Module, watch: _Watch) -> None:
+    def __init__(self, model: nn.Module, recorder: _LoadRecorder) -> None:
         self._model = model
-        self._watch = watch
+        self._recorder = recorder
         self._replaced: list[tuple[torch.Tensor, Any]] = []
 
     def __enter__(self) -> None:
@@ -329,7 +329,7 @@ class _Standins:
                 if name in SKIP_LOAD_TENSORS or loader is None:
                     continue
                 if name in layer._parameters:
-                    self._watch.expect((path, name), get_tensor_load_numel(tensor))
+                    self._recorder.expect((path, name), get_tensor_load_numel(tensor))
                 self._replaced.append((tensor, loader))
                 tensor.weight_loader = self._standin((path, name), _unwrapped(loader))
 
@@ -346,7 +346,7 @@ class _Standins:
             param = bound.arguments.get("param")
             if isinstance(param, torch.Tensor) and not param.is_meta:
                 bound.arguments["param"] = to_meta_tensor(param)
-            return self._watch.load(place, loader, bound)
+            return self._recorder.load(place, loader, bound)
 
         online_process_loader.__wrapped__ = loader  # type: ignore[attr-defined]  # as vLLM marks its own
         return online_process_loader
@@ -407,30 +407,36 @@ class VllmSink(WeightSink):
         """Stage the stream until `commit`; a whole model may also be loaded in place."""
         self.difference(plan.manifest).check(partial=True, more_follows=True)
         if apply == "in_place" and not self.difference(plan.manifest).missing:
-            return _InPlaceLanding(self, plan.manifest)
-        return _AsideLanding(self, plan)
+            return _InPlaceLoadTarget(self, plan.manifest)
+        return _StagedLoadTarget(self, plan)
 
     def commit_all(self, load_targets: Sequence[LoadTarget]) -> None:
         """Load all targets in one reload: tensors that vLLM fuses may be in several messages."""
-        aside = [
-            load_target for load_target in load_targets if isinstance(load_target, _AsideLanding)
+        staged = [
+            load_target
+            for load_target in load_targets
+            if isinstance(load_target, _StagedLoadTarget)
         ]
         for load_target in load_targets:
-            if load_target not in aside:
+            if load_target not in staged:
                 load_target.commit()
-        if not aside:
+        if not staged:
             return
-        lent = {name: kept for load_target in aside for name, kept in load_target.lend()}
-        counts = [uses(flat) for _, flat in lent.values()]
+        tensors = {
+            name: kept for load_target in staged for name, kept in load_target.staged_tensors()
+        }
+        counts = [uses(flat) for _, flat in tensors.values()]
         self.reload.begin()
         try:
-            self.reload.load((name, from_bytes(flat, spec)) for name, (spec, flat) in lent.items())
+            self.reload.load(
+                (name, from_bytes(flat, spec)) for name, (spec, flat) in tensors.items()
+            )
             self.reload.end()
         except BaseException:
             self.reload.abandon()
             raise
         # The next update would overwrite a tensor that vLLM kept.
-        refuse_kept([(name, flat) for name, (_, flat) in lent.items()], counts)
+        refuse_kept([(name, flat) for name, (_, flat) in tensors.items()], counts)
 
     def staged_nbytes(self, plan: StreamLayout) -> int:
         """The whole stream: every worker stages it before it is cut into shards."""
@@ -480,14 +486,14 @@ class VllmSink(WeightSink):
         return [name for name in trial.untouched if not (tied and "lm_head" in name)]
 
 
-class _WakefulLanding(LoadTarget):
+class _AwakeLoadTarget(LoadTarget):
     """Refuses an update while the model sleeps; checked at its first bytes."""
 
     def begin(self) -> None:
         refuse_asleep("update_weights")
 
 
-class _InPlaceLanding(_WakefulLanding):
+class _InPlaceLoadTarget(_AwakeLoadTarget):
     """Loads tensors as they arrive. Tied ones arrive once, and are given under each alias."""
 
     in_place = True
@@ -515,7 +521,7 @@ class _InPlaceLanding(_WakefulLanding):
         self._sink.reload.abandon()
 
 
-class _AsideLanding(_WakefulLanding):
+class _StagedLoadTarget(_AwakeLoadTarget):
     """Stages the stream. Only `commit` changes the model, which keeps no tensor of the stream."""
 
     def __init__(self, sink: VllmSink, plan: StreamLayout) -> None:
@@ -526,7 +532,7 @@ class _AsideLanding(_WakefulLanding):
         self.memory: Memory = Memory.of_stream(plan, arena.allocate(plan.nbytes, sink.device))
         self.peak_extra_nbytes = plan.nbytes
 
-    def lend(self) -> Iterator[tuple[str, tuple[TensorSpec, torch.Tensor]]]:
+    def staged_tensors(self) -> Iterator[tuple[str, tuple[TensorSpec, torch.Tensor]]]:
         """Yield the staged tensors by the names under which the model takes them."""
         for name in self._names:
             i = self._index[name]
