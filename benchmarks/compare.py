@@ -1,11 +1,11 @@
-"""The same model moved by weightsync and by what people use instead, beside a plain copy.
+"""Comparison of weightsync with other methods: the same model, beside a plain copy.
 
     python -m benchmarks.compare --preset standard --out results.json
 
-Every trial is a trainer process and its readers, apart from all others. The file is written after
-each trial; an unfinished one is gone on with, a finished one begun anew. What fails, does not fit
-into memory or takes too long is a row with its reason. `--pages` also writes the tables, of
-whatever there is when it ends or is stopped.
+Every trial is a trainer process and its readers, isolated from other trials. The file is written
+after each trial. The next run continues an unfinished file and replaces a finished one. A trial
+that fails, does not fit into memory or takes too long is a row with its reason. `--pages` also
+writes the tables of all rows, when the run ends or is stopped.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from benchmarks.results import Results, Row, machine, same_kind
 from benchmarks.rivals.registry import RIVALS
 from benchmarks.shapes import Workload
 
-# Beside the weights: interpreters with torch, and what the system itself wants.
+# Beside the weights: interpreters with torch, and the system itself.
 SPARE_NBYTES = 1 << 30
 PROCESS_NBYTES = 300 << 20
 # The kernel frees the /dev/shm of the trial before in its own time.
@@ -43,9 +43,9 @@ def compare(
     *,
     within_s: float = math.inf,
 ) -> None:
-    """Run what `results` has no rows of yet; `only` takes rivals whose names begin so.
+    """Run the trials without rows in `results`; `only` are beginnings of rivals' names.
 
-    After `within_s` no trial is begun; raises KeyboardInterrupt where some are left.
+    No trial starts after `within_s`; raises KeyboardInterrupt if trials are left.
     """
     began = time.monotonic()
     trials = [t for trial in preset.trials if (t := _left(trial, results, only))]
@@ -69,7 +69,7 @@ def compare(
 
 
 def measure(preset: Preset, trial: Trial) -> list[Row]:
-    """Run one trial and return a row for every rival and way of it."""
+    """Run one trial and return a row for each of its rivals and options."""
     workload = WORKLOADS[trial.workload]()
     reasons = {name: _too_large(name, workload, trial.readers) for name in trial.rivals}
     fit = [name for name, reason in reasons.items() if not reason]
@@ -104,7 +104,7 @@ def _left(trial: Trial, results: Results, only: Sequence[str]) -> Trial | None:
 
 
 def _too_large(name: str, workload: Workload, readers: int) -> str:
-    """Say why a rival does not fit this machine's memory; nothing if it does."""
+    """Return why a rival does not fit this machine's memory, an empty string if it fits."""
     needed = RIVALS[name].peak_nbytes(workload.nbytes, readers)
     needed += SPARE_NBYTES + (1 + readers) * PROCESS_NBYTES
     until = time.monotonic() + MEMORY_RETURNS_S
@@ -159,7 +159,7 @@ def _row(workload: Workload, trial: Trial, name: str, way: str, said: dict[str, 
 
 
 def resume(path: Path, preset: str) -> Results:
-    """Return the file's rows where they are an unfinished run of this preset here; else none."""
+    """Return the file's rows of an unfinished run of this preset on this machine, else none."""
     here = machine()
     if path.exists():
         found = Results.read(path)
@@ -169,20 +169,24 @@ def resume(path: Path, preset: str) -> Results:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Compare, and say what failed."""
+    """Run the comparison, and print the trials that failed."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--preset", choices=tuple(PRESETS), default="standard")
     parser.add_argument("--out", type=Path, default=Path("results.json"))
     parser.add_argument(
-        "--rivals", nargs="+", default=[], metavar="NAME", help="only those that begin so"
+        "--rivals",
+        nargs="+",
+        default=[],
+        metavar="NAME",
+        help="only rivals whose names begin with these",
     )
     parser.add_argument(
         "--pages", type=Path, metavar="ROOT", help="write docs/performance.md and README.md of ROOT"
     )
     parser.add_argument(
-        "--minutes", type=float, default=math.inf, help="begin no trial after these"
+        "--minutes", type=float, default=math.inf, help="start no trial after these"
     )
     options = parser.parse_args(arguments)
     results = resume(options.out, options.preset)
@@ -206,7 +210,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def stop(*_: object) -> NoReturn:
-    """Do for SIGTERM as for Ctrl-C."""
+    """Handle SIGTERM like Ctrl-C."""
     raise KeyboardInterrupt
 
 

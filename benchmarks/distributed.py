@@ -1,9 +1,9 @@
-"""How fast weights reach workers on another host, against one raw broadcast of the same bytes.
+"""Speed of updates of workers on another host, beside one raw broadcast of the same bytes.
 
     python -m benchmarks.distributed [--mib 512] [--tensors 300] [--rounds 7]
 
 Both ends run on this machine over loopback, one thread each. The raw broadcast moves one flat
-tensor between the same two processes; the rest is the whole path: tensors packed into the sender's
+tensor between the same two processes; an update is the whole path: tensors packed into the sender's
 ring, down the chain, into the ring of the other host, and from there into each worker's model.
 Medians, as ratios to the broadcast of the same run.
 """
@@ -60,7 +60,7 @@ WARM_UPS = 2
 
 @dataclass(frozen=True, kw_only=True)
 class Shape:
-    """What is moved."""
+    """The workload of a run."""
 
     nbytes: int
     tensors: int
@@ -84,7 +84,7 @@ class Worker:
         self.process.start()
 
     def ask(self, what: str, argument: object = None) -> object:
-        """Call the worker and wait for its answer."""
+        """Call the worker and wait for its reply."""
         self.pipe.send_bytes(json.dumps([what, argument]).encode())
         if not self.pipe.poll(TIMEOUT_S):
             raise TimeoutError(f"no answer to {what}")
@@ -141,7 +141,7 @@ class Trial:
         return InitRequest(init_info=info)
 
     def update(self, workers: int) -> float:
-        """Send to that many workers; return the seconds until the last has all of it."""
+        """Send to that many workers; return the seconds until the last worker has all bytes."""
         self._updates += 1
         name = f"update-{time.monotonic_ns()}"
         chosen = self.workers[:workers]
@@ -181,7 +181,7 @@ class Trial:
 
 
 class Broadcast:
-    """torch's own broadcast of one flat tensor, between this process and a worker."""
+    """Broadcast of torch: one flat tensor, between this process and a worker."""
 
     def __init__(self, nbytes: int, worker: Worker) -> None:
         store = TCPStore(ADDRESS, 0, is_master=True, wait_for_workers=False)
@@ -192,16 +192,16 @@ class Broadcast:
         self._flat = torch.ones(nbytes, dtype=torch.uint8)
 
     def run(self) -> float:
-        """Return the seconds of one."""
+        """Return the seconds of one broadcast."""
         self._worker.pipe.send_bytes(json.dumps(["broadcast", self._flat.numel()]).encode())
-        self._group.broadcast(self._flat, 0).wait()  # both are there now
+        self._group.broadcast(self._flat, 0).wait()  # both processes have joined now
         started = time.perf_counter()
         self._group.broadcast(self._flat, 0).wait()
         self._worker.pipe.recv_bytes()
         return time.perf_counter() - started
 
 
-def _group(store: Store, rank: int) -> Any:  # torch's types know no broadcast
+def _group(store: Store, rank: int) -> Any:  # torch's type stubs lack broadcast
     return ProcessGroupGloo(store, rank, 2, timedelta(seconds=TIMEOUT_S))
 
 

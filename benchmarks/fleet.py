@@ -1,9 +1,9 @@
-"""What one receiver more on the same host costs the trainer.
+"""The trainer's cost of more receivers on the same host.
 
     python benchmarks/fleet.py --mbytes 256 --receivers 4 --rounds 9
 
-Prints, packed and unpacked, what the trainer's process writes and how much CPU time it takes for a
-fleet, as a multiple of one receiver. The two take turns, so that a busy machine hits both.
+Prints, packed and unpacked, the bytes that the trainer's process writes and its CPU time for a
+fleet, as multiples of one receiver. The two take turns, so that other work affects both.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ def receivers(count: int, mbytes: int) -> Iterator[list[Caller]]:
 
 @dataclass
 class Measured:
-    """Seconds of each round, and the bytes that one wrote."""
+    """Seconds of each round, and the bytes that one round wrote."""
 
     cpu_s: list[float] = field(default_factory=list)
     wall_s: list[float] = field(default_factory=list)
@@ -106,7 +106,7 @@ class Measured:
     nbytes: int = 0
 
     def round(self, sender: ws.WeightSender) -> None:
-        """Send once more."""
+        """Send one more update."""
         wall, cpu = time.perf_counter(), time.process_time()
         report = sender.send_weights()
         self.cpu_s.append(time.process_time() - cpu)
@@ -115,7 +115,7 @@ class Measured:
 
 
 def measure(count: int, mbytes: int, rounds: int, *, packed: bool) -> tuple[Measured, Measured]:
-    """Return what one receiver and what `count` receivers take."""
+    """Return the costs of one receiver and of `count` receivers."""
     with receivers(count + 1, mbytes) as callers, ExitStack() as stack:
         senders = [
             stack.enter_context(ws.connect(make_model(mbytes), to=to, packed=packed))

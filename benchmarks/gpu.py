@@ -1,4 +1,4 @@
-"""Whole updates between two processes on one GPU, beside the limit and a rival, and the bars.
+"""Whole updates between two processes on one GPU, beside a plain copy, a rival and targets.
 
     python -m benchmarks.gpu
 
@@ -6,8 +6,8 @@ needs no arguments, and no package but torch, msgspec and xxhash. The trainer is
 process, the receiver another on the same GPU; control messages go through a pipe. The limit is a
 copy of as many bytes on the device, measured in the same run. Updates that are not verified are
 measured with both fences (WEIGHTSYNC_GPU_FENCE): the sender waits on the host, or its readers wait
-for events; the line `fences` says which is ahead. `--strict` ends with status 3 where a bar is not
-met. `--device cpu --preset toy` runs the same code without a GPU; its figures say nothing.
+for events; the line `fences` names the faster one. `--strict` ends with status 3 if a target is not
+met. `--device cpu --preset toy` runs the same code without a GPU; its figures have no meaning.
 """
 
 from __future__ import annotations
@@ -58,17 +58,17 @@ WAYS: Sequence[tuple[bool, bool, Fence]] = (
     (True, False, "host"),
     (True, False, "event"),
 )
-"""Packed, verified, and the fence; a verified update has the host's, whatever is asked for."""
+"""Packed, verified, and the fence; a verified update always has the host's fence."""
 # Trainer's model, receiver's two, and room for buckets.
 COPIES = 3.3
 
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """One way to update; seconds are medians. `data_s` is from the first copy to the last's end.
+    """One kind of update; seconds are medians.
 
-    `clock` says whose: the GPU's events, or the host's where no copy was fused. `fence` is what
-    hands bytes over.
+    `data_s` is the time from the first copy to the end of the last. `clock` is the clock of
+    `data_s`: the GPU's events, or the host's where no copy was fused. `fence` orders the bytes.
     """
 
     way: str
@@ -87,13 +87,13 @@ class Row:
 
     @property
     def control_s(self) -> float:
-        """What the update takes beside its data."""
+        """The time of the update beside its data."""
         return self.total_s - self.data_s
 
 
 @dataclass(frozen=True, kw_only=True)
 class Result:
-    """All about one model. `kernels` are seconds of single passes, alone on the device."""
+    """The results of one model. `kernels` are seconds of single passes, alone on the device."""
 
     title: str
     nbytes: int
@@ -109,7 +109,7 @@ class Result:
 
 
 def kernels_of(module: nn.Module, device: Device, repeats: int) -> tuple[dict[str, float], bool]:
-    """Time single passes over all tensors, and say whether the fused kernel made them."""
+    """Time single passes over all tensors; return also whether the fused kernel made them."""
     flats = [as_bytes(p.detach()) for p in module.parameters()]
     twins = [torch.empty_like(flat) for flat in flats]
     plan = StreamLayout(ModuleSource(module).manifest, run_nbytes=CUDA_RUN_NBYTES)
@@ -152,7 +152,7 @@ def copy_seconds(nbytes: int, device: Device, repeats: int) -> float:
 
 @contextmanager
 def asking_for(fence: Fence) -> Iterator[None]:
-    """Set the fence that a `connect` in here takes; what the user has set comes back."""
+    """Set the fence of `connect` inside the block; restore the user's setting afterwards."""
     before = os.environ.get(FENCE_VARIABLE)
     os.environ[FENCE_VARIABLE] = fence
     try:
@@ -166,7 +166,7 @@ def asking_for(fence: Fence) -> Iterator[None]:
 def measure(
     module: nn.Module, peer: Peer, device: Device, way: tuple[bool, bool, Fence], repeats: int
 ) -> tuple[Row, Mapping[str, str]]:
-    """Time updates of one way, check what arrived, and say which paths were passed over."""
+    """Time updates of one kind, check the values that arrived, and print the skipped paths."""
     packed, verify, fence = way
     before, recorded = device.allocated(), WriterFence.recorded
     data, passes, totals, clock = [], [], [], "host"
@@ -194,7 +194,7 @@ def measure(
             lead = mine[1] if packed and mine else 0.0
             data.append(taken[0] + lead if taken else report.seconds.get("load", total))
             passes.append(mine[0] if mine and not packed else 0.0)
-        # Whatever comes next takes memory too.
+        # The next measurement needs memory, too.
         trainer_extra, receiver_peak = device.peak() - before, peer.ask("peak")
     if peer.ask("sums") != sums(module):
         raise SystemExit("the receiver does not hold what was sent")
@@ -228,7 +228,7 @@ def _chunks(module: nn.Module) -> int:
 def rival_seconds(
     module: nn.Module, tensors: Sequence[Tensor], peer: Peer, device: Device, repeats: int
 ) -> float:
-    """Time the packed protocol re-enacted: a fresh buffer; per chunk a handle, an RPC, a clone."""
+    """Time the re-enacted packed protocol: a new buffer; per chunk a handle, an RPC, a clone."""
     state = {name: as_bytes(p.detach()) for name, p in module.named_parameters()}
     groups = [[(name, state[name]) for name in names] for names in _groups(tensors)]
     sizes = [sum(flat.numel() for _, flat in group) for group in groups]
@@ -272,7 +272,7 @@ def _groups(tensors: Sequence[Tensor]) -> Iterator[list[str]]:
 
 
 def run_model(title: str, tensors: Sequence[Tensor], device: Device, kind: str, n: int) -> Result:
-    """Measure everything for one model."""
+    """Measure all updates and passes of one model."""
     nbytes = sum(tensor.nbytes for tensor in tensors)
     module = module_on(tensors, device)
     copies = [copy_seconds(nbytes, device, n)]
@@ -313,9 +313,9 @@ def run_model(title: str, tensors: Sequence[Tensor], device: Device, kind: str, 
 
 
 def run(options: argparse.Namespace) -> tuple[dict[str, object], bool]:
-    """Measure every model, print the tables last; return all of it as plain data, and the verdict.
+    """Measure every model and print the tables; return the results as plain data, and the verdict.
 
-    Without a result no bar is met.
+    Without a result no target is met.
     """
     device = Device(options.device)
     models, updates = PRESETS[options.preset]
@@ -352,10 +352,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--preset", choices=tuple(PRESETS), default="full")
     parser.add_argument("--models", help=f"some of {', '.join(MODELS)}; joined by commas")
-    parser.add_argument("--updates", type=int, help="timed updates of each way")
+    parser.add_argument("--updates", type=int, help="timed updates of each kind")
     parser.add_argument("--json", type=Path, help="write the results here too")
     parser.add_argument(
-        "--strict", action="store_true", help=f"end with status {UNMET} where a bar is not met"
+        "--strict", action="store_true", help=f"end with status {UNMET} if a target is not met"
     )
     options = parser.parse_args(arguments)
     if options.device == "cuda" and not torch.cuda.is_available():

@@ -1,4 +1,4 @@
-"""What the benchmark on a GPU asks of the device, so that all of it also runs without one."""
+"""Device functions of the GPU benchmark, with a substitute on the host for runs without a GPU."""
 
 from __future__ import annotations
 
@@ -30,34 +30,34 @@ class Device:
         self.keys = list(handles.local_gpu_keys()) if self.on_gpu else [host_key()]
 
     def wait(self) -> None:
-        """Wait for everything."""
+        """Wait for all work of the device."""
         if self.on_gpu:
             torch.cuda.synchronize()
 
     def seconds(self, work: Callable[[], object], repeats: int, warm_ups: int = 2) -> float:
-        """Return the median of what `work` takes on the device."""
+        """Return the median time of `work` on the device."""
         taken = [self._once(work) for _ in range(warm_ups + repeats)]
         return statistics.median(taken[warm_ups:])
 
     def allocated(self) -> int:
-        """Bytes that torch holds here now; 0 on the host."""
+        """Bytes that torch holds on the device now; 0 on the host."""
         return torch.cuda.memory_allocated() if self.on_gpu else 0
 
     def begin_peak(self) -> None:
-        """Forget the peak so far."""
+        """Reset the peak of allocated bytes."""
         if self.on_gpu:
             torch.cuda.reset_peak_memory_stats()
 
     def peak(self) -> int:
-        """The most bytes that torch held since; 0 on the host."""
+        """The most bytes that torch held since the reset; 0 on the host."""
         return torch.cuda.max_memory_allocated() if self.on_gpu else 0
 
     def free(self) -> int | None:
-        """Bytes of the device that nobody has; None on the host."""
+        """Free bytes of the device; None on the host."""
         return torch.cuda.mem_get_info()[0] if self.on_gpu else None
 
     def forget(self) -> None:
-        """Give cached memory back."""
+        """Free cached memory."""
         if self.on_gpu:
             torch.cuda.empty_cache()
 
@@ -66,7 +66,7 @@ class Device:
             begin = time.perf_counter()
             work()
             return time.perf_counter() - begin
-        event: Any = torch.cuda.Event  # torch types nothing of it
+        event: Any = torch.cuda.Event  # untyped in torch
         first, last = (event(enable_timing=True) for _ in range(2))
         torch.cuda.synchronize()
         first.record()
@@ -90,13 +90,13 @@ class FreshBuffer:
             self.tensor = self._segment.tensor()
 
     def handle(self) -> Handle:
-        """Export it, for one reader."""
+        """Export the buffer for one reader."""
         if self._segment is None:
             return handles.export(self.tensor)
         return SegmentHandle(name=self._segment.name, nbytes=self._segment.nbytes)
 
     def close(self) -> None:
-        """Free it; readers have closed."""
+        """Free the buffer; readers have closed."""
         del self.tensor
         if self._segment is not None:
             self._segment.close()
@@ -105,14 +105,14 @@ class FreshBuffer:
 
 
 def watch_launches() -> None:
-    """Keep the events of fused launches in this process from now on."""
+    """Collect the events of fused launches in this process from now on."""
     Batch.spans = []
 
 
 def launches() -> list[float]:
-    """Return the seconds of each launch since, and forget them: `[]` where none was fused.
+    """Return the seconds of each launch since the last call; `[]` where none was fused.
 
-    One more at the front: from the first one's beginning to the last one's end.
+    The first value is the time from the start of the first launch to the end of the last.
     """
     spans: list[Span] = Batch.spans or []
     Batch.spans = []

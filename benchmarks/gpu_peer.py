@@ -1,4 +1,4 @@
-"""The receiving process of the benchmark on a GPU, and the sender's end of its pipe."""
+"""The receiving process of the GPU benchmark, and the sender's end of its pipe."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def fill(module: nn.Module, seed: int) -> None:
 
 
 def sums(module: nn.Module) -> list[int]:
-    """Return one number per parameter that tells other contents apart."""
+    """Return one number per parameter, different for different contents."""
     found = [_sum(parameter.data) for parameter in module.parameters()]
     return [int(n) for n in torch.stack(found).tolist()]
 
@@ -49,7 +49,7 @@ def _sum(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class Peer:
-    """Speaks with the receiving process; `handle` is the callback of `ws.connect`."""
+    """Client of the receiving process; `handle` is the callback of `ws.connect`."""
 
     def __init__(self, pipe: Connection) -> None:
         self._pipe = pipe
@@ -61,7 +61,7 @@ class Peer:
         return self.ask("handle", message)
 
     def ask(self, what: str, argument: object = None) -> Any:
-        """Return the answer, plain data. Raises RuntimeError for what failed there."""
+        """Return the reply as plain data. Raises RuntimeError for an error of the other process."""
         with self._turn:
             self._pipe.send_bytes(json.dumps([what, argument]).encode())
             if not self._pipe.poll(ANSWER_S):
@@ -84,7 +84,7 @@ def _cuda_handles(value: object) -> Iterator[Mapping[str, Any]]:
 
 
 class _Receiving:
-    """What the receiving process does when it is asked."""
+    """The requests that the receiving process handles."""
 
     def __init__(self, tensors: Sequence[Tensor], kind: str) -> None:
         self._device = Device(kind)
@@ -110,7 +110,7 @@ class _Receiving:
         self._receiver = None
 
     def _renew(self, _: object = None) -> None:
-        """Begin again with a module that nobody has sent to."""
+        """Start with a new module and a new receiver."""
         self.close()
         self._module = nn.Module()
         gc.collect()
@@ -125,11 +125,11 @@ class _Receiving:
         return self._receiver.handle(message)
 
     def _take(self, info: Mapping[str, Any]) -> None:
-        """Map the buffer, clone it, load slices of the clone: the re-enacted protocol's reader."""
+        """Map the buffer, clone it and load slices, as the re-enacted protocol does."""
         handle: Handle = msgspec.json.decode(info["handle"], type=Handle)
         with OpenMemory(handle) as memory:
             clone = memory.part(0, info["nbytes"]).clone()
-            # The sender may overwrite its buffer when it has the answer.
+            # The sender may overwrite its buffer when it has the reply.
             self._device.wait()
         pairs, at = [], 0
         for name in info["names"]:
@@ -163,7 +163,7 @@ def serve(pipe: Connection, tensors: Sequence[Tensor], kind: str) -> None:
 
 @contextmanager
 def receiving_process(tensors: Sequence[Tensor], kind: str) -> Iterator[Peer]:
-    """Start it, and end it with the context."""
+    """Context manager: the receiving process, which ends with the block."""
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
     process = context.Process(target=serve, args=(theirs, tensors, kind), daemon=True)

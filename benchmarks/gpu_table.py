@@ -1,4 +1,4 @@
-"""The tables of the benchmark on a GPU, and the bars that its figures are held against."""
+"""The tables of the GPU benchmark, and the targets of its figures."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ MB = 1e6
 
 @dataclass(frozen=True)
 class Bar:
-    """One figure that was asked for."""
+    """One target: a figure and its limit."""
 
     name: str
     found: str
@@ -27,7 +27,7 @@ class Bar:
 
 
 def bars_of(result: Result, *, ring_nbytes: int) -> list[Bar]:
-    """Return every bar with what was found."""
+    """Return every target with the measured figure."""
     proved, bare = _row(result, "unpacked", proved=True), _row(result, "unpacked", proved=False)
     packed = _row(result, "packed", proved=True)
     plain = _row(result, "packed", proved=False)
@@ -62,7 +62,7 @@ def bars_of(result: Result, *, ring_nbytes: int) -> list[Bar]:
 
 
 def table(result: Result, *, ring_nbytes: int) -> str:
-    """Return all of a result as text."""
+    """Return a result as text."""
     return "\n".join(_lines(result, ring_nbytes))
 
 
@@ -94,7 +94,7 @@ def _lines(result: Result, ring_nbytes: int) -> Iterator[str]:
 
 
 def _fences(result: Result) -> Iterator[str]:
-    """Say which fence is ahead, where both were measured on the same work."""
+    """Return lines that name the faster fence, where both were measured on the same work."""
     for way in ("unpacked", "packed"):
         rows = [row for row in result.rows if row.way == way and row.verified == "none"]
         seconds = {row.fence: row.total_s for row in rows}

@@ -1,12 +1,12 @@
-"""Fails when updates have become slower, beside a plain copy, than the committed ratios say.
+"""Fails when updates have become slower, beside a plain copy, than the committed ratios.
 
     python -m benchmarks.guard              # make bench-check
     python -m benchmarks.guard --commit     # make bench-commit: on a quiet machine
 
-Noise makes a ratio worse and hardly ever better. So a loss counts only if it is seen in each of
-several tries, and tries after the first measure only what seemed lost. What is committed is the
-median of as many tries. On another kind of machine (CPU, cores) than the committed one it judges
-nothing, says so and exits with 0.
+Noise makes a ratio worse and hardly ever better. So a loss counts only if it appears in each of
+several tries, and later tries measure only the rows that seemed slower. The committed ratio is the
+median of as many tries. On another kind of machine (CPU, cores) than the committed one it compares
+nothing, prints this and exits with 0.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ ALLOWED = 1.15
 
 Ratios = Mapping[str, float]
 Measure = Callable[[Collection[str] | None], Ratios]
-"""Returns ratios by row: of all rows, or of at least the rows named; nan where there is none."""
+"""Returns ratios by row: of all rows, or at least of the named rows; nan for a failed row."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +47,7 @@ class Loss:
 
 
 def judge(committed: Ratios, measure: Measure, tries: int = TRIES) -> list[Loss]:
-    """Return what is more than 15 % slower than committed in each of `tries` tries."""
+    """Return the rows that are more than 15 % slower than committed in each of `tries` tries."""
     seen: dict[str, list[float]] = {row: [] for row in committed}
     suspects = set(committed)
     for number in range(tries):
@@ -77,7 +77,7 @@ def measure_with(preset: Preset, only: Sequence[str] = ()) -> Measure:
 
 
 def _again(preset: Preset, results: Results, wanted: Collection[str], only: Sequence[str]) -> None:
-    """Measure the rivals that have a row among those wanted."""
+    """Measure the rivals of the wanted rows."""
     for trial in preset.trials:
         rivals = [
             name
@@ -114,7 +114,7 @@ def commit(measure: Measure, path: Path, preset: str, tries: int = TRIES) -> Non
 
 
 def read(path: Path) -> dict[str, Any]:
-    """Return what was committed. Exits where nothing was."""
+    """Return the committed ratios. Exits if there are none."""
     if not path.exists():
         raise SystemExit(f"{path} is missing: `make bench-commit` on a quiet machine writes it")
     found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
@@ -122,9 +122,9 @@ def read(path: Path) -> dict[str, Any]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Compare with what is committed, or commit. Returns 1 for a loss.
+    """Compare with the committed ratios, or commit new ones. Returns 1 for a loss.
 
-    Ratios of another kind of machine say nothing here: they are not judged, and it returns 0.
+    Returns 0 on another kind of machine, where the ratios cannot be compared.
     """
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter

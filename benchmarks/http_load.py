@@ -1,8 +1,8 @@
-"""Clients that ask one thing again and again on connections kept alive, in a process of their own.
+"""HTTP clients that repeat one request on kept-alive connections, in a process of their own.
 
-Other benchmarks start it (`Load`): the first line that the process reads is what to ask; then each
-"go" begins a run and each "halt" ends it, which it answers with a line of figures. It reads of an
-answer what it must and no more, so that the clients take little of the server's processors.
+Other benchmarks start it (`Load`). The first line on stdin is the request; each "go" starts a run,
+and each "halt" ends it and returns a line of figures. It parses only the necessary part of a
+response, so that the clients use little processor time.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ END_S = 120.0
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """What clients got between "go" and "halt"; `cpu_s` is their own processor time."""
+    """Figures of one run, from "go" to "halt"; `cpu_s` is the clients' processor time."""
 
     count: int
     seconds: float
@@ -35,20 +35,20 @@ class Run:
 
     @property
     def per_s(self) -> float:
-        """Answers a second."""
+        """Responses per second."""
         return self.count / self.seconds
 
 
 @dataclass(slots=True)
 class _Taken:
-    """Latencies of the run at work; what is answered after its end does not count."""
+    """Latencies of the current run; responses after its end do not count."""
 
     going: bool = True
     seconds: list[float] = field(default_factory=list)
 
 
 class Load:
-    """`connections` clients in one process that ask `url` for `path`; a `body` is posted."""
+    """A process of `connections` clients that request `path` of `url`; a `body` is posted."""
 
     def __init__(self, url: str, path: str, body: object = None, *, connections: int = 1) -> None:
         self._process = subprocess.Popen(
@@ -66,11 +66,11 @@ class Load:
             raise
 
     def go(self) -> None:
-        """Begin a run; returns when it has begun."""
+        """Start a run; return when it has started."""
         self._say("go", START_S)
 
     def halt(self) -> Run:
-        """End the run; returns when all its requests are answered."""
+        """End the run; return when all its requests are answered."""
         return Run(**json.loads(self._say("halt", END_S)))
 
     def close(self) -> None:
@@ -103,12 +103,12 @@ class Load:
         finally:
             watchdog.cancel()
         if not answer:
-            raise RuntimeError("the clients of the benchmark ended; see above for why")
+            raise RuntimeError("the clients of the benchmark ended; the reason is above")
         return answer
 
 
 def runs_of(loads: list[Load], seconds: float) -> list[Run]:
-    """Have all ask at once, for `seconds`."""
+    """Run all clients for `seconds`."""
     for load in loads:
         load.go()
     time.sleep(seconds)

@@ -1,4 +1,4 @@
-"""Runs a program where nobody can reach it, and where nothing of it stays.
+"""Runs a program in isolation: unreachable from outside, and removed completely afterwards.
 
 With namespaces, where the kernel allows them: a network with loopback only (Ray and Gloo open
 ports), a tree of processes that the kernel ends as one, and a /dev/shm that vanishes with them.
@@ -29,14 +29,14 @@ SAID_CHARACTERS = 400
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """How a program ended: `problem` is empty when it did what it should."""
+    """The end of a program: `problem` is empty after a success."""
 
     problem: str
 
 
 @contextmanager
 def home() -> Iterator[Path]:
-    """Make a directory for one program; its name is short, for Ray puts unix sockets there."""
+    """Make a directory for one program; its name is short, because Ray puts Unix sockets there."""
     with tempfile.TemporaryDirectory(prefix="wb-", dir="/tmp", ignore_cleanup_errors=True) as made:
         yield Path(made)
 
@@ -74,7 +74,7 @@ def _wrapper(shm_nbytes: int) -> list[str]:
 
 @functools.cache
 def _spaces() -> tuple[str, ...]:
-    """Return how namespaces are had here; nothing where they are not."""
+    """Return the command that makes namespaces on this machine, empty if none works."""
     for how in (("unshare", *SPACES), ("unshare", "--map-root-user", *SPACES)):
         command = [*how, "sh", "-c", INSIDE, "1048576", "true"]
         try:

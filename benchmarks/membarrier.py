@@ -1,4 +1,4 @@
-"""What membarrier(2) costs: `python -m benchmarks.membarrier`.
+"""Cost of membarrier(2): `python -m benchmarks.membarrier`.
 
 Packed updates of one model between two processes, in turns with and without the fence that aarch64
 needs (WEIGHTSYNC_MEMBARRIER=1). x86-64 orders stores itself, so the difference is the call's cost.

@@ -1,11 +1,11 @@
-"""What a message costs, small and of 16 MiB, with one reader and with two.
+"""Cost of a message, small and of 16 MiB, with one reader and with two.
 
     python -m benchmarks.message_queue [--vllm-python /path/to/venv/bin/python] [--json]
 
-With the python of an environment that has vLLM (the CPU build will do), the same is measured of
-vLLM's own queue in turn with ours, and the ratios are printed; `--rounds` takes each figure's best
-of several turns, for a machine that does other work as well. "paced" is the time from sending to
-receiving, at the median, of messages two milliseconds apart, and the reader's processor time.
+With the python of an environment that has vLLM (the CPU build will do), vLLM's own queue is
+measured in turn with ours, and the ratios are printed; `--rounds` takes the best of several turns,
+for a machine with other work. "paced" is the time from sending to receiving, at the median, of
+messages two milliseconds apart, and the reader's processor time.
 """
 
 from __future__ import annotations
@@ -124,7 +124,7 @@ class Bench:
         stack.callback(self._tell, None)
 
     def seconds(self, how: str, message: Any, count: int) -> float:
-        """Return the time from the first message sent to the last one read by all."""
+        """Return the time from the first send to the last read of all readers."""
         self._tell((how, count))
         started = time.perf_counter()
         send_all(self._queue, message, count)
@@ -146,7 +146,7 @@ class Bench:
         answers = []
         for pipe in self._pipes:
             if not pipe.poll(WAIT_S):
-                raise TimeoutError("a reader of the benchmark said nothing in time")
+                raise TimeoutError("a reader of the benchmark did not reply in time")
             answers.append(pipe.recv())
         return answers
 
@@ -156,7 +156,7 @@ def median_of(runs: int, measure: Callable[[], float]) -> float:
 
 
 def measure(kind: str, readers: int, *, small: int, large: int, runs: int) -> dict[str, float]:
-    """Return microseconds a small message and GB/s of large ones, by way of receiving."""
+    """Return microseconds per small message and GB/s of large ones, for each kind of reading."""
     with ExitStack() as stack:
         bench = Bench(kind, readers, stack)
         array = np.random.default_rng(0).integers(0, 255, LARGE_NBYTES, dtype=np.uint8)
@@ -184,7 +184,7 @@ def memcpy_gbps() -> float:
 
 
 def elsewhere(python: str, kind: str, readers: int, args: argparse.Namespace) -> dict[str, float]:
-    """Measure in a process of another python, which need not have weightsync's packages."""
+    """Measure in a process of another Python, which may lack weightsync's packages."""
     sizes = [f"--{name}={getattr(args, name)}" for name in ("small", "large", "runs")]
     command = [python, __file__, f"--one={kind}", f"--readers={readers}", *sizes]
     root = str(Path(__file__).resolve().parent.parent)
@@ -231,7 +231,7 @@ def main() -> None:
     parser.add_argument("--small", type=int, default=20000, help="small messages a run")
     parser.add_argument("--large", type=int, default=60, help="large messages a run")
     parser.add_argument("--runs", type=int, default=3)
-    parser.add_argument("--rounds", type=int, default=1, help="turns, of which the best counts")
+    parser.add_argument("--rounds", type=int, default=1, help="turns; the best one counts")
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--one", choices=("ours", "vllm"), help=argparse.SUPPRESS)
     parser.add_argument("--readers", type=int, default=1, help=argparse.SUPPRESS)

@@ -1,10 +1,9 @@
-"""Which models are moved by which rivals to how many readers, in each preset. No torch here.
+"""Presets of the comparison: models, rivals and numbers of readers. Imports no torch.
 
 `standard` is meant to end within 22 minutes on two quiet cores: about 105 trials of 5 to 30 s.
-`full` adds 1 and 4 GiB, and 10,000 tensors; 30 tensors, float32 and mixed dtypes by everyone;
+`full` adds 1 and 4 GiB, and 10,000 tensors; 30 tensors, float32 and mixed dtypes by all rivals;
 queues of 37,000 tensors; real models to 2 and 4 readers; wider Qwen3s; hooks and in place to 2 and
-4 readers. It takes hours.
-`check` is what the guard looks at, and `toy` says nothing about speed.
+4 readers. It takes hours. `check` is for the guard, and `toy` has no meaningful speed.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ OURS = tuple(name for name, entry in RIVALS.items() if entry.ours)
 OURS_MAIN = ("weightsync/unpacked/staged", "weightsync/packed/staged")
 OURS_HOOKS = ("weightsync/unpacked/hook", "weightsync/packed/hook")
 THEIRS = tuple(name for name, entry in RIVALS.items() if not entry.ours)
-# Those that hand over every tensor by itself take minutes for 37,000.
+# Rivals that send every tensor by itself take minutes for 37,000.
 NO_QUEUES = tuple(name for name in THEIRS if RIVALS[name].module != "torch_queue")
 # One of each kind, the faster ones.
 QUICK = ("torch_queue/file_system", "gloo", "tmpfs", "http_body", "packed_rpc")
@@ -40,10 +39,10 @@ class Trial:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Preset:
-    """Trials in their order, and how long each may take.
+    """Trials in their order, with their time limits.
 
-    A way is measured for about `budget_s`; slow rivals have fewer rounds, so that each ends within
-    `aim_s`. A trial beyond `limit_s` is ended.
+    An option is measured for about `budget_s`; slow rivals have fewer rounds, so that each ends
+    within `aim_s`. A trial beyond `limit_s` is ended.
     """
 
     name: str
@@ -59,7 +58,7 @@ def _workload(name: str, title: str, make: Make) -> tuple[str, Callable[[], Work
     return name, lambda: Workload(name, title, tuple(make()))
 
 
-# Names are keys of results: they do not change, and say bytes, tensors and dtype.
+# Names are keys of results: they do not change, and contain bytes, tensors and dtype.
 WORKLOADS: dict[str, Callable[[], Workload]] = dict(
     (
         _workload("toy", "2 MB in 12 bf16 tensors", lambda: equal(2 * MIB, 12)),
@@ -113,7 +112,7 @@ def _standard() -> Iterator[Trial]:
     yield from _each(["4K-37000"], [1], (*OURS_MAIN, *NO_QUEUES))
     yield from _each(["512M-30", "512M-300-f32"], [1], (*OURS_MAIN, *QUICK))
     yield from _each(["512M-300-mixed"], [1], OURS_MAIN)
-    # 4 GiB: whoever does not fit this machine's memory is a row that says so.
+    # 4 GiB: a rival that does not fit this machine's memory is a row with that reason.
     yield from _each(
         ["4G-300"], [1], ("weightsync/unpacked/in_place", "weightsync/packed/in_place")
     )

@@ -53,7 +53,7 @@ def draw(results: Results, directory: Path, main: str) -> list[tuple[str, str]]:
 
 
 def overview(results: Results, main: str, colours: Mapping[str, str]) -> Figure | None:
-    """Draw the README's chart: weightsync as `connect` sets it up, and the best of each rival."""
+    """Draw the README's chart: weightsync with default settings, and the best of each rival."""
     measured = _measured(results, main, 1)
     best: dict[str, Row] = {}
     for row in sorted(measured, key=lambda row: row.ratio.median):

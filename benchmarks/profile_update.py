@@ -1,10 +1,10 @@
-"""Where each microsecond of an update goes, on both sides, unpacked and packed, verified or not.
+"""Time profile of an update on both sides, unpacked and packed, verified and not.
 
     python -m benchmarks.profile_update
 
 One receiver over HTTP, a module, staged. Methods of both processes are wrapped by a clock that all
-processes share; what lies between their beginnings and ends adds up to the update, and what the
-sender does meanwhile is shown beside it. A wrapper costs about half a microsecond, and there is one
+processes share; the phases between their starts and ends add up to the update, and the sender's
+concurrent work is shown beside them. A wrapper costs about half a microsecond, and there is one
 around each copy of 512 KiB. Medians, phase by phase.
 """
 
@@ -70,7 +70,7 @@ def report(columns: Mapping[str, Mapping[str, float]]) -> str:
 
 
 def _cell(seconds: float, whole: float) -> str:
-    """Return both, nothing where a phase is not of this path."""
+    """Return both values, empty where the path lacks the phase."""
     return f"{seconds * 1e6:.0f} ({seconds / whole:.1%})" if seconds else ""
 
 

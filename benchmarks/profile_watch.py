@@ -1,4 +1,4 @@
-"""What a profile of updates watches: methods of both processes, by a clock that they share."""
+"""Instrumentation of a profile: methods of both processes, timed by a clock that they share."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ INSIDE = {
 
 
 class Span(NamedTuple):
-    """One call: what it is called here, and seconds of the shared clock."""
+    """One call: its label, and its start and end in seconds of the shared clock."""
 
     name: str
     start: float
@@ -68,11 +68,11 @@ class Span(NamedTuple):
 
 
 SPANS: list[Span] = []
-"""Of this process, since they were last taken."""
+"""The spans of this process since the last reading."""
 
 
 def watch(places: Mapping[str, Mapping[str, str]]) -> None:
-    """Wrap these methods; those that a version has not are left out."""
+    """Wrap these methods; methods that this version lacks are left out."""
     for place, methods in places.items():
         module, _, owner = place.partition(":")
         kind = getattr(importlib.import_module(module), owner)
@@ -94,7 +94,7 @@ def _timed(method: Any, name: str) -> Any:
 
 
 def taken() -> list[Span]:
-    """Return the spans so far, and forget them."""
+    """Return the spans so far, and clear the list."""
     found = SPANS.copy()
     SPANS.clear()
     return found
@@ -112,7 +112,7 @@ class WatchedReceiver(Receiver):
 
 
 class WatchedTrainer(Trainer):
-    """Says after each update where its time went."""
+    """Computes the phases of each update."""
 
     def reader(self) -> type[Reader]:
         return WatchedReceiver
@@ -129,7 +129,7 @@ class WatchedTrainer(Trainer):
 
 
 def phases(send: Span, here: Sequence[Span], there: Sequence[Span]) -> dict[str, float]:
-    """Return seconds by phase of one update, and what the sender did beside it under `beside: `."""
+    """Return seconds by phase of one update, and the sender's concurrent work under `beside: `."""
 
     def all_of(spans: Sequence[Span], name: str) -> list[Span]:
         return [span for span in spans if span.name == name]

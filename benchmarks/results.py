@@ -1,4 +1,4 @@
-"""What a comparison found: rows, the machine they are from, and the file that keeps them."""
+"""Results of a comparison: rows, their machine, and their file."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ PACKAGES = ("torch", "ray", "safetensors", "weightsync")
 
 
 def today() -> str:
-    """Return the date, in UTC."""
+    """Return today's date in UTC."""
     return datetime.now(UTC).strftime("%Y-%m-%d")
 
 
@@ -34,7 +34,7 @@ class Ratio:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """One rival and way on one workload; `failed` says why it has no figures.
+    """One rival and option on one workload; `failed` is the reason for missing figures.
 
     `memcpy` and `update` are seconds, round by round; the values that readers held were right in
     every row that has them. `load` is the machine's at the end.
@@ -56,7 +56,7 @@ class Row:
 
     @property
     def key(self) -> str:
-        """What this row is a row of."""
+        """The key of this row."""
         return f"{self.workload} x{self.readers} {self.rival} {self.way}"
 
     @property
@@ -68,7 +68,7 @@ class Row:
 
 @dataclass(slots=True)
 class Results:
-    """All rows so far; `finished` says that the preset has come to its end."""
+    """All rows so far; `finished` is True after the last trial of the preset."""
 
     preset: str
     machine: Mapping[str, Any]
@@ -76,7 +76,7 @@ class Results:
     finished: bool = False
 
     def find(self, workload: str, readers: int, rival: str, way: str = "") -> Row | None:
-        """Return the row of these, of any way where none is named."""
+        """Return the row with this key, of any option if none is given."""
         for row in self.rows:
             found = (row.workload, row.readers, row.rival)
             if found == (workload, readers, rival) and way in {"", row.way}:
@@ -84,7 +84,7 @@ class Results:
         return None
 
     def save(self, path: Path) -> None:
-        """Write the file as a whole, or not at all."""
+        """Write the file atomically."""
         rows = [
             {**asdict(row), "ratio": None if row.failed else asdict(row.ratio)} for row in self.rows
         ]
@@ -95,7 +95,7 @@ class Results:
 
     @classmethod
     def read(cls, path: Path) -> Self:
-        """Read what `save` wrote."""
+        """Read a file that `save` wrote."""
         said = json.loads(path.read_text(encoding="utf-8"))
         known = {f.name for f in fields(Row)}
         rows = [Row(**{k: v for k, v in row.items() if k in known}) for row in said["rows"]]
@@ -103,7 +103,7 @@ class Results:
 
 
 def machine() -> dict[str, Any]:
-    """Return what figures depend on, without what names one machine among others of its kind."""
+    """Return the kind of the machine: facts that figures depend on, without its identity."""
     return {
         "cpu": _cpu(),
         "cores": len(os.sched_getaffinity(0)),
@@ -131,7 +131,7 @@ def _cpu() -> str:
 
 
 def _huge_pages(setting: str) -> str:
-    """Return what the kernel is set to: `always`, `never`, or `madvise`, where asked for."""
+    """Return the kernel's setting of transparent huge pages: `always`, `never` or `madvise`."""
     try:
         said = (Path("/sys/kernel/mm/transparent_hugepage") / setting).read_text(encoding="ascii")
     except OSError:

@@ -1,4 +1,4 @@
-"""How an update's time grows with hosts, workers and bytes, beside what the cost model says.
+"""Time of updates by hosts, workers and bytes, beside the cost model of docs/scaling.md.
 
     python -m benchmarks.scaling [--mib 128] [--rates 500mbit,2500mbit] [--hosts 1,2,4]
 
@@ -41,7 +41,7 @@ STORE_PORT = 8700
 TOKEN = "scaling"  # noqa: S105  # a private network
 WAIT_S = 120.0
 GOODPUT = 0.956
-"""What of a limited link is left beside headers: one stream of TCP, measured."""
+"""The share of a limited link that one TCP stream gets, without headers (measured)."""
 IN_FLIGHT = 2
 """Buckets that share a link, so that a host passes one on when it has received two."""
 
@@ -62,7 +62,7 @@ class Point:
 
     @property
     def model_s(self) -> float:
-        """What docs/scaling.md says: the bytes, and two buckets for every host but the first."""
+        """The model of docs/scaling.md: the bytes, and two buckets for every host but the first."""
         bucket_s = (BUCKET_NBYTES << 3) / (self.rate_mbit * 1e6)
         return (self.link_s + (self.hosts - 1) * IN_FLIGHT * bucket_s) / GOODPUT
 

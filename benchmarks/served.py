@@ -1,4 +1,4 @@
-"""A server for benchmarks to measure, and models of any size for it to serve."""
+"""A server process for benchmarks, and models of any size."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ Found = dict[str, Any]
 
 @dataclass(frozen=True, kw_only=True)
 class Server:
-    """A server that runs: its URL, the pid of its supervisor, and what it calls its model."""
+    """A running server: its URL, the pid of its supervisor, and the name of its model."""
 
     url: str
     pid: int
     model: str
 
     def stats(self, version: int | None = None) -> tuple[float, Found]:
-        """Return the time and how its one replica is doing, when it holds `version`."""
+        """Return the time and the statistics of its replica, when the server holds `version`."""
         deadline = time.monotonic() + START_S
         while time.monotonic() < deadline:
             status = requests.get(f"{self.url}/status.json", timeout=START_S).json()
@@ -44,7 +44,7 @@ class Server:
             if held and (version is None or held == [[version]]):
                 return status["at"], status["replicas"][0]
             time.sleep(0.1)
-        raise TimeoutError(f"{self.url} does not say that it holds version {version}")
+        raise TimeoutError(f"{self.url} does not report version {version}")
 
     def completion(self, tokens: int) -> Found:
         """Return the body of a request for `tokens` tokens."""
@@ -63,7 +63,7 @@ def server(model: str, *options: str) -> Iterator[Server]:
         line = process.stdout.readline() if process.stdout else ""
         watchdog.cancel()
         if "listening on " not in line:
-            raise RuntimeError(f"the server of {model} did not start; see above for why")
+            raise RuntimeError(f"the server of {model} did not start; the reason is above")
         url = line.split()[-1]
         name = requests.get(f"{url}/v1/models", timeout=END_S).json()["data"][0]["id"]
         yield Server(url=url, pid=process.pid, model=name)

@@ -1,10 +1,9 @@
-"""What a served model costs beside the model: stalls, tokens, requests, images, and each hop.
+"""Costs of serving beside the model: stalls, tokens, requests, images, and each process.
 
     python -m benchmarks.serving [--parts updates,latency,health,images] [--json]
 
-Every part starts `weightsync serve` and asks it over HTTP. What is compared takes turns within one
-run, round by round; figures are medians of the rounds. Models are made on the spot, with random
-weights. The parts:
+Every part starts `weightsync serve` and uses it over HTTP. Compared variants take turns within one
+run, round by round; figures are medians of the rounds. Models have random weights. The parts:
 
 updates   what a staged update stalls, at every size, with requests running: by the sender's report
           and by the engine core's own clock; then (first size) tokens a second without updates,
@@ -138,7 +137,7 @@ def token_rates(served: Server, sender: ws.WeightSender, args: argparse.Namespac
 def one_window(
     served: Server, sender: ws.WeightSender, seconds: float, pace_s: float | None
 ) -> tuple[float, int, float]:
-    """Return tokens a second, the updates made meanwhile and how long it was."""
+    """Return tokens per second, the number of concurrent updates, and the duration."""
     at, before = served.stats()
     began, made = time.monotonic(), 0
     while (left_s := began + seconds - time.monotonic()) > 0:
@@ -155,7 +154,7 @@ def one_window(
 
 
 def idle_s() -> float:
-    """Processor time that nobody used, summed over the cores."""
+    """Idle processor time, summed over the cores."""
     return float(Path("/proc/stat").read_text().split(maxsplit=5)[4]) * TICK_S
 
 
@@ -171,7 +170,7 @@ def latency_part(args: argparse.Namespace, folder: Path) -> Found:
 
 
 def overhead(model: str, dtype: str, args: argparse.Namespace) -> Found:
-    """Measure what a token costs through the tree, and the model's own step for the same row."""
+    """Measure the time of a token through all processes, and the model's own step."""
     runner = ModelRunner(load_model(model, dtype=getattr(torch, dtype)).model)
     with server(model, "--dtype", dtype) as served:
         place = urlsplit(served.url)
@@ -197,7 +196,7 @@ def overhead(model: str, dtype: str, args: argparse.Namespace) -> Found:
 
 
 def ask_for(connection: http.client.HTTPConnection, served: Server, tokens: int) -> float:
-    """Ask for a completion; return how long it took."""
+    """Request a completion; return its duration."""
     body = json.dumps(served.completion(tokens))
     began = time.perf_counter()
     connection.request("POST", "/v1/completions", body, {"content-type": "application/json"})
@@ -209,7 +208,7 @@ def ask_for(connection: http.client.HTTPConnection, served: Server, tokens: int)
 
 
 def own_steps(runner: ModelRunner, row: int) -> list[float]:
-    """Have the model alone make a completion; return what each token but the first took."""
+    """Generate with the model alone; return the time of each token but the first."""
     new = NewRows(rows=[row], prompt=PROMPT, choosing=SamplingParams(temperature=0.0))
     result = runner.execute(Step(number=1, new=[new]), 0)
     seconds = []
@@ -225,7 +224,7 @@ def own_steps(runner: ModelRunner, row: int) -> list[float]:
 
 
 def health_part(args: argparse.Namespace, _folder: Path) -> Found:
-    """Ask one API process, then two, in turns; and say what the cores would allow."""
+    """Load one API process and then two, in turns; estimate the limit of the cores."""
     cores = len(os.sched_getaffinity(0))
     rates: dict[int, list[float]] = {1: [], 2: []}
     server_s: list[float] = []
@@ -266,7 +265,7 @@ def count_of(runs: Sequence[Run]) -> int:
 
 
 def tree_cpu_s(pid: int) -> float:
-    """Return the processor time of a process and all below it."""
+    """Return the processor time of a process and all its descendants."""
     parents: dict[int, int] = {}
     ticks: dict[int, int] = {}
     for path in Path("/proc").glob("[0-9]*/stat"):
@@ -286,7 +285,7 @@ def tree_cpu_s(pid: int) -> float:
 
 
 def images_part(args: argparse.Namespace, folder: Path) -> Found:
-    """Ask a vision model about one image; its pixels go by either way, in turns."""
+    """Send one image to a vision model; its pixels use both channels in turns."""
     directory = write_llava(folder, args.side)
     ways = ("torch_shm", "direct_rpc")
     latency: dict[str, list[float]] = {way: [] for way in ways}

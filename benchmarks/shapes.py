@@ -1,4 +1,4 @@
-"""What is moved in the benchmarks: lists of tensors, synthetic or of real models. No torch here.
+"""Workloads of the benchmarks: lists of tensors, synthetic or of real models. Imports no torch.
 
 `width` narrows a real model: hidden size, feed-forward size and the widths of attention are divided
 by it, while layers, experts, the vocabulary and each head's size (so the norms of queries and keys)
@@ -34,7 +34,7 @@ class Tensor(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """One model to move; `name` is its key in results, `title` what tables say."""
+    """One workload; `name` is its key in results, `title` its name in tables."""
 
     name: str
     title: str

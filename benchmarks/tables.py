@@ -1,8 +1,8 @@
-"""Writes what `benchmarks.compare` found into docs/performance.md, README.md and docs/images/.
+"""Writes the results of `benchmarks.compare` into docs/performance.md, README.md and docs/images/.
 
     python -m benchmarks.tables benchmarks/results.json
 
-Only what lies between the markers is replaced. Every figure in the README links to its row.
+Only the text between the markers is replaced. Every figure in the README links to its row.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ def page(results: Results, pictures: Sequence[tuple[str, str]]) -> str:
 
 
 def where(results: Results) -> str:
-    """Say what the figures are from."""
+    """Return the paragraph about the machine and its settings."""
     machine, preset = results.machine, PRESETS[results.preset]
     packages = ", ".join(f"{name} {found}" for name, found in machine["packages"].items())
     dates = sorted({row.date for row in results.rows})
@@ -108,7 +108,7 @@ def where(results: Results) -> str:
 
 
 def unfinished(results: Results) -> str:
-    """Say that rows are missing; nothing if none are."""
+    """Return the note about missing rows, empty if none is missing."""
     if results.finished:
         return ""
     there = len({(row.workload, row.readers, row.rival) for row in results.rows})
@@ -210,7 +210,7 @@ def readme(results: Results) -> str:
 
 
 def main_workload(results: Results) -> str:
-    """Return the workload that is looked at most closely: the first, in results without it."""
+    """Return the main workload of the page; the first one in results without it."""
     names = [row.workload for row in results.rows]
     return MAIN if MAIN in names else names[0]
 
@@ -233,7 +233,7 @@ def best_of_others(results: Results, workload: str, readers: int) -> Row | None:
 
 
 def ahead(ours: Sequence[Row | None], best: Row | None) -> str:
-    """Return by how much the best of ours is faster than the best of the others."""
+    """Return the factor between the best of the others and the best of ours."""
     found = [row.ratio.median for row in ours if row and not row.failed]
     return f"{best.ratio.median / min(found):.1f}" if best and found else ""
 
@@ -246,18 +246,18 @@ def cell(row: Row | None) -> str:
 
 
 def title(row: Row) -> str:
-    """Return what a row is called."""
+    """Return the name of a row."""
     entry = RIVALS[row.rival]
     return f"{entry.title}, {row.way}" if len(entry.ways) > 1 else entry.title
 
 
 def wrapped(text: str) -> str:
-    """Return prose in lines of the length that the pages have."""
+    """Return text in lines of 120 columns."""
     return textwrap.fill(text, 120, break_long_words=False, break_on_hyphens=False)
 
 
 def anchor(row: Row) -> str:
-    """Return the name by which a row is linked to."""
+    """Return the anchor of a row."""
     return re.sub(r"[^a-z0-9]+", "-", row.key.lower()).strip("-")
 
 

@@ -2,8 +2,8 @@
 
     python -m benchmarks.tensor_queue [--rounds 5] [--kinds 1K,1M,8M,16M]
 
-The producer makes every tensor anew and the consumer reads each of its cache lines, as both must in
-real use. Both queues run in the same two processes, in turns; medians, and their ratio.
+The producer makes every tensor anew and the consumer reads each of its cache lines, as in real use.
+Both queues run in the same two processes, in turns; medians, and their ratio.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Result:
 
     @property
     def ratio(self) -> float:
-        """How many times the throughput of torch's queue."""
+        """The throughput as a multiple of torch's queue."""
         return self.torch_s / self.ours_s
 
 
@@ -114,14 +114,14 @@ def _round(
         if seen != number % 251:
             raise RuntimeError(f"tensor {number} of {which} holds {seen}")
         del tensor
-    pipe.send("got all")  # torch's producer must outlive what it sent
+    pipe.send("got all")  # torch's producer must live longer than the tensors that it sent
     seconds = time.perf_counter() - start
     pipe.recv()
     return seconds
 
 
 def produce(handle: TensorQueueHandle, theirs: Queue[torch.Tensor], pipe: Connection) -> None:
-    """Send what the pipe asks for, until it says None."""
+    """Send tensors of the requested sizes, until the pipe sends None."""
     torch.set_num_threads(1)
     with TensorIpcSender(handle) as sender:
         while (order := pipe.recv()) is not None:

@@ -1,4 +1,4 @@
-"""Pages of the site that are kept elsewhere, and links that work both here and in the repository.
+"""Hooks of the site: pages outside docs/, and links that work on the site and in the repository.
 
 README.md is the site's first page; SECURITY.md, CONTRIBUTING.md, CHANGELOG.md and each program of
 examples/ are pages too. Nothing is copied into docs/.
@@ -49,7 +49,7 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
 
 
 def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Let names of tests break, so that the columns beside them fit on the screen."""
+    """Allow line breaks in names of tests, so that the columns beside them fit on the screen."""
     return TEST.sub(lambda name: re.sub("(/|::|_)", r"\1<wbr>", name[0]), html)
 
 

@@ -1,4 +1,4 @@
-"""A trainer that FSDP2 shards over several processes; all of them send, together.
+"""A trainer that FSDP2 shards over several processes; every process calls the sender.
 
 WEIGHTSYNC_TOKEN=secret torchrun --nproc-per-node 2 examples/fsdp2_torchrun.py http://127.0.0.1:8000
 

@@ -1,4 +1,4 @@
-"""One trainer and two rollout actors of Ray; the rollouts follow the trainer's every step.
+"""One trainer and two rollout actors of Ray, which receive the weights after every step.
 
 python examples/ray_actors.py
 """
@@ -22,21 +22,21 @@ def make_model() -> nn.Module:
 
 @ws.ray.remote(num_cpus=0)
 class Rollout(ws.ray.WeightSyncActor):
-    """Generates with whatever weights came last."""
+    """Generates with the last weights that arrived."""
 
     def __init__(self) -> None:
         self.model = make_model()
         self.weightsync_receiver = ws.WeightReceiver(self.model)
 
     def generate(self) -> tuple[int, list[float]]:
-        """Answer with one whole version of the weights, and say which."""
+        """Return an output and the version of the weights that made it."""
         with self.weightsync_receiver.reading() as version, torch.inference_mode():
             return version, self.model(PROMPT).tolist()
 
 
 @ray.remote(num_cpus=0)
 class Trainer:
-    """Fits a small model to a line, and sends it to `rollouts` after every step."""
+    """Fits a small model to a line, and sends the weights to `rollouts` after every step."""
 
     def __init__(self, rollouts: list[Any]) -> None:
         self.model = make_model()

@@ -23,7 +23,7 @@ app.include_router(ws.server.weight_router(receiver, token=os.environ["WEIGHTSYN
 
 @app.get("/answer")
 def answer(x: float) -> dict[str, object]:
-    """Answer with one whole version of the weights, and say which."""
+    """Return an output and the version of the weights that made it."""
     with receiver.reading() as version, torch.inference_mode():
         return {"version": version, "answer": model(torch.full((4,), x)).tolist()}
 

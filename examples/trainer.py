@@ -14,7 +14,7 @@ import weightsync as ws
 
 
 def main(url: str) -> None:
-    """Fit a small model to a line; the server follows."""
+    """Fit a small model to a line, and send it to the server after every step."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)

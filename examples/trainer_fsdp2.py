@@ -1,10 +1,10 @@
-"""A transformers Trainer whose model FSDP2 shards over several processes; all of them send.
+"""A transformers Trainer whose model FSDP2 shards over several processes.
 
 WEIGHTSYNC_TOKEN=secret torchrun --nproc-per-node 2 examples/trainer_fsdp2.py DIR http://HOST:8000
 
 trains the Hugging Face model in the directory DIR and sends it to a server that holds the same;
-without a URL, to a receiver in rank 0's own process. Trainers of TRL take the model and the
-callback just so.
+without a URL, to a receiver in rank 0's own process. Trainers of TRL accept the model and the
+callback in the same way.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from weightsync.weights.source import ModuleSource
 
 
 class Counting(Dataset[dict[str, torch.Tensor]]):
-    """Rows of numbers that follow each other."""
+    """Rows of consecutive numbers."""
 
     def __len__(self) -> int:
         return 32

@@ -1,8 +1,8 @@
-"""What every way of moving weights is asked to do; one file per way implements it.
+"""The contract of a rival, a method that moves weights; one file per rival.
 
 A trainer process calls `setup`, then `update` once per round, then `close`. Readers are processes
 of their own, each with its own parameters. `update` returns when the parameters of every reader
-hold the sender's values: not views of them, and not a promise.
+hold the sender's values: not views of them, and not later.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ WAIT_S = 300.0
 
 
 class RivalError(RuntimeError):
-    """A rival could not do its work; becomes the reason in its row."""
+    """The error of a rival; its text becomes the reason in the row."""
 
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """What is moved: these tensors, to so many readers; `directory` is in shared memory."""
+    """A workload: tensors and a number of readers; `directory` is in shared memory."""
 
     tensors: tuple[Tensor, ...]
     readers: int
@@ -39,22 +39,22 @@ class Job:
 
 
 class Rival(ABC):
-    """The trainer's side of one way. `option` is its entry's, from the registry."""
+    """The trainer's side of a rival. `option` is that of its entry in the registry."""
 
     def __init__(self, option: str) -> None:
         self.option = option
 
     @abstractmethod
     def setup(self, job: Job, module: nn.Module) -> None:
-        """Start the readers and connect; allocate what lasts. `module` is the trainer's."""
+        """Start the readers, connect, and allocate lasting memory. `module` is the trainer's."""
 
     @abstractmethod
     def update(self, way: str) -> None:
-        """Bring the values of the trainer's parameters to every reader's."""
+        """Send the values of the trainer's parameters to the parameters of every reader."""
 
     @abstractmethod
     def held(self) -> list[Mapping[str, str]]:
-        """Return for each reader what `digests` says of its parameters."""
+        """Return `digests` of each reader's parameters."""
 
     @abstractmethod
     def close(self) -> None:
@@ -62,7 +62,7 @@ class Rival(ABC):
 
 
 class Reader:
-    """The reading process's side: made there, with parameters of its own.
+    """The reader's side of a rival, in its own process, with its own parameters.
 
     `hello` is sent to the trainer when it is ready; `load` answers each of the trainer's calls.
     """
@@ -72,16 +72,16 @@ class Reader:
         self.parameters: Parameters = parameters_of(module)
 
     def hello(self) -> object:
-        """Return plain data that the trainer needs: an address, or nothing."""
+        """Return plain data for the trainer: an address, or None."""
         return None
 
     def load(self, way: str, message: Any) -> object:
-        """Take one update; return when the parameters hold it."""
+        """Receive one update; return when the parameters hold it."""
         raise NotImplementedError
 
     def held(self) -> Mapping[str, str]:
-        """Return what `digests` says of the parameters."""
+        """Return `digests` of the parameters."""
         return digests(self.parameters)
 
     def close(self) -> None:
-        """Free what was made."""
+        """Free all memory."""

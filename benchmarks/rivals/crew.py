@@ -1,4 +1,4 @@
-"""Reading processes of this machine, told what to do through a pipe each."""
+"""Reader processes of this machine, each controlled by a pipe."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ END_S = 10.0
 
 
 class Crew:
-    """As many readers as the job wants; `extras` are what each one's Reader is made with.
+    """The reader processes of a job; `extras` are further arguments of each Reader.
 
-    `ready` waits for them: apart, since some rivals meet while they are made.
+    `ready` waits for them. It is a separate call, because some rivals connect during construction.
     """
 
     def __init__(self, job: Job, reader: type[Reader], extras: Sequence[Any]) -> None:
@@ -41,11 +41,11 @@ class Crew:
 
     @classmethod
     def preload(cls, module: str) -> None:
-        """Let readers start with this module imported; call it before the first crew."""
+        """Import this module in the fork server of readers; call it before the first crew."""
         CONTEXT.set_forkserver_preload([__name__, module])
 
     def ready(self) -> list[Any]:
-        """Return what each reader said when it was ready."""
+        """Return the `hello` of each reader."""
         return self.hear()
 
     def tell(self, *call: object) -> None:
@@ -55,9 +55,9 @@ class Crew:
             pipe.send_bytes(said)
 
     def hear(self) -> list[Any]:
-        """Return each reader's answer. Raises RivalError for a failure or silence.
+        """Return each reader's reply. Raises RivalError for a failure or a timeout.
 
-        Every reader is heard first, or the next call would take this one's answer for its own.
+        All replies are read first: the next call would otherwise read a reply of this one.
         """
         heard = [self._hear(pipe) for pipe in self._pipes]
         for answer in heard:
@@ -66,7 +66,7 @@ class Crew:
         return heard
 
     def ask(self, *call: object) -> list[Any]:
-        """Call, and return each reader's answer."""
+        """Call all readers, and return their replies."""
         self.tell(*call)
         return self.hear()
 
@@ -103,7 +103,7 @@ class Crew:
 
 
 def serve(pipe: Connection, role: type[Reader], tensors: Sequence[Tensor], extra: Any) -> None:
-    """Run in a reading process until the trainer hangs up."""
+    """Run in a reader process until the trainer closes the pipe."""
     torch.set_num_threads(1)
     reader: Reader | None = None
 
@@ -111,7 +111,7 @@ def serve(pipe: Connection, role: type[Reader], tensors: Sequence[Tensor], extra
         nonlocal reader
         reader = role(make_module(tensors), extra)
         gc.collect()
-        gc.freeze()  # as weightsync serve does, and for everyone: a full collection takes 0.1 s
+        gc.freeze()  # as weightsync serve does, for all rivals: a full collection takes 0.1 s
         return reader.hello()
 
     with contextlib.suppress(EOFError, BrokenPipeError):

@@ -1,8 +1,8 @@
 """torch.distributed broadcasts over Gloo on loopback: a tensor at a time, or in flat buckets.
 
-`per tensor`: all broadcasts are begun before the first is waited for, and arrive in the reader's
-own parameters. `flat buckets`: two buckets of 64 MiB, allocated once; one is packed while the other
-travels.
+`per tensor`: all broadcasts start before the wait for the first, and arrive in the reader's own
+parameters. `flat buckets`: two buckets of 64 MiB, allocated once; one is packed while the other is
+sent.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class Buckets:
         self.memory = [torch.zeros(size, dtype=torch.uint8) for _ in range(2)]
 
     def views(self, number: int) -> tuple[torch.Tensor, list[tuple[torch.Tensor, torch.Tensor]]]:
-        """Return the bucket of a chunk, and pairs: a piece of a parameter, its place there."""
+        """Return the bucket of a chunk, and pairs of a parameter's part and its place."""
         chunk = self.chunks[number]
         lengths = [len(piece) for piece in chunk]
         bucket = self.memory[number % 2][: sum(lengths)]

@@ -1,8 +1,8 @@
 """The whole model as the body of one POST to the http.server of each reader.
 
-`safetensors`: `safetensors.torch.save` makes the body, `load` reads it back. `streamed`: names are
-agreed on, the tensors' own memory is sent and received into the parameters, without a copy on
-either side: what loopback TCP allows.
+`safetensors`: `safetensors.torch.save` makes the body, `load` reads it back. `streamed`: both sides
+know the names; the tensors' own memory is sent and received into the parameters, without a copy on
+either side: the limit of loopback TCP.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from benchmarks.rivals.crew import Crew
 from benchmarks.rivals.loopback import Clients, Server
 from benchmarks.rivals.parameters import load, memory_of, parameters_of
 
-# Small tensors leave together.
+# Small tensors are sent together.
 SEND_NBYTES = 256 << 10
 
 
@@ -81,7 +81,7 @@ class Taker(Reader):
             for place in self._places:
                 _read_into(stream, place)
             return
-        # The library takes bytes and nothing else, so they are fresh each time.
+        # The library takes only bytes, so they are new each time.
         load(self.parameters, load_bytes(stream.read(nbytes)).items())
 
 

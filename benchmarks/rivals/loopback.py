@@ -17,13 +17,13 @@ Body = bytes | Callable[[], Iterable[bytes]]
 
 
 class Server:
-    """Gives each POST's path, stream and length to `take`; a failure is its answer's text."""
+    """Passes each POST's path, stream and length to `take`; the reply has the text of an error."""
 
     def __init__(self, take: Take) -> None:
         class Handler(BaseHTTPRequestHandler):
             protocol_version = "HTTP/1.1"
             disable_nagle_algorithm = True
-            wbufsize = -1  # head and body of an answer leave together
+            wbufsize = -1  # header and body of a reply are sent together
 
             def do_POST(self) -> None:
                 try:
@@ -48,7 +48,7 @@ class Server:
 
     @property
     def port(self) -> int:
-        """Where it listens."""
+        """The URL of the server."""
         return self._server.server_port
 
     def close(self) -> None:
@@ -58,7 +58,7 @@ class Server:
 
 
 class Clients:
-    """One connection to each server, used side by side."""
+    """One connection to each server, used concurrently."""
 
     def __init__(self, ports: Sequence[int]) -> None:
         self._connections = [HTTPConnection("127.0.0.1", port, timeout=WAIT_S) for port in ports]
@@ -68,7 +68,7 @@ class Clients:
         self._pool = ThreadPoolExecutor(len(ports))
 
     def post(self, path: str, body: Body, nbytes: int) -> None:
-        """Send the same body to all; return when all have answered."""
+        """Send the same body to all servers; return when all have replied."""
         if len(self._connections) == 1:
             _post(self._connections[0], path, body, nbytes)
             return

@@ -1,7 +1,7 @@
-"""weightsync itself: over HTTP, as servers use it; each update verified or not.
+"""The rival weightsync: over HTTP, as servers use it; each update verified or not.
 
-A path that quietly did more than it is for would be measured under the wrong name. So a trainer of
-the unpacked path asserts that its parameters were adopted into shared memory, and a reader that
+A path that did other work than its name says would be measured under the wrong name. So a trainer
+of the unpacked path asserts that its parameters were adopted into shared memory, and a reader that
 stages updates into a module that they were swapped in.
 """
 
@@ -45,7 +45,7 @@ class Trainer(Rival):
         )
 
     def reader(self) -> type[Reader]:
-        """Return what runs in the reading processes."""
+        """Return the class that runs in the reader processes."""
         return Receiver
 
     def update(self, way: str) -> None:
@@ -84,7 +84,7 @@ class Receiver(Reader):
         self._thread.start()
 
     def load_weights(self, pairs: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
-        """Be what an inference engine's hook is."""
+        """Load weights as the hook of an inference engine does."""
         return load(self.parameters, pairs)
 
     def hello(self) -> str:
@@ -104,7 +104,7 @@ class Receiver(Reader):
 
 
 def refuse_unmoved(module: nn.Module, before: Sequence[int], what: str) -> None:
-    """Raise RivalError where parameters are still where they were."""
+    """Raise RivalError for parameters that still have their former address."""
     after = addresses(module)
     stayed = sum(map(operator.eq, before, after))
     if stayed:

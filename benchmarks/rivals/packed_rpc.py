@@ -1,10 +1,10 @@
 """The packed protocol of CUDA-IPC weight transfer, re-enacted on shared memory.
 
-From the public description of vLLM's: tensors are packed into a buffer that is made for this update
-(1 GiB by default), its handle travels in one RPC, the reader maps it, clones it and loads slices,
-and only then the next chunk is packed. Here the buffer of an update takes its chunks one after the
-other and is mapped once, and the RPC is a POST of JSON on a kept-alive connection.
-On a GPU a caching allocator makes a fresh buffer cheaper than fresh shared memory is.
+From the public description of vLLM's protocol: tensors are packed into a buffer that is made for
+this update (1 GiB by default), and one RPC carries its handle. The reader maps it, clones it and
+loads slices; only then the next chunk is packed. Here the buffer of an update takes its chunks one
+after the other and is mapped once, and the RPC is a POST of JSON on a kept-alive connection. On a
+GPU a caching allocator makes a fresh buffer cheaper than fresh shared memory is.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ BUCKET_NBYTES = 1 << 30
 
 
 class Trainer(Rival):
-    """Packs and announces."""
+    """Packs tensors and sends the RPCs."""
 
     def setup(self, job: Job, module: nn.Module) -> None:
         self._state = parameters_of(module)
@@ -68,7 +68,7 @@ class Trainer(Rival):
 
 
 def chunks_of(parameters: Parameters, room: int) -> Iterator[list[str]]:
-    """Yield the names that travel together: whole tensors, in order, as many as have room."""
+    """Yield the names of each chunk: whole tensors, in order, as many as fit."""
     names: list[str] = []
     nbytes = 0
     for name, tensor in parameters.items():
@@ -82,7 +82,7 @@ def chunks_of(parameters: Parameters, room: int) -> Iterator[list[str]]:
 
 
 class Taker(Reader):
-    """Maps, clones, loads."""
+    """Maps the buffer, clones it and loads slices."""
 
     def __init__(self, module: nn.Module, extra: Any) -> None:
         super().__init__(module, extra)

@@ -1,4 +1,4 @@
-"""The parameters that are moved: made, changed, copied and compared, with nothing of weightsync."""
+"""The benchmarked parameters: creation, changes, copies and comparison, without weightsync."""
 
 from __future__ import annotations
 
@@ -39,13 +39,13 @@ def make_module(tensors: Iterable[Tensor]) -> nn.Module:
 def parameters_of(module: nn.Module) -> dict[str, torch.Tensor]:
     """Return the parameters by name: the objects themselves, wherever their memory is moved.
 
-    `.data` of each would be a second user of its memory, which nobody may move then.
+    `.data` would be a second user of the memory, which could then not be moved.
     """
     return dict(module.named_parameters())
 
 
 def addresses(module: nn.Module) -> list[int]:
-    """Return where the memory of each parameter is."""
+    """Return the address of each parameter's memory."""
     return [parameter.data_ptr() for parameter in module.parameters()]
 
 
@@ -56,12 +56,14 @@ def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 def memory_of(tensor: torch.Tensor) -> memoryview:
     """Return the memory of a contiguous tensor."""
-    array: Any = as_bytes(tensor).numpy()  # numpy's types say no buffer before Python 3.12
+    array: Any = as_bytes(
+        tensor
+    ).numpy()  # numpy's types have no buffer protocol before Python 3.12
     return memoryview(array)
 
 
 def load(parameters: Parameters, pairs: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
-    """Copy each tensor into the parameter of its name: what every reader ends with."""
+    """Copy each tensor into the parameter of its name: the last step of every reader."""
     names = set()
     for name, tensor in pairs:
         parameters[name].copy_(tensor)
@@ -83,13 +85,13 @@ def fill(parameters: Parameters, seed: int) -> None:
 
 
 def touch(parameters: Sequence[torch.Tensor]) -> None:
-    """Change a byte here and there, as a step of training would change all."""
+    """Change some bytes of the parameters, in place of a training step, which changes all."""
     for tensor in parameters[:: max(1, len(parameters) // TOUCHED)]:
         as_bytes(tensor)[0] ^= 1
 
 
 def digests(parameters: Parameters) -> dict[str, str]:
-    """Return what tells one content of each parameter from another."""
+    """Return a digest of each parameter's content."""
     return {
         name: xxhash.xxh3_64_hexdigest(memory_of(tensor)) for name, tensor in parameters.items()
     }

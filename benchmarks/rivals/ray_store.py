@@ -58,15 +58,15 @@ class Taker:
     def __init__(self, tensors: Any) -> None:
         torch.set_num_threads(1)
         self._parameters = parameters_of(make_module(tensors))
-        # Arrays from the store are read-only, and torch says so of each.
+        # Arrays from the store are read-only, and torch warns for each.
         warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
 
     def load(self, arrays: Mapping[str, Any]) -> int:
-        """Copy what is in the store."""
+        """Copy the arrays of the store."""
         for name, array in arrays.items():
             as_bytes(self._parameters[name]).copy_(torch.from_numpy(array))
         return len(arrays)
 
     def held(self) -> Mapping[str, str]:
-        """Return what `digests` says of the parameters."""
+        """Return `digests` of the parameters."""
         return digests(self._parameters)

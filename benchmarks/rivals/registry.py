@@ -1,4 +1,4 @@
-"""Every way of moving weights that is compared, by name, and the memory it takes. No torch here."""
+"""All rivals of the comparison by name, and their memory. Imports no torch."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ GIB = 1 << 30
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Entry:
-    """Where a rival is implemented, what it is called in tables, and its room in models."""
+    """A rival's module, its title in tables, and its memory in multiples of the model."""
 
     module: str
     title: str
@@ -28,7 +28,7 @@ class Entry:
     chunk_nbytes: int = 0
 
     def peak_nbytes(self, nbytes: int, readers: int) -> int:
-        """Return about how much memory all processes take at once, the models included."""
+        """Return an estimate of the memory of all processes at once, the models included."""
         models = TRAINER_MODELS + self.fixed_models + readers * self.reader_models
         return int(models * nbytes) + (1 + readers) * min(self.chunk_nbytes, nbytes)
 
@@ -38,14 +38,14 @@ class Entry:
         return self.module == "ours"
 
     def make(self) -> Callable[[], Rival]:
-        """Import the rival; what is called then makes it."""
+        """Import the rival, and return its constructor."""
         made: type[Rival] = importlib.import_module(f"benchmarks.rivals.{self.module}").Trainer
         return lambda: made(self.option)
 
 
 VERIFIED = ("not verified", "verified")
 _OURS = Entry(module="ours", title="weightsync", ways=VERIFIED)
-# A staged module has two slabs, made while its own memory is still there.
+# A staged module has two arenas, made while its own memory still exists.
 _STAGED = replace(_OURS, reader_models=3.0)
 
 RIVALS: dict[str, Entry] = {

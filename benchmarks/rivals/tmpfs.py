@@ -1,4 +1,4 @@
-"""A safetensors file in /dev/shm: saved whole, mapped by every reader and copied from there."""
+"""The rival tmpfs: a safetensors file in /dev/shm, which every reader maps and copies."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from benchmarks.rivals.parameters import load, parameters_of
 
 
 class Trainer(Rival):
-    """Saves the file."""
+    """Writes the file."""
 
     def setup(self, job: Job, module: nn.Module) -> None:
         self._state = parameters_of(module)

@@ -1,9 +1,9 @@
 """A torch.multiprocessing queue, tuned as its notes on best practices say.
 
 `shared once`: the trainer's parameters are moved into shared memory once and each update sends the
-same state dict, so that nothing is copied there again. They read the memory that is trained, as
-unpacked weightsync does. `copied each time`: a state dict of copies per update, which the trainer
-need not wait for. Readers keep what each way brought last, so that it stays mapped.
+same state dict, so that the sender copies nothing. Readers read the trained memory, as unpacked
+weightsync does. `copied each time`: a state dict of copies per update, so the trainer need not
+wait. Readers keep the last state dict of each option, so that it stays mapped.
 """
 
 from __future__ import annotations

@@ -1,10 +1,11 @@
-"""Runs some rivals in this process, with readers in others, and writes what each one took.
+"""Runs rivals in this process, with readers in other processes, and writes their times.
 
     python -m benchmarks.rivals.trial ORDER RESULTS
 
 ORDER is a JSON file of an `Order`; RESULTS gets one JSON line per rival and way. Each round changes
-the parameters, copies them once inside this process, and updates every reader; then the values that
-readers hold are compared with the trainer's, way by way. A way that fails takes no other with it.
+the parameters, copies them once inside this process, and updates every reader; then the values of
+all readers are compared with the trainer's, for each option. A failed option does not stop the
+others.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from benchmarks.rivals.registry import RIVALS
 from benchmarks.shapes import Tensor
 
 MIN_ROUNDS = 3
-# Of a trial's time: processes start, and what they hold is compared.
+# Part of a trial's time: start of processes, and comparison of values.
 BESIDE_ROUNDS = 0.3
 SHM = "/dev/shm"
 REASON_CHARACTERS = 300
@@ -37,9 +38,9 @@ REASON_CHARACTERS = 300
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Order:
-    """What one trial measures: rivals on one workload, each for about `budget_s` per way.
+    """One trial: rivals on one workload, each for about `budget_s` per option.
 
-    Each rival is to end within `aim_s`; slow ones have fewer rounds, one at least.
+    Each rival should end within `aim_s`; slow ones have fewer rounds, at least one.
     """
 
     workload: str
@@ -53,9 +54,9 @@ class Order:
 
 @dataclass(slots=True)
 class Taken:
-    """Seconds of copies and updates that took turns, and the machine's load at the end.
+    """Seconds of copies and updates in turns, and the machine's load at the end.
 
-    `failed` says why there are no figures.
+    `failed` is the reason for missing figures.
     """
 
     memcpy: list[float] = field(default_factory=list)
@@ -66,7 +67,7 @@ class Taken:
 
 
 class Course:
-    """The rounds of one way: how many count, and when there is no time for more."""
+    """The rounds of one option: their number, and their time limit."""
 
     def __init__(self, order: Order, ways: int, taken: Taken) -> None:
         self.taken = taken
@@ -76,7 +77,7 @@ class Course:
         self._spent_s = self._last_s = 0.0
 
     def wants_more(self) -> bool:
-        """Whether there is another round; the update that is checked comes after the last."""
+        """Whether there is another round; the checked update follows the last round."""
         done = len(self.taken.update)
         if self.taken.failed or done >= self._order.rounds:
             return False
@@ -84,7 +85,7 @@ class Course:
         return not done or (not enough and self._room_for(1))
 
     def run(self, work: Callable[[Taken], None]) -> None:
-        """Run one round, for its figures or to get warm; what it raises is why there are none."""
+        """Run one round, measured or as a warm-up; an error is the reason for missing figures."""
         warm = self._warm_ups < self._order.warm_ups and (
             not self._warm_ups or self._room_for(MIN_ROUNDS + 1)
         )
@@ -101,13 +102,13 @@ class Course:
         self._spent_s += self._last_s
 
     def _room_for(self, rounds: int) -> bool:
-        """Whether so many rounds and the check still fit."""
+        """Whether this number of rounds and the check still fit."""
         return self._spent_s + (rounds + 1) * self._last_s <= self._share_s
 
 
 @contextmanager
 def failing(taken: Taken) -> Iterator[None]:
-    """Keep what is raised as the reason why a way has no figures."""
+    """Record an error as the reason for missing figures of an option."""
     try:
         yield
     except Exception as exc:  # noqa: BLE001 # becomes the reason in the row
@@ -120,7 +121,7 @@ def reason_of(exc: Exception) -> str:
 
 
 def run(order: Order, results: Path) -> None:
-    """Measure every rival of the order; a failure is a line too."""
+    """Measure every rival of the order; write a line for a failure, too."""
     torch.set_num_threads(1)
     tensors = WORKLOADS[order.workload]().tensors
     with results.open("a", encoding="utf-8") as file:
@@ -152,7 +153,7 @@ def _measured(order: Order, name: str, tensors: tuple[Tensor, ...]) -> dict[str,
 def _measure(
     order: Order, rival: Rival, job: Job, found: Mapping[str, Taken], checked: set[str]
 ) -> None:
-    """Fill `found`; a way that fails is left out of what follows, the others go on."""
+    """Fill `found`; a failed option is left out of the next steps."""
     module = make_module(job.tensors)
     parameters = parameters_of(module)
     fill(parameters, 1)
