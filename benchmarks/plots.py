@@ -32,7 +32,7 @@ SCHEMES: dict[str, dict[str, str]] = {
 
 
 def draw(results: Results, directory: Path, main: str) -> list[tuple[str, str]]:
-    """Write the plots that the results have rows for; return their file names and titles."""
+    """Write the plots of the rows in the results; return their file names and titles."""
     directory.mkdir(parents=True, exist_ok=True)
     drawn = []
     plots: list[tuple[str, str, Callable[[Results, str], Figure | None]]] = [

@@ -12,7 +12,8 @@ _loaded: list[str] = []
 
 
 def load_beforehand(*modules: str) -> None:
-    """Have the server load these too; called by modules, before it is started by the first test."""
+    """Add modules that the server loads. Called at import, before the first test starts the
+    server."""
     _loaded.extend(modules)
     CONTEXT.set_forkserver_preload(_loaded)
 

@@ -1,4 +1,4 @@
-"""One thread per process, GPU tests skipped where there is no GPU, and a watch on /dev/shm."""
+"""One thread per process, GPU tests skipped without a GPU, and a check of /dev/shm."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from tests.side_by_side import mount_own_shm, number_of_workers, turn
 from weightsync.shm.segment import find_leftovers, live_segments
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
-    # A shell that starts the tests in the background makes every process under it deaf to Ctrl-C.
+    # A shell that starts the tests in the background makes all their processes ignore SIGINT.
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 torch.set_num_threads(1)
 
-# A busy machine is no failure.
+# A slow machine is no failure.
 hypothesis.settings.register_profile(
     "unhurried", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
 )
@@ -41,7 +41,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
-    """Answer -n auto."""
+    """Return the number of workers for -n auto."""
     return number_of_workers()
 
 
@@ -61,7 +61,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """Leave what was collected out of garbage collections, which tests that count objects make."""
+    """Exclude the collected tests from garbage collections, which tests that count objects make."""
     gc.collect()
     gc.freeze()
 
@@ -70,8 +70,8 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 def shm_clean() -> Iterator[None]:
     """Fail the test if it leaves segments in /dev/shm, its own or a dead process's.
 
-    Processes that the test ended may need a moment to let go, hence a bounded grace. What another
-    living program on the machine makes meanwhile is not the test's.
+    Processes that the test ended may need a moment to release memory, hence a bounded grace.
+    Segments of other living programs on the machine do not count.
     """
     own, dead = set(live_segments()), set(find_leftovers())
     yield

@@ -32,7 +32,7 @@ class Crew:
     def __init__(self, size: int) -> None:
         listener = socket.create_server(("127.0.0.1", 0), backlog=size)
         port = listener.getsockname()[1]
-        # Held by the parent, so that it outlives a rank that is made to die.
+        # Held by the parent, so that it lives longer than a rank that the test ends.
         self._store: TCPStore | None = TCPStore(
             "127.0.0.1",
             port,
@@ -53,7 +53,7 @@ class Crew:
             self._processes.append(process)
 
     def run(self, work: Callable[..., Any], *args: Any) -> list[Any]:
-        """Return what `work(rank, *args)` returned on every rank, or Died; raise what it raised."""
+        """Return the result of `work(rank, *args)` on every rank, or Died; raise its error."""
         for end in self._ends:
             end.send((work, args))
         outcomes = [self._outcome(rank) for rank in range(len(self._ends))]
@@ -64,7 +64,7 @@ class Crew:
         return [result for _, result in outcomes]
 
     def lose(self, rank: int) -> None:
-        """Go on without a rank that has died."""
+        """Continue without a rank that has died."""
         self._ends.pop(rank).close()
 
     def close(self) -> None:

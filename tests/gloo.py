@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 @contextmanager
 def as_rank(rank: int, size: int, folder: str, timeout_s: float) -> Iterator[None]:
-    """Be `rank` of `size` in the group of `folder`, and what transformers' shards ask for."""
+    """Join the group of `folder` as `rank` of `size`, with the settings that transformers needs."""
     torch.set_num_threads(1)
     os.environ.update(
         RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(size), GLOO_SOCKET_IFNAME="lo"

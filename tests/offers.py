@@ -29,7 +29,7 @@ def offered(
     lease_s: float = 60.0,
     number: int | None = None,
 ) -> InitInfo:
-    """What a reader of the engine's ring is offered; `payload` in the place of the ring's own."""
+    """Return the offer for a reader of the engine's ring; `payload` replaces the ring's own."""
     number = next_number() if number is None else number
     ring = engine.offer(place, number)
     return InitInfo(
@@ -46,7 +46,7 @@ def offered(
 
 
 def registered(payload: Any, *, sender: str = "sender", verify: bool = True) -> RegisteredUpdate:
-    """What a reader is told of an update that an engine began."""
+    """Return the update info of an update that an engine began."""
     return RegisteredUpdate(
         sender=sender, epoch=next(_epochs), verify=verify, payload=payload, registered=True
     )

@@ -1,7 +1,7 @@
 """Two pytest-xdist workers side by side, each with a /dev/shm of its own.
 
-Tests look there for what they left behind, and servers remove what the dead left behind: neither
-may meet the segments of a test that runs beside it.
+Tests check it for leaks, and servers remove segments of dead processes there: neither may see the
+segments of a concurrent test.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ LONG = (
     "tests/serve/test_serve_faults.py",
     "tests/ray/test_ray.py",
 )
-"""The files that take longest go first: one that came last would leave a worker idle."""
+"""The files that take longest run first: a late one would leave a worker idle."""
 _PRIVATE = 1 << 18 | 1 << 14  # MS_PRIVATE | MS_REC, from linux/mount.h
 _PLAIN = 1 << 1 | 1 << 2  # MS_NOSUID | MS_NODEV
 _NEW_MOUNTS = 1 << 17  # CLONE_NEWNS, from linux/sched.h

@@ -57,7 +57,7 @@ load_beforehand("tests.backends.hosts")
 
 
 class Model(torch.nn.Module):
-    """Small tensors, one that no bucket holds, a scalar and an empty one."""
+    """Small tensors, one larger than a bucket, a scalar and an empty one."""
 
     def __init__(self, layers: int = 24) -> None:
         super().__init__()
@@ -168,7 +168,7 @@ class Party:
         return [worker for host in self.hosts for worker in host]
 
     def build(self, *, absent: Sequence[str] = ()) -> None:
-        """Make the group anew; members in `absent` are not told of it."""
+        """Make the group anew, without messages to the members in `absent`."""
         if self.chain is not None:
             self.chain.close()
         self.epoch += 1
@@ -225,7 +225,7 @@ class Party:
         stop_after_s: float = WAIT_S,
         on_failure: Callable[[], None] = lambda: None,
     ) -> list[BaseException]:
-        """One update of everybody; aborted everywhere when anything fails. Returns what failed."""
+        """Update all workers; abort everywhere after a failure. Returns the failures."""
         chain = self.chain
         assert chain is not None
         self.updates += 1
@@ -307,7 +307,7 @@ class Party:
 
 
 class _Watched:
-    """A feed that tells when a chunk is about to be taken, and shows it before it is sent."""
+    """A feed that calls back before it takes a chunk, and shows the chunk before it is sent."""
 
     def __init__(
         self,
@@ -355,7 +355,7 @@ def strangers(*hosts: int, hook: bool = False, **options: Any) -> Iterator[Party
 
 @contextmanager
 def party(*hosts: int, **options: Any) -> Iterator[Party]:
-    """The same with the group built, which all workers are in."""
+    """The same with a group of all workers."""
     with strangers(*hosts, **options) as made:
         made.build()
         yield made
@@ -381,7 +381,7 @@ def _worker(name: str, *, hook: bool) -> Iterator[Worker]:
 
 
 class _Work:
-    """A worker as itself: a model, or a hook that can be made slow, or made to raise."""
+    """The worker inside its process: a model, or a hook that can be slow or raise."""
 
     def __init__(self, *, hook: bool) -> None:
         self.model = Model()
@@ -457,7 +457,7 @@ def _serve(pipe: Connection, work: _Work) -> None:
         number, what, argument = turn
         try:
             reply: dict[str, object] = {"result": work.answer(what, argument)}
-        except Exception as exc:  # noqa: BLE001 # whatever it is, the parent raises it
+        except Exception as exc:  # noqa: BLE001 # the parent raises it
             reply = {"problem": encode_problem(to_problem(exc)).decode()}
         with lock:
             pipe.send_bytes(json.dumps([number, reply]).encode())

@@ -1,8 +1,8 @@
 """Ready events of a driver without a GPU: the bytes are not there yet when an event is recorded.
 
-To record an event takes the bytes before it out of their place; they come back a moment later, and
-only then the event has passed. Whoever does not wait reads something else. Events are words of a
-file, so that another process can open them.
+A record of an event removes the bytes before it; they return a moment later, and only then the
+event has passed. A reader that does not wait reads other bytes. Events are words of a file, so that
+another process can open them.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ SPOILED = 0x5A
 
 
 class LateEvents:
-    """The driver. `before(index)` says whose bytes come late; `refuses` are its calls that fail."""
+    """The driver. `before(index)` returns the memory with late bytes; `refuses` are its calls that
+    fail."""
 
     def __init__(self, path: Path, *, refuses: Sequence[str] = ()) -> None:
         if not path.exists():
@@ -61,7 +62,7 @@ class LateEvents:
     def make_fence(
         self, control: Control, device: torch.device | None, count: int, *, packed: bool
     ) -> WriterFence:
-        """What an engine takes as `make_fence`: its memory on the host counts as a GPU's."""
+        """The `make_fence` of an engine: its host memory counts as a GPU's."""
         return WriterFence(control, torch.device("cpu"), count, packed=packed, driver=self)
 
     def recorded(self, index: int) -> int:
@@ -119,7 +120,7 @@ class LateOpen:
 
 
 class GivenUp(LateEvents):
-    """A driver whose events fail when they are asked before they have passed."""
+    """A driver whose events fail when they are queried before they have passed."""
 
     def open(self, key: str, handle: bytes) -> LateOpen:
         return FailingOpen(self, int.from_bytes(handle, "little"))
@@ -133,12 +134,12 @@ class FailingOpen(LateOpen):
 
 
 def open_late(path: Path) -> None:
-    """Have this process open events of the file."""
+    """Make this process open events of the file."""
     setattr(receiver, "open_fence", partial(open_fence, driver=LateEvents(path)))  # noqa: B010  # not its export
 
 
 def ignore_events(
     offer: ReadyEvents | None, memory: KeyedHandle, keys: list[str], *, slots: int
 ) -> OpenFence | None:
-    """What a receiver does that reads past the field."""
+    """Open events as a receiver does that ignores the field."""
     return None

@@ -1,4 +1,4 @@
-"""One server for all tests of the command line, which start from what they push themselves."""
+"""One server for all tests of the command line, each of which first pushes its own weights."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def down() -> Iterator[str]:
-    """The URL of a port that is bound, and on which nobody listens."""
+    """The URL of a port that is bound, without a listening socket."""
     with socket.socket() as bound:
         bound.bind(("127.0.0.1", 0))
         yield f"http://127.0.0.1:{bound.getsockname()[1]}"

@@ -55,7 +55,7 @@ def serving_tiny() -> Iterator[str]:
 
 
 def tiny_tensors(seed: int, dtype: torch.dtype = torch.float32) -> Tensors:
-    """Weights that fit the server, as a checkpoint has them: without the tied head."""
+    """Weights that fit the server, in the form of a checkpoint: without the tied head."""
     state = make_tiny_model(seed=seed, dtype=dtype).model.state_dict()
     return {name: tensor.clone() for name, tensor in state.items() if name != HEAD}
 
@@ -69,6 +69,6 @@ def write_checkpoint(path: Path, tensors: Tensors) -> Path:
 
 
 def fingerprints(tensors: Tensors) -> dict[str, str]:
-    """What a server that holds `tensors` answers, the tied head included."""
+    """The fingerprints of a server that holds `tensors`, the tied head included."""
     known = {name: to_hex(mix64(as_bytes(tensor))) for name, tensor in tensors.items()}
     return known | {HEAD: known["model.embed_tokens.weight"]}

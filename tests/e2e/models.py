@@ -98,7 +98,7 @@ def make(name: str, seed: int = 0) -> nn.Module:
 
 
 def fill(model: nn.Module, seed: int) -> None:
-    """Overwrite every tensor, where it lies, with bits of its own: NaNs and denormals as well."""
+    """Overwrite every tensor in place with its own bits, NaNs and denormals among them."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for tensor in model.state_dict().values():
@@ -117,7 +117,7 @@ def soften(model: nn.Module, seed: int) -> None:
 
 
 def digest(tensor: torch.Tensor) -> str:
-    """Name dtype, shape and every byte."""
+    """Return dtype, shape and every byte, as text."""
     flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
     state = hashlib.sha256(f"{tensor.dtype} {tuple(tensor.shape)} ".encode())
     state.update(flat.numpy().tobytes())

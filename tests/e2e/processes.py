@@ -1,8 +1,8 @@
 """Receivers and trainers in processes of their own.
 
 One host process holds many receivers, each reached over pipes by a user's callback or over HTTP by
-its own URL. Processes are forked from a server that has loaded torch, and share nothing with the
-tests but what travels as JSON.
+its own URL. Processes are forked from a server that has loaded torch, and share only JSON messages
+with the tests.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from weightsync.wire.problem import Problem, encode_problem, from_problem, to_pr
 
 WAIT_S = 60.0
 PIPES = 8
-"""Calls may be in flight together, each on a pipe of its own."""
+"""Concurrent calls to a process, each on a pipe of its own."""
 
 Sink = Literal["module", "hook"]
 Apply = Literal["staged", "in_place"]
@@ -45,7 +45,7 @@ load_beforehand("tests.e2e.processes", "tests.e2e.trainers", "tests.e2e.serving"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Place:
-    """What a receiver is made of; `delay_s` is slept in every call of its hook."""
+    """The settings of a receiver; its hook sleeps `delay_s` in every call."""
 
     sink: Sink = "module"
     apply: Apply = "staged"
@@ -67,7 +67,7 @@ class Remote:
 
     @property
     def to(self) -> Any:
-        """What `connect` takes."""
+        """The receiver as a target of `connect`."""
         return self.url if self.carrier == "http" else self
 
     def __call__(self, message: Mapping[str, object]) -> object:
@@ -78,18 +78,18 @@ class Remote:
         return dict(self._host.ask(self.name, "digests"))
 
     def reading(self, timeout_s: float = 5.0) -> int:
-        """Be inside for a step; the version. Raises what `reading` raises."""
+        """Make a step inside `reading`, and return the version. Raises the errors of `reading`."""
         return int(self._host.ask(self.name, "reading", timeout_s))
 
     def hinder(self, *, delay_s: float = 0.0, failing_calls: int = 0) -> None:
-        """Have every call of its hook sleep from now on, and the next ones raise in the middle."""
+        """Make every later call of its hook sleep, and the next ones raise in the middle."""
         self._host.ask(self.name, "hinder", [delay_s, failing_calls])
 
     def status(self) -> dict[str, Any]:
         return dict(self._host.ask(self.name, "status"))
 
     def sabotage(self, step: sabotage.Step, act: sabotage.Act) -> None:
-        """Have its next `step` raise, or be the last of its process."""
+        """Make its next `step` raise, or end its process."""
         self._host.ask(self.name, "sabotage", [step, act])
 
     def call(self, call: str, body: object) -> Any:
@@ -123,7 +123,7 @@ class Host:
         self.ask("", "forget")
 
     def run(self, function: Callable[[Any], object], argument: object = None) -> Any:
-        """Call a module's function there; argument and result are plain data."""
+        """Call a module's function in that process; argument and result are plain data."""
         return self.ask("", "run", [function.__module__, function.__name__, argument])
 
     def kill(self) -> None:
@@ -132,7 +132,7 @@ class Host:
 
     @contextmanager
     def stopped(self) -> Iterator[None]:
-        """No thread of it runs during the block."""
+        """Stop all threads of the process during the block."""
         assert self.process.pid is not None
         stop(self.process.pid)
         try:
@@ -158,7 +158,7 @@ class Host:
 
 @contextmanager
 def host() -> Iterator[Host]:
-    """Start a process of receivers; it ends with the context, however the test ended."""
+    """Start a process of receivers, which ends with the context in any case."""
     pairs = [CONTEXT.Pipe() for _ in range(PIPES)]
     # asyncio turns Nagle's algorithm off only where the protocol is spelled out.
     with socket.socket(proto=socket.IPPROTO_TCP) as listener:
@@ -189,7 +189,7 @@ def kill(process: BaseProcess) -> None:
 
 
 def stop(pid: int) -> None:
-    """SIGSTOP, and wait until every thread stands still."""
+    """SIGSTOP, and wait until every thread has stopped."""
     os.kill(pid, signal.SIGSTOP)
 
     def stands() -> bool:
@@ -240,13 +240,13 @@ def footprint() -> dict[str, int]:
 
 
 def _threads() -> int:
-    """One that was joined is listed until the kernel is done with it."""
+    """A joined thread is listed until the kernel has removed it."""
     time.sleep(0.02)
     return len(list(Path("/proc/self/task").iterdir()))
 
 
 class _Held:
-    """One receiver in the host process, and what it holds."""
+    """One receiver in the host process, and its model."""
 
     def __init__(self, place: Place) -> None:
         self.model = models.make(place.model)

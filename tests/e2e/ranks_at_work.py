@@ -1,4 +1,4 @@
-"""What the ranks of a trainer do in the tests, each in a process of its own."""
+"""The work of a trainer's ranks in the tests, each in a process of its own."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def seen(act: Callable[[], Any]) -> Seen:
     started = time.monotonic()
     try:
         result = act()
-    except Exception as exc:  # noqa: BLE001  # every error is what is asked about
+    except Exception as exc:  # noqa: BLE001  # the error is the result
         return Seen(
             kind=type(exc).__name__,
             text=str(exc),
@@ -104,13 +104,13 @@ class Trainer:
 
 
 def move(rank: int, moved: int) -> None:
-    """Have one rank believe that it is on another host than the receivers."""
+    """Give one rank the host key of another host."""
     if rank == moved:
         vars(worker)["device_keys"] = lambda _: ["HOST-elsewhere"]
 
 
 class Faulty:
-    """A model's tensors, shards as they are; what goes wrong, where and in which iteration."""
+    """A model's tensors, shards as they are, with a fault at a given tensor and iteration."""
 
     def __init__(self, rank: int, model: nn.Module, fault: dict[str, Any]) -> None:
         self.model = model
@@ -227,7 +227,7 @@ def part_ways(rank: int) -> list[Seen]:
 
 
 def cancelled(rank: int, canceller: int) -> tuple[Seen, bool]:
-    """Cancel one rank's send in its middle; the flag says that it saw its CancelledError."""
+    """Cancel one rank's send in the middle; the flag is set when it gets CancelledError."""
     trainer = kept()
     at_work = cast(Faulty, trainer.source).at_work
     at_work.clear()

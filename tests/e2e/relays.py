@@ -1,4 +1,4 @@
-"""A transport between a sender and one receiver, on which tests listen, cut and act."""
+"""A transport between a sender and one receiver, with hooks and faults for tests."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ Act = Callable[[], None]
 
 
 class Relay:
-    """A Transport to `remote`, or to another later: a restart behind one name.
+    """A Transport to `remote`, or later to its replacement under the same name.
 
-    `before` and `after` act once, at the first message of a kind. `cut` loses every message;
-    `deaf` delivers them and loses the answers. `seen` are the kinds of all messages sent.
+    `before` and `after` act once, at the first message of a kind. `cut` loses every message; `deaf`
+    delivers messages and loses the replies. `seen` are the kinds of all messages sent.
     """
 
     def __init__(self, remote: Remote, name: str) -> None:
@@ -33,7 +33,7 @@ class Relay:
         self.redirect(remote)
 
     def redirect(self, remote: Remote) -> None:
-        """Go to another receiver from now on."""
+        """Send to another receiver from now on."""
         self.remote = remote
         self._inner: Transport = TransportFactory(None).one(remote.to)
 
@@ -63,7 +63,7 @@ class Relay:
         return reply
 
     def close(self) -> None:
-        """Let go; unlike other transports this one may be used again."""
+        """Close; unlike other transports this one may be used again."""
         self.closed = True
         self._inner.close()
         self.redirect(self.remote)

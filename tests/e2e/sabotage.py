@@ -15,7 +15,7 @@ LOOKS_BEFORE = 1
 
 
 def arm(receiver: ws.WeightReceiver, step: Step, act: Act) -> None:
-    """Have the next `step` fail: `load` after a first look around, `finish` with the weights in."""
+    """Make the next `step` fail: `load` before any byte, `finish` after the swap."""
     updates: Any = receiver._updates
     owner, name = {
         "init": (updates, "init"),

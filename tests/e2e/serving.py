@@ -16,7 +16,7 @@ Mount = Callable[[str, WeightReceiver], None]
 
 
 def serve_http(listener: socket.socket) -> tuple[Mount, Callable[[], None]]:
-    """Serve on a bound socket; return what adds a receiver, and what ends the server."""
+    """Serve on a bound socket; return functions that add a receiver and end the server."""
     app = FastAPI()
     server = uvicorn.Server(uvicorn.Config(app, log_level="error", lifespan="off"))
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})

@@ -1,7 +1,6 @@
 """Receivers and trainers on several hosts: the processes of this folder, put into namespaces.
 
-A forked process leaves for its host before it does anything, and ends with the process that
-started it.
+A forked process enters the namespaces of its host first, and ends with the process that started it.
 """
 
 from __future__ import annotations
@@ -87,7 +86,7 @@ def port_of(remote: Remote) -> int:
 
 
 class Trainer:
-    """One rank of a trainer, in a process on a host; what it raises is raised here."""
+    """One rank of a trainer, in a process on a host; its errors are raised here."""
 
     def __init__(self, host: Host, process: BaseProcess, end: Connection) -> None:
         self.host = host
@@ -99,7 +98,7 @@ class Trainer:
         self._end.send((what, args, options))
 
     def end(self, *, timeout_s: float = WAIT_S) -> Any:
-        """Return what it returned, or raise what it raised."""
+        """Return the result of the call, or raise its error."""
         assert self._end.poll(timeout_s), f"no answer within {timeout_s} s"
         result, problem, notes = self._end.recv()
         if problem is None:
@@ -148,27 +147,27 @@ def ranks(*hosts: Host) -> Iterator[list[Trainer]]:
 
 
 def together(crew: Sequence[Trainer], what: str, *args: object, **options: object) -> list[Any]:
-    """Make one call on every rank; return what each returned or raised."""
+    """Make one call on every rank; return the result or error of each."""
     for each in crew:
         each.begin(what, *args, **options)
     return [_outcome(each) for each in crew]
 
 
 def told(error: BaseException) -> str:
-    """Return all that an error says."""
+    """Return the text of an error with its notes."""
     return "\n".join([str(error), *getattr(error, "__notes__", [])])
 
 
 @dataclass(frozen=True)
 class Listening:
-    """A TCP socket that listens: where, and on which port."""
+    """A listening TCP socket: address and port."""
 
     address: str
     port: int
 
 
 def listening(host: Host) -> set[Listening]:
-    """Return everything that listens on a host."""
+    """Return all listening sockets of a host."""
     files = ["cat", "/proc/net/tcp", "/proc/net/tcp6"]
     said = host.run(files, timeout_s=WAIT_S, env={"PATH": TOOL_PATH}, check=False).stdout
     rows = [line.split() for line in said.splitlines()]
@@ -177,7 +176,7 @@ def listening(host: Host) -> set[Listening]:
 
 @contextmanager
 def half_reachable(host: Host, *, deaf: Host, others: Sequence[Host]) -> Iterator[str]:
-    """A second address of a host, from which nothing reaches `deaf`, nor the other way round."""
+    """A second address of a host, without a route to or from `deaf`."""
     address, nowhere = "10.84.0.1", f"{host.address.rpartition('.')[0]}.250"
     _ip(host, f"address add {address}/32 dev {DEVICE}")
     for other in others:
@@ -238,7 +237,7 @@ def _on_host(holder: int, target: Callable[..., None], args: Sequence[object]) -
         os.chdir(here)
         target(*args)
         code = 0
-    except BaseException:  # noqa: BLE001 # a forked child returns to nobody
+    except BaseException:  # noqa: BLE001 # a forked child has no caller
         traceback.print_exc()
     finally:
         os._exit(code)
@@ -255,7 +254,7 @@ def _work(end: Connection) -> None:
         result, problem, notes = None, cast("Problem | None", None), cast("list[str]", [])
         try:
             result = getattr(work, what)(*args, **options)
-        except Exception as exc:  # noqa: BLE001 # whatever it is, the test raises it
+        except Exception as exc:  # noqa: BLE001 # the test raises it
             if not isinstance(exc, ws.WeightSyncError):
                 traceback.print_exc()
             problem, notes = to_problem(exc), list(getattr(exc, "__notes__", []))
@@ -263,7 +262,7 @@ def _work(end: Connection) -> None:
 
 
 class DiesBetweenFinishes(HttpTransport):
-    """Kills its own process instead of telling this receiver to finish, once the other did."""
+    """Kills its own process instead of the `finish` to this receiver, after the other finished."""
 
     def __init__(self, url: str, other: str) -> None:
         super().__init__(url)
@@ -280,7 +279,7 @@ class DiesBetweenFinishes(HttpTransport):
 
 
 class OneAtATime(HttpTransport):
-    """Reaches a receiver that cannot answer for its status while it is at work."""
+    """Transport to a receiver that cannot report its status during a step."""
 
     def __init__(self, url: str) -> None:
         super().__init__(url)
@@ -292,7 +291,7 @@ class OneAtATime(HttpTransport):
 
 
 class _Work:
-    """What a trainer's process is asked to do; one method a call."""
+    """The calls that a trainer's process handles; one method per call."""
 
     def __init__(self) -> None:
         self.twin = models.make("plain")

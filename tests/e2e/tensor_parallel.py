@@ -60,7 +60,7 @@ class Group:
         self.ranks = ranks
 
     def ask(self, what: str, argument: object = None) -> list[Any]:
-        """Ask all ranks at once: what they do may be a collective."""
+        """Call all ranks at once, because the work may be a collective."""
         with ThreadPoolExecutor(len(self.ranks)) as threads:
             return list(threads.map(lambda rank: rank.ask(what, argument), self.ranks))
 
@@ -95,7 +95,7 @@ def _ranks(size: int, folder: Path) -> Iterator[list[Rank]]:
 
 
 class _Served:
-    """One rank: the model that receives, and one that was loaded from a checkpoint beside it."""
+    """One rank: the receiving model, and a model loaded from a checkpoint."""
 
     def __init__(self) -> None:
         self.model: Any = None

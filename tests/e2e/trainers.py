@@ -36,7 +36,8 @@ def die() -> NoReturn:
 
 
 def die_while_it_loads(url: str, *, given: bool = True) -> NoReturn:
-    """Die once the receiver is in the middle of this update, and in place has been `given` some."""
+    """Die when the receiver is in the middle of this update, and has loaded `given` tensors in
+    place."""
     with closing(HttpTransport(url)) as transport:
         deadline = time.monotonic() + 20
         while time.monotonic() < deadline:
@@ -69,7 +70,7 @@ class DiesBefore(HttpTransport):
 
 
 def stop() -> None:
-    """Stop this process (SIGSTOP). Its threads end what they are at while the signal spreads."""
+    """Stop this process (SIGSTOP). Its threads may still run for a moment."""
     os.kill(os.getpid(), signal.SIGSTOP)
     time.sleep(0.5)
 
@@ -96,7 +97,8 @@ def stopped_before(url: str, kind: type, packed: bool, timeout_s: float) -> None
 
 
 def stopped_while_read(url: str, packed: bool, timeout_s: float) -> None:
-    """Stop when the receiver waits for bytes, or for the fingerprints of what it has read."""
+    """Stop when the receiver waits for bytes, or for the fingerprints of the bytes that it has
+    read."""
     model = models.make("plain", 7)
     with ws.connect(
         model, to=url, packed=packed, bucket_nbytes=16 << 10, num_buckets=2, timeout_s=timeout_s
@@ -234,7 +236,7 @@ def in_a_fleet_after_prepared(urls: list[str]) -> None:
 
 
 class DiesOnceOthersHave(HttpTransport):
-    """Holds its `finish` back until others have finished, then kills its process."""
+    """Delays its `finish` until others have finished, then kills its process."""
 
     def __init__(self, url: str, others: list[str]) -> None:
         super().__init__(url)
@@ -249,7 +251,7 @@ class DiesOnceOthersHave(HttpTransport):
 
 
 class DiesWhenItHas(HttpTransport):
-    """Sends its `finish`, and kills its process as soon as that has come to be."""
+    """Sends its `finish`, and kills its process as soon as the receiver has committed."""
 
     def call(self, request: Request, *, timeout_s: float) -> Reply:
         if isinstance(request, FinishRequest):

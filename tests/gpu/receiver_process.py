@@ -53,7 +53,7 @@ class EveryDtype(nn.Module):
 
 
 def fill(model: nn.Module, seed: int) -> None:
-    """Overwrite every tensor in place with bits of its own: NaNs and denormals among them."""
+    """Overwrite every tensor in place with its own bits, NaNs and denormals among them."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for tensor in model.state_dict().values():
@@ -76,8 +76,8 @@ def digests(model: nn.Module) -> dict[str, str]:
 
 
 def footprint() -> dict[str, int]:
-    """Return what this process holds: GPU memory, file descriptors, mapped segments."""
-    gc.collect()  # what earlier tests left must not go in the middle of this one
+    """Return the resources of this process: GPU memory, file descriptors, mapped segments."""
+    gc.collect()  # memory of earlier tests must not be freed in the middle of this one
     maps = Path("/proc/self/maps").read_text(encoding="utf-8")
     held = {
         "fds": len(list(Path("/proc/self/fd").iterdir())),
@@ -93,7 +93,7 @@ def footprint() -> dict[str, int]:
 
 
 class ReceiverProcess:
-    """The parent's end. Calling it with a message is what a user's callback would do."""
+    """The parent's end, which is also a user's callback."""
 
     def __init__(self, pipes: Sequence[Connection]) -> None:
         self._free: queue.Queue[Connection] = queue.Queue()
@@ -131,7 +131,7 @@ def receiver_process(
 ) -> Iterator[ReceiverProcess]:
     """Start a receiver of an EveryDtype model on `device`; it ends with the context.
 
-    It calls `prepare` before anything else.
+    It calls `prepare` first.
     """
     context = multiprocessing.get_context("spawn")
     pairs = [context.Pipe() for _ in range(PIPES)]

@@ -1,4 +1,4 @@
-"""Trainer and receiver as two processes, written once for every device."""
+"""Scenarios of a trainer and a receiver in two processes, for every device."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def memory_moved(device: str) -> None:
 
 
 def no_growth(device: str, *, packed: bool) -> None:
-    """Once warm, updates take no GPU memory, no descriptor and no segment on either side."""
+    """Warm updates take no GPU memory, no descriptor and no segment on either side."""
     model = EveryDtype(device)
     with (
         receiver_process(device) as receiver,
@@ -142,7 +142,7 @@ def refused_probe(device: str, *, packed: bool | None) -> None:
 
 
 def whatever_path(device: str) -> tuple[str, dict[str, str]]:
-    """Updates arrive by the path that works here; return it, and why others were passed over."""
+    """Send updates by the path that works here; return it, and the reasons against the others."""
     model = EveryDtype(device)
     with receiver_process(device) as receiver, ws.connect(model, to=receiver) as sender:
         for seed in (1, 2):

@@ -14,7 +14,7 @@ MakeNetwork = Callable[..., HostNetwork]
 
 @pytest.fixture
 def make_network() -> Iterator[MakeNetwork]:
-    """What makes a network of so many hosts for one test; skips where hosts cannot be made."""
+    """A function that makes a network of hosts for one test; skips where hosts cannot be made."""
     problem = netns_problem()
     if problem is not None:
         pytest.skip(f"hosts cannot be made here: {problem}")

@@ -1,10 +1,10 @@
 """Namespaces of their own for a few processes, made and entered from this process.
 
-A thread may leave the namespaces of its process, and what it starts then lives where it went; so a
-plain `Popen` in a short-lived thread needs no wrapper program, and its pid is the process's own.
-The namespaces are anonymous. A holder, the first process of a new pid namespace, keeps them until
-its standard input ends, which it does when this process closes it or dies, in whatever way; and
-with the holder the kernel ends every process of that pid namespace.
+A thread may enter other namespaces, and the processes that it starts are then inside. So a plain
+`Popen` in a short-lived thread needs no wrapper program, and its pid is the process's own. The
+namespaces are anonymous. A holder, the first process of a new pid namespace, keeps them until its
+standard input ends: when this process closes it or dies. With the holder the kernel ends every
+process of that pid namespace.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ T = TypeVar("T")
 Arg = str | os.PathLike[str]
 Stream = int | IO[str] | IO[bytes] | None
 
-# Children that nobody waits for are the holder's; ignoring their end keeps them from piling up.
+# The holder inherits orphans; ignoring SIGCHLD makes the kernel reap them.
 _READY = "ready\n"
 _HOLD = "trap '' CHLD\necho ready\nexec cat >/dev/null 2>&1\n"
 _PREPARE = "set -e\nmount --make-rprivate /\nmount -t proc proc /proc\nip link set lo up\n"
@@ -46,7 +46,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 class HostsError(Exception):
-    """The system refused a step in the making of hosts; the message is what it said."""
+    """The system refused a step of the set-up of hosts; the message is the system's."""
 
 
 class Isolation:
@@ -78,9 +78,9 @@ class Isolation:
         return self._holder.pid
 
     def call(self, function: Callable[[], T]) -> T:
-        """Return `function()` as run inside, in a thread of this process.
+        """Return `function()`, run inside by a thread of this process.
 
-        Sockets and files that it opens belong there and may be used from anywhere.
+        Sockets and files that it opens belong to the namespaces and may be used by any thread.
         """
         return _elsewhere(lambda: self._enter(_PLACE), function)
 
@@ -106,7 +106,7 @@ class Isolation:
                 text=True,
                 start_new_session=start_new_session,
             )
-            # Noted here, so that an interrupted caller leaves no process that nobody waits for.
+            # Recorded first, so that `close` also ends the process of an interrupted caller.
             self._started.append(process)
             return process
 
@@ -150,7 +150,8 @@ class Isolation:
 
     def _end_holder(self) -> None:
         self._holder.kill()
-        # The holder's end waits for that of all others, and these are this process's to reap.
+        # The holder ends after all others, and these are children of this process, which reaps
+        # them.
         for process in self._started:
             _finish(process)
         _finish(self._holder)
@@ -163,14 +164,14 @@ def _check(result: int, call: str) -> None:
 
 
 def _elsewhere(enter: Callable[[], None], function: Callable[[], T]) -> T:
-    """Return what `function` returns in a thread that has run `enter` first, and ends then."""
+    """Return the result of `function`, run in a new thread after `enter`."""
     outcome: Future[T] = Future()
 
     def body() -> None:
         try:
             enter()
             outcome.set_result(function())
-        except BaseException as exc:  # noqa: BLE001 - raised again where it is waited for
+        except BaseException as exc:  # noqa: BLE001 - raised again by the waiting thread
             outcome.set_exception(exc)
 
     thread = threading.Thread(target=body, daemon=True)
@@ -195,7 +196,7 @@ def _start_holder(script: str) -> subprocess.Popen[str]:
 
 
 def _read_setup(holder: subprocess.Popen[str]) -> str:
-    """Return what the set-up said; it has ended when its output has, by failing or by holding."""
+    """Return the output of the set-up, up to its failure or the start of the holder."""
     watchdog = threading.Timer(SETUP_S, holder.kill)
     watchdog.start()
     try:

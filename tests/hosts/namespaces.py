@@ -6,8 +6,8 @@
         a.run([sys.executable, "client.py", b.address], timeout_s=30)
 
 Each host has an address of its own on a private switch, host name, /dev/shm, IPC and pids. The
-machine's own network is not touched, no packet leaves the machine, and nothing outlives the block
-or the process that made it. Needs only the standard library.
+machine's own network does not change, and no packet leaves the machine. All processes end with the
+block, or with the process that made it. Needs only the standard library.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ MAX_HOSTS = 200
 SHM_NBYTES = 256 << 20
 DEVICE = "eth0"
 BRIDGE = "switch"
-# What a limit lets through at once: small beside a test's data, large beside a timer's slack.
+# The burst of a limit: small compared with a test's data, large compared with a timer's slack.
 BURST_NBYTES = 128 << 10
 BURST_S = 0.002
 
@@ -125,7 +125,7 @@ class Host:
         stdin: str | None = None,
         check: bool = True,
     ) -> subprocess.CompletedProcess[str]:
-        """Run a process on this host to its end and return what it said.
+        """Run a process on this host to its end and return its output.
 
         Raises CalledProcessError when it fails, the error output being in the message's note, and
         TimeoutExpired once it and its process group have been killed.
@@ -150,20 +150,20 @@ class Host:
     def call(self, function: Callable[[], T]) -> T:
         """Return `function()`, run on this host in a thread of this process.
 
-        A socket that it opens belongs to this host and may be used from any thread. Processes
-        that it starts are on this host, but do not die with it: `popen` is for these.
+        A socket that it opens belongs to this host and may be used from any thread. Processes that
+        it starts are on this host, but do not end with it: use `popen` for these.
         """
         return self._space.call(function)
 
     def cut(self) -> None:
-        """Let every packet to and from this host vanish, as in a partition of the network.
+        """Drop every packet to and from this host, as in a partition of the network.
 
-        No connection is closed and no interface goes down; who waits, waits. Undone by `heal`.
+        No connection is closed and no interface goes down. Undone by `heal`.
         """
         self._switch.tool(["ip", "-batch", "-"], [f"link set {self._link.port} nomaster"])
 
     def heal(self) -> None:
-        """Let packets pass again; connections that did not give up meanwhile go on."""
+        """Pass packets again; connections that did not time out continue."""
         self._switch.tool(["ip", "-batch", "-"], [f"link set {self._link.port} master {BRIDGE}"])
 
     def ends(self) -> Iterator[tuple[Isolation, str, bool]]:
@@ -180,7 +180,7 @@ class HostNetwork:
         self._limited: list[tuple[Isolation, str]] = []
 
     def limit(self, rate: str | None = "1gbit", *, delay: str | None = None) -> None:
-        """Limit what each host sends, and what it receives, to `rate`, in tc's notation in bits.
+        """Limit the rate at which each host sends and receives to `rate`, in tc's notation in bits.
 
         `delay` ("5ms") is added to each packet on its way, so twice to a round trip; `rate=None`
         with a delay leaves the rate free. Replaces an earlier limit. Raises ValueError for a rate
@@ -199,7 +199,7 @@ class HostNetwork:
             raise
 
     def unlimit(self) -> None:
-        """Take every limit away."""
+        """Remove every limit."""
         while self._limited:
             space, device = self._limited.pop()
             space.tool(["tc", "-batch", "-"], [f"qdisc del dev {device} root"])
@@ -209,8 +209,8 @@ class HostNetwork:
 def host_network(count: int, *, shm_nbytes: int = SHM_NBYTES) -> Iterator[HostNetwork]:
     """Make `count` hosts on one switch, each with a /dev/shm that holds up to `shm_nbytes`.
 
-    Everything is gone when the block ends, and when this process ends in whatever way. Raises
-    HostsError with the system's answer where hosts cannot be made; `netns_problem` asks first.
+    The hosts end with the block, and with this process. Raises HostsError with the system's message
+    where hosts cannot be made; `netns_problem` checks that beforehand.
     """
     if not 1 <= count <= MAX_HOSTS:
         raise ValueError(f"a network has 1 to {MAX_HOSTS} hosts, not {count}")
@@ -228,7 +228,7 @@ def host_network(count: int, *, shm_nbytes: int = SHM_NBYTES) -> Iterator[HostNe
 
 @functools.cache
 def netns_problem() -> str | None:
-    """Say why hosts cannot be made here: what was tried and what the system answered; else None."""
+    """Return why hosts cannot be made here, with the system's message; None if they can."""
     if sys.platform != "linux":
         return f"hosts are made of Linux namespaces, and this is {sys.platform}"
     missing = [name for name in _NEEDED if shutil.which(name, path=TOOL_PATH) is None]
@@ -239,7 +239,7 @@ def netns_problem() -> str | None:
 
 @functools.cache
 def limit_problem(*, delay: bool = False) -> str | None:
-    """Say why `HostNetwork.limit` (with `delay`) cannot work here; None if it can."""
+    """Return why `HostNetwork.limit` (with `delay`) cannot work here; None if it can."""
     problem = netns_problem()
     return problem or _refusal(_PROBE + (_PROBE_DELAY if delay else _PROBE_LIMIT))
 
@@ -313,8 +313,8 @@ def _plug_in(link: Link, links: Sequence[Link], space: Isolation, switch: Isolat
     if link.address6:
         commands.append(f"address add {link.address6}/64 dev {DEVICE} nodad")
     commands.append(f"link set {DEVICE} up")
-    # Known neighbours: a host that is cut off falls silent, as one behind a router would, where
-    # an unanswered question for its link address would end a connect at once.
+    # Known neighbours: a disconnected host is silent, like one behind a router. Without this, a
+    # failed ARP request would end a connect at once.
     commands += [
         f"neigh replace {address} lladdr {other.mac} nud permanent dev {DEVICE}"
         for other in links

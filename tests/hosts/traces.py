@@ -1,4 +1,4 @@
-"""What hosts could leave behind on the machine, and two ends of a connection between two hosts."""
+"""Leftovers of hosts on the machine, and a connection between two hosts."""
 
 from __future__ import annotations
 

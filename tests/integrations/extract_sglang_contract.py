@@ -1,4 +1,4 @@
-"""Write sglang_contract.json: what SGLang's own source says of the endpoints that we call.
+"""Write sglang_contract.json: the facts in SGLang's source about the endpoints that we call.
 
     python tests/integrations/extract_sglang_contract.py DIR... > …/sglang_contract.json
 
@@ -86,7 +86,7 @@ def body_of(function: ast.AsyncFunctionDef) -> str | None:
 
 
 def messages(root: Path) -> list[str]:
-    """Return the beginnings of what a refused update says, where the source still says them."""
+    """Return the first words of the messages of refused updates, if the source still has them."""
     known = (
         "Failed to get model loader",
         "Failed to get weights iterator",
@@ -101,7 +101,7 @@ def messages(root: Path) -> list[str]:
 
 
 def contract(directory: Path) -> dict[str, object]:
-    """Return what one version says."""
+    """Return the facts of one version."""
     source = directory / "sglang" / "srt"
     requests = ast.parse((source / "managers" / "io_struct.py").read_text())
     server = ast.parse((source / "entrypoints" / "http_server.py").read_text())

@@ -23,20 +23,20 @@ class Served:
         self.url = f"{origin}/{name}/{version}"
 
     def state(self) -> dict[str, Any]:
-        """What it holds, and what it was asked."""
+        """Its weights, and the requests that it got."""
         with urlopen(f"{self.url}/_state", timeout=20) as answer:
             told: dict[str, Any] = json.load(answer)
             return told
 
     def next(self, **what: Any) -> None:
-        """What it does the next time; `reset=True` first makes a new one of it."""
+        """Plan its next behaviour; `reset=True` first makes a new server of it."""
         body = json.dumps(what).encode()
         request = Request(f"{self.url}/_next", body, {"Content-Type": "application/json"})
         with urlopen(request, timeout=20):
             pass
 
     def weights(self) -> dict[str, torch.Tensor]:
-        """What it would compute with."""
+        """The tensors of its model."""
         return {name: torch.tensor(held) for name, held in self.state()["weights"].items()}
 
 

@@ -2,10 +2,10 @@
 
     python -m tests.integrations.sglang_stand_in MODEL_DIRECTORY
 
-It prints its port. Below `/NAME/VERSION` stands a server of that version, each with a tiny model of
-its own, which it loads from safetensors files as SGLang's loader does: into the weights in use, by
-name, names that it does not know skipped. `/_state` says what came of it, `/_next` what to do wrong
-the next time. Not generation, but requests in flight are there: a number, for the caches' sake.
+It prints its port. Below `/NAME/VERSION` is a server of that version with a tiny model of its own.
+It loads safetensors files as SGLang's loader does: into the weights in use, by name, without
+unknown names. `/_state` returns its state, `/_next` sets the next fault. It does not generate;
+requests in flight are a number, which the caches need.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Tiny(nn.Module):
 
 
 def request_model(version: str, name: str) -> type[BaseModel]:
-    """Return the body of a request as its version declares it; unknown fields are let pass."""
+    """Return the body of a request as its version declares it; unknown fields are ignored."""
     space = {**vars(typing), "Any": Any}
     declared: dict[str, Any] = {}
     for field, source in (CONTRACT[version]["requests"][name] or {}).items():
@@ -58,7 +58,7 @@ def request_model(version: str, name: str) -> type[BaseModel]:
 
 
 class StandIn:
-    """One server: its model, and how it stands."""
+    """One server: its model and its state."""
 
     def __init__(self, version: str, model_path: str) -> None:
         self.version = version
@@ -68,7 +68,7 @@ class StandIn:
         self.reset()
 
     def reset(self) -> None:
-        """Be a server that was only just started."""
+        """Reset to the state of a server that has just started."""
         torch.manual_seed(1)
         self.model = Tiny(tied=False).to(torch.bfloat16)
         self.model_path = self.first_path
@@ -100,7 +100,7 @@ class StandIn:
         return True, "Succeeded to update model weights."
 
     def flush(self) -> bool:
-        """Forget caches, unless requests are in the way."""
+        """Empty the caches, unless requests are in flight."""
         taken_back = self.paused == "retract" and self.contract["flush_ignores_requests_taken_back"]
         return not self.requests or taken_back
 

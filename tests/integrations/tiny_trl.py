@@ -1,4 +1,4 @@
-"""Tiny trainers of TRL, and what they train on."""
+"""Tiny trainers of TRL, and their data."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""What stands in for a vLLM server: an engine's loop with real receivers as its workers.
+"""A stand-in for a vLLM server: an engine's loop with real receivers as its workers.
 
-It keeps to what was seen of the real one; `make test-vllm` is against that one itself.
+It copies the observed behaviour of the real one, which `make test-vllm` tests.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from weightsync.wire import codec, problem
 
 @dataclass
 class Waiting:
-    """A request that waits for generation to go on."""
+    """A request that waits for generation to continue."""
 
     request_id: str
     client_index: int = 0
@@ -72,7 +72,7 @@ class Endpoints(Served):
                 answer = _answer_http(workers, self.path.strip("/"), told)
                 count(-1)
                 body = json.dumps(answer).encode()
-                with suppress(OSError):  # who asked may be killed
+                with suppress(OSError):  # the client may be killed
                     self.send_response(404 if answer is None else 200)
                     self.send_header("Content-Length", str(len(body)))
                     self.end_headers()
@@ -89,7 +89,7 @@ def _answer_http(workers: Workers, path: str, told: dict[str, Any]) -> object:
     if verb == "version":
         return {"version": "0.32.0"}
     if verb == "get_world_size":
-        return {"world_size": 1}  # asks for no look at the configuration
+        return {"world_size": 1}  # does not check the configuration
     if verb == "is_paused":
         return {"is_paused": workers.is_paused(timeout_s=5)}
     if verb == "collective_rpc":
@@ -108,11 +108,10 @@ def _answer_http(workers: Workers, path: str, told: dict[str, Any]) -> object:
 
 
 class Workers:
-    """The verbs of a server of several workers, each a real receiver, and a log of what came.
+    """The verbs of a server of several workers, each a real receiver, and a log of requests.
 
-    What `heard` has for a verb is called once, before the verb does something. While not
-    `awake` no worker answers. With the parts of an EngineCore that look after pauses, and its loop
-    in a thread.
+    `heard` maps a verb to a function that is called once, before the verb. While not `awake` no
+    worker answers. It has the parts of an EngineCore that handle pauses, and its loop in a thread.
     """
 
     target = "server"
@@ -142,7 +141,7 @@ class Workers:
         self._loop = threading.Thread(target=self._run, name="engine loop")
         self._loop.start()
 
-    # What a server's client calls.
+    # The methods that a server's client calls.
 
     @property
     def sent(self) -> tuple[int, int]:
@@ -185,7 +184,7 @@ class Workers:
             receiver.close()
         self._pool.shutdown()
 
-    # What is used of an EngineCore, in its loop.
+    # The used part of an EngineCore, in its loop.
 
     def collective_rpc(
         self, method: str, timeout: object = None, args: tuple[Any, ...] = (), kwargs: object = None
@@ -195,7 +194,7 @@ class Workers:
             self.seen.append(len(told.calls))
         futures = [self._pool.submit(self._answer, told, i) for i in range(len(self.models))]
         results = [future.result() for future in futures]
-        if self._late:  # what a call that raised left behind
+        if self._late:  # answers that a failed call left
             results[-1], self._results = (self._results or results)[-1], results
         return results[: self.visible]
 

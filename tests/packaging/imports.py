@@ -1,7 +1,7 @@
-"""Prints, as JSON, what becomes of each import where some packages are missing.
+"""Prints, as JSON, the result of each import when some packages are missing.
 
-`python imports.py CASES`, where CASES is a JSON list of [missing package, what to import]; an
-answer is null, or the type and text of what was raised. torch is imported once, for all of them.
+`python imports.py CASES`, where CASES is a JSON list of [missing package, module or attribute]; a
+result is null, or the type and text of the error. torch is imported once, for all of them.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from types import ModuleType
 
 
 class Missing:
-    """A finder that has never heard of one package."""
+    """An import finder that hides one package."""
 
     def __init__(self, package: str) -> None:
         self._package = package
@@ -25,7 +25,7 @@ class Missing:
     def find_spec(
         self, name: str, _path: Sequence[str] | None, _target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """Raise what an import of a package that is not installed raises."""
+        """Raise the error of an import of a missing package."""
         if name.partition(".")[0] == self._package:
             raise ModuleNotFoundError(f"No module named {name!r}", name=name)
         return None
@@ -42,14 +42,14 @@ def attempt(package: str, wanted: str, answer: Connection) -> None:
             loaded = importlib.import_module(module)
             if attribute:
                 getattr(loaded, attribute)
-    except Exception as exc:  # noqa: BLE001 - whatever it is is the answer
+    except Exception as exc:  # noqa: BLE001 - the error is the result
         answer.send([type(exc).__name__, str(exc)])
     else:
         answer.send(None)
 
 
 def main() -> None:
-    """Run every case in a fork of this process, which has the core and nothing else."""
+    """Run every case in a fork of this process, which has only the core."""
     importlib.import_module("weightsync")
     context = multiprocessing.get_context("fork")
     answers = []

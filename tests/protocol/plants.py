@@ -1,4 +1,4 @@
-"""Ways in which bytes go wrong unseen, each planted into `uint8[nbytes]` in place."""
+"""Silent corruptions of bytes, each applied to `uint8[nbytes]` in place."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ WORDS = TENSOR_NBYTES // 8
 
 @dataclass(frozen=True)
 class Scene:
-    """Two neighbouring tensors of `TENSOR_NBYTES` each as sent, and what lay there before."""
+    """Two neighbouring tensors of `TENSOR_NBYTES` each as sent, and the former bytes."""
 
     first: torch.Tensor
     second: torch.Tensor
@@ -59,7 +59,7 @@ def swapped_tensors(scene: Scene) -> None:
 
 
 def truncated(scene: Scene) -> None:
-    """The last word never came."""
+    """Keep the former last word."""
     scene.first[-8:] = 0
 
 

@@ -9,7 +9,7 @@ SOAK_TIMEOUT_S = 3000
 
 
 def quick(max_examples: int, steps: int) -> settings:
-    """For every run of the tests: some seconds, and no surprises."""
+    """The size of every test run: some seconds, always the same steps."""
     return settings(
         max_examples=max_examples,
         stateful_step_count=steps,
@@ -20,7 +20,7 @@ def quick(max_examples: int, steps: int) -> settings:
 
 
 def at_length(max_examples: int, steps: int) -> settings:
-    """For -m soak: another way through the model each time."""
+    """The size of -m soak: other steps in every run."""
     return settings(
         max_examples=max_examples,
         stateful_step_count=steps,

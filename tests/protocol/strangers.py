@@ -1,4 +1,4 @@
-"""Who is no sender of ours: a client that moves a receiver by handles in its messages."""
+"""A client without a sender, which updates a receiver by handles in its messages."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _NUMBERS = itertools.count(1)
 
 
 class Stranger:
-    """A client of one receiver; it forgets what it did once the receiver ended it.
+    """A client of one receiver; it forgets an update when the receiver has ended it.
 
     Its updates are anonymous sessions, or have names and no sender.
     """
@@ -57,7 +57,7 @@ class Stranger:
         return incoming.update_id if incoming is not None and ours else None
 
     def do(self, step: Step, names: Iterable[str]) -> None:
-        """Make one step. Whether it is refused is the receiver's business."""
+        """Make one step, which the receiver may refuse."""
         if self.session != self._session:
             self._session, self._brought, self._named = None, {}, {}
         if step == "expire":
@@ -114,7 +114,7 @@ class Stranger:
 
 
 def accepted(call: Callable[[], object]) -> bool:
-    """Whether the receiver did it, or refused in words of ours."""
+    """Whether the receiver executed it, or refused it with a WeightSyncError."""
     try:
         call()
     except ws.WeightSyncError:

@@ -1,4 +1,4 @@
-"""Trainers as the model has them: real senders that die, fail and connect anew as they are told."""
+"""Trainers of the model: real senders that die, fail and connect anew on command."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ Contents = tuple[float, ...]
 
 
 class Offering(Enum):
-    """What a trainer offers when it connects anew: what it did before, or what is refused."""
+    """The offer of a trainer that connects anew: the former one, or one that is refused."""
 
     THE_SAME = "the same"
     OTHER_MODEL = "another model, known only when everything was opened"
@@ -37,19 +37,19 @@ class Offering(Enum):
 
 
 Meanwhile = tuple[int, Offering | int | None]
-"""At which message of a call its receiver's lease runs out (None), is offered what anew, or is sent
-an old message again: which, counted from the last."""
+"""Events during a call, by message number: the receiver's lease expires (None), a new offer
+arrives, or an old message arrives again (counted from the last)."""
 
 
 class SourceFailed(Exception):
-    """The trainer's own code failed while it handed tensors out."""
+    """The trainer's own code failed while it yielded tensors."""
 
 
 @dataclass(frozen=True)
 class Death:
-    """The trainer dies at its `message`-th message of a call, once it was acted on or before.
+    """The trainer dies at its `message`-th message of a call, before or after its effect.
 
-    Members are sent to at the same time. A message to `last` waits until the others were acted on.
+    Messages to members are concurrent. A message to `last` waits for the effect of the others.
     """
 
     message: int
@@ -58,7 +58,7 @@ class Death:
 
 
 class Line:
-    """One trainer's way to one member. A dead trainer sends nothing."""
+    """A transport from one trainer to one member. A dead trainer sends nothing."""
 
     def __init__(self, trainer: Trainer, member: FleetMember) -> None:
         self.member = member
@@ -151,7 +151,7 @@ class Trainer:
         dies_in_source: bool = False,
         meanwhile: Meanwhile | None = None,
     ) -> None:
-        """What goes wrong in the next call."""
+        """Set the faults of the next call."""
         self.death, self._messages, self.meanwhile = death, 0, meanwhile
         self.acted = threading.Semaphore(0)
         self.fails_at, self.dies_in_source = fails_at, dies_in_source
@@ -162,7 +162,7 @@ class Trainer:
         return again
 
     def wait_for_others(self, member: FleetMember) -> None:
-        """Wait until the messages before the one that the trainer dies at were acted on."""
+        """Wait for the effect of all messages before the one at which the trainer dies."""
         if self.death is not None and self.death.last == member.name:
             for _ in range(self.death.message - 1):
                 assert self.acted.acquire(timeout=WAIT_S)
@@ -176,7 +176,7 @@ class Trainer:
         return dies
 
     def note_segments(self) -> None:
-        """What nobody else made is this trainer's."""
+        """Return the segments that only this trainer can have made."""
         others = {name for other in self.world.trainers if other is not self for name in other.owns}
         self._segments |= {s.name for s in live_segments() if s.owner and s.name not in others}
 
@@ -185,7 +185,7 @@ class Trainer:
         return self._segments
 
     def die(self) -> None:
-        """SIGKILL, as others see it: no word, and no lock that says it lives."""
+        """Imitate SIGKILL as others see it: no message, and a free lock."""
         if self.dead:
             return
         self.dead = True
@@ -199,6 +199,6 @@ class Trainer:
             raise ws.ConnectError("a dead trainer sends and hears nothing")
 
     def bury(self) -> None:
-        """Free what this process still has of it."""
+        """Free its remaining memory in this process."""
         if self.sender is not None:
             self.sender.close()

@@ -1,4 +1,5 @@
-"""Real receivers, real senders and a network that fails, in one process: what the model moves."""
+"""Real receivers, real senders and a network that fails, in one process: the system under the
+model."""
 
 from __future__ import annotations
 
@@ -31,7 +32,7 @@ from weightsync.wire.offers import InitInfo
 SHORT_S = 1.5
 PATIENT_S = 30.0
 LEASE_S = 600.0
-"""No lease runs out by itself here; see World.expire."""
+"""No lease expires by itself here; see World.expire."""
 KEPT_MESSAGES = 40
 REFUSALS = {"TORN", "CATCHING_UP", "UPDATING", "PREPARED", "ABORTING"}
 
@@ -39,7 +40,7 @@ Apply = Literal["staged", "in_place"]
 
 
 class World:
-    """The receivers, all trainers that ever were, and what each version may consist of."""
+    """The receivers, all trainers so far, and the allowed content of each version."""
 
     def __init__(self, applies: list[Apply]) -> None:
         self.segments_before = {segment.name for segment in live_segments()}
@@ -59,7 +60,7 @@ class World:
         return float(next(self._values))
 
     def sent_by(self, trainer: Trainer, member: FleetMember, request: Request) -> None:
-        """Remember a message, and what the version that it starts is made of."""
+        """Record a message, and the content of the version that it starts."""
         kept = self.messages[member.name]
         kept.append(request)
         del kept[:-KEPT_MESSAGES]
@@ -74,15 +75,16 @@ class World:
         self.may_consist(terms.version, trainer.sending, base if terms.partial else None)
 
     def may_consist(self, version: int, parts: Mapping[str, float], base: int | None) -> None:
-        """A version is made of `parts`: all of it, or over any content of the version `base`."""
+        """Record that a version consists of `parts`: alone, or over any content of version
+        `base`."""
         if base is None and len(parts) < len(NAMES):
-            return  # no receiver may take it
+            return  # no receiver may accept it
         for under in list(self.sent[base]) if base is not None else [(0.0, 0.0, 0.0)]:
             whole = dict(zip(NAMES, under, strict=True)) | dict(parts)
             self.sent[version].add(tuple(whole[name] for name in NAMES))
 
     def expire(self, member: FleetMember) -> None:
-        """The lease of its open update, if one runs, runs out now."""
+        """Expire the lease of its open update, if there is one."""
         updates = member.receiver._updates
         update_id = updates._lease.update_id
         if update_id is not None:
@@ -90,7 +92,7 @@ class World:
             updates._expire(update_id)
 
     def disturb(self, member: FleetMember, trainer: Trainer, what: Offering | int | None) -> None:
-        """In the middle of a trainer's call; see Meanwhile."""
+        """Act in the middle of a trainer's call; see Meanwhile."""
         if what is None:
             self.expire(member)
         elif isinstance(what, int):
@@ -100,7 +102,7 @@ class World:
                 self.offer_again(member, trainer, what)
 
     def offer_again(self, member: FleetMember, trainer: Trainer, what: Offering) -> None:
-        """A trainer connects anew. Raises what the receiver has against it."""
+        """Connect a trainer anew. Raises the receiver's error."""
         offer = trainer.offers[member.name]
         if what is Offering.OTHER_MODEL:
             manifest = offer.manifest
@@ -112,7 +114,8 @@ class World:
         member.receiver.dispatch(InitRequest(init_info=offer))
 
     def check_it_ends(self, member: FleetMember) -> None:
-        """An open update has somebody who ends it: its lease, its living sender, a successor."""
+        """Check that an open update will end: by its lease, its living sender, or the next
+        sender."""
         deadline = time.monotonic() + PATIENT_S
         while not self._ends(member):
             assert time.monotonic() < deadline, f"nobody ever ends {member.receiver.status()}"
@@ -138,7 +141,7 @@ class World:
             self.fleet[place % len(self.fleet)].faults.add(fault)
 
     def settle(self) -> None:
-        """Faults are of one call; loaders of a dead trainer need a moment to notice."""
+        """Clear the faults of the call; wait for loaders, which need a moment to notice a death."""
         for member in self.fleet:
             member.faults.clear()
         deadline = time.monotonic() + PATIENT_S
@@ -148,7 +151,7 @@ class World:
         self.made |= {s.name for s in live_segments()} - self.segments_before
 
     def replay(self, member: FleetMember, back: int) -> None:
-        """A message that was sent some time ago arrives, perhaps again."""
+        """Deliver a message that was sent some time ago, perhaps again."""
         kept = self.messages[member.name]
         if not kept:
             return
@@ -179,7 +182,7 @@ class World:
         return [member.receiver.status() for member in self.fleet]
 
     def check_taken_over(self, before: list[Status]) -> None:
-        """A successor has ended what dead senders left open: everywhere, and everywhere alike."""
+        """Check that recovery ended the updates of dead senders, with one result everywhere."""
         for old, new in zip(before, self.statuses(), strict=True):
             if not old.orphaned:
                 continue
@@ -189,7 +192,8 @@ class World:
                 assert new.version == (old.prepared_version if committed else old.version)
 
     def heal(self) -> None:
-        """Every trainer is gone, the network is well: the next one brings everyone up to date."""
+        """End every trainer and all faults: the next trainer brings all receivers to one
+        version."""
         for trainer in self.trainers:
             if not trainer.dead:
                 trainer.bury()

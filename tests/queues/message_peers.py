@@ -1,4 +1,4 @@
-"""Other processes at the ends of message queues, which do one thing after another as told."""
+"""Processes at the ends of message queues, which execute one command after another."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ SMALL_SLOT = 64 << 10
 
 
 class Failure(Exception):
-    """What another process raised: its type's name, message and ranks."""
+    """The error of another process: its type's name, message and ranks."""
 
     def __init__(self, kind: str, message: str, ranks: tuple[int, ...]) -> None:
         super().__init__(f"{kind}: {message}")
@@ -35,7 +35,7 @@ class Failure(Exception):
 
 
 class Peer:
-    """A process that runs what it is told: `call` waits for the answer, `start` does not."""
+    """A process that runs commands: `call` waits for the reply, `start` does not."""
 
     def __init__(self, process: ForkServerProcess, pipe: Connection) -> None:
         self._process = process
@@ -47,7 +47,7 @@ class Peer:
         self._pipe.send((what, args))
 
     def answer(self) -> Any:
-        assert self._pipe.poll(WAIT_S), "the process said nothing in time"
+        assert self._pipe.poll(WAIT_S), "the process did not reply in time"
         done, value = self._pipe.recv()
         self._asked -= 1
         if not done:
@@ -59,7 +59,7 @@ class Peer:
         return self.answer()
 
     def failure(self) -> Failure:
-        """Return what it raises next."""
+        """Return its next error."""
         try:
             value = self.answer()
         except Failure as exc:
@@ -75,7 +75,7 @@ class Peer:
         self._process.join(WAIT_S)
 
     def reusable(self) -> bool:
-        """Close what it has open; say whether it is fit for another test."""
+        """Close its queues; return whether another test may use it."""
         if self._asked or not self._process.is_alive():
             return False
         self.call(close)
@@ -83,7 +83,7 @@ class Peer:
 
     def end(self) -> None:
         self._pipe.close()
-        self._process.join(0.5)  # it leaves by itself, and removes what it made
+        self._process.join(0.5)  # it exits by itself, and removes its segments
         self._process.kill()
         self._process.join(WAIT_S)
 
@@ -126,14 +126,14 @@ def _obey(pipe: Connection) -> None:
             what, args = pipe.recv()
             try:
                 pipe.send((True, what(*args)))
-            except Exception as exc:  # noqa: BLE001  # told to the test
+            except Exception as exc:  # noqa: BLE001  # the test raises it
                 ranks = exc.ranks if isinstance(exc, PeerLostError) else ()
                 pipe.send((False, (type(exc).__name__, str(exc), ranks)))
     except (EOFError, OSError):
         close()
 
 
-# What a peer may be told.
+# The commands of a peer.
 
 
 def make(*args: Any, **options: Any) -> QueueHandle:
@@ -180,7 +180,7 @@ def take_until_lost() -> tuple[list[Any], str]:
 
 
 def hold_next(release: str) -> bytes:
-    """Stay inside a read until a file appears; return what the view shows then."""
+    """Stay inside a read until a file appears; return the content of the view then."""
     with _queues["q"].read(WAIT_S) as view:
         deadline = time.monotonic() + WAIT_S
         while not Path(release).exists() and time.monotonic() < deadline:
@@ -229,7 +229,7 @@ def dequeue_times(count: int) -> None:
 
 
 def look_at_readers(message: Any) -> None:
-    """Enqueue late enough after the last message for the writer to look at its readers."""
+    """Enqueue late enough after the last message for the writer to check its readers."""
     time.sleep(1.1 * LOOK_S)
     _queues["q"].enqueue(message, WAIT_S)
 
@@ -254,7 +254,7 @@ def make_remote(address: str) -> QueueHandle:
 
 
 def die() -> None:
-    time.sleep(0.5)  # what was sent has left this process
+    time.sleep(0.5)  # the messages have left this process
     os.kill(os.getpid(), signal.SIGKILL)
 
 

@@ -1,4 +1,4 @@
-"""Processes that send tensors through a queue, started by spawn and told what to do by pipe."""
+"""Processes that send tensors through a queue, started by spawn and controlled by a pipe."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def pattern(seed: int, nbytes: int) -> torch.Tensor:
 
 
 def any_of(dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
-    """Return a tensor of any bytes: those of 0 and 1 are values of every dtype."""
+    """Return a tensor of random bytes 0 and 1, which are values of every dtype."""
     ones = torch.randint(0, 2, (*shape, dtype.itemsize), dtype=torch.uint8)
     return ones.view(dtype).view(shape)
 
@@ -54,7 +54,7 @@ def send_on_demand(queue: TensorQueueHandle, pipe: Connection) -> None:
 
 
 def receive_one_and_hold(pipe: Connection) -> None:
-    """Be a receiver that takes one tensor and keeps it, until killed."""
+    """Run a receiver that takes one tensor and keeps it, until killed."""
     with TensorIpcReceiver() as receiver:
         pipe.send(receiver.handle)
         held = receiver.recv_any(WAIT_S)
@@ -109,7 +109,7 @@ class Producer:
 
 
 def answer(pipe: Connection, kind: type[Wanted]) -> Wanted:
-    assert pipe.poll(WAIT_S), "the process said nothing in time"
+    assert pipe.poll(WAIT_S), "the process did not reply in time"
     said = pipe.recv()
     assert isinstance(said, kind)
     return said

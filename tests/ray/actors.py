@@ -1,4 +1,4 @@
-"""The actors of these tests, and how a test talks to them while they are held up."""
+"""The actors of these tests, and files by which a test controls blocked actors."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def wait_for(path: Path) -> None:
 
 
 class Holding:
-    """A gate that an actor stands at until the test opens it; the file `free` lets all through."""
+    """A gate at which an actor waits until the test opens it; the file `free` opens it for all."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -64,7 +64,7 @@ class PlainRollout(WeightSyncActor):
 
 
 class HookRollout(WeightSyncActor):
-    """Loads through a hook that stands at the gate with the first tensor of each update."""
+    """Loads through a hook that waits at the gate with the first tensor of each update."""
 
     def __init__(self, folder: Path) -> None:
         self.gate = Holding(folder)
@@ -91,7 +91,7 @@ class AsyncHookRollout(HookRollout):
 
 
 class Recorder(PlainRollout):
-    """Remembers the type of everything that came through the door, or went out by it."""
+    """Records the types of all arguments and results of its method."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -107,7 +107,7 @@ class Recorder(PlainRollout):
 
 
 class Empty(WeightSyncActor):
-    """Has not made its receiver."""
+    """An actor without a receiver."""
 
 
 def types_in(value: Any) -> set[str]:

@@ -1,4 +1,4 @@
-"""A cluster of two nodes on this machine. Run by test_ray.py, in a place of its own."""
+"""A cluster of two nodes on this machine. Run by test_ray.py, in namespaces of its own."""
 
 from __future__ import annotations
 

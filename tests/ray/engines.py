@@ -1,4 +1,4 @@
-"""Engines that are Ray actors, waited for beside processes. Run in a place of its own."""
+"""Tests of engines that are Ray actors beside processes. Run in namespaces of its own."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ WAIT_S = 60.0
 
 
 class Engine:
-    """Runs until a file says how to end."""
+    """Runs until a file gives the kind of its end."""
 
     def pid(self) -> int:
         return os.getpid()
@@ -55,7 +55,7 @@ def servers() -> Iterator[APIServerProcessManager]:
 
 
 def engines(folder: Path) -> tuple[RayEngines, dict[str, Any]]:
-    """Return two engines that run; each one's `pid` can be asked meanwhile."""
+    """Return two running engines, whose `pid` can be called meanwhile."""
     remote: Any = ray.remote
     kind = remote(num_cpus=0, max_concurrency=2)(Engine)
     actors = {f"engine core {i}": kind.remote() for i in range(2)}
@@ -64,7 +64,7 @@ def engines(folder: Path) -> tuple[RayEngines, dict[str, Any]]:
 
 
 def _ask_until(actor: Any, deadline: float) -> None:
-    """Ask again and again: Ray ends actors some time after it was told to."""
+    """Poll, because Ray ends actors some time after the call."""
     while time.monotonic() < deadline:
         ray.get(actor.pid.remote(), timeout=WAIT_S)
 

@@ -1,4 +1,4 @@
-"""Several actors on one host. Run by test_ray.py, in a place of its own."""
+"""Tests of several actors on one host. Run by test_ray.py, in namespaces of its own."""
 
 from __future__ import annotations
 
@@ -201,7 +201,7 @@ def test_no_verb_waits_for_the_methods_of_the_class(tmp_path: Path) -> None:
 
 
 def instance(handle: Any) -> str | None:
-    """Return who answers, None while nobody does."""
+    """Return the pid of the actor, None while it does not reply."""
     try:
         return str(ray.get(handle.weight_info.remote(), timeout=WAIT_S)["instance"])
     except RayActorError:

@@ -1,10 +1,10 @@
-"""Runs programs that use Ray where nobody can reach them and nothing of them stays.
+"""Runs programs that use Ray in isolation, and removes all their processes and files.
 
-Ray opens ports on every address of its node, without asking who calls. So a program gets a network
-of its own in which there is only loopback, and a process tree of its own that the kernel ends with
-it. Where neither root nor user namespaces permit that, Ray listens on the machine's own address,
-since `ray.init` turns 127.0.0.1 into it; there remains that callers need the token that newer Ray
-makes for each run, and what is left is ended by pid.
+Ray opens ports on every address of its node, without authentication. So a program gets a network of
+its own with loopback only, and a process tree of its own that the kernel ends with it. Where
+neither root nor user namespaces permit that, Ray listens on the machine's own address, since
+`ray.init` turns 127.0.0.1 into it; callers then need the token that newer Ray makes for each run,
+and remaining processes are ended by pid.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ def start() -> None:
 
 
 def run(*arguments: str | Path, timeout_s: float) -> str:
-    """Run `python ARGUMENTS` from the root of the project; return what it printed.
+    """Run `python ARGUMENTS` from the root of the project; return its output.
 
-    Fails where it fails, takes longer, or leaves anything behind.
+    Fails if it fails, takes longer, or leaves a process or a file.
     """
     before = _left_in_shm()
     # Unix sockets have short names, so this is not pytest's deep directory.
@@ -107,7 +107,7 @@ def _environment(home: str) -> dict[str, str]:
 
 
 def _end_all(home: str) -> list[str]:
-    """End by pid every process that was started with this `home`; return what they were."""
+    """End by pid every process that was started with this `home`; return their command lines."""
     found = [process for process in psutil.process_iter() if _home_of(process) == home]
     for process in found:
         process.kill()

@@ -1,4 +1,4 @@
-"""A process that sends to a receiver in it, with less shared memory or memory than that takes."""
+"""A process with a sender and a receiver, and too little shared memory or memory."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ def model() -> nn.Linear:
 
 
 def hook(pairs: object) -> None:
-    """A `load_weights` that keeps nothing."""
+    """A `load_weights` hook that drops the tensors."""
 
 
 def too_little_memory() -> None:
-    """Let the address space end above what is mapped where a second model no longer fits."""
+    """Limit the address space so that a second model does not fit."""
     source = model()
     receiver = ws.WeightReceiver(hook, apply="staged")
     used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()

@@ -1,4 +1,4 @@
-"""Says again what a model said, token by token with the weights that each token claims."""
+"""Repeats a completion token by token, with the weights version that each token claims."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Replay:
         self._weights: dict[int, dict[str, torch.Tensor]] = {}
 
     def remember(self, version: int, model: Any) -> None:
-        """Keep a copy of what `model` holds now."""
+        """Keep a copy of the weights of `model`."""
         self._weights[version] = {k: v.detach().clone() for k, v in model.state_dict().items()}
 
     @torch.inference_mode()

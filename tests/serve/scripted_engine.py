@@ -1,4 +1,4 @@
-"""An engine that says what its test tells it to, for the layer that turns jobs into HTTP."""
+"""An engine with scripted tokens, for tests of the HTTP layer."""
 
 from __future__ import annotations
 

@@ -63,7 +63,7 @@ def server(
         yield first[2], second[2] if second else "", process
     finally:
         watchdog.cancel()
-        process.terminate()  # in order, so that nothing of it is left
+        process.terminate()  # in order, so that no process of it is left
         with suppress(subprocess.TimeoutExpired):
             process.wait(END_S / 6)
         process.kill()
@@ -73,7 +73,7 @@ def server(
 
 
 def wait_until(true: Callable[[], bool], what: str) -> None:
-    """Wait for something that must come about; `what` is said when it does not."""
+    """Wait for a condition; `what` is the message of the failure."""
     deadline = time.monotonic() + WAIT_S
     while not true():
         assert time.monotonic() < deadline, what
@@ -81,6 +81,6 @@ def wait_until(true: Callable[[], bool], what: str) -> None:
 
 
 def running(url: str) -> tuple[int, int]:
-    """Return the completions at work and those that wait, over all replicas."""
+    """Return the numbers of running and of waiting completions, over all replicas."""
     replicas = requests.get(f"{url}/status.json", timeout=WAIT_S).json()["replicas"]
     return sum(r["running"] for r in replicas), sum(r["waiting"] for r in replicas)

@@ -1,4 +1,4 @@
-"""Drives a model runner as an engine core does: rows start, go on, and leave."""
+"""Drives a model runner as an engine core does: rows start, continue and end."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Execute = Callable[[Step, int], StepResult]
 
 
 class Stepping:
-    """One core's view of a runner. `said` are the tokens of every row that ever lived."""
+    """One core's view of a runner. `said` are the tokens of every row so far."""
 
     def __init__(self, execute: Execute) -> None:
         self._execute = execute

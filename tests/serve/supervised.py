@@ -24,7 +24,7 @@ MARK = "WEIGHTSYNC_TEST_MARK"
 
 
 def idle(ready: Ready) -> None:
-    """Be ready, say so with the process id, and serve until SIGTERM."""
+    """Report ready with the process id, and serve until SIGTERM."""
     ready(str(os.getpid()).encode())
     while True:
         signal.pause()
@@ -36,7 +36,7 @@ def say_environment(ready: Ready, name: str) -> None:
 
 
 def say_interrupts(ready: Ready) -> None:
-    """Say whether SIGINT is ignored and blocked here."""
+    """Report whether SIGINT is ignored and blocked here."""
     ignored = signal.getsignal(signal.SIGINT) is signal.SIG_IGN
     blocked = signal.SIGINT in signal.pthread_sigmask(signal.SIG_BLOCK, set())
     ready(f"{ignored} {blocked}".encode())
@@ -44,7 +44,7 @@ def say_interrupts(ready: Ready) -> None:
 
 
 def with_belongings(ready: Ready) -> None:
-    """Have shared memory, and a child that outlives its parent's SIGTERM and SIGKILL alike."""
+    """Make shared memory, and a child that survives its parent's SIGTERM and SIGKILL."""
     segment = Segment.create(4096)
     subprocess.Popen(["sleep", "600"], stdin=subprocess.DEVNULL)
     ready(segment.name.encode())
@@ -53,7 +53,7 @@ def with_belongings(ready: Ready) -> None:
 
 
 def with_forked_child(ready: Ready) -> None:
-    """Have a forked child, which keeps all of this process's pipes open."""
+    """Fork a child, which keeps all of this process's pipes open."""
     if not os.fork():
         time.sleep(WAIT_S)
         os._exit(0)
@@ -108,7 +108,7 @@ def ends(ready: Ready, code: int) -> None:
 
 
 def answer(ready: Ready, sock: socket.socket, config: ClientConfig, greeting: str) -> None:
-    """Answer one connection after the other with what this server was told."""
+    """Answer one connection after the other with this server's text."""
     ready()
     while True:
         client, _ = sock.accept()
@@ -136,7 +136,7 @@ def start(tree: Supervisor, groups: dict[str, list[ChildSpec]]) -> None:
 
 
 def serve() -> None:
-    """Be a server: say what there is, then wait. For `program`."""
+    """Run as a server: print its processes, then wait. For `program`."""
     with Supervisor() as tree:
         start(tree, tree_of_three())
         print_and_wait(tree)
@@ -144,14 +144,14 @@ def serve() -> None:
 
 
 def print_and_wait(tree: Supervisor) -> None:
-    """Say where the sockets are, which may bring Ctrl-C before `wait` has begun; then wait."""
+    """Print the directory of the sockets, then wait; Ctrl-C may come before `wait` has begun."""
     with suppress(KeyboardInterrupt):
         print(tree.directory, flush=True)
         tree.wait()
 
 
 def serve_stubborn() -> None:
-    """Be a server whose processes do not end by themselves. For `program`."""
+    """Run as a server whose processes do not end by themselves. For `program`."""
     with Supervisor(grace_s=1, shutdown_s=2) as tree:
         tree.start("cores", [ChildSpec(name="core 0", target=stubborn)], timeout_s=WAIT_S)
         print_and_wait(tree)

@@ -65,7 +65,7 @@ def serving(
 
 
 async def serve_to_the_end(server: uvicorn.Server, listener: socket.socket) -> None:
-    """Serve until told not to, and leave no connection: uvicorn forgets one that came last."""
+    """Serve until the end of the block, and close all connections: uvicorn forgets the last one."""
     await server.serve(sockets=[listener])
     for connection in list(server.server_state.connections):
         assert connection.transport is not None

@@ -1,4 +1,4 @@
-"""Other processes that use segments, and a place in shared memory for one test alone."""
+"""Processes that use segments, and a directory in shared memory for one test."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ directory, *args = Path(sys.argv[1]), *sys.argv[2:]
 """
 WAIT_S = 60.0
 UNSHARE = ("unshare",) if os.geteuid() == 0 else ("unshare", "--map-root-user")
-"""Begins a command in new namespaces: those who are not root have a user namespace of their own."""
+"""The start of a command in new namespaces; without root also in a user namespace."""
 OWNER = """
 segment = Segment.create(4096, directory=directory)
 print(segment.name, flush=True)
@@ -83,12 +83,12 @@ def running(command: list[str]) -> Iterator[subprocess.Popen[str]]:
 
 
 def line_of(process: subprocess.Popen[str]) -> str:
-    """Read a line and nothing more: `select` does not see what a buffer holds already."""
+    """Read a single line: `select` does not see the content of a buffer."""
     assert process.stdout is not None
     line = b""
     while not line.endswith(b"\n"):
         ready, _, _ = select.select([process.stdout], [], [], WAIT_S)
-        assert ready, f"the process said nothing in time after {line!r}"
+        assert ready, f"the process did not reply in time to {line!r}"
         piece = os.read(process.stdout.fileno(), 1)
         if not piece:
             break

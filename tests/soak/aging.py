@@ -1,4 +1,4 @@
-"""A trainer in a process of its own: sends as often as it is told, and times each update."""
+"""A trainer in a process of its own, which sends a given number of updates and times each."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def begin(where: tuple[str, str]) -> None:
 
 
 def send(how: tuple[int, int]) -> dict[str, Any]:
-    """Fill the model from a seed, and send it so often; what it is, and each update's seconds."""
+    """Fill the model from a seed and send it `count` times; return digests and seconds."""
     seed, count = how
     (trainer,) = _here
     models.fill(trainer.model, seed=seed)

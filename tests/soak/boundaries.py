@@ -24,7 +24,7 @@ Label = Callable[..., str]
 
 
 class Boundaries:
-    """What this process has passed so far; it is dead once it reaches `fatal`."""
+    """The boundaries that this process has passed; it dies at `fatal`."""
 
     def __init__(self, fatal: str = "") -> None:
         self.fatal = fatal
@@ -52,7 +52,7 @@ class Boundaries:
         return self
 
     def begin(self, fatal: str = "") -> None:
-        """Forget what was counted."""
+        """Reset the counts."""
         with self._counting:
             self.fatal = fatal
             self.passed.clear()
@@ -83,5 +83,5 @@ class Boundaries:
 
 
 def _call(_: object, request: object, **__: object) -> str:
-    """A look at the status is no step of an update, and the tests look as well."""
+    """A status request is no step of an update, and the tests send some."""
     return "" if isinstance(request, StatusRequest) else CALL_OF[type(request)]  # type: ignore[index]  # one of Request

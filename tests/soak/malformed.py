@@ -1,4 +1,4 @@
-"""Messages that a real update consists of, and what chance makes of them."""
+"""Messages of a real update, and random damage of them."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ ALPHABET = '{}[]",:0123456789eE+-.\\ntfulras \x00\xff\u2028'
 
 
 class Recorder:
-    """Keeps what a sender says to `receiver`."""
+    """Records the messages of a sender to `receiver`."""
 
     def __init__(self, receiver: ws.WeightReceiver) -> None:
         self.receiver = receiver
@@ -115,7 +115,7 @@ def _change_bytes(draw: st.DrawFn, body: bytes) -> bytes:
 
 
 def _change_value(draw: st.DrawFn, body: bytes) -> bytes:
-    """Put junk, or what stands elsewhere in the message, at some place of it."""
+    """Replace some value by junk, or by a value from elsewhere in the message."""
     try:
         root = [json.loads(body)]
     except ValueError:
@@ -139,7 +139,7 @@ def _change_value(draw: st.DrawFn, body: bytes) -> bytes:
 
 
 def _places(holder: Any) -> Any:
-    """Every value of the message, as what holds it and where."""
+    """Yield the container and the key of every value of the message."""
     keys = holder if isinstance(holder, dict) else range(len(holder))
     for key in keys:
         yield holder, key

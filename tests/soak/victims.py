@@ -1,4 +1,4 @@
-"""What runs in the processes that are killed."""
+"""Functions of the processes that are killed."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ TIMEOUT_S = 15.0
 def send_and_die(
     urls: list[str], path: str, version: int, fatal: str, passed: Path | None = None
 ) -> None:
-    """Connect and send `version`; die at `fatal`, or write down what there was to die at."""
+    """Connect and send `version`; die at `fatal`, or write the list of boundaries."""
     boundaries = Boundaries(fatal).of_trainer()
     model = models.make("plain", seed=version)
     with ws.connect(model, to=urls, timeout_s=TIMEOUT_S, **PATHS[path]) as sender:
@@ -45,7 +45,7 @@ def arm(fatal: str) -> None:
 
 
 def without_collector(_: object) -> None:
-    """From now on only what is let go of is gone: mappings of others may not wait for cycles."""
+    """Disable the garbage collector: mappings must not wait for a collection of cycles."""
     gc.collect()
     gc.disable()
 
@@ -55,12 +55,12 @@ def with_collector(_: object) -> None:
 
 
 def passed(_: object) -> list[str]:
-    """What this process of receivers has come by since it was armed."""
+    """Return the boundaries that this process of receivers passed since it was armed."""
     return _here[0].passed
 
 
 def send_until_killed(url: str, token: str, path: str, seed: int, pipe: Connection) -> None:
-    """Say how long an update of `weightsync serve` takes, and send others until killed."""
+    """Print the duration of an update of `weightsync serve`, and send others until killed."""
     model = make_tiny_model(seed=seed).model
     with ws.connect(model, to=url, token=token, timeout_s=TIMEOUT_S, **PATHS[path]) as sender:
         sender.send_weights()

@@ -1,4 +1,4 @@
-"""What every transport must do, whatever carries its messages."""
+"""The contract of every transport, as tests."""
 
 from __future__ import annotations
 

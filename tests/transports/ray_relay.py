@@ -1,4 +1,4 @@
-"""Brings what reaches an actor back to a ScriptedReceiver, which lives in the test's process."""
+"""Forwards the messages of an actor to a ScriptedReceiver in the test's process."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def serve(path: Path) -> RelayServer:
 
 
 class RelayReceiver:
-    """Stands where an actor has its WeightReceiver."""
+    """Replacement for an actor's WeightReceiver."""
 
     def __init__(self, path: Path) -> None:
         self._path = path

@@ -1,4 +1,4 @@
-"""A receiver that does as it is told: answers, raises, or holds a call until let go."""
+"""A scripted receiver: replies, raises, or holds a call until it is released."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ STATUS = Status(
 
 
 class ScriptedReceiver:
-    """Stands where a WeightReceiver stands, for what a real one cannot be made to do at will."""
+    """Replacement for a WeightReceiver, with behaviour that a real one cannot show on demand."""
 
     def __init__(
         self, *, error: Exception | None = None, hold: type[Message] | None = None

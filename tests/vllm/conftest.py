@@ -1,4 +1,4 @@
-"""Tests against a real vLLM: collected by `make test-vllm` alone, which says so in the environment.
+"""Tests against a real vLLM, collected by `make test-vllm` alone, which sets a variable.
 
 They take minutes, and packages of several gigabytes.
 """

@@ -52,7 +52,7 @@ def generated(llm: Any) -> tuple[list[int], list[float]]:
 
 
 def assert_computes(llm: Any, model: torch.nn.Module) -> None:
-    """VLLM says what transformers says with these weights."""
+    """Assert that vLLM generates as transformers does with these weights."""
     tokens, logprobs = generated(llm)
     wanted, wanted_logprobs = expected(model)
     assert tokens == wanted

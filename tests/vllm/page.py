@@ -1,4 +1,4 @@
-"""Runs the block of docs/vllm.md that makes an `LLM`, as a user would, and goes on from it.
+"""Runs the block of docs/vllm.md that makes an `LLM`, and then sends updates to it.
 
 `python page.py FOLDER`, where FOLDER has the model; prints `equal` when vLLM computes what
 transformers does with the weights that were sent, as far as bfloat16 allows: it is what vLLM takes
@@ -24,7 +24,7 @@ FAR = 1.0
 
 
 def log_probabilities(model: Any, tokens: Sequence[int]) -> list[float]:
-    """Return what the model says of each of `tokens` after PROMPT."""
+    """Return the model's log-probability of each of `tokens` after PROMPT."""
     with torch.no_grad():
         said = model(torch.tensor([[*PROMPT, *tokens]])).logits[0].log_softmax(-1)
     return [float(said[len(PROMPT) - 1 + i, token]) for i, token in enumerate(tokens)]

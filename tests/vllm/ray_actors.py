@@ -1,4 +1,5 @@
-"""Ray actors that are vLLM's engines. Run by test_ray_actors.py, in a place of its own."""
+"""Tests of Ray actors that are vLLM's engines. Run by test_ray_actors.py, in namespaces of its
+own."""
 
 from __future__ import annotations
 
@@ -49,7 +50,7 @@ def said(output: Any) -> Said:
 
 
 class Offline(LLM):  # type: ignore[misc]  # vLLM has no types here
-    """An LLM, and a method that answers plain data."""
+    """An LLM, and a method that returns plain data."""
 
     def continuation(self) -> Said:
         prompt = {"prompt_token_ids": PROMPT}

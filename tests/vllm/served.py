@@ -22,13 +22,13 @@ READY_S = 240.0
 ANSWER_S = 60.0
 _NOT_INHERITED = (
     "VLLM_ENABLE_V1_MULTIPROCESSING",
-    "VLLM_ALLOW_INSECURE_SERIALIZATION",  # the docs say that it is not needed
+    "VLLM_ALLOW_INSECURE_SERIALIZATION",  # not needed, as the docs promise
     "WEIGHTSYNC_VLLM_APPLY",
 )
 
 
 class Served:
-    """The server's URL, and how to ask it."""
+    """Client of the server at a URL."""
 
     def __init__(self, url: str, process: subprocess.Popen[bytes], log: Path) -> None:
         self.url = url
@@ -62,7 +62,7 @@ class Served:
         return choice["token_ids"], choice["logprobs"]["token_logprobs"]
 
     def assert_computes(self, model: torch.nn.Module) -> None:
-        """The server says what transformers says with these weights."""
+        """Assert that the server generates as transformers does with these weights."""
         tokens, logprobs = self.complete()
         wanted, wanted_logprobs = expected(model)
         assert tokens == wanted
@@ -86,8 +86,8 @@ def vllm_server(
 ) -> Iterator[Served]:
     """Start a server on the model in `folder`, and end it with everything it started.
 
-    `apply` is what its environment says of where weights go; None says nothing. Without `backend`
-    it has no engine for weights. `port` is for one that was started before.
+    `apply` is the value of its variable for the kind of update; None leaves it unset. Without
+    `backend` it has no engine for weights. `port` is for one that was started before.
     """
     port = port or _free_port()
     arguments = {

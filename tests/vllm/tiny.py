@@ -1,4 +1,4 @@
-"""Models of a few thousand parameters, made on the spot, and what transformers says of them."""
+"""Models of a few thousand parameters, and transformers' results with them."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def save(model: Any, folder: Path) -> None:
 
 
 def change(model: torch.nn.Module, seed: int, names: str = "") -> None:
-    """Train a step, in a way of speaking; `names` are parts of the parameters' names."""
+    """Change the parameters as a training step would; `names` are parts of their names."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in model.named_parameters():

@@ -1,4 +1,4 @@
-"""Trainers that are killed: what runs in their processes."""
+"""Functions of the trainer processes that are killed."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ REHEARSALS = 3
 
 
 def send_until_killed(url: str, folder: str, seed: int, fatal: str, pipe: Connection) -> None:
-    """Say how long updates take, and send another one; be killed before its call of `fatal`.
+    """Print the duration of updates, and send another one; die before its call of `fatal`.
 
-    Without `fatal` the test kills this process whenever it likes.
+    Without `fatal` the test kills this process at any time.
     """
     model = _load(folder)
     seconds = []
@@ -46,7 +46,7 @@ def _load(folder: str) -> torch.nn.Module:
 
 
 def _die_before(fatal: str) -> None:
-    """Have this process killed when it is about to make the call `fatal`, of its next update."""
+    """Make this process die before the call `fatal` of its next update."""
     call, _, count = fatal.partition(" ")
     left = int(count or 1)
     request = VllmHttpControl._request

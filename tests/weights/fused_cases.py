@@ -1,4 +1,4 @@
-"""What a fused kernel has to do with any list of tensors, whichever kernel it is."""
+"""Cases for any fused kernel: lists of tensors, and the expected results."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from weightsync.weights.fused import Batch, FusedUnit, Kernel, Tiles, chunk_batc
 from weightsync.weights.layout import StreamLayout
 
 GUARD = 32
-"""Bytes around every tensor that nothing may touch."""
+"""Bytes around every tensor, which must not change."""
 UNTOUCHED = 0xA5
 
 
@@ -37,7 +37,7 @@ class Case:
 
 
 class HostKernel:
-    """The tables of tiles, carried out byte by byte on the host."""
+    """Executes the tables of tiles byte by byte on the host."""
 
     def launch(self, tiles: Tiles, sums: torch.Tensor | None, *, copies: bool) -> None:
         for alignment, table in tiles.tables.items():

@@ -1,4 +1,4 @@
-"""The device edge of staging without a device: copies that happen when somebody waits for them."""
+"""Substitute for a device's copy stream: copies that run when they are waited for."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 
 class LateLane:
-    """Copies in order, none before it must have happened.
+    """Copies in order, each as late as allowed.
 
     A stream that waits for a copy is the caller itself here, since the CPU has no streams.
     """
@@ -20,7 +20,7 @@ class LateLane:
 
     @property
     def waiting(self) -> int:
-        """Copies that have not happened yet."""
+        """Copies that have not run yet."""
         return len(self._queue)
 
     def run(self, copy: Callable[[], object]) -> _LateTicket:
@@ -30,7 +30,7 @@ class LateLane:
         return ticket
 
     def catch_up(self, ticket: _LateTicket) -> None:
-        """Do what was enqueued up to this one."""
+        """Run all copies up to this one."""
         while ticket in self._queue:
             self._queue.popleft().copy()
 

@@ -1,4 +1,4 @@
-"""DTensors of any rank in one process: a process group that never talks."""
+"""DTensors of any rank in one process, with a process group that never communicates."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 @contextmanager
 def member(rank: int, shape: Sequence[int]) -> Iterator[DeviceMesh]:
-    """Be process `rank` of a mesh of `shape`."""
+    """Act as process `rank` of a mesh of `shape`."""
     world = 1
     for size in shape:
         world *= size
     dist.init_process_group("fake", rank=rank, world_size=world, store=FakeStore())
     try:
-        # Equal meshes are one to these caches, whoever of their members asks.
+        # Equal meshes share an entry of these caches, for all of their members.
         _clear_sharding_prop_cache()  # type: ignore[no-untyped-call]  # torch leaves it untyped
         yield init_device_mesh("cpu", tuple(shape))
     finally:

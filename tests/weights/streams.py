@@ -1,4 +1,4 @@
-"""Random manifests and streams, for the tests of whatever cuts and copies them."""
+"""Random manifests and streams, for tests of layouts and copies."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def flat_memory(plan: StreamLayout) -> tuple[torch.Tensor, Memory]:
 
 
 def scattered_memory(manifest: Manifest, seed: int | None = None) -> Memory:
-    """Every tensor somewhere else; zeros without a seed."""
+    """Return every tensor in new memory; zeros without a seed."""
     tensors = random_tensors(manifest, seed or 0)
     return Memory([as_bytes(t) if seed is not None else as_bytes(t).zero_() for t in tensors])
 

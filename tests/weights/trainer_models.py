@@ -1,4 +1,4 @@
-"""Models as trainers shard them, made the same on every rank."""
+"""Sharded models of trainers, equal on every rank."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ WIDTH = 10
 
 
 class Layer(nn.Module):
-    """Sizes that no world divides: 7 rows, one row, and a bias of 3."""
+    """Sizes that no number of ranks divides: 7 rows, one row, and a bias of 3."""
 
     def __init__(self) -> None:
         super().__init__()

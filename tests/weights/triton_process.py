@@ -1,4 +1,4 @@
-"""Triton in a process of its own: interpreted, or compiled for a GPU that is not here."""
+"""Triton in a process of its own: interpreted, or compiled for a GPU without having one."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from tests.weights.fused_cases import Case, check_case
 
 
 def interpret() -> None:
-    """Prepare the process; Triton looks at this when it is imported."""
+    """Set the environment of the process, which Triton reads at import."""
     os.environ["TRITON_INTERPRET"] = "1"
 
 
 def check_interpreted(cases: list[Case]) -> None:
-    """Raise AssertionError where Triton's interpreter does not do what a case asks."""
+    """Raise AssertionError if the results of Triton's interpreter are wrong."""
     from weightsync.weights import kernels
 
     for case in cases:
@@ -22,7 +22,7 @@ def check_interpreted(cases: list[Case]) -> None:
 
 
 def compile_for_hopper(alignment: int, copies: bool, mixes: bool) -> dict[str, str]:
-    """Return what Triton makes of the kernel: its own form and PTX."""
+    """Return the compiled kernel: Triton's intermediate form and PTX."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
