@@ -59,7 +59,7 @@ def swapped_tensors(scene: Scene) -> None:
 
 
 def truncated(scene: Scene) -> None:
-    """Keep the former last word."""
+    """Zero the last word, which did not arrive."""
     scene.first[-8:] = 0
 
 

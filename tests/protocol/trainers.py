@@ -176,7 +176,7 @@ class Trainer:
         return dies
 
     def note_segments(self) -> None:
-        """Return the segments that only this trainer can have made."""
+        """Record the segments that only this trainer can have made."""
         others = {name for other in self.world.trainers if other is not self for name in other.owns}
         self._segments |= {s.name for s in live_segments() if s.owner and s.name not in others}
 

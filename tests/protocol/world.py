@@ -75,8 +75,7 @@ class World:
         self.may_consist(terms.version, trainer.sending, base if terms.partial else None)
 
     def may_consist(self, version: int, parts: Mapping[str, float], base: int | None) -> None:
-        """Record that a version consists of `parts`: alone, or over any content of version
-        `base`."""
+        """Record the content of a version: `parts`, over any content of `base` if given."""
         if base is None and len(parts) < len(NAMES):
             return  # no receiver may accept it
         for under in list(self.sent[base]) if base is not None else [(0.0, 0.0, 0.0)]:

@@ -201,7 +201,7 @@ def test_no_verb_waits_for_the_methods_of_the_class(tmp_path: Path) -> None:
 
 
 def instance(handle: Any) -> str | None:
-    """Return the pid of the actor, None while it does not reply."""
+    """Return the instance id of the actor, None while it does not reply."""
     try:
         return str(ray.get(handle.weight_info.remote(), timeout=WAIT_S)["instance"])
     except RayActorError:
