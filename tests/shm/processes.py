@@ -55,7 +55,8 @@ def python(script: str, *args: object) -> list[str]:
 
 
 def environment() -> dict[str, str]:
-    return {**os.environ, "PYTHONPATH": str(ROOT)}
+    inherited = os.environ.get("PYTHONPATH", "")
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, (str(ROOT), inherited)))}
 
 
 def run(command: list[str]) -> subprocess.CompletedProcess[str]:
