@@ -200,7 +200,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             within_s=options.minutes * 60,
         )
     except KeyboardInterrupt:
-        print("stopped: the same command goes on from here", file=sys.stderr)
+        print("stopped: the same command continues from here", file=sys.stderr)
     finally:
         if options.pages is not None and results.rows:
             tables.write(results, options.pages)

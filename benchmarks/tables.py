@@ -42,7 +42,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     results = Results.read(options.results)
     if not results.rows:
-        raise SystemExit(f"{options.results} has no rows yet: `{COMMAND}` goes on with it")
+        raise SystemExit(f"{options.results} has no rows yet: `{COMMAND}` continues it")
     write(results, options.root)
     return 0
 

@@ -1,4 +1,4 @@
-"""Engine with the API of vLLM's IPC weight transfer; handles travel in the update message.
+"""Engine with the API of vLLM's IPC weight transfer; handles are part of the update message.
 
 The caller of `IPCWeightTransferEngine.trainer_send_weights` sends the start and the finish itself.
 `weightsync.send_weights` does all of that in two messages.

@@ -262,7 +262,7 @@ _TRAINER, _RING, _READERS = 1, 2, 3
 class _TransferTrace:
     """Recording of one transfer: time marks of its chunks, samples of each reader's progress.
 
-    `relays` are readers that pass on to others what they read.
+    `relays` are readers that forward their bytes to other readers.
     """
 
     backend: str

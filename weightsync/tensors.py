@@ -13,7 +13,7 @@ from weightsync.specs import DTYPE_NBYTES, TensorSpec
 TORCH_DTYPES: dict[str, torch.dtype] = {
     name: getattr(torch, name) for name in DTYPE_NBYTES if hasattr(torch, name)
 }
-"""Dtypes in which weights travel, by name without `torch.`, as far as this torch has them."""
+"""Dtypes of weights, by name without `torch.`, as far as this torch has them."""
 _NAMES: dict[torch.dtype, str] = {dtype: name for name, dtype in TORCH_DTYPES.items()}
 
 # torch warns once per process when it first wraps read-only memory. It wraps some here, silenced.
@@ -33,7 +33,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def sent_dtype(dtype: torch.dtype, cast: torch.dtype | None) -> torch.dtype:
-    """Return the dtype in which a tensor travels: a cast changes floating-point tensors only."""
+    """Return the dtype in which a tensor is sent: a cast changes floating-point tensors only."""
     return cast if cast is not None and dtype.is_floating_point else dtype
 
 

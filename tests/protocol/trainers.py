@@ -196,7 +196,7 @@ class Trainer:
 
     def refuse_if_dead(self) -> None:
         if self.dead:
-            raise ws.ConnectError("a dead trainer sends and hears nothing")
+            raise ws.ConnectError("a dead trainer sends and receives nothing")
 
     def bury(self) -> None:
         """Free its remaining memory in this process."""

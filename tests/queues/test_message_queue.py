@@ -323,7 +323,7 @@ def test_a_full_queue_names_who_is_behind_and_sends_nothing() -> None:
             queue.enqueue([number, bytes(SMALL_SLOT // 2)])
         for _ in range(3):
             readers[0].call(told.dequeue)
-        with pytest.raises(TransferTimeout, match="reader 1 to read what was sent"):
+        with pytest.raises(TransferTimeout, match="reader 1 to read the last messages"):
             queue.enqueue(["lost", bytes(SMALL_SLOT // 2)], 0.1)
         readers[1].call(told.dequeue)
         queue.enqueue("after", WAIT_S)

@@ -196,7 +196,7 @@ def test_a_page_without_any_answer_is_a_page() -> None:
         (WorkerView(name="0.0", state="PREPARED"), "everything arrived and was checked; waits"),
         (WorkerView(name="0.0", state="PREPARED", busy=True), "waits for the decode step"),
         (WorkerView(name="0.0", state="PREPARED", orphaned=True), "its sender is dead"),
-        (WorkerView(name="0.0", state="ABORTING"), "is given up"),
+        (WorkerView(name="0.0", state="ABORTING"), "is aborted"),
     ],
 )
 def test_what_an_update_waits_for(worker: WorkerView, said: str) -> None:

@@ -105,7 +105,7 @@ def read_target(target: str) -> tuple[str, Engine | None]:
 def find_engine(
     url: str, token: str | None, verify_tls: bool | str, timeout_s: float
 ) -> Engine | None:
-    """Ask the server at a plain URL whether it is of another engine."""
+    """Detect, by a request, which engine's server answers at a plain URL."""
     if is_vllm(url, token, verify_tls=verify_tls, timeout_s=timeout_s):
         return "vllm"
     if is_sglang(url, token, verify_tls=verify_tls, timeout_s=timeout_s):

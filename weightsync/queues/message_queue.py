@@ -303,7 +303,7 @@ class Writer:
         behind = list(self._publisher.behind())
         if self._ring is not None:
             behind += [self.terms.local_ranks[p] for p in self._ring.behind(self._count)]
-        return f"reader {_listed(behind)} to read what was sent"
+        return f"reader {_listed(behind)} to read the last messages"
 
     def _check_readers(self) -> None:
         """Raise PeerLostError for the readers that are gone, or drop them and continue."""

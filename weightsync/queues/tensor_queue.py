@@ -776,7 +776,7 @@ class SenderLink:
         self._socket.setblocking(False)
 
     def forget(self, segment: str) -> None:
-        """Tell the receiver to unmap a segment, before the next packet."""
+        """Send the receiver a request to unmap a segment, before the next packet."""
         self._forgotten.append(segment)
 
     def post(self, packet: Callable[[], Packet], deadline: float) -> None:
@@ -1063,7 +1063,7 @@ class TensorIpcSender:
         return self._send_in_block(tensor, spec, handle, deadline)
 
     def discard(self, handle: TensorIpcHandle) -> None:
-        """Tell the receiver to drop a tensor whose message will not be sent."""
+        """Send the receiver a request to drop a tensor whose message will not be sent."""
         refuse_other_process("this tensor sender", self._pid)
         with suppress(ConnectError):
             self._link.post(lambda: Discard(handle.sequence), time.monotonic() + self.timeout_s)

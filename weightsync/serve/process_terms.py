@@ -49,7 +49,7 @@ class CoreTerms(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class CoreAddress(msgspec.Struct, frozen=True, kw_only=True):
-    """The address of an engine core. `tensors` is None if tensors travel in messages."""
+    """The address of an engine core. `tensors` is None if messages carry the tensors."""
 
     orders: str
     tensors: TensorQueueHandle | None = None

@@ -68,7 +68,7 @@ class WorkerView(msgspec.Struct, frozen=True, kw_only=True):
     def waits_for(self) -> str:
         """The step that an open update is at, or the event that it waits for."""
         if self.state == State.ABORTING:
-            return "is given up; waits for the loader to stop"
+            return "is aborted; waits for the loader to stop"
         if self.orphaned:
             return "its sender is dead; waits for the next sender to end it"
         if self.state == State.PREPARED:

@@ -28,7 +28,7 @@ from weightsync.wire.messages import (
 from weightsync.wire.problem import Problem, from_problem
 
 CALL_TIMEOUT_S = 3600.0
-"""Longer than any update timeout, so that the worker gives up first and gives the reason."""
+"""Longer than any update timeout, so that the worker's error comes first, with the reason."""
 LOOK_TIMEOUT_S = 10.0
 
 

@@ -139,7 +139,7 @@ def check_local(scope: Scope) -> None:
     host = headers.get(b"host", "")
     if not _names_loopback(host):
         raise AuthError(
-            f"a server without a token takes calls to 127.0.0.1, [::1] or localhost, not to "
+            f"a server without a token accepts calls to 127.0.0.1, [::1] or localhost, not to "
             f"{host!r}; use such a URL, or start it with a token"
         )
     origin = headers.get(b"origin")

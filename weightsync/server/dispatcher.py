@@ -136,7 +136,7 @@ def error_response(exc: Exception) -> Response:
 
 def _too_long(max_nbytes: int) -> BodyError:
     return BodyError(
-        f"the body is longer than {max_nbytes} bytes; weights travel in shared memory, not in "
+        f"the body is longer than {max_nbytes} bytes; weights are in shared memory, not in "
         "messages, so this is either not for this server or needs a larger max_body_nbytes",
         status=413,
     )

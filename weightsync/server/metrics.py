@@ -20,7 +20,7 @@ CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
 def render(report: WorkerReport, more: Sequence[Metric] = ()) -> bytes:
-    """Return the text of `/metrics` for what a receiver reports, with `more` at its end."""
+    """Return the text of `/metrics` for a receiver's report, with `more` at its end."""
     return generate_latest(_Metrics(report, more))
 
 

@@ -75,7 +75,7 @@ class SharedStream:
 
     @property
     def copied_nbytes(self) -> int:
-        """Bytes of the tensors that are copied here: what the sender holds beside its model."""
+        """Bytes of the tensors that are copied here: the sender's memory beside its model."""
         if len(self._adopted) == len(self._views):
             return 0
         sizes = enumerate(flat.numel() for flat in self.tensors)

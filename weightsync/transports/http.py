@@ -48,7 +48,7 @@ _TRUST_VARIABLES = ("REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE")
 class _Connection(http.client.HTTPConnection):
     """A connection, with TLS where `tls` is given, that sends header and body in one segment.
 
-    Two small segments would wait for each other where Nagle's algorithm meets delayed ACKs.
+    Of two small segments, Nagle's algorithm would hold the second until a delayed ACK.
     """
 
     _held: list[Any] | None = None

@@ -57,7 +57,7 @@ def available(device: torch.device) -> int:
 
 @contextmanager
 def no_room(nbytes: int, device: torch.device) -> Iterator[None]:
-    """Turn errors of an allocation of `nbytes` into a TransferError that says what it was for."""
+    """Turn errors of an allocation of `nbytes` into a TransferError that names its purpose."""
     try:
         yield
     except (MemoryError, OSError, torch.OutOfMemoryError) as exc:

@@ -67,10 +67,10 @@ def rename_with(rename: Rename | None) -> Callable[[str], str]:
 class ModuleTensors:
     """The parameters and persistent buffers of a module with their names, tied ones once.
 
-    The module is walked once. `refresh` compares every place with what it held, and walks again
-    only where one differs: a walk over 37,000 parameters takes longer than a copy. `tied[i]` are
-    further tensor objects over the memory of `tensors[i]`. `aliases` maps a tied name to the name
-    of its tensor. `modules` are all submodules; `wrapped` says that torch.compile wraps one.
+    The module is walked once. `refresh` compares every place with its former tensor, and walks
+    again only where one differs: a walk over 37,000 parameters takes longer than a copy. `tied[i]`
+    are further tensor objects over the memory of `tensors[i]`. `aliases` maps a tied name to the
+    name of its tensor. `modules` are all submodules; `wrapped` says that torch.compile wraps one.
     """
 
     def __init__(self, module: nn.Module, *, rename: Rename | None = None) -> None:

@@ -83,7 +83,7 @@ def from_plain(message: object) -> Request:
         seen = sorted(map(str, message)) if isinstance(message, Mapping) else type(message).__name__
         raise ProtocolError(
             f"a plain message has the keys call and body, this is {seen}; "
-            "pass on what the transport was given"
+            "forward the dict of the transport unchanged"
         )
     return _whole(_convert(message["body"], _type_of(str(message["call"]))))
 

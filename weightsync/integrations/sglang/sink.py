@@ -76,8 +76,9 @@ class FilesSink(HookSink):
     def checksums(self, names: Iterable[str] | None = None) -> dict[str, str]:
         """Raise ConfigError: SGLang's checksums are of its own parameters, fused and cut."""
         raise ConfigError(
-            "SGLang's weights cannot be compared with a checkpoint: what it can sum up are its own "
-            "parameters, fused and cut; each update's files are verified when they are written"
+            "SGLang's weights cannot be compared with a checkpoint: its checksums are of "
+            "its own parameters, fused and cut; each update's files are verified when they are "
+            "written"
         )
 
     def names_of(self, spec: TensorSpec, names: Sequence[str]) -> list[str]:

@@ -2,7 +2,7 @@
 
 A killed trainer cannot resume the engine that it paused, and a process beside it may be killed with
 it. An engine is paused and resumed in the process of vLLM's `EngineCore`, which loads our plugin.
-The plugin reads every round of a sender, and asks the workers whether the sender lives.
+The plugin reads every round of a sender, and checks through the workers whether the sender lives.
 """
 
 from __future__ import annotations

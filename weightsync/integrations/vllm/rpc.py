@@ -32,7 +32,8 @@ class Round(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     `holds` is for the engine's PauseGuard. It announces a pause by `owner`, and has the ids by
     which the workers know that sender, by rank ("" where none is known yet). Empty: the pause is
-    over, or will not come. None: no change. `watched` asks each worker whether that sender lives.
+    over, or will not come. None: no change. `watched` requests from each worker whether that sender
+    lives.
     """
 
     nonce: str
