@@ -50,6 +50,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 def test_a_processor_that_orders_stores_needs_no_call(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(store_order.VARIABLE, raising=False)
+    monkeypatch.setattr(platform, "machine", lambda: "x86_64")
     monkeypatch.setattr(store_order, "_membarrier", lambda *_: pytest.fail("called"))
     with Control.create(**SHAPE).segment as segment:
         assert segment.owner
