@@ -179,7 +179,7 @@ class IPCWeightTransferEngine:
         )
         sink = HookSink(load_weights)
         context = LoadContext(
-            open_target=lambda plan: sink.open_target(plan, "in_place"),
+            open_target=lambda layout: sink.open_target(layout, "in_place"),
             mark_dirty=lambda: None,
             check=lambda: None,
             verification="arrived",

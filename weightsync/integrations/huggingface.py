@@ -41,7 +41,7 @@ class MergedSource:
     def __init__(self, model: nn.Module, *, dtype: torch.dtype | None = None) -> None:
         self._base = _peft_model(model).get_base_model()
         self._tensors = ModuleTensors(self._base)
-        self._names = self._plan()
+        self._names = self._plain_names()
         specs = tuple(
             spec_of(name, self._tensors.tensors[i], dtype) for i, name in self._names.items()
         )
@@ -77,9 +77,9 @@ class MergedSource:
 
     def _look_again(self) -> None:
         if self._tensors.refresh():
-            self._names = self._plan()
+            self._names = self._plain_names()
 
-    def _plan(self) -> dict[int, str]:
+    def _plain_names(self) -> dict[int, str]:
         """Return the receivers' name of each tensor that is sent, by its index."""
         saved = {}
         for name, module in self._base.named_modules():

@@ -123,9 +123,9 @@ class EndingSink(ModuleSink):
         self.end = end
         self._updates = 0
 
-    def open_target(self, plan: StreamLayout, apply: Apply) -> LoadTarget:
+    def open_target(self, layout: StreamLayout, apply: Apply) -> LoadTarget:
         """Return the load target of ModuleSink, with a `begin` that counts updates."""
-        target = super().open_target(plan, apply)
+        target = super().open_target(layout, apply)
         begin = target.begin
 
         def begin_and_end() -> None:

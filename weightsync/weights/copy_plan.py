@@ -33,13 +33,13 @@ class Memory:
     flat: bool = False
 
     @classmethod
-    def of_stream(cls, plan: StreamLayout, buffer: torch.Tensor) -> Memory:
-        """Return memory whose stream is `buffer` (`uint8[plan.nbytes]`), as views of it."""
-        specs = plan.manifest.specs
+    def of_stream(cls, layout: StreamLayout, buffer: torch.Tensor) -> Memory:
+        """Return memory whose stream is `buffer` (`uint8[layout.nbytes]`), as views of it."""
+        specs = layout.manifest.specs
         return cls(
             [
                 buffer[start : start + spec.nbytes]
-                for start, spec in zip(plan.offsets, specs, strict=True)
+                for start, spec in zip(layout.offsets, specs, strict=True)
             ],
             flat=True,
         )
@@ -160,12 +160,12 @@ class AddressMap:
 
 
 def compile_host(
-    plan: StreamLayout, run: CopyUnit, target: AddressMap, source: AddressMap
+    layout: StreamLayout, run: CopyUnit, target: AddressMap, source: AddressMap
 ) -> HostCopyUnit:
     """Compile one unit between host memories."""
     copies: list[Copy] = []
     parts: list[tuple[int, int, int]] = []
-    for piece in plan.pieces(run.start, run.stop):
+    for piece in layout.pieces(run.start, run.stop):
         address = target.address(piece)
         copy = Copy(address, source.address(piece), piece.nbytes)
         append_copy(copies, copy, padded=target.flat and source.flat)
@@ -251,10 +251,10 @@ def interleaved(
 
 
 def pieces_and_gaps(
-    plan: StreamLayout, start: int, stop: int
+    layout: StreamLayout, start: int, stop: int
 ) -> tuple[list[TensorSlice], list[tuple[int, int]]]:
     """Return the tensor slices between two bytes of the stream, and `gaps` as in DeviceCopyUnit."""
-    pieces = list(plan.pieces(start, stop))
+    pieces = list(layout.pieces(start, stop))
     gaps, at = [], start
     for i, piece in enumerate(pieces):
         if piece.start > at:
@@ -268,8 +268,8 @@ def pieces_and_gaps(
 class DeviceCompiler:
     """Compiles units into torch copies to `destination`, with CUDA memory on either end."""
 
-    def __init__(self, plan: StreamLayout, destination: Memory) -> None:
-        self._plan = plan
+    def __init__(self, layout: StreamLayout, destination: Memory) -> None:
+        self._layout = layout
         self._targets = destination.tensors
 
     def compile(
@@ -281,7 +281,7 @@ class DeviceCompiler:
     ) -> DeviceCopyUnit:
         """Compile one unit from `memory`, or from a `slot` that begins at byte `chunk_start`."""
         targets, sources = [], []
-        pieces, gaps = pieces_and_gaps(self._plan, run.start, run.stop)
+        pieces, gaps = pieces_and_gaps(self._layout, run.start, run.stop)
         for piece in pieces:
             end = piece.begin + piece.nbytes
             targets.append(self._targets[piece.index][piece.begin : end])
@@ -320,7 +320,7 @@ class CopyPlan:
 
     @classmethod
     def of(cls, start: int, runs: Sequence[CompiledUnit], *, verify: bool) -> CopyPlan:
-        """Return the plan that copies `runs`, and with `verify` fingerprints them."""
+        """Return the CopyPlan that copies `runs`, and with `verify` fingerprints them."""
         on_host = [run for run in runs if isinstance(run, HostCopyUnit)]
         kind = CopyAndHash if verify else HostCopies
         joined = kind.of(on_host) if len(on_host) == len(runs) else None
@@ -349,16 +349,16 @@ class UnitCompiler:
     """
 
     def __init__(
-        self, plan: StreamLayout, destination: Memory, memory: Memory | None = None
+        self, layout: StreamLayout, destination: Memory, memory: Memory | None = None
     ) -> None:
         if not destination.holds_whole:
             raise ValueError("this memory holds shards of tensors; compile with compiler_for()")
-        self._plan = plan
+        self._layout = layout
         self._on_host = destination.on_host() and (memory is None or memory.on_host())
         self._memory = memory
         self._target = AddressMap(destination) if self._on_host else None
         self._source = AddressMap(memory) if self._on_host and memory else None
-        self._device = DeviceCompiler(plan, destination)
+        self._device = DeviceCompiler(layout, destination)
 
     def compile(
         self, run: CopyUnit, slot: torch.Tensor | None = None, chunk_start: int = 0
@@ -367,7 +367,7 @@ class UnitCompiler:
         if self._target is not None and (slot is None or slot.device.type == "cpu"):
             address = slot.data_ptr() if slot is not None else 0
             source = self._source or AddressMap(None, address, chunk_start)
-            return compile_host(self._plan, run, self._target, source)
+            return compile_host(self._layout, run, self._target, source)
         return self._device.compile(run, self._memory, slot, chunk_start)
 
 
@@ -503,9 +503,9 @@ class ShardCompiler:
     """Compiles units into shards; the source is `memory`, or else a slot given with each unit."""
 
     def __init__(
-        self, plan: StreamLayout, destination: ShardMemory, memory: Memory | None = None
+        self, layout: StreamLayout, destination: ShardMemory, memory: Memory | None = None
     ) -> None:
-        self._plan = plan
+        self._layout = layout
         self._flat = destination.flat
         self._on_host = destination.on_host() and (memory is None or memory.on_host())
         self._memory = memory
@@ -531,7 +531,7 @@ class ShardCompiler:
         copies: list[Copy] = []
         grids: list[Pair] = []
         parts: list[tuple[int, int, int]] = []
-        for piece in self._plan.pieces(run.start, run.stop):
+        for piece in self._layout.pieces(run.start, run.stop):
             address = places.address(piece)
             parts.append((piece.start, address, piece.nbytes))
             for tensor, block in self._blocks(piece):
@@ -555,7 +555,7 @@ class ShardCompiler:
     ) -> DeviceShardRun:
         pairs: list[Pair] = []
         sources: list[torch.Tensor] = []
-        pieces, gaps = pieces_and_gaps(self._plan, run.start, run.stop)
+        pieces, gaps = pieces_and_gaps(self._layout, run.start, run.stop)
         for piece in pieces:
             sources.append(self._source_of(piece, slot, chunk_start))
             for tensor, block in self._blocks(piece):
@@ -579,12 +579,12 @@ class ShardCompiler:
 
 
 def compiler_for(
-    plan: StreamLayout, destination: Memory, memory: Memory | None = None
+    layout: StreamLayout, destination: Memory, memory: Memory | None = None
 ) -> UnitCompiler | ShardCompiler:
     """Return the compiler of units into `destination`: of whole tensors, or of shards."""
     if isinstance(destination, ShardMemory):
-        return ShardCompiler(plan, destination, memory)
-    return UnitCompiler(plan, destination, memory)
+        return ShardCompiler(layout, destination, memory)
+    return UnitCompiler(layout, destination, memory)
 
 
 def _proof(arrived: int, *, holds: bool) -> int:

@@ -340,11 +340,11 @@ def hashers(
     return [ReadUnit(batch, i).fingerprint for i in range(len(runs))]
 
 
-def slot_reader(plan: StreamLayout, chunk: Chunk, slot: torch.Tensor) -> Callable[[], list[int]]:
+def slot_reader(layout: StreamLayout, chunk: Chunk, slot: torch.Tensor) -> Callable[[], list[int]]:
     """Return a function that fingerprints the units of a chunk in its slot, zeros included."""
     parts = [
         slot[run.start - chunk.start : run.stop - chunk.start]
-        for run in plan.runs[chunk.first_run : chunk.last_run]
+        for run in layout.runs[chunk.first_run : chunk.last_run]
     ]
     runs = [DeviceCopyUnit((part,), (part,), ()) for part in parts]
     kernel = kernel_of(runs, among=len(runs))
@@ -355,7 +355,7 @@ def slot_reader(plan: StreamLayout, chunk: Chunk, slot: torch.Tensor) -> Callabl
 
 
 def chunk_batches(
-    plan: StreamLayout,
+    layout: StreamLayout,
     tensors: Sequence[torch.Tensor],
     slots: Sequence[torch.Tensor],
     *,
@@ -369,12 +369,12 @@ def chunk_batches(
     that all addresses are the same.
     """
     batches = []
-    for j, chunk in enumerate(plan.chunks):
+    for j, chunk in enumerate(layout.chunks):
         slot = slots[j % len(slots)]
         runs = [
-            _into_slot(plan, start, stop, tensors, slot[start - chunk.start :])
+            _into_slot(layout, start, stop, tensors, slot[start - chunk.start :])
             for start, stop in (
-                (run.start, run.stop) for run in plan.runs[chunk.first_run : chunk.last_run]
+                (run.start, run.stop) for run in layout.runs[chunk.first_run : chunk.last_run]
             )
         ]
         kernel = kernel or kernel_of(runs, among=len(runs))
@@ -432,10 +432,14 @@ def _read(batch: Batch) -> list[int]:
 
 
 def _into_slot(
-    plan: StreamLayout, start: int, stop: int, tensors: Sequence[torch.Tensor], place: torch.Tensor
+    layout: StreamLayout,
+    start: int,
+    stop: int,
+    tensors: Sequence[torch.Tensor],
+    place: torch.Tensor,
 ) -> DeviceCopyUnit:
     """Return the unit of bytes `start` to `stop`; `place` is the slot from its first byte on."""
-    pieces, gaps = pieces_and_gaps(plan, start, stop)
+    pieces, gaps = pieces_and_gaps(layout, start, stop)
     sources = [tensors[piece.index][piece.begin : piece.begin + piece.nbytes] for piece in pieces]
     targets = [place[piece.start - start :][: piece.nbytes] for piece in pieces]
     return DeviceCopyUnit(tuple(targets), tuple(sources), tuple(gaps))

@@ -179,7 +179,7 @@ class Place:
 
 
 @dataclass(frozen=True)
-class Layout:
+class SinkPlaces:
     """The places of one manifest's tensors in a sink.
 
     Without `shares` there is one place for each tensor of the stream. Else place i holds the
@@ -306,37 +306,41 @@ class ModuleSink(WeightSink):
         """
         return id(tensor) in self._alone
 
-    def open_target(self, plan: StreamLayout, apply: Apply) -> LoadTarget:
+    def open_target(self, layout: StreamLayout, apply: Apply) -> LoadTarget:
         """Return arenas for staged weights, or the module's own memory (`in_place`).
 
         Raises ManifestMismatchError for tensors without a place, TransferError without room.
         """
-        check_manifest(self, plan.manifest, partial=True)
-        layout = self.layout(plan)
+        check_manifest(self, layout.manifest, partial=True)
+        sink_places = self.sink_places(layout)
         if apply == "in_place":
-            return _InPlaceTarget(self, layout)
+            return _InPlaceTarget(self, sink_places)
         tied = sum(map(len, self._found.tied.values()))
-        whole = sum(len(place.targets) for place in layout.places) == len(self.tensors) + tied
+        whole = sum(len(place.targets) for place in sink_places.places) == len(self.tensors) + tied
         if self.swap == "pointer" and whole:
-            return _PointerTarget(self, layout)
-        return _CopyTarget(self, layout)
+            return _PointerTarget(self, sink_places)
+        return _CopyTarget(self, sink_places)
 
-    def staged_nbytes(self, plan: StreamLayout) -> int:
+    def staged_nbytes(self, layout: StreamLayout) -> int:
         """Return the bytes of one arena, and of the tensors that cannot be pointed at it."""
-        layout = self.layout(plan)
+        sink_places = self.sink_places(layout)
         if self.swap == "copy":
-            return layout.nbytes
-        staying = [p for p in layout.places if not all(self.moves(t, p.spec) for t in p.targets)]
-        return layout.nbytes + sum(aligned(place.spec.nbytes) for place in staying)
+            return sink_places.nbytes
+        staying = [
+            p for p in sink_places.places if not all(self.moves(t, p.spec) for t in p.targets)
+        ]
+        return sink_places.nbytes + sum(aligned(place.spec.nbytes) for place in staying)
 
     def moves(self, tensor: torch.Tensor, spec: TensorSpec) -> bool:
         """Whether the tensor may be pointed at other memory that holds the bytes of `spec`."""
         return _takes_bytes(tensor, spec, self.device) and self.is_alone(tensor)
 
-    def layout(self, plan: StreamLayout) -> Layout:
-        """Return the places of the tensors of `plan`."""
-        groups = self.targets(plan.manifest)
-        return Layout([Place(*pair) for pair in zip(plan.manifest.specs, groups, strict=True)])
+    def sink_places(self, layout: StreamLayout) -> SinkPlaces:
+        """Return the places of the tensors of `layout`."""
+        groups = self.targets(layout.manifest)
+        return SinkPlaces(
+            [Place(*pair) for pair in zip(layout.manifest.specs, groups, strict=True)]
+        )
 
     def targets(self, offered: Manifest) -> list[list[torch.Tensor]]:
         """Return for each offered tensor the module's tensors that receive it."""
@@ -448,14 +452,14 @@ class _ModuleTarget(LoadTarget):
 class _PointerTarget(_ModuleTarget):
     """Two arenas in turn: the module uses one, the next update is written to the other."""
 
-    def __init__(self, sink: ModuleSink, layout: Layout) -> None:
+    def __init__(self, sink: ModuleSink, sink_places: SinkPlaces) -> None:
         super().__init__(sink)
-        in_use = _Arena(layout, sink)
+        in_use = _Arena(sink_places, sink)
         in_use.adopt_current()  # frees the module's own memory before the second allocation
         sink.settled()
-        self._arenas = [in_use, _Arena(layout, sink)]
+        self._arenas = [in_use, _Arena(sink_places, sink)]
         self._spare = 1
-        self.peak_extra_nbytes = layout.nbytes
+        self.peak_extra_nbytes = sink_places.nbytes
 
     @property
     def memory(self) -> Memory:  # type: ignore[override]  # two memories in turn, read-only here
@@ -470,11 +474,11 @@ class _PointerTarget(_ModuleTarget):
 class _Arena:
     """Memory for all places, and the views of it at which the module's tensors can point."""
 
-    def __init__(self, layout: Layout, sink: ModuleSink) -> None:
-        self.memory = layout.in_arena(sink.device)
+    def __init__(self, sink_places: SinkPlaces, sink: ModuleSink) -> None:
+        self.memory = sink_places.in_arena(sink.device)
         self._plain: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._other: list[tuple[torch.Tensor, torch.Tensor]] = []
-        for place, flat in zip(layout.places, self.memory.tensors, strict=True):
+        for place, flat in zip(sink_places.places, self.memory.tensors, strict=True):
             view = from_bytes(flat, place.spec)
             for tensor in place.targets:
                 moves = sink.moves(tensor, place.spec)
@@ -500,13 +504,13 @@ class _Arena:
 class _CopyTarget(_ModuleTarget):
     """One arena beside the model, copied over at commit."""
 
-    def __init__(self, sink: ModuleSink, layout: Layout) -> None:
+    def __init__(self, sink: ModuleSink, sink_places: SinkPlaces) -> None:
         super().__init__(sink)
-        self.memory = layout.in_arena(sink.device)
-        self.peak_extra_nbytes = layout.nbytes
+        self.memory = sink_places.in_arena(sink.device)
+        self.peak_extra_nbytes = sink_places.nbytes
         self._pairs = [
             (tensor, from_bytes(flat, place.spec))
-            for place, flat in zip(layout.places, self.memory.tensors, strict=True)
+            for place, flat in zip(sink_places.places, self.memory.tensors, strict=True)
             for tensor in place.targets
         ]
 
@@ -522,11 +526,11 @@ class _InPlaceTarget(_ModuleTarget):
 
     in_place = True
 
-    def __init__(self, sink: ModuleSink, layout: Layout) -> None:
+    def __init__(self, sink: ModuleSink, sink_places: SinkPlaces) -> None:
         super().__init__(sink)
         self._copied: list[tuple[str, torch.Tensor, torch.Tensor]] = []
         parts: list[torch.Tensor] = []
-        for place in layout.places:
+        for place in sink_places.places:
             spec, rest = place.spec, place.targets
             first = rest[0].detach()
             if _takes_bytes(rest[0], spec, first.device):
@@ -537,7 +541,7 @@ class _InPlaceTarget(_ModuleTarget):
                 self.peak_extra_nbytes += spec.nbytes
             view = from_bytes(parts[-1], spec)
             self._copied += [(spec.name, tensor.detach(), view) for tensor in rest]
-        self.memory = layout.memory(parts)
+        self.memory = sink_places.memory(parts)
 
     def validate(self) -> None:
         """Copy from the buffers, and to tied tensors; read those copies back.
@@ -566,16 +570,16 @@ class ShardedModuleSink(ModuleSink):
     process holds (partial sums, unknown placements).
     """
 
-    def layout(self, plan: StreamLayout) -> Layout:
+    def sink_places(self, layout: StreamLayout) -> SinkPlaces:
         """Return a place for each slice of a tensor; tied tensors may hold different slices."""
         places: list[Place] = []
         shares: list[Share] = []
-        groups = self.targets(plan.manifest)
-        for index, (spec, group) in enumerate(zip(plan.manifest.specs, groups, strict=True)):
+        groups = self.targets(layout.manifest)
+        for index, (spec, group) in enumerate(zip(layout.manifest.specs, groups, strict=True)):
             for held, targets in self._by_slice(group).items():
                 places.append(Place(TensorSpec(spec.name, spec.dtype, held.local_shape), targets))
                 shares.append(Share(index, held.blocks(TORCH_DTYPES[spec.dtype].itemsize)))
-        return Layout(places, shares)
+        return SinkPlaces(places, shares)
 
     def checksums(self, names: Iterable[str] | None = None) -> dict[str, str]:
         """Return mix64 of tensors that this process holds in full.

@@ -87,15 +87,15 @@ class WeightSink(ABC):
         return (self.device,) if self.device.type == "cuda" else ()
 
     @abstractmethod
-    def open_target(self, plan: StreamLayout, apply: Apply) -> LoadTarget:
-        """Allocate for the tensors of `plan.manifest`. Called once per manifest, before its bytes.
+    def open_target(self, layout: StreamLayout, apply: Apply) -> LoadTarget:
+        """Allocate for the tensors of `layout`. Called once per manifest, before its bytes.
 
         Raises ManifestMismatchError for tensors without a place in this sink, and TransferError
         where there is no memory.
         """
 
     @abstractmethod
-    def staged_nbytes(self, plan: StreamLayout) -> int:
+    def staged_nbytes(self, layout: StreamLayout) -> int:
         """Return the bytes that a staged load target allocates beside the model."""
 
     @property
@@ -239,18 +239,20 @@ class HookSink(WeightSink):
         """The device of staged tensors."""
         return self._device
 
-    def open_target(self, plan: StreamLayout, apply: Apply) -> LoadTarget:
+    def open_target(self, layout: StreamLayout, apply: Apply) -> LoadTarget:
         """Return an arena for the stream (`staged`), or a target that calls the hook as they come.
 
         Raises TransferError where there is no memory.
         """
         return (
-            _StagedHookTarget(self, plan) if apply == "staged" else _HookTarget(self, plan.manifest)
+            _StagedHookTarget(self, layout)
+            if apply == "staged"
+            else _HookTarget(self, layout.manifest)
         )
 
-    def staged_nbytes(self, plan: StreamLayout) -> int:
+    def staged_nbytes(self, layout: StreamLayout) -> int:
         """Return the bytes of the whole stream, and of clones where the hook keeps views."""
-        return plan.nbytes + self.cloned_nbytes(plan.manifest)
+        return layout.nbytes + self.cloned_nbytes(layout.manifest)
 
     def cloned_nbytes(self, manifest: Manifest) -> int:
         """Return the bytes of the clones that `call` makes of all tensors of a manifest."""
@@ -324,19 +326,19 @@ class _HookTarget(LoadTarget):
 class _StagedHookTarget(LoadTarget):
     """Keeps the whole stream in an arena; `commit` calls the hook with views of it, or clones."""
 
-    def __init__(self, sink: HookSink, plan: StreamLayout) -> None:
+    def __init__(self, sink: HookSink, layout: StreamLayout) -> None:
         self._sink = sink
-        self._plan = plan
-        buffer = arena.allocate(plan.nbytes, sink.device)
-        self.memory = Memory.of_stream(plan, buffer)
-        self.peak_extra_nbytes = sink.staged_nbytes(plan)
+        self._layout = layout
+        buffer = arena.allocate(layout.nbytes, sink.device)
+        self.memory = Memory.of_stream(layout, buffer)
+        self.peak_extra_nbytes = sink.staged_nbytes(layout)
 
     def commit(self) -> None:
         memory = self.memory
         if memory is None:
             return
-        names = _NamesLoaded(self._plan.manifest)
-        specs = self._plan.manifest.specs
+        names = _NamesLoaded(self._layout.manifest)
+        specs = self._layout.manifest.specs
         tensors = [
             (spec.name, own_storage(flat)) for spec, flat in zip(specs, memory.tensors, strict=True)
         ]

@@ -65,11 +65,11 @@ class FilesSink(HookSink):
             snapshot, self._snapshot = self._snapshot, None
             self._weight_dir.leave(snapshot, self)
 
-    def open_target(self, plan: StreamLayout, apply: Apply) -> LoadTarget:
+    def open_target(self, layout: StreamLayout, apply: Apply) -> LoadTarget:
         """Lay out the files, without creating them. Raises ConfigError for unsupported dtypes."""
-        return _FilesTarget(self, plan.manifest)
+        return _FilesTarget(self, layout.manifest)
 
-    def staged_nbytes(self, plan: StreamLayout) -> int:
+    def staged_nbytes(self, layout: StreamLayout) -> int:
         """Zero: this process stages nothing."""
         return 0
 

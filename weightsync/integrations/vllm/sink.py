@@ -403,12 +403,12 @@ class VllmSink(WeightSink):
             self._known[offered.digest] = found
         return self._known[offered.digest]
 
-    def open_target(self, plan: StreamLayout, apply: Apply) -> LoadTarget:
+    def open_target(self, layout: StreamLayout, apply: Apply) -> LoadTarget:
         """Stage the stream until `commit`; a whole model may also be loaded in place."""
-        self.difference(plan.manifest).check(partial=True, more_follows=True)
-        if apply == "in_place" and not self.difference(plan.manifest).missing:
-            return _InPlaceLoadTarget(self, plan.manifest)
-        return _StagedLoadTarget(self, plan)
+        self.difference(layout.manifest).check(partial=True, more_follows=True)
+        if apply == "in_place" and not self.difference(layout.manifest).missing:
+            return _InPlaceLoadTarget(self, layout.manifest)
+        return _StagedLoadTarget(self, layout)
 
     def commit_all(self, load_targets: Sequence[LoadTarget]) -> None:
         """Load all targets in one reload: tensors that vLLM fuses may be in several messages."""
@@ -438,9 +438,9 @@ class VllmSink(WeightSink):
         # The next update would overwrite a tensor that vLLM kept.
         refuse_kept([(name, flat) for name, (_, flat) in tensors.items()], counts)
 
-    def staged_nbytes(self, plan: StreamLayout) -> int:
+    def staged_nbytes(self, layout: StreamLayout) -> int:
         """The whole stream: every worker stages it before it is cut into shards."""
-        return plan.nbytes
+        return layout.nbytes
 
     def checksums(self, names: Iterable[str] | None = None) -> dict[str, str]:
         """Return mix64 of the worker's weights by vLLM's names, packed or not."""
@@ -524,13 +524,13 @@ class _InPlaceLoadTarget(_AwakeLoadTarget):
 class _StagedLoadTarget(_AwakeLoadTarget):
     """Stages the stream. Only `commit` changes the model, which keeps no tensor of the stream."""
 
-    def __init__(self, sink: VllmSink, plan: StreamLayout) -> None:
+    def __init__(self, sink: VllmSink, layout: StreamLayout) -> None:
         self._sink = sink
-        self._specs = plan.manifest.specs
-        self._names = sink.given_names(plan.manifest)
-        self._index = plan.manifest.index
-        self.memory: Memory = Memory.of_stream(plan, arena.allocate(plan.nbytes, sink.device))
-        self.peak_extra_nbytes = plan.nbytes
+        self._specs = layout.manifest.specs
+        self._names = sink.given_names(layout.manifest)
+        self._index = layout.manifest.index
+        self.memory: Memory = Memory.of_stream(layout, arena.allocate(layout.nbytes, sink.device))
+        self.peak_extra_nbytes = layout.nbytes
 
     def staged_tensors(self) -> Iterator[tuple[str, tuple[TensorSpec, torch.Tensor]]]:
         """Yield the staged tensors by the names under which the model takes them."""
