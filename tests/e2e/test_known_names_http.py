@@ -58,7 +58,7 @@ def test_a_session_is_started_as_vllms_clients_do(host: Host) -> None:
 
     refused = post("start_weight_update", {"is_checkpoint_format": False})
     assert refused.status_code == 400
-    assert "send them as the checkpoint has them" in refused.json()["detail"]
+    assert "send them in the checkpoint's format" in refused.json()["detail"]
     assert receiver.status()["state"] == "READY"
     assert post("init_weight_transfer_engine", {"init_info": {}}).ok
     assert post("start_weight_update", {"is_checkpoint_format": True}).ok

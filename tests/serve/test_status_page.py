@@ -194,7 +194,7 @@ def test_a_page_without_any_answer_is_a_page() -> None:
         (WorkerView(name="0.0", state="UPDATING"), "waits for its sender to send more"),
         (WorkerView(name="0.0", state="UPDATING", busy=True), "loads what"),
         (WorkerView(name="0.0", state="PREPARED"), "everything arrived and was checked; waits"),
-        (WorkerView(name="0.0", state="PREPARED", busy=True), "waits for the decode step"),
+        (WorkerView(name="0.0", state="PREPARED", busy=True), "waits for the end of the current"),
         (WorkerView(name="0.0", state="PREPARED", orphaned=True), "its sender is dead"),
         (WorkerView(name="0.0", state="ABORTING"), "is aborted"),
     ],
