@@ -392,7 +392,7 @@ def test_a_pause_after_that_of_a_user_ends_with_a_killed_trainer(doomed: Doomed)
 @pytest.mark.parametrize("doomed", ["staged"], indirect=True)
 def test_a_pause_that_a_user_makes_during_an_update_is_kept(doomed: Doomed) -> None:
     doomed.kill_at("", meet_a_user, "pause?mode=keep")
-    time.sleep(4 * vllm_pauses.LOOK_S)
+    time.sleep(4 * vllm_pauses.CHECK_S)
     assert doomed.workers.paused
     with ws.connect(source(), to=doomed.url) as sender:
         sender.send_weights()
@@ -508,7 +508,7 @@ def test_a_pause_of_a_user_is_kept_when_the_end_of_ours_got_no_answer(
         if end == "update":
             sender.send_weights()
             assert workers.paused
-    time.sleep(3 * vllm_pauses.LOOK_S)
+    time.sleep(3 * vllm_pauses.CHECK_S)
     assert workers.paused
 
 
@@ -528,7 +528,7 @@ def test_a_pause_of_a_user_is_kept_after_ours_that_was_ended_by_hand(
             sender.send_weights()
             assert "reset" in workers.log
             assert workers.paused
-    time.sleep(3 * vllm_pauses.LOOK_S)
+    time.sleep(3 * vllm_pauses.CHECK_S)
     assert workers.paused
 
 

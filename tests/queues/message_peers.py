@@ -17,7 +17,7 @@ from typing import Any
 
 from tests.children import CONTEXT
 from weightsync.errors import PeerLostError, TransferTimeout
-from weightsync.queues.message_queue import LOOK_S, MessageQueue, QueueHandle
+from weightsync.queues.message_queue import CHECK_S, MessageQueue, QueueHandle
 from weightsync.queues.message_ring import SOCKET
 
 WAIT_S = 60.0
@@ -230,7 +230,7 @@ def dequeue_times(count: int) -> None:
 
 def look_at_readers(message: Any) -> None:
     """Enqueue late enough after the last message for the writer to check its readers."""
-    time.sleep(1.1 * LOOK_S)
+    time.sleep(1.1 * CHECK_S)
     _queues["q"].enqueue(message, WAIT_S)
 
 

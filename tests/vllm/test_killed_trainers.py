@@ -19,7 +19,7 @@ from tests.children import CONTEXT, load_beforehand
 from tests.vllm import victims
 from tests.vllm.served import Served, vllm_server
 from tests.vllm.tiny import PROMPT, change, make_model
-from weightsync.integrations.vllm.pauses import LEASE_S, LOOK_S
+from weightsync.integrations.vllm.pauses import CHECK_S, LEASE_S
 from weightsync.integrations.vllm.server import VllmHttpControl, VllmServer
 
 load_beforehand("tests.vllm.victims")
@@ -132,7 +132,7 @@ def test_a_pause_after_one_that_was_ended_by_hand_is_the_user_s(killed: Killed) 
         sender._announce({0: ""}, timeout_s=30)  # the last that is heard of it
         for verb in ("pause?mode=keep", "resume", "pause?mode=keep"):
             served.post(verb).raise_for_status()
-        time.sleep(LEASE_S + 4 * LOOK_S)
+        time.sleep(LEASE_S + 4 * CHECK_S)
         assert served.is_paused
     finally:
         served.post("resume").raise_for_status()
@@ -143,7 +143,7 @@ def test_a_pause_of_the_user_outlives_a_trainer(killed: Killed) -> None:
     killed.served.post("pause?mode=keep").raise_for_status()
     try:
         killed.kill("collective_rpc 3")
-        time.sleep(4 * LOOK_S)
+        time.sleep(4 * CHECK_S)
         assert killed.served.is_paused
     finally:
         killed.served.post("resume").raise_for_status()

@@ -58,7 +58,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-LOOK_S = 1.0
+CHECK_S = 1.0
 """Interval of the reader liveness check of a writer that never waits."""
 
 
@@ -228,7 +228,7 @@ class Writer:
         self, nbytes: int, timeout_s: float | None, cancel: Cancel | None
     ) -> Callable[[], WaitPolicy]:
         """Wait until the remote readers' window has room for `nbytes`; return the wait policy."""
-        if time.monotonic() - self._checked_at > LOOK_S:
+        if time.monotonic() - self._checked_at > CHECK_S:
             self._check_readers()
         policy = self._wait_policy(self._pending_condition, timeout_s, cancel)
         if self._publisher.remote:

@@ -516,7 +516,7 @@ logger = logging.getLogger(__name__)
 
 _BATCH = 64
 _FULL_NAP_S = 0.002
-_LOOK_S = 0.05  # polling interval while tensors of ended senders are stored
+_POLL_S = 0.05  # polling interval while tensors of ended senders are stored
 _CLEANUP_DELAYS_S = (0.05, 0.5, 3.0)  # the kernel releases a killed process's locks with a delay
 _JOIN_S = 5.0
 PROBE_NBYTES = 4096
@@ -615,7 +615,7 @@ class Channel:
 
     def _select_timeout_s(self) -> float | None:
         if self._ended or self._arrivals.any_late:
-            return _LOOK_S
+            return _POLL_S
         return (
             max(min(self._cleanup_times) - time.monotonic(), 0.0) if self._cleanup_times else None
         )
@@ -625,7 +625,7 @@ class Channel:
             connection, _ = self._listener.accept()
         except OSError as exc:
             logger.warning("a connection of a tensor sender could not be accepted: %s", exc)
-            time.sleep(_LOOK_S)  # probably out of descriptors; the connection stays in the backlog
+            time.sleep(_POLL_S)  # probably out of descriptors; the connection stays in the backlog
             return
         own_socket(connection)
         if not same_user(connection):

@@ -148,29 +148,29 @@ def check_work(work: GenerationRequest, card: ModelCard) -> None:
 async def read_prompts(
     texts: TokenizerService,
     card: ModelCard,
-    asked: Sequence[str | list[int]],
+    texts_or_ids: Sequence[str | list[int]],
     *,
     n: int,
     max_new_tokens: int,
 ) -> list[Prompt]:
     """Return prompts as token ids. Raises ConfigError for too many, or for one that is too long."""
-    _check_count(len(asked), n)
+    _check_count(len(texts_or_ids), n)
 
     def read() -> list[Prompt]:
         found: list[Prompt] = []
-        for index, item in enumerate(asked):
+        for index, item in enumerate(texts_or_ids):
             ids = texts.encode_here(item) if isinstance(item, str) else item
             _check_length(index, ids, max_new_tokens, card)
             found.append(Prompt(token_ids=ids))
         return found
 
-    return await texts.run(read, sum(_PROMPT_SIZE + len(item) for item in asked))
+    return await texts.run(read, sum(_PROMPT_SIZE + len(item) for item in texts_or_ids))
 
 
 def _check_count(num_prompts: int, n: int) -> None:
     if not 1 <= num_prompts * n <= MAX_COMPLETIONS:
         raise ConfigError(
-            f"{num_prompts} prompts, {n} completions each, are asked for; "
+            f"{num_prompts} prompts, {n} completions each, are requested; "
             f"send 1 to {MAX_COMPLETIONS} completions at a time"
         )
 

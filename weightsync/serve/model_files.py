@@ -80,12 +80,12 @@ def _heads_of(directory: Path) -> tuple[int | None, int | None]:
             "directory that save_pretrained wrote"
         )
     text = config.get("text_config")  # of a model that takes images, too
-    told = text if isinstance(text, dict) else config
-    return _count(told.get("num_attention_heads")), _count(told.get("num_key_value_heads"))
+    fields = text if isinstance(text, dict) else config
+    return _count(fields.get("num_attention_heads")), _count(fields.get("num_key_value_heads"))
 
 
-def _count(told: object) -> int | None:
-    return told if isinstance(told, int) and told > 0 else None
+def _count(value: object) -> int | None:
+    return value if isinstance(value, int) and value > 0 else None
 
 
 try:

@@ -84,7 +84,7 @@ class _Head:
     """The common fields of all responses to one request."""
 
     def __init__(
-        self, texts: TokenizerService, work: GenerationRequest, asked: OpenAIRequest, model: str
+        self, texts: TokenizerService, work: GenerationRequest, parsed: OpenAIRequest, model: str
     ) -> None:
         self.texts = texts
         self.id = work.request_id
@@ -92,7 +92,7 @@ class _Head:
         self.model = model
         self.num_prompt_tokens = work.num_prompt_tokens
         self.n = work.n
-        self._wants_ids = asked.return_token_ids
+        self._wants_ids = parsed.return_token_ids
         self.num_top = work.choosing.logprobs
 
     def ids(self, increment: StreamDelta) -> list[int] | msgspec.UnsetType:
@@ -109,9 +109,9 @@ class TextAnswers:
     """The responses of `/v1/completions`."""
 
     def __init__(
-        self, texts: TokenizerService, work: GenerationRequest, asked: OpenAIRequest, model: str
+        self, texts: TokenizerService, work: GenerationRequest, parsed: OpenAIRequest, model: str
     ) -> None:
-        self._head = _Head(texts, work, asked, model)
+        self._head = _Head(texts, work, parsed, model)
 
     def whole(self, completions: Sequence[StreamDelta]) -> TextCompletion:
         """Return the response that is not streamed."""
@@ -176,9 +176,9 @@ class ChatAnswers:
     """The responses of `/v1/chat/completions`."""
 
     def __init__(
-        self, texts: TokenizerService, work: GenerationRequest, asked: OpenAIRequest, model: str
+        self, texts: TokenizerService, work: GenerationRequest, parsed: OpenAIRequest, model: str
     ) -> None:
-        self._head = _Head(texts, work, asked, model)
+        self._head = _Head(texts, work, parsed, model)
         self._begun: set[int] = set()
 
     def whole(self, completions: Sequence[StreamDelta]) -> ChatCompletion:
@@ -398,50 +398,50 @@ class _OpenAIRoutes:
     async def completions(self, request: Request) -> Response:
         """Complete prompts. Each choice has the weight versions of its tokens."""
         body = await read_body(request, self._max_body_nbytes)
-        asked = await self._texts.run(lambda: decode_openai(body, CompletionRequest), len(body))
-        return await while_connected(request, self._complete(asked))
+        parsed = await self._texts.run(lambda: decode_openai(body, CompletionRequest), len(body))
+        return await while_connected(request, self._complete(parsed))
 
     async def chat(self, request: Request) -> Response:
         """Continue a conversation. Each choice has the weight versions of its tokens."""
         body = await read_body(request, self._max_body_nbytes)
-        asked = await self._texts.run(lambda: decode_openai(body, ChatRequest), len(body))
-        return await while_connected(request, self._chat(asked))
+        parsed = await self._texts.run(lambda: decode_openai(body, ChatRequest), len(body))
+        return await while_connected(request, self._chat(parsed))
 
-    async def _complete(self, asked: CompletionRequest) -> Response:
-        self._check_model(asked.model)
-        max_tokens = asked.max_tokens or DEFAULT_MAX_TOKENS
+    async def _complete(self, parsed: CompletionRequest) -> Response:
+        self._check_model(parsed.model)
+        max_tokens = parsed.max_tokens or DEFAULT_MAX_TOKENS
         prompts = await read_prompts(
             self._texts,
             self._engine.card,
-            asked.prompts,
-            n=asked.n or 1,
+            parsed.prompts,
+            n=parsed.n or 1,
             max_new_tokens=max_tokens,
         )
-        work = _work(asked, "cmpl", prompts, max_tokens, asked.logprobs)
+        work = _work(parsed, "cmpl", prompts, max_tokens, parsed.logprobs)
         return await self._answer(
-            asked, work, TextAnswers(self._texts, work, asked, self._engine.card.name)
+            parsed, work, TextAnswers(self._texts, work, parsed, self._engine.card.name)
         )
 
-    async def _chat(self, asked: ChatRequest) -> Response:
-        self._check_model(asked.model)
-        prompt = await chat_prompt(self._texts, asked.messages)
+    async def _chat(self, parsed: ChatRequest) -> Response:
+        self._check_model(parsed.model)
+        prompt = await chat_prompt(self._texts, parsed.messages)
         room = max(1, self._engine.card.max_length - len(prompt.token_ids))
-        max_tokens = asked.max_completion_tokens or asked.max_tokens or room
-        logprobs = (asked.top_logprobs or 0) if asked.logprobs else None
-        work = _work(asked, "chatcmpl", [prompt], max_tokens, logprobs)
+        max_tokens = parsed.max_completion_tokens or parsed.max_tokens or room
+        logprobs = (parsed.top_logprobs or 0) if parsed.logprobs else None
+        work = _work(parsed, "chatcmpl", [prompt], max_tokens, logprobs)
         return await self._answer(
-            asked, work, ChatAnswers(self._texts, work, asked, self._engine.card.name)
+            parsed, work, ChatAnswers(self._texts, work, parsed, self._engine.card.name)
         )
 
     async def _answer(
-        self, asked: OpenAIRequest, work: GenerationRequest, answers: Answers
+        self, parsed: OpenAIRequest, work: GenerationRequest, answers: Answers
     ) -> Response:
-        if asked.stream:
-            return EventStream(await begun(self._events(asked, work, answers)))
+        if parsed.stream:
+            return EventStream(await begun(self._events(parsed, work, answers)))
         return _json(answers.whole(await complete(self._engine, self._texts, work)))
 
     async def _events(
-        self, asked: OpenAIRequest, work: GenerationRequest, answers: Answers
+        self, parsed: OpenAIRequest, work: GenerationRequest, answers: Answers
     ) -> AsyncGenerator[bytes, None]:
         begun_already = False
         num_tokens = 0
@@ -451,7 +451,7 @@ class _OpenAIRoutes:
                     yield event(msgspec.json.encode(answers.chunk(increment)))
                     begun_already = True
                     num_tokens += len(increment.tokens)
-            if asked.include_usage:
+            if parsed.include_usage:
                 yield event(msgspec.json.encode(answers.last_chunk(num_tokens)))
         except Exception as exc:
             if not begun_already:
@@ -486,7 +486,7 @@ async def _no_route(request: Request) -> Response:
 
 
 def _work(
-    asked: OpenAIRequest,
+    parsed: OpenAIRequest,
     prefix: str,
     prompts: list[Prompt],
     max_tokens: int,
@@ -496,15 +496,15 @@ def _work(
         request_id=f"{prefix}-{uuid.uuid4().hex}",
         prompts=prompts,
         max_new_tokens=max_tokens,
-        n=asked.n or 1,
+        n=parsed.n or 1,
         choosing=SamplingParams(
-            temperature=1.0 if asked.temperature is None else asked.temperature,
-            top_p=1.0 if asked.top_p is None else asked.top_p,
-            seed=None if asked.seed is None else asked.seed & _SEED_MASK,
+            temperature=1.0 if parsed.temperature is None else parsed.temperature,
+            top_p=1.0 if parsed.top_p is None else parsed.top_p,
+            seed=None if parsed.seed is None else parsed.seed & _SEED_MASK,
             logprobs=NO_LOGPROBS if logprobs is None else logprobs,
         ),
-        stops=asked.stops,
-        stop_at_end=not asked.ignore_eos,
+        stops=parsed.stops,
+        stop_at_end=not parsed.ignore_eos,
     )
 
 

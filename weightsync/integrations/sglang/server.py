@@ -89,7 +89,7 @@ class SglangControl(HttpTransport):
 
     def greet(self, *, timeout_s: float) -> SglangFacts:
         """Return the server's facts. Raises BackendUnavailableError where it must not be used."""
-        model = self.look(timeout_s=timeout_s)
+        model = self.read_model_info(timeout_s=timeout_s)
         server = self._server_info(timeout_s)
         if server.get("weight_cache_mode") not in (None, "off"):
             raise BackendUnavailableError(
@@ -106,7 +106,7 @@ class SglangControl(HttpTransport):
         self.pause_mode = self._settle_pause(facts.version)
         return facts
 
-    def look(self, *, timeout_s: float = _PROBE_S) -> dict[str, Any]:
+    def read_model_info(self, *, timeout_s: float = _PROBE_S) -> dict[str, Any]:
         """Return `/model_info`. Raises ConnectError; ProtocolError for another kind of server."""
         found = self._get_first(_INFO, timeout_s)
         if found is None or not found.keys() >= _MODEL_KEYS:
@@ -238,7 +238,7 @@ def is_sglang(
     """
     probe = SglangControl(url, token, verify_tls=verify_tls)
     try:
-        probe.look(timeout_s=timeout_s)
+        probe.read_model_info(timeout_s=timeout_s)
     except (TransportError, ProtocolError, RemoteError, AuthError):
         return False
     else:
@@ -440,7 +440,7 @@ class SglangTransport(BaseTransport):
         terms = request.start if isinstance(request, UpdateRequest) else request
         if terms is None:
             return
-        held = self._control.look(timeout_s=timeout_s).get("weight_version")
+        held = self._control.read_model_info(timeout_s=timeout_s).get("weight_version")
         if held == self._given or not self._is_version_known:
             return
         if terms.partial:
@@ -510,7 +510,9 @@ class SglangTransport(BaseTransport):
     def _check_version(self, version: str | None) -> None:
         if version is None or not self._is_version_known:
             return
-        held = self._control.look(timeout_s=min(self._timeout_s, _GREETING_S))["weight_version"]
+        held = self._control.read_model_info(timeout_s=min(self._timeout_s, _GREETING_S))[
+            "weight_version"
+        ]
         if held != version:
             raise ProtocolError(
                 f"{self._target} replied that it loaded weights {version!r}, and now reports "

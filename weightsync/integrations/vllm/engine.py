@@ -88,8 +88,8 @@ class WeightsyncEngine(WeightTransferEngine):  # type: ignore[misc]  # vLLM has 
 
     def _handle(self, request: Request) -> None:
         """Dispatch the sender's request, if this is inside its RPC, else `request`."""
-        asked = self._request
-        self._reply = self.receiver.dispatch(request if asked is None else asked)
+        pending = self._request
+        self._reply = self.receiver.dispatch(request if pending is None else pending)
 
     def answer(self, worker: Any, request: Request) -> Reply:
         """Handle one request of our sender through the method of vLLM's worker for it."""

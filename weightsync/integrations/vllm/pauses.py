@@ -26,7 +26,7 @@ from weightsync.integrations.vllm.rpc import Round, WorkerAnswer
 
 logger = logging.getLogger(__name__)
 
-LOOK_S = 0.5
+CHECK_S = 0.5
 """Seconds between two checks of the sender that paused the engine."""
 LEASE_S = 5.0
 """How long a pause lasts without a round of its owner, while workers do not know that sender."""
@@ -60,8 +60,9 @@ class PauseGuard:
     """Tracks the sender that paused one engine, and resumes the engine when that sender is gone.
 
     `rpc` calls the workers. `utility` and `refused` are vLLM's constants for a method call in the
-    engine's loop, and for a request that ended with an error. `note`, `let_go` and `look` are
-    called in that loop, between steps. A pause that precedes a sender's is a user's, and stays.
+    engine's loop, and for a request that ended with an error. `note`, `forget_owner` and
+    `check_owner` are called in that loop, between steps. A pause that precedes a sender's is a
+    user's, and stays.
     """
 
     def __init__(self, engine: Engine, rpc: Rpc, *, utility: Any, refused: Any) -> None:
@@ -90,20 +91,20 @@ class PauseGuard:
             if self._timer is None:
                 self._look_later()
         elif round_.holds is not None and ours:
-            self.let_go()
+            self.forget_owner()
         for result in results:
             result["held"] = paused and ours
         if round_.owner == self._owner:
             self._heard = time.monotonic()
 
-    def let_go(self) -> None:
+    def forget_owner(self) -> None:
         """Forget the owner: its pause is over, or will not come."""
         self._owner, self._holds = "", {}
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
 
-    def look(self) -> Future[None]:
+    def check_owner(self) -> Future[None]:
         """Resume the engine if the sender that paused it is gone.
 
         Returns a future that is never done: vLLM replies to a call when its future is done, and no
@@ -138,7 +139,7 @@ class PauseGuard:
                 "%d of its weights",
                 answers[0].version,
             )
-        self.let_go()
+        self.forget_owner()
 
     def _refuse_requests(self, answers: Iterable[WorkerAnswer]) -> None:
         """Fail the waiting requests: it is unknown whether another sender will connect."""
@@ -165,13 +166,15 @@ class PauseGuard:
             self._timer.cancel()
         # An engine without a queue runs in the trainer's process, and ends with it.
         if hasattr(self._engine, "input_queue"):
-            self._timer = threading.Timer(LOOK_S, self._call_look)
+            self._timer = threading.Timer(CHECK_S, self._call_check)
             self._timer.daemon = True
             self._timer.start()
 
-    def _call_look(self) -> None:
+    def _call_check(self) -> None:
         if self._engine.is_running():
-            self._engine.input_queue.put_nowait((self._utility, (0, -1, "weightsync_look", ())))
+            self._engine.input_queue.put_nowait(
+                (self._utility, (0, -1, "weightsync_check_owner", ()))
+            )
 
 
 def install(core: Any, *, utility: Any, refused: Any) -> None:
@@ -179,7 +182,7 @@ def install(core: Any, *, utility: Any, refused: Any) -> None:
 
     `core` is vLLM's EngineCore, or a substitute in a test.
     """
-    if hasattr(core, "weightsync_look"):
+    if hasattr(core, "weightsync_check_owner"):
         return
     rpc, resume = core.collective_rpc, core.resume_scheduler
 
@@ -206,7 +209,7 @@ def install(core: Any, *, utility: Any, refused: Any) -> None:
         was_paused = self.is_scheduler_paused()
         resume(self)
         if was_paused:
-            guard(self).let_go()
+            guard(self).forget_owner()
 
     core.collective_rpc, core.resume_scheduler = collective_rpc, resume_scheduler
-    core.weightsync_look = lambda engine: guard(engine).look()
+    core.weightsync_check_owner = lambda engine: guard(engine).check_owner()
