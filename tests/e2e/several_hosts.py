@@ -283,10 +283,10 @@ class OneAtATime(HttpTransport):
 
     def __init__(self, url: str) -> None:
         super().__init__(url)
-        self._door = threading.Lock()
+        self._lock = threading.Lock()
 
     def call(self, request: Request, *, timeout_s: float) -> Reply:
-        with self._door:
+        with self._lock:
             return super().call(request, timeout_s=timeout_s)
 
 

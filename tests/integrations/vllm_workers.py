@@ -20,7 +20,7 @@ import torch
 
 import weightsync as ws
 from weightsync.integrations.vllm import pauses as vllm_pauses
-from weightsync.integrations.vllm import rpc as vllm_door
+from weightsync.integrations.vllm import rpc as vllm_rpc
 from weightsync.update.lifecycle import ApplyChoice
 from weightsync.wire import codec, problem
 
@@ -67,9 +67,9 @@ class Endpoints(Served):
 
             def do_POST(self) -> None:
                 length = int(self.headers.get("Content-Length", 0))
-                told = json.loads(self.rfile.read(length) or b"{}")
+                round_ = json.loads(self.rfile.read(length) or b"{}")
                 count(1)
-                answer = _answer_http(workers, self.path.strip("/"), told)
+                answer = _answer_http(workers, self.path.strip("/"), round_)
                 count(-1)
                 body = json.dumps(answer).encode()
                 with suppress(OSError):  # the client may be killed
@@ -84,7 +84,7 @@ class Endpoints(Served):
         super().__init__(Handler)
 
 
-def _answer_http(workers: Workers, path: str, told: dict[str, Any]) -> object:
+def _answer_http(workers: Workers, path: str, round_: dict[str, Any]) -> object:
     verb, _, query = path.partition("?")
     if verb == "version":
         return {"version": "0.32.0"}
@@ -93,7 +93,7 @@ def _answer_http(workers: Workers, path: str, told: dict[str, Any]) -> object:
     if verb == "is_paused":
         return {"is_paused": workers.is_paused(timeout_s=5)}
     if verb == "collective_rpc":
-        return {"results": workers.rpc(told["args"][0], timeout_s=5)}
+        return {"results": workers.rpc(round_["args"][0], timeout_s=5)}
     if verb == "pause":
         workers.pause(query.partition("=")[2], timeout_s=5)
     elif verb == "resume":
@@ -101,7 +101,7 @@ def _answer_http(workers: Workers, path: str, told: dict[str, Any]) -> object:
     elif verb == "reset_prefix_cache":
         workers.reset_prefix_cache()
     elif verb == "update_weight_version":
-        workers.set_version(told["new_version"], timeout_s=5)
+        workers.set_version(round_["new_version"], timeout_s=5)
     else:
         return None
     return {}
@@ -148,9 +148,9 @@ class Workers:
         return len(self.log), 0
 
     def rpc(self, text: str, *, timeout_s: float) -> object:
-        calls = sorted({call.call for call in vllm_door.decode_round(text).calls.values()})
+        calls = sorted({call.call for call in vllm_rpc.decode_round(text).calls.values()})
         self._note(f"rpc {' '.join(calls)}".rstrip())
-        return self._in_loop(lambda: self.collective_rpc(vllm_door.METHOD, None, (text,)))
+        return self._in_loop(lambda: self.collective_rpc(vllm_rpc.METHOD, None, (text,)))
 
     def is_paused(self, *, timeout_s: float) -> bool:
         return bool(self._in_loop(self.is_scheduler_paused))
@@ -189,10 +189,10 @@ class Workers:
     def collective_rpc(
         self, method: str, timeout: object = None, args: tuple[Any, ...] = (), kwargs: object = None
     ) -> list[dict[str, Any]]:
-        told = vllm_door.decode_round(args[0])
-        if not told.watched:
-            self.seen.append(len(told.calls))
-        futures = [self._pool.submit(self._answer, told, i) for i in range(len(self.models))]
+        round_ = vllm_rpc.decode_round(args[0])
+        if not round_.watched:
+            self.seen.append(len(round_.calls))
+        futures = [self._pool.submit(self._answer, round_, i) for i in range(len(self.models))]
         results = [future.result() for future in futures]
         if self._late:  # answers that a failed call left
             results[-1], self._results = (self._results or results)[-1], results
@@ -222,10 +222,10 @@ class Workers:
 
     def _run(self) -> None:
         while True:
-            told = self.input_queue.get()
-            if told is None:
+            round_ = self.input_queue.get()
+            if round_ is None:
                 return
-            kind, content = told
+            kind, content = round_
             if kind == "utility":
                 getattr(self, content[2])(*content[3])
                 continue
@@ -244,20 +244,20 @@ class Workers:
         if last in self.fails:
             raise self.fails.pop(last)
 
-    def _answer(self, told: vllm_door.Round, rank: int) -> dict[str, Any]:
+    def _answer(self, round_: vllm_rpc.Round, rank: int) -> dict[str, Any]:
         self.awake.wait(60)
         receiver = self.receivers[rank]
-        call, reply, wrong = vllm_door.addressed(told, rank), None, None
+        call, reply, wrong = vllm_rpc.addressed(round_, rank), None, None
         if call is not None:
             try:
                 request = codec.decode_request(call.call, call.body.encode())
                 reply = codec.encode(receiver.dispatch(request)).decode()
             except Exception as exc:  # noqa: BLE001  # as the engine does
                 wrong = problem.encode_problem(problem.to_problem(exc)).decode()
-        status, watched = receiver.status(), told.watched.get(rank)
-        return vllm_door.encode_answer(
-            vllm_door.WorkerAnswer(
-                nonce=told.nonce,
+        status, watched = receiver.status(), round_.watched.get(rank)
+        return vllm_rpc.encode_answer(
+            vllm_rpc.WorkerAnswer(
+                nonce=round_.nonce,
                 rank=rank,
                 world=len(self.models),
                 state=status.state,
