@@ -1,4 +1,4 @@
-# Everything here needs only python3 and make; the first target that wants it builds .venv.
+# All targets need only python3 and make; the first one that uses .venv builds it.
 # To choose another interpreter or build of torch:  make test PYTHON=python3.13 TORCH='torch==2.11.0'
 
 PYTHON ?= python3
@@ -34,7 +34,7 @@ help:
 
 venv: $(STAMP)
 
-# One command names both, so that no extra can bring another torch than the one asked for.
+# One command names both, so that no extra can install another torch than the chosen one.
 $(STAMP): pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet $(TORCH)
@@ -43,11 +43,11 @@ $(STAMP): pyproject.toml
 	@touch $@
 
 # Most tests wait for processes rather than compute: two workers, a file of tests at a time.
-# Long files go first. A worker that dies ends the run: xdist may wait for its tests for ever.
+# Long files run first. A worker that dies ends the run: xdist may wait for its tests for ever.
 # One test after the other, for a debugger:  make test ARGS='-n 0 tests/e2e'
 SIDE_BY_SIDE := -n auto --dist loadfile --no-loadscope-reorder --max-worker-restart 0
 
-# Compiled first: hundreds of processes import it, and not each environment lets them keep that.
+# Compiled first: hundreds of processes import it, and some environments do not let them cache it.
 test: $(STAMP)
 	$(BIN)/python -m compileall -q weightsync
 	$(ONE_THREAD) $(BIN)/python -m pytest $(SIDE_BY_SIDE) --durations=15 $(ARGS)
@@ -58,7 +58,7 @@ soak: $(STAMP)
 test-gpu: $(STAMP)
 	$(ONE_THREAD) $(BIN)/python -m pytest -m gpu $(ARGS)
 
-# What its companions of torch need is CUDA, so its requirements are listed without them.
+# The companions of torch need CUDA, so vLLM's requirements are listed without them.
 $(VLLM_STAMP): pyproject.toml tests/vllm/requirements.py
 	test -x $(VLLM_BIN)/python || $(PYTHON) -m venv .venv-vllm
 	$(VLLM_BIN)/python -m pip install --quiet $(VLLM_TORCH) packaging
@@ -91,7 +91,7 @@ docs: $(STAMP)
 demo: $(STAMP)
 	$(BIN)/weightsync demo $(ARGS)
 
-# Unfinished results are gone on with; Ctrl-C too leaves pages of what there is. ARGS="--preset full"
+# Continues unfinished results; Ctrl-C writes pages of the rows so far. ARGS="--preset full"
 # takes hours. Pages of kept results: python -m benchmarks.tables FILE
 RESULTS ?= benchmarks/results.json
 
