@@ -9,23 +9,22 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import msgspec
-import requests
 import torch
 
 import weightsync as ws
 from weightsync.cli.child import take_stdout
-from weightsync.errors import ConnectError, ProtocolError, WeightSyncError
+from weightsync.errors import ProtocolError, WeightSyncError
 from weightsync.serve.causal_model import end_token_ids
 from weightsync.serve.model import LoadedModel, load_model
 from weightsync.serve.requests import Completion, GenerateRequest, decode_response
+from weightsync.transports.http import HttpTransport
 from weightsync.transports.tokens import TOKEN_VARIABLE
 from weightsync.weights.fingerprint import mix64, to_hex
 from weightsync.weights.source import ModuleSource
-from weightsync.wire.messages import CheckReply
-from weightsync.wire.problem import raise_problem
+from weightsync.wire.messages import CheckReply, CheckRequest
 
 MAX_GRAD_NORM = 1.0
 _SPREAD_FLOOR = 1e-4  # for a group whose rewards are all equal
@@ -212,31 +211,25 @@ def decode_event(line: bytes) -> Ready | Step | Proof:
 Emit = Callable[[Event], None]
 
 
-class Server:
+class Server(HttpTransport):
     """Client of the inference server."""
 
     def __init__(self, url: str, token: str) -> None:
+        super().__init__(url, token)
         self.url, self.token = url, token
-        self._session = requests.Session()
-        self._session.headers["Authorization"] = f"Bearer {token}"
 
     def generate(self, request: GenerateRequest) -> list[Completion]:
         """Return the completions that the server generates for a request."""
-        return decode_response(self._post("/generate", msgspec.json.encode(request))).completions
+        body = msgspec.json.encode(request)
+        status, answer = self._exchange("generate", body, REQUEST_TIMEOUT_S)
+        if status != 200:
+            self._refuse("generate", status, answer)
+        return decode_response(answer).completions
 
     def checksums(self) -> dict[str, str]:
         """Return the fingerprint of every tensor in the server, by name."""
-        body = self._post("/weight_checker", b'{"action": "checksum"}')
-        return msgspec.json.decode(body, type=CheckReply).checksums
-
-    def _post(self, path: str, body: bytes) -> bytes:
-        try:
-            response = self._session.post(self.url + path, data=body, timeout=REQUEST_TIMEOUT_S)
-        except requests.RequestException as exc:
-            raise ConnectError(f"POST {self.url}{path} failed: {exc}; is the server up?") from exc
-        if not response.ok:
-            raise_problem(response.content, status=response.status_code, peer=self.url)
-        return response.content
+        reply = self.call(CheckRequest(action="checksum"), timeout_s=REQUEST_TIMEOUT_S)
+        return cast(CheckReply, reply).checksums
 
 
 def train(server: Server, loaded: LoadedModel, task: Task, steps: int, emit: Emit) -> None:
