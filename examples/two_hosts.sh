@@ -50,7 +50,7 @@ ip netns exec "$SERVER" sh -c 'mount -t tmpfs -o size=256m tmpfs /dev/shm && exe
     "$PYTHON" -m weightsync serve --model tiny --host "$SERVER_ADDRESS" --port 8000 &
 pids+=($!)
 
-# The trainer. It waits for the server, sends three updates, and asks what the server holds.
+# The trainer. It waits for the server, sends three updates, and reads the server's version.
 ip netns exec "$TRAINER" "$PYTHON" - "$URL" <<'TRAIN' &
 import json
 import sys
@@ -68,7 +68,7 @@ while True:
     try:
         urllib.request.urlopen(f"{url}/health", timeout=5).close()
         break
-    except OSError:  # nobody there yet, or nobody who answers in time
+    except OSError:  # no server yet, or no answer in time
         if time.monotonic() > deadline:
             sys.exit(f"{url} does not answer")
         time.sleep(0.2)

@@ -1,8 +1,9 @@
 """Where the processor does not order stores, the writer's membarrier(2) does.
 
-x86-64 orders them, so no run here can show a store out of order. These tests show that the writer
-calls its fence at each place that the argument in weightsync.shm.store_order needs, that both ends
-register, and that everything works with the system call in it.
+x86-64 orders them, and an emulator of aarch64 on x86-64 does too, so no run here can show a store
+out of order. These tests show that the writer calls its fence at each place that the argument in
+weightsync.shm.store_order needs, that both ends register, and that everything works with the system
+call in it.
 """
 
 from __future__ import annotations

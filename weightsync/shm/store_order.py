@@ -24,8 +24,9 @@ A sleeping peer: the writer stores a word, calls membarrier, and loads the peer'
 does the same with its words the other way round. With B anywhere between the peer's store and its
 load, one of the two sees the other's store.
 
-Both sides register, the writer too where it is a reader of another ring. The aarch64 half has run
-on x86-64 only, where WEIGHTSYNC_MEMBARRIER=1 turns it on.
+Both sides register, the writer too where it is a reader of another ring. On x86-64,
+WEIGHTSYNC_MEMBARRIER=1 turns the aarch64 half on. It has also run under an emulator of aarch64
+(docs/design.md), never on an Arm processor.
 """
 
 from __future__ import annotations
