@@ -10,10 +10,17 @@ import torch
 from weightsync.errors import ConfigError, ProtocolError
 from weightsync.specs import DTYPE_NBYTES, TensorSpec
 
+DTYPES: dict[str, torch.dtype] = {
+    str(dtype).removeprefix("torch."): dtype
+    for dtype in vars(torch).values()
+    if isinstance(dtype, torch.dtype) and "q" not in str(dtype) and "bits" not in str(dtype)
+}
+"""Dtypes of this torch whose bytes are their value, by name without `torch.`."""
 TORCH_DTYPES: dict[str, torch.dtype] = {
-    name: getattr(torch, name) for name in DTYPE_NBYTES if hasattr(torch, name)
+    name: DTYPES[name] for name in DTYPE_NBYTES if name in DTYPES
 }
 """Dtypes of weights, by name without `torch.`, as far as this torch has them."""
+_DTYPES = frozenset(DTYPES.values())
 _NAMES: dict[torch.dtype, str] = {dtype: name for name, dtype in TORCH_DTYPES.items()}
 
 # torch warns once per process when it first wraps read-only memory. It wraps some here, silenced.
@@ -59,11 +66,11 @@ def checked_spec(name: str, dtype: str, shape: list[int]) -> TensorSpec:
 
 def check_dense(tensor: torch.Tensor) -> None:
     """Raise ConfigError unless the tensor has a known dtype and dense memory with data in it."""
-    known = tensor.dtype in _NAMES
+    known = tensor.dtype in _DTYPES
     if not known or tensor.layout is not torch.strided or tensor.device.type == "meta":
         raise ConfigError(
             f"a {tensor.layout} tensor of {tensor.dtype} on {tensor.device} cannot be sent; "
-            f"dense ones of {', '.join(TORCH_DTYPES)} can"
+            f"dense ones of {', '.join(DTYPES)} can"
         )
 
 
@@ -106,22 +113,21 @@ def view_bytes(view: memoryview, offset: int, count: int) -> torch.Tensor:
     return torch.frombuffer(view, dtype=torch.uint8, count=count, offset=offset)
 
 
-def tensor_of(data: bytes | bytearray | memoryview, dtype: str, shape: list[int]) -> torch.Tensor:
-    """Return the tensor whose bytes another process sent.
+def tensor_of(
+    data: memoryview, dtype: torch.dtype, shape: list[int], *, copy: bool
+) -> torch.Tensor:
+    """Return the tensor of these bytes, of which the caller has checked that they fit the shape.
 
-    A view that keeps `data` alive where that is writable and aligned for the dtype, else a copy.
-    Raises ProtocolError for an invalid dtype or shape, and unless they take exactly `data`'s bytes.
+    A copy, or a view that keeps `data` alive; also a copy if `data` is not aligned for the dtype,
+    because another process chose its alignment. A view of read-only data must not be written.
     """
-    spec = checked_spec("tensor", dtype, shape)
-    view = memoryview(data)
-    if view.nbytes != spec.nbytes:
-        raise ProtocolError(f"{spec} takes {spec.nbytes} bytes, and {view.nbytes} came")
-    if not spec.nbytes:
-        return from_bytes(torch.empty(0, dtype=torch.uint8), spec)
-    flat = torch.frombuffer(view, dtype=torch.uint8)
-    # The other process chose the alignment of the frame.
-    usable = not view.readonly and flat.data_ptr() % TORCH_DTYPES[dtype].itemsize == 0
-    return from_bytes(flat if usable else flat.clone(), spec)
+    if not len(data):
+        return torch.empty(shape, dtype=dtype)
+    tensor = torch.frombuffer(data, dtype=dtype)
+    if copy or tensor.data_ptr() % dtype.itemsize:
+        source, tensor = tensor, torch.empty(tensor.shape, dtype=dtype)
+        ctypes.memmove(tensor.data_ptr(), source.data_ptr(), len(data))
+    return tensor.view(shape)
 
 
 def tensor_data(tensor: torch.Tensor) -> memoryview:
@@ -131,7 +137,13 @@ def tensor_data(tensor: torch.Tensor) -> memoryview:
     on the CPU. Raises ConfigError for tensors that `check_dense` refuses.
     """
     check_dense(tensor)
-    flat = contiguous_bytes(tensor).cpu()
-    array = (ctypes.c_ubyte * flat.numel()).from_address(flat.data_ptr())
-    array.keeps = flat  # type: ignore[attr-defined]  # ctypes instances take attributes
-    return memoryview(array).cast("B").toreadonly()
+    plain = tensor.detach().resolve_conj().resolve_neg().contiguous().cpu()
+    if not plain.numel():
+        return memoryview(b"")
+    memory = _Memory.from_address(plain.data_ptr())
+    memory.keeps = plain  # type: ignore[attr-defined]  # ctypes instances take attributes
+    return memoryview(memory)[: plain.nbytes].cast("B").toreadonly()
+
+
+# An array type for each size would cost more than the view; only the first bytes are viewed.
+_Memory = ctypes.c_ubyte * (1 << 62)

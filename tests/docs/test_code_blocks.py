@@ -27,7 +27,7 @@ from tests.docs.pages import ROOT, Block, blocks, pages
 from tests.server.live import TOKEN, make_app, serving
 from weightsync.cli.app import VERBS
 from weightsync.cli.app import make_app as make_cli
-from weightsync.queues.message_codec import MessageCodec
+from weightsync.queues.codec import MessageCodec
 from weightsync.queues.message_queue import MessageQueue
 from weightsync.testing import TinyModel
 
@@ -43,7 +43,7 @@ ELSEWHERE: dict[tuple[str, str], tuple[int, str]] = {
     ("docs/serving.md", "python"): (3, "tests/serve/test_serve.py"),
     ("docs/sglang.md", "python"): (2, "tests/integrations/test_docs_sglang.py"),
     ("docs/sources.md", "python"): (8, "tests/weights/test_docs_sources.py"),
-    ("docs/tensor-queue.md", "python"): (2, "tests/queues/test_tensor_codec.py"),
+    ("docs/tensor-queue.md", "python"): (2, "tests/queues/test_codec.py"),
     ("docs/testing.md", "python"): (5, "tests/testing/test_docs_testing.py"),
     ("docs/trl.md", "python"): (3, "tests/integrations/test_trl_ranks.py"),
     ("docs/writing-a-backend.md", "python"): (6, "tests/docs/test_writing_a_backend.py"),

@@ -12,8 +12,8 @@ import pytest
 import zmq
 
 import weightsync as ws
+from weightsync.queues.codec import TensorEncoder
 from weightsync.queues.message_queue import MessageQueue
-from weightsync.queues.tensor_codec import TensorEncoder
 from weightsync.serve import worker_group
 from weightsync.serve.engine_core import EngineCore
 from weightsync.serve.engine_messages import Cancel, Event, Job, StatsReply, StatsRequest

@@ -17,7 +17,7 @@ from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
 
 import weightsync as ws
-from tests.queues.test_message_codec import messages
+from tests.queues.test_codec import messages
 from tests.soak.malformed import (
     Message,
     Recorder,
@@ -31,7 +31,7 @@ from tests.soak.sizes import sizes
 from weightsync.backends.gloo.payload import GlooInit, RelayedUpdate
 from weightsync.backends.ipc.payload import IpcInit, RingUpdate
 from weightsync.queues import tensor_packets
-from weightsync.queues.message_codec import MessageCodec, split
+from weightsync.queues.codec import MessageCodec, split
 from weightsync.receiver import WeightReceiver
 from weightsync.shm.segment import Segment
 from weightsync.testing import TinyModel

@@ -97,7 +97,7 @@ def serve(  # noqa: PLR0913, PLR0917 # each is an option of the command line
         raise ConfigError("--no-auth excludes --token and --token-file; give one of them")
     require("serve", *_PACKAGES)
     try:
-        from weightsync.queues.tensor_codec import chosen_tensor_ipc  # noqa: PLC0415 - an extra
+        from weightsync.queues.codec import chosen_tensor_ipc  # noqa: PLC0415 - an extra
         from weightsync.serve.serving import ServeOptions  # noqa: PLC0415 - same
         from weightsync.server.auth import Token, resolve_token  # noqa: PLC0415 - same
     except ModuleNotFoundError as exc:

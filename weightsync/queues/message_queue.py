@@ -20,7 +20,7 @@ from weightsync.errors import (
     ProtocolError,
     TransferCancelled,
 )
-from weightsync.queues.message_codec import (
+from weightsync.queues.codec import (
     BYTES_BODY,
     Encoded,
     MessageCodec,
@@ -184,7 +184,7 @@ class Writer:
                 yield view
                 self._ring.publish(SLOT, whole, slot)
             if self._publisher.remote:
-                self._publisher.send(REMOTE, self._count, Encoded(BYTES_BODY, [view], []))
+                self._publisher.send(REMOTE, self._count, Encoded(BYTES_BODY, [view]))
             self._count += 1
         finally:
             self.lock.leave()

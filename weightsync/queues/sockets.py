@@ -27,7 +27,7 @@ from weightsync.errors import (
     ProtocolError,
     TransferError,
 )
-from weightsync.queues.message_codec import Encoded
+from weightsync.queues.codec import Encoded
 from weightsync.shm.addresses import source_address
 from weightsync.shm.segment import DIRECTORY, SOCKET_SUFFIX
 from weightsync.shm.wait import WaitPolicy

@@ -14,7 +14,7 @@ import zmq
 import zmq.asyncio
 
 from weightsync.errors import NotReadyError, TransportTimeout
-from weightsync.queues.tensor_codec import TensorEncoder
+from weightsync.queues.codec import TensorEncoder
 from weightsync.queues.tensor_packets import TensorQueueHandle
 from weightsync.serve import links
 from weightsync.serve.engine_messages import (

@@ -13,7 +13,7 @@ import msgspec
 import zmq
 
 from weightsync.errors import NotReadyError, ProtocolError, TransferTimeout, WeightSyncError
-from weightsync.queues.tensor_codec import TensorDecoder
+from weightsync.queues.codec import TensorDecoder
 from weightsync.serve.engine_messages import (
     Cancel,
     EngineStats,

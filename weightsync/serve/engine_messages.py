@@ -6,7 +6,7 @@ from typing import Literal
 
 import msgspec
 
-from weightsync.queues.message_codec import Tensor
+from weightsync.queues.codec import Tensor
 from weightsync.serve.steps import SamplingParams
 
 FinishReason = Literal["stop", "length", "abort"]

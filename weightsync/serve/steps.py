@@ -10,7 +10,7 @@ from typing import Annotated
 
 import msgspec
 
-from weightsync.queues.message_codec import Tensor
+from weightsync.queues.codec import Tensor
 
 NO_LOGPROBS = -1
 

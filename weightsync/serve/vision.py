@@ -12,7 +12,7 @@ from importlib import util as import_util
 from typing import Any
 
 from weightsync.errors import BackendUnavailableError, ConfigError
-from weightsync.queues.message_codec import Tensor
+from weightsync.queues.codec import Tensor
 from weightsync.serve.hugging_face import hf
 from weightsync.serve.openai_messages import RequestError
 

@@ -10,7 +10,7 @@ import msgspec
 import zmq
 
 from weightsync.errors import ProtocolError, TransferTimeout
-from weightsync.queues.message_codec import MessageCodec
+from weightsync.queues.codec import MessageCodec
 from weightsync.queues.message_queue import MessageQueue
 from weightsync.serve import links
 from weightsync.serve.steps import (

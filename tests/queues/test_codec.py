@@ -1,19 +1,34 @@
-"""Messages with tensors in them, by each of the three ways, and what is no such message."""
+"""The codec: messages that keep every value's type, request objects with tensors, and damage."""
 
 from __future__ import annotations
 
+import array
+import dataclasses
+import datetime as dt
+import enum
 import functools
 import gc
+import importlib
 import logging
+import math
 import re
+import subprocess
+import sys
 import time
+import uuid
+from collections import Counter, OrderedDict, defaultdict, deque, namedtuple
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
+from decimal import Decimal
+from fractions import Fraction
+from pathlib import Path, PurePosixPath
+from typing import Any, NamedTuple
+from zoneinfo import ZoneInfo
 
 import msgspec
+import numpy as np
 import pytest
 import torch
 import zmq
@@ -32,18 +47,535 @@ from weightsync.errors import (
     TransferTimeout,
     WeightSyncError,
 )
-from weightsync.queues.tensor_codec import (
+from weightsync.queues.codec import (
+    ALIGNMENT,
+    ARRAY,
+    BYTES,
+    BYTES_INLINE_NBYTES,
+    CARRIED,
+    DICT,
     INLINE_NBYTES,
+    SCALAR,
+    SET,
     SETTING,
+    TENSOR,
+    TUPLE,
+    VALUE,
     Frame,
+    MessageCodec,
     TensorDecoder,
     TensorEncoder,
     chosen_tensor_ipc,
     pinnable,
+    split,
 )
 from weightsync.queues.tensor_packets import TensorQueueHandle
 from weightsync.queues.tensor_queue import TensorIpcReceiver, TensorIpcSender
 from weightsync.tensors import TORCH_DTYPES, contiguous_bytes, tensor_data
+
+DTYPES = (torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.complex64, torch.uint8)
+
+
+def sent(message: object, codec: MessageCodec | None = None, *, in_place: bool = False) -> Any:
+    codec = codec or MessageCodec()
+    encoded = codec.encode(message)
+    room = bytearray(encoded.nbytes + ALIGNMENT)
+    start = -torch.frombuffer(room, dtype=torch.uint8).data_ptr() % ALIGNMENT
+    memory = memoryview(room)[start : start + encoded.nbytes]
+    encoded.write(memory)
+    return codec.decode(*split(memory.toreadonly()), [] if in_place else None)
+
+
+def same(a: Any, b: Any) -> bool:
+    """Compare structures of any depth by type and value; tensors and arrays by their bytes."""
+    if isinstance(a, float) and isinstance(b, float) and math.isnan(a):
+        return math.isnan(b)
+    if type(a) is not type(b):
+        return False
+    if isinstance(a, torch.Tensor):
+        alike = (a.dtype, a.shape) == (b.dtype, b.shape)
+        return alike and torch.equal(contiguous_bytes(a), contiguous_bytes(b))
+    if isinstance(a, np.ndarray):
+        return bool(a.dtype == b.dtype and a.shape == b.shape and a.tobytes() == b.tobytes())
+    if isinstance(a, list | tuple):
+        return len(a) == len(b) and all(map(same, a, b))
+    if isinstance(a, dict):
+        return list(a) == list(b) and all(same(a[key], b[key]) for key in a)
+    return bool(a == b)
+
+
+def view_of(data: bytes) -> memoryview:
+    return memoryview(data)
+
+
+numbers = st.booleans() | st.integers(-(2**63), 2**64 - 1)
+scalars = st.none() | numbers | st.floats() | st.text(st.characters(codec="utf-8"))
+shapes = st.lists(st.integers(0, 4), max_size=4)
+tensors = st.builds(
+    lambda dtype, shape: torch.arange(math.prod(shape)).to(dtype).reshape(shape),
+    st.sampled_from(DTYPES),
+    shapes,
+)
+arrays = st.builds(
+    lambda dtype, shape: np.arange(math.prod(shape)).astype(dtype).reshape(shape),
+    st.sampled_from(["f4", ">f8", "i2", "?", "c8", "U7", "S5", "M8[s]", "m8[ms]"]),
+    shapes,
+)
+raw = st.binary(max_size=2 * BYTES_INLINE_NBYTES)
+leaves: st.SearchStrategy[Any] = st.one_of(
+    scalars, tensors, arrays, raw, raw.map(bytearray), st.builds(view_of, raw)
+)
+hashable = st.none() | numbers | raw | st.tuples(raw, numbers)
+messages = st.recursive(
+    leaves | st.sets(hashable, max_size=4) | st.frozensets(hashable, max_size=4),
+    lambda inner: (
+        st.lists(inner, max_size=4)
+        | st.lists(inner, max_size=4).map(tuple)
+        | st.dictionaries(st.text(max_size=4) | st.integers(0, 9) | st.binary(max_size=4), inner)
+    ),
+    max_leaves=12,
+)
+
+
+@settings(deadline=None)
+@given(messages)
+def test_what_is_sent_comes_back_as_what_it_was(message: object) -> None:
+    assert same(sent(message), message)
+
+
+@settings(deadline=None)
+@given(messages)
+def test_in_place_only_bytes_differ_in_being_views(message: object) -> None:
+    assert same(as_views(sent(message, in_place=True)), as_views(message))
+
+
+def as_views(value: Any) -> Any:
+    """Return a message with everything made of bytes as bytes, keys apart."""
+    if isinstance(value, memoryview | bytes):
+        return bytes(value)
+    if isinstance(value, dict):
+        return {key: as_views(item) for key, item in value.items()}
+    if isinstance(value, list | tuple | set | frozenset):
+        return type(value)(as_views(item) for item in value)
+    return value
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        torch.arange(12.0).reshape(3, 4).t(),
+        torch.arange(10)[::3],
+        torch.nn.Parameter(torch.ones(3)),
+        torch.tensor([1 + 2j]).conj(),
+        torch.ones(1).expand(5),
+    ],
+    ids=["transposed", "strided", "parameter", "conjugated", "expanded"],
+)
+def test_tensors_of_every_kind_of_memory_arrive_plain(tensor: torch.Tensor) -> None:
+    got = sent(tensor)
+    assert type(got) is torch.Tensor
+    assert torch.equal(got, tensor.detach())
+    assert got.is_contiguous()
+
+
+@pytest.mark.gpu
+def test_a_tensor_on_a_gpu_arrives_on_the_cpu() -> None:
+    got = sent(torch.arange(6, device="cuda").reshape(2, 3).t())
+    assert got.device.type == "cpu"
+    assert got.tolist() == [[0, 3], [1, 4], [2, 5]]
+
+
+def test_in_place_a_tensor_is_the_memory_that_came() -> None:
+    codec = MessageCodec()
+    encoded = codec.encode(torch.zeros(100))
+    memory = memoryview(bytearray(encoded.nbytes))
+    encoded.write(memory)
+    parts = split(memory)
+    in_place, copied = codec.decode(*parts, []), codec.decode(*parts)
+    memory[-4:] = np.float32(7).tobytes()
+    assert (in_place[-1], copied[-1]) == (7, 0)
+
+
+def test_large_parts_are_not_in_the_msgpack() -> None:
+    encoded = MessageCodec().encode({"a": bytes(10_000), "b": [torch.zeros(10_000)]})
+    assert len(encoded.body) < 100
+    assert [len(buffer) for buffer in encoded.buffers] == [10_000, 40_000]
+
+
+@dataclasses.dataclass
+class Sampling:
+    temperature: float
+    stop: tuple[str, ...] = ()
+    image: torch.Tensor | None = None
+
+
+class Point(msgspec.Struct):
+    x: int
+    y: int
+
+
+def test_registered_types_come_back_with_what_they_hold() -> None:
+    codec = MessageCodec()
+    codec.register(Sampling)
+    codec.register(Point)
+    codec.register(complex, encode=lambda z: (z.real, z.imag), decode=lambda pair: complex(*pair))
+    got = sent([Sampling(0.5, ("a",), torch.ones(3)), Point(1, 2), {"z": 1 + 2j}], codec)
+    assert got[0].stop == ("a",)
+    assert torch.equal(got[0].image, torch.ones(3))
+    assert got[1:] == [Point(1, 2), {"z": 1 + 2j}]
+
+
+def test_who_has_not_registered_the_type_is_told_its_name() -> None:
+    codec = MessageCodec()
+    codec.register(Point)
+    encoded = codec.encode(Point(1, 2))
+    with pytest.raises(ProtocolError, match="'Point', which is not registered here"):
+        MessageCodec().decode(encoded.body, encoded.buffers)
+
+
+def test_registering_twice_or_without_hooks_is_refused() -> None:
+    codec = MessageCodec()
+    codec.register(Point)
+    for kind in (int, type(None), dict, bytes, set):
+        with pytest.raises(ConfigError, match="is supported without hooks"):
+            codec.register(kind, encode=repr, decode=eval)
+    with pytest.raises(ConfigError, match="registered already"):
+        codec.register(Point)
+    with pytest.raises(ConfigError, match="neither a dataclass nor a msgspec Struct"):
+        codec.register(object)
+
+
+class Number(int):
+    pass
+
+
+class Subclass(torch.Tensor):
+    pass
+
+
+@pytest.mark.parametrize(
+    ("message", "why"),
+    [
+        ({"a": [1, object()]}, r"\$\['a'\]\[1\]: builtins.object is no type"),
+        ([(1, Point(1, 2))], r"\$\[0\]\[1\]: .*Point is no type"),
+        (Number(3), r"\$: .*Number is no type"),
+        ({(1, Number): 3}, r"builtins.type is no type"),
+        ([{1, memoryview(b"")}], r"\$\[0\]\[.\]: a set holds bytes"),
+        ([10**5000], "this message cannot be encoded"),
+        ("\ud800", "surrogates not allowed"),
+        ([torch.ones(2).to_sparse()], r"\$\[0\]: a torch.sparse_coo tensor .* cannot be sent"),
+        (torch.ones(2, device="meta"), "on meta cannot be sent"),
+        (torch.ones(2).as_subclass(Subclass), "Subclass of torch.float32 is no type"),
+        (np.array([object()]), "numpy.ndarray of object is no type"),
+    ],
+)
+def test_what_cannot_travel_is_refused_with_its_place(message: object, why: str) -> None:
+    with pytest.raises(ConfigError, match=why):
+        MessageCodec().encode(message)
+
+
+def test_endless_nesting_is_refused() -> None:
+    loop: list[object] = []
+    loop.append(loop)
+    with pytest.raises(ConfigError, match="this message cannot be encoded"):
+        MessageCodec().encode(loop)
+
+
+@settings(deadline=None)
+@given(st.binary(max_size=200), st.lists(st.binary(max_size=20), max_size=3))
+def test_bytes_that_are_no_message_are_a_protocol_error_or_a_message(
+    body: bytes, buffers: list[bytes]
+) -> None:
+    for views in (None, list[memoryview]()):
+        with suppress(ProtocolError):
+            MessageCodec().decode(body, [memoryview(buffer) for buffer in buffers], views)
+
+
+@settings(deadline=None)
+@given(messages, st.data())
+def test_a_damaged_message_is_a_protocol_error_or_a_message(
+    message: object, data: st.DataObject
+) -> None:
+    encoded = MessageCodec().encode(message)
+    memory = bytearray(encoded.nbytes)
+    encoded.write(memoryview(memory))
+    place = data.draw(st.integers(0, len(memory) - 1))
+    memory[place] ^= data.draw(st.integers(1, 255))
+    cut = data.draw(st.integers(0, len(memory)))
+    for damaged in (memory, memory[:cut]):
+        with suppress(ProtocolError):
+            MessageCodec().decode(*split(memoryview(bytes(damaged))))
+
+
+def forged(code: int, content: object) -> bytes:
+    """Return a message that is one extension."""
+    return msgspec.msgpack.encode(Ext(code, msgspec.msgpack.encode(content)))
+
+
+ENDLESS = Ext(VALUE, msgspec.msgpack.encode(["range", [0, 1 << 60, 1]]))
+
+
+@pytest.mark.parametrize(
+    ("code", "content", "why"),
+    [
+        (TENSOR, ["float32", [2], 5], "refers to buffer 5 of 1"),
+        (TENSOR, ["float32", [-1], 0], "Expected `int` >= 0"),
+        (TENSOR, ["float32", ["x"], 0], "Expected `int`, got `str`"),
+        (TENSOR, ["float32", [3], 0], "takes 12 bytes, and 8 came"),
+        (TENSOR, ["float32", [1 << 62, 1 << 62, 0], b""], "invalid shape"),
+        (TENSOR, ["quaternion", [1], 0], "unknown dtype 'quaternion'"),
+        (TENSOR, ["float32", [2], [0]], "cannot be decoded"),
+        (ARRAY, ["O", [1], 0], "array of object"),
+        (ARRAY, ["f4", [1], 0], "takes 4 bytes, and 8 came"),
+        (ARRAY, ["f4", [1 << 50], b""], "bytes, and 0 came"),
+        (ARRAY, ["S0", [1 << 50], b""], "have no bytes"),  # NumPy makes each one byte
+        (ARRAY, ["U0", [1 << 50], b""], "have no bytes"),
+        (SCALAR, ["O", [], bytes(8)], "array of object"),
+        (SCALAR, ["f4", [], bytes(400)], "takes 4 bytes, and 400 came"),
+        (SCALAR, ["f4", [], 1 << 50], "refers to buffer"),
+        (BYTES, 1, "refers to buffer 1 of 1"),
+        (TUPLE, ENDLESS, "a range in the place of a list"),
+        (SET, ENDLESS, "a range in the place of a list"),
+        (DICT, [ENDLESS, ENDLESS], "a range in the place of a list"),
+        (VALUE, ENDLESS, "a range in the place of a list"),
+        (VALUE, ["deque", [ENDLESS, None]], "a range in the place of a list"),
+        (VALUE, ["torch.Size", ENDLESS], "invalid torch.Size"),
+        (VALUE, ["Counter", ENDLESS], "invalid Counter"),
+        (99, [], "extension 99"),
+    ],
+)
+def test_a_forged_extension_says_what_is_wrong(code: int, content: Any, why: str) -> None:
+    with pytest.raises(ProtocolError, match=why):
+        MessageCodec().decode(forged(code, content), [memoryview(bytes(8))])
+
+
+def test_every_buffer_belongs_to_one_part() -> None:
+    part = Ext(BYTES, msgspec.msgpack.encode(0))
+    buffers = [memoryview(bytes(2))] * 2
+    for body, why in (([part, part], "in use already"), ([part], "nothing is in number 1")):
+        with pytest.raises(ProtocolError, match=why):
+            MessageCodec().decode(msgspec.msgpack.encode(body), buffers)
+
+
+class Color(enum.Enum):
+    RED = "red"
+
+
+class Level(enum.IntEnum):
+    LOW = 1
+
+
+class Word(enum.StrEnum):
+    YES = "yes"
+
+
+class Right(enum.Flag):
+    READ = 1
+    WRITE = 2
+
+
+class Corner(NamedTuple):
+    x: int
+    data: torch.Tensor
+
+
+Couple = namedtuple("Couple", ["a", "b"])  # noqa: PYI024  # the other way of making one
+
+
+class Spot(Couple):
+    """A named tuple with a method, as it is usually written."""
+
+    def total(self) -> Any:
+        return self.a + self.b
+
+
+def with_attribute() -> Spot:
+    spot = Spot(1, 2)
+    spot.color = "red"  # type: ignore[attr-defined]
+    return spot
+
+
+UTC = dt.UTC
+MOMENT = dt.datetime(2026, 11, 22, 9, 30, 1, 5, tzinfo=UTC)
+KINDS: list[Any] = [
+    np.float32(1.5),
+    np.float64(math.pi),
+    np.int64(-7),
+    np.uint8(7),
+    np.bool_(True),
+    np.complex64(1 + 2j),
+    np.str_("word"),
+    np.str_(""),
+    np.bytes_(b"word"),
+    np.datetime64("2026-11-22"),
+    np.dtype("<f4"),
+    torch.Size([2, 3]),
+    torch.bfloat16,
+    torch.device("cpu"),
+    torch.device("cuda:1"),
+    torch.strided,
+    torch.channels_last,
+    slice(1, None, 2),
+    slice(None),
+    range(1, 10, 3),
+    ...,
+    1 + 2j,
+    2**64,
+    -(2**200),
+    Color.RED,
+    Level.LOW,
+    Word.YES,
+    Right.READ,
+    Right.READ | Right.WRITE,
+    Couple(1, (2, "x")),
+    Spot(1, 2),
+    MOMENT,
+    MOMENT.replace(tzinfo=None, fold=1),
+    MOMENT.date(),
+    MOMENT.time(),
+    dt.timedelta(days=-1, microseconds=5),
+    Decimal("1.10"),
+    Fraction(1, 3),
+    uuid.UUID(int=5),
+    Path("/tmp/a b"),
+    PurePosixPath("x/y"),
+    OrderedDict(b=1, a=2),
+    Counter("hello"),
+    defaultdict(list, {"a": [1]}),
+    defaultdict(None, {1: 2}),
+    deque([1, 2], maxlen=3),
+    array.array("d", [1.0, 2.0]),
+    {(1, "a"): 1, Level.LOW: 2, frozenset({3}): 3, np.int64(4): 4, b"x": 5, 2**70: 6},
+    {(1, b"x" * 600): Path("a")},
+    {Corner, int} - {Corner, int},
+    {np.float32(1), Color.RED, (1, b"y" * 600)},
+]
+NATIVE = (enum.Enum, dt.date, dt.time, dt.timedelta, Decimal, uuid.UUID, tuple, set, dict)
+"""What the codec of requests, which goes by the types of fields, leaves to msgpack's own rules."""
+
+
+@pytest.mark.parametrize("value", KINDS, ids=lambda value: type(value).__name__)
+@pytest.mark.parametrize("in_place", [False, True])
+def test_a_value_comes_back_as_what_it_was(value: Any, in_place: bool) -> None:
+    got = sent([value, {"k": value}], in_place=in_place)
+    for back in (got[0], got[1]["k"]):
+        assert type(back) is type(value)
+        assert back == value
+        assert repr(back) == repr(value) or isinstance(value, set)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [value for value in KINDS if not isinstance(value, NATIVE) and not isinstance(value, int)],
+    ids=lambda value: type(value).__name__,
+)
+def test_requests_carry_what_msgpack_has_no_word_for(value: Any) -> None:
+    frames = TensorEncoder("direct_rpc").encode([value, {"k": value}])
+    got = TensorDecoder().decode(frames)
+    for back in (got[0], got[1]["k"]):
+        if isinstance(value, np.float64 | np.str_ | np.bytes_ | deque):
+            assert list(back) == list(value) if isinstance(value, deque) else back == value
+            continue
+        assert type(back) is type(value)
+        assert back == value
+
+
+def test_tensors_and_arrays_travel_inside_values() -> None:
+    point = Corner(1, torch.arange(4.0))
+    for in_place in (False, True):
+        got = sent(deque([point]), in_place=in_place)[0]
+        assert type(got) is Corner
+        assert torch.equal(got.data, point.data)
+
+
+class Crop(msgspec.Struct):
+    pixels: np.ndarray
+    crop: slice
+    dtype: torch.dtype
+    shape: torch.Size
+
+
+@pytest.mark.parametrize("shape", [(0,), (3, 2), (100, 100)])
+def test_fields_of_requests_are_arrays_slices_and_dtypes(shape: tuple[int, ...]) -> None:
+    for order in ("C", "F"):
+        pixels = np.ones(shape, "f8", order=order)
+        pixels.flags.writeable = order == "C"
+        frames = TensorEncoder("direct_rpc").encode(
+            Crop(pixels, slice(1, 2), torch.float16, torch.Size(shape))
+        )
+        got = TensorDecoder(Crop).decode(frames)
+        assert np.array_equal(got.pixels, pixels)
+        assert (got.pixels.dtype, got.crop, got.dtype) == (pixels.dtype, slice(1, 2), torch.float16)
+        assert got.shape == torch.Size(shape)
+        assert len(frames) == 1 + (pixels.nbytes > 4096)  # a large one is not in the message
+    wrong = msgspec.structs.replace(got, crop=range(3))
+    with pytest.raises(ProtocolError, match="slice"):
+        TensorDecoder(Crop).decode(TensorEncoder("direct_rpc").encode(wrong))
+
+
+def local_enum() -> object:
+    class Local(enum.Enum):
+        A = 1
+
+    return Local.A
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        local_enum(),
+        MOMENT.replace(tzinfo=ZoneInfo("UTC")),
+        defaultdict(local_enum),
+        np.void(b"xx"),
+        np.array([object()]),
+        print,
+        with_attribute(),
+        memoryview(array.array("d", [1.0])),
+        memoryview(bytes(4)).cast("B", (2, 2)),
+    ],
+)
+def test_what_would_come_back_as_something_else_is_refused(value: Any) -> None:
+    with pytest.raises(ConfigError, match=r"register it with the codec|as bytes"):
+        sent([value])
+
+
+@pytest.mark.parametrize(
+    ("name", "plain"),
+    [
+        ("os.system", "true"),
+        ("enum", ["subprocess", "Popen", "x"]),
+        ("enum", ["builtins", "int", "x"]),
+        ("enum", ["no.such.module", "X", "x"]),
+        ("enum", [__name__, "Color", "NONE"]),
+        ("enum", [__name__, "Color.RED.__class__", "RED"]),
+        ("namedtuple", [__name__, "Corner", [1]]),
+        ("namedtuple", ["builtins", "tuple", []]),
+        ("torch.dtype", "nn"),
+        ("torch.dtype", ["x"]),
+        ("torch.device", "nowhere"),
+        ("datetime", "2026"),
+        ("slice", 3),
+        ("Fraction", [1, 0]),
+        ("Decimal", "x"),
+        ("defaultdict", ["eval", {}]),
+        ("array", ["?", b""]),
+        ("array", ["b", 1 << 50]),  # bytes(1 << 50) would be as many zeros
+        ("enum", ["sys", 5, "x"]),
+        ("enum", [5, "x", "x"]),
+        ("UUID", 5),
+        ("Fraction", ["1e5000", 1]),
+    ],
+)
+def test_values_that_are_none_are_errors_of_the_message(name: str, plain: Any) -> None:
+    with pytest.raises(ProtocolError, match=r"a message has|is no"):
+        MessageCodec().decode(forged(VALUE, [name, plain]), [])
+
+
+def test_a_codec_may_have_its_own_rule_for_a_kind() -> None:
+    codec = MessageCodec()
+    codec.register(slice, encode=lambda s: s.stop, decode=slice)
+    assert sent(slice(5), codec) == slice(5)
+
 
 WAYS = ["direct_rpc", "torch_shm"]
 SMALL, LARGE = 8, INLINE_NBYTES + 64
@@ -95,18 +627,6 @@ def read(frames: list[Frame], kind: Any = None, queue: TensorIpcReceiver | None 
 
 def floats(*shape: int) -> torch.Tensor:
     return torch.randn(*shape)
-
-
-def same(one: Any, other: Any) -> bool:
-    """Compare structures of any depth; tensors by dtype, shape and bytes."""
-    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
-        alike = (one.dtype, one.shape) == (other.dtype, other.shape)
-        return alike and torch.equal(contiguous_bytes(one), contiguous_bytes(other))
-    if isinstance(one, dict) and isinstance(other, dict):
-        return list(one) == list(other) and all(same(one[key], other[key]) for key in one)
-    if isinstance(one, list) and isinstance(other, list):
-        return len(one) == len(other) and all(map(same, one, other))
-    return type(one) is type(other) and bool(one == other)
 
 
 class TestRoundTrip:
@@ -234,6 +754,17 @@ class TestWays:
         assert len(frames) == 1
         assert len(frames[0]) < 200
         assert same(read(frames, None, queue), [tensor])
+
+    def test_large_arrays_go_where_large_tensors_go(
+        self, encoder: TensorEncoder, queue: TensorIpcReceiver
+    ) -> None:
+        array = np.arange(LARGE, dtype=">f8").reshape(2, -1)
+        array.flags.writeable = False
+        main, *rest = encoder.encode([array])
+        assert len(main) < 200
+        got = read([main, *rest], None, queue)
+        assert same(got, [array])
+        assert got[0].flags.writeable
 
     def test_the_key_reaches_whoever_cleans_up(
         self, sender: TensorIpcSender, queue: TensorIpcReceiver
@@ -395,7 +926,7 @@ class TestFailures:
         encoder = TensorEncoder("torch_shm", lambda: carrier)
         frames = encoder.encode([floats(LARGE), "no tensor", floats(LARGE)])
         assert len(carrier.held) == 2
-        with pytest.raises(ProtocolError, match="this message cannot be read: Expected"):
+        with pytest.raises(ProtocolError, match="this message cannot be decoded: Expected"):
             TensorDecoder(kind, carrier).decode(frames)
         assert not carrier.held
 
@@ -412,6 +943,13 @@ class TestFailures:
         later = sender.send_tensor(torch.ones(1))
         queue.recv_tensor(later)
         assert sender.pool.blocks_in_use == 0
+
+    def test_a_tensor_that_is_another_is_refused(self) -> None:
+        carrier = Carrier()
+        frames = TensorEncoder("torch_shm", lambda: carrier).encode(floats(LARGE))
+        carrier.held = dict.fromkeys(carrier.held, torch.ones(3))
+        with pytest.raises(ProtocolError, match=r"arrived as torch.float32 of shape \[3\]"):
+            TensorDecoder(None, carrier).decode(frames)
 
     def test_a_field_that_is_no_tensor_is_named(self) -> None:
         raw = msgspec.msgpack.encode({"request_id": "r", "images": [{"pixels": 3}]})
@@ -431,20 +969,16 @@ class TestFailures:
     @pytest.mark.parametrize(
         ("tensor", "frames", "message"),
         [
-            ((2, ["float32", [2], 1]), [b"x" * 7], "float32[2] takes 8 bytes, and 7 came"),
-            ((2, ["float32", [2], 1]), [], "auxiliary frame 1, which is missing"),
-            ((2, ["float32", [2], 2]), [b"x" * 8], "auxiliary frame 2, which is missing"),
-            ((2, ["float32", [2], 0]), [b"x" * 8], "Expected `int` >= 1"),
-            ((2, ["float32", [-2], 1]), [b"x" * 8], "Expected `int` >= 0"),
-            ((2, ["float31", [2], 1]), [b"x" * 8], "unknown dtype 'float31'"),
-            ((2, ["float32", [1 << 40, 1 << 40], 1]), [b"x" * 8], "too many for one tensor"),
-            ((2, ["float32", [1 << 61, 0], 1]), [b""], "too many for one tensor"),
-            ((2, ["float32", [1] * 17, 1]), [b"x" * 8], "length <= 16"),
-            ((2, ["float32", [2], 1]), [b"x" * 8, b"y"], "no tensor is in number 2"),
-            ((1, ["int8", [3], b"12"]), [], "int8[3] takes 3 bytes, and 2 came"),
-            ((1, ["int8", [3]]), [], "a tensor of this message cannot be read"),
-            ((3, "no handle"), [], "no handle of a tensor in a queue"),
-            ((7, 1), [], "a message has the unknown extension 7"),
+            ((TENSOR, ["float32", [2], 0]), [b"x" * 7], "float32[2] takes 8 bytes, and 7 came"),
+            ((TENSOR, ["float32", [2], 0]), [], "buffer 0 of 0, which is missing"),
+            ((TENSOR, ["float32", [2], 1]), [b"x" * 8], "buffer 1 of 1, which is missing"),
+            ((TENSOR, ["float32", [2], -1]), [b"x" * 8], "buffer -1 of 1, which is missing"),
+            ((TENSOR, ["float32", [1] * 65, 0]), [b"x" * 8], "length <= 64"),
+            ((TENSOR, ["float32", [2], 0]), [b"x" * 8, b"y"], "nothing is in number 1"),
+            ((TENSOR, ["int8", [3], b"12"]), [], "int8[3] takes 3 bytes, and 2 came"),
+            ((TENSOR, ["int8", [3]]), [], "this message cannot be decoded"),
+            ((CARRIED, "no handle"), [], "no handle of a tensor in a queue"),
+            ((99, 1), [], "a message has the unknown extension 99"),
         ],
     )
     def test_each_lie_is_told(
@@ -455,15 +989,9 @@ class TestFailures:
         message: str,
     ) -> None:
         code, content = tensor
-        raw = msgspec.msgpack.encode([Ext(code, msgspec.msgpack.encode(content))])
         with pytest.raises(ProtocolError) as caught:
-            read([raw, *frames], None, queue)
+            read([forged(code, content), *frames], None, queue)
         assert message in str(caught.value)
-
-    def test_a_frame_belongs_to_one_tensor(self) -> None:
-        place = Ext(2, msgspec.msgpack.encode(["int8", [2], 1]))
-        with pytest.raises(ProtocolError, match="missing or another tensor's"):
-            read([msgspec.msgpack.encode([place, place]), bytearray(2)])
 
     @settings(max_examples=300, deadline=None)
     @given(data=st.data())
@@ -497,7 +1025,7 @@ class TestFailures:
                 continue
 
     def test_deep_nesting_is_refused(self) -> None:
-        with pytest.raises(ProtocolError, match="this message cannot be read"):
+        with pytest.raises(ProtocolError, match="this message cannot be decoded"):
             read([b"\x91" * 100_000])
         deep: list[Any] = []
         for _ in range(100_000):
@@ -507,10 +1035,9 @@ class TestFailures:
 
 
 class TestTensorData:
-    @pytest.mark.parametrize("dtype", TORCH_DTYPES.values(), ids=list(TORCH_DTYPES))
     @pytest.mark.parametrize("shape", [(), (0,), (2, 3)], ids=str)
-    def test_the_bytes_of_every_dtype(self, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
-        tensor = any_of(dtype, shape)
+    def test_the_bytes(self, shape: tuple[int, ...]) -> None:
+        tensor = any_of(torch.bfloat16, shape)
         data = tensor_data(tensor)
         assert (data.format, data.ndim, data.readonly) == ("B", 1, True)
         assert bytes(data) == bytes(contiguous_bytes(tensor).tolist())
@@ -605,3 +1132,26 @@ def test_the_page_says_what_works() -> None:
     finally:
         names["sender"].close()
         names["receiver"].close()
+
+
+def test_the_former_modules_warn() -> None:
+    for name in ("message_codec", "tensor_codec"):
+        with pytest.warns(
+            DeprecationWarning, match=f"{name} is called weightsync.queues.codec now"
+        ):
+            former = importlib.import_module(f"weightsync.queues.{name}")
+        assert former.__all__
+
+
+def test_messages_without_tensors_load_no_torch() -> None:
+    program = """
+import sys
+from weightsync.queues.codec import MessageCodec, TensorDecoder, TensorEncoder
+message = {"a": [1, (2, b"x"), 1 + 2j], "b": bytes(1000)}
+encoded = MessageCodec().encode(message)
+assert MessageCodec().decode(encoded.body, encoded.buffers) == message
+frames = TensorEncoder("direct_rpc").encode([1, slice(2)])
+assert TensorDecoder().decode(frames) == [1, slice(2)]
+assert "torch" not in sys.modules
+"""
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=WAIT_S)
