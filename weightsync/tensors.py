@@ -21,6 +21,8 @@ TORCH_DTYPES: dict[str, torch.dtype] = {
 }
 """Dtypes of weights, by name without `torch.`, as far as this torch has them."""
 _DTYPES = frozenset(DTYPES.values())
+PLAIN_CLASSES = frozenset({torch.Tensor, torch.nn.Parameter})
+"""Classes of tensors that are nothing but their values."""
 _NAMES: dict[torch.dtype, str] = {dtype: name for name, dtype in TORCH_DTYPES.items()}
 
 # torch warns once per process when it first wraps read-only memory. It wraps some here, silenced.

@@ -24,7 +24,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from decimal import Decimal
 from fractions import Fraction
-from functools import partial
+from functools import cache, partial
 from operator import index
 from pathlib import PosixPath, PurePosixPath
 from types import EllipsisType, NoneType
@@ -134,7 +134,7 @@ class Encoded:
 
     def write(self, target: memoryview) -> None:
         """Copy the message into the first `nbytes` bytes of `target`, which is 64-byte aligned."""
-        at = _write_head(target, self.body, list(map(len, self.buffers)))
+        at = _write_head(target, self.body, [*map(len, self.buffers)] if self.buffers else [])
         for buffer in self.buffers:
             at = _aligned(at)
             copy_bytes(target[at : at + len(buffer)], buffer)
@@ -234,6 +234,14 @@ class _Part(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
             )
 
 
+@cache
+def _tensors() -> Any:
+    """Return weightsync.tensors. Messages without tensors need no torch."""
+    from weightsync import tensors  # noqa: PLC0415 - see above
+
+    return tensors
+
+
 class _Packer:
     """Encoder of one message: replaces values that msgpack does not support by extensions.
 
@@ -242,68 +250,68 @@ class _Packer:
     data for values of unknown types, or raises.
     """
 
-    def __init__(
-        self, hook: Hook, inline_nbytes: int = 0, carry: Callable[[Any], bytes | None] | None = None
-    ) -> None:
+    # Class attributes, because most messages are small and need none of them changed.
+    parts = 0
+    inline_nbytes = 0
+    carry: Callable[[Any], bytes | None] | None = None
+
+    def __init__(self, hook: Hook) -> None:
         self.buffers: list[memoryview] = []
-        self.parts = 0
         self._hook = hook
-        self._inline_nbytes = inline_nbytes
-        self._carry = carry
 
     def pack(self, value: object) -> bytes:
         return msgspec.msgpack.encode(value, enc_hook=self.replace)
 
     def replace(self, value: Any) -> Any:
         """Return what stands for a value that msgpack does not support: an extension, mostly."""
-        if isinstance(value, Tensor):
-            return self.tensor(value)
-        numpy = sys.modules.get("numpy")  # without numpy there are no values of its types
-        if numpy is not None and (type(value) is numpy.ndarray or isinstance(value, numpy.generic)):
-            found = self.array(value)
-        else:
-            plain = _to_plain(value)
-            found = None if plain is None else Ext(VALUE, self.pack(plain))
-        return self._hook(value) if found is None else found
+        kind = _BY_TYPE.get(type(value))
+        if kind is None:
+            if isinstance(value, Tensor):
+                return self.tensor(value)
+            if type(value).__module__ == "numpy":
+                return self.array(value)
+            kind = _family(value)
+        plain = None if kind is None else kind.to_plain(value)
+        if kind is None or plain is None:
+            return self._hook(value)
+        return Ext(VALUE, self.pack([kind.name, plain]))
 
     def tensor(self, value: torch.Tensor) -> Ext:
         """Return the extension for a tensor. Raises ConfigError for one that cannot be sent."""
-        # Imported here because messages without tensors need no torch.
-        from weightsync.tensors import TORCH_DTYPES, check_dense, tensor_data  # noqa: PLC0415
-
+        tensors = _tensors()
         name = str(value.dtype).removeprefix("torch.")
         handle = None
-        if self._carry is not None:
-            check_dense(value)
-            if value.nbytes > self._inline_nbytes and name in TORCH_DTYPES:
-                handle = self._carry(value)
-        place = self.place(tensor_data(value)) if handle is None else Ext(CARRIED, handle)
+        if self.carry is not None:
+            tensors.check_dense(value)
+            if value.nbytes > self.inline_nbytes and name in tensors.TORCH_DTYPES:
+                handle = self.carry(value)
+        place = self.place(tensors.tensor_data(value)) if handle is None else Ext(CARRIED, handle)
         return self._part(TENSOR, name, value.shape, place)
 
-    def array(self, value: Any) -> Ext | None:
-        """Return the extension for a NumPy array or scalar; None if its bytes are not its value."""
+    def array(self, value: Any) -> Any:
+        """Return what stands for a NumPy array or scalar."""
         import numpy as np  # noqa: PLC0415 - optional: needed for NumPy values only
 
         array = np.asarray(value)  # a scalar becomes an array, with one character for no text
-        if array.dtype.kind not in ARRAY_KINDS or not array.dtype.itemsize:
-            return None
-        if array is not value:
+        is_scalar = isinstance(value, np.generic)
+        is_plain = array.dtype.kind in ARRAY_KINDS and array.dtype.itemsize
+        if not is_plain or not (is_scalar or type(value) is np.ndarray):
+            return self._hook(value)
+        if is_scalar:
             return self._part(SCALAR, array.dtype.str, (), array.tobytes())
         flat = array.ravel()  # contiguous: a view, or a copy in C order
-        data = memoryview(flat.view("u1")) if flat.nbytes else memoryview(b"")
+        data = flat.view("u1").data.toreadonly() if flat.nbytes else memoryview(b"")
         handle = None
-        if self._carry is not None and len(data) > self._inline_nbytes:
-            from weightsync.tensors import view_bytes  # noqa: PLC0415 - as above
-
-            handle = self._carry(view_bytes(data, 0, len(data)))
+        if self.carry is not None and len(data) > self.inline_nbytes:
+            handle = self.carry(_tensors().view_bytes(data, 0, len(data)))
         place = self.place(data) if handle is None else Ext(CARRIED, handle)
         return self._part(ARRAY, array.dtype.str, array.shape, place)
 
     def place(self, data: memoryview) -> int | memoryview:
         """Return the place of `data` in the message: the data in line, or a buffer's index."""
-        if len(data) <= self._inline_nbytes:
+        if len(data) <= self.inline_nbytes:
             return data
-        self.buffers.append(data.toreadonly())
+        self.buffers.append(data)
         return len(self.buffers) - 1
 
     def _part(self, code: int, dtype: str, shape: tuple[int, ...], place: object) -> Ext:
@@ -315,117 +323,92 @@ class _Unpacker:
     """Decoder of one message.
 
     Tensors, arrays and bytes are copies if `views` is None. Otherwise they are read-only views of
-    `buffers`, and those of bytes are also appended to `views`. With `owned`, the buffers belong to
-    the message: tensors and arrays are views of those that are writable.
+    `buffers`, and those of bytes are also appended to `views`.
     """
 
     def __init__(
         self,
         buffers: Sequence[memoryview],
-        views: list[memoryview] | None = None,
-        registered: Mapping[str, Hook] | None = None,
-        *,
-        owned: bool = False,
-        carrier: TensorTaker | None = None,
-        pin: bool = False,
-        max_tensors: float = math.inf,
+        views: list[memoryview] | None,
+        registered: Mapping[str, Hook],
     ) -> None:
         self._buffers = buffers
-        self._unused = set(range(len(buffers))) if buffers else set[int]()
         self._views = views
-        self._registered = registered or {}
-        self._owned = owned
-        self._carrier = carrier
-        self._taken: set[bytes] = set()
-        self._pin = pin
-        self._tensors_left = max_tensors
-
-    def decode(self, data: memoryview | bytes) -> Any:
-        return msgspec.msgpack.decode(data, ext_hook=self.extension)
-
-    def items(self, data: memoryview) -> list[Any]:
-        return _listed(self.decode(data))
+        self._registered = registered
+        self.unused: set[int] = set(range(len(buffers))) if buffers else set()
 
     def extension(self, code: int, data: memoryview) -> Any:
         """Return the value of an extension. Raises ProtocolError, and what the carrier raises."""
+        if code == BYTES_IN_LINE:
+            return self.bytes_of(data)
         build = _BUILDERS.get(code)
         if build is None:
             raise ProtocolError(f"a message has the unknown extension {code}")
         return build(self, data)
 
+    def items(self, data: memoryview) -> list[Any]:
+        """Decode a list. Others are refused: a range, for instance, may have endless items."""
+        items = msgspec.msgpack.decode(data, ext_hook=self.extension)
+        return items if type(items) is list else _listed(items)
+
     def check_all_used(self) -> None:
         """Raise ProtocolError for buffers that nothing in the message refers to."""
-        if self._unused:
+        if self.unused:
             raise ProtocolError(
                 f"the message has {len(self._buffers)} buffers, and nothing is in number "
-                f"{shorten(map(str, sorted(self._unused)))}"
+                f"{shorten(map(str, sorted(self.unused)))}"
             )
-
-    def drop_rest(self, body: Frame) -> None:
-        """Drop the tensors in the carrier that this failed message did not take."""
-        carrier = self._carrier
-        if carrier is None:
-            return
-
-        def drop(code: int, data: memoryview) -> None:
-            if code == CARRIED and bytes(data) not in self._taken:
-                with suppress(WeightSyncError):
-                    carrier.drop(bytes(data))
-            elif code not in (CARRIED, BYTES_IN_LINE):
-                search(data)
-
-        def search(data: Frame) -> None:
-            with suppress(*_DAMAGED):
-                msgspec.msgpack.decode(data, ext_hook=drop)
-
-        search(body)
 
     def take(self, handle: memoryview) -> torch.Tensor:
-        if self._carrier is None:
-            raise ProtocolError(
-                "a tensor of this message is in shared memory, and no tensor queue was given to "
-                'read it from; give the decoder one, or set tensor_ipc to "direct_rpc"'
-            )
-        tensor = self._carrier.take(bytes(handle))
-        self._taken.add(bytes(handle))
-        return tensor
+        """Return the tensor of a carrier's handle."""
+        raise ProtocolError(
+            "a tensor of this message is in shared memory, and no tensor queue was given to "
+            'read it from; give the decoder one, or set tensor_ipc to "direct_rpc"'
+        )
+
+    def keeps(self, view: memoryview) -> bool:
+        """Return whether a tensor or an array may be a view of these bytes of the message."""
+        return self._views is not None
+
+    def part(self, data: memoryview) -> _Part:
+        return msgspec.msgpack.decode(data, type=_Part, ext_hook=self.extension)
 
     def tensor(self, data: memoryview) -> torch.Tensor:
-        from weightsync.tensors import DTYPES, tensor_of  # noqa: PLC0415 - needed for tensors only
-
-        part = self._part(data)
-        dtype = DTYPES.get(part.dtype)
+        part = self.part(data)
+        dtype = _tensors().DTYPES.get(part.dtype)
         if dtype is None:
             raise ProtocolError(f"a message has a tensor of the unknown dtype {part.dtype!r}")
-        if isinstance(part.place, Tensor):
-            tensor: torch.Tensor = part.place
-            if tensor.dtype != dtype or list(tensor.shape) != part.shape:
-                raise ProtocolError(
-                    f"a tensor {part.dtype}{part.shape} arrived as {tensor.dtype} of shape "
-                    f"{list(tensor.shape)}"
-                )
-        else:
-            view, keep = self._bytes_at(part.place)
+        if not isinstance(part.place, Tensor):
+            view = self._bytes_at(part.place)
             part.check(dtype.itemsize, len(view))
-            tensor = tensor_of(view, dtype, part.shape, copy=not keep)
-        return tensor.pin_memory() if self._pin and pinnable(tensor) else tensor
+            tensor: torch.Tensor = _tensors().tensor_of(
+                view, dtype, part.shape, copy=not self.keeps(view)
+            )
+            return tensor
+        tensor = part.place
+        if tensor.dtype != dtype or list(tensor.shape) != part.shape:
+            raise ProtocolError(
+                f"a tensor {part.dtype}{part.shape} arrived as {tensor.dtype} of shape "
+                f"{list(tensor.shape)}"
+            )
+        return tensor
 
     def array(self, data: memoryview) -> Any:
         import numpy as np  # noqa: PLC0415 - optional: needed for NumPy values only
 
-        part = self._part(data)
+        part = self.part(data)
         dtype = _plain_dtype(part.dtype)
         if not dtype.itemsize:  # NumPy would enlarge such elements, to an array of any size
             raise ProtocolError(f"a message has an array of {dtype}, whose elements have no bytes")
         if isinstance(part.place, Tensor):
-            view, keep = part.place.numpy().data.cast("B"), True
+            view = part.place.numpy().data.cast("B")
         else:
-            view, keep = self._bytes_at(part.place)
+            view = self._bytes_at(part.place)
         part.check(dtype.itemsize, len(view))
         if not len(view):
             return np.empty(part.shape, dtype)
         found = np.frombuffer(view, dtype).reshape(part.shape)
-        return found if keep else found.copy()
+        return found if self.keeps(view) else found.copy()
 
     def bytes_of(self, view: memoryview) -> bytes | memoryview:
         """Return bytes, or a read-only view of them in place."""
@@ -437,10 +420,26 @@ class _Unpacker:
 
     def buffer(self, data: memoryview) -> memoryview:
         """Return the bytes at an encoded place."""
-        return self._bytes_at(msgspec.msgpack.decode(data))[0]
+        return self._bytes_at(msgspec.msgpack.decode(data))
+
+    def value(self, data: memoryview) -> Any:
+        """Return a value of a known kind."""
+        name, plain = self.items(data)
+        kind = _BY_NAME.get(name)
+        if kind is None:
+            raise ProtocolError(f"a message has a value of the unknown kind {name!r}")
+        if type(plain) is range:  # it may have any number of items
+            raise ProtocolError(f"a message has an invalid {name}: {plain}")
+        try:
+            return kind.from_plain(plain)
+        except ProtocolError:
+            raise
+        except _DAMAGED as exc:
+            raise ProtocolError(f"a message has an invalid {name}: {exc}") from exc
 
     def registered(self, data: memoryview) -> Any:
-        name, plain = self.decode(data)
+        """Return a value of a registered type."""
+        name, plain = self.items(data)
         decode = self._registered.get(name)
         if decode is None:
             known = ", ".join(self._registered) or "none"
@@ -450,49 +449,34 @@ class _Unpacker:
             )
         return decode(plain)
 
-    def _part(self, data: memoryview) -> _Part:
-        self._tensors_left -= 1
-        if self._tensors_left < 0:
-            raise ProtocolError(f"a message has at most {MAX_TENSORS} tensors, this has more")
-        return msgspec.msgpack.decode(data, type=_Part, ext_hook=self.extension)
-
-    def _bytes_at(self, place: Any) -> tuple[memoryview, bool]:
-        """Return the bytes at a place, and whether a tensor or an array may be a view of them."""
+    def _bytes_at(self, place: Any) -> memoryview:
         if isinstance(place, bytes):
-            return memoryview(place), False
-        if place not in self._unused:
+            return memoryview(place)
+        if place not in self.unused:
             raise ProtocolError(
                 f"a message refers to buffer {place!r} of {len(self._buffers)}, which is missing "
                 "or in use already; it is damaged"
             )
-        self._unused.remove(place)
-        view = self._buffers[place]
-        if self._views is not None:
-            return view.toreadonly(), True
-        return view, self._owned and not view.readonly
+        self.unused.remove(place)
+        view: memoryview = self._buffers[place]
+        return view if self._views is None else view.toreadonly()
 
 
 _BUILDERS: dict[int, Callable[[_Unpacker, memoryview], Any]] = {
-    TENSOR: _Unpacker.tensor,
+    TENSOR: lambda unpacker, data: unpacker.tensor(data),
     ARRAY: _Unpacker.array,
     SCALAR: lambda unpacker, data: unpacker.array(data)[()],
     BYTES: lambda unpacker, data: unpacker.bytes_of(unpacker.buffer(data)),
     BYTEARRAY: lambda unpacker, data: bytearray(unpacker.buffer(data)),
     MEMORYVIEW: lambda unpacker, data: memoryview(unpacker.bytes_of(unpacker.buffer(data))),
-    BYTES_IN_LINE: _Unpacker.bytes_of,
-    CARRIED: _Unpacker.take,
+    CARRIED: lambda unpacker, data: unpacker.take(data),
     TUPLE: lambda unpacker, data: tuple(unpacker.items(data)),
     SET: lambda unpacker, data: set(unpacker.items(data)),
     FROZENSET: lambda unpacker, data: frozenset(unpacker.items(data)),
     DICT: lambda unpacker, data: dict(zip(*map(_listed, unpacker.items(data)), strict=True)),
-    VALUE: lambda unpacker, data: _from_plain(*unpacker.items(data)),
+    VALUE: _Unpacker.value,
     REGISTERED: _Unpacker.registered,
 }
-
-
-def pinnable(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor can be pinned: it is on the CPU and not empty."""
-    return tensor.device.type == "cpu" and tensor.numel() > 0
 
 
 # Values of known kinds, as plain data and back.
@@ -500,36 +484,14 @@ def pinnable(tensor: torch.Tensor) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class _Kind:
-    """`to_plain` returns None for a value that would not come back as it was."""
+    """`to_plain` returns the argument of `from_plain`: plain data, other known values, tensors.
+
+    It returns None for a value that would not come back as it was.
+    """
 
     name: str
     to_plain: Hook
     from_plain: Hook
-
-
-def _to_plain(value: object) -> list[Any] | None:
-    """Return a kind's name and the argument of its `from_plain`; None for values of no known kind.
-
-    The argument may hold other values of these kinds, tensors and bytes.
-    """
-    kind = _BY_TYPE.get(type(value)) or _family(value)
-    plain = None if kind is None else kind.to_plain(value)
-    return None if kind is None or plain is None else [kind.name, plain]
-
-
-def _from_plain(name: str, plain: Any) -> Any:
-    """Return the value of kind `name`. Raises ProtocolError for an unknown kind or bad data."""
-    kind = _BY_NAME.get(name)
-    if kind is None:
-        raise ProtocolError(f"a message has a value of the unknown kind {name!r}")
-    if isinstance(plain, range):  # it has any number of items
-        raise ProtocolError(f"a message has an invalid {name}: {plain}")
-    try:
-        return kind.from_plain(plain)
-    except ProtocolError:
-        raise
-    except _DAMAGED as exc:
-        raise ProtocolError(f"a message has an invalid {name}: {exc}") from exc
 
 
 def _family(value: object) -> _Kind | None:
@@ -735,6 +697,7 @@ _BY_NAME: dict[str, _Kind] = {
 BYTES_INLINE_NBYTES = 512
 """Bytes objects up to this size are stored inside the msgpack body."""
 _PLAIN = frozenset({NoneType, bool, int, float, str})
+_KEYS = _PLAIN | {bytes}
 
 
 class MessageCodec:
@@ -784,7 +747,8 @@ class MessageCodec:
             try:
                 body = packer.pack(message)
             except OverflowError:  # rare, so integers are checked one by one only now
-                packer = _ExactPacker(self._encoders, _PLAIN - {int})
+                packer = _ExactPacker(self._encoders)
+                packer.plain = _PLAIN - {int}
                 body = packer.pack(message)
         except _UnsupportedError as exc:
             path = _path_to(message, exc.args[0]) or "inside a registered type"
@@ -806,8 +770,9 @@ class MessageCodec:
         """
         unpacker = _Unpacker(buffers, views, self._decoders)
         try:
-            message = unpacker.decode(body)
-            unpacker.check_all_used()
+            message = msgspec.msgpack.decode(body, ext_hook=unpacker.extension)
+            if unpacker.unused:
+                unpacker.check_all_used()
         except ProtocolError:
             raise
         except _DAMAGED as exc:
@@ -832,14 +797,13 @@ def _refuse(value: object) -> NoReturn:
 class _ExactPacker(_Packer):
     """Encoder of a message whose values keep their types: msgspec gets only types of its own."""
 
-    def __init__(
-        self, registered: Mapping[type, tuple[str, Hook]], plain: frozenset[type] = _PLAIN
-    ) -> None:
-        super().__init__(_refuse)
+    plain = _PLAIN
+    _in_set = False
+
+    def __init__(self, registered: Mapping[type, tuple[str, Hook]]) -> None:
+        self.buffers = []
+        self._hook = _refuse
         self._registered = registered
-        self._plain = plain
-        self._keys = plain | {bytes}
-        self._in_set = False
 
     def pack(self, value: object) -> bytes:
         return _encode(self.lift(value))
@@ -847,7 +811,7 @@ class _ExactPacker(_Packer):
     def lift(self, value: Any) -> Any:
         """Return `value` with everything that msgpack cannot represent replaced by extensions."""
         kind = type(value)
-        if kind in self._plain:
+        if kind in self.plain:
             return value
         lifter = _LIFTERS.get(kind)
         if lifter is not None:
@@ -860,25 +824,23 @@ class _ExactPacker(_Packer):
         return self.replace(value)
 
     def tensor(self, value: torch.Tensor) -> Ext:
-        import torch  # noqa: PLC0415 - messages without tensors need no torch
-
-        if type(value) not in (torch.Tensor, torch.nn.Parameter):
+        if type(value) not in _tensors().PLAIN_CLASSES:
             _refuse(value)
         try:
             return super().tensor(value)
         except ConfigError as exc:
             raise _UnsupportedError(value, str(exc)) from exc
 
-    def lift_list(self, value: list[Any]) -> list[Any]:
-        if self._plain.issuperset(map(type, value)):
+    def lift_items(self, value: Any) -> Any:
+        if self.plain.issuperset(map(type, value)):
             return value
         return [self.lift(item) for item in value]
 
     def lift_dict(self, value: dict[Any, Any]) -> dict[Any, Any] | Ext:
-        if not self._keys.issuperset(map(type, value)):
+        if not _KEYS.issuperset(map(type, value)):
             pairs = [self.lift_hashable(value), [self.lift(item) for item in value.values()]]
             return Ext(DICT, _encode(pairs))
-        if self._plain.issuperset(map(type, value.values())):
+        if self.plain.issuperset(map(type, value.values())):
             return value
         return {key: self.lift(item) for key, item in value.items()}
 
@@ -889,32 +851,41 @@ class _ExactPacker(_Packer):
         self._in_set = outer
         return lifted
 
-    def lift_bytes(self, value: bytes | bytearray | memoryview, code: int) -> Any:
-        if self._in_set and code != MEMORYVIEW:
+    def lift_tuple(self, value: tuple[Any, ...]) -> Ext:
+        return Ext(TUPLE, _encode(self.lift_items(value)))
+
+    def lift_bytes(self, value: bytes) -> Any:
+        if self._in_set:
             return value
-        if code == BYTES and len(value) <= BYTES_INLINE_NBYTES:
+        if len(value) <= BYTES_INLINE_NBYTES:
             return Ext(BYTES_IN_LINE, value)
-        data = memoryview(value)
+        return Ext(BYTES, _encode(self.place(memoryview(value))))
+
+    def lift_bytearray(self, value: bytearray) -> Any:
+        return value if self._in_set else Ext(BYTEARRAY, _encode(self.place(memoryview(value))))
+
+    def lift_view(self, value: memoryview) -> Ext:
         if self._in_set:
             raise _UnsupportedError(value, "a set holds bytes, not views of them")
-        if data.format != "B" or data.ndim != 1:
+        if value.format != "B" or value.ndim != 1:
             raise _UnsupportedError(
                 value,
-                f"a memoryview of format {data.format!r} and {data.ndim} dimensions would be "
+                f"a memoryview of format {value.format!r} and {value.ndim} dimensions would be "
                 'decoded as bytes; send view.cast("B"), or an array',
             )
-        return Ext(code, _encode(self.place(data if data.contiguous else memoryview(bytes(data)))))
+        plain = value if value.contiguous else memoryview(bytes(value))
+        return Ext(MEMORYVIEW, _encode(self.place(plain)))
 
 
 _LIFTERS: dict[type, Callable[[_ExactPacker, Any], Any]] = {
-    list: _ExactPacker.lift_list,
     dict: _ExactPacker.lift_dict,
-    tuple: lambda packer, value: Ext(TUPLE, _encode(packer.lift_list(list(value)))),
+    list: _ExactPacker.lift_items,
+    tuple: _ExactPacker.lift_tuple,
     set: lambda packer, value: Ext(SET, _encode(packer.lift_hashable(value))),
     frozenset: lambda packer, value: Ext(FROZENSET, _encode(packer.lift_hashable(value))),
-    bytes: lambda packer, value: packer.lift_bytes(value, BYTES),
-    bytearray: lambda packer, value: packer.lift_bytes(value, BYTEARRAY),
-    memoryview: lambda packer, value: packer.lift_bytes(value, MEMORYVIEW),
+    bytes: _ExactPacker.lift_bytes,
+    bytearray: _ExactPacker.lift_bytearray,
+    memoryview: _ExactPacker.lift_view,
 }
 
 
@@ -1045,7 +1016,8 @@ class TensorEncoder:
         """
         carried: list[tuple[TensorPutter, bytes]] = []
         carry = None if self._carrier is None else partial(self._carry, key, carried)
-        packer = _Packer(self._enc_hook, self._inline_nbytes, carry)
+        packer = _Packer(self._enc_hook)
+        packer.inline_nbytes, packer.carry = self._inline_nbytes, carry
         try:
             body = packer.pack(message)
             if packer.parts > MAX_TENSORS:
@@ -1137,13 +1109,7 @@ class TensorDecoder(Generic[T]):
                 f"a message may have {self._max_nbytes} bytes, this has "
                 f"{memoryview(parts[0]).nbytes}"
             )
-        call = _Unpacker(
-            [memoryview(part).cast("B") for part in parts[1:]],
-            owned=True,
-            carrier=self._carrier,
-            pin=self._pin,
-            max_tensors=MAX_TENSORS,
-        )
+        call = _RequestUnpacker(parts[1:], self._carrier, pin=self._pin)
         outer = getattr(self._call, "state", None)  # a dec_hook may decode a nested message
         self._call.state = call
         try:
@@ -1159,7 +1125,7 @@ class TensorDecoder(Generic[T]):
         return message
 
     def _restore(self, code: int, data: memoryview) -> object:
-        call: _Unpacker = self._call.state
+        call: _RequestUnpacker = self._call.state
         return call.extension(code, data)
 
     def _convert(self, kind: Any, value: Any) -> Any:
@@ -1173,6 +1139,63 @@ class TensorDecoder(Generic[T]):
         if self._dec_hook is None:
             raise ValueError(f"{kind} can be decoded with a dec_hook only")
         return self._dec_hook(kind, value)
+
+
+class _RequestUnpacker(_Unpacker):
+    """Decoder of one request: its buffers are its own, and a carrier may have its tensors."""
+
+    _parts = 0
+
+    def __init__(self, buffers: list[Frame], carrier: TensorTaker | None, *, pin: bool) -> None:
+        views = [memoryview(buffer).cast("B") for buffer in buffers] if buffers else []
+        super().__init__(views, None, {})
+        self._carrier = carrier
+        self._pin = pin
+        self._taken: set[bytes] = set()
+
+    def keeps(self, view: memoryview) -> bool:
+        return not view.readonly
+
+    def part(self, data: memoryview) -> _Part:
+        self._parts += 1
+        if self._parts > MAX_TENSORS:
+            raise ProtocolError(f"a message has at most {MAX_TENSORS} tensors, this has more")
+        return super().part(data)
+
+    def tensor(self, data: memoryview) -> torch.Tensor:
+        tensor = super().tensor(data)
+        return tensor.pin_memory() if self._pin and pinnable(tensor) else tensor
+
+    def take(self, handle: memoryview) -> torch.Tensor:
+        if self._carrier is None:
+            return super().take(handle)
+        tensor = self._carrier.take(bytes(handle))
+        self._taken.add(bytes(handle))
+        return tensor
+
+    def drop_rest(self, body: Frame) -> None:
+        """Drop the tensors in the carrier that this failed message did not take."""
+        carrier = self._carrier
+        if carrier is None:
+            return
+
+        def drop(code: int, data: memoryview) -> None:
+            if code == CARRIED and bytes(data) not in self._taken:
+                with suppress(WeightSyncError):
+                    carrier.drop(bytes(data))
+            elif code not in (CARRIED, BYTES_IN_LINE):
+                search(data)
+
+        def search(data: Frame) -> None:
+            with suppress(*_DAMAGED):
+                msgspec.msgpack.decode(data, ext_hook=drop)
+
+        search(body)
+
+
+def pinnable(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor can be pinned: it is on the CPU and not empty."""
+    return tensor.device.type == "cpu" and tensor.numel() > 0
 
 
 def _is_tensor_kind(kind: Any) -> bool:
