@@ -87,8 +87,8 @@ BYTES, BYTEARRAY, MEMORYVIEW = 4, 5, 6
 """The place of the bytes, as in a `_Part`."""
 BYTES_IN_LINE, CARRIED = 7, 8
 """Raw data: the bytes; a carrier's handle of a tensor."""
-TUPLE, SET, FROZENSET, DICT, VALUE, REGISTERED = 9, 10, 11, 12, 13, 14
-"""Their items; keys and values; name and plain data of a known kind, or of a registered type."""
+TUPLE, SET, FROZENSET, DICT, VALUE = 9, 10, 11, 12, 13
+"""A list of the items; of all keys, then all values; of a kind's name, and the plain data."""
 
 _encode = msgspec.msgpack.Encoder().encode
 _UNENCODABLE = (TypeError, ValueError, OverflowError, RecursionError)
@@ -111,8 +111,8 @@ _DAMAGED = (
 
 ALIGNMENT = 64
 _COUNTS = struct.Struct("<QQ")
-# A copy of this size or more releases the GIL.
 _LARGE_NBYTES = 256 << 10
+"""A copy of this size or more releases the GIL."""
 BYTES_BODY = _encode(Ext(BYTES, _encode(0)))
 """Body of a message that is a single bytes object, stored in its only buffer."""
 
@@ -137,7 +137,11 @@ class Encoded:
         at = _write_head(target, self.body, [*map(len, self.buffers)] if self.buffers else [])
         for buffer in self.buffers:
             at = _aligned(at)
-            copy_bytes(target[at : at + len(buffer)], buffer)
+            room = target[at : at + len(buffer)]
+            if len(buffer) < _LARGE_NBYTES:
+                room[:] = buffer
+            else:  # not torch's copy, whose threads wait for each other on busy processors
+                ctypes.memmove(buffer_address(room), buffer_address(buffer), len(buffer))
             at += len(buffer)
 
 
@@ -188,18 +192,6 @@ def split(source: memoryview) -> tuple[memoryview, list[memoryview]]:
 
 def _aligned(offset: int) -> int:
     return -(-offset // ALIGNMENT) * ALIGNMENT
-
-
-def copy_bytes(target: memoryview, source: memoryview) -> None:
-    """Copy `source` to `target`, of the same size; a large copy releases the GIL.
-
-    torch's copy is not used, because its worker threads wait for each other on busy processors.
-    """
-    nbytes = len(source)
-    if nbytes < _LARGE_NBYTES:
-        target[:] = source
-    else:
-        ctypes.memmove(buffer_address(target), buffer_address(source), nbytes)
 
 
 # Tensors, arrays and values of known kinds: what both uses share.
@@ -255,24 +247,25 @@ class _Packer:
     inline_nbytes = 0
     carry: Callable[[Any], bytes | None] | None = None
 
-    def __init__(self, hook: Hook) -> None:
+    def __init__(self, hook: Hook, kinds: Mapping[type, _Kind]) -> None:
         self.buffers: list[memoryview] = []
         self._hook = hook
+        self._kinds = kinds
 
     def pack(self, value: object) -> bytes:
         return msgspec.msgpack.encode(value, enc_hook=self.replace)
 
     def replace(self, value: Any) -> Any:
         """Return what stands for a value that msgpack does not support: an extension, mostly."""
-        kind = _BY_TYPE.get(type(value))
+        kind = self._kinds.get(type(value))
         if kind is None:
             if isinstance(value, Tensor):
                 return self.tensor(value)
             if type(value).__module__ == "numpy":
                 return self.array(value)
             kind = _family(value)
-        plain = None if kind is None else kind.to_plain(value)
-        if kind is None or plain is None:
+        plain = NotImplemented if kind is None else kind.to_plain(value)
+        if kind is None or plain is NotImplemented:
             return self._hook(value)
         return Ext(VALUE, self.pack([kind.name, plain]))
 
@@ -330,11 +323,11 @@ class _Unpacker:
         self,
         buffers: Sequence[memoryview],
         views: list[memoryview] | None,
-        registered: Mapping[str, Hook],
+        kinds: Mapping[str, _Kind],
     ) -> None:
         self._buffers = buffers
         self._views = views
-        self._registered = registered
+        self._kinds = kinds
         self.unused: set[int] = set(range(len(buffers))) if buffers else set()
 
     def extension(self, code: int, data: memoryview) -> Any:
@@ -349,7 +342,9 @@ class _Unpacker:
     def items(self, data: memoryview) -> list[Any]:
         """Decode a list. Others are refused: a range, for instance, may have endless items."""
         items = msgspec.msgpack.decode(data, ext_hook=self.extension)
-        return items if type(items) is list else _listed(items)
+        if type(items) is not list:
+            raise ProtocolError(f"a message has a {type(items).__name__} in the place of a list")
+        return items
 
     def check_all_used(self) -> None:
         """Raise ProtocolError for buffers that nothing in the message refers to."""
@@ -423,12 +418,15 @@ class _Unpacker:
         return self._bytes_at(msgspec.msgpack.decode(data))
 
     def value(self, data: memoryview) -> Any:
-        """Return a value of a known kind."""
+        """Return a value of a known kind or a registered type."""
         name, plain = self.items(data)
-        kind = _BY_NAME.get(name)
+        kind = self._kinds.get(name)
         if kind is None:
-            raise ProtocolError(f"a message has a value of the unknown kind {name!r}")
-        if type(plain) is range:  # it may have any number of items
+            raise ProtocolError(
+                f"a message has a {name!r}, which is not registered here; register it with the "
+                "codec of this side too"
+            )
+        if type(plain) is range:  # as in `items`
             raise ProtocolError(f"a message has an invalid {name}: {plain}")
         try:
             return kind.from_plain(plain)
@@ -437,17 +435,10 @@ class _Unpacker:
         except _DAMAGED as exc:
             raise ProtocolError(f"a message has an invalid {name}: {exc}") from exc
 
-    def registered(self, data: memoryview) -> Any:
-        """Return a value of a registered type."""
-        name, plain = self.items(data)
-        decode = self._registered.get(name)
-        if decode is None:
-            known = ", ".join(self._registered) or "none"
-            raise ProtocolError(
-                f"a message has a {name!r}, which is not registered here (known: {known}); "
-                "register it with the codec of this side too"
-            )
-        return decode(plain)
+    def pairs(self, data: memoryview) -> dict[Any, Any]:
+        items = self.items(data)
+        half = len(items) // 2
+        return dict(zip(items[:half], items[half:], strict=True))
 
     def _bytes_at(self, place: Any) -> memoryview:
         if isinstance(place, bytes):
@@ -473,9 +464,8 @@ _BUILDERS: dict[int, Callable[[_Unpacker, memoryview], Any]] = {
     TUPLE: lambda unpacker, data: tuple(unpacker.items(data)),
     SET: lambda unpacker, data: set(unpacker.items(data)),
     FROZENSET: lambda unpacker, data: frozenset(unpacker.items(data)),
-    DICT: lambda unpacker, data: dict(zip(*map(_listed, unpacker.items(data)), strict=True)),
+    DICT: _Unpacker.pairs,
     VALUE: _Unpacker.value,
-    REGISTERED: _Unpacker.registered,
 }
 
 
@@ -486,7 +476,7 @@ _BUILDERS: dict[int, Callable[[_Unpacker, memoryview], Any]] = {
 class _Kind:
     """`to_plain` returns the argument of `from_plain`: plain data, other known values, tensors.
 
-    It returns None for a value that would not come back as it was.
+    It returns NotImplemented for a value that would not come back as it was.
     """
 
     name: str
@@ -530,10 +520,10 @@ def _class(module: object, name: object) -> Any:
     return found
 
 
-def _from_enum(value: enum.Enum) -> list[Any] | None:
+def _from_enum(value: enum.Enum) -> Any:
     where = _dotted(type(value))
     if where is None:
-        return None
+        return NotImplemented
     # A combination of flags has no name in some versions of Python.
     by_value = isinstance(value, enum.Flag)
     return [*where, value.value if by_value else value.name]
@@ -557,12 +547,12 @@ def _fields(kind: type) -> tuple[str, ...] | None:
     return found if isinstance(found, tuple) else None
 
 
-def _from_named_tuple(value: Any) -> list[Any] | None:
+def _from_named_tuple(value: Any) -> Any:
     where, fields = _dotted(type(value)), _fields(type(value))
     if where is None or fields is None or len(fields) != len(value):
-        return None
+        return NotImplemented
     if getattr(value, "__dict__", None):
-        return None  # the attributes would be lost
+        return NotImplemented  # the attributes would be lost
     return [*where, list(value)]
 
 
@@ -583,13 +573,6 @@ def _plain_dtype(name: object) -> Any:
     if dtype.kind not in ARRAY_KINDS:
         raise ProtocolError(f"a message has an array of {dtype}, which has no plain bytes")
     return dtype
-
-
-def _listed(value: object) -> list[Any]:
-    """Return `value`, a list. Raises ProtocolError for others, which may have endless items."""
-    if not isinstance(value, list):
-        raise ProtocolError(f"a message has a {type(value).__name__} in the place of a list")
-    return value
 
 
 def _bytes(value: object) -> bytes:
@@ -620,9 +603,9 @@ def _name_in_torch(value: object) -> str:
     return str(value).removeprefix("torch.")
 
 
-def _from_moment(value: Any) -> list[Any] | None:
+def _from_moment(value: Any) -> Any:
     if value.tzinfo is not None and type(value.tzinfo) is not dt.timezone:
-        return None  # the time zone's rules would be lost
+        return NotImplemented  # the time zone's rules would be lost
     return [value.isoformat(), value.fold]
 
 
@@ -635,10 +618,10 @@ _FACTORIES = {
 }
 
 
-def _from_default_dict(value: defaultdict[Any, Any]) -> list[Any] | None:
+def _from_default_dict(value: defaultdict[Any, Any]) -> Any:
     factory = value.default_factory
     if factory is not None and factory not in _FACTORIES.values():
-        return None
+        return NotImplemented
     return [None if factory is None else factory.__name__, dict(value)]
 
 
@@ -649,12 +632,14 @@ def _to_default_dict(plain: Any) -> defaultdict[Any, Any]:
 
 def _built(kind: type, arguments: Hook) -> _Kind:
     """Return the kind of a type whose values are made by calling it with `arguments(value)`."""
-    return _Kind(kind.__name__, arguments, lambda plain: kind(*plain))
+    return _Kind(f"py.{kind.__name__}", arguments, lambda plain: kind(*plain))
 
 
-_ENUM = _Kind("enum", _from_enum, _to_enum)
-_NAMED_TUPLE = _Kind("namedtuple", _from_named_tuple, _to_named_tuple)
-_DTYPE = _Kind("numpy dtype", lambda v: v.str if v.kind in ARRAY_KINDS else None, _plain_dtype)
+_ENUM = _Kind("py.enum", _from_enum, _to_enum)
+_NAMED_TUPLE = _Kind("py.namedtuple", _from_named_tuple, _to_named_tuple)
+_DTYPE = _Kind(
+    "numpy.dtype", lambda v: v.str if v.kind in ARRAY_KINDS else NotImplemented, _plain_dtype
+)
 _BY_TYPE: dict[type, _Kind] = {
     int: _built(int, lambda v: [str(v)]),  # more than 64 bits
     complex: _built(complex, lambda v: [v.real, v.imag]),
@@ -664,21 +649,21 @@ _BY_TYPE: dict[type, _Kind] = {
     Decimal: _built(Decimal, lambda v: [str(v)]),
     # Its constructor would also take a text, whose exponent may be of any size.
     Fraction: _Kind(
-        "Fraction", lambda v: [v.numerator, v.denominator], lambda p: Fraction(*map(index, p))
+        "py.Fraction", lambda v: [v.numerator, v.denominator], lambda p: Fraction(*map(index, p))
     ),
     UUID: _built(UUID, lambda v: [v.hex]),
-    dt.datetime: _Kind("datetime", _from_moment, _to_moment(dt.datetime)),
-    dt.time: _Kind("time", _from_moment, _to_moment(dt.time)),
+    dt.datetime: _Kind("py.datetime", _from_moment, _to_moment(dt.datetime)),
+    dt.time: _Kind("py.time", _from_moment, _to_moment(dt.time)),
     dt.date: _built(dt.date, lambda v: [v.year, v.month, v.day]),
     dt.timedelta: _built(dt.timedelta, lambda v: [v.days, v.seconds, v.microseconds]),
     PosixPath: _built(PosixPath, lambda v: [str(v)]),
     PurePosixPath: _built(PurePosixPath, lambda v: [str(v)]),
     OrderedDict: _built(OrderedDict, lambda v: [dict(v)]),
-    Counter: _Kind("Counter", dict, lambda p: Counter(dict(p))),
-    defaultdict: _Kind("defaultdict", _from_default_dict, _to_default_dict),
-    deque: _Kind("deque", lambda v: [list(v), v.maxlen], lambda p: deque(_listed(p[0]), p[1])),
+    Counter: _Kind("py.Counter", dict, lambda p: Counter(dict(p))),
+    defaultdict: _Kind("py.defaultdict", _from_default_dict, _to_default_dict),
+    deque: _Kind("py.deque", lambda v: [v.maxlen, *v], lambda p: deque(p[1:], p[0])),
     array.array: _Kind(
-        "array", lambda v: [v.typecode, v.tobytes()], lambda p: array.array(p[0], _bytes(p[1]))
+        "py.array", lambda v: [v.typecode, v.tobytes()], lambda p: array.array(p[0], _bytes(p[1]))
     ),
 }
 _BY_NAME: dict[str, _Kind] = {
@@ -707,8 +692,8 @@ class MessageCodec:
     """
 
     def __init__(self) -> None:
-        self._encoders: dict[type, tuple[str, Hook]] = {}
-        self._decoders: dict[str, Hook] = {}
+        self._by_type = dict(_BY_TYPE)
+        self._by_name = dict(_BY_NAME)
 
     def register(
         self,
@@ -730,24 +715,23 @@ class MessageCodec:
                 f"{kind.__qualname__} is supported without hooks, which would never be called"
             )
         name = name or kind.__qualname__
-        if name in self._decoders or kind in self._encoders:
+        if name in self._by_name or self._by_type.get(kind) is not _BY_TYPE.get(kind):
             raise ConfigError(f"{kind.__qualname__} or the name {name!r} is registered already")
         if encode is None or decode is None:
             encode, decode = _field_hooks(kind)
-        self._encoders[kind] = name, encode
-        self._decoders[name] = decode
+        self._by_type[kind] = self._by_name[name] = _Kind(name, encode, decode)
 
     def encode(self, message: object) -> Encoded:
         """Encode `message`, with views of its large parts.
 
         Raises ConfigError with the path to an object that cannot be encoded.
         """
-        packer = _ExactPacker(self._encoders)
+        packer = _ExactPacker(_refuse, self._by_type)
         try:
             try:
                 body = packer.pack(message)
             except OverflowError:  # rare, so integers are checked one by one only now
-                packer = _ExactPacker(self._encoders)
+                packer = _ExactPacker(_refuse, self._by_type)
                 packer.plain = _PLAIN - {int}
                 body = packer.pack(message)
         except _UnsupportedError as exc:
@@ -768,7 +752,7 @@ class MessageCodec:
         In place, bytes outside sets become read-only memoryviews, which are also appended to
         `views` for the caller to release. Tensors and arrays are views that must not be written.
         """
-        unpacker = _Unpacker(buffers, views, self._decoders)
+        unpacker = _Unpacker(buffers, views, self._by_name)
         try:
             message = msgspec.msgpack.decode(body, ext_hook=unpacker.extension)
             if unpacker.unused:
@@ -800,11 +784,6 @@ class _ExactPacker(_Packer):
     plain = _PLAIN
     _in_set = False
 
-    def __init__(self, registered: Mapping[type, tuple[str, Hook]]) -> None:
-        self.buffers = []
-        self._hook = _refuse
-        self._registered = registered
-
     def pack(self, value: object) -> bytes:
         return _encode(self.lift(value))
 
@@ -816,9 +795,6 @@ class _ExactPacker(_Packer):
         lifter = _LIFTERS.get(kind)
         if lifter is not None:
             return lifter(self, value)
-        if kind in self._registered:
-            name, encode = self._registered[kind]
-            return Ext(REGISTERED, self.pack([name, encode(value)]))
         if kind is int and -(1 << 63) <= value < 1 << 64:
             return value
         return self.replace(value)
@@ -838,8 +814,8 @@ class _ExactPacker(_Packer):
 
     def lift_dict(self, value: dict[Any, Any]) -> dict[Any, Any] | Ext:
         if not _KEYS.issuperset(map(type, value)):
-            pairs = [self.lift_hashable(value), [self.lift(item) for item in value.values()]]
-            return Ext(DICT, _encode(pairs))
+            items = [*self.lift_hashable(value), *map(self.lift, value.values())]
+            return Ext(DICT, _encode(items))
         if self.plain.issuperset(map(type, value.values())):
             return value
         return {key: self.lift(item) for key, item in value.items()}
@@ -984,7 +960,8 @@ class TensorEncoder:
         inline_nbytes: int = INLINE_NBYTES,
         enc_hook: Hook | None = None,
     ) -> None:
-        self._tensor_ipc = chosen_tensor_ipc(tensor_ipc)
+        self.tensor_ipc = chosen_tensor_ipc(tensor_ipc)
+        """How large tensors are sent now; "direct_rpc" after a fallback."""
         self._inline_nbytes = inline_nbytes
         self._enc_hook = enc_hook or _no_hook
         self._carrier: TensorPutter | None = None
@@ -992,7 +969,7 @@ class TensorEncoder:
         self.fallback_reason: str | None = None
         self.crowded_out = 0
         """Number of tensors sent in the message because shared memory was full at that moment."""
-        if self._tensor_ipc == "direct_rpc":
+        if self.tensor_ipc == "direct_rpc":
             return
         if open_carrier is None:
             self._fall_back("no tensor queue was given")
@@ -1001,11 +978,6 @@ class TensorEncoder:
             self._carrier = open_carrier()
         except (BackendUnavailableError, TransportError, TransferError) as exc:
             self._fall_back(str(exc))
-
-    @property
-    def tensor_ipc(self) -> TensorIpc:
-        """How large tensors are sent now; "direct_rpc" after a fallback."""
-        return self._tensor_ipc
 
     def encode(self, message: object, key: str | None = None) -> list[Frame]:
         """Return the frames of a message: the msgpack body, then auxiliary frames in order.
@@ -1016,7 +988,7 @@ class TensorEncoder:
         """
         carried: list[tuple[TensorPutter, bytes]] = []
         carry = None if self._carrier is None else partial(self._carry, key, carried)
-        packer = _Packer(self._enc_hook)
+        packer = _Packer(self._enc_hook, _BY_TYPE)
         packer.inline_nbytes, packer.carry = self._inline_nbytes, carry
         try:
             body = packer.pack(message)
@@ -1053,7 +1025,7 @@ class TensorEncoder:
 
     def _fall_back(self, reason: str) -> None:
         self._carrier = None
-        self._tensor_ipc = "direct_rpc"
+        self.tensor_ipc = "direct_rpc"
         if self.fallback_reason is None:
             self.fallback_reason = reason
             logger.warning("tensors are sent in their messages, not in shared memory: %s", reason)
@@ -1134,7 +1106,8 @@ class TensorDecoder(Generic[T]):
         torch = sys.modules.get("torch")  # without torch there are no values of its types
         if torch is not None and kind is torch.Size and isinstance(value, list):
             return torch.Size(value)  # a tuple, which msgpack encodes as an array
-        if _is_tensor_kind(kind):
+        tensors = (Tensor,) if torch is None else (Tensor, torch.Tensor)
+        if isinstance(kind, type) and issubclass(kind, tensors):
             raise ValueError(f"Expected a tensor, got `{type(value).__name__}`")
         if self._dec_hook is None:
             raise ValueError(f"{kind} can be decoded with a dec_hook only")
@@ -1148,7 +1121,7 @@ class _RequestUnpacker(_Unpacker):
 
     def __init__(self, buffers: list[Frame], carrier: TensorTaker | None, *, pin: bool) -> None:
         views = [memoryview(buffer).cast("B") for buffer in buffers] if buffers else []
-        super().__init__(views, None, {})
+        super().__init__(views, None, _BY_NAME)
         self._carrier = carrier
         self._pin = pin
         self._taken: set[bytes] = set()
@@ -1196,9 +1169,3 @@ class _RequestUnpacker(_Unpacker):
 def pinnable(tensor: torch.Tensor) -> bool:
     """Return whether a tensor can be pinned: it is on the CPU and not empty."""
     return tensor.device.type == "cpu" and tensor.numel() > 0
-
-
-def _is_tensor_kind(kind: Any) -> bool:
-    torch = sys.modules.get("torch")
-    known = (Tensor,) if torch is None else (Tensor, torch.Tensor)
-    return isinstance(kind, type) and issubclass(kind, known)
