@@ -134,7 +134,7 @@ class Encoded:
 
     def write(self, target: memoryview) -> None:
         """Copy the message into the first `nbytes` bytes of `target`, which is 64-byte aligned."""
-        at = _write_head(target, self.body, [*map(len, self.buffers)] if self.buffers else [])
+        at = _write_head(target, self.body, [*map(len, self.buffers)] if self.buffers else ())
         for buffer in self.buffers:
             at = _aligned(at)
             room = target[at : at + len(buffer)]
@@ -145,7 +145,7 @@ class Encoded:
             at += len(buffer)
 
 
-def _write_head(target: memoryview, body: bytes, sizes: list[int]) -> int:
+def _write_head(target: memoryview, body: bytes, sizes: Sequence[int]) -> int:
     """Write the table and the body; return the offset of their end."""
     at = _COUNTS.size + 8 * len(sizes)
     _COUNTS.pack_into(target, 0, len(body), len(sizes))
@@ -242,15 +242,20 @@ class _Packer:
     data for values of unknown types, or raises.
     """
 
-    # Class attributes, because most messages are small and need none of them changed.
     parts = 0
-    inline_nbytes = 0
-    carry: Callable[[Any], bytes | None] | None = None
 
-    def __init__(self, hook: Hook, kinds: Mapping[type, _Kind]) -> None:
+    def __init__(
+        self,
+        hook: Hook,
+        kinds: Mapping[type, _Kind],
+        inline_nbytes: int = 0,
+        carry: Callable[[Any], bytes | None] | None = None,
+    ) -> None:
         self.buffers: list[memoryview] = []
         self._hook = hook
         self._kinds = kinds
+        self._inline_nbytes = inline_nbytes
+        self._carry = carry
 
     def pack(self, value: object) -> bytes:
         return msgspec.msgpack.encode(value, enc_hook=self.replace)
@@ -274,10 +279,10 @@ class _Packer:
         tensors = _tensors()
         name = str(value.dtype).removeprefix("torch.")
         handle = None
-        if self.carry is not None:
+        if self._carry is not None:
             tensors.check_dense(value)
-            if value.nbytes > self.inline_nbytes and name in tensors.TORCH_DTYPES:
-                handle = self.carry(value)
+            if value.nbytes > self._inline_nbytes and name in tensors.TORCH_DTYPES:
+                handle = self._carry(value)
         place = self.place(tensors.tensor_data(value)) if handle is None else Ext(CARRIED, handle)
         return self._part(TENSOR, name, value.shape, place)
 
@@ -295,14 +300,14 @@ class _Packer:
         flat = array.ravel()  # contiguous: a view, or a copy in C order
         data = flat.view("u1").data.toreadonly() if flat.nbytes else memoryview(b"")
         handle = None
-        if self.carry is not None and len(data) > self.inline_nbytes:
-            handle = self.carry(_tensors().view_bytes(data, 0, len(data)))
+        if self._carry is not None and len(data) > self._inline_nbytes:
+            handle = self._carry(_tensors().view_bytes(data, 0, len(data)))
         place = self.place(data) if handle is None else Ext(CARRIED, handle)
         return self._part(ARRAY, array.dtype.str, array.shape, place)
 
     def place(self, data: memoryview) -> int | memoryview:
         """Return the place of `data` in the message: the data in line, or a buffer's index."""
-        if len(data) <= self.inline_nbytes:
+        if len(data) <= self._inline_nbytes:
             return data
         self.buffers.append(data)
         return len(self.buffers) - 1
@@ -346,13 +351,12 @@ class _Unpacker:
             raise ProtocolError(f"a message has a {type(items).__name__} in the place of a list")
         return items
 
-    def check_all_used(self) -> None:
-        """Raise ProtocolError for buffers that nothing in the message refers to."""
-        if self.unused:
-            raise ProtocolError(
-                f"the message has {len(self._buffers)} buffers, and nothing is in number "
-                f"{shorten(map(str, sorted(self.unused)))}"
-            )
+    def unused_error(self) -> ProtocolError:
+        """Return the error of a message with buffers that nothing in it refers to."""
+        return ProtocolError(
+            f"the message has {len(self._buffers)} buffers, and nothing is in number "
+            f"{shorten(map(str, sorted(self.unused)))}"
+        )
 
     def take(self, handle: memoryview) -> torch.Tensor:
         """Return the tensor of a carrier's handle."""
@@ -756,7 +760,7 @@ class MessageCodec:
         try:
             message = msgspec.msgpack.decode(body, ext_hook=unpacker.extension)
             if unpacker.unused:
-                unpacker.check_all_used()
+                raise unpacker.unused_error()
         except ProtocolError:
             raise
         except _DAMAGED as exc:
@@ -988,8 +992,7 @@ class TensorEncoder:
         """
         carried: list[tuple[TensorPutter, bytes]] = []
         carry = None if self._carrier is None else partial(self._carry, key, carried)
-        packer = _Packer(self._enc_hook, _BY_TYPE)
-        packer.inline_nbytes, packer.carry = self._inline_nbytes, carry
+        packer = _Packer(self._enc_hook, _BY_TYPE, self._inline_nbytes, carry)
         try:
             body = packer.pack(message)
             if packer.parts > MAX_TENSORS:
@@ -1086,7 +1089,8 @@ class TensorDecoder(Generic[T]):
         self._call.state = call
         try:
             message = cast(T, self._decoder.decode(parts[0]))
-            call.check_all_used()
+            if call.unused:
+                raise call.unused_error()
         except BaseException as exc:
             call.drop_rest(parts[0])
             if isinstance(exc, _DAMAGED) and not isinstance(exc, WeightSyncError):
@@ -1120,8 +1124,7 @@ class _RequestUnpacker(_Unpacker):
     _parts = 0
 
     def __init__(self, buffers: list[Frame], carrier: TensorTaker | None, *, pin: bool) -> None:
-        views = [memoryview(buffer).cast("B") for buffer in buffers] if buffers else []
-        super().__init__(views, None, _BY_NAME)
+        super().__init__([*map(_flat, buffers)], None, _BY_NAME)
         self._carrier = carrier
         self._pin = pin
         self._taken: set[bytes] = set()
@@ -1164,6 +1167,11 @@ class _RequestUnpacker(_Unpacker):
                 msgspec.msgpack.decode(data, ext_hook=drop)
 
         search(body)
+
+
+def _flat(buffer: Frame) -> memoryview:
+    view = memoryview(buffer)
+    return view if len(view) == view.nbytes else view.cast("B")
 
 
 def pinnable(tensor: torch.Tensor) -> bool:
