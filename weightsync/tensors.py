@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import warnings
+from collections.abc import Mapping
 
 import torch
 
@@ -20,7 +21,6 @@ TORCH_DTYPES: dict[str, torch.dtype] = {
     name: DTYPES[name] for name in DTYPE_NBYTES if name in DTYPES
 }
 """Dtypes of weights, by name without `torch.`, as far as this torch has them."""
-_DTYPES = frozenset(DTYPES.values())
 PLAIN_CLASSES = frozenset({torch.Tensor, torch.nn.Parameter})
 """Classes of tensors that are nothing but their values."""
 _NAMES: dict[torch.dtype, str] = {dtype: name for name, dtype in TORCH_DTYPES.items()}
@@ -66,13 +66,13 @@ def checked_spec(name: str, dtype: str, shape: list[int]) -> TensorSpec:
         raise ProtocolError(f"this describes no tensor: {exc}") from exc
 
 
-def check_dense(tensor: torch.Tensor) -> None:
-    """Raise ConfigError unless the tensor has a known dtype and dense memory with data in it."""
-    known = tensor.dtype in _DTYPES
+def check_dense(tensor: torch.Tensor, dtypes: Mapping[str, torch.dtype] = TORCH_DTYPES) -> None:
+    """Raise ConfigError unless the tensor has one of `dtypes` and dense memory with data in it."""
+    known = str(tensor.dtype).removeprefix("torch.") in dtypes
     if not known or tensor.layout is not torch.strided or tensor.device.type == "meta":
         raise ConfigError(
             f"a {tensor.layout} tensor of {tensor.dtype} on {tensor.device} cannot be sent; "
-            f"dense ones of {', '.join(DTYPES)} can"
+            f"dense ones of {', '.join(dtypes)} can"
         )
 
 
@@ -136,9 +136,9 @@ def tensor_data(tensor: torch.Tensor) -> memoryview:
     """Return a tensor's bytes as a read-only `memoryview` of format "B", for hashing and sending.
 
     A view that keeps the tensor's memory alive if it is contiguous and on the CPU, else of a copy
-    on the CPU. Raises ConfigError for tensors that `check_dense` refuses.
+    on the CPU. Raises ConfigError for tensors that `check_dense` refuses; all `DTYPES` are taken.
     """
-    check_dense(tensor)
+    check_dense(tensor, DTYPES)
     plain = tensor.detach().resolve_conj().resolve_neg().contiguous().cpu()
     if not plain.numel():
         return memoryview(b"")

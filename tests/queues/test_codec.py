@@ -71,9 +71,9 @@ from weightsync.queues.codec import (
 )
 from weightsync.queues.tensor_packets import TensorQueueHandle
 from weightsync.queues.tensor_queue import TensorIpcReceiver, TensorIpcSender
-from weightsync.tensors import TORCH_DTYPES, contiguous_bytes, tensor_data
+from weightsync.tensors import DTYPES, TORCH_DTYPES, contiguous_bytes, tensor_data
 
-DTYPES = (torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.complex64, torch.uint8)
+SOME_DTYPES = (torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.complex64, torch.uint8)
 
 
 def sent(message: object, codec: MessageCodec | None = None, *, in_place: bool = False) -> Any:
@@ -113,7 +113,7 @@ scalars = st.none() | numbers | st.floats() | st.text(st.characters(codec="utf-8
 shapes = st.lists(st.integers(0, 4), max_size=4)
 tensors = st.builds(
     lambda dtype, shape: torch.arange(math.prod(shape)).to(dtype).reshape(shape),
-    st.sampled_from(DTYPES),
+    st.sampled_from(SOME_DTYPES),
     shapes,
 )
 arrays = st.builds(
@@ -178,6 +178,15 @@ def test_tensors_of_every_kind_of_memory_arrive_plain(tensor: torch.Tensor) -> N
     assert got.is_contiguous()
 
 
+@pytest.mark.filterwarnings("ignore:ComplexHalf")
+@pytest.mark.parametrize("dtype", DTYPES.values(), ids=list(DTYPES))
+def test_tensors_of_every_dtype_of_torch(dtype: torch.dtype) -> None:
+    tensor = any_of(dtype, (2, 3))
+    frames = TensorEncoder("direct_rpc").encode(tensor)
+    for got in (sent(tensor), sent(tensor, in_place=True), TensorDecoder().decode(frames)):
+        assert same(got, tensor)
+
+
 @pytest.mark.gpu
 def test_a_tensor_on_a_gpu_arrives_on_the_cpu() -> None:
     got = sent(torch.arange(6, device="cuda").reshape(2, 3).t())
@@ -219,10 +228,12 @@ def test_registered_types_come_back_with_what_they_hold() -> None:
     codec.register(Sampling)
     codec.register(Point)
     codec.register(complex, encode=lambda z: (z.real, z.imag), decode=lambda pair: complex(*pair))
-    got = sent([Sampling(0.5, ("a",), torch.ones(3)), Point(1, 2), {"z": 1 + 2j}], codec)
+    codec.register(Number, encode=range, decode=lambda plain: Number(len(plain)))
+    message = [Sampling(0.5, ("a",), torch.ones(3)), Point(1, 2), {"z": 1 + 2j}, Number(3)]
+    got = sent(message, codec)
     assert got[0].stop == ("a",)
     assert torch.equal(got[0].image, torch.ones(3))
-    assert got[1:] == [Point(1, 2), {"z": 1 + 2j}]
+    assert got[1:] == message[1:]
 
 
 def test_who_has_not_registered_the_type_is_told_its_name() -> None:

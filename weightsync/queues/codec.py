@@ -280,7 +280,7 @@ class _Packer:
         name = str(value.dtype).removeprefix("torch.")
         handle = None
         if self._carry is not None:
-            tensors.check_dense(value)
+            tensors.check_dense(value, tensors.DTYPES)
             if value.nbytes > self._inline_nbytes and name in tensors.TORCH_DTYPES:
                 handle = self._carry(value)
         place = self.place(tensors.tensor_data(value)) if handle is None else Ext(CARRIED, handle)
@@ -377,19 +377,17 @@ class _Unpacker:
         dtype = _tensors().DTYPES.get(part.dtype)
         if dtype is None:
             raise ProtocolError(f"a message has a tensor of the unknown dtype {part.dtype!r}")
-        if not isinstance(part.place, Tensor):
+        if isinstance(part.place, Tensor):
+            tensor: torch.Tensor = part.place
+            if tensor.dtype != dtype or list(tensor.shape) != part.shape:
+                raise ProtocolError(
+                    f"a tensor {part.dtype}{part.shape} arrived as {tensor.dtype} of shape "
+                    f"{list(tensor.shape)}"
+                )
+        else:
             view = self._bytes_at(part.place)
             part.check(dtype.itemsize, len(view))
-            tensor: torch.Tensor = _tensors().tensor_of(
-                view, dtype, part.shape, copy=not self.keeps(view)
-            )
-            return tensor
-        tensor = part.place
-        if tensor.dtype != dtype or list(tensor.shape) != part.shape:
-            raise ProtocolError(
-                f"a tensor {part.dtype}{part.shape} arrived as {tensor.dtype} of shape "
-                f"{list(tensor.shape)}"
-            )
+            tensor = _tensors().tensor_of(view, dtype, part.shape, copy=not self.keeps(view))
         return tensor
 
     def array(self, data: memoryview) -> Any:
@@ -430,7 +428,7 @@ class _Unpacker:
                 f"a message has a {name!r}, which is not registered here; register it with the "
                 "codec of this side too"
             )
-        if type(plain) is range:  # as in `items`
+        if type(plain) is range and name in _BY_NAME:  # as in `items`
             raise ProtocolError(f"a message has an invalid {name}: {plain}")
         try:
             return kind.from_plain(plain)
