@@ -290,15 +290,17 @@ class _Packer:
         """Return what stands for a NumPy array or scalar."""
         import numpy as np  # noqa: PLC0415 - optional: needed for NumPy values only
 
-        array = np.asarray(value)  # a scalar becomes an array, with one character for no text
         is_scalar = isinstance(value, np.generic)
-        is_plain = array.dtype.kind in ARRAY_KINDS and array.dtype.itemsize
-        if not is_plain or not (is_scalar or type(value) is np.ndarray):
+        # A scalar becomes an array; an empty text gets one character.
+        array: Any = np.asarray(value) if is_scalar else value
+        if not is_scalar and type(value) is not np.ndarray:
+            return self._hook(value)
+        if array.dtype.kind not in ARRAY_KINDS or not array.dtype.itemsize:
             return self._hook(value)
         if is_scalar:
             return self._part(SCALAR, array.dtype.str, (), array.tobytes())
         flat = array.ravel()  # contiguous: a view, or a copy in C order
-        data = flat.view("u1").data.toreadonly() if flat.nbytes else memoryview(b"")
+        data = memoryview(flat.view("u1")).toreadonly() if flat.nbytes else memoryview(b"")
         handle = None
         if self._carry is not None and len(data) > self._inline_nbytes:
             handle = self._carry(_tensors().view_bytes(data, 0, len(data)))
@@ -326,7 +328,7 @@ class _Unpacker:
 
     def __init__(
         self,
-        buffers: Sequence[memoryview],
+        buffers: Sequence[Any],
         views: list[memoryview] | None,
         kinds: Mapping[str, _Kind],
     ) -> None:
@@ -385,7 +387,7 @@ class _Unpacker:
                     f"{list(tensor.shape)}"
                 )
         else:
-            view = self._bytes_at(part.place)
+            view = self.bytes_at(part.place)
             part.check(dtype.itemsize, len(view))
             tensor = _tensors().tensor_of(view, dtype, part.shape, copy=not self.keeps(view))
         return tensor
@@ -400,7 +402,7 @@ class _Unpacker:
         if isinstance(part.place, Tensor):
             view = part.place.numpy().data.cast("B")
         else:
-            view = self._bytes_at(part.place)
+            view = self.bytes_at(part.place)
         part.check(dtype.itemsize, len(view))
         if not len(view):
             return np.empty(part.shape, dtype)
@@ -417,7 +419,7 @@ class _Unpacker:
 
     def buffer(self, data: memoryview) -> memoryview:
         """Return the bytes at an encoded place."""
-        return self._bytes_at(msgspec.msgpack.decode(data))
+        return self.bytes_at(msgspec.msgpack.decode(data))
 
     def value(self, data: memoryview) -> Any:
         """Return a value of a known kind or a registered type."""
@@ -442,7 +444,8 @@ class _Unpacker:
         half = len(items) // 2
         return dict(zip(items[:half], items[half:], strict=True))
 
-    def _bytes_at(self, place: Any) -> memoryview:
+    def bytes_at(self, place: Any) -> memoryview:
+        """Return the bytes at a place: bytes in line, or the index of a buffer."""
         if isinstance(place, bytes):
             return memoryview(place)
         if place not in self.unused:
@@ -992,7 +995,7 @@ class TensorEncoder:
         carry = None if self._carrier is None else partial(self._carry, key, carried)
         packer = _Packer(self._enc_hook, _BY_TYPE, self._inline_nbytes, carry)
         try:
-            body = packer.pack(message)
+            body = msgspec.msgpack.encode(message, enc_hook=packer.replace)
             if packer.parts > MAX_TENSORS:
                 raise ValueError(f"it has {packer.parts} tensors, and may have {MAX_TENSORS}")
         except BaseException as exc:
@@ -1074,23 +1077,23 @@ class TensorDecoder(Generic[T]):
         ProtocolError for an invalid message, and what the carrier raises. In both cases no tensor
         of the message stays in the carrier.
         """
-        parts = [frames] if isinstance(frames, bytes | bytearray | memoryview) else list(frames)
-        if not parts:
+        if isinstance(frames, Frame):
+            frames = [frames]
+        if not frames:
             raise ProtocolError("a message has at least one frame")
-        if memoryview(parts[0]).nbytes > self._max_nbytes:
-            raise ProtocolError(
-                f"a message may have {self._max_nbytes} bytes, this has "
-                f"{memoryview(parts[0]).nbytes}"
-            )
-        call = _RequestUnpacker(parts[1:], self._carrier, pin=self._pin)
+        body, *buffers = frames
+        nbytes = memoryview(body).nbytes
+        if nbytes > self._max_nbytes:
+            raise ProtocolError(f"a message may have {self._max_nbytes} bytes, this has {nbytes}")
+        call = _RequestUnpacker(buffers, self._carrier, pin=self._pin)
         outer = getattr(self._call, "state", None)  # a dec_hook may decode a nested message
         self._call.state = call
         try:
-            message = cast(T, self._decoder.decode(parts[0]))
+            message = cast(T, self._decoder.decode(body))
             if call.unused:
                 raise call.unused_error()
         except BaseException as exc:
-            call.drop_rest(parts[0])
+            call.drop_rest(body)
             if isinstance(exc, _DAMAGED) and not isinstance(exc, WeightSyncError):
                 raise ProtocolError(f"this message cannot be decoded: {exc}") from exc
             raise
@@ -1120,12 +1123,16 @@ class _RequestUnpacker(_Unpacker):
     """Decoder of one request: its buffers are its own, and a carrier may have its tensors."""
 
     _parts = 0
+    _taken: frozenset[bytes] = frozenset()
 
     def __init__(self, buffers: list[Frame], carrier: TensorTaker | None, *, pin: bool) -> None:
-        super().__init__([*map(_flat, buffers)], None, _BY_NAME)
+        super().__init__(buffers, None, _BY_NAME)
         self._carrier = carrier
         self._pin = pin
-        self._taken: set[bytes] = set()
+
+    def bytes_at(self, place: Any) -> memoryview:
+        view = memoryview(super().bytes_at(place))
+        return view if len(view) == view.nbytes else view.cast("B")
 
     def keeps(self, view: memoryview) -> bool:
         return not view.readonly
@@ -1144,7 +1151,7 @@ class _RequestUnpacker(_Unpacker):
         if self._carrier is None:
             return super().take(handle)
         tensor = self._carrier.take(bytes(handle))
-        self._taken.add(bytes(handle))
+        self._taken |= {bytes(handle)}
         return tensor
 
     def drop_rest(self, body: Frame) -> None:
@@ -1165,11 +1172,6 @@ class _RequestUnpacker(_Unpacker):
                 msgspec.msgpack.decode(data, ext_hook=drop)
 
         search(body)
-
-
-def _flat(buffer: Frame) -> memoryview:
-    view = memoryview(buffer)
-    return view if len(view) == view.nbytes else view.cast("B")
 
 
 def pinnable(tensor: torch.Tensor) -> bool:
