@@ -459,6 +459,7 @@ KINDS: list[Any] = [
     array.array("d", [1.0, 2.0]),
     {(1, "a"): 1, Level.LOW: 2, frozenset({3}): 3, np.int64(4): 4, b"x": 5, 2**70: 6},
     {(1, b"x" * 600): Path("a")},
+    {2**70: -(2**70)},
     {Corner, int} - {Corner, int},
     {np.float32(1), Color.RED, (1, b"y" * 600)},
 ]
@@ -802,6 +803,10 @@ class TestWays:
         copy = read([main, before])
         copy.zero_()
         assert any(before)
+
+    @pytest.mark.parametrize("frame", [b"", memoryview(array.array("f"))], ids=["bytes", "view"])
+    def test_a_frame_may_be_empty(self, frame: Frame) -> None:
+        assert same(read([forged(TENSOR, ["float32", [0, 2], 0]), frame]), torch.ones(0, 2))
 
     def test_frames_at_odd_addresses_are_copied(self) -> None:
         original = floats(LARGE)

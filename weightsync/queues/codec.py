@@ -687,7 +687,6 @@ _BY_NAME: dict[str, _Kind] = {
 BYTES_INLINE_NBYTES = 512
 """Bytes objects up to this size are stored inside the msgpack body."""
 _PLAIN = frozenset({NoneType, bool, int, float, str})
-_KEYS = _PLAIN | {bytes}
 
 
 class MessageCodec:
@@ -737,7 +736,7 @@ class MessageCodec:
                 body = packer.pack(message)
             except OverflowError:  # rare, so integers are checked one by one only now
                 packer = _ExactPacker(_refuse, self._by_type)
-                packer.plain = _PLAIN - {int}
+                packer.plain, packer.keys = _PLAIN - {int}, _PLAIN - {int} | {bytes}
                 body = packer.pack(message)
         except _UnsupportedError as exc:
             path = _path_to(message, exc.args[0]) or "inside a registered type"
@@ -786,7 +785,7 @@ def _refuse(value: object) -> NoReturn:
 class _ExactPacker(_Packer):
     """Encoder of a message whose values keep their types: msgspec gets only types of its own."""
 
-    plain = _PLAIN
+    plain, keys = _PLAIN, _PLAIN | {bytes}
     _in_set = False
 
     def pack(self, value: object) -> bytes:
@@ -818,7 +817,7 @@ class _ExactPacker(_Packer):
         return [self.lift(item) for item in value]
 
     def lift_dict(self, value: dict[Any, Any]) -> dict[Any, Any] | Ext:
-        if not _KEYS.issuperset(map(type, value)):
+        if not self.keys.issuperset(map(type, value)):
             items = [*self.lift_hashable(value), *map(self.lift, value.values())]
             return Ext(DICT, _encode(items))
         if self.plain.issuperset(map(type, value.values())):
