@@ -71,7 +71,7 @@ from weightsync.queues.codec import (
 )
 from weightsync.queues.tensor_packets import TensorQueueHandle
 from weightsync.queues.tensor_queue import TensorIpcReceiver, TensorIpcSender
-from weightsync.tensors import DTYPES, TORCH_DTYPES, contiguous_bytes, tensor_data
+from weightsync.tensors import DTYPES, contiguous_bytes, tensor_data
 
 SOME_DTYPES = (torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.complex64, torch.uint8)
 
@@ -182,9 +182,12 @@ def test_tensors_of_every_kind_of_memory_arrive_plain(tensor: torch.Tensor) -> N
 @pytest.mark.parametrize("dtype", DTYPES.values(), ids=list(DTYPES))
 def test_tensors_of_every_dtype_of_torch(dtype: torch.dtype) -> None:
     tensor = any_of(dtype, (2, 3))
-    frames = TensorEncoder("direct_rpc").encode(tensor)
-    for got in (sent(tensor), sent(tensor, in_place=True), TensorDecoder().decode(frames)):
-        assert same(got, tensor)
+    for in_place in (False, True):
+        assert same(sent(tensor, in_place=in_place), tensor)
+    for inline_nbytes in (0, INLINE_NBYTES):
+        frames = TensorEncoder("direct_rpc", inline_nbytes=inline_nbytes).encode(tensor)
+        assert len(frames) == 1 + (inline_nbytes == 0)
+        assert same(TensorDecoder(torch.Tensor).decode(frames), tensor)
 
 
 @pytest.mark.gpu
@@ -665,16 +668,11 @@ class TestRoundTrip:
         assert (got.positions[0].offset, got.positions[1]) == (3, Position(4))
         assert queue.pending == 0
 
-    @pytest.mark.parametrize("dtype", TORCH_DTYPES.values(), ids=list(TORCH_DTYPES))
     @pytest.mark.parametrize("shape", [(), (0, 4), (3, 2), (2, 3, LARGE)], ids=str)
-    def test_every_dtype_and_shape(
-        self,
-        encoder: TensorEncoder,
-        queue: TensorIpcReceiver,
-        dtype: torch.dtype,
-        shape: tuple[int, ...],
+    def test_every_shape(
+        self, encoder: TensorEncoder, queue: TensorIpcReceiver, shape: tuple[int, ...]
     ) -> None:
-        tensor = any_of(dtype, shape)
+        tensor = any_of(torch.bfloat16, shape)
         assert same(read(encoder.encode(tensor), torch.Tensor, queue), tensor)
 
     @pytest.mark.parametrize("rows", [3, 3000])
