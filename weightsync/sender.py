@@ -28,8 +28,8 @@ from weightsync.ranks.comm import RankComm, join_ranks
 from weightsync.ranks.group import FollowerUpdate, RankGroup, following
 from weightsync.ranks.worker import RankWorker
 from weightsync.report import SyncReport
-from weightsync.shm.ring import PATIENCE
 from weightsync.shm.segment import cleanup_stale
+from weightsync.shm.wait import HEARTBEAT_TIMEOUT_FACTOR
 from weightsync.specs import Manifest
 from weightsync.tensors import spec_of
 from weightsync.transports.base import Transport
@@ -128,7 +128,7 @@ def connect(  # noqa: PLR0913  # the settings of a connection, all keyword-only
             name = backends[0].name
             raise ConfigError(f"the {name} backend streams: leave packed out, or say True")
     # Rank 0 waits for receivers while they send heartbeats; the other ranks wait for rank 0.
-    ranks_timeout_s = timeout_s * (PATIENCE + 1) + _RANKS_SLACK_S
+    ranks_timeout_s = timeout_s * (HEARTBEAT_TIMEOUT_FACTOR + 1) + _RANKS_SLACK_S
     ranks = join_ranks(process_group, timeout_s=ranks_timeout_s, join_timeout_s=timeout_s)
 
     transports = TransportFactory(token, verify_tls=verify_tls, timeout_s=timeout_s)

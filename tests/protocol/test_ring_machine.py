@@ -16,10 +16,9 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from tests.protocol.sizes import SOAK_TIMEOUT_S, at_length, quick
 from weightsync.errors import TransferError, TransferTimeout
-from weightsync.shm.ring import Backoff, Control, RingReader, RingWriter
+from weightsync.shm.ring import Control, RingReader, RingWriter
 
 NOT_AT_ALL = -1.0
-AT_ONCE = Backoff(0.0, 0.0)
 PLACES = 3
 Words = list[int]
 
@@ -61,7 +60,7 @@ class Ring:
     def __init__(self, slots: int) -> None:
         self.control = Control.create(slots=slots, readers=PLACES, entries=slots)
         self.slots: list[Words] = [[0, 0] for _ in range(slots)]
-        self.writer = RingWriter(self.control, pace=AT_ONCE)
+        self.writer = RingWriter(self.control, spin_s=0.0)
         self.alive = True
         self.announced: list[Announced] = []
         self.published: dict[tuple[int, int], Words] = {}
@@ -131,8 +130,8 @@ class Ring:
 
     def counters(self) -> list[int]:
         control = self.control
-        slots = [control.published(slot) for slot in range(control.slots)]
-        return [control.epoch, *slots, *(control.released(place) for place in range(PLACES))]
+        released = [control.released(place) for place in range(PLACES)]
+        return [control.epoch, control.published, *released]
 
 
 @dataclass
@@ -149,7 +148,7 @@ class Reader:
 
     def __post_init__(self) -> None:
         place, epoch, base, _ = self.told
-        self.end = RingReader(self.ring.control, place, epoch=epoch, base=base, pace=AT_ONCE)
+        self.end = RingReader(self.ring.control, place, epoch=epoch, base=base, spin_s=0.0)
 
     @property
     def over(self) -> bool:

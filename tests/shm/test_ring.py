@@ -23,9 +23,9 @@ from weightsync.shm.ring import (
     RingReader,
     RingWriter,
     control_nbytes,
-    wait_until,
 )
 from weightsync.shm.segment import DIRECTORY, Segment
+from weightsync.shm.wait import wait_until
 
 WAIT_S = 60.0
 SHORT_S = 0.05
@@ -53,8 +53,7 @@ def reader(control: Control, writer: RingWriter, place: int = 0) -> RingReader:
 
 
 def counters(control: Control) -> list[int]:
-    lines = control._entries // 8
-    return [control._get(line) for line in range(lines)]
+    return control.words[: control.first_entry].tolist()
 
 
 class TestHandshake:
@@ -80,7 +79,7 @@ class TestHandshake:
         readers[0].release(0)
         with pytest.raises(TransferTimeout, match="waiting for reader 2 to release chunk 1"):
             writer.acquire(2, check=nothing, timeout_s=SHORT_S)
-        assert writer.waiting_for(1) == [2]
+        assert control.behind(1) == [2]
         readers[2].release(0)
         assert writer.acquire(2, check=nothing, timeout_s=WAIT_S) == 0
 
@@ -186,8 +185,9 @@ class TestWaiting:
         steps = iter(range(10_000))
         ends = threading.Timer(4 * SHORT_S, nothing)
         ends.start()
-        assert wait_until(
+        wait_until(
             lambda: not ends.is_alive(),
+            "late",
             check=nothing,
             timeout_s=SHORT_S,
             progress=lambda: (next(steps), 0),
@@ -196,19 +196,25 @@ class TestWaiting:
     def test_heartbeats_alone_are_waited_for_longer_but_not_for_ever(self) -> None:
         beats = iter(range(1_000_000))
         started = time.monotonic()
-        assert not wait_until(
-            lambda: False, check=nothing, timeout_s=SHORT_S, progress=lambda: (0, next(beats))
-        )
+        with pytest.raises(TransferTimeout, match="late"):
+            wait_until(
+                lambda: False,
+                "late",
+                check=nothing,
+                timeout_s=SHORT_S,
+                progress=lambda: (0, next(beats)),
+            )
         assert time.monotonic() - started > 2 * SHORT_S
 
     def test_without_progress_it_ends(self) -> None:
-        assert not wait_until(lambda: False, check=nothing, timeout_s=SHORT_S)
+        with pytest.raises(TransferTimeout, match="late"):
+            wait_until(lambda: False, "late", check=nothing, timeout_s=SHORT_S)
 
     def test_what_is_ready_needs_no_time(self) -> None:
         def never() -> None:
             raise AssertionError
 
-        assert wait_until(lambda: True, check=never, timeout_s=0)
+        wait_until(lambda: True, "late", check=never, timeout_s=0)
 
 
 class TestControl:
@@ -225,19 +231,19 @@ class TestControl:
         assert control.segment.owner_alive()
 
     def test_lines_do_not_overlap(self, control: Control) -> None:
-        control.publish(0, 1)
-        control.publish(1, 2)
+        control.published = 2
         for place in range(3):
             control.release(place, 10 + place)
             control.beat_reader(place)
+            control.load(place, 20 + place)
+            control.take_events(place, 30 + place)
         control.epoch = 4
         control.table_ready = 5
         control.write_fingerprints(0, list(range(10)))
-        found = [control.published(s) for s in range(2)]
-        found += [control.released(r) for r in range(3)] + [
-            control.reader_beat(r) for r in range(3)
-        ]
-        assert found == [1, 2, 10, 11, 12, 1, 1, 1]
+        found = [control.published, *(control.released(r) for r in range(3))]
+        for counter in (control.reader_beat, control.loaded, control.takes_events):
+            found += [counter(r) for r in range(3)]
+        assert found == [2, 10, 11, 12, 1, 1, 1, 20, 21, 22, 30, 31, 32]
         assert (control.epoch, control.table_ready) == (4, 5)
         assert control.fingerprints(0, 10) == list(range(10))
 
@@ -250,14 +256,16 @@ class TestControl:
         with pytest.raises(HandleError, match="is needed, not"):
             Control.open(name, nbytes + 64, **SHAPE)
         with pytest.raises(HandleError, match="is needed, not"):
+            Control.open(name, nbytes, slots=2, readers=4, entries=10)
+        with pytest.raises(HandleError, match="has 2 slots, 3 readers and 10 entries, not 3,"):
             Control.open(name, nbytes, slots=3, readers=3, entries=10)
-        wanted = control_nbytes(slots=9, readers=3, entries=10)
+        wanted = control_nbytes(readers=9, entries=10)
         with pytest.raises(SegmentError):
-            Control.open(name, wanted, slots=9, readers=3, entries=10)
+            Control.open(name, wanted, slots=2, readers=9, entries=10)
 
     def test_any_other_segment_is_refused(self) -> None:
         with (
-            Segment.create(control_nbytes(**SHAPE)) as segment,
+            Segment.create(control_nbytes(readers=3, entries=10)) as segment,
             pytest.raises(HandleError, match="is not a control segment"),
         ):
             Control.open(segment.name, segment.nbytes, **SHAPE)
@@ -354,8 +362,9 @@ def test_a_wait_does_not_count_what_its_own_process_slept(monkeypatch: pytest.Mo
         return looks > 200
 
     monkeypatch.setattr(time, "monotonic", lambda: clock() + stood)
-    assert wait_until(look, check=lambda: None, timeout_s=5.0)
+    wait_until(look, "late", check=nothing, timeout_s=5.0)
     looks = -(10**9)
     begun = clock()
-    assert not wait_until(look, check=lambda: None, timeout_s=0.3)
+    with pytest.raises(TransferTimeout):
+        wait_until(look, "late", check=nothing, timeout_s=0.3)
     assert clock() - begun >= 0.3

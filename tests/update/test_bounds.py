@@ -120,7 +120,7 @@ def test_a_hook_that_never_returns(monkeypatch: pytest.MonkeyPatch) -> None:
             finishes.append(message)
         return receiver.handle(message)
 
-    monkeypatch.setattr(fleet, "PATIENCE", 3)
+    monkeypatch.setattr(fleet, "HEARTBEAT_TIMEOUT_FACTOR", 3)
     try:
         with ws.connect(nn.Linear(6, 5), to=carry, timeout_s=TIMEOUT_S) as sender:
             began = time.monotonic()

@@ -16,8 +16,9 @@ from typing import Any, ClassVar, Literal, Protocol, cast
 import torch
 
 from weightsync.cuda import handles
-from weightsync.errors import ConfigError, HandleError, TransferError, TransferTimeout
-from weightsync.shm.ring import Control, wait_until
+from weightsync.errors import ConfigError, HandleError, TransferError
+from weightsync.shm.ring import Control
+from weightsync.shm.wait import wait_until
 from weightsync.wire.offers import KeyedHandle, ReadyEvents
 
 logger = logging.getLogger(__name__)
@@ -265,16 +266,14 @@ class OpenFence:
         a change of it. Raises TransferTimeout, TransferError where the driver fails, and the errors
         of `check`.
         """
-        if not wait_until(
+        wait_until(
             lambda: self._passed(slot),
+            f"the sender published bytes that its GPU did not copy within {timeout_s:g} s; the "
+            "update is aborted",
             check=check,
             timeout_s=timeout_s,
             progress=lambda: (0, beat()),
-        ):
-            raise TransferTimeout(
-                f"the sender published bytes that its GPU did not copy within {timeout_s:g} s; "
-                "the update is aborted"
-            )
+        )
 
     def close(self) -> None:
         """Drop the events, so that they are freed while an error still refers to this object."""

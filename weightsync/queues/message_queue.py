@@ -118,7 +118,7 @@ class Writer:
             self._ring = MessageRingWriter(layout, spin_s=terms.spin_s)
         try:
             self._publisher = Publisher(
-                path=socket_path(self._ring.control.name) if self._ring else None,
+                path=socket_path(self._ring.control.segment.name) if self._ring else None,
                 connect_ip=(terms.connect_ip or own_address()) if terms.remote_ranks else None,
                 window_nbytes=terms.slots * terms.slot_nbytes,
             )
@@ -139,7 +139,7 @@ class Writer:
             local_reader_ranks=self.terms.local_ranks,
             remote_reader_ranks=self.terms.remote_ranks,
             writer_rank=self.terms.writer_rank,
-            control=self._ring.control.name if self._ring else None,
+            control=self._ring.control.segment.name if self._ring else None,
             data=self._ring.data.name if self._ring else None,
             slots=self.terms.slots,
             slot_nbytes=self.terms.slot_nbytes,
@@ -220,8 +220,8 @@ class Writer:
             cancel=cancel,
             closing=self.lock,
         )
-        while not self.lock.acquire(policy.nap_s):
-            policy.look()
+        while not self.lock.acquire(policy.poll()):
+            pass
         return None if timeout_s is None else max(0.0, started + timeout_s - time.monotonic())
 
     def _ready_for(
@@ -288,7 +288,11 @@ class Writer:
         return local | {(REMOTE, rank) for rank in self._publisher.remote}
 
     def _local(self) -> list[int]:
-        return [self.terms.local_ranks[place] for place in self._ring.active] if self._ring else []
+        return (
+            [self.terms.local_ranks[place] for place in self._ring.control.active]
+            if self._ring
+            else []
+        )
 
     def _readers(self) -> list[int]:
         return [*self._local(), *self._publisher.remote]
@@ -302,7 +306,7 @@ class Writer:
             return self._missing_readers()
         behind = list(self._publisher.behind())
         if self._ring is not None:
-            behind += [self.terms.local_ranks[p] for p in self._ring.behind(self._count)]
+            behind += [self.terms.local_ranks[p] for p in self._ring.control.behind(self._count)]
         return f"reader {_listed(behind)} to read the last messages"
 
     def _check_readers(self) -> None:

@@ -16,9 +16,9 @@ import torch
 
 from weightsync.errors import SegmentError, TransferTimeout
 from weightsync.queues.tensor_packets import MAX_BLOCKS
-from weightsync.shm.ring import Check
 from weightsync.shm.segment import Segment
 from weightsync.shm.store_order import order_stores
+from weightsync.shm.wait import Check
 
 HEADER_NBYTES = 4096
 MIN_BLOCK_NBYTES = 64 << 10

@@ -30,7 +30,7 @@ from weightsync.errors import (
 from weightsync.queues.codec import Encoded
 from weightsync.shm.addresses import source_address
 from weightsync.shm.segment import DIRECTORY, SOCKET_SUFFIX
-from weightsync.shm.wait import WaitPolicy
+from weightsync.shm.wait import WaitPolicy, wait
 
 try:
     import zmq
@@ -150,19 +150,11 @@ class Publisher:
 
     def wait_joined(self, wanted: Callable[[], set[tuple[bytes, int]]], policy: WaitPolicy) -> None:
         """Return when all readers in `wanted()`, which may shrink, have subscribed."""
-        self.pump()
-        while not self.joined.issuperset(wanted()):
-            self.pump(min(policy.nap_s, _POLL_S))
-            if not self.joined.issuperset(wanted()):
-                policy.look(closed=bool(self.lost))
+        self._wait(lambda: self.joined.issuperset(wanted()), policy)
 
     def wait_window(self, nbytes: int, policy: WaitPolicy) -> None:
         """Return when the window of unacknowledged messages has room for `nbytes` more."""
-        self.pump()
-        while not self._has_room(nbytes):
-            self.pump(min(policy.nap_s, _POLL_S))
-            if not self._has_room(nbytes):
-                policy.look(closed=bool(self.lost))
+        self._wait(lambda: self._has_room(nbytes), policy)
 
     def behind(self) -> list[int]:
         """Return the remote readers that have not acknowledged all messages."""
@@ -198,6 +190,14 @@ class Publisher:
     def hide(self) -> None:
         """Remove the local socket's path; open connections stay. Idempotent."""
         self._remove()
+
+    def _wait(self, ready: Callable[[], bool], policy: WaitPolicy) -> None:
+        self.pump()
+        wait(
+            ready,
+            lambda: policy.poll(closed=bool(self.lost)),
+            sleep=lambda seconds: self.pump(min(seconds, _POLL_S)),
+        )
 
     def _has_room(self, nbytes: int) -> bool:
         floor = min((self._acknowledged.get(rank, 0) for rank in self.remote), default=None)
@@ -266,8 +266,7 @@ class Subscriber:
 
     def wait(self, policy: WaitPolicy) -> None:
         """Return when a message was received."""
-        while not self._received:
-            self._receive_or_check(policy)
+        self._wait(lambda: bool(self._received), policy)
 
     def receive(self, number: int, policy: WaitPolicy) -> tuple[memoryview, list[memoryview]]:
         """Return body and buffers of the next message, which must have this `number`."""
@@ -280,8 +279,7 @@ class Subscriber:
 
     def wait_ready(self, policy: WaitPolicy) -> None:
         """Return when the writer has announced that all readers joined."""
-        while not self.ready:
-            self._receive_or_check(policy)
+        self._wait(lambda: self.ready, policy)
 
     def acknowledge(self, number: int) -> None:
         """Acknowledge `number` messages in total."""
@@ -298,16 +296,26 @@ class Subscriber:
         self._monitor.close(0)
         self._context.destroy(linger=500)
 
-    def _receive_or_check(self, policy: WaitPolicy) -> None:
-        """Receive the next message, or check the peer after `nap_s` without one."""
-        if not self._socket.poll(_milliseconds(policy.nap_s)):
+    def _wait(self, ready: Callable[[], bool], policy: WaitPolicy) -> None:
+        def poll() -> float:
             try:
-                policy.look(closed=self._lost is not None or bool(self._monitor.poll(0)))
+                return policy.poll(closed=self._lost is not None or bool(self._monitor.poll(0)))
             except PeerLostError:
                 if not self._socket.poll(0):
                     raise
-            return
-        frames = self._socket.recv_multipart(copy=False)
+                return 0.0
+
+        def ready_or_received() -> bool:
+            return ready() or (self._receive() and ready())
+
+        wait(ready_or_received, poll, sleep=lambda s: self._socket.poll(_milliseconds(s)))
+
+    def _receive(self) -> bool:
+        """Receive what the socket has now; return whether that was anything."""
+        try:
+            frames = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
+        except zmq.Again:
+            return False
         try:
             kind, number = _HEADER.unpack(frames[1].buffer)
         except (IndexError, struct.error):
@@ -318,6 +326,7 @@ class Subscriber:
             self._lost = "it closed the queue"
         elif kind == DATA and len(frames) > 2:
             self._received.append((number, frames[2:]))
+        return True
 
 
 def _milliseconds(seconds: float) -> int:

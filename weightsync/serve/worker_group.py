@@ -22,7 +22,7 @@ from weightsync.serve.steps import (
     StepResult,
 )
 from weightsync.serve.worker_messages import CoreMessage, Hello, Notice, Welcome
-from weightsync.shm.ring import PATIENCE
+from weightsync.shm.wait import HEARTBEAT_TIMEOUT_FACTOR
 
 STEP_SLOT_NBYTES = 1 << 20
 STEP_SLOTS = 4
@@ -107,8 +107,8 @@ class WorkerGroup:
 
         `meanwhile` is called every POLL_S during the wait: it should read `notices`, and ends the
         wait if it raises. Raises PeerLostError for a worker that died. Raises TransferTimeout for a
-        worker that sent no notice for SILENCE_S, or has no result after PATIENCE times as long.
-        Raises ProtocolError when the workers used different weights.
+        worker that sent no notice for SILENCE_S, or has no result after HEARTBEAT_TIMEOUT_FACTOR
+        times as long. Raises ProtocolError when the workers used different weights.
         """
         self._steps.enqueue(step)
         begun = time.monotonic()
@@ -159,7 +159,7 @@ class WorkerGroup:
                 meanwhile()
                 now = time.monotonic()
                 silent_s = now - max(begun, self._notice_at.get(rank, begun))
-                if silent_s > SILENCE_S or now - begun > PATIENCE * SILENCE_S:
+                if silent_s > SILENCE_S or now - begun > HEARTBEAT_TIMEOUT_FACTOR * SILENCE_S:
                     raise TransferTimeout(
                         f"worker {rank} did not make its step within {now - begun:.0f} s, and "
                         f"sent its last message {silent_s:.0f} s ago; is its process stopped?"

@@ -1,176 +1,261 @@
-"""The counter ring: the per-chunk handshake between one writer and several readers."""
+"""The counter ring: the handshake between one writer and several readers, in shared memory.
+
+`CounterRing` is the control segment: words that only grow, each written by one side. The writer
+publishes a sequence number when its bytes are in place; readers release it when they have read
+them. A wait spins briefly, then sleeps on the counter's word (futex), for a bounded time, and polls
+between sleeps: a lost wake-up costs one such sleep. `Control`, `RingWriter` and `RingReader` are
+the ring that carries weights; weightsync.queues.message_ring has the one of messages.
+"""
 
 from __future__ import annotations
 
 import struct
-import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from typing import ClassVar, Self
 
-from weightsync.errors import HandleError, TransferError, TransferTimeout
+from weightsync.errors import HandleError, TransferError
 from weightsync.shm.segment import Segment
-from weightsync.shm.store_order import order_stores
+from weightsync.shm.store_order import nothing, order_stores
+from weightsync.shm.wait import (
+    SPIN_S,
+    Check,
+    PeerProgress,
+    Poll,
+    fence,
+    sleep_on,
+    wait,
+    wake,
+)
 
-_MAGIC = 0x7773_7269_6E67_0002
-_LINE_WORDS = 8
-_LINE_NBYTES = 64
-_FIXED_LINES = 5
-_TAKES_EVENTS = 1
-"""Word of a reader's `released` line: the generation whose ready events the reader waits for. While
-it is 0, the writer synchronises on the host."""
-_HEADER, _EPOCH, _WRITER_BEAT, _TABLE, _OFFERED = range(_FIXED_LINES)
-
-SPIN_S = 0.002
-"""How long a wait spins before it sleeps: about the time of one large chunk."""
-PATIENCE = 30
-"""Factor on the timeout for a peer that sends heartbeats but makes no progress."""
-_MAX_STEP_S = 0.25
-"""Longest step of a wait that counts in full. A longer one means that this process was stopped."""
-_LONG_NAP_S = 1e-3
-_MIN_SLOTS_TO_NAP = 3
-"""With fewer slots, readers run out of chunks while the writer sleeps."""
-
-
-@dataclass(frozen=True, slots=True)
-class Backoff:
-    """How a wait polls: it spins for `spin_s`, then sleeps for `nap_s` between polls."""
-
-    spin_s: float
-    nap_s: float
+_WORD_NBYTES = struct.calcsize("Q")
+LINE = 8
+"""Words of a cache line. Line 0 describes the ring, line 1 is the writer's, then one per reader."""
+_SHAPE = slice(0, 4)
+_EVERYTHING = (1 << 64) - 1
+PUBLISHED, WANTED, WRITER_WORDS = LINE, LINE + 1, LINE + 2
+"""The writer's words: the last sequence number published, the one that wakes the sleeping writer (0
+while it is awake), and the first of up to six words of the ring's user."""
+RELEASED, ASLEEP, READER_WORDS = 0, 1, 2
+"""A reader's words, in its line: the sequence number up to which it has released, whether it sleeps
+on a word of the writer, and the first of up to six words of the ring's user."""
 
 
-LOCAL = Backoff(SPIN_S, 50e-6)
-NETWORK = Backoff(0.0, 500e-6)
-"""For chunks that cross the network: a spinning wait would slow down the threads that move them."""
-
-Check = Callable[[], None]
-"""Called during a wait; raises to end it."""
+def line_of(reader: int) -> int:
+    """Return the index of the first word of a reader's line."""
+    return (2 + reader) * LINE
 
 
-class Control:
-    """The control segment: named counters, and a table of `entries` fingerprints.
+def control_nbytes(*, readers: int, entries: int) -> int:
+    """Return the size of a control segment in bytes."""
+    lines = 2 + readers + -(-entries // LINE)
+    return lines * LINE * _WORD_NBYTES
 
-    `fence` orders the writer's bytes before its counters (weightsync.shm.store_order).
+
+class WriterWord:
+    """One of the writer's words as an attribute; the writer alone sets it."""
+
+    def __init__(self, word: int) -> None:
+        self._word = word
+
+    def __get__(self, ring: CounterRing, owner: type[CounterRing]) -> int:
+        return ring.words[self._word]
+
+    def __set__(self, ring: CounterRing, value: int) -> None:
+        ring.store(self._word, value)
+
+
+class CounterRing:
+    """One process's view of a control segment: lines of counters, then `entries` words.
+
+    `published` is the last sequence number published. The writer sets `active`, the readers that it
+    waits for and wakes. Its `fence` orders its bytes before its counters
+    (weightsync.shm.store_order).
     """
+
+    magic: ClassVar[int]
+    published = WriterWord(PUBLISHED)
 
     def __init__(self, segment: Segment, *, slots: int, readers: int, entries: int) -> None:
         self.fence = order_stores()
-        if segment.nbytes != control_nbytes(slots=slots, readers=readers, entries=entries):
-            raise HandleError(
-                f"control segment {segment.name} has {segment.nbytes} bytes, which does not fit "
-                f"{slots} slots, {readers} readers and {entries} fingerprints"
-            )
+        self._looks_at_marks = self.fence is nothing
         self.segment = segment
         self.slots = slots
         self.readers = readers
         self.entries = entries
-        self._words = segment.buffer.cast("Q")
-        self._published = _FIXED_LINES
-        self._released = self._published + slots
-        self._beats = self._released + readers
-        self._loaded = self._beats + readers
-        self._entries = (self._loaded + readers) * _LINE_WORDS
+        self.active: tuple[int, ...] = ()
+        self.words = segment.buffer.cast("Q")
+        self.first_entry = line_of(readers)
 
     @classmethod
-    def create(cls, *, slots: int, readers: int, entries: int) -> Control:
+    def create(cls, *, slots: int, readers: int, entries: int) -> Self:
         """Create a control segment, owned by this process."""
-        nbytes = control_nbytes(slots=slots, readers=readers, entries=entries)
-        control = cls(Segment.create(nbytes), slots=slots, readers=readers, entries=entries)
-        control._set(_HEADER, _MAGIC)
-        return control
+        segment = Segment.create(control_nbytes(readers=readers, entries=entries))
+        ring = cls(segment, slots=slots, readers=readers, entries=entries)
+        for word, value in enumerate((cls.magic, slots, readers, entries)):
+            ring.words[word] = value
+        return ring
 
     @classmethod
-    def open(cls, name: str, nbytes: int, *, slots: int, readers: int, entries: int) -> Control:
-        """Open another process's control segment for reading and releasing. Raises HandleError."""
-        expected = control_nbytes(slots=slots, readers=readers, entries=entries)
+    def open(cls, name: str, nbytes: int, *, slots: int, readers: int, entries: int) -> Self:
+        """Open another process's control segment as a reader. Raises HandleError, SegmentError."""
+        expected = control_nbytes(readers=readers, entries=entries)
         if nbytes != expected:
             raise HandleError(f"a control segment of {expected} bytes is needed, not {nbytes}")
         segment = Segment.open(name, nbytes=nbytes, writable=True)
-        control = cls(segment, slots=slots, readers=readers, entries=entries)
-        if control._get(_HEADER) != _MAGIC:
-            segment.close()
-            raise HandleError(f"segment {name} is not a control segment of this version")
-        return control
+        ring = cls(segment, slots=slots, readers=readers, entries=entries)
+        magic, *shape = ring.words[_SHAPE].tolist()
+        if (magic, shape) != (cls.magic, [slots, readers, entries]):
+            ring.close()
+            raise HandleError(
+                f"segment {name} is not a control segment of this version"
+                if magic != cls.magic
+                else f"control segment {name} has {shape[0]} slots, {shape[1]} readers and "
+                f"{shape[2]} entries, not {slots}, {readers} and {entries}"
+            )
+        return ring
 
-    @property
-    def epoch(self) -> int:
-        """Number of the update that the counters belong to; grows with each update."""
-        return self._get(_EPOCH)
+    def store(self, word: int, value: int) -> None:
+        """Store one of the writer's words after its bytes, and wake the readers that sleep on it.
 
-    @epoch.setter
-    def epoch(self, value: int) -> None:
-        self._set(_EPOCH, value)
-
-    @property
-    def table_ready(self) -> int:
-        """Total number of fingerprints of the unpacked path that were written."""
-        return self._get(_TABLE)
-
-    @table_ready.setter
-    def table_ready(self, value: int) -> None:
+        A full fence comes before the look at the readers' marks, so a reader that this process
+        sees awake finds the new value before it sleeps. Where that fence would be a system call,
+        the wake-up is called each time instead: the kernel looks for sleepers after the store.
+        """
         self.fence()
-        self._set(_TABLE, value)
+        words = self.words
+        words[word] = value
+        if self._looks_at_marks:
+            fence()
+            for reader in self.active:
+                if words[line_of(reader) + ASLEEP]:
+                    break
+            else:
+                return
+        wake(self.address_of(word))
 
-    @property
-    def offered(self) -> int:
-        """Generation of the newest init message; raised before the writer sends it."""
-        return self._get(_OFFERED)
+    def released(self, reader: int) -> int:
+        """Return the sequence number up to which `reader` has released."""
+        return self.words[line_of(reader) + RELEASED]
 
-    @offered.setter
-    def offered(self, number: int) -> None:
-        self._set(_OFFERED, number)
+    def release(self, reader: int, number: int) -> None:
+        """Release everything up to `number`, and wake the writer. Called by this reader only."""
+        words, word = self.words, line_of(reader) + RELEASED
+        words[word] = number
+        fence()
+        wanted = words[WANTED]
+        if wanted and number >= wanted:
+            wake(self.address_of(word))
 
-    @property
-    def writer_beat(self) -> int:
-        """The writer's heartbeat; grows while the writer works."""
-        return self._get(_WRITER_BEAT)
+    def lowest_released(self) -> int:
+        """Return the sequence number that all active readers have released; huge without any."""
+        words = self.words
+        return min([words[line_of(r) + RELEASED] for r in self.active], default=_EVERYTHING)
+
+    def behind(self, number: int) -> list[int]:
+        """Return the active readers that have not released `number`."""
+        return [reader for reader in self.active if self.released(reader) < number]
+
+    def wait_stored(
+        self, reader: int, word: int, value: int, poll: Poll, *, spin_s: float = 0.0
+    ) -> None:
+        """Return when a word of the writer is at least `value`. Called by this reader only."""
+        words, asleep = self.words, line_of(reader) + ASLEEP
+
+        def sleep(seconds: float) -> None:
+            words[asleep] = 1
+            try:
+                if (seen := words[word]) < value:
+                    sleep_on(self.address_of(word), seen, seconds)
+            finally:
+                words[asleep] = 0
+
+        wait(lambda: words[word] >= value, poll, spin_s=spin_s, sleep=sleep)
+
+    def wait_released(
+        self, number: int, poll: Poll, *, spin_s: float = 0.0, wake_at: int = 0
+    ) -> None:
+        """Return when all active readers have released `number`. Called by the writer only.
+
+        A sleeping writer is woken when they have released `wake_at` if that is more, so that it
+        wakes once for several releases.
+        """
+        words = self.words
+
+        def sleep(seconds: float) -> None:
+            if not self.active:
+                return
+            words[WANTED] = max(number, min(wake_at, words[PUBLISHED]))
+            self.fence()
+            try:
+                slowest = min(self.active, key=self.released)
+                word = line_of(slowest) + RELEASED
+                if (seen := words[word]) < number:
+                    sleep_on(self.address_of(word), seen, seconds)
+            finally:
+                words[WANTED] = 0
+
+        wait(lambda: self.lowest_released() >= number, poll, spin_s=spin_s, sleep=sleep)
+
+    def address_of(self, word: int) -> int:
+        """Return the address of a word, on which its waits sleep."""
+        return self.segment.address + _WORD_NBYTES * word
+
+    def close(self) -> None:
+        """Unmap; the owner also removes the segment. Idempotent."""
+        self.words.release()
+        self.segment.close()
+
+
+_EPOCH, _BEAT, _TABLE, _OFFERED = range(WRITER_WORDS, WRITER_WORDS + 4)
+_READER_BEAT, _LOADED, _EVENTS = range(READER_WORDS, READER_WORDS + 3)
+
+
+class Control(CounterRing):
+    """The control segment of weights: counters, and a table of `entries` fingerprints.
+
+    `epoch` is the number of the update that the counters belong to. `offered` is the generation of
+    the newest init message, raised before the writer sends it. `table_ready` counts the
+    fingerprints of the unpacked path that were written, and `writer_beat` the writer's heartbeats.
+    """
+
+    magic = 0x7773_7269_6E67_0003
+    epoch = WriterWord(_EPOCH)
+    offered = WriterWord(_OFFERED)
+    table_ready = WriterWord(_TABLE)
+    writer_beat = WriterWord(_BEAT)
 
     def beat_writer(self) -> None:
         """Raise the writer's heartbeat. Called by the writer only."""
-        self._set(_WRITER_BEAT, self.writer_beat + 1)
+        self.words[_BEAT] += 1
 
     def reader_beat(self, reader: int) -> int:
         """Return a reader's heartbeat, which grows while the reader works."""
-        return self._get(self._beats + reader)
+        return self.words[line_of(reader) + _READER_BEAT]
 
     def beat_reader(self, reader: int) -> None:
         """Raise the reader's heartbeat. Called by this reader only."""
-        self._set(self._beats + reader, self.reader_beat(reader) + 1)
-
-    def published(self, slot: int) -> int:
-        """Return the sequence number of the chunk in `slot`."""
-        return self._get(self._published + slot)
-
-    def publish(self, slot: int, sequence: int) -> None:
-        """Publish a chunk. Called by the writer only, after the last byte is in place."""
-        self.fence()
-        self._set(self._published + slot, sequence)
-
-    def released(self, reader: int) -> int:
-        """Return the sequence number up to which `reader` has released chunks."""
-        return self._get(self._released + reader)
-
-    def release(self, reader: int, sequence: int) -> None:
-        """Release all chunks up to `sequence`. Called by this reader only."""
-        self._set(self._released + reader, sequence)
-
-    def takes_events(self, reader: int) -> int:
-        """Return the generation whose ready events `reader` waits for, or 0."""
-        return self._words[(self._released + reader) * _LINE_WORDS + _TAKES_EVENTS]
-
-    def take_events(self, reader: int, number: int) -> None:
-        """Set the generation whose ready events this reader has opened, or 0. Reader only."""
-        self._words[(self._released + reader) * _LINE_WORDS + _TAKES_EVENTS] = number
+        self.words[line_of(reader) + _READER_BEAT] += 1
 
     def loaded(self, reader: int) -> int:
         """Return the total bytes of registered memory that `reader` has copied; for observers."""
-        return self._get(self._loaded + reader)
+        return self.words[line_of(reader) + _LOADED]
 
     def load(self, reader: int, nbytes: int) -> None:
         """Set the total bytes copied, a number that grows. Called by this reader only."""
-        self._set(self._loaded + reader, nbytes)
+        self.words[line_of(reader) + _LOADED] = nbytes
 
-    def signs(self, reader: int) -> int:
+    def takes_events(self, reader: int) -> int:
+        """Return the generation whose ready events `reader` waits for.
+
+        While it is 0, the writer synchronises on the host.
+        """
+        return self.words[line_of(reader) + _EVENTS]
+
+    def take_events(self, reader: int, number: int) -> None:
+        """Set the generation whose ready events this reader has opened, or 0. Reader only."""
+        self.words[line_of(reader) + _EVENTS] = number
+
+    def liveness(self, reader: int) -> int:
         """Return a sum of counters that grows while this reader works."""
         return self.reader_beat(reader) + self.released(reader) + self.loaded(reader)
 
@@ -178,59 +263,32 @@ class Control:
         """Store fingerprints from entry `at` on. Called before their chunk is published."""
         if at + len(values) > self.entries:
             raise TransferError(f"{len(values)} fingerprints at {at} exceed {self.entries} entries")
-        for i, value in enumerate(values, self._entries + at):
-            self._words[i] = value
+        for i, value in enumerate(values, self.first_entry + at):
+            self.words[i] = value
 
     def fingerprints(self, at: int, count: int) -> list[int]:
         """Return `count` fingerprints from entry `at` on."""
-        start = self._entries + at
-        return self._words[start : start + count].tolist()
-
-    def close(self) -> None:
-        """Unmap; the owner also removes the segment. Idempotent."""
-        self._words.release()
-        self.segment.close()
-
-    def _get(self, line: int) -> int:
-        return self._words[line * _LINE_WORDS]
-
-    def _set(self, line: int, value: int) -> None:
-        self._words[line * _LINE_WORDS] = value
-
-
-def control_nbytes(*, slots: int, readers: int, entries: int) -> int:
-    """Return the size of a control segment in bytes."""
-    lines = _FIXED_LINES + slots + 3 * readers
-    return lines * _LINE_NBYTES + -(-entries * struct.calcsize("Q") // _LINE_NBYTES) * _LINE_NBYTES
+        start = self.first_entry + at
+        return self.words[start : start + count].tolist()
 
 
 class RingWriter:
     """The writing end. For each update: `begin`, then `acquire` and `publish` for each chunk.
 
-    `late` are the readers that made the last wait time out.
+    Chunk j lies in slot j modulo `slots`, and has the sequence number `base` + j + 1. `late` are
+    the readers that made the last wait time out.
     """
 
-    def __init__(self, control: Control, *, pace: Backoff = LOCAL) -> None:
+    def __init__(self, control: Control, *, spin_s: float = SPIN_S) -> None:
         self.control = control
-        self.pace = pace
-        self._sequence = 0
-        self._base = 0
-        self._active: tuple[int, ...] = ()
-        self._acquired = 0.0
+        self.spin_s = spin_s
+        self.base = 0
         self.late: list[int] = []
-
-    @property
-    def base(self) -> int:
-        """Sequence number before the first chunk of this update."""
-        return self._base
+        self._sequence = 0
 
     def begin(self, readers: Iterable[int], chunks: int) -> int:
         """Start an update of `chunks` chunks for these readers; return its epoch."""
-        self._active = tuple(readers)
-        self.late = []
-        self._base = self._sequence
-        self._sequence += chunks
-        self.control.epoch += 1
+        self._begin(readers, chunks, epoch=self.control.epoch + 1, base=self._sequence)
         return self.control.epoch
 
     def follow(self, readers: Iterable[int], chunks: int, *, epoch: int, base: int) -> None:
@@ -240,9 +298,12 @@ class RingWriter:
                 f"the update of epoch {epoch} comes after that of epoch {self.control.epoch}; "
                 "epochs grow"
             )
-        self._active = tuple(readers)
-        self._base = base
-        self._sequence = base + chunks
+        self._begin(readers, chunks, epoch=epoch, base=base)
+
+    def _begin(self, readers: Iterable[int], chunks: int, *, epoch: int, base: int) -> None:
+        self.late = []
+        self.base, self._sequence = base, base + chunks
+        self.control.active = tuple(readers)
         self.control.epoch = epoch
 
     def acquire(self, chunk: int, *, check: Check, timeout_s: float) -> int:
@@ -251,87 +312,81 @@ class RingWriter:
         Raises TransferTimeout naming the readers that did not release it.
         """
         if chunk >= self.control.slots:
-            wanted = self._base + chunk - self.control.slots + 1
-            backoff = self._acquire_backoff()
-            self._wait_released(wanted, check=check, timeout_s=timeout_s, pace=backoff)
+            # Readers have the chunks of the other slots meanwhile.
+            spin_s = 0.0 if self.control.slots >= _MIN_SLOTS_TO_SLEEP else self.spin_s
+            number = self.base + chunk - self.control.slots + 1
+            self._wait_released(number, check, timeout_s, spin_s)
         # Before the first chunks too: readers of the last update may still read.
         self.control.fence()
         return chunk % self.control.slots
 
     def publish(self, chunk: int) -> None:
         """Publish `chunk` to the readers. Its bytes and fingerprints must be in place."""
-        self.control.publish(chunk % self.control.slots, self._base + chunk + 1)
+        self.control.published = self.base + chunk + 1
 
     def drain(self, chunks: int, *, check: Check, timeout_s: float) -> None:
         """Return when every reader has released all `chunks`."""
-        self._wait_released(self._base + chunks, check=check, timeout_s=timeout_s, pace=self.pace)
+        self._wait_released(self.base + chunks, check, timeout_s, self.spin_s)
 
-    def _acquire_backoff(self) -> Backoff:
-        """Sleep for the time of one chunk: readers have the chunks of the other slots meanwhile."""
-        now = time.monotonic()
-        period_s, self._acquired = now - self._acquired, now
-        if self.control.slots < _MIN_SLOTS_TO_NAP:
-            return self.pace
-        return Backoff(0.0, min(max(period_s, self.pace.nap_s), _LONG_NAP_S))
+    def _wait_released(self, number: int, check: Check, timeout_s: float, spin_s: float) -> None:
+        control = self.control
+        if control.lowest_released() >= number:
+            return
 
-    def waiting_for(self, sequence: int) -> list[int]:
-        """Return the readers that have not released `sequence`."""
-        return [r for r in self._active if self.control.released(r) < sequence]
+        def counters() -> dict[int, tuple[int, int]]:
+            return {
+                r: (control.released(r), control.reader_beat(r)) for r in control.behind(number)
+            }
 
-    def _wait_released(
-        self, sequence: int, *, check: Check, timeout_s: float, pace: Backoff
-    ) -> None:
-        released, beat = self.control.released, self.control.reader_beat
-        active = self._active
-
-        def ready() -> bool:
-            return all(released(reader) >= sequence for reader in active)
-
-        def signs() -> dict[int, tuple[int, int]]:
-            return {r: (released(r), beat(r)) for r in self.waiting_for(sequence)}
-
-        self.late = wait_for_peers(ready, signs, check=check, timeout_s=timeout_s, pace=pace)
-        if self.late:
-            late = ", ".join(str(reader) for reader in self.late)
-            raise TransferTimeout(
-                f"no progress for {timeout_s:g} s while waiting for reader {late} to release chunk "
-                f"{sequence - self._base} of this update; the update is aborted"
+        def late(readers: list[int]) -> str:
+            self.late = readers
+            return (
+                f"no progress for {timeout_s:g} s while waiting for reader "
+                f"{', '.join(map(str, readers))} to release chunk {number - self.base} of this "
+                "update; the update is aborted"
             )
+
+        progress = PeerProgress(counters, late, check=check, timeout_s=timeout_s)
+        control.wait_released(number, progress.poll, spin_s=spin_s)
+
+
+_MIN_SLOTS_TO_SLEEP = 3
+"""With fewer slots, readers run out of chunks while the writer sleeps."""
 
 
 class RingReader:
     """The reading end of one reader, for one update. `reader` is the reader's index."""
 
     def __init__(
-        self, control: Control, reader: int, *, epoch: int, base: int, pace: Backoff = LOCAL
+        self, control: Control, reader: int, *, epoch: int, base: int, spin_s: float = SPIN_S
     ) -> None:
         self._control = control
-        self._pace = pace
         self._reader = reader
         self._epoch = epoch
         self._base = base
+        self._spin_s = spin_s
 
     def wait(self, chunk: int, *, check: Check, timeout_s: float) -> int:
         """Return the slot of `chunk` when it is published. Raises TransferTimeout."""
-        slot = chunk % self._control.slots
-        sequence = self._base + chunk + 1
-        published = self._control.published
-
-        def ready() -> bool:
-            return published(slot) >= sequence
-
-        def progress() -> tuple[int, int]:
-            return 0, self._control.writer_beat
-
-        if not wait_until(
-            ready, check=check, timeout_s=timeout_s, progress=progress, pace=self._pace
-        ):
-            raise TransferTimeout(
+        number = self._base + chunk + 1
+        if self._control.published < number:
+            late = (
                 f"the sender published no chunk {chunk + 1} of this update for {timeout_s:g} s; "
                 "the update is aborted"
             )
+            self._wait(PUBLISHED, number, late, check, timeout_s)
         self.check_current(chunk)
-        return slot
+        return chunk % self._control.slots
+
+    def wait_table(self, count: int, *, check: Check, timeout_s: float) -> None:
+        """Return when this update's `count` fingerprints are written. Raises TransferTimeout."""
+        late = f"the sender published no fingerprints for {timeout_s:g} s"
+        self._wait(_TABLE, self._base + count, late, check, timeout_s)
+
+    def wait_epoch(self, *, check: Check, timeout_s: float) -> None:
+        """Return when the ring is at this update or a later one. Raises TransferTimeout."""
+        late = f"the update of epoch {self._epoch} did not begin for {timeout_s:g} s"
+        self._wait(_EPOCH, self._epoch, late, check, timeout_s)
 
     def release(self, chunk: int) -> None:
         """Release the slot. Raises TransferError when the chunk was overwritten meanwhile."""
@@ -340,84 +395,19 @@ class RingReader:
 
     def check_current(self, chunk: int) -> None:
         """Raise TransferError when the slot was reused or a new update began meanwhile."""
-        sequence = self._control.published(chunk % self._control.slots)
-        if sequence != self._base + chunk + 1 or self._control.epoch != self._epoch:
+        control, number = self._control, self._base + chunk + 1
+        current = number <= control.published < number + control.slots
+        if not current or control.epoch != self._epoch:
             raise TransferError(
                 f"chunk {chunk + 1} of this update was overwritten while it was read (epoch "
                 f"{self._epoch}, now {self._control.epoch}); the sender dropped this reader"
             )
 
+    def _wait(self, word: int, value: int, late: str, check: Check, timeout_s: float) -> None:
+        control = self._control
 
-def wait_until(
-    ready: Callable[[], bool],
-    *,
-    check: Check,
-    timeout_s: float,
-    progress: Callable[[], tuple[int, int]] = lambda: (0, 0),
-    pace: Backoff = LOCAL,
-) -> bool:
-    """Wait for `ready`, which one peer makes true. Return False when that peer is late.
+        def counters() -> dict[int, tuple[int, int]]:
+            return {0: (0, control.writer_beat)}
 
-    `progress` returns the peer's progress and heartbeat counters; see `wait_for_peers`.
-    """
-    return not wait_for_peers(
-        ready, lambda: {0: progress()}, check=check, timeout_s=timeout_s, pace=pace
-    )
-
-
-def wait_for_peers(
-    ready: Callable[[], bool],
-    signs: Callable[[], Mapping[int, tuple[int, int]]],
-    *,
-    check: Check,
-    timeout_s: float,
-    pace: Backoff = LOCAL,
-) -> list[int]:
-    """Wait for `ready`: spin briefly, then sleep. Return the late peers, or [] when ready.
-
-    `signs` returns the progress and heartbeat counters of each peer that the wait depends on. A
-    peer is late after `timeout_s` without a change of either counter, or after `PATIENCE` times
-    `timeout_s` with heartbeats only. One late peer ends the wait. `check` is called during the wait
-    and ends it by raising. Time in which this process itself was stopped (SIGSTOP, a suspended
-    machine) does not count.
-    """
-    if ready():
-        return []
-    last_poll = time.monotonic()
-    now = progressed_at = 0.0
-    peers: dict[int, _PeerState] = {}
-    while not ready():
-        clock = time.monotonic()
-        now += min(clock - last_poll, _MAX_STEP_S)
-        last_poll = clock
-        if now < pace.spin_s:
-            time.sleep(0)
-            continue
-        check()
-        current = signs()
-        for peer, (done, beats) in current.items():
-            known = peers.setdefault(peer, _PeerState())
-            if done != known.done:
-                known.progressed_at = known.beat_at = progressed_at = now
-            elif beats != known.beats:
-                known.beat_at = now
-            known.done, known.beats = done, beats
-        if any(now - peers[peer].beat_at > timeout_s for peer in current):
-            # Peers that stopped at about the same time are reported together.
-            return [peer for peer in current if now - peers[peer].beat_at > timeout_s / 2]
-        if idle := [
-            peer for peer in current if now - peers[peer].progressed_at > PATIENCE * timeout_s
-        ]:
-            return idle
-        time.sleep(pace.nap_s if now - progressed_at < 20 * SPIN_S else _LONG_NAP_S)
-    return []
-
-
-@dataclass(slots=True)
-class _PeerState:
-    """The last counters of one peer, and the times of their last changes."""
-
-    done: int = -1
-    beats: int = -1
-    progressed_at: float = 0.0
-    beat_at: float = 0.0
+        progress = PeerProgress(counters, lambda _: late, check=check, timeout_s=timeout_s)
+        control.wait_stored(self._reader, word, value, progress.poll, spin_s=self._spin_s)

@@ -20,9 +20,13 @@ returns. The same holds for a reader that the writer no longer waits for: the wr
 epoch, calls membarrier, overwrites. A reader that loaded an overwritten byte did so after B, so its
 check of the epoch afterwards sees the new one.
 
-A sleeping peer: the writer stores a word, calls membarrier, and loads the peer's word; the peer
-does the same with its words the other way round. With B anywhere between the peer's store and its
-load, one of the two sees the other's store.
+A sleeping writer: it stores the number that shall wake it, calls membarrier, and loads the reader's
+counter; the reader stores its counter and loads that number. With B anywhere in the reader, one of
+the two sees the other's store. A sleeping reader: the writer stores its counter and calls the
+kernel to wake readers. The kernel orders that store before its look for sleepers, and the entry of
+a sleeper before its comparison of the counter (futex(2)), so one of the two sees the other. On
+x86-64 the writer calls a full fence instead, and the kernel only if a reader's mark says that it
+sleeps.
 
 Both sides register, the writer too where it is a reader of another ring. On x86-64,
 WEIGHTSYNC_MEMBARRIER=1 turns the aarch64 half on. It has also run under an emulator of aarch64

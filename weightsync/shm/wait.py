@@ -1,4 +1,4 @@
-"""Waits with a timeout: wait policies, futexes, heartbeats, and locks that any thread may close."""
+"""Waits with a timeout: the wait loop, its policies, futexes, heartbeats, and a closable lock."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ import platform
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Protocol
 
@@ -18,10 +19,134 @@ from weightsync.errors import ConfigError, TransferCancelled, TransferTimeout
 
 logger = logging.getLogger(__name__)
 
-LOOK_S = 0.25
-"""Interval of the liveness check during a sleeping wait; also the delay after a lost wake-up."""
-CANCEL_NAP_S = 0.02
+SPIN_S = 0.002
+"""How long a wait for weights spins before it sleeps: about the time of one large chunk."""
+POLL_S = 0.01
+"""Longest sleep of a wait with a `check`; also the delay after a lost wake-up."""
+HEARTBEAT_TIMEOUT_FACTOR = 30
+"""Factor on the timeout for a peer that sends heartbeats but makes no progress."""
+LIVENESS_CHECK_S = 0.25
+"""Interval of a `WaitPolicy`'s check of its peers, and its longest sleep."""
+CANCEL_POLL_S = 0.02
 WARN_S = 60.0
+_MAX_STEP_S = 0.25
+"""Longest step of a wait that counts in full. A longer one means that this process was stopped."""
+_SPINS = 32
+_SHORT_SLEEP_S, _LONG_SLEEP_S = 50e-6, 1e-3
+_SHORT_SLEEPS_S = 20 * SPIN_S
+
+Check = Callable[[], None]
+"""Called during a wait; raises to end it."""
+Poll = Callable[[], float]
+"""Called between the sleeps of a wait: raises to end it, or returns the longest next sleep."""
+
+
+def wait(
+    ready: Callable[[], bool],
+    poll: Poll,
+    *,
+    spin_s: float = 0.0,
+    sleep: Callable[[float], object] = time.sleep,
+) -> None:
+    """Return when `ready` is true: spin for `spin_s`, then poll and sleep in turns.
+
+    `sleep` gets the seconds that `poll` returned, and may return early.
+    """
+    if spin_s:
+        for _ in range(_SPINS):
+            if ready():
+                return
+        spin_until = time.monotonic() + spin_s
+        while time.monotonic() < spin_until:
+            os.sched_yield()
+            if ready():
+                return
+    while not ready():
+        sleep(poll())
+
+
+class PeerProgress:
+    """Polls the peers of one wait. `late` returns the message for the peers that are late.
+
+    `counters` returns the progress and heartbeat counters of each peer that the wait depends on. A
+    peer is late after `timeout_s` without a change of either counter, or after
+    HEARTBEAT_TIMEOUT_FACTOR times `timeout_s` with heartbeats only. One late peer ends the wait.
+    Time in which this process itself was stopped (SIGSTOP, a suspended machine) does not count.
+    """
+
+    def __init__(
+        self,
+        counters: Callable[[], Mapping[int, tuple[int, int]]],
+        late: Callable[[list[int]], str],
+        *,
+        check: Check,
+        timeout_s: float,
+    ) -> None:
+        self._counters = counters
+        self._late = late
+        self._check = check
+        self._timeout_s = timeout_s
+        self._now = 0.0
+        self._polled_at = time.monotonic()
+        self._peers: dict[int, _PeerState] = {}
+
+    def poll(self) -> float:
+        """Call `check`; return the longest next sleep. Raises TransferTimeout for a late peer."""
+        clock = time.monotonic()
+        now = self._now = self._now + min(clock - self._polled_at, _MAX_STEP_S)
+        self._polled_at = clock
+        self._check()
+        timeout_s = self._timeout_s
+        current: dict[int, _PeerState] = {}
+        for peer, (progress, beats) in self._counters().items():
+            state = current[peer] = self._peers.setdefault(peer, _PeerState())
+            if progress != state.progress:
+                state.progress_at = state.beat_at = now
+            elif beats != state.beats:
+                state.beat_at = now
+            state.progress, state.beats = progress, beats
+        peers = current.items()
+        if late := [peer for peer, state in peers if now - state.beat_at > timeout_s]:
+            # Peers that stopped at about the same time are reported together.
+            late = [peer for peer, state in peers if now - state.beat_at > timeout_s / 2]
+        else:
+            limit_s = HEARTBEAT_TIMEOUT_FACTOR * timeout_s
+            late = [peer for peer, state in peers if now - state.progress_at > limit_s]
+        if late:
+            raise TransferTimeout(self._late(late))
+        return POLL_S
+
+
+@dataclass(slots=True)
+class _PeerState:
+    """The last counters of one peer, and the times of their last changes."""
+
+    progress: int = -1
+    beats: int = -1
+    progress_at: float = 0.0
+    beat_at: float = 0.0
+
+
+def wait_until(
+    ready: Callable[[], bool],
+    late: str,
+    *,
+    check: Check,
+    timeout_s: float,
+    progress: Callable[[], tuple[int, int]] = lambda: (0, 0),
+) -> None:
+    """Wait for a condition without a futex, which one peer makes true, by polling it.
+
+    `progress` returns the peer's progress and heartbeat counters. Raises TransferTimeout with the
+    message `late`, see `PeerProgress`.
+    """
+    peer = PeerProgress(lambda: {0: progress()}, lambda _: late, check=check, timeout_s=timeout_s)
+    short_until = time.monotonic() + _SHORT_SLEEPS_S
+
+    def sleep(_: float) -> None:
+        time.sleep(_SHORT_SLEEP_S if time.monotonic() < short_until else _LONG_SLEEP_S)
+
+    wait(ready, peer.poll, spin_s=SPIN_S, sleep=sleep)
 
 
 class Cancel(Protocol):
@@ -33,18 +158,17 @@ class Cancel(Protocol):
 
 
 class WaitPolicy:
-    """Timeout, cancellation and liveness check of one wait.
+    """Timeout, cancellation and liveness check of one wait of a queue.
 
-    The waiting loop calls `look` between sleeps of `nap_s`; `look` raises to end the wait. `doing`
-    returns the condition for messages. `peers` checks the peers and raises when the condition can
-    never come true. `cancel` is the caller's flag, polled often. `closing` is set by a close that
-    also wakes the wait. A long wait is logged every `warn_s`, unless it is `indefinite`.
+    `condition` describes what the wait is for, in messages. `check_peers` raises when the condition
+    can never come true. `cancel` is the caller's flag, polled often. `closing` is set by a close
+    that also wakes the wait. A long wait is logged every `warn_s`, unless it is `indefinite`.
     """
 
     def __init__(
         self,
-        doing: Callable[[], str],
-        peers: Callable[[], None],
+        condition: Callable[[], str],
+        check_peers: Check,
         *,
         timeout_s: float | None,
         cancel: Cancel | None = None,
@@ -52,8 +176,8 @@ class WaitPolicy:
         indefinite: bool = False,
         warn_s: float = WARN_S,
     ) -> None:
-        self._doing = doing
-        self._peers = peers
+        self._condition = condition
+        self._check_peers = check_peers
         self._timeout_s = timeout_s
         self._cancel = cancel
         self._closing = closing
@@ -62,36 +186,33 @@ class WaitPolicy:
         self._warn_s = None if indefinite else warn_s
         self._warn_at = self._started + warn_s
 
-    @property
-    def nap_s(self) -> float:
-        """Longest sleep before the next `look`, in seconds."""
-        nap_s = LOOK_S if self._cancel is None else CANCEL_NAP_S
-        if self._timeout_s is None:
-            return nap_s
-        return min(nap_s, max(1e-4, self._started + self._timeout_s - time.monotonic()))
+    def poll(self, *, closed: bool = False) -> float:
+        """Return the longest sleep before the next poll, in seconds.
 
-    def look(self, *, closed: bool = False) -> None:
-        """Raise TransferCancelled, TransferTimeout, or what `peers` raises; else return.
-
-        `closed`: a peer signalled its end, so check the peers now.
+        Raises TransferCancelled, TransferTimeout, and what `check_peers` raises. `closed`: a peer
+        signalled its end, so check the peers now.
         """
         if self._cancel is not None and self._cancel.is_set():
-            raise TransferCancelled(f"cancelled while waiting for {self._doing()}")
+            raise TransferCancelled(f"cancelled while waiting for {self._condition()}")
         if self._closing is not None and self._closing.is_set():
-            raise TransferCancelled(f"closed in this process while waiting for {self._doing()}")
+            raise TransferCancelled(f"closed in this process while waiting for {self._condition()}")
         now = time.monotonic()
-        if closed or now - self._checked_at >= LOOK_S:
+        if closed or now - self._checked_at >= LIVENESS_CHECK_S:
             self._checked_at = now
-            self._peers()
+            self._check_peers()
         if self._timeout_s is not None and now - self._started >= self._timeout_s:
-            self._peers()
+            self._check_peers()
             raise TransferTimeout(
-                f"waited {self._timeout_s:g} s for {self._doing()}; no peer is known to be dead, "
-                "so raise the timeout, or find out why the peers make no progress"
+                f"waited {self._timeout_s:g} s for {self._condition()}; no peer is known to be "
+                "dead, so raise the timeout, or find out why the peers make no progress"
             )
         if self._warn_s is not None and now >= self._warn_at:
             self._warn_at += self._warn_s
-            logger.warning("waiting for %s for %.0f s", self._doing(), now - self._started)
+            logger.warning("waiting for %s for %.0f s", self._condition(), now - self._started)
+        sleep_s = LIVENESS_CHECK_S if self._cancel is None else CANCEL_POLL_S
+        if self._timeout_s is None:
+            return sleep_s
+        return min(sleep_s, max(1e-4, self._started + self._timeout_s - now))
 
 
 _SYS_FUTEX = 98 if platform.machine() in ("aarch64", "arm64") else 202
@@ -110,8 +231,10 @@ _futex_args = (
     ctypes.c_void_p,
     ctypes.c_ulong,
 )
-_syscall.argtypes = _futex_args
-_lock = threading.Lock()
+_short_syscall = ctypes.PyDLL(None).syscall  # keeps the interpreter's lock
+_syscall.argtypes = _short_syscall.argtypes = _futex_args
+_short_syscall.restype = ctypes.c_long
+_lock = threading.RLock()  # a signal handler may come in between
 
 
 class _Timespec(ctypes.Structure):
@@ -144,7 +267,7 @@ def sleep_on(address: int, value: int, timeout_s: float) -> None:
 
 def wake(address: int) -> None:
     """Wake all threads, in every process, that sleep on `address`."""
-    _syscall(_SYS_FUTEX, address, _WAKE, _ALL, None, None, 0)
+    _short_syscall(_SYS_FUTEX, address, _WAKE, _ALL, None, None, 0)
 
 
 INTERVAL_S = 0.25

@@ -24,7 +24,7 @@ from weightsync.errors import (
     WeightSyncError,
 )
 from weightsync.ranks.observers import ObservedCall, Observers
-from weightsync.shm.ring import PATIENCE
+from weightsync.shm.wait import HEARTBEAT_TIMEOUT_FACTOR
 from weightsync.transports.base import Transport
 from weightsync.transports.calls import LOOK_S, CallThreads, InFlightCall, InFlightCalls, exiting
 from weightsync.wire.messages import (
@@ -168,8 +168,8 @@ class Fleet:
     other senders may take over the receivers between two updates.
 
     A member is silent if it does not reply and gives no sign of life for the `timeout_s` of a call,
-    or lives and does not reply for PATIENCE times `timeout_s`. Further calls to it fail at once,
-    until `clear_silent`.
+    or lives and does not reply for HEARTBEAT_TIMEOUT_FACTOR times `timeout_s`. Further calls to it
+    fail at once, until `clear_silent`.
     """
 
     def __init__(self, transports: Sequence[Transport], *, yields: bool = False) -> None:
@@ -312,7 +312,7 @@ class Fleet:
     ) -> list[Future[MemberReply]]:
         """Call members without waiting; return a future for each. Its waits have to call `look`.
 
-        A member that lives has PATIENCE times `timeout_s` for a step of an update.
+        A member that lives has HEARTBEAT_TIMEOUT_FACTOR times `timeout_s` for a step of an update.
         """
         chosen = self.members if members is None else members
         return [self._begin(member, request, timeout_s) for member in chosen]
@@ -362,20 +362,20 @@ class Fleet:
         def give_up(lost: bool, over: bool) -> MemberReply:
             if over or not lost:
                 self.mark_silent([member])
-            waited_s = PATIENCE * timeout_s if over else timeout_s
+            waited_s = HEARTBEAT_TIMEOUT_FACTOR * timeout_s if over else timeout_s
             return MemberReply(member, error=_silent(member, call, waited_s, lost=lost, over=over))
 
         flight = InFlightCall(
             member,
             future,
             timeout_s,
-            PATIENCE * timeout_s,
+            HEARTBEAT_TIMEOUT_FACTOR * timeout_s,
             beat=lambda: self.beat(member),
             probe=None if isinstance(message, StatusRequest) else partial(self._probe, member),
             give_up=give_up,
         )
         # Longer than the wait here, which can then distinguish a silent member from a lost reply.
-        limit_s = timeout_s * (1.1 if brief else PATIENCE + 1) + LOOK_S
+        limit_s = timeout_s * (1.1 if brief else HEARTBEAT_TIMEOUT_FACTOR + 1) + LOOK_S
         observers = self.observers
         observed = ObservedCall(member.target, member.rank, member.backend, member.reader, message)
         observers.on_request(observed)

@@ -23,7 +23,7 @@ from weightsync.backends.gloo.group import (
 from weightsync.backends.gloo.header import ChunkHeader, patience_s
 from weightsync.backends.gloo.payload import GroupInfo
 from weightsync.errors import ProtocolError, TransferError, TransferTimeout, WeightSyncError
-from weightsync.shm.ring import NETWORK, Control, RingWriter
+from weightsync.shm.ring import Control, RingWriter
 from weightsync.shm.wait import Heartbeat
 from weightsync.weights.layout import runs_per_chunk
 
@@ -177,7 +177,7 @@ class ChainRelay:
         self._members = info.members
         self._timeout_s = info.timeout_s
         self._control = control
-        self._writer = RingWriter(control, pace=NETWORK)
+        self._writer = RingWriter(control, spin_s=0.0)
         self._slots = list(slots)
         self._slot_nbytes = slots[0].numel()
         self._depth = min(_IN_FLIGHT, len(slots))
@@ -252,7 +252,7 @@ class ChainRelay:
 
     def _publish_signs(self) -> None:
         """Publish the signs of life of this host's readers, which the sender cannot observe."""
-        signs = [self._control.signs(reader) for reader in range(self._control.readers)]
+        signs = [self._control.liveness(reader) for reader in range(self._control.readers)]
         if signs != self._published_signs:
             self._published_signs = signs
             self._rendezvous.show(self._rank, signs)

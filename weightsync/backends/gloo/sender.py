@@ -30,7 +30,7 @@ from weightsync.errors import (
     WeightSyncError,
     shorten,
 )
-from weightsync.shm.ring import NETWORK, RingReader
+from weightsync.shm.ring import RingReader
 from weightsync.weights.layout import runs_per_chunk
 
 _IN_FLIGHT = 3
@@ -206,9 +206,9 @@ class RingFeed:
         self._stream = stream
         self._runs = [chunk.last_run - chunk.first_run for chunk in layout.chunks]
         self._reader = RingReader(
-            stream.control, reader, epoch=stream.epoch, base=stream.base, pace=NETWORK
+            stream.control, reader, epoch=stream.epoch, base=stream.base, spin_s=0.0
         )
-        engine.use_network_backoff()
+        engine.never_spin()
         self.epoch = stream.epoch
         self.depth = len(stream.slots)
         self.chunks = [chunk.stop - chunk.start for chunk in layout.chunks]

@@ -245,8 +245,7 @@ class ExportedMemory:
 
 def unreleased(writer: RingWriter) -> list[int]:
     """Return the last update's readers that have not released a published chunk."""
-    control: Control = writer.control
-    return writer.waiting_for(max(control.published(slot) for slot in range(control.slots)))
+    return writer.control.behind(writer.control.published)
 
 
 def _registered(memory: Registered) -> list[tuple[str, int]]:

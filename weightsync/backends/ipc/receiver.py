@@ -207,9 +207,7 @@ def _mappings(opened: OpenedMemory) -> list[tuple[str, str, int]]:
 
 def _holds_chunk(opened: OpenedMemory) -> bool:
     """Whether this reader has not released a published chunk."""
-    control = opened.control
-    newest = max(control.published(slot) for slot in range(len(opened.slots)))
-    return control.released(opened.info.reader) < newest
+    return opened.control.released(opened.info.reader) < opened.control.published
 
 
 def _open_storages(

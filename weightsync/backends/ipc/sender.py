@@ -36,7 +36,7 @@ from weightsync.cuda.device_stream import DeviceStream
 from weightsync.cuda.events import Fence, WriterFence, fence_from_environment
 from weightsync.cuda.staging import StagedSlots
 from weightsync.errors import ConfigError
-from weightsync.shm.ring import NETWORK, Control, RingWriter
+from weightsync.shm.ring import Control, RingWriter
 from weightsync.shm.shared_stream import SharedStream
 from weightsync.specs import Manifest
 from weightsync.weights.fingerprint import table_digest
@@ -229,9 +229,9 @@ class IpcTrainerEngine(TrainerWeightTransferEngine):
             raise ConfigError("no packed update is in progress")
         return self._stream
 
-    def use_network_backoff(self) -> None:
-        """Poll with the NETWORK backoff: a reader that relays chunks needs the processor."""
-        self._writer.pace = NETWORK
+    def never_spin(self) -> None:
+        """Never spin: a reader that relays chunks needs the processor."""
+        self._writer.spin_s = 0.0
 
     def progress(self) -> TransferProgress:
         """Return the progress of the readers."""
@@ -324,7 +324,7 @@ class IpcTrainerEngine(TrainerWeightTransferEngine):
 
     def liveness_counter(self, reader: int) -> int:
         """Return a value that grows while the reader lives and works."""
-        return self._control.signs(reader)
+        return self._control.liveness(reader)
 
     def has_unread(self, reader: int) -> bool:
         """Whether a reader of a packed update has not released all of its chunks."""

@@ -18,10 +18,10 @@ from weightsync.errors import (
     ProtocolError,
     SegmentError,
     TransferError,
-    TransferTimeout,
     VerificationError,
 )
-from weightsync.shm.ring import LOCAL, NETWORK, Control, RingReader, wait_until
+from weightsync.shm.ring import Control, RingReader
+from weightsync.shm.wait import SPIN_S
 from weightsync.specs import Manifest, TensorSpec
 from weightsync.tensors import TORCH_DTYPES, from_bytes
 from weightsync.weights import arena
@@ -236,7 +236,7 @@ class IncomingTransfer:
             opened.info.reader,
             epoch=ring_update.epoch,
             base=ring_update.base,
-            pace=NETWORK if opened.relayed else LOCAL,
+            spin_s=0.0 if opened.relayed else SPIN_S,
         )
 
     def run(self) -> Received:
@@ -257,18 +257,8 @@ class IncomingTransfer:
         Raises TransferTimeout, or TransferError where the update is over.
         """
         control, epoch = self._control, self._ring_update.epoch
-        relayed = self._opened.relayed
-        begun = not relayed or wait_until(
-            lambda: control.epoch >= epoch,
-            check=self._check,
-            timeout_s=self._opened.lease_s,
-            progress=lambda: (0, control.writer_beat),
-        )
-        if not begun:
-            raise TransferTimeout(
-                f"the update of epoch {epoch} did not begin for {self._opened.lease_s:g} s; "
-                f"the ring is at {control.epoch}"
-            )
+        if self._opened.relayed:
+            self._reader.wait_epoch(check=self._check, timeout_s=self._opened.lease_s)
         if control.epoch != epoch:
             raise TransferError(
                 f"the message has epoch {epoch}, the ring is at {control.epoch}; this update "
@@ -428,17 +418,7 @@ class IncomingTransfer:
         if not self._info.verify:
             return []
         count = len(self._layout.runs)
-        wanted = self._ring_update.base + count
-        ready = wait_until(
-            lambda: self._control.table_ready >= wanted,
-            check=self._check,
-            timeout_s=self._opened.lease_s,
-            progress=lambda: (0, self._control.writer_beat),
-        )
-        if not ready:
-            raise TransferTimeout(
-                f"the sender published no fingerprints for {self._opened.lease_s:g} s"
-            )
+        self._reader.wait_table(count, check=self._check, timeout_s=self._opened.lease_s)
         return self._control.fingerprints(0, count)
 
     def _compare(self, runs: Sequence[CopyUnit], got: list[int], expected: list[int]) -> None:
