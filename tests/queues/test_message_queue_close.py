@@ -8,7 +8,7 @@ import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from types import FrameType
+from functools import partial
 from typing import Any
 
 import pytest
@@ -192,25 +192,24 @@ def test_an_error_of_a_block_is_not_hidden_by_a_close() -> None:
         assert not block.__exit__(KeyError, error, None)
 
 
-def test_a_signal_handler_may_close_what_its_thread_waits_in() -> None:
+@pytest.mark.parametrize("end", ["writer", "reader"])
+def test_a_signal_handler_may_close_what_its_thread_waits_in(end: str) -> None:
     with ends() as (writer, reader):
         fill(writer)
-        for queue, wait in ((writer, lambda: writer.enqueue(1)), (reader, reader.dequeue)):
-
-            def close(_: int, __: FrameType | None, queue: MessageQueue = queue) -> None:
-                queue.close()
-
-            if queue is reader:
-                while reader.dequeue(1) == 1 and reader._reader and reader._reader.available:
-                    pass
-            before = signal.signal(signal.SIGALRM, close)
-            try:
-                signal.setitimer(signal.ITIMER_REAL, 0.1)
-                with pytest.raises(TransferCancelled):
-                    wait()
-            finally:
-                signal.setitimer(signal.ITIMER_REAL, 0)
-                signal.signal(signal.SIGALRM, before)
+        queue, wait = reader, reader.dequeue
+        if end == "writer":
+            queue, wait = writer, partial(writer.enqueue, 1)
+        else:
+            while reader.dequeue(1) == 1 and reader._reader and reader._reader.available:
+                pass
+        before = signal.signal(signal.SIGALRM, lambda *_: queue.close())
+        try:
+            signal.setitimer(signal.ITIMER_REAL, 0.1)
+            with pytest.raises(TransferCancelled):
+                wait()
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            signal.signal(signal.SIGALRM, before)
 
 
 def test_a_call_inside_another_of_its_thread_is_refused() -> None:
