@@ -33,7 +33,6 @@ from weightsync.queues.message_ring import (
     INLINE_NBYTES,
     SLOT,
     SOCKET,
-    SPIN_S,
     MessageRingLayout,
     MessageRingReader,
     MessageRingWriter,
@@ -48,7 +47,7 @@ from weightsync.queues.sockets import (
     socket_path,
 )
 from weightsync.shm.segment import cleanup_stale
-from weightsync.shm.wait import Cancel, ClosableLock, WaitPolicy
+from weightsync.shm.wait import SPIN_S, Cancel, ClosableLock, WaitPolicy
 
 if TYPE_CHECKING:
     import torch.distributed as dist

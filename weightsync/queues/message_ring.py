@@ -17,7 +17,7 @@ from weightsync.shm.ring import (
     line_of,
 )
 from weightsync.shm.segment import Segment
-from weightsync.shm.wait import WaitPolicy, wake
+from weightsync.shm.wait import SPIN_S, WaitPolicy, wake
 
 RECORDS = 256
 RECORD_NBYTES = 1024
@@ -28,8 +28,6 @@ PAGE = 4096
 RECORD = struct.Struct("<QQQQ")  # number, place, bytes, slot
 INLINE_OFFSET = 64
 INLINE_NBYTES = RECORD_NBYTES - INLINE_OFFSET
-SPIN_S = 0.0001
-"""How long a wait polls with sched_yield before it sleeps: the cost of two or three wake-ups."""
 _CLOSED, _READY = range(WRITER_WORDS, WRITER_WORDS + 2)
 _JOINED, _ID_HIGH, _ID_LOW, _LEFT = range(READER_WORDS, READER_WORDS + 4)
 
@@ -60,16 +58,12 @@ class MessageRingLayout:
 class MessageControl(CounterRing):
     """The control segment of messages. Its entries are the marks of evicted readers.
 
-    `closed` is 1 once the writer has closed the queue, `ready` once all readers have joined.
+    A mark is 0, or 1 + the number of the message at which the reader was evicted. `closed` is 1 once the writer has closed the queue, `ready` once all readers have joined.
     """
 
     magic = 0x7773_6D71_7565_0002
     closed = WriterWord(_CLOSED)
     ready = WriterWord(_READY)
-
-    def evicted(self, reader: int) -> int:
-        """Return 1 + the number of the message at which the writer evicted `reader`, or 0."""
-        return self.words[self.first_entry + reader]
 
     def reader_word(self, reader: int, word: int) -> int:
         """Return one of a reader's own words."""
@@ -176,7 +170,7 @@ class MessageRingWriter:
             self._used[slot] = number
         elif place == SOCKET:
             self._posted = number
-        self.control.published = number
+        self.control.store(PUBLISHED, number)
 
     def interrupt(self) -> None:
         """Wake this writer's own waits. Any thread may call it, also after `close`."""
@@ -236,6 +230,8 @@ class MessageRingReader:
         self._control = MessageControl.open(
             control, control_nbytes(**shape), slots=layout.slots, **shape
         )
+        self._words = self._control.words
+        self._evicted = self._control.first_entry + reader
         self._sleeps_on = [self._control.address_of(word) for word in (PUBLISHED, _READY)]
         self._own: Segment | None = None
         self._joined = self._closed = False
@@ -279,7 +275,7 @@ class MessageRingReader:
     @property
     def available(self) -> bool:
         """True if the next message is published."""
-        return self._control.published > self._next
+        return self._words[PUBLISHED] > self._next
 
     def take(self) -> tuple[int, int, memoryview]:
         """Return number, place and bytes of the next message (no bytes for place SOCKET)."""
@@ -304,8 +300,7 @@ class MessageRingReader:
 
         Called after the bytes were read and before they are trusted.
         """
-        evicted = self._control.evicted(self._reader)
-        if evicted:
+        if evicted := self._words[self._evicted]:
             raise TransferError(
                 f"the writer dropped reader place {self._reader} at message {evicted - 1}, while "
                 f"the reader was at message {self._next}; what it read since may be overwritten"

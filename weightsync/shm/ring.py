@@ -84,6 +84,7 @@ class CounterRing:
         self.entries = entries
         self.active: tuple[int, ...] = ()
         self.words = segment.buffer.cast("Q")
+        self._lines = [line_of(reader) for reader in range(readers)]
         self.first_entry = line_of(readers)
 
     @classmethod
@@ -127,7 +128,7 @@ class CounterRing:
         if self._looks_at_marks:
             fence()
             for reader in self.active:
-                if words[line_of(reader) + ASLEEP]:
+                if words[self._lines[reader] + ASLEEP]:
                     break
             else:
                 return
@@ -135,11 +136,11 @@ class CounterRing:
 
     def released(self, reader: int) -> int:
         """Return the sequence number up to which `reader` has released."""
-        return self.words[line_of(reader) + RELEASED]
+        return self.words[self._lines[reader] + RELEASED]
 
     def release(self, reader: int, number: int) -> None:
         """Release everything up to `number`, and wake the writer. Called by this reader only."""
-        words, word = self.words, line_of(reader) + RELEASED
+        words, word = self.words, self._lines[reader] + RELEASED
         words[word] = number
         fence()
         wanted = words[WANTED]
@@ -148,8 +149,7 @@ class CounterRing:
 
     def lowest_released(self) -> int:
         """Return the sequence number that all active readers have released; huge without any."""
-        words = self.words
-        return min([words[line_of(r) + RELEASED] for r in self.active], default=_EVERYTHING)
+        return min(map(self.released, self.active), default=_EVERYTHING)
 
     def behind(self, number: int) -> list[int]:
         """Return the active readers that have not released `number`."""

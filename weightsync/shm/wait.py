@@ -19,8 +19,9 @@ from weightsync.errors import ConfigError, TransferCancelled, TransferTimeout
 
 logger = logging.getLogger(__name__)
 
-SPIN_S = 0.002
-"""How long a wait for weights spins before it sleeps: about the time of one large chunk."""
+SPIN_S = 0.0001
+"""How long a wait spins with sched_yield before it sleeps: the cost of two or three wake-ups. Where
+more processes want to run than there are cores, longer spins lose more than they gain."""
 POLL_S = 0.01
 """Longest sleep of a wait with a `check`; also the delay after a lost wake-up."""
 HEARTBEAT_TIMEOUT_FACTOR = 30
@@ -33,7 +34,7 @@ _MAX_STEP_S = 0.25
 """Longest step of a wait that counts in full. A longer one means that this process was stopped."""
 _SPINS = 32
 _SHORT_SLEEP_S, _LONG_SLEEP_S = 50e-6, 1e-3
-_SHORT_SLEEPS_S = 20 * SPIN_S
+_SHORT_SLEEPS_S = 0.04
 
 Check = Callable[[], None]
 """Called during a wait; raises to end it."""
