@@ -58,7 +58,8 @@ class MessageRingLayout:
 class MessageControl(CounterRing):
     """The control segment of messages. Its entries are the marks of evicted readers.
 
-    A mark is 0, or 1 + the number of the message at which the reader was evicted. `closed` is 1 once the writer has closed the queue, `ready` once all readers have joined.
+    A mark is 0, or 1 + the number of the message at which the reader was evicted. `closed` is 1
+    once the writer has closed the queue, `ready` once all readers have joined.
     """
 
     magic = 0x7773_6D71_7565_0002
