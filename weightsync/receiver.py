@@ -5,7 +5,7 @@ from __future__ import annotations
 import secrets
 import threading
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TypeVar
 
@@ -17,10 +17,10 @@ from weightsync.errors import ConfigError, ProtocolError
 from weightsync.shm.segment import cleanup_stale
 from weightsync.specs import Manifest
 from weightsync.update.gate import OnHold, OnRelease
-from weightsync.update.history import IdempotencyCache, WorkerReport
-from weightsync.update.incoming import UpdateSession
+from weightsync.update.history import WorkerReport
 from weightsync.update.lifecycle import ApplyChoice, State, new_update_id
 from weightsync.update.senders import Senders, check_protocol, installed_backend
+from weightsync.update.session import ReceiverSession
 from weightsync.weights.module_sink import ModuleSink, ShardedModuleSink
 from weightsync.weights.shards import holds_shards
 from weightsync.weights.sink import HookSink, LoadWeights, WeightSink
@@ -94,17 +94,16 @@ class WeightReceiver:
         cleanup_stale()
         self.sink = as_sink(sink, manifest=manifest)
         self.instance = secrets.token_hex(8)
-        self._updates = UpdateSession(
+        self._session = ReceiverSession(
             self.sink,
             Senders(device_keys(self.sink.device)),
             apply=apply,
             lease_s=lease_s,
+            version=version,
             clear_cache=on_clear_cache,
             on_hold=on_hold,
             on_release=on_release,
         )
-        self._updates.lifecycle.version = version
-        self._idempotency_cache = IdempotencyCache()
         self._lease_s = lease_s
         self._on_pause = on_pause
         self._on_resume = on_resume
@@ -130,17 +129,17 @@ class WeightReceiver:
     @property
     def version(self) -> int:
         """The version of the weights in use; 0 before the first update."""
-        return self._updates.lifecycle.version
+        return self._session.lifecycle.version
 
     @property
     def label(self) -> str | None:
         """The user's label of the weights in use."""
-        return self._updates.lifecycle.label
+        return self._session.lifecycle.label
 
     @property
     def may_generate(self) -> bool:
         """False while the weights in use are being overwritten, or after that failed (TORN)."""
-        return self._updates.lifecycle.may_generate
+        return self._session.lifecycle.may_generate
 
     @property
     def paused(self) -> bool:
@@ -150,22 +149,22 @@ class WeightReceiver:
     @property
     def updates_total(self) -> Mapping[str, int]:
         """Number of updates by result: `committed`, `aborted`, `torn`."""
-        return dict(self._updates.history.totals)
+        return dict(self._session.table.totals)
 
     @property
     def last_reply(self) -> StepReply | None:
         """The reply of the last committed update."""
-        return self._updates.history.last_reply
+        return self._session.table.last_reply
 
     @property
     def recent_updates(self) -> list[UpdateRecord]:
         """The last committed updates, at most 64, oldest first."""
-        return self._updates.history.recent
+        return self._session.table.recent
 
     @property
     def open_update(self) -> OpenUpdate | None:
         """The open update with its version; None between updates."""
-        return self._updates.history.open_update(self._updates.lifecycle)
+        return self._session.open_update
 
     @contextmanager
     def reading(self, *, timeout_s: float = _READING_S) -> Iterator[int]:
@@ -176,8 +175,11 @@ class WeightReceiver:
         GPU yet.) Raises NotReadyError when the weights are torn, or when an update holds them for
         longer than `timeout_s`.
         """
-        with self._updates.gate.reading(timeout_s):
-            yield self.version
+        session = self._session
+        if session.lifecycle.required_version:
+            session.close_dead_senders()  # a receiver does not catch up with a dead sender's fleet
+        with session.gate.reading(timeout_s):
+            yield session.lifecycle.version
 
     def handle(self, message: Mapping[str, object]) -> dict[str, object]:
         """Handle a plain message `{"call": …, "body": {…}}` and return a plain reply.
@@ -195,37 +197,39 @@ class WeightReceiver:
 
     def status(self) -> Status:
         """Return the state; never waits for a running update."""
-        updates = self._updates
-        updates.forget_dead()
-        lifecycle = updates.lifecycle
-        prepared = lifecycle.state is State.PREPARED
-        manifest = self.sink.manifest
+        session, manifest = self._session, self.sink.manifest
+        session.close_dead_senders()
         backends, unusable_backends = known_endpoints(self.sink.device)
-        return Status(
-            instance=self.instance,
-            protocol=PROTOCOL,
-            state=lifecycle.state.value,
-            version=lifecycle.version,
-            may_generate=lifecycle.may_generate,
-            apply=updates.load_targets.apply,
-            verification=self.sink.verification,
-            label=lifecycle.label,
-            update_id=lifecycle.update_id or None,
-            last_finished=lifecycle.last_finished or None,
-            weights_id=lifecycle.weights_id or None,
-            prepared_version=lifecycle.next_version if prepared else None,
-            manifest_digest=manifest.digest if manifest else None,
-            busy=updates.busy,
-            orphaned=updates.orphaned,
-            paused=self.paused,
-            detail=updates.readiness.reason(),
-            device_keys=updates.senders.keys,
-            shared_memory=self.shared_memory_usage(),
-            senders=updates.senders.paths(),
-            owner=updates.senders.owner,
-            backends=backends,
-            unusable_backends=unusable_backends,
-        )
+        busy, orphaned, owner = session.busy, session.orphaned, session.senders.owner
+        usage = self.shared_memory_usage()
+        with session.lock:
+            lifecycle = session.lifecycle
+            prepared = lifecycle.state is State.PREPARED
+            return Status(
+                instance=self.instance,
+                protocol=PROTOCOL,
+                state=lifecycle.state.value,
+                version=lifecycle.version,
+                may_generate=lifecycle.may_generate,
+                apply=session.load_targets.apply,
+                verification=self.sink.verification,
+                label=lifecycle.label,
+                update_id=lifecycle.update_id or None,
+                last_finished=lifecycle.last_finished or None,
+                weights_id=lifecycle.weights_id or None,
+                prepared_version=lifecycle.next_version if prepared else None,
+                manifest_digest=manifest.digest if manifest else None,
+                busy=busy,
+                orphaned=orphaned,
+                paused=self.paused,
+                detail=lifecycle.refusal,
+                device_keys=session.senders.keys,
+                shared_memory=usage,
+                senders=session.senders.paths(),
+                owner=owner,
+                backends=backends,
+                unusable_backends=unusable_backends,
+            )
 
     def report(self) -> WorkerReport:
         """Return status, counters and recent updates, for status pages and metrics; never waits."""
@@ -239,7 +243,7 @@ class WeightReceiver:
 
     def shared_memory_usage(self) -> list[SharedMemoryUsage]:
         """Return every mapping that this receiver opened for senders, with size and age."""
-        return self._updates.senders.usage()
+        return self._session.senders.usage()
 
     def ledger(self) -> list[SharedMemoryUsage]:
         """Deprecated: use `shared_memory_usage`."""
@@ -250,7 +254,7 @@ class WeightReceiver:
 
     def sender_alive(self, sender: str) -> bool:
         """Return whether the sender with this id is connected and its process lives."""
-        return self._updates.senders.alive(sender)
+        return self._session.senders.alive(sender)
 
     def show_paused(self, paused: bool) -> None:
         """Set `paused` when generation was paused or resumed without a request. Calls no hook."""
@@ -266,21 +270,21 @@ class WeightReceiver:
         again.
         """
         self._closed |= for_good
-        self._updates.close()
+        self._session.close()
 
     def _init(self, request: InitRequest) -> InitReply:
         info = request.init_info
         if request.probe is not None:
             probe = request.probe
-            installed_backend(probe.backend).check_probe(probe.payload, self._updates.senders.keys)
+            installed_backend(probe.backend).check_probe(probe.payload, self._session.senders.keys)
         if info is not None:
             self._check_open()
             check_protocol(info, PROTOCOL)
-            self._updates.init(info)
+            self._session.init(info)
         return InitReply(
             status=self.status(),
             path=info.path if info else None,
-            payload=self._updates.senders.init_reply(info.sender) if info else None,
+            payload=self._session.senders.get(info.sender).init_reply() if info else None,
         )
 
     def _check_open(self) -> None:
@@ -288,7 +292,7 @@ class WeightReceiver:
             raise ProtocolError("this receiver is closed and takes no more weights; make another")
 
     def _shutdown(self, request: ShutdownRequest) -> Status:
-        self._updates.shutdown(request.sender, leaves=request.leaves)
+        self._session.shutdown(request.sender, leaves=request.leaves)
         return self.status()
 
     def _start(self, request: StartRequest) -> StepReply:
@@ -298,8 +302,8 @@ class WeightReceiver:
 
         def start() -> StepReply:
             if request.sender is not None:
-                self._updates.check_start(request.sender, request)
-            return self._updates.start(
+                self._session.check_start(request.sender, request)
+            return self._session.start(
                 update_id, request, sender=request.sender, anonymous=anonymous
             )
 
@@ -315,34 +319,34 @@ class WeightReceiver:
     def _run_update(self, request: UpdateRequest) -> StepReply:
         info = request.update_info
         sender = info.sender if isinstance(info, RegisteredUpdate) else None
-        whole = request.update_id is None and request.start is None and not self._updates.is_open
+        whole = request.update_id is None and request.start is None and not self._session.is_open
         if whole or request.start is not None:
             update_id = request.update_id or new_update_id()
             if sender is not None:
-                self._updates.check_start(sender, request.start)
+                self._session.check_start(sender, request.start)
             anonymous = request.update_id is None
             terms = request.start or StartTerms()
-            self._updates.start(update_id, terms, sender=sender, anonymous=anonymous)
+            self._session.start(update_id, terms, sender=sender, anonymous=anonymous)
         else:
-            update_id = self._updates.open_id(request.update_id, "update_weights")
-        reply = self._updates.load(update_id, info)
+            update_id = self._session.open_id(request.update_id, "update_weights")
+        reply = self._session.load(update_id, info)
         if whole or request.prepare:
-            reply = self._updates.prepare(update_id)
+            reply = self._session.prepare(update_id)
         if whole:
-            reply = self._updates.finish(update_id, digest=None, label=None, clear_cache=True)
+            reply = self._session.finish(update_id, digest=None, label=None, clear_cache=True)
         return reply
 
     def _prepare(self, request: PrepareRequest) -> StepReply:
-        update_id = self._updates.open_id(request.update_id, "prepare_weight_update")
-        return self._once(request.update_id, "prepare", lambda: self._updates.prepare(update_id))
+        update_id = self._session.open_id(request.update_id, "prepare_weight_update")
+        return self._once(request.update_id, "prepare", lambda: self._session.prepare(update_id))
 
     def _finish(self, request: FinishRequest) -> StepReply:
-        update_id = self._updates.open_id(request.update_id, "finish_weight_update")
+        update_id = self._session.open_id(request.update_id, "finish_weight_update")
 
         def finish() -> StepReply:
             if request.update_id is None:
-                self._updates.prepare(update_id)
-            return self._updates.finish(
+                self._session.prepare(update_id)
+            return self._session.finish(
                 update_id,
                 digest=request.table_digest,
                 label=request.weight_version,
@@ -352,23 +356,21 @@ class WeightReceiver:
         return self._once(request.update_id, "finish", finish)
 
     def _abort(self, request: AbortRequest) -> StepReply:
-        if request.update_id is None and self._updates.is_open:
-            self._updates.open_id(None, "abort_weight_update")
-        reply = self._updates.abort(request.update_id, request.reason)
-        if request.update_id != self._updates.lifecycle.last_finished:
-            self._idempotency_cache.forget(request.update_id)
-        return reply
+        if request.update_id is None and self._session.is_open:
+            self._session.open_id(None, "abort_weight_update")
+        return self._session.abort(request.update_id, request.reason)
 
     def _once(
-        self, update_id: str | None, step: object, call: Callable[[], StepReply]
+        self, update_id: str | None, step: Hashable, call: Callable[[], StepReply]
     ) -> StepReply:
         """Return the first reply for a retry; anonymous steps have no key and run again."""
         if update_id is None:
             return call()
-        return self._idempotency_cache.once((update_id, step), call, timeout_s=self._lease_s)
+        return self._session.table.once(update_id, step, call, timeout_s=self._lease_s)
 
     def _label(self, request: LabelRequest) -> Status:
-        self._updates.lifecycle.label = request.new_version
+        with self._session.lock:
+            self._session.lifecycle.label = request.new_version
         return self.status()
 
     def _check(self, request: CheckRequest) -> CheckReply:

@@ -424,7 +424,7 @@ class _Work:
                 self.behave(argument)
                 return None
             case "alive":
-                return self.receiver._updates.senders.alive(argument)
+                return self.receiver._session.senders.alive(argument)
             case _:
                 raise AssertionError(what)
 

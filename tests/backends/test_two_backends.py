@@ -43,7 +43,7 @@ class Held:
         self.model = nn.Linear(4, 3)
         self.receiver = ws.WeightReceiver(self.model)
         if hosts:
-            self.receiver._updates.senders.keys[:] = hosts
+            self.receiver._session.senders.keys[:] = hosts
         self.cut = False
         self.inits: list[Any] = []
 
@@ -143,7 +143,7 @@ def test_a_group_whose_second_round_failed_is_made_anew() -> None:
     logging.getLogger("weightsync").setLevel(logging.ERROR)
     member, beside, leaving = Held(), Held(), Held()
     for held, host in ((member, "h"), (beside, "h"), (leaving, "other")):
-        held.receiver._updates.senders.keys.append(host)
+        held.receiver._session.senders.keys.append(host)
     model = Model()
     receivers = [held.receiver for held in (member, beside, leaving)]
     try:

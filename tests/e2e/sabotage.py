@@ -16,12 +16,12 @@ LOOKS_BEFORE = 1
 
 def arm(receiver: ws.WeightReceiver, step: Step, act: Act) -> None:
     """Make the next `step` fail: `load` before any byte, `finish` after the swap."""
-    updates: Any = receiver._updates
+    session: Any = receiver._session
     owner, name = {
-        "init": (updates, "init"),
-        "start": (updates, "check_start"),
-        "load": (updates._loader, "check_not_aborted"),
-        "finish": (updates, "_clear_cache"),
+        "init": (session, "init"),
+        "start": (session, "check_start"),
+        "load": (session, "_check_not_aborted"),
+        "finish": (session, "_clear_cache"),
     }[step]
     genuine = getattr(owner, name)
     calls = itertools.count()

@@ -50,7 +50,7 @@ class Stranger:
     @property
     def session(self) -> str | None:
         """The update that is open and no sender's, whether it began here or not."""
-        incoming = self._member.receiver._updates._incoming
+        incoming = self._member.receiver._session._incoming
         ours = incoming is not None and (
             incoming.sender is None or incoming.update_id.startswith("stranger-")
         )
@@ -101,7 +101,7 @@ class Stranger:
             self._brought |= dict.fromkeys(tensors, value)
 
     def _may_hold_what_came(self) -> None:
-        lifecycle = self._member.receiver._updates.lifecycle
+        lifecycle = self._member.receiver._session.lifecycle
         version = lifecycle.next_version if self._session else lifecycle.version + 1
         self._world.may_consist(
             version, self._brought, lifecycle.version if self._partial else None

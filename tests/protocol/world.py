@@ -4,6 +4,7 @@ model."""
 from __future__ import annotations
 
 import itertools
+import math
 import time
 from collections import defaultdict
 from collections.abc import Mapping
@@ -84,11 +85,11 @@ class World:
 
     def expire(self, member: FleetMember) -> None:
         """Expire the lease of its open update, if there is one."""
-        updates = member.receiver._updates
-        update_id = updates._lease.update_id
-        if update_id is not None:
-            updates._lease.stop()
-            updates._expire(update_id)
+        session = member.receiver._session
+        incoming = session._incoming
+        if incoming is not None and session._may_expire(incoming):
+            session._last_message_at = -math.inf  # for longer than any heartbeat counts
+            session._check_progress()
 
     def disturb(self, member: FleetMember, trainer: Trainer, what: Offering | int | None) -> None:
         """Act in the middle of a trainer's call; see Meanwhile."""
@@ -121,12 +122,12 @@ class World:
             time.sleep(0.001)
 
     def _ends(self, member: FleetMember) -> bool:
-        updates = member.receiver._updates
-        incoming = updates._incoming
+        session = member.receiver._session
+        incoming = session._incoming
         if incoming is None:
             return True
-        if updates.lifecycle.state.value != "PREPARED" or incoming.sender is None:
-            return updates._lease.update_id is not None
+        if session.lifecycle.state.value != "PREPARED" or incoming.sender is None:
+            return session._timer.runs
         alive = any(
             offer.sender == incoming.sender
             for trainer in self.trainers

@@ -14,7 +14,7 @@ from weightsync.errors import (
     UpdateConflictError,
     WeightSyncError,
 )
-from weightsync.update.history import IdempotencyCache
+from weightsync.update.history import UpdateTable
 from weightsync.wire.messages import StepReply
 
 WAIT_S = 60.0
@@ -35,39 +35,39 @@ class Calls:
 
 
 def test_a_repeat_gets_the_first_answer() -> None:
-    replay, calls = IdempotencyCache(), Calls()
-    first = replay.once(("u", "finish"), calls, timeout_s=WAIT_S)
-    assert replay.once(("u", "finish"), calls, timeout_s=WAIT_S) is first
+    table, calls = UpdateTable(WAIT_S), Calls()
+    first = table.once("u", "finish", calls, timeout_s=WAIT_S)
+    assert table.once("u", "finish", calls, timeout_s=WAIT_S) is first
     assert calls.count == 1
 
 
 def test_other_keys_are_other_calls() -> None:
-    replay, calls = IdempotencyCache(), Calls()
-    for key in (("u", "finish"), ("u", "prepare"), ("v", "finish")):
-        replay.once(key, calls, timeout_s=WAIT_S)
+    table, calls = UpdateTable(WAIT_S), Calls()
+    for update_id, step in (("u", "finish"), ("u", "prepare"), ("v", "finish")):
+        table.once(update_id, step, calls, timeout_s=WAIT_S)
     assert calls.count == 3
 
 
 def test_a_failure_is_answered_again_too() -> None:
-    replay, calls = IdempotencyCache(), Calls(TransferError("lost"))
+    table, calls = UpdateTable(WAIT_S), Calls(TransferError("lost"))
     for _ in range(2):
         with pytest.raises(TransferError, match="lost"):
-            replay.once("k", calls, timeout_s=WAIT_S)
+            table.once("u", "k", calls, timeout_s=WAIT_S)
     assert calls.count == 1
 
 
 @pytest.mark.parametrize("refusal", [UpdateConflictError("busy"), StaleVersionError()])
 def test_a_refusal_of_the_moment_is_asked_anew(refusal: WeightSyncError) -> None:
-    replay, calls = IdempotencyCache(), Calls(refusal)
+    table, calls = UpdateTable(WAIT_S), Calls(refusal)
     with pytest.raises(type(refusal)):
-        replay.once("k", calls, timeout_s=WAIT_S)
+        table.once("u", "k", calls, timeout_s=WAIT_S)
     calls.error = None
-    assert replay.once("k", calls, timeout_s=WAIT_S).version == 2
+    assert table.once("u", "k", calls, timeout_s=WAIT_S).version == 2
 
 
 @pytest.mark.parametrize("error", [None, TransferError("lost"), UpdateConflictError("busy")])
 def test_a_retry_joins_the_call_in_flight(error: WeightSyncError | None) -> None:
-    replay, calls = IdempotencyCache(), Calls(error)
+    table, calls = UpdateTable(WAIT_S), Calls(error)
     entered, go = threading.Event(), threading.Event()
 
     def slow() -> StepReply:
@@ -76,11 +76,11 @@ def test_a_retry_joins_the_call_in_flight(error: WeightSyncError | None) -> None
         return calls()
 
     with ThreadPoolExecutor(2) as pool:
-        first = pool.submit(replay.once, "k", slow, timeout_s=WAIT_S)
+        first = pool.submit(table.once, "u", "k", slow, timeout_s=WAIT_S)
         assert entered.wait(WAIT_S)
         with pytest.raises(TransportTimeout, match=r"still runs after 0.01 s"):
-            replay.once("k", slow, timeout_s=0.01)
-        second = pool.submit(replay.once, "k", slow, timeout_s=WAIT_S)
+            table.once("u", "k", slow, timeout_s=0.01)
+        second = pool.submit(table.once, "u", "k", slow, timeout_s=WAIT_S)
         go.set()
         outcomes = [f.exception(WAIT_S) or f.result() for f in (first, second)]
     if not isinstance(error, UpdateConflictError):
@@ -89,8 +89,37 @@ def test_a_retry_joins_the_call_in_flight(error: WeightSyncError | None) -> None
 
 
 def test_old_answers_are_forgotten() -> None:
-    replay, calls = IdempotencyCache(), Calls()
+    table, calls = UpdateTable(WAIT_S), Calls()
     for i in range(2000):
-        replay.once(i, calls, timeout_s=WAIT_S)
-    assert len(replay._answers) <= 256
-    assert replay.once(1999, calls, timeout_s=WAIT_S).version == 2000
+        table.once(f"u{i}", "finish", calls, timeout_s=WAIT_S)
+    assert len(table._updates) <= 256
+    assert table.once("u1999", "finish", calls, timeout_s=WAIT_S).version == 2000
+
+
+def test_old_answers_of_one_update_are_forgotten() -> None:
+    table, calls = UpdateTable(WAIT_S), Calls()
+    for i in range(2000):
+        table.once("u", ("update", i), calls, timeout_s=WAIT_S)
+    assert len(table._updates["u"].calls) <= 64
+    assert table.once("u", ("update", 1999), calls, timeout_s=WAIT_S).version == 2000
+
+
+def test_refusals_leave_nothing() -> None:
+    table, calls = UpdateTable(WAIT_S), Calls(UpdateConflictError("busy"))
+    for i in range(10):
+        with pytest.raises(UpdateConflictError):
+            table.once(f"u{i}", "start", calls, timeout_s=WAIT_S)
+    assert not table._updates
+
+
+def test_what_was_aborted_is_not_answered_but_its_running_call_is() -> None:
+    table, calls = UpdateTable(WAIT_S), Calls()
+    table.once("u", "start", calls, timeout_s=WAIT_S)
+
+    def aborted_meanwhile() -> StepReply:
+        table.forget("u")
+        return calls()
+
+    table.once("u", "load", aborted_meanwhile, timeout_s=WAIT_S)
+    assert table.once("u", "load", calls, timeout_s=WAIT_S).version == 2
+    assert table.once("u", "start", calls, timeout_s=WAIT_S).version == 3

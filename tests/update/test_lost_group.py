@@ -27,7 +27,7 @@ class Far:
 
     def __init__(self, host: str, lease_s: float = LEASE_S) -> None:
         self.receiver = ws.WeightReceiver(nn.Linear(4, 4), lease_s=lease_s)
-        self.receiver._updates.senders.keys.append(host)
+        self.receiver._session.senders.keys.append(host)
         self.cut = False
 
     def __call__(self, message: Mapping[str, object]) -> dict[str, object]:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import threading
 import time
 
 import pytest
 
 from weightsync.update.lifecycle import State, Terms, UpdateLifecycle
-from weightsync.update.senders import Readiness, Senders
+from weightsync.update.senders import FleetClaims, Senders
 
 GRACE_S = 60.0
 SHORT_S = 0.05
@@ -31,7 +30,7 @@ class Held:
     def __init__(self, grace_s: float = GRACE_S) -> None:
         self.life = UpdateLifecycle()
         self.peers = Connected("a", "b")
-        self.ready = Readiness(self.life, self.peers, threading.RLock(), lambda: None, grace_s)
+        self.claims = FleetClaims(self.life, self.peers, grace_s)
 
     @property
     def now(self) -> tuple[State, int]:
@@ -39,12 +38,12 @@ class Held:
 
     def start(self, version: int, *, partial: bool = False) -> None:
         self.life.start(Terms(update_id="u", version=version, partial=partial, rewind=True))
-        self.ready.started()
+        self.claims.started()
 
     def finish(self, sender: str | None, *, partial: bool = False) -> None:
         self.life.prepared("u")
         self.life.finish("u")
-        self.ready.committed(sender, partial=partial)
+        self.claims.committed(sender, partial=partial)
 
     def update(self, version: int, sender: str | None) -> None:
         self.start(version)
@@ -60,27 +59,27 @@ class TestWhoseWord:
     @pytest.mark.parametrize("words", [(9, 5), (5, 9)])
     def test_the_newest_fleet_is_waited_for(self, held: Held, words: tuple[int, int]) -> None:
         for sender, version in zip("ab", words, strict=True):
-            held.ready.joined(sender, version)
+            held.claims.joined(sender, version)
         assert held.now == (State.CATCHING_UP, 9)
 
     def test_a_sender_may_correct_itself(self, held: Held) -> None:
-        held.ready.joined("a", 9)
-        held.ready.joined("a", 0)
+        held.claims.joined("a", 9)
+        held.claims.joined("a", 0)
         assert held.now == (State.READY, 0)
 
     def test_when_one_leaves_the_other_still_counts(self, held: Held) -> None:
-        held.ready.joined("a", 9)
-        held.ready.joined("b", 5)
-        held.ready.left("a", for_good=True)
+        held.claims.joined("a", 9)
+        held.claims.joined("b", 5)
+        held.claims.left("a", for_good=True)
         assert held.now == (State.CATCHING_UP, 5)
-        held.ready.left(None, for_good=True)
+        held.claims.left(None, for_good=True)
         assert held.now == (State.READY, 0)
 
     def test_a_dead_one_does_not_count(self, held: Held) -> None:
-        held.ready.joined("a", 9)
-        held.ready.remove_dead([])
+        held.claims.joined("a", 9)
+        held.claims.remove_dead([])
         assert held.now == (State.CATCHING_UP, 9)
-        held.ready.remove_dead(["a"])
+        held.claims.remove_dead(["a"])
         assert held.now == (State.READY, 0)
 
 
@@ -88,65 +87,65 @@ class TestGone:
     @pytest.mark.parametrize("sender", ["a", None])
     def test_who_only_withdrew_is_waited_for(self, sender: str | None) -> None:
         held = Held(grace_s=0)
-        held.ready.joined("a", 9)
+        held.claims.joined("a", 9)
         held.peers.senders.clear()
-        held.ready.left(sender, for_good=False)
-        held.ready.remove_dead([])
+        held.claims.left(sender, for_good=False)
+        held.claims.remove_dead([])
         assert held.now == (State.CATCHING_UP, 9)
-        held.ready.left("a", for_good=True)
+        held.claims.left("a", for_good=True)
         assert held.now == (State.READY, 0)
 
     def test_who_withdrew_and_came_again_may_be_lost(self) -> None:
         held = Held(grace_s=0)
-        held.ready.joined("a", 9)
-        held.ready.left("a", for_good=False)
-        held.ready.joined("a", 9)
+        held.claims.joined("a", 9)
+        held.claims.left("a", for_good=False)
+        held.claims.joined("a", 9)
         held.peers.senders.clear()
-        held.ready.remove_dead([])
+        held.claims.remove_dead([])
         assert held.now == (State.READY, 0)
 
     def test_who_is_lost_has_a_while_to_come_again(self) -> None:
         held = Held(SHORT_S)
-        held.ready.joined("a", 9)
+        held.claims.joined("a", 9)
         held.peers.senders.clear()
-        held.ready.remove_dead([])
+        held.claims.remove_dead([])
         assert held.now == (State.CATCHING_UP, 9)
         time.sleep(2 * SHORT_S)
-        held.ready.remove_dead([])
+        held.claims.remove_dead([])
         assert held.now == (State.READY, 0)
 
     def test_who_comes_again_is_not_lost(self) -> None:
         held = Held(SHORT_S)
-        held.ready.joined("a", 9)
+        held.claims.joined("a", 9)
         held.peers.senders.clear()
-        held.ready.remove_dead([])
+        held.claims.remove_dead([])
         held.peers.senders.add("a")
         time.sleep(2 * SHORT_S)
-        held.ready.remove_dead([])
+        held.claims.remove_dead([])
         held.peers.senders.clear()
-        held.ready.remove_dead([])  # the while begins anew
+        held.claims.remove_dead([])  # the while begins anew
         assert held.now == (State.CATCHING_UP, 9)
 
 
 class TestUpdates:
     def test_a_rewind_outdates_what_was_told_before(self, held: Held) -> None:
-        held.ready.joined("a", 5)
+        held.claims.joined("a", 5)
         held.update(6, "a")
         held.update(3, "a")
-        held.ready.joined("b", 3)
+        held.claims.joined("b", 3)
         assert held.now == (State.READY, 0)
 
     @pytest.mark.parametrize("sender", ["b", None])
     def test_so_does_a_rewind_by_another(self, held: Held, sender: str | None) -> None:
-        held.ready.joined("a", 5)
+        held.claims.joined("a", 5)
         held.update(5, "a")
         held.update(3, sender)
-        held.ready.joined("b", 3)
+        held.claims.joined("b", 3)
         assert held.now == (State.READY, 0)
 
     def test_what_is_told_during_an_update_stands(self, held: Held) -> None:
         held.start(6)
-        held.ready.joined("b", 9)
+        held.claims.joined("b", 9)
         held.finish("a")
         assert held.now == (State.CATCHING_UP, 9)
         held.update(9, "b")
@@ -154,13 +153,13 @@ class TestUpdates:
 
     def test_but_not_by_the_one_that_sends(self, held: Held) -> None:
         held.start(3)
-        held.ready.joined("a", 6)
+        held.claims.joined("a", 6)
         held.finish("a")
         assert held.now == (State.READY, 0)
 
     def test_a_partial_update_outdates_nothing(self, held: Held) -> None:
         held.start(6, partial=True)
-        held.ready.joined("a", 9)
+        held.claims.joined("a", 9)
         held.finish("a", partial=True)
-        held.ready.remove_dead([])
+        held.claims.remove_dead([])
         assert held.now == (State.CATCHING_UP, 9)

@@ -10,8 +10,8 @@ import pytest
 
 import weightsync as ws
 from tests.e2e import models
-from weightsync.update.incoming import ProgressTimer
 from weightsync.update.lifecycle import ApplyChoice
+from weightsync.update.session import ProgressTimer
 
 TIMEOUT_S = 20.0
 
@@ -61,38 +61,81 @@ def test_a_steady_update_makes_no_thread(
 
 
 def test_a_timer_expires_once_and_only_what_was_not_renewed() -> None:
-    expired: list[str] = []
-    timer = ProgressTimer(0.8, expired.append)
+    expired: list[float] = []
+    timer = ProgressTimer(lambda: expired.append(time.monotonic()))
+
+    def wait_for(count: int) -> None:
+        deadline = time.monotonic() + TIMEOUT_S
+        while len(expired) < count and time.monotonic() < deadline:
+            time.sleep(0.01)
+
     try:
         for _ in range(10):
-            timer.renew("renewed")
+            timer.renew(0.8)
             time.sleep(0.02)
         assert expired == []
-        timer.renew("late")
+        wait_for(1)
+        assert not timer.runs
+        time.sleep(1.0)
+        assert len(expired) == 1
+        timer.renew(0.5)  # by a thread that sleeps until then
+        wait_for(2)
+        timer.renew(0.5)
+        timer.renew(None)
+        time.sleep(1.0)
+        assert len(expired) == 2
+        timer.renew(60.0)
+        time.sleep(0.1)
+        asked = time.monotonic()
+        timer.renew(0.1)  # earlier than the thread would wake by itself
+        wait_for(3)
+        assert expired[2] - asked < 30.0
+    finally:
+        timer.close()
+
+
+def test_an_error_does_not_end_the_thread_of_a_timer(caplog: pytest.LogCaptureFixture) -> None:
+    expired = threading.Event()
+    errors = [OSError("planted")]
+
+    def expire() -> None:
+        if errors:
+            raise errors.pop()
+        expired.set()
+
+    timer = ProgressTimer(expire)
+    try:
+        timer.renew(0.01)
         deadline = time.monotonic() + TIMEOUT_S
-        while not expired and time.monotonic() < deadline:
+        while "planted" not in caplog.text and time.monotonic() < deadline:
             time.sleep(0.01)
-        assert timer.update_id is None
-        time.sleep(1.0)
-        assert expired == ["late"]
-        timer.renew("again")  # by a thread that sleeps until then
-        while len(expired) < 2 and time.monotonic() < deadline:
-            time.sleep(0.01)
-        timer.renew("stopped")
-        timer.stop()
-        time.sleep(1.0)
-        assert expired == ["late", "again"]
+        thread = timer._thread
+        timer.renew(0.01)
+        assert expired.wait(TIMEOUT_S)
+        assert timer._thread is thread
     finally:
         timer.close()
 
 
 def test_the_thread_of_a_timer_that_is_dropped_ends() -> None:
-    timer = ProgressTimer(60.0, lambda _: None)
-    timer.renew("an update")
+    timer = ProgressTimer(lambda: None)
+    timer.renew(60.0)
     thread = timer._thread
     assert thread is not None
     assert thread.is_alive()
     del timer
+    gc.collect()
+    thread.join(TIMEOUT_S)
+    assert not thread.is_alive()
+
+
+def test_the_thread_of_a_receiver_that_is_dropped_ends() -> None:
+    receiver = ws.WeightReceiver(models.make("plain", seed=1))
+    receiver.handle({"call": "start_weight_update", "body": {"update_id": "open"}})
+    thread = receiver._session._timer._thread
+    assert thread is not None
+    assert thread.is_alive()
+    del receiver
     gc.collect()
     thread.join(TIMEOUT_S)
     assert not thread.is_alive()

@@ -34,8 +34,11 @@ class ReadWriteGate:
 
     Every reader calls `refuse` before it enters; it raises where the weights may not be used. One
     thread may hold the gate and another release it. `on_hold(timeout_s)` is called before readers
-    are blocked, without a lock of the gate; an error of it fails the hold. `on_release()` is called
-    once for every `on_hold` that returned, after readers may enter again.
+    are blocked; an error of it fails the hold. `on_release()` is called once for every `on_hold`
+    that returned, after readers may enter again.
+
+    `lock` guards the gate, and is held while `refuse` runs. The other callbacks run without it, and
+    no method may be called with it.
 
     On `gpus()` a reader stays active until the work queued on its streams is done: the streams that
     are current where a block ends. (The waits for GPUs have not run on a GPU yet.)
@@ -45,6 +48,7 @@ class ReadWriteGate:
         self,
         refuse: Callable[[], None],
         *,
+        lock: threading.RLock | None = None,
         on_hold: OnHold | None = None,
         on_release: OnRelease | None = None,
         gpus: Callable[[], Collection[torch.device]] = tuple,
@@ -54,7 +58,7 @@ class ReadWriteGate:
         self._on_release = on_release
         self._gpus = gpus
         self._marks = Marks()
-        self._condition = threading.Condition()
+        self._condition = threading.Condition(lock)
         self._readers = 0
         self._held_since: float | None = None
         self._inside: ContextVar[_ReadScope | None] = ContextVar("weightsync_stay", default=None)

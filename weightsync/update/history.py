@@ -1,4 +1,4 @@
-"""A receiver's records of updates: history, aborted updates, and the idempotency cache."""
+"""A receiver's table of updates: replies for retries, aborted updates, and the last commits."""
 
 from __future__ import annotations
 
@@ -6,17 +6,22 @@ import threading
 import time
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Hashable
-from concurrent.futures import Future
-from concurrent.futures import TimeoutError as FutureTimeout
+from dataclasses import dataclass, field
 
 from msgspec import Struct
 
 from weightsync.errors import StaleVersionError, TransportTimeout, UpdateConflictError
-from weightsync.update.lifecycle import UpdateLifecycle
 from weightsync.wire.messages import OpenUpdate, Status, StepReply, UpdateRecord
-from weightsync.wire.problem import from_problem, to_problem
+from weightsync.wire.problem import Problem, from_problem, to_problem
 
 KEPT_UPDATES = 64
+"""Number of committed updates in the history."""
+_KEPT = 256
+"""Number of updates whose replies or abort are kept."""
+_KEPT_STEPS = 64
+"""Number of replies that are kept for one update."""
+_REFUSALS = (UpdateConflictError, StaleVersionError)
+"""Errors that depend on the receiver's current state, and are not kept for retries."""
 
 
 class WorkerReport(Struct, frozen=True, kw_only=True):
@@ -29,84 +34,105 @@ class WorkerReport(Struct, frozen=True, kw_only=True):
     open_update: OpenUpdate | None = None
 
 
-class History:
-    """Counts and records of updates. UpdateSession writes it under its locks; any thread reads."""
+@dataclass(slots=True)
+class _Call:
+    """The reply or the error of one step; neither while the step runs.
 
-    def __init__(self) -> None:
-        self.totals: Counter[str] = Counter()
-        self.last_reply: StepReply | None = None
-        self._recent: deque[UpdateRecord] = deque(maxlen=KEPT_UPDATES)
-        self._opened = ("", 0.0, 0.0)
+    The error is kept as a problem document: a traceback would keep the update's tensors alive.
+    """
+
+    reply: StepReply | None = None
+    problem: Problem | None = None
 
     @property
-    def recent(self) -> list[UpdateRecord]:
-        """The last KEPT_UPDATES committed updates, the oldest first."""
-        return list(self._recent)
-
-    def opened(self, update_id: str) -> None:
-        """Record the start of an update, now."""
-        self._opened = (update_id, time.time(), time.perf_counter())
-
-    def committed(self, reply: StepReply, label: str | None) -> StepReply:
-        """Record the commit of the update that was opened last, and return its `reply`."""
-        self.totals["committed"] += 1
-        self.last_reply = reply
-        self._recent.append(
-            UpdateRecord(
-                update_id=reply.update_id or "",
-                version=reply.version,
-                label=label,
-                at=time.time(),
-                duration_s=time.perf_counter() - self._opened[2],
-                nbytes=reply.nbytes,
-                stall_s=reply.stall_s,
-                apply=reply.apply,
-                verified=reply.verified,
-                seconds=reply.seconds,
-            )
-        )
-        return reply
-
-    def given_up(self, *, torn: bool) -> None:
-        """Record that the update opened last was aborted, or left the receiver TORN (`torn`)."""
-        self.totals["torn" if torn else "aborted"] += 1
-
-    def open_update(self, lifecycle: UpdateLifecycle) -> OpenUpdate | None:
-        """Return the open update of a lifecycle, None where no update is open."""
-        terms = lifecycle.terms
-        update_id, since, _ = self._opened
-        if terms is None or terms.update_id != update_id:
-            return None
-        return OpenUpdate(
-            update_id=update_id,
-            version=lifecycle.next_version,
-            since=since,
-            label=terms.label,
-            partial=terms.partial,
-        )
+    def done(self) -> bool:
+        return self.reply is not None or self.problem is not None
 
 
-_KEPT = 256
+@dataclass(slots=True)
+class _Update:
+    """What is kept of one update: its calls by step, and the time at which it was aborted."""
+
+    calls: OrderedDict[Hashable, _Call] = field(default_factory=OrderedDict)
+    aborted_at: float | None = None
 
 
-class AbortedUpdates:
-    """Keeps for `keep_s` seconds the ids of updates that did not commit. Callers hold a lock."""
+class UpdateTable:
+    """Replies and aborts by update id, counters, and records of the last commits. Thread-safe.
 
-    def __init__(self, keep_s: float) -> None:
+    An aborted update may not start again for `keep_s` seconds. `lock` guards the table.
+    """
+
+    def __init__(self, keep_s: float, lock: threading.RLock | None = None) -> None:
+        self._changed = threading.Condition(lock)
         self._keep_s = keep_s
-        self._ended: OrderedDict[str, float] = OrderedDict()
+        self._updates: OrderedDict[str, _Update] = OrderedDict()
+        self._recent: deque[UpdateRecord] = deque(maxlen=KEPT_UPDATES)
+        self.totals: Counter[str] = Counter()
+        self.last_reply: StepReply | None = None
 
-    def note(self, update_id: str) -> None:
+    def once(
+        self, update_id: str, step: Hashable, call: Callable[[], StepReply], *, timeout_s: float
+    ) -> StepReply:
+        """Return the kept reply of a step, or make the call. Raises the call's error.
+
+        A retry of a call in flight waits for that call's reply. Raises TransportTimeout where it
+        still runs after `timeout_s`.
+        """
+        with self._changed:
+            calls = self._update(update_id).calls
+            known = calls.get(step)
+            if known is None:
+                mine = calls[step] = _Call()
+            elif not self._changed.wait_for(lambda: known.done, timeout_s):
+                raise TransportTimeout(
+                    f"the call that this one repeats still runs after {timeout_s:g} s"
+                )
+        if known is not None:
+            return _outcome(known)
+        keep = True
+        try:
+            mine.reply = call()
+        except BaseException as exc:
+            keep = not isinstance(exc, _REFUSALS)
+            mine.problem = to_problem(exc)
+            raise
+        finally:
+            self._ended(update_id, step, mine, keep=keep)
+        return mine.reply
+
+    def _ended(self, update_id: str, step: Hashable, call: _Call, *, keep: bool) -> None:
+        with self._changed:
+            update = self._updates.get(update_id)
+            if update is not None:
+                if not keep and update.calls.get(step) is call:
+                    del update.calls[step]
+                while len(update.calls) > _KEPT_STEPS:
+                    update.calls.popitem(last=False)
+                self._drop_empty(update_id, update)
+            self._changed.notify_all()
+
+    def forget(self, update_id: str) -> None:
+        """Remove the replies of an aborted update, which are not valid any more."""
+        with self._changed:
+            update = self._updates.get(update_id)
+            if update is not None:
+                for step in [step for step, call in update.calls.items() if call.done]:
+                    del update.calls[step]
+                self._drop_empty(update_id, update)
+
+    def aborted(self, update_id: str) -> None:
         """Record that an update was aborted or given up, whether it had started or not."""
-        self._ended[update_id] = time.monotonic()
-        self._ended.move_to_end(update_id)
-        while len(self._ended) > _KEPT:
-            self._ended.popitem(last=False)
+        with self._changed:
+            self._update(update_id).aborted_at = time.monotonic()
+            self._updates.move_to_end(update_id)
 
-    def check(self, update_id: str) -> None:
+    def check_not_aborted(self, update_id: str) -> None:
         """Raise UpdateConflictError for an update that was aborted already."""
-        noted = self._ended.get(update_id)
-        if noted is not None and time.monotonic() - noted < self._keep_s:
+        with self._changed:
+            update = self._updates.get(update_id)
+            aborted_at = update.aborted_at if update is not None else None
+        if aborted_at is not None and time.monotonic() - aborted_at < self._keep_s:
             raise UpdateConflictError(
                 f"update {update_id} was aborted or given up before this start arrived; start "
                 "another one, under another update_id",
@@ -114,61 +140,52 @@ class AbortedUpdates:
                 update_id=update_id,
             )
 
+    def committed(self, reply: StepReply, label: str | None, duration_s: float) -> None:
+        """Record the commit of an update with its `reply`."""
+        with self._changed:
+            self.totals["committed"] += 1
+            self.last_reply = reply
+            self._recent.append(
+                UpdateRecord(
+                    update_id=reply.update_id or "",
+                    version=reply.version,
+                    label=label,
+                    at=time.time(),
+                    duration_s=duration_s,
+                    nbytes=reply.nbytes,
+                    stall_s=reply.stall_s,
+                    apply=reply.apply,
+                    verified=reply.verified,
+                    seconds=reply.seconds,
+                )
+            )
 
-_REFUSALS = (UpdateConflictError, StaleVersionError)
-"""Errors that depend on the receiver's current state, and are not cached."""
+    def given_up(self, *, torn: bool) -> None:
+        """Count an update that was aborted, or that left the receiver TORN (`torn`)."""
+        with self._changed:
+            self.totals["torn" if torn else "aborted"] += 1
+
+    @property
+    def recent(self) -> list[UpdateRecord]:
+        """The last KEPT_UPDATES committed updates, the oldest first."""
+        with self._changed:
+            return list(self._recent)
+
+    def _update(self, update_id: str) -> _Update:
+        update = self._updates.get(update_id)
+        if update is None:
+            update = self._updates[update_id] = _Update()
+            while len(self._updates) > _KEPT:
+                self._updates.popitem(last=False)
+        return update
+
+    def _drop_empty(self, update_id: str, update: _Update) -> None:
+        if not update.calls and update.aborted_at is None:
+            self._updates.pop(update_id, None)
 
 
-class IdempotencyCache:
-    """The last replies, by `(update_id, step)`. A retry of a call in flight waits for its reply."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._answers: OrderedDict[Hashable, Future[StepReply]] = OrderedDict()
-
-    def once(self, key: Hashable, call: Callable[[], StepReply], *, timeout_s: float) -> StepReply:
-        """Return the cached reply of `key`, or make the call. Raises the call's error.
-
-        Raises TransportTimeout where an earlier call with this key still runs after `timeout_s`.
-        """
-        with self._lock:
-            future = self._answers.get(key)
-            first = future is None
-            if future is None:
-                future = self._answers[key] = Future()
-        if not first:
-            try:
-                return future.result(timeout_s)
-            except FutureTimeout:
-                raise TransportTimeout(
-                    f"the call that this one repeats still runs after {timeout_s:g} s"
-                ) from None
-        return self._make(key, future, call)
-
-    def forget(self, update_id: str | None) -> None:
-        """Remove the replies of an aborted update, which are not valid any more."""
-        with self._lock:
-            for key in [k for k, future in self._answers.items() if future.done()]:
-                if isinstance(key, tuple) and key[0] == update_id:
-                    del self._answers[key]
-
-    def _make(
-        self, key: Hashable, future: Future[StepReply], call: Callable[[], StepReply]
-    ) -> StepReply:
-        try:
-            answer = call()
-        except BaseException as exc:
-            self._settle(key, keep=not isinstance(exc, _REFUSALS))
-            # Without the traceback, whose frames would keep the update's tensors alive.
-            future.set_exception(from_problem(to_problem(exc)))
-            raise
-        self._settle(key, keep=True)
-        future.set_result(answer)
-        return answer
-
-    def _settle(self, key: Hashable, *, keep: bool) -> None:
-        with self._lock:
-            if not keep:
-                self._answers.pop(key, None)
-            while len(self._answers) > _KEPT:
-                self._answers.popitem(last=False)
+def _outcome(call: _Call) -> StepReply:
+    if call.problem is not None:
+        raise from_problem(call.problem)
+    assert call.reply is not None
+    return call.reply

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Literal
 
-from weightsync.errors import StaleVersionError, UpdateConflictError
+from weightsync.errors import NotReadyError, StaleVersionError, UpdateConflictError
 from weightsync.specs import MAX_VERSION
 
 ApplyChoice = Literal["auto", "staged", "in_place"]
@@ -81,6 +81,27 @@ class UpdateLifecycle:
     def may_generate(self) -> bool:
         """Whether the weights in use are one complete, current version."""
         return not self.torn_by and not self.dirty and not self.required_version
+
+    @property
+    def refusal(self) -> str:
+        """The reason why the weights in use must not be read; an empty string where they may."""
+        if self.may_generate:
+            return ""
+        if self.required_version and not (self.torn_by or self.dirty):
+            return (
+                f"this receiver holds version {self.version} and joined a fleet that "
+                f"holds version {self.required_version}; its sender has to bring it up to "
+                "date: call send_weights() or resync()"
+            )
+        return (
+            f"the weights are {self.state.value}: update {self.update_id} changed them "
+            "and did not finish; a full update heals this: call send_weights() again"
+        )
+
+    def check_readable(self) -> None:
+        """Raise NotReadyError unless the weights in use are one complete, current version."""
+        if not self.may_generate:
+            raise NotReadyError(self.refusal, state=self.state.value, update_id=self.update_id)
 
     def join(self, fleet_version: int) -> None:
         """Enter CATCHING_UP where `fleet_version` is newer than the version in use, else READY."""

@@ -1,14 +1,12 @@
-"""The senders that are connected to a receiver, and whether the receiver may generate."""
+"""The senders of a receiver: their engines, the owner, and the versions of their fleets."""
 
 from __future__ import annotations
 
 import logging
-import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
 
 from msgspec.structs import replace
 
@@ -17,7 +15,6 @@ from weightsync.backends.registry import get_backend
 from weightsync.errors import (
     BackendUnavailableError,
     ConfigError,
-    NotReadyError,
     ProtocolError,
     SenderConflictError,
     UnknownSenderError,
@@ -34,25 +31,34 @@ logger = logging.getLogger(__name__)
 MAX_PEERS = 64
 REMEMBERED_SENDERS = 1024
 """Number of senders, disconnected ones included, whose newest offer number is kept."""
+_KEPT_CLAIMS = 256
+
+
+@dataclass(frozen=True, slots=True)
+class _Connection:
+    """What a sender's init opened."""
+
+    engine: WeightTransferEngine
+    heartbeat: Heartbeat
+    path: str
+    manifest: Manifest
 
 
 class Senders:
     """Receiver engines by sender id; `keys` are the device keys with which they open handles.
 
     The senders belong to the current owner, to dead previous owners, or to no owner. The engines
-    send heartbeats while `at_work` returns True.
+    send heartbeats while `at_work` is true. One thread at a time may call the methods that open,
+    start, finish or close; any thread may call the others, which never wait for them.
     """
 
     def __init__(self, keys: list[str]) -> None:
         self.keys = keys
-        self._engines: dict[str, WeightTransferEngine] = {}
-        self._heartbeats: dict[str, Heartbeat] = {}
-        self._paths: dict[str, str] = {}
-        self._manifests: dict[str, Manifest] = {}
-        self._numbers: OrderedDict[str, int] = OrderedDict()
+        self.at_work = False
+        self._connections: dict[str, _Connection] = {}
         self._opening = ""
-        self.at_work: Callable[[], bool] = lambda: False
-        self.on_close: Callable[[WeightTransferEngine], None] = lambda _: None
+        self._receiving: WeightTransferEngine | None = None
+        self._numbers: OrderedDict[str, int] = OrderedDict()
         self._owner: Owner | None = None
         self._owned: set[str] = set()
 
@@ -68,15 +74,25 @@ class Senders:
         Raises ProtocolError for an offer that is older than one received before, or with MAX_PEERS
         other senders; SenderConflictError where this receiver belongs to another living sender.
         """
-        self._check_number(info)
+        newest = self._numbers.get(info.sender, 0)
+        if info.number < newest:
+            raise ProtocolError(
+                f"offer {info.number} of sender {info.sender} comes after offer {newest}, which "
+                "replaced it; nothing was changed"
+            )
         replaced = self.replaces(info)
-        if info.sender not in self._engines and len(self._engines) >= MAX_PEERS:
+        if not self.knows(info.sender) and len(self._connections) >= MAX_PEERS:
             raise ProtocolError(f"{MAX_PEERS} senders are connected already; shut one down")
         self._opening = info.sender
         try:
-            manifest = self._replace(info)
+            manifest = self._open_engine(info)
         finally:
             self._opening = ""
+        # Kept when the sender leaves: a late offer would then be mistaken for a new one.
+        self._numbers[info.sender] = info.number
+        self._numbers.move_to_end(info.sender)
+        while len(self._numbers) > REMEMBERED_SENDERS:
+            self._numbers.popitem(last=False)
         if info.owner is not None:
             self._set_owner(info.owner, info.sender, replaced)
         return manifest
@@ -110,7 +126,7 @@ class Senders:
             self._owned.clear()
         self._owned.add(sender)
 
-    def _replace(self, info: InitInfo) -> Manifest:
+    def _open_engine(self, info: InitInfo) -> Manifest:
         manifest = manifest_from_wire(info.manifest)
         engine = _engine_of(info.backend, self.keys)
         try:
@@ -123,110 +139,115 @@ class Senders:
             _shut_down(engine)
             raise
         self.close(info.sender)
-        self._engines[info.sender] = engine
-        self._heartbeats[info.sender] = Heartbeat(engine.beat, at_work=self._works)
-        self._paths[info.sender] = info.path
-        self._manifests[info.sender] = manifest
-        self._note_number(info)
+        heartbeat = Heartbeat(engine.beat, at_work=self._is_at_work)
+        self._connections[info.sender] = _Connection(engine, heartbeat, info.path, manifest)
         return manifest
+
+    def _is_at_work(self) -> bool:
+        return self.at_work
+
+    def start_update(self, sender: str) -> WeightTransferEngine:
+        """Return a sender's engine for the open update; start its update the first time.
+
+        Raises UnknownSenderError for a sender that is not connected.
+        """
+        engine = self.get(sender)
+        if engine is not self._receiving:
+            self.finish_update()
+            self._receiving = engine
+            engine.start_weight_update()
+        return engine
+
+    def finish_update(self) -> None:
+        """Finish the engine's update, after a commit or an abort."""
+        engine, self._receiving = self._receiving, None
+        try:
+            if engine is not None:
+                engine.finish_weight_update()
+        except Exception:  # the update is over: what it brought is in use, or discarded
+            logger.exception("%s.finish_weight_update() failed", type(engine).__name__)
 
     def get(self, sender: str) -> WeightTransferEngine:
         """Return a sender's engine. Raises UnknownSenderError for one that is not connected."""
-        engine = self._engines.get(sender)
-        if engine is None:
+        connection = self._connections.get(sender)
+        if connection is None:
             raise UnknownSenderError(
                 f"sender {sender} is not known here (was this server restarted?); "
                 "call init_weight_transfer_engine first"
             )
-        return engine
-
-    def init_reply(self, sender: str) -> Any:
-        """Return the reply of a sender's receiver engine to its trainer engine."""
-        return self.get(sender).init_reply()
+        return connection.engine
 
     def knows(self, sender: str) -> bool:
         """Whether a sender is connected."""
-        return sender in self._engines
+        return sender in self._connections
 
     def manifest(self, sender: str | None) -> Manifest | None:
         """Return the manifest that a sender announced, None where it is not connected."""
-        return self._manifests.get(sender) if sender is not None else None
+        connection = self._connections.get(sender or "")
+        return connection.manifest if connection is not None else None
 
     def alive(self, sender: str) -> bool:
-        """Whether a sender is connected or reconnecting, and lives. Thread-safe."""
-        engine = self._engines.get(sender)
-        if engine is not None and _sender_alive(engine):
+        """Whether a sender is connected or reconnecting, and lives."""
+        connection = self._connections.get(sender)
+        if connection is not None and _sender_alive(connection.engine):
             return True
         # The engine may have been closed meanwhile: the engine that replaced it counts.
         return self._opening == sender or (
-            self._engines.get(sender) is not engine and self.alive(sender)
+            self._connections.get(sender) is not connection and self.alive(sender)
         )
 
     def beat(self, sender: str | None) -> int | None:
         """Return a counter that grows while the sender's process runs; None if not observable."""
-        engine = self._engines.get(sender) if sender is not None else None
+        connection = self._connections.get(sender or "")
+        if connection is None:
+            return None
         try:
-            return engine.sender_beat() if engine is not None else None
+            return connection.engine.sender_beat()
         except Exception:
-            logger.warning("%s.sender_beat() failed", type(engine).__name__, exc_info=True)
+            name = type(connection.engine).__name__
+            logger.warning("%s.sender_beat() failed", name, exc_info=True)
             return None
 
-    def forget_dead(self, *, keep: str | None) -> list[str]:
-        """Close the engines of dead senders, except of `keep`, whose update is still open.
+    def dead(self, *, keep: str | None) -> list[str]:
+        """Return the connected senders that are dead, except `keep`, whose update is still open."""
+        return [s for s in list(self._connections) if s != keep and not self.alive(s)]
+
+    def close_dead(self, *, keep: str | None) -> list[str]:
+        """Close the engines of dead senders, except of `keep`.
 
         Returns the senders that are certainly dead. Of others only the connection is lost.
         """
-        dead = []
-        for sender in list(self._engines):
-            if sender == keep or self.alive(sender):
-                continue
+        dead = self.dead(keep=keep)
+        certain = []
+        for sender in dead:
             logger.info("sender %s is gone; its engine is closed", sender)
-            engine = self._engines.get(sender)
-            if engine is None or _sender_alive(engine) is not None:
-                dead.append(sender)
+            if _sender_alive(self.get(sender)) is not None:
+                certain.append(sender)
             self.close(sender)
-        return dead
+        return certain
 
     def close(self, sender: str) -> None:
         """Close a sender's engine, if it has one."""
-        self._paths.pop(sender, None)
-        self._manifests.pop(sender, None)
-        engine = self._engines.pop(sender, None)
-        if engine is not None:
-            self._heartbeats.pop(sender).close()
-            self.on_close(engine)
-            _shut_down(engine)
-
-    def _works(self) -> bool:
-        return self.at_work()
+        connection = self._connections.pop(sender, None)
+        if connection is not None:
+            connection.heartbeat.close()
+            if connection.engine is self._receiving:
+                self.finish_update()
+            _shut_down(connection.engine)
 
     def close_all(self) -> None:
         """Close every engine."""
-        for sender in list(self._engines):
+        for sender in list(self._connections):
             self.close(sender)
-
-    def _check_number(self, info: InitInfo) -> None:
-        newest = self._numbers.get(info.sender, 0)
-        if info.number < newest:
-            raise ProtocolError(
-                f"offer {info.number} of sender {info.sender} comes after offer {newest}, which "
-                "replaced it; nothing was changed"
-            )
-
-    def _note_number(self, info: InitInfo) -> None:
-        # Kept when the sender leaves: a late offer would then be mistaken for a new one.
-        self._numbers[info.sender] = info.number
-        self._numbers.move_to_end(info.sender)
-        while len(self._numbers) > REMEMBERED_SENDERS:
-            self._numbers.popitem(last=False)
 
     def paths(self) -> dict[str, str]:
         """Return the path of every sender that is connected."""
-        return dict(self._paths)
+        return {sender: known.path for sender, known in self._connections.copy().items()}
 
     def usage(self) -> list[SharedMemoryUsage]:
         """Return the shared memory that the engines hold open."""
-        return [entry for engine in list(self._engines.values()) for entry in _usage(engine)]
+        connections = list(self._connections.values())
+        return [entry for known in connections for entry in _usage(known.engine)]
 
 
 def _usage(engine: WeightTransferEngine) -> list[SharedMemoryUsage]:
@@ -282,9 +303,6 @@ def check_protocol(info: InitInfo, protocol: int) -> None:
         )
 
 
-_KEPT = 256
-
-
 @dataclass(slots=True)
 class _FleetClaim:
     """The fleet version that a sender claimed at init.
@@ -299,10 +317,8 @@ class _FleetClaim:
     lost_at: float | None = None
 
 
-class Readiness:
-    """Whether a receiver may generate.
-
-    `state` guards `lifecycle`; `forget_dead` closes the engines of dead senders.
+class FleetClaims:
+    """The versions that senders claim for their fleets. Callers hold the lock of `lifecycle`.
 
     A sender claims at init a version that its fleet holds. A receiver with an older version is
     CATCHING_UP until a full update commits, or until all senders with such a claim left or died.
@@ -310,95 +326,53 @@ class Readiness:
     because the sender may init again.
     """
 
-    def __init__(
-        self,
-        lifecycle: UpdateLifecycle,
-        senders: Senders,
-        state: threading.RLock,
-        forget_dead: Callable[[], None],
-        grace_s: float,
-    ) -> None:
+    def __init__(self, lifecycle: UpdateLifecycle, senders: Senders, grace_s: float) -> None:
         self._lifecycle = lifecycle
         self._senders = senders
-        self._state = state
-        self._forget_dead = forget_dead
         self._grace_s = grace_s
         self._claims: dict[str, _FleetClaim] = {}
 
-    def refuse(self) -> None:
-        """Raise NotReadyError unless the weights in use are one complete, current version."""
-        if self._lifecycle.required_version:
-            self._forget_dead()
-        reason = self.reason()
-        if reason:
-            raise NotReadyError(
-                reason,
-                state=self._lifecycle.state.value,
-                update_id=self._lifecycle.update_id,
-            )
-
-    def reason(self) -> str:
-        """Return why the weights may not be used; an empty string where they may."""
-        lifecycle = self._lifecycle
-        if lifecycle.may_generate:
-            return ""
-        if lifecycle.required_version and not (lifecycle.torn_by or lifecycle.dirty):
-            return (
-                f"this receiver holds version {lifecycle.version} and joined a fleet that "
-                f"holds version {lifecycle.required_version}; its sender has to bring it up to "
-                "date: call send_weights() or resync()"
-            )
-        return (
-            f"the weights are {lifecycle.state.value}: update {lifecycle.update_id} changed them "
-            "and did not finish; a full update heals this: call send_weights() again"
-        )
-
     def joined(self, sender: str, fleet_version: int) -> None:
         """Record a sender's claim of its fleet's version."""
-        with self._state:
-            self._claims.pop(sender, None)
-            self._claims[sender] = _FleetClaim(fleet_version)
-            while len(self._claims) > _KEPT:
-                del self._claims[next(iter(self._claims))]
-            self._evaluate()
+        self._claims.pop(sender, None)
+        self._claims[sender] = _FleetClaim(fleet_version)
+        while len(self._claims) > _KEPT_CLAIMS:
+            del self._claims[next(iter(self._claims))]
+        self._evaluate()
 
     def left(self, sender: str | None, *, for_good: bool) -> None:
         """Remove the claim of a sender (None: of every sender) that shut down.
 
         Without `for_good` the sender will init again, and its claim is marked as withdrawn.
         """
-        with self._state:
-            for known in list(self._claims) if sender is None else [sender]:
-                if for_good:
-                    self._claims.pop(known, None)
-                elif known in self._claims:
-                    self._claims[known].withdrawn = True
-            if self._lifecycle.required_version:
-                self._evaluate()
+        for known in list(self._claims) if sender is None else [sender]:
+            if for_good:
+                self._claims.pop(known, None)
+            elif known in self._claims:
+                self._claims[known].withdrawn = True
+        if self._lifecycle.required_version:
+            self._evaluate()
 
     def remove_dead(self, dead: Iterable[str]) -> None:
         """Remove the claims of `dead` senders, and of senders that were lost for too long."""
-        with self._state:
-            for sender in dead:
-                self._claims.pop(sender, None)
-            if self._lifecycle.required_version:
-                self._evaluate()
+        for sender in dead:
+            self._claims.pop(sender, None)
+        if self._lifecycle.required_version:
+            self._evaluate()
 
     def started(self) -> None:
         """Record the start of an update. Later claims may be of a newer version than its own."""
-        with self._state:
-            for claim in self._claims.values():
-                claim.during = False
+        for claim in self._claims.values():
+            claim.during = False
 
     def committed(self, sender: str | None, *, partial: bool) -> None:
         """Record the commit of an update; a full one satisfies claims made before it began."""
         if partial:
             return
-        with self._state:
-            for known, claim in self._claims.items():
-                if known == sender or not claim.during:
-                    claim.version = min(claim.version, self._lifecycle.version)
-            self._evaluate()
+        for known, claim in self._claims.items():
+            if known == sender or not claim.during:
+                claim.version = min(claim.version, self._lifecycle.version)
+        self._evaluate()
 
     def _evaluate(self) -> None:
         now = time.monotonic()
