@@ -29,7 +29,7 @@ RECEIVER = {
         "_compile": "compile",
         "_compare": "compare",
     },
-    "weightsync.update.session:ReceiverSession": {"prepare": "prepare", "_commit": "commit"},
+    "weightsync.update.session:ReceiverSession": {"_prepare": "prepare", "_commit": "commit"},
     "weightsync.shm.ring:RingReader": {"wait": "wait", "release": "release"},
     "weightsync.weights.copy_plan:HostCopies": {"run": "copy"},
     "weightsync.weights.copy_plan:CopyAndHash": {"run": "copy and fingerprint"},

@@ -5,7 +5,7 @@ from __future__ import annotations
 import secrets
 import threading
 import warnings
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TypeVar
 
@@ -18,7 +18,7 @@ from weightsync.shm.segment import cleanup_stale
 from weightsync.specs import Manifest
 from weightsync.update.gate import OnHold, OnRelease
 from weightsync.update.history import WorkerReport
-from weightsync.update.lifecycle import ApplyChoice, State, new_update_id
+from weightsync.update.lifecycle import ApplyChoice, State
 from weightsync.update.senders import Senders, check_protocol, installed_backend
 from weightsync.update.session import ReceiverSession
 from weightsync.weights.module_sink import ModuleSink, ShardedModuleSink
@@ -37,7 +37,6 @@ from weightsync.wire.messages import (
     OpenUpdate,
     PauseRequest,
     PrepareRequest,
-    RegisteredUpdate,
     Reply,
     Request,
     ResetCacheRequest,
@@ -45,7 +44,6 @@ from weightsync.wire.messages import (
     SharedMemoryUsage,
     ShutdownRequest,
     StartRequest,
-    StartTerms,
     Status,
     StatusRequest,
     StepReply,
@@ -104,20 +102,18 @@ class WeightReceiver:
             on_hold=on_hold,
             on_release=on_release,
         )
-        self._lease_s = lease_s
         self._on_pause = on_pause
         self._on_resume = on_resume
         self._on_clear_cache = on_clear_cache
-        self._closed = False
         self._paused = threading.Event()
         self._handlers: dict[type[Message], Callable[..., Reply]] = {
             InitRequest: self._init,
             ShutdownRequest: self._shutdown,
-            StartRequest: self._start,
-            UpdateRequest: self._update,
-            PrepareRequest: self._prepare,
-            FinishRequest: self._finish,
-            AbortRequest: self._abort,
+            StartRequest: self._session.start,
+            UpdateRequest: self._session.update,
+            PrepareRequest: self._session.prepare,
+            FinishRequest: self._session.finish,
+            AbortRequest: self._session.abort,
             LabelRequest: self._label,
             CheckRequest: self._check,
             StatusRequest: lambda _: self.status(),
@@ -269,8 +265,7 @@ class WeightReceiver:
         `for_good`: later init and start messages raise ProtocolError. Otherwise a sender may init
         again.
         """
-        self._closed |= for_good
-        self._session.close()
+        self._session.close(for_good=for_good)
 
     def _init(self, request: InitRequest) -> InitReply:
         info = request.init_info
@@ -278,7 +273,6 @@ class WeightReceiver:
             probe = request.probe
             installed_backend(probe.backend).check_probe(probe.payload, self._session.senders.keys)
         if info is not None:
-            self._check_open()
             check_protocol(info, PROTOCOL)
             self._session.init(info)
         return InitReply(
@@ -287,86 +281,9 @@ class WeightReceiver:
             payload=self._session.senders.get(info.sender).init_reply() if info else None,
         )
 
-    def _check_open(self) -> None:
-        if self._closed:
-            raise ProtocolError("this receiver is closed and takes no more weights; make another")
-
     def _shutdown(self, request: ShutdownRequest) -> Status:
         self._session.shutdown(request.sender, leaves=request.leaves)
         return self.status()
-
-    def _start(self, request: StartRequest) -> StepReply:
-        self._check_open()
-        update_id = request.update_id or new_update_id()
-        anonymous = request.anonymous or request.update_id is None
-
-        def start() -> StepReply:
-            if request.sender is not None:
-                self._session.check_start(request.sender, request)
-            return self._session.start(
-                update_id, request, sender=request.sender, anonymous=anonymous
-            )
-
-        return self._once(request.update_id, "start", start)
-
-    def _update(self, request: UpdateRequest) -> StepReply:
-        info = request.update_info
-        epoch = (info.sender, info.epoch) if isinstance(info, RegisteredUpdate) else None
-        # An update with its own handles has no epoch, so a repeated message is executed again.
-        key = request.update_id if epoch else None
-        return self._once(key, ("update", epoch), lambda: self._run_update(request))
-
-    def _run_update(self, request: UpdateRequest) -> StepReply:
-        info = request.update_info
-        sender = info.sender if isinstance(info, RegisteredUpdate) else None
-        whole = request.update_id is None and request.start is None and not self._session.is_open
-        if whole or request.start is not None:
-            update_id = request.update_id or new_update_id()
-            if sender is not None:
-                self._session.check_start(sender, request.start)
-            anonymous = request.update_id is None
-            terms = request.start or StartTerms()
-            self._session.start(update_id, terms, sender=sender, anonymous=anonymous)
-        else:
-            update_id = self._session.open_id(request.update_id, "update_weights")
-        reply = self._session.load(update_id, info)
-        if whole or request.prepare:
-            reply = self._session.prepare(update_id)
-        if whole:
-            reply = self._session.finish(update_id, digest=None, label=None, clear_cache=True)
-        return reply
-
-    def _prepare(self, request: PrepareRequest) -> StepReply:
-        update_id = self._session.open_id(request.update_id, "prepare_weight_update")
-        return self._once(request.update_id, "prepare", lambda: self._session.prepare(update_id))
-
-    def _finish(self, request: FinishRequest) -> StepReply:
-        update_id = self._session.open_id(request.update_id, "finish_weight_update")
-
-        def finish() -> StepReply:
-            if request.update_id is None:
-                self._session.prepare(update_id)
-            return self._session.finish(
-                update_id,
-                digest=request.table_digest,
-                label=request.weight_version,
-                clear_cache=request.clear_cache,
-            )
-
-        return self._once(request.update_id, "finish", finish)
-
-    def _abort(self, request: AbortRequest) -> StepReply:
-        if request.update_id is None and self._session.is_open:
-            self._session.open_id(None, "abort_weight_update")
-        return self._session.abort(request.update_id, request.reason)
-
-    def _once(
-        self, update_id: str | None, step: Hashable, call: Callable[[], StepReply]
-    ) -> StepReply:
-        """Return the first reply for a retry; anonymous steps have no key and run again."""
-        if update_id is None:
-            return call()
-        return self._session.table.once(update_id, step, call, timeout_s=self._lease_s)
 
     def _label(self, request: LabelRequest) -> Status:
         with self._session.lock:

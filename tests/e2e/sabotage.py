@@ -19,16 +19,16 @@ def arm(receiver: ws.WeightReceiver, step: Step, act: Act) -> None:
     session: Any = receiver._session
     owner, name = {
         "init": (session, "init"),
-        "start": (session, "check_start"),
+        "start": (session, "_start"),
         "load": (session, "_check_not_aborted"),
         "finish": (session, "_clear_cache"),
     }[step]
     genuine = getattr(owner, name)
     calls = itertools.count()
 
-    def fail(*args: object) -> object:
+    def fail(*args: object, **named: object) -> object:
         if step == "load" and next(calls) < LOOKS_BEFORE:
-            return genuine(*args)
+            return genuine(*args, **named)
         if act == "die":
             os.kill(os.getpid(), signal.SIGKILL)
         setattr(owner, name, genuine)

@@ -75,7 +75,7 @@ def test_the_open_update_is_known_until_it_ends() -> None:
         assert 0.02 <= record.duration_s <= time.time() - before
         handle = receiver.handle
         handle({"call": "start_weight_update", "body": {"update_id": "u"}})
-        assert receiver.open_update
+        assert receiver.status().update_id == "u"
         handle({"call": "abort_weight_update", "body": {"update_id": "u"}})
         assert not receiver.open_update
     receiver.close()

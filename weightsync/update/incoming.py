@@ -66,29 +66,9 @@ class IncomingUpdate:
         self.tied.update(received.tied)
 
     @property
-    def nbytes(self) -> int:
-        """Bytes of weights that arrived."""
-        return sum(manifest.nbytes for manifest in self.manifests)
-
-    @property
-    def verified(self) -> Verification:
-        """The weakest verification level of any part."""
-        return min(self.levels, key=_STRENGTH.index, default="none")
-
-    @property
     def table_digest(self) -> str | None:
         """The digest of all received fingerprints, in order; None without any."""
         return table_digest(self.fingerprints) if self.fingerprints else None
-
-    @property
-    def apply(self) -> Apply:
-        """How the weights are applied: in place if any load target is."""
-        return "in_place" if any(target.in_place for target in self.load_targets) else "staged"
-
-    @property
-    def extra_nbytes(self) -> int:
-        """Bytes that the load targets hold in addition to the model, at their peak."""
-        return sum(load_target.peak_extra_nbytes for load_target in self.load_targets)
 
     def validate(self, sink: WeightSink, offered: Manifest | None) -> None:
         """Check that the update is complete. Called when all messages were received.
@@ -118,7 +98,9 @@ class IncomingUpdate:
                 )
             sink.difference(union(self.manifests, sink.ties)).check(partial=False)
             return
-        if any(not sink.difference(m).missing for m in self._whole_manifests(sink)):
+        if sink.manifest is not None and any(
+            not sink.difference(manifest).missing for manifest in self.manifests
+        ):
             return
         arrived = {name for manifest in self.manifests for name in manifest.index}
         missing = [name for name, names in wanted.places().items() if arrived.isdisjoint(names)]
@@ -135,10 +117,6 @@ class IncomingUpdate:
         if wrong:
             raise ManifestMismatchError(mismatched=wrong)
 
-    def _whole_manifests(self, sink: WeightSink) -> list[Manifest]:
-        """Return the manifests that may be whole: none where the sink declares no manifest."""
-        return self.manifests if sink.manifest is not None else []
-
     def check_digest(self, expected: str | None) -> None:
         """Raise VerificationError unless the sender's table of fingerprints is the received one."""
         if expected is not None and self.table_digest not in (None, expected):
@@ -149,15 +127,18 @@ class IncomingUpdate:
 
     def reply(self, state: State, version: int, apply: Apply, stall_s: float = 0.0) -> StepReply:
         """Return a reply with the received part of the update. `apply` is used without targets."""
+        targets = self.load_targets
+        if targets:
+            apply = "in_place" if any(target.in_place for target in targets) else "staged"
         return StepReply(
             state=state.value,
             version=version,
             update_id=self.update_id,
-            apply=self.apply if self.load_targets else apply,
-            verified=self.verified,
-            nbytes=self.nbytes,
+            apply=apply,
+            verified=min(self.levels, key=_STRENGTH.index, default="none"),  # the weakest
+            nbytes=sum(manifest.nbytes for manifest in self.manifests),
             stall_s=stall_s,
-            peak_extra_nbytes=self.extra_nbytes,
+            peak_extra_nbytes=sum(target.peak_extra_nbytes for target in targets),
             seconds=dict(self.seconds),
             table_digest=self.table_digest,
         )
@@ -197,14 +178,24 @@ class LoadTargets:
         return self._subsets.get(digest)
 
     def get(self, layout: StreamLayout, *, whole: bool) -> LoadTarget:
-        """Return the load target of a layout; open it where there is none."""
+        """Return the load target of a layout; open it where there is none.
+
+        It is in place where "auto" finds no memory for a staged one.
+        """
         known = self.find(layout)
         if known is not None:
             return known
         digest = layout.manifest.digest
         if whole:
             self.apply = self._choose(layout)
-        load_target = self._open_target(layout)
+        try:
+            load_target = self._sink.open_target(layout, self.apply)
+        except TransferError:
+            if self._choice != "auto" or self.apply == "in_place":
+                raise
+            self._warn(layout)
+            self.apply = "in_place"
+            load_target = self._sink.open_target(layout, self.apply)
         if whole:
             self._whole = (digest, load_target)
         else:
@@ -212,17 +203,6 @@ class LoadTargets:
             while len(self._subsets) > _KEPT_SUBSETS:
                 self._subsets.popitem(last=False)
         return load_target
-
-    def _open_target(self, layout: StreamLayout) -> LoadTarget:
-        """Open a load target; in place where "auto" finds no memory for a staged one."""
-        try:
-            return self._sink.open_target(layout, self.apply)
-        except TransferError:
-            if self._choice != "auto" or self.apply == "in_place":
-                raise
-            self._warn(layout)
-            self.apply = "in_place"
-            return self._sink.open_target(layout, self.apply)
 
     def _choose(self, layout: StreamLayout) -> Apply:
         if self._choice != "auto":

@@ -123,17 +123,17 @@ class UpdateLifecycle:
 
     def mark_dirty(self, update_id: str) -> None:
         """Mark the weights in use as dirty. Called before an update in place writes to them."""
-        self._expect(update_id, State.UPDATING, step="load")
+        self.expect(update_id, State.UPDATING, step="load")
         self.dirty = True
 
     def prepared(self, update_id: str) -> None:
         """UPDATING becomes PREPARED: all tensors arrived and were checked."""
-        self._expect(update_id, State.UPDATING, step="prepare")
+        self.expect(update_id, State.UPDATING, step="prepare")
         self.state = State.PREPARED
 
     def finish(self, update_id: str) -> None:
         """PREPARED becomes READY with the new version."""
-        terms = self._expect(update_id, State.PREPARED, step="finish")
+        terms = self.expect(update_id, State.PREPARED, step="finish")
         self.version = self.next_version
         self.label = terms.label
         if not terms.partial:
@@ -197,7 +197,11 @@ class UpdateLifecycle:
         if terms.version <= self.version and not heals:
             raise StaleVersionError(held=self.version, offered=terms.version)
 
-    def _expect(self, update_id: str, state: State, *, step: str) -> Terms:
+    def expect(self, update_id: str, state: State, *, step: str) -> Terms:
+        """Return the terms of the open update, if it is this one in this state.
+
+        Raises UpdateConflictError otherwise.
+        """
         if self.terms is None or self.terms.update_id != update_id or self.state is not state:
             raise self._conflict(f"{step} of update {update_id}")
         return self.terms

@@ -7,6 +7,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 from msgspec.structs import replace
 
@@ -136,7 +137,7 @@ class Senders:
             engine.init_transfer_engine(info)
             check_plain(engine.init_reply(), f"{type(engine).__name__}.init_reply()")
         except BaseException:
-            _shut_down(engine)
+            _logged(engine, "shutdown")
             raise
         self.close(info.sender)
         heartbeat = Heartbeat(engine.beat, at_work=self._is_at_work)
@@ -161,11 +162,8 @@ class Senders:
     def finish_update(self) -> None:
         """Finish the engine's update, after a commit or an abort."""
         engine, self._receiving = self._receiving, None
-        try:
-            if engine is not None:
-                engine.finish_weight_update()
-        except Exception:  # the update is over: what it brought is in use, or discarded
-            logger.exception("%s.finish_weight_update() failed", type(engine).__name__)
+        if engine is not None:
+            _logged(engine, "finish_weight_update")
 
     def get(self, sender: str) -> WeightTransferEngine:
         """Return a sender's engine. Raises UnknownSenderError for one that is not connected."""
@@ -189,7 +187,7 @@ class Senders:
     def alive(self, sender: str) -> bool:
         """Whether a sender is connected or reconnecting, and lives."""
         connection = self._connections.get(sender)
-        if connection is not None and _sender_alive(connection.engine):
+        if connection is not None and _logged(connection.engine, "sender_alive"):
             return True
         # The engine may have been closed meanwhile: the engine that replaced it counts.
         return self._opening == sender or (
@@ -201,12 +199,8 @@ class Senders:
         connection = self._connections.get(sender or "")
         if connection is None:
             return None
-        try:
-            return connection.engine.sender_beat()
-        except Exception:
-            name = type(connection.engine).__name__
-            logger.warning("%s.sender_beat() failed", name, exc_info=True)
-            return None
+        beat: int | None = _logged(connection.engine, "sender_beat")
+        return beat
 
     def dead(self, *, keep: str | None) -> list[str]:
         """Return the connected senders that are dead, except `keep`, whose update is still open."""
@@ -217,28 +211,25 @@ class Senders:
 
         Returns the senders that are certainly dead. Of others only the connection is lost.
         """
-        dead = self.dead(keep=keep)
         certain = []
-        for sender in dead:
+        for sender in self.dead(keep=keep):
             logger.info("sender %s is gone; its engine is closed", sender)
-            if _sender_alive(self.get(sender)) is not None:
+            engine = self.get(sender)
+            if _logged(engine, "sender_alive") is not None:
                 certain.append(sender)
             self.close(sender)
         return certain
 
-    def close(self, sender: str) -> None:
-        """Close a sender's engine, if it has one."""
-        connection = self._connections.pop(sender, None)
-        if connection is not None:
+    def close(self, sender: str | None) -> None:
+        """Close a sender's engine, if it has one; None: every engine."""
+        for closed in list(self._connections) if sender is None else [sender]:
+            connection = self._connections.pop(closed, None)
+            if connection is None:
+                continue
             connection.heartbeat.close()
             if connection.engine is self._receiving:
                 self.finish_update()
-            _shut_down(connection.engine)
-
-    def close_all(self) -> None:
-        """Close every engine."""
-        for sender in list(self._connections):
-            self.close(sender)
+            _logged(connection.engine, "shutdown")
 
     def paths(self) -> dict[str, str]:
         """Return the path of every sender that is connected."""
@@ -247,32 +238,16 @@ class Senders:
     def usage(self) -> list[SharedMemoryUsage]:
         """Return the shared memory that the engines hold open."""
         connections = list(self._connections.values())
-        return [entry for known in connections for entry in _usage(known.engine)]
+        return [entry for known in connections for entry in _logged(known.engine, "usage") or []]
 
 
-def _usage(engine: WeightTransferEngine) -> list[SharedMemoryUsage]:
+def _logged(engine: WeightTransferEngine, method: str) -> Any:
+    """Call a method of an engine. An error is logged, and fails no status, init or update: None."""
     try:
-        return engine.usage()
+        return getattr(engine, method)()
     except Exception:
-        logger.warning("%s.usage() failed", type(engine).__name__, exc_info=True)
-        return []
-
-
-def _sender_alive(engine: WeightTransferEngine) -> bool | None:
-    """Return `sender_alive()`, None where it raises: every status and every init calls it."""
-    try:
-        return engine.sender_alive()
-    except Exception:
-        logger.warning("%s.sender_alive() failed", type(engine).__name__, exc_info=True)
+        logger.warning("%s.%s() failed", type(engine).__name__, method, exc_info=True)
         return None
-
-
-def _shut_down(engine: WeightTransferEngine) -> None:
-    """Have an engine close everything; an error of it is logged, for no caller can mend that."""
-    try:
-        engine.shutdown()
-    except Exception:
-        logger.exception("%s.shutdown() failed", type(engine).__name__)
 
 
 def installed_backend(name: str) -> Backend:

@@ -7,7 +7,7 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
 
@@ -19,17 +19,28 @@ from weightsync.specs import Manifest
 from weightsync.update.gate import OnHold, OnRelease, ReadWriteGate
 from weightsync.update.history import UpdateTable
 from weightsync.update.incoming import IncomingUpdate, LoadTargets
-from weightsync.update.lifecycle import ApplyChoice, State, Terms, UpdateLifecycle
+from weightsync.update.lifecycle import (
+    ApplyChoice,
+    State,
+    Terms,
+    UpdateLifecycle,
+    new_update_id,
+)
 from weightsync.update.senders import FleetClaims, Senders
 from weightsync.weights.layout import StreamLayout
 from weightsync.weights.sink import LoadTarget, WeightSink, check_manifest
 from weightsync.wire.messages import (
+    AbortRequest,
     EmptyUpdate,
+    FinishRequest,
     OpenUpdate,
+    PrepareRequest,
     RegisteredUpdate,
+    StartRequest,
     StartTerms,
     StepReply,
     UpdateInfo,
+    UpdateRequest,
 )
 from weightsync.wire.offers import InitInfo, describe
 
@@ -44,7 +55,7 @@ _WATCH_S = 1.0
 
 
 class ReceiverSession:
-    """Owns the state of one receiver. Thread-safe.
+    """Owns the state of one receiver, and executes the messages of updates. Thread-safe.
 
     `lock` guards the lifecycle, the running step, the gate, the table of updates, the claims of
     senders and the lease. It is held for moments only. A *step* works without it: it loads or
@@ -80,14 +91,14 @@ class ReceiverSession:
             on_release=on_release,
             gpus=lambda: sink.gpus,
         )
+        self._closed = False
         self._claims = FleetClaims(self.lifecycle, senders, lease_s)
         self._clear_cache = clear_cache
         self._lease_s = lease_s
         self._incoming: IncomingUpdate | None = None
         self._abort_reason = ""
         self._step_ended = threading.Condition(self.lock)
-        self._busy = False
-        self._busy_with = ""
+        self._step: str | None = None
         self._timer = ProgressTimer(self._check_progress, self.lock)
         self._beat: int | None = None
         self._last_message_at = self._last_sign_at = 0.0
@@ -96,12 +107,13 @@ class ReceiverSession:
     @property
     def busy(self) -> bool:
         """Whether a step is running."""
-        return self._busy
+        return self._step is not None
 
     @property
-    def is_open(self) -> bool:
-        """Whether an update is open."""
-        return self._incoming is not None
+    def orphaned(self) -> bool:
+        """Whether the sender of the open update is dead, or was refused when it reconnected."""
+        sender = self._sender
+        return sender is not None and not self.senders.alive(sender)
 
     @property
     def open_update(self) -> OpenUpdate | None:
@@ -119,11 +131,15 @@ class ReceiverSession:
             )
 
     @property
-    def orphaned(self) -> bool:
-        """Whether the sender of the open update is dead, or was refused when it reconnected."""
+    def _sender(self) -> str | None:
+        """The sender of the open update."""
         incoming = self._incoming
-        sender = incoming.sender if incoming else None
-        return sender is not None and not self.senders.alive(sender)
+        return incoming.sender if incoming is not None else None
+
+    def _conflict(self, why: str) -> UpdateConflictError:
+        return UpdateConflictError(
+            why, state=self.lifecycle.state.value, update_id=self.lifecycle.update_id
+        )
 
     # Senders
 
@@ -133,12 +149,13 @@ class ReceiverSession:
         Raises SenderConflictError where the receiver belongs to another living sender, and the
         errors of the engine, the manifest check and the load target.
         """
+        self._check_open()
         replaced = self.senders.replaces(info)
         if replaced is not None and self.lifecycle.state is State.UPDATING:
             # Its loader may wait for a sender that is stopped. The new owner recovers a PREPARED
             # update: other receivers may have committed it.
-            self.abort(None, f"{describe(replaced)} was replaced as the owner of this receiver")
-        with self._step("init"):
+            self._abort(None, f"{describe(replaced)} was replaced as the owner of this receiver")
+        with self._in_step("init"):
             self._close_dead_senders()
             manifest = self.senders.open(info)
             try:
@@ -161,18 +178,11 @@ class ReceiverSession:
         With `leaves` False the sender will init again, and its claim of a fleet version stays.
         Raises UpdateConflictError while an update of that sender is open.
         """
-        with self._step("shutdown"):
+        with self._in_step("shutdown"):
             holder = self._incoming
             if holder is not None and sender in (None, holder.sender):
-                raise UpdateConflictError(
-                    f"update {holder.update_id} is open; finish or abort it first",
-                    state=self.lifecycle.state.value,
-                    update_id=holder.update_id,
-                )
-            if sender is None:
-                self.senders.close_all()
-            else:
-                self.senders.close(sender)
+                raise self._conflict(f"update {holder.update_id} is open; finish or abort it first")
+            self.senders.close(sender)
             with self.lock:
                 self._claims.left(sender, for_good=leaves)
 
@@ -180,63 +190,172 @@ class ReceiverSession:
         """Close the engines of dead senders, unless a step is running. Never waits."""
         if self.lifecycle.state is State.ABORTING:
             return  # the call that ends the update waits for its turn
-        if not (self.lifecycle.required_version or self.senders.dead(keep=self._sender)):
-            return
-        if self._begin_step(wait_s=0):
-            try:
-                self._close_dead_senders()
-            finally:
-                self._end_step()
+        if self.lifecycle.required_version or self.senders.dead(keep=self._sender):
+            with self._turn(wait_s=0) as ours:
+                if ours:
+                    self._close_dead_senders()
 
     def _close_dead_senders(self) -> None:
         dead = self.senders.close_dead(keep=self._sender)
         with self.lock:
             self._claims.remove_dead(dead)
 
-    @property
-    def _sender(self) -> str | None:
-        """The sender of the open update."""
-        incoming = self._incoming
-        return incoming.sender if incoming is not None else None
+    # Messages of an update
 
-    # The steps of an update
+    def start(self, request: StartRequest) -> StepReply:
+        """READY becomes UPDATING."""
+        self._check_open()
+        update_id = request.update_id or new_update_id()
+        anonymous = request.anonymous or request.update_id is None
 
-    def open_id(self, update_id: str | None, step: str) -> str:
+        def start() -> StepReply:
+            self._start(update_id, request, request.sender, anonymous=anonymous)
+            return self._reply()
+
+        return self._once(request.update_id, "start", start)
+
+    def update(self, request: UpdateRequest) -> StepReply:
+        """Load the tensors of one message. An error aborts the whole update."""
+        info = request.update_info
+        if isinstance(info, RegisteredUpdate):
+            step = ("update", info.sender, info.epoch)
+            return self._once(request.update_id, step, lambda: self._update(request, info.sender))
+        return self._update(request, None)  # without an epoch a retry is executed again
+
+    def _update(self, request: UpdateRequest, sender: str | None) -> StepReply:
+        terms, update_id = request.start, request.update_id
+        whole = update_id is None and terms is None and self._incoming is None
+        if whole or terms is not None:
+            update_id = update_id or new_update_id()
+            anonymous = request.update_id is None
+            self._start(update_id, terms or StartTerms(), sender, anonymous=anonymous)
+        else:
+            update_id = self._id_of(update_id, "update_weights")
+        self._load(update_id, request.update_info)
+        if whole or request.prepare:
+            self._prepare(update_id)
+        return self._finish(update_id, FinishRequest()) if whole else self._reply()
+
+    def prepare(self, request: PrepareRequest) -> StepReply:
+        """UPDATING becomes PREPARED, if the update is complete. Idempotent."""
+        update_id = self._id_of(request.update_id, "prepare_weight_update")
+        return self._once(request.update_id, "prepare", lambda: self._prepare(update_id))
+
+    def finish(self, request: FinishRequest) -> StepReply:
+        """PREPARED becomes READY: the new weights are in use when this returns. Idempotent."""
+        update_id = self._id_of(request.update_id, "finish_weight_update")
+
+        def finish() -> StepReply:
+            if request.update_id is None:
+                self._prepare(update_id)
+            return self._finish(update_id, request)
+
+        return self._once(request.update_id, "finish", finish)
+
+    def abort(self, request: AbortRequest) -> StepReply:
+        """Abort the update. Returns when the loader has stopped, or with ABORTING after `lease_s`.
+
+        An update that is being committed is not aborted: the reply has its result.
+        """
+        if request.update_id is None and self._incoming is not None:
+            self._id_of(None, "abort_weight_update")
+        return self._abort(request.update_id, request.reason)
+
+    def _abort(self, update_id: str | None, reason: str) -> StepReply:
+        with self.lock:
+            incoming = self._incoming
+            holder = incoming.update_id if incoming else ""
+            if update_id is not None and update_id not in (holder, self.lifecycle.last_finished):
+                self.table.aborted(update_id)
+                self.table.forget(update_id)
+            if incoming is None:
+                return self._reply()
+            if not (incoming.committing and update_id in (None, holder)):
+                self.lifecycle.begin_abort(update_id or holder)
+                self._abort_reason = reason or "its sender aborted it"
+        with self._turn() as ours:
+            if ours and self.lifecycle.state is State.ABORTING:
+                self._give_up(incoming)
+        if not ours:
+            self._renew_lease()  # the abort is tried again when the lease expires
+        if holder != self.lifecycle.last_finished:
+            self.table.forget(holder)
+        return self._reply()
+
+    def close(self, *, for_good: bool) -> None:
+        """Abort the open update, wait for its loader, and close every engine.
+
+        If the loader does not stop in time, the memory that it reads stays mapped: to unmap it
+        would crash the process. `for_good`: no sender may connect, and no update start, again.
+        """
+        self._closed |= for_good
+        self._abort(None, "the receiver is closed")
+        with self._turn() as ours:
+            if ours:
+                self.senders.close(None)
+            else:
+                logger.warning("a loader is still running; the memory that it reads stays mapped")
+        self._timer.close()
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise ProtocolError("this receiver is closed and takes no more weights; make another")
+
+    def _once(
+        self, update_id: str | None, step: Hashable, call: Callable[[], StepReply]
+    ) -> StepReply:
+        """Return the first reply for a retry; anonymous steps have no key and run again."""
+        if update_id is None:
+            return call()
+        return self.table.once(update_id, step, call, timeout_s=self._lease_s)
+
+    def _id_of(self, update_id: str | None, call: str) -> str:
         """Return the update of a message: the one that it names, or the anonymous session.
 
         Raises UpdateConflictError where it names none and no anonymous session is open.
         """
-        incoming = self._incoming
         if update_id is not None:
             return update_id
+        incoming = self._incoming
         if incoming is None or not incoming.anonymous:
             holder = f"update {incoming.update_id} is" if incoming else "no update is"
             raise UpdateConflictError(
-                f"{step} without update_id: {holder} open, and no anonymous session; name the "
+                f"{call} without update_id: {holder} open, and no anonymous session; name the "
                 "update, or start a session with start_weight_update",
                 state=self.lifecycle.state.value,
                 update_id=incoming.update_id if incoming else "",
             )
         return incoming.update_id
 
-    def check_start(self, sender: str, terms: StartTerms | None) -> None:
-        """Check that the sender is connected, and sends the model that it announced at init.
+    def _reply(self) -> StepReply:
+        """Return a reply with the receiver's state, and the received part of the open update."""
+        with self.lock:
+            incoming, torn_by = self._incoming, self.lifecycle.torn_by
+            state, version = self.lifecycle.state, self.lifecycle.version
+        apply = self.load_targets.apply
+        if incoming is not None:
+            return incoming.reply(state, version, apply)
+        return StepReply(state=state.value, version=version, update_id=torn_by or None, apply=apply)
 
-        Raises UnknownSenderError or ProtocolError.
+    # The steps of an update
+
+    def _start(
+        self, update_id: str, terms: StartTerms, sender: str | None, *, anonymous: bool
+    ) -> None:
+        """Open an update. Only an `anonymous` one takes messages without an id.
+
+        Raises UnknownSenderError for a sender that is not connected, ProtocolError for another
+        model than it announced at init, UpdateConflictError and StaleVersionError.
         """
-        self.senders.get(sender)
-        manifest = self.senders.manifest(sender)
-        digest = manifest.digest if manifest is not None else None
-        if terms is not None and terms.manifest_digest not in (None, digest):
-            raise ProtocolError(
-                f"the update has manifest {terms.manifest_digest}, init announced {digest}; "
-                "init again with the new manifest"
-            )
-
-    def start(
-        self, update_id: str, terms: StartTerms, *, sender: str | None, anonymous: bool = False
-    ) -> StepReply:
-        """READY becomes UPDATING. Only an `anonymous` update takes messages without an id."""
+        if sender is not None:
+            self.senders.get(sender)
+            manifest = self.senders.manifest(sender)
+            digest = manifest.digest if manifest is not None else None
+            if terms.manifest_digest not in (None, digest):
+                raise ProtocolError(
+                    f"the update has manifest {terms.manifest_digest}, init announced {digest}; "
+                    "init again with the new manifest"
+                )
         with self.lock:
             self.table.check_not_aborted(update_id)
             self.lifecycle.start(
@@ -251,7 +370,6 @@ class ReceiverSession:
                 )
             )
             if self._incoming is None:
-                self._abort_reason = ""
                 self._claims.started()
                 self._incoming = IncomingUpdate(
                     update_id,
@@ -261,51 +379,43 @@ class ReceiverSession:
                     manifest_digest=terms.manifest_digest,
                 )
         self._renew_lease()
-        return self.reply()
 
-    def load(self, update_id: str, info: UpdateInfo) -> StepReply:
-        """Load the tensors of one message. An error aborts the whole update."""
-        with self._step("load", update_id), self._expected(update_id, State.UPDATING) as incoming:
+    def _load(self, update_id: str, info: UpdateInfo) -> None:
+        with self._update_step("load", update_id), self._expected("load", update_id) as incoming:
             started = time.perf_counter()
             incoming.note(self._receive(incoming, info))
             incoming.timed("load", started)
-            self._check_not_aborted(incoming)
-        return self.reply()
+            self._check_not_aborted()
 
-    def prepare(self, update_id: str) -> StepReply:
-        """UPDATING becomes PREPARED, if the update is complete. Idempotent."""
+    def _prepare(self, update_id: str) -> StepReply:
+        lifecycle = self.lifecycle
         with self.lock:
-            prepared = (State.PREPARED, update_id)
-            repeated = (self.lifecycle.state, self.lifecycle.update_id) == prepared
-        if repeated:
+            again = lifecycle.state is State.PREPARED and lifecycle.update_id == update_id
+        if again:
             self._renew_lease()
-            return self.reply()
+            return self._reply()
         with (
-            self._step("prepare", update_id),
-            self._expected(update_id, State.UPDATING) as incoming,
+            self._update_step("prepare", update_id),
+            self._expected("prepare", update_id) as incoming,
         ):
             started = time.perf_counter()
             incoming.validate(self.sink, self.senders.manifest(incoming.sender))
             incoming.timed("settle", started)
             with self.lock:
-                self.lifecycle.prepared(update_id)
-        return self.reply()
+                lifecycle.prepared(update_id)
+        return self._reply()
 
-    def finish(
-        self, update_id: str, *, digest: str | None, label: str | None, clear_cache: bool
-    ) -> StepReply:
-        """PREPARED becomes READY: the new weights are in use when this returns. Idempotent."""
-        with self._step("finish", update_id):
+    def _finish(self, update_id: str, request: FinishRequest) -> StepReply:
+        with self._update_step("finish", update_id):
             last = self.table.last_reply
             if update_id == self.lifecycle.last_finished and last is not None:
                 return last
-            with self._expected(update_id, State.PREPARED) as incoming:
-                incoming.check_digest(digest)
-                state = self._commit(incoming, label, clear_cache=clear_cache)
+            with self._expected("finish", update_id, State.PREPARED) as incoming:
+                incoming.check_digest(request.table_digest)
+                state = self._commit(incoming, request)
             try:
-                reply = incoming.reply(
-                    state, self.lifecycle.version, self.load_targets.apply, self.gate.held_s
-                )
+                version, apply = self.lifecycle.version, self.load_targets.apply
+                reply = incoming.reply(state, version, apply, self.gate.held_s)
                 duration_s = time.perf_counter() - incoming.started
                 self.table.committed(reply, self.lifecycle.label, duration_s)
                 return reply
@@ -313,14 +423,14 @@ class ReceiverSession:
                 self.gate.release()
                 self.senders.finish_update()
 
-    def _commit(self, incoming: IncomingUpdate, label: str | None, *, clear_cache: bool) -> State:
+    def _commit(self, incoming: IncomingUpdate, request: FinishRequest) -> State:
         """Swap in the new weights while no reader is active, and return the state afterwards.
 
         The gate is still held when this returns.
         """
         started = time.perf_counter()
         with self.lock:
-            self._check_not_aborted(incoming)
+            self._check_not_aborted()
             incoming.committing = True
         if not self.gate.held:
             self.gate.hold(self._lease_s)
@@ -333,72 +443,35 @@ class ReceiverSession:
         # released.
         wait_for(self.sink.gpus)
         # Before the commit: new weights with a stale cache are not one complete version.
-        if clear_cache and self._clear_cache is not None:
+        if request.clear_cache and self._clear_cache is not None:
             self._clear_cache()
         incoming.timed("swap", started)
         with self.lock:
             self.lifecycle.finish(incoming.update_id)
             self._claims.committed(incoming.sender, partial=incoming.partial)
-            if label is not None:
-                self.lifecycle.label = label
+            if request.weight_version is not None:
+                self.lifecycle.label = request.weight_version
             self._incoming = None  # at once: the next start may come before this step ends
             return self.lifecycle.state
 
-    def abort(self, update_id: str | None, reason: str) -> StepReply:
-        """Abort the update. Returns when the loader has stopped, or with ABORTING after `lease_s`.
-
-        An update that is being committed is not aborted: the reply has its result.
-        """
+    def _give_up(self, incoming: IncomingUpdate) -> None:
+        """Return to READY(v), or enter TORN. Called in a step; ignores an update that has ended."""
         with self.lock:
-            incoming = self._incoming
-            holder = incoming.update_id if incoming else ""
-            if update_id is not None and update_id not in (holder, self.lifecycle.last_finished):
-                self.table.aborted(update_id)
-                self.table.forget(update_id)
-            if incoming is not None and not (incoming.committing and update_id in (None, holder)):
-                self.lifecycle.begin_abort(update_id or holder)
-                self._abort_reason = reason or "its sender aborted it"
-        if incoming is None:
-            return self.reply()
-        if self._begin_step():
-            try:
-                if self.lifecycle.state is State.ABORTING:
-                    self._give_up(incoming)
-            finally:
-                self._end_step()
-        else:
-            self._renew_lease()  # the abort is tried again when the lease expires
-        if holder != self.lifecycle.last_finished:
-            self.table.forget(holder)
-        return self.reply()
-
-    def reply(self) -> StepReply:
-        """Return a reply with the receiver's state, and the received part of the open update."""
-        with self.lock:
-            incoming, torn_by = self._incoming, self.lifecycle.torn_by
-            state, version = self.lifecycle.state, self.lifecycle.version
-        apply = self.load_targets.apply
-        if incoming is not None:
-            return incoming.reply(state, version, apply)
-        return StepReply(state=state.value, version=version, update_id=torn_by or None, apply=apply)
-
-    def close(self) -> None:
-        """Abort the open update, wait for its loader, and close every engine.
-
-        If the loader does not stop in time, the memory that it reads stays mapped: to unmap it
-        would crash the process.
-        """
-        self.abort(None, "the receiver is closed")
-        if self._begin_step():
-            try:
-                self.senders.close_all()
-            finally:
-                self._end_step()
-        else:
-            logger.warning("a loader is still running; the memory that it reads stays mapped")
-        self._timer.close()
-
-    # Loading; all of this is called in a step
+            if self._incoming is not incoming:
+                return
+            self.table.aborted(incoming.update_id)  # repeated messages must not start it again
+            self.lifecycle.begin_abort(incoming.update_id)
+        try:
+            for load_target in incoming.load_targets:
+                load_target.discard()
+        finally:
+            with self.lock:
+                self.lifecycle.end_abort()
+                self._incoming = None
+                self.table.given_up(torn=self.lifecycle.state is State.TORN)
+            if self.gate.held:
+                self.gate.release()
+            self.senders.finish_update()
 
     def _receive(self, incoming: IncomingUpdate, info: UpdateInfo) -> Received:
         """Load the tensors of one message into their load target. Raises the engine's errors."""
@@ -441,16 +514,16 @@ class ReceiverSession:
         return LoadContext(
             open_target=open_target,
             mark_dirty=mark_dirty,
-            check=lambda: self._check_not_aborted(incoming),
+            check=self._check_not_aborted,
             verification=self.sink.verification,
             lends_views=not getattr(self.sink, "keeps_views", False),
             ties=self.sink.ties,
         )
 
-    def _check_not_aborted(self, incoming: IncomingUpdate) -> None:
-        """Raise TransferError when the update is being aborted."""
+    def _check_not_aborted(self) -> None:
+        """Raise TransferError when the open update is being aborted."""
         if self.lifecycle.state is State.ABORTING:
-            raise TransferError(f"update {incoming.update_id} ends: {self._abort_reason}")
+            raise TransferError(f"update {self.lifecycle.update_id} ends: {self._abort_reason}")
 
     def _load_target(self, layout: StreamLayout, *, whole: bool) -> LoadTarget:
         """Return the load target of a layout. Opens it with readers blocked: the model may move."""
@@ -466,90 +539,63 @@ class ReceiverSession:
     # One step at a time
 
     @contextmanager
-    def _step(self, step: str, update_id: str = "") -> Iterator[None]:
-        """Run one step, of an update if it is given one; its lease does not run meanwhile.
+    def _turn(self, update_id: str = "", *, wait_s: float | None = None) -> Iterator[bool]:
+        """Run the block as a step, of an update if one is named; yield whether it is one.
 
-        Raises UpdateConflictError where another step does not end within `lease_s`.
+        It is none where another step does not end within `wait_s` seconds, by default `lease_s`.
         """
-        if update_id:
-            self._timer.renew(None)
+        wait_s = self._lease_s if wait_s is None else wait_s
+        with self.lock:
+            ours = self._step_ended.wait_for(lambda: self._step is None, wait_s)
+            if ours:
+                self._step, self.senders.at_work = update_id, True
         try:
-            if not self._begin_step(update_id):
-                raise UpdateConflictError(
-                    f"{step}: the receiver has been busy for {self._lease_s:g} s with update "
-                    f"{self.lifecycle.update_id}",
-                    state=self.lifecycle.state.value,
-                    update_id=self.lifecycle.update_id,
-                )
-            try:
-                yield
-            finally:
-                self._end_step()
+            yield ours
         finally:
-            if update_id:
-                self._renew_lease()
-
-    def _begin_step(self, update_id: str = "", *, wait_s: float | None = None) -> bool:
-        """Begin a step when no other one runs; return False where that takes longer than a lease.
-
-        `wait_s` is another limit.
-        """
-        with self._step_ended:
-            wait_s = self._lease_s if wait_s is None else wait_s
-            if not self._step_ended.wait_for(lambda: not self._busy, wait_s):
-                return False
-            self._busy = self.senders.at_work = True
-            self._busy_with = update_id
-            return True
-
-    def _end_step(self) -> None:
-        with self._step_ended:
-            self._busy = self.senders.at_work = False
-            self._busy_with = ""
-            self._step_ended.notify_all()
+            if ours:
+                with self.lock:
+                    self._step, self.senders.at_work = None, False
+                    self._step_ended.notify_all()
 
     @contextmanager
-    def _expected(self, update_id: str, state: State) -> Iterator[IncomingUpdate]:
+    def _in_step(self, step: str, update_id: str = "") -> Iterator[None]:
+        """Run the block as a step. Raises UpdateConflictError where another one does not end."""
+        with self._turn(update_id) as ours:
+            if not ours:
+                holder = f"with update {self.lifecycle.update_id}"
+                raise self._conflict(
+                    f"{step}: the receiver has been busy for {self._lease_s:g} s {holder}"
+                )
+            yield
+
+    @contextmanager
+    def _update_step(self, step: str, update_id: str) -> Iterator[None]:
+        """Run a step of an update; its lease does not run meanwhile."""
+        self._timer.renew(None)
+        try:
+            with self._in_step(step, update_id):
+                yield
+        finally:
+            self._renew_lease()
+
+    @contextmanager
+    def _expected(
+        self, step: str, update_id: str, state: State = State.UPDATING
+    ) -> Iterator[IncomingUpdate]:
         """Yield the open update, and abort it when the block fails. Called in a step.
 
         Raises UpdateConflictError, and changes nothing, where another update or state is found.
         """
         with self.lock:
-            incoming, now = self._incoming, self.lifecycle.state
-            if incoming is None or incoming.update_id != update_id or now is not state:
-                open_id = incoming.update_id if incoming else ""
-                raise UpdateConflictError(
-                    f"update {update_id} is not {state.value} here: the receiver is {now.value} "
-                    f"at version {self.lifecycle.version}, with "
-                    f"{f'update {open_id} open' if open_id else 'no update open'}",
-                    state=now.value,
-                    update_id=open_id,
-                )
+            self.lifecycle.expect(update_id, state, step=step)
+            incoming = self._incoming
+        assert incoming is not None
         try:
             yield incoming
         except BaseException as exc:
             logger.warning("update %s failed and is aborted: %s", update_id, exc)
             self._give_up(incoming)
             raise
-
-    def _give_up(self, incoming: IncomingUpdate) -> None:
-        """Return to READY(v), or enter TORN. Called in a step; ignores an update that has ended."""
-        with self.lock:
-            if self._incoming is not incoming:
-                return
-            self.table.aborted(incoming.update_id)  # repeated messages must not start it again
-            self.lifecycle.begin_abort(incoming.update_id)
-        try:
-            for load_target in incoming.load_targets:
-                load_target.discard()
-        finally:
-            with self.lock:
-                self.lifecycle.end_abort()
-                self._incoming = None
-                self.table.given_up(torn=self.lifecycle.state is State.TORN)
-            if self.gate.held:
-                self.gate.release()
-            self.senders.finish_update()
 
     # The lease
 
@@ -563,12 +609,11 @@ class ReceiverSession:
 
     def _start_timer(self) -> None:
         """Start the timer for the next check of the open update. Called with the lock."""
-        incoming = self._incoming
-        if incoming is None:
-            self._timer.renew(None)
-            return
-        waits = [self._lease_s / _CHECKS_PER_LEASE] if self._may_expire(incoming) else []
-        waits += [_WATCH_S] if self.gate.held else []
+        incoming, waits = self._incoming, []
+        if incoming is not None and self._may_expire(incoming):
+            waits.append(self._lease_s / _CHECKS_PER_LEASE)
+        if incoming is not None and self.gate.held:
+            waits.append(_WATCH_S)
         self._timer.renew(min(waits, default=None))
 
     def _may_expire(self, incoming: IncomingUpdate) -> bool:
@@ -591,16 +636,16 @@ class ReceiverSession:
         """End an update whose lease has run out, or whose dead sender blocks readers."""
         with self.lock:
             incoming = self._incoming
-            if incoming is None or self._busy_with == incoming.update_id:
+            if incoming is None or self._step == incoming.update_id:
                 return  # the end of the step starts the timer again
         try:
             if self.gate.held and self.orphaned and self._end_orphaned(incoming):
                 return
             if self._may_expire(incoming) and not self._is_active(incoming):
-                reason = f"its sender gave no sign of life for {self._lease_s:g} s"
-                logger.warning("update %s is aborted: %s", incoming.update_id, reason)
+                why = f"its sender gave no sign of life for {self._lease_s:g} s"
+                logger.warning("update %s is aborted: %s", incoming.update_id, why)
                 with suppress(UpdateConflictError):  # it has ended, and another one is open
-                    self.abort(incoming.update_id, reason)
+                    self._abort(incoming.update_id, why)
         finally:
             with self.lock:
                 self._start_timer()
@@ -611,18 +656,14 @@ class ReceiverSession:
         A PREPARED update stays PREPARED, for recovery by the next sender. Readers are refused if
         the weights are dirty.
         """
-        if not self._begin_step(wait_s=0):
-            return False
-        try:
-            if self._incoming is not incoming or self.lifecycle.state is not State.PREPARED:
-                self._give_up(incoming)
-            elif self.gate.held:
-                update_id = incoming.update_id
-                logger.warning("the sender of update %s died before it was finished", update_id)
-                self.gate.release()
-            return True
-        finally:
-            self._end_step()
+        with self._turn(wait_s=0) as ours:
+            if ours and self._incoming is incoming and self.gate.held:
+                if self.lifecycle.state is State.PREPARED:
+                    logger.warning("the sender of update %s died", incoming.update_id)
+                    self.gate.release()
+                else:
+                    self._give_up(incoming)
+            return ours
 
 
 class ProgressTimer:
@@ -674,17 +715,6 @@ class ProgressTimer:
         self._thread = threading.Thread(target=run, name="weightsync-progress", daemon=True)
         self._thread.start()
 
-    def _left_s(self) -> float | None:
-        """Return the seconds to wait: 0 after the deadline, None to sleep until notified."""
-        self._wakes_at = self._deadline
-        return None if self._deadline is None else max(self._deadline - time.monotonic(), 0.0)
-
-    def _call(self) -> None:
-        try:
-            self._expire()
-        except Exception:  # the next update needs this thread
-            logger.exception("an update that makes no progress could not be ended")
-
 
 def _run_timer(ref: Callable[[], ProgressTimer | None], changed: threading.Condition) -> None:
     this = threading.current_thread()
@@ -693,13 +723,17 @@ def _run_timer(ref: Callable[[], ProgressTimer | None], changed: threading.Condi
             timer = ref()
             if timer is None or timer._thread is not this:
                 return
-            wait_s = timer._left_s()
-            if wait_s != 0.0:
+            deadline = timer._wakes_at = timer._deadline
+            wait_s = None if deadline is None else deadline - time.monotonic()
+            if wait_s is None or wait_s > 0:
                 del timer
                 changed.wait(wait_s)
                 continue
             timer._deadline = None
-        timer._call()
+        try:
+            timer._expire()
+        except Exception:  # the next update needs this thread
+            logger.exception("an update that makes no progress could not be ended")
         del timer
 
 
