@@ -13,12 +13,13 @@ Callers hold their own lock. A method that raises has changed nothing.
 from __future__ import annotations
 
 import secrets
-from dataclasses import dataclass
 from enum import StrEnum
 from typing import Literal
 
 from weightsync.errors import NotReadyError, StaleVersionError, UpdateConflictError
 from weightsync.specs import MAX_VERSION
+from weightsync.wire.messages import StartTerms
+from weightsync.wire.offers import UpdateId
 
 ApplyChoice = Literal["auto", "staged", "in_place"]
 """How a receiver applies weights, as its user configures it."""
@@ -35,21 +36,14 @@ class State(StrEnum):
     TORN = "TORN"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Terms:
-    """The terms of an update, which the sender sets when it starts it.
+class Terms(StartTerms, frozen=True, kw_only=True):
+    """The terms of the update `update_id`, which its sender sets when it starts it.
 
     `version` None means one more than the receiver's version. `base_version` applies to `partial`
     updates only. `weights_id` identifies the weights that are sent; the default is the update's id.
     """
 
-    update_id: str
-    version: int | None = None
-    label: str | None = None
-    base_version: int | None = None
-    partial: bool = False
-    rewind: bool = False
-    weights_id: str = ""
+    update_id: UpdateId
 
 
 def version_after(version: int) -> int:

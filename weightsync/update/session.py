@@ -8,7 +8,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Hashable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from functools import partial
 
 from weightsync.backends.base import LoadContext, Received
@@ -271,15 +271,22 @@ class ReceiverSession:
             if incoming is None:
                 return self._reply()
             if not (incoming.committing and update_id in (None, holder)):
-                self.lifecycle.begin_abort(update_id or holder)
-                self._abort_reason = reason or "its sender aborted it"
+                self._begin_abort(update_id or holder, reason or "its sender aborted it")
+        return self._end_abort(incoming)
+
+    def _begin_abort(self, update_id: str, reason: str) -> None:
+        self.lifecycle.begin_abort(update_id)
+        self._abort_reason = reason
+
+    def _end_abort(self, incoming: IncomingUpdate) -> StepReply:
+        """Wait for the loader of an update, and end its abort if that began."""
         with self._turn() as ours:
             if ours and self.lifecycle.state is State.ABORTING:
                 self._give_up(incoming)
         if not ours:
             self._renew_lease()  # the abort is tried again when the lease expires
-        if holder != self.lifecycle.last_finished:
-            self.table.forget(holder)
+        if incoming.update_id != self.lifecycle.last_finished:
+            self.table.forget(incoming.update_id)
         return self._reply()
 
     def close(self, *, for_good: bool) -> None:
@@ -358,17 +365,8 @@ class ReceiverSession:
                 )
         with self.lock:
             self.table.check_not_aborted(update_id)
-            self.lifecycle.start(
-                Terms(
-                    update_id=update_id,
-                    version=terms.version,
-                    label=terms.label,
-                    base_version=terms.base_version,
-                    partial=terms.partial,
-                    rewind=terms.rewind,
-                    weights_id=terms.weights_id or "",
-                )
-            )
+            fields = {name: getattr(terms, name) for name in StartTerms.__struct_fields__}
+            self.lifecycle.start(Terms(update_id=update_id, **fields))
             if self._incoming is None:
                 self._claims.started()
                 self._incoming = IncomingUpdate(
@@ -638,32 +636,36 @@ class ReceiverSession:
             incoming = self._incoming
             if incoming is None or self._step == incoming.update_id:
                 return  # the end of the step starts the timer again
+        why = ""
+        if self._may_expire(incoming) and not self._is_active(incoming):
+            why = f"its sender gave no sign of life for {self._lease_s:g} s"
+        elif self.gate.held and self.orphaned:
+            why = "its sender died"
         try:
-            if self.gate.held and self.orphaned and self._end_orphaned(incoming):
-                return
-            if self._may_expire(incoming) and not self._is_active(incoming):
-                why = f"its sender gave no sign of life for {self._lease_s:g} s"
-                logger.warning("update %s is aborted: %s", incoming.update_id, why)
-                with suppress(UpdateConflictError):  # it has ended, and another one is open
-                    self._abort(incoming.update_id, why)
+            if why:
+                logger.warning("update %s makes no progress: %s", incoming.update_id, why)
+                self._end_silent(incoming, why)
         finally:
             with self.lock:
                 self._start_timer()
 
-    def _end_orphaned(self, incoming: IncomingUpdate) -> bool:
-        """Release the gate that a dead sender's update holds; return False if a step is running.
+    def _end_silent(self, incoming: IncomingUpdate, why: str) -> None:
+        """Abort an update; or release the gate where it is PREPARED, for its recovery.
 
-        A PREPARED update stays PREPARED, for recovery by the next sender. Readers are refused if
-        the weights are dirty.
+        Readers are then refused if the weights are dirty.
         """
+        with self.lock:
+            if self._incoming is not incoming or self._step == incoming.update_id:
+                return  # a message came meanwhile
+            aborts = self._may_expire(incoming)
+            if aborts:
+                self._begin_abort(incoming.update_id, why)
+        if aborts:
+            self._end_abort(incoming)
+            return
         with self._turn(wait_s=0) as ours:
             if ours and self._incoming is incoming and self.gate.held:
-                if self.lifecycle.state is State.PREPARED:
-                    logger.warning("the sender of update %s died", incoming.update_id)
-                    self.gate.release()
-                else:
-                    self._give_up(incoming)
-            return ours
+                self.gate.release()
 
 
 class ProgressTimer:
