@@ -266,3 +266,17 @@ def test_a_goodbye_that_comes_late_beside_a_session_does_not_end_the_next_update
         sender.release()
         world.strangers[member.name].do("start", [])
         the_next_update_reaches_all(world, trainer)
+
+
+@pytest.mark.parametrize(("apply", "left"), [("staged", "READY"), ("in_place", "TORN")])
+def test_a_lease_of_the_model_runs_out(apply: Apply, left: str) -> None:
+    """The model itself is tested: its leases once ran out without an effect."""
+    world, trainer, _ = connected([apply], packed=False)
+    member = world.fleet[0]
+    for steps in (["start"], ["start", "all"]):
+        for step in steps:
+            world.strangers[member.name].do(step, [])  # type: ignore[arg-type]  # steps of its own
+        assert member.receiver.status().state == "UPDATING"
+        world.expire(member)
+    assert member.receiver.status().state == left
+    the_next_update_reaches_all(world, trainer)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import pytest
 import torch
@@ -17,6 +17,7 @@ from weightsync.specs import Manifest, ManifestDifference
 from weightsync.tensors import as_bytes
 from weightsync.update.lifecycle import ApplyChoice
 from weightsync.weights.module_sink import ModuleSink
+from weightsync.weights.sink import LoadTarget
 
 LEASE_S = 0.2
 PATIENT_S = 30.0
@@ -160,6 +161,32 @@ def test_a_load_that_takes_longer_than_the_lease_is_no_silence() -> None:
         send_all(receiver)
         tell(receiver, "finish_weight_update")
         assert (receiver.version, sorted(taken)) == (1, ["bias", "weight"])
+    finally:
+        receiver.close()
+
+
+class SlowAfterwards(ModuleSink):
+    """Takes several leases to check what came, and to put it to use."""
+
+    def difference(self, offered: Manifest) -> ManifestDifference:
+        time.sleep(3 * LEASE_S)
+        return super().difference(offered)
+
+    def commit_all(self, load_targets: Sequence[LoadTarget]) -> None:
+        time.sleep(3 * LEASE_S)
+        super().commit_all(load_targets)
+
+
+@pytest.mark.parametrize("apply", ["staged", "in_place"])
+def test_neither_is_a_prepare_or_a_swap_that_takes_longer(apply: ApplyChoice) -> None:
+    """Of a session, which has no sender whose heartbeat would count."""
+    receiver = ws.WeightReceiver(SlowAfterwards(nn.Linear(4, 4)), apply=apply, lease_s=LEASE_S)
+    try:
+        tell(receiver, "start_weight_update")
+        send_all(receiver)
+        tell(receiver, "finish_weight_update")
+        assert (receiver.version, receiver.status().state) == (1, "READY")
+        assert receiver.updates_total == {"committed": 1}
     finally:
         receiver.close()
 

@@ -191,7 +191,7 @@ class ReceiverSession:
         if self.lifecycle.state is State.ABORTING:
             return  # the call that ends the update waits for its turn
         if self.lifecycle.required_version or self.senders.dead(keep=self._sender):
-            with self._turn(wait_s=0) as ours:
+            with self._turn(0) as ours:
                 if ours:
                     self._close_dead_senders()
 
@@ -280,7 +280,7 @@ class ReceiverSession:
 
     def _end_abort(self, incoming: IncomingUpdate) -> StepReply:
         """Wait for the loader of an update, and end its abort if that began."""
-        with self._turn() as ours:
+        with self._turn(self._lease_s) as ours:
             if ours and self.lifecycle.state is State.ABORTING:
                 self._give_up(incoming)
         if not ours:
@@ -297,7 +297,7 @@ class ReceiverSession:
         """
         self._closed |= for_good
         self._abort(None, "the receiver is closed")
-        with self._turn() as ours:
+        with self._turn(self._lease_s) as ours:
             if ours:
                 self.senders.close(None)
             else:
@@ -537,12 +537,11 @@ class ReceiverSession:
     # One step at a time
 
     @contextmanager
-    def _turn(self, update_id: str = "", *, wait_s: float | None = None) -> Iterator[bool]:
+    def _turn(self, wait_s: float, update_id: str = "") -> Iterator[bool]:
         """Run the block as a step, of an update if one is named; yield whether it is one.
 
-        It is none where another step does not end within `wait_s` seconds, by default `lease_s`.
+        It is none where another step does not end within `wait_s` seconds.
         """
-        wait_s = self._lease_s if wait_s is None else wait_s
         with self.lock:
             ours = self._step_ended.wait_for(lambda: self._step is None, wait_s)
             if ours:
@@ -558,11 +557,11 @@ class ReceiverSession:
     @contextmanager
     def _in_step(self, step: str, update_id: str = "") -> Iterator[None]:
         """Run the block as a step. Raises UpdateConflictError where another one does not end."""
-        with self._turn(update_id) as ours:
+        with self._turn(self._lease_s, update_id) as ours:
             if not ours:
-                holder = f"with update {self.lifecycle.update_id}"
                 raise self._conflict(
-                    f"{step}: the receiver has been busy for {self._lease_s:g} s {holder}"
+                    f"{step}: the receiver has been busy for {self._lease_s:g} s with update "
+                    f"{self.lifecycle.update_id}"
                 )
             yield
 
@@ -663,7 +662,7 @@ class ReceiverSession:
         if aborts:
             self._end_abort(incoming)
             return
-        with self._turn(wait_s=0) as ours:
+        with self._turn(0) as ours:
             if ours and self._incoming is incoming and self.gate.held:
                 self.gate.release()
 
