@@ -19,16 +19,10 @@ from pathlib import Path
 from weightsync.backends.base import Mark, TransferProgress
 from weightsync.errors import BackendUnavailableError, ConfigError, WeightSyncError
 from weightsync.progress import OnProgress, Phase, Progress
+from weightsync.ranks.commands import AnyCommand, Begin, End, KeepAlive, Transfer
 from weightsync.ranks.group import RankGroup
 from weightsync.ranks.observers import ObservedCall
-from weightsync.ranks.worker import (
-    AnyCommand,
-    Begin,
-    End,
-    KeepAlive,
-    RankWorker,
-    Transfer,
-)
+from weightsync.ranks.worker import RankWorker
 from weightsync.weights.layout import StreamLayout
 from weightsync.wire.messages import (
     CALLS,

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 import weightsync as ws
-from weightsync.ranks.worker import AnyCommand, Begin, End
+from weightsync.ranks.commands import AnyCommand, Begin, End
 from weightsync.update import fleet
 from weightsync.wire.messages import Reply
 

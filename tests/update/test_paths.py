@@ -14,7 +14,7 @@ from weightsync.backends.gloo.backend import GlooBackend
 from weightsync.backends.ipc.backend import IpcBackend
 from weightsync.backends.registry import choose_backends
 from weightsync.errors import ConfigError
-from weightsync.ranks.worker import RankInfo
+from weightsync.ranks.commands import RankInfo
 from weightsync.transports.base import Transport
 from weightsync.transports.callback import CallbackTransport
 from weightsync.update.fleet import Member

@@ -7,18 +7,18 @@ from contextlib import contextmanager, suppress
 
 from weightsync.errors import ProtocolError, WeightSyncError
 from weightsync.ranks.comm import CancelledError, RankComm, compare_manifests
-from weightsync.ranks.observers import Observers
-from weightsync.ranks.worker import (
+from weightsync.ranks.commands import (
     AnyCommand,
     CommandResult,
     Finished,
     RankInfo,
-    RankWorker,
     decode_command,
     decode_rank_info,
     decode_result,
     encode,
 )
+from weightsync.ranks.observers import Observers
+from weightsync.ranks.worker import RankWorker
 from weightsync.report import SyncReport
 from weightsync.specs import Manifest
 from weightsync.weights.source import NamedTensors

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from weightsync.errors import WeightSyncError
-from weightsync.ranks.worker import AnyCommand
+from weightsync.ranks.commands import AnyCommand
 from weightsync.wire.messages import Reply, Request
 
 logger = logging.getLogger(__name__)

@@ -5,19 +5,14 @@ from __future__ import annotations
 import logging
 import secrets
 import threading
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
-from contextlib import ExitStack, suppress
+from collections.abc import Callable, Generator, Iterable, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
-from itertools import islice
 from typing import Any, Protocol
-
-import msgspec
-import torch
 
 from weightsync.backends.base import (
     Backend,
     Handshake,
-    Reader,
     Replies,
     Round,
     TrainerWeightTransferEngine,
@@ -27,36 +22,41 @@ from weightsync.backends.base import (
 from weightsync.backends.registry import endpoints, get_backend
 from weightsync.cuda.handles import device_keys
 from weightsync.errors import ConfigError, ProtocolError, TransferError
-from weightsync.ranks.comm import (
-    CancelFlag,
-    Cancellation,
-    CancelledError,
-    RankComm,
-    compare_manifests,
+from weightsync.ranks.comm import RankComm, compare_manifests
+from weightsync.ranks.commands import (
+    AnyCommand,
+    Begin,
+    CheckMoved,
+    CommandResult,
+    Connect,
+    End,
+    KeepAlive,
+    Open,
+    Places,
+    RankInfo,
+    Transfer,
+    Withdraw,
 )
-from weightsync.report import SyncReport
+from weightsync.ranks.sources import (
+    CollectiveSource,
+    Pair,
+    SourceOfUpdate,
+    Subset,
+    manifest_of,
+    source_device,
+)
 from weightsync.shm.wait import Heartbeat
-from weightsync.specs import Manifest
-from weightsync.tensors import contiguous_bytes, spec_of
-from weightsync.weights.fingerprint import mix64
-from weightsync.weights.shards import gather, is_sharded
+from weightsync.weights.shards import gather
 from weightsync.weights.source import (
     IterableSource,
     NamedTensors,
     SourceWatch,
     WeightSource,
-    checked,
-    groups_of,
 )
 from weightsync.wire.codec import manifest_to_wire
 from weightsync.wire.messages import SharedMemoryUsage
-from weightsync.wire.offers import ManifestMessage
-from weightsync.wire.problem import Problem
 
 logger = logging.getLogger(__name__)
-
-Places = dict[str, dict[int, list[int]]]
-"""Reader indices by backend, and by the rank that sends to them."""
 
 
 class ReaderOfRank(Protocol):
@@ -68,352 +68,6 @@ class ReaderOfRank(Protocol):
 
     @property
     def target(self) -> str: ...
-
-
-class Command(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Base of the commands that rank 0 broadcasts. Every rank executes them and replies."""
-
-
-class Open(Command, frozen=True, kw_only=True):
-    """Create trainer engines. `paths` has the path of each rank, by backend."""
-
-    paths: dict[str, dict[int, str]]
-    packed: bool | None
-    bucket_nbytes: int | None
-    num_buckets: int | None
-
-
-class Connect(Command, frozen=True, kw_only=True):
-    """Begin the handshake of one backend with `readers`, or continue it with `replies`, by rank."""
-
-    backend: str
-    number: int = 0
-    readers: dict[int, list[Reader]] = {}
-    replies: dict[int, Replies] | None = None
-    over: bool = False
-
-
-class CheckMoved(Command, frozen=True, kw_only=True):
-    """Return whether registered memory has moved. Sent between updates."""
-
-
-class Begin(Command, frozen=True, kw_only=True):
-    """Start an update of these readers. With `pairs`, of other tensors than the model's."""
-
-    places: Places
-    verify: bool
-    pairs: bool = False
-
-
-class Transfer(Command, frozen=True, kw_only=True):
-    """Transfer every byte."""
-
-
-class KeepAlive(Command, frozen=True, kw_only=True):
-    """Return the signs of life of this rank's readers. Sent while rank 0 waits for receivers.
-
-    Raises if this rank has left the update, unless `may_raise` is False: then the update cannot be
-    aborted any more.
-    """
-
-    may_raise: bool = True
-
-
-class End(Command, frozen=True, kw_only=True):
-    """End the update, after success or failure."""
-
-
-class Withdraw(Command, frozen=True, kw_only=True):
-    """Free everything that was allocated for receivers."""
-
-
-class Finished(Command, frozen=True, kw_only=True):
-    """The user's call on rank 0 has ended: return from `serve`, or raise `problem`."""
-
-    version: int
-    report: SyncReport | None = None
-    problem: Problem | None = None
-
-
-AnyCommand = Open | Connect | CheckMoved | Begin | Transfer | KeepAlive | End | Withdraw | Finished
-
-
-class CommandResult(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """The reply of one rank: the fields that belong to the command, or `problem`.
-
-    `round` has the next messages of a handshake, `excused` the failed readers that are not to
-    blame. `beats` has each reader's sign of life, by backend. `updates` has the payloads by
-    backend, and by reader where each reader gets its own. `changed` names tensors of the source
-    that changed during the transfer.
-    """
-
-    problem: Problem | None = None
-    round: Round | None = None
-    excused: list[int] = []
-    moved: bool = False
-    beats: dict[str, dict[int, int | None]] = {}
-    updates: dict[str, Any] = {}
-    manifest: ManifestMessage | None = None
-    packed: dict[str, bool] = {}
-    digests: dict[str, str | None] = {}
-    extra_nbytes: int = 0
-    written_nbytes: int = 0
-    changed: list[str] = []
-
-
-class RankInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """Facts about a rank: its device keys, and whether its tensors are `stable` in memory.
-
-    Receivers know the rank by `sender_id`. `backends` has the endpoint facts of each usable
-    backend, `unusable` the reasons against the others.
-    """
-
-    keys: list[str]
-    stable: bool
-    sender_id: str
-    backends: dict[str, Any]
-    unusable: dict[str, str] = {}
-
-
-_commands: msgspec.msgpack.Decoder[AnyCommand] = msgspec.msgpack.Decoder(AnyCommand)
-_answers = msgspec.msgpack.Decoder(CommandResult)
-
-
-def encode(message: Command | CommandResult | RankInfo) -> bytes:
-    """Return the MessagePack encoding of a message of this module."""
-    return msgspec.msgpack.encode(message)
-
-
-def decode_command(data: bytes) -> AnyCommand:
-    """Decode a command of rank 0."""
-    return _commands.decode(data)
-
-
-def decode_result(data: bytes) -> CommandResult:
-    """Decode the result of a rank."""
-    return _answers.decode(data)
-
-
-def decode_rank_info(data: bytes) -> RankInfo:
-    """Decode the facts about a rank."""
-    return msgspec.msgpack.decode(data, type=RankInfo)
-
-
-Pair = tuple[str, torch.Tensor]
-
-
-class CollectiveSource:
-    """A WeightSource whose ranks agree on their status before each group is gathered.
-
-    A rank that fails in the middle of a group still takes part in the group's remaining gathers, so
-    that all ranks reach the next agreement and raise there together. All ranks inspect the shards
-    that a callable yields before any of them is gathered.
-    """
-
-    def __init__(self, source: WeightSource, ranks: RankComm) -> None:
-        self._source = source
-        self._ranks = ranks
-        self._groups = groups_of(source.manifest)
-        self._cancel_flag = CancelFlag(ranks)
-        self._making: Iterator[Pair] = iter(())
-        self._rest: Iterator[Pair] = iter(())
-        self._begin(lambda: None)
-
-    @property
-    def manifest(self) -> Manifest:
-        """The manifest of the source."""
-        return self._source.manifest
-
-    def stable_tensors(self) -> list[torch.Tensor] | None:
-        """Return the stable tensors of the source, None where it has none."""
-        return self._source.stable_tensors()
-
-    def tensors(self) -> Iterator[Pair]:
-        """Yield the source's tensors. Called inside `run`, by every rank."""
-        self._making = self._make()
-        return self._making
-
-    def run(self, work: Callable[[], None], *, check: Callable[[], None]) -> None:
-        """Execute one rank's part of a step; if it fails on any rank, raise on all of them.
-
-        An error of `check` means that this rank has to leave the step, and is raised unchanged. For
-        any other error the ranks agree on one, which names its rank. `self.check` is for waits in
-        the middle of a group: it calls `check`, and raises when another rank has left.
-        """
-        self._begin(check)
-        self._cancel_flag.next_step()
-        try:
-            self._check_own()
-            cancelled = self._work(work)
-            self._agree()
-            self._over = True
-            self._raise_deferred()
-        except BaseException as exc:
-            if not self._over:
-                self._leave(exc)
-            raise
-        finally:
-            self._making = self._rest = iter(())
-        if cancelled:
-            raise CancelledError("another rank cancelled the step, and then reported no error")
-
-    def check(self) -> None:
-        """Raise when this rank has to leave the step, or Cancellation when another one has left."""
-        self._check_own()
-        self._cancel_flag.look()
-
-    def _begin(self, check: Callable[[], None]) -> None:
-        self._caller_check = check
-        self._check_error: BaseException | None = None
-        self._deferred: BaseException | None = None
-        self._over = False
-
-    def _work(self, work: Callable[[], None]) -> bool:
-        """Do the work; return whether it was cancelled by another rank."""
-        try:
-            work()
-        except Cancellation:
-            for _ in self._making:
-                pass
-            return True
-        return False
-
-    def _make(self) -> Iterator[Pair]:
-        shards = isinstance(self._source, IterableSource)
-        made = self._source.shards if isinstance(self._source, IterableSource) else None
-        pairs = checked((made or self._source.tensors)(), self._source.manifest)
-        for group in self._groups:
-            self._agree()
-            left = len(group)
-            while left:
-                left -= self._take_shards(pairs, left) if shards else self._take(pairs, left)
-                self._raise_deferred()
-                yield from self._rest
-        yield from pairs  # none is left; this runs the source's generator to its end
-
-    def _take(self, pairs: Iterator[Pair], count: int) -> int:
-        self._rest = islice(pairs, count)
-        return count
-
-    def _take_shards(self, pairs: Iterator[Pair], most: int) -> int:
-        """Take consecutive shards, and gather none before all ranks have taken theirs.
-
-        A tensor that is no shard may be overwritten when the next one is requested.
-        """
-        taken: list[Pair] = []
-        for pair in islice(pairs, most):
-            taken.append(pair)
-            if not is_sharded(pair[1]):
-                break
-        if is_sharded(taken[0][1]):
-            self._agree()
-        self._rest = map(self._gathered, taken)
-        return len(taken)
-
-    def _gathered(self, pair: Pair) -> Pair:
-        assert isinstance(self._source, IterableSource)
-        return pair[0], self._source.gather(pair[1])
-
-    def _check_own(self) -> None:
-        try:
-            self._caller_check()
-        except BaseException as exc:
-            self._check_error = exc
-            raise
-
-    def _agree(self) -> None:
-        """Wait for the next agreement; an error of `check` meanwhile is deferred until after it."""
-        try:
-            self._ranks.agree(look=self._look)
-        except BaseException:
-            self._over = True
-            raise
-
-    def _look(self) -> None:
-        if self._deferred is not None:
-            return
-        try:
-            self._check_own()
-        except BaseException as exc:  # noqa: BLE001  # raised after the agreement in progress
-            self._deferred = exc
-            self._cancel_flag.set()
-
-    def _raise_deferred(self) -> None:
-        if self._deferred is not None:
-            raise self._deferred
-
-    def _leave(self, error: BaseException) -> None:
-        """Leave the step after an error: cancel it on ranks that wait for a receiver, and agree."""
-        self._cancel_flag.set()
-        with suppress(Exception):
-            for _ in self._rest:
-                pass
-        if isinstance(error, Exception) and error is not self._check_error:
-            self._ranks.agree(error)
-        with suppress(Exception):
-            self._ranks.agree(error)
-
-
-class SourceOfUpdate:
-    """A source during one update. `refresh` begins another one.
-
-    The source is asked for its stable tensors once: that takes time for each tensor. Where several
-    engines read tensors that are made on the fly, each reads them in a pass of its own: `changed`
-    has the names of tensors that differ between the passes.
-    """
-
-    def __init__(self, source: WeightSource) -> None:
-        self._source = source
-        self._stable: list[torch.Tensor] | None = None
-        self._compares = False
-        self._fingerprints: list[int] = []
-        self._passes = 0
-        self.changed: list[str] = []
-
-    @property
-    def manifest(self) -> Manifest:
-        """The source's own."""
-        return self._source.manifest
-
-    def stable_tensors(self) -> list[torch.Tensor] | None:
-        """Return the source's own, as they were when they were first asked for."""
-        if self._stable is None:
-            self._stable = self._source.stable_tensors()
-        return self._stable
-
-    def tensors(self) -> Iterator[Pair]:
-        """Return the source's own."""
-        return self._compared() if self._compares else self._source.tensors()
-
-    def refresh(self, *, passes: int = 1) -> None:
-        """Forget the last update; `passes` is how often the next one reads the tensors."""
-        self._stable = None
-        self._compares = passes > 1
-        self._fingerprints, self._passes, self.changed = [], 0, []
-
-    def _compared(self) -> Iterator[Pair]:
-        self._passes += 1
-        for i, (name, tensor) in enumerate(self._source.tensors()):
-            fingerprint = mix64(contiguous_bytes(tensor.detach()))
-            if self._passes == 1:
-                self._fingerprints.append(fingerprint)
-            elif i >= len(self._fingerprints) or self._fingerprints[i] != fingerprint:
-                self.changed.append(name)
-            yield name, tensor
-
-
-class _Subset:
-    """A source of these pairs alone."""
-
-    def __init__(self, pairs: Sequence[Pair]) -> None:
-        self.manifest = _manifest_of(pairs)
-        self._pairs = pairs
-
-    def stable_tensors(self) -> None:
-        return None
-
-    def tensors(self) -> Iterator[Pair]:
-        return iter(self._pairs)
 
 
 class RankWorker:
@@ -631,7 +285,7 @@ class RankWorker:
             self._watch_source(pairs)
             source: WeightSource = self.source
             if pairs is not None:
-                source = _Subset([(name, gather(tensor)) for name, tensor in pairs])
+                source = Subset([(name, gather(tensor)) for name, tensor in pairs])
             for name in self._in_order():
                 readers = self.reading.get(name)
                 if readers:
@@ -644,7 +298,7 @@ class RankWorker:
         self._in_step(begin)
         manifest = None
         if pairs is not None and updates:
-            manifest = manifest_to_wire(_manifest_of(pairs))
+            manifest = manifest_to_wire(manifest_of(pairs))
         return CommandResult(
             updates=updates,
             manifest=manifest,
@@ -662,7 +316,7 @@ class RankWorker:
         own = [name for name in self.engines if name not in self._passes]
         return [*self._passes, *own]
 
-    def _watch_source(self, pairs: list[tuple[str, torch.Tensor]] | None) -> None:
+    def _watch_source(self, pairs: list[Pair] | None) -> None:
         """Begin to detect changes of the memory from which this rank's tensors are read."""
         source = self._given
         if isinstance(source, IterableSource):
@@ -687,13 +341,13 @@ class RankWorker:
         changed += self.source.changed
         return changed + (source.changed if isinstance(source, IterableSource) else [])
 
-    def _take_pairs(self) -> list[tuple[str, torch.Tensor]]:
+    def _take_pairs(self) -> list[Pair]:
         """Return this rank's tensors of `pairs`, not gathered. Raises where the ranks differ."""
         given, self.pairs = self.pairs, None
-        taken: list[tuple[str, torch.Tensor]] = []
+        taken: list[Pair] = []
         self._in_step(lambda: taken.extend(given or ()))
         if not self._alone:
-            manifest = _manifest_of(taken)
+            manifest = manifest_of(taken)
             compare_manifests(manifest, self._ranks, advice="every rank has to send() the same")
         return taken
 
@@ -785,10 +439,6 @@ class RankWorker:
                 self.engines[name].check()
 
 
-def _manifest_of(pairs: Iterable[Pair]) -> Manifest:
-    return Manifest(tuple(spec_of(name, tensor) for name, tensor in pairs))
-
-
 def _checked_payload(name: str, payload: Any, readers: Sequence[int]) -> Any:
     """Return a payload of `begin`. Raises ConfigError for one by reader that lacks a reader."""
     check_plain(payload, f"backend {name!r}: begin()")
@@ -807,13 +457,3 @@ def _checked_round(name: str, step: object) -> Round:
         )
     check_plain(step.messages, f"backend {name!r}: handshake() or init_payload()")
     return step
-
-
-def source_device(source: WeightSource) -> torch.device:
-    """Return the device of the source's tensors, as far as it is known without gathering them."""
-    stable = source.stable_tensors()
-    if stable:
-        return stable[0].device
-    if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]  # torch's
-        return torch.device("cuda", torch.cuda.current_device())
-    return torch.device("cpu")

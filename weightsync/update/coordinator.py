@@ -14,8 +14,8 @@ from typing import Literal
 
 from weightsync.backends.base import Backend, TransferOptions
 from weightsync.errors import ConfigError, StaleVersionError, WeightSyncError
+from weightsync.ranks.commands import CheckMoved
 from weightsync.ranks.group import RankGroup
-from weightsync.ranks.worker import CheckMoved
 from weightsync.report import SyncReport
 from weightsync.specs import MAX_VERSION
 from weightsync.transports.base import Transport

@@ -17,8 +17,8 @@ from weightsync.errors import (
     UnknownSenderError,
     WeightSyncError,
 )
+from weightsync.ranks.commands import CheckMoved
 from weightsync.ranks.group import RankGroup
-from weightsync.ranks.worker import CheckMoved
 from weightsync.transports.base import Transport
 from weightsync.update.fleet import (
     LOST_ERRORS,

@@ -22,8 +22,8 @@ from weightsync.errors import (
     WeightSyncError,
     shorten,
 )
+from weightsync.ranks.commands import Begin, CommandResult, End, KeepAlive, Transfer
 from weightsync.ranks.group import RankGroup
-from weightsync.ranks.worker import Begin, CommandResult, End, KeepAlive, Transfer
 from weightsync.report import ReceiverReport, SyncReport
 from weightsync.update.fleet import Fleet, Member, MemberReply, add_target, failures, raise_first
 from weightsync.update.paths import PathSelector

@@ -30,8 +30,8 @@ from weightsync.errors import (
     WeightSyncError,
     shorten,
 )
+from weightsync.ranks.commands import CommandResult, Connect, Open, Places, RankInfo, Withdraw
 from weightsync.ranks.group import RankGroup
-from weightsync.ranks.worker import CommandResult, Connect, Open, Places, RankInfo, Withdraw
 from weightsync.update.fleet import Fleet, Member, MemberReply, failures, raise_first
 from weightsync.wire.codec import manifest_to_wire
 from weightsync.wire.messages import PROTOCOL, InitReply, InitRequest, Request, ShutdownRequest

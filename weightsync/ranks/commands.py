@@ -1,0 +1,144 @@
+"""Commands that rank 0 broadcasts to the ranks, and the results with which the ranks reply."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from weightsync.backends.base import Reader, Replies, Round
+from weightsync.report import SyncReport
+from weightsync.wire.offers import ManifestMessage
+from weightsync.wire.problem import Problem
+
+Places = dict[str, dict[int, list[int]]]
+"""Reader indices by backend, and by the rank that sends to them."""
+
+
+class Command(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Base of the commands that rank 0 broadcasts. Every rank executes them and replies."""
+
+
+class Open(Command, frozen=True, kw_only=True):
+    """Create trainer engines. `paths` has the path of each rank, by backend."""
+
+    paths: dict[str, dict[int, str]]
+    packed: bool | None
+    bucket_nbytes: int | None
+    num_buckets: int | None
+
+
+class Connect(Command, frozen=True, kw_only=True):
+    """Begin the handshake of one backend with `readers`, or continue it with `replies`, by rank."""
+
+    backend: str
+    number: int = 0
+    readers: dict[int, list[Reader]] = {}
+    replies: dict[int, Replies] | None = None
+    over: bool = False
+
+
+class CheckMoved(Command, frozen=True, kw_only=True):
+    """Return whether registered memory has moved. Sent between updates."""
+
+
+class Begin(Command, frozen=True, kw_only=True):
+    """Start an update of these readers. With `pairs`, of other tensors than the model's."""
+
+    places: Places
+    verify: bool
+    pairs: bool = False
+
+
+class Transfer(Command, frozen=True, kw_only=True):
+    """Transfer every byte."""
+
+
+class KeepAlive(Command, frozen=True, kw_only=True):
+    """Return the signs of life of this rank's readers. Sent while rank 0 waits for receivers.
+
+    Raises if this rank has left the update, unless `may_raise` is False: then the update cannot be
+    aborted any more.
+    """
+
+    may_raise: bool = True
+
+
+class End(Command, frozen=True, kw_only=True):
+    """End the update, after success or failure."""
+
+
+class Withdraw(Command, frozen=True, kw_only=True):
+    """Free everything that was allocated for receivers."""
+
+
+class Finished(Command, frozen=True, kw_only=True):
+    """The user's call on rank 0 has ended: return from `serve`, or raise `problem`."""
+
+    version: int
+    report: SyncReport | None = None
+    problem: Problem | None = None
+
+
+AnyCommand = Open | Connect | CheckMoved | Begin | Transfer | KeepAlive | End | Withdraw | Finished
+
+
+class CommandResult(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """The reply of one rank: the fields that belong to the command, or `problem`.
+
+    `round` has the next messages of a handshake, `excused` the failed readers that are not to
+    blame. `beats` has each reader's sign of life, by backend. `updates` has the payloads by
+    backend, and by reader where each reader gets its own. `changed` names tensors of the source
+    that changed during the transfer.
+    """
+
+    problem: Problem | None = None
+    round: Round | None = None
+    excused: list[int] = []
+    moved: bool = False
+    beats: dict[str, dict[int, int | None]] = {}
+    updates: dict[str, Any] = {}
+    manifest: ManifestMessage | None = None
+    packed: dict[str, bool] = {}
+    digests: dict[str, str | None] = {}
+    extra_nbytes: int = 0
+    written_nbytes: int = 0
+    changed: list[str] = []
+
+
+class RankInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """Facts about a rank: its device keys, and whether its tensors are `stable` in memory.
+
+    Receivers know the rank by `sender_id`. `backends` has the endpoint facts of each usable
+    backend, `unusable` the reasons against the others.
+    """
+
+    keys: list[str]
+    stable: bool
+    sender_id: str
+    backends: dict[str, Any]
+    unusable: dict[str, str] = {}
+
+
+_commands: msgspec.msgpack.Decoder[AnyCommand] = msgspec.msgpack.Decoder(AnyCommand)
+_answers = msgspec.msgpack.Decoder(CommandResult)
+
+
+def encode(message: Command | CommandResult | RankInfo) -> bytes:
+    """Return the MessagePack encoding of a message of this module."""
+    return msgspec.msgpack.encode(message)
+
+
+def decode_command(data: bytes) -> AnyCommand:
+    """Decode a command of rank 0."""
+    return _commands.decode(data)
+
+
+def decode_result(data: bytes) -> CommandResult:
+    """Decode the result of a rank."""
+    return _answers.decode(data)
+
+
+def decode_rank_info(data: bytes) -> RankInfo:
+    """Decode the facts about a rank."""
+    return msgspec.msgpack.decode(data, type=RankInfo)

@@ -1,0 +1,247 @@
+"""Sources of one rank: gathered by all ranks together, frozen for one update, or a subset."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
+from itertools import islice
+
+import torch
+
+from weightsync.ranks.comm import CancelFlag, Cancellation, CancelledError, RankComm
+from weightsync.specs import Manifest
+from weightsync.tensors import contiguous_bytes, spec_of
+from weightsync.weights.fingerprint import mix64
+from weightsync.weights.shards import is_sharded
+from weightsync.weights.source import IterableSource, WeightSource, checked, groups_of
+
+Pair = tuple[str, torch.Tensor]
+
+
+class CollectiveSource:
+    """A WeightSource whose ranks agree on their status before each group is gathered.
+
+    A rank that fails in the middle of a group still takes part in the group's remaining gathers, so
+    that all ranks reach the next agreement and raise there together. All ranks inspect the shards
+    that a callable yields before any of them is gathered.
+    """
+
+    def __init__(self, source: WeightSource, ranks: RankComm) -> None:
+        self._source = source
+        self._ranks = ranks
+        self._groups = groups_of(source.manifest)
+        self._cancel_flag = CancelFlag(ranks)
+        self._making: Iterator[Pair] = iter(())
+        self._rest: Iterator[Pair] = iter(())
+        self._begin(lambda: None)
+
+    @property
+    def manifest(self) -> Manifest:
+        """The manifest of the source."""
+        return self._source.manifest
+
+    def stable_tensors(self) -> list[torch.Tensor] | None:
+        """Return the stable tensors of the source, None where it has none."""
+        return self._source.stable_tensors()
+
+    def tensors(self) -> Iterator[Pair]:
+        """Yield the source's tensors. Called inside `run`, by every rank."""
+        self._making = self._make()
+        return self._making
+
+    def run(self, work: Callable[[], None], *, check: Callable[[], None]) -> None:
+        """Execute one rank's part of a step; if it fails on any rank, raise on all of them.
+
+        An error of `check` means that this rank has to leave the step, and is raised unchanged. For
+        any other error the ranks agree on one, which names its rank. `self.check` is for waits in
+        the middle of a group: it calls `check`, and raises when another rank has left.
+        """
+        self._begin(check)
+        self._cancel_flag.next_step()
+        try:
+            self._check_own()
+            cancelled = self._work(work)
+            self._agree()
+            self._over = True
+            self._raise_deferred()
+        except BaseException as exc:
+            if not self._over:
+                self._leave(exc)
+            raise
+        finally:
+            self._making = self._rest = iter(())
+        if cancelled:
+            raise CancelledError("another rank cancelled the step, and then reported no error")
+
+    def check(self) -> None:
+        """Raise when this rank has to leave the step, or Cancellation when another one has left."""
+        self._check_own()
+        self._cancel_flag.look()
+
+    def _begin(self, check: Callable[[], None]) -> None:
+        self._caller_check = check
+        self._check_error: BaseException | None = None
+        self._deferred: BaseException | None = None
+        self._over = False
+
+    def _work(self, work: Callable[[], None]) -> bool:
+        """Do the work; return whether it was cancelled by another rank."""
+        try:
+            work()
+        except Cancellation:
+            for _ in self._making:
+                pass
+            return True
+        return False
+
+    def _make(self) -> Iterator[Pair]:
+        shards = isinstance(self._source, IterableSource)
+        made = self._source.shards if isinstance(self._source, IterableSource) else None
+        pairs = checked((made or self._source.tensors)(), self._source.manifest)
+        for group in self._groups:
+            self._agree()
+            left = len(group)
+            while left:
+                left -= self._take_shards(pairs, left) if shards else self._take(pairs, left)
+                self._raise_deferred()
+                yield from self._rest
+        yield from pairs  # none is left; this runs the source's generator to its end
+
+    def _take(self, pairs: Iterator[Pair], count: int) -> int:
+        self._rest = islice(pairs, count)
+        return count
+
+    def _take_shards(self, pairs: Iterator[Pair], most: int) -> int:
+        """Take consecutive shards, and gather none before all ranks have taken theirs.
+
+        A tensor that is no shard may be overwritten when the next one is requested.
+        """
+        taken: list[Pair] = []
+        for pair in islice(pairs, most):
+            taken.append(pair)
+            if not is_sharded(pair[1]):
+                break
+        if is_sharded(taken[0][1]):
+            self._agree()
+        self._rest = map(self._gathered, taken)
+        return len(taken)
+
+    def _gathered(self, pair: Pair) -> Pair:
+        assert isinstance(self._source, IterableSource)
+        return pair[0], self._source.gather(pair[1])
+
+    def _check_own(self) -> None:
+        try:
+            self._caller_check()
+        except BaseException as exc:
+            self._check_error = exc
+            raise
+
+    def _agree(self) -> None:
+        """Wait for the next agreement; an error of `check` meanwhile is deferred until after it."""
+        try:
+            self._ranks.agree(look=self._look)
+        except BaseException:
+            self._over = True
+            raise
+
+    def _look(self) -> None:
+        if self._deferred is not None:
+            return
+        try:
+            self._check_own()
+        except BaseException as exc:  # noqa: BLE001  # raised after the agreement in progress
+            self._deferred = exc
+            self._cancel_flag.set()
+
+    def _raise_deferred(self) -> None:
+        if self._deferred is not None:
+            raise self._deferred
+
+    def _leave(self, error: BaseException) -> None:
+        """Leave the step after an error: cancel it on ranks that wait for a receiver, and agree."""
+        self._cancel_flag.set()
+        with suppress(Exception):
+            for _ in self._rest:
+                pass
+        if isinstance(error, Exception) and error is not self._check_error:
+            self._ranks.agree(error)
+        with suppress(Exception):
+            self._ranks.agree(error)
+
+
+class SourceOfUpdate:
+    """A source during one update. `refresh` begins another one.
+
+    The source is asked for its stable tensors once: that takes time for each tensor. Where several
+    engines read tensors that are made on the fly, each reads them in a pass of its own: `changed`
+    has the names of tensors that differ between the passes.
+    """
+
+    def __init__(self, source: WeightSource) -> None:
+        self._source = source
+        self._stable: list[torch.Tensor] | None = None
+        self._compares = False
+        self._fingerprints: list[int] = []
+        self._passes = 0
+        self.changed: list[str] = []
+
+    @property
+    def manifest(self) -> Manifest:
+        """The source's own."""
+        return self._source.manifest
+
+    def stable_tensors(self) -> list[torch.Tensor] | None:
+        """Return the source's own, as they were when they were first asked for."""
+        if self._stable is None:
+            self._stable = self._source.stable_tensors()
+        return self._stable
+
+    def tensors(self) -> Iterator[Pair]:
+        """Return the source's own."""
+        return self._compared() if self._compares else self._source.tensors()
+
+    def refresh(self, *, passes: int = 1) -> None:
+        """Forget the last update; `passes` is how often the next one reads the tensors."""
+        self._stable = None
+        self._compares = passes > 1
+        self._fingerprints, self._passes, self.changed = [], 0, []
+
+    def _compared(self) -> Iterator[Pair]:
+        self._passes += 1
+        for i, (name, tensor) in enumerate(self._source.tensors()):
+            fingerprint = mix64(contiguous_bytes(tensor.detach()))
+            if self._passes == 1:
+                self._fingerprints.append(fingerprint)
+            elif i >= len(self._fingerprints) or self._fingerprints[i] != fingerprint:
+                self.changed.append(name)
+            yield name, tensor
+
+
+class Subset:
+    """A source of these pairs alone."""
+
+    def __init__(self, pairs: Sequence[Pair]) -> None:
+        self.manifest = manifest_of(pairs)
+        self._pairs = pairs
+
+    def stable_tensors(self) -> None:
+        return None
+
+    def tensors(self) -> Iterator[Pair]:
+        return iter(self._pairs)
+
+
+def manifest_of(pairs: Iterable[Pair]) -> Manifest:
+    """Return the manifest of these pairs."""
+    return Manifest(tuple(spec_of(name, tensor) for name, tensor in pairs))
+
+
+def source_device(source: WeightSource) -> torch.device:
+    """Return the device of the source's tensors, as far as it is known without gathering them."""
+    stable = source.stable_tensors()
+    if stable:
+        return stable[0].device
+    if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]  # torch's
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
