@@ -35,7 +35,6 @@ from weightsync.errors import (
     VerificationError,
     WeightSyncError,
 )
-from weightsync.progress import Progress
 from weightsync.report import ReceiverReport, SyncReport
 from weightsync.specs import Manifest, TensorSpec
 
@@ -52,6 +51,7 @@ if TYPE_CHECKING:  # loaded by __getattr__ on first use: a receiver needs no mod
         IPCWeightTransferInitInfo,
         IPCWeightTransferUpdateInfo,
     )
+    from weightsync.observe import Progress
     from weightsync.receiver import WeightReceiver
     from weightsync.sender import WeightSender, close, connect, send_weights
     from weightsync.weights.experts import FusedExpertsSource, PerExpertSource
@@ -129,6 +129,7 @@ _MODULES = {
         "IPCWeightTransferInitInfo",
         "IPCWeightTransferUpdateInfo",
     ),
+    "observe": ("Progress",),
     "receiver": ("WeightReceiver",),
     "sender": ("WeightSender", "close", "connect", "send_weights"),
     "weights.experts": ("FusedExpertsSource", "PerExpertSource"),

@@ -7,7 +7,7 @@ import json
 import logging
 import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -15,10 +15,10 @@ from itertools import groupby, pairwise
 from operator import itemgetter
 from os import PathLike
 from pathlib import Path
+from typing import TYPE_CHECKING, Literal
 
 from weightsync.backends.base import Mark, TransferProgress
 from weightsync.errors import BackendUnavailableError, ConfigError, WeightSyncError
-from weightsync.progress import OnProgress, Phase, Progress
 from weightsync.ranks.commands import AnyCommand, Begin, End, KeepAlive, Transfer
 from weightsync.ranks.group import RankGroup
 from weightsync.ranks.observers import ObservedCall
@@ -33,7 +33,92 @@ from weightsync.wire.messages import (
     UpdateRequest,
 )
 
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.progress import Progress as Bars
+
 logger = logging.getLogger(__name__)
+
+Phase = Literal["transfer", "finish", "done", "failed"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Progress:
+    """Progress of one update at one moment.
+
+    `phase` is `transfer` while bytes move, `finish` when every receiver has them, and at the end
+    `done` or `failed`. `done_nbytes` of `total_nbytes` have reached the slowest receiver.
+    `receivers` has the bytes of each receiver by target. A receiver that another rank or host
+    feeds may jump from 0 to all bytes when it replies. `version` is None until the first message
+    contains it. `seconds` is the time since the start of the update.
+    """
+
+    phase: Phase
+    version: int | None
+    done_nbytes: int
+    total_nbytes: int
+    seconds: float
+    receivers: Mapping[str, int] = field(default_factory=dict)
+
+    @property
+    def gbps(self) -> float:
+        """Gigabytes (1e9 bytes) per second since the start of the update."""
+        return self.done_nbytes / self.seconds / 1e9 if self.seconds else 0.0
+
+    @property
+    def seconds_left(self) -> float | None:
+        """Remaining time at this rate, in seconds; None while no bytes have arrived."""
+        if not self.done_nbytes:
+            return None
+        return (self.total_nbytes - self.done_nbytes) * self.seconds / self.done_nbytes
+
+
+OnProgress = Callable[[Progress], object]
+
+
+class ProgressBar:
+    """Progress callback that draws a bar on stderr: bytes, rate and time left. Needs rich.
+
+    The bar disappears at the end of the update. Nothing is written if stderr is no terminal.
+    """
+
+    def __init__(self, console: Console | None = None) -> None:
+        self._rich = importlib.import_module("rich.progress")
+        self._console = console or importlib.import_module("rich.console").Console(stderr=True)
+        self._bars: Bars | None = None
+
+    def __call__(self, progress: Progress) -> None:
+        """Draw the bar. Called by the sender's progress thread."""
+        if self._bars is None:
+            self._bars = self._open()
+            self._bars.add_task("", total=progress.total_nbytes)
+        version = "…" if progress.version is None else progress.version
+        self._bars.update(
+            self._bars.task_ids[0],
+            description=f"version {version}: {progress.phase}",
+            completed=progress.done_nbytes,
+            total=progress.total_nbytes,
+            refresh=True,
+        )
+        if progress.phase in ("done", "failed"):
+            bars, self._bars = self._bars, None
+            bars.stop()
+
+    def _open(self) -> Bars:
+        rich = self._rich
+        bars: Bars = rich.Progress(
+            rich.TextColumn("{task.description}"),
+            rich.BarColumn(),
+            rich.DownloadColumn(),
+            rich.TransferSpeedColumn(),
+            rich.TimeRemainingColumn(),
+            console=self._console,
+            auto_refresh=False,  # each call draws once
+            transient=True,
+        )
+        bars.start()
+        return bars
+
 
 INTERVAL_S = 0.1
 _LAST_CALL_S = 1.0
@@ -554,7 +639,7 @@ def progress_callback(progress: Shown) -> OnProgress | None:
     """
     if progress is True:
         try:
-            bar: OnProgress = importlib.import_module("weightsync.progress_bar").ProgressBar()
+            bar: OnProgress = ProgressBar()
         except ImportError as exc:
             raise BackendUnavailableError(
                 f"progress=True needs rich ({exc}); pip install 'weightsync[cli]', or give a "

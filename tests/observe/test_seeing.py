@@ -19,8 +19,7 @@ from rich.console import Console
 from torch import nn
 
 import weightsync as ws
-from weightsync.observe import Span, nested
-from weightsync.progress_bar import ProgressBar
+from weightsync.observe import ProgressBar, Span, nested
 
 Event = dict[str, Any]
 BUCKET: dict[str, Any] = {"bucket_nbytes": 8192, "num_buckets": 2}
@@ -147,7 +146,6 @@ def test_the_bar_shows_bytes_rate_and_time_left() -> None:
 
 
 def test_a_bar_without_rich_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delitem(sys.modules, "weightsync.progress_bar")
     monkeypatch.setitem(sys.modules, "rich.console", None)
     with pytest.raises(ws.BackendUnavailableError, match=r"pip install 'weightsync\[cli\]'"):
         ws.connect(make(), to=ws.WeightReceiver(make()).handle, progress=True)
