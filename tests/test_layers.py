@@ -43,6 +43,7 @@ LAYERS = (
     layer("cuda"),
     layer("queues", "weights"),
     layer("backends", "transports"),
+    layer("observe"),
     layer("ranks"),
     layer("update"),
     layer(
@@ -50,7 +51,6 @@ LAYERS = (
         "receiver",
         "profiling",
         "compat",
-        "observe",
         mutual=True,
     ),
     layer(""),

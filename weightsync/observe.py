@@ -19,16 +19,13 @@ from typing import TYPE_CHECKING, Literal
 
 from weightsync.backends.base import Mark, TransferProgress
 from weightsync.errors import BackendUnavailableError, ConfigError, WeightSyncError
-from weightsync.ranks.commands import AnyCommand, Begin, End, KeepAlive, Transfer
-from weightsync.ranks.group import RankGroup
-from weightsync.ranks.observers import ObservedCall
-from weightsync.ranks.worker import RankWorker
-from weightsync.weights.layout import StreamLayout
 from weightsync.wire.messages import (
-    CALLS,
+    CALL_OF,
     FinishRequest,
     Reply,
+    Request,
     StartRequest,
+    StartTerms,
     StepReply,
     UpdateRequest,
 )
@@ -38,6 +35,92 @@ if TYPE_CHECKING:
     from rich.progress import Progress as Bars
 
 logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class ObservedCall:
+    """One message to one member: the member's target, its rank, backend and reader; the request."""
+
+    target: str
+    rank: int
+    backend: str
+    reader: int
+    request: Request
+
+
+@dataclass(frozen=True, slots=True)
+class ObservedTransfer:
+    """One engine's part of an update on rank 0.
+
+    `readers` are members of the fleet; `relays` are readers that pass on to others what they read.
+    `dependent` engines are built on another engine, which shows the same bytes.
+    """
+
+    backend: str
+    progress: TransferProgress
+    readers: Sequence[int]
+    relays: Sequence[int]
+    dependent: bool
+
+
+class Observer:
+    """Hooks of one observer of rank 0. None of them may block.
+
+    The sender's thread calls the hooks of commands and transfers; any thread calls `on_request` and
+    `on_reply`. `on_done` is called at the end of the user's call, with the error that the call
+    raises.
+    """
+
+    def on_command_start(self, command: str) -> None:
+        """Called before all ranks execute a command of this name."""
+
+    def on_command_end(self, command: str) -> None:
+        """Called when all ranks have executed the command."""
+
+    def on_transfer_start(self, transfers: Sequence[ObservedTransfer], nbytes: int) -> None:
+        """Called when the engines have begun an update of a model of `nbytes`."""
+
+    def on_transfer_end(self) -> None:
+        """Called before the engines end the update: their progress is not readable afterwards."""
+
+    def on_request(self, call: ObservedCall) -> None:
+        """Called when a message is sent."""
+
+    def on_reply(self, call: ObservedCall, reply: Reply | WeightSyncError | None) -> None:
+        """Called with the reply to a message, or with the error of the call."""
+
+    def on_done(self, error: BaseException | None) -> None:
+        """Called at the end of the user's call."""
+
+
+class Observers(list[Observer]):
+    """The observers of rank 0. Their errors are logged, and do not affect the update."""
+
+    def notify(self, call: Callable[[Observer], None]) -> None:
+        """Call one hook of every observer."""
+        for observer in self:
+            try:
+                call(observer)
+            except Exception:
+                logger.warning("%s failed", type(observer).__name__, exc_info=True)
+
+    @contextmanager
+    def user_call(self, trace: TracePath | None = None) -> Iterator[None]:
+        """Observe one call of the sender's user, with a trace if a path is given."""
+        tracer = None if trace is None else TraceObserver(trace_path(trace))
+        if tracer is not None:
+            self.append(tracer)
+        error: BaseException | None = None
+        try:
+            yield
+        except BaseException as exc:
+            error = exc
+            raise
+        finally:
+            self.notify(lambda observer: observer.on_done(error))
+            if tracer is not None:
+                self.remove(tracer)
+
 
 Phase = Literal["transfer", "finish", "done", "failed"]
 
@@ -120,26 +203,44 @@ class ProgressBar:
         return bars
 
 
+Shown = bool | OnProgress
+
+
+def progress_callback(progress: Shown) -> OnProgress | None:
+    """Return the callback for the `progress` argument; True is a progress bar on stderr.
+
+    Raises BackendUnavailableError if rich is missing, ConfigError for an object that is not
+    callable.
+    """
+    if progress is True:
+        try:
+            return ProgressBar()
+        except ImportError as exc:
+            raise BackendUnavailableError(
+                f"progress=True needs rich ({exc}); pip install 'weightsync[cli]', or give a "
+                "callback"
+            ) from exc
+    if progress and not callable(progress):
+        raise ConfigError(f"progress must be True, False or a callback, not {progress!r}")
+    return progress or None
+
+
 INTERVAL_S = 0.1
 _LAST_CALL_S = 1.0
 """Timeout of the wait for the callback's last call of an update."""
 
 
-class ProgressObserver:
+class ProgressObserver(Observer):
     """Observer that calls `callback` about ten times a second during an update, and at its end.
 
     One thread makes all calls of an update; the sender waits for the last call only. After a
     callback raised, the error is logged and the callback is not called again.
     """
 
-    def __init__(self, worker: RankWorker, callback: OnProgress) -> None:
-        self._worker = worker
+    def __init__(self, callback: OnProgress) -> None:
         self._callback: OnProgress | None = callback
         self._thread: threading.Thread | None = None
         self._stop = threading.Event()
-        self._clear()
-
-    def _clear(self) -> None:
         self._phase: Phase = "transfer"
         self._end: Phase = "done"
         self._version: int | None = None
@@ -149,25 +250,23 @@ class ProgressObserver:
         self._calls: dict[str, ObservedCall] = {}
         self._done: dict[str, int] = {}
 
-    def on_command_start(self, command: AnyCommand) -> None:
-        if isinstance(command, End):
-            self._engines = {}
-
-    def on_command_end(self, command: AnyCommand) -> None:
-        """Start the calls after a Begin, when the engine knows the stream of the update."""
-        if not isinstance(command, Begin):
-            return
+    def on_transfer_start(self, transfers: Sequence[ObservedTransfer], nbytes: int) -> None:
+        """Start the calls: the engines know the stream of the update now."""
         self._phase = "transfer"
         self._calls, self._done = {}, {}
-        manifest = self._worker.source.manifest
-        for name in self._worker.reading:
-            progress = self._worker.engines[name].progress()
-            if progress is not None:
-                self._engines[name] = progress
-                manifest = progress.layout.manifest
-        self._total = manifest.nbytes
+        self._engines = {transfer.backend: transfer.progress for transfer in transfers}
+        layouts = [progress.layout for progress in self._engines.values()]
+        self._total = layouts[-1].manifest.nbytes if layouts else nbytes
         if self._thread is None:
-            self._start()
+            self._started = time.perf_counter()
+            self._stop = threading.Event()
+            self._thread = threading.Thread(
+                target=self._run, args=(self._stop,), name="weightsync-progress", daemon=True
+            )
+            self._thread.start()
+
+    def on_transfer_end(self) -> None:
+        self._engines = {}
 
     def on_request(self, call: ObservedCall) -> None:
         request = call.request
@@ -193,54 +292,44 @@ class ProgressObserver:
         thread.join(_LAST_CALL_S)
         if thread.is_alive():
             logger.warning("the progress callback still runs after the end of its update")
-        self._clear()
-
-    def _start(self) -> None:
-        self._started = time.perf_counter()
-        stop = self._stop = threading.Event()
-        self._thread = threading.Thread(
-            target=self._run, args=(stop,), name="weightsync-progress", daemon=True
-        )
-        self._thread.start()
+        self._version, self._engines = None, {}
+        self._calls, self._done = {}, {}
 
     def _run(self, stop: threading.Event) -> None:
         while True:
             last = stop.is_set()
             if last:
                 self._phase = self._end
-            self._call(self._snapshot())
+            try:
+                if self._callback is not None:
+                    self._callback(self._snapshot())
+            except Exception:
+                self._callback = None
+                logger.warning(
+                    "the progress callback failed and is not called again", exc_info=True
+                )
             if last or self._callback is None:
                 return
             stop.wait(INTERVAL_S)
 
     def _snapshot(self) -> Progress:
-        total, calls = self._total, dict(self._calls)
+        total, calls, engines = self._total, dict(self._calls), self._engines
         done = {target: self._done.get(target, 0) for target in calls}
         if self._phase == "done":
             done = dict.fromkeys(done, total)
-        engines = self._engines
         for target, call in calls.items():
             progress = engines.get(call.backend) if call.rank == 0 else None
             if progress is not None and not done[target]:
                 done[target] = min(_taken(progress, call.reader), total)
         finished = self._phase == "done" or (self._phase == "finish" and not done)
-        slowest = total if finished else min(done.values(), default=0)
         return Progress(
             phase=self._phase,
             version=self._version,
-            done_nbytes=slowest,
+            done_nbytes=total if finished else min(done.values(), default=0),
             total_nbytes=total,
             seconds=time.perf_counter() - self._started,
             receivers=done,
         )
-
-    def _call(self, progress: Progress) -> None:
-        try:
-            if self._callback is not None:
-                self._callback(progress)
-        except Exception:
-            self._callback = None
-            logger.warning("the progress callback failed and is not called again", exc_info=True)
 
 
 def _taken(progress: TransferProgress, reader: int) -> int:
@@ -333,50 +422,96 @@ def _order(event: Mapping[str, object]) -> tuple[bool, float, float]:
 
 
 SAMPLE_S = 0.5e-3
-_VERBS = {kind: name for name, kind in CALLS.items()}
 _TRAINER, _RING, _READERS = 1, 2, 3
+TracePath = str | PathLike[str]
 
 
-@dataclass(slots=True)
 class _TransferTrace:
-    """Recording of one transfer: time marks of its chunks, samples of each reader's progress.
+    """Recording of one engine's transfer: time marks of its chunks, samples of its readers."""
 
-    `relays` are readers that forward their bytes to other readers.
-    """
+    def __init__(self, transfer: ObservedTransfer) -> None:
+        self.backend = transfer.backend
+        self.relays = transfer.relays
+        self.packed = transfer.progress.packed
+        self._chunks = transfer.progress.layout.chunks
+        self._progress = transfer.progress
+        self._marks: list[Mark] = []
+        self._progress.marks = self._marks
+        started = [(time.perf_counter(), 0)]
+        self.samples = {n: started.copy() for n in (*transfer.readers, *transfer.relays)}
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="weightsync-trace", daemon=True)
+        self._thread.start()
 
-    backend: str
-    reader_progress: TransferProgress
-    layout: StreamLayout
-    packed: bool
-    readers: tuple[int, ...]
-    relays: tuple[int, ...]
-    marks: list[Mark] = field(default_factory=list)
-    samples: dict[int, list[tuple[float, int]]] = field(default_factory=dict)
-    stop: threading.Event = field(default_factory=threading.Event)
-    thread: threading.Thread | None = None
+    def end(self) -> None:
+        """Stop sampling. Called before the ring may be closed; idempotent."""
+        if not self._stop.is_set():
+            self._progress.marks = None
+            self._stop.set()
+            self._thread.join()
+            self._sample()
 
-    def sample(self) -> None:
+    def _run(self) -> None:
+        while not self._stop.wait(SAMPLE_S):
+            self._sample()
+
+    def _sample(self) -> None:
         """Record the progress of each reader if it has changed."""
         now = time.perf_counter()
-        for reader in (*self.readers, *self.relays):
-            taken = self.reader_progress.taken_nbytes(reader)
-            samples = self.samples.setdefault(reader, [(now, 0)])
+        for reader, samples in self.samples.items():
+            taken = self._progress.taken_nbytes(reader)
             if taken > samples[-1][1]:
                 samples.append((now, taken))
 
-    def run(self) -> None:
-        """Sample until `stop` is set."""
-        while not self.stop.wait(SAMPLE_S):
-            self.sample()
+    def times(self, mark: str) -> dict[int, float]:
+        """Return the times of a mark, by chunk."""
+        return {chunk: at_s for kind, chunk, at_s in self._marks if kind == mark}
 
-    def end(self) -> None:
-        """Stop sampling. Called before the ring may be closed."""
-        self.reader_progress.marks = None
-        self.stop.set()
-        if self.thread is not None:
-            self.thread.join()
-            self.sample()
-            self.thread = None
+    def spans(self, first: str, second: str, name: str) -> list[Span]:
+        """Return the spans from the mark `first` to the mark `second` of each chunk."""
+        starts, ends = self.times(first), self.times(second)
+        return [Span(name, starts[c], s, {"chunk": c}) for c, s in ends.items() if c in starts]
+
+    def buckets(self) -> Iterator[tuple[str, Span]]:
+        """Yield each chunk's spans in its bucket: packing, then reading by the slowest reader."""
+        starts = self.times("acquired")
+        for chunk, stop_s in self.times("published").items():
+            if chunk not in starts:
+                continue
+            lane = f"bucket {chunk % self._progress.slots}"
+            nbytes = self._chunks[chunk].stop - self._chunks[chunk].start
+            args = {"chunk": chunk, "nbytes": nbytes}
+            yield lane, Span(f"pack chunk {chunk}", starts[chunk], stop_s, args)
+            released = [self._released_at(samples, chunk) for samples in self.samples.values()]
+            known = [at_s for at_s in released if at_s is not None]
+            if known:
+                yield lane, Span(f"read chunk {chunk}", stop_s, max(stop_s, *known), args)
+
+    def reads(self, reader: int) -> Iterator[Span]:
+        """Yield the reads of one reader: by chunk if packed, else between two samples."""
+        samples = self.samples.get(reader, [])
+        if not self.packed:
+            for (before_s, start), (at_s, stop) in pairwise(samples):
+                yield Span("read", before_s, at_s, {"from": start, "to": stop})
+            return
+        published = self.times("published")
+        free_s = samples[0][0] if samples else 0.0
+        released = [(self._released_at(samples, j), j) for j in range(len(self._chunks))]
+        for at_s, group in groupby(released, key=itemgetter(0)):
+            chunks = [j for _, j in group]
+            if at_s is None or chunks[0] not in published:
+                return
+            name = f"read chunk {chunks[0]}" + (f" to {chunks[-1]}" if chunks[1:] else "")
+            start_s = min(max(published[chunks[0]], free_s), at_s)
+            yield Span(name, start_s, at_s, {"chunk": chunks[0], "chunks": len(chunks)})
+            free_s = at_s
+
+    def _released_at(self, samples: Sequence[tuple[float, int]], chunk: int) -> float | None:
+        """Return when a reader released a chunk: the first sample, or the reuse of its bucket."""
+        stop = self._chunks[chunk].stop
+        found = [at_s for at_s, taken in samples if taken >= stop][:1]
+        reused = self.times("acquired").get(chunk + self._progress.slots)
+        return min([*found, *([] if reused is None else [reused])], default=None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -386,12 +521,15 @@ class _Message:
     received_s: float
     reply: Reply | WeightSyncError | None
 
+    @property
+    def name(self) -> str:
+        return CALL_OF[type(self.call.request)]
 
-class TraceObserver:
+
+class TraceObserver(Observer):
     """Observer that traces one call of the sender and writes `path` at its end, also on errors."""
 
-    def __init__(self, worker: RankWorker, path: Path) -> None:
-        self._worker = worker
+    def __init__(self, path: Path) -> None:
         self._path = path
         self._wall = datetime.now(UTC)
         self._zero_s = time.perf_counter()
@@ -401,18 +539,19 @@ class TraceObserver:
         self._sent_s: dict[int, float] = {}
         self._messages: list[_Message] = []
 
-    def on_command_start(self, command: AnyCommand) -> None:
-        if isinstance(command, End) and self._transfers:
-            self._transfers[-1].end()
+    def on_command_start(self, command: str) -> None:
         self._command_start_s = time.perf_counter()
 
-    def on_command_end(self, command: AnyCommand) -> None:
-        if not isinstance(command, KeepAlive):
-            name = type(command).__name__.lower()
-            self._commands.append(Span(name, self._command_start_s, time.perf_counter()))
-        if isinstance(command, Begin):
-            for name, reading in self._worker.reading.items():
-                self._observe(name, reading, command.places.get(name, {}).get(0, []))
+    def on_command_end(self, command: str) -> None:
+        if command != "keepalive":
+            self._commands.append(Span(command, self._command_start_s, time.perf_counter()))
+
+    def on_transfer_start(self, transfers: Sequence[ObservedTransfer], nbytes: int) -> None:
+        self._transfers += [_TransferTrace(one) for one in transfers if not one.dependent]
+
+    def on_transfer_end(self) -> None:
+        for transfer in self._transfers:
+            transfer.end()
 
     def on_request(self, call: ObservedCall) -> None:
         self._sent_s[id(call)] = time.perf_counter()
@@ -424,8 +563,7 @@ class TraceObserver:
     def on_done(self, error: BaseException | None) -> None:
         """Write the trace file. Raises OSError."""
         stop_s = time.perf_counter()
-        for transfer in self._transfers:
-            transfer.end()
+        self.on_transfer_end()
         messages = sorted(self._messages, key=lambda message: message.sent_s)
         version = _version(messages)
         line = Timeline(self._zero_s)
@@ -439,36 +577,17 @@ class TraceObserver:
         about = {"version": version, "started": self._wall.isoformat(), **failed}
         line.write(self._path, about)
 
-    def _observe(self, name: str, reading: Sequence[int], readers: Sequence[int]) -> None:
-        """Record the transfer of an engine that is not built on another, which shows the same."""
-        progress = self._worker.engines[name].progress()
-        if progress is None or self._worker.backend(name).requires:
-            return
-        relays = tuple(reader for reader in reading if reader not in readers)
-        self._start_sampling(
-            _TransferTrace(name, progress, progress.layout, progress.packed, tuple(readers), relays)
-        )
-
-    def _start_sampling(self, transfer: _TransferTrace) -> None:
-        self._transfers.append(transfer)
-        transfer.reader_progress.marks = transfer.marks
-        transfer.sample()
-        transfer.thread = threading.Thread(
-            target=transfer.run, name="weightsync-trace", daemon=True
-        )
-        transfer.thread.start()
-
     def _add_ring(self, line: Timeline) -> None:
         waits: list[Span] = []
         lanes: dict[str, list[Span]] = {}
         for transfer in self._transfers:
-            waits += _pairs(transfer.marks, "wanted", "acquired", "wait for a bucket")
-            if not transfer.packed:
-                found = _pairs(transfer.marks, "acquired", "published", "fingerprints")
+            waits += transfer.spans("wanted", "acquired", "wait for a bucket")
+            if transfer.packed:
+                for name, span in transfer.buckets():
+                    lanes.setdefault(name, []).append(span)
+            else:
+                found = transfer.spans("acquired", "published", "fingerprints")
                 lanes.setdefault("fingerprints", []).extend(found)
-                continue
-            for name, span in _chunks(transfer):
-                lanes.setdefault(name, []).append(span)
         line.lane(_TRAINER, 2, "handing over", waits)
         line.process(_RING, "ring" if any(t.packed for t in self._transfers) else "memory")
         for tid, (name, spans) in enumerate(sorted(lanes.items()), 1):
@@ -482,8 +601,7 @@ class TraceObserver:
             line.process(pid, target)
             line.lane(pid, 1, "messages", list(_calls(own)))
             calls = [message.call for message in own if message.call.rank == 0]
-            readers = {(call.backend, call.reader) for call in calls}
-            self._add_reading(line, pid, readers)
+            self._add_reading(line, pid, {(call.backend, call.reader) for call in calls})
         relays = {(t.backend, reader) for t in self._transfers for reader in t.relays}
         if relays:
             pid = _READERS + len(by_target)
@@ -491,17 +609,12 @@ class TraceObserver:
             self._add_reading(line, pid, relays)
 
     def _add_reading(self, line: Timeline, pid: int, readers: Iterable[tuple[str, int]]) -> None:
-        sampled = [
-            (transfer, transfer.samples.get(reader, []))
-            for transfer in self._transfers
-            for backend, reader in readers
-            if backend == transfer.backend
-        ]
-        line.lane(pid, 2, "bytes", [span for t, samples in sampled for span in _reads(t, samples)])
-        line.count(pid, "read_nbytes", [point for _, samples in sampled for point in samples])
+        own = [(t, n) for t in self._transfers for name, n in readers if name == t.backend]
+        line.lane(pid, 2, "bytes", [span for t, n in own for span in t.reads(n)])
+        line.count(pid, "read_nbytes", [point for t, n in own for point in t.samples.get(n, [])])
 
 
-def trace_path(path: str | PathLike[str]) -> Path:
+def trace_path(path: TracePath) -> Path:
     """Return the path of a trace. Raises ConfigError, before any work, if the directory is missing.
 
     Called at the start of each traced call, on rank 0.
@@ -513,19 +626,16 @@ def trace_path(path: str | PathLike[str]) -> Path:
 
 
 def _version(messages: Sequence[_Message]) -> int | None:
-    terms = (
-        m.call.request.start if isinstance(m.call.request, UpdateRequest) else m.call.request
-        for m in messages
-        if isinstance(m.call.request, UpdateRequest | StartRequest)
-    )
-    return next((t.version for t in terms if t is not None and t.version is not None), None)
+    requests = [message.call.request for message in messages]
+    terms = [r.start if isinstance(r, UpdateRequest) else r for r in requests]
+    starts = [t for t in terms if isinstance(t, StartTerms)]
+    return next((start.version for start in starts if start.version is not None), None)
 
 
 def _waits(commands: Sequence[Span]) -> Iterator[Span]:
-    """Yield the waits for receivers: from the end of a Transfer to the following End."""
-    transfer, end = Transfer.__name__.lower(), End.__name__.lower()
+    """Yield the waits for receivers: from the end of a transfer to the following end command."""
     for first, second in pairwise(commands):
-        if (first.name, second.name) == (transfer, end):
+        if (first.name, second.name) == ("transfer", "end"):
             yield Span("await receivers", first.stop_s, second.start_s)
 
 
@@ -538,13 +648,12 @@ def _steps(messages: Sequence[_Message]) -> Iterator[Span]:
     for message in messages:
         if isinstance(message.call.request, UpdateRequest):
             continue
-        verb = _VERBS[type(message.call.request)]
-        spans = groups.setdefault(verb, [])
-        if spans and message.sent_s <= spans[-1].stop_s:
-            stop_s = max(spans[-1].stop_s, message.received_s)
-            spans[-1] = Span(verb, spans[-1].start_s, stop_s)
-        else:
-            spans.append(Span(verb, message.sent_s, message.received_s))
+        spans = groups.setdefault(message.name, [])
+        start_s, stop_s = message.sent_s, message.received_s
+        if spans and start_s <= spans[-1].stop_s:
+            last = spans.pop()
+            start_s, stop_s = last.start_s, max(last.stop_s, stop_s)
+        spans.append(Span(message.name, start_s, stop_s))
     for spans in groups.values():
         yield from spans
 
@@ -556,9 +665,9 @@ def _calls(messages: Sequence[_Message]) -> Iterator[Span]:
     """
     known: Mapping[str, float] = {}
     for message in messages:
-        verb, reply = _VERBS[type(message.call.request)], message.reply
+        reply = message.reply
         args = {"error": str(reply)} if isinstance(reply, WeightSyncError) else {}
-        yield Span(verb, message.sent_s, message.received_s, args)
+        yield Span(message.name, message.sent_s, message.received_s, args)
         if not isinstance(reply, StepReply):
             continue
         seconds = {k: v - known.get(k, 0.0) for k, v in reply.seconds.items()}
@@ -569,100 +678,3 @@ def _calls(messages: Sequence[_Message]) -> Iterator[Span]:
                 start_s = max(at_s - spent_s, message.sent_s)
                 yield Span(phase, start_s, at_s, {"seconds": spent_s})
                 at_s = start_s
-
-
-def _pairs(marks: Sequence[Mark], first: str, second: str, name: str) -> list[Span]:
-    """Return the spans from the mark `first` to the mark `second` of each chunk."""
-    starts = {chunk: at_s for kind, chunk, at_s in marks if kind == first}
-    ends = [(chunk, at_s) for kind, chunk, at_s in marks if kind == second and chunk in starts]
-    return [Span(name, starts[chunk], at_s, {"chunk": chunk}) for chunk, at_s in ends]
-
-
-def _chunks(transfer: _TransferTrace) -> Iterator[tuple[str, Span]]:
-    """Yield the spans of each chunk in its bucket: packing, then reading by the slowest reader."""
-    chunks, slots = transfer.layout.chunks, transfer.reader_progress.slots
-    for span in _pairs(transfer.marks, "acquired", "published", "pack"):
-        j = span.args["chunk"]
-        assert isinstance(j, int)
-        lane = f"bucket {j % slots}"
-        nbytes = chunks[j].stop - chunks[j].start
-        args = {"chunk": j, "nbytes": nbytes}
-        yield lane, Span(f"pack chunk {j}", span.start_s, span.stop_s, args)
-        released = [_released_at(transfer, samples, j) for samples in transfer.samples.values()]
-        known = [at_s for at_s in released if at_s is not None]
-        if known:
-            yield lane, Span(f"read chunk {j}", span.stop_s, max(span.stop_s, *known), args)
-
-
-def _reads(transfer: _TransferTrace, samples: Sequence[tuple[float, int]]) -> Iterator[Span]:
-    """Yield the reads of one reader: by chunk if packed, else between two samples."""
-    if not transfer.packed:
-        for (before_s, start), (at_s, stop) in pairwise(samples):
-            yield Span("read", before_s, at_s, {"from": start, "to": stop})
-        return
-    published = _times(transfer, "published")
-    free_s = samples[0][0] if samples else 0.0
-    released = [(_released_at(transfer, samples, j), j) for j in range(len(transfer.layout.chunks))]
-    for at_s, group in groupby(released, key=itemgetter(0)):
-        chunks = [j for _, j in group]
-        if at_s is None or chunks[0] not in published:
-            return
-        name = f"read chunk {chunks[0]}" + (f" to {chunks[-1]}" if chunks[1:] else "")
-        start_s = min(max(published[chunks[0]], free_s), at_s)
-        yield Span(name, start_s, at_s, {"chunk": chunks[0], "chunks": len(chunks)})
-        free_s = at_s
-
-
-def _released_at(
-    transfer: _TransferTrace, samples: Sequence[tuple[float, int]], j: int
-) -> float | None:
-    """Return when a reader released a chunk: the first sample, or the reuse of its bucket."""
-    position = transfer.layout.chunks[j].stop
-    sampled = [at_s for at_s, taken in samples if taken >= position][:1]
-    reused = _times(transfer, "acquired").get(j + transfer.reader_progress.slots)
-    return min([*sampled, *([] if reused is None else [reused])], default=None)
-
-
-def _times(transfer: _TransferTrace, mark: str) -> dict[int, float]:
-    return {chunk: at_s for kind, chunk, at_s in transfer.marks if kind == mark}
-
-
-Shown = bool | OnProgress
-TracePath = str | PathLike[str]
-
-
-def progress_callback(progress: Shown) -> OnProgress | None:
-    """Return the callback for the `progress` argument; True is a progress bar on stderr.
-
-    Raises BackendUnavailableError if rich is missing, ConfigError for an object that is not
-    callable.
-    """
-    if progress is True:
-        try:
-            bar: OnProgress = ProgressBar()
-        except ImportError as exc:
-            raise BackendUnavailableError(
-                f"progress=True needs rich ({exc}); pip install 'weightsync[cli]', or give a "
-                "callback"
-            ) from exc
-        return bar
-    if progress and not callable(progress):
-        raise ConfigError(f"progress must be True, False or a callback, not {progress!r}")
-    return progress or None
-
-
-def watch_progress(group: RankGroup, callback: OnProgress | None) -> None:
-    """Add an observer that calls `callback` for every update of `group`. Rank 0 only."""
-    if callback is not None:
-        group.observers.observers.append(ProgressObserver(group.worker, callback))
-
-
-@contextmanager
-def watching(group: RankGroup, trace: TracePath | None) -> Iterator[None]:
-    """Observe one call of the user, with a trace if given, and notify observers of its end.
-
-    Rank 0 only.
-    """
-    tracer = TraceObserver(group.worker, trace_path(trace)) if trace is not None else None
-    with group.observers.also(tracer), group.observers.user_call():
-        yield

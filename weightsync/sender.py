@@ -23,7 +23,7 @@ from torch import nn
 from weightsync.backends.base import Backend, TransferOptions
 from weightsync.backends.registry import BackendChoice, choose_backends
 from weightsync.errors import ConfigError, ProtocolError, SenderReplacedError, WeightSyncError
-from weightsync.observe import Shown, TracePath, progress_callback, watch_progress, watching
+from weightsync.observe import ProgressObserver, Shown, TracePath, progress_callback
 from weightsync.ranks.comm import RankComm, join_ranks
 from weightsync.ranks.group import FollowerUpdate, RankGroup, following
 from weightsync.ranks.worker import RankWorker
@@ -139,7 +139,8 @@ def connect(  # noqa: PLR0913  # the settings of a connection, all keyword-only
     def coordinator(group: RankGroup) -> Coordinator:
         fleet = Fleet(transports.every(to), yields=yields)
         try:
-            watch_progress(group, on_progress)
+            if on_progress is not None:
+                group.observers.append(ProgressObserver(on_progress))
             return Coordinator(
                 group,
                 fleet,
@@ -312,7 +313,7 @@ class WeightSender:
             self._coordinator.verify = self.verify
             try:
                 with (
-                    watching(self._group, trace),
+                    self._group.observers.user_call(trace),
                     self._coordinator.updating(
                         version, label, rewind=rewind, partial=partial
                     ) as update,
@@ -449,7 +450,7 @@ class WeightSender:
             self._coordinator.fleet.clear_silent()
             self._coordinator.verify = self.verify
             try:
-                with watching(self._group, trace):
+                with self._group.observers.user_call(trace):
                     result = do(self._coordinator)
             except BaseException as exc:
                 self.version = self._coordinator.version

@@ -6,10 +6,13 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 
 from weightsync.errors import ProtocolError, WeightSyncError
+from weightsync.observe import Observers
 from weightsync.ranks.comm import CancelledError, RankComm, compare_manifests
 from weightsync.ranks.commands import (
     AnyCommand,
+    Begin,
     CommandResult,
+    End,
     Finished,
     RankInfo,
     decode_command,
@@ -17,7 +20,6 @@ from weightsync.ranks.commands import (
     decode_result,
     encode,
 )
-from weightsync.ranks.observers import Observers
 from weightsync.ranks.worker import RankWorker
 from weightsync.report import SyncReport
 from weightsync.specs import Manifest
@@ -57,8 +59,17 @@ class RankGroup:
         """
         if not self.observers:
             return self._run_on_all(command, check)
-        with self.observers.command(command):
+        name = type(command).__name__.lower()
+        if isinstance(command, End):
+            self.observers.notify(lambda observer: observer.on_transfer_end())
+        self.observers.notify(lambda observer: observer.on_command_start(name))
+        try:
             return self._run_on_all(command, check)
+        finally:
+            self.observers.notify(lambda observer: observer.on_command_end(name))
+            if isinstance(command, Begin):
+                begun, nbytes = self.worker.transfers(command.places), self.manifest.nbytes
+                self.observers.notify(lambda observer: observer.on_transfer_start(begun, nbytes))
 
     def _run_on_all(self, command: AnyCommand, check: Callable[[], None]) -> list[CommandResult]:
         if self.comm.size == 1:

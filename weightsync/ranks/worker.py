@@ -22,6 +22,7 @@ from weightsync.backends.base import (
 from weightsync.backends.registry import endpoints, get_backend
 from weightsync.cuda.handles import device_keys
 from weightsync.errors import ConfigError, ProtocolError, TransferError
+from weightsync.observe import ObservedTransfer
 from weightsync.ranks.comm import RankComm, compare_manifests
 from weightsync.ranks.commands import (
     AnyCommand,
@@ -147,6 +148,18 @@ class RankWorker:
                 return CommandResult()
             case _:
                 raise ConfigError(f"{type(command).__name__} is no command for a rank")
+
+    def transfers(self, places: Places) -> list[ObservedTransfer]:
+        """Return the engines' parts of the update that has begun, for observers."""
+        found: list[ObservedTransfer] = []
+        for name, reading in self.reading.items():
+            progress = self.engines[name].progress()
+            if progress is not None:
+                readers = places.get(name, {}).get(self._ranks.rank, [])
+                relays = [reader for reader in reading if reader not in readers]
+                dependent = bool(self.backend(name).requires)
+                found.append(ObservedTransfer(name, progress, readers, relays, dependent))
+        return found
 
     def usage(self, members: Iterable[ReaderOfRank]) -> list[SharedMemoryUsage]:
         """Return the memory that this rank shares; `members` give the names of its readers."""

@@ -23,7 +23,7 @@ from weightsync.errors import (
     TransportTimeout,
     WeightSyncError,
 )
-from weightsync.ranks.observers import ObservedCall, Observers
+from weightsync.observe import ObservedCall, Observers
 from weightsync.shm.wait import HEARTBEAT_TIMEOUT_FACTOR
 from weightsync.transports.base import Transport
 from weightsync.transports.calls import LOOK_S, CallThreads, InFlightCall, InFlightCalls, exiting
@@ -378,12 +378,13 @@ class Fleet:
         limit_s = timeout_s * (1.1 if brief else HEARTBEAT_TIMEOUT_FACTOR + 1) + LOOK_S
         observers = self.observers
         observed = ObservedCall(member.target, member.rank, member.backend, member.reader, message)
-        observers.on_request(observed)
+        observers.notify(lambda observer: observer.on_request(observed))
 
         def run() -> MemberReply:
             answer = _call(member, message, limit_s)
             if not future.done():
-                observers.on_reply(observed, answer.error or answer.reply)
+                reply = answer.error or answer.reply
+                observers.notify(lambda observer: observer.on_reply(observed, reply))
             return answer
 
         try:
