@@ -1,0 +1,154 @@
+"""Recovery: ends updates that dead senders or late messages left open; checks of ownership."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+
+from weightsync.errors import (
+    ConfigError,
+    ProtocolError,
+    SenderConflictError,
+    SenderReplacedError,
+    TransportError,
+)
+from weightsync.update.fleet import Fleet, Member, MemberReply, failures, raise_first
+from weightsync.wire.messages import PROTOCOL, AbortRequest, FinishRequest, Status, StatusRequest
+from weightsync.wire.offers import describe, utc
+
+logger = logging.getLogger(__name__)
+
+
+def recover_orphans(fleet: Fleet, answers: Sequence[MemberReply], timeout_s: float) -> list[int]:
+    """Commit or abort the open updates of dead senders; return the versions of their receivers.
+
+    `answers` are the statuses of the fleet. An update that any receiver committed is finished where
+    it is PREPARED, and aborted elsewhere: a late message may have started it again. Any other
+    update is aborted. Raises the error of a receiver that cannot be reached. Any other error means
+    that the update is over on that receiver, and the next update heals it.
+    """
+    orphans = {a.status.update_id for a in answers if a.status.orphaned and a.status.update_id}
+    versions: list[int] = []
+    for update_id in orphans:
+        committed = any(a.status.last_finished == update_id for a in answers)
+        holders = [a for a in answers if a.status.update_id == update_id]
+        prepared = [a.member for a in holders if committed and a.status.state == "PREPARED"]
+        others = [a.member for a in holders if a.member not in prepared]
+        finish = FinishRequest(update_id=update_id)
+        abort = AbortRequest(update_id=update_id, reason="its sender died")
+        versions += _end(fleet, finish, prepared, timeout_s)
+        versions += _end(fleet, abort, others, timeout_s)
+    return versions
+
+
+def _end(
+    fleet: Fleet, request: FinishRequest | AbortRequest, members: list[Member], timeout_s: float
+) -> list[int]:
+    """Finish or abort a dead sender's update on `members`; return their versions."""
+    if not members:
+        return []
+    update_id = request.update_id
+    end = "finished" if isinstance(request, FinishRequest) else "aborted"
+    logger.warning("update %s of a dead sender is %s", update_id, end)
+    done = fleet.call(request, timeout_s=timeout_s, members=members)
+    lost = [answer for answer in done if isinstance(answer.error, TransportError)]
+    raise_first(lost, f"ending update {update_id} of a dead sender")
+    for answer in failures(done):
+        logger.warning("%s refused: the update is over: %s", answer.member.target, answer.error)
+    return [answer.step.version for answer in done if answer.error is None]
+
+
+def abort_others(fleet: Fleet, answers: Sequence[MemberReply], timeout_s: float) -> bool:
+    """Abort stale updates on receivers of this sender; return whether there were any.
+
+    A late message opens an update on a restarted receiver, which does not know that the update is
+    over. Other stale updates are sessions of clients that do not connect. An update with an
+    unconfirmed finish is not stale. Called between two updates, with current statuses.
+    """
+    stale = [answer for answer in answers if _is_stale(answer)]
+    for answer in stale:
+        update_id = answer.status.update_id or ""
+        logger.warning("update %s of %s is aborted", update_id, answer.member.target)
+        request = AbortRequest(update_id=update_id, reason="the receiver's owner did not start it")
+        fleet.call(request, timeout_s=timeout_s, members=[answer.member])
+    return bool(stale)
+
+
+def _is_stale(answer: MemberReply) -> bool:
+    """Whether a receiver of this sender has an open update that the sender will not finish."""
+    member, status = answer.member, answer.status
+    is_pending = member.unfinished is not None and member.unfinished.update_id == status.update_id
+    is_open = status.state in ("UPDATING", "PREPARED") and not status.orphaned
+    return is_open and not is_pending and bool(member.sender)
+
+
+def recover_prepared(fleet: Fleet, member: Member, timeout_s: float) -> None:
+    """Abort this sender's update on a member where it is still PREPARED after a failed finish.
+
+    Raises the error of the abort.
+    """
+    answer = fleet.call(StatusRequest(), timeout_s=timeout_s, members=[member])[0]
+    held = answer.status.update_id if answer.error is None else None
+    if held is None or answer.status.state != "PREPARED" or held != member.last_finish_sent:
+        return
+    request = AbortRequest(update_id=held, reason="its finish failed")
+    raise_first(fleet.call(request, timeout_s=timeout_s, members=[member]), "abort")
+
+
+def check_fleet(fleet: Fleet, answers: Sequence[MemberReply], *, takeover: bool = False) -> None:
+    """Record the members' statuses, and check that they can be connected.
+
+    Raises ConfigError when two targets are one receiver, ProtocolError for a receiver of another
+    protocol version, and SenderConflictError or SenderReplacedError for a receiver that belongs to
+    another living sender.
+    """
+    checked = {answer.member for answer in answers}
+    seen = {member.instance: member for member in fleet.members if member not in checked}
+    for answer in answers:
+        answer.member.record_status(answer.status)
+        if answer.status.protocol != PROTOCOL:
+            raise ProtocolError(
+                f"{answer.member.target} uses protocol {answer.status.protocol}, this sender "
+                f"{PROTOCOL}; install the same version of weightsync on both sides"
+            )
+        known = seen.setdefault(answer.status.instance, answer.member)
+        if known is not answer.member:
+            raise ConfigError(
+                f"{known.target} and {answer.member.target} are the same receiver (instance "
+                f"{answer.status.instance}); name every receiver once"
+            )
+    for answer in answers:
+        _check_owner(fleet, answer, takeover=takeover and not answer.member.term)
+    for answer in answers:
+        owner = answer.status.owner
+        if owner is not None:
+            newer = owner.term if fleet.owns(owner) else owner.term + 1
+            answer.member.term = max(answer.member.term, newer)
+        answer.member.term = max(answer.member.term, 1)
+
+
+def _check_owner(fleet: Fleet, answer: MemberReply, *, takeover: bool) -> None:
+    """Raise where a member belongs to another living sender that does not yield it now."""
+    owner, member = answer.status.owner, answer.member
+    if owner is None or not owner.alive or fleet.owns(owner) or takeover:
+        return
+    if (owner.yields and is_idle(answer.status)) or owner.term < member.term:
+        return  # the other sender's offer was in flight when this sender took the member over
+    if not member.term:
+        raise SenderConflictError(
+            f"{member.target} belongs to another living sender: {describe(owner)}; close() that "
+            "one, or connect(takeover=True) to replace it",
+            owner=owner.name,
+            since=utc(owner.since),
+        )
+    raise SenderReplacedError(
+        f"{member.target} was taken over by another sender: {describe(owner)}; close() this one or "
+        f"remove({member.target!r}), or connect(takeover=True) to take it back",
+        owner=owner.name,
+        since=utc(owner.since),
+    )
+
+
+def is_idle(status: Status) -> bool:
+    """Whether the receiver is in no update."""
+    return status.state not in ("UPDATING", "PREPARED", "ABORTING")
