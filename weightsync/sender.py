@@ -24,7 +24,7 @@ from weightsync.backends.base import Backend, TransferOptions
 from weightsync.backends.registry import BackendChoice, choose_backends
 from weightsync.errors import ConfigError, ProtocolError, SenderReplacedError, WeightSyncError
 from weightsync.observe import ProgressObserver, Shown, TracePath, progress_callback
-from weightsync.ranks.comm import RankComm, join_ranks
+from weightsync.ranks.comm import join_ranks
 from weightsync.ranks.group import FollowerUpdate, RankGroup, following
 from weightsync.ranks.worker import RankWorker
 from weightsync.report import SyncReport
@@ -35,9 +35,10 @@ from weightsync.tensors import spec_of
 from weightsync.transports.base import Transport
 from weightsync.transports.calls import exiting
 from weightsync.transports.factory import Target, Targets, TransportFactory
-from weightsync.update.coordinator import Coordinator, OnFailure, UpdateLock
+from weightsync.update.coordinator import Coordinator, OnFailure
 from weightsync.update.fleet import Fleet
 from weightsync.update.outgoing import UpdateTransaction
+from weightsync.update.paths import PathSelector
 from weightsync.weights.module_sink import Rename
 from weightsync.weights.source import NamedTensors, as_source, find_ties
 from weightsync.wire.messages import SharedMemoryUsage
@@ -136,74 +137,73 @@ def connect(  # noqa: PLR0913  # the settings of a connection, all keyword-only
     def make_worker() -> RankWorker:
         return RankWorker(as_source(source, dtype=dtype, rename=rename), options, ranks, backends)
 
-    def coordinator(group: RankGroup) -> Coordinator:
-        fleet = Fleet(transports.every(to), yields=yields)
+    def make_coordinator(group: RankGroup) -> Coordinator:
+        fleet = Fleet(
+            group,
+            transports.every(to),
+            timeout_s=timeout_s,
+            drops=on_failure == "drop",
+            yields=yields,
+        )
         try:
+            ordered = not isinstance(backend, str | Backend)
+            paths = PathSelector(fleet, options, backends, ordered=ordered, unusable=unusable)
             if on_progress is not None:
                 group.observers.append(ProgressObserver(on_progress))
-            return Coordinator(
-                group,
-                fleet,
-                options,
-                backends,
-                ordered=not isinstance(backend, str | Backend),
-                unusable=unusable,
-                on_failure=on_failure,
-                takeover=takeover,
-            )
+            return Coordinator(fleet, paths, takeover=takeover)
         except BaseException:
             fleet.close()
             raise
 
-    return WeightSender(ranks, make_worker, coordinator, transports.one, verify=verify)
+    try:
+        group = RankGroup(ranks.together(make_worker), ranks)
+        coordinator = ranks.together(lambda: make_coordinator(group) if group.leads else None)
+    except BaseException:
+        ranks.close()
+        raise
+    return WeightSender(group, coordinator, transports.one, verify=verify)
 
 
 class WeightSender:
     """Sends the weights of a source to receivers, one update after the other.
 
     Made by `connect`; use it from one thread. Each rank has its own sender, and all ranks make the
-    same calls in the same order. `version` is the last version that receivers hold. `verify` may be
-    changed between updates.
+    same calls in the same order. `verify` may be changed between updates.
     """
 
     def __init__(
         self,
-        ranks: RankComm,
-        make_worker: Callable[[], RankWorker],
-        coordinator: Callable[[RankGroup], Coordinator],
+        group: RankGroup,
+        coordinator: Coordinator | None,
         make_transport: Callable[[Target], Transport],
         *,
         verify: bool,
     ) -> None:
         self.verify = verify
-        self.version = 0
+        self._group = group
+        self._coordinator = coordinator
         self._make_transport = make_transport
         self._closed = False
-        self._update_lock = UpdateLock()
+        self._in_call = threading.Lock()
         self._pid = os.getpid()
-        self._coordinator: Coordinator | None = None
-        try:
-            group = self._group = RankGroup(ranks.together(make_worker), ranks)
-            self._coordinator = ranks.together(lambda: coordinator(group) if group.leads else None)
-        except BaseException:
-            ranks.close()
-            raise
-        self._finalizer = weakref.finalize(self, _free_dropped, group, self._coordinator, self._pid)
+        self._finalizer = weakref.finalize(self, _free_dropped, group, coordinator, self._pid)
         self._finalizer.atexit = False  # at exit the kernel frees everything
         try:
-            self._together("connect", lambda leading: leading.connect())
+            self._run("connect", lambda leading: leading.membership.connect())
         except BaseException:
             self._free()
             raise
 
     @property
+    def version(self) -> int:
+        """The last version that receivers hold."""
+        return self._group.version
+
+    @property
     def targets(self) -> list[str]:
         """Names of the receivers, as in messages; empty on ranks other than 0."""
-        return (
-            [member.target for member in self._coordinator.fleet.members]
-            if self._coordinator
-            else []
-        )
+        members = self._coordinator.fleet.members if self._coordinator else ()
+        return [member.target for member in members]
 
     @property
     def path(self) -> str:
@@ -214,7 +214,7 @@ class WeightSender:
         coordinator = self._coordinator
         if coordinator is None and not self._closed:
             return ""
-        if coordinator is None or self._closed or not coordinator.connected:
+        if coordinator is None or self._closed or not coordinator.membership.connected:
             raise ConfigError("this sender is closed or released; send_weights() connects again")
         return "+".join(sorted({member.shown_path for member in coordinator.fleet.members}))
 
@@ -249,7 +249,7 @@ class WeightSender:
         then as they were, except those that the error or their status calls TORN. An error of one
         rank is raised on all ranks.
         """
-        return self._send_weights(version, label, rewind, threading.Event(), trace)
+        return self._send_weights(version, label, rewind, trace, threading.Event())
 
     async def asend_weights(
         self,
@@ -269,7 +269,7 @@ class WeightSender:
         run = contextvars.copy_context().run
         # Not a task: a loop that ends cancels its tasks, and the thread would continue to read.
         sending = asyncio.get_running_loop().run_in_executor(
-            None, run, self._send_weights, version, label, rewind, stop, trace
+            None, run, self._send_weights, version, label, rewind, trace, stop
         )
         try:
             return await asyncio.shield(sending)
@@ -298,33 +298,13 @@ class WeightSender:
         a subset of the model (LoRA), based on the version that the receivers hold. The report is
         `update.last_report` afterwards.
         """
-        with self._update_lock.taken():
-            self._check_open()
-            self._group.check_same_call(f"update({version}, partial={partial})")
-            self._group.worker.stop = threading.Event()
-            if self._coordinator is None:
-                try:
-                    with following(self._group) as followed:
-                        yield followed
-                finally:
-                    self.version = self._group.version
-                return
-            self._coordinator.fleet.clear_silent()
-            self._coordinator.verify = self.verify
-            try:
-                with (
-                    self._group.observers.user_call(trace),
-                    self._coordinator.updating(
-                        version, label, rewind=rewind, partial=partial
-                    ) as update,
-                ):
+        with self._call(f"update({version}, partial={partial})", trace) as coordinator:
+            if coordinator is None:
+                with following(self._group) as followed:
+                    yield followed
+            else:
+                with coordinator.updating(version, label, rewind=rewind, partial=partial) as update:
                     yield update
-            except BaseException as exc:
-                self.version = self._coordinator.version
-                self._finish_call(error=exc)
-                raise
-            self.version = self._coordinator.version
-            self._finish_call(report=update.last_report)
 
     def add(self, target: Target) -> SyncReport | None:
         """Add a receiver, and send it the current version if there is one.
@@ -332,16 +312,14 @@ class WeightSender:
         The source must still hold the weights of that version. Raises the same errors as `connect`
         and `resync`; the fleet is then as it was.
         """
-        return self._together(
-            "add", lambda coordinator: coordinator.add(self._make_transport(target))
-        )
+        return self._run("add", lambda leading: leading.add(self._make_transport(target)))
 
     def remove(self, target: str) -> None:
         """Remove the receiver with that name (`targets`), or all workers of a server by its URL.
 
         Removed receivers keep their weights.
         """
-        self._together("remove", lambda coordinator: coordinator.remove(target))
+        self._run("remove", lambda leading: leading.remove(target))
 
     def resync(self, target: str) -> SyncReport:
         """Send the current version to a single receiver or server that missed it.
@@ -350,10 +328,9 @@ class WeightSender:
         changed since. Only fingerprints show that; with `verify=False` a warning is logged. Raises
         ConfigError for an unknown target, or before the first update.
         """
-        report = self._together(
-            "resync", lambda coordinator: coordinator.resync(coordinator.members(target))
+        return _required(
+            self._run("resync", lambda leading: leading.resync(leading.membership.find(target)))
         )
-        return _required(report)
 
     def shared_memory_usage(self) -> list[SharedMemoryUsage]:
         """Return the memory that this rank shares: size, age, readers, and readers not done."""
@@ -370,7 +347,7 @@ class WeightSender:
 
     def release(self) -> None:
         """Unregister all memory, so that it may be offloaded or freed. The next send reconnects."""
-        self._together("release", lambda coordinator: coordinator.disconnect())
+        self._run("release", lambda leading: leading.membership.disconnect())
 
     def close(self) -> None:
         """Disconnect from the receivers, move adopted parameters back and free all memory.
@@ -387,7 +364,7 @@ class WeightSender:
             if exiting():
                 self._disconnect_alone()  # at exit nothing waits for ranks, which may be gone
             else:
-                self._together("close", lambda coordinator: coordinator.disconnect(leaves=True))
+                self._run("close", lambda leading: leading.membership.disconnect(leaves=True))
         except WeightSyncError:
             self._disconnect_alone()
             if not known:
@@ -401,7 +378,7 @@ class WeightSender:
         if self._coordinator is not None:
             self._coordinator.fleet.clear_silent()
             with suppress(WeightSyncError):
-                self._coordinator.disconnect(leaves=True)
+                self._coordinator.membership.disconnect(leaves=True)
 
     def __enter__(self) -> Self:
         return self
@@ -419,60 +396,60 @@ class WeightSender:
         version: int | None,
         label: str | None,
         rewind: bool,
-        stop: threading.Event,
         trace: TracePath | None,
+        stop: threading.Event,
     ) -> SyncReport:
-        report = self._together(
-            f"send_weights({version}, rewind={rewind})",
-            lambda coordinator: coordinator.send(version, label, rewind=rewind),
-            stop,
-            trace,
-        )
-        return _required(report)
+        with self._call(f"send_weights({version}, rewind={rewind})", trace, stop) as coordinator:
+            if coordinator is None:
+                return _required(self._group.serve().report)
+            return coordinator.send(version, label, rewind=rewind)
 
-    def _together(
-        self,
-        call: str,
-        do: Callable[[Coordinator], T],
-        stop: threading.Event | None = None,
-        trace: TracePath | None = None,
-    ) -> T | SyncReport | None:
+    def _run(self, call: str, do: Callable[[Coordinator], object]) -> SyncReport | None:
         """Make one call on every rank: rank 0 runs it, the others execute rank 0's commands."""
-        with self._update_lock.taken():
-            self._check_open()
-            self._group.check_same_call(call)
-            self._group.worker.stop = stop or threading.Event()
-            if self._coordinator is None:
-                try:
-                    return self._group.serve().report
-                finally:
-                    self.version = self._group.version
-            self._coordinator.fleet.clear_silent()
-            self._coordinator.verify = self.verify
-            try:
-                with self._group.observers.user_call(trace):
-                    result = do(self._coordinator)
-            except BaseException as exc:
-                self.version = self._coordinator.version
-                self._finish_call(error=exc)
-                raise
-            self.version = self._coordinator.version
-            self._finish_call(report=result if isinstance(result, SyncReport) else None)
-            return result
+        with self._call(call) as coordinator:
+            if coordinator is None:
+                return self._group.serve().report
+            do(coordinator)
+            return coordinator.last_report
 
-    def _finish_call(
-        self, *, report: SyncReport | None = None, error: BaseException | None = None
-    ) -> None:
+    @contextmanager
+    def _call(
+        self, call: str, trace: TracePath | None = None, stop: threading.Event | None = None
+    ) -> Iterator[Coordinator | None]:
+        """Open one call of the user, which all ranks make; rank 0 gets the coordinator.
+
+        At the end of the block, rank 0 sends the other ranks its report or its error. Raises
+        ConfigError when another call is open, because a ring has one writer.
+        """
+        if not self._in_call.acquire(blocking=False):
+            raise ConfigError(
+                "this sender is in use already, in another thread or in an update() block around "
+                "this call; use it from one thread, one update after another"
+            )
+        group, coordinator = self._group, self._coordinator
         try:
-            self._group.finish(self.version, report=report, error=error)
-        except WeightSyncError:
-            if error is None:
+            if self._closed:
+                raise ConfigError("this sender is closed; connect again")
+            group.check_same_call(call)
+            group.worker.stop = stop or threading.Event()
+            if coordinator is None:
+                yield None
+                return
+            coordinator.fleet.clear_silent()
+            coordinator.verify = self.verify
+            coordinator.last_report = None
+            try:
+                with group.observers.user_call(trace):
+                    yield coordinator
+            except BaseException as exc:
+                try:
+                    group.finish(coordinator.fleet.version, error=exc)
+                except WeightSyncError:
+                    logger.debug("the other ranks did not get the error", exc_info=True)
                 raise
-            logger.debug("the other ranks did not get the end of the call", exc_info=True)
-
-    def _check_open(self) -> None:
-        if self._closed:
-            raise ConfigError("this sender is closed; connect again")
+            group.finish(coordinator.fleet.version, report=coordinator.last_report)
+        finally:
+            self._in_call.release()
 
     def _free(self) -> None:
         self._closed = True

@@ -229,5 +229,5 @@ def test_members_that_never_come_back_are_forgotten(monkeypatch: pytest.MonkeyPa
             receiver.before = lose(FINISH, "shutdown_weight_transfer_engine")
             assert set(sender.send_weights().dropped) == {receiver.__qualname__}
         assert sender._coordinator is not None
-        owed = sender._coordinator._membership._pending_finishes
+        owed = sender._coordinator.membership._pending_finishes
         assert set(owed) == {receiver.receiver.instance for receiver in left[2:]}

@@ -7,6 +7,7 @@ from typing import Any, cast
 
 import pytest
 import torch
+from msgspec.structs import replace
 
 import weightsync as ws
 from weightsync.backends.base import Backend
@@ -20,6 +21,7 @@ from weightsync.transports.callback import CallbackTransport
 from weightsync.update.fleet import Member
 from weightsync.update.paths import Candidate, candidates
 from weightsync.update.paths import assign as assign_paths
+from weightsync.wire.messages import PROTOCOL, Status
 
 HERE, THERE = "HOST-here", "HOST-there"
 
@@ -38,7 +40,18 @@ def card(*keys: str, no_cuda_ipc: str | None = None) -> RankInfo:
 def member(*keys: str) -> Member:
     facts: dict[str, Any] = {"ipc": {}, "gloo": None}
     transport = cast(Transport, CallbackTransport(lambda _: None))
-    return Member(transport, keys=list(keys), backends=facts)
+    status = Status(
+        instance="r",
+        protocol=PROTOCOL,
+        state="READY",
+        version=0,
+        may_generate=True,
+        apply="staged",
+        verification="held",
+        device_keys=list(keys),
+        backends=facts,
+    )
+    return Member(transport, status=status)
 
 
 def ways(member: Member, ranks: Sequence[RankInfo], backend: str) -> list[Way]:
@@ -104,11 +117,12 @@ class TestWays:
 
     def test_a_backend_that_one_side_lacks_is_no_way(self) -> None:
         near = member(HERE)
-        near.backends, near.unusable = {"ipc": {}}, {"gloo": "no network"}
+        facts: dict[str, Any] = {"ipc": {}}
+        near.status = replace(near.status, backends=facts, unusable_backends={"gloo": "no network"})
         assert ways(near, CPU, "auto") == [(0, "shared_memory")]
         assert near.skipped == {"gloo": "no network"}
         near.skipped.clear()
-        near.unusable.clear()
+        near.status = replace(near.status, unusable_backends={})
         assert ways(near, CPU, "gloo") == []
         assert near.skipped == {"gloo": "the receiver does not know this backend"}
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Hashable, Iterable, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, cast
+from typing import cast
 
 from weightsync.errors import (
     ConnectError,
@@ -23,7 +23,9 @@ from weightsync.errors import (
     TransportTimeout,
     WeightSyncError,
 )
-from weightsync.observe import ObservedCall, Observers
+from weightsync.observe import ObservedCall
+from weightsync.ranks.commands import KeepAlive
+from weightsync.ranks.group import RankGroup
 from weightsync.shm.wait import HEARTBEAT_TIMEOUT_FACTOR
 from weightsync.transports.base import Transport
 from weightsync.transports.calls import LOOK_S, CallThreads, InFlightCall, InFlightCalls, exiting
@@ -49,6 +51,7 @@ _EXIT_S = 1.0
 _SILENT_TIMEOUT_SHARE = 0.1
 """The part of `timeout_s` that a silent member has to reply to requests that it is still sent."""
 _PROBE_S = 10.0
+_BRIEF_S = 10.0
 _BRIEF = (StatusRequest, AbortRequest, ShutdownRequest)
 """Requests to which a live receiver replies within `timeout_s`; other steps may take longer."""
 _SENT_WHILE_SILENT = (AbortRequest, ShutdownRequest)
@@ -68,44 +71,42 @@ class Server:
         return self.transport.target
 
 
+_NO_STATUS = Status(
+    instance="", protocol=0, state="", version=0, may_generate=False, apply="", verification=""
+)
+
+
 @dataclass(slots=True, eq=False)
 class Member:
-    """One receiver: its transport, its path, and its last known status.
+    """One receiver: its transport, its last known status, its path, and its open requests.
 
-    Rank `rank` of the trainer sends to it on `path`, by the engine of `backend`, where its index is
-    `reader`. `skipped` has the reason why each other path was not taken. `backends` has the
-    endpoint facts of each backend that the receiver can use, `unusable` the reasons against the
-    others. `sender` is the sender id that the receiver knows, `released` the same id after the
-    memory was withdrawn.
+    `name` is set where another member's transport has the same target, `server` for a worker of a
+    server with several. Rank `rank` of the trainer sends to the member on `path`, by the engine of
+    `backend`, where its index is `reader`. `skipped` has the reason why each other path was not
+    taken. `sender` is the sender id that the receiver knows, `released` the same id after the
+    memory was withdrawn. `term` is this sender's term as the owner of the receiver, 0 before the
+    first status.
 
-    `unfinished` and `unaborted` are an update whose finish or abort it did not confirm; that
-    request is sent again before the next update. `last_finish_sent` is the update of the last
-    finish request. `term` is this sender's term as the owner of the receiver, 0 before the first
-    status. `name` is set where another member's transport has the same target. `server` is set for
-    a worker of a server with several.
+    `unfinished` and `unaborted` are an update whose finish or abort the receiver did not confirm;
+    that request is sent again before the next update. `last_finish_sent` is the update of the last
+    finish request.
     """
 
     transport: Transport
     name: str = ""
     server: Server | None = None
+    status: Status = _NO_STATUS
     rank: int = 0
     backend: str = ""
     path: str = ""
     reader: int = 0
+    skipped: dict[str, str] = field(default_factory=dict)
     sender: str = ""
     released: str = ""
-    skipped: dict[str, str] = field(default_factory=dict)
-    instance: str = ""
-    version: int = 0
     term: int = 0
-    apply: str = ""
-    keys: list[str] = field(default_factory=list)
-    backends: dict[str, Any] = field(default_factory=dict)
-    unusable: dict[str, str] = field(default_factory=dict)
-    last_finished: str | None = None
-    last_finish_sent: str | None = None
     unfinished: FinishRequest | None = None
     unaborted: str | None = None
+    last_finish_sent: str | None = None
 
     @property
     def target(self) -> str:
@@ -122,23 +123,10 @@ class Member:
         server = self.server.target if self.server is not None else self.target
         return target == self.target or target.rstrip("/") in (self.target, server)
 
-    @property
-    def host(self) -> str:
-        """The key of the receiver's host; empty before the first status."""
-        return self.keys[-1] if self.keys else ""
-
     def is_new_to(self, status: Status) -> bool:
         """Whether the status is of a restarted receiver, or of one that closed its engine."""
-        return status.instance != self.instance or self.sender not in ("", *status.senders)
-
-    def record_status(self, status: Status) -> None:
-        """Store the instance, version and endpoint facts of a status."""
-        self.instance = status.instance
-        self.version = status.version
-        self.last_finished = status.last_finished
-        self.apply = status.apply
-        self.keys = status.device_keys
-        self.backends, self.unusable = status.backends, status.unusable_backends
+        restarted = status.instance != self.status.instance
+        return restarted or self.sender not in ("", *status.senders)
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,20 +149,32 @@ class MemberReply:
 
 
 class Fleet:
-    """Calls all members in parallel. To be used from one thread; closed last.
+    """The receivers of one sender, called in parallel. Used by one thread of rank 0; closed last.
 
-    `idle` is called periodically while `call` waits. `observers` receive every message. `beat`
-    returns a value that grows while a member lives, None where it cannot be observed. `yields`:
-    other senders may take over the receivers between two updates.
+    `timeout_s` bounds the time in which a member gives no sign of life. With `drops`, members that
+    fail are removed, and the others continue. With `yields`, other senders may take over the
+    receivers between two updates. `version` is the newest version that the receivers hold.
 
-    A member is silent if it does not reply and gives no sign of life for the `timeout_s` of a call,
-    or lives and does not reply for HEARTBEAT_TIMEOUT_FACTOR times `timeout_s`. Further calls to it
-    fail at once, until `clear_silent`.
+    A member is silent if it does not reply and gives no sign of life for the timeout of a call, or
+    lives and does not reply for HEARTBEAT_TIMEOUT_FACTOR times that. Further calls to it fail at once, until
+    `clear_silent`.
     """
 
-    def __init__(self, transports: Sequence[Transport], *, yields: bool = False) -> None:
-        self.members: list[Member] = []
+    def __init__(
+        self,
+        group: RankGroup,
+        transports: Sequence[Transport],
+        *,
+        timeout_s: float,
+        drops: bool,
+        yields: bool,
+    ) -> None:
+        self.group = group
+        self.timeout_s = timeout_s
+        self.drops = drops
         self.yields = yields
+        self.version = 0
+        self.members: list[Member] = []
         for transport in transports:
             self.add(transport)
         self._threads: CallThreads[MemberReply] = CallThreads()
@@ -185,9 +185,21 @@ class Fleet:
         self._updates = itertools.count(1)
         self._gone_nbytes = 0
         self._gone_messages = 0
-        self.idle: Callable[[], None] | None = None
-        self.observers = Observers()
-        self.beat: Callable[[Member], Hashable | None] = lambda _: None
+        self._signs: dict[tuple[str, int, int], int | None] = {}
+        self._assumed_alive = 0
+
+    @property
+    def brief_s(self) -> float:
+        """Timeout of requests that a live receiver answers at once."""
+        return min(self.timeout_s, _BRIEF_S)
+
+    def observe_versions(self, versions: Iterable[int]) -> None:
+        """Raise `version` to the newest of these versions, which receivers hold."""
+        self.version = max([self.version, *versions])
+
+    def may_drop(self, members: Iterable[Member]) -> bool:
+        """Whether members may be dropped: enabled by `drops`, and others remain."""
+        return self.drops and len(self.with_workers(members)) < len(self.members)
 
     def new_update_id(self) -> str:
         """Return a new update id of this fleet's sender."""
@@ -227,22 +239,54 @@ class Fleet:
         if member.server is not None and member.server not in self.servers:
             self._close(member.server.transport)
 
-    def expand(self, member: Member, paths: Sequence[str]) -> list[Member]:
-        """Replace the member that represents a whole server by its workers, and return these.
+    def expand_servers(self, answers: Sequence[MemberReply]) -> list[MemberReply]:
+        """Replace each server by its workers; return the workers' statuses, errors included.
 
-        Raises ProtocolError where its transport cannot reach the workers.
+        Raises ProtocolError for a worker that has workers itself, and where a server's transport
+        cannot reach the workers.
         """
-        expand = getattr(member.transport, "expand", None)
-        if expand is None:
-            raise ProtocolError(
-                f"{member.target} is a server of {len(paths)} workers, and its transport reaches "
-                "none of them by itself; give connect() a URL, or a transport to each worker"
-            )
-        server = Server(member.transport, tuple(paths))
-        at = self.members.index(member)
-        workers = [Member(transport, server=server) for transport in expand(paths)]
-        self.members[at : at + 1] = workers
-        return workers
+        found: list[MemberReply] = []
+        for answer in answers:
+            member, paths = answer.member, answer.status.workers
+            if not paths:
+                found.append(answer)
+                continue
+            expand = getattr(member.transport, "expand", None)
+            if expand is None:
+                raise ProtocolError(
+                    f"{member.target} is a server of {len(paths)} workers, and its transport "
+                    "reaches none of them by itself; give connect() a URL, or a transport to each "
+                    "worker"
+                )
+            server = Server(member.transport, tuple(paths))
+            workers = [Member(transport, server=server) for transport in expand(paths)]
+            at = self.members.index(member)
+            self.members[at : at + 1] = workers
+            results = self.call(StatusRequest(), workers)
+            nested = [r.member.target for r in results if r.error is None and r.status.workers]
+            if nested:
+                raise ProtocolError(f"{', '.join(nested)}: a worker cannot have workers itself")
+            found += results
+        return found
+
+    def resized_servers(self, answers: Sequence[MemberReply]) -> list[Server]:
+        """Return the servers that were restarted with a different set of workers.
+
+        `answers` are the members' results of a status request.
+        """
+        suspects = [a.member.server for a in answers if a.member.server is not None and _is_new(a)]
+        changed: list[Server] = []
+        for server in dict.fromkeys(suspects):
+            try:
+                now = server.transport.call(StatusRequest(), timeout_s=self.brief_s)
+            except WeightSyncError as exc:
+                logger.debug("status of %s: %s", server.target, exc)
+                continue
+            if isinstance(now, Status) and tuple(now.workers) != server.paths:
+                before, after = len(server.paths), len(now.workers)
+                logger.warning("%s had %d workers and has %d now", server.target, before, after)
+                changed.append(server)
+        return changed
 
     def collapse(self, server: Server) -> Member:
         """Replace all workers of a server by one member for the whole server, and return it."""
@@ -266,60 +310,76 @@ class Fleet:
         return [m for m in self.members if m in chosen or m.server in servers]
 
     @property
-    def sent_nbytes(self) -> int:
-        """Bytes of all requests so far."""
-        return self._gone_nbytes + sum(t.sent_nbytes for t in self._transports)
-
-    @property
-    def sent_messages(self) -> int:
-        """Requests so far."""
-        return self._gone_messages + sum(t.sent_messages for t in self._transports)
+    def sent_counts(self) -> tuple[int, int]:
+        """Bytes of all requests so far, and their number."""
+        nbytes = self._gone_nbytes + sum(t.sent_nbytes for t in self._transports)
+        return nbytes, self._gone_messages + sum(t.sent_messages for t in self._transports)
 
     def call(
         self,
         request: Request | Callable[[Member], Request],
-        *,
-        timeout_s: float,
         members: Sequence[Member] | None = None,
+        *,
+        timeout_s: float | None = None,
         idle: Callable[[], None] | None = None,
     ) -> list[MemberReply]:
         """Call members (None: all), wait, and return every result; errors are returned as results.
 
-        `timeout_s` bounds the time in which a member gives no sign of life; see `begin`.
+        See `begin` and `await_all`.
         """
-        begun = self.begin(request, timeout_s=timeout_s, members=members)
+        begun = self.begin(request, members, timeout_s=timeout_s)
         self.await_all(begun, idle=idle)
         return [future.result() for future in begun]
-
-    def await_all(
-        self, begun: Sequence[Future[MemberReply]], *, idle: Callable[[], None] | None = None
-    ) -> None:
-        """Wait until every call has a result. `idle` is called in addition to `self.idle`."""
-        idled = time.monotonic()
-        while wait(begun, timeout=LOOK_S).not_done:
-            self.look()
-            if time.monotonic() - idled > _IDLE_S:
-                for call in filter(None, (self.idle, idle)):
-                    call()
-                idled = time.monotonic()
 
     def begin(
         self,
         request: Request | Callable[[Member], Request],
-        *,
-        timeout_s: float,
         members: Sequence[Member] | None = None,
+        *,
+        timeout_s: float | None = None,
     ) -> list[Future[MemberReply]]:
         """Call members without waiting; return a future for each. Its waits have to call `look`.
 
         A member that lives has HEARTBEAT_TIMEOUT_FACTOR times `timeout_s` for a step of an update.
         """
         chosen = self.members if members is None else members
-        return [self._begin(member, request, timeout_s) for member in chosen]
+        limit_s = self.timeout_s if timeout_s is None else timeout_s
+        return [self._begin(member, request, limit_s) for member in chosen]
+
+    def await_all(
+        self, begun: Sequence[Future[MemberReply]], *, idle: Callable[[], None] | None = None
+    ) -> None:
+        """Wait until every call has a result. `idle` is called periodically in a long wait."""
+        idled = time.monotonic()
+        while wait(begun, timeout=LOOK_S).not_done:
+            self.look()
+            if time.monotonic() - idled > _IDLE_S:
+                self.group.comm.attend()
+                if idle is not None:
+                    idle()
+                idled = time.monotonic()
 
     def look(self) -> None:
         """Give up calls to members that give no sign of life. Cheap: called in every wait."""
         self._flights.look()
+
+    def liveness_counter(self, member: Member) -> Hashable | None:
+        """Return a value that grows while a reader lives and works; None if not observable."""
+        if member.rank:
+            key = member.backend, member.rank, member.reader
+            return self._assumed_alive, self._signs.get(key)
+        engine = self.group.worker.engines.get(member.backend)
+        return engine.liveness_counter(member.reader) if engine is not None else None
+
+    def assume_alive(self) -> None:
+        """Count the readers of other ranks as alive: in a transfer their ranks bound the waits."""
+        self._assumed_alive += 1
+
+    def collect_signs(self, *, may_raise: bool = True) -> None:
+        """Collect the signs of life of all ranks' readers. Raises where a rank left the update."""
+        for rank, answer in enumerate(self.group.run_on_all(KeepAlive(may_raise=may_raise))):
+            for name, beats in answer.beats.items():
+                self._signs.update({(name, rank, reader): n for reader, n in beats.items()})
 
     def clear_silent(self) -> None:
         """Call silent members again. Called when a call of the sender's user begins."""
@@ -370,13 +430,13 @@ class Fleet:
             future,
             timeout_s,
             HEARTBEAT_TIMEOUT_FACTOR * timeout_s,
-            beat=lambda: self.beat(member),
+            beat=partial(self.liveness_counter, member),
             probe=None if isinstance(message, StatusRequest) else partial(self._probe, member),
             give_up=give_up,
         )
         # Longer than the wait here, which can then distinguish a silent member from a lost reply.
         limit_s = timeout_s * (1.1 if brief else HEARTBEAT_TIMEOUT_FACTOR + 1) + LOOK_S
-        observers = self.observers
+        observers = self.group.observers
         observed = ObservedCall(member.target, member.rank, member.backend, member.reader, message)
         observers.notify(lambda observer: observer.on_request(observed))
 
@@ -465,6 +525,11 @@ def add_target(error: WeightSyncError, target: str) -> WeightSyncError:
     return error
 
 
+def names(members: Iterable[Member]) -> str:
+    """Return the targets of members, for a message."""
+    return ", ".join(member.target for member in members)
+
+
 def failures(answers: Sequence[MemberReply]) -> list[MemberReply]:
     """Return the results that are errors."""
     return [answer for answer in answers if answer.error is not None]
@@ -490,54 +555,8 @@ class WorldSizeChangedError(ProtocolError):
     """A server was restarted with other workers; its previous workers do not exist any more."""
 
 
-def expand_servers(
-    fleet: Fleet, answers: Sequence[MemberReply], timeout_s: float
-) -> list[MemberReply]:
-    """Replace each server by its workers; return the workers' statuses, errors included.
-
-    Raises ProtocolError for a worker that has workers itself.
-    """
-    found: list[MemberReply] = []
-    for answer in answers:
-        if not answer.status.workers:
-            found.append(answer)
-            continue
-        workers = fleet.expand(answer.member, answer.status.workers)
-        results = fleet.call(StatusRequest(), timeout_s=timeout_s, members=workers)
-        statuses = [one for one in results if one.error is None]
-        nested = [one.member.target for one in statuses if one.status.workers]
-        if nested:
-            raise ProtocolError(f"{', '.join(nested)}: a worker cannot have workers itself")
-        found += results
-    return found
-
-
-def find_resized(answers: Sequence[MemberReply], timeout_s: float) -> list[Server]:
-    """Return the servers that were restarted with a different set of workers.
-
-    `answers` are the members' results of a status request.
-    """
-    suspects = [a.member.server for a in answers if a.member.server is not None and _is_new(a)]
-    changed: list[Server] = []
-    for server in dict.fromkeys(suspects):
-        try:
-            now = server.transport.call(StatusRequest(), timeout_s=timeout_s)
-        except WeightSyncError as exc:
-            logger.debug("status of %s: %s", server.target, exc)
-            continue
-        if isinstance(now, Status) and tuple(now.workers) != server.paths:
-            logger.warning(
-                "%s had %d workers and has %d now",
-                server.target,
-                len(server.paths),
-                len(now.workers),
-            )
-            changed.append(server)
-    return changed
-
-
 def _is_new(answer: MemberReply) -> bool:
     """Whether another instance answered, or the path does not exist any more."""
     if answer.error is not None:
         return isinstance(answer.error, RemoteError)
-    return answer.member.instance not in ("", answer.status.instance)
+    return answer.member.status.instance not in ("", answer.status.instance)

@@ -5,12 +5,12 @@ from __future__ import annotations
 import itertools
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field
 
-from msgspec.structs import replace
+from msgspec.structs import asdict
 
 from weightsync.errors import (
     ProtocolError,
@@ -22,10 +22,17 @@ from weightsync.errors import (
     WeightSyncError,
     shorten,
 )
-from weightsync.ranks.commands import Begin, CommandResult, End, KeepAlive, Transfer
-from weightsync.ranks.group import RankGroup
+from weightsync.ranks.commands import Begin, CommandResult, End, Places, Transfer
 from weightsync.report import ReceiverReport, SyncReport
-from weightsync.update.fleet import Fleet, Member, MemberReply, add_target, failures, raise_first
+from weightsync.update.fleet import (
+    Fleet,
+    Member,
+    MemberReply,
+    add_target,
+    failures,
+    names,
+    raise_first,
+)
 from weightsync.update.paths import PathSelector
 from weightsync.weights.source import NamedTensors
 from weightsync.wire.messages import (
@@ -53,38 +60,31 @@ class UpdateTransaction:
     """A transaction over members of the fleet. The sender creates it; `send` adds tensors.
 
     Receivers finish only when every staged receiver is PREPARED. In-place receivers cannot roll
-    back: once one of them is PREPARED, all PREPARED receivers finish. `failed` has the members that
-    did not finish, `touched` is True after an abort that left one of them TORN. With `drops`, the
-    others finish without the failed members.
+    back: once one of them is PREPARED, all PREPARED receivers finish. Where the fleet drops failed
+    members, the others finish without these.
+
+    `failed` has the members that did not finish, `replies` the last replies of the others.
+    `touched` is True after an abort that left a receiver TORN, `finishing` when a finish request
+    may have been sent: the update cannot be aborted any more.
     """
 
     def __init__(
-        self,
-        fleet: Fleet,
-        group: RankGroup,
-        paths: PathSelector,
-        *,
-        timeout_s: float,
-        verify: bool,
-        drops: bool = False,
-        members: Sequence[Member] | None = None,
+        self, fleet: Fleet, paths: PathSelector, members: Sequence[Member], *, verify: bool
     ) -> None:
         self.update_id = fleet.new_update_id()
         self.rule = "two-phase"
         self.last_report: SyncReport | None = None
         self.failed: dict[Member, WeightSyncError] = {}
         self.touched = False
-        self.drops = drops
-        self.members = list(fleet.members if members is None else members)
+        self.finishing = False
+        self.replies: dict[Member, StepReply] = {}
+        self._members = list(members)
         self._fleet = fleet
-        self._group = group
+        self._group = fleet.group
         self._paths = paths
-        self._timeout_s = timeout_s
         self._verify = verify
-        self._finishing = False
         self._started = time.perf_counter()
         self._seconds: dict[str, float] = {}
-        self._replies: dict[Member, StepReply] = {}
         self._begun: list[CommandResult] = []
         self._results: list[CommandResult] = []
         self._whole = False
@@ -92,19 +92,9 @@ class UpdateTransaction:
         self._torn: list[str] = []
         self._first_failed: Member | None = None
 
-    @property
-    def finishing(self) -> bool:
-        """Whether a finish request may have been sent: the update cannot be aborted any more."""
-        return self._finishing
-
-    @property
-    def replies(self) -> dict[Member, StepReply]:
-        """The last replies of the members that have not failed."""
-        return dict(self._replies)
-
     def absorb(self, replies: Mapping[Member, StepReply]) -> None:
         """Add the replies of members that failed here and received the same version afterwards."""
-        self._replies.update(replies)
+        self.replies.update(replies)
         for member in replies:
             self.failed.pop(member, None)
 
@@ -114,10 +104,7 @@ class UpdateTransaction:
         return [result.digests for result in self._results]
 
     def send_whole(
-        self,
-        terms: StartTerms,
-        *,
-        before_finish: Callable[[UpdateTransaction], None] = lambda _: None,
+        self, terms: StartTerms, *, before_finish: Callable[[], None] = lambda: None
     ) -> None:
         """Send the whole model with two messages per receiver: start, load and prepare; finish.
 
@@ -126,7 +113,7 @@ class UpdateTransaction:
         try:
             self._whole = True
             self._transfer(terms=terms, prepare=True)
-            before_finish(self)
+            before_finish()
             self.finish()
         except BaseException as exc:
             self.abort(f"the sender gave up: {type(exc).__name__}")
@@ -134,16 +121,10 @@ class UpdateTransaction:
 
     def start(self, terms: StartTerms) -> None:
         """Start the update on every receiver. Raises the first error of a receiver."""
-        request = StartRequest(
-            update_id=self.update_id,
-            version=terms.version,
-            label=terms.label,
-            base_version=terms.base_version,
-            partial=terms.partial,
-            rewind=terms.rewind,
-            manifest_digest=terms.manifest_digest,
+        fields = asdict(terms)
+        answers = self._call(
+            lambda m: StartRequest(update_id=self.update_id, sender=m.sender or None, **fields)
         )
-        answers = self._call(lambda member: replace(request, sender=member.sender or None))
         self._note(answers)
         if failures(answers) and not (self._drop_servers() and self._staying):
             self.abort("a receiver refused to start")
@@ -170,8 +151,8 @@ class UpdateTransaction:
         started = time.perf_counter()
         self._check_verified()
         self._drop_servers()
-        self._finishing = True
-        self._abort([member for member in self.members if member in self.failed], "it failed here")
+        self.finishing = True
+        self._abort([member for member in self._members if member in self.failed], "it failed here")
         staying = self._staying
         for member in staying:
             member.unfinished = self._finish_request(member)
@@ -194,15 +175,15 @@ class UpdateTransaction:
 
     def abort(self, reason: str) -> None:
         """Abort the update on every receiver, unless a finish request was sent."""
-        if not (self._finishing or self._aborted):
+        if not (self.finishing or self._aborted):
             self._aborted = True
             self._drop_servers()
-            self._abort(self.members, reason)
+            self._abort(self._members, reason)
 
     def _abort(self, members: Sequence[Member], reason: str) -> None:
-        timeout_s = min(_ABORT_TIMEOUT_S, self._timeout_s)
+        timeout_s = min(_ABORT_TIMEOUT_S, self._fleet.timeout_s)
         request = AbortRequest(update_id=self.update_id, reason=reason)
-        for answer in self._fleet.call(request, timeout_s=timeout_s, members=members):
+        for answer in self._fleet.call(request, members, timeout_s=timeout_s):
             if answer.error is None:
                 if answer.step.state == "TORN" and answer.step.update_id == self.update_id:
                     self.touched = True
@@ -216,9 +197,23 @@ class UpdateTransaction:
     def report(self, version: int, label: str | None, before: tuple[int, int]) -> SyncReport:
         """Return the report; `before` are the fleet's counts of bytes and messages at the start."""
         seconds = {**self._seconds, "total": time.perf_counter() - self._started}
-        replies = self._replies
-        receivers = tuple(self._receiver(member, reply) for member, reply in replies.items())
-        nbytes, messages = before
+        replies = self.replies
+        receivers = tuple(
+            ReceiverReport(
+                target=member.target,
+                path=member.shown_path,
+                apply=reply.apply,
+                verified=reply.verified,
+                stall_s=reply.stall_s,
+                seconds=reply.seconds,
+                peak_extra_nbytes=reply.peak_extra_nbytes,
+                skipped_paths=member.skipped,
+            )
+            for member, reply in replies.items()
+        )
+        nbytes, messages = (
+            now - then for now, then in zip(self._fleet.sent_counts, before, strict=True)
+        )
         skipped = {path: why for member in replies for path, why in member.skipped.items()}
         return SyncReport(
             version=version,
@@ -226,14 +221,14 @@ class UpdateTransaction:
             update_id=self.update_id,
             tensors=len(self._group.manifest.specs),
             nbytes=max((r.nbytes for r in replies.values()), default=0),
-            packed=self._packed,
+            packed=any(packed for result in self._begun for packed in result.packed.values()),
             path="+".join(sorted({r.path for r in receivers})),
             apply="in_place" if any(r.apply == "in_place" for r in receivers) else "staged",
             verified=min((r.verified for r in receivers), key=_STRENGTH.index, default="none"),
             stall_s=max((r.stall_s for r in receivers), default=0.0),
             seconds=seconds,
-            control_nbytes=self._fleet.sent_nbytes - nbytes,
-            control_messages=self._fleet.sent_messages - messages,
+            control_nbytes=nbytes,
+            control_messages=messages,
             peak_extra_nbytes=max((one.extra_nbytes for one in self._results), default=0),
             written_nbytes=sum(one.written_nbytes for one in self._results),
             receivers=receivers,
@@ -243,22 +238,19 @@ class UpdateTransaction:
 
     @property
     def _staying(self) -> list[Member]:
-        return [member for member in self.members if member not in self.failed]
+        return [member for member in self._members if member not in self.failed]
 
     def _drop_servers(self) -> bool:
         """Whether the others continue without failed members; these include whole servers."""
         gone = self._fleet.with_workers(self.failed)
-        if not self.drops or self._finishing or all(member in gone for member in self.members):
+        others = [member for member in self._members if member not in gone]
+        if self.finishing or not (self._fleet.drops and others):
             return False
         for member in gone:
-            if member in self.members and member not in self.failed:
+            if member in self._members and member not in self.failed:
                 self.failed[member] = TransferError(f"{member.target}: its server lost a worker")
-                self._replies.pop(member, None)
+                self.replies.pop(member, None)
         return True
-
-    @property
-    def _packed(self) -> bool:
-        return any(packed for result in self._begun for packed in result.packed.values())
 
     def _transfer(
         self, *, terms: StartTerms | None = None, prepare: bool = False, pairs: bool = False
@@ -266,7 +258,7 @@ class UpdateTransaction:
         """Send one message to each receiver, and the bytes of the message while they read."""
         started = time.perf_counter()
         members = self._staying
-        begin = Begin(places=self._paths.places(members), verify=self._verify, pairs=pairs)
+        begin = Begin(places=self._places(members), verify=self._verify, pairs=pairs)
         epoch = next(_EPOCHS)
 
         def request(member: Member) -> Request:
@@ -275,38 +267,37 @@ class UpdateTransaction:
                 update_id=self.update_id, start=terms, update_info=info, prepare=prepare
             )
 
+        calls: dict[Member, Future[MemberReply]] = {}
         try:
-            answers = self._hand_over(begin, members, request, started)
+            try:
+                self._begun = self._group.run_on_all(begin)
+                calls = dict(zip(members, self._fleet.begin(request, members), strict=True))
+                self._group.run_on_all(Transfer(), check=lambda: self._raise_early(calls))
+                self._seconds["transfer"] = time.perf_counter() - started
+                self._fleet.await_all(list(calls.values()), idle=self._fleet.collect_signs)
+            except BaseException as exc:
+                self._stop(calls, exc)
+                raise
+            finally:
+                self._results = self._group.run_on_all(End())
         except VerificationError as exc:
             self._refuse_changed(exc)
             raise
+        answers = [future.result() for future in calls.values()]
         self._note(answers)
         self._refuse_changed()
         self._seconds["load"] = time.perf_counter() - started
         self._raise_unless_all(answers, "update_weights")
 
-    def _hand_over(
-        self,
-        begin: Begin,
-        members: Sequence[Member],
-        request: Callable[[Member], Request],
-        started: float,
-    ) -> list[MemberReply]:
-        """Transfer every byte, and return the receivers' replies."""
-        calls: dict[Member, Future[MemberReply]] = {}
-        try:
-            self._begun = self._group.run_on_all(begin)
-            begun = self._fleet.begin(request, timeout_s=self._timeout_s, members=members)
-            calls = dict(zip(members, begun, strict=True))
-            self._group.run_on_all(Transfer(), check=lambda: self._raise_early(calls))
-            self._seconds["transfer"] = time.perf_counter() - started
-            self._fleet.await_all(begun, idle=self._keep_alive)
-        except BaseException as exc:
-            self._stop(calls, exc)
-            raise
-        finally:
-            self._results = self._group.run_on_all(End())
-        return [future.result() for future in begun]
+    def _places(self, members: Sequence[Member]) -> Places:
+        """Return the readers of an update of these members."""
+        places: Places = {}
+        for member in members:
+            for base in self._group.worker.backend(member.backend).requires:
+                places.setdefault(base, {})
+            by_rank = places.setdefault(member.backend, {})
+            by_rank.setdefault(member.rank, []).append(member.reader)
+        return places
 
     def _refuse_changed(self, cause: BaseException | None = None) -> None:
         """Raise VerificationError, with the update aborted, if the source changed meanwhile.
@@ -329,14 +320,10 @@ class UpdateTransaction:
             names=changed,
         ) from cause
 
-    def _keep_alive(self) -> None:
-        """Collect the signs of life of all ranks' readers. Raises where a rank left the update."""
-        self._paths.record_signs(self._group.run_on_all(KeepAlive()))
-
     def _collect_signs(self) -> None:
         """Collect the signs of life of all ranks' readers; errors are ignored."""
         with suppress(WeightSyncError):
-            self._paths.record_signs(self._group.run_on_all(KeepAlive(may_raise=False)))
+            self._fleet.collect_signs(may_raise=False)
 
     def _info(self, member: Member, epoch: int) -> RegisteredUpdate:
         """Return the update info of one member, with the payload of its trainer engine."""
@@ -360,9 +347,9 @@ class UpdateTransaction:
         request: Request | Callable[[Member], Request],
         members: Sequence[Member] | None = None,
     ) -> list[MemberReply]:
-        chosen = self.members if members is None else members
+        chosen = self._members if members is None else members
         idle = self._collect_signs if any(member.rank for member in chosen) else None
-        return self._fleet.call(request, timeout_s=self._timeout_s, members=chosen, idle=idle)
+        return self._fleet.call(request, chosen, idle=idle)
 
     def _finish_request(self, member: Member) -> FinishRequest:
         digests = self._results[member.rank].digests if self._whole and self._results else {}
@@ -375,14 +362,18 @@ class UpdateTransaction:
         The members that failed before are to blame. Where there are none, these are the members
         that the engines name, or those that kept the sender waiting.
         """
-        blamed = [] if self.failed else self._paths.blamed(list(begun), why)
+        engines = self._group.worker.engines
+        blamed: list[Member] = []
+        if not self.failed:
+            at_fault = {name: e.readers_at_fault(why) for name, e in engines.items()}
+            blamed = _readers_of_rank_0(begun, at_fault)
         if self._first_failed is not None and not (self.failed or blamed):
             blamed = [self._first_failed]
         if not (self.failed or blamed):
             self._note([future.result() for future in begun.values() if future.done()])
         if isinstance(why, TransferTimeout) and not (self.failed or blamed):
-            blamed = self._paths.late_members(list(begun))
-            add_target(why, ", ".join(member.target for member in blamed))
+            blamed = _readers_of_rank_0(begun, {n: e.late_readers for n, e in engines.items()})
+            add_target(why, names(blamed))
             self._fleet.mark_silent(blamed)
         if isinstance(why, WeightSyncError):
             self.failed.update(dict.fromkeys(blamed, why))
@@ -410,8 +401,8 @@ class UpdateTransaction:
             return
         if any(a.step.apply == "in_place" for a in prepared):
             self.rule = "roll-forward"
-            names = ", ".join(answer.member.target for answer in prepared)
-            logger.warning("update %s: rolling forward on %s", self.update_id, names)
+            going_on = names(answer.member for answer in prepared)
+            logger.warning("update %s: rolling forward on %s", self.update_id, going_on)
             return
         raise_first(answers, doing)
 
@@ -419,20 +410,17 @@ class UpdateTransaction:
         """Raise VerificationError unless every member has verified the update, where required."""
         if not self._verify:
             return
-        unverified = [m.target for m, reply in self._replies.items() if reply.verified == "none"]
+        unverified = [m.target for m, reply in self.replies.items() if reply.verified == "none"]
         if unverified and self._group.manifest.nbytes:
             raise VerificationError(
                 f"not verified by {', '.join(unverified)}: other tensors were added to the update"
             )
 
-    def _raise_if_cancelled(self) -> None:
-        if self._group.worker.stop.is_set():
-            raise TransferError("the update was cancelled by its caller")
-
     def _raise_early(self, begun: Mapping[Member, Future[MemberReply]]) -> None:
         """Raise when the update was cancelled, a receiver failed, or it has not read all bytes."""
-        self._raise_if_cancelled()
-        self._paths.assume_alive()
+        if self._group.worker.stop.is_set():
+            raise TransferError("the update was cancelled by its caller")
+        self._fleet.assume_alive()
         self._fleet.look()
         for member, future in begun.items():
             if future.done():
@@ -440,7 +428,8 @@ class UpdateTransaction:
                 if answer.error is not None:
                     self._first_failed = member
                     raise answer.error
-                if self._paths.has_unread(member):
+                engines = self._group.worker.engines
+                if not member.rank and engines[member.backend].has_unread(member.reader):
                     self.failed[member] = ProtocolError(
                         f"{member.target} replied that the update is complete, but has not read "
                         "its place of the ring; do several receivers share this target?"
@@ -450,34 +439,32 @@ class UpdateTransaction:
     def _note(self, answers: list[MemberReply]) -> None:
         for answer in answers:
             if answer.error is None:
-                self._replies[answer.member] = answer.step
+                self.replies[answer.member] = answer.step
             else:
                 self.failed[answer.member] = answer.error
-                self._replies.pop(answer.member, None)
+                self.replies.pop(answer.member, None)
 
-    def _receiver(self, member: Member, reply: StepReply) -> ReceiverReport:
-        return ReceiverReport(
-            target=member.target,
-            path=member.shown_path,
-            apply=reply.apply,
-            verified=reply.verified,
-            stall_s=reply.stall_s,
-            seconds=reply.seconds,
-            peak_extra_nbytes=reply.peak_extra_nbytes,
-            skipped_paths=member.skipped,
-        )
+
+def _readers_of_rank_0(
+    members: Iterable[Member], readers: Mapping[str, Sequence[int]]
+) -> list[Member]:
+    """Return the members that are one of these readers of rank 0, by backend."""
+    return [m for m in members if m.rank == 0 and m.reader in readers.get(m.backend, ())]
 
 
 @dataclass(frozen=True, slots=True)
 class LastVersion:
     """The last version that was sent, with the digests of its fingerprints, and its layout."""
 
-    version: int = 0
-    label: str | None = None
-    weights_id: str | None = None
+    terms: StartTerms = field(default_factory=StartTerms)
     layout: str = ""
     digests: Sequence[Mapping[str, str | None]] = ()
     update_ids: set[str] = field(default_factory=set)
+
+    @property
+    def version(self) -> int:
+        """The version, 0 before the first one."""
+        return self.terms.version or 0
 
     def check_unchanged(self, digests: Sequence[Mapping[str, str | None]], layout: str) -> None:
         """Raise TransferError unless the weights are those that were sent as this version before.

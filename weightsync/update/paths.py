@@ -6,7 +6,7 @@ import itertools
 import logging
 import math
 import time
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 
@@ -17,7 +17,6 @@ from weightsync.backends.base import (
     Reader,
     Replies,
     Round,
-    TrainerWeightTransferEngine,
     TransferOptions,
 )
 from weightsync.backends.registry import check_name
@@ -30,8 +29,7 @@ from weightsync.errors import (
     WeightSyncError,
     shorten,
 )
-from weightsync.ranks.commands import CommandResult, Connect, Open, Places, RankInfo, Withdraw
-from weightsync.ranks.group import RankGroup
+from weightsync.ranks.commands import CommandResult, Connect, Open, RankInfo, Withdraw
 from weightsync.update.fleet import Fleet, Member, MemberReply, failures, raise_first
 from weightsync.wire.codec import manifest_to_wire
 from weightsync.wire.messages import PROTOCOL, InitReply, InitRequest, Request, ShutdownRequest
@@ -41,7 +39,6 @@ logger = logging.getLogger(__name__)
 
 _PATH_ERRORS = (HandleError, SegmentError, BackendUnavailableError)
 """Errors that mean that a path does not work. Any other error is of the call."""
-_SHUTDOWN_S = 10.0
 _OFFER_NUMBERS = itertools.count(1)
 """Offer numbers of the whole process: the engines of a sender share its id."""
 
@@ -67,12 +64,12 @@ def candidates(
     found: list[tuple[int, float, Candidate]] = []
     reasons: dict[str, dict[str, None]] = {}
     for place, backend in enumerate(backends):
-        name = backend.name
-        if name not in member.backends:
-            why = member.unusable.get(name, "the receiver does not know this backend")
+        name, there = backend.name, member.status
+        if name not in there.backends:
+            why = there.unusable_backends.get(name, "the receiver does not know this backend")
             reasons.setdefault(name, {})[why] = None
             continue
-        theirs = Endpoint(keys=member.keys, facts=member.backends[name])
+        theirs = Endpoint(keys=there.device_keys, facts=there.backends[name])
         best: dict[str, Candidate] = {}
         for rank, info in enumerate(ranks[:1] if backend.collective else ranks):
             if name in info.unusable:
@@ -152,28 +149,25 @@ class PathSelector:
 
     def __init__(
         self,
-        group: RankGroup,
         fleet: Fleet,
         options: TransferOptions,
         backends: Sequence[Backend],
         *,
-        ordered: bool = False,
-        unusable: Mapping[str, str] | None = None,
+        ordered: bool,
+        unusable: Mapping[str, str],
     ) -> None:
         self.seconds: dict[str, float] = {}
         self.unreported = False
         self.connected_once = False
-        self._group = group
+        self._group = fleet.group
         self._fleet = fleet
         self._given = self._options = options
         self._backends = backends
         self._ordered = ordered
-        self._unusable = dict(unusable or {})
+        self._unusable = unusable
         self._paths: dict[str, dict[int, str]] = {}
         self._next_reader: dict[tuple[str, int], int] = {}
-        self._signs: dict[tuple[str, int, int], int | None] = {}
-        self._assumed_alive = 0
-        self._manifest = manifest_to_wire(group.manifest)
+        self._manifest = manifest_to_wire(fleet.group.manifest)
 
     @property
     def layout(self) -> str:
@@ -182,7 +176,7 @@ class PathSelector:
         cut = options.packed, options.bucket_nbytes, options.num_buckets
         return f"{sorted((name, sorted(by.items())) for name, by in self._paths.items())} {cut}"
 
-    def connect_all(self, fleet_version: int | None) -> None:
+    def connect_all(self) -> None:
         """Connect every member by the cheapest path that works for it.
 
         Raises BackendUnavailableError with the reason of each path when none works, and the error
@@ -196,7 +190,8 @@ class PathSelector:
                 raise _unavailable(unreachable)
             chosen = assign(candidates_of, lambda name: self._backend(name).requires)
             try:
-                failed = self._try(chosen, fleet_version)
+                self._open(chosen)
+                failed = _path_failures(self._connect(list(chosen)))
             except BaseException:
                 self.withdraw()
                 raise
@@ -208,11 +203,11 @@ class PathSelector:
                 logger.warning("%s: path %s: %s", answer.member.target, tried.path, answer.error)
                 candidates_of[answer.member].remove(tried)
 
-    def offer(self, members: Sequence[Member], fleet_version: int | None) -> None:
+    def offer(self, members: Sequence[Member]) -> None:
         """Connect members by the path that they have. Raises the first error."""
-        raise_first(self._connect(members, fleet_version), "init")
+        raise_first(self._connect(members), "init")
 
-    def extend(self, member: Member, fleet_version: int | None) -> bool:
+    def extend(self, member: Member) -> bool:
         """Connect a new member, or a member again; False where that needs other engines.
 
         Raises BackendUnavailableError where no path works.
@@ -222,12 +217,12 @@ class PathSelector:
                 return False
             self._set_path(member, candidate)
             try:
-                if self._backend(candidate.backend).collective and fleet_version:
+                if self._backend(candidate.backend).collective and self._fleet.version:
                     # By itself: it receives the current version before the fleet's next update.
-                    answers = self._handshake(candidate.backend, [member], fleet_version)
+                    answers = self._handshake(candidate.backend, [member])
                     raise_first(answers, "init")
                 else:
-                    self.offer([member], fleet_version)
+                    self.offer([member])
             except _PATH_ERRORS as exc:
                 logger.warning("%s: path %s: %s", member.target, candidate.path, exc)
                 member.skipped[candidate.path] = str(exc)
@@ -239,21 +234,17 @@ class PathSelector:
         """Whether all receivers of the member's backend are connected together."""
         return bool(member.backend) and self._backend(member.backend).collective
 
-    def unready(self, members: Sequence[Member]) -> list[Member]:
-        """Return the members that need a joint handshake before an update of `members`."""
-        return [
-            member
-            for name, own in self._by_backend(members).items()
-            if self._backend(name).collective
-            and not self._engine(name).is_ready([member.reader for member in own])
-            for member in own
-        ]
+    def repair(self, members: Sequence[Member]) -> list[MemberReply]:
+        """Connect again, together, the members whose engine is not ready for an update of these.
 
-    def repair(self, fleet_version: int | None, members: Sequence[Member]) -> list[MemberReply]:
-        """Connect these members again, together; return their results."""
+        Returns the results of these members.
+        """
         answers: list[MemberReply] = []
-        for name, own in self._by_backend(members).items():
-            answers += self._handshake(name, own, fleet_version)
+        for name, own in _by_backend(members).items():
+            if not self._backend(name).collective:
+                continue
+            if not self._group.worker.engines[name].is_ready([member.reader for member in own]):
+                answers += self._handshake(name, own)
         return answers
 
     def remove(self, member: Member) -> None:
@@ -261,55 +252,6 @@ class PathSelector:
         engine = self._group.worker.engines.get(member.backend)
         if engine is not None and member.rank == 0:
             engine.remove_reader(member.reader)
-
-    def places(self, members: Sequence[Member]) -> Places:
-        """Return the readers of an update of these members."""
-        places: Places = {}
-        for member in members:
-            for base in self._backend(member.backend).requires:
-                places.setdefault(base, {})
-            by_rank = places.setdefault(member.backend, {})
-            by_rank.setdefault(member.rank, []).append(member.reader)
-        return places
-
-    def beat(self, member: Member) -> Hashable | None:
-        """Return a value that grows while a reader lives and works; None if not observable."""
-        if member.rank:
-            return self._assumed_alive, self._signs.get(
-                (member.backend, member.rank, member.reader)
-            )
-        engine = self._group.worker.engines.get(member.backend)
-        return engine.liveness_counter(member.reader) if engine is not None else None
-
-    def assume_alive(self) -> None:
-        """Count the readers of other ranks as alive: in a transfer their ranks bound the waits."""
-        self._assumed_alive += 1
-
-    def record_signs(self, results: Sequence[CommandResult]) -> None:
-        """Record the signs of life that the ranks observe of their own readers."""
-        for rank, answer in enumerate(results):
-            for name, beats in answer.beats.items():
-                self._signs.update({(name, rank, reader): n for reader, n in beats.items()})
-
-    def late_members(self, members: Sequence[Member]) -> list[Member]:
-        """Return the members for which the transfer of an engine of rank 0 timed out."""
-        engines = self._group.worker.engines
-        late = {
-            (name, reader) for name, engine in engines.items() for reader in engine.late_readers
-        }
-        return [m for m in members if m.rank == 0 and (m.backend, m.reader) in late]
-
-    def has_unread(self, member: Member) -> bool:
-        """Whether a reader of rank 0 that reports a complete update has not read all bytes."""
-        return not member.rank and self._engine(member.backend).has_unread(member.reader)
-
-    def blamed(self, members: Sequence[Member], why: BaseException) -> list[Member]:
-        """Return the members that caused an error of a transfer, according to rank 0's engines."""
-        engines = self._group.worker.engines
-        blamed = {
-            (name, reader) for name, e in engines.items() for reader in e.readers_at_fault(why)
-        }
-        return [m for m in members if m.rank == 0 and (m.backend, m.reader) in blamed]
 
     def withdraw(
         self, members: Sequence[Member] | None = None, *, leaves: bool | None = None
@@ -324,8 +266,8 @@ class PathSelector:
         leaving = [m for m in chosen if m.sender or (parts and m.released)]
         answers = self._fleet.call(
             lambda member: ShutdownRequest(sender=member.sender or member.released, leaves=parts),
-            timeout_s=min(self._options.timeout_s, _SHUTDOWN_S),
-            members=leaving,
+            leaving,
+            timeout_s=self._fleet.brief_s,
         )
         for answer in failures(answers):
             logger.debug("shutdown at %s: %s", answer.member.target, answer.error)
@@ -343,26 +285,12 @@ class PathSelector:
     def _backend(self, name: str) -> Backend:
         return self._group.worker.backend(name)
 
-    def _engine(self, name: str) -> TrainerWeightTransferEngine:
-        """Rank 0's engine of a backend."""
-        return self._group.worker.engines[name]
-
-    def _by_backend(self, members: Sequence[Member]) -> dict[str, list[Member]]:
-        found: dict[str, list[Member]] = {}
-        for member in members:
-            found.setdefault(member.backend, []).append(member)
-        return found
-
     def _set_path(self, member: Member, chosen: Candidate) -> None:
         member.rank, member.backend, member.path = chosen.rank, chosen.backend, chosen.path
 
-    def _try(self, chosen: dict[Member, Candidate], fleet_version: int | None) -> list[MemberReply]:
-        """Open engines for the chosen paths and connect; return the results of failed paths."""
-        self._next_reader.clear()
-        self._open(chosen)
-        return _path_failures(self._connect(list(chosen), fleet_version))
-
     def _open(self, chosen: dict[Member, Candidate]) -> None:
+        """Have every rank open the engines for the chosen paths."""
+        self._next_reader.clear()
         self._paths.clear()
         options = self._given
         for member, candidate in chosen.items():
@@ -383,79 +311,63 @@ class PathSelector:
         with self._timed("open"):
             self._group.run_on_all(command)
 
-    def _connect(self, members: Sequence[Member], fleet_version: int | None) -> list[MemberReply]:
+    def _connect(self, members: Sequence[Member]) -> list[MemberReply]:
         """Connect members; for a collective backend, connect all of its members again.
 
         Backends that are not collective come first. Where a member fails, the remaining backends
         are not connected.
         """
         answers: list[MemberReply] = []
-        by_backend = self._by_backend(members)
+        by_backend = _by_backend(members)
         for name in sorted(by_backend, key=lambda name: self._backend(name).collective):
             if failures(answers):
                 break
             own = by_backend[name]
             if self._backend(name).collective:
                 own = [member for member in self._fleet.members if member.backend == name]
-            answers += self._handshake(name, own, fleet_version)
+            answers += self._handshake(name, own)
         return answers
 
-    def _handshake(
-        self, name: str, members: Sequence[Member], fleet_version: int | None
-    ) -> list[MemberReply]:
+    def _handshake(self, name: str, members: Sequence[Member]) -> list[MemberReply]:
         """Run the handshake of a backend's engines; return the last result of each member."""
-        for member in members:
-            self._assign_index(member)
-        answers: dict[Member, MemberReply] = {}
-        number = next(_OFFER_NUMBERS)
         readers: dict[int, list[Reader]] = {}
         for member in members:
+            self._assign_index(member)
             readers.setdefault(member.rank, []).append(_reader(member))
+        answers: dict[Member, MemberReply] = {}
+        number = next(_OFFER_NUMBERS)
+        command = Connect(backend=name, number=number, readers=readers)
         phase = "rendezvous" if self._backend(name).collective else "offer"
         with self._timed(phase), ExitStack() as stack:
             # Where this raises, an interrupt included. The handshakes of other ranks end with the
             # next one, or when their engines are closed.
             stack.callback(self._group.worker.end_handshake, name)
-            command = Connect(backend=name, number=number, readers=readers)
-            while rounds := self._rounds(self._group.run_on_all(command), members):
-                replies: dict[int, Replies] = {}
-                failed: list[MemberReply] = []
-                for rank, (step, called) in rounds.items():
-                    received = self._send_round(name, step, called, number, fleet_version)
-                    answers.update((answer.member, answer) for answer in received)
-                    failed += failures(received)
-                    replies[rank] = _replies(received)
-                if failed:
-                    told = {rank: reply for rank, reply in replies.items() if reply.failed}
-                    command = Connect(backend=name, replies=told, over=True)
-                    results = self._group.run_on_all(command)
+            while True:
+                results = self._group.run_on_all(command)
+                if command.over:
                     return _without_excused(list(answers.values()), results)
-                command = Connect(backend=name, replies=replies)
+                replies: dict[int, Replies] = {}
+                for rank, result in enumerate(results):
+                    if result.round is not None:
+                        own = [member for member in members if member.rank == rank]
+                        received = self._send_round(name, result.round, own, number)
+                        answers.update((answer.member, answer) for answer in received)
+                        replies[rank] = _replies(received)
+                if not replies:
+                    break
+                failed = {rank: reply for rank, reply in replies.items() if reply.failed}
+                command = Connect(backend=name, replies=failed or replies, over=bool(failed))
         silent = [member.target for member in members if member not in answers]
         if silent:
             raise ConfigError(f"backend {name!r}: handshake() sent {shorten(silent)} nothing")
         return list(answers.values())
 
-    def _rounds(
-        self, results: Sequence[CommandResult], members: Sequence[Member]
-    ) -> dict[int, tuple[Round, list[Member]]]:
-        """Return each rank's next round of messages, and the members that they are for."""
-        found: dict[int, tuple[Round, list[Member]]] = {}
-        for rank, answer in enumerate(results):
-            if answer.round is not None:
-                messages = answer.round.messages
-                called = [m for m in members if m.rank == rank and m.reader in messages]
-                found[rank] = answer.round, called
-        return found
-
     def _send_round(
-        self,
-        name: str,
-        step: Round,
-        members: Sequence[Member],
-        number: int,
-        fleet_version: int | None,
+        self, name: str, step: Round, members: Sequence[Member], number: int
     ) -> list[MemberReply]:
+        """Send one round of messages; return the results of the members that get one."""
+        group, fleet = self._group, self._fleet
+
         def request(member: Member) -> Request:
             payload = step.messages[member.reader]
             if step.probe:
@@ -466,27 +378,28 @@ class PathSelector:
                     path=member.path,
                     protocol_min=PROTOCOL,
                     protocol_max=PROTOCOL,
-                    sender=self._group.rank_infos[member.rank].sender_id,
+                    sender=group.rank_infos[member.rank].sender_id,
                     manifest=self._manifest,
-                    lease_s=self._options.timeout_s,
-                    fleet_version=fleet_version,
+                    lease_s=fleet.timeout_s,
+                    fleet_version=fleet.version,
                     number=number,
-                    owner=self._fleet.owner(member),
+                    owner=fleet.owner(member),
                     payload=payload,
                 )
             )
 
-        timeout_s = step.timeout_factor * self._options.timeout_s
-        answers = self._fleet.call(request, timeout_s=timeout_s, members=members)
+        called = [member for member in members if member.reader in step.messages]
+        timeout_s = step.timeout_factor * fleet.timeout_s
+        answers = fleet.call(request, called, timeout_s=timeout_s)
         if step.probe:
             return answers
         for i, answer in enumerate(answers):
-            # A collective backend connects anew whoever is behind the target of a lost reader.
+            # A collective backend connects a restarted receiver in the place of a lost reader.
             if answer.error is None and not self._backend(name).collective:
                 answers[i] = _same_instance(answer)
             if answers[i].error is None:
-                answer.member.record_status(answer.status)
-                answer.member.sender = self._group.rank_infos[answer.member.rank].sender_id
+                answer.member.status = answer.status
+                answer.member.sender = group.rank_infos[answer.member.rank].sender_id
         return answers
 
     def _assign_index(self, member: Member) -> None:
@@ -524,14 +437,21 @@ class PathSelector:
             self.seconds[phase] = self.seconds.get(phase, 0.0) + took
 
 
+def _by_backend(members: Sequence[Member]) -> dict[str, list[Member]]:
+    found: dict[str, list[Member]] = {}
+    for member in members:
+        found.setdefault(member.backend, []).append(member)
+    return found
+
+
 def _reader(member: Member) -> Reader:
     return Reader(
         index=member.reader,
         target=member.target,
-        keys=list(member.keys),
+        keys=list(member.status.device_keys),
         route=member.transport.target,
         local_address=getattr(member.transport, "local_address", None),
-        facts=member.backends.get(member.backend),
+        facts=member.status.backends.get(member.backend),
     )
 
 
@@ -569,7 +489,7 @@ def _path_failures(answers: Sequence[MemberReply]) -> list[MemberReply]:
 
 def _same_instance(answer: MemberReply) -> MemberReply:
     """Return the result, or an error where another instance replied than to the status request."""
-    before, now = answer.member.instance, answer.status.instance
+    before, now = answer.member.status.instance, answer.status.instance
     if before == now:
         return answer
     error = ProtocolError(

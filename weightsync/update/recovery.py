@@ -19,8 +19,8 @@ from weightsync.wire.offers import describe, utc
 logger = logging.getLogger(__name__)
 
 
-def recover_orphans(fleet: Fleet, answers: Sequence[MemberReply], timeout_s: float) -> list[int]:
-    """Commit or abort the open updates of dead senders; return the versions of their receivers.
+def recover_orphans(fleet: Fleet, answers: Sequence[MemberReply]) -> None:
+    """Commit or abort the open updates of dead senders.
 
     `answers` are the statuses of the fleet. An update that any receiver committed is finished where
     it is PREPARED, and aborted elsewhere: a late message may have started it again. Any other
@@ -34,31 +34,28 @@ def recover_orphans(fleet: Fleet, answers: Sequence[MemberReply], timeout_s: flo
         holders = [a for a in answers if a.status.update_id == update_id]
         prepared = [a.member for a in holders if committed and a.status.state == "PREPARED"]
         others = [a.member for a in holders if a.member not in prepared]
-        finish = FinishRequest(update_id=update_id)
-        abort = AbortRequest(update_id=update_id, reason="its sender died")
-        versions += _end(fleet, finish, prepared, timeout_s)
-        versions += _end(fleet, abort, others, timeout_s)
-    return versions
+        versions += _end(fleet, FinishRequest(update_id=update_id), prepared)
+        versions += _end(fleet, AbortRequest(update_id=update_id, reason="its sender died"), others)
+    fleet.observe_versions(versions)
 
 
 def _end(
-    fleet: Fleet, request: FinishRequest | AbortRequest, members: list[Member], timeout_s: float
+    fleet: Fleet, request: FinishRequest | AbortRequest, members: Sequence[Member]
 ) -> list[int]:
     """Finish or abort a dead sender's update on `members`; return their versions."""
     if not members:
         return []
-    update_id = request.update_id
     end = "finished" if isinstance(request, FinishRequest) else "aborted"
-    logger.warning("update %s of a dead sender is %s", update_id, end)
-    done = fleet.call(request, timeout_s=timeout_s, members=members)
+    logger.warning("update %s of a dead sender is %s", request.update_id, end)
+    done = fleet.call(request, members)
     lost = [answer for answer in done if isinstance(answer.error, TransportError)]
-    raise_first(lost, f"ending update {update_id} of a dead sender")
+    raise_first(lost, f"ending update {request.update_id} of a dead sender")
     for answer in failures(done):
         logger.warning("%s refused: the update is over: %s", answer.member.target, answer.error)
     return [answer.step.version for answer in done if answer.error is None]
 
 
-def abort_others(fleet: Fleet, answers: Sequence[MemberReply], timeout_s: float) -> bool:
+def abort_others(fleet: Fleet, answers: Sequence[MemberReply]) -> bool:
     """Abort stale updates on receivers of this sender; return whether there were any.
 
     A late message opens an update on a restarted receiver, which does not know that the update is
@@ -70,7 +67,7 @@ def abort_others(fleet: Fleet, answers: Sequence[MemberReply], timeout_s: float)
         update_id = answer.status.update_id or ""
         logger.warning("update %s of %s is aborted", update_id, answer.member.target)
         request = AbortRequest(update_id=update_id, reason="the receiver's owner did not start it")
-        fleet.call(request, timeout_s=timeout_s, members=[answer.member])
+        fleet.call(request, [answer.member], timeout_s=fleet.brief_s)
     return bool(stale)
 
 
@@ -82,20 +79,20 @@ def _is_stale(answer: MemberReply) -> bool:
     return is_open and not is_pending and bool(member.sender)
 
 
-def recover_prepared(fleet: Fleet, member: Member, timeout_s: float) -> None:
+def abort_prepared(fleet: Fleet, member: Member) -> None:
     """Abort this sender's update on a member where it is still PREPARED after a failed finish.
 
     Raises the error of the abort.
     """
-    answer = fleet.call(StatusRequest(), timeout_s=timeout_s, members=[member])[0]
+    answer = fleet.call(StatusRequest(), [member])[0]
     held = answer.status.update_id if answer.error is None else None
     if held is None or answer.status.state != "PREPARED" or held != member.last_finish_sent:
         return
     request = AbortRequest(update_id=held, reason="its finish failed")
-    raise_first(fleet.call(request, timeout_s=timeout_s, members=[member]), "abort")
+    raise_first(fleet.call(request, [member]), "abort")
 
 
-def check_fleet(fleet: Fleet, answers: Sequence[MemberReply], *, takeover: bool = False) -> None:
+def check_fleet(fleet: Fleet, answers: Sequence[MemberReply], *, takeover: bool) -> None:
     """Record the members' statuses, and check that they can be connected.
 
     Raises ConfigError when two targets are one receiver, ProtocolError for a receiver of another
@@ -103,9 +100,9 @@ def check_fleet(fleet: Fleet, answers: Sequence[MemberReply], *, takeover: bool 
     another living sender.
     """
     checked = {answer.member for answer in answers}
-    seen = {member.instance: member for member in fleet.members if member not in checked}
+    seen = {member.status.instance: member for member in fleet.members if member not in checked}
     for answer in answers:
-        answer.member.record_status(answer.status)
+        answer.member.status = answer.status
         if answer.status.protocol != PROTOCOL:
             raise ProtocolError(
                 f"{answer.member.target} uses protocol {answer.status.protocol}, this sender "
