@@ -39,13 +39,17 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class ObservedCall:
-    """One message to one member: the member's target, its rank, backend and reader; the request."""
+    """One message to one member: the member's target, its rank, backend and reader; the request.
+
+    `sent_s` is the `perf_counter()` of the call.
+    """
 
     target: str
     rank: int
     backend: str
     reader: int
     request: Request
+    sent_s: float = field(default_factory=time.perf_counter)
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,11 +75,8 @@ class Observer:
     raises.
     """
 
-    def on_command_start(self, command: str) -> None:
-        """Called before all ranks execute a command of this name."""
-
-    def on_command_end(self, command: str) -> None:
-        """Called when all ranks have executed the command."""
+    def on_command(self, name: str, start_s: float) -> None:
+        """Called when all ranks have executed a command, which began at `start_s`."""
 
     def on_transfer_start(self, transfers: Sequence[ObservedTransfer], nbytes: int) -> None:
         """Called when the engines have begun an update of a model of `nbytes`."""
@@ -361,41 +362,42 @@ class Timeline:
 
     def __init__(self, zero_s: float) -> None:
         self._zero_s = zero_s
-        self._events: list[dict[str, object]] = []
+        self._names: list[dict[str, object]] = []
+        self._events: list[tuple[float, float, dict[str, object]]] = []
 
     def process(self, pid: int, name: str) -> None:
         """Name a process; processes with a lower `pid` are shown above."""
-        self._about(pid, 0, "process_name", name=name)
-        self._about(pid, 0, "process_sort_index", sort_index=pid)
+        self._name(pid, 0, "process_name", name=name)
+        self._name(pid, 0, "process_sort_index", sort_index=pid)
 
     def lane(self, pid: int, tid: int, name: str, spans: Sequence[Span]) -> None:
         """Add one lane. A span that outlasts its enclosing span is cut to the enclosing end."""
-        self._about(pid, tid, "thread_name", name=name)
+        self._name(pid, tid, "thread_name", name=name)
         for span in nested(spans):
-            self._add("X", pid, tid, span.name, span.start_s, dict(span.args))
-            self._events[-1]["dur"] = round((span.stop_s - span.start_s) * 1e6, 3)
+            dur = round((span.stop_s - span.start_s) * 1e6, 3)
+            event = {"ph": "X", "pid": pid, "tid": tid, "name": span.name, "dur": dur}
+            self._add(span.start_s, dur, {**event, "args": dict(span.args)})
 
     def count(self, pid: int, name: str, values: Sequence[tuple[float, float]]) -> None:
         """Add a counter track of (seconds, value) points."""
         for at_s, value in values:
-            self._add("C", pid, 0, name, at_s, {name: value})
+            event = {"ph": "C", "pid": pid, "tid": 0, "name": name, "args": {name: value}}
+            self._add(at_s, 0.0, event)
 
     def write(self, path: Path, about: Args) -> None:
-        """Write the file, with the events in order of time. Raises OSError."""
-        events = sorted(self._events, key=_order)
-        document = {"traceEvents": events, "displayTimeUnit": "ms", "otherData": dict(about)}
-        path.write_text(json.dumps(document) + "\n", encoding="utf-8")
+        """Write the file, with the events in order of time, outer spans first. Raises OSError."""
+        events = [event for *_, event in sorted(self._events, key=itemgetter(0, 1))]
+        document = {"traceEvents": [*self._names, *events], "displayTimeUnit": "ms"}
+        text = json.dumps({**document, "otherData": dict(about)})
+        path.write_text(text + "\n", encoding="utf-8")
 
-    def _about(self, pid: int, tid: int, kind: str, **args: object) -> None:
+    def _name(self, pid: int, tid: int, kind: str, **args: object) -> None:
         event = {"ph": "M", "pid": pid, "tid": tid, "name": kind, "ts": 0, "args": args}
-        self._events.append(event)
+        self._names.append(event)
 
-    def _add(
-        self, kind: str, pid: int, tid: int, name: str, at_s: float, args: dict[str, object]
-    ) -> None:
+    def _add(self, at_s: float, dur: float, event: dict[str, object]) -> None:
         ts = round(max(at_s - self._zero_s, 0.0) * 1e6, 3)
-        event = {"ph": kind, "pid": pid, "tid": tid, "name": name, "ts": ts, "args": args}
-        self._events.append(event)
+        self._events.append((ts, -dur, {**event, "ts": ts}))
 
 
 def nested(spans: Sequence[Span]) -> list[Span]:
@@ -411,14 +413,6 @@ def nested(spans: Sequence[Span]) -> list[Span]:
         found.append(Span(span.name, span.start_s, stop_s, span.args))
         around.append(stop_s)
     return found
-
-
-def _order(event: Mapping[str, object]) -> tuple[bool, float, float]:
-    """Return the sort key: names first, then by time, enclosing spans before enclosed ones."""
-    at, duration = event["ts"], event.get("dur", 0.0)
-    assert isinstance(at, int | float)
-    assert isinstance(duration, int | float)
-    return event["ph"] != "M", at, -duration
 
 
 SAMPLE_S = 0.5e-3
@@ -517,7 +511,6 @@ class _TransferTrace:
 @dataclass(frozen=True, slots=True)
 class _Message:
     call: ObservedCall
-    sent_s: float
     received_s: float
     reply: Reply | WeightSyncError | None
 
@@ -534,17 +527,12 @@ class TraceObserver(Observer):
         self._wall = datetime.now(UTC)
         self._zero_s = time.perf_counter()
         self._commands: list[Span] = []
-        self._command_start_s = 0.0
         self._transfers: list[_TransferTrace] = []
-        self._sent_s: dict[int, float] = {}
         self._messages: list[_Message] = []
 
-    def on_command_start(self, command: str) -> None:
-        self._command_start_s = time.perf_counter()
-
-    def on_command_end(self, command: str) -> None:
-        if command != "keepalive":
-            self._commands.append(Span(command, self._command_start_s, time.perf_counter()))
+    def on_command(self, name: str, start_s: float) -> None:
+        if name != "keepalive":
+            self._commands.append(Span(name, start_s, time.perf_counter()))
 
     def on_transfer_start(self, transfers: Sequence[ObservedTransfer], nbytes: int) -> None:
         self._transfers += [_TransferTrace(one) for one in transfers if not one.dependent]
@@ -553,18 +541,14 @@ class TraceObserver(Observer):
         for transfer in self._transfers:
             transfer.end()
 
-    def on_request(self, call: ObservedCall) -> None:
-        self._sent_s[id(call)] = time.perf_counter()
-
     def on_reply(self, call: ObservedCall, reply: Reply | WeightSyncError | None) -> None:
-        sent_s = self._sent_s.pop(id(call))
-        self._messages.append(_Message(call, sent_s, time.perf_counter(), reply))
+        self._messages.append(_Message(call, time.perf_counter(), reply))
 
     def on_done(self, error: BaseException | None) -> None:
         """Write the trace file. Raises OSError."""
         stop_s = time.perf_counter()
         self.on_transfer_end()
-        messages = sorted(self._messages, key=lambda message: message.sent_s)
+        messages = sorted(self._messages, key=lambda message: message.call.sent_s)
         version = _version(messages)
         line = Timeline(self._zero_s)
         line.process(_TRAINER, "trainer")
@@ -649,7 +633,7 @@ def _steps(messages: Sequence[_Message]) -> Iterator[Span]:
         if isinstance(message.call.request, UpdateRequest):
             continue
         spans = groups.setdefault(message.name, [])
-        start_s, stop_s = message.sent_s, message.received_s
+        start_s, stop_s = message.call.sent_s, message.received_s
         if spans and start_s <= spans[-1].stop_s:
             last = spans.pop()
             start_s, stop_s = last.start_s, max(last.stop_s, stop_s)
@@ -667,7 +651,7 @@ def _calls(messages: Sequence[_Message]) -> Iterator[Span]:
     for message in messages:
         reply = message.reply
         args = {"error": str(reply)} if isinstance(reply, WeightSyncError) else {}
-        yield Span(message.name, message.sent_s, message.received_s, args)
+        yield Span(message.name, message.call.sent_s, message.received_s, args)
         if not isinstance(reply, StepReply):
             continue
         seconds = {k: v - known.get(k, 0.0) for k, v in reply.seconds.items()}
@@ -675,6 +659,6 @@ def _calls(messages: Sequence[_Message]) -> Iterator[Span]:
         at_s = message.received_s
         for phase, spent_s in reversed(seconds.items()):
             if spent_s > 0:
-                start_s = max(at_s - spent_s, message.sent_s)
+                start_s = max(at_s - spent_s, message.call.sent_s)
                 yield Span(phase, start_s, at_s, {"seconds": spent_s})
                 at_s = start_s

@@ -13,7 +13,6 @@ import weakref
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Self, TypeVar
 
 import torch
@@ -138,22 +137,13 @@ def connect(  # noqa: PLR0913  # the settings of a connection, all keyword-only
         return RankWorker(as_source(source, dtype=dtype, rename=rename), options, ranks, backends)
 
     def make_coordinator(group: RankGroup) -> Coordinator:
-        fleet = Fleet(
-            group,
-            transports.every(to),
-            timeout_s=timeout_s,
-            drops=on_failure == "drop",
-            yields=yields,
-        )
-        try:
-            ordered = not isinstance(backend, str | Backend)
-            paths = PathSelector(fleet, options, backends, ordered=ordered, unusable=unusable)
-            if on_progress is not None:
-                group.observers.append(ProgressObserver(on_progress))
-            return Coordinator(fleet, paths, takeover=takeover)
-        except BaseException:
-            fleet.close()
-            raise
+        drops = on_failure == "drop"
+        fleet = Fleet(group, transports.every(to), timeout_s=timeout_s, drops=drops, yields=yields)
+        ordered = not isinstance(backend, str | Backend)
+        paths = PathSelector(fleet, options, backends, ordered=ordered, unusable=unusable)
+        if on_progress is not None:
+            group.observers.append(ProgressObserver(on_progress))
+        return Coordinator(fleet, paths, takeover=takeover)
 
     try:
         group = RankGroup(ranks.together(make_worker), ranks)
@@ -334,8 +324,13 @@ class WeightSender:
 
     def shared_memory_usage(self) -> list[SharedMemoryUsage]:
         """Return the memory that this rank shares: size, age, readers, and readers not done."""
+        members = self._coordinator.fleet.members if self._coordinator else ()
         return self._group.worker.usage(
-            self._coordinator.fleet.members if self._coordinator else ()
+            {
+                (member.backend, member.reader): member.target
+                for member in members
+                if not member.rank
+            }
         )
 
     def ledger(self) -> list[SharedMemoryUsage]:
@@ -383,12 +378,7 @@ class WeightSender:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        value: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def _send_weights(
@@ -479,9 +469,6 @@ def _required(report: SyncReport | None) -> SyncReport:
     return report
 
 
-Settings = tuple[object, ...]
-
-
 class _LatestTensors:
     """WeightSource of the tensors of the current `send_weights` call; holds none between calls."""
 
@@ -501,11 +488,11 @@ class _LatestTensors:
 
 @dataclass(slots=True)
 class _Connection:
-    """The cached connection of one target: its settings and its sender."""
+    """The cached connection of one target: its settings, its sender and the sender's source."""
 
-    settings: Settings
+    settings: Hashable
     sender: WeightSender
-    latest: _LatestTensors | None
+    source: nn.Module | _LatestTensors
 
 
 _lock = threading.RLock()
@@ -536,34 +523,48 @@ def send_weights(  # noqa: PLR0913  # the settings of a connection, all keyword-
     the same errors as `connect` and `WeightSender.send_weights`.
     """
     with _lock:
-        settings: Settings = (packed, dtype, verify, token, timeout_s)
-        key = _key(to)
+        source: nn.Module | _LatestTensors
+        pairs: list[tuple[str, torch.Tensor]] = []
         if isinstance(named_tensors, nn.Module):
-            source: object = named_tensors
-            settings += (id(named_tensors),)
-            pairs = None
+            source = named_tensors
+            identity: Hashable = id(source)
         else:
-            is_mapping = isinstance(named_tensors, Mapping)
-            pairs = list(named_tensors.items() if is_mapping else named_tensors)  # type: ignore[union-attr]  # the isinstance above
+            given = named_tensors.items() if isinstance(named_tensors, Mapping) else named_tensors
+            pairs = list(given)
             aliases = find_ties(pairs)
             pairs = [(name, tensor) for name, tensor in pairs if name not in aliases]
             specs = tuple(spec_of(name, tensor, dtype) for name, tensor in pairs)
-            manifest = Manifest(specs, aliases)
-            source = _LatestTensors(manifest)
-            settings += (manifest.digest,)
+            source = _LatestTensors(Manifest(specs, aliases))
+            identity = source.manifest.digest
+        settings = (packed, dtype, verify, token, timeout_s, identity)
+        key = _key(to)
         connection = _connections.get(key)
         if connection is None or connection.settings != settings:
-            connection = _reconnect(key, settings, source, to, takeover=takeover)
-        if connection.latest is not None and pairs is not None:
-            connection.latest.pairs = pairs
+            if connection is not None:
+                _connections.pop(key).sender.close()
+            sender = connect(
+                source,
+                to,
+                dtype=dtype if isinstance(source, nn.Module) else None,
+                packed=packed,
+                verify=verify,
+                token=token,
+                timeout_s=timeout_s,
+                takeover=takeover,
+                yields=True,
+            )
+            connection = _connections[key] = _Connection(settings, sender, source)
+        latest = connection.source if isinstance(connection.source, _LatestTensors) else None
+        if latest is not None:
+            latest.pairs = pairs
         try:
             return connection.sender.send_weights(version, label=label, rewind=rewind)
         except SenderReplacedError:
             _connections.pop(key).sender.close()  # the next call reconnects
             raise
         finally:
-            if connection.latest is not None:
-                connection.latest.pairs = []
+            if latest is not None:
+                latest.pairs = []
 
 
 def close() -> None:
@@ -575,29 +576,6 @@ def close() -> None:
         for connection in _connections.values():
             closing.callback(connection.sender.close)
         _connections.clear()
-
-
-def _reconnect(
-    key: Hashable, settings: Settings, source: object, to: Targets, *, takeover: bool
-) -> _Connection:
-    old = _connections.pop(key, None)
-    if old is not None:
-        old.sender.close()
-    packed, dtype, verify, token, timeout_s, *_ = settings
-    latest = source if isinstance(source, _LatestTensors) else None
-    sender = connect(
-        source,
-        to,
-        dtype=None if latest else dtype,  # type: ignore[arg-type]  # unpacked from the tuple above
-        packed=bool(packed),
-        verify=bool(verify),
-        token=token,  # type: ignore[arg-type]
-        timeout_s=timeout_s,  # type: ignore[arg-type]
-        takeover=takeover,
-        yields=True,
-    )
-    connection = _connections[key] = _Connection(settings, sender, latest)
-    return connection
 
 
 def _key(to: Targets) -> Hashable:

@@ -26,8 +26,8 @@ class Watcher(Observer):
     def __init__(self) -> None:
         self.told: list[str] = []
 
-    def on_command_start(self, command: str) -> None:
-        self.told.append(command)
+    def on_command(self, name: str, start_s: float) -> None:
+        self.told.append(name)
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from datetime import timedelta
-from typing import NoReturn, Protocol, Self, TypeVar, cast
+from typing import Any, NoReturn, Self, TypeVar
 
 import msgspec
 import torch
@@ -27,9 +27,25 @@ from weightsync.errors import (
 from weightsync.specs import Manifest
 from weightsync.wire.problem import Problem, encode_problem, from_problem, to_problem
 
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
 COMPLETE = "complete"
+NAMING_TIMEOUT_S = 3.0
+JOIN_TIMEOUT_S = 300.0
 _POLL_S = 0.005
 _MAX_POLL_S = 0.1
+_CANCEL_POLL_S = 0.2
+_LOST = "lost"
+_WAIT_SLICE = timedelta(seconds=0.2)
+
+# Every call begins with an allreduce of one int64: each rank adds 1 to the bit field of its call.
+_FIELD_BITS = 15
+_CALLS = ("agree", "failed agree", "exchange", "broadcast")
+_MASK = (1 << _FIELD_BITS) - 1
+MAX_RANKS = _MASK
+"""The largest count of a bit field."""
 
 
 class StoreRendezvous:
@@ -51,8 +67,8 @@ class StoreRendezvous:
         """Wait for all ranks; return the rendezvous, and the ranks that did not arrive in time."""
         deadline = time.monotonic() + timeout_s
         while True:
-            number = store.add(f"meetings/{rank}", 1)
-            found = cls(PrefixStore(f"meeting/{number}", store), rank=rank, size=size)
+            number = store.add(f"rendezvous/{rank}", 1)
+            found = cls(PrefixStore(f"rendezvous-{number}", store), rank=rank, size=size)
             if found._enter() in (b"", COMPLETE.encode()) or time.monotonic() >= deadline:
                 return found, found._wait(deadline)
 
@@ -105,36 +121,6 @@ def _poll(ready: Callable[[], bool], deadline: float) -> bool:
     return True
 
 
-logger = logging.getLogger(__name__)
-
-T = TypeVar("T")
-
-NAMING_TIMEOUT_S = 3.0
-_LOST = "lost"
-_WAIT_SLICE = timedelta(seconds=0.2)
-
-# Every call begins with an allreduce of one int64: each rank adds 1 to the bit field of its call.
-_FIELD_BITS = 15
-_CALLS = ("agree", "failed agree", "exchange", "broadcast")
-_MASK = (1 << _FIELD_BITS) - 1
-MAX_RANKS = _MASK
-"""The largest count of a bit field."""
-
-
-class Gloo(Protocol):
-    """The methods in use of `dist.ProcessGroupGloo`, which torch's stub lacks."""
-
-    def allreduce(self, tensors: list[torch.Tensor], /) -> dist.Work: ...
-
-    def allgather(
-        self, outputs: list[list[torch.Tensor]], inputs: list[torch.Tensor], /
-    ) -> dist.Work: ...
-
-    def broadcast(self, tensor: torch.Tensor, root: int, /) -> dist.Work: ...
-
-    def set_timeout(self, timeout: timedelta, /) -> None: ...
-
-
 class RankComm:
     """Collectives of a trainer's ranks. Every rank calls the same methods in the same order.
 
@@ -148,7 +134,7 @@ class RankComm:
 
     def __init__(
         self,
-        group: Gloo,
+        group: Any,  # dist.ProcessGroupGloo, whose methods torch's stub lacks
         rendezvous: StoreRendezvous,
         *,
         rank: int,
@@ -159,9 +145,8 @@ class RankComm:
         self.size = len(names)
         self.names = tuple(names)
         self.timeout_s = timeout_s
-        self._notes = PrefixStore("notes", rendezvous.store)
-        self.store: Store | None = self._notes
-        self._group: Gloo | None = group
+        self.store: Store | None = PrefixStore("notes", rendezvous.store)
+        self._group = group
         self._rendezvous = rendezvous
         self._broken: str | None = None
 
@@ -270,12 +255,12 @@ class RankComm:
             f"in {there}()"
             for there in sorted(set(calls))
         )
-        self._give_up(
-            ProtocolError(
-                f"the trainer's ranks are not in step: {', '.join(where)}; every rank has to make "
-                "the same calls on its sender, in the same order"
-            )
+        self._group = None
+        self._broken = (
+            f"the trainer's ranks are not in step: {', '.join(where)}; every rank has to make the "
+            "same calls on its sender, in the same order"
         )
+        raise ProtocolError(self._broken)
 
     def _gather(self, payload: bytes) -> list[bytes]:
         own = torch.tensor([len(payload)], dtype=torch.int64)
@@ -292,7 +277,7 @@ class RankComm:
         return [_bytes_of(buffer[:length]) for buffer, length in pairs]
 
     def _run(
-        self, start: Callable[[Gloo], dist.Work], look: Callable[[], None] | None = None
+        self, start: Callable[[Any], dist.Work], look: Callable[[], None] | None = None
     ) -> None:
         if self._broken is not None:
             raise TransferError(f"{self._broken}; connect again")
@@ -307,18 +292,14 @@ class RankComm:
         """Leave the broken group, so that all others notice too; raise an error with lost ranks."""
         self._group = None
         with suppress(RuntimeError):
-            self._notes.set(_LOST, "1")
+            if self.store is not None:
+                self.store.set(_LOST, "1")
         lost = name_lost_ranks(self._rendezvous, self.names)
         late = waited_s >= self.timeout_s * 0.9
         error = TransferTimeout if late else TransferError
         spent = f" within {self.timeout_s:g} s" if late else ""
         self._broken = f"{lost} did not answer the trainer's other ranks{spent}"
         raise error(f"{self._broken}; restart what died, and connect again") from cause
-
-    def _give_up(self, error: ProtocolError) -> NoReturn:
-        self._broken = str(error)
-        self._group = None
-        raise error
 
 
 class SingleRank(RankComm):
@@ -329,31 +310,24 @@ class SingleRank(RankComm):
         self.size = 1
         self.names = (0,)
         self.timeout_s = 0.0
-        self.store: Store | None = None
-        self._broken = None
+        self.store = self._group = self._broken = None
 
-    def limit(self, timeout_s: float) -> None:
-        """Do nothing: there is no other rank."""
-
-    def exchange(self, payload: bytes) -> list[bytes]:
-        """Return this rank's payload."""
-        return [payload]
-
-    def broadcast(self, payload: bytes | None = None) -> bytes:
-        """Return this rank's payload."""
-        if payload is None:
-            raise ConfigError("rank 0 has to give the payload that it broadcasts")
-        return payload
-
-    def agree(
-        self, error: BaseException | None = None, *, look: Callable[[], None] | None = None
+    def _synchronize(
+        self,
+        call: str,
+        error: BaseException | None = None,
+        look: Callable[[], None] | None = None,
     ) -> None:
-        """Raise `error` unchanged, if there is one."""
         if error is not None:
             raise error
 
-    def close(self) -> None:
-        """Do nothing."""
+    def _gather(self, payload: bytes) -> list[bytes]:
+        return [payload]
+
+    def _run(
+        self, start: Callable[[Any], dist.Work], look: Callable[[], None] | None = None
+    ) -> None:
+        """Do nothing: there is no other rank."""
 
 
 def alone() -> RankComm:
@@ -440,9 +414,6 @@ def compare_manifests(manifest: Manifest, ranks: RankComm, *, advice: str) -> No
     )
 
 
-_INTERVAL_S = 0.2
-
-
 class CancelledError(TransferError):
     """A step was cancelled, and the ranks agreed on no error: their command results have it."""
 
@@ -476,9 +447,9 @@ class CancelFlag:
                 self._store.set(self._key, "1")
 
     def look(self) -> None:
-        """Raise Cancellation when a rank has left the step, or is lost. Polls every _INTERVAL_S."""
+        """Raise Cancellation when a rank has left the step, or is lost."""
         now = time.monotonic()
-        if self._store is None or now - self._looked < _INTERVAL_S:
+        if self._store is None or now - self._looked < _CANCEL_POLL_S:
             return
         self._looked = now
         cancelled = self._ranks.is_losing()
@@ -489,10 +460,7 @@ class CancelFlag:
 
     @property
     def _key(self) -> str:
-        return f"called-off/{self._step}"
-
-
-JOIN_TIMEOUT_S = 300.0
+        return f"cancelled/{self._step}"
 
 
 def join_ranks(
@@ -573,13 +541,12 @@ def _rendezvous_at_store(
 
 def _make_group(
     rendezvous: StoreRendezvous, rank: int, names: Sequence[int], timeout_s: float
-) -> Gloo:
+) -> Any:
     # Not dist.new_group: its group names depend on the groups that this process created before, and
     # ranks that recover from an error at different times would wait under different names.
     try:
         store = PrefixStore("gloo", rendezvous.store)
-        group = dist.ProcessGroupGloo(store, rank, len(names), timedelta(seconds=timeout_s))
-        return cast(Gloo, group)
+        return dist.ProcessGroupGloo(store, rank, len(names), timedelta(seconds=timeout_s))
     except RuntimeError as exc:
         lost = name_lost_ranks(rendezvous, names)
         raise TransferError(f"the trainer's ranks could not connect: {lost} stayed away") from exc

@@ -120,25 +120,7 @@ class RankInfo(msgspec.Struct, frozen=True, kw_only=True):
     unusable: dict[str, str] = {}
 
 
-_commands: msgspec.msgpack.Decoder[AnyCommand] = msgspec.msgpack.Decoder(AnyCommand)
-_answers = msgspec.msgpack.Decoder(CommandResult)
-
-
-def encode(message: Command | CommandResult | RankInfo) -> bytes:
-    """Return the MessagePack encoding of a message of this module."""
-    return msgspec.msgpack.encode(message)
-
-
-def decode_command(data: bytes) -> AnyCommand:
-    """Decode a command of rank 0."""
-    return _commands.decode(data)
-
-
-def decode_result(data: bytes) -> CommandResult:
-    """Decode the result of a rank."""
-    return _answers.decode(data)
-
-
-def decode_rank_info(data: bytes) -> RankInfo:
-    """Decode the facts about a rank."""
-    return msgspec.msgpack.decode(data, type=RankInfo)
+encode = msgspec.msgpack.encode
+decode_command = msgspec.msgpack.Decoder[AnyCommand](AnyCommand).decode
+decode_result = msgspec.msgpack.Decoder(CommandResult).decode
+decode_rank_info = msgspec.msgpack.Decoder(RankInfo).decode

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 
 from weightsync.errors import ProtocolError, WeightSyncError
 from weightsync.observe import Observers
@@ -57,33 +58,34 @@ class RankGroup:
         `check` raises when rank 0 has to stop a transfer. Raises a rank's error, after all ranks
         have replied.
         """
-        if not self.observers:
-            return self._run_on_all(command, check)
-        name = type(command).__name__.lower()
-        if isinstance(command, End):
-            self.observers.notify(lambda observer: observer.on_transfer_end())
-        self.observers.notify(lambda observer: observer.on_command_start(name))
-        try:
-            return self._run_on_all(command, check)
-        finally:
-            self.observers.notify(lambda observer: observer.on_command_end(name))
-            if isinstance(command, Begin):
-                begun, nbytes = self.worker.transfers(command.places), self.manifest.nbytes
-                self.observers.notify(lambda observer: observer.on_transfer_start(begun, nbytes))
+        with self._observed(command) if self.observers else nullcontext():
+            if self.comm.size == 1:
+                return [self.worker.do(command, check)]
+            self.comm.broadcast(encode(command))
+            answers, error = self._do(command, check)
+            if error is not None and not isinstance(error, CancelledError):
+                raise error
+            for name, answer in zip(self.comm.names, answers, strict=True):
+                if answer.problem is not None:
+                    raise from_problem(answer.problem, peer=f"rank {name}")
+            if error is not None:
+                raise error
+            return answers
 
-    def _run_on_all(self, command: AnyCommand, check: Callable[[], None]) -> list[CommandResult]:
-        if self.comm.size == 1:
-            return [self.worker.do(command, check)]
-        self.comm.broadcast(encode(command))
-        answers, error = self._do(command, check)
-        if error is not None and not isinstance(error, CancelledError):
-            raise error
-        for name, answer in zip(self.comm.names, answers, strict=True):
-            if answer.problem is not None:
-                raise from_problem(answer.problem, peer=f"rank {name}")
-        if error is not None:
-            raise error
-        return answers
+    @contextmanager
+    def _observed(self, command: AnyCommand) -> Iterator[None]:
+        """Notify the observers of a command, and of the transfers that it begins or ends."""
+        name, notify = type(command).__name__.lower(), self.observers.notify
+        start_s = time.perf_counter()
+        if isinstance(command, End):
+            notify(lambda observer: observer.on_transfer_end())
+        try:
+            yield
+        finally:
+            notify(lambda observer: observer.on_command(name, start_s))
+            if isinstance(command, Begin):
+                places, nbytes = command.places, self.manifest.nbytes
+                notify(lambda o: o.on_transfer_start(self.worker.transfers(places), nbytes))
 
     def check_same_call(self, call: str) -> None:
         """Raise ProtocolError on all ranks unless all make the same call. Collective."""
@@ -159,54 +161,44 @@ class RankGroup:
 class FollowerUpdate:
     """An update block on a rank other than 0. `send` has to be called as often as on rank 0.
 
-    `last_report` is the report of rank 0, after the block.
+    `last_report` is the report of rank 0, after the block. `over` is True when rank 0 has ended the
+    block with an error.
     """
 
     def __init__(self, group: RankGroup) -> None:
         self.last_report: SyncReport | None = None
+        self.over = False
         self._group = group
-        self._over = False
-        self._follow()
 
     def send(self, named_tensors: NamedTensors) -> None:
         """Provide these tensors, which rank 0 or this rank sends to its receivers."""
         self._group.worker.pairs = named_tensors
         try:
-            self._follow()
+            self._group.serve()
+        except BaseException:
+            self.over = True
+            raise
         finally:
             self._group.worker.pairs = None
-
-    def finish(self) -> None:
-        """End the block after success. Raises the error of rank 0's block."""
-        self._follow()
-
-    def fail(self, error: BaseException) -> None:
-        """End the block after an error: the update commits on no receiver."""
-        if self._over:
-            return
-        self._group.worker.fault = error
-        try:
-            with suppress(WeightSyncError):
-                self._follow()
-        finally:
-            self._group.worker.fault = None
-
-    def _follow(self) -> None:
-        try:
-            done = self._group.serve()
-        except BaseException:
-            self._over = True
-            raise
-        self.last_report = done.report
 
 
 @contextmanager
 def following(group: RankGroup) -> Iterator[FollowerUpdate]:
-    """Run an update block on a rank other than 0, and report its outcome to rank 0."""
+    """Run an update block on a rank other than 0, and report its outcome to rank 0.
+
+    After an error in the block the update commits on no receiver.
+    """
     followed = FollowerUpdate(group)
+    group.serve()
     try:
         yield followed
     except BaseException as exc:
-        followed.fail(exc)
+        if not followed.over:
+            group.worker.fault = exc
+            try:
+                with suppress(WeightSyncError):
+                    group.serve()
+            finally:
+                group.worker.fault = None
         raise
-    followed.finish()
+    followed.last_report = group.serve().report

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from itertools import islice
 
 import torch
@@ -45,12 +45,13 @@ class CollectiveSource:
         return self._source.stable_tensors()
 
     def tensors(self) -> Iterator[Pair]:
-        """Yield the source's tensors. Called inside `run`, by every rank."""
+        """Yield the source's tensors. Called inside `step`, by every rank."""
         self._making = self._make()
         return self._making
 
-    def run(self, work: Callable[[], None], *, check: Callable[[], None]) -> None:
-        """Execute one rank's part of a step; if it fails on any rank, raise on all of them.
+    @contextmanager
+    def step(self, check: Callable[[], None]) -> Iterator[None]:
+        """Run the block as one rank's part of a step; if it fails on any rank, raise on all.
 
         An error of `check` means that this rank has to leave the step, and is raised unchanged. For
         any other error the ranks agree on one, which names its rank. `self.check` is for waits in
@@ -58,9 +59,15 @@ class CollectiveSource:
         """
         self._begin(check)
         self._cancel_flag.next_step()
+        cancelled = False
         try:
             self._check_own()
-            cancelled = self._work(work)
+            try:
+                yield
+            except Cancellation:
+                cancelled = True
+                for _ in self._making:
+                    pass
             self._agree()
             self._over = True
             self._raise_deferred()
@@ -84,34 +91,24 @@ class CollectiveSource:
         self._deferred: BaseException | None = None
         self._over = False
 
-    def _work(self, work: Callable[[], None]) -> bool:
-        """Do the work; return whether it was cancelled by another rank."""
-        try:
-            work()
-        except Cancellation:
-            for _ in self._making:
-                pass
-            return True
-        return False
-
     def _make(self) -> Iterator[Pair]:
-        shards = isinstance(self._source, IterableSource)
-        made = self._source.shards if isinstance(self._source, IterableSource) else None
-        pairs = checked((made or self._source.tensors)(), self._source.manifest)
+        shards = self._source if isinstance(self._source, IterableSource) else None
+        made = self._source.tensors() if shards is None else shards.shards()
+        pairs = checked(made, self._source.manifest)
         for group in self._groups:
             self._agree()
             left = len(group)
             while left:
-                left -= self._take_shards(pairs, left) if shards else self._take(pairs, left)
+                if shards is None:
+                    taken, self._rest = left, islice(pairs, left)
+                else:
+                    taken = self._take_shards(shards, pairs, left)
+                left -= taken
                 self._raise_deferred()
                 yield from self._rest
         yield from pairs  # none is left; this runs the source's generator to its end
 
-    def _take(self, pairs: Iterator[Pair], count: int) -> int:
-        self._rest = islice(pairs, count)
-        return count
-
-    def _take_shards(self, pairs: Iterator[Pair], most: int) -> int:
+    def _take_shards(self, source: IterableSource, pairs: Iterator[Pair], most: int) -> int:
         """Take consecutive shards, and gather none before all ranks have taken theirs.
 
         A tensor that is no shard may be overwritten when the next one is requested.
@@ -123,12 +120,8 @@ class CollectiveSource:
                 break
         if is_sharded(taken[0][1]):
             self._agree()
-        self._rest = map(self._gathered, taken)
+        self._rest = ((name, source.gather(tensor)) for name, tensor in taken)
         return len(taken)
-
-    def _gathered(self, pair: Pair) -> Pair:
-        assert isinstance(self._source, IterableSource)
-        return pair[0], self._source.gather(pair[1])
 
     def _check_own(self) -> None:
         try:
@@ -173,9 +166,9 @@ class CollectiveSource:
 class SourceOfUpdate:
     """A source during one update. `refresh` begins another one.
 
-    The source is asked for its stable tensors once: that takes time for each tensor. Where several
-    engines read tensors that are made on the fly, each reads them in a pass of its own: `changed`
-    has the names of tensors that differ between the passes.
+    The stable tensors are read from the source once, because that takes time for each tensor. Where
+    several engines read tensors that are made on the fly, each engine reads them in a pass of its
+    own: `changed` has the names of tensors that differ between the passes.
     """
 
     def __init__(self, source: WeightSource) -> None:
@@ -188,17 +181,17 @@ class SourceOfUpdate:
 
     @property
     def manifest(self) -> Manifest:
-        """The source's own."""
+        """The manifest of the source."""
         return self._source.manifest
 
     def stable_tensors(self) -> list[torch.Tensor] | None:
-        """Return the source's own, as they were when they were first asked for."""
+        """Return the stable tensors of the source, as they were at the first call."""
         if self._stable is None:
             self._stable = self._source.stable_tensors()
         return self._stable
 
     def tensors(self) -> Iterator[Pair]:
-        """Return the source's own."""
+        """Yield the tensors of the source."""
         return self._compared() if self._compares else self._source.tensors()
 
     def refresh(self, *, passes: int = 1) -> None:
@@ -219,7 +212,7 @@ class SourceOfUpdate:
 
 
 class Subset:
-    """A source of these pairs alone."""
+    """WeightSource of these pairs alone."""
 
     def __init__(self, pairs: Sequence[Pair]) -> None:
         self.manifest = manifest_of(pairs)

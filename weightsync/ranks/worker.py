@@ -5,10 +5,10 @@ from __future__ import annotations
 import logging
 import secrets
 import threading
-from collections.abc import Callable, Generator, Iterable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any
 
 from weightsync.backends.base import (
     Backend,
@@ -60,17 +60,6 @@ from weightsync.wire.messages import SharedMemoryUsage
 logger = logging.getLogger(__name__)
 
 
-class ReaderOfRank(Protocol):
-    """A receiver with index `reader` of the engine of `backend` on rank `rank`."""
-
-    rank: int
-    backend: str
-    reader: int
-
-    @property
-    def target(self) -> str: ...
-
-
 class RankWorker:
     """Executes rank 0's commands on one rank. `engines` has the engines by backend, bases first.
 
@@ -88,11 +77,10 @@ class RankWorker:
         backends: Sequence[Backend],
     ) -> None:
         self._ranks = ranks
-        self._alone = ranks.size == 1
-        self._steps = CollectiveSource(source, ranks)
+        self._collective = CollectiveSource(source, ranks) if ranks.size > 1 else None
         self._given = source
         self._watch = SourceWatch()
-        self.source = SourceOfUpdate(source if self._alone else self._steps)
+        self.source = SourceOfUpdate(self._collective or source)
         self._options = replace(options, device=source_device(source))
         self._gathers = source.stable_tensors() is None
         self._backends = {backend.name: backend for backend in backends}
@@ -125,9 +113,7 @@ class RankWorker:
         """Return a backend of this sender, or one that these require."""
         return self._backends.get(name) or get_backend(name)
 
-    def do(
-        self, command: AnyCommand, check: Callable[[], None]
-    ) -> CommandResult:  # one line a command
+    def do(self, command: AnyCommand, check: Callable[[], None]) -> CommandResult:
         """Execute one command, and return its result. `check` raises when a transfer must stop."""
         self._check = check
         match command:
@@ -135,12 +121,14 @@ class RankWorker:
                 return self._open(command)
             case Connect():
                 return self._connect(command)
-            case CheckMoved() | KeepAlive():
-                return self._look(command)
+            case CheckMoved():
+                return self._check_moved()
             case Begin():
                 return self._begin(command)
             case Transfer():
                 return self._transfer()
+            case KeepAlive():
+                return self._keep_alive(command)
             case End():
                 return self._end()
             case Withdraw():
@@ -161,16 +149,15 @@ class RankWorker:
                 found.append(ObservedTransfer(name, progress, readers, relays, dependent))
         return found
 
-    def usage(self, members: Iterable[ReaderOfRank]) -> list[SharedMemoryUsage]:
-        """Return the memory that this rank shares; `members` give the names of its readers."""
+    def usage(self, targets: Mapping[tuple[str, int], str]) -> list[SharedMemoryUsage]:
+        """Return the memory that this rank shares; `targets` are its readers' names, by backend."""
         names: dict[str, dict[int, str]] = {name: {} for name in self.engines}
-        for member in members:
-            if member.rank == self._ranks.rank and member.backend in names:
-                names[member.backend][member.reader] = member.target
+        for (backend, reader), target in targets.items():
+            names.setdefault(backend, {})[reader] = target
         for name, engine in self.engines.items():
             for base in self.backend(name).requires:
-                places = engine.base_readers(list(names[name]))
-                names[base].update(dict.fromkeys(places, "other hosts"))
+                relays = engine.base_readers(list(names[name]))
+                names[base].update(dict.fromkeys(relays, "other hosts"))
         return [
             entry for name, engine in self.engines.items() for entry in engine.usage(names[name])
         ]
@@ -240,13 +227,11 @@ class RankWorker:
     def _connect(self, command: Connect) -> CommandResult:
         """Take one step of a handshake, on a rank that has readers in it."""
         rank, name = self._ranks.rank, command.backend
+        going_on = command.replies is not None and not command.over
         try:
-            if command.replies is None:
+            if command.replies is None and rank in command.readers:
                 self.end_handshake(name)
-                readers = command.readers.get(rank)
-                if not readers:
-                    return CommandResult()
-                handshake = self.engines[name].handshake(readers, command.number)
+                handshake = self.engines[name].handshake(command.readers[rank], command.number)
                 if not isinstance(handshake, Generator):
                     raise ConfigError(
                         f"backend {name!r}: handshake() returned a {type(handshake).__name__}, not "
@@ -254,16 +239,13 @@ class RankWorker:
                     )
                 self._handshakes[name] = handshake
                 return CommandResult(round=_checked_round(name, next(handshake)))
-            if name not in self._handshakes:
-                return CommandResult()
-            if command.over and rank not in command.replies:
-                self.end_handshake(name)
-                return CommandResult()
-            going_on = self._handshakes[name].send(command.replies.get(rank, Replies()))
-            if command.over:
-                self.end_handshake(name)
-                return CommandResult()
-            return CommandResult(round=_checked_round(name, going_on))
+            replies = command.replies or {}
+            if name in self._handshakes and (rank in replies or going_on):
+                step = self._handshakes[name].send(replies.get(rank, Replies()))
+                if going_on:
+                    return CommandResult(round=_checked_round(name, step))
+            self.end_handshake(name)
+            return CommandResult()
         except StopIteration as over:
             self._handshakes.pop(name, None)
             return CommandResult(excused=list(over.value or ()))
@@ -284,7 +266,20 @@ class RankWorker:
                 reading.setdefault(base, []).extend(engine.base_readers(readers))
         return {name: reading[name] for name in self.engines if reading[name]}
 
+    def _check_moved(self) -> CommandResult:
+        """Return whether registered memory has moved. Raises in a block that sent too much."""
+        self._check_own()
+        if self.pairs is not None:
+            self.pairs = None
+            raise ProtocolError(
+                "this rank sends tensors that rank 0 does not; every rank has to call send() as "
+                "often as rank 0"
+            )
+        self.source.refresh()
+        return CommandResult(moved=any(engine.needs_init for engine in self.engines.values()))
+
     def _begin(self, command: Begin) -> CommandResult:
+        """Start an update: watch its tensors, and begin it on the engines that have readers."""
         self.reading = self._readers_of(command.places)
         self._passes = [name for name in command.places if not self.backend(name).requires]
         self._moves_model = not command.pairs
@@ -293,8 +288,7 @@ class RankWorker:
             self.source.refresh(passes=len(self._passes))
         pairs = self._take_pairs() if command.pairs else None
         updates: dict[str, Any] = {}
-
-        def begin() -> None:
+        with self._step():
             self._watch_source(pairs)
             source: WeightSource = self.source
             if pairs is not None:
@@ -302,13 +296,12 @@ class RankWorker:
             for name in self._in_order():
                 readers = self.reading.get(name)
                 if readers:
-                    engine = self.engines[name]
-                    payload = engine.begin(readers, verify=command.verify, source=source)
+                    payload = self.engines[name].begin(
+                        readers, verify=command.verify, source=source
+                    )
                     updates[name] = _checked_payload(name, payload, readers)
                 elif self._gathers_in(name, packed=False):
                     self._drain()
-
-        self._in_step(begin)
         manifest = None
         if pairs is not None and updates:
             manifest = manifest_to_wire(manifest_of(pairs))
@@ -318,6 +311,86 @@ class RankWorker:
             packed={name: self.engines[name].packed for name in updates},
         )
 
+    def _transfer(self) -> CommandResult:
+        """Transfer every byte. If it fails on any rank, the engines release waiting readers."""
+        with self._step():
+            try:
+                for name in self._in_order():
+                    if name in self.reading:
+                        self.engines[name].transfer(self._check_all)
+                    elif self._gathers_in(name, packed=True):
+                        self._drain()
+            except BaseException:
+                for name in self.reading:
+                    try:
+                        self.engines[name].cancel()
+                    except Exception:  # the error of the transfer counts
+                        logger.exception("backend %s: cancel() failed", name)
+                raise
+        return CommandResult()
+
+    def _keep_alive(self, command: KeepAlive) -> CommandResult:
+        """Return the liveness counters of this rank's readers."""
+        if command.may_raise:
+            self._check_own()
+        beats = {
+            name: {reader: self.engines[name].liveness_counter(reader) for reader in readers}
+            for name, readers in self.reading.items()
+        }
+        return CommandResult(beats=beats)
+
+    def _end(self) -> CommandResult:
+        """End the update on all engines, also after a failure; base engines end last."""
+        self._in_update = False
+        engines = [self.engines[name] for name in self.reading]
+        with ExitStack() as stack:
+            changed: list[str] = []
+            bases = [e for n, e in self.engines.items() if not self.backend(n).requires]
+            dependents = [e for e in self.engines.values() if e not in bases]
+            for engine in bases:
+                stack.callback(engine.end)
+            stack.callback(lambda: changed.extend(self._changed_names()))
+            for engine in dependents:
+                stack.callback(engine.end)
+        self.source.refresh()
+        return CommandResult(
+            changed=changed,
+            digests={name: self.engines[name].table_digest for name in self.reading},
+            extra_nbytes=self._extra_nbytes(),
+            written_nbytes=sum(engine.written_nbytes for engine in engines),
+        )
+
+    def _step(self) -> AbstractContextManager[None]:
+        """One step of an update: with several ranks, an error of any rank is raised on all."""
+        return nullcontext() if self._collective is None else self._collective.step(self._check_own)
+
+    def _check_all(self) -> None:
+        """Raise when this rank has to stop, or another rank has. For waits."""
+        if self._collective is None:
+            self._check_own()
+        else:
+            self._collective.check()
+
+    def _check_own(self) -> None:
+        self._check()
+        if self.fault is not None:
+            raise self.fault
+        if self.stop.is_set():
+            raise TransferError("the update was cancelled by its caller")
+        if self._in_update:
+            for name in self.reading:
+                self.engines[name].check()
+
+    def _take_pairs(self) -> list[Pair]:
+        """Return this rank's tensors of `pairs`, not gathered. Raises where the ranks differ."""
+        given, self.pairs = self.pairs, None
+        with self._step():
+            taken = list(given or ())
+        if self._collective is not None:
+            advice = "every rank has to send() the same"
+            compare_manifests(manifest_of(taken), self._ranks, advice=advice)
+        return taken
+
     def _drain(self) -> None:
         """Take part in making every tensor of a pass that other ranks read."""
         self._given.stable_tensors()  # raises, before any rank gathers, where a module has changed
@@ -326,8 +399,13 @@ class RankWorker:
 
     def _in_order(self) -> list[str]:
         """Return the backends of this update in order, including those of other ranks only."""
-        own = [name for name in self.engines if name not in self._passes]
-        return [*self._passes, *own]
+        return [*self._passes, *(name for name in self.engines if name not in self._passes)]
+
+    def _gathers_in(self, name: str, *, packed: bool) -> bool:
+        """Whether the ranks gather the model's tensors in this step: in a transfer, packed ones."""
+        in_place = self.backend(name).reads_in_place and self._packed is False
+        takes_part = name in self._passes and self._gathers and self._moves_model
+        return takes_part and in_place != packed
 
     def _watch_source(self, pairs: list[Pair] | None) -> None:
         """Begin to detect changes of the memory from which this rank's tensors are read."""
@@ -353,103 +431,6 @@ class RankWorker:
         changed = self._watch.end(is_adopted)
         changed += self.source.changed
         return changed + (source.changed if isinstance(source, IterableSource) else [])
-
-    def _take_pairs(self) -> list[Pair]:
-        """Return this rank's tensors of `pairs`, not gathered. Raises where the ranks differ."""
-        given, self.pairs = self.pairs, None
-        taken: list[Pair] = []
-        self._in_step(lambda: taken.extend(given or ()))
-        if not self._alone:
-            manifest = manifest_of(taken)
-            compare_manifests(manifest, self._ranks, advice="every rank has to send() the same")
-        return taken
-
-    def _look(self, command: CheckMoved | KeepAlive) -> CommandResult:
-        if not isinstance(command, KeepAlive) or command.may_raise:
-            self._check_own()
-        if isinstance(command, KeepAlive):
-            engines = self.engines
-            beats = {
-                name: {reader: engines[name].liveness_counter(reader) for reader in readers}
-                for name, readers in self.reading.items()
-            }
-            return CommandResult(beats=beats)
-        if self.pairs is not None:
-            self.pairs = None
-            raise ProtocolError(
-                "this rank sends tensors that rank 0 does not; every rank has to call send() as "
-                "often as rank 0"
-            )
-        self.source.refresh()
-        return CommandResult(moved=any(engine.needs_init for engine in self.engines.values()))
-
-    def _transfer(self) -> CommandResult:
-        self._in_step(self._hand_over)
-        return CommandResult()
-
-    def _hand_over(self) -> None:
-        try:
-            for name in self._in_order():
-                if name in self.reading:
-                    self.engines[name].transfer(self._check_all)
-                elif self._gathers_in(name, packed=True):
-                    self._drain()
-        except BaseException:
-            for name in self.reading:
-                try:
-                    self.engines[name].cancel()
-                except Exception:  # the error of the transfer counts
-                    logger.exception("backend %s: cancel() failed", name)
-            raise
-
-    def _end(self) -> CommandResult:
-        self._in_update = False
-        engines = [self.engines[name] for name in self.reading]
-        with ExitStack() as stack:
-            changed: list[str] = []
-            bases = [e for n, e in self.engines.items() if not self.backend(n).requires]
-            dependents = [e for e in self.engines.values() if e not in bases]
-            for engine in bases:
-                stack.callback(engine.end)
-            stack.callback(lambda: changed.extend(self._changed_names()))
-            for engine in dependents:
-                stack.callback(engine.end)
-        self.source.refresh()
-        return CommandResult(
-            changed=changed,
-            digests={name: self.engines[name].table_digest for name in self.reading},
-            extra_nbytes=self._extra_nbytes(),
-            written_nbytes=sum(engine.written_nbytes for engine in engines),
-        )
-
-    def _gathers_in(self, name: str, *, packed: bool) -> bool:
-        """Whether the ranks gather the model's tensors in this step: in a transfer, packed ones."""
-        in_place = self.backend(name).reads_in_place and self._packed is False
-        takes_part = name in self._passes and self._gathers and self._moves_model
-        return takes_part and in_place != packed
-
-    def _in_step(self, work: Callable[[], None]) -> None:
-        if self._alone:
-            work()
-        else:
-            self._steps.run(work, check=self._check_own)
-
-    def _check_all(self) -> None:
-        """Raise when this rank has to stop, or another rank has. For waits."""
-        if self._alone:
-            self._check_own()
-        else:
-            self._steps.check()
-
-    def _check_own(self) -> None:
-        self._check()
-        if self.fault is not None:
-            raise self.fault
-        if self.stop.is_set():
-            raise TransferError("the update was cancelled by its caller")
-        if self._in_update:
-            for name in self.reading:
-                self.engines[name].check()
 
 
 def _checked_payload(name: str, payload: Any, readers: Sequence[int]) -> Any:
