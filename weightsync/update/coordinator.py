@@ -53,29 +53,27 @@ class Coordinator:
         """Send the source's current weights to every receiver, and return the report."""
         _check_version(version)
         before = self.fleet.sent_counts
-        update, sent = self._send(version, label, rewind=rewind, last=version is not None)
+        last = version is not None
+        while True:
+            self.membership.ready()
+            update, terms = self._reach_most(version, label, rewind=rewind)
+            sent = self.fleet.version = terms.version or 0
+            self._sent = LastVersion(
+                terms, self.paths.layout, update.table_digests, {update.update_id}
+            )
+            try:
+                self._reach_rest(update, terms)
+                break
+            except StaleVersionError:
+                if last or self._group.worker.stop.is_set():
+                    raise
+            finally:
+                # The version of a member that failed is not the version of the fleet.
+                self.fleet.version = sent
+            # A member that was unreachable holds a newer version, from another sender. The fleet
+            # has to move past that version.
+            version, last = None, True
         return self._report(update, sent, label, before)
-
-    def _send(
-        self, version: int | None, label: str | None, *, rewind: bool, last: bool
-    ) -> tuple[UpdateTransaction, int]:
-        self.membership.ready()
-        update, terms = self._reach_most(version, label, rewind=rewind)
-        sent = terms.version or 0
-        self.fleet.version = sent
-        self._sent = LastVersion(terms, self.paths.layout, update.table_digests, {update.update_id})
-        try:
-            self._reach_rest(update, terms)
-            return update, sent
-        except StaleVersionError:
-            if last or self._group.worker.stop.is_set():
-                raise
-        finally:
-            # The version of a member that failed is not the version of the fleet.
-            self.fleet.version = sent
-        # A member that was unreachable holds a newer version, from another sender. The fleet has to
-        # move past that version.
-        return self._send(None, label, rewind=rewind, last=True)
 
     def resync(self, members: Sequence[Member]) -> SyncReport:
         """Send the current version to these members only, and return the report.
@@ -96,13 +94,14 @@ class Coordinator:
         terms = replace(self._sent.terms, version=self.fleet.version, rewind=True)
         update = self._update(members)
         try:
-            self._send_unchanged(update, terms)
+            update.send_whole(terms, same_as=self._sent)
         except WeightSyncError:
             if not self.membership.reconnect(update.failed, members):
                 raise
             self.membership.repair_group(members)
             update = self._update(members)
-            self._send_unchanged(update, terms)
+            update.send_whole(terms, same_as=self._sent)
+        self._sent.update_ids.add(update.update_id)
         return self._report(update, self.fleet.version, terms.label, before)
 
     def add(self, transport: Transport) -> SyncReport | None:
@@ -272,25 +271,17 @@ class Coordinator:
         self.membership.repair_group([member])
         again = self._update([member])
         try:
-            self._send_unchanged(again, terms)
+            again.send_whole(terms, same_as=self._sent)
         except WeightSyncError:
             if member.unfinished is None:
                 with suppress(WeightSyncError):
                     abort_prepared(self.fleet, member)
             raise
+        self._sent.update_ids.add(again.update_id)
         return again.replies
 
     def _update(self, members: Sequence[Member]) -> UpdateTransaction:
         return UpdateTransaction(self.fleet, self.paths, members, verify=self.verify)
-
-    def _send_unchanged(self, update: UpdateTransaction, terms: StartTerms) -> None:
-        """Send the last version again. Raises TransferError where the source has changed since."""
-
-        def check() -> None:
-            self._sent.check_unchanged(update.table_digests, self.paths.layout)
-
-        update.send_whole(terms, before_finish=check)
-        self._sent.update_ids.add(update.update_id)
 
     def _report(
         self, update: UpdateTransaction, version: int, label: str | None, before: tuple[int, int]

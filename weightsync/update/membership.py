@@ -34,6 +34,7 @@ from weightsync.update.recovery import (
     abort_prepared,
     check_fleet,
     is_idle,
+    other_owner,
     recover_orphans,
 )
 from weightsync.wire.messages import AbortRequest, FinishRequest, Status, StatusRequest, StepReply
@@ -113,7 +114,7 @@ class Membership:
         self.ready()
         added = [self._fleet.add(transport)]
         try:
-            self._connect_members(added, drops=False)
+            self._extend(self._handshake(added, drops=False))
         except BaseException:
             for member in self._members_of(transport):
                 self.remove(member)
@@ -127,7 +128,7 @@ class Membership:
         """
         transport = stale.transport if stale.server is None else stale.server.transport
         try:
-            self._connect_members(self._members_of(transport), drops=True)
+            self._extend(self._handshake(self._members_of(transport), drops=True))
         except WeightSyncError as exc:
             present = self._members_of(transport)
             if not self._fleet.may_drop(present):
@@ -255,39 +256,32 @@ class Membership:
             if answer.member.is_new_to(answer.status)
             or isinstance(failed.get(answer.member), UnknownSenderError)
         ]
-        recovered = any(answer.status.orphaned for answer in known) and self._recover_orphans()
+        recovered = False
+        if any(answer.status.orphaned for answer in known):  # open updates of another, dead sender
+            statuses = fleet.call(StatusRequest(), timeout_s=fleet.brief_s)
+            if not failures(statuses):
+                recover_orphans(fleet, statuses)
+                recovered = True
         if unconnected and self.connected:
             logger.warning("connecting again: %s", names(a.member for a in unconnected))
             unconnected = self._await_owners(unconnected, drops=False)
             check_fleet(fleet, unconnected, takeover=self._takeover)
-            self._connect_again([answer.member for answer in unconnected])
+            self._extend(unconnected)
             recovered = True
         return abort_others(fleet, known) or recovered
 
-    def _recover_orphans(self) -> bool:
-        """Recover the open updates of another, dead sender; False where a member does not reply."""
-        answers = self._fleet.call(StatusRequest(), timeout_s=self._fleet.brief_s)
-        if failures(answers):
-            return False
-        recover_orphans(self._fleet, answers)
-        return True
+    def _extend(self, answers: Sequence[MemberReply]) -> None:
+        """Connect members of the fleet, each by a path that works for it now.
 
-    def _connect_members(self, members: Sequence[Member], *, drops: bool) -> None:
-        """Connect members that are in the fleet; connect the fleet anew where they need engines."""
-        answers = self._handshake(members, drops=drops)
-        if not all(self._paths.extend(answer.member) for answer in answers):
+        Where that needs other engines, the whole fleet is connected anew.
+        """
+        members = [answer.member for answer in answers]
+        collective = [member for member in members if self._paths.is_collective(member)]
+        others = [member for member in members if member not in collective]
+        if not all(self._paths.extend(member) for member in others):
             self.disconnect()
             self.connect()
-
-    def _connect_again(self, members: Sequence[Member]) -> None:
-        """Connect members again, each by a path that works for it now."""
-        collective = [member for member in members if self._paths.is_collective(member)]
-        for member in members:
-            if member not in collective and not self._paths.extend(member):
-                self.disconnect()
-                self.connect()
-                return
-        if collective:
+        elif collective:
             self._paths.offer(collective)
 
     def _handshake(self, members: Sequence[Member], *, drops: bool) -> list[MemberReply]:
@@ -327,11 +321,8 @@ class Membership:
 
     def _is_owner_busy(self, answer: MemberReply) -> bool:
         """Whether a member is in an update of another sender that yields the member afterwards."""
-        owner, member = answer.status.owner, answer.member
-        if owner is None or not owner.yields or (self._takeover and not member.term):
-            return False
-        free = not owner.alive or self._fleet.owns(owner) or owner.term < member.term
-        return not free and not is_idle(answer.status)
+        owner = other_owner(self._fleet, answer, takeover=self._takeover)
+        return owner is not None and owner.yields and not is_idle(answer.status)
 
     def _without_lost(self, answers: Sequence[MemberReply], *, drops: bool) -> list[MemberReply]:
         """Drop members without a status, with `drops`. Raises the first error that remains."""

@@ -103,17 +103,16 @@ class UpdateTransaction:
         """The digests of all sent fingerprints, by rank and by backend."""
         return [result.digests for result in self._results]
 
-    def send_whole(
-        self, terms: StartTerms, *, before_finish: Callable[[], None] = lambda: None
-    ) -> None:
+    def send_whole(self, terms: StartTerms, *, same_as: LastVersion | None = None) -> None:
         """Send the whole model with two messages per receiver: start, load and prepare; finish.
 
-        `before_finish` is called after the transfer, and may raise to abort the update.
+        Raises TransferError where the weights differ from those that `same_as` was sent with.
         """
         try:
             self._whole = True
             self._transfer(terms=terms, prepare=True)
-            before_finish()
+            if same_as is not None:
+                same_as.check_unchanged(self.table_digests, self._paths.layout)
             self.finish()
         except BaseException as exc:
             self.abort(f"the sender gave up: {type(exc).__name__}")
@@ -149,7 +148,11 @@ class UpdateTransaction:
         that fail are in `failed`; raises only when no receiver has the new version.
         """
         started = time.perf_counter()
-        self._check_verified()
+        unverified = [m.target for m, reply in self.replies.items() if reply.verified == "none"]
+        if self._verify and unverified and self._group.manifest.nbytes:
+            raise VerificationError(
+                f"not verified by {', '.join(unverified)}: other tensors were added to the update"
+            )
         self._drop_servers()
         self.finishing = True
         self._abort([member for member in self._members if member in self.failed], "it failed here")
@@ -353,8 +356,7 @@ class UpdateTransaction:
 
     def _finish_request(self, member: Member) -> FinishRequest:
         digests = self._results[member.rank].digests if self._whole and self._results else {}
-        digest = digests.get(member.backend)
-        return FinishRequest(update_id=self.update_id, table_digest=digest)
+        return FinishRequest(update_id=self.update_id, table_digest=digests.get(member.backend))
 
     def _stop(self, begun: Mapping[Member, Future[MemberReply]], why: BaseException) -> None:
         """Abort after a failed transfer, and wait until no receiver reads any more.
@@ -405,16 +407,6 @@ class UpdateTransaction:
             logger.warning("update %s: rolling forward on %s", self.update_id, going_on)
             return
         raise_first(answers, doing)
-
-    def _check_verified(self) -> None:
-        """Raise VerificationError unless every member has verified the update, where required."""
-        if not self._verify:
-            return
-        unverified = [m.target for m, reply in self.replies.items() if reply.verified == "none"]
-        if unverified and self._group.manifest.nbytes:
-            raise VerificationError(
-                f"not verified by {', '.join(unverified)}: other tensors were added to the update"
-            )
 
     def _raise_early(self, begun: Mapping[Member, Future[MemberReply]]) -> None:
         """Raise when the update was cancelled, a receiver failed, or it has not read all bytes."""

@@ -14,7 +14,7 @@ from weightsync.errors import (
 )
 from weightsync.update.fleet import Fleet, Member, MemberReply, failures, raise_first
 from weightsync.wire.messages import PROTOCOL, AbortRequest, FinishRequest, Status, StatusRequest
-from weightsync.wire.offers import describe, utc
+from weightsync.wire.offers import Owner, describe, utc
 
 logger = logging.getLogger(__name__)
 
@@ -115,7 +115,7 @@ def check_fleet(fleet: Fleet, answers: Sequence[MemberReply], *, takeover: bool)
                 f"{answer.status.instance}); name every receiver once"
             )
     for answer in answers:
-        _check_owner(fleet, answer, takeover=takeover and not answer.member.term)
+        _check_owner(fleet, answer, takeover=takeover)
     for answer in answers:
         owner = answer.status.owner
         if owner is not None:
@@ -124,13 +124,23 @@ def check_fleet(fleet: Fleet, answers: Sequence[MemberReply], *, takeover: bool)
         answer.member.term = max(answer.member.term, 1)
 
 
+def other_owner(fleet: Fleet, answer: MemberReply, *, takeover: bool) -> Owner | None:
+    """Return the other living sender that owns a member, None where this sender may take it.
+
+    With `takeover`, members that this sender has not owned yet are taken. An owner of a lower term
+    than this sender's had its init message in flight when this sender took the member over.
+    """
+    owner, term = answer.status.owner, answer.member.term
+    if owner is None or not owner.alive or fleet.owns(owner):
+        return None
+    return None if owner.term < term or (takeover and not term) else owner
+
+
 def _check_owner(fleet: Fleet, answer: MemberReply, *, takeover: bool) -> None:
     """Raise where a member belongs to another living sender that does not yield it now."""
-    owner, member = answer.status.owner, answer.member
-    if owner is None or not owner.alive or fleet.owns(owner) or takeover:
+    owner, member = other_owner(fleet, answer, takeover=takeover), answer.member
+    if owner is None or (owner.yields and is_idle(answer.status)):
         return
-    if (owner.yields and is_idle(answer.status)) or owner.term < member.term:
-        return  # the other sender's offer was in flight when this sender took the member over
     if not member.term:
         raise SenderConflictError(
             f"{member.target} belongs to another living sender: {describe(owner)}; close() that "
