@@ -13,6 +13,7 @@ import weakref
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Self, TypeVar
 
 import torch
@@ -126,7 +127,7 @@ def connect(  # noqa: PLR0913  # the settings of a connection, all keyword-only
         streams = backends[0].adjust(options).packed
         if packed is False and streams:
             name = backends[0].name
-            raise ConfigError(f"the {name} backend streams: leave packed out, or say True")
+            raise ConfigError(f"the {name} backend streams: leave packed out, or set it to True")
     # Rank 0 waits for receivers while they send heartbeats; the other ranks wait for rank 0.
     ranks_timeout_s = timeout_s * (HEARTBEAT_TIMEOUT_FACTOR + 1) + _RANKS_SLACK_S
     ranks = join_ranks(process_group, timeout_s=ranks_timeout_s, join_timeout_s=timeout_s)
@@ -536,23 +537,15 @@ def send_weights(  # noqa: PLR0913  # the settings of a connection, all keyword-
             specs = tuple(spec_of(name, tensor, dtype) for name, tensor in pairs)
             source = _LatestTensors(Manifest(specs, aliases))
             identity = source.manifest.digest
-        settings = (packed, dtype, verify, token, timeout_s, identity)
+        make = partial(connect, packed=packed, verify=verify, token=token, timeout_s=timeout_s)
+        settings = (*make.keywords.items(), dtype, identity)
         key = _key(to)
         connection = _connections.get(key)
         if connection is None or connection.settings != settings:
             if connection is not None:
                 _connections.pop(key).sender.close()
-            sender = connect(
-                source,
-                to,
-                dtype=dtype if isinstance(source, nn.Module) else None,
-                packed=packed,
-                verify=verify,
-                token=token,
-                timeout_s=timeout_s,
-                takeover=takeover,
-                yields=True,
-            )
+            cast = dtype if isinstance(source, nn.Module) else None  # pairs have it in their specs
+            sender = make(source, to, dtype=cast, takeover=takeover, yields=True)
             connection = _connections[key] = _Connection(settings, sender, source)
         latest = connection.source if isinstance(connection.source, _LatestTensors) else None
         if latest is not None:

@@ -115,7 +115,7 @@ def test_what_one_extra_lacks_stops_no_other(answers: dict[tuple[str, str], Answ
     assert {package: answers[package, ALL] for package in INDIFFERENT} == dict.fromkeys(INDIFFERENT)
 
 
-OURS_AT_ONCE = {"errors", "progress", "report", "specs"}
+OURS_AT_ONCE = {"errors", "report", "specs"}
 LATER = ("http", "weightsync.transports.vllm", "weightsync.transports.sglang")
 
 
