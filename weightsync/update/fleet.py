@@ -156,8 +156,8 @@ class Fleet:
     receivers between two updates. `version` is the newest version that the receivers hold.
 
     A member is silent if it does not reply and gives no sign of life for the timeout of a call, or
-    lives and does not reply for HEARTBEAT_TIMEOUT_FACTOR times that. Further calls to it fail at once, until
-    `clear_silent`.
+    lives and does not reply for HEARTBEAT_TIMEOUT_FACTOR times that. Further calls to it fail at
+    once, until `clear_silent`.
     """
 
     def __init__(
