@@ -512,6 +512,29 @@ class TestReaders:
             future.result(WAIT_S)
         assert not mixed
 
+    def test_a_start_between_the_commit_and_the_reply_is_kept(
+        self, meet: Meet, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        here = meet()
+        here.say(here.sender.update(1, "u"))
+        table = here.receiver._session.table
+        genuine = table.committed
+
+        def committed(*args: Any) -> None:
+            here.pool.submit(here.say, StartRequest(update_id="v")).result(WAIT_S)
+            genuine(*args)
+
+        monkeypatch.setattr(table, "committed", committed)
+        reply = here.say(FinishRequest(update_id="u"))
+        assert (reply.update_id, reply.state, reply.version) == ("u", "READY", 1)
+        status = here.receiver.status()
+        assert (status.state, status.update_id, status.version) == ("UPDATING", "v", 1)
+        assert here.receiver.open_update is not None
+        assert here.readable()
+        assert here.say(AbortRequest(update_id="v")).state == "READY"
+        monkeypatch.undo()
+        here.the_next_update_succeeds()
+
     def test_starts_that_arrive_at_the_commit_are_kept(self, meet: Meet) -> None:
         """The next update may start as soon as a status says READY: before finish has replied."""
         here = meet()
@@ -574,7 +597,7 @@ def read():
 threads = [threading.Thread(target=read, daemon=True) for _ in range(4)]
 for thread in threads:
     thread.start()
-for _ in range(20):
+for _ in range(10):
     child = os.fork()
     if not child:
         signal.alarm(20)
