@@ -13,7 +13,7 @@ from weightsync.specs import Manifest
 from weightsync.tensors import contiguous_bytes, spec_of
 from weightsync.weights.fingerprint import mix64
 from weightsync.weights.shards import is_sharded
-from weightsync.weights.source import IterableSource, WeightSource, checked, groups_of
+from weightsync.weights.source import IterableSource, SourceWatch, WeightSource, checked, groups_of
 
 Pair = tuple[str, torch.Tensor]
 
@@ -164,20 +164,24 @@ class CollectiveSource:
 
 
 class SourceOfUpdate:
-    """A source during one update. `refresh` begins another one.
+    """The source of one rank during one update; `refresh` begins another one.
 
-    The stable tensors are read from the source once, because that takes time for each tensor. Where
-    several engines read tensors that are made on the fly, each engine reads them in a pass of its
-    own: `changed` has the names of tensors that differ between the passes.
+    `given` is the user's source, `collective` the same with several ranks. `is_made` is True where
+    the tensors are made for each update, False where their memory stays. The stable tensors are
+    read from the source once, because that takes time for each tensor. Where several engines read
+    tensors that are made, each engine reads them in a pass of its own, and the passes are compared.
     """
 
-    def __init__(self, source: WeightSource) -> None:
-        self._source = source
+    def __init__(self, given: WeightSource, collective: CollectiveSource | None) -> None:
+        self.is_made = given.stable_tensors() is None
+        self._given = given
+        self._source: WeightSource = collective or given
+        self._watch = SourceWatch()
         self._stable: list[torch.Tensor] | None = None
         self._compares = False
         self._fingerprints: list[int] = []
         self._passes = 0
-        self.changed: list[str] = []
+        self._differ: list[str] = []
 
     @property
     def manifest(self) -> Manifest:
@@ -198,7 +202,36 @@ class SourceOfUpdate:
         """Forget the last update; `passes` is how often the next one reads the tensors."""
         self._stable = None
         self._compares = passes > 1
-        self._fingerprints, self._passes, self.changed = [], 0, []
+        self._fingerprints, self._passes, self._differ = [], 0, []
+
+    def drain(self, check: Callable[[], None]) -> None:
+        """Take part in making every tensor of a pass that other ranks read."""
+        self._given.stable_tensors()  # raises, before any rank gathers, where a module has changed
+        for _ in self.tensors():
+            check()
+
+    def watch(self, pairs: Sequence[Pair] | None, *, reads: bool) -> None:
+        """Begin to detect changes of the memory from which this rank's tensors are read.
+
+        `pairs` are sent instead of the source's tensors. `reads` is False where no engine of this
+        rank reads the source.
+        """
+        given = self._given
+        if isinstance(given, IterableSource):
+            given.changed = []
+        if pairs is not None:
+            self._watch.begin([name for name, _ in pairs], [tensor for _, tensor in pairs])
+        elif reads or self.is_made:
+            stable = None if self.is_made else self.stable_tensors()
+            if stable is not None:
+                self._watch.begin([spec.name for spec in given.manifest.specs], stable)
+            elif hasattr(given, "made_of"):
+                self._watch.begin(*given.made_of())
+
+    def end_watch(self, is_adopted: Callable[[int, int], bool] = lambda _, __: False) -> list[str]:
+        """Return the names of tensors that changed since `watch`; see `SourceWatch.end`."""
+        changed = self._watch.end(is_adopted) + self._differ
+        return changed + (self._given.changed if isinstance(self._given, IterableSource) else [])
 
     def _compared(self) -> Iterator[Pair]:
         self._passes += 1
@@ -207,7 +240,7 @@ class SourceOfUpdate:
             if self._passes == 1:
                 self._fingerprints.append(fingerprint)
             elif i >= len(self._fingerprints) or self._fingerprints[i] != fingerprint:
-                self.changed.append(name)
+                self._differ.append(name)
             yield name, tensor
 
 

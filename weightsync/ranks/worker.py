@@ -49,9 +49,7 @@ from weightsync.ranks.sources import (
 from weightsync.shm.wait import Heartbeat
 from weightsync.weights.shards import gather
 from weightsync.weights.source import (
-    IterableSource,
     NamedTensors,
-    SourceWatch,
     WeightSource,
 )
 from weightsync.wire.codec import manifest_to_wire
@@ -78,11 +76,8 @@ class RankWorker:
     ) -> None:
         self._ranks = ranks
         self._collective = CollectiveSource(source, ranks) if ranks.size > 1 else None
-        self._given = source
-        self._watch = SourceWatch()
-        self.source = SourceOfUpdate(self._collective or source)
+        self.source = SourceOfUpdate(source, self._collective)
         self._options = replace(options, device=source_device(source))
-        self._gathers = source.stable_tensors() is None
         self._backends = {backend.name: backend for backend in backends}
         self.sender_id = secrets.token_hex(8)
         self.engines: dict[str, TrainerWeightTransferEngine] = {}
@@ -103,7 +98,7 @@ class RankWorker:
         facts, unusable = endpoints(self._backends.values(), self._options.device)
         return RankInfo(
             keys=device_keys(self._options.device),
-            stable=not self._gathers,
+            stable=not self.source.is_made,
             sender_id=self.sender_id,
             backends=facts,
             unusable=unusable,
@@ -176,7 +171,7 @@ class RankWorker:
                 last.callback(heartbeat.close)
             for handshake in handshakes.values():
                 last.callback(handshake.close)
-            self._watch.end()
+            self.source.end_watch()
 
     def expect_finalizer(self) -> None:
         """Notify the engines that the garbage collector closes this worker next."""
@@ -284,12 +279,12 @@ class RankWorker:
         self._passes = [name for name in command.places if not self.backend(name).requires]
         self._moves_model = not command.pairs
         self._in_update = True
-        if self._gathers:
+        if self.source.is_made:
             self.source.refresh(passes=len(self._passes))
         pairs = self._take_pairs() if command.pairs else None
         updates: dict[str, Any] = {}
         with self._step():
-            self._watch_source(pairs)
+            self.source.watch(pairs, reads=bool(self.reading))
             source: WeightSource = self.source
             if pairs is not None:
                 source = Subset([(name, gather(tensor)) for name, tensor in pairs])
@@ -301,7 +296,7 @@ class RankWorker:
                     )
                     updates[name] = _checked_payload(name, payload, readers)
                 elif self._gathers_in(name, packed=False):
-                    self._drain()
+                    self.source.drain(self._check_all)
         manifest = None
         if pairs is not None and updates:
             manifest = manifest_to_wire(manifest_of(pairs))
@@ -319,7 +314,7 @@ class RankWorker:
                     if name in self.reading:
                         self.engines[name].transfer(self._check_all)
                     elif self._gathers_in(name, packed=True):
-                        self._drain()
+                        self.source.drain(self._check_all)
             except BaseException:
                 for name in self.reading:
                     try:
@@ -349,7 +344,7 @@ class RankWorker:
             dependents = [e for e in self.engines.values() if e not in bases]
             for engine in bases:
                 stack.callback(engine.end)
-            stack.callback(lambda: changed.extend(self._changed_names()))
+            stack.callback(lambda: changed.extend(self.source.end_watch(self._is_adopted)))
             for engine in dependents:
                 stack.callback(engine.end)
         self.source.refresh()
@@ -359,6 +354,10 @@ class RankWorker:
             extra_nbytes=self._extra_nbytes(),
             written_nbytes=sum(engine.written_nbytes for engine in engines),
         )
+
+    def _is_adopted(self, index: int, address: int) -> bool:
+        """Whether an engine of this rank moved a tensor of the source to that address."""
+        return any(engine.is_adopted(index, address) for engine in self.engines.values())
 
     def _step(self) -> AbstractContextManager[None]:
         """One step of an update: with several ranks, an error of any rank is raised on all."""
@@ -391,12 +390,6 @@ class RankWorker:
             compare_manifests(manifest_of(taken), self._ranks, advice=advice)
         return taken
 
-    def _drain(self) -> None:
-        """Take part in making every tensor of a pass that other ranks read."""
-        self._given.stable_tensors()  # raises, before any rank gathers, where a module has changed
-        for _ in self.source.tensors():
-            self._check_all()
-
     def _in_order(self) -> list[str]:
         """Return the backends of this update in order, including those of other ranks only."""
         return [*self._passes, *(name for name in self.engines if name not in self._passes)]
@@ -404,33 +397,8 @@ class RankWorker:
     def _gathers_in(self, name: str, *, packed: bool) -> bool:
         """Whether the ranks gather the model's tensors in this step: in a transfer, packed ones."""
         in_place = self.backend(name).reads_in_place and self._packed is False
-        takes_part = name in self._passes and self._gathers and self._moves_model
+        takes_part = name in self._passes and self.source.is_made and self._moves_model
         return takes_part and in_place != packed
-
-    def _watch_source(self, pairs: list[Pair] | None) -> None:
-        """Begin to detect changes of the memory from which this rank's tensors are read."""
-        source = self._given
-        if isinstance(source, IterableSource):
-            source.changed = []
-        if pairs is not None:
-            self._watch.begin([name for name, _ in pairs], [tensor for _, tensor in pairs])
-        elif self.reading or self._gathers:
-            stable = self.source.stable_tensors() if not self._gathers else None
-            if stable is not None:
-                self._watch.begin([spec.name for spec in source.manifest.specs], stable)
-            elif hasattr(source, "made_of"):
-                self._watch.begin(*source.made_of())
-
-    def _changed_names(self) -> list[str]:
-        """Return the names of tensors of the source that changed since the update began."""
-        source, engines = self._given, list(self.engines.values())
-
-        def is_adopted(index: int, address: int) -> bool:
-            return any(engine.is_adopted(index, address) for engine in engines)
-
-        changed = self._watch.end(is_adopted)
-        changed += self.source.changed
-        return changed + (source.changed if isinstance(source, IterableSource) else [])
 
 
 def _checked_payload(name: str, payload: Any, readers: Sequence[int]) -> Any:
