@@ -16,9 +16,14 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import TCPStore
 
-from tests.children import CONTEXT
+from tests.children import CONTEXT, load_beforehand
+from weightsync.ranks import comm
+
+load_beforehand("tests.crew", "torch.distributed.fsdp", "torch.distributed.tensor")
 
 WAIT_S = 60.0
+NAMING_TIMEOUT_S = 1.5
+"""How long survivors wait for a word of each other, where a rank died: half of what users have."""
 GROUP_TIMEOUT = timedelta(seconds=40)
 
 
@@ -99,6 +104,7 @@ def _serve(end: Connection, rank: int, size: int, port: int) -> None:
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     warnings.simplefilter("error")
     torch.set_num_threads(1)
+    comm.NAMING_TIMEOUT_S = NAMING_TIMEOUT_S
     store = TCPStore("127.0.0.1", port, None, is_master=False, wait_for_workers=False)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=GROUP_TIMEOUT)
     while True:

@@ -6,7 +6,6 @@ import ipaddress
 import os
 import signal
 import socket
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -18,7 +17,7 @@ import pytest
 import torch
 
 import weightsync as ws
-from tests.shm.processes import line_of, running
+from tests.shm.processes import Script, line_of, running
 from weightsync.backends.gloo.group import (
     HEADER_LANE,
     GroupRendezvous,
@@ -169,7 +168,7 @@ meeting.give_up(3)
 print(meeting.port, flush=True)
 signal.pause()
 """
-    with running([sys.executable, "-c", script]) as process, ThreadPoolExecutor(1) as pool:
+    with running(Script(script)) as process, ThreadPoolExecutor(1) as pool:
         member = GroupRendezvous.reach(ADDRESS, int(line_of(process)), epoch=1, timeout_s=SHORT_S)
         try:
             assert member.given_up(3)
@@ -220,7 +219,7 @@ meeting = GroupRendezvous.host({ADDRESS!r}, epoch=1, timeout_s=5)
 print(meeting.port, flush=True)
 signal.pause()
 """
-    with running([sys.executable, "-c", "import signal\n" + script]) as process:
+    with running(Script("import signal\n" + script)) as process:
         lifeline = LivenessSocket(ADDRESS, int(line_of(process)), TIMEOUT_S)
         try:
             assert lifeline.holds()
@@ -246,8 +245,7 @@ if child:
     print(child, flush=True)
 signal.pause()
 """
-    command = [sys.executable, "-W", "ignore", "-c", script]
-    with running(command) as process:
+    with running(Script(script)) as process:
         lifeline = LivenessSocket(ADDRESS, int(line_of(process)), TIMEOUT_S)
         assert process.stdin is not None
         process.stdin.write("go on\n")

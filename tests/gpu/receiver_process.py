@@ -17,6 +17,10 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
+from tests.children import CONTEXT, load_beforehand
+
+load_beforehand("tests.gpu.receiver_process")
+
 WAIT_S = 60.0
 # Calls may be in flight together (an abort during an update), each on a pipe of its own.
 PIPES = 4
@@ -133,7 +137,8 @@ def receiver_process(
 
     It calls `prepare` first.
     """
-    context = multiprocessing.get_context("spawn")
+    # A process of a fork server has torch already; on a GPU each loads it for itself.
+    context: Any = CONTEXT if device == "cpu" else multiprocessing.get_context("spawn")
     pairs = [context.Pipe() for _ in range(PIPES)]
     process = context.Process(
         target=_serve, args=([child for _, child in pairs], device, apply, prepare), daemon=True

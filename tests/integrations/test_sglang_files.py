@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import multiprocessing
 import os
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ import pytest
 import torch
 from safetensors import safe_open
 
+from tests.children import CONTEXT
 from weightsync.errors import ConfigError, TransferError
 from weightsync.integrations.sglang import files
 from weightsync.integrations.sglang.files import (
@@ -127,9 +127,8 @@ def own_and_die(base: str, ready: Any) -> None:
 
 
 def test_what_a_dead_owner_left_is_removed_and_nothing_else(tmp_path: Path) -> None:
-    context = multiprocessing.get_context("spawn")
-    here, there = context.Pipe()
-    process = context.Process(target=own_and_die, args=(str(tmp_path), there))
+    here, there = CONTEXT.Pipe()
+    process = CONTEXT.Process(target=own_and_die, args=(str(tmp_path), there))
     process.start()
     try:
         assert here.poll(60)

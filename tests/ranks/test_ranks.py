@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from tests.crew import Crew, Died, crew
+from tests.crew import NAMING_TIMEOUT_S, Crew, Died, crew
 from weightsync.errors import ConfigError, ManifestMismatchError
-from weightsync.ranks.comm import NAMING_TIMEOUT_S, RankComm, SingleRank, alone, join_ranks
+from weightsync.ranks.comm import RankComm, SingleRank, alone, join_ranks
 
 TIMEOUT_S = 20.0
 Seen = tuple[str, str, str]

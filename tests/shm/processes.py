@@ -11,8 +11,10 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import cast
 
 import weightsync
+from tests.children import Program
 from tests.segments import opened_since
 from weightsync.shm.segment import DIRECTORY, live_segments
 
@@ -50,8 +52,15 @@ def private_directory() -> Iterator[Path]:
         shutil.rmtree(path)
 
 
-def python(script: str, *args: object) -> list[str]:
-    return [sys.executable, "-c", PRELUDE + script, *map(str, args)]
+class Script(list[str]):
+    """A command of Python's, which may be run by itself in a forked process."""
+
+    def __init__(self, script: str, *args: object) -> None:
+        super().__init__([sys.executable, "-c", script, *map(str, args)])
+
+
+def python(script: str, *args: object) -> Script:
+    return Script(PRELUDE + script, *args)
 
 
 def environment() -> dict[str, str]:
@@ -60,6 +69,14 @@ def environment() -> dict[str, str]:
 
 
 def run(command: list[str]) -> subprocess.CompletedProcess[str]:
+    if isinstance(command, Script):
+        with tempfile.TemporaryFile("w+") as errors:
+            with Program(*command[2:], env=environment(), stderr=errors.fileno()) as program:
+                program.stdin.close()
+                said = program.stdout.read()
+                code = program.wait(WAIT_S)
+            errors.seek(0)
+            return subprocess.CompletedProcess(command, code, said, errors.read())
     return subprocess.run(
         command, capture_output=True, text=True, timeout=WAIT_S, env=environment(), check=False
     )
@@ -73,9 +90,12 @@ def output(command: list[str]) -> str:
 
 @contextmanager
 def running(command: list[str]) -> Iterator[subprocess.Popen[str]]:
-    process = subprocess.Popen(
-        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment()
-    )
+    if isinstance(command, Script):  # a program has what tests use of a Popen
+        process = cast("subprocess.Popen[str]", Program(*command[2:], env=environment()))
+    else:
+        process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment()
+        )
     with process:
         try:
             yield process

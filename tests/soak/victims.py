@@ -10,9 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import weightsync as ws
+from tests.children import load_beforehand
 from tests.e2e import models
 from tests.soak.boundaries import Boundaries
-from weightsync.serve.model import make_tiny_model
+
+load_beforehand("tests.soak.victims")
 
 PATHS: dict[str, dict[str, Any]] = {
     "packed": {"packed": True, "bucket_nbytes": 80 << 10, "num_buckets": 2},
@@ -61,6 +63,8 @@ def passed(_: object) -> list[str]:
 
 def send_until_killed(url: str, token: str, path: str, seed: int, pipe: Connection) -> None:
     """Print the duration of an update of `weightsync serve`, and send others until killed."""
+    from weightsync.serve.model import make_tiny_model  # seconds of imports that no other needs
+
     model = make_tiny_model(seed=seed).model
     with ws.connect(model, to=url, token=token, timeout_s=TIMEOUT_S, **PATHS[path]) as sender:
         sender.send_weights()
