@@ -66,14 +66,14 @@ def run(*arguments: str | Path, timeout_s: float) -> str:
     return done.stdout
 
 
-def run_pytest(path: Path, *, timeout_s: float) -> int:
-    """Run the tests of one file, which pytest does not collect by itself; return how many passed.
+def run_pytest(*paths: Path, timeout_s: float) -> int:
+    """Run the tests of files that pytest does not collect by itself; return how many passed.
 
     None may be skipped.
     """
     # Ray forgets the Popen objects of its processes before these have ended.
     options = ("-p", "no:cacheprovider", "-q", "-W", "ignore::ResourceWarning")
-    said = run("-m", "pytest", *options, path, timeout_s=timeout_s)
+    said = run("-m", "pytest", *options, *paths, timeout_s=timeout_s)
     summary = re.search(r"^(\d+) passed in .*$", said, re.MULTILINE)
     assert summary is not None, said
     return int(summary[1])

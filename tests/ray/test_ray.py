@@ -31,9 +31,16 @@ except weightsync.BackendUnavailableError as exc:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("file", ["one_host.py", "cluster.py"])
-def test_with_real_actors(file: str) -> None:
-    assert sandbox.run_pytest(HERE / file, timeout_s=280) > 0
+@pytest.mark.timeout(600)
+def test_with_real_actors() -> None:
+    """Senders to actors, the contract of transports, and engines; on one node of Ray."""
+    files = ("one_host.py", "transport_contract.py", "engines.py")
+    assert sandbox.run_pytest(*(HERE / file for file in files), timeout_s=560) > 80
+
+
+@pytest.mark.slow
+def test_on_two_nodes() -> None:
+    assert sandbox.run_pytest(HERE / "cluster.py", timeout_s=280) == 2
 
 
 def test_a_missing_extra_names_itself() -> None:

@@ -23,7 +23,6 @@ import psutil
 import pytest
 
 from tests.children import CONTEXT
-from tests.ray import sandbox
 from tests.serve import supervised
 from tests.serve.supervised import WAIT_S
 from weightsync.errors import ConfigError, ProcessLostError
@@ -215,11 +214,6 @@ class TestWaitForAll:
             timer.cancel()
             timer.join()
             servers.close()
-
-    @pytest.mark.slow
-    def test_ray_actors_beside_processes(self) -> None:
-        file = Path(sandbox.__file__).with_name("engines.py")
-        assert sandbox.run_pytest(file, timeout_s=110) == 5
 
 
 def sleep_deaf() -> None:

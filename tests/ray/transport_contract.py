@@ -1,4 +1,4 @@
-"""The contract of transports over real actors. Run by test_ray_actor.py."""
+"""The contract of transports over real actors. Run by test_ray.py, in a sandbox."""
 
 from __future__ import annotations
 
@@ -10,10 +10,9 @@ from typing import Any
 import pytest
 import ray
 
-from tests.ray.sandbox import start
-from tests.transports import ray_relay
+from tests.ray import relay as relay_of_actors
+from tests.ray.relay import RelayServer
 from tests.transports.contract import UPDATE, Connect, TransportContract
-from tests.transports.ray_relay import RelayServer
 from tests.transports.scripted import ScriptedReceiver
 from weightsync.errors import ConnectError, ProtocolError, RemoteError, TransportTimeout
 from weightsync.ray import RayActorTransport
@@ -22,9 +21,8 @@ from weightsync.wire.messages import AbortRequest, StatusRequest, UpdateRequest
 
 
 @pytest.fixture(scope="module")
-def relay(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RelayServer]:
-    start()
-    server = ray_relay.serve(tmp_path_factory.mktemp("relay") / "s")
+def relay(node: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RelayServer]:
+    server = relay_of_actors.serve(tmp_path_factory.mktemp("relay") / "s")
     thread = threading.Thread(target=server.serve_forever)
     thread.start()
     try:
@@ -33,17 +31,23 @@ def relay(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RelayServer]:
         server.shutdown()
         thread.join()
         server.server_close()
-        ray.shutdown()
+
+
+def started(kind: Any, relay: RelayServer) -> Any:
+    """Return an actor that answers: the tests' timeouts are for calls, and not for its start."""
+    actor = kind.remote(Path(str(relay.server_address)))
+    ray.get(actor.__ray_ready__.remote(), timeout=60)
+    return actor
 
 
 @pytest.fixture(scope="module")
 def threaded(relay: RelayServer) -> Any:
-    return ray_relay.RelayActor.remote(Path(str(relay.server_address)))
+    return started(relay_of_actors.RelayActor, relay)
 
 
 @pytest.fixture(scope="module")
 def with_event_loop(relay: RelayServer) -> Any:
-    return ray_relay.AsyncRelayActor.remote(Path(str(relay.server_address)))
+    return started(relay_of_actors.AsyncRelayActor, relay)
 
 
 def to(actor: Any, relay: RelayServer) -> Connect:
@@ -79,7 +83,7 @@ def test_no_answer_in_time_is_a_timeout_and_the_transport_works_on(
 
 
 def test_an_actor_killed_during_a_call_and_before_one(relay: RelayServer) -> None:
-    actor = ray_relay.RelayActor.remote(Path(str(relay.server_address)))
+    actor = started(relay_of_actors.RelayActor, relay)
     receiver = ScriptedReceiver(hold=UpdateRequest)
     transport = to(actor, relay)(receiver)
 
@@ -100,7 +104,7 @@ def test_an_actor_killed_during_a_call_and_before_one(relay: RelayServer) -> Non
 
 
 class Odd:
-    def __init__(self, answer: object) -> None:
+    def answer_with(self, answer: object) -> None:
         self.answer = answer
 
     def weightsync_handle(self, message: object) -> object:
@@ -112,19 +116,16 @@ class Odd:
 OddActor: Any = ray.remote(num_cpus=0)(Odd)
 
 
-@pytest.mark.parametrize(
-    ("answer", "error"),
-    [
+def test_what_an_odd_actor_does_is_named(relay: RelayServer) -> None:
+    actor = OddActor.remote()
+    transport = RayActorTransport(actor, "the odd one")
+    wanted: list[tuple[object, type[Exception]]] = [
         (ZeroDivisionError("by zero"), RemoteError),
         ({"state": "READY"}, ProtocolError),
         ({"reply": {"state": 1}}, ProtocolError),
         ({"problem": {"title": 3}}, ProtocolError),
-    ],
-    ids=["raises", "no envelope", "no reply", "no problem"],
-)
-def test_what_an_odd_actor_does_is_named(
-    relay: RelayServer, answer: object, error: type[Exception]
-) -> None:
-    transport = RayActorTransport(OddActor.remote(answer), "the odd one")
-    with pytest.raises(error, match="weight_info"):
-        transport.call(StatusRequest(), timeout_s=60)
+    ]
+    for answer, error in wanted:
+        ray.get(actor.answer_with.remote(answer))
+        with pytest.raises(error, match="weight_info"):
+            transport.call(StatusRequest(), timeout_s=60)
