@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
+from collections.abc import Iterator
 from contextlib import nullcontext
 
 import pytest
@@ -15,36 +13,30 @@ from weightsync.errors import BackendUnavailableError, ConfigError
 from weightsync.profiling import SETTING, scope_for
 
 without_cuda = pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA")
-SCRIPT = """
-import torch
-from weightsync.profiling import scope
-with torch.profiler.profile() as profile, scope("decode step"):
-    torch.ones(3).sum()
-print(sorted(event.key for event in profile.key_averages() if "step" in event.key))
-"""
 
 
-def seen_by_a_profiler(setting: str | None) -> str:
-    environment = {name: value for name, value in os.environ.items() if name != SETTING}
-    if setting is not None:
-        environment[SETTING] = setting
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", SCRIPT],
-        capture_output=True,
-        text=True,
-        timeout=240,
-        env=environment,
-        check=True,
-    )
-    return done.stdout.splitlines()[-1]
+@pytest.fixture
+def unread() -> Iterator[None]:
+    """The setting is read at the first call, as in a new process."""
+    profiling._chosen.cache_clear()
+    yield
+    profiling._chosen.cache_clear()
 
 
-def test_the_profiler_sees_the_name() -> None:
-    assert seen_by_a_profiler("record_function") == "['decode step']"
+def seen_by_a_profiler() -> list[str]:
+    with torch.profiler.profile() as profile, profiling.scope("decode step"):
+        torch.ones(3).sum()
+    return sorted(event.key for event in profile.key_averages() if "step" in event.key)
 
 
-def test_nothing_happens_by_default() -> None:
-    assert seen_by_a_profiler(None) == "[]"
+def test_the_profiler_sees_the_name(unread: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(SETTING, "record_function")
+    assert seen_by_a_profiler() == ["decode step"]
+
+
+def test_nothing_happens_by_default(unread: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(SETTING, raising=False)
+    assert seen_by_a_profiler() == []
 
 
 @pytest.mark.parametrize("setting", ["", "off", " OFF "])

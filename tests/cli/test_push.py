@@ -162,10 +162,7 @@ def test_progress_counts_every_byte_of_every_update(checkpoint: Path) -> None:
     assert source.manifest.aliases == {HEAD: "model.embed_tokens.weight"}
 
 
-@pytest.mark.parametrize(("signum", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_a_push_that_is_ended_leaves_nothing(
-    checkpoint: Path, signum: signal.Signals, code: int
-) -> None:
+def test_a_push_that_is_ended_leaves_nothing(checkpoint: Path) -> None:
     inside, go_on = threading.Event(), threading.Event()
 
     def slow(pairs: Iterable[tuple[str, torch.Tensor]]) -> None:
@@ -182,14 +179,14 @@ def test_a_push_that_is_ended_leaves_nothing(
         )
         try:
             assert inside.wait(WAIT_S)
-            process.send_signal(signum)
+            process.send_signal(signal.SIGINT)
             go_on.set()
             _, said = process.communicate(timeout=WAIT_S)
         finally:
             go_on.set()
             process.kill()
             process.wait(WAIT_S)
-        assert (process.returncode, said) == (code, "")
+        assert (process.returncode, said) == (130, "")
         assert receiver.status().shared_memory == []
     receiver.close()
 
@@ -199,7 +196,6 @@ def test_a_push_that_is_ended_leaves_nothing(
     [
         ("", 2, "weightsync: nowhere does not exist; give a directory with"),
         ("safetensors", 1, "pip install 'weightsync[hf]'"),
-        ("rich", 1, "push needs rich; pip install 'weightsync[hf,cli]'"),
     ],
 )
 def test_a_process_ends_with_one_line(hidden: str, code: int, said: str, tmp_path: Path) -> None:

@@ -80,6 +80,7 @@ def test_to_a_receiver_of_its_own() -> None:
     assert ast.literal_eval(served.removeprefix("served ")) == pytest.approx(trained, rel=1e-5)
 
 
+@pytest.mark.soak
 @pytest.mark.usefixtures("shm_clean")
 def test_to_a_server() -> None:
     with socket.socket() as listener:

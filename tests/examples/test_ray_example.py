@@ -11,7 +11,7 @@ from tests.ray import sandbox
 EXAMPLE = Path(__file__).parents[2] / "examples" / "ray_actors.py"
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_trainer_and_rollouts() -> None:
     said = sandbox.run(EXAMPLE, timeout_s=100)
     for version in (1, 2, 3):

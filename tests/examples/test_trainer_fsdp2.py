@@ -10,6 +10,7 @@ from tests.examples.test_fsdp2_example import torchrun
 from weightsync.serve.model import make_tiny_model
 
 
+@pytest.mark.soak
 @pytest.mark.usefixtures("shm_clean")
 def test_a_sharded_trainer_sends_whole_tensors(tmp_path: Path) -> None:
     make_tiny_model().model.save_pretrained(tmp_path)

@@ -217,6 +217,7 @@ def test_an_example_of_the_page(title: str, served: Server, tmp_path: Path) -> N
         assert served.checksums() == _checksums(ws.ModuleSource(tiny.model))
 
 
+@pytest.mark.soak
 def test_the_example_program(served: Server) -> None:
     program = str(ROOT / "examples" / "trl_grpo.py")
     line = [sys.executable, program, "--steps", "2", "--url", served.url]

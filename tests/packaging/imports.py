@@ -1,6 +1,6 @@
 """Prints, as JSON, the result of each import when some packages are missing.
 
-`python imports.py CASES`, where CASES is a JSON list of [missing package, module or attribute]; a
+`python imports.py CASES`, where CASES is a JSON list of [missing packages, module or attribute]; a
 result is null, or the type and text of the error. torch is imported once, for all of them.
 """
 
@@ -17,24 +17,25 @@ from types import ModuleType
 
 
 class Missing:
-    """An import finder that hides one package."""
+    """An import finder that hides some packages."""
 
-    def __init__(self, package: str) -> None:
-        self._package = package
+    def __init__(self, packages: Sequence[str]) -> None:
+        self._packages = packages
 
     def find_spec(
         self, name: str, _path: Sequence[str] | None, _target: ModuleType | None = None
     ) -> ModuleSpec | None:
         """Raise the error of an import of a missing package."""
-        if name.partition(".")[0] == self._package:
+        if name.partition(".")[0] in self._packages:
             raise ModuleNotFoundError(f"No module named {name!r}", name=name)
         return None
 
 
-def attempt(package: str, wanted: str, answer: Connection) -> None:
+def attempt(missing: str, wanted: str, answer: Connection) -> None:
     """Import each `module` or `module:attribute` of `wanted`. Called in a process of its own."""
-    sys.meta_path.insert(0, Missing(package))
-    for name in [name for name in sys.modules if name.partition(".")[0] == package]:
+    packages = missing.split()
+    sys.meta_path.insert(0, Missing(packages))
+    for name in [name for name in sys.modules if name.partition(".")[0] in packages]:
         del sys.modules[name]
     try:
         for part in wanted.split():
@@ -49,13 +50,14 @@ def attempt(package: str, wanted: str, answer: Connection) -> None:
 
 
 def main() -> None:
-    """Run every case in a fork of this process, which has only the core."""
-    importlib.import_module("weightsync")
+    """Run every case in a fork of this process, which has only torch and the core."""
+    for name in ("torch", "weightsync"):
+        importlib.import_module(name)
     context = multiprocessing.get_context("fork")
     answers = []
-    for package, wanted in json.loads(sys.argv[1]):
+    for missing, wanted in json.loads(sys.argv[1]):
         ours, theirs = context.Pipe(duplex=False)
-        process = context.Process(target=attempt, args=(package, wanted, theirs))
+        process = context.Process(target=attempt, args=(missing, wanted, theirs))
         process.start()
         theirs.close()
         try:

@@ -9,8 +9,8 @@ import requests
 
 import weightsync as ws
 from tests.security.https import make_certificate
-from tests.serve.servers import command, server
-from tests.shm.processes import run
+from tests.serve.servers import server
+from weightsync.cli import main
 from weightsync.serve.model import make_tiny_model
 
 TOKEN = "sesame-0d41c7"
@@ -46,7 +46,9 @@ def test_https_with_a_token_from_a_file(tmp_path: Path) -> None:
     assert TOKEN not in "".join(pages) + log.read_text()
 
 
-def test_files_that_will_not_do_are_found_before_anything_starts(tmp_path: Path) -> None:
+def test_files_that_will_not_do_are_found_before_anything_starts(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     token_file = tmp_path / "token"
     token_file.write_text(TOKEN)
     token_file.chmod(0o644)
@@ -55,7 +57,9 @@ def test_files_that_will_not_do_are_found_before_anything_starts(tmp_path: Path)
         (["--tls-key", str(token_file)], "without a certificate"),
         (["--tls-cert", str(token_file)], "no TLS with certificate"),
     ]:
-        done = run(command(*options))
-        assert done.returncode == 2, done.stderr
-        assert wanted in " ".join(done.stderr.split())
-        assert TOKEN not in done.stderr + done.stdout
+        with pytest.raises(SystemExit) as ended:
+            main(["serve", "--model", "tiny", "--port", "0", *options])
+        said = capsys.readouterr()
+        assert ended.value.code == 2, said.err
+        assert wanted in " ".join(said.err.split())
+        assert TOKEN not in said.err + said.out

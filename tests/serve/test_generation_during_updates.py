@@ -51,8 +51,13 @@ def _generate(url: str, stop: threading.Event, seed: int) -> list[tuple[list[int
 @pytest.mark.parametrize(
     ("layout", "updates", "apply"),
     [
-        pytest.param((2, 2, 2), 50, "staged", id="2 api servers, 2 replicas, 2 shards"),
-        pytest.param((1, 1, 2), 12, "in_place", id="2 shards in place"),
+        pytest.param((2, 1, 2), 16, "staged", id="2 api servers, 2 shards"),
+        pytest.param((1, 2, 1), 12, "in_place", id="2 replicas in place"),
+        pytest.param(
+            *((2, 2, 2), 50, "staged"),
+            id="2 api servers, 2 replicas, 2 shards",
+            marks=[pytest.mark.soak, pytest.mark.timeout(3600)],
+        ),
         pytest.param(
             *((1, 1, 1), 1_000, "staged"),
             id="a thousand updates",

