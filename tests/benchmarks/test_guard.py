@@ -87,6 +87,7 @@ def test_without_anything_committed_it_says_what_to_do(tmp_path: Path) -> None:
         guard.main(["--file", str(tmp_path / "none")])
 
 
+@pytest.mark.soak
 @pytest.mark.timeout(300)
 def test_a_planted_loss_fails_the_command(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]

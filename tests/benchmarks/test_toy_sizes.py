@@ -1,4 +1,4 @@
-"""Every benchmark still runs, at a size that says nothing about speed."""
+"""Every benchmark still runs, at a size that says nothing about speed: in `make soak`."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ import pytest
 from tests.hosts.namespaces import limit_problem, netns_problem
 
 ROOT = Path(__file__).resolve().parents[2]
+pytestmark = pytest.mark.soak
 WAIT_S = 500.0  # a server is several processes, and a busy machine starts them slowly
 
 TOYS: dict[str, list[str]] = {
@@ -40,8 +41,6 @@ SAID = {
     "profile_update": "| copy | ",
     "scaling": "1000 Mbit/s",
 }
-AT_LENGTH = {"fleet", "scaling", "latency", "health", "images"}
-"""Servers or hosts of their own, half a minute each: by `make soak`."""
 SERVING = ["--mbytes", "2", "--rounds", "1", "--repeats", "1", "--seconds", "1", "--side", "64"]
 FOUND = {
     "updates": {"stall, 2 MB", "tokens"},
@@ -51,14 +50,8 @@ FOUND = {
 }
 
 
-def marked(names: Iterable[str]) -> list[Any]:
-    return [
-        pytest.param(name, marks=[pytest.mark.soak] if name in AT_LENGTH else []) for name in names
-    ]
-
-
 @pytest.mark.timeout(560)
-@pytest.mark.parametrize("name", marked(TOYS))
+@pytest.mark.parametrize("name", TOYS)
 def test_a_benchmark_runs(name: str, shm_clean: None) -> None:
     if name == "scaling" and (problem := netns_problem() or limit_problem()):
         pytest.skip(f"hosts cannot be made here: {problem}")
@@ -66,7 +59,7 @@ def test_a_benchmark_runs(name: str, shm_clean: None) -> None:
 
 
 @pytest.mark.timeout(560)
-@pytest.mark.parametrize("part", marked(FOUND))
+@pytest.mark.parametrize("part", FOUND)
 def test_each_part_of_the_benchmark_of_serving_runs(part: str, shm_clean: None) -> None:
     found = json.loads(run("serving", "--parts", part, *SERVING, "--json").splitlines()[-1])[part]
     assert set(found) >= FOUND[part]

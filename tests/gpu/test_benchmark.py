@@ -20,7 +20,10 @@ WAIT_S = 110.0
 RING_NBYTES = 512 << 20
 
 
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize(
+    "device",
+    [pytest.param("cpu", marks=pytest.mark.soak), pytest.param("cuda", marks=pytest.mark.gpu)],
+)
 @pytest.mark.usefixtures("shm_clean")
 def test_the_benchmark_ends_with_its_bars(device: str, tmp_path: Path) -> None:
     results = tmp_path / "results.json"

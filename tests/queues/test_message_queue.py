@@ -634,6 +634,7 @@ def test_a_queue_that_cannot_have_its_memory_says_so_and_leaves_nothing() -> Non
         MessageQueue(1, 1, max_chunk_bytes=1 << 40)
 
 
+@pytest.mark.soak
 def test_the_benchmark_runs_and_prints_both_rates() -> None:
     sizes = ["--json", "--small=200", "--large=2", "--runs=1"]
     done = subprocess.run(

@@ -42,6 +42,7 @@ from weightsync.errors import (
     TransferError,
     TransferTimeout,
 )
+from weightsync.queues import tensor_queue
 from weightsync.queues.tensor_packets import (
     PROTOCOL,
     Hello,
@@ -104,7 +105,7 @@ _EARLIER: set[str] = set()
 
 
 @pytest.fixture(autouse=True, scope="module")
-def _know_what_others_left() -> None:
+def _know_what_others_left(frozen: None) -> None:
     _EARLIER.update(segment.name for segment in live_segments())
 
 
@@ -500,7 +501,10 @@ class TestMemory:
             receiver.recv_tensor(sender.send_tensor(pattern(2, 3 << 20))), pattern(2, 3 << 20)
         )
 
-    def test_a_receiver_takes_no_more_than_it_may(self, nothing_left: None) -> None:
+    def test_a_receiver_takes_no_more_than_it_may(
+        self, nothing_left: None, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(tensor_queue, "_GOODBYE_S", 0.5)  # for what nobody reads
         data = torch.zeros(PACKET_TENSOR_NBYTES, dtype=torch.uint8)
 
         def fill(sender: TensorIpcSender) -> None:
@@ -905,7 +909,7 @@ os._exit(0)
             require_spawn(multiprocessing.get_context("fork"))
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_the_benchmark_runs(nothing_left: None) -> None:
     done = run([sys.executable, "-m", "benchmarks.tensor_queue", "--rounds", "1", "--tensors", "4"])
     assert done.returncode == 0, done.stderr
