@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import signal
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -25,7 +24,7 @@ from tests.backends.hosts import (
     workers,
 )
 from tests.offers import offered
-from tests.shm.processes import line_of, running
+from tests.shm.processes import Script, line_of, running
 from weightsync.backends.gloo import relay
 from weightsync.backends.gloo.header import ChunkHeader
 from weightsync.backends.gloo.payload import GlooInit, GroupInfo
@@ -39,7 +38,7 @@ from weightsync.wire.offers import InitInfo
 
 pytestmark = pytest.mark.usefixtures("shm_clean")
 
-SHORT_S = 3.0
+SHORT_S = 2.0
 ROOM_S = 4 * SHORT_S
 """A fault is told within the timeout; the rest is for slow machines."""
 
@@ -69,7 +68,7 @@ def told(failed: list[BaseException]) -> str:
     return "; ".join(map(str, failed))
 
 
-@pytest.mark.parametrize("hosts", [(1,), (2,), (1, 2), (1, 1, 2)])
+@pytest.mark.parametrize("hosts", [(2,), (1, 1, 2)])
 def test_every_worker_gets_every_bit(hosts: tuple[int, ...]) -> None:
     with party(*hosts) as fleet:
         for seed in range(3):
@@ -178,7 +177,7 @@ def test_a_killed_member_is_named_and_the_others_go_on(victim: int) -> None:
         send_well(fleet, 2)
 
 
-@pytest.mark.parametrize("victim", [0, 1, 2])
+@pytest.mark.parametrize("victim", [0, 2])
 def test_a_member_that_stands_still_is_named(victim: int) -> None:
     with party(1, 1, 1, timeout_s=SHORT_S) as fleet:
         send_well(fleet, 1)
@@ -333,7 +332,7 @@ chain._group.send(head.buffer, 1, HEADER_LANE).wait(30)
 signal.pause()
 """
     engine = GlooWeightTransferEngine([host_key()])
-    with running([sys.executable, "-c", script]) as sender:
+    with running(Script(script)) as sender:
         offer = offer_of_a_group("127.0.0.1", int(line_of(sender)))
         engine.init_transfer_engine(offer)
         assert engine._link is not None

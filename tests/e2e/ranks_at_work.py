@@ -181,7 +181,7 @@ def die() -> None:
 def send_with(rank: int, fault: dict[str, Any]) -> Seen:
     set_fault(rank, fault)
     if fault == {"rank": rank, "kind": "dies later"}:
-        threading.Timer(1.0, die).start()
+        threading.Timer(0.5, die).start()
     return seen(kept().sender.send_weights)
 
 

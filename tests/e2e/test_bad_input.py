@@ -12,7 +12,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 import requests
 import torch
@@ -20,7 +19,7 @@ import torch
 import weightsync as ws
 from tests.e2e import models
 from tests.e2e.models import digests
-from tests.e2e.processes import Apply, Host, Remote
+from tests.e2e.processes import Host, Remote
 from weightsync.backends.ipc.sender import HOST_BUCKET_NBYTES, HOST_BUCKETS
 from weightsync.shm.host_keys import host_key
 from weightsync.shm.segment import Segment
@@ -198,10 +197,10 @@ def untouched(receiver: Remote) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("case", BAD_UPDATES)
-@pytest.mark.parametrize("apply", ["staged", "in_place"])
-def test_sglang_30165_a_malformed_update_is_refused(host: Host, apply: Apply, case: str) -> None:
+def test_sglang_30165_a_malformed_update_is_refused(host: Host, case: str) -> None:
+    """In place, where a byte that is written cannot be taken back."""
     change, kind, told = BAD_UPDATES[case]
-    receiver = host.receiver(apply=apply, model="plain")
+    receiver = host.receiver(apply="in_place", model="plain")
     with Segment.create(1 << 20) as segment, untouched(receiver):
         refuse(receiver, "update_weights", change(copy.deepcopy(offer(segment))), kind, told)
 
@@ -355,16 +354,6 @@ def test_repeated_versions_and_wrong_digests_are_refused(host: Host) -> None:
             update["start"]["manifest_digest"] = None
             update["update_info"]["epoch"] = update["update_info"]["payload"]["epoch"] = 77
             refuse(receiver, "update_weights", update, ws.TransferError, "epoch 77")
-
-
-@pytest.mark.parametrize("junk", [b"[]", b"{", b"\xff\xfe", b"[" * 50_000, b'"x"', b"1"])
-@pytest.mark.parametrize("call", ["update_weights", "init_weight_transfer_engine", "pause"])
-def test_junk_over_http_is_a_problem_document(host: Host, call: str, junk: bytes) -> None:
-    receiver = host.receiver(model="plain")
-    answer = requests.post(f"{receiver.url}/{call}", data=junk, timeout=30)
-    assert answer.status_code == 400
-    assert msgspec.json.decode(answer.content)["error"] == "ProtocolError"
-    assert receiver.status()["state"] == "READY"
 
 
 SMALL_SHM = """

@@ -66,13 +66,40 @@ class Case:
         return self.fault == "receiver raises" and (late or self.apply == "in_place")
 
 
-def cases() -> Iterator[Case]:
+QUICK = {
+    ("init", "receiver dies", "staged", True),
+    ("init", "receiver raises", "in_place", True),
+    ("init", "receiver cut off", "staged", True),
+    ("start", "receiver dies", "in_place", True),
+    ("start", "receiver raises", "staged", True),
+    ("start", "receiver raises", "in_place", True),
+    ("start", "receiver cut off", "staged", True),
+    ("middle", "receiver dies", "staged", True),
+    ("middle", "receiver dies", "in_place", False),
+    ("middle", "receiver raises", "staged", False),
+    ("middle", "receiver raises", "in_place", True),
+    ("middle", "receiver cut off", "staged", False),
+    ("middle", "receiver cut off", "in_place", True),
+    ("prepared", "receiver dies", "staged", True),
+    ("prepared", "receiver cut off", "in_place", True),
+    ("finish", "receiver dies", "in_place", True),
+    ("finish", "receiver raises", "staged", True),
+    ("finish", "receiver cut off", "staged", True),
+    ("between", "receiver dies", "staged", True),
+    ("between", "receiver raises", "in_place", True),
+    ("between", "receiver cut off", "in_place", True),
+}
+"""Each fault in each phase, and in the middle on each path; all cells are run in a soak."""
+
+
+def cases() -> Iterator[Any]:
     for phase, fault, apply in itertools.product(PHASES, FAULTS, APPLIES):
         if fault == "receiver raises" and phase == "prepared":
             continue  # nothing runs in a receiver then
-        yield Case(phase, fault, apply, packed=True)
-        if phase == "middle":
-            yield Case(phase, fault, apply, packed=False)
+        for packed in (True, False) if phase == "middle" else (True,):
+            quick = (phase, fault, apply, packed) in QUICK
+            case = Case(phase, fault, apply, packed)
+            yield pytest.param(case, id=case.name, marks=() if quick else pytest.mark.soak)
 
 
 class Fleet:
@@ -161,7 +188,7 @@ def connected(case: Case, fleet: Fleet) -> Iterator[ws.WeightSender]:
         yield sender
 
 
-@pytest.mark.parametrize("case", list(cases()), ids=lambda case: case.name)
+@pytest.mark.parametrize("case", list(cases()))
 def test_a_receiver_fails(host: Host, case: Case) -> None:
     with processes.host() as theirs, ExitStack() as stack:
         fleet = Fleet(case, host, theirs)
@@ -211,8 +238,22 @@ TRAINERS: dict[str, tuple[Callable[..., None], set[str]]] = {
 }
 
 
-@pytest.mark.parametrize("apply", ["staged", "in_place"])
-@pytest.mark.parametrize("phase", TRAINERS)
+LONG = {
+    ("init", "staged"),
+    ("start", "in_place"),
+    ("middle-unpacked", "staged"),
+    ("prepared", "in_place"),
+    ("between", "staged"),
+}
+
+
+@pytest.mark.parametrize(
+    ("phase", "apply"),
+    [
+        pytest.param(*cell, marks=pytest.mark.soak if cell in LONG else ())
+        for cell in itertools.product(TRAINERS, APPLIES)
+    ],
+)
 def test_the_trainer_is_killed(host: Host, phase: str, apply: Apply) -> None:
     die, states = TRAINERS[phase]
     receivers = [

@@ -73,8 +73,7 @@ def frozen(relays: list[Relay]) -> Callable[[], None]:
     return check
 
 
-@pytest.mark.parametrize("count", [1, 2, 3])
-@FORM
+@pytest.mark.parametrize(("form", "count"), [("packed", 1), ("packed", 3), ("unpacked", 2)])
 def test_a_fleet_is_kept_in_step(host: Host, form: str, count: int) -> None:
     model, relays = models.make("plain", seed=1), make(host, count)
     with connect(model, relays, form) as sender:
@@ -556,9 +555,18 @@ class TestFailures:
 
 
 class TestDropping:
-    @pytest.mark.parametrize("apply", ["staged", "in_place", "mixed"])
-    @pytest.mark.parametrize("step", ["start", "load", "finish"])
-    @FORM
+    @pytest.mark.parametrize(
+        ("form", "step", "apply"),
+        [
+            ("packed", "start", "staged"),
+            ("unpacked", "start", "in_place"),
+            ("packed", "load", "in_place"),
+            ("packed", "load", "mixed"),
+            ("unpacked", "load", "staged"),
+            ("packed", "finish", "mixed"),
+            ("unpacked", "finish", "in_place"),
+        ],
+    )
     def test_a_fleet_goes_on_without_who_fails(
         self, host: Host, form: str, step: Any, apply: str
     ) -> None:

@@ -73,8 +73,7 @@ def site(started_site: Site) -> Iterator[Site]:
     assert started_site.left() == []
 
 
-@pytest.mark.parametrize("sink", ["module", "hook"])
-@pytest.mark.parametrize("apply", ["staged", "in_place"])
+@pytest.mark.parametrize(("sink", "apply"), [("module", "staged"), ("hook", "in_place")])
 def test_each_receiver_gets_the_fastest_path_that_works(
     site: Site, sink: Sink, apply: Apply
 ) -> None:

@@ -134,10 +134,9 @@ def test_the_member_of_a_host_is_killed_in_the_middle(scene: Scene) -> None:
     assert [remote.status()["instance"] for remote in (here, third)] == before
 
 
-@pytest.mark.parametrize("apply", ["staged", "in_place"])
-def test_a_killed_member_is_dropped_in_the_same_call(scene: Scene, apply: str) -> None:
+def test_a_killed_member_is_dropped_in_the_same_call(scene: Scene) -> None:
     trainer = scene.trainer()
-    here, third = scene.receiver(A, apply=apply), scene.receiver(C, apply=apply)
+    here, third = scene.receiver(A, apply="staged"), scene.receiver(C, apply="in_place")
     victim = scene.mortal(B, **SLOW)
     connect(trainer, [here, victim, third], on_failure="drop")
     trainer.send(seed=1)
@@ -191,26 +190,20 @@ def test_a_host_that_is_cut_off_is_dropped(scene: Scene) -> None:
     check_all_hold(trainer, 2, [here, third])
 
 
-@pytest.mark.parametrize("act", ["killed", "raises"])
-def test_the_second_worker_of_a_host_fails(scene: Scene, act: str) -> None:
+def test_the_second_worker_of_a_host_is_killed(scene: Scene) -> None:
     trainer = scene.trainer()
     here, leader = scene.receiver(A), scene.receiver(C)
-    second = scene.mortal(C, **(SLOW if act == "killed" else {}))
+    second = scene.mortal(C, **SLOW)
     fleet = [here, leader, second]
     connect(trainer, fleet)
     trainer.send(seed=1)
     held = [here.digests(), leader.digests()]
-    if act == "killed":
-        begin_to_load(trainer, 2, second)
-        scene.kill(second)
-    else:
-        second.sabotage("load", "raise")
-        trainer.begin("send", 2)
+    begin_to_load(trainer, 2, second)
+    scene.kill(second)
     error = failure(trainer)
     assert second.url in told(error)
     stay_on(1, held, [here, leader])
-    if act == "killed":
-        fleet[2] = scene.restart(second, C)
+    fleet[2] = scene.restart(second, C)
     assert trainer.send(seed=3).version == 2
     check_all_hold(trainer, 2, fleet)
 

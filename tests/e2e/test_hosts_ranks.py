@@ -91,7 +91,7 @@ def test_slow_receivers_that_cannot_answer_beside_their_work_are_waited_for(
 
     No rank's buckets are waited for meanwhile: the model fits one.
     """
-    slow: dict[str, Any] = {"sink": "hook", "apply": apply, "model": "plain", "delay_s": 3.0}
+    slow: dict[str, Any] = {"sink": "hook", "apply": apply, "model": "plain", "delay_s": 2.2}
     sharded.fleet[:] = [served[host].receiver("http", **slow) for host in (B, C)]
     urls = [remote.url for remote in sharded.fleet]
     given = {"timeout_s": 1.0, "bucket_nbytes": 16 << 20}

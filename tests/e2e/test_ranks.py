@@ -27,17 +27,15 @@ def crews() -> Iterator[dict[int, Crew]]:
         yield {2: two, 4: four}
 
 
-@pytest.fixture(params=[2, 4])
+@pytest.fixture
 def ranks(request: pytest.FixtureRequest, crews: dict[int, Crew]) -> Iterator[Crew]:
-    made = crews[request.param]
+    """Two, or as many as the test's parameter says."""
+    made = crews[getattr(request, "param", 2)]
     yield made
     made.run(work.close)
 
 
-@pytest.fixture
-def two(crews: dict[int, Crew]) -> Iterator[Crew]:
-    yield crews[2]
-    crews[2].run(work.close)
+four = pytest.mark.parametrize("ranks", [4], indirect=True)
 
 
 def receivers(host: Host, count: int, **place: Any) -> list[Remote]:
@@ -69,19 +67,19 @@ def check_alike(outcomes: list[Seen], kind: str, *parts: str) -> None:
     assert max(seen.took_s for seen in outcomes) < work.TIMEOUT_S / 2
 
 
-CASES: list[tuple[str, int, dict[str, Any], dict[str, Any]]] = [
-    ("fsdp", 1, {}, {}),
-    ("fsdp", 2, {"dtype": torch.bfloat16, **SMALL}, {"model": "decoder-bfloat16"}),
-    ("fsdp", 2, {"packed": False}, {"apply": "in_place"}),
-    ("fsdp", 4, SMALL, {"sink": "hook", "apply": "in_place"}),
-    ("ddp", 2, {}, {}),
-    ("ddp", 1, {"packed": True, **SMALL}, {"apply": "in_place"}),
-    ("plain", 3, {}, {}),
-    ("plain", 1, {"dtype": torch.bfloat16, "packed": False}, {"model": "decoder-bfloat16"}),
+CASES: list[tuple[int, str, int, dict[str, Any], dict[str, Any]]] = [
+    (4, "fsdp", 1, {}, {}),
+    (2, "fsdp", 2, {"dtype": torch.bfloat16, **SMALL}, {"model": "decoder-bfloat16"}),
+    (2, "fsdp", 2, {"packed": False}, {"apply": "in_place"}),
+    (4, "fsdp", 4, SMALL, {"sink": "hook", "apply": "in_place"}),
+    (2, "ddp", 2, {}, {}),
+    (4, "ddp", 1, {"packed": True, **SMALL}, {"apply": "in_place"}),
+    (4, "plain", 3, {}, {}),
+    (2, "plain", 1, {"dtype": torch.bfloat16, "packed": False}, {"model": "decoder-bfloat16"}),
 ]
 
 
-@pytest.mark.parametrize(("kind", "count", "options", "place"), CASES)
+@pytest.mark.parametrize(("ranks", "kind", "count", "options", "place"), CASES, indirect=["ranks"])
 def test_bit_for_bit(
     ranks: Crew,
     host: Host,
@@ -101,6 +99,7 @@ def test_bit_for_bit(
         assert len(sent[0][0].result.receivers) == count
 
 
+@four
 def test_a_part_of_the_model_then_all_of_it_again(ranks: Crew, host: Host) -> None:
     to = receivers(host, 2)
     start(ranks, to)
@@ -127,12 +126,12 @@ def test_a_part_of_the_model_then_all_of_it_again(ranks: Crew, host: Host) -> No
     ],
 )
 def test_parts_that_ranks_do_not_share(
-    two: Crew, host: Host, fault: str, kind: str, parts: list[str]
+    ranks: Crew, host: Host, fault: str, kind: str, parts: list[str]
 ) -> None:
     to = receivers(host, 1)
-    start(two, to)
-    _, full = two.run(work.step_and_send)[0]
-    outcomes = two.run(work.send_part, fault)
+    start(ranks, to)
+    _, full = ranks.run(work.step_and_send)[0]
+    outcomes = ranks.run(work.send_part, fault)
     if kind:
         check_alike(outcomes, kind, *parts)
     else:
@@ -142,7 +141,7 @@ def test_parts_that_ranks_do_not_share(
         assert "KeyError" in outcomes[1 - at].text
     assert to[0].digests() == full
     assert to[0].reading() == 1
-    check_sent(two.run(work.step_and_send), to, 2)
+    check_sent(ranks.run(work.step_and_send), to, 2)
 
 
 PLACES = {
@@ -173,7 +172,7 @@ def test_a_rank_whose_source_raises(ranks: Crew, host: Host) -> None:
         held = sent[0][1]
 
 
-@pytest.mark.parametrize("packed", [True, False])
+@pytest.mark.parametrize(("ranks", "packed"), [(4, True), (2, False)], indirect=["ranks"])
 def test_a_rank_whose_source_differs(ranks: Crew, host: Host, packed: bool) -> None:
     to = receivers(host, 1)
     start(ranks, to, fault={}, packed=packed)
@@ -196,6 +195,7 @@ def test_ranks_with_different_models(ranks: Crew, host: Host) -> None:
     check_alike(outcomes, "ManifestMismatchError", "rank 1 has", "rank 0 has", names[4])
 
 
+@four
 def test_ranks_that_make_different_calls(ranks: Crew, host: Host) -> None:
     start(ranks, receivers(host, 1))
     firsts, closes = zip(*ranks.run(work.part_ways), strict=True)
@@ -203,7 +203,7 @@ def test_ranks_that_make_different_calls(ranks: Crew, host: Host) -> None:
     assert max(seen.took_s for seen in closes) < work.TIMEOUT_S / 2
 
 
-@pytest.mark.parametrize("moved", [None, 0])
+@pytest.mark.parametrize(("ranks", "moved"), [(4, None), (2, 0)], indirect=["ranks"])
 def test_a_receiver_that_fails_in_the_middle(ranks: Crew, host: Host, moved: int | None) -> None:
     """Fed by rank 0, or by rank 1; all ranks hear of it, and the next update heals it."""
     to = receivers(host, 1, sink="hook", apply="in_place")
@@ -224,7 +224,7 @@ def feeding(rank: int) -> bool:
     return bool(work.kept().sender._group.worker.engines)
 
 
-@pytest.mark.parametrize("canceller", [0, 1])
+@pytest.mark.parametrize(("ranks", "canceller"), [(2, 0), (4, 1)], indirect=["ranks"])
 def test_a_cancelled_rank_takes_the_others_along(ranks: Crew, host: Host, canceller: int) -> None:
     to = receivers(host, 1, sink="hook", apply="in_place")
     start(ranks, to, fault={}, **SMALL)
@@ -243,17 +243,17 @@ def test_a_cancelled_rank_takes_the_others_along(ranks: Crew, host: Host, cancel
     check_sent(sent, to, sent[0][0].result.version)
 
 
-def test_a_word_for_each_group_and_none_for_chunks(two: Crew, host: Host) -> None:
+def test_a_word_for_each_group_and_none_for_chunks(ranks: Crew, host: Host) -> None:
     to = [remote.url for remote in receivers(host, 1)]
-    few, many = (two.run(work.count_calls, to, nbytes)[0] for nbytes in (BUCKET_NBYTES, 128))
+    few, many = (ranks.run(work.count_calls, to, nbytes)[0] for nbytes in (BUCKET_NBYTES, 128))
     assert few == many
     assert few[1] == GROUPS + 2  # and one at the end of each of the two steps
 
 
-def test_no_more_than_a_group_is_gathered_at_a_time(two: Crew, host: Host) -> None:
+def test_no_more_than_a_group_is_gathered_at_a_time(ranks: Crew, host: Host) -> None:
     to = [host.receiver("http", model="equal").url]
     ring = 2 * 4096
-    for peak, total, layer, extra in two.run(work.watch_memory, to, 4096):
+    for peak, total, layer, extra in ranks.run(work.watch_memory, to, 4096):
         assert total == layer * work.EQUAL_LAYERS
         assert peak <= layer + layer // 4  # the last one before it is still being packed
         assert extra < ring + 3 * layer
@@ -262,7 +262,7 @@ def test_no_more_than_a_group_is_gathered_at_a_time(two: Crew, host: Host) -> No
 def test_ranks_that_die(crews: dict[int, Crew], host: Host) -> None:
     """One in the middle of a transfer, then another while rank 0 waits for a slow receiver."""
     to = receivers(host, 1)
-    slow = receivers(host, 1, sink="hook", delay_s=5.0)
+    slow = receivers(host, 1, sink="hook", delay_s=3.0)
     with crew(4) as dying:
         start(dying, to, "plain", fault={}, **SMALL)
         held = dying.run(work.step_and_send)[0][1]
@@ -298,6 +298,7 @@ def test_the_first_rank_dies(crews: dict[int, Crew], host: Host) -> None:
     crews[4].run(work.close)
 
 
+@four
 def test_a_rank_that_never_connects(ranks: Crew, host: Host) -> None:
     url = host.receiver("http", model="decoder").url
     outcomes = ranks.run(work.connect_without, 1, url)

@@ -30,9 +30,9 @@ from weightsync.wire.messages import (
     UpdateRequest,
 )
 
-TIMEOUT_S = 1.0
+TIMEOUT_S = 1.5
 BOUND_S = 8.0
-"""What a busy machine makes of 1.2 s. Without a bound of ours it would be half a minute."""
+"""What a busy machine makes of 1.8 s. Without a bound of ours it would be half a minute."""
 SILENT = (ws.TransportTimeout, ws.TransferTimeout)
 
 soak = pytest.mark.soak
@@ -196,7 +196,7 @@ class TestReceiver:
                 with fails_in_time(gone.target):
                     sender.send_weights()
 
-    @pytest.mark.parametrize("backend", ["ipc", "gloo"])
+    @pytest.mark.parametrize("backend", ["ipc", pytest.param("gloo", marks=soak)])
     def test_no_more_than_a_fifth_is_added(self, host: Host, stop: Stop, backend: Any) -> None:
         """With a `timeout_s` long enough to tell a fifth of it from what a machine needs."""
         relay = Relay(host.receiver("http", model="plain"))

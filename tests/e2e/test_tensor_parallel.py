@@ -20,7 +20,7 @@ from tests.e2e.tensor_parallel import NEW_TOKENS, PROMPT, Group, group
 
 transformers = pytest.importorskip("transformers", reason="needs the hf extra")
 
-UPDATES = 3
+UPDATES = 2
 BUCKET_NBYTES = 8256
 """Small, so that tensors span chunks, and no multiple of a row, so that chunks cut rows."""
 SIZES = {
@@ -75,9 +75,19 @@ def save(model: Any, folder: Path, label: str) -> str:
 
 
 @pytest.mark.timeout(560)
-@pytest.mark.parametrize("apply", ["staged", "in_place"])
-@pytest.mark.parametrize("packed", [True, False], ids=["packed", "unpacked"])
-@pytest.mark.parametrize("label", CONFIGS)
+@pytest.mark.parametrize(
+    ("label", "packed", "apply"),
+    [
+        ("qwen3", True, "staged"),
+        ("qwen3", False, "in_place"),
+        ("tied", True, "in_place"),
+        ("tied", False, "staged"),
+        ("fused rows", True, "staged"),
+        ("fused rows", False, "in_place"),
+        ("fused and strided", True, "in_place"),
+        ("fused and strided", False, "staged"),
+    ],
+)
 def test_every_rank_gets_what_a_checkpoint_would_give_it(
     ranks: Group, tmp_path: Path, label: str, packed: bool, apply: Apply
 ) -> None:

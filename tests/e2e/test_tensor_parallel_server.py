@@ -75,8 +75,11 @@ def check(url: str, **body: Any) -> Any:
 
 
 @pytest.mark.timeout(560)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("label", CONFIGS)
+@pytest.mark.parametrize(
+    ("label", "dtype"),
+    [(label, torch.float32) for label in CONFIGS] + [("fused and strided", torch.bfloat16)],
+    ids=str,
+)
 def test_shards_add_up_to_the_checksums_of_the_whole_model(
     pair: Group, tmp_path: Path, shm_clean: None, label: str, dtype: torch.dtype
 ) -> None:

@@ -56,11 +56,21 @@ class Restarted:
         return getattr(self.now, name)
 
 
-@pytest.fixture(params=[1, 3])
+@pytest.fixture(autouse=True)
+def quick_looks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Engines look soon whether the sender that paused them lives."""
+    monkeypatch.setattr(vllm_pauses, "LOOK_S", 0.1)
+
+
+@pytest.fixture
 def workers(request: pytest.FixtureRequest, shm_clean: None) -> Iterator[Workers]:
-    made = Workers(request.param)
+    """Two, or as many as the test's parameter says."""
+    made = Workers(getattr(request, "param", 2))
     yield made
     made.end()
+
+
+one_or_three = pytest.mark.parametrize("workers", [1, 3], indirect=True)
 
 
 def source() -> torch.nn.Linear:
@@ -70,6 +80,7 @@ def source() -> torch.nn.Linear:
     return model
 
 
+@one_or_three
 def test_an_update_pauses_resets_and_resumes_in_this_order(workers: Workers) -> None:
     model = source()
     with ws.connect(model, to=worker_transports(workers, timeout_s=5)) as sender:
@@ -92,6 +103,7 @@ def test_an_update_pauses_resets_and_resumes_in_this_order(workers: Workers) -> 
     assert [receiver.version for receiver in workers.receivers] == [1] * len(workers.models)
 
 
+@one_or_three
 def test_all_workers_of_a_server_are_told_in_one_round(workers: Workers) -> None:
     with ws.connect(source(), to=worker_transports(workers, timeout_s=5), packed=True) as sender:
         for _ in range(5):
@@ -418,7 +430,7 @@ def test_a_status_that_is_asked_before_a_pause_does_not_hide_it(workers: Workers
 
 @pytest.mark.usefixtures("shm_clean")
 def test_only_its_owner_s_word_prolongs_a_pause(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(vllm_pauses, "LEASE_S", 3.0)
+    monkeypatch.setattr(vllm_pauses, "LEASE_S", 1.5)
     workers = Workers(1)
     try:
         owner, other = (VllmServer(workers, timeout_s=5) for _ in range(2))
@@ -429,7 +441,7 @@ def test_only_its_owner_s_word_prolongs_a_pause(monkeypatch: pytest.MonkeyPatch)
             by.call(0, StatusRequest(), timeout_s=5)
             return not workers.paused
 
-        for _ in range(45):
+        for _ in range(25):
             assert not resumed(owner)
             time.sleep(0.1)
         wait_until(lambda: resumed(other), "the end of the lease")
@@ -438,7 +450,7 @@ def test_only_its_owner_s_word_prolongs_a_pause(monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.usefixtures("shm_clean")
-def test_requests_of_an_update_that_come_seconds_apart_are_one_round() -> None:
+def test_requests_of_an_update_that_come_apart_are_one_round() -> None:
     """Apart, one worker would wait for chunks that the other has not read, until the timeout."""
     workers = Workers(2)
     try:
@@ -447,7 +459,7 @@ def test_requests_of_an_update_that_come_seconds_apart_are_one_round() -> None:
         request = UpdateRequest(update_info=EmptyUpdate(), update_id="u", start=StartTerms())
 
         def call(rank: int) -> rpc.WorkerAnswer:
-            time.sleep(3.0 * rank)
+            time.sleep(1.5 * rank)
             return server.call(rank, request, timeout_s=5)
 
         with ThreadPoolExecutor(2) as pool:

@@ -63,8 +63,7 @@ def test_a_callback_that_never_returns(receiver: ws.WeightReceiver, call: str) -
         let_go.set()
 
 
-@pytest.mark.parametrize("backend", ["ipc", "gloo"])
-@pytest.mark.parametrize("apply", ["staged", "in_place"])
+@pytest.mark.parametrize(("apply", "backend"), [("staged", "gloo"), ("in_place", "ipc")])
 def test_a_slow_hook_behind_a_door_that_takes_one_call_at_a_time(
     apply: Literal["staged", "in_place"], backend: Literal["ipc", "gloo"]
 ) -> None:
