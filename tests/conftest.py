@@ -66,6 +66,13 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     gc.freeze()
 
 
+@pytest.fixture(scope="module")
+def frozen() -> None:
+    """Leave what there is out of garbage collections, for a file whose tests make many of them."""
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.fixture
 def shm_clean() -> Iterator[None]:
     """Fail the test if it leaves segments in /dev/shm, its own or a dead process's.

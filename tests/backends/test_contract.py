@@ -58,31 +58,35 @@ def flip_registered_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(IncomingTransfer, "_from_storages", from_storages)
 
 
+class Quick(BackendContract):
+    """As short a timeout as tells one that is stopped from one that is busy."""
+
+    timeout_s = 1.5
+    context = children.CONTEXT
+
+
 @pytest.mark.usefixtures("shm_clean")
-class TestIpcPacked(BackendContract):
+class TestIpcPacked(Quick):
     backend = "ipc"
     options: ClassVar[Mapping[str, Any]] = {"packed": True}
-    context = children.CONTEXT
 
     def corrupt(self, monkeypatch: pytest.MonkeyPatch) -> None:
         flip_buckets(monkeypatch)
 
 
 @pytest.mark.usefixtures("shm_clean")
-class TestIpcUnpacked(BackendContract):
+class TestIpcUnpacked(Quick):
     backend = "ipc"
     options: ClassVar[Mapping[str, Any]] = {"packed": False}
     streams = False
-    context = children.CONTEXT
 
     def corrupt(self, monkeypatch: pytest.MonkeyPatch) -> None:
         flip_registered_memory(monkeypatch)
 
 
 @pytest.mark.usefixtures("shm_clean")
-class TestGloo(BackendContract):
+class TestGloo(Quick):
     backend = "gloo"
-    context = children.CONTEXT
 
     def corrupt(self, monkeypatch: pytest.MonkeyPatch) -> None:
         flip_buckets(monkeypatch)
@@ -102,10 +106,8 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
         del sys.modules[MODULE]
 
 
-class TestSpool(BackendContract):
+class TestSpool(Quick):
     """Runs with the page's own directory and its own fault."""
-
-    context = children.CONTEXT
 
     @pytest.fixture(autouse=True)
     def directory(

@@ -36,7 +36,7 @@ class Member:
         if Member.ended == 1:
             print("ends", flush=True)
 
-members = [Member() for _ in range(50_000)]
+members = [Member() for _ in range(10_000)]
 for member in members:
     end_at_exit(member)
 

@@ -9,6 +9,7 @@ from collections.abc import Callable
 import uvicorn
 from fastapi import FastAPI
 
+from tests.server.live import Server
 from weightsync.receiver import WeightReceiver
 from weightsync.server import weight_router
 
@@ -18,7 +19,7 @@ Mount = Callable[[str, WeightReceiver], None]
 def serve_http(listener: socket.socket) -> tuple[Mount, Callable[[], None]]:
     """Serve on a bound socket; return functions that add a receiver and end the server."""
     app = FastAPI()
-    server = uvicorn.Server(uvicorn.Config(app, log_level="error", lifespan="off"))
+    server = Server(uvicorn.Config(app, log_level="error", lifespan="off"))
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
     thread.start()
 

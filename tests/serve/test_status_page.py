@@ -25,6 +25,7 @@ import weightsync as ws
 from tests.server.live import TOKEN, serving
 from weightsync.errors import TransportTimeout
 from weightsync.serve import status_page as figures
+from weightsync.serve import status_page_data
 from weightsync.serve.engine_messages import Delta, EngineStats, Job
 from weightsync.serve.status_page import render_fragment, render_page, round_up, status_router
 from weightsync.serve.status_page_data import (
@@ -385,7 +386,10 @@ def test_a_worker_that_fails_is_shown_and_the_page_answers(session: requests.Ses
     assert "worker 1 did not answer" in page.text
 
 
-def test_a_worker_that_hangs_is_asked_once(session: requests.Session) -> None:
+def test_a_worker_that_hangs_is_asked_once(
+    session: requests.Session, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(status_page_data, "REPLY_TIMEOUT_S", 0.3)
     hanging = Watched(hangs=threading.Event())
     assert hanging.hangs is not None
     try:

@@ -32,7 +32,7 @@ from weightsync.errors import (
 from weightsync.serve.child_process import READY_NBYTES, ChildSpec
 from weightsync.serve.supervisor import Supervisor
 
-pytestmark = pytest.mark.usefixtures("shm_clean")
+pytestmark = pytest.mark.usefixtures("frozen", "shm_clean")
 BOUND_S = 60.0
 LOOKS = 3
 """Who starts another and ends may be gone, and the other not yet there, in one look."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from itertools import pairwise
 from typing import Any
 
@@ -33,6 +34,7 @@ def byte_texts(chunks: list[bytes]) -> TokenizerService:
     return TokenizerService(made(tokenizer_object=tokenizer, eos_token="<end>"))
 
 
+@functools.cache
 def make_tiny_tokenizer() -> Any:
     return make_tiny_model().tokenizer
 

@@ -32,6 +32,7 @@ from weightsync.shm.segment import (
     remove_leftovers,
 )
 
+pytestmark = pytest.mark.usefixtures("frozen")
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="needs root")
 
 

@@ -23,6 +23,7 @@ from tests.soak import victims
 from tests.soak.sizes import sizes
 from weightsync.shm.segment import find_leftovers, live_segments, remove_leftovers
 
+pytestmark = pytest.mark.usefixtures("frozen")
 KILLED = -signal.SIGKILL
 SETTLED = {"READY", "TORN", "PREPARED"}
 paths = pytest.mark.parametrize("path", victims.PATHS)

@@ -19,6 +19,7 @@ from torch.distributed.fsdp import fully_shard
 
 import weightsync as ws
 from weightsync.integrations.huggingface import MergedSource
+from weightsync.shm import shared_stream
 from weightsync.weights.source import SourceWatch, YieldWatch
 
 SIDE = 64
@@ -305,7 +306,10 @@ def waiting() -> Iterator[Callable[[nn.Module], Waiting]]:
 
 
 class TestOptimizers:
-    def test_a_step_that_is_under_way_counts(self, waiting: Any) -> None:
+    def test_a_step_that_is_under_way_counts(
+        self, waiting: Any, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(shared_stream, "_STEP_S", 0.5)  # how long it is waited for
         model, server, bystander = Layers(1), Layers(0), Layers(7)
         receiver = ws.WeightReceiver(server)
         with ws.connect(model, to=receiver.handle) as sender:
