@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-from types import TracebackType
 from typing import Self
 
 import torch
@@ -73,12 +72,7 @@ class OpenMemory:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        value: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 

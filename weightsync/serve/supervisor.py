@@ -18,7 +18,6 @@ from dataclasses import dataclass, field, replace
 from multiprocessing.context import BaseContext
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
 from weightsync.errors import ConfigError, TransportTimeout, WeightSyncError, shorten
@@ -350,12 +349,7 @@ class Supervisor:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        exc: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 

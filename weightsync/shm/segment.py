@@ -17,7 +17,6 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from multiprocessing.util import Finalize, register_after_fork
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
 from weightsync.errors import ConfigError, HandleError, SegmentError, shorten
@@ -228,12 +227,7 @@ class Segment:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def __repr__(self) -> str:

@@ -12,7 +12,6 @@ import time
 import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Protocol
 
 from weightsync.errors import ConfigError, TransferCancelled, TransferTimeout
@@ -381,12 +380,7 @@ class ClosableLock:
     def __enter__(self) -> None:
         self.acquire()
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.leave()
 
     def leave(self) -> None:
