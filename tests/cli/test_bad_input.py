@@ -199,7 +199,6 @@ def test_json_says_it_too(
         ("serve --model tiny --port 0", "uvicorn", "server,hf,cli"),
         ("serve --model tiny --port 0", "zmq", "server,hf,cli"),
         ("demo --model tiny", "matplotlib", "demo-tools"),
-        ("push nowhere --to http://127.0.0.1:1", "rich", "hf,cli"),
     ],
 )
 def test_a_missing_package_is_named_before_any_process_starts(
