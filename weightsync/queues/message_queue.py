@@ -254,7 +254,7 @@ class Writer:
             ring.publish(SOCKET, nbytes)
 
     def _wait_policy(
-        self, doing: Callable[[], str], timeout_s: float | None, cancel: Cancel | None = None
+        self, condition: Callable[[], str], timeout_s: float | None, cancel: Cancel | None = None
     ) -> Callable[[], WaitPolicy]:
         """Return a function that makes the call's wait policy on first use, and then reuses it."""
         made: list[WaitPolicy] = []
@@ -263,7 +263,7 @@ class Writer:
             if not made:
                 made.append(
                     WaitPolicy(
-                        doing,
+                        condition,
                         self._check_readers,
                         timeout_s=timeout_s,
                         cancel=cancel,
@@ -696,9 +696,9 @@ class MessageQueue:
             self._writer.wait_until_ready(timeout_s)
         else:
             reader = self._require_reader()
-            doing = "the writer to see all readers"
+            condition = "the writer to see all readers"
             with self._lock:
-                reader.wait_ready(self._wait_policy(lambda: doing, timeout_s))
+                reader.wait_ready(self._wait_policy(lambda: condition, timeout_s))
 
     def enqueue(
         self, obj: object, timeout_s: float | None = None, cancel: Cancel | None = None
@@ -847,14 +847,14 @@ class MessageQueue:
 
     def _wait_policy(
         self,
-        doing: Callable[[], str],
+        condition: Callable[[], str],
         timeout_s: float | None,
         cancel: Cancel | None = None,
         *,
         indefinite: bool = False,
     ) -> WaitPolicy:
         return WaitPolicy(
-            doing,
+            condition,
             self._check_writer,
             timeout_s=timeout_s,
             cancel=cancel,

@@ -16,22 +16,15 @@ from typing import ClassVar, Self
 from weightsync.errors import HandleError, TransferError
 from weightsync.shm.segment import Segment
 from weightsync.shm.store_order import nothing, order_stores
-from weightsync.shm.wait import (
-    SPIN_S,
-    Check,
-    PeerProgress,
-    Poll,
-    fence,
-    sleep_on,
-    wait,
-    wake,
-)
+from weightsync.shm.wait import SPIN_S, Check, PeerProgress, Poll, fence, sleep_on, wait, wake
 
 _WORD_NBYTES = struct.calcsize("Q")
 LINE = 8
 """Words of a cache line. Line 0 describes the ring, line 1 is the writer's, then one per reader."""
 _SHAPE = slice(0, 4)
 _EVERYTHING = (1 << 64) - 1
+_MIN_SLOTS_TO_SLEEP = 3
+"""With fewer slots, readers run out of chunks while the writer sleeps."""
 PUBLISHED, WANTED, WRITER_WORDS = LINE, LINE + 1, LINE + 2
 """The writer's words: the last sequence number published, the one that wakes the sleeping writer (0
 while it is awake), and the first of up to six words of the ring's user."""
@@ -348,10 +341,6 @@ class RingWriter:
 
         progress = PeerProgress(counters, late, check=check, timeout_s=timeout_s)
         control.wait_released(number, progress.poll, spin_s=spin_s)
-
-
-_MIN_SLOTS_TO_SLEEP = 3
-"""With fewer slots, readers run out of chunks while the writer sleeps."""
 
 
 class RingReader:
