@@ -138,7 +138,7 @@ BAD_UPDATES: dict[str, tuple[Callable[[Plain], Plain], type[ws.WeightSyncError],
     "unknown update_id": (
         lambda i: body(i, update_id="never started"),
         ws.UpdateConflictError,
-        "no update open",
+        "no update is open",
     ),
     "unknown sender": (
         lambda _: body({"registered": True, "sender": "s", "epoch": 1}),

@@ -59,7 +59,7 @@ class Restarted:
 @pytest.fixture(autouse=True)
 def quick_looks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Engines look soon whether the sender that paused them lives."""
-    monkeypatch.setattr(vllm_pauses, "LOOK_S", 0.1)
+    monkeypatch.setattr(vllm_pauses, "CHECK_S", 0.1)
 
 
 @pytest.fixture
