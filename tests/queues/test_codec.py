@@ -15,6 +15,7 @@ import re
 import subprocess
 import sys
 import time
+import tracemalloc
 import uuid
 from collections import Counter, OrderedDict, defaultdict, deque, namedtuple
 from collections.abc import Iterator
@@ -206,6 +207,22 @@ def test_in_place_a_tensor_is_the_memory_that_came() -> None:
     in_place, copied = codec.decode(*parts, []), codec.decode(*parts)
     memory[-4:] = np.float32(7).tobytes()
     assert (in_place[-1], copied[-1]) == (7, 0)
+
+
+def test_in_place_all_bytes_can_be_released() -> None:
+    """Also those that were sent as a memoryview, of which a second view would stay."""
+    message = {"a": memoryview(bytes(2_000)), "b": bytes(2_000), "c": [memoryview(b"small")]}
+    encoded = MessageCodec().encode(message)
+    memory = memoryview(bytearray(encoded.nbytes))
+    encoded.write(memory)
+    views: list[memoryview] = []
+    got = MessageCodec().decode(*split(memory), views)
+    assert got == message
+    for view in views:
+        view.release()
+    for view in (got["a"], got["b"], got["c"][0]):
+        with pytest.raises(ValueError, match="released memoryview"):
+            view[0]
 
 
 def test_large_parts_are_not_in_the_msgpack() -> None:
@@ -544,6 +561,8 @@ def local_enum() -> object:
         defaultdict(local_enum),
         np.void(b"xx"),
         np.array([object()]),
+        np.bytes_(b"a\0"),  # an array would lose the zero
+        np.str_("a\0"),
         print,
         with_attribute(),
         memoryview(array.array("d", [1.0])),
@@ -585,6 +604,20 @@ def test_what_would_come_back_as_something_else_is_refused(value: Any) -> None:
 def test_values_that_are_none_are_errors_of_the_message(name: str, plain: Any) -> None:
     with pytest.raises(ProtocolError, match=r"a message has|is no"):
         MessageCodec().decode(forged(VALUE, [name, plain]), [])
+
+
+@pytest.mark.parametrize("name", ["py.Counter", "py.OrderedDict", "py.defaultdict"])
+def test_a_dictionary_is_not_made_of_a_list(name: str) -> None:
+    """`dict` would make a list of each item, and a range has items without end."""
+    pairs = [Ext(VALUE, msgspec.msgpack.encode(["py.range", [0, 1_000_000, 1]]))]
+    plain = {"py.Counter": pairs, "py.OrderedDict": [pairs], "py.defaultdict": [None, pairs]}
+    tracemalloc.start()
+    try:
+        with pytest.raises(ProtocolError, match="a message has a list in the place of a dict"):
+            MessageCodec().decode(forged(VALUE, [name, plain[name]]), [])
+        assert tracemalloc.get_traced_memory()[1] < 1 << 20
+    finally:
+        tracemalloc.stop()
 
 
 def test_a_codec_may_have_its_own_rule_for_a_kind() -> None:
@@ -944,6 +977,14 @@ class TestFailures:
         with pytest.raises(ProtocolError, match="this message cannot be decoded: Expected"):
             TensorDecoder(kind, carrier).decode(frames)
         assert not carrier.held
+
+    def test_many_tensors_take_linear_time(self) -> None:
+        carrier = Carrier()
+        encoder = TensorEncoder("torch_shm", lambda: carrier, inline_nbytes=0)
+        frames = encoder.encode([torch.ones(1)] * 20_000)
+        started = time.thread_time()
+        assert len(TensorDecoder(None, carrier).decode(frames)) == 20_000
+        assert time.thread_time() - started < 1.0  # 0.05 s; 4 s with a new set for each
 
     def test_the_queue_drops_them_too(
         self, sender: TensorIpcSender, queue: TensorIpcReceiver

@@ -297,6 +297,8 @@ class _Packer:
             return self._hook(value)
         if array.dtype.kind not in ARRAY_KINDS or not array.dtype.itemsize:
             return self._hook(value)
+        if is_scalar and array.dtype.kind in "SU" and array[()] != value:
+            return self._hook(value)  # an array has no zeros at the end of a text
         if is_scalar:
             return self._part(SCALAR, array.dtype.str, (), array.tobytes())
         flat = array.ravel()  # contiguous: a view, or a copy in C order
@@ -421,6 +423,11 @@ class _Unpacker:
         """Return the bytes at an encoded place."""
         return self.bytes_at(msgspec.msgpack.decode(data))
 
+    def view(self, data: memoryview) -> memoryview:
+        """Return a view of bytes: in place the one in `views`, because a second one would stay."""
+        found = self.bytes_of(self.buffer(data))
+        return memoryview(found) if isinstance(found, bytes) else found
+
     def value(self, data: memoryview) -> Any:
         """Return a value of a known kind or a registered type."""
         name, plain = self.items(data)
@@ -464,7 +471,7 @@ _BUILDERS: dict[int, Callable[[_Unpacker, memoryview], Any]] = {
     SCALAR: lambda unpacker, data: unpacker.array(data)[()],
     BYTES: lambda unpacker, data: unpacker.bytes_of(unpacker.buffer(data)),
     BYTEARRAY: lambda unpacker, data: bytearray(unpacker.buffer(data)),
-    MEMORYVIEW: lambda unpacker, data: memoryview(unpacker.bytes_of(unpacker.buffer(data))),
+    MEMORYVIEW: _Unpacker.view,
     CARRIED: lambda unpacker, data: unpacker.take(data),
     TUPLE: lambda unpacker, data: tuple(unpacker.items(data)),
     SET: lambda unpacker, data: set(unpacker.items(data)),
@@ -587,6 +594,13 @@ def _bytes(value: object) -> bytes:
     return bytes(value)
 
 
+def _dict(value: object) -> dict[Any, Any]:
+    """Return a dict unchanged. Others are refused: `dict([r])` makes a list of a range `r`."""
+    if not isinstance(value, dict):
+        raise ProtocolError(f"a message has a {type(value).__name__} in the place of a dict")
+    return value
+
+
 def _torch_kind(kind: str, to_plain: Hook) -> _Kind:
     """Return the kind of torch's Size and device, which are called, or of named constants."""
 
@@ -632,7 +646,7 @@ def _from_default_dict(value: defaultdict[Any, Any]) -> Any:
 
 def _to_default_dict(plain: Any) -> defaultdict[Any, Any]:
     name, items = plain
-    return defaultdict(None if name is None else _FACTORIES[name], items)
+    return defaultdict(None if name is None else _FACTORIES[name], _dict(items))
 
 
 def _built(kind: type, arguments: Hook) -> _Kind:
@@ -663,8 +677,10 @@ _BY_TYPE: dict[type, _Kind] = {
     dt.timedelta: _built(dt.timedelta, lambda v: [v.days, v.seconds, v.microseconds]),
     PosixPath: _built(PosixPath, lambda v: [str(v)]),
     PurePosixPath: _built(PurePosixPath, lambda v: [str(v)]),
-    OrderedDict: _built(OrderedDict, lambda v: [dict(v)]),
-    Counter: _Kind("py.Counter", dict, lambda p: Counter(dict(p))),
+    OrderedDict: _Kind(
+        "py.OrderedDict", lambda v: [dict(v)], lambda p: OrderedDict(*map(_dict, p))
+    ),
+    Counter: _Kind("py.Counter", dict, lambda p: Counter(_dict(p))),
     defaultdict: _Kind("py.defaultdict", _from_default_dict, _to_default_dict),
     deque: _Kind("py.deque", lambda v: [v.maxlen, *v], lambda p: deque(p[1:], p[0])),
     array.array: _Kind(
@@ -1074,7 +1090,8 @@ class TensorDecoder(Generic[T]):
 
         Tensors are views of writable auxiliary frames and copies of read-only ones. Raises
         ProtocolError for an invalid message, and what the carrier raises. In both cases no tensor
-        of the message stays in the carrier.
+        of the message stays in the carrier, unless the message is longer than `max_message_nbytes`:
+        then it is not read at all, and the carrier drops its tensors by their key.
         """
         if isinstance(frames, Frame):
             frames = [frames]
@@ -1122,12 +1139,12 @@ class _RequestUnpacker(_Unpacker):
     """Decoder of one request: its buffers are its own, and a carrier may have its tensors."""
 
     _parts = 0
-    _taken: frozenset[bytes] = frozenset()
 
     def __init__(self, buffers: list[Frame], carrier: TensorTaker | None, *, pin: bool) -> None:
         super().__init__(buffers, None, _BY_NAME)
         self._carrier = carrier
         self._pin = pin
+        self._taken: set[bytes] = set()
 
     def bytes_at(self, place: Any) -> memoryview:
         view = memoryview(super().bytes_at(place))
@@ -1150,7 +1167,7 @@ class _RequestUnpacker(_Unpacker):
         if self._carrier is None:
             return super().take(handle)
         tensor = self._carrier.take(bytes(handle))
-        self._taken |= {bytes(handle)}
+        self._taken.add(bytes(handle))
         return tensor
 
     def drop_rest(self, body: Frame) -> None:
