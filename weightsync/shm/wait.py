@@ -50,17 +50,23 @@ def wait(
 ) -> None:
     """Return when `ready` is true: spin for `spin_s`, then poll and sleep in turns.
 
-    `sleep` gets the seconds that `poll` returned, and may return early.
+    A spin longer than POLL_S polls, too. `sleep` gets the seconds that `poll` returned, and may
+    return early.
     """
     if spin_s:
         for _ in range(_SPINS):
             if ready():
                 return
-        spin_until = time.monotonic() + spin_s
-        while time.monotonic() < spin_until:
+        now = time.monotonic()
+        spin_until, poll_at = now + spin_s, now + POLL_S
+        while now < spin_until:
             os.sched_yield()
             if ready():
                 return
+            now = time.monotonic()
+            if now >= poll_at:
+                poll()
+                poll_at = now + POLL_S
     while not ready():
         sleep(poll())
 
