@@ -305,6 +305,14 @@ def test_what_cannot_travel_is_refused_with_its_place(message: object, why: str)
         MessageCodec().encode(message)
 
 
+def test_a_hundred_levels_are_sent() -> None:
+    """docs/message-queue.md promises them."""
+    nested: Any = 1
+    for level in range(100):
+        nested = [[nested], (nested,), {"a": nested}, {(1, 2): nested}][level % 4]
+    assert sent(nested) == nested
+
+
 def test_endless_nesting_is_refused() -> None:
     loop: list[object] = []
     loop.append(loop)
