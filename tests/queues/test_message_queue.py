@@ -339,6 +339,21 @@ def test_an_empty_queue_times_out_and_goes_on() -> None:
         assert reader.dequeue(0) == 1
 
 
+def test_a_long_spin_ends_like_any_wait() -> None:
+    with pair(spin_s=WAIT_S) as (writer, reader):
+        started = time.monotonic()
+        with pytest.raises(TransferTimeout, match="a message of the writer"):
+            reader.dequeue(0.05)
+        cancel = threading.Event()
+        cancel.set()
+        with pytest.raises(TransferCancelled, match="cancelled while waiting"):
+            reader.dequeue(cancel=cancel)
+        writer.close()
+        with pytest.raises(PeerLostError, match="it closed the queue"):
+            reader.dequeue()
+        assert time.monotonic() - started < WAIT_S / 2
+
+
 def test_a_wait_can_be_called_off() -> None:
     with pair() as (writer, reader):
         cancel = threading.Event()
@@ -469,6 +484,10 @@ def test_without_any_reader_left_the_writer_stops() -> None:
         reader.kill()
         with pytest.raises(PeerLostError, match="no reader is left"):
             fill(queue)
+        with pytest.raises(PeerLostError, match="no reader is left"):
+            queue.enqueue("to no reader")
+        with pytest.raises(PeerLostError, match="no reader is left"), queue.acquire_write(nbytes=8):
+            pass
 
 
 def test_a_writer_that_died_is_named_after_its_last_message() -> None:

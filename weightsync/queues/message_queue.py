@@ -58,6 +58,7 @@ logger = logging.getLogger(__name__)
 
 CHECK_S = 1.0
 """Interval of the reader liveness check of a writer that never waits."""
+_NO_READER = "no reader is left"
 
 
 class QueueHandle(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -225,7 +226,12 @@ class Writer:
     def _ready_for(
         self, nbytes: int, timeout_s: float | None, cancel: Cancel | None
     ) -> Callable[[], WaitPolicy]:
-        """Wait until the remote readers' window has room for `nbytes`; return the wait policy."""
+        """Wait until the remote readers' window has room for `nbytes`; return the wait policy.
+
+        Raises PeerLostError when all readers were dropped.
+        """
+        if not (self._publisher.remote or (self._ring and self._ring.control.active)):
+            raise PeerLostError(_NO_READER)
         if time.monotonic() - self._checked_at > CHECK_S:
             self._check_readers()
         policy = self._wait_policy(self._pending_condition, timeout_s, cancel)
@@ -338,7 +344,7 @@ class Writer:
         else:
             self._publisher.drop(rank)
         if not self._readers():
-            raise PeerLostError("no reader is left", ranks=(rank,))
+            raise PeerLostError(_NO_READER, ranks=(rank,))
 
 
 def _release(publisher: Publisher, ring: MessageRingWriter | None) -> None:
