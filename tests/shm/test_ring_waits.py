@@ -6,6 +6,7 @@ the wait; the number of polls tells how often a wait was not woken.
 
 from __future__ import annotations
 
+import signal
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -22,7 +23,15 @@ from weightsync.queues.message_ring import (
     MessageRingWriter,
 )
 from weightsync.shm import ring, wait
-from weightsync.shm.ring import ASLEEP, WANTED, Control, RingReader, RingWriter
+from weightsync.shm.ring import (
+    ASLEEP,
+    PUBLISHED,
+    RELEASED,
+    WANTED,
+    Control,
+    RingReader,
+    RingWriter,
+)
 from weightsync.shm.segment import DIRECTORY
 from weightsync.shm.wait import WaitPolicy
 
@@ -112,6 +121,104 @@ def test_a_sleeping_writer_is_woken_by_the_last_release(control: Control) -> Non
     # It sleeps on one reader after the other.
     assert polls.count <= 2
     assert control.words[WANTED] == 0
+
+
+class RecordedWords:
+    """The words of a ring, and the loads, stores, fences and sleeps of its ends in their order."""
+
+    def __init__(self, control: Control, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.order: list[str] = []
+        self._words = control.words
+        self._names = {
+            PUBLISHED: "published",
+            WANTED: "wanted",
+            ring.line_of(0) + RELEASED: "released",
+            ring.line_of(0) + ASLEEP: "asleep",
+        }
+        monkeypatch.setattr(control, "words", self)
+        monkeypatch.setattr(control, "fence", lambda: self.order.append("writer's fence"))
+        monkeypatch.setattr(ring, "fence", lambda: self.order.append("fence"))
+        monkeypatch.setattr(ring, "wake", lambda _: self.order.append("wake"))
+        monkeypatch.setattr(ring, "sleep_on", self._sleep_on)
+
+    def __getitem__(self, word: int) -> int:
+        self.order.append(f"load {self._names[word]}")
+        return self._words[word]
+
+    def __setitem__(self, word: int, value: int) -> None:
+        self.order.append(f"store {self._names[word]}")
+        self._words[word] = value
+
+    def release(self) -> None:
+        self._words.release()
+
+    def _sleep_on(self, address: int, value: int, seconds: float) -> None:
+        self.order.append("sleep")
+        raise TransferTimeout("enough")
+
+
+def test_each_end_stores_before_it_looks(control: Control, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Store and load the other way round lose a wake-up; so does a load that passes its store."""
+    control.active = (0,)
+    control.words[ring.line_of(0) + ASLEEP] = control.words[WANTED] = 1
+    recorded = RecordedWords(control, monkeypatch)
+    control.store(PUBLISHED, 1)
+    assert recorded.order == [
+        "writer's fence",
+        "store published",
+        "fence",
+        "load asleep",
+        "wake",
+    ]
+    recorded.order.clear()
+    control.release(0, 1)
+    assert recorded.order == ["store released", "fence", "load wanted", "wake"]
+    recorded.order.clear()
+    with pytest.raises(TransferTimeout):
+        control.wait_stored(0, PUBLISHED, 2, lambda: 1.0)
+    assert recorded.order == [
+        "load published",
+        "store asleep",
+        "load published",
+        "sleep",
+        "store asleep",
+    ]
+    recorded.order.clear()
+    with pytest.raises(TransferTimeout):
+        control.wait_released(2, lambda: 1.0)
+    wanted = recorded.order.index("store wanted")
+    assert recorded.order[wanted:] == [
+        "store wanted",
+        "writer's fence",
+        "load released",
+        "load released",
+        "sleep",
+        "store wanted",
+    ]
+
+
+@pytest.mark.usefixtures("only_wake_ups")
+def test_a_signal_ends_a_sleep_and_leaves_no_mark(control: Control) -> None:
+    class Interrupted(Exception):
+        pass
+
+    def interrupt(*_: object) -> None:
+        raise Interrupted
+
+    writer = RingWriter(control, spin_s=NO_SPIN)
+    writer.begin([0], 1)
+    reader = RingReader(control, 0, epoch=1, base=0, spin_s=NO_SPIN)
+    before = signal.signal(signal.SIGALRM, interrupt)
+    try:
+        for sleeps in (reader.wait, writer.drain):
+            chunk = 0 if sleeps == reader.wait else 1
+            signal.setitimer(signal.ITIMER_REAL, 0.2)
+            with pytest.raises(Interrupted):
+                sleeps(chunk, check=Polls(), timeout_s=WAIT_S)
+            assert control.words[ring.line_of(0) + ASLEEP] == control.words[WANTED] == 0
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
 
 
 def test_a_lost_wake_up_costs_one_bounded_sleep(
