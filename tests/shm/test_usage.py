@@ -6,6 +6,7 @@ import json
 import os
 import threading
 from collections.abc import Iterable
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -17,7 +18,9 @@ import weightsync as ws
 from tests.cli.running import TOKEN, answer_of, weightsync
 from tests.server.live import make_app, serving
 from tests.shm.processes import OWNER, kill, line_of, private_directory, python, running
+from weightsync.backends.ipc.memory import unreleased
 from weightsync.cli.status import COLUMNS
+from weightsync.shm.ring import Control, RingWriter
 from weightsync.shm.segment import Segment, live_segments
 from weightsync.shm.usage import list_segments
 from weightsync.transports.callback import CallbackTransport
@@ -75,6 +78,18 @@ class TestOfASender:
             (e.kind, e.name, e.nbytes) for e in last
         ]
         assert all(b.age_s > a.age_s for a, b in zip(first, last, strict=True))
+
+    def test_a_reader_holds_no_chunk_of_an_update_before_its_own(self) -> None:
+        with closing(Control.create(slots=2, readers=2, entries=2)) as control:
+            writer = RingWriter(control)
+            writer.begin([0], 1)
+            writer.publish(0)
+            assert unreleased(writer) == [0]
+            control.release(0, 1)
+            writer.begin([0, 1], 1)  # reader 1 is new, and nothing is published for it yet
+            assert unreleased(writer) == []
+            writer.publish(0)
+            assert unreleased(writer) == [0, 1]
 
     def test_who_has_not_released_the_ring_is_named(self) -> None:
         asleep, wake = threading.Event(), threading.Event()

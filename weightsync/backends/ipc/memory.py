@@ -245,7 +245,9 @@ class ExportedMemory:
 
 def unreleased(writer: RingWriter) -> list[int]:
     """Return the last update's readers that have not released a published chunk."""
-    return writer.control.behind(writer.control.published)
+    published = writer.control.published
+    # A reader that joined since has released nothing of an earlier update.
+    return writer.control.behind(published) if published > writer.base else []
 
 
 def _registered(memory: Registered) -> list[tuple[str, int]]:
