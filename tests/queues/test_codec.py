@@ -48,6 +48,7 @@ from weightsync.errors import (
     TransferTimeout,
     WeightSyncError,
 )
+from weightsync.queues import codec
 from weightsync.queues.codec import (
     ALIGNMENT,
     ARRAY,
@@ -207,6 +208,17 @@ def test_in_place_a_tensor_is_the_memory_that_came() -> None:
     in_place, copied = codec.decode(*parts, []), codec.decode(*parts)
     memory[-4:] = np.float32(7).tobytes()
     assert (in_place[-1], copied[-1]) == (7, 0)
+
+
+def test_in_place_nothing_can_be_written_also_in_writable_memory() -> None:
+    """A message from a socket is in memory that a view would let the reader change."""
+    message = [bytes(2_000), b"small", memoryview(bytes(2_000)), np.ones(1_000)]
+    encoded = MessageCodec().encode(message)
+    memory = memoryview(bytearray(encoded.nbytes))
+    encoded.write(memory)
+    got = MessageCodec().decode(*split(memory), [])
+    assert all(view.readonly for view in got[:3])
+    assert not got[3].flags.writeable
 
 
 def test_in_place_all_bytes_can_be_released() -> None:
@@ -994,6 +1006,31 @@ class TestFailures:
         assert len(TensorDecoder(None, carrier).decode(frames)) == 20_000
         assert time.thread_time() - started < 1.0  # 0.05 s; 4 s with a new set for each
 
+    def test_only_tensors_that_were_not_taken_are_dropped(self) -> None:
+        dropped: list[bytes] = []
+
+        class Recording(Carrier):
+            def drop(self, handle: bytes) -> None:
+                dropped.append(handle)
+
+        carrier = Recording()
+        frames = TensorEncoder("torch_shm", lambda: carrier).encode(
+            [floats(LARGE), "no tensor", floats(LARGE)], "key"
+        )
+        with pytest.raises(ProtocolError, match="Expected"):
+            TensorDecoder(list[torch.Tensor], carrier).decode(frames)
+        assert dropped == [b"key/1"]
+
+    def test_a_message_has_a_limit_of_tensors(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        encoder, decoder = TensorEncoder("direct_rpc"), TensorDecoder(None)
+        frames = encoder.encode([torch.ones(1)] * 3)
+        monkeypatch.setattr(codec, "MAX_TENSORS", 2)
+        with pytest.raises(ProtocolError, match="at most 2 tensors, this has more"):
+            decoder.decode(frames)
+        with pytest.raises(ConfigError, match="it has 3 tensors, and may have 2"):
+            encoder.encode([torch.ones(1)] * 3)
+        assert len(decoder.decode(encoder.encode([torch.ones(1)] * 2))) == 2
+
     def test_the_queue_drops_them_too(
         self, sender: TensorIpcSender, queue: TensorIpcReceiver
     ) -> None:
@@ -1013,6 +1050,10 @@ class TestFailures:
         frames = TensorEncoder("torch_shm", lambda: carrier).encode(floats(LARGE))
         carrier.held = dict.fromkeys(carrier.held, torch.ones(3))
         with pytest.raises(ProtocolError, match=r"arrived as torch.float32 of shape \[3\]"):
+            TensorDecoder(None, carrier).decode(frames)
+        frames = TensorEncoder("torch_shm", lambda: carrier).encode(floats(LARGE))
+        carrier.held = dict.fromkeys(carrier.held, floats(LARGE).view(torch.int32))
+        with pytest.raises(ProtocolError, match=r"arrived as torch\.int32 of shape"):
             TensorDecoder(None, carrier).decode(frames)
 
     def test_a_field_that_is_no_tensor_is_named(self) -> None:
