@@ -123,3 +123,26 @@ def test_what_was_aborted_is_not_answered_but_its_running_call_is() -> None:
     table.once("u", "load", aborted_meanwhile, timeout_s=WAIT_S)
     assert table.once("u", "load", calls, timeout_s=WAIT_S).version == 2
     assert table.once("u", "start", calls, timeout_s=WAIT_S).version == 3
+
+
+def test_a_call_in_flight_is_joined_after_any_number_of_other_updates() -> None:
+    table, calls = UpdateTable(WAIT_S), Calls()
+    entered, go = threading.Event(), threading.Event()
+
+    def slow() -> StepReply:
+        entered.set()
+        assert go.wait(WAIT_S)
+        return calls()
+
+    with ThreadPoolExecutor(2) as pool:
+        first = pool.submit(table.once, "u", "k", slow, timeout_s=WAIT_S)
+        assert entered.wait(WAIT_S)
+        for number in range(600):
+            table.aborted(f"other {number}")
+            table.once("u", number, Calls(), timeout_s=WAIT_S)
+        again = pool.submit(table.once, "u", "k", calls, timeout_s=WAIT_S)
+        go.set()
+        assert again.result(WAIT_S) is first.result(WAIT_S)
+    assert calls.count == 1
+    assert len(table._updates) <= 256
+    assert len(table._updates["u"].calls) <= 64

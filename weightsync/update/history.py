@@ -7,6 +7,7 @@ import time
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 from msgspec import Struct
 
@@ -20,6 +21,8 @@ _KEPT = 256
 """Number of updates whose replies or abort are kept."""
 _KEPT_STEPS = 64
 """Number of replies that are kept for one update."""
+K = TypeVar("K")
+V = TypeVar("V")
 _REFUSALS = (UpdateConflictError, StaleVersionError)
 """Errors that depend on the receiver's current state, and are not kept for retries."""
 
@@ -56,6 +59,11 @@ class _Update:
     calls: OrderedDict[Hashable, _Call] = field(default_factory=OrderedDict)
     aborted_at: float | None = None
 
+    @property
+    def runs(self) -> bool:
+        """Whether one of its calls is in flight."""
+        return any(not call.done for call in self.calls.values())
+
 
 class UpdateTable:
     """Replies and aborts by update id, counters, and records of the last commits. Thread-safe.
@@ -79,27 +87,33 @@ class UpdateTable:
         A retry of a call in flight waits for that call's reply. Raises TransportTimeout where it
         still runs after `timeout_s`.
         """
-        with self._changed:
-            calls = self._update(update_id).calls
-            known = calls.get(step)
-            if known is None:
-                mine = calls[step] = _Call()
-            elif not self._changed.wait_for(lambda: known.done, timeout_s):
-                raise TransportTimeout(
-                    f"the call that this one repeats still runs after {timeout_s:g} s"
-                )
-        if known is not None:
-            return _outcome(known)
-        keep = True
+        mine, keep = _Call(), True
         try:
+            known = self._join(update_id, step, mine, timeout_s)
+            if known is not mine:
+                return _outcome(known)
             mine.reply = call()
         except BaseException as exc:
-            keep = not isinstance(exc, _REFUSALS)
+            # An interrupt says nothing about the step, which may have been complete.
+            keep = isinstance(exc, Exception) and not isinstance(exc, _REFUSALS)
             mine.problem = to_problem(exc)
             raise
         finally:
             self._ended(update_id, step, mine, keep=keep)
         return mine.reply
+
+    def _join(self, update_id: str, step: Hashable, mine: _Call, timeout_s: float) -> _Call:
+        """Return the call that was made of a step, when it has ended; `mine` where it is the first.
+
+        Raises TransportTimeout.
+        """
+        with self._changed:
+            known = self._update(update_id).calls.setdefault(step, mine)
+            if known is not mine and not self._changed.wait_for(lambda: known.done, timeout_s):
+                raise TransportTimeout(
+                    f"the call that this one repeats still runs after {timeout_s:g} s"
+                )
+        return known
 
     def _ended(self, update_id: str, step: Hashable, call: _Call, *, keep: bool) -> None:
         with self._changed:
@@ -107,8 +121,7 @@ class UpdateTable:
             if update is not None:
                 if not keep and update.calls.get(step) is call:
                     del update.calls[step]
-                while len(update.calls) > _KEPT_STEPS:
-                    update.calls.popitem(last=False)
+                _evict(update.calls, _KEPT_STEPS, lambda call: not call.done)
                 self._drop_empty(update_id, update)
             self._changed.notify_all()
 
@@ -169,19 +182,30 @@ class UpdateTable:
     def recent(self) -> list[UpdateRecord]:
         """The last KEPT_UPDATES committed updates, the oldest first."""
         with self._changed:
-            return list(self._recent)
+            recent = list(self._recent)  # an interrupt at `return` would leave the lock taken
+        return recent
 
     def _update(self, update_id: str) -> _Update:
         update = self._updates.get(update_id)
         if update is None:
             update = self._updates[update_id] = _Update()
-            while len(self._updates) > _KEPT:
-                self._updates.popitem(last=False)
+            _evict(self._updates, _KEPT, lambda known: known.runs)
         return update
 
     def _drop_empty(self, update_id: str, update: _Update) -> None:
         if not update.calls and update.aborted_at is None:
             self._updates.pop(update_id, None)
+
+
+def _evict(entries: OrderedDict[K, V], kept: int, runs: Callable[[V], bool]) -> None:
+    """Remove the oldest entries beyond `kept`, but none that runs: a retry has to join it."""
+    while len(entries) > kept:
+        newest = next(reversed(entries))
+        idle = (key for key, entry in entries.items() if key != newest and not runs(entry))
+        oldest = next(idle, None)
+        if oldest is None:
+            return
+        del entries[oldest]
 
 
 def _outcome(call: _Call) -> StepReply:
