@@ -627,6 +627,18 @@ class TestLease:
             receiver.dispatch(PrepareRequest(update_id="stray"))
         until(lambda: receiver.status().state == "READY")
 
+    def test_messages_of_other_updates_do_not_renew_it(self, served: nn.Module) -> None:
+        receiver = WeightReceiver(served, lease_s=SHORT_S)
+        receiver.dispatch(StartRequest(update_id="u"))
+        deadline = time.monotonic() + WAIT_S
+        while receiver.status().state == "UPDATING":
+            assert time.monotonic() < deadline
+            with pytest.raises(UpdateConflictError):
+                receiver.dispatch(PrepareRequest(update_id="stray"))
+            time.sleep(SHORT_S / 40)
+        assert receiver.updates_total == {"aborted": 1}
+        receiver.close()
+
     def test_a_long_load_is_progress(self, trainer: Trainer) -> None:
         def load(pairs: Pairs) -> None:
             time.sleep(4 * SHORT_S)
@@ -635,6 +647,37 @@ class TestLease:
         trainer.init(receiver)
         assert trainer.send(receiver, 1, "u").version == 1
         receiver.close()
+
+
+class TestClosed:
+    def test_no_update_starts(self, bare: Bare, served: nn.Module) -> None:
+        receiver = WeightReceiver(served)
+        receiver.close()
+        update = bare.info({name: torch.ones_like(t) for name, t in served.state_dict().items()})
+        for request in (
+            StartRequest(update_id="u"),
+            UpdateRequest(update_info=update),
+            UpdateRequest(update_id="u", start=StartTerms(), update_info=update, prepare=True),
+        ):
+            with pytest.raises(ProtocolError, match="closed"):
+                receiver.dispatch(request)
+        assert values(served) == {0}
+
+    def test_an_init_that_waited_for_the_close_opens_nothing(
+        self, trainer: Trainer, receiver: WeightReceiver, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        session = receiver._session
+        wait_for_step = session._in_step
+
+        def closes_first(*args: Any) -> Any:
+            monkeypatch.undo()
+            receiver.close()
+            return wait_for_step(*args)
+
+        monkeypatch.setattr(session, "_in_step", closes_first)
+        with pytest.raises(ProtocolError, match="closed"):
+            trainer.init(receiver)
+        assert not receiver.status().senders
 
 
 class TestPartial:

@@ -415,6 +415,45 @@ class TestTwoSenders:
         here.receiver.dispatch(ShutdownRequest(sender=here.sender.id))
         here.the_next_update_succeeds(second)
 
+    def test_an_update_that_is_prepared_as_it_is_taken_over_is_kept(
+        self, meet: Meet, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Its sender has the reply, and may have committed it elsewhere."""
+        here = meet()
+        second = here.another(term=1)
+        here.say(here.sender.update(1, "u", prepare=False))
+
+        def prepares_meanwhile(owner: Owner) -> str:
+            here.say(PrepareRequest(update_id="u"))
+            return owner.name
+
+        monkeypatch.setattr("weightsync.update.session.describe", prepares_meanwhile)
+        second.init(here.receiver)
+        assert here.state == ("PREPARED", 0)
+        assert here.say(FinishRequest(update_id="u")).version == 1
+        here.the_next_update_succeeds(second)
+
+    def test_an_abort_without_an_id_ends_the_session_that_it_found(
+        self, meet: Meet, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        here = meet()
+        session = here.receiver._session
+        opened = here.say(StartRequest())
+        abort = session._abort
+
+        def another_starts(*args: Any) -> StepReply:
+            monkeypatch.undo()
+            here.say(AbortRequest(update_id=opened.update_id))
+            here.say(StartRequest(update_id="another"))
+            return abort(*args)
+
+        monkeypatch.setattr(session, "_abort", another_starts)
+        with pytest.raises(ws.UpdateConflictError):
+            here.say(AbortRequest())
+        assert here.receiver.status().update_id == "another"
+        here.say(AbortRequest(update_id="another"))
+        here.the_next_update_succeeds()
+
     def test_both_start_at_once_and_one_is_refused(self, meet: Meet) -> None:
         here = meet()
         for _ in range(20):

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -24,9 +24,9 @@ OnRelease = Callable[[], None]
 
 @dataclass(slots=True, eq=False)
 class _ReadScope:
-    """One active reader, and the number of its nested blocks."""
+    """One reader, and its nested blocks. It is active while it has any."""
 
-    blocks: int = 1
+    blocks: set[object] = field(default_factory=set)
 
 
 class ReadWriteGate:
@@ -59,7 +59,7 @@ class ReadWriteGate:
         self._gpus = gpus
         self._marks = Marks()
         self._condition = threading.Condition(lock)
-        self._readers = 0
+        self._readers: set[_ReadScope] = set()
         self._held_since: float | None = None
         self._inside: ContextVar[_ReadScope | None] = ContextVar("weightsync_stay", default=None)
 
@@ -75,15 +75,17 @@ class ReadWriteGate:
         May be nested in one thread or task: an inner block never waits for a holder that waits for
         the outer block. Blocks may end in any order and in any thread; the last one ends the read.
         """
-        scope = self._inside.get()
-        if scope is None or not self._join(scope):
-            self._enter(timeout_s)
-            scope = _ReadScope()
-            self._inside.set(scope)
+        # Inside `try` from the first line: an interrupt may come at any point.
+        block, scope = object(), self._inside.get()
         try:
+            if scope is None or not self._join(scope, block):
+                scope = _ReadScope()
+                self._enter(scope, block, timeout_s)
+                self._inside.set(scope)
             yield
         finally:
-            self._leave(scope)
+            if scope is not None and block in scope.blocks:
+                self._leave(scope, block)
 
     @property
     def held_s(self) -> float:
@@ -97,14 +99,18 @@ class ReadWriteGate:
         """
         started = time.perf_counter()
         self._stop_steps(timeout_s)
-        with self._condition:
-            # The time that `on_hold` waited for a decode step is generation, not stall.
-            self._held_since = time.perf_counter()
-            left_s = max(timeout_s - (time.perf_counter() - started), 0.0)
-            self._condition.wait_for(lambda: self._readers == 0, left_s)
-            inside = self._readers
-        if not inside and self._kernels_ended(started + timeout_s):
-            return
+        try:
+            with self._condition:
+                # The time that `on_hold` waited for a decode step is generation, not stall.
+                self._held_since = time.perf_counter()
+                left_s = max(timeout_s - (time.perf_counter() - started), 0.0)
+                self._condition.wait_for(lambda: not self._readers, left_s)
+                inside = len(self._readers)
+            if not inside and self._kernels_ended(started + timeout_s):
+                return
+        except BaseException:
+            self.release()
+            raise
         self.release()
         if not inside:
             raise TransferTimeout(
@@ -127,8 +133,7 @@ class ReadWriteGate:
     def release(self) -> float:
         """Let readers enter again; return the seconds for which they were blocked."""
         with self._condition:
-            held_s = self.held_s
-            self._held_since = None
+            since, self._held_since = self._held_since, None
             self._condition.notify_all()
         if self._on_release is not None:
             try:
@@ -136,7 +141,7 @@ class ReadWriteGate:
             except Exception:
                 # The step that held the gate is over, whatever its result.
                 logger.exception("on_release failed; generation may stay paused")
-        return held_s
+        return time.perf_counter() - since if since is not None else 0.0
 
     def _stop_steps(self, timeout_s: float) -> None:
         if self._on_hold is None:
@@ -150,15 +155,15 @@ class ReadWriteGate:
                 f"generation could not be stopped: on_hold raised {type(exc).__name__}: {exc}"
             ) from exc
 
-    def _join(self, scope: _ReadScope) -> bool:
+    def _join(self, scope: _ReadScope, block: object) -> bool:
         """Count one more block of an active scope; False for an ended one that a task inherited."""
         with self._condition:
             if not scope.blocks:
                 return False
-            scope.blocks += 1
+            scope.blocks.add(block)
             return True
 
-    def _enter(self, timeout_s: float) -> None:
+    def _enter(self, scope: _ReadScope, block: object, timeout_s: float) -> None:
         with self._condition:
             if not self._condition.wait_for(lambda: self._held_since is None, timeout_s):
                 self._refuse()  # names the update, where the weights in use have changed
@@ -167,14 +172,16 @@ class ReadWriteGate:
                     state="UPDATING",
                 )
             self._refuse()
-            self._readers += 1
+            scope.blocks.add(block)
+            self._readers.add(scope)
 
-    def _leave(self, scope: _ReadScope) -> None:
+    def _leave(self, scope: _ReadScope, block: object) -> None:
         with self._condition:
             try:
                 self._marks.put(self._gpus())
             finally:
-                scope.blocks -= 1
-                self._readers -= not scope.blocks
+                if scope.blocks <= {block}:
+                    self._readers.discard(scope)
+                scope.blocks.discard(block)
                 if not self._readers:
                     self._condition.notify_all()

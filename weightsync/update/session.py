@@ -122,13 +122,14 @@ class ReceiverSession:
             incoming, terms = self._incoming, self.lifecycle.terms
             if incoming is None or terms is None:
                 return None
-            return OpenUpdate(
+            update = OpenUpdate(  # an interrupt at `return` would leave the lock taken
                 update_id=incoming.update_id,
                 version=self.lifecycle.next_version,
                 since=incoming.since,
                 label=terms.label,
                 partial=terms.partial,
             )
+        return update
 
     @property
     def _sender(self) -> str | None:
@@ -151,11 +152,13 @@ class ReceiverSession:
         """
         self._check_open()
         replaced = self.senders.replaces(info)
-        if replaced is not None and self.lifecycle.state is State.UPDATING:
+        if replaced is not None:
             # Its loader may wait for a sender that is stopped. The new owner recovers a PREPARED
             # update: other receivers may have committed it.
-            self._abort(None, f"{describe(replaced)} was replaced as the owner of this receiver")
+            why = f"{describe(replaced)} was replaced as the owner of this receiver"
+            self._abort(None, why, only=State.UPDATING)
         with self._in_step("init"):
+            self._check_open()  # it may have been closed meanwhile
             self._close_dead_senders()
             manifest = self.senders.open(info)
             try:
@@ -257,12 +260,17 @@ class ReceiverSession:
 
         An update that is being committed is not aborted: the reply has its result.
         """
-        if request.update_id is None and self._incoming is not None:
-            self._id_of(None, "abort_weight_update")
-        return self._abort(request.update_id, request.reason)
-
-    def _abort(self, update_id: str | None, reason: str) -> StepReply:
+        update_id = request.update_id
         with self.lock:
+            if update_id is None and self._incoming is not None:
+                update_id = self._id_of(None, "abort_weight_update")
+        return self._reply() if update_id is None else self._abort(update_id, request.reason)
+
+    def _abort(self, update_id: str | None, reason: str, *, only: State | None = None) -> StepReply:
+        """Abort an update, None: the open one, whichever it is; with `only`, in that state only."""
+        with self.lock:
+            if only is not None and self.lifecycle.state is not only:
+                return self._reply()
             incoming = self._incoming
             holder = incoming.update_id if incoming else ""
             if update_id is not None and update_id not in (holder, self.lifecycle.last_finished):
@@ -284,7 +292,7 @@ class ReceiverSession:
             if ours and self.lifecycle.state is State.ABORTING:
                 self._give_up(incoming)
         if not ours:
-            self._renew_lease()  # the abort is tried again when the lease expires
+            self._renew_lease(incoming.update_id)  # the abort is tried again when it expires
         if incoming.update_id != self.lifecycle.last_finished:
             self.table.forget(incoming.update_id)
         return self._reply()
@@ -364,19 +372,28 @@ class ReceiverSession:
                     "init again with the new manifest"
                 )
         with self.lock:
+            self._check_open()
             self.table.check_not_aborted(update_id)
             fields = {name: getattr(terms, name) for name in StartTerms.__struct_fields__}
-            self.lifecycle.start(Terms(update_id=update_id, **fields))
-            if self._incoming is None:
-                self._claims.started()
-                self._incoming = IncomingUpdate(
-                    update_id,
-                    sender,
-                    terms.partial,
-                    anonymous=anonymous,
-                    manifest_digest=terms.manifest_digest,
-                )
-        self._renew_lease()
+            opens = self._incoming is None
+            incoming = IncomingUpdate(
+                update_id,
+                sender,
+                terms.partial,
+                anonymous=anonymous,
+                manifest_digest=terms.manifest_digest,
+            )
+            try:
+                self.lifecycle.start(Terms(update_id=update_id, **fields))
+                if opens:
+                    self._claims.started()
+                    self._incoming = incoming
+            except BaseException:
+                if opens and self.lifecycle.begin_abort(update_id):  # interrupted after the start
+                    self.lifecycle.end_abort()
+                    self._incoming = None
+                raise
+        self._renew_lease(update_id)
 
     def _load(self, update_id: str, info: UpdateInfo) -> None:
         with self._update_step("load", update_id), self._expected("load", update_id) as incoming:
@@ -390,7 +407,7 @@ class ReceiverSession:
         with self.lock:
             again = lifecycle.state is State.PREPARED and lifecycle.update_id == update_id
         if again:
-            self._renew_lease()
+            self._renew_lease(update_id)
             return self._reply()
         with (
             self._update_step("prepare", update_id),
@@ -406,20 +423,24 @@ class ReceiverSession:
     def _finish(self, update_id: str, request: FinishRequest) -> StepReply:
         with self._update_step("finish", update_id):
             last = self.table.last_reply
-            if update_id == self.lifecycle.last_finished and last is not None:
-                return last
-            with self._expected("finish", update_id, State.PREPARED) as incoming:
-                incoming.check_digest(request.table_digest)
-                state = self._commit(incoming, request)
+            if update_id == self.lifecycle.last_finished:
+                committed = last is not None and last.update_id == update_id
+                return last if last is not None and committed else self._reply()
+            incoming = None
             try:
+                with self._expected("finish", update_id, State.PREPARED) as incoming:
+                    incoming.check_digest(request.table_digest)
+                    state = self._commit(incoming, request)
                 version, apply = self.lifecycle.version, self.load_targets.apply
                 reply = incoming.reply(state, version, apply, self.gate.held_s)
                 duration_s = time.perf_counter() - incoming.started
                 self.table.committed(reply, self.lifecycle.label, duration_s)
                 return reply
             finally:
-                self.gate.release()
-                self.senders.finish_update()
+                if incoming is not None:  # else another update may hold the gate
+                    if self.gate.held:
+                        self.gate.release()
+                    self.senders.finish_update()
 
     def _commit(self, incoming: IncomingUpdate, request: FinishRequest) -> State:
         """Swap in the new weights while no reader is active, and return the state afterwards.
@@ -457,8 +478,10 @@ class ReceiverSession:
         with self.lock:
             if self._incoming is not incoming:
                 return
+            if not self.lifecycle.begin_abort(incoming.update_id):
+                self._incoming = None  # committed: the interrupt came after that
+                return
             self.table.aborted(incoming.update_id)  # repeated messages must not start it again
-            self.lifecycle.begin_abort(incoming.update_id)
         try:
             for load_target in incoming.load_targets:
                 load_target.discard()
@@ -528,11 +551,13 @@ class ReceiverSession:
         known = self.load_targets.find(layout)
         if known is not None or self.gate.held:  # held by an update in place, which releases it
             return known or self.load_targets.get(layout, whole=whole)
-        self.gate.hold(self._lease_s)
         try:
-            return self.load_targets.get(layout, whole=whole)
+            self.gate.hold(self._lease_s)
+            opened = self.load_targets.get(layout, whole=whole)
         finally:
-            self.gate.release()
+            if self.gate.held:
+                self.gate.release()
+        return opened
 
     # One step at a time
 
@@ -542,11 +567,11 @@ class ReceiverSession:
 
         It is none where another step does not end within `wait_s` seconds.
         """
-        with self.lock:
-            ours = self._step_ended.wait_for(lambda: self._step is None, wait_s)
-            if ours:
-                self._step, self.senders.at_work = update_id, True
+        ours = False
         try:
+            with self.lock:
+                if self._step_ended.wait_for(lambda: self._step is None, wait_s):
+                    ours, self._step, self.senders.at_work = True, update_id, True
             yield ours
         finally:
             if ours:
@@ -568,12 +593,14 @@ class ReceiverSession:
     @contextmanager
     def _update_step(self, step: str, update_id: str) -> Iterator[None]:
         """Run a step of an update; its lease does not run meanwhile."""
-        self._timer.renew(None)
+        with self.lock:
+            if self._is_open(update_id):
+                self._timer.renew(None)
         try:
             with self._in_step(step, update_id):
                 yield
         finally:
-            self._renew_lease()
+            self._renew_lease(update_id)
 
     @contextmanager
     def _expected(
@@ -596,10 +623,16 @@ class ReceiverSession:
 
     # The lease
 
-    def _renew_lease(self) -> None:
-        """Record a message of the open update, and start its lease again."""
+    def _is_open(self, update_id: str) -> bool:
+        incoming = self._incoming
+        return incoming is not None and incoming.update_id == update_id
+
+    def _renew_lease(self, update_id: str) -> None:
+        """Record a message of an update, and start its lease again, if it is the open one."""
         beat = self.senders.beat(self._sender)
         with self.lock:
+            if not self._is_open(update_id):
+                return
             self._beat = beat
             self._last_message_at = self._last_sign_at = time.monotonic()
             self._start_timer()
