@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 
 import pytest
 import torch
@@ -669,7 +669,7 @@ class TestClosed:
         session = receiver._session
         wait_for_step = session._in_step
 
-        def closes_first(*args: Any) -> Any:
+        def closes_first(*args: str) -> AbstractContextManager[None]:
             monkeypatch.undo()
             receiver.close()
             return wait_for_step(*args)

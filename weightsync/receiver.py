@@ -201,7 +201,7 @@ class WeightReceiver:
         with session.lock:
             lifecycle = session.lifecycle
             prepared = lifecycle.state is State.PREPARED
-            status = Status(  # an interrupt at `return` would leave the lock taken
+            status = Status(
                 instance=self.instance,
                 protocol=PROTOCOL,
                 state=lifecycle.state.value,
@@ -226,7 +226,7 @@ class WeightReceiver:
                 backends=backends,
                 unusable_backends=unusable_backends,
             )
-        return status
+        return status  # noqa: RET504  # an interrupt at a `return` inside would leave the lock taken
 
     def report(self) -> WorkerReport:
         """Return status, counters and recent updates, for status pages and metrics; never waits."""

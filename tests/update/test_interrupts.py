@@ -119,7 +119,8 @@ def test_the_next_update_succeeds(function: str, apply: ApplyChoice) -> None:
             again = pool.submit(update, sender, receiver, 9, f"next{at}")
             again.result(WAIT_S)
             version = pool.submit(read, receiver).result(WAIT_S)
-        assert version == receiver.version and values(served) == {9}, where
+        assert version == receiver.version, where
+        assert values(served) == {9}, where
         receiver.close()
     assert at > 1
     sender.engine.close()

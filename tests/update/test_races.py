@@ -26,6 +26,7 @@ from tests.offers import offered, registered
 from weightsync.backends.ipc.sender import IpcOptions, IpcTrainerEngine
 from weightsync.shm.segment import live_segments
 from weightsync.specs import Manifest, ManifestDifference
+from weightsync.update import session
 from weightsync.update.lifecycle import ApplyChoice
 from weightsync.weights.module_sink import ModuleSink
 from weightsync.weights.source import ModuleSource
@@ -437,9 +438,9 @@ class TestTwoSenders:
         self, meet: Meet, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         here = meet()
-        session = here.receiver._session
+        held = here.receiver._session
         opened = here.say(StartRequest())
-        abort = session._abort
+        abort = held._abort
 
         def another_starts(*args: Any) -> StepReply:
             monkeypatch.undo()
@@ -447,7 +448,7 @@ class TestTwoSenders:
             here.say(StartRequest(update_id="another"))
             return abort(*args)
 
-        monkeypatch.setattr(session, "_abort", another_starts)
+        monkeypatch.setattr(held, "_abort", another_starts)
         with pytest.raises(ws.UpdateConflictError):
             here.say(AbortRequest())
         assert here.receiver.status().update_id == "another"
@@ -661,3 +662,16 @@ def test_a_forked_child_does_not_wait_for_threads_it_does_not_have() -> None:
         [sys.executable, "-c", _FORKS], timeout=240, capture_output=True, text=True, check=False
     )
     assert run.returncode == 0, run.stderr
+
+
+def test_a_receiver_that_is_made_during_a_fork_waits_for_it() -> None:
+    """The fork looks at all receivers, and a set must not grow meanwhile."""
+    with ThreadPoolExecutor(1) as pool:
+        session._before_fork()
+        try:
+            making = pool.submit(ws.WeightReceiver, make(0))
+            with pytest.raises(TimeoutError):
+                making.result(SHORT_S)
+        finally:
+            session._after_fork()
+        making.result(WAIT_S).close()

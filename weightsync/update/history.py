@@ -182,8 +182,8 @@ class UpdateTable:
     def recent(self) -> list[UpdateRecord]:
         """The last KEPT_UPDATES committed updates, the oldest first."""
         with self._changed:
-            recent = list(self._recent)  # an interrupt at `return` would leave the lock taken
-        return recent
+            recent = list(self._recent)
+        return recent  # noqa: RET504  # an interrupt at a `return` inside would leave the lock taken
 
     def _update(self, update_id: str) -> _Update:
         update = self._updates.get(update_id)

@@ -102,7 +102,8 @@ class ReceiverSession:
         self._timer = ProgressTimer(self._check_progress, self.lock)
         self._beat: int | None = None
         self._last_message_at = self._last_sign_at = 0.0
-        _sessions.add(self)
+        with _fork:
+            _sessions.add(self)
 
     @property
     def busy(self) -> bool:
@@ -122,14 +123,14 @@ class ReceiverSession:
             incoming, terms = self._incoming, self.lifecycle.terms
             if incoming is None or terms is None:
                 return None
-            update = OpenUpdate(  # an interrupt at `return` would leave the lock taken
+            update = OpenUpdate(
                 update_id=incoming.update_id,
                 version=self.lifecycle.next_version,
                 since=incoming.since,
                 label=terms.label,
                 partial=terms.partial,
             )
-        return update
+        return update  # noqa: RET504  # an interrupt at a `return` inside would leave the lock taken
 
     @property
     def _sender(self) -> str | None:
@@ -548,8 +549,8 @@ class ReceiverSession:
 
     def _load_target(self, layout: StreamLayout, *, whole: bool) -> LoadTarget:
         """Return the load target of a layout. Opens it with readers blocked: the model may move."""
-        known = self.load_targets.find(layout)
-        if known is not None or self.gate.held:  # held by an update in place, which releases it
+        known, held = self.load_targets.find(layout), self.gate.held
+        if known is not None or held:  # held by an update in place, which releases it
             return known or self.load_targets.get(layout, whole=whole)
         try:
             self.gate.hold(self._lease_s)
@@ -772,7 +773,8 @@ def _run_timer(ref: Callable[[], ProgressTimer | None], changed: threading.Condi
 
 
 _sessions: weakref.WeakSet[ReceiverSession] = weakref.WeakSet()
-_fork = threading.Lock()
+_fork = threading.RLock()
+"""Taken by a fork, and to add a session: a fork looks at all of them."""
 _locks: list[threading.RLock] = []
 
 
