@@ -113,3 +113,27 @@ def test_one_that_could_not_be_made_anew_leaves_no_update_for_ever() -> None:
     finally:
         lost.close()
         far.receiver.close()
+
+
+@pytest.mark.usefixtures("shm_clean")
+def test_workers_of_a_restarted_server_are_connected_beside_a_member_that_is_lost() -> None:
+    """They form a group of their own, and receive the version that the others hold."""
+    trained = nn.Linear(4, 4)
+    here, lost = Far("host-here"), Far("host-lost")
+    sender = ws.connect(trained, to=[here, lost], backend="gloo", timeout_s=TIMEOUT_S)
+    try:
+        sender.send_weights()
+        coordinator = sender._coordinator
+        assert coordinator is not None
+        stale = coordinator.fleet.members[0]
+        here.receiver.close(for_good=False)
+        lost.cut = True
+        assert coordinator.membership.connect_workers(stale) == [stale]
+        assert list(here.receiver.status().senders) == [stale.sender]
+        lost.cut = False
+        assert sender.send_weights().version == 2
+    finally:
+        lost.cut = False
+        sender.close()
+        here.receiver.close()
+        lost.receiver.close()

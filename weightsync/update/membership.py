@@ -128,7 +128,8 @@ class Membership:
         """
         transport = stale.transport if stale.server is None else stale.server.transport
         try:
-            self._extend(self._handshake(self._members_of(transport), drops=True))
+            answers = self._handshake(self._members_of(transport), drops=True)
+            self._extend(answers, together=False)  # other members may be lost
         except WeightSyncError as exc:
             present = self._members_of(transport)
             if not self._fleet.may_drop(present):
@@ -270,13 +271,14 @@ class Membership:
             recovered = True
         return abort_others(fleet, known) or recovered
 
-    def _extend(self, answers: Sequence[MemberReply]) -> None:
+    def _extend(self, answers: Sequence[MemberReply], *, together: bool = True) -> None:
         """Connect members of the fleet, each by a path that works for it now.
 
-        Where that needs other engines, the whole fleet is connected anew.
+        Where that needs other engines, the whole fleet is connected anew. `together`: where a
+        member of a collective backend is connected again, all members of the backend are.
         """
         members = [answer.member for answer in answers]
-        collective = [member for member in members if self._paths.is_collective(member)]
+        collective = [m for m in members if together and self._paths.is_collective(m)]
         others = [member for member in members if member not in collective]
         if not all(self._paths.extend(member) for member in others):
             self.disconnect()
