@@ -175,7 +175,7 @@ class WeightSender:
         self._coordinator = coordinator
         self._make_transport = make_transport
         self._closed = False
-        self._in_call = threading.Lock()
+        self._open_call: dict[str, object] = {}
         self._pid = os.getpid()
         self._finalizer = weakref.finalize(self, _free_dropped, group, coordinator, self._pid)
         self._finalizer.atexit = False  # at exit the kernel frees everything
@@ -412,13 +412,16 @@ class WeightSender:
         At the end of the block, rank 0 sends the other ranks its report or its error. Raises
         ConfigError when another call is open, because a ring has one writer.
         """
-        if not self._in_call.acquire(blocking=False):
-            raise ConfigError(
-                "this sender is in use already, in another thread or in an update() block around "
-                "this call; use it from one thread, one update after another"
-            )
         group, coordinator = self._group, self._coordinator
+        ours: object | None = object()
         try:
+            # Not a lock: after an interrupt right here it would be unknown who has taken it.
+            if self._open_call.setdefault("call", ours) is not ours:
+                ours = None
+                raise ConfigError(
+                    "this sender is in use already, in another thread or in an update() block "
+                    "around this call; use it from one thread, one update after another"
+                )
             if self._closed:
                 raise ConfigError("this sender is closed; connect again")
             group.check_same_call(call)
@@ -440,7 +443,8 @@ class WeightSender:
                 raise
             group.finish(coordinator.fleet.version, report=coordinator.last_report)
         finally:
-            self._in_call.release()
+            if ours is not None and self._open_call["call"] is ours:
+                del self._open_call["call"]
 
     def _free(self) -> None:
         self._closed = True

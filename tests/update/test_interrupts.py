@@ -1,4 +1,4 @@
-"""An interrupt (Ctrl-C) at any point of a step leaves nothing locked, held or in flight.
+"""An interrupt (Ctrl-C) at any point of a step or a send leaves nothing locked, held or in flight.
 
 CPython looks for signals after a call and at a jump back. Each test raises KeyboardInterrupt at all
 such points of one function, one after the other, and makes a whole update after each.
@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 import weightsync as ws
-from tests.update.test_races import Sender, make, values
+from tests.update.test_races import Sender, fill, make, values
 from weightsync.update.lifecycle import ApplyChoice
 from weightsync.weights.module_sink import ModuleSink
 from weightsync.wire.messages import AbortRequest, FinishRequest
@@ -37,7 +37,7 @@ class Interrupt:
 
     def __call__(self, frame: FrameType, _: str, __: Any) -> Any:
         code = frame.f_code
-        if code.co_name != self._function or "weightsync/update" not in code.co_filename:
+        if code.co_name != self._function or "/weightsync/" not in code.co_filename:
             return None
         if code not in self._names:
             self._names[code] = {i.offset: i.opname for i in dis.get_instructions(code)}
@@ -124,3 +124,30 @@ def test_the_next_update_succeeds(function: str, apply: ApplyChoice) -> None:
         receiver.close()
     assert at > 1
     sender.engine.close()
+
+
+@pytest.mark.parametrize("function", ["_call", "_send_weights", "_transfer", "send_whole"])
+def test_the_next_send_succeeds(function: str) -> None:
+    trained, served = make(0), make(0)
+    receiver = ws.WeightReceiver(ModuleSink(served), lease_s=WAIT_S)
+    with ws.connect(trained, to=receiver.handle, timeout_s=WAIT_S) as sender:
+        sender.send_weights()
+        interrupt = Interrupt(function, at=0)
+        at = 0
+        while at == 0 or interrupt.raised:
+            at += 1
+            interrupt = Interrupt(function, at)
+            fill(trained, -at)
+            traced = sys.gettrace()
+            sys.settrace(interrupt)
+            try:
+                sender.send_weights()
+            except KeyboardInterrupt:
+                pass
+            finally:
+                sys.settrace(traced)
+            fill(trained, at)
+            sender.send_weights()
+            assert values(served) == {at}, f"interrupted at point {at} of {function}"
+    receiver.close()
+    assert at > 1
