@@ -7,6 +7,7 @@ Also tested: a retry of a load in flight, an abort that overtakes its start, and
 
 from __future__ import annotations
 
+import itertools
 import secrets
 import subprocess
 import sys
@@ -279,6 +280,25 @@ class TestWhileAStepRuns:
         here.sink.go_on.set()
         assert running.exception(WAIT_S)
         until(lambda: here.state == ("READY", 0))
+        here.the_next_update_succeeds()
+
+    def test_an_abort_that_an_init_outlasts_ends_with_it(
+        self, meet: Meet, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Whether the sender lives or not: it has aborted the update."""
+        here = meet(lease_s=1.0)
+        beats = itertools.count()
+        monkeypatch.setattr(here.receiver._session.senders, "beat", lambda _: next(beats))
+        here.say(here.sender.update(1, "u", prepare=False))
+        here.sink.arm("difference")
+        running = here.pool.submit(here.sender.init, here.receiver)
+        assert here.sink.stopped.wait(WAIT_S)
+        assert here.say(AbortRequest(update_id="u")).state == "ABORTING"
+        here.sink.go_on.set()
+        running.result(WAIT_S)
+        over = time.monotonic()
+        until(lambda: here.state == ("READY", 0))
+        assert time.monotonic() - over < 3.0
         here.the_next_update_succeeds()
 
     def test_an_abort_comes_too_late_for_a_commit(self, meet: Meet) -> None:

@@ -670,7 +670,9 @@ class ReceiverSession:
             if incoming is None or self._step == incoming.update_id:
                 return  # the end of the step starts the timer again
         why = ""
-        if self._may_expire(incoming) and not self._is_active(incoming):
+        if self.lifecycle.state is State.ABORTING:
+            why = self._abort_reason  # the call that aborted it did not get its turn
+        elif self._may_expire(incoming) and not self._is_active(incoming):
             why = f"its sender gave no sign of life for {self._lease_s:g} s"
         elif self.gate.held and self.orphaned:
             why = "its sender died"
