@@ -482,8 +482,13 @@ class _Held:
         self.shm = {path.name for path in Path("/dev/shm").iterdir()}
         self.fds = sum(1 for _ in Path("/proc/self/fd").iterdir())
         self.threads = sum(1 for _ in Path("/proc/self/task").iterdir())
-        pages = int(Path("/proc/self/statm").read_text(encoding="utf-8").split()[1])
-        self.rss_nbytes = pages * os.sysconf("SC_PAGE_SIZE")
+        status = Path("/proc/self/status").read_text(encoding="utf-8")
+        # Without the pages of libraries, which the kernel may drop and load again at any time.
+        self.rss_nbytes = sum(
+            int(line.split()[1]) << 10
+            for line in status.splitlines()
+            if line.startswith(("RssAnon:", "RssShmem:"))
+        )
 
     @classmethod
     def now(cls) -> _Held:
