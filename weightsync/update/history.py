@@ -54,7 +54,7 @@ class _Call:
 
 @dataclass(slots=True)
 class _Update:
-    """What is kept of one update: its calls by step, and the time at which it was aborted."""
+    """The record of one update: its calls by step, and the time of its abort."""
 
     calls: OrderedDict[Hashable, _Call] = field(default_factory=OrderedDict)
     aborted_at: float | None = None

@@ -37,7 +37,7 @@ _KEPT_CLAIMS = 256
 
 @dataclass(frozen=True, slots=True)
 class _Connection:
-    """What a sender's init opened."""
+    """The engine of a connected sender, with the data of its init message."""
 
     engine: WeightTransferEngine
     heartbeat: Heartbeat
