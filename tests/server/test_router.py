@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import requests
+from fastapi import APIRouter, Depends, FastAPI, HTTPException
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from msgspec import structs
@@ -15,6 +16,7 @@ from tests.transports.contract import UPDATE
 from tests.transports.scripted import STATUS, ScriptedReceiver
 from weightsync.errors import UpdateConflictError
 from weightsync.receiver import WeightReceiver
+from weightsync.server.router import weight_router
 from weightsync.wire import codec
 from weightsync.wire.messages import CALLS, StatusRequest, StepReply
 
@@ -295,3 +297,24 @@ def test_a_real_receiver_stands_behind_the_routes() -> None:
         assert "weightsync_version 0.0" in requests.get(f"{url}/metrics", timeout=10).text
     receiver.close()
     assert loaded == []
+
+
+@pytest.mark.parametrize("place", ["app", "include_router", "router around it"])
+def test_dependencies_of_an_app_are_resolved_before_a_control_message(place: str) -> None:
+    def refuse() -> None:
+        raise HTTPException(418)
+
+    receiver = ScriptedReceiver()
+    refusal = Depends(refuse)
+    app = FastAPI(dependencies=[refusal] if place == "app" else [])
+    router = weight_router(receiver, token=None)
+    if place == "router around it":
+        outer = APIRouter(dependencies=[refusal])
+        outer.include_router(router)
+        router = outer
+    app.include_router(router, dependencies=[refusal] if place == "include_router" else [])
+    with serving(app) as url:
+        answers = [requests.post(f"{url}/{call}", json={}, timeout=10) for call in POSTS]
+        answers.append(requests.get(f"{url}/weight_info", timeout=10))
+    assert [answer.status_code for answer in answers] == [418] * len(answers)
+    assert receiver.seen == []
