@@ -32,7 +32,7 @@ from benchmarks.gpu_device import Device, FreshBuffer, launches, watch_launches
 from benchmarks.gpu_peer import Peer, fill, module_on, receiving_process, sums
 from benchmarks.gpu_table import bars_of, table
 from benchmarks.shapes import Tensor
-from weightsync.backends.ipc.sender import CUDA_BUCKET_NBYTES, CUDA_BUCKETS, CUDA_RUN_NBYTES
+from weightsync.backends.ipc.sender import CUDA_BUCKET_NBYTES, CUDA_BUCKETS, CUDA_UNIT_NBYTES
 from weightsync.cuda.events import FENCE_VARIABLE, Fence, WriterFence
 from weightsync.tensors import as_bytes
 from weightsync.weights.copy_plan import CompiledUnit, Memory, UnitCompiler
@@ -112,12 +112,12 @@ def kernels_of(module: nn.Module, device: Device, repeats: int) -> tuple[dict[st
     """Time single passes over all tensors; return also whether the fused kernel made them."""
     flats = [as_bytes(p.detach()) for p in module.parameters()]
     twins = [torch.empty_like(flat) for flat in flats]
-    plan = StreamLayout(ModuleSource(module).manifest, run_nbytes=CUDA_RUN_NBYTES)
+    plan = StreamLayout(ModuleSource(module).manifest, unit_nbytes=CUDA_UNIT_NBYTES)
     compiler = UnitCompiler(plan, Memory(twins), Memory(flats))
-    runs: list[CompiledUnit] = [compiler.compile(run) for run in plan.runs]
+    units: list[CompiledUnit] = [compiler.compile(unit) for unit in plan.units]
     own = UnitCompiler(plan, Memory(flats), Memory(flats))
-    readers = hashers([own.compile(run) for run in plan.runs])
-    bare, proved = (fuse(runs, verify=verify) for verify in (False, True))
+    readers = hashers([own.compile(unit) for unit in plan.units])
+    bare, proved = (fuse(units, verify=verify) for verify in (False, True))
 
     def copy(programs: Sequence[CompiledUnit], *, verify: bool) -> None:
         for program in programs:
@@ -220,7 +220,7 @@ def _chunks(module: nn.Module) -> int:
     plan = StreamLayout(
         ModuleSource(module).manifest,
         bucket_nbytes=CUDA_BUCKET_NBYTES,
-        run_nbytes=CUDA_RUN_NBYTES,
+        unit_nbytes=CUDA_UNIT_NBYTES,
     )
     return len(plan.chunks)
 

@@ -472,7 +472,7 @@ class _TransferTrace:
         for chunk, stop_s in self.times("published").items():
             if chunk not in starts:
                 continue
-            lane = f"bucket {chunk % self._progress.slots}"
+            lane = f"bucket {chunk % self._progress.num_buckets}"
             nbytes = self._chunks[chunk].stop - self._chunks[chunk].start
             args = {"chunk": chunk, "nbytes": nbytes}
             yield lane, Span(f"pack chunk {chunk}", starts[chunk], stop_s, args)
@@ -504,7 +504,7 @@ class _TransferTrace:
         """Return when a reader released a chunk: the first sample, or the reuse of its bucket."""
         stop = self._chunks[chunk].stop
         found = [at_s for at_s, taken in samples if taken >= stop][:1]
-        reused = self.times("acquired").get(chunk + self._progress.slots)
+        reused = self.times("acquired").get(chunk + self._progress.num_buckets)
         return min([*found, *([] if reused is None else [reused])], default=None)
 
 

@@ -139,7 +139,7 @@ def open_late(path: Path) -> None:
 
 
 def ignore_events(
-    offer: ReadyEvents | None, memory: KeyedHandle, keys: list[str], *, slots: int
+    offer: ReadyEvents | None, memory: KeyedHandle, keys: list[str], *, num_buckets: int
 ) -> OpenFence | None:
     """Open events as a receiver does that ignores the field."""
     return None

@@ -47,8 +47,8 @@ def kernel(monkeypatch: pytest.MonkeyPatch) -> CountingKernel:
     """Treat the host's memory as a GPU's."""
     kernel = CountingKernel()
 
-    def kernel_of(runs: Sequence[DeviceCopyUnit], *, among: int) -> CountingKernel | None:
-        return kernel if runs and len(runs) == among else None
+    def kernel_of(units: Sequence[DeviceCopyUnit], *, among: int) -> CountingKernel | None:
+        return kernel if units and len(units) == among else None
 
     plain = Packer.__init__
 

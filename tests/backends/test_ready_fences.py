@@ -84,10 +84,10 @@ class Trainer:
 
     def _late(self, index: int) -> Sequence[torch.Tensor]:
         if self._engine.packed:
-            slots = self._engine._ring.tensors
-            slot = index % len(slots)  # of this connection: the driver counts on
+            buckets = self._engine._ring.tensors
+            bucket = index % len(buckets)  # of this connection: the driver counts on
             self.log.append(f"recorded at {self._engine._control.published}")
-            return [slots[slot]]
+            return [buckets[bucket]]
         self.log.append("recorded")
         assert self._engine._memory is not None
         return self._engine._memory.tensors
@@ -313,7 +313,7 @@ MEMORY: KeyedHandle = {GPU: SegmentHandle(name="x", nbytes=1)}
     ("offer", "said"),
     [
         (
-            ReadyEvents(device=GPU, slots=[bytes(64), bytes(63)]),
+            ReadyEvents(device=GPU, buckets=[bytes(64), bytes(63)]),
             "an event handle has 64 bytes, this has 63",
         ),
         (
@@ -321,10 +321,10 @@ MEMORY: KeyedHandle = {GPU: SegmentHandle(name="x", nbytes=1)}
             "an event handle has 64 bytes, this has 65",
         ),
         (
-            ReadyEvents(device=OTHER, slots=[bytes(64)] * 2),
+            ReadyEvents(device=OTHER, buckets=[bytes(64)] * 2),
             "the ready events are of GPU GPU-two, the memory that they are for is on GPU-one",
         ),
-        (ReadyEvents(device=GPU, slots=[bytes(64)]), "1 ready events were offered for 2 slots"),
+        (ReadyEvents(device=GPU, buckets=[bytes(64)]), "1 ready events were offered for 2 buckets"),
     ],
 )
 def test_events_that_cannot_be_right_are_refused(
@@ -332,7 +332,7 @@ def test_events_that_cannot_be_right_are_refused(
 ) -> None:
     driver = LateEvents(tmp_path / "events", refuses=["open"])
     with pytest.raises(HandleError) as caught:
-        open_fence(offer, MEMORY, [GPU, OTHER], slots=2, driver=driver)
+        open_fence(offer, MEMORY, [GPU, OTHER], num_buckets=2, driver=driver)
     assert said in str(caught.value)
 
 
@@ -340,7 +340,7 @@ def test_an_init_with_a_wrong_event_leaves_nothing_open() -> None:
     model = EveryDtype("cpu")
     receiver = ws.WeightReceiver(EveryDtype("cpu"))
     engine = IpcTrainerEngine(ModuleSource(model), IpcOptions(packed=True))
-    wrong = ReadyEvents(device=host_key(), slots=[b"short"] * 4)
+    wrong = ReadyEvents(device=host_key(), buckets=[b"short"] * 4)
     info = offered(engine)
     assert info.payload.ready is None
     offer = replace(info, payload=replace(info.payload, ready=wrong))
@@ -386,8 +386,8 @@ def log(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         def wait_on_stream(self) -> None:
             said.append("hold")
 
-    def kernel_of(runs: Sequence[DeviceCopyUnit], *, among: int) -> HostKernel | None:
-        return HostKernel() if runs and len(runs) == among else None
+    def kernel_of(units: Sequence[DeviceCopyUnit], *, among: int) -> HostKernel | None:
+        return HostKernel() if units and len(units) == among else None
 
     monkeypatch.setattr(torch.cuda, "current_stream", lambda _: Stream())
     monkeypatch.setattr(fused, "_stream_of", lambda _: Lane())
@@ -486,7 +486,7 @@ class Asked:
 
 
 def fence_of(event: Asked) -> OpenFence:
-    events = ReadyEvents(device=GPU, slots=[bytes(64)], registered=bytes(64))
+    events = ReadyEvents(device=GPU, buckets=[bytes(64)], registered=bytes(64))
     return OpenFence(events, event)  # type: ignore[arg-type]  # readers open
 
 
@@ -566,7 +566,7 @@ def test_events_of_an_init_that_fails_are_let_go_of(trainer: Trainer, left: list
     receiver = ws.WeightReceiver(EveryDtype("cpu"))
     info = offered(engine)
     tight = aligned(-(-engine.manifest.nbytes // info.payload.entries))
-    wrong = replace(info.payload, run_nbytes=tight)
+    wrong = replace(info.payload, unit_nbytes=tight)
     with pytest.raises(HandleError, match="are needed"):
         receiver.dispatch(InitRequest(init_info=replace(info, payload=wrong)))
     receiver.close()

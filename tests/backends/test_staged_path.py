@@ -19,7 +19,7 @@ from tests.weights.late_lane import LateLane
 from weightsync.backends.ipc.memory import Buckets
 from weightsync.backends.ipc.sender import IpcTrainerEngine
 from weightsync.cuda import pinning
-from weightsync.cuda.staging import StagedSlots
+from weightsync.cuda.staging import StagedBuckets
 from weightsync.weights.source import ModuleSource
 
 pytestmark = pytest.mark.usefixtures("shm_clean")
@@ -35,7 +35,7 @@ class Edge:
         self.refuses = refuses
         self.pinned = 0
 
-    def stage(self, ring: Buckets, device: torch.device) -> StagedSlots | None:
+    def stage(self, ring: Buckets, device: torch.device) -> StagedBuckets | None:
         return ring.stage(device, self.lane, self)
 
     def register(self, address: int, nbytes: int, flags: int) -> int:
@@ -73,12 +73,12 @@ def edge(monkeypatch: pytest.MonkeyPatch) -> Edge:
 
 
 @pytest.mark.parametrize("flowing", [False, True], ids=["stable", "flowing"])
-@pytest.mark.parametrize("slots", [1, 2, 4])
-def test_updates_arrive_bit_for_bit(edge: Edge, slots: int, flowing: bool) -> None:
+@pytest.mark.parametrize("num_buckets", [1, 2, 4])
+def test_updates_arrive_bit_for_bit(edge: Edge, num_buckets: int, flowing: bool) -> None:
     model = EveryDtype("cpu")
 
     source = Flowing(model) if flowing else model
-    connect = partial(ws.connect, source, bucket_nbytes=BUCKET_NBYTES, num_buckets=slots)
+    connect = partial(ws.connect, source, bucket_nbytes=BUCKET_NBYTES, num_buckets=num_buckets)
     with receiver_process("cpu") as receiver:
         with connect(to=receiver, packed=True) as sender:
             assert edge.pinned == 1
@@ -89,8 +89,8 @@ def test_updates_arrive_bit_for_bit(edge: Edge, slots: int, flowing: bool) -> No
                 assert report.verified == "held"
                 assert receiver.digests() == digests(model)
                 assert edge.lane.waiting == 0
-            twins = min(slots, 2) * BUCKET_NBYTES
-            assert report.peak_extra_nbytes >= slots * BUCKET_NBYTES + twins
+            twins = min(num_buckets, 2) * BUCKET_NBYTES
+            assert report.peak_extra_nbytes >= num_buckets * BUCKET_NBYTES + twins
         assert edge.pinned == 0
     assert edge.lane.copies > 0
 

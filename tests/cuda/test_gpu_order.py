@@ -79,7 +79,7 @@ class TestCopies:
     def test_handles_of_weights_on_another_gpu_than_the_threads(
         self, driver: Driver, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        plan: Any = SimpleNamespace(runs=[])
+        plan: Any = SimpleNamespace(units=[])
         target: Any = SimpleNamespace(tensors=[on(SECOND)], on_host=lambda: False)
         source: Any = SimpleNamespace(tensors=[on(SECOND)], on_host=lambda: False)
         monkeypatch.setattr(base, "compiler_for", lambda *_: None)
@@ -88,8 +88,8 @@ class TestCopies:
 
     def test_a_chunk_waits_for_its_own_streams(self, driver: Driver) -> None:
         driver.use(FIRST, 7)
-        run = DeviceCopyUnit(targets=(on(FIRST), on(SECOND)), sources=(on(FIRST),), gaps=())
-        program: Any = SimpleNamespace(runs=[run])
+        unit = DeviceCopyUnit(targets=(on(FIRST), on(SECOND)), sources=(on(FIRST),), gaps=())
+        program: Any = SimpleNamespace(units=[unit])
         transfer._settle([program])
         assert sorted(driver.log) == [
             "waited for cuda:0, stream 7",

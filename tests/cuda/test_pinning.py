@@ -14,7 +14,7 @@ from weightsync.backends.ipc.memory import Buckets, stage_on_gpu
 from weightsync.cuda import pinning
 from weightsync.cuda.memory import OpenMemory
 from weightsync.cuda.pinning import CudaDriver, Pinned
-from weightsync.cuda.staging import StagedSlots
+from weightsync.cuda.staging import StagedBuckets
 from weightsync.wire.offers import SegmentHandle
 
 CPU = torch.device("cpu")
@@ -57,7 +57,7 @@ def _not_warned_yet() -> Iterator[None]:
     pinning._warn.cache_clear()
 
 
-def staged_ring(driver: Driver, lane: LateLane) -> tuple[Buckets, StagedSlots]:
+def staged_ring(driver: Driver, lane: LateLane) -> tuple[Buckets, StagedBuckets]:
     ring = Buckets(4, NBYTES, CPU)
     stage = ring.stage(CPU, lane, driver)
     assert stage is not None
@@ -70,9 +70,9 @@ def test_a_ring_is_pinned_whole_and_given_back_before_it_is_unmapped() -> None:
     assert driver.held == {ring.tensors[0].data_ptr(): (4 * NBYTES, PORTABLE)}
     assert stage.nbytes == 2 * NBYTES
     stage.device_buffer(1).fill_(7)
-    stage.copy_to_slot(1, NBYTES)
-    slot = ring.tensors[1].clone()
-    assert int(slot.sum()) == 0
+    stage.copy_to_bucket(1, NBYTES)
+    bucket = ring.tensors[1].clone()
+    assert int(bucket.sum()) == 0
     ring.close()
     assert lane.waiting == 0, "a copy into memory that is gone"
     assert driver.held == {}

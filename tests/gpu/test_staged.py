@@ -13,7 +13,7 @@ from weightsync.cuda.staging import CopyWork, CpuGpuBuffer
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("shm_clean")]
 
 NBYTES = 4 << 20
-SLOTS = 4
+BUCKETS = 4
 
 
 def gpu() -> torch.device:
@@ -21,37 +21,37 @@ def gpu() -> torch.device:
 
 
 def test_a_ring_is_pinned_while_it_is_staged() -> None:
-    ring = Buckets(SLOTS, NBYTES, torch.device("cpu"))
+    ring = Buckets(BUCKETS, NBYTES, torch.device("cpu"))
     assert stage_on_gpu(ring, gpu()) is not None
-    slots = list(ring.tensors)
-    assert all(slot.is_pinned() for slot in slots)
+    buckets = list(ring.tensors)
+    assert all(bucket.is_pinned() for bucket in buckets)
     ring.close()
-    assert not any(slot.is_pinned() for slot in slots)
+    assert not any(bucket.is_pinned() for bucket in buckets)
 
 
 def test_chunks_cross_while_kernels_go_on() -> None:
-    ring = Buckets(SLOTS, NBYTES, torch.device("cpu"))
+    ring = Buckets(BUCKETS, NBYTES, torch.device("cpu"))
     stage = stage_on_gpu(ring, gpu())
     assert stage is not None
     crossings: list[CopyWork] = []
-    for j in range(3 * SLOTS):
-        if j >= SLOTS:
-            crossings[j - SLOTS].wait()
-            assert bool((ring.tensors[j % SLOTS] == j - SLOTS + 1).all())
-        stage.device_buffer(j % SLOTS).fill_(j + 1)
-        crossings.append(stage.copy_to_slot(j % SLOTS, NBYTES))
+    for j in range(3 * BUCKETS):
+        if j >= BUCKETS:
+            crossings[j - BUCKETS].wait()
+            assert bool((ring.tensors[j % BUCKETS] == j - BUCKETS + 1).all())
+        stage.device_buffer(j % BUCKETS).fill_(j + 1)
+        crossings.append(stage.copy_to_bucket(j % BUCKETS, NBYTES))
     ring.close()
 
 
 def test_a_source_may_be_overwritten_when_it_was_sent_directly() -> None:
-    ring = Buckets(SLOTS, NBYTES, torch.device("cpu"))
+    ring = Buckets(BUCKETS, NBYTES, torch.device("cpu"))
     stage = stage_on_gpu(ring, gpu())
     assert stage is not None
     source = torch.empty(NBYTES, dtype=torch.uint8, device=gpu())
     crossings = []
-    for j in range(SLOTS):
+    for j in range(BUCKETS):
         source.fill_(j + 1)
-        crossings.append(stage.copy_directly_to_slot(j, source))
+        crossings.append(stage.copy_directly_to_bucket(j, source))
     for j, crossing in enumerate(crossings):
         crossing.wait()
         assert bool((ring.tensors[j] == j + 1).all())
@@ -59,7 +59,7 @@ def test_a_source_may_be_overwritten_when_it_was_sent_directly() -> None:
 
 
 def test_a_readers_mapping_serves_a_gpu_pinned_or_not() -> None:
-    ring = Buckets(SLOTS, NBYTES, torch.device("cpu"))
+    ring = Buckets(BUCKETS, NBYTES, torch.device("cpu"))
     ring.tensors[1].fill_(9)
     (handle,) = ring.handle().values()
     with OpenMemory(handle) as memory:
@@ -79,7 +79,7 @@ def test_memory_that_is_not_there_is_refused_and_leaves_cuda_usable() -> None:
     assert float(torch.ones(8, device=gpu()).sum()) == 8
 
 
-def test_pairs_around_a_slot() -> None:
+def test_pairs_around_a_bucket() -> None:
     ring = Buckets(1, NBYTES, torch.device("cpu"))
     stage = stage_on_gpu(ring, gpu())
     assert stage is not None

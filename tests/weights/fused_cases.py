@@ -32,7 +32,7 @@ class Case:
 
     sizes: tuple[int, ...]
     shifts: tuple[tuple[int, int], ...]
-    run_nbytes: int
+    unit_nbytes: int
     bucket_nbytes: int
 
 
@@ -81,7 +81,7 @@ def check_case(case: Case, kernel: Kernel | None, device: str) -> None:
         TensorSpec(n, "uint8", (size,)) for n, size in zip(names, case.sizes, strict=True)
     )
     plan = StreamLayout(
-        Manifest(specs), run_nbytes=case.run_nbytes, bucket_nbytes=case.bucket_nbytes
+        Manifest(specs), unit_nbytes=case.unit_nbytes, bucket_nbytes=case.bucket_nbytes
     )
     sources = [
         _place(n, shift, device) for n, (shift, _) in zip(case.sizes, case.shifts, strict=True)
@@ -91,37 +91,39 @@ def check_case(case: Case, kernel: Kernel | None, device: str) -> None:
     ]
     for around, at in sources:
         around[at] = torch.randint(256, (at.stop - at.start,), dtype=torch.uint8).to(device)
-    if not plan.runs:
+    if not plan.units:
         return
     flats = [around[at] for around, at in sources]
     compiler = DeviceCompiler(plan, Memory([around[at] for around, at in targets]))
-    runs = [compiler.compile(run, Memory(flats)) for run in plan.runs]
-    wanted = [mix64(joined(run.sources, run.gaps)) for run in runs]
-    _check_copies(runs, wanted, kernel)
+    units = [compiler.compile(unit, Memory(flats)) for unit in plan.units]
+    wanted = [mix64(joined(unit.sources, unit.gaps)) for unit in units]
+    _check_copies(units, wanted, kernel)
     for (around, at), flat in zip(targets, flats, strict=True):
         assert torch.equal(around[at], flat)
         assert bool(
             (around[: at.start] == UNTOUCHED).all() and (around[at.stop :] == UNTOUCHED).all()
         )
     own = DeviceCompiler(plan, Memory(flats))
-    read: list[CompiledUnit] = [own.compile(run, Memory(flats)) for run in plan.runs]
+    read: list[CompiledUnit] = [own.compile(unit, Memory(flats)) for unit in plan.units]
     for _ in range(2):
         assert [hasher() for hasher in hashers(read, kernel=kernel)] == wanted
     _check_packing(plan, flats, wanted, kernel)
 
 
-def _check_copies(runs: Sequence[DeviceCopyUnit], wanted: list[int], kernel: Kernel | None) -> None:
-    programs = fuse(runs, verify=True, kernel=kernel)
+def _check_copies(
+    units: Sequence[DeviceCopyUnit], wanted: list[int], kernel: Kernel | None
+) -> None:
+    programs = fuse(units, verify=True, kernel=kernel)
     assert all(isinstance(program, FusedUnit) for program in programs)
     for _ in range(2):
-        for target in (target for run in runs for target in run.targets):
+        for target in (target for unit in units for target in unit.targets):
             target.zero_()
         for program in programs:
             program.copy()
         assert [program.fingerprint() for program in programs] == wanted
-    for target in (target for run in runs for target in run.targets):
+    for target in (target for unit in units for target in unit.targets):
         target.zero_()
-    (first, *_) = fuse(runs, verify=False, kernel=kernel)
+    (first, *_) = fuse(units, verify=False, kernel=kernel)
     assert isinstance(first, FusedUnit)
     first.copy()
     first.wait()
@@ -132,19 +134,19 @@ def _check_packing(
 ) -> None:
     assert plan.bucket_nbytes is not None
     room = torch.full((2, plan.bucket_nbytes), UNTOUCHED, dtype=torch.uint8, device=flats[0].device)
-    slots = list(room.unbind())
-    batches = chunk_batches(plan, flats, slots, verify=True, kernel=kernel)
+    buckets = list(room.unbind())
+    batches = chunk_batches(plan, flats, buckets, verify=True, kernel=kernel)
     assert batches is not None
     stream = torch.zeros(plan.nbytes, dtype=torch.uint8, device=room.device)
     for flat, offset in zip(flats, plan.offsets, strict=True):
         stream[offset : offset + flat.numel()] = flat
     for j, (batch, chunk) in enumerate(zip(batches, plan.chunks, strict=True)):
         batch.launch()
-        assert batch.fingerprints() == wanted[chunk.first_run : chunk.last_run]
-        slot = slots[j % 2]
-        assert torch.equal(slot[: chunk.stop - chunk.start], stream[chunk.start : chunk.stop])
-        assert bool((slot[chunk.stop - chunk.start :] == UNTOUCHED).all())
-        slot.fill_(UNTOUCHED)
+        assert batch.fingerprints() == wanted[chunk.first_unit : chunk.last_unit]
+        bucket = buckets[j % 2]
+        assert torch.equal(bucket[: chunk.stop - chunk.start], stream[chunk.start : chunk.stop])
+        assert bool((bucket[chunk.stop - chunk.start :] == UNTOUCHED).all())
+        bucket.fill_(UNTOUCHED)
 
 
 def fused_mix64(flat: torch.Tensor, kernel: Kernel) -> int:

@@ -38,43 +38,43 @@ def check(plan: StreamLayout, *, source_flat: bool, target_flat: bool) -> None:
     target = place(plan, flat=target_flat, seed=None)
     compiler = UnitCompiler(plan, target, source)
     wanted = stream_bytes(plan, random_tensors(plan.manifest, 1))
-    for run in plan.runs:
-        program = compiler.compile(run)
+    for unit in plan.units:
+        program = compiler.compile(unit)
         assert isinstance(program, HostCopyUnit)
         program.copy()
-        assert program.fingerprint() == xxh3(memoryview(wanted[run.start : run.stop]))
+        assert program.fingerprint() == xxh3(memoryview(wanted[unit.start : unit.stop]))
     for have, want in zip(target.tensors, source.tensors, strict=True):
         assert torch.equal(have, want)
 
 
 @pytest.mark.parametrize("source_flat", [True, False])
 @pytest.mark.parametrize("target_flat", [True, False])
-@pytest.mark.parametrize("run_nbytes", [64, 512, 1 << 20])
-def test_every_dtype(source_flat: bool, target_flat: bool, run_nbytes: int) -> None:
-    plan = StreamLayout(every_dtype(), run_nbytes=run_nbytes)
+@pytest.mark.parametrize("unit_nbytes", [64, 512, 1 << 20])
+def test_every_dtype(source_flat: bool, target_flat: bool, unit_nbytes: int) -> None:
+    plan = StreamLayout(every_dtype(), unit_nbytes=unit_nbytes)
     check(plan, source_flat=source_flat, target_flat=target_flat)
 
 
 @given(manifests(), sizes(10), sizes(10), st.booleans(), st.booleans())
 def test_any_model(
-    manifest: Manifest, bucket: int, run_nbytes: int, source_flat: bool, target_flat: bool
+    manifest: Manifest, bucket: int, unit_nbytes: int, source_flat: bool, target_flat: bool
 ) -> None:
-    plan = StreamLayout(manifest, bucket_nbytes=bucket, run_nbytes=run_nbytes)
+    plan = StreamLayout(manifest, bucket_nbytes=bucket, unit_nbytes=unit_nbytes)
     check(plan, source_flat=source_flat, target_flat=target_flat)
 
 
 @pytest.mark.parametrize("target_flat", [True, False])
-def test_from_a_slot_that_carries_one_chunk(target_flat: bool) -> None:
-    plan = StreamLayout(every_dtype(), bucket_nbytes=1024, run_nbytes=256)
+def test_from_a_bucket_that_carries_one_chunk(target_flat: bool) -> None:
+    plan = StreamLayout(every_dtype(), bucket_nbytes=1024, unit_nbytes=256)
     target = place(plan, flat=target_flat, seed=None)
     compiler = UnitCompiler(plan, target)
     tensors = random_tensors(plan.manifest, 3)
     content = torch.tensor(list(stream_bytes(plan, tensors)), dtype=torch.uint8)
     for chunk in plan.chunks:
-        slot = torch.full((1024,), 255, dtype=torch.uint8)
-        slot[: chunk.stop - chunk.start] = content[chunk.start : chunk.stop]
-        for run in plan.runs[chunk.first_run : chunk.last_run]:
-            compiler.compile(run, slot, chunk.start).copy()
+        bucket = torch.full((1024,), 255, dtype=torch.uint8)
+        bucket[: chunk.stop - chunk.start] = content[chunk.start : chunk.stop]
+        for unit in plan.units[chunk.first_unit : chunk.last_unit]:
+            compiler.compile(unit, bucket, chunk.start).copy()
     for have, want in zip(target.tensors, tensors, strict=True):
         assert torch.equal(have, as_bytes(want))
 
@@ -86,8 +86,8 @@ def test_scattered_targets_keep_what_lies_around_them() -> None:
     target = Memory(Memory.of_stream(plan, whole).tensors, flat=False)
     _, source = flat_memory(plan)
     compiler = UnitCompiler(plan, target, source)
-    for run in plan.runs:
-        compiler.compile(run).copy()
+    for unit in plan.units:
+        compiler.compile(unit).copy()
     gaps = list(plan.gaps(0, plan.nbytes))
     assert gaps
     for position, nbytes in gaps:
@@ -97,13 +97,13 @@ def test_scattered_targets_keep_what_lies_around_them() -> None:
 
 
 def test_neighbours_are_copied_together() -> None:
-    plan = StreamLayout(every_dtype(), run_nbytes=1 << 20)
+    plan = StreamLayout(every_dtype(), unit_nbytes=1 << 20)
     _, source = flat_memory(plan)
     _, target = flat_memory(plan)
-    program = UnitCompiler(plan, target, source).compile(plan.runs[0])
+    program = UnitCompiler(plan, target, source).compile(plan.units[0])
     assert isinstance(program, HostCopyUnit)
     assert len(program.copies) == 1
-    scattered = UnitCompiler(plan, scattered_memory(plan.manifest), source).compile(plan.runs[0])
+    scattered = UnitCompiler(plan, scattered_memory(plan.manifest), source).compile(plan.units[0])
     assert isinstance(scattered, HostCopyUnit)
     assert len(scattered.copies) == sum(1 for spec in plan.manifest.specs if spec.nbytes)
 
@@ -111,7 +111,7 @@ def test_neighbours_are_copied_together() -> None:
 def test_a_changed_target_is_seen_when_it_is_read_back() -> None:
     plan = StreamLayout(every_dtype())
     source, target = place(plan, flat=False, seed=1), place(plan, flat=False, seed=None)
-    program = UnitCompiler(plan, target, source).compile(plan.runs[0])
+    program = UnitCompiler(plan, target, source).compile(plan.units[0])
     program.copy()
     before = program.fingerprint()
     target.tensors[2][5] ^= 1
@@ -119,15 +119,15 @@ def test_a_changed_target_is_seen_when_it_is_read_back() -> None:
 
 
 @given(manifests(), sizes(10))
-def test_torch_copies_what_memmove_copies(manifest: Manifest, run_nbytes: int) -> None:
+def test_torch_copies_what_memmove_copies(manifest: Manifest, unit_nbytes: int) -> None:
     """The code for GPUs, on host memory: same bytes, and the host's fingerprint of the source."""
-    plan = StreamLayout(manifest, run_nbytes=run_nbytes)
+    plan = StreamLayout(manifest, unit_nbytes=unit_nbytes)
     source, target = place(plan, flat=False, seed=1), place(plan, flat=False, seed=None)
     wanted = stream_bytes(plan, random_tensors(manifest, 1))
-    for run in plan.runs:
-        program = DeviceCompiler(plan, target).compile(run, source)
+    for unit in plan.units:
+        program = DeviceCompiler(plan, target).compile(unit, source)
         program.copy()
-        part = wanted[run.start : run.stop]
+        part = wanted[unit.start : unit.stop]
         assert program.fingerprint() == xxh3(memoryview(part))
         assert mix64(joined(program.targets, program.gaps)) == mix64(
             torch.tensor(list(part), dtype=torch.uint8)

@@ -47,20 +47,20 @@ SHIFTS = st.tuples(st.sampled_from([0, 0, 8, 4, 2, 1]), st.sampled_from([0, 0, 8
 def cases(draw: st.DrawFn) -> Case:
     sizes = tuple(draw(st.lists(SIZES, min_size=1, max_size=5)))
     shifts = tuple(draw(SHIFTS) for _ in sizes)
-    run_nbytes = draw(st.sampled_from([64, 512, TILE_NBYTES, 1 << 20]))
+    unit_nbytes = draw(st.sampled_from([64, 512, TILE_NBYTES, 1 << 20]))
     bucket_nbytes = draw(st.sampled_from([512, TILE_NBYTES + 64, 1 << 20]))
     largest = max(*sizes, 64)
-    if largest > 8 * run_nbytes:
-        run_nbytes = TILE_NBYTES
+    if largest > 8 * unit_nbytes:
+        unit_nbytes = TILE_NBYTES
     if largest > 8 * bucket_nbytes:
         bucket_nbytes = TILE_NBYTES
-    return Case(sizes, shifts, run_nbytes, bucket_nbytes)
+    return Case(sizes, shifts, unit_nbytes, bucket_nbytes)
 
 
 ODD = Case(
     sizes=(1, 7, 8, 0, 63, TILE_NBYTES, TILE_NBYTES + 9, 4096, 3),
     shifts=((0, 0), (1, 0), (8, 8), (0, 0), (2, 6), (0, 0), (4, 4), (0, 8), (3, 1)),
-    run_nbytes=TILE_NBYTES,
+    unit_nbytes=TILE_NBYTES,
     bucket_nbytes=2 * TILE_NBYTES,
 )
 
@@ -96,9 +96,9 @@ def test_a_batch_made_in_inference_mode_serves_outside_of_it() -> None:
 def test_tensors_that_are_packed_may_be_freed() -> None:
     plan = StreamLayout(Manifest((TensorSpec("t", "uint8", (64,)),)), bucket_nbytes=64)
     tensor = torch.zeros(64, dtype=torch.uint8)
-    slots = [torch.zeros(64, dtype=torch.uint8)]
+    buckets = [torch.zeros(64, dtype=torch.uint8)]
     alive = StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
-    batches = chunk_batches(plan, [tensor], slots, verify=True, kernel=HostKernel())
+    batches = chunk_batches(plan, [tensor], buckets, verify=True, kernel=HostKernel())
     assert batches
     del tensor
     assert alive.expired()  # type: ignore[no-untyped-call]  # torch's
@@ -118,10 +118,10 @@ def test_a_kernel_that_reads_elsewhere_is_found_out() -> None:
 
 def test_memory_of_the_host_stays_with_torch() -> None:
     flat = torch.arange(100, dtype=torch.uint8)
-    run = DeviceCopyUnit((flat.clone(),), (flat,), ())
-    assert kernel_of([run], among=1) is None
-    assert fuse([run], verify=True) == [run]
-    assert [hasher() for hasher in hashers([run])] == [run.fingerprint()]
+    unit = DeviceCopyUnit((flat.clone(),), (flat,), ())
+    assert kernel_of([unit], among=1) is None
+    assert fuse([unit], verify=True) == [unit]
+    assert [hasher() for hasher in hashers([unit])] == [unit.fingerprint()]
 
 
 def test_a_kernel_that_fails_falls_open_with_one_warning(
@@ -242,8 +242,8 @@ class TestOnAGpu:
             pytest.skip("needs 9 GB of free GPU memory")
         source = torch.randint(256, (nbytes,), dtype=torch.uint8, device="cuda")
         target = torch.zeros_like(source)
-        run = DeviceCopyUnit((target,), (source,), ())
-        (program,) = fuse([run], verify=True)
+        unit = DeviceCopyUnit((target,), (source,), ())
+        (program,) = fuse([unit], verify=True)
         program.copy()
         found = program.fingerprint()
         assert torch.equal(source, target)

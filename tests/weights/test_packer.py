@@ -1,4 +1,4 @@
-"""Both ways of packing write the same slots and the same fingerprints."""
+"""Both ways of packing write the same buckets and the same fingerprints."""
 
 from __future__ import annotations
 
@@ -15,30 +15,30 @@ from weightsync.weights.fingerprint import xxh3
 from weightsync.weights.layout import StreamLayout
 from weightsync.weights.packer import Packed, Packer
 
-SLOTS = 3
+BUCKETS = 3
 DIRT = 0xAB
 
 
-class Slots:
+class Buckets:
     """Buckets that are dirty before each use, and copied when a chunk is said to be complete."""
 
     def __init__(self, layout: StreamLayout, nbytes: int) -> None:
         self.layout = layout
-        self.slots = [torch.full((nbytes,), DIRT, dtype=torch.uint8) for _ in range(SLOTS)]
-        self.packer = Packer(layout, self.slots)
+        self.buckets = [torch.full((nbytes,), DIRT, dtype=torch.uint8) for _ in range(BUCKETS)]
+        self.packer = Packer(layout, self.buckets)
         self.acquired: list[int] = []
 
     def acquire(self, chunk: int) -> int:
         self.acquired.append(chunk)
-        self.slots[chunk % SLOTS].fill_(DIRT)
-        return chunk % SLOTS
+        self.buckets[chunk % BUCKETS].fill_(DIRT)
+        return chunk % BUCKETS
 
     def collect(self, packed: Iterable[Packed]) -> tuple[bytes, list[int]]:
         stream, table = bytearray(), []
         for position, (j, fingerprints) in enumerate(packed):
             assert position == j == self.acquired[-1]
             chunk = self.layout.chunks[j]
-            stream += bytes(self.slots[j % SLOTS][: chunk.stop - chunk.start].tolist())
+            stream += bytes(self.buckets[j % BUCKETS][: chunk.stop - chunk.start].tolist())
             table += fingerprints
         assert self.acquired == list(range(len(self.layout.chunks)))
         self.acquired = []
@@ -50,36 +50,38 @@ def named(manifest: Manifest, tensors: list[torch.Tensor]) -> Iterator[tuple[str
 
 
 def check(layout: StreamLayout, bucket: int) -> None:
-    slots = Slots(layout, bucket)
+    buckets = Buckets(layout, bucket)
     for seed in (1, 2):
         tensors = random_tensors(layout.manifest, seed)
         wanted = stream_bytes(layout, tensors)
-        table = [xxh3(memoryview(wanted[run.start : run.stop])) for run in layout.runs]
-        flowing = slots.collect(
-            slots.packer.pack(named(layout.manifest, tensors), slots.acquire, verify=True)
+        table = [xxh3(memoryview(wanted[unit.start : unit.stop])) for unit in layout.units]
+        flowing = buckets.collect(
+            buckets.packer.pack(named(layout.manifest, tensors), buckets.acquire, verify=True)
         )
-        stable = slots.collect(slots.packer.pack_stable(tensors, slots.acquire, verify=True))
+        stable = buckets.collect(buckets.packer.pack_stable(tensors, buckets.acquire, verify=True))
         assert flowing == stable == (wanted, table)
 
 
 @pytest.mark.parametrize("bucket", [64, 256, 4096, 1 << 20])
 def test_every_dtype(bucket: int) -> None:
-    check(StreamLayout(every_dtype(), bucket_nbytes=bucket, run_nbytes=192), bucket)
+    check(StreamLayout(every_dtype(), bucket_nbytes=bucket, unit_nbytes=192), bucket)
 
 
 @given(manifests(), sizes(12), sizes(12))
-def test_any_model(manifest: Manifest, bucket: int, run_nbytes: int) -> None:
-    check(StreamLayout(manifest, bucket_nbytes=bucket, run_nbytes=run_nbytes), bucket)
+def test_any_model(manifest: Manifest, bucket: int, unit_nbytes: int) -> None:
+    check(StreamLayout(manifest, bucket_nbytes=bucket, unit_nbytes=unit_nbytes), bucket)
 
 
 def test_replayed_copies_see_new_values_and_new_places() -> None:
     layout = StreamLayout(every_dtype(), bucket_nbytes=256)
-    slots = Slots(layout, 256)
+    buckets = Buckets(layout, 256)
     tensors = random_tensors(layout.manifest, 1)
-    slots.collect(slots.packer.pack_stable(tensors, slots.acquire, verify=False))
+    buckets.collect(buckets.packer.pack_stable(tensors, buckets.acquire, verify=False))
     tensors[1].fill_(3)
     tensors[2] = random_tensors(layout.manifest, 5)[2]
-    stream, table = slots.collect(slots.packer.pack_stable(tensors, slots.acquire, verify=False))
+    stream, table = buckets.collect(
+        buckets.packer.pack_stable(tensors, buckets.acquire, verify=False)
+    )
     assert stream == stream_bytes(layout, tensors)
     assert table == []
 
@@ -108,11 +110,11 @@ def test_casts_and_odd_strides(bucket: int, stable: bool) -> None:
         t.detach().to(TORCH_DTYPES[spec.dtype]).contiguous()
         for t, spec in zip(tensors, manifest.specs, strict=True)
     ]
-    slots = Slots(layout, bucket)
-    packer = slots.packer
+    buckets = Buckets(layout, bucket)
+    packer = buckets.packer
     packed = (
-        packer.pack_stable(tensors, slots.acquire, verify=True)
+        packer.pack_stable(tensors, buckets.acquire, verify=True)
         if stable
-        else packer.pack(named(manifest, tensors), slots.acquire, verify=True)
+        else packer.pack(named(manifest, tensors), buckets.acquire, verify=True)
     )
-    assert slots.collect(packed)[0] == stream_bytes(layout, sent)
+    assert buckets.collect(packed)[0] == stream_bytes(layout, sent)

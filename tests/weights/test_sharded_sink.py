@@ -28,8 +28,8 @@ from weightsync.shm.segment import Segment
 from weightsync.specs import Manifest, TensorSpec
 from weightsync.tensors import TORCH_DTYPES, as_bytes
 from weightsync.weights.copy_plan import (
-    DeviceShardRun,
-    HostShardRun,
+    DeviceShardUnit,
+    HostShardUnit,
     Memory,
     ShardCompiler,
     ShardMemory,
@@ -45,9 +45,9 @@ from weightsync.wire.messages import HandlesUpdate, StepReply, UpdateRequest
 from weightsync.wire.offers import SegmentHandle
 
 Way = Literal["pointer", "copy", "in_place"]
-PathName = Literal["slots", "memory", "devices"]
+PathName = Literal["buckets", "memory", "devices"]
 every_way = pytest.mark.parametrize("way", ["pointer", "copy", "in_place"])
-every_path = pytest.mark.parametrize("path", ["slots", "memory", "devices"])
+every_path = pytest.mark.parametrize("path", ["buckets", "memory", "devices"])
 
 TENSORS: dict[str, tuple[tuple[int, ...], list[Placement], list[Placement]]] = {
     "rows": ((10, 37), [Shard(0)], [Replicate(), Shard(0)]),
@@ -92,17 +92,17 @@ def equal_bits(have: torch.Tensor, want: torch.Tensor) -> bool:
 
 @dataclass
 class Sender:
-    """Replays runs as a receiving engine does: from slots of a ring, or from whole tensors."""
+    """Replays units as a receiving engine does: from buckets of a ring, or from whole tensors."""
 
     path: PathName
     bucket_nbytes: int = 1024
-    run_nbytes: int = 192
+    unit_nbytes: int = 192
     kept: list[torch.Tensor] = field(default_factory=list)
-    """Programs know addresses alone: the first tensor or slot of the source, then the rest."""
+    """Programs know addresses alone: the first tensor or bucket of the source, then the rest."""
 
     def plan(self, manifest: Manifest) -> StreamLayout:
-        bucket = self.bucket_nbytes if self.path == "slots" else None
-        return StreamLayout(manifest, bucket_nbytes=bucket, run_nbytes=self.run_nbytes)
+        bucket = self.bucket_nbytes if self.path == "buckets" else None
+        return StreamLayout(manifest, bucket_nbytes=bucket, unit_nbytes=self.unit_nbytes)
 
     def deliver(
         self, plan: StreamLayout, load_target: LoadTarget, tensors: list[torch.Tensor]
@@ -110,9 +110,9 @@ class Sender:
         """Bring the tensors; every run must prove itself."""
         load_target.begin()
         stream = stream_bytes(plan, tensors)
-        for run, program in self.programs(plan, load_target, tensors):
+        for unit, program in self.programs(plan, load_target, tensors):
             program.copy()
-            assert program.fingerprint() == xxh3(memoryview(stream[run.start : run.stop]))
+            assert program.fingerprint() == xxh3(memoryview(stream[unit.start : unit.stop]))
         load_target.validate()
         load_target.commit()
 
@@ -122,17 +122,17 @@ class Sender:
         memory = load_target.memory
         assert memory is not None
         source = Memory([as_bytes(t.contiguous()) for t in tensors])
-        compiler: Any = compiler_for(plan, memory, None if self.path == "slots" else source)
+        compiler: Any = compiler_for(plan, memory, None if self.path == "buckets" else source)
         if self.path == "devices":
             compiler._on_host = False
         made: list[Any] = []
         content = torch.frombuffer(bytearray(stream_bytes(plan, tensors)), dtype=torch.uint8)
         self.kept = [source.tensors[0]]
         for chunk in plan.chunks:
-            slot = content[chunk.start : chunk.stop].clone() if self.path == "slots" else None
-            runs = plan.runs[chunk.first_run : chunk.last_run]
-            made += [(run, compiler.compile(run, slot, chunk.start)) for run in runs]
-            self.kept.append(source.tensors[0] if slot is None else slot)
+            bucket = content[chunk.start : chunk.stop].clone() if self.path == "buckets" else None
+            units = plan.units[chunk.first_unit : chunk.last_unit]
+            made += [(unit, compiler.compile(unit, bucket, chunk.start)) for unit in units]
+            self.kept.append(source.tensors[0] if bucket is None else bucket)
         self.kept += source.tensors
         return made
 
@@ -168,15 +168,15 @@ def test_every_shard_is_what_torch_cuts(
 
 
 @every_path
-@pytest.mark.parametrize("run_nbytes", [64, 128, 1 << 20])
+@pytest.mark.parametrize("unit_nbytes", [64, 128, 1 << 20])
 @pytest.mark.parametrize("dtype", ["uint8", "bfloat16", "float32", "int64"])
-def test_runs_cut_rows_anywhere(path: PathName, run_nbytes: int, dtype: str) -> None:
+def test_runs_cut_rows_anywhere(path: PathName, unit_nbytes: int, dtype: str) -> None:
     with member(1, (2,)) as mesh:
         module = nn.Module()
         for name, (size, placements, _) in TENSORS.items():
             full = torch.zeros(size, dtype=TORCH_DTYPES[dtype])
             module.register_buffer(name, shard(full, mesh, *placements))
-        sender = Sender(path, run_nbytes=run_nbytes, bucket_nbytes=max(run_nbytes, 256))
+        sender = Sender(path, unit_nbytes=unit_nbytes, bucket_nbytes=max(unit_nbytes, 256))
         _, plan, load_target = open_target(module, "in_place", sender)
         tensors = random_tensors(plan.manifest, 5)
         sender.deliver(plan, load_target, tensors)
@@ -235,10 +235,10 @@ class TestProof:
 
     @staticmethod
     def _prepare(
-        path: PathName, run_nbytes: int = 192
+        path: PathName, unit_nbytes: int = 192
     ) -> tuple[Sender, StreamLayout, LoadTarget, list[Any], bytes]:
         with member(1, (2,)) as mesh:
-            sender = Sender(path, run_nbytes=run_nbytes, bucket_nbytes=max(run_nbytes, 1024))
+            sender = Sender(path, unit_nbytes=unit_nbytes, bucket_nbytes=max(unit_nbytes, 1024))
             _, plan, load_target = open_target(sharded(mesh), "pointer", sender)
             tensors = random_tensors(plan.manifest, 2)
             made = sender.programs(plan, load_target, tensors)
@@ -247,9 +247,9 @@ class TestProof:
             return sender, plan, load_target, made, stream_bytes(plan, tensors)
 
     @every_path
-    @pytest.mark.parametrize("run_nbytes", [192, 1 << 20])
-    def test_every_byte_that_is_held(self, path: PathName, run_nbytes: int) -> None:
-        sender, _, load_target, made, stream = self._prepare(path, run_nbytes)
+    @pytest.mark.parametrize("unit_nbytes", [192, 1 << 20])
+    def test_every_byte_that_is_held(self, path: PathName, unit_nbytes: int) -> None:
+        sender, _, load_target, made, stream = self._prepare(path, unit_nbytes)
         assert isinstance(load_target.memory, ShardMemory)
         for tensor in load_target.memory.tensors:
             for at in {0, tensor.numel() // 2, tensor.numel() - 1} if tensor.numel() else ():
@@ -257,9 +257,9 @@ class TestProof:
                 assert sum(not program.holds() for _, program in made) == 1
                 if path != "devices":  # whose source is on the host here: arrived alone
                     wrong = [
-                        run
-                        for run, program in made
-                        if program.fingerprint() != xxh3(memoryview(stream[run.start : run.stop]))
+                        unit
+                        for unit, program in made
+                        if program.fingerprint() != xxh3(memoryview(stream[unit.start : unit.stop]))
                     ]
                     assert len(wrong) == 1
                 tensor[at] ^= 1
@@ -280,7 +280,7 @@ class TestProof:
             assert program.fingerprint() != before
 
     def test_runs_by_kind(self) -> None:
-        for path, kind in (("slots", HostShardRun), ("devices", DeviceShardRun)):
+        for path, kind in (("buckets", HostShardUnit), ("devices", DeviceShardUnit)):
             assert all(isinstance(p, kind) for _, p in self._prepare(path)[3])  # type: ignore[arg-type]  # paths
 
 
@@ -376,7 +376,7 @@ class TestTied:
             offered = Manifest(
                 (TensorSpec("a", "float32", (6, 8)),), dict.fromkeys(["b", "c", "plain"], "a")
             )
-            sender = Sender("slots")
+            sender = Sender("buckets")
             plan = sender.plan(offered)
             load_target = sink.open_target(plan, "in_place" if way == "in_place" else "staged")
             for seed in (1, 2):
@@ -395,7 +395,7 @@ class TestUnusual:
             assert sink.manifest is not None
             specs = (TensorSpec(s.name, "float32", s.shape) for s in sink.manifest.specs)
             offered = Manifest(tuple(specs), sink.manifest.aliases)
-            sender = Sender("slots")
+            sender = Sender("buckets")
             plan = sender.plan(offered)
             load_target = sink.open_target(plan, "in_place" if way == "in_place" else "staged")
             tensors = [torch.randn(s.shape) for s in offered.specs]
@@ -424,7 +424,7 @@ class TestUnusual:
             module = sharded(mesh)
             sink = ShardedModuleSink(module)
             offered = Manifest((TensorSpec("columns", "float32", (40, 22)),))
-            sender = Sender("slots")
+            sender = Sender("buckets")
             plan = sender.plan(offered)
             before = {name: local_of(t).clone() for name, t in module.state_dict().items()}
             (full,) = random_tensors(offered, 1)
@@ -438,7 +438,7 @@ class TestReplaced:
     def test_a_new_parameter_with_another_placement(self) -> None:
         with member(1, (2,)) as mesh:
             module = sharded(mesh)
-            sender = Sender("slots")
+            sender = Sender("buckets")
             sink, plan, load_target = open_target(module, "pointer", sender)
             full = torch.zeros(10, 37)
             module.rows = nn.Parameter(shard(full, mesh, Shard(1)))
@@ -452,7 +452,7 @@ class TestReplaced:
     def test_a_local_tensor_that_moved(self) -> None:
         with member(1, (2,)) as mesh:
             module: Any = sharded(mesh)
-            sink, _, _ = open_target(module, "copy", Sender("slots"))
+            sink, _, _ = open_target(module, "copy", Sender("buckets"))
             before = sink.refresh()
             assert sink.refresh() == before
             local_of(module.rows).data = local_of(module.rows).clone()
@@ -463,7 +463,7 @@ class TestReplaced:
     def test_what_a_forward_pass_puts_in_its_place_for_as_long_as_it_lasts(self) -> None:
         with member(1, (2,)) as mesh:
             module: Any = sharded(mesh)
-            sink, _, _ = open_target(module, "pointer", Sender("slots"))
+            sink, _, _ = open_target(module, "pointer", Sender("buckets"))
             before, manifest = sink.refresh(), sink.manifest
             places = dict(module._parameters)
             # As transformers does while a tensor-parallel module computes, a bias added later.
@@ -531,9 +531,9 @@ def test_neighbours_that_are_whole_are_copied_together(flat: bool) -> None:
             module.register_buffer(f"b{i}", torch.zeros(5))
         module.w = nn.Parameter(shard(torch.zeros(8, 4), mesh, Shard(0)))
         _, plan, load_target = open_target(
-            module, "pointer" if flat else "in_place", Sender("slots")
+            module, "pointer" if flat else "in_place", Sender("buckets")
         )
-        sender = Sender("slots", bucket_nbytes=1 << 20, run_nbytes=1 << 20)
+        sender = Sender("buckets", bucket_nbytes=1 << 20, unit_nbytes=1 << 20)
         plan = sender.plan(plan.manifest)
         ((_, program),) = sender.programs(plan, load_target, random_tensors(plan.manifest))
         assert len(program.copies) == (2 if flat else 21)
@@ -546,7 +546,7 @@ def test_what_lies_between_neighbours_of_a_module_is_kept() -> None:
         module = nn.Module()
         module.a, module.b = nn.Parameter(pool[:5]), nn.Parameter(pool[16:])
         module.w = nn.Parameter(shard(torch.zeros(8, 4), mesh, Shard(0)))
-        sender = Sender("slots")
+        sender = Sender("buckets")
         _, plan, load_target = open_target(module, "in_place", sender)
         tensors = random_tensors(plan.manifest)
         sender.deliver(plan, load_target, tensors)
@@ -556,17 +556,17 @@ def test_what_lies_between_neighbours_of_a_module_is_kept() -> None:
 
 def test_a_run_without_a_source_is_a_mistake() -> None:
     with member(0, (2,)) as mesh:
-        _, plan, load_target = open_target(sharded(mesh), "pointer", Sender("slots"))
+        _, plan, load_target = open_target(sharded(mesh), "pointer", Sender("buckets"))
     assert isinstance(load_target.memory, ShardMemory)
     compiler = ShardCompiler(plan, load_target.memory)
     compiler._on_host = False
-    with pytest.raises(ValueError, match="needs a slot"):
-        compiler.compile(plan.runs[0])
+    with pytest.raises(ValueError, match="needs a bucket"):
+        compiler.compile(plan.units[0])
 
 
 def test_shards_are_not_for_the_compiler_of_whole_tensors() -> None:
     with member(0, (2,)) as mesh:
-        _, plan, load_target = open_target(sharded(mesh), "pointer", Sender("slots"))
+        _, plan, load_target = open_target(sharded(mesh), "pointer", Sender("buckets"))
     assert load_target.memory is not None
     with pytest.raises(ValueError, match="holds shards of tensors"):
         UnitCompiler(plan, load_target.memory)

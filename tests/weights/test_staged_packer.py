@@ -1,7 +1,7 @@
 """Staged packing writes the bytes that plain packing writes, whenever copies really happen.
 
 The device is the CPU here; its copies happen as late as their lane allows, so whoever forgets to
-wait publishes what was in the slot before, or fills a twin that has not been read yet.
+wait publishes what was in the bucket before, or fills a twin that has not been read yet.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from tests.weights.late_lane import LateLane
 from tests.weights.streams import every_dtype, manifests, random_tensors, sizes, stream_bytes
-from weightsync.cuda.staging import StagedSlots
+from weightsync.cuda.staging import StagedBuckets
 from weightsync.errors import ManifestMismatchError
 from weightsync.specs import Manifest, TensorSpec
 from weightsync.weights.fingerprint import xxh3
@@ -27,21 +27,21 @@ CPU = torch.device("cpu")
 
 
 class World:
-    """Dirty slots, a staged packer over them, and a reader that takes what is handed out."""
+    """Dirty buckets, a staged packer over them, and a reader that takes what is handed out."""
 
-    def __init__(self, layout: StreamLayout, bucket: int, slots: int) -> None:
+    def __init__(self, layout: StreamLayout, bucket: int, num_buckets: int) -> None:
         self.layout = layout
         self.lane = LateLane()
-        self.slots = [torch.full((bucket,), DIRT, dtype=torch.uint8) for _ in range(slots)]
-        self.stage = StagedSlots(self.slots, CPU, self.lane)
-        self.packer = StagedPacker(layout, self.slots, self.stage)
+        self.buckets = [torch.full((bucket,), DIRT, dtype=torch.uint8) for _ in range(num_buckets)]
+        self.stage = StagedBuckets(self.buckets, CPU, self.lane)
+        self.packer = StagedPacker(layout, self.buckets, self.stage)
         self.handed_out = 0
 
     def acquire(self, chunk: int) -> int:
         # What a writer of this ring would wait for must have been handed out, or it waits forever.
-        assert chunk - len(self.slots) < self.handed_out
-        self.slots[chunk % len(self.slots)].fill_(DIRT)
-        return chunk % len(self.slots)
+        assert chunk - len(self.buckets) < self.handed_out
+        self.buckets[chunk % len(self.buckets)].fill_(DIRT)
+        return chunk % len(self.buckets)
 
     def collect(self, packed: Iterator[Packed]) -> tuple[bytes, list[int]]:
         stream, table = bytearray(), []
@@ -53,7 +53,9 @@ class World:
             if self.lane.copies:
                 assert self.lane.settled - before == self.handed_out, "the host must have waited"
             chunk = self.layout.chunks[j]
-            stream += bytes(self.slots[j % len(self.slots)][: chunk.stop - chunk.start].tolist())
+            stream += bytes(
+                self.buckets[j % len(self.buckets)][: chunk.stop - chunk.start].tolist()
+            )
             table += fingerprints
         assert self.handed_out == len(self.layout.chunks)
         return bytes(stream), table
@@ -71,12 +73,12 @@ def reusing(manifest: Manifest, tensors: list[torch.Tensor]) -> Iterator[tuple[s
         lent.view(-1).view(torch.uint8).fill_(DIRT)
 
 
-def check(layout: StreamLayout, bucket: int, slots: int) -> None:
-    world = World(layout, bucket, slots)
+def check(layout: StreamLayout, bucket: int, num_buckets: int) -> None:
+    world = World(layout, bucket, num_buckets)
     for seed in (1, 2):
         tensors = random_tensors(layout.manifest, seed)
         wanted = stream_bytes(layout, tensors)
-        table = [xxh3(memoryview(wanted[run.start : run.stop])) for run in layout.runs]
+        table = [xxh3(memoryview(wanted[unit.start : unit.stop])) for unit in layout.units]
         expected = wanted, table
         stable = world.packer.pack_stable(tensors, world.acquire, verify=True)
         assert world.collect(stable) == expected
@@ -84,15 +86,17 @@ def check(layout: StreamLayout, bucket: int, slots: int) -> None:
         assert world.collect(flowing) == expected
 
 
-@pytest.mark.parametrize("slots", [1, 2, 3, 4])
+@pytest.mark.parametrize("num_buckets", [1, 2, 3, 4])
 @pytest.mark.parametrize("bucket", [64, 256, 4096, 1 << 20])
-def test_every_dtype(bucket: int, slots: int) -> None:
-    check(StreamLayout(every_dtype(), bucket_nbytes=bucket, run_nbytes=192), bucket, slots)
+def test_every_dtype(bucket: int, num_buckets: int) -> None:
+    check(StreamLayout(every_dtype(), bucket_nbytes=bucket, unit_nbytes=192), bucket, num_buckets)
 
 
 @given(manifests(), sizes(12), sizes(12), st.integers(1, 5))
-def test_any_model(manifest: Manifest, bucket: int, run_nbytes: int, slots: int) -> None:
-    check(StreamLayout(manifest, bucket_nbytes=bucket, run_nbytes=run_nbytes), bucket, slots)
+def test_any_model(manifest: Manifest, bucket: int, unit_nbytes: int, num_buckets: int) -> None:
+    check(
+        StreamLayout(manifest, bucket_nbytes=bucket, unit_nbytes=unit_nbytes), bucket, num_buckets
+    )
 
 
 def models(*shapes: int) -> Manifest:

@@ -196,19 +196,19 @@ class LoadContext:
 def copy_tensors(
     layout: StreamLayout, target: Memory, source: Memory, check: Check
 ) -> list[CompiledUnit]:
-    """Copy all tensors of `layout` to whole tensors or shards; return the units, by `layout.runs`.
+    """Copy all tensors of `layout` to whole tensors or shards; return the compiled units.
 
     Complete on return.
     """
     compiler = compiler_for(layout, target, source)
-    units: list[CompiledUnit] = []
-    for run in layout.runs:
+    compiled: list[CompiledUnit] = []
+    for unit in layout.units:
         check()
-        units.append(compiler.compile(run))
-        units[-1].copy()
+        compiled.append(compiler.compile(unit))
+        compiled[-1].copy()
     # Requests run in threads whose current device need not be that of the weights.
     wait_for(tensor.device for tensor in (*target.tensors, *source.tensors))
-    return units
+    return compiled
 
 
 Mark = tuple[str, int, float]
@@ -219,7 +219,8 @@ class TransferProgress(Protocol):
     """The progress of the readers of a running update, for observers.
 
     If an observer sets `marks` to a list, the engine appends the events of each chunk. `layout` is
-    the stream of the update, cut into chunks if it is `packed`. `slots` is the number of buckets.
+    the stream of the update, cut into chunks if it is `packed`. `num_buckets` is the size of the
+    ring.
     """
 
     marks: list[Mark] | None
@@ -227,7 +228,7 @@ class TransferProgress(Protocol):
     packed: bool
 
     @property
-    def slots(self) -> int: ...
+    def num_buckets(self) -> int: ...
 
     def taken_nbytes(self, reader: int) -> int:
         """Return a reader's position in the stream, in bytes. Any thread may call it."""

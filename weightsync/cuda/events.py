@@ -169,7 +169,7 @@ def fence_from_environment() -> Fence:
 
 
 class WriterFence:
-    """The events of a sender: one for each of `count` slots (`packed`), or for registered memory.
+    """The events of a sender: one for each of `count` buckets (`packed`), or for registered memory.
 
     `device` is the GPU of that memory, None for host memory. Without a device, or where the driver
     makes no events (one warning), the fence has none, and the sender waits for its GPU itself.
@@ -203,7 +203,7 @@ class WriterFence:
             logger.warning("%s; the sender waits for its GPU on the host instead", exc)
             return
         registered = None if packed else handles.pop()
-        self._offer = ReadyEvents(device=driver.key(device), slots=handles, registered=registered)
+        self._offer = ReadyEvents(device=driver.key(device), buckets=handles, registered=registered)
 
     def offer(self, reader: int, number: int) -> ReadyEvents | None:
         """Return the handles with which the reader of index `reader` can wait; None without events.
@@ -225,10 +225,10 @@ class WriterFence:
         return all(numbers) and numbers == [self._control.takes_events(r) for r in readers]
 
     def record(self, index: int = 0) -> None:
-        """Record the event of a slot after all work now on the caller's current stream.
+        """Record the event of a bucket after all work now on the caller's current stream.
 
-        The caller publishes the slot afterwards. All readers have released the slot before, so a
-        reader that waits for the event waits for this record. Raises TransferError.
+        The caller publishes the bucket afterwards. All readers have released it before, so a reader
+        that waits for the event waits for this record. Raises TransferError.
         """
         self._events[index].record()
         WriterFence.recorded += 1
@@ -240,26 +240,26 @@ class WriterFence:
 
 
 class OpenFence:
-    """The opened events of one sender in a receiver, by slot; key None is registered memory.
+    """The opened events of one sender in a receiver, by bucket; key None is registered memory.
 
     Raises HandleError where an event cannot be opened.
     """
 
     def __init__(self, offer: ReadyEvents, driver: EventDriver) -> None:
-        handles: dict[int | None, bytes] = dict(enumerate(offer.slots))
+        handles: dict[int | None, bytes] = dict(enumerate(offer.buckets))
         if offer.registered is not None:
             handles[None] = offer.registered
-        self._events = {slot: driver.open(offer.device, h) for slot, h in handles.items()}
+        self._events = {bucket: driver.open(offer.device, h) for bucket, h in handles.items()}
 
     def arrive(
         self,
-        slot: int | None,
+        bucket: int | None,
         *,
         check: Callable[[], None],
         beat: Callable[[], int],
         timeout_s: float,
     ) -> None:
-        """Wait on the host until the bytes published in `slot` are in place.
+        """Wait on the host until the bytes published in `bucket` are in place.
 
         Nothing is enqueued on a stream. For memory without an event it returns at once, because the
         sender waited itself. `beat` returns the sender's heartbeat: `timeout_s` is the time without
@@ -267,7 +267,7 @@ class OpenFence:
         of `check`.
         """
         wait_until(
-            lambda: self._passed(slot),
+            lambda: self._passed(bucket),
             f"the sender published bytes that its GPU did not copy within {timeout_s:g} s; the "
             "update is aborted",
             check=check,
@@ -279,8 +279,8 @@ class OpenFence:
         """Drop the events, so that they are freed while an error still refers to this object."""
         self._events.clear()
 
-    def _passed(self, slot: int | None) -> bool:
-        event = self._events.get(slot)
+    def _passed(self, bucket: int | None) -> bool:
+        event = self._events.get(bucket)
         return event is None or event.passed()
 
 
@@ -289,7 +289,7 @@ def open_fence(
     memory: KeyedHandle,
     keys: list[str],
     *,
-    slots: int,
+    num_buckets: int,
     driver: EventDriver = CUDA,
 ) -> OpenFence | None:
     """Open the events that a sender offered; None without an offer, or where the driver fails.
@@ -301,10 +301,12 @@ def open_fence(
     if offer is None:
         return None
     found = next((key for key in keys if key in memory), "no device that this process opens")
-    handles = [*offer.slots, *([] if offer.registered is None else [offer.registered])]
+    handles = [*offer.buckets, *([] if offer.registered is None else [offer.registered])]
     check_handles(offer.device, handles, memory_key=found)
-    if offer.slots and len(offer.slots) != slots:
-        raise HandleError(f"{len(offer.slots)} ready events were offered for {slots} slots")
+    if offer.buckets and len(offer.buckets) != num_buckets:
+        raise HandleError(
+            f"{len(offer.buckets)} ready events were offered for {num_buckets} buckets"
+        )
     try:
         return OpenFence(offer, driver)
     except HandleError as exc:

@@ -141,46 +141,47 @@ class CudaCopyWork:
         self.event.synchronize()
 
 
-class StagedSlots:
-    """Host `slots` (`uint8[slot_nbytes]` each) that share at most two device buffers in turn.
+class StagedBuckets:
+    """Host `buckets` (`uint8[bucket_nbytes]` each) that share at most two device buffers in turn.
 
-    The caller's stream assembles the bytes of a slot in its device buffer on `device`; one copy on
-    `stream` brings them to the slot. Only `close` waits. The caller owns the slots. Raises
+    The caller's stream assembles the bytes of a bucket in its device buffer on `device`; one copy
+    on `stream` brings them to the bucket. Only `close` waits. The caller owns the buckets. Raises
     torch.OutOfMemoryError when `device` has no room for the buffers. Never run on a GPU.
     """
 
     def __init__(
-        self, slots: Sequence[torch.Tensor], device: torch.device, stream: CopyStream
+        self, buckets: Sequence[torch.Tensor], device: torch.device, stream: CopyStream
     ) -> None:
         self.device = device
         self._stream = stream
-        self._count = min(DEVICE_BUFFERS, len(slots))
-        buffers = [torch.empty_like(slot, device=device) for slot in slots[: self._count]]
+        self._count = min(DEVICE_BUFFERS, len(buckets))
+        buffers = [torch.empty_like(bucket, device=device) for bucket in buckets[: self._count]]
         self.nbytes = sum(buffer.numel() for buffer in buffers)
         self._pairs = [
-            CpuGpuBuffer.around(slot, buffers[i % self._count]) for i, slot in enumerate(slots)
+            CpuGpuBuffer.around(bucket, buffers[i % self._count])
+            for i, bucket in enumerate(buckets)
         ]
         self._copying: dict[int, CopyWork] = {}
 
-    def device_buffer(self, slot: int) -> torch.Tensor:
-        """Return the slot's device buffer; later work on the caller's stream may write to it."""
-        last = self._copying.pop(slot % self._count, None)
+    def device_buffer(self, bucket: int) -> torch.Tensor:
+        """Return the bucket's device buffer; later work on the caller's stream may write to it."""
+        last = self._copying.pop(bucket % self._count, None)
         if last is not None:
             last.wait_on_stream()
-        return self._pairs[slot].gpu
+        return self._pairs[bucket].gpu
 
-    def copy_to_slot(self, slot: int, nbytes: int) -> CopyWork:
-        """Copy the first `nbytes` of the slot's device buffer to the slot, which must be free."""
-        work = self._stream.run(partial(self._pairs[slot].copy_to_cpu, nbytes))
-        self._copying[slot % self._count] = work
+    def copy_to_bucket(self, bucket: int, nbytes: int) -> CopyWork:
+        """Copy the first `nbytes` of the device buffer to its bucket, which must be free."""
+        work = self._stream.run(partial(self._pairs[bucket].copy_to_cpu, nbytes))
+        self._copying[bucket % self._count] = work
         return work
 
-    def copy_directly_to_slot(self, slot: int, source: torch.Tensor) -> CopyWork:
-        """Copy `source` (`uint8[nbytes]` on `device`) to the start of the slot, which must be free.
+    def copy_directly_to_bucket(self, bucket: int, source: torch.Tensor) -> CopyWork:
+        """Copy `source` (`uint8[nbytes]` on `device`) to the start of a bucket, which must be free.
 
         Later work on the caller's stream waits for the copy, so it may overwrite or free `source`.
         """
-        target = self._pairs[slot].cpu
+        target = self._pairs[bucket].cpu
         work = self._stream.run(partial(copy_slice, source, target, source.numel()))
         work.wait_on_stream()
         return work

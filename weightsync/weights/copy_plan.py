@@ -1,7 +1,7 @@
 """Copy plans: the copies of a stream, compiled once for fixed memory and executed in every update.
 
 Compiled units hold addresses. While the caller uses a unit, it keeps the unit's memory alive and at
-the same address. Units with an end on a GPU (`DeviceCopyUnit`, `DeviceShardRun`) have run with CPU
+the same address. Units with an end on a GPU (`DeviceCopyUnit`, `DeviceShardUnit`) have run with CPU
 tensors only, never on a GPU.
 """
 
@@ -92,9 +92,9 @@ class HostCopies:
     sizes: tuple[int, ...]
 
     @classmethod
-    def of(cls, runs: Sequence[HostCopyUnit]) -> HostCopies:
-        """Return the copies of `runs`, in their order."""
-        copies = [copy for run in runs for copy in run.copies]
+    def of(cls, units: Sequence[HostCopyUnit]) -> HostCopies:
+        """Return the copies of `units`, in their order."""
+        copies = [copy for unit in units for copy in unit.copies]
         return cls(
             tuple(copy.target for copy in copies),
             tuple(copy.source for copy in copies),
@@ -118,15 +118,15 @@ class CopyAndHash:
     steps: tuple[tuple[int, int, int, memoryview | None], ...]
 
     @classmethod
-    def of(cls, runs: Sequence[HostCopyUnit]) -> CopyAndHash | None:
-        """Return the steps of `runs` in order, None where a destination is not contiguous."""
+    def of(cls, units: Sequence[HostCopyUnit]) -> CopyAndHash | None:
+        """Return the steps of `units` in order, None where a destination is not contiguous."""
         steps: list[tuple[int, int, int, memoryview | None]] = []
-        for run in runs:
-            view = run.held[0]
-            if len(run.held) > 1 or not isinstance(view, memoryview):
+        for unit in units:
+            view = unit.held[0]
+            if len(unit.held) > 1 or not isinstance(view, memoryview):
                 return None
-            steps += [(copy.target, copy.source, copy.nbytes, None) for copy in run.copies[:-1]]
-            last = run.copies[-1]
+            steps += [(copy.target, copy.source, copy.nbytes, None) for copy in unit.copies[:-1]]
+            last = unit.copies[-1]
             steps.append((last.target, last.source, last.nbytes, view))
         return cls(tuple(steps))
 
@@ -141,40 +141,40 @@ class CopyAndHash:
 
 
 class AddressMap:
-    """Host addresses of a stream: of each tensor in `memory`, or of one chunk in a slot.
+    """Host addresses of a stream: of each tensor in `memory`, or of one chunk in a bucket.
 
-    Without `memory`, `slot` is the address at which the chunk begins, and `chunk_start` its first
+    Without `memory`, `bucket` is the address at which the chunk begins, and `chunk_start` its first
     byte in the stream.
     """
 
-    def __init__(self, memory: Memory | None, slot: int = 0, chunk_start: int = 0) -> None:
+    def __init__(self, memory: Memory | None, bucket: int = 0, chunk_start: int = 0) -> None:
         self._addresses = [t.data_ptr() for t in memory.tensors] if memory else None
-        self._slot = slot - chunk_start
+        self._bucket = bucket - chunk_start
         self.flat = memory is None or memory.flat
 
-    def address(self, piece: TensorSlice) -> int:
-        """Return the address of the first byte of `piece`."""
+    def address(self, part: TensorSlice) -> int:
+        """Return the address of the first byte of `part`."""
         if self._addresses is None:
-            return self._slot + piece.start
-        return self._addresses[piece.index] + piece.begin
+            return self._bucket + part.start
+        return self._addresses[part.index] + part.begin
 
 
 def compile_host(
-    layout: StreamLayout, run: CopyUnit, target: AddressMap, source: AddressMap
+    layout: StreamLayout, unit: CopyUnit, target: AddressMap, source: AddressMap
 ) -> HostCopyUnit:
     """Compile one unit between host memories."""
     copies: list[Copy] = []
     parts: list[tuple[int, int, int]] = []
-    for piece in layout.pieces(run.start, run.stop):
-        address = target.address(piece)
-        copy = Copy(address, source.address(piece), piece.nbytes)
+    for part in layout.slices(unit.start, unit.stop):
+        address = target.address(part)
+        copy = Copy(address, source.address(part), part.nbytes)
         append_copy(copies, copy, padded=target.flat and source.flat)
-        parts.append((piece.start, address, piece.nbytes))
-    return HostCopyUnit(tuple(copies), stream_views(run, parts, flat=target.flat))
+        parts.append((part.start, address, part.nbytes))
+    return HostCopyUnit(tuple(copies), stream_views(unit, parts, flat=target.flat))
 
 
 def stream_views(
-    run: CopyUnit, parts: list[tuple[int, int, int]], *, flat: bool
+    unit: CopyUnit, parts: list[tuple[int, int, int]], *, flat: bool
 ) -> tuple[memoryview | bytes, ...]:
     """Return the bytes of a unit in stream order, with the zeros between its tensors.
 
@@ -183,16 +183,16 @@ def stream_views(
     """
     if flat:
         start, address, _ = parts[0]
-        return (host_view(address - (start - run.start), run.stop - run.start),)
+        return (host_view(address - (start - unit.start), unit.stop - unit.start),)
     views: list[memoryview | bytes] = []
-    at = run.start
+    at = unit.start
     for start, address, nbytes in parts:
         if start > at:
             views.append(bytes(start - at))
         views.append(host_view(address, nbytes))
         at = start + nbytes
-    if run.stop > at:
-        views.append(bytes(run.stop - at))
+    if unit.stop > at:
+        views.append(bytes(unit.stop - at))
     return tuple(views)
 
 
@@ -208,7 +208,7 @@ class DeviceCopyUnit:
     """The copies of one unit with a GPU on at least one end: `uint8[nbytes]` pairs.
 
     torch copies them in order on the current stream. The fingerprint is mix64 of the destination,
-    or xxh3 of the source where that is on the host (a slot that a GPU reads from). `gaps` are
+    or xxh3 of the source where that is on the host (a bucket that a GPU reads from). `gaps` are
     `(index of the tensor that follows, nbytes of zeros)`. Never run on a GPU.
     """
 
@@ -250,19 +250,19 @@ def interleaved(
     return parts
 
 
-def pieces_and_gaps(
+def slices_and_gaps(
     layout: StreamLayout, start: int, stop: int
 ) -> tuple[list[TensorSlice], list[tuple[int, int]]]:
     """Return the tensor slices between two bytes of the stream, and `gaps` as in DeviceCopyUnit."""
-    pieces = list(layout.pieces(start, stop))
+    slices = list(layout.slices(start, stop))
     gaps, at = [], start
-    for i, piece in enumerate(pieces):
-        if piece.start > at:
-            gaps.append((i, piece.start - at))
-        at = piece.start + piece.nbytes
+    for i, part in enumerate(slices):
+        if part.start > at:
+            gaps.append((i, part.start - at))
+        at = part.start + part.nbytes
     if stop > at:
-        gaps.append((len(pieces), stop - at))
-    return pieces, gaps
+        gaps.append((len(slices), stop - at))
+    return slices, gaps
 
 
 class DeviceCompiler:
@@ -274,22 +274,22 @@ class DeviceCompiler:
 
     def compile(
         self,
-        run: CopyUnit,
+        unit: CopyUnit,
         memory: Memory | None,
-        slot: torch.Tensor | None = None,
+        bucket: torch.Tensor | None = None,
         chunk_start: int = 0,
     ) -> DeviceCopyUnit:
-        """Compile one unit from `memory`, or from a `slot` that begins at byte `chunk_start`."""
+        """Compile one unit from `memory`, or from a `bucket` that begins at byte `chunk_start`."""
         targets, sources = [], []
-        pieces, gaps = pieces_and_gaps(self._layout, run.start, run.stop)
-        for piece in pieces:
-            end = piece.begin + piece.nbytes
-            targets.append(self._targets[piece.index][piece.begin : end])
+        slices, gaps = slices_and_gaps(self._layout, unit.start, unit.stop)
+        for part in slices:
+            end = part.begin + part.nbytes
+            targets.append(self._targets[part.index][part.begin : end])
             if memory is not None:
-                sources.append(memory.tensors[piece.index][piece.begin : end])
-            elif slot is not None:
-                place = piece.start - chunk_start
-                sources.append(slot[place : place + piece.nbytes])
+                sources.append(memory.tensors[part.index][part.begin : end])
+            elif bucket is not None:
+                place = part.start - chunk_start
+                sources.append(bucket[place : place + part.nbytes])
         return DeviceCopyUnit(tuple(targets), tuple(sources), tuple(gaps))
 
 
@@ -314,17 +314,17 @@ class CopyPlan:
     """
 
     start: int
-    runs: Sequence[CompiledUnit]
+    units: Sequence[CompiledUnit]
     verify: bool
     joined: HostCopies | CopyAndHash | None
 
     @classmethod
-    def of(cls, start: int, runs: Sequence[CompiledUnit], *, verify: bool) -> CopyPlan:
-        """Return the CopyPlan that copies `runs`, and with `verify` fingerprints them."""
-        on_host = [run for run in runs if isinstance(run, HostCopyUnit)]
+    def of(cls, start: int, units: Sequence[CompiledUnit], *, verify: bool) -> CopyPlan:
+        """Return the CopyPlan that copies `units`, and with `verify` fingerprints them."""
+        on_host = [unit for unit in units if isinstance(unit, HostCopyUnit)]
         kind = CopyAndHash if verify else HostCopies
-        joined = kind.of(on_host) if len(on_host) == len(runs) else None
-        return cls(start, runs, verify, joined)
+        joined = kind.of(on_host) if len(on_host) == len(units) else None
+        return cls(start, units, verify, joined)
 
     def run(self) -> list[int]:
         """Copy all units; return their fingerprints with `verify`, else an empty list.
@@ -334,17 +334,17 @@ class CopyPlan:
         if self.joined is not None:
             return self.joined.run()
         got: list[int] = []
-        for run in self.runs:
-            run.copy()
+        for unit in self.units:
+            unit.copy()
             if self.verify:
-                got.append(run.fingerprint())
+                got.append(unit.fingerprint())
         return got
 
 
 class UnitCompiler:
     """Compiles units into whole tensors, in host or GPU memory.
 
-    The source is `memory`, or else a slot given with each unit. Raises ValueError for memory that
+    The source is `memory`, or else a bucket given with each unit. Raises ValueError for memory that
     holds shards.
     """
 
@@ -361,14 +361,14 @@ class UnitCompiler:
         self._device = DeviceCompiler(layout, destination)
 
     def compile(
-        self, run: CopyUnit, slot: torch.Tensor | None = None, chunk_start: int = 0
+        self, unit: CopyUnit, bucket: torch.Tensor | None = None, chunk_start: int = 0
     ) -> HostCopyUnit | DeviceCopyUnit:
-        """Compile one unit; `slot` holds the stream from byte `chunk_start`."""
-        if self._target is not None and (slot is None or slot.device.type == "cpu"):
-            address = slot.data_ptr() if slot is not None else 0
+        """Compile one unit; `bucket` holds the stream from byte `chunk_start`."""
+        if self._target is not None and (bucket is None or bucket.device.type == "cpu"):
+            address = bucket.data_ptr() if bucket is not None else 0
             source = self._source or AddressMap(None, address, chunk_start)
-            return compile_host(self._layout, run, self._target, source)
-        return self._device.compile(run, self._memory, slot, chunk_start)
+            return compile_host(self._layout, unit, self._target, source)
+        return self._device.compile(unit, self._memory, bucket, chunk_start)
 
 
 def host_view(address: int, nbytes: int) -> memoryview:
@@ -427,7 +427,7 @@ class ShardMemory(Memory):
 
 
 @dataclass(frozen=True, slots=True)
-class HostShardRun:
+class HostShardUnit:
     """The copies of one unit into shards between host memories.
 
     `arrived` views the source in stream order, all of it, also bytes of which no shard takes any.
@@ -457,11 +457,11 @@ class HostShardRun:
 
 
 @dataclass(frozen=True, slots=True)
-class DeviceShardRun:
+class DeviceShardUnit:
     """The copies of one unit into shards, with a GPU on at least one end.
 
     The fingerprint is of all bytes that arrived. On a GPU it is mix64, and the shards are read back
-    and compared. Where the slot is on the host it is xxh3, and the shards are not compared. Never
+    and compared. Where the bucket is on the host it is xxh3, and the shards are not compared. Never
     run on a GPU.
     """
 
@@ -492,7 +492,7 @@ class DeviceShardRun:
     def fingerprint(self) -> int:
         """Return the fingerprint, complemented where the shards differ.
 
-        Waits for the copies, except where it is of a slot on the host.
+        Waits for the copies, except where it is of a bucket on the host.
         """
         if self.sources[0].device.type == "cpu":
             return xxh3_parts(interleaved(self.sources, self.gaps))
@@ -500,7 +500,7 @@ class DeviceShardRun:
 
 
 class ShardCompiler:
-    """Compiles units into shards; the source is `memory`, or else a slot given with each unit."""
+    """Compiles units into shards; the source is `memory`, or else a bucket given with each unit."""
 
     def __init__(
         self, layout: StreamLayout, destination: ShardMemory, memory: Memory | None = None
@@ -515,27 +515,27 @@ class ShardCompiler:
             self._shares.setdefault(share.index, []).append((tensor, share.blocks))
 
     def compile(
-        self, run: CopyUnit, slot: torch.Tensor | None = None, chunk_start: int = 0
-    ) -> HostShardRun | DeviceShardRun:
-        """Compile one unit; `slot` holds the stream from byte `chunk_start`."""
+        self, unit: CopyUnit, bucket: torch.Tensor | None = None, chunk_start: int = 0
+    ) -> HostShardUnit | DeviceShardUnit:
+        """Compile one unit; `bucket` holds the stream from byte `chunk_start`."""
         # A tensor made in inference mode cannot be written outside of it.
         with torch.inference_mode(False):
-            if self._on_host and (slot is None or slot.device.type == "cpu"):
-                address = slot.data_ptr() if slot is not None else 0
+            if self._on_host and (bucket is None or bucket.device.type == "cpu"):
+                address = bucket.data_ptr() if bucket is not None else 0
                 return self._on_the_host(
-                    run, self._source or AddressMap(None, address, chunk_start)
+                    unit, self._source or AddressMap(None, address, chunk_start)
                 )
-            return self._on_devices(run, slot, chunk_start)
+            return self._on_devices(unit, bucket, chunk_start)
 
-    def _on_the_host(self, run: CopyUnit, places: AddressMap) -> HostShardRun:
+    def _on_the_host(self, unit: CopyUnit, places: AddressMap) -> HostShardUnit:
         copies: list[Copy] = []
         grids: list[Pair] = []
         parts: list[tuple[int, int, int]] = []
-        for piece in self._layout.pieces(run.start, run.stop):
-            address = places.address(piece)
-            parts.append((piece.start, address, piece.nbytes))
-            for tensor, block in self._blocks(piece):
-                source = address - piece.begin + block.source
+        for part in self._layout.slices(unit.start, unit.stop):
+            address = places.address(part)
+            parts.append((part.start, address, part.nbytes))
+            for tensor, block in self._blocks(part):
+                source = address - part.begin + block.source
                 target = tensor.data_ptr() + block.target
                 if block.height > _FEW_ROWS:
                     grids.append(_host_grid(target, source, block))
@@ -547,35 +547,35 @@ class ShardCompiler:
                         block.width,
                     )
                     append_copy(copies, row, padded=self._flat and places.flat)
-        arrived = stream_views(run, parts, flat=places.flat)
-        return HostShardRun(tuple(copies), tuple(grids), arrived)
+        arrived = stream_views(unit, parts, flat=places.flat)
+        return HostShardUnit(tuple(copies), tuple(grids), arrived)
 
     def _on_devices(
-        self, run: CopyUnit, slot: torch.Tensor | None, chunk_start: int
-    ) -> DeviceShardRun:
+        self, unit: CopyUnit, bucket: torch.Tensor | None, chunk_start: int
+    ) -> DeviceShardUnit:
         pairs: list[Pair] = []
         sources: list[torch.Tensor] = []
-        pieces, gaps = pieces_and_gaps(self._layout, run.start, run.stop)
-        for piece in pieces:
-            sources.append(self._source_of(piece, slot, chunk_start))
-            for tensor, block in self._blocks(piece):
-                pairs.append(_device_grids(tensor, sources[-1], block, piece.begin))
-        return DeviceShardRun(tuple(pairs), tuple(sources), tuple(gaps))
+        slices, gaps = slices_and_gaps(self._layout, unit.start, unit.stop)
+        for part in slices:
+            sources.append(self._source_of(part, bucket, chunk_start))
+            for tensor, block in self._blocks(part):
+                pairs.append(_device_grids(tensor, sources[-1], block, part.begin))
+        return DeviceShardUnit(tuple(pairs), tuple(sources), tuple(gaps))
 
     def _source_of(
-        self, piece: TensorSlice, slot: torch.Tensor | None, chunk_start: int
+        self, part: TensorSlice, bucket: torch.Tensor | None, chunk_start: int
     ) -> torch.Tensor:
         if self._memory is not None:
-            return self._memory.tensors[piece.index][piece.begin : piece.begin + piece.nbytes]
-        if slot is None:
-            raise ValueError("a unit needs a slot where the compiler has no memory to copy from")
-        return slot[piece.start - chunk_start :][: piece.nbytes]
+            return self._memory.tensors[part.index][part.begin : part.begin + part.nbytes]
+        if bucket is None:
+            raise ValueError("a unit needs a bucket where the compiler has no memory to copy from")
+        return bucket[part.start - chunk_start :][: part.nbytes]
 
-    def _blocks(self, piece: TensorSlice) -> Iterator[tuple[torch.Tensor, Block]]:
-        for tensor, blocks in self._shares.get(piece.index, ()):
+    def _blocks(self, part: TensorSlice) -> Iterator[tuple[torch.Tensor, Block]]:
+        for tensor, blocks in self._shares.get(part.index, ()):
             for block in blocks:
-                for part in block.within(piece.begin, piece.begin + piece.nbytes):
-                    yield tensor, part
+                for rows in block.within(part.begin, part.begin + part.nbytes):
+                    yield tensor, rows
 
 
 def compiler_for(

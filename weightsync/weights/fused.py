@@ -19,7 +19,7 @@ import torch
 
 from weightsync.cuda.staging import CopyWork, CudaCopyWork
 from weightsync.weights.checksums import MASK, WORD, settled
-from weightsync.weights.copy_plan import CompiledUnit, DeviceCopyUnit, pieces_and_gaps
+from weightsync.weights.copy_plan import CompiledUnit, DeviceCopyUnit, slices_and_gaps
 from weightsync.weights.fingerprint import mix64
 from weightsync.weights.layout import Chunk, StreamLayout
 
@@ -157,7 +157,7 @@ class Batch:
 
     def __init__(
         self,
-        runs: Sequence[DeviceCopyUnit],
+        units: Sequence[DeviceCopyUnit],
         kernel: Kernel,
         *,
         copies: bool = True,
@@ -165,25 +165,25 @@ class Batch:
         fills: bool = False,
         keeps: bool = True,
     ) -> None:
-        self._kept = runs if keeps else ()
+        self._kept = units if keeps else ()
         self._kernel = kernel
         self._copies = copies
-        self._device = runs[0].sources[0].device
+        self._device = units[0].sources[0].device
         segments = [
             segment
-            for i, run in enumerate(runs)
-            for segment in segments_of(run.targets if copies else None, run.sources, run.gaps, i)
+            for i, unit in enumerate(units)
+            for segment in segments_of(unit.targets if copies else None, unit.sources, unit.gaps, i)
         ]
         self._stream = _stream_of(self._device)
         self._sums: torch.Tensor | None = None
         # Tensors made in inference mode cannot be written outside of it.
         with torch.inference_mode(False):
-            self._tiles = tile(segments, self._device, sums=len(runs), fills=fills)
+            self._tiles = tile(segments, self._device, sums=len(units), fills=fills)
             if mixes:
-                self._sums = torch.zeros(len(runs), dtype=torch.int64, device=self._device)
+                self._sums = torch.zeros(len(units), dtype=torch.int64, device=self._device)
                 pinned = self._device.type == "cuda"
-                self._host = torch.empty(len(runs), dtype=torch.int64, pin_memory=pinned)
-        self._sizes = [_nbytes(run) for run in runs]
+                self._host = torch.empty(len(units), dtype=torch.int64, pin_memory=pinned)
+        self._sizes = [_nbytes(unit) for unit in units]
         self._found: list[int] | None = None
         self._done: CopyWork = _DONE
 
@@ -265,8 +265,8 @@ class _CudaStream:
         return cast(AbstractContextManager[Any], torch.cuda.stream(self._stream))
 
 
-def _nbytes(run: DeviceCopyUnit) -> int:
-    return sum(source.numel() for source in run.sources) + sum(nbytes for _, nbytes in run.gaps)
+def _nbytes(unit: DeviceCopyUnit) -> int:
+    return sum(source.numel() for source in unit.sources) + sum(nbytes for _, nbytes in unit.gaps)
 
 
 def _event(*, timed: bool) -> torch.cuda.Event:
@@ -311,91 +311,93 @@ class ReadUnit(FusedUnit):
 
 
 def fuse(
-    runs: Sequence[CompiledUnit], *, verify: bool, kernel: Kernel | None = None
+    units: Sequence[CompiledUnit], *, verify: bool, kernel: Kernel | None = None
 ) -> list[CompiledUnit]:
-    """Return units that do the same in one launch where all are on one GPU, else `runs`.
+    """Return units that do the same in one launch where all are on one GPU, else `units`.
 
     Called once for fixed memory. `kernel` None takes the Triton kernel, if it works on the GPU.
     """
-    plain = [run for run in runs if isinstance(run, DeviceCopyUnit)]
-    kernel = kernel or kernel_of(plain, among=len(runs))
+    plain = [unit for unit in units if isinstance(unit, DeviceCopyUnit)]
+    kernel = kernel or kernel_of(plain, among=len(units))
     if kernel is None:
-        return list(runs)
+        return list(units)
     batch = Batch(plain, kernel, mixes=verify)
-    return [FusedUnit(batch, i) for i in range(len(runs))]
+    return [FusedUnit(batch, i) for i in range(len(units))]
 
 
 def hashers(
-    runs: Sequence[CompiledUnit], *, kernel: Kernel | None = None
+    units: Sequence[CompiledUnit], *, kernel: Kernel | None = None
 ) -> list[Callable[[], int]]:
     """Return a function for each unit that fingerprints its sources; call all of them, in order.
 
     For units whose sources and targets are the same memory.
     """
-    plain = [run for run in runs if isinstance(run, DeviceCopyUnit)]
-    kernel = kernel or kernel_of(plain, among=len(runs))
+    plain = [unit for unit in units if isinstance(unit, DeviceCopyUnit)]
+    kernel = kernel or kernel_of(plain, among=len(units))
     if kernel is None:
-        return [run.fingerprint for run in runs]
+        return [unit.fingerprint for unit in units]
     batch = Batch(plain, kernel, copies=False)
-    return [ReadUnit(batch, i).fingerprint for i in range(len(runs))]
+    return [ReadUnit(batch, i).fingerprint for i in range(len(units))]
 
 
-def slot_reader(layout: StreamLayout, chunk: Chunk, slot: torch.Tensor) -> Callable[[], list[int]]:
-    """Return a function that fingerprints the units of a chunk in its slot, zeros included."""
+def bucket_reader(
+    layout: StreamLayout, chunk: Chunk, bucket: torch.Tensor
+) -> Callable[[], list[int]]:
+    """Return a function that fingerprints the units of a chunk in its bucket, zeros included."""
     parts = [
-        slot[run.start - chunk.start : run.stop - chunk.start]
-        for run in layout.runs[chunk.first_run : chunk.last_run]
+        bucket[unit.start - chunk.start : unit.stop - chunk.start]
+        for unit in layout.units[chunk.first_unit : chunk.last_unit]
     ]
-    runs = [DeviceCopyUnit((part,), (part,), ()) for part in parts]
-    kernel = kernel_of(runs, among=len(runs))
+    units = [DeviceCopyUnit((part,), (part,), ()) for part in parts]
+    kernel = kernel_of(units, among=len(units))
     if kernel is None:
         return lambda: [mix64(part) for part in parts]
-    batch = Batch(runs, kernel, copies=False)
+    batch = Batch(units, kernel, copies=False)
     return lambda: _read(batch)
 
 
 def chunk_batches(
     layout: StreamLayout,
     tensors: Sequence[torch.Tensor],
-    slots: Sequence[torch.Tensor],
+    buckets: Sequence[torch.Tensor],
     *,
     verify: bool,
     kernel: Kernel | None = None,
 ) -> list[Batch] | None:
-    """Return a batch for each chunk: it writes `tensors` (`uint8[nbytes]`) and zeros into a slot.
+    """Return a batch for each chunk: it writes `tensors` (`uint8[nbytes]`) and zeros into a bucket.
 
-    None where tensors and slots are not on one GPU on which the kernel works. The batches do not
+    None where tensors and buckets are not on one GPU on which the kernel works. The batches do not
     keep the tensors alive, since the trainer may offload them: before each launch the caller checks
     that all addresses are the same.
     """
     batches = []
     for j, chunk in enumerate(layout.chunks):
-        slot = slots[j % len(slots)]
-        runs = [
-            _into_slot(layout, start, stop, tensors, slot[start - chunk.start :])
+        bucket = buckets[j % len(buckets)]
+        units = [
+            _into_bucket(layout, start, stop, tensors, bucket[start - chunk.start :])
             for start, stop in (
-                (run.start, run.stop) for run in layout.runs[chunk.first_run : chunk.last_run]
+                (unit.start, unit.stop) for unit in layout.units[chunk.first_unit : chunk.last_unit]
             )
         ]
-        kernel = kernel or kernel_of(runs, among=len(runs))
+        kernel = kernel or kernel_of(units, among=len(units))
         if kernel is None:
             return None
-        batches.append(Batch(runs, kernel, mixes=verify, fills=True, keeps=False))
+        batches.append(Batch(units, kernel, mixes=verify, fills=True, keeps=False))
     return batches
 
 
-def kernel_of(runs: Sequence[DeviceCopyUnit], *, among: int) -> Kernel | None:
-    """Return the kernel for `runs`, None where they are fewer than `among` or not on one GPU.
+def kernel_of(units: Sequence[DeviceCopyUnit], *, among: int) -> Kernel | None:
+    """Return the kernel for `units`, None where they are fewer than `among` or not on one GPU.
 
     Also None for tensors that are not contiguous, and where the kernel does not work on the GPU.
     """
-    if not runs or len(runs) != among:
+    if not units or len(units) != among:
         return None
-    ends = [end for run in runs for end in (*run.targets, *run.sources)]
+    ends = [end for unit in units for end in (*unit.targets, *unit.sources)]
     device = ends[0].device if ends else torch.device("cpu")
     if device.type != "cuda" or any(end.device != device for end in ends):
         return None
-    if not all(run.sources and end.is_contiguous() for run in runs for end in run.sources):
+    if not all(unit.sources and end.is_contiguous() for unit in units for end in unit.sources):
         return None
     return _proved(device) if all(end.is_contiguous() for end in ends) else None
 
@@ -431,15 +433,15 @@ def _read(batch: Batch) -> list[int]:
     return batch.fingerprints()
 
 
-def _into_slot(
+def _into_bucket(
     layout: StreamLayout,
     start: int,
     stop: int,
     tensors: Sequence[torch.Tensor],
     place: torch.Tensor,
 ) -> DeviceCopyUnit:
-    """Return the unit of bytes `start` to `stop`; `place` is the slot from its first byte on."""
-    pieces, gaps = pieces_and_gaps(layout, start, stop)
-    sources = [tensors[piece.index][piece.begin : piece.begin + piece.nbytes] for piece in pieces]
-    targets = [place[piece.start - start :][: piece.nbytes] for piece in pieces]
+    """Return the unit of bytes `start` to `stop`; `place` is the bucket from its first byte on."""
+    slices, gaps = slices_and_gaps(layout, start, stop)
+    sources = [tensors[part.index][part.begin : part.begin + part.nbytes] for part in slices]
+    targets = [place[part.start - start :][: part.nbytes] for part in slices]
     return DeviceCopyUnit(tuple(targets), tuple(sources), tuple(gaps))

@@ -16,7 +16,7 @@ from weightsync.specs import Manifest
 
 ALIGNMENT = 64
 """Bytes: every tensor and every copy unit of the stream begins at a multiple of it."""
-RUN_NBYTES = 512 << 10
+UNIT_NBYTES = 512 << 10
 """Size of a copy unit in host memory: source and destination fit the L2 cache (measured)."""
 
 
@@ -45,16 +45,16 @@ class CopyUnit:
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """Bytes `start` to `stop` of the stream, made of units `first_run` up to before `last_run`."""
+    """Bytes `start` to `stop` of the stream: units `first_unit` up to before `last_unit`."""
 
     start: int
     stop: int
-    first_run: int
-    last_run: int
+    first_unit: int
+    last_unit: int
 
 
 class StreamLayout:
-    """The stream of a manifest, cut into `chunks` of at most `bucket_nbytes` and copy units `runs`.
+    """The stream of a manifest, cut into `chunks` of at most `bucket_nbytes`, and into `units`.
 
     `bucket_nbytes` None makes a single chunk. A tensor that fits into one bucket is never split
     over two. `offsets[i]` is the first byte of tensor i in the stream of `nbytes` bytes. Takes time
@@ -63,32 +63,36 @@ class StreamLayout:
     """
 
     def __init__(
-        self, manifest: Manifest, *, bucket_nbytes: int | None = None, run_nbytes: int = RUN_NBYTES
+        self,
+        manifest: Manifest,
+        *,
+        bucket_nbytes: int | None = None,
+        unit_nbytes: int = UNIT_NBYTES,
     ) -> None:
-        for label, size in (("bucket_nbytes", bucket_nbytes), ("run_nbytes", run_nbytes)):
+        for label, size in (("bucket_nbytes", bucket_nbytes), ("unit_nbytes", unit_nbytes)):
             if size is not None and (size <= 0 or size % ALIGNMENT):
                 raise ConfigError(f"{label} must be a positive multiple of {ALIGNMENT}, not {size}")
         self.manifest = manifest
         self.bucket_nbytes = bucket_nbytes
-        self.run_nbytes = run_nbytes
+        self.unit_nbytes = unit_nbytes
         self.offsets, self.nbytes = self._lay_out()
 
     @cached_property
-    def runs(self) -> list[CopyUnit]:
-        """The runs of the whole stream; cut when first used: that takes time by the byte."""
+    def units(self) -> list[CopyUnit]:
+        """The copy units of the whole stream; cut when first used: that takes time by the byte."""
         return self._cut[0]
 
     @cached_property
     def chunks(self) -> list[Chunk]:
-        """The chunks of the whole stream, and which runs each has; cut when first used."""
+        """The chunks of the whole stream, and which units each has; cut when first used."""
         return self._cut[1]
 
     @cached_property
     def _cut(self) -> tuple[list[CopyUnit], list[Chunk]]:
-        runs: list[CopyUnit] = []
-        return runs, [self._cut_runs(start, stop, runs) for start, stop in self._cut_chunks()]
+        units: list[CopyUnit] = []
+        return units, [self._cut_units(start, stop, units) for start, stop in self._cut_chunks()]
 
-    def pieces(self, start: int, stop: int) -> Iterator[TensorSlice]:
+    def slices(self, start: int, stop: int) -> Iterator[TensorSlice]:
         """Yield the parts of tensors between bytes `start` and `stop` of the stream, in order."""
         index = max(0, bisect_right(self._starts, start) - 1)
         for i in self._filled[index:]:
@@ -103,17 +107,17 @@ class StreamLayout:
     def gaps(self, start: int, stop: int) -> Iterator[tuple[int, int]]:
         """Yield `(position, nbytes)` of the zeros between bytes `start` and `stop`."""
         at = start
-        for piece in self.pieces(start, stop):
-            if piece.start > at:
-                yield at, piece.start - at
-            at = piece.start + piece.nbytes
+        for part in self.slices(start, stop):
+            if part.start > at:
+                yield at, part.start - at
+            at = part.start + part.nbytes
         if stop > at:
             yield at, stop - at
 
-    def names(self, run: CopyUnit) -> list[str]:
+    def names(self, unit: CopyUnit) -> list[str]:
         """Return the names of the tensors of which a copy unit has bytes."""
         specs = self.manifest.specs
-        return [specs[piece.index].name for piece in self.pieces(run.start, run.stop)]
+        return [specs[part.index].name for part in self.slices(unit.start, unit.stop)]
 
     @cached_property
     def largest_cut_nbytes(self) -> int:
@@ -158,27 +162,27 @@ class StreamLayout:
         if self.nbytes > start:
             yield start, self.nbytes
 
-    def _cut_runs(self, start: int, stop: int, runs: list[CopyUnit]) -> Chunk:
-        first = len(runs)
+    def _cut_units(self, start: int, stop: int, units: list[CopyUnit]) -> Chunk:
+        first = len(units)
         open_at = start
-        for piece in self.pieces(start, stop):
-            end = piece.start + aligned(piece.nbytes)
-            if end - open_at <= self.run_nbytes:
+        for part in self.slices(start, stop):
+            end = part.start + aligned(part.nbytes)
+            if end - open_at <= self.unit_nbytes:
                 continue
-            if piece.start > open_at:
-                runs.append(CopyUnit(open_at, piece.start))
-                open_at = piece.start
-            while end - open_at > self.run_nbytes:
-                runs.append(CopyUnit(open_at, open_at + self.run_nbytes))
-                open_at += self.run_nbytes
-            if open_at > piece.start:
-                runs.append(CopyUnit(open_at, end))
+            if part.start > open_at:
+                units.append(CopyUnit(open_at, part.start))
+                open_at = part.start
+            while end - open_at > self.unit_nbytes:
+                units.append(CopyUnit(open_at, open_at + self.unit_nbytes))
+                open_at += self.unit_nbytes
+            if open_at > part.start:
+                units.append(CopyUnit(open_at, end))
                 open_at = end
         if stop > open_at:
-            runs.append(CopyUnit(open_at, stop))
-        return Chunk(start, stop, first, len(runs))
+            units.append(CopyUnit(open_at, stop))
+        return Chunk(start, stop, first, len(units))
 
 
-def runs_per_chunk(bucket_nbytes: int, run_nbytes: int) -> int:
+def units_per_chunk(bucket_nbytes: int, unit_nbytes: int) -> int:
     """Return the most copy units that a chunk can have: the ring holds a fingerprint for each."""
-    return 3 * -(-bucket_nbytes // run_nbytes) + 3
+    return 3 * -(-bucket_nbytes // unit_nbytes) + 3

@@ -15,7 +15,7 @@ from itertools import chain
 
 import torch
 
-from weightsync.cuda.staging import CopyWork, StagedSlots
+from weightsync.cuda.staging import CopyWork, StagedBuckets
 from weightsync.errors import ManifestMismatchError, shorten
 from weightsync.specs import TensorSpec
 from weightsync.tensors import TORCH_DTYPES, as_bytes, contiguous_bytes, from_bytes, is_plain
@@ -28,37 +28,37 @@ from weightsync.weights.copy_plan import (
     zero,
 )
 from weightsync.weights.fingerprint import xxh3
-from weightsync.weights.fused import Batch, chunk_batches, slot_reader
+from weightsync.weights.fused import Batch, bucket_reader, chunk_batches
 from weightsync.weights.layout import Chunk, StreamLayout, TensorSlice
 from weightsync.weights.source import NamedTensors
 
 Acquire = Callable[[int], int]
-"""Takes the number of a chunk; waits until its slot is free and returns the slot's number."""
+"""Takes the number of a chunk; waits until its bucket is free and returns the bucket's number."""
 
 Packed = tuple[int, list[int]]
-"""The number of a chunk that is in its slot, and the fingerprints of its units (or none)."""
+"""The number of a chunk that is in its bucket, and the fingerprints of its units (or none)."""
 
 
 class Packer:
-    """Writes the stream of `layout` into `slots` (`uint8[slot_nbytes]` each), chunk by chunk.
+    """Writes the stream of `layout` into `buckets` (`uint8[bucket_nbytes]` each), chunk by chunk.
 
-    The methods are generators. They yield a chunk when its bytes are in the slot, on a GPU too, so
-    that the caller may publish it. With `wait` False (for slots on a GPU, and `verify` False) they
-    do not wait: the bytes are in the slot for later work on the caller's current stream.
-    `acquire` is called for each chunk in order. The caller owns the slots; for one thread.
+    The methods are generators. They yield a chunk when its bytes are in the bucket, on a GPU too,
+    so that the caller may publish it. With `wait` False (for buckets on a GPU, and `verify` False)
+    they do not wait: the bytes are in the bucket for later work on the caller's current stream.
+    `acquire` is called for each chunk in order. The caller owns the buckets; for one thread.
     """
 
-    def __init__(self, layout: StreamLayout, slots: Sequence[torch.Tensor]) -> None:
+    def __init__(self, layout: StreamLayout, buckets: Sequence[torch.Tensor]) -> None:
         self.layout = layout
-        self._slots = slots
-        self._on_host = slots[0].device.type == "cpu"
+        self._buckets = buckets
+        self._on_host = buckets[0].device.type == "cpu"
         self._replayed: list[HostCopies] = []
         self._replayed_from: list[int] = []
         self._gaps = cache(
             lambda j: list(layout.gaps(layout.chunks[j].start, layout.chunks[j].stop))
         )
         self._views = cache(self._make_views)
-        self._readers = cache(lambda j: slot_reader(layout, layout.chunks[j], self._slot(j)))
+        self._readers = cache(lambda j: bucket_reader(layout, layout.chunks[j], self._bucket(j)))
         self._batches: list[Batch] | None = None
         self._batched_from: list[int] = []
 
@@ -92,8 +92,8 @@ class Packer:
             self._replayed = self._compile(tensors)
             self._replayed_from = addresses
         for j, copies in enumerate(self._replayed):
-            slot = acquire(j)
-            self._clear_gaps(j, slot)
+            bucket = acquire(j)
+            self._clear_gaps(j, bucket)
             copies.run()
             yield j, self._fingerprints(j) if verify else []
 
@@ -132,7 +132,7 @@ class Packer:
         key = [int(verify), *(tensor.data_ptr() for tensor in tensors)]
         if key != self._batched_from:
             flats = [as_bytes(tensor) for tensor in tensors]
-            self._batches = chunk_batches(self.layout, flats, self._slots, verify=verify)
+            self._batches = chunk_batches(self.layout, flats, self._buckets, verify=verify)
             self._batched_from = key
         return self._batches
 
@@ -152,13 +152,13 @@ class Packer:
     def _write(
         self, j: int, position: int, take: int, tensor: torch.Tensor, spec: TensorSpec, end: int
     ) -> None:
-        """Copy `tensor`, or `take` bytes of it where it is split, to its place in the slot.
+        """Copy `tensor`, or `take` bytes of it where it is split, to its place in the bucket.
 
         `position` and `end` are bytes of the stream: of the copy, and of the end of the tensor. A
         tensor that is split over chunks is given as its bytes (`uint8[spec.nbytes]`).
         """
         at = position - self.layout.chunks[j].start
-        target = self._slot(j)[at : at + take]
+        target = self._bucket(j)[at : at + take]
         if take < spec.nbytes:
             begin = spec.nbytes - (end - position)
             source = tensor[begin : begin + take]
@@ -176,30 +176,30 @@ class Packer:
     def _complete(self, j: int, *, verify: bool, wait: bool) -> list[int]:
         fingerprints = self._fingerprints(j) if verify else []
         if wait and not self._on_host:
-            torch.cuda.current_stream(self._slots[0].device).synchronize()
+            torch.cuda.current_stream(self._buckets[0].device).synchronize()
         return fingerprints
 
     def _compile(self, tensors: Sequence[torch.Tensor]) -> list[HostCopies]:
         source = AddressMap(Memory([as_bytes(tensor) for tensor in tensors]))
         compiled = []
         for j, chunk in enumerate(self.layout.chunks):
-            target = AddressMap(None, self._slot(j).data_ptr(), chunk.start)
-            runs = self.layout.runs[chunk.first_run : chunk.last_run]
-            planned = [compile_host(self.layout, run, target, source) for run in runs]
+            target = AddressMap(None, self._bucket(j).data_ptr(), chunk.start)
+            units = self.layout.units[chunk.first_unit : chunk.last_unit]
+            planned = [compile_host(self.layout, unit, target, source) for unit in units]
             compiled.append(HostCopies.of(planned))
         return compiled
 
-    def _slot(self, j: int) -> torch.Tensor:
-        return self._slots[j % len(self._slots)]
+    def _bucket(self, j: int) -> torch.Tensor:
+        return self._buckets[j % len(self._buckets)]
 
-    def _clear_gaps(self, j: int, slot: int) -> None:
+    def _clear_gaps(self, j: int, bucket: int) -> None:
         chunk = self.layout.chunks[j]
         for position, nbytes in self._gaps(j):
             at = position - chunk.start
             if self._on_host:
-                zero(self._slots[slot].data_ptr() + at, nbytes)
+                zero(self._buckets[bucket].data_ptr() + at, nbytes)
             else:
-                self._slots[slot][at : at + nbytes].zero_()
+                self._buckets[bucket][at : at + nbytes].zero_()
 
     def _fingerprints(self, j: int) -> list[int]:
         if self._on_host:
@@ -207,15 +207,15 @@ class Packer:
         return self._readers(j)()
 
     def _make_views(self, j: int) -> list[memoryview]:
-        return slot_views(self.layout, self.layout.chunks[j], self._slot(j))
+        return bucket_views(self.layout, self.layout.chunks[j], self._bucket(j))
 
 
-def slot_views(layout: StreamLayout, chunk: Chunk, slot: torch.Tensor) -> list[memoryview]:
-    """View the units of a chunk in its slot, host memory that the caller keeps alive."""
-    address = slot.data_ptr() - chunk.start
+def bucket_views(layout: StreamLayout, chunk: Chunk, bucket: torch.Tensor) -> list[memoryview]:
+    """View the units of a chunk in its bucket, host memory that the caller keeps alive."""
+    address = bucket.data_ptr() - chunk.start
     return [
-        host_view(address + run.start, run.stop - run.start)
-        for run in layout.runs[chunk.first_run : chunk.last_run]
+        host_view(address + unit.start, unit.stop - unit.start)
+        for unit in layout.units[chunk.first_unit : chunk.last_unit]
     ]
 
 
@@ -256,26 +256,27 @@ def flatten(tensor: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
 Filled = tuple[int, torch.Tensor | None]
 """A chunk's number, and its bytes where one tensor fills it, else None (device buffer)."""
 
-_PIPELINED_SLOTS = 3
-"""With fewer slots, readers may need a chunk before they can free the slot of the next one."""
+_PIPELINED_BUCKETS = 3
+"""With fewer buckets, readers may need a chunk before they can free the bucket of the next one."""
 
 
 class StagedPacker(Packer):
-    """A Packer into `slots` in host memory, for tensors on the device of `stage`.
+    """A Packer into `buckets` in host memory, for tensors on the device of `stage`.
 
-    A chunk of several tensors is assembled in the slot's device buffer; a chunk that one tensor
-    fills is copied from the tensor itself. With three slots or more, the copy of one chunk overlaps
-    the assembly of the next. Close the generators when you stop early: closing waits for copies in
-    progress. A chunk is yielded when its copy is complete, whatever `wait` says, because the host
-    publishes slots in host memory. Tensors on other devices go through Packer. Never run on a GPU.
+    A chunk of several tensors is assembled in the bucket's device buffer; a chunk that one tensor
+    fills is copied from the tensor itself. With three buckets or more, the copy of one chunk
+    overlaps the assembly of the next. Close the generators when you stop early: closing waits for
+    copies in progress. A chunk is yielded when its copy is complete, whatever `wait` says, because
+    the host publishes buckets in host memory. Tensors on other devices go through Packer. Never run
+    on a GPU.
     """
 
     def __init__(
-        self, layout: StreamLayout, slots: Sequence[torch.Tensor], stage: StagedSlots
+        self, layout: StreamLayout, buckets: Sequence[torch.Tensor], stage: StagedBuckets
     ) -> None:
-        super().__init__(layout, slots)
+        super().__init__(layout, buckets)
         self._stage = stage
-        self._pieces = [list(layout.pieces(chunk.start, chunk.stop)) for chunk in layout.chunks]
+        self._pieces = [list(layout.slices(chunk.start, chunk.stop)) for chunk in layout.chunks]
 
     def pack_stable(
         self,
@@ -317,13 +318,13 @@ class StagedPacker(Packer):
     def _send(
         self, filled: Iterable[Filled], acquire: Acquire, *, verify: bool
     ) -> Generator[Packed, None, None]:
-        """Copy chunk after chunk to its slot; yield each when its copy is complete."""
-        ahead = 1 if len(self._slots) >= _PIPELINED_SLOTS else 0
+        """Copy chunk after chunk to its bucket; yield each when its copy is complete."""
+        ahead = 1 if len(self._buckets) >= _PIPELINED_BUCKETS else 0
         copying: deque[tuple[int, CopyWork]] = deque()
         try:
             for j, alone in filled:
-                slot = acquire(j)
-                copying.append((j, self._start_copy(j, slot, alone)))
+                bucket = acquire(j)
+                copying.append((j, self._start_copy(j, bucket, alone)))
                 while len(copying) > ahead:
                     yield self._finish_copy(copying, verify=verify)
             while copying:
@@ -332,12 +333,12 @@ class StagedPacker(Packer):
             for _, work in copying:
                 work.wait()
 
-    def _start_copy(self, j: int, slot: int, alone: torch.Tensor | None) -> CopyWork:
+    def _start_copy(self, j: int, bucket: int, alone: torch.Tensor | None) -> CopyWork:
         if alone is None:
             chunk = self.layout.chunks[j]
-            return self._stage.copy_to_slot(slot, chunk.stop - chunk.start)
-        self._clear_gaps(j, slot)
-        return self._stage.copy_directly_to_slot(slot, alone)
+            return self._stage.copy_to_bucket(bucket, chunk.stop - chunk.start)
+        self._clear_gaps(j, bucket)
+        return self._stage.copy_directly_to_bucket(bucket, alone)
 
     def _finish_copy(self, copying: deque[tuple[int, CopyWork]], *, verify: bool) -> Packed:
         j, work = copying[0]
@@ -347,13 +348,13 @@ class StagedPacker(Packer):
 
     def _gather(self, tensors: Sequence[torch.Tensor]) -> Iterator[Filled]:
         """Assemble chunks of plain tensors on the device, each by one call."""
-        for j, pieces in enumerate(self._pieces):
-            sources = [_part(tensors[piece.index], piece) for piece in pieces]
-            if len(pieces) == 1:
+        for j, slices in enumerate(self._pieces):
+            sources = [_part(tensors[part.index], part) for part in slices]
+            if len(slices) == 1:
                 yield j, sources[0]
                 continue
             device_buffer, start = self._clean_device_buffer(j), self.layout.chunks[j].start
-            places = [device_buffer[p.start - start : p.start - start + p.nbytes] for p in pieces]
+            places = [device_buffer[p.start - start : p.start - start + p.nbytes] for p in slices]
             torch._foreach_copy_(places, sources, non_blocking=True)
             yield j, None
 
@@ -396,10 +397,12 @@ class StagedPacker(Packer):
 
     def _clean_device_buffer(self, j: int) -> torch.Tensor:
         chunk = self.layout.chunks[j]
-        device_buffer = self._stage.device_buffer(j % len(self._slots))[: chunk.stop - chunk.start]
+        device_buffer = self._stage.device_buffer(j % len(self._buckets))[
+            : chunk.stop - chunk.start
+        ]
         return device_buffer.zero_() if self._gaps(j) else device_buffer
 
 
-def _part(tensor: torch.Tensor, piece: TensorSlice) -> torch.Tensor:
+def _part(tensor: torch.Tensor, part: TensorSlice) -> torch.Tensor:
     flat = as_bytes(tensor)
-    return flat if piece.nbytes == flat.numel() else flat[piece.begin : piece.begin + piece.nbytes]
+    return flat if part.nbytes == flat.numel() else flat[part.begin : part.begin + part.nbytes]

@@ -75,8 +75,8 @@ class RingInfo(Message, frozen=True, kw_only=True):
     """Handles of the packed path's buckets."""
 
     data: KeyedHandle
-    num_slots: Annotated[int, Meta(ge=1, le=1024)]
-    slot_nbytes: Annotated[int, Meta(ge=64, le=1 << 40)]
+    num_buckets: Annotated[int, Meta(ge=1, le=1024)]
+    bucket_nbytes: Annotated[int, Meta(ge=64, le=1 << 40)]
 
 
 class StorageInfo(Message, frozen=True, kw_only=True):
@@ -98,7 +98,7 @@ class ReadyEvents(Message, frozen=True, kw_only=True):
     """
 
     device: Annotated[str, Meta(max_length=128)]
-    slots: Annotated[list[bytes], Meta(max_length=1024)] = []
+    buckets: Annotated[list[bytes], Meta(max_length=1024)] = []
     registered: bytes | None = None
 
 

@@ -31,9 +31,9 @@ class RingShape(Message, frozen=True, kw_only=True):
 
     num_readers: Annotated[int, Meta(ge=1, le=4096)]
     entries: Annotated[int, Meta(ge=1, le=1 << 32)]
-    run_nbytes: Annotated[int, Meta(ge=4096, le=1 << 40)]
-    num_slots: Annotated[int, Meta(ge=1, le=1024)]
-    slot_nbytes: Annotated[int, Meta(ge=64, le=1 << 40)]
+    unit_nbytes: Annotated[int, Meta(ge=4096, le=1 << 40)]
+    num_buckets: Annotated[int, Meta(ge=1, le=1024)]
+    bucket_nbytes: Annotated[int, Meta(ge=64, le=1 << 40)]
 
 
 class GlooInit(Message, frozen=True, kw_only=True):

@@ -161,11 +161,11 @@ class GlooWeightTransferEngine(WeightTransferEngine):
 
     def _open(self, init_info: InitInfo, group: GroupInfo, shape: RingShape) -> None:
         control = Control.create(
-            slots=shape.num_slots, readers=shape.num_readers, entries=shape.entries
+            slots=shape.num_buckets, readers=shape.num_readers, entries=shape.entries
         )
         self._closers.append(control.close)
         control.offered = init_info.number
-        ring = Buckets(shape.num_slots, shape.slot_nbytes, torch.device("cpu"))
+        ring = Buckets(shape.num_buckets, shape.bucket_nbytes, torch.device("cpu"))
         self._closers.append(ring.close)
         probe = ProbeMemory()
         self._closers.append(probe.close)
@@ -189,7 +189,7 @@ class GlooWeightTransferEngine(WeightTransferEngine):
         self._liveness = rendezvous.liveness
         rendezvous.enter(info.rank, info.timeout_s)
         group = PrivateGroup(rendezvous, info.rank, len(info.members), info.timeout_s)
-        self._link = ChainRelay(rendezvous, group, info, control, ring.tensors, shape.run_nbytes)
+        self._link = ChainRelay(rendezvous, group, info, control, ring.tensors, shape.unit_nbytes)
 
 
 def place_on(ring: HostRing, shape: RingShape, reader: int) -> IpcInit:
@@ -200,8 +200,10 @@ def place_on(ring: HostRing, shape: RingShape, reader: int) -> IpcInit:
         reader=reader,
         num_readers=shape.num_readers,
         entries=shape.entries,
-        run_nbytes=shape.run_nbytes,
-        ring=RingInfo(data=ring.data, num_slots=shape.num_slots, slot_nbytes=shape.slot_nbytes),
+        unit_nbytes=shape.unit_nbytes,
+        ring=RingInfo(
+            data=ring.data, num_buckets=shape.num_buckets, bucket_nbytes=shape.bucket_nbytes
+        ),
     )
 
 
@@ -229,5 +231,7 @@ def _relay_update(
 
 def _chunk_sizes(manifest: Manifest, shape: RingShape) -> list[int]:
     """Return the bytes of each chunk, in the layout of this sender."""
-    layout = StreamLayout(manifest, bucket_nbytes=shape.slot_nbytes, run_nbytes=shape.run_nbytes)
+    layout = StreamLayout(
+        manifest, bucket_nbytes=shape.bucket_nbytes, unit_nbytes=shape.unit_nbytes
+    )
     return [chunk.stop - chunk.start for chunk in layout.chunks]

@@ -25,7 +25,7 @@ from weightsync.backends.gloo.payload import GroupInfo
 from weightsync.errors import ProtocolError, TransferError, TransferTimeout, WeightSyncError
 from weightsync.shm.ring import Control, RingWriter
 from weightsync.shm.wait import Heartbeat
-from weightsync.weights.layout import runs_per_chunk
+from weightsync.weights.layout import units_per_chunk
 
 
 class Downstream:
@@ -146,7 +146,7 @@ _QUERY_S = 0.05
 
 @dataclass(slots=True)
 class _InFlight:
-    """A chunk that is being received, into a slot of the ring or (`place` < 0) a scratch buffer."""
+    """A chunk that is being received, into a bucket or (`place` < 0) a scratch buffer."""
 
     chunk: int
     last: bool
@@ -166,8 +166,8 @@ class ChainRelay:
         group: PrivateGroup,
         info: GroupInfo,
         control: Control,
-        slots: Sequence[torch.Tensor],
-        run_nbytes: int,
+        buckets: Sequence[torch.Tensor],
+        unit_nbytes: int,
     ) -> None:
         self.failure: WeightSyncError | None = None
         self._rendezvous = rendezvous
@@ -178,11 +178,11 @@ class ChainRelay:
         self._timeout_s = info.timeout_s
         self._control = control
         self._writer = RingWriter(control, spin_s=0.0)
-        self._slots = list(slots)
-        self._slot_nbytes = slots[0].numel()
-        self._depth = min(_IN_FLIGHT, len(slots))
+        self._buckets = list(buckets)
+        self._bucket_nbytes = buckets[0].numel()
+        self._depth = min(_IN_FLIGHT, len(buckets))
         self._scratch: list[torch.Tensor] = []
-        room = runs_per_chunk(self._slot_nbytes, run_nbytes)
+        room = units_per_chunk(self._bucket_nbytes, unit_nbytes)
         self._headers = [ChunkHeader(room) for _ in range(_HEADERS)]
         self._downstream = Downstream(group, info, self._next_failed)
         self._arriving: deque[_InFlight] = deque()
@@ -259,7 +259,7 @@ class ChainRelay:
 
     def _release(self, free: Callable[[], None]) -> None:
         self._group.close()
-        self._slots.clear()
+        self._buckets.clear()
         self._scratch.clear()
         self._downstream.forget()
         self._current = self._submitted = None
@@ -317,7 +317,7 @@ class ChainRelay:
             # Detects a next host that died now, not in the next update.
             self._downstream.wait_all()
             return
-        if header.nbytes > self._slot_nbytes:
+        if header.nbytes > self._bucket_nbytes:
             raise ProtocolError(f"a chunk of {header.nbytes} bytes does not fit the ring")
         if header.nbytes == 0:
             self._complete(self._current)
@@ -326,9 +326,9 @@ class ChainRelay:
         self._await_chunks(0 if header.last else self._depth - 1)
 
     def _accept(self, header: ChunkHeader) -> None:
-        """Post the receive of a chunk, into a free slot or a scratch buffer."""
+        """Post the receive of a chunk, into a free bucket or a scratch buffer."""
         place = self._place(header)
-        buffer = self._slots[place] if place >= 0 else self._scratch[-place - 1]
+        buffer = self._buckets[place] if place >= 0 else self._scratch[-place - 1]
         # The whole buffer: Gloo ends a process that is sent more bytes than it waits for.
         pending = self._receive(
             lambda: self._group.receive(buffer, self._rank - 1, data_lane(header.chunk))
@@ -396,22 +396,22 @@ class ChainRelay:
         self._current = None
 
     def _place(self, header: ChunkHeader) -> int:
-        """Return the slot of a chunk once it is free, or a scratch buffer as -1, -2 or -3."""
+        """Return the bucket of a chunk once it is free, or a scratch buffer as -1, -2 or -3."""
         relay_update = self._current
         if relay_update is not None and relay_update.error is None:
             try:
                 self._check_fits(relay_update, header)
-                slot = self._writer.acquire(
+                bucket = self._writer.acquire(
                     header.chunk,
                     check=self._check_progress(relay_update),
                     timeout_s=self._patience(at_ring=True),
                 )
-                self._downstream.wait_chunk(slot)
-                return slot
+                self._downstream.wait_chunk(bucket)
+                return bucket
             except WeightSyncError as exc:
                 self._drop(exc)
         if not self._scratch:
-            self._scratch = [torch.empty_like(self._slots[0]) for _ in range(_IN_FLIGHT)]
+            self._scratch = [torch.empty_like(self._buckets[0]) for _ in range(_IN_FLIGHT)]
         place = -1 - header.chunk % _IN_FLIGHT
         self._downstream.wait_chunk(place)
         return place

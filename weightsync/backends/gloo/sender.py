@@ -31,7 +31,7 @@ from weightsync.errors import (
     shorten,
 )
 from weightsync.shm.ring import RingReader
-from weightsync.weights.layout import runs_per_chunk
+from weightsync.weights.layout import units_per_chunk
 
 _IN_FLIGHT = 3
 
@@ -197,33 +197,34 @@ class RingFeed:
 
     def __init__(self, engine: IpcTrainerEngine, reader: int) -> None:
         stream = engine.stream
-        if stream.slots[0].device.type != "cpu":
+        if stream.buckets[0].device.type != "cpu":
+            device = stream.buckets[0].device
             raise BackendUnavailableError(
-                f"the path gloo sends from host memory, and this ring is on "
-                f"{stream.slots[0].device}; take path shared_memory, which stages through the host"
+                f"the path gloo sends from host memory, and this ring is on {device}; take path "
+                "shared_memory, which stages through the host"
             )
         layout = stream.layout
         self._stream = stream
-        self._runs = [chunk.last_run - chunk.first_run for chunk in layout.chunks]
+        self._units = [chunk.last_unit - chunk.first_unit for chunk in layout.chunks]
         self._reader = RingReader(
             stream.control, reader, epoch=stream.epoch, base=stream.base, spin_s=0.0
         )
         engine.never_spin()
         self.epoch = stream.epoch
-        self.depth = len(stream.slots)
+        self.depth = len(stream.buckets)
         self.chunks = [chunk.stop - chunk.start for chunk in layout.chunks]
-        self.fingerprint_room = runs_per_chunk(stream.slots[0].numel(), layout.run_nbytes)
+        self.fingerprint_room = units_per_chunk(stream.buckets[0].numel(), layout.unit_nbytes)
 
     def take(self, j: int, check: Check) -> tuple[torch.Tensor, list[int]]:
-        """Wait for chunk `j`, and return it in its slot; see ChunkFeed."""
+        """Wait for chunk `j`, and return it in its bucket; see ChunkFeed."""
         stream, control = self._stream, self._stream.control
-        slot = self._reader.wait(j, check=check, timeout_s=stream.timeout_s)
+        bucket = self._reader.wait(j, check=check, timeout_s=stream.timeout_s)
         room = control.entries // control.slots
-        count = self._runs[j] if stream.verify else 0
-        return stream.slots[slot][: self.chunks[j]], control.fingerprints(slot * room, count)
+        count = self._units[j] if stream.verify else 0
+        return stream.buckets[bucket][: self.chunks[j]], control.fingerprints(bucket * room, count)
 
     def done(self, j: int) -> None:
-        """Release the slot."""
+        """Release the bucket."""
         self._reader.release(j)
 
 

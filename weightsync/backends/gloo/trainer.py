@@ -233,8 +233,8 @@ class _ChainProgress:
         self._own.marks = marks
 
     @property
-    def slots(self) -> int:
-        return self._own.slots
+    def num_buckets(self) -> int:
+        return self._own.num_buckets
 
     def taken_nbytes(self, reader: int) -> int:
         return self._own.taken_nbytes(RELAY_READER)
@@ -266,9 +266,9 @@ def ring_shape(ring: IpcInit) -> RingShape:
     return RingShape(
         num_readers=ring.num_readers,
         entries=ring.entries,
-        run_nbytes=ring.run_nbytes,
-        num_slots=ring.ring.num_slots,
-        slot_nbytes=ring.ring.slot_nbytes,
+        unit_nbytes=ring.unit_nbytes,
+        num_buckets=ring.ring.num_buckets,
+        bucket_nbytes=ring.ring.bucket_nbytes,
     )
 
 

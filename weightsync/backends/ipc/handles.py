@@ -16,8 +16,8 @@ from weightsync.shm.host_keys import pick
 from weightsync.specs import Manifest
 from weightsync.weights.copy_plan import (
     CompiledUnit,
-    DeviceShardRun,
-    HostShardRun,
+    DeviceShardUnit,
+    HostShardUnit,
     Memory,
     ShardMemory,
 )
@@ -59,8 +59,8 @@ def receive_handles(info: HandlesUpdate, keys: list[str], context: LoadContext) 
             feeder.deliver_whole(memory)
             feeder.finish()
         else:
-            runs = copy_tensors(layout, load_target.memory, memory, context.check)
-            _check_held(fingerprints, layout, load_target.memory, runs)
+            units = copy_tensors(layout, load_target.memory, memory, context.check)
+            _check_held(fingerprints, layout, load_target.memory, units)
         held = load_target.memory is not None
         level = context.verification if held else "arrived"
         return Received(manifest, [], level if info.fingerprints else "none", tied)
@@ -98,7 +98,7 @@ def _check_held(
     fingerprints: list[str] | None,
     layout: StreamLayout,
     target: Memory,
-    runs: Sequence[CompiledUnit],
+    units: Sequence[CompiledUnit],
 ) -> None:
     """Read the copied tensors back. Whole tensors are fingerprinted, shards are compared."""
     if not isinstance(target, ShardMemory):
@@ -106,9 +106,9 @@ def _check_held(
     elif fingerprints is not None:
         wrong = [
             name
-            for run, unit in zip(layout.runs, runs, strict=True)
-            if isinstance(unit, HostShardRun | DeviceShardRun) and not unit.holds()
-            for name in layout.names(run)
+            for unit, compiled in zip(layout.units, units, strict=True)
+            if isinstance(compiled, HostShardUnit | DeviceShardUnit) and not compiled.holds()
+            for name in layout.names(unit)
         ]
         if wrong:
             raise VerificationError(names=list(dict.fromkeys(wrong)))

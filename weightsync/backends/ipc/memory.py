@@ -15,7 +15,7 @@ from weightsync.cuda.device_stream import DeviceStream
 from weightsync.cuda.events import CUDA, WriterFence
 from weightsync.cuda.memory import PROBE_NBYTES, probe_digest
 from weightsync.cuda.pinning import CudaDriver, Driver, Pinned
-from weightsync.cuda.staging import CopyStream, CudaCopyStream, StagedSlots
+from weightsync.cuda.staging import CopyStream, CudaCopyStream, StagedBuckets
 from weightsync.errors import ConfigError
 from weightsync.shm.host_keys import host_key
 from weightsync.shm.ring import Control, RingWriter
@@ -32,10 +32,10 @@ logger = logging.getLogger(__name__)
 
 
 class Buckets:
-    """The buckets of a ring, in a segment or in GPU memory; `tensors` are `uint8[slot_nbytes]`."""
+    """The buckets of a ring, in a segment or GPU memory; `tensors` are `uint8[bucket_nbytes]`."""
 
-    def __init__(self, slots: int, slot_nbytes: int, device: torch.device) -> None:
-        self.nbytes = slots * slot_nbytes
+    def __init__(self, num_buckets: int, bucket_nbytes: int, device: torch.device) -> None:
+        self.nbytes = num_buckets * bucket_nbytes
         self._segment = Segment.create(self.nbytes) if device.type == "cpu" else None
         buffer = (
             self._segment.tensor()
@@ -43,12 +43,14 @@ class Buckets:
             else torch.zeros(self.nbytes, dtype=torch.uint8, device=device)
         )
         self._buffer: torch.Tensor | None = buffer
-        self.slot_nbytes = slot_nbytes
-        self.tensors = [buffer[i * slot_nbytes : (i + 1) * slot_nbytes] for i in range(slots)]
-        self._stage: StagedSlots | None = None
+        self.bucket_nbytes = bucket_nbytes
+        self.tensors = [
+            buffer[i * bucket_nbytes : (i + 1) * bucket_nbytes] for i in range(num_buckets)
+        ]
+        self._stage: StagedBuckets | None = None
         self._pinned: Pinned | None = None
 
-    def stage(self, device: torch.device, lane: CopyStream, driver: Driver) -> StagedSlots | None:
+    def stage(self, device: torch.device, lane: CopyStream, driver: Driver) -> StagedBuckets | None:
         """Add staging memory on `device` to buckets on the host, and pin them; once, before use.
 
         Neither failure raises: returns None when `device` has no memory left; copies are slower
@@ -57,7 +59,7 @@ class Buckets:
         if self._buffer is None or self._segment is None:
             raise ConfigError("only open buckets on the host are staged")
         try:
-            self._stage = StagedSlots(self.tensors, device, lane)
+            self._stage = StagedBuckets(self.tensors, device, lane)
         except torch.OutOfMemoryError as exc:
             reason = str(exc).partition("\n")[0]
             logger.warning("tensors are copied to the host singly: no memory to stage (%s)", reason)
@@ -82,7 +84,7 @@ class Buckets:
             self._segment.close()
 
 
-def stage_on_gpu(ring: Buckets, device: torch.device) -> StagedSlots | None:
+def stage_on_gpu(ring: Buckets, device: torch.device) -> StagedBuckets | None:
     """Stage a ring on the host for tensors on `device`; None for tensors on the host."""
     if device.type != "cuda":
         return None
@@ -119,7 +121,7 @@ def in_place_hashers(
     """Return a function for each copy unit of registered memory that fingerprints it in place."""
     in_place = Memory(memory.tensors, flat=isinstance(memory, SharedStream))
     compiler = UnitCompiler(layout, in_place, in_place)
-    return hashers([compiler.compile(run) for run in layout.runs])
+    return hashers([compiler.compile(unit) for unit in layout.units])
 
 
 def storage_info(
@@ -154,7 +156,7 @@ class PackedStream:
     """A packed update in progress, for a reader in the sender's own process."""
 
     control: Control
-    slots: list[torch.Tensor]
+    buckets: list[torch.Tensor]
     layout: StreamLayout
     epoch: int
     base: int

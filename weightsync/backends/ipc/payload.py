@@ -29,7 +29,7 @@ class IpcInit(Message, frozen=True, kw_only=True):
     reader: Annotated[int, Meta(ge=0, le=4096)]
     num_readers: Annotated[int, Meta(ge=1, le=4096)]
     entries: Annotated[int, Meta(ge=1, le=1 << 32)]
-    run_nbytes: Annotated[int, Meta(ge=4096, le=1 << 40)]
+    unit_nbytes: Annotated[int, Meta(ge=4096, le=1 << 40)]
     ring: RingInfo
     storages: StorageInfo | None = None
     ready: ReadyEvents | None = None

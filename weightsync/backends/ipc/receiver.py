@@ -21,7 +21,7 @@ from weightsync.shm.host_keys import pick
 from weightsync.shm.ring import Control
 from weightsync.specs import Manifest
 from weightsync.weights.copy_plan import CopyPlan, Memory
-from weightsync.weights.layout import StreamLayout, runs_per_chunk
+from weightsync.weights.layout import StreamLayout, units_per_chunk
 from weightsync.wire.codec import decode_payload, manifest_from_wire
 from weightsync.wire.messages import RegisteredUpdate, SharedMemoryUsage
 from weightsync.wire.offers import InitInfo
@@ -62,7 +62,7 @@ class IpcWeightTransferEngine(WeightTransferEngine):
             control = Control.open(
                 offer.control.name,
                 offer.control.nbytes,
-                slots=ring.num_slots,
+                slots=ring.num_buckets,
                 readers=offer.num_readers,
                 entries=offer.entries,
             )
@@ -74,10 +74,10 @@ class IpcWeightTransferEngine(WeightTransferEngine):
             storages = _open_storages(offer, self._keys, opened)
             stored = offer.storages
             fenced = ring.data if stored is None or not stored.handles else stored.handles[0]
-            fence = open_fence(offer.ready, fenced, self._keys, slots=ring.num_slots)
+            fence = open_fence(offer.ready, fenced, self._keys, num_buckets=ring.num_buckets)
             if fence is not None:
                 opened.append(fence.close)
-            whole = StreamLayout(manifest, run_nbytes=offer.run_nbytes)
+            whole = StreamLayout(manifest, unit_nbytes=offer.unit_nbytes)
             self._opened = OpenedMemory(
                 info=offer,
                 sender=init_info.sender,
@@ -86,8 +86,9 @@ class IpcWeightTransferEngine(WeightTransferEngine):
                 manifest=manifest,
                 control=control,
                 ring=data,
-                slots=[
-                    data.part(i * ring.slot_nbytes, ring.slot_nbytes) for i in range(ring.num_slots)
+                buckets=[
+                    data.part(i * ring.bucket_nbytes, ring.bucket_nbytes)
+                    for i in range(ring.num_buckets)
                 ],
                 storages=storages,
                 whole=whole,
@@ -177,7 +178,7 @@ class IpcWeightTransferEngine(WeightTransferEngine):
         self._assembly.clear()
         if opened is None:
             return
-        opened.slots.clear()
+        opened.buckets.clear()
         if opened.registered is not None:
             opened.registered.forget()
         if opened.fence is not None:
@@ -254,16 +255,16 @@ def _check_size(info: IpcInit, manifest: Manifest) -> None:
 
     Called before a layout is computed, which takes time per byte.
     """
-    if manifest.nbytes > info.entries * info.run_nbytes:
+    if manifest.nbytes > info.entries * info.unit_nbytes:
         raise HandleError(
             f"the tensors offered have {manifest.nbytes} bytes; the control segment has room for "
-            f"{info.entries} fingerprints of {info.run_nbytes} bytes each"
+            f"{info.entries} fingerprints of {info.unit_nbytes} bytes each"
         )
 
 
 def _check_entries(opened: OpenedMemory) -> None:
-    per_chunk = runs_per_chunk(opened.info.ring.slot_nbytes, opened.info.run_nbytes)
-    needed = max(opened.info.ring.num_slots * per_chunk, len(opened.whole.runs))
+    per_chunk = units_per_chunk(opened.info.ring.bucket_nbytes, opened.info.unit_nbytes)
+    needed = max(opened.info.ring.num_buckets * per_chunk, len(opened.whole.units))
     if opened.info.entries < needed:
         raise HandleError(
             f"the control segment has room for {opened.info.entries} fingerprints, "

@@ -34,13 +34,13 @@ from weightsync.backends.ipc.memory import (
 from weightsync.backends.ipc.payload import IpcInit, RingUpdate
 from weightsync.cuda.device_stream import DeviceStream
 from weightsync.cuda.events import Fence, WriterFence, fence_from_environment
-from weightsync.cuda.staging import StagedSlots
+from weightsync.cuda.staging import StagedBuckets
 from weightsync.errors import ConfigError
 from weightsync.shm.ring import Control, RingWriter
 from weightsync.shm.shared_stream import SharedStream
 from weightsync.specs import Manifest
 from weightsync.weights.fingerprint import table_digest
-from weightsync.weights.layout import RUN_NBYTES, StreamLayout, aligned, runs_per_chunk
+from weightsync.weights.layout import UNIT_NBYTES, StreamLayout, aligned, units_per_chunk
 from weightsync.weights.packer import Packer, StagedPacker
 from weightsync.weights.source import NamedTensors, WeightSource, checked
 from weightsync.wire.messages import SharedMemoryUsage
@@ -100,7 +100,7 @@ class ReaderProgress:
         self._base = 0
 
     @property
-    def slots(self) -> int:
+    def num_buckets(self) -> int:
         """Number of buckets of the ring."""
         return self._control.slots
 
@@ -140,7 +140,7 @@ STAGED_BUCKET_NBYTES = 8 << 20
 """For copies from a GPU to the host: large enough that the start of a copy costs little."""
 CUDA_BUCKET_NBYTES = 256 << 20
 CUDA_BUCKETS = 2
-CUDA_RUN_NBYTES = 32 << 20
+CUDA_UNIT_NBYTES = 32 << 20
 READER_PLACES = 64
 
 RELAY_READER = READER_PLACES - 1
@@ -171,7 +171,7 @@ class IpcTrainerEngine(TrainerWeightTransferEngine):
         source: WeightSource,
         options: IpcOptions,
         *,
-        stage: Callable[[Buckets, torch.device], StagedSlots | None] = stage_on_gpu,
+        stage: Callable[[Buckets, torch.device], StagedBuckets | None] = stage_on_gpu,
         make_fence: Callable[..., WriterFence] = fence_on_gpu,
     ) -> None:
         self._source = source
@@ -184,19 +184,23 @@ class IpcTrainerEngine(TrainerWeightTransferEngine):
         must_pack = stable is None or staged or not options.adopt
         packed = self._packed = must_pack if options.packed is None else options.packed
         ring_on_gpu = on_gpu and packed
-        self._run_nbytes = CUDA_RUN_NBYTES if on_gpu else RUN_NBYTES
-        bucket, slots = _ring_size(options, on_gpu=ring_on_gpu)
-        self._bucket_nbytes = bucket
-        self._whole = StreamLayout(self.manifest, run_nbytes=self._run_nbytes)
-        entries = max(slots * runs_per_chunk(bucket, self._run_nbytes), len(self._whole.runs), 1)
+        self._unit_nbytes = CUDA_UNIT_NBYTES if on_gpu else UNIT_NBYTES
+        bucket_nbytes, num_buckets = _ring_size(options, on_gpu=ring_on_gpu)
+        self._bucket_nbytes = bucket_nbytes
+        self._whole = StreamLayout(self.manifest, unit_nbytes=self._unit_nbytes)
+        entries = max(
+            num_buckets * units_per_chunk(bucket_nbytes, self._unit_nbytes),
+            len(self._whole.units),
+            1,
+        )
         self._kept = ExitStack()
         keep = self._kept.enter_context
         try:
-            control = Control.create(slots=slots, readers=READER_PLACES, entries=entries)
+            control = Control.create(slots=num_buckets, readers=READER_PLACES, entries=entries)
             self._control = keep(closing(control))
             gpu = options.device if on_gpu else None
             device = options.device if ring_on_gpu else torch.device("cpu")
-            self._ring = keep(closing(Buckets(slots, bucket, device)))
+            self._ring = keep(closing(Buckets(num_buckets, bucket_nbytes, device)))
             self._stage = None if on_gpu else stage(self._ring, options.device)
             self._probe_memory = keep(closing(ProbeMemory(gpu)))
             memory = None if packed else register(self._whole, stable, gpu, adopt=options.adopt)
@@ -204,7 +208,7 @@ class IpcTrainerEngine(TrainerWeightTransferEngine):
             if isinstance(memory, SharedStream) and stable is not None:
                 memory.adopt(stable)
             fenced = gpu if options.fence == "event" else None
-            count = slots if packed else 1
+            count = num_buckets if packed else 1
             self._fence = keep(closing(make_fence(control, fenced, count, packed=packed)))
         except BaseException:
             self.close()
@@ -276,11 +280,11 @@ class IpcTrainerEngine(TrainerWeightTransferEngine):
             reader=place,
             num_readers=READER_PLACES,
             entries=self._control.entries,
-            run_nbytes=self._run_nbytes,
+            unit_nbytes=self._unit_nbytes,
             ring=RingInfo(
                 data=self._ring.handle(),
-                num_slots=self._control.slots,
-                slot_nbytes=self._bucket_nbytes,
+                num_buckets=self._control.slots,
+                bucket_nbytes=self._bucket_nbytes,
             ),
             storages=storage_info(self._memory, self._whole),
             ready=self._fence.offer(place, number),
@@ -387,10 +391,12 @@ class IpcTrainerEngine(TrainerWeightTransferEngine):
 
     def _packer_of(self, manifest: Manifest) -> Packer:
         layout = StreamLayout(
-            manifest, bucket_nbytes=self._bucket_nbytes, run_nbytes=self._run_nbytes
+            manifest, bucket_nbytes=self._bucket_nbytes, unit_nbytes=self._unit_nbytes
         )
-        slots = self._ring.tensors
-        return StagedPacker(layout, slots, self._stage) if self._stage else Packer(layout, slots)
+        buckets = self._ring.tensors
+        return (
+            StagedPacker(layout, buckets, self._stage) if self._stage else Packer(layout, buckets)
+        )
 
     def _begin_packed(
         self,
@@ -405,7 +411,7 @@ class IpcTrainerEngine(TrainerWeightTransferEngine):
         by_event = self._fence.left_to(readers, verify=self._verify, packed=True)
         self._stream = PackedStream(
             control=self._control,
-            slots=self._ring.tensors,
+            buckets=self._ring.tensors,
             layout=packer.layout,
             epoch=epoch,
             base=self._writer.base,
@@ -419,9 +425,9 @@ class IpcTrainerEngine(TrainerWeightTransferEngine):
             def acquire(j: int) -> int:
                 check()
                 self.reader_progress.mark("wanted", j)
-                slot = self._writer.acquire(j, check=check, timeout_s=timeout_s)
+                bucket = self._writer.acquire(j, check=check, timeout_s=timeout_s)
                 self.reader_progress.mark("acquired", j)
-                return slot
+                return bucket
 
             if stable is not None:
                 filled = packer.pack_stable(stable, acquire, verify=self._verify, wait=not by_event)
@@ -473,10 +479,10 @@ class IpcTrainerEngine(TrainerWeightTransferEngine):
         if self._hashers is None:
             self._hashers = in_place_hashers(self._memory, self._whole)
         self.reader_progress.mark("acquired", 0)
-        for run, hasher in zip(self._whole.runs, self._hashers, strict=True):
+        for unit, hasher in zip(self._whole.units, self._hashers, strict=True):
             check()
             if limit:
-                limit.wait(run.start)
+                limit.wait(unit.start)
             self._table.append(hasher())
         self.reader_progress.mark("published", 0)
         self._control.write_fingerprints(0, self._table)
@@ -486,6 +492,8 @@ class IpcTrainerEngine(TrainerWeightTransferEngine):
 def _ring_size(options: IpcOptions, *, on_gpu: bool) -> tuple[int, int]:
     staged = options.device.type == "cuda"
     host_bucket = STAGED_BUCKET_NBYTES if staged else HOST_BUCKET_NBYTES
-    bucket = aligned(options.bucket_nbytes or (CUDA_BUCKET_NBYTES if on_gpu else host_bucket))
-    slots = options.num_buckets or (CUDA_BUCKETS if on_gpu else HOST_BUCKETS)
-    return bucket, slots
+    bucket_nbytes = aligned(
+        options.bucket_nbytes or (CUDA_BUCKET_NBYTES if on_gpu else host_bucket)
+    )
+    num_buckets = options.num_buckets or (CUDA_BUCKETS if on_gpu else HOST_BUCKETS)
+    return bucket_nbytes, num_buckets

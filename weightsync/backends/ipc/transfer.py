@@ -29,15 +29,15 @@ from weightsync.weights.copy_plan import (
     CompiledUnit,
     CopyPlan,
     DeviceCopyUnit,
-    DeviceShardRun,
+    DeviceShardUnit,
     Memory,
     UnitCompiler,
     compiler_for,
 )
 from weightsync.weights.fingerprint import xxh3
-from weightsync.weights.fused import FusedUnit, fuse, hashers, slot_reader
+from weightsync.weights.fused import FusedUnit, bucket_reader, fuse, hashers
 from weightsync.weights.layout import Chunk, CopyUnit, StreamLayout, TensorSlice
-from weightsync.weights.packer import slot_views
+from weightsync.weights.packer import bucket_views
 from weightsync.weights.sink import LoadTarget, Verification, own_storage, refuse_kept, uses
 from weightsync.wire.codec import decode_payload, manifest_from_wire
 from weightsync.wire.messages import RegisteredUpdate
@@ -89,32 +89,32 @@ class HookFeeder:
         self._assembly = assembly
         self._next = 0
 
-    def fingerprints(self, chunk: Chunk, slot: torch.Tensor, *, verify: bool) -> list[int]:
+    def fingerprints(self, chunk: Chunk, bucket: torch.Tensor, *, verify: bool) -> list[int]:
         """Return the fingerprints of a received chunk; [] without `verify`."""
         if not verify:
             return []
-        if slot.device.type == "cpu":
-            return [xxh3(view) for view in slot_views(self._layout, chunk, slot)]
-        return slot_reader(self._layout, chunk, slot)()
+        if bucket.device.type == "cpu":
+            return [xxh3(view) for view in bucket_views(self._layout, chunk, bucket)]
+        return bucket_reader(self._layout, chunk, bucket)()
 
-    def deliver(self, chunk: Chunk, slot: torch.Tensor) -> None:
+    def deliver(self, chunk: Chunk, bucket: torch.Tensor) -> None:
         """Pass every tensor that this chunk completes to the hook."""
         pairs: list[tuple[int, torch.Tensor]] = []
-        for piece in self._layout.pieces(chunk.start, chunk.stop):
-            spec = self._layout.manifest.specs[piece.index]
-            begin = piece.start - chunk.start
-            flat = slot[begin : begin + piece.nbytes]
-            if piece.nbytes < spec.nbytes:
-                if piece.begin == 0 and pairs:  # the previous tensor may be in the assembly
-                    self._pass(pairs, upto=piece.index)
+        for part in self._layout.slices(chunk.start, chunk.stop):
+            spec = self._layout.manifest.specs[part.index]
+            begin = part.start - chunk.start
+            flat = bucket[begin : begin + part.nbytes]
+            if part.nbytes < spec.nbytes:
+                if part.begin == 0 and pairs:  # the previous tensor may be in the assembly
+                    self._pass(pairs, upto=part.index)
                     pairs.clear()
-                whole = self._assemble(piece, flat)
+                whole = self._assemble(part, flat)
                 if whole is None:
                     continue
                 flat = whole
-            pairs.append((piece.index, flat))
+            pairs.append((part.index, flat))
         self._pass(pairs, upto=pairs[-1][0] + 1 if pairs else self._next)
-        _wait_for_copies(slot.device)
+        _wait_for_copies(bucket.device)
 
     def deliver_whole(self, memory: Memory) -> None:
         """Pass all tensors of registered memory to the hook at once."""
@@ -156,13 +156,13 @@ class HookFeeder:
             flat = flat.clone()  # consecutive tensors need not be aligned
         return flat
 
-    def _assemble(self, piece: TensorSlice, flat: torch.Tensor) -> torch.Tensor | None:
-        spec = self._layout.manifest.specs[piece.index]
+    def _assemble(self, part: TensorSlice, flat: torch.Tensor) -> torch.Tensor | None:
+        spec = self._layout.manifest.specs[part.index]
         if self._assembly is None:
             raise ValueError("this layout splits tensors; the feeder needs memory to join them")
         whole = self._assembly[: spec.nbytes]
-        whole[piece.begin : piece.begin + piece.nbytes].copy_(flat)
-        return whole if piece.begin + piece.nbytes == spec.nbytes else None
+        whole[part.begin : part.begin + part.nbytes].copy_(flat)
+        return whole if part.begin + part.nbytes == spec.nbytes else None
 
 
 def _wait_for_copies(device: torch.device) -> None:
@@ -172,9 +172,9 @@ def _wait_for_copies(device: torch.device) -> None:
 
 
 _LIVENESS_INTERVAL_S = 0.05
-_STEP_RUNS = 2
+_STEP_UNITS = 2
 """Copy units after which a reader of registered memory publishes its progress, if it verifies."""
-_MAX_STEP_RUNS = 16
+_MAX_STEP_UNITS = 16
 """The maximum without verification, where it is 1 % of the update and for observers only."""
 _CHECKED_STEPS = 8
 _IN_PLACE = 4
@@ -192,7 +192,7 @@ class OpenedMemory:
     manifest: Manifest
     control: Control
     ring: OpenMemory
-    slots: list[torch.Tensor]
+    buckets: list[torch.Tensor]
     storages: list[OpenMemory]
     whole: StreamLayout
     chunked: StreamLayout
@@ -202,7 +202,9 @@ class OpenedMemory:
 
 def chunked_layout(manifest: Manifest, info: IpcInit) -> StreamLayout:
     """Return the layout of `manifest` in a sender's ring."""
-    return StreamLayout(manifest, bucket_nbytes=info.ring.slot_nbytes, run_nbytes=info.run_nbytes)
+    return StreamLayout(
+        manifest, bucket_nbytes=info.ring.bucket_nbytes, unit_nbytes=info.unit_nbytes
+    )
 
 
 class IncomingTransfer:
@@ -270,14 +272,14 @@ class IncomingTransfer:
         copy_plans = None if feeder else self._compile(load_target, ring=True)
         for j, chunk in enumerate(self._layout.chunks):
             self._check()
-            slot = self._reader.wait(j, check=self._check, timeout_s=self._opened.lease_s)
-            runs = self._layout.runs[chunk.first_run : chunk.last_run]
-            expected = self._expected_of(j, len(runs))
-            self._await_fence(slot)
+            bucket = self._reader.wait(j, check=self._check, timeout_s=self._opened.lease_s)
+            units = self._layout.units[chunk.first_unit : chunk.last_unit]
+            expected = self._expected_of(j, len(units))
+            self._await_fence(bucket)
             if feeder:
-                buffer = self._opened.slots[slot]
+                buffer = self._opened.buckets[bucket]
                 self._compare(
-                    runs, feeder.fingerprints(chunk, buffer, verify=self._info.verify), expected
+                    units, feeder.fingerprints(chunk, buffer, verify=self._info.verify), expected
                 )
                 self._reader.check_current(j)
                 self._refuse_wrong()
@@ -285,7 +287,7 @@ class IncomingTransfer:
                 feeder.deliver(chunk, buffer)
             elif copy_plans:
                 self._context.mark_dirty()
-                self._run(copy_plans[j], runs, expected)
+                self._run(copy_plans[j], units, expected)
             self._reader.release(j)
         if feeder:
             self._context.mark_dirty()  # where all tensors are empty, no chunk has called it
@@ -302,12 +304,12 @@ class IncomingTransfer:
             feeder = self._feeder(load_target)
             if self._info.verify:
                 read = hashers(self._compiled_in_place(registered))
-                cut = range(0, len(read), _STEP_RUNS)
+                cut = range(0, len(read), _STEP_UNITS)
                 got = self._each(
-                    [self._layout.runs[i].start for i in cut],
-                    [partial(_call_all, read[i : i + _STEP_RUNS]) for i in cut],
+                    [self._layout.units[i].start for i in cut],
+                    [partial(_call_all, read[i : i + _STEP_UNITS]) for i in cut],
                 )
-                self._compare(self._layout.runs, got, self._published_table())
+                self._compare(self._layout.units, got, self._published_table())
             self._refuse_wrong()
             self._context.mark_dirty()
             feeder.deliver_whole(registered)
@@ -316,15 +318,15 @@ class IncomingTransfer:
             copy_plans = self._compile(load_target, ring=False)
             got = self._each([p.start for p in copy_plans], [p.run for p in copy_plans])
             _settle(copy_plans)
-            self._compare(self._layout.runs, got, self._published_table())
+            self._compare(self._layout.units, got, self._published_table())
         if self._control.epoch != self._ring_update.epoch:
             raise TransferError("the sender began another update while this one was read")
 
-    def _await_fence(self, slot: int | None) -> None:
-        """Wait until the sender's GPU has written a slot (None: registered memory)."""
+    def _await_fence(self, bucket: int | None) -> None:
+        """Wait until the sender's GPU has written a bucket (None: registered memory)."""
         if self._opened.fence is not None:
             self._opened.fence.arrive(
-                slot,
+                bucket,
                 check=self._check,
                 beat=lambda: self._control.writer_beat,
                 timeout_s=self._opened.lease_s,
@@ -337,7 +339,7 @@ class IncomingTransfer:
             # Memory is kept for the model only: other tensors may be larger than all of its own.
             kept = nbytes <= self._opened.chunked.largest_cut_nbytes
             assembly = self._assembly if kept else Assembly()
-            place = assembly.take(nbytes, self._opened.slots[0].device)
+            place = assembly.take(nbytes, self._opened.buckets[0].device)
         return HookFeeder(self._layout, load_target, self._context, place)
 
     def _each(self, starts: Sequence[int], steps: Sequence[Callable[[], list[int]]]) -> list[int]:
@@ -353,10 +355,10 @@ class IncomingTransfer:
         self._control.load(reader, before + self._layout.nbytes)
         return got
 
-    def _run(self, copy_plan: CopyPlan, runs: list[CopyUnit], expected: list[int]) -> None:
+    def _run(self, copy_plan: CopyPlan, units: list[CopyUnit], expected: list[int]) -> None:
         got = copy_plan.run()
         _settle([copy_plan])
-        self._compare(runs, got, expected)
+        self._compare(units, got, expected)
 
     def _compiled_in_place(self, registered: Memory) -> Sequence[CompiledUnit]:
         """Return the units that fingerprint registered memory in place, before a hook gets it."""
@@ -365,10 +367,10 @@ class IncomingTransfer:
         if kept is None:
             compiler = UnitCompiler(self._layout, registered, registered)
             copy_plan = CopyPlan.of(
-                0, [compiler.compile(r) for r in self._layout.runs], verify=True
+                0, [compiler.compile(r) for r in self._layout.units], verify=True
             )
             kept = self._copy_plans[key] = ((self._layout, registered), [copy_plan])
-        return kept[1][0].runs
+        return kept[1][0].units
 
     def _compile(self, load_target: LoadTarget, *, ring: bool) -> list[CopyPlan]:
         """Return a copy plan for each chunk, or for each step through registered memory."""
@@ -382,18 +384,20 @@ class IncomingTransfer:
             return kept[1]
         registered = None if ring else self._opened.registered
         compiler = compiler_for(self._layout, memory, registered)
-        slots = self._opened.slots
-        if ring and slots[0].device.type == "cpu":
+        buckets = self._opened.buckets
+        if ring and buckets[0].device.type == "cpu":
             _pin_for(memory, self._opened.ring)
         copy_plans: list[CopyPlan] = []
         for j, chunk in enumerate(self._layout.chunks):
-            slot = slots[j % len(slots)] if ring else None
-            runs = self._layout.runs[chunk.first_run : chunk.last_run]
-            compiled = fuse([compiler.compile(r, slot, chunk.start) for r in runs], verify=verify)
-            step = len(runs) if ring else self._step_runs
+            bucket = buckets[j % len(buckets)] if ring else None
+            units = self._layout.units[chunk.first_unit : chunk.last_unit]
+            compiled = fuse(
+                [compiler.compile(r, bucket, chunk.start) for r in units], verify=verify
+            )
+            step = len(units) if ring else self._step_units
             copy_plans += [
-                CopyPlan.of(runs[i].start, compiled[i : i + step], verify=verify)
-                for i in range(0, len(runs), step)
+                CopyPlan.of(units[i].start, compiled[i : i + step], verify=verify)
+                for i in range(0, len(units), step)
             ]
         if self._info.manifest is None:
             # The references to the layout and the memory keep their ids unique.
@@ -401,11 +405,11 @@ class IncomingTransfer:
         return copy_plans
 
     @property
-    def _step_runs(self) -> int:
+    def _step_units(self) -> int:
         """Number of copy units of registered memory after which progress is published."""
         if self._info.verify:
-            return _STEP_RUNS
-        return min(max(_STEP_RUNS, len(self._layout.runs) // 100), _MAX_STEP_RUNS)
+            return _STEP_UNITS
+        return min(max(_STEP_UNITS, len(self._layout.units) // 100), _MAX_STEP_UNITS)
 
     def _expected_of(self, j: int, count: int) -> list[int]:
         if not self._info.verify:
@@ -417,15 +421,15 @@ class IncomingTransfer:
         """Wait for the sender's fingerprints of registered memory. Raises TransferTimeout."""
         if not self._info.verify:
             return []
-        count = len(self._layout.runs)
+        count = len(self._layout.units)
         self._reader.wait_table(count, check=self._check, timeout_s=self._opened.lease_s)
         return self._control.fingerprints(0, count)
 
-    def _compare(self, runs: Sequence[CopyUnit], got: list[int], expected: list[int]) -> None:
+    def _compare(self, units: Sequence[CopyUnit], got: list[int], expected: list[int]) -> None:
         self._fingerprints += got
         if got != expected:
-            pairs = zip(runs, got, expected, strict=True)
-            self._wrong += [run for run, have, want in pairs if have != want]
+            pairs = zip(units, got, expected, strict=True)
+            self._wrong += [unit for unit, have, want in pairs if have != want]
 
     def _refuse_wrong(self) -> None:
         """Raise VerificationError before a hook gets tensors, because it cannot undo a load."""
@@ -433,7 +437,9 @@ class IncomingTransfer:
             raise VerificationError(names=self._wrong_names())
 
     def _wrong_names(self) -> list[str]:
-        return list(dict.fromkeys(name for run in self._wrong for name in self._layout.names(run)))
+        return list(
+            dict.fromkeys(name for unit in self._wrong for name in self._layout.names(unit))
+        )
 
     def _level(self, load_target: LoadTarget) -> Verification:
         if not self._info.verify:
@@ -442,9 +448,9 @@ class IncomingTransfer:
         return self._context.verification if reads_back else "arrived"
 
     def _same_side(self, memory: Memory) -> bool:
-        """Whether loaded memory was fingerprinted. False where a GPU reads a slot on the host."""
+        """Whether loaded memory was fingerprinted. False where a GPU reads a bucket on the host."""
         on_gpu = any(t.device.type != "cpu" for t in memory.tensors)
-        return not (on_gpu and self._opened.slots[0].device.type == "cpu")
+        return not (on_gpu and self._opened.buckets[0].device.type == "cpu")
 
     def _check(self) -> None:
         self._context.check()
@@ -470,13 +476,13 @@ def _call_all(calls: Sequence[Callable[[], int]]) -> list[int]:
 
 def _settle(copy_plans: Sequence[CopyPlan]) -> None:
     """Wait for copies in progress on a GPU, after which the sender may overwrite their source."""
-    if not copy_plans or copy_plans[0].runs[0].on_host:
+    if not copy_plans or copy_plans[0].units[0].on_host:
         return
-    runs = [run for copy_plan in copy_plans for run in copy_plan.runs]
-    if isinstance(runs[0], FusedUnit):
-        for run in runs:
-            if isinstance(run, FusedUnit) and run.index == 0:
-                run.wait()
+    units = [unit for copy_plan in copy_plans for unit in copy_plan.units]
+    if isinstance(units[0], FusedUnit):
+        for unit in units:
+            if isinstance(unit, FusedUnit) and unit.index == 0:
+                unit.wait()
         return
-    moving = [run.gpus() for run in runs if isinstance(run, DeviceCopyUnit | DeviceShardRun)]
+    moving = [unit.gpus() for unit in units if isinstance(unit, DeviceCopyUnit | DeviceShardUnit)]
     wait_for(set[torch.device]().union(*moving))
