@@ -32,10 +32,10 @@ from torch.distributed import ProcessGroupGloo
 
 import weightsync as ws
 from weightsync.backends.gloo.payload import GlooInit, HostRing, RelayedUpdate
-from weightsync.backends.gloo.receiver import place_on
+from weightsync.backends.gloo.receiver import init_of
 from weightsync.backends.gloo.sender import Chain, RingFeed
 from weightsync.backends.gloo.trainer import ring_shape
-from weightsync.backends.ipc.sender import READER_PLACES, IpcOptions, IpcTrainerEngine
+from weightsync.backends.ipc.sender import MAX_READERS, IpcOptions, IpcTrainerEngine
 from weightsync.weights.source import ModuleSource
 from weightsync.wire import codec
 from weightsync.wire.messages import (
@@ -52,7 +52,7 @@ from weightsync.wire.messages import (
 from weightsync.wire.offers import InitInfo
 
 SENDER = "sender"
-PLACE = READER_PLACES - 1
+PLACE = MAX_READERS - 1
 TIMEOUT_S = 60.0
 ADDRESS = "127.0.0.1"
 WARM_UPS = 2
@@ -123,7 +123,7 @@ class Trial:
         assert isinstance(reply, InitReply)
         ring = codec.decode_payload(reply.payload, HostRing)
         for place, worker in enumerate(workers[1:], 1):
-            worker.handle(self._init(GlooInit(ring=place_on(ring, shape, place))))
+            worker.handle(self._init(GlooInit(ring=init_of(ring, shape, place))))
         self._updates = 0
 
     def _init(self, payload: GlooInit) -> InitRequest:

@@ -28,10 +28,10 @@ from tests.children import CONTEXT, load_beforehand
 from tests.e2e.models import digests
 from tests.offers import next_number, offered, registered
 from weightsync.backends.gloo.payload import GlooInit, HostRing, RelayedUpdate
-from weightsync.backends.gloo.receiver import place_on
+from weightsync.backends.gloo.receiver import init_of
 from weightsync.backends.gloo.sender import Chain, RingFeed
 from weightsync.backends.gloo.trainer import ring_shape
-from weightsync.backends.ipc.sender import READER_PLACES, IpcOptions, IpcTrainerEngine
+from weightsync.backends.ipc.sender import MAX_READERS, IpcOptions, IpcTrainerEngine
 from weightsync.shm.segment import live_segments, remove_leftovers
 from weightsync.shm.wait import Heartbeat
 from weightsync.weights.source import ModuleSource, NamedTensors
@@ -51,7 +51,7 @@ from weightsync.wire.problem import Problem, encode_problem, from_problem, to_pr
 
 WAIT_S = 60.0
 SENDER = "sender"
-FEED_PLACE = READER_PLACES - 1
+FEED_READER = MAX_READERS - 1
 BUCKET_NBYTES = 64 << 10
 
 load_beforehand("tests.backends.hosts")
@@ -173,7 +173,7 @@ class Party:
             self.chain.close()
         self.epoch += 1
         self._number = next_number()
-        self._shape = ring_shape(self.engine.offer(FEED_PLACE, self._number))
+        self._shape = ring_shape(self.engine.offer(FEED_READER, self._number))
         names = [host[0].name for host in self.hosts]
         chain = Chain(
             self._address,
@@ -196,7 +196,7 @@ class Party:
             assert isinstance(reply, InitReply)
             ring = codec.decode_payload(reply.payload, HostRing)
             for place, worker in enumerate(host[1:], 1):
-                theirs = GlooInit(ring=place_on(ring, self._shape, place))
+                theirs = GlooInit(ring=init_of(ring, self._shape, place))
                 worker.handle(InitRequest(init_info=self._offered(theirs)))
 
     def offer(self, rank: int) -> InitInfo:
@@ -207,7 +207,7 @@ class Party:
         return offered(
             self.engine,
             payload,
-            place=FEED_PLACE,
+            place=FEED_READER,
             backend="gloo",
             sender=SENDER,
             lease_s=self._timeout_s,
@@ -231,7 +231,7 @@ class Party:
         self.updates += 1
         update_id = f"update-{self.updates}"
         part = None if pairs is None else ws.StateDictSource(dict(pairs))
-        message = self.engine.begin([FEED_PLACE], verify=verify, source=part)
+        message = self.engine.begin([FEED_READER], verify=verify, source=part)
         manifest = None if part is None else codec.manifest_to_wire(part.manifest)
         terms = StartTerms(partial=pairs is not None)
         failed: list[BaseException] = []
@@ -262,7 +262,7 @@ class Party:
                 raise ws.TransferError("a receiver failed, or the sender changed its mind")
             chain.check()
 
-        feed = _Watched(RingFeed(self.engine, FEED_PLACE), on_chunk, on_data)
+        feed = _Watched(RingFeed(self.engine, FEED_READER), on_chunk, on_data)
         asked: list[Future[None]] = []
         with (
             ThreadPoolExecutor(len(self.workers)) as pool,

@@ -16,7 +16,7 @@ from tests.e2e import models, processes
 from tests.e2e.models import digests, fill
 from tests.e2e.processes import Host
 from tests.e2e.relays import Relay
-from weightsync.backends.ipc.sender import READER_PLACES
+from weightsync.backends.ipc.sender import MAX_READERS
 from weightsync.wire.messages import (
     AbortRequest,
     FinishRequest,
@@ -332,7 +332,7 @@ class TestLeaving:
         first, guest = make(host, 2)
         with connect(model, first) as sender:
             sender.send_weights()
-            for _ in range(READER_PLACES + 4):
+            for _ in range(MAX_READERS + 4):
                 sender.add(guest)
                 sender.remove(guest.name)
             sender.add(guest)

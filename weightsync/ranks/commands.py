@@ -11,7 +11,7 @@ from weightsync.report import SyncReport
 from weightsync.wire.offers import ManifestMessage
 from weightsync.wire.problem import Problem
 
-Places = dict[str, dict[int, list[int]]]
+ReadersByRank = dict[str, dict[int, list[int]]]
 """Reader indices by backend, and by the rank that sends to them."""
 
 
@@ -45,7 +45,7 @@ class CheckMoved(Command, frozen=True, kw_only=True):
 class Begin(Command, frozen=True, kw_only=True):
     """Start an update of these readers. With `pairs`, of other tensors than the model's."""
 
-    places: Places
+    readers: ReadersByRank
     verify: bool
     pairs: bool = False
 

@@ -84,8 +84,8 @@ class RankGroup:
         finally:
             notify(lambda observer: observer.on_command(name, start_s))
             if isinstance(command, Begin):
-                places, nbytes = command.places, self.manifest.nbytes
-                notify(lambda o: o.on_transfer_start(self.worker.transfers(places), nbytes))
+                readers, nbytes = command.readers, self.manifest.nbytes
+                notify(lambda o: o.on_transfer_start(self.worker.transfers(readers), nbytes))
 
     def check_same_call(self, call: str) -> None:
         """Raise ProtocolError on all ranks unless all make the same call. Collective."""

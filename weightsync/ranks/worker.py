@@ -33,8 +33,8 @@ from weightsync.ranks.commands import (
     End,
     KeepAlive,
     Open,
-    Places,
     RankInfo,
+    ReadersByRank,
     Transfer,
     Withdraw,
 )
@@ -132,13 +132,13 @@ class RankWorker:
             case _:
                 raise ConfigError(f"{type(command).__name__} is no command for a rank")
 
-    def transfers(self, places: Places) -> list[ObservedTransfer]:
+    def transfers(self, by_rank: ReadersByRank) -> list[ObservedTransfer]:
         """Return the engines' parts of the update that has begun, for observers."""
         found: list[ObservedTransfer] = []
         for name, reading in self.reading.items():
             progress = self.engines[name].progress()
             if progress is not None:
-                readers = places.get(name, {}).get(self._ranks.rank, [])
+                readers = by_rank.get(name, {}).get(self._ranks.rank, [])
                 relays = [reader for reader in reading if reader not in readers]
                 dependent = bool(self.backend(name).requires)
                 found.append(ObservedTransfer(name, progress, readers, relays, dependent))
@@ -251,11 +251,11 @@ class RankWorker:
         if handshake is not None:
             handshake.close()
 
-    def _readers_of(self, places: Places) -> dict[str, list[int]]:
+    def _readers_of(self, by_rank: ReadersByRank) -> dict[str, list[int]]:
         """Return the readers of each engine of this rank, those of engines built on it included."""
         reading: dict[str, list[int]] = {}
         for name, engine in reversed(self.engines.items()):
-            readers = places.get(name, {}).get(self._ranks.rank, [])
+            readers = by_rank.get(name, {}).get(self._ranks.rank, [])
             reading[name] = [*readers, *reading.get(name, [])]
             for base in self.backend(name).requires:
                 reading.setdefault(base, []).extend(engine.base_readers(readers))
@@ -275,8 +275,8 @@ class RankWorker:
 
     def _begin(self, command: Begin) -> CommandResult:
         """Start an update: watch its tensors, and begin it on the engines that have readers."""
-        self.reading = self._readers_of(command.places)
-        self._passes = [name for name in command.places if not self.backend(name).requires]
+        self.reading = self._readers_of(command.readers)
+        self._passes = [name for name in command.readers if not self.backend(name).requires]
         self._moves_model = not command.pairs
         self._in_update = True
         if self.source.is_made:

@@ -184,7 +184,7 @@ class Coordinator:
         """
         weights_id = secrets.token_hex(8)
         without: dict[Member, WeightSyncError] = {}
-        tries, touched = 1, False
+        tries, dirty = 1, False
         while True:
             following, back = self._next(version, rewind=rewind)
             terms = StartTerms(
@@ -198,7 +198,7 @@ class Coordinator:
             try:
                 update.send_whole(terms)
             except WeightSyncError as exc:
-                touched = touched or update.touched
+                dirty = dirty or update.dirty
                 reconnected = self.membership.reconnect(update.failed)
                 ahead = version is None and isinstance(exc, StaleVersionError)
                 if self._group.worker.stop.is_set():
@@ -208,7 +208,7 @@ class Coordinator:
                     continue
                 without.update(update.failed)
                 rest = [member for member in self.fleet.members if member not in without]
-                goes_on = touched or self.fleet.may_drop(without)
+                goes_on = dirty or self.fleet.may_drop(without)
                 if not (update.failed and rest and goes_on) or update.finishing:
                     raise
                 logger.warning("sending version %s without %s", terms.version, names(without))
@@ -217,11 +217,11 @@ class Coordinator:
                 stale = any(isinstance(e, StaleVersionError) for e in update.failed.values())
                 if stale and version is None and tries < _TRIES:
                     # In-place members committed a version that is not newer than that of others.
-                    tries, touched = tries + 1, True
+                    tries, dirty = tries + 1, True
                     self.membership.reconnect(update.failed)
                     continue
                 update.failed.update(without)
-                update.rule = "roll-forward" if touched else update.rule
+                update.rule = "roll-forward" if dirty else update.rule
                 return update, terms
 
     def _next(self, version: int | None, *, rewind: bool) -> tuple[int, bool]:

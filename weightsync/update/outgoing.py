@@ -22,7 +22,7 @@ from weightsync.errors import (
     WeightSyncError,
     shorten,
 )
-from weightsync.ranks.commands import Begin, CommandResult, End, Places, Transfer
+from weightsync.ranks.commands import Begin, CommandResult, End, ReadersByRank, Transfer
 from weightsync.report import ReceiverReport, SyncReport
 from weightsync.update.fleet import (
     Fleet,
@@ -64,7 +64,7 @@ class UpdateTransaction:
     members, the others finish without these.
 
     `failed` has the members that did not finish, `replies` the last replies of the others.
-    `touched` is True after an abort that left a receiver TORN, `finishing` when a finish request
+    `dirty` is True after an abort that left a receiver TORN, `finishing` when a finish request
     may have been sent: the update cannot be aborted any more.
     """
 
@@ -75,7 +75,7 @@ class UpdateTransaction:
         self.rule = "two-phase"
         self.last_report: SyncReport | None = None
         self.failed: dict[Member, WeightSyncError] = {}
-        self.touched = False
+        self.dirty = False
         self.finishing = False
         self.replies: dict[Member, StepReply] = {}
         self._members = list(members)
@@ -189,7 +189,7 @@ class UpdateTransaction:
         for answer in self._fleet.call(request, members, timeout_s=timeout_s):
             if answer.error is None:
                 if answer.step.state == "TORN" and answer.step.update_id == self.update_id:
-                    self.touched = True
+                    self.dirty = True
                     self._torn.append(answer.member.target)
                 continue
             logger.warning("abort at %s: %s", answer.member.target, answer.error)
@@ -261,7 +261,7 @@ class UpdateTransaction:
         """Send one message to each receiver, and the bytes of the message while they read."""
         started = time.perf_counter()
         members = self._staying
-        begin = Begin(places=self._places(members), verify=self._verify, pairs=pairs)
+        begin = Begin(readers=self._readers_by_rank(members), verify=self._verify, pairs=pairs)
         epoch = next(_EPOCHS)
 
         def request(member: Member) -> Request:
@@ -292,15 +292,15 @@ class UpdateTransaction:
         self._seconds["load"] = time.perf_counter() - started
         self._raise_unless_all(answers, "update_weights")
 
-    def _places(self, members: Sequence[Member]) -> Places:
+    def _readers_by_rank(self, members: Sequence[Member]) -> ReadersByRank:
         """Return the readers of an update of these members."""
-        places: Places = {}
+        readers: ReadersByRank = {}
         for member in members:
             for base in self._group.worker.backend(member.backend).requires:
-                places.setdefault(base, {})
-            by_rank = places.setdefault(member.backend, {})
+                readers.setdefault(base, {})
+            by_rank = readers.setdefault(member.backend, {})
             by_rank.setdefault(member.rank, []).append(member.reader)
-        return places
+        return readers
 
     def _refuse_changed(self, cause: BaseException | None = None) -> None:
         """Raise VerificationError, with the update aborted, if the source changed meanwhile.
@@ -424,7 +424,7 @@ class UpdateTransaction:
                 if not member.rank and engines[member.backend].has_unread(member.reader):
                     self.failed[member] = ProtocolError(
                         f"{member.target} replied that the update is complete, but has not read "
-                        "its place of the ring; do several receivers share this target?"
+                        "the ring to its end; do several receivers share this target?"
                     )
                     raise self.failed[member]
 

@@ -412,8 +412,8 @@ class PathSelector:
         most = self._backend(member.backend).max_readers
         if most is not None and index >= most:
             raise ConfigError(
-                f"rank {member.rank} would send to more than the {most} receivers for which "
-                f"its ring has places; {member.target} is one too many"
+                f"rank {member.rank} would send to more than the {most} receivers that "
+                f"its ring has room for; {member.target} is one too many"
             )
         self._next_reader[engine] = index + 1
         member.reader = index

@@ -34,7 +34,7 @@ from weightsync.wire.codec import decode_payload, manifest_from_wire
 from weightsync.wire.messages import RegisteredUpdate, SharedMemoryUsage
 from weightsync.wire.offers import InitInfo, RingInfo, SegmentHandle
 
-MEMBER_PLACE = 0
+MEMBER_READER = 0
 _WAIT_S = 0.05
 
 
@@ -175,7 +175,7 @@ class GlooWeightTransferEngine(WeightTransferEngine):
             probe=probe.info(),
         )
         self._control = control
-        own = place_on(self._ring, shape, MEMBER_PLACE)
+        own = init_of(self._ring, shape, MEMBER_READER)
         self._inner.init_transfer_engine(replace(init_info, payload=own))
         self._whole_sizes = _chunk_sizes(manifest_from_wire(init_info.manifest), shape)
         self._join(group, shape, control, ring)
@@ -192,7 +192,7 @@ class GlooWeightTransferEngine(WeightTransferEngine):
         self._link = ChainRelay(rendezvous, group, info, control, ring.tensors, shape.unit_nbytes)
 
 
-def place_on(ring: HostRing, shape: RingShape, reader: int) -> IpcInit:
+def init_of(ring: HostRing, shape: RingShape, reader: int) -> IpcInit:
     """Return the init payload of reader `reader` of a host's ring."""
     return IpcInit(
         probe=ring.probe,
@@ -224,7 +224,7 @@ def _relay_update(
     return RelayUpdate(
         epoch=update.epoch,
         base=update.base,
-        readers=sorted({MEMBER_PLACE, *update.readers}),
+        readers=sorted({MEMBER_READER, *update.readers}),
         sizes=whole if part is None else _chunk_sizes(manifest_from_wire(part), shape),
     )
 

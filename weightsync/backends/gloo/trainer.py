@@ -23,7 +23,7 @@ from weightsync.backends.base import (
     decode_payload,
 )
 from weightsync.backends.gloo.payload import GlooInit, HostRing, RelayedUpdate, RingShape
-from weightsync.backends.gloo.receiver import place_on
+from weightsync.backends.gloo.receiver import init_of
 from weightsync.backends.gloo.sender import Chain, RingFeed
 from weightsync.backends.ipc.payload import IpcInit
 from weightsync.backends.ipc.sender import RELAY_READER, IpcTrainerEngine
@@ -40,7 +40,7 @@ Hosts = dict[str, list[Reader]]
 
 
 @dataclass(frozen=True, slots=True)
-class _Place:
+class _RingReader:
     """A reader of the group: its host's rank, and its reader index on the ring of that host."""
 
     target: str
@@ -54,7 +54,7 @@ class GlooTrainerEngine(TrainerWeightTransferEngine):
     def __init__(self, ring: IpcTrainerEngine, options: TransferOptions) -> None:
         self._ring = ring
         self._timeout_s = options.timeout_s
-        self._readers: dict[int, _Place] = {}
+        self._readers: dict[int, _RingReader] = {}
         self._epoch = 0
         self._has_left = False
         self._chain: Chain | None = None
@@ -102,12 +102,12 @@ class GlooTrainerEngine(TrainerWeightTransferEngine):
         try:
             others: dict[int, GlooInit] = {}
             for on_host in hosts.values():
-                for place, reader in enumerate(on_host[1:], 1):
+                for on_ring, reader in enumerate(on_host[1:], 1):
                     made = replies.payloads.get(on_host[0].index)
                     if made is None:
                         raise TransferError(f"{reader.target}: no ring was created on its host")
                     theirs = decode_payload(made, HostRing)
-                    others[reader.index] = GlooInit(ring=place_on(theirs, shape, place))
+                    others[reader.index] = GlooInit(ring=init_of(theirs, shape, on_ring))
             if others:
                 replies = yield Round(messages=others)
                 if replies.failed:
@@ -117,14 +117,14 @@ class GlooTrainerEngine(TrainerWeightTransferEngine):
             self._leave()
             raise
         self._readers = {
-            reader.index: _Place(reader.target, rank, place)
+            reader.index: _RingReader(reader.target, rank, on_ring)
             for rank, on_host in enumerate(hosts.values(), 1)
-            for place, reader in enumerate(on_host)
+            for on_ring, reader in enumerate(on_host)
         }
         return ()
 
     def base_readers(self, readers: Sequence[int]) -> list[int]:
-        """Return the one place of the chain, which serves all other hosts."""
+        """Return the one reader index of the chain, which serves all other hosts."""
         return [RELAY_READER] if readers else []
 
     def begin(
@@ -136,16 +136,15 @@ class GlooTrainerEngine(TrainerWeightTransferEngine):
             raise TransferError("the private group is not joined")
         feed = RingFeed(self._ring, RELAY_READER)
         stream = self._ring.stream
-        places = self._readers
         on_host: dict[int, list[int]] = {}
         for index in readers:
-            on_host.setdefault(places[index].rank, []).append(places[index].on_ring)
+            on_host.setdefault(self._readers[index].rank, []).append(self._readers[index].on_ring)
         updates = {
             index: RelayedUpdate(
                 epoch=stream.epoch,
                 base=stream.base,
                 packed=True,
-                readers=[] if places[index].on_ring else on_host[places[index].rank],
+                readers=[] if self._readers[index].on_ring else on_host[self._readers[index].rank],
             )
             for index in readers
         }

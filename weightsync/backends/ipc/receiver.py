@@ -54,8 +54,8 @@ class IpcWeightTransferEngine(WeightTransferEngine):
         ring = offer.ring
         if offer.reader >= offer.num_readers:
             raise HandleError(
-                f"reader place {offer.reader} is outside the {offer.num_readers} places of "
-                "this ring; the init_info is damaged"
+                f"there is no reader {offer.reader} among the {offer.num_readers} of this ring; "
+                "the init_info is damaged"
             )
         opened: list[Callable[[], None]] = []
         try:

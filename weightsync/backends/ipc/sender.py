@@ -141,9 +141,9 @@ STAGED_BUCKET_NBYTES = 8 << 20
 CUDA_BUCKET_NBYTES = 256 << 20
 CUDA_BUCKETS = 2
 CUDA_UNIT_NBYTES = 32 << 20
-READER_PLACES = 64
+MAX_READERS = 64
 
-RELAY_READER = READER_PLACES - 1
+RELAY_READER = MAX_READERS - 1
 """The reader index of a backend built on this one, for its reads of the ring."""
 
 
@@ -196,7 +196,7 @@ class IpcTrainerEngine(TrainerWeightTransferEngine):
         self._kept = ExitStack()
         keep = self._kept.enter_context
         try:
-            control = Control.create(slots=num_buckets, readers=READER_PLACES, entries=entries)
+            control = Control.create(slots=num_buckets, readers=MAX_READERS, entries=entries)
             self._control = keep(closing(control))
             gpu = options.device if on_gpu else None
             device = options.device if ring_on_gpu else torch.device("cpu")
@@ -264,21 +264,21 @@ class IpcTrainerEngine(TrainerWeightTransferEngine):
         """Return the payload of a reader; GPU memory is exported once per call."""
         return self.offer(reader.index, number)
 
-    def offer(self, place: int, number: int) -> IpcInit:
-        """Return the payload of reader `place`; GPU memory is exported once per call.
+    def offer(self, reader: int, number: int) -> IpcInit:
+        """Return the payload of a reader, by its index; GPU memory is exported once per call.
 
-        Raises ConfigError for a place outside of the ring.
+        Raises ConfigError for an index outside of the ring.
         """
-        if place >= READER_PLACES:
-            raise ConfigError(f"one sender has {READER_PLACES} reader places; {place} is too many")
+        if reader >= MAX_READERS:
+            raise ConfigError(f"one sender has at most {MAX_READERS} readers; {reader} is too many")
         self._control.offered = number
         return IpcInit(
             probe=self.probe_info(),
             control=SegmentHandle(
                 name=self._control.segment.name, nbytes=self._control.segment.nbytes
             ),
-            reader=place,
-            num_readers=READER_PLACES,
+            reader=reader,
+            num_readers=MAX_READERS,
             entries=self._control.entries,
             unit_nbytes=self._unit_nbytes,
             ring=RingInfo(
@@ -287,7 +287,7 @@ class IpcTrainerEngine(TrainerWeightTransferEngine):
                 bucket_nbytes=self._bucket_nbytes,
             ),
             storages=storage_info(self._memory, self._whole),
-            ready=self._fence.offer(place, number),
+            ready=self._fence.offer(reader, number),
         )
 
     def begin(
