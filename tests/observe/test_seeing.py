@@ -19,7 +19,7 @@ from rich.console import Console
 from torch import nn
 
 import weightsync as ws
-from weightsync.observe import ProgressBar, Span, nested
+from weightsync.observe import Observer, ProgressBar, Span, nested
 
 Event = dict[str, Any]
 BUCKET: dict[str, Any] = {"bucket_nbytes": 8192, "num_buckets": 2}
@@ -123,6 +123,27 @@ def test_a_failing_callback_is_logged_once(caplog: pytest.LogCaptureFixture) -> 
         assert sender.send_weights().version == 2
     assert len(calls) == 1
     assert sum("progress callback failed" in r.message for r in caplog.records) == 1
+
+
+def test_an_observer_that_raises_does_not_affect_the_update(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    hooks = [name for name in vars(Observer) if name.startswith("on_")]
+
+    def fail(*_: object) -> None:
+        raise RuntimeError("the observer's own fault")
+
+    failing = type("Failing", (Observer,), dict.fromkeys(hooks, fail))
+    model, target = make(), make()
+    with ws.connect(model, to=ws.WeightReceiver(target).handle) as sender:
+        sender._group.observers.append(failing())
+        with caplog.at_level(logging.WARNING, "weightsync.observe"):
+            report = sender.send_weights()
+    assert report.version == 1
+    assert all(map(torch.equal, target.parameters(), model.parameters()))
+    assert len(hooks) == 6
+    assert {r.message for r in caplog.records} == {"Failing failed"}
+    assert len(caplog.records) >= len(hooks)
 
 
 def test_the_bar_shows_bytes_rate_and_time_left() -> None:
