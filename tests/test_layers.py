@@ -38,7 +38,7 @@ def layer(*units: str, mutual: bool = False, stdlib_only: bool = False, ban: str
 LAYERS = (
     layer("errors", "specs", "report", mutual=True, stdlib_only=True),
     layer("wire", ban="torch"),
-    layer("optimizer_steps", "tensors"),
+    layer("optimizer_steps", "profiling", "tensors"),
     layer("shm"),
     layer("cuda"),
     layer("queues", "weights"),
@@ -49,7 +49,6 @@ LAYERS = (
     layer(
         "sender",
         "receiver",
-        "profiling",
         "compat",
         mutual=True,
     ),

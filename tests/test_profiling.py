@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 
 import pytest
 import torch
 
+import weightsync as ws
 from weightsync import profiling
 from weightsync.errors import BackendUnavailableError, ConfigError
 from weightsync.profiling import SETTING, scope_for
@@ -53,6 +55,26 @@ def test_another_word_is_refused() -> None:
     message = "WEIGHTSYNC_PROFILE is 'all'; wanted off, record_function, nvtx or nothing"
     with pytest.raises(ConfigError, match=message):
         scope_for("all")
+
+
+def test_the_steps_of_an_update_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    names: list[str] = []
+    lock = threading.Lock()
+
+    @contextmanager
+    def note(name: str) -> Iterator[None]:
+        with lock:
+            names.append(name)
+        yield
+
+    receiver = ws.WeightReceiver(torch.nn.Linear(2, 2))
+    with ws.connect(torch.nn.Linear(2, 2), to=receiver.handle, packed=True) as sender:
+        sender.send_weights()
+        monkeypatch.setattr(profiling, "_chosen", lambda: note)
+        sender.send_weights()
+        monkeypatch.undo()
+    steps = ("checkmoved", "begin", "transfer", "end", "load", "prepare", "finish")
+    assert sorted(names) == sorted(f"weightsync {step}" for step in steps)
 
 
 @without_cuda

@@ -23,6 +23,7 @@ from weightsync.backends.registry import endpoints, get_backend
 from weightsync.cuda.handles import device_keys
 from weightsync.errors import ConfigError, ProtocolError, TransferError
 from weightsync.observe import ObservedTransfer
+from weightsync.profiling import scope
 from weightsync.ranks.comm import RankComm, compare_manifests
 from weightsync.ranks.commands import (
     AnyCommand,
@@ -111,26 +112,27 @@ class RankWorker:
     def do(self, command: AnyCommand, check: Callable[[], None]) -> CommandResult:
         """Execute one command, and return its result. `check` raises when a transfer must stop."""
         self._check = check
-        match command:
-            case Open():
-                return self._open(command)
-            case Connect():
-                return self._connect(command)
-            case CheckMoved():
-                return self._check_moved()
-            case Begin():
-                return self._begin(command)
-            case Transfer():
-                return self._transfer()
-            case KeepAlive():
-                return self._keep_alive(command)
-            case End():
-                return self._end()
-            case Withdraw():
-                self.close()
-                return CommandResult()
-            case _:
-                raise ConfigError(f"{type(command).__name__} is no command for a rank")
+        with scope(f"weightsync {type(command).__name__.lower()}"):
+            match command:
+                case Open():
+                    return self._open(command)
+                case Connect():
+                    return self._connect(command)
+                case CheckMoved():
+                    return self._check_moved()
+                case Begin():
+                    return self._begin(command)
+                case Transfer():
+                    return self._transfer()
+                case KeepAlive():
+                    return self._keep_alive(command)
+                case End():
+                    return self._end()
+                case Withdraw():
+                    self.close()
+                    return CommandResult()
+                case _:
+                    raise ConfigError(f"{type(command).__name__} is no command for a rank")
 
     def transfers(self, by_rank: ReadersByRank) -> list[ObservedTransfer]:
         """Return the engines' parts of the update that has begun, for observers."""

@@ -15,6 +15,7 @@ from weightsync.backends.base import LoadContext, Received
 from weightsync.backends.ipc.handles import receive_handles
 from weightsync.cuda.events import wait_for
 from weightsync.errors import ProtocolError, TransferError, UpdateConflictError
+from weightsync.profiling import scope
 from weightsync.specs import Manifest
 from weightsync.update.gate import OnHold, OnRelease, ReadWriteGate
 from weightsync.update.history import UpdateTable
@@ -583,7 +584,7 @@ class ReceiverSession:
     @contextmanager
     def _in_step(self, step: str, update_id: str = "") -> Iterator[None]:
         """Run the block as a step. Raises UpdateConflictError where another one does not end."""
-        with self._turn(self._lease_s, update_id) as ours:
+        with self._turn(self._lease_s, update_id) as ours, scope(f"weightsync {step}"):
             if not ours:
                 raise self._conflict(
                     f"{step}: the receiver has been busy for {self._lease_s:g} s with update "
