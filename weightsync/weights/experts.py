@@ -131,8 +131,8 @@ class PerExpertSource:
 
 
 @dataclass(frozen=True, slots=True)
-class _Place:
-    """The place of one expert's tensor in a fused one: `fused[expert]` from row `start`."""
+class _Rows:
+    """The rows of one expert's tensor in a fused one: `fused[expert]` from row `start`."""
 
     fused: TensorSpec
     expert: int
@@ -345,7 +345,7 @@ def _why_not_routed(block: str, shape: tuple[int, int], specs: Mapping[str, Tens
 
 def _places(
     block: str, held: Mapping[tuple[int, str], TensorSpec]
-) -> Iterator[tuple[TensorSpec, _Place]]:
+) -> Iterator[tuple[TensorSpec, _Rows]]:
     """Yield each tensor of a block's experts with its place in a fused tensor."""
     first = held[0, "gate"]
     intermediate, hidden = first.shape
@@ -355,4 +355,4 @@ def _places(
     rows = {"gate": (gate_up, 0), "up": (gate_up, intermediate), "down": (down, 0)}
     for (expert, kind), spec in held.items():
         fused, start = rows[kind]
-        yield spec, _Place(fused, expert, start)
+        yield spec, _Rows(fused, expert, start)

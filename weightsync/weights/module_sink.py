@@ -171,7 +171,7 @@ _COMPILED = operator.attrgetter("_compiled_call_impl")
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class Destination:
     """One tensor as this process loads it: its spec, and the module's tensors that receive it."""
 
     spec: TensorSpec
@@ -179,37 +179,37 @@ class Place:
 
 
 @dataclass(frozen=True)
-class SinkPlaces:
-    """The places of one manifest's tensors in a sink.
+class Destinations:
+    """The destinations of one manifest's tensors in a sink.
 
-    Without `shares` there is one place for each tensor of the stream. Else place i holds the
+    Without `shares` there is one for each tensor of the stream. Else destination i holds the
     blocks `shares[i]`.
     """
 
-    places: list[Place]
+    tensors: list[Destination]
     shares: Sequence[Share] | None = None
 
     @property
     def nbytes(self) -> int:
-        """Bytes of an arena that holds every place."""
-        return sum(aligned(place.spec.nbytes) for place in self.places)
+        """Bytes of an arena that holds all of them."""
+        return sum(aligned(destination.spec.nbytes) for destination in self.tensors)
 
     def memory(self, tensors: Sequence[torch.Tensor], *, flat: bool = False) -> Memory:
-        """Return `tensors` (`uint8[nbytes]` for each place) as memory for copy plans."""
+        """Return `tensors` (`uint8[nbytes]` for each destination) as memory for copy plans."""
         if self.shares is None:
             return Memory(tensors, flat)
         return ShardMemory(tensors, flat, self.shares)
 
     def in_arena(self, device: torch.device) -> Memory:
-        """Allocate one arena for all places; whole tensors have the stream's offsets in it.
+        """Allocate one arena for all; whole tensors have the stream's offsets in it.
 
         Raises TransferError where there is no room.
         """
         buffer = arena.allocate(self.nbytes, device)
         tensors, at = [], 0
-        for place in self.places:
-            tensors.append(buffer[at : at + place.spec.nbytes])
-            at += aligned(place.spec.nbytes)
+        for destination in self.tensors:
+            tensors.append(buffer[at : at + destination.spec.nbytes])
+            at += aligned(destination.spec.nbytes)
         return self.memory(tensors, flat=True)
 
 
@@ -312,34 +312,39 @@ class ModuleSink(WeightSink):
         Raises ManifestMismatchError for tensors without a place, TransferError without room.
         """
         check_manifest(self, layout.manifest, partial=True)
-        sink_places = self.sink_places(layout)
+        destinations = self.destinations(layout)
         if apply == "in_place":
-            return _InPlaceTarget(self, sink_places)
+            return _InPlaceTarget(self, destinations)
         tied = sum(map(len, self._found.tied.values()))
-        whole = sum(len(place.targets) for place in sink_places.places) == len(self.tensors) + tied
+        whole = (
+            sum(len(destination.targets) for destination in destinations.tensors)
+            == len(self.tensors) + tied
+        )
         if self.swap == "pointer" and whole:
-            return _PointerTarget(self, sink_places)
-        return _CopyTarget(self, sink_places)
+            return _PointerTarget(self, destinations)
+        return _CopyTarget(self, destinations)
 
     def staged_nbytes(self, layout: StreamLayout) -> int:
         """Return the bytes of one arena, and of the tensors that cannot be pointed at it."""
-        sink_places = self.sink_places(layout)
+        destinations = self.destinations(layout)
         if self.swap == "copy":
-            return sink_places.nbytes
+            return destinations.nbytes
         staying = [
-            p for p in sink_places.places if not all(self.moves(t, p.spec) for t in p.targets)
+            p for p in destinations.tensors if not all(self.moves(t, p.spec) for t in p.targets)
         ]
-        return sink_places.nbytes + sum(aligned(place.spec.nbytes) for place in staying)
+        return destinations.nbytes + sum(
+            aligned(destination.spec.nbytes) for destination in staying
+        )
 
     def moves(self, tensor: torch.Tensor, spec: TensorSpec) -> bool:
         """Whether the tensor may be pointed at other memory that holds the bytes of `spec`."""
         return _takes_bytes(tensor, spec, self.device) and self.is_alone(tensor)
 
-    def sink_places(self, layout: StreamLayout) -> SinkPlaces:
-        """Return the places of the tensors of `layout`."""
+    def destinations(self, layout: StreamLayout) -> Destinations:
+        """Return the destinations of the tensors of `layout`."""
         groups = self.targets(layout.manifest)
-        return SinkPlaces(
-            [Place(*pair) for pair in zip(layout.manifest.specs, groups, strict=True)]
+        return Destinations(
+            [Destination(*pair) for pair in zip(layout.manifest.specs, groups, strict=True)]
         )
 
     def targets(self, offered: Manifest) -> list[list[torch.Tensor]]:
@@ -452,14 +457,14 @@ class _ModuleTarget(LoadTarget):
 class _PointerTarget(_ModuleTarget):
     """Two arenas in turn: the module uses one, the next update is written to the other."""
 
-    def __init__(self, sink: ModuleSink, sink_places: SinkPlaces) -> None:
+    def __init__(self, sink: ModuleSink, destinations: Destinations) -> None:
         super().__init__(sink)
-        in_use = _Arena(sink_places, sink)
+        in_use = _Arena(destinations, sink)
         in_use.adopt_current()  # frees the module's own memory before the second allocation
         sink.settled()
-        self._arenas = [in_use, _Arena(sink_places, sink)]
+        self._arenas = [in_use, _Arena(destinations, sink)]
         self._spare = 1
-        self.peak_extra_nbytes = sink_places.nbytes
+        self.peak_extra_nbytes = destinations.nbytes
 
     @property
     def memory(self) -> Memory:  # type: ignore[override]  # two memories in turn, read-only here
@@ -472,16 +477,16 @@ class _PointerTarget(_ModuleTarget):
 
 
 class _Arena:
-    """Memory for all places, and the views of it at which the module's tensors can point."""
+    """Memory for all tensors, and the views of it at which the module's tensors can point."""
 
-    def __init__(self, sink_places: SinkPlaces, sink: ModuleSink) -> None:
-        self.memory = sink_places.in_arena(sink.device)
+    def __init__(self, destinations: Destinations, sink: ModuleSink) -> None:
+        self.memory = destinations.in_arena(sink.device)
         self._plain: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._other: list[tuple[torch.Tensor, torch.Tensor]] = []
-        for place, flat in zip(sink_places.places, self.memory.tensors, strict=True):
-            view = from_bytes(flat, place.spec)
-            for tensor in place.targets:
-                moves = sink.moves(tensor, place.spec)
+        for destination, flat in zip(destinations.tensors, self.memory.tensors, strict=True):
+            view = from_bytes(flat, destination.spec)
+            for tensor in destination.targets:
+                moves = sink.moves(tensor, destination.spec)
                 (self._plain if moves else self._other).append((tensor, view))
 
     def adopt_current(self) -> None:
@@ -504,14 +509,14 @@ class _Arena:
 class _CopyTarget(_ModuleTarget):
     """One arena beside the model, copied over at commit."""
 
-    def __init__(self, sink: ModuleSink, sink_places: SinkPlaces) -> None:
+    def __init__(self, sink: ModuleSink, destinations: Destinations) -> None:
         super().__init__(sink)
-        self.memory = sink_places.in_arena(sink.device)
-        self.peak_extra_nbytes = sink_places.nbytes
+        self.memory = destinations.in_arena(sink.device)
+        self.peak_extra_nbytes = destinations.nbytes
         self._pairs = [
-            (tensor, from_bytes(flat, place.spec))
-            for place, flat in zip(sink_places.places, self.memory.tensors, strict=True)
-            for tensor in place.targets
+            (tensor, from_bytes(flat, destination.spec))
+            for destination, flat in zip(destinations.tensors, self.memory.tensors, strict=True)
+            for tensor in destination.targets
         ]
 
     def commit(self) -> None:
@@ -526,12 +531,12 @@ class _InPlaceTarget(_ModuleTarget):
 
     in_place = True
 
-    def __init__(self, sink: ModuleSink, sink_places: SinkPlaces) -> None:
+    def __init__(self, sink: ModuleSink, destinations: Destinations) -> None:
         super().__init__(sink)
         self._copied: list[tuple[str, torch.Tensor, torch.Tensor]] = []
         parts: list[torch.Tensor] = []
-        for place in sink_places.places:
-            spec, rest = place.spec, place.targets
+        for destination in destinations.tensors:
+            spec, rest = destination.spec, destination.targets
             first = rest[0].detach()
             if _takes_bytes(rest[0], spec, first.device):
                 parts.append(as_bytes(first))
@@ -541,7 +546,7 @@ class _InPlaceTarget(_ModuleTarget):
                 self.peak_extra_nbytes += spec.nbytes
             view = from_bytes(parts[-1], spec)
             self._copied += [(spec.name, tensor.detach(), view) for tensor in rest]
-        self.memory = sink_places.memory(parts)
+        self.memory = destinations.memory(parts)
 
     def validate(self) -> None:
         """Copy from the buffers, and to tied tensors; read those copies back.
@@ -570,16 +575,18 @@ class ShardedModuleSink(ModuleSink):
     process holds (partial sums, unknown placements).
     """
 
-    def sink_places(self, layout: StreamLayout) -> SinkPlaces:
-        """Return a place for each slice of a tensor; tied tensors may hold different slices."""
-        places: list[Place] = []
+    def destinations(self, layout: StreamLayout) -> Destinations:
+        """Return a destination for each slice; tied tensors may hold different slices."""
+        tensors: list[Destination] = []
         shares: list[Share] = []
         groups = self.targets(layout.manifest)
         for index, (spec, group) in enumerate(zip(layout.manifest.specs, groups, strict=True)):
             for held, targets in self._by_slice(group).items():
-                places.append(Place(TensorSpec(spec.name, spec.dtype, held.local_shape), targets))
+                tensors.append(
+                    Destination(TensorSpec(spec.name, spec.dtype, held.local_shape), targets)
+                )
                 shares.append(Share(index, held.blocks(TORCH_DTYPES[spec.dtype].itemsize)))
-        return SinkPlaces(places, shares)
+        return Destinations(tensors, shares)
 
     def checksums(self, names: Iterable[str] | None = None) -> dict[str, str]:
         """Return mix64 of tensors that this process holds in full.

@@ -46,7 +46,7 @@ _NAMES = {code: name for name, code in DTYPE_CODES.items()}
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class FileOffset:
     """The place of one name's bytes: shard `shard`, from byte `offset` of its file."""
 
     shard: int
@@ -67,7 +67,7 @@ class Layout:
     """The shards of a model, and the place of every name in them."""
 
     shards: tuple[Shard, ...]
-    places: Mapping[str, Place]
+    places: Mapping[str, FileOffset]
 
     @property
     def nbytes(self) -> int:
@@ -88,11 +88,11 @@ def lay_out(specs: Iterable[TensorSpec], *, shard_nbytes: int) -> Layout:
         groups[-1].append(spec)
         filled += spec.nbytes
     shards: list[Shard] = []
-    places: dict[str, Place] = {}
+    places: dict[str, FileOffset] = {}
     for index, group in enumerate(groups):
         shard, offsets = _make_shard(group)
         shards.append(shard)
-        places.update({name: Place(index, offset) for name, offset in offsets.items()})
+        places.update({name: FileOffset(index, offset) for name, offset in offsets.items()})
     return Layout(tuple(shards), places)
 
 
