@@ -212,7 +212,7 @@ def _process(layer: nn.Module) -> None:
         process(layer)
 
 
-Place = tuple[str, str]
+ParameterKey = tuple[str, str]
 """A layer of the model, and the name of its tensor."""
 
 
@@ -256,9 +256,9 @@ class _LoadRecorder:
         self._names = names
         self._current = ""
         self._trial = Trial()
-        self._wanted: dict[Place, int] = {}
-        self._loaded: defaultdict[Place, int] = defaultdict(int)
-        self._sources: defaultdict[Place, list[str]] = defaultdict(list)
+        self._wanted: dict[ParameterKey, int] = {}
+        self._loaded: defaultdict[ParameterKey, int] = defaultdict(int)
+        self._sources: defaultdict[ParameterKey, list[str]] = defaultdict(list)
         self._taken: set[str] = set()
 
     def pairs(self) -> Iterator[tuple[str, torch.Tensor]]:
@@ -279,35 +279,37 @@ class _LoadRecorder:
         """Return a context manager that replaces the loaders."""
         return _Standins(model, self)
 
-    def expect(self, place: Place, numel: int) -> None:
+    def expect(self, key: ParameterKey, numel: int) -> None:
         """Record a parameter that needs `numel` elements."""
-        self._wanted[place] = numel
+        self._wanted[key] = numel
 
-    def load(self, place: Place, loader: Callable[..., Any], args: inspect.BoundArguments) -> Any:
+    def load(
+        self, key: ParameterKey, loader: Callable[..., Any], args: inspect.BoundArguments
+    ) -> Any:
         """Run a loader on a meta tensor, and count the elements that it would write."""
         self._taken.add(self._current)
-        self._sources[place].append(self._current)
+        self._sources[key].append(self._current)
         try:
             numel, result = get_numel_loaded(loader, args)
         except (AssertionError, RuntimeError, ValueError, IndexError) as exc:
             reason = f" ({exc})" if str(exc) else ""
-            self.note(f"which does not fit {'.'.join(place)}{reason}")
-            self._loaded[place] = self._wanted.get(place, 0)
+            self.note(f"which does not fit {'.'.join(key)}{reason}")
+            self._loaded[key] = self._wanted.get(key, 0)
             return None
-        self._loaded[place] += numel
+        self._loaded[key] += numel
         return result
 
     def result(self) -> Trial:
         """Compare the loaded elements with those that each layer needs."""
-        for place, numel in self._wanted.items():
-            loaded = self._loaded[place]
+        for key, numel in self._wanted.items():
+            loaded = self._loaded[key]
             if not loaded:
                 if numel:
-                    self._trial.untouched.append(".".join(place))
+                    self._trial.untouched.append(".".join(key))
             elif loaded < numel:
                 self._trial.cut.append(
-                    f"{shorten(self._sources[place])}: offered alone, wanted together with all "
-                    f"that vLLM fuses into {'.'.join(place)} ({loaded} of its {numel} elements); "
+                    f"{shorten(self._sources[key])}: offered alone, wanted together with all "
+                    f"that vLLM fuses into {'.'.join(key)} ({loaded} of its {numel} elements); "
                     "send them in one message"
                 )
         self._trial.ignored = [name for name in self._names if name not in self._taken]
@@ -337,7 +339,7 @@ class _Standins:
         for tensor, loader in reversed(self._replaced):
             tensor.weight_loader = loader
 
-    def _standin(self, place: Place, loader: Callable[..., Any]) -> Callable[..., Any]:
+    def _standin(self, key: ParameterKey, loader: Callable[..., Any]) -> Callable[..., Any]:
         signature = inspect.signature(loader)
 
         def online_process_loader(*args: Any, **kwargs: Any) -> Any:
@@ -346,7 +348,7 @@ class _Standins:
             param = bound.arguments.get("param")
             if isinstance(param, torch.Tensor) and not param.is_meta:
                 bound.arguments["param"] = to_meta_tensor(param)
-            return self._recorder.load(place, loader, bound)
+            return self._recorder.load(key, loader, bound)
 
         online_process_loader.__wrapped__ = loader  # type: ignore[attr-defined]  # as vLLM marks its own
         return online_process_loader
