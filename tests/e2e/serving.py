@@ -24,7 +24,10 @@ def serve_http(listener: socket.socket) -> tuple[Mount, Callable[[], None]]:
     thread.start()
 
     def mount(name: str, receiver: WeightReceiver) -> None:
-        app.include_router(weight_router(receiver, token=None), prefix=f"/{name}")
+        # One route of `app`: of an included router every route is matched before the next one's.
+        own = FastAPI()
+        own.include_router(weight_router(receiver, token=None))
+        app.mount(f"/{name}", own)
 
     def stop() -> None:
         server.should_exit = True
