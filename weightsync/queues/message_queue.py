@@ -5,10 +5,9 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass
-from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol, Self
+from contextlib import AbstractContextManager, contextmanager, suppress
+from functools import cache, partial
+from typing import TYPE_CHECKING, Any, Self
 
 import msgspec
 
@@ -74,76 +73,64 @@ class QueueHandle(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     remote_endpoint: str | None = None
     spin_s: float = 0.0
 
-
-@dataclass(frozen=True, kw_only=True)
-class WriterTerms:
-    """Validated settings of a queue's writer; see `MessageQueue`."""
-
-    local_ranks: tuple[int, ...]
-    remote_ranks: tuple[int, ...]
-    slots: int
-    slot_nbytes: int
-    connect_ip: str | None
-    writer_rank: int | None
-    drop_dead_readers: bool
-    spin_s: float
-
-    def __post_init__(self) -> None:
-        """Raise ConfigError for invalid settings."""
-        ranks = (*self.local_ranks, *self.remote_ranks)
-        if not ranks or len(set(ranks)) != len(ranks) or min(ranks) < 0:
-            raise ConfigError(
-                f"the readers have ranks {list(ranks)}; give one or more, each once, none negative"
-            )
-        if self.slots < 1 or self.slot_nbytes < 1:
-            raise ConfigError(f"{self.slots} slots of {self.slot_nbytes} bytes make no queue")
+    @property
+    def layout(self) -> MessageRingLayout:
+        """Sizes of the ring of the local readers."""
+        return MessageRingLayout(self.slots, self.slot_nbytes, len(self.local_reader_ranks))
 
 
 class Writer:
     """The writing end, which owns the segments and the socket. Safe to use from several threads.
 
+    `settings` is a handle without segments and endpoint; `handle` is the one that readers open.
     `lock.close()` ends the calls that wait and releases everything. Readers may read to the end.
     """
 
-    def __init__(self, terms: WriterTerms) -> None:
-        self.terms = terms
+    def __init__(
+        self, settings: QueueHandle, *, connect_ip: str | None, drop_dead_readers: bool
+    ) -> None:
+        """Raise ConfigError for invalid settings."""
+        local, remote = settings.local_reader_ranks, settings.remote_reader_ranks
+        ranks = (*local, *remote)
+        if not ranks or len(set(ranks)) != len(ranks) or min(ranks) < 0:
+            raise ConfigError(
+                f"the readers have ranks {list(ranks)}; give one or more, each once, none negative"
+            )
+        if settings.slots < 1 or settings.slot_nbytes < 1:
+            raise ConfigError(
+                f"{settings.slots} slots of {settings.slot_nbytes} bytes make no queue"
+            )
+        self._drop_dead_readers = drop_dead_readers
+        self._local_ranks = local
+        self._slot_nbytes = settings.slot_nbytes
         self._count = 0
         self._checked_at = time.monotonic()
         self._all_joined = False
         self._ring: MessageRingWriter | None = None
         cleanup_stale()
-        if terms.local_ranks:
-            layout = MessageRingLayout(terms.slots, terms.slot_nbytes, len(terms.local_ranks))
-            self._ring = MessageRingWriter(layout, spin_s=terms.spin_s)
+        if local:
+            self._ring = MessageRingWriter(settings.layout, spin_s=settings.spin_s)
         try:
             self._publisher = Publisher(
                 path=socket_path(self._ring.control.segment.name) if self._ring else None,
-                connect_ip=(terms.connect_ip or own_address()) if terms.remote_ranks else None,
-                window_nbytes=terms.slots * terms.slot_nbytes,
+                connect_ip=(connect_ip or own_address()) if remote else None,
+                window_nbytes=settings.slots * settings.slot_nbytes,
             )
         except BaseException:
             if self._ring:
                 self._ring.close()
             raise
-        self._publisher.remote = terms.remote_ranks
+        self._publisher.remote = remote
+        self.handle = msgspec.structs.replace(
+            settings,
+            control=self._ring.control.segment.name if self._ring else None,
+            data=self._ring.data.name if self._ring else None,
+            remote_endpoint=self._publisher.tcp_endpoint,
+        )
         self.lock = ClosableLock(
             "message queue",
             wake=self._ring.interrupt if self._ring else lambda: None,
             release=partial(_release, self._publisher, self._ring),
-        )
-
-    def handle(self) -> QueueHandle:
-        """Return the handle that readers open."""
-        return QueueHandle(
-            local_reader_ranks=self.terms.local_ranks,
-            remote_reader_ranks=self.terms.remote_ranks,
-            writer_rank=self.terms.writer_rank,
-            control=self._ring.control.segment.name if self._ring else None,
-            data=self._ring.data.name if self._ring else None,
-            slots=self.terms.slots,
-            slot_nbytes=self.terms.slot_nbytes,
-            remote_endpoint=self._publisher.tcp_endpoint,
-            spin_s=self.terms.spin_s,
         )
 
     def send(self, message: Encoded, timeout_s: float | None, cancel: Cancel | None) -> None:
@@ -164,28 +151,33 @@ class Writer:
         self, nbytes: int | None, timeout_s: float | None, cancel: Cancel | None
     ) -> Iterator[memoryview]:
         """Yield `nbytes` writable bytes, by default a whole slot; send them when the block ends."""
-        most = self.terms.slot_nbytes - buffer_offset(BYTES_BODY)
+        most = self._slot_nbytes - buffer_offset(BYTES_BODY)
         nbytes = most if nbytes is None else nbytes
         if not 0 <= nbytes <= most:
             raise ConfigError(f"{nbytes} bytes do not fit into a slot, which takes {most}")
         whole = buffer_offset(BYTES_BODY) + nbytes
         timeout_s = self._enter(timeout_s, cancel)
+        view = memoryview(b"")
         try:
             policy = self._ready_for(whole, timeout_s, cancel)
+            slot, room = 0, memoryview(b"")
             if self._ring is None:
-                view = write_around(memoryview(bytearray(whole)), BYTES_BODY)
-                yield view
+                room = memoryview(bytearray(whole))
             else:
                 if not self._ring.record_free:
                     self._ring.wait_record(policy())
                 slot = self._ring.wait_slot(policy())
-                view = write_around(self._ring.slot(slot, whole), BYTES_BODY)
-                yield view
+                room = self._ring.slot(slot, whole)
+            view = write_around(room, BYTES_BODY)
+            yield view
+            if self._ring is not None:
                 self._ring.publish(SLOT, whole, slot)
             if self._publisher.remote:
                 self._publisher.send(REMOTE, self._count, Encoded(BYTES_BODY, [view]))
             self._count += 1
         finally:
+            with suppress(BufferError):
+                view.release()
             self.lock.leave()
 
     def wait_until_ready(self, timeout_s: float | None) -> None:
@@ -249,7 +241,7 @@ class Writer:
         if nbytes <= INLINE_NBYTES:
             message.write(ring.inline(nbytes))
             ring.publish(INLINE, nbytes)
-        elif nbytes <= self.terms.slot_nbytes:
+        elif nbytes <= self._slot_nbytes:
             slot = ring.wait_slot(policy())
             message.write(ring.slot(slot, nbytes))
             ring.publish(SLOT, nbytes, slot)
@@ -263,22 +255,18 @@ class Writer:
         self, condition: Callable[[], str], timeout_s: float | None, cancel: Cancel | None = None
     ) -> Callable[[], WaitPolicy]:
         """Return a function that makes the call's wait policy on first use, and then reuses it."""
-        made: list[WaitPolicy] = []
 
-        def get() -> WaitPolicy:
-            if not made:
-                made.append(
-                    WaitPolicy(
-                        condition,
-                        self._check_readers,
-                        timeout_s=timeout_s,
-                        cancel=cancel,
-                        closing=self.lock,
-                    )
-                )
-            return made[0]
+        @cache
+        def policy() -> WaitPolicy:
+            return WaitPolicy(
+                condition,
+                self._check_readers,
+                timeout_s=timeout_s,
+                cancel=cancel,
+                closing=self.lock,
+            )
 
-        return get
+        return policy
 
     def _wait_joined(self, policy: WaitPolicy) -> None:
         if self._all_joined:
@@ -293,9 +281,7 @@ class Writer:
 
     def _local(self) -> list[int]:
         return (
-            [self.terms.local_ranks[place] for place in self._ring.control.active]
-            if self._ring
-            else []
+            [self._local_ranks[place] for place in self._ring.control.active] if self._ring else []
         )
 
     def _readers(self) -> list[int]:
@@ -310,7 +296,7 @@ class Writer:
             return self._missing_readers()
         behind = list(self._publisher.behind())
         if self._ring is not None:
-            behind += [self.terms.local_ranks[p] for p in self._ring.control.behind(self._count)]
+            behind += [self._local_ranks[p] for p in self._ring.control.behind(self._count)]
         return f"reader {_listed(behind)} to read the last messages"
 
     def _check_readers(self) -> None:
@@ -319,16 +305,14 @@ class Writer:
         self._publisher.pump()
         lost = dict(self._publisher.lost)
         if self._ring is not None:
-            lost |= {
-                self.terms.local_ranks[p]: evidence for p, evidence in self._ring.lost().items()
-            }
+            lost |= {self._local_ranks[p]: evidence for p, evidence in self._ring.lost().items()}
         if not lost:
             return
         cleanup_stale()
         named = "; ".join(
             f"reader {rank} is gone: {evidence}" for rank, evidence in sorted(lost.items())
         )
-        if not self.terms.drop_dead_readers:
+        if not self._drop_dead_readers:
             raise PeerLostError(
                 f"{named}. Restart the group, or make the queue with drop_dead_readers=True to "
                 "continue without lost readers",
@@ -339,8 +323,8 @@ class Writer:
             self._drop(rank)
 
     def _drop(self, rank: int) -> None:
-        if self._ring is not None and rank in self.terms.local_ranks:
-            self._ring.evict(self.terms.local_ranks.index(rank))
+        if self._ring is not None and rank in self._local_ranks:
+            self._ring.evict(self._local_ranks.index(rank))
         else:
             self._publisher.drop(rank)
         if not self._readers():
@@ -361,45 +345,68 @@ def _listed(ranks: Iterable[int]) -> str:
 Parts = tuple[memoryview, list[memoryview]]
 
 
-class Reader(Protocol):
-    """A reading end, local or remote: `take` a message, then `release` it. Not thread-safe."""
+class LocalReader(MessageRingReader):
+    """Reads the ring, and the local socket for messages that fit no slot. Not thread-safe."""
 
-    @property
-    def available(self) -> bool:
-        """True if `take` would not wait."""
-        ...
+    _subscriber: Subscriber | None = None
 
-    def wait(self, policy: WaitPolicy) -> None:
-        """Return when a message is available."""
-        ...
+    def __init__(self, handle: QueueHandle, rank: int) -> None:
+        if handle.control is None or handle.data is None:
+            raise HandleError("the handle has local readers but no segments; it is damaged")
+        place = handle.local_reader_ranks.index(rank)
+        super().__init__(handle.layout, handle.control, handle.data, place, spin_s=handle.spin_s)
+        try:
+            self._subscriber = Subscriber(f"ipc://{socket_path(handle.control)}", LOCAL, rank)
+        except BaseException:
+            self.close()
+            raise
+        self.join()
 
-    def take(self, policy: Callable[[], WaitPolicy]) -> Parts:
+    def next_message(self, policy: Callable[[], WaitPolicy]) -> Parts:
         """Return body and buffers of the next message, valid until `release`."""
-        ...
-
-    def check(self) -> None:
-        """Raise TransferError if the current message may have been overwritten while read."""
-        ...
-
-    def release(self) -> None:
-        """Release the current message."""
-        ...
-
-    def wait_ready(self, policy: WaitPolicy) -> None:
-        """Return when the writer has announced that all readers joined."""
-        ...
-
-    def writer_lost(self) -> str | None:
-        """Return why no more messages will come, or None while the writer lives."""
-        ...
-
-    def interrupt(self) -> None:
-        """Wake the thread that waits. Any thread may call it, also after `close`."""
-        ...
+        number, place, view = self.take()
+        if place == SOCKET:
+            assert self._subscriber is not None
+            return self._subscriber.receive(number, policy())
+        return split(view)
 
     def close(self) -> None:
         """Leave the queue. Idempotent."""
-        ...
+        super().close()
+        if self._subscriber is not None:
+            self._subscriber.close()
+
+
+class RemoteReader(Subscriber):
+    """Reads from the writer's TCP socket, and acknowledges each message. Not thread-safe."""
+
+    def __init__(self, handle: QueueHandle, rank: int) -> None:
+        endpoint = handle.remote_endpoint or ""
+        if not endpoint.startswith("tcp://"):
+            raise HandleError(
+                f"the handle has remote readers, and {endpoint!r} for them to connect to; "
+                "it is damaged"
+            )
+        super().__init__(endpoint, REMOTE, rank)
+        self._next = 0
+
+    def next_message(self, policy: Callable[[], WaitPolicy]) -> Parts:
+        """Return body and buffers of the next message, valid until `release`."""
+        return self.receive(self._next, policy())
+
+    def check_member(self) -> None:
+        """Do nothing: a message from the socket lies in this process's memory."""
+
+    def release(self) -> None:
+        """Release the current message and acknowledge it."""
+        self._next += 1
+        self.acknowledge(self._next)
+
+    def interrupt(self) -> None:
+        """Do nothing: a wait for the socket polls every quarter of a second."""
+
+
+Reader = LocalReader | RemoteReader
 
 
 def open_reader(handle: QueueHandle, rank: int) -> Reader:
@@ -412,101 +419,6 @@ def open_reader(handle: QueueHandle, rank: int) -> Reader:
         f"rank {rank} is no reader of this queue; on the writer's host are "
         f"{list(handle.local_reader_ranks)}, elsewhere {list(handle.remote_reader_ranks)}"
     )
-
-
-class LocalReader:
-    """Reads the ring, and the local socket for messages that fit no slot."""
-
-    def __init__(self, handle: QueueHandle, rank: int) -> None:
-        if handle.control is None or handle.data is None:
-            raise HandleError("the handle has local readers but no segments; it is damaged")
-        place = handle.local_reader_ranks.index(rank)
-        layout = MessageRingLayout(handle.slots, handle.slot_nbytes, len(handle.local_reader_ranks))
-        self._ring = MessageRingReader(
-            layout, handle.control, handle.data, place, spin_s=handle.spin_s
-        )
-        try:
-            path = socket_path(handle.control)
-            self._subscriber = Subscriber(f"ipc://{path}", LOCAL, rank)
-        except BaseException:
-            self._ring.close()
-            raise
-        self._ring.join()
-
-    @property
-    def available(self) -> bool:
-        return self._ring.available
-
-    def wait(self, policy: WaitPolicy) -> None:
-        self._ring.wait(policy)
-
-    def take(self, policy: Callable[[], WaitPolicy]) -> Parts:
-        number, place, view = self._ring.take()
-        if place == SOCKET:
-            return self._subscriber.receive(number, policy())
-        return split(view)
-
-    def check(self) -> None:
-        self._ring.check_member()
-
-    def release(self) -> None:
-        self._ring.release()
-
-    def wait_ready(self, policy: WaitPolicy) -> None:
-        self._ring.wait_ready(policy)
-
-    def writer_lost(self) -> str | None:
-        return self._ring.writer_lost()
-
-    def interrupt(self) -> None:
-        self._ring.interrupt()
-
-    def close(self) -> None:
-        self._ring.close()
-        self._subscriber.close()
-
-
-class RemoteReader:
-    """Reads from the writer's TCP socket, and acknowledges each message."""
-
-    def __init__(self, handle: QueueHandle, rank: int) -> None:
-        endpoint = handle.remote_endpoint or ""
-        if not endpoint.startswith("tcp://"):
-            raise HandleError(
-                f"the handle has remote readers, and {endpoint!r} for them to connect to; "
-                "it is damaged"
-            )
-        self._subscriber = Subscriber(endpoint, REMOTE, rank)
-        self._next = 0
-
-    @property
-    def available(self) -> bool:
-        return self._subscriber.available
-
-    def wait(self, policy: WaitPolicy) -> None:
-        self._subscriber.wait(policy)
-
-    def take(self, policy: Callable[[], WaitPolicy]) -> Parts:
-        return self._subscriber.receive(self._next, policy())
-
-    def check(self) -> None:
-        """Do nothing: a message from the socket lies in this process's memory."""
-
-    def release(self) -> None:
-        self._next += 1
-        self._subscriber.acknowledge(self._next)
-
-    def wait_ready(self, policy: WaitPolicy) -> None:
-        self._subscriber.wait_ready(policy)
-
-    def writer_lost(self) -> str | None:
-        return self._subscriber.writer_lost()
-
-    def interrupt(self) -> None:
-        """Do nothing: a wait for the socket polls every quarter of a second."""
-
-    def close(self) -> None:
-        self._subscriber.close()
 
 
 __all__ = ["MessageCodec", "MessageQueue", "QueueHandle"]
@@ -544,20 +456,20 @@ class MessageQueue:
         spin_s: float = SPIN_S,
     ) -> None:
         local, remote = _ranks(n_reader, n_local_reader, local_reader_ranks, remote_reader_ranks)
-        terms = WriterTerms(
-            local_ranks=local,
-            remote_ranks=remote,
+        settings = QueueHandle(
+            local_reader_ranks=local,
+            remote_reader_ranks=remote,
+            writer_rank=writer_rank,
             slots=max_chunks,
             slot_nbytes=max_chunk_bytes,
-            connect_ip=connect_ip,
-            writer_rank=writer_rank,
-            drop_dead_readers=drop_dead_readers,
             spin_s=spin_s,
         )
         self._codec = codec or MessageCodec()
-        self._writer: Writer | None = Writer(terms)
+        self._writer: Writer | None = Writer(
+            settings, connect_ip=connect_ip, drop_dead_readers=drop_dead_readers
+        )
         self._reader: Reader | None = None
-        self._handle = self._writer.handle()
+        self._handle = self._writer.handle
         self._lock = self._writer.lock
         self._reading = False
 
@@ -716,9 +628,7 @@ class MessageQueue:
         PeerLostError for a reader that died, TransferCancelled when `cancel` is set or the queue is
         closed. Several threads may call it.
         """
-        if self._writer is None:
-            raise ConfigError("this is a reader's end of the queue; only the writer enqueues")
-        self._writer.send(self._codec.encode(obj), timeout_s, cancel)
+        self._require_writer("enqueues").send(self._codec.encode(obj), timeout_s, cancel)
 
     def dequeue(
         self,
@@ -767,7 +677,7 @@ class MessageQueue:
                 message = self._decoded(reader, body, buffers, views)
             yield message
             with self._lock:
-                reader.check()
+                reader.check_member()
         finally:
             for view in views:
                 with suppress(BufferError):
@@ -776,31 +686,21 @@ class MessageQueue:
             with suppress(TransferCancelled), self._lock:
                 reader.release()
 
-    @contextmanager
     def acquire_write(
         self,
         timeout_s: float | None = None,
         cancel: Cancel | None = None,
         *,
         nbytes: int | None = None,
-    ) -> Iterator[memoryview]:
-        """Yield `nbytes` writable bytes of a slot, sent as one message when the block ends.
+    ) -> AbstractContextManager[memoryview]:
+        """Enter with `nbytes` writable bytes of a slot, sent as one message when the block ends.
 
         Readers get bytes (`read`: a view). The default of `nbytes` is the capacity of a slot,
         `max_chunk_bytes` minus 64. A block that raises sends nothing. The view ends with the block;
         messages and `close` of other threads wait for its end. Raises the same errors as `enqueue`,
         and ConfigError for more bytes than a slot takes.
         """
-        if self._writer is None:
-            raise ConfigError("this is a reader's end of the queue; only the writer writes")
-        view = None
-        try:
-            with self._writer.write_in_place(nbytes, timeout_s, cancel) as view:
-                yield view
-        finally:
-            if view is not None:
-                with suppress(BufferError):
-                    view.release()
+        return self._require_writer("writes").write_in_place(nbytes, timeout_s, cancel)
 
     def broadcast_object(self, obj: object = None, timeout_s: float | None = None) -> Any:
         """On the writer, send `obj` and return it; on a reader, return the object sent."""
@@ -815,9 +715,7 @@ class MessageQueue:
         If the reader continues, it gets a TransferError: the message that it reads at that moment
         may be overwritten.
         """
-        if self._writer is None:
-            raise ConfigError("this is a reader's end of the queue; only the writer drops readers")
-        self._writer.drop_reader(rank)
+        self._require_writer("drops readers").drop_reader(rank)
 
     def close(self) -> None:
         """Leave the queue, from any thread. Idempotent. Readers still get the messages sent before.
@@ -842,14 +740,12 @@ class MessageQueue:
         if self._reading:
             raise ConfigError("the previous message is still being read; end its block first")
 
-        def policy() -> WaitPolicy:
-            return self._wait_policy(
-                self._pending_condition, timeout_s, cancel, indefinite=indefinite
-            )
-
+        policy = partial(
+            self._wait_policy, self._pending_condition, timeout_s, cancel, indefinite=indefinite
+        )
         if not reader.available:
             reader.wait(policy())
-        return reader.take(policy)
+        return reader.next_message(policy)
 
     def _wait_policy(
         self,
@@ -878,9 +774,9 @@ class MessageQueue:
         try:
             message = self._codec.decode(body, buffers, views)
         except ProtocolError:
-            reader.check()  # an overwritten message looks damaged, but is a TransferError
+            reader.check_member()  # an overwritten message looks damaged, but is a TransferError
             raise
-        reader.check()
+        reader.check_member()
         return message
 
     def _pending_condition(self) -> str:
@@ -897,6 +793,11 @@ class MessageQueue:
                 f"{writer} is gone: {evidence}; no more messages will come",
                 ranks=() if rank is None else (rank,),
             )
+
+    def _require_writer(self, does: str) -> Writer:
+        if self._writer is None:
+            raise ConfigError(f"this is a reader's end of the queue; only the writer {does}")
+        return self._writer
 
     def _require_reader(self) -> Reader:
         if self._reader is None:
