@@ -16,7 +16,8 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from typing import Protocol, Self
+from functools import partial
+from typing import NoReturn, Self
 
 import torch
 
@@ -31,7 +32,7 @@ from weightsync.errors import (
     TransferTimeout,
     WeightSyncError,
 )
-from weightsync.queues.pool import HEADER_NBYTES, Block, SegmentPool
+from weightsync.queues.pool import HEADER_NBYTES, SegmentPool
 from weightsync.queues.tensor_packets import (
     MAX_PACKET,
     PROTOCOL,
@@ -63,6 +64,8 @@ from weightsync.specs import MAX_NAME_LENGTH, TensorSpec
 from weightsync.tensors import check_dense, checked_spec, contiguous_bytes, from_bytes, spec_of
 from weightsync.wire.offers import SegmentHandle
 
+logger = logging.getLogger(__name__)
+
 MAX_CLEANED = 1 << 14
 """Maximum number of remembered request cleanups, needed to drop tensors that arrive later."""
 MAX_UNWANTED = 1 << 12
@@ -73,22 +76,17 @@ MAX_GONE = 1 << 10
 Key = tuple[str, int]
 
 
-class Payload(Protocol):
-    """The memory in which a tensor arrived."""
-
-    def tensor(self) -> torch.Tensor:
-        """Return the tensor, once; the memory is released with the tensor's last view."""
-
-    def drop(self) -> None:
-        """Release the memory without returning the tensor."""
-
-
 @dataclass(frozen=True, slots=True)
 class Arrival:
-    """A tensor that arrived: its handle and its memory."""
+    """A tensor that arrived.
+
+    `tensor()`, called once, returns it; its memory is released with the last tensor that views it.
+    `drop()` releases the memory without returning the tensor.
+    """
 
     handle: TensorIpcHandle
-    content: Payload
+    tensor: Callable[[], torch.Tensor]
+    drop: Callable[[], None]
 
     @property
     def key(self) -> Key:
@@ -98,12 +96,15 @@ class Arrival:
 
 @dataclass(slots=True)
 class SenderState:
-    """State of one sender; `gone` is the reason why the sender ended, "" while it is connected."""
+    """State of one sender; `gone` is the reason why the sender ended, "" while it is connected.
+
+    `waiting` counts its stored tensors.
+    """
 
     name: str
     last: int = 0
     gone: str = ""
-    waiting: set[int] = field(default_factory=set)
+    waiting: int = 0
     unwanted: set[int] = field(default_factory=set)
 
     def wants(self, sequence: int) -> bool:
@@ -130,7 +131,6 @@ class Mailbox:
         self._late_s = late_s
         self._changed = threading.Condition()
         self._pending: dict[Key, Arrival] = {}
-        self._requests: dict[str, set[Key]] = {}
         self._senders: OrderedDict[str, SenderState] = OrderedDict()
         self._cleaned: OrderedDict[str, Cleanup] = OrderedDict()
         self._late: OrderedDict[Key, float] = OrderedDict()
@@ -160,20 +160,16 @@ class Mailbox:
         aborted attempt, or to a retry under the same id. Only tensors of a retry are taken. After
         the first `take`, later tensors of the same sender belong to the retry.
         """
-        unwanted = []
-        with self._changed:
+        with self._dropping() as dropped:
             for arrival in arrivals:
-                state = self._senders[arrival.handle.sender]
-                wanted = state.wants(arrival.handle.sequence)
-                if self._closed or not wanted:
-                    unwanted.append(arrival)
-                    continue
-                self._keep(arrival, state)
-                if self._aborted(arrival.handle) is not None:
+                handle = arrival.handle
+                state = self._senders[handle.sender]
+                self._pending[arrival.key] = arrival
+                state.waiting += 1
+                if not state.wants(handle.sequence) or self._closed:
+                    dropped.append(arrival)
+                elif self._aborted(handle) is not None:
                     self._late[arrival.key] = time.monotonic() + self._late_s
-            self._changed.notify_all()
-        for arrival in unwanted:
-            arrival.content.drop()
 
     def take(self, handle: TensorIpcHandle, timeout_s: float) -> torch.Tensor:
         """Return the tensor of `handle`; wait for its arrival.
@@ -199,7 +195,7 @@ class Mailbox:
             cleanup = self._aborted(handle)
             if cleanup is not None:
                 cleanup.again.add(handle.sender)
-        return arrival.content.tensor()
+        return arrival.tensor()
 
     def take_next(self, timeout_s: float) -> tuple[TensorIpcHandle, torch.Tensor]:
         """Return the oldest tensor. Raises TransferTimeout when none arrives in time."""
@@ -210,22 +206,17 @@ class Mailbox:
                 self._wait(deadline, "no tensor arrived", timeout_s)
             arrival = next(iter(self._pending.values()))
             self._forget(arrival)
-        return arrival.handle, arrival.content.tensor()
+        return arrival.handle, arrival.tensor()
 
     def clean(self, request_id: str) -> int:
         """Drop the tensors of a request, stored and future ones; return the number stored."""
-        with self._changed:
+        with self._dropping() as dropped:
             self._cleanups += 1
             self._cleaned[request_id] = Cleanup(self._cleanups)
             self._cleaned.move_to_end(request_id)
             while len(self._cleaned) > MAX_CLEANED:
                 self._cleaned.popitem(last=False)
-            dropped = [self._pending[key] for key in self._requests.get(request_id, ())]
-            for arrival in dropped:
-                self._forget(arrival)
-            self._changed.notify_all()
-        for arrival in dropped:
-            arrival.content.drop()
+            dropped.extend(a for a in self._pending.values() if a.handle.request_id == request_id)
         return len(dropped)
 
     @property
@@ -235,26 +226,20 @@ class Mailbox:
 
     def drop_late(self, now: float) -> None:
         """Drop the expired tensors of cleaned-up requests."""
-        dropped = []
-        with self._changed:
-            while self._late and next(iter(self._late.values())) <= now:
-                arrival = self._pending[next(iter(self._late))]
-                self._forget(arrival)
-                dropped.append(arrival)
-        for arrival in dropped:
-            arrival.content.drop()
+        if self._late:
+            with self._dropping() as dropped:
+                dropped.extend(
+                    self._pending[key] for key, until in self._late.items() if until <= now
+                )
 
     def discard(self, sender: str, sequence: int) -> None:
         """Drop one tensor: now if it is stored, else on arrival."""
-        with self._changed:
-            arrival = self._pending.get((sender, sequence))
+        with self._dropping() as dropped:
             state = self._senders.get(sender)
-            if arrival is not None:
-                self._forget(arrival)
+            if (sender, sequence) in self._pending:
+                dropped.append(self._pending[sender, sequence])
             elif state and sequence > state.last and len(state.unwanted) < MAX_UNWANTED:
                 state.unwanted.add(sequence)
-        if arrival is not None:
-            arrival.content.drop()
 
     def part(self, sender: str, reason: str) -> None:
         """Record the end of a sender. Its stored tensors can still be taken."""
@@ -268,46 +253,36 @@ class Mailbox:
     def waiting_of(self, sender: str) -> int:
         """Return the number of stored tensors of a sender."""
         state = self._senders.get(sender)
-        return len(state.waiting) if state else 0
+        return state.waiting if state else 0
 
     def drop_all_of(self, sender: str) -> int:
         """Drop the stored tensors of a sender; return their number."""
-        with self._changed:
-            state = self._senders.get(sender)
-            left = [self._pending[sender, number] for number in state.waiting] if state else []
-            for arrival in left:
-                self._forget(arrival)
-        for arrival in left:
-            arrival.content.drop()
-        return len(left)
+        with self._dropping() as dropped:
+            dropped.extend(a for a in self._pending.values() if a.handle.sender == sender)
+        return len(dropped)
 
     def close(self) -> None:
         """Drop all tensors; waiting calls raise TransferError. Idempotent."""
-        with self._changed:
+        with self._dropping() as dropped:
             self._closed = True
-            left = list(self._pending.values())
-            for arrival in left:
+            dropped.extend(self._pending.values())
+
+    @contextmanager
+    def _dropping(self) -> Iterator[list[Arrival]]:
+        """Hold the lock in the block; then drop the tensors that the block adds to the list."""
+        dropped: list[Arrival] = []
+        with self._changed:
+            yield dropped
+            for arrival in dropped:
                 self._forget(arrival)
             self._changed.notify_all()
-        for arrival in left:
-            arrival.content.drop()
-
-    def _keep(self, arrival: Arrival, state: SenderState) -> None:
-        self._pending[arrival.key] = arrival
-        state.waiting.add(arrival.handle.sequence)
-        if arrival.handle.request_id is not None:
-            self._requests.setdefault(arrival.handle.request_id, set()).add(arrival.key)
+        for arrival in dropped:
+            arrival.drop()
 
     def _forget(self, arrival: Arrival) -> None:
         del self._pending[arrival.key]
         self._late.pop(arrival.key, None)
-        self._senders[arrival.handle.sender].waiting.discard(arrival.handle.sequence)
-        request_id = arrival.handle.request_id
-        if request_id is not None:
-            keys = self._requests[request_id]
-            keys.discard(arrival.key)
-            if not keys:
-                del self._requests[request_id]
+        self._senders[arrival.handle.sender].waiting -= 1
 
     def _aborted(self, handle: TensorIpcHandle) -> Cleanup | None:
         """Return the cleanup of the tensor's request; None if there is none, or after a retry."""
@@ -396,19 +371,42 @@ def arrival_of(packet: Arriving, mappings: Mappings) -> Arrival:
     handle = packet.handle
     spec = checked_spec(handle.tensor_id, handle.dtype, handle.shape)
     try:
-        return Arrival(handle, _content(packet, spec, mappings))
+        memory, drop = _memory_of(packet, spec, mappings)
     except WeightSyncError as exc:
-        return Arrival(handle, _Broken(exc))
+        return Arrival(handle, partial(_fail, exc), _nothing)
+    return Arrival(handle, lambda: from_bytes(memory(), spec), drop)
 
 
-def _content(packet: Arriving, spec: TensorSpec, mappings: Mappings) -> Payload:
+def _fail(error: WeightSyncError) -> NoReturn:
+    raise error
+
+
+def _nothing() -> None:
+    """Do nothing: the `drop` of a tensor without memory of its own."""
+
+
+Memory = tuple[Callable[[], torch.Tensor], Callable[[], None]]
+"""A call that returns the bytes of a tensor, and one that releases them unread."""
+
+
+def _memory_of(packet: Arriving, spec: TensorSpec, mappings: Mappings) -> Memory:
     if isinstance(packet, InBlock):
-        return _SharedBlock(packet, spec, mappings)
+        return _block_of(packet, spec, mappings)
     if isinstance(packet, InPacket):
-        _check_fits(spec, len(packet.data), exactly=True)
-        return _PacketBytes(packet.data, spec)
-    _check_fits(spec, packet.memory.nbytes - packet.memory.offset)
-    return _GpuMemory(packet, spec)
+        data = packet.data
+        _check_fits(spec, len(data), exactly=True)
+        # frombuffer refuses an empty buffer.
+        return lambda: torch.frombuffer(data or bytearray(1), dtype=torch.uint8)[
+            : len(data)
+        ], _nothing
+    memory = packet.memory
+    _check_fits(spec, memory.nbytes - memory.offset)
+
+    def withdraw() -> None:
+        with suppress(WeightSyncError):
+            handles.withdraw(memory)
+
+    return lambda: handles.open_handle(memory)[: spec.nbytes], withdraw
 
 
 def _check_fits(spec: TensorSpec, room: int, *, exactly: bool = False) -> None:
@@ -419,63 +417,27 @@ def _check_fits(spec: TensorSpec, room: int, *, exactly: bool = False) -> None:
         )
 
 
-class _Broken:
-    def __init__(self, error: WeightSyncError) -> None:
-        self._error = error
+def _block_of(packet: InBlock, spec: TensorSpec, mappings: Mappings) -> Memory:
+    """Return a shared block, which is released with the last tensor that views it."""
+    where = packet.segment
+    if packet.block >= _blocks_in(where.nbytes, where.offset, packet.block):
+        raise HandleError(f"block {packet.block} lies outside segment {where.name}")
+    if not spec.nbytes:
+        raise HandleError(f"{spec} has no bytes and needs no block of segment {where.name}")
+    _check_fits(spec, where.nbytes - where.offset)
+    segment = mappings.get(where.name, where.nbytes)
+    view = segment.buffer[where.offset : where.offset + spec.nbytes]
+    words = segment.buffer[:HEADER_NBYTES].cast("Q")
+    release = partial(_release_block, words, packet.block, packet.ticket, os.getpid())
 
-    def tensor(self) -> torch.Tensor:
-        raise self._error
-
-    def drop(self) -> None:
-        return
-
-
-class _PacketBytes:
-    def __init__(self, data: bytearray, spec: TensorSpec) -> None:
-        self._data = data
-        self._spec = spec
-
-    def tensor(self) -> torch.Tensor:
-        flat = torch.empty(0, dtype=torch.uint8)
-        if self._data:
-            flat = torch.frombuffer(self._data, dtype=torch.uint8)
-        return from_bytes(flat, self._spec)
-
-    def drop(self) -> None:
-        return
-
-
-class _SharedBlock:
-    """A tensor in a shared block, which is released with the last tensor that views it."""
-
-    def __init__(self, packet: InBlock, spec: TensorSpec, mappings: Mappings) -> None:
-        where = packet.segment
-        if packet.block >= _blocks_in(where.nbytes, where.offset, packet.block):
-            raise HandleError(f"block {packet.block} lies outside segment {where.name}")
-        if not spec.nbytes:
-            raise HandleError(f"{spec} has no bytes and needs no block of segment {where.name}")
-        _check_fits(spec, where.nbytes - where.offset)
-        segment = mappings.get(where.name, where.nbytes)
-        self._view = segment.buffer[where.offset : where.offset + spec.nbytes]
-        self._words = segment.buffer[:HEADER_NBYTES].cast("Q")
-        self._block = packet.block
-        self._ticket = packet.ticket
-        self._spec = spec
-
-    def tensor(self) -> torch.Tensor:
-        view = self._view
+    def memory() -> torch.Tensor:
         flat = torch.frombuffer(view, dtype=torch.uint8)
         # torch keeps the memoryview as long as the storage is in use.
-        finalizer = weakref.finalize(
-            view, _release_block, self._words, self._block, self._ticket, os.getpid()
-        )
+        finalizer = weakref.finalize(view, release)
         finalizer.atexit = False  # the owner detects the end of this process
-        self._view = memoryview(b"")
-        return from_bytes(flat, self._spec)
+        return flat
 
-    def drop(self) -> None:
-        self._view = memoryview(b"")
-        _release_block(self._words, self._block, self._ticket, os.getpid())
+    return memory, release
 
 
 def _blocks_in(nbytes: int, offset: int, block: int) -> int:
@@ -496,22 +458,6 @@ def _release_block(words: memoryview, block: int, ticket: int, pid: int) -> None
     if os.getpid() == pid:
         words[block] = ticket
 
-
-class _GpuMemory:
-    def __init__(self, packet: OnGpu, spec: TensorSpec) -> None:
-        self._memory = packet.memory
-        self._spec = spec
-
-    def tensor(self) -> torch.Tensor:
-        flat = handles.open_handle(self._memory)[: self._spec.nbytes]
-        return from_bytes(flat, self._spec)
-
-    def drop(self) -> None:
-        with suppress(WeightSyncError):
-            handles.withdraw(self._memory)
-
-
-logger = logging.getLogger(__name__)
 
 _BATCH = 64
 _FULL_NAP_S = 0.002
@@ -549,15 +495,15 @@ def same_user(connection: socket.socket) -> bool:
     return bool(layout.unpack(raw)[1] == os.geteuid())
 
 
+@dataclass(eq=False, slots=True)
 class _Peer:
     """One connection: the sender's id after its Hello, and the sender's mapped segments."""
 
-    def __init__(self, connection: socket.socket) -> None:
-        self.connection = connection
-        self.sender = ""
-        self.last = 0
-        self.said_goodbye = False
-        self.mappings = Mappings()
+    connection: socket.socket
+    sender: str = ""
+    last: int = 0
+    said_goodbye: bool = False
+    mappings: Mappings = field(default_factory=Mappings)
 
 
 class Channel:
@@ -1043,18 +989,52 @@ class TensorIpcSender:
         on_gpu = self._stays_on_gpu(tensor)
         device = str(tensor.device) if on_gpu else "cpu"
         shape = list(spec.shape)
+        handle: TensorIpcHandle | None = None
 
-        def handle() -> TensorIpcHandle:
-            number = self._sequence
+        def numbered() -> Packet:
+            nonlocal handle
+            self._sequence = number = self._sequence + 1
             own_id = str(number) if tensor_id is None else tensor_id
-            return TensorIpcHandle(request_id, own_id, shape, spec.dtype, device, self._id, number)
+            handle = TensorIpcHandle(
+                request_id, own_id, shape, spec.dtype, device, self._id, number
+            )
+            return packet(handle)
 
+        try:
+            packet, take_back = self._pack(tensor, spec, deadline, on_gpu=on_gpu)
+            try:
+                self._link.post(numbered, deadline)
+            except Exception:  # not KeyboardInterrupt: the receiver may have the memory already
+                take_back()
+                raise
+        except ConnectError:
+            self._pool.close()  # the receiver is gone
+            raise
+        assert handle is not None
+        return handle
+
+    def _pack(
+        self, tensor: torch.Tensor, spec: TensorSpec, deadline: float, *, on_gpu: bool
+    ) -> tuple[Callable[[TensorIpcHandle], Packet], Callable[[], None]]:
+        """Make a tensor readable for the receiver; return what makes its packet, and its undo."""
         if on_gpu:
-            return self._send_on_gpu(tensor, handle, deadline)
+            memory = handles.export(contiguous_bytes(tensor))
+            return lambda handle: OnGpu(handle, memory), partial(handles.withdraw, memory)
         if spec.nbytes <= PACKET_TENSOR_NBYTES:
             data = _bytes_of(tensor)
-            return self._send(lambda numbered: InPacket(numbered, data), handle, deadline)
-        return self._send_in_block(tensor, spec, handle, deadline)
+            return lambda handle: InPacket(handle, data), _nothing
+        timeout_s = max(deadline - time.monotonic(), 0.0)
+        self._link.check()
+        block = self._pool.take(spec.nbytes, timeout_s=timeout_s, check=self._link.check)
+        take_back = partial(self._pool.give_back, block)
+        try:
+            from_bytes(block.data[: spec.nbytes], spec).copy_(tensor.detach())
+        except Exception:
+            take_back()
+            raise
+        segment = block.slab.segment
+        where = SegmentHandle(name=segment.name, nbytes=segment.nbytes, offset=block.offset)
+        return lambda handle: InBlock(handle, where, block.index, block.ticket), take_back
 
     def discard(self, handle: TensorIpcHandle) -> None:
         """Send the receiver a request to drop a tensor whose message will not be sent."""
@@ -1085,66 +1065,12 @@ class TensorIpcSender:
             self._stop()
 
     def _stays_on_gpu(self, tensor: torch.Tensor) -> bool:
-        return tensor.is_cuda and tensor.numel() > 0 and self._opens(tensor.device)
-
-    def _opens(self, device: torch.device) -> bool:
-        return handles.why_not() is None and handles.gpu_key(device) in self._link.gpus
-
-    def _send_on_gpu(
-        self, tensor: torch.Tensor, handle: Callable[[], TensorIpcHandle], deadline: float
-    ) -> TensorIpcHandle:
-        memory = handles.export(contiguous_bytes(tensor))
-        try:
-            return self._send(lambda numbered: OnGpu(numbered, memory), handle, deadline)
-        except Exception:  # as below
-            handles.withdraw(memory)
-            raise
-
-    def _send_in_block(
-        self,
-        tensor: torch.Tensor,
-        spec: TensorSpec,
-        handle: Callable[[], TensorIpcHandle],
-        deadline: float,
-    ) -> TensorIpcHandle:
-        timeout_s = max(deadline - time.monotonic(), 0.0)
-        with self._closes_pool_with_receiver():
-            self._link.check()
-            block = self._pool.take(spec.nbytes, timeout_s=timeout_s, check=self._link.check)
-        try:
-            place = from_bytes(block.data[: spec.nbytes], spec)
-            place.copy_(tensor.detach())
-            return self._send(lambda numbered: _in_block(numbered, block), handle, deadline)
-        except Exception:  # not KeyboardInterrupt: the receiver may have the block already
-            self._pool.give_back(block)
-            raise
-
-    def _send(
-        self,
-        packet: Callable[[TensorIpcHandle], Packet],
-        handle: Callable[[], TensorIpcHandle],
-        deadline: float,
-    ) -> TensorIpcHandle:
-        """Send a packet under the next sequence number and return its handle."""
-        sent: list[TensorIpcHandle] = []
-
-        def numbered() -> Packet:
-            self._sequence += 1
-            sent[:] = [handle()]
-            return packet(sent[0])
-
-        with self._closes_pool_with_receiver():
-            self._link.post(numbered, deadline)
-        return sent[0]
-
-    @contextmanager
-    def _closes_pool_with_receiver(self) -> Iterator[None]:
-        """Free all shared memory when the block finds that the receiver is gone."""
-        try:
-            yield
-        except ConnectError:
-            self._pool.close()
-            raise
+        return (
+            tensor.is_cuda
+            and tensor.numel() > 0
+            and handles.why_not() is None
+            and handles.gpu_key(tensor.device) in self._link.gpus
+        )
 
     def __enter__(self) -> Self:
         return self
@@ -1172,9 +1098,3 @@ def _bytes_of(tensor: torch.Tensor) -> bytearray:
     if data:
         torch.frombuffer(data, dtype=torch.uint8).copy_(flat)
     return data
-
-
-def _in_block(handle: TensorIpcHandle, block: Block) -> InBlock:
-    segment = block.slab.segment
-    where = SegmentHandle(name=segment.name, nbytes=segment.nbytes, offset=block.offset)
-    return InBlock(handle, where, block.index, block.ticket)
