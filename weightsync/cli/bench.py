@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, get_args
+from typing import Annotated
 
 import msgspec
 import torch
@@ -26,6 +26,7 @@ from weightsync.cli.bench_broadcast import raw_broadcast
 from weightsync.cli.bench_receiver import (
     ApplyName,
     BenchSetup,
+    ShapesName,
     SinkName,
     TransportName,
     decode_reply,
@@ -54,16 +55,16 @@ def bench(  # noqa: PLR0913, PLR0917  # one parameter per option
     tensors: Annotated[int, typer.Option(min=1, help="number of tensors")] = 300,
     dtype: Annotated[str, typer.Option(help="dtype of the tensors, as bfloat16")] = "bfloat16",
     shapes: Annotated[
-        str | None, typer.Option(help="shapes of a real model instead: smollm2")
+        ShapesName | None, typer.Option(help="shapes of a real model instead")
     ] = None,
     packed: Annotated[
         bool, typer.Option("--packed/--unpacked", help="through buckets, or read in place")
     ] = False,
     backend: Annotated[str, typer.Option(help="auto, ipc, gloo (as if to another host)")] = "auto",
-    transport: Annotated[str, typer.Option(help="for control messages: http, callback")] = "http",
+    transport: Annotated[TransportName, typer.Option(help="for control messages")] = "http",
     readers: Annotated[int, typer.Option(min=1, max=16, help="receiving processes")] = 1,
-    sink: Annotated[str, typer.Option(help="receivers load into a: module, hook")] = "module",
-    apply: Annotated[str, typer.Option(help="auto, staged, in_place")] = "auto",
+    sink: Annotated[SinkName, typer.Option(help="what receivers load into")] = "module",
+    apply: Annotated[ApplyName, typer.Option(help="how receivers apply weights")] = "auto",
     rounds: Annotated[int, typer.Option(min=1, help="rounds that are counted")] = 7,
     out: Annotated[
         Path | None,
@@ -80,10 +81,10 @@ def bench(  # noqa: PLR0913, PLR0917  # one parameter per option
             shapes=shapes,
             packed=packed,
             backend=_one_of("--backend", backend, ("auto", *backend_names())),
-            transport=_one_of("--transport", transport, get_args(TransportName)),
+            transport=transport,
             readers=readers,
-            sink=_one_of("--sink", sink, get_args(SinkName)),
-            apply=_one_of("--apply", apply, get_args(ApplyName)),
+            sink=sink,
+            apply=apply,
             rounds=rounds,
         )
         if out is not None and (out.is_dir() or not out.parent.is_dir()):
@@ -100,8 +101,8 @@ def bench(  # noqa: PLR0913, PLR0917  # one parameter per option
             Console().print(make_table(measured))
 
 
-def _one_of(option: str, value: str, known: tuple[str, ...]) -> Any:
-    """Return `value`, which a field of BenchSetup takes. Raises ConfigError for an unknown one."""
+def _one_of(option: str, value: str, known: tuple[str, ...]) -> str:
+    """Return `value`. Raises ConfigError for an unknown one."""
     if value not in known:
         raise ConfigError(f"{option} is one of {', '.join(known)}, not {value!r}")
     return value

@@ -26,6 +26,7 @@ from weightsync.transports.tokens import TOKEN_VARIABLE
 from weightsync.wire.problem import Problem, encode_problem, from_problem, to_problem
 
 TransportName = Literal["http", "callback"]
+ShapesName = Literal["smollm2"]
 SinkName = Literal["module", "hook"]
 ApplyName = Literal["auto", "staged", "in_place"]
 Shape = tuple[int, ...]
@@ -37,7 +38,7 @@ class BenchSetup(msgspec.Struct, frozen=True, kw_only=True):
     nbytes: int
     tensors: int
     dtype: str
-    shapes: str | None
+    shapes: ShapesName | None
     packed: bool
     backend: str
     transport: TransportName
@@ -51,8 +52,6 @@ def shapes_of(setup: BenchSetup) -> list[Shape]:
     """Return the shape of every tensor. Raises ConfigError where a tensor would be empty."""
     if setup.shapes == "smollm2":
         return smollm2()
-    if setup.shapes is not None:
-        raise ConfigError(f"--shapes is smollm2, not {setup.shapes!r}")
     dtype = TORCH_DTYPES[setup.dtype]
     numel = setup.nbytes // setup.tensors // dtype.itemsize
     if numel < 1:

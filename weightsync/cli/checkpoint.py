@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Sequence
-from enum import StrEnum
 from pathlib import Path
+from typing import Literal, get_args
 
 import torch
 
@@ -17,17 +17,13 @@ from weightsync.weights.safetensors_source import SafetensorsSource
 _DTYPES_DIFFER = re.compile(r"offered (?P<offered>\w+)(?P<shape>\[.*?\]), wanted (?P<wanted>\w+)\[")
 
 
-class Dtype(StrEnum):
-    """Dtypes to which floating-point tensors can be cast."""
-
-    FLOAT32 = "float32"
-    BFLOAT16 = "bfloat16"
-    FLOAT16 = "float16"
+Dtype = Literal["float32", "bfloat16", "float16"]
+"""Dtypes to which floating-point tensors can be cast."""
 
 
 def open_checkpoint(path: Path, dtype: Dtype | None) -> SafetensorsSource:
     """Return the checkpoint at `path`. Raises ConfigError for a path that is not a checkpoint."""
-    return SafetensorsSource(path, dtype=TORCH_DTYPES[dtype.value] if dtype else None)
+    return SafetensorsSource(path, dtype=TORCH_DTYPES[dtype] if dtype else None)
 
 
 class ProgressSource:
@@ -87,4 +83,4 @@ def _only_dtypes(error: ManifestMismatchError) -> str | None:
         if found is None or f"wanted {found['wanted']}{found['shape']}" not in line:
             return None
         wanted.add(found["wanted"])
-    return wanted.pop() if len(wanted) == 1 and wanted <= {d.value for d in Dtype} else None
+    return wanted.pop() if len(wanted) == 1 and wanted <= {*get_args(Dtype)} else None

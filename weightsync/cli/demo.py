@@ -9,9 +9,8 @@ import tempfile
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
-from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, TypeVar
+from typing import Annotated, Literal, TypeVar
 
 import msgspec
 import typer
@@ -37,13 +36,6 @@ _URL = re.compile(rb"https?://[\w.\-]+:\d+")
 E = TypeVar("E", Ready, Step, Proof)
 
 
-class DemoModel(StrEnum):
-    """The models that the demo has a task for."""
-
-    SMOLLM2 = "smollm2"
-    TINY = "tiny"
-
-
 class DemoReport(msgspec.Struct, frozen=True, kw_only=True):
     """The content of `demo-report.json`."""
 
@@ -58,8 +50,9 @@ class DemoReport(msgspec.Struct, frozen=True, kw_only=True):
 
 def demo(
     model: Annotated[
-        DemoModel, typer.Option(help="smollm2 is a real one, tiny is made on the spot")
-    ] = DemoModel.SMOLLM2,
+        Literal["smollm2", "tiny"],
+        typer.Option(help="smollm2 is a real one, tiny is made on the spot"),
+    ] = "smollm2",
     steps: Annotated[int, typer.Option(min=1, max=1000, help="steps of training")] = 10,
     out: Annotated[Path, typer.Option(help="where the report and the plot are written")] = Path(),
     port: Annotated[int, typer.Option(min=0, max=65535, help="of the server; 0: a free one")] = 0,
@@ -73,7 +66,7 @@ def demo(
         _check_out(out)
         require("demo", "matplotlib")
         try:
-            report = run_demo(console, model.value, steps, port)
+            report = run_demo(console, model, steps, port)
         except WeightSyncError as exc:
             # On several lines: the message may end with the last lines of a child's log.
             console.print(f"the demo failed: {exc}", style="red", markup=False, soft_wrap=True)

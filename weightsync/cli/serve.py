@@ -5,10 +5,9 @@ from __future__ import annotations
 import json
 import os
 import signal
-from enum import StrEnum
 from multiprocessing import resource_tracker
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, NoReturn
+from typing import TYPE_CHECKING, Annotated, Literal, NoReturn
 
 import typer
 
@@ -31,27 +30,8 @@ _PACKAGES = (
 """Packages that this process, or a process that it starts, imports."""
 
 
-class Apply(StrEnum):
-    """How a receiver applies weights."""
-
-    AUTO = "auto"
-    STAGED = "staged"
-    IN_PLACE = "in_place"
-
-
-class TensorIpc(StrEnum):
-    """How tensors of a request reach the engine core."""
-
-    DIRECT_RPC = "direct_rpc"
-    TORCH_SHM = "torch_shm"
-
-
-class Dtype(StrEnum):
-    """Dtypes in which a model can be loaded."""
-
-    FLOAT32 = "float32"
-    BFLOAT16 = "bfloat16"
-    FLOAT16 = "float16"
+Apply = Literal["auto", "staged", "in_place"]
+Dtype = Literal["float32", "bfloat16", "float16"]
 
 
 def serve(  # noqa: PLR0913, PLR0917 # each is an option of the command line
@@ -73,13 +53,13 @@ def serve(  # noqa: PLR0913, PLR0917 # each is an option of the command line
     tls_key: Annotated[
         Path | None, typer.Option(help="its key, PEM; default: in the certificate's file")
     ] = None,
-    apply: Annotated[Apply, typer.Option(help="how weights are applied")] = Apply.AUTO,
-    dtype: Annotated[Dtype, typer.Option(help="of the weights")] = Dtype.FLOAT32,
+    apply: Annotated[Apply, typer.Option(help="how weights are applied")] = "auto",
+    dtype: Annotated[Dtype, typer.Option(help="of the weights")] = "float32",
     api_servers: Annotated[int, typer.Option(min=1, help="API processes on one socket")] = 1,
     data_parallel: Annotated[int, typer.Option(min=1, help="replicas of the model")] = 1,
     tensor_parallel: Annotated[int, typer.Option(min=1, help="workers that share a replica")] = 1,
     tensor_ipc: Annotated[
-        TensorIpc | None,
+        Literal["direct_rpc", "torch_shm"] | None,
         typer.Option(help="images in messages or shared memory; else WEIGHTSYNC_TENSOR_IPC"),
     ] = None,
     max_rows: Annotated[int, typer.Option(min=1, help="completions generated at once")] = 256,
@@ -105,13 +85,13 @@ def serve(  # noqa: PLR0913, PLR0917 # each is an option of the command line
     guard = Token("") if no_auth else resolve_token(token, token_file=token_file)
     options = ServeOptions(
         model=model,
-        dtype=dtype.value,
-        apply=apply.value,
+        dtype=dtype,
+        apply=apply,
         api_servers=api_servers,
         data_parallel=data_parallel,
         tensor_parallel=tensor_parallel,
         token=guard.text or None,
-        tensor_ipc=chosen_tensor_ipc(tensor_ipc.value if tensor_ipc else None),
+        tensor_ipc=chosen_tensor_ipc(tensor_ipc),
         max_rows=max_rows,
         threads=threads,
         ssl_certfile=str(tls_cert) if tls_cert else None,

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, get_args
 
 import torch
 import typer
@@ -120,7 +120,7 @@ def compare(
     Without `dtype`, the server may hold a tensor as stored or as a cast; see `Verified.dtype`.
     `advance` is called after each tensor.
     """
-    casts = _Casts(TORCH_DTYPES[dtype.value] if dtype else None)
+    casts = _Casts(TORCH_DTYPES[dtype] if dtype else None)
     places = source.manifest.places()
     different: list[str] = []
     surplus: list[str] = []
@@ -153,7 +153,7 @@ class _Casts:
     """
 
     def __init__(self, given: torch.dtype | None) -> None:
-        others = [TORCH_DTYPES[dtype.value] for dtype in Dtype]
+        others = [TORCH_DTYPES[dtype] for dtype in get_args(Dtype)]
         self._tried: list[torch.dtype | None] = [given] if given else [None, *others]
         self._used: set[torch.dtype] = {given} if given else set()
 
