@@ -199,6 +199,7 @@ class ProgressBar:
             console=self._console,
             auto_refresh=False,  # each call draws once
             transient=True,
+            disable=not self._console.is_terminal,  # rich would write a line break at the end
         )
         bars.start()
         return bars

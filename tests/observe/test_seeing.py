@@ -166,6 +166,14 @@ def test_the_bar_shows_bytes_rate_and_time_left() -> None:
     assert "/s" in text
 
 
+def test_a_bar_writes_nothing_where_stderr_is_no_terminal() -> None:
+    out = io.StringIO()
+    bar = ProgressBar(Console(file=out))
+    bar(ws.Progress(phase="transfer", version=3, done_nbytes=1, total_nbytes=2, seconds=1.0))
+    bar(ws.Progress(phase="done", version=3, done_nbytes=2, total_nbytes=2, seconds=2.0))
+    assert out.getvalue() == ""
+
+
 def test_a_bar_without_rich_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "rich.console", None)
     with pytest.raises(ws.BackendUnavailableError, match=r"pip install 'weightsync\[cli\]'"):
