@@ -25,7 +25,7 @@ from tests.cli.running import (
 )
 from tests.server.live import make_app, serving
 from tests.shm.processes import environment
-from weightsync.cli.checkpoint import ProgressSource, open_checkpoint
+from weightsync.cli.checkpoint import open_checkpoint
 from weightsync.transports.http import HttpTransport
 from weightsync.wire.messages import CheckReply, CheckRequest, Status, StatusRequest
 
@@ -150,16 +150,8 @@ def test_wrong_options_are_usage_errors(url: str, checkpoint: Path) -> None:
         assert weightsync("push", checkpoint, *options).exit_code == 2
 
 
-def test_progress_counts_every_byte_of_every_update(checkpoint: Path) -> None:
-    heard: list[int] = []
-    source = open_checkpoint(checkpoint, None)
-    watched = ProgressSource(source, heard.append)
-    for _ in range(2):
-        heard.clear()
-        assert len(list(watched.tensors())) == len(source.manifest.specs)
-        assert heard == sorted(heard)
-        assert (heard[0], heard[-1]) == (0, source.manifest.nbytes)
-    assert source.manifest.aliases == {HEAD: "model.embed_tokens.weight"}
+def test_a_tied_head_that_is_not_in_the_files_is_an_alias(checkpoint: Path) -> None:
+    assert open_checkpoint(checkpoint, None).manifest.aliases == {HEAD: "model.embed_tokens.weight"}
 
 
 def test_a_push_that_is_ended_leaves_nothing(checkpoint: Path) -> None:

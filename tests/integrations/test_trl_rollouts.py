@@ -21,7 +21,7 @@ import torch
 import weightsync as ws
 from tests.integrations.tiny_trl import PROMPTS, grpo, grpo_trainer, lower, prompts, sft, texts
 from tests.serve.servers import server
-from weightsync.cli.demo_trainer import Server, _checksums
+from weightsync.cli.demo_trainer import Server
 from weightsync.integrations.trl import ServedRollouts, WeightSyncCallback
 from weightsync.integrations.trl_rollouts import _batches, _groups
 from weightsync.serve.model import make_tiny_model
@@ -73,8 +73,8 @@ def test_grpo_learns_from_what_the_server_made_by_the_newest_weights(
     assert logged == [first + 1, first + 2, first + 3]
     assert sync.last_report is not None
     assert sync.last_report.label == "step-3"
-    assert served.checksums() == _checksums(ws.ModuleSource(trainer.model))
-    assert served.checksums() != _checksums(ws.ModuleSource(before))
+    assert served.checksums() == ws.ModuleSink(trainer.model).checksums()
+    assert served.checksums() != ws.ModuleSink(before).checksums()
 
 
 def test_logprobs_are_those_of_the_trainers_own_model(served: Server, tmp_path: Path) -> None:
@@ -214,7 +214,7 @@ def test_an_example_of_the_page(title: str, served: Server, tmp_path: Path) -> N
     exec(compile(BLOCKS[title], f"{PAGE.name}: {title}", "exec"), namespace)  # our own page
     assert namespace["sync"].version > 0
     if title != "Adapters":  # which are merged into a copy
-        assert served.checksums() == _checksums(ws.ModuleSource(tiny.model))
+        assert served.checksums() == ws.ModuleSink(tiny.model).checksums()
 
 
 @pytest.mark.soak

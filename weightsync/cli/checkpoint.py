@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal, get_args
 
-import torch
-
 from weightsync.errors import ManifestMismatchError, convert_experts, shorten
-from weightsync.specs import Manifest
 from weightsync.tensors import TORCH_DTYPES
 from weightsync.weights.safetensors_source import SafetensorsSource
 
@@ -24,31 +21,6 @@ Dtype = Literal["float32", "bfloat16", "float16"]
 def open_checkpoint(path: Path, dtype: Dtype | None) -> SafetensorsSource:
     """Return the checkpoint at `path`. Raises ConfigError for a path that is not a checkpoint."""
     return SafetensorsSource(path, dtype=TORCH_DTYPES[dtype] if dtype else None)
-
-
-class ProgressSource:
-    """A source that calls `on_progress` with the bytes read so far in the current update."""
-
-    def __init__(self, source: SafetensorsSource, on_progress: Callable[[int], None]) -> None:
-        self._source, self._on_progress = source, on_progress
-
-    @property
-    def manifest(self) -> Manifest:
-        """The manifest of the source."""
-        return self._source.manifest
-
-    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield the source's tensors; a tensor counts as read when the next one is requested."""
-        nbytes = 0
-        self._on_progress(nbytes)
-        for spec, pair in zip(self.manifest.specs, self._source.tensors(), strict=True):
-            yield pair
-            nbytes += spec.nbytes
-            self._on_progress(nbytes)
-
-    def stable_tensors(self) -> list[torch.Tensor] | None:
-        """Return the stable tensors of the source, None if it has none."""
-        return self._source.stable_tensors()
 
 
 def explain(error: ManifestMismatchError, path: Path, targets: Sequence[str]) -> str:

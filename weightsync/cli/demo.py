@@ -117,7 +117,7 @@ def run_demo(console: Console, model: str, steps: int, port: int) -> DemoReport:
         server = Child("server", *line, environment=environment)
         url = stack.enter_context(server).find(_URL, START_TIMEOUT_S)
         console.print(f"server: {model} at {url}", markup=False)
-        options = ("--model", model, "--server", url, "--steps", str(steps))
+        options = (model, url, str(steps))
         trainer = Child("trainer", "weightsync.cli.demo_trainer", *options, environment=environment)
         ready, made, proof = _follow(console, stack.enter_context(trainer), steps)
     return DemoReport(

@@ -1,8 +1,10 @@
-"""The trainer process of `weightsync demo`: its task, its steps, and the events that it writes."""
+"""The trainer process of `weightsync demo`: its task, its steps, and the events that it writes.
+
+`python -m weightsync.cli.demo_trainer MODEL URL STEPS`, with the token in the environment.
+"""
 
 from __future__ import annotations
 
-import argparse
 import os
 import string
 import sys
@@ -22,8 +24,7 @@ from weightsync.serve.model import LoadedModel, load_model
 from weightsync.serve.requests import Completion, GenerateRequest, decode_response
 from weightsync.transports.http import HttpTransport
 from weightsync.transports.tokens import TOKEN_VARIABLE
-from weightsync.weights.fingerprint import mix64, to_hex
-from weightsync.weights.source import ModuleSource
+from weightsync.weights.module_sink import ModuleSink
 from weightsync.wire.messages import CheckReply, CheckRequest
 
 MAX_GRAD_NORM = 1.0
@@ -297,7 +298,7 @@ def _check_versions(completions: Sequence[Completion], version: int | None) -> N
 
 
 def _compare(server: Server, loaded: LoadedModel) -> Proof:
-    ours, theirs = _checksums(ModuleSource(loaded.model)), server.checksums()
+    ours, theirs = ModuleSink(loaded.model).checksums(), server.checksums()
     different = {name for name in ours.keys() & theirs.keys() if ours[name] != theirs[name]}
     request = GenerateRequest(
         prompts=list(PROOF_PROMPTS), temperature=0, max_new_tokens=PROOF_TOKENS
@@ -325,23 +326,9 @@ def _likeliest_tokens(loaded: LoadedModel, prompt: str) -> list[int]:
     return tokens
 
 
-def _checksums(source: ModuleSource) -> dict[str, str]:
-    found = {
-        name: to_hex(mix64(tensor.detach().contiguous().flatten().view(torch.uint8)))
-        for name, tensor in source.tensors()
-    }
-    # The server also reports the other names of tied tensors.
-    aliases = source.manifest.aliases
-    return found | {alias: found[name] for alias, name in aliases.items()}
-
-
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Train with the options of the command line and the token of the environment."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--model", choices=sorted(TASKS), required=True)
-    parser.add_argument("--server", required=True)
-    parser.add_argument("--steps", type=int, required=True)
-    options = parser.parse_args(arguments)
+def main() -> None:
+    """Train the model, with the server and for the steps that the command line names."""
+    model, url, steps = sys.argv[1:]
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
     torch.manual_seed(0)
     send = take_stdout()
@@ -349,9 +336,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     def emit(event: Event) -> None:
         send(msgspec.json.encode(event))
 
-    server = Server(options.server, os.environ[TOKEN_VARIABLE])
     try:
-        train(server, load_model(options.model), TASKS[options.model], options.steps, emit)
+        server = Server(url, os.environ[TOKEN_VARIABLE])
+        train(server, load_model(model), TASKS[model], int(steps), emit)
     except WeightSyncError as exc:
         sys.exit(f"{type(exc).__name__}: {exc}")
 

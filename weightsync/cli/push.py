@@ -2,23 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
 
 import typer
 from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    DownloadColumn,
-    Progress,
-    TextColumn,
-    TimeRemainingColumn,
-    TransferSpeedColumn,
-)
 
-from weightsync.cli.checkpoint import Dtype, ProgressSource, explain, open_checkpoint
+from weightsync.cli.checkpoint import Dtype, explain, open_checkpoint
 from weightsync.cli.options import (
     CaFileOption,
     TokenFileOption,
@@ -69,18 +59,17 @@ def push(  # noqa: PLR0913, PLR0917  # one parameter per option
         secret, verify_tls = choose_token(token, token_file), choose_tls(ca_file, to)
         source = open_checkpoint(checkpoint, dtype)
         try:
-            with _progress(source.manifest.nbytes, shown=not json_) as on_progress:
-                source_with_progress = ProgressSource(source, on_progress)
-                with connect(
-                    source_with_progress,
-                    to,
-                    token=secret,
-                    verify_tls=verify_tls,
-                    backend=backend,
-                    verify=verify,
-                    timeout_s=timeout,
-                ) as sender:
-                    report = sender.send_weights(version, label=label, rewind=rewind)
+            with connect(
+                source,
+                to,
+                token=secret,
+                verify_tls=verify_tls,
+                backend=backend,
+                verify=verify,
+                timeout_s=timeout,
+                progress=not json_,
+            ) as sender:
+                report = sender.send_weights(version, label=label, rewind=rewind)
         except ManifestMismatchError as exc:
             raise ManifestMismatchError(
                 explain(exc, checkpoint, to),
@@ -92,21 +81,6 @@ def push(  # noqa: PLR0913, PLR0917  # one parameter per option
             print_json(report.to_dict())
         else:
             _print_report(report)
-
-
-@contextmanager
-def _progress(total: int, *, shown: bool) -> Iterator[Callable[[int], None]]:
-    console = Console(stderr=True)
-    columns = (BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
-    with Progress(
-        TextColumn("{task.description}"),
-        *columns,
-        console=console,
-        transient=True,
-        disable=not (shown and console.is_terminal),
-    ) as bar:
-        task = bar.add_task("pushing", total=total)
-        yield lambda nbytes: bar.update(task, completed=nbytes)
 
 
 def _print_report(report: SyncReport) -> None:
