@@ -61,7 +61,14 @@ from weightsync.shm.segment import Segment
 from weightsync.shm.spawning import refuse_forked, refuse_other_process
 from weightsync.shm.store_order import order_stores
 from weightsync.specs import MAX_NAME_LENGTH, TensorSpec
-from weightsync.tensors import check_dense, checked_spec, contiguous_bytes, from_bytes, spec_of
+from weightsync.tensors import (
+    check_dense,
+    checked_spec,
+    contiguous_bytes,
+    from_bytes,
+    spec_of,
+    tensor_data,
+)
 from weightsync.wire.offers import SegmentHandle
 
 logger = logging.getLogger(__name__)
@@ -1021,7 +1028,7 @@ class TensorIpcSender:
             memory = handles.export(contiguous_bytes(tensor))
             return lambda handle: OnGpu(handle, memory), partial(handles.withdraw, memory)
         if spec.nbytes <= PACKET_TENSOR_NBYTES:
-            data = _bytes_of(tensor)
+            data = bytearray(tensor_data(tensor))
             return lambda handle: InPacket(handle, data), _nothing
         timeout_s = max(deadline - time.monotonic(), 0.0)
         self._link.check()
@@ -1090,11 +1097,3 @@ def _check_name(request_id: str | None) -> None:
             f"a request_id has at most {MAX_NAME_LENGTH} characters, this has {len(request_id)}: "
             f"{request_id[:40]!r}"
         )
-
-
-def _bytes_of(tensor: torch.Tensor) -> bytearray:
-    flat = contiguous_bytes(tensor)
-    data = bytearray(flat.numel())
-    if data:
-        torch.frombuffer(data, dtype=torch.uint8).copy_(flat)
-    return data
