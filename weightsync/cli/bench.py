@@ -17,7 +17,6 @@ import msgspec
 import torch
 import typer
 from rich.console import Console
-from rich.progress import Progress
 from rich.table import Table
 
 from weightsync.backends.registry import backend_names
@@ -37,6 +36,7 @@ from weightsync.cli.bench_receiver import (
 from weightsync.cli.child import Child
 from weightsync.cli.options import SIZE_HELP, parse_size
 from weightsync.cli.output import ending, print_json
+from weightsync.cli.terminal import progress_bar
 from weightsync.errors import ConfigError, RemoteError, TransportError
 from weightsync.report import SyncReport
 from weightsync.sender import WeightSender, connect
@@ -91,7 +91,11 @@ def bench(  # noqa: PLR0913, PLR0917  # one parameter per option
             raise ConfigError(f"--out {out} is not a file in a directory that exists")
         if transport == "http":
             require("bench", "fastapi", "uvicorn")
-        measured = _measure_shown(setup, shown=not json_)
+        try:
+            with progress_bar("measuring", WARMUP_ROUNDS + rounds, as_json=json_) as advance:
+                measured = measure(setup, advance)
+        except TransportError as exc:  # not a server of the user, but a process of this verb
+            raise RemoteError(f"a receiving process failed: {exc}") from exc
         figures = measured.to_dict()
         if out is not None:
             out.write_text(json.dumps(figures, indent=2) + "\n", encoding="utf-8")
@@ -224,59 +228,39 @@ def make_table(measured: Measured) -> Table:
     return table
 
 
-def _measure_shown(setup: BenchSetup, *, shown: bool) -> Measured:
-    console = Console(stderr=True)
-    hidden = not (shown and console.is_terminal)
-    with Progress(console=console, transient=True, disable=hidden) as bar:
-        task = bar.add_task("measuring", total=setup.rounds + WARMUP_ROUNDS)
-        try:
-            return measure(setup, lambda: bar.advance(task))
-        except TransportError as exc:  # not a server of the user, but a process of this verb
-            raise RemoteError(f"a receiving process failed: {exc}") from exc
-
-
-def measure(setup: BenchSetup, advance: Callable[[], None] = lambda: None) -> Measured:
+def measure(setup: BenchSetup, advance: Callable[[], None]) -> Measured:
     """Run the bench: in every round one copy, one update without and one with verification.
 
     With the backend "gloo" also one raw broadcast. `advance` is called after every round.
     """
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        with ExitStack() as stack:
-            return _measure(setup, advance, stack)
-    finally:
-        torch.set_num_threads(threads)
-
-
-def _measure(setup: BenchSetup, advance: Callable[[], None], stack: ExitStack) -> Measured:
     shapes, dtype = shapes_of(setup), TORCH_DTYPES[setup.dtype]
     nbytes = total_nbytes(shapes, dtype)
     token = secrets.token_urlsafe(16)
-    targets = [stack.enter_context(_receiver(setup, token)) for _ in range(setup.readers)]
-    model = make_model(shapes, dtype, value=1)
-    copied = [torch.ones_like(parameter) for parameter in model.parameters()]
-    raw = None
-    if setup.backend == "gloo":
-        raw = stack.enter_context(raw_broadcast(nbytes))
-    sender = stack.enter_context(
-        connect(
-            model,
-            to=targets,
-            token=token,
-            backend=setup.backend,
-            # The backend "gloo" always packs, and refuses packed=False.
-            packed=setup.packed or None if raw else setup.packed,
+    with ExitStack() as stack:
+        stack.callback(torch.set_num_threads, torch.get_num_threads())
+        torch.set_num_threads(1)
+        targets = [stack.enter_context(_receiver(setup, token)) for _ in range(setup.readers)]
+        model = make_model(shapes, dtype, value=1)
+        copied = [torch.ones_like(parameter) for parameter in model.parameters()]
+        raw = stack.enter_context(raw_broadcast(nbytes)) if setup.backend == "gloo" else None
+        sender = stack.enter_context(
+            connect(
+                model,
+                to=targets,
+                token=token,
+                backend=setup.backend,
+                # The backend "gloo" always packs, and refuses packed=False.
+                packed=setup.packed or None if raw else setup.packed,
+            )
         )
-    )
-    for number in range(WARMUP_ROUNDS + setup.rounds):
-        if number in (0, WARMUP_ROUNDS):
-            measured = Measured(setup, nbytes, len(shapes), sender.connect_seconds)
-        _round(sender, model, copied, measured)
-        if raw is not None:
-            measured.broadcast.seconds.append(raw())
-        advance()
-    return measured
+        for number in range(WARMUP_ROUNDS + setup.rounds):
+            if number in (0, WARMUP_ROUNDS):
+                measured = Measured(setup, nbytes, len(shapes), sender.connect_seconds)
+            _round(sender, model, copied, measured)
+            if raw is not None:
+                measured.broadcast.seconds.append(raw())
+            advance()
+        return measured
 
 
 def _round(

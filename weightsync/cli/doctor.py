@@ -14,7 +14,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import closing
 from dataclasses import asdict, dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -33,6 +33,7 @@ from weightsync.backends.registry import backend_names, get_backend
 from weightsync.cli.child import Child
 from weightsync.cli.doctor_helper import GLOO_S, START_S, Gpu, GpuOffer
 from weightsync.cli.output import FAILED, OK, ending, one_line, print_json
+from weightsync.cli.terminal import text_console
 from weightsync.cuda.handles import expandable_setting
 from weightsync.errors import (
     BackendUnavailableError,
@@ -135,7 +136,7 @@ def doctor(
     """Check this machine, try every path, and give the remedy where one fails."""
     with ending(as_json=json_):
         findings: list[Finding] = []
-        console = Console(soft_wrap=True, highlight=False, markup=False)
+        console = text_console()
         for finding in examine(make_checks(clean=clean, host=host, ports=port or [])):
             findings.append(finding)
             if not json_:
@@ -180,6 +181,7 @@ def make_checks(*, clean: bool, host: str, ports: Sequence[int]) -> list[Check]:
         Check("versions", check_versions),
         Check("host", check_host),
         Check("gpu", check_gpus, TRIAL_S),
+        Check("allocator", lambda: [check_allocator()]),
         Check("shm", check_shm),
         Check("leftovers", lambda: check_leftovers(clean=clean)),
         Check("namespaces", lambda: check_namespaces(gpu=gpu)),
@@ -429,11 +431,7 @@ def _is_attached() -> bool:
 
 
 def check_gpus() -> Sequence[Finding]:
-    """Check GPUs with their UUIDs, MIG, the driver beside torch, and expandable segments."""
-    return [*_check_gpus(), check_allocator()]
-
-
-def _check_gpus() -> Sequence[Finding]:
+    """Check GPUs with their UUIDs, MIG, and the driver beside torch."""
     attached, cuda = _is_attached(), torch.version.cuda
     if cuda is None:
         if not attached:
@@ -557,14 +555,12 @@ def try_cuda_ipc() -> Sequence[Finding]:
 
 def try_shared_memory() -> Sequence[Finding]:
     """Have another process open a segment of this one, and check its bytes."""
-    with ExitStack() as stack:
-        try:
-            order_stores()
-            probe = ProbeMemory()
-            stack.callback(probe.close)
+    try:
+        order_stores()
+        with closing(ProbeMemory()) as probe:
             reason = open_by_another([probe.info()])
-        except WeightSyncError as exc:
-            reason = str(exc)
+    except WeightSyncError as exc:
+        reason = str(exc)
     if reason:
         remedy = "check that /dev/shm is mounted, writable by this user, and not full"
         return [problem(SHARED_MEMORY, reason, remedy, works=False)]

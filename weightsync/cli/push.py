@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 
 from weightsync.cli.checkpoint import Dtype, explain, open_checkpoint
 from weightsync.cli.options import (
@@ -18,6 +17,7 @@ from weightsync.cli.options import (
     seconds,
 )
 from weightsync.cli.output import ending, print_json
+from weightsync.cli.terminal import text_console
 from weightsync.errors import ManifestMismatchError
 from weightsync.report import SyncReport
 from weightsync.sender import connect
@@ -84,7 +84,7 @@ def push(  # noqa: PLR0913, PLR0917  # one parameter per option
 
 
 def _print_report(report: SyncReport) -> None:
-    console = Console(soft_wrap=True, highlight=False, markup=False)
+    console = text_console()
     labelled = f" ({report.label})" if report.label else ""
     console.print(
         f"pushed version {report.version}{labelled}: {report.nbytes / 1e6:.1f} MB in "

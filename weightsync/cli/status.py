@@ -37,6 +37,7 @@ from weightsync.cli.output import (
     one_line,
     print_json,
 )
+from weightsync.cli.terminal import text_console
 from weightsync.errors import (
     AuthError,
     ConfigError,
@@ -92,7 +93,7 @@ def status(  # noqa: PLR0913, PLR0917  # one parameter per option
         secret = choose_token(token, token_file) or ""
         verify_tls = choose_tls(ca_file, urls or ())
         targets = [StatusTarget(url, secret, verify_tls) for url in urls or ()]
-        console = Console(soft_wrap=True, highlight=False, markup=False)
+        console = text_console()
         if watch:
             _watch(console, lambda: _show(fetch_all(targets, timeout)), interval)
             return

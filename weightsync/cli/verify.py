@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, get_args
@@ -11,7 +10,6 @@ from typing import Annotated, get_args
 import torch
 import typer
 from rich.console import Console
-from rich.progress import Progress
 
 from weightsync.cli.checkpoint import Dtype, open_checkpoint
 from weightsync.cli.options import (
@@ -26,6 +24,7 @@ from weightsync.cli.options import (
     seconds,
 )
 from weightsync.cli.output import FAILED, OK, ending, print_json
+from weightsync.cli.terminal import progress_bar, text_console
 from weightsync.errors import ConfigError, ProtocolError, RemoteError
 from weightsync.tensors import TORCH_DTYPES, as_bytes, dtype_name, sent_dtype
 from weightsync.transports.base import Transport
@@ -98,7 +97,7 @@ def verify(
             raise _no_fingerprints(plain, engine) from exc
         finally:
             transport.close()
-        with _progress(len(source.manifest.specs), shown=not json_) as advance:
+        with progress_bar("comparing", len(source.manifest.specs), as_json=json_) as advance:
             found = compare(source, held, url=transport.target, dtype=dtype, advance=advance)
     if json_:
         print_json({"equal": found.equal, **asdict(found)})
@@ -181,17 +180,8 @@ class _Casts:
             self._used.add(cast)
 
 
-@contextmanager
-def _progress(total: int, *, shown: bool) -> Iterator[Callable[[], None]]:
-    console = Console(stderr=True)
-    hidden = not (shown and console.is_terminal)
-    with Progress(console=console, transient=True, disable=hidden) as bar:
-        task = bar.add_task("comparing", total=total)
-        yield lambda: bar.advance(task)
-
-
 def _print_found(found: Verified) -> None:
-    console = Console(soft_wrap=True, highlight=False, markup=False)
+    console = text_console()
     cast = f", cast to {found.dtype}" if found.dtype else ""
     if found.equal:
         console.print(
