@@ -6,7 +6,7 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
-from functools import cache, partial
+from functools import partial
 from typing import TYPE_CHECKING, Any, Self
 
 import msgspec
@@ -255,16 +255,19 @@ class Writer:
         self, condition: Callable[[], str], timeout_s: float | None, cancel: Cancel | None = None
     ) -> Callable[[], WaitPolicy]:
         """Return a function that makes the call's wait policy on first use, and then reuses it."""
+        made: WaitPolicy | None = None
 
-        @cache
         def policy() -> WaitPolicy:
-            return WaitPolicy(
-                condition,
-                self._check_readers,
-                timeout_s=timeout_s,
-                cancel=cancel,
-                closing=self.lock,
-            )
+            nonlocal made
+            if made is None:
+                made = WaitPolicy(
+                    condition,
+                    self._check_readers,
+                    timeout_s=timeout_s,
+                    cancel=cancel,
+                    closing=self.lock,
+                )
+            return made
 
         return policy
 

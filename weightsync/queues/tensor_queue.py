@@ -400,12 +400,10 @@ def _memory_of(packet: Arriving, spec: TensorSpec, mappings: Mappings) -> Memory
     if isinstance(packet, InBlock):
         return _block_of(packet, spec, mappings)
     if isinstance(packet, InPacket):
-        data = packet.data
-        _check_fits(spec, len(data), exactly=True)
-        # frombuffer refuses an empty buffer.
-        return lambda: torch.frombuffer(data or bytearray(1), dtype=torch.uint8)[
-            : len(data)
-        ], _nothing
+        _check_fits(spec, len(packet.data), exactly=True)
+        if not packet.data:  # which frombuffer refuses
+            return partial(torch.empty, 0, dtype=torch.uint8), _nothing
+        return partial(torch.frombuffer, packet.data, dtype=torch.uint8), _nothing
     memory = packet.memory
     _check_fits(spec, memory.nbytes - memory.offset)
 
