@@ -8,13 +8,11 @@ import sys
 from collections.abc import Sequence
 from fractions import Fraction
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import typer
 
 from weightsync.errors import ConfigError
-from weightsync.integrations.sglang.server import SglangTarget, is_sglang
-from weightsync.integrations.vllm.server import is_vllm, plain_url
 from weightsync.sender import MAX_TIMEOUT_S
 from weightsync.transports.http import tls_context
 from weightsync.transports.tokens import read_token_file
@@ -85,29 +83,3 @@ def choose_tls(ca_file: Path | None, urls: Sequence[str]) -> bool | str:
         raise ConfigError("--ca-file is for https:// URLs, and none is given")
     tls_context(str(ca_file))
     return str(ca_file)
-
-
-Engine = Literal["vllm", "sglang"]
-
-
-def read_target(target: str) -> tuple[str, Engine | None]:
-    """Return the plain URL of a target such as `vllm+http://host:1`, and the engine that it names.
-
-    Raises ConfigError for an engine's scheme without a URL.
-    """
-    if (url := plain_url(target)) is not None:
-        return url, "vllm"
-    if (sglang := SglangTarget.parse(target)) is not None:
-        return sglang.url, "sglang"
-    return target, None
-
-
-def find_engine(
-    url: str, token: str | None, verify_tls: bool | str, timeout_s: float
-) -> Engine | None:
-    """Detect, by a request, which engine's server answers at a plain URL."""
-    if is_vllm(url, token, verify_tls=verify_tls, timeout_s=timeout_s):
-        return "vllm"
-    if is_sglang(url, token, verify_tls=verify_tls, timeout_s=timeout_s):
-        return "sglang"
-    return None

@@ -23,8 +23,6 @@ from weightsync.cli.options import (
     TokenOption,
     choose_tls,
     choose_token,
-    find_engine,
-    read_target,
     seconds,
 )
 from weightsync.cli.output import (
@@ -47,6 +45,7 @@ from weightsync.errors import (
     WeightSyncError,
     shorten,
 )
+from weightsync.integrations.servers import find_engine, read_target
 from weightsync.integrations.sglang.files import list_homes
 from weightsync.integrations.sglang.server import SglangControl, SglangFacts
 from weightsync.integrations.vllm.server import VllmHttpControl, worker_transports

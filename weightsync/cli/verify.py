@@ -14,18 +14,16 @@ from rich.console import Console
 from weightsync.cli.checkpoint import Dtype, open_checkpoint
 from weightsync.cli.options import (
     CaFileOption,
-    Engine,
     TokenFileOption,
     TokenOption,
     choose_tls,
     choose_token,
-    find_engine,
-    read_target,
     seconds,
 )
 from weightsync.cli.output import FAILED, OK, ending, print_json
 from weightsync.cli.terminal import progress_bar, text_console
 from weightsync.errors import ConfigError, ProtocolError, RemoteError
+from weightsync.integrations.servers import Engine, find_engine, read_target
 from weightsync.tensors import TORCH_DTYPES, as_bytes, dtype_name, sent_dtype
 from weightsync.transports.base import Transport
 from weightsync.transports.http import HttpTransport

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Literal
 
 from weightsync.errors import (
     AuthError,
@@ -36,6 +37,32 @@ _FILES_TIMES = 5
 """An SGLang server that loads files answers nothing: a call may take this many `timeout_s`."""
 
 
+Engine = Literal["vllm", "sglang"]
+
+
+def read_target(target: str) -> tuple[str, Engine | None]:
+    """Return the plain URL of a target such as `vllm+http://host:1`, and the engine that it names.
+
+    Raises ConfigError for an engine's scheme without a URL.
+    """
+    if (url := plain_url(target)) is not None:
+        return url, "vllm"
+    if (sglang := SglangTarget.parse(target)) is not None:
+        return sglang.url, "sglang"
+    return target, None
+
+
+def find_engine(
+    url: str, token: str | None, verify_tls: bool | str, timeout_s: float
+) -> Engine | None:
+    """Detect, by a request, which engine's server answers at a plain URL."""
+    if is_vllm(url, token, verify_tls=verify_tls, timeout_s=timeout_s):
+        return "vllm"
+    if is_sglang(url, token, verify_tls=verify_tls, timeout_s=timeout_s):
+        return "sglang"
+    return None
+
+
 class ServerTransports:
     """The transports to one sender's servers; see TransportFactory."""
 
@@ -58,20 +85,15 @@ class ServerTransports:
         Called from several threads at once. Raises TransportTimeout for a server that accepts a
         connection and does not answer within `timeout_s`.
         """
-        sglang = SglangTarget.parse(target)
-        if sglang is not None:
-            return [self._sglang(sglang)]
-        url = plain_url(target)
-        if url is not None:
-            return self._vllm(url)
         token, trust = self._token, self._verify_tls
-        probe_s = min(_PROBE_S, self._timeout_s)
-        if not _is_ours(target, token, verify_tls=trust, timeout_s=self._timeout_s):
-            if is_vllm(target, token, verify_tls=trust, timeout_s=probe_s):
-                return self._vllm(target)
-            if is_sglang(target, token, verify_tls=trust, timeout_s=probe_s):
-                return [self._sglang(SglangTarget(url=target))]
-        return [HttpTransport(target, token, verify_tls=trust)]
+        url, engine = read_target(target)
+        if engine is None and not _is_ours(url, token, verify_tls=trust, timeout_s=self._timeout_s):
+            engine = find_engine(url, token, trust, min(_PROBE_S, self._timeout_s))
+        if engine == "vllm":
+            return self._vllm(url)
+        if engine == "sglang":
+            return [self._sglang(SglangTarget.parse(target) or SglangTarget(url=url))]
+        return [HttpTransport(url, token, verify_tls=trust)]
 
     def _vllm(self, url: str) -> Sequence[Transport]:
         control = VllmHttpControl(url, self._token, verify_tls=self._verify_tls)
