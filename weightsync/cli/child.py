@@ -20,6 +20,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import IO, Self
 
+from weightsync.cli.output import raise_exit
 from weightsync.errors import RemoteError, TransportTimeout
 
 END_TIMEOUT_S = 10.0
@@ -163,20 +164,13 @@ def _end_with(parent: int) -> None:
 
     More exactly: when the thread of `parent` ends that started this process.
     """
-    signal.signal(signal.SIGTERM, _raise_exit)
+    signal.signal(signal.SIGTERM, raise_exit)
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0):
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
     # A parent that ended before the call causes no signal.
     if os.getppid() != parent:
         sys.exit(f"the process {parent} that started this one has ended")
-
-
-def _raise_exit(signum: int, _frame: object) -> None:
-    # An exception, so that `with` blocks and `finally` clauses release shared memory; once, so that
-    # a second signal does not interrupt them.
-    signal.signal(signum, signal.SIG_IGN)
-    raise SystemExit(128 + signum)
 
 
 def main() -> None:

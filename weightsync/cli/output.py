@@ -85,7 +85,7 @@ def ending(*, as_json: bool) -> Iterator[None]:
 
     SIGTERM unwinds the block as Ctrl-C does, so that shared memory is released.
     """
-    previous = signal.signal(signal.SIGTERM, _raise_exit)
+    previous = signal.signal(signal.SIGTERM, raise_exit)
     try:
         yield
     except BrokenPipeError:  # of our own stdout; `main` ends the process
@@ -97,5 +97,7 @@ def ending(*, as_json: bool) -> Iterator[None]:
         signal.signal(signal.SIGTERM, previous)
 
 
-def _raise_exit(signum: int, _frame: object) -> NoReturn:
+def raise_exit(signum: int, _frame: object) -> NoReturn:
+    """Raise SystemExit: a signal handler whose exception runs `finally` clauses, once."""
+    signal.signal(signum, signal.SIG_IGN)  # a second signal must not interrupt them
     raise SystemExit(128 + signum)

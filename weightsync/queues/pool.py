@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 
@@ -55,12 +55,11 @@ class Block:
 
 @dataclass(eq=False, slots=True)
 class Slab:
-    """One segment of the pool, and its blocks. `in_use` counts the blocks in use."""
+    """One segment of the pool. `in_use` counts its blocks in use."""
 
     segment: Segment
     block_nbytes: int
     words: memoryview
-    blocks: list[Block] = field(default_factory=list)
     in_use: int = 0
 
 
@@ -212,11 +211,11 @@ class SegmentPool:
 
     def _add(self, segment: Segment, block_nbytes: int) -> None:
         slab = Slab(segment, block_nbytes, segment.buffer[:HEADER_NBYTES].cast("Q"))
-        for index in range(self._blocks_of(block_nbytes)):
+        for index in reversed(range(self._blocks_of(block_nbytes))):
             offset = HEADER_NBYTES + index * block_nbytes
-            slab.blocks.append(Block(slab, index, offset, segment.tensor(offset, block_nbytes)))
+            block = Block(slab, index, offset, segment.tensor(offset, block_nbytes))
+            self._free[block_nbytes].append(block)
         self._slabs.append(slab)
-        self._free[block_nbytes].extend(reversed(slab.blocks))
         self._nbytes += segment.nbytes
         self._made += 1
 
@@ -238,7 +237,6 @@ class SegmentPool:
 
 
 def _close(slab: Slab) -> None:
-    slab.blocks.clear()
     slab.words = memoryview(b"")
     slab.segment.close()
 
