@@ -17,7 +17,6 @@ import math
 import os
 import struct
 import sys
-import threading
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -355,12 +354,13 @@ class _Unpacker:
             raise ProtocolError(f"a message has a {type(items).__name__} in the place of a list")
         return items
 
-    def unused_error(self) -> ProtocolError:
-        """Return the error of a message with buffers that nothing in it refers to."""
-        return ProtocolError(
-            f"the message has {len(self._buffers)} buffers, and nothing is in number "
-            f"{shorten(map(str, sorted(self.unused)))}"
-        )
+    def check_all_used(self) -> None:
+        """Raise ProtocolError for a message with buffers that nothing in it refers to."""
+        if self.unused:
+            raise ProtocolError(
+                f"the message has {len(self._buffers)} buffers, and nothing is in number "
+                f"{shorten(map(str, sorted(self.unused)))}"
+            )
 
     def take(self, handle: memoryview) -> torch.Tensor:
         """Return the tensor of a carrier's handle."""
@@ -775,8 +775,7 @@ class MessageCodec:
         unpacker = _Unpacker(buffers, views, self._by_name)
         try:
             message = msgspec.msgpack.decode(body, ext_hook=unpacker.extension)
-            if unpacker.unused:
-                raise unpacker.unused_error()
+            unpacker.check_all_used()
         except ProtocolError:
             raise
         except _DAMAGED as exc:
@@ -1080,10 +1079,8 @@ class TensorDecoder(Generic[T]):
             self._pin = torch.cuda.is_available()
         self._dec_hook = dec_hook
         self._max_nbytes = max_message_nbytes
-        self._call = threading.local()
-        self._decoder = msgspec.msgpack.Decoder(
-            Any if kind is None else kind, ext_hook=self._restore, dec_hook=self._convert
-        )
+        self._kind: Any = Any if kind is None else kind
+        msgspec.msgpack.Decoder(self._kind)  # raises TypeError for a kind that cannot be decoded
 
     def decode(self, frames: Sequence[Frame] | Frame) -> T:
         """Decode `frames`, as made by `encode`.
@@ -1102,24 +1099,17 @@ class TensorDecoder(Generic[T]):
         if nbytes > self._max_nbytes:
             raise ProtocolError(f"a message may have {self._max_nbytes} bytes, this has {nbytes}")
         call = _RequestUnpacker(buffers, self._carrier, pin=self._pin)
-        outer = getattr(self._call, "state", None)  # a dec_hook may decode a nested message
-        self._call.state = call
         try:
-            message = cast(T, self._decoder.decode(body))
-            if call.unused:
-                raise call.unused_error()
+            message: T = msgspec.msgpack.decode(
+                body, type=self._kind, ext_hook=call.extension, dec_hook=self._convert
+            )
+            call.check_all_used()
         except BaseException as exc:
             call.drop_rest(body)
             if isinstance(exc, _DAMAGED) and not isinstance(exc, WeightSyncError):
                 raise ProtocolError(f"this message cannot be decoded: {exc}") from exc
             raise
-        finally:
-            self._call.state = outer
         return message
-
-    def _restore(self, code: int, data: memoryview) -> object:
-        call: _RequestUnpacker = self._call.state
-        return call.extension(code, data)
 
     def _convert(self, kind: Any, value: Any) -> Any:
         if isinstance(kind, type) and isinstance(value, kind):
