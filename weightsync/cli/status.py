@@ -6,6 +6,7 @@ import re
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from dataclasses import asdict, dataclass, field, replace
 from typing import Annotated
 
@@ -226,21 +227,17 @@ class StatusTarget:
             return [ServerStatus(url=self._http.target, error=exc)]
 
     def _fetch_vllm(self, timeout_s: float) -> list[ServerStatus]:
-        control = VllmHttpControl(self._url, self._token, verify_tls=self._verify_tls)
-        try:
+        with closing(
+            VllmHttpControl(self._url, self._token, verify_tls=self._verify_tls)
+        ) as control:
             control.greet(timeout_s=timeout_s)
             workers = worker_transports(control, timeout_s=timeout_s)
             found = [_call(worker, timeout_s) for worker in workers]
             return [replace(one, server={"engine": "vllm"}) for one in found]
-        finally:
-            control.close()
 
     def _fetch_sglang(self, timeout_s: float) -> ServerStatus:
-        control = SglangControl(self._url, self._token, verify_tls=self._verify_tls)
-        try:
+        with closing(SglangControl(self._url, self._token, verify_tls=self._verify_tls)) as control:
             return ServerStatus(url=control.target, facts=control.greet(timeout_s=timeout_s))
-        finally:
-            control.close()
 
 
 def fetch_all(targets: Sequence[StatusTarget], timeout_s: float) -> list[ServerStatus]:
