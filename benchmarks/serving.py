@@ -38,9 +38,9 @@ from PIL import Image
 import weightsync as ws
 from benchmarks.http_load import Load, Run, runs_of
 from benchmarks.served import PROMPT, START_S, Found, Server, server, write_llama, write_llava
+from weightsync.serve.messages import NewRows, SamplingParams, Step
 from weightsync.serve.model import load_model
 from weightsync.serve.model_runner import ModelRunner
-from weightsync.serve.steps import NewRows, SamplingParams, Step
 
 PACE_S = 2.0
 SHORT, LONG = 1, 65

@@ -9,9 +9,9 @@ import torch
 
 from tests.serve.stepping import completions as completed
 from weightsync.cli.demo_trainer import TASKS, Learner, advantages, completion_logprobs
+from weightsync.serve.messages import SamplingParams
 from weightsync.serve.model import make_tiny_model
 from weightsync.serve.requests import Completion
-from weightsync.serve.steps import SamplingParams
 
 
 @pytest.mark.parametrize(

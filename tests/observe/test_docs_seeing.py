@@ -12,7 +12,7 @@ from torch import nn
 
 import weightsync as ws
 from weightsync.serve.engine_client import metrics_of
-from weightsync.serve.engine_messages import EngineStats
+from weightsync.serve.messages import EngineStats
 from weightsync.server.metrics import render
 
 PAGE = (Path(__file__).parents[2] / "docs" / "seeing.md").read_text(encoding="utf-8")

@@ -9,10 +9,17 @@ from typing import Any
 
 from fastapi import FastAPI
 
-from weightsync.serve.engine_messages import Delta, EngineStats, FinishReason, Job, TopToken
 from weightsync.serve.generate_route import generation_router
+from weightsync.serve.messages import (
+    NO_LOGPROBS,
+    Delta,
+    EngineStats,
+    FinishReason,
+    Job,
+    ModelCard,
+    TopToken,
+)
 from weightsync.serve.model import make_tiny_model
-from weightsync.serve.steps import NO_LOGPROBS, ModelCard
 from weightsync.serve.text import TokenizerService
 
 MODEL = "scripted"

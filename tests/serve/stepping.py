@@ -9,10 +9,10 @@ from typing import Any
 import torch
 
 from weightsync.serve.causal_model import end_token_ids
+from weightsync.serve.messages import NewRows, RowId, SampledToken, SamplingParams, Step, StepResult
 from weightsync.serve.model import LoadedModel
 from weightsync.serve.model_runner import ModelRunner
 from weightsync.serve.requests import Completion, spans
-from weightsync.serve.steps import NewRows, RowId, SampledToken, SamplingParams, Step, StepResult
 
 GREEDY = SamplingParams(temperature=0)
 

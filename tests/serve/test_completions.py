@@ -16,7 +16,7 @@ from weightsync.serve.completions import (
     complete,
     stream_deltas,
 )
-from weightsync.serve.engine_messages import Job
+from weightsync.serve.messages import Job
 from weightsync.serve.requests import VersionSpan, spans
 from weightsync.serve.text import TokenizerService
 

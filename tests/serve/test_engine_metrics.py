@@ -16,7 +16,7 @@ from tests.serve.scripted_engine import ScriptedEngine
 from tests.server.live import serving
 from weightsync.errors import TransportTimeout
 from weightsync.serve import engine_client
-from weightsync.serve.engine_messages import EngineStats
+from weightsync.serve.messages import EngineStats
 from weightsync.server.router import weight_router
 
 REPLICAS = [

@@ -14,12 +14,10 @@ import zmq
 
 from weightsync.queues.sockets import ipc_address
 from weightsync.serve.core_client import CoreClient
-from weightsync.serve.engine_messages import EngineStats, StatsReply
+from weightsync.serve.messages import EngineStats, ModelCard, Notice, StatsReply
 from weightsync.serve.process_terms import CoreAddress
-from weightsync.serve.steps import ModelCard
 from weightsync.serve.worker_client import WorkerClient
 from weightsync.serve.worker_group import WorkerGroup, worker_identity
-from weightsync.serve.worker_messages import Notice
 
 WAIT_S = 60.0
 BAD = [b"", b"\xc1", b"no msgpack", msgspec.msgpack.encode({"a": 1}), b"\x91" * 5000]

@@ -14,9 +14,9 @@ from PIL import Image
 
 from tests.serve.stepping import Stepping, alone
 from weightsync.errors import ConfigError, ProtocolError
+from weightsync.serve.messages import SamplingParams, Step
 from weightsync.serve.model import LoadedModel, make_tiny_model, make_tiny_vision_model
 from weightsync.serve.model_runner import ModelRunner
-from weightsync.serve.steps import SamplingParams, Step
 from weightsync.serve.vision import ImagePreparer
 
 hf: Any = transformers

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 from weightsync.errors import NotReadyError, TransferTimeout, WeightSyncError
 from weightsync.serve.engine_core import PauseController
-from weightsync.serve.engine_messages import Job
+from weightsync.serve.messages import Job
 
 Said = list[tuple[str, WeightSyncError | None]]
 

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 from weightsync.serve.engine_core import HELD_S, SPLIT_S, ReplicaReadiness
-from weightsync.serve.worker_messages import WorkerState
+from weightsync.serve.messages import WorkerState
 
 
 class Clock:

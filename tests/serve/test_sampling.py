@@ -9,8 +9,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from weightsync.serve.messages import SamplingParams
 from weightsync.serve.sampling import TokenSampler
-from weightsync.serve.steps import SamplingParams
 
 CPU = torch.device("cpu")
 VOCABULARY = 50

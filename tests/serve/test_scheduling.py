@@ -10,9 +10,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from weightsync.errors import ConfigError, NotReadyError, ProtocolError
-from weightsync.serve.engine_messages import Delta, Failed, Job
+from weightsync.serve.messages import (
+    Delta,
+    Failed,
+    Job,
+    ModelCard,
+    SampledToken,
+    SamplingParams,
+    Step,
+    StepResult,
+)
 from weightsync.serve.scheduling import Post, PrefixCache, Scheduler
-from weightsync.serve.steps import ModelCard, SampledToken, SamplingParams, Step, StepResult
 from weightsync.wire.problem import Problem
 
 END = 0

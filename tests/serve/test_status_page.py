@@ -26,7 +26,7 @@ from tests.server.live import TOKEN, serving
 from weightsync.errors import TransportTimeout
 from weightsync.serve import status_page as figures
 from weightsync.serve import status_page_data
-from weightsync.serve.engine_messages import Delta, EngineStats, Job
+from weightsync.serve.messages import Delta, EngineStats, Job, ModelCard
 from weightsync.serve.status_page import render_fragment, render_page, round_up, status_router
 from weightsync.serve.status_page_data import (
     FRESH_S,
@@ -38,7 +38,6 @@ from weightsync.serve.status_page_data import (
     take_snapshot,
     worker_names,
 )
-from weightsync.serve.steps import ModelCard
 from weightsync.server.dispatcher import Receiver
 from weightsync.server.router import weight_router
 from weightsync.update.history import WorkerReport

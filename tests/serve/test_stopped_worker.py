@@ -16,10 +16,24 @@ from weightsync.queues.codec import TensorEncoder
 from weightsync.queues.message_queue import MessageQueue
 from weightsync.serve import worker_group
 from weightsync.serve.engine_core import EngineCore
-from weightsync.serve.engine_messages import Cancel, Event, Job, StatsReply, StatsRequest
-from weightsync.serve.steps import ModelCard, SampledToken, Step, StepResult
+from weightsync.serve.messages import (
+    Cancel,
+    CoreMessage,
+    Done,
+    Event,
+    Hello,
+    Hold,
+    Job,
+    ModelCard,
+    Notice,
+    SampledToken,
+    StatsReply,
+    StatsRequest,
+    Step,
+    StepResult,
+    Welcome,
+)
 from weightsync.serve.worker_group import WorkerGroup, step_codec, worker_identity
-from weightsync.serve.worker_messages import CoreMessage, Done, Hello, Hold, Notice, Welcome
 
 WAIT_S = 60.0
 CARD = ModelCard(name="a model", directory="", vocab_size=8, max_length=64, end_ids=[0])

@@ -16,9 +16,9 @@ from tests.children import CONTEXT
 from tests.gloo import as_rank
 from tests.serve.stepping import Stepping, alone
 from weightsync.serve.kv_cache import held_by
+from weightsync.serve.messages import SamplingParams, Step, StepResult
 from weightsync.serve.model import LoadedModel, make_tiny_vision_model
 from weightsync.serve.model_runner import ModelRunner
-from weightsync.serve.steps import SamplingParams, Step, StepResult
 
 RANKS = 2
 WAIT_S = 90

@@ -10,8 +10,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from torch import nn
 
 import weightsync as ws
+from weightsync.serve.messages import REPORT_CALL
 from weightsync.serve.worker_client import RemoteReceiver, WorkerClient
-from weightsync.serve.worker_messages import REPORT_CALL
 from weightsync.server import Workers
 from weightsync.server.dispatcher import Receiver
 from weightsync.server.metrics import render

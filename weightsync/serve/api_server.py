@@ -18,10 +18,10 @@ from fastapi import APIRouter, FastAPI, Response
 from weightsync.serve.core_client import CoreClient
 from weightsync.serve.engine_client import EngineClient, engine_metrics
 from weightsync.serve.generate_route import generation_router
+from weightsync.serve.messages import ModelCard
 from weightsync.serve.model_files import load_reader
 from weightsync.serve.process_terms import ApiTerms, Ready
 from weightsync.serve.status_page import status_router
-from weightsync.serve.steps import ModelCard
 from weightsync.serve.text import TokenizerService
 from weightsync.serve.worker_client import RemoteReceiver, WorkerClient
 from weightsync.server.auth import LocalOnly, TokenAuth

@@ -10,7 +10,7 @@ import torch
 from weightsync.errors import ConfigError
 from weightsync.serve.hugging_face import hf
 from weightsync.serve.kv_cache import Cache, PreallocatedLayer, get_layer_types_and_kwargs
-from weightsync.serve.steps import ModelCard, NewRows
+from weightsync.serve.messages import ModelCard, NewRows
 
 _CACHED_TYPES = {"full_attention", "sliding_attention", "chunked_attention"}
 _NO_CACHE = "dummy"

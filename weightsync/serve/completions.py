@@ -20,9 +20,8 @@ from weightsync.errors import (
     WeightSyncError,
 )
 from weightsync.serve.engine_client import EngineClient
-from weightsync.serve.engine_messages import Delta, FinishReason, Job, TopToken
+from weightsync.serve.messages import Delta, FinishReason, Job, ModelCard, SamplingParams, TopToken
 from weightsync.serve.requests import Completion, VersionSpan, spans
-from weightsync.serve.steps import ModelCard, SamplingParams
 from weightsync.serve.text import CompletionText, TokenizerService
 
 if TYPE_CHECKING:

@@ -17,20 +17,20 @@ from weightsync.errors import NotReadyError, TransportTimeout
 from weightsync.queues.codec import TensorEncoder
 from weightsync.queues.tensor_packets import TensorQueueHandle
 from weightsync.serve import links
-from weightsync.serve.engine_messages import (
+from weightsync.serve.links import end_process
+from weightsync.serve.messages import (
     Cancel,
     Delta,
     EngineStats,
     Event,
     Failed,
     Job,
+    ModelCard,
     Order,
     StatsReply,
     StatsRequest,
 )
-from weightsync.serve.links import end_process
 from weightsync.serve.process_terms import CoreAddress, takes_images
-from weightsync.serve.steps import ModelCard
 from weightsync.wire.problem import Problem, from_problem
 
 if TYPE_CHECKING:

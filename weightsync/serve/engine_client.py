@@ -11,8 +11,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 
 from weightsync.errors import WeightSyncError
-from weightsync.serve.engine_messages import Delta, EngineStats, Job
-from weightsync.serve.steps import ModelCard
+from weightsync.serve.messages import Delta, EngineStats, Job, ModelCard
 
 
 class EngineClient(Protocol):

@@ -14,31 +14,29 @@ import zmq
 
 from weightsync.errors import NotReadyError, ProtocolError, TransferTimeout, WeightSyncError
 from weightsync.queues.codec import TensorDecoder
-from weightsync.serve.engine_messages import (
+from weightsync.serve.messages import (
     Cancel,
+    ClearCacheCall,
+    Done,
     EngineStats,
     Event,
     Failed,
-    Job,
-    Order,
-    PauseMode,
-    StatsReply,
-    StatsRequest,
-)
-from weightsync.serve.scheduling import Owner, Post, Scheduler
-from weightsync.serve.steps import ModelCard
-from weightsync.serve.worker_group import WorkerGroup
-from weightsync.serve.worker_messages import (
-    ClearCacheCall,
-    Done,
     Hello,
     Hold,
+    Job,
+    ModelCard,
     Notice,
+    Order,
     PauseCall,
+    PauseMode,
     PauseState,
     ResumeCall,
+    StatsReply,
+    StatsRequest,
     WorkerState,
 )
+from weightsync.serve.scheduling import Owner, Post, Scheduler
+from weightsync.serve.worker_group import WorkerGroup
 from weightsync.wire.problem import encode_problem, to_problem
 
 if TYPE_CHECKING:

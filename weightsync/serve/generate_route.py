@@ -16,6 +16,7 @@ from weightsync.serve.completions import (
     while_connected,
 )
 from weightsync.serve.engine_client import EngineClient
+from weightsync.serve.messages import NO_LOGPROBS, SamplingParams
 from weightsync.serve.openai_routes import add_openai_routes
 from weightsync.serve.requests import (
     GenerateRequest,
@@ -23,7 +24,6 @@ from weightsync.serve.requests import (
     decode_request,
     encode_response,
 )
-from weightsync.serve.steps import NO_LOGPROBS, SamplingParams
 from weightsync.serve.text import TokenizerService
 from weightsync.server.dispatcher import error_response, read_body
 from weightsync.server.router import schema_of

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from weightsync.errors import BackendUnavailableError
-from weightsync.serve.steps import RowId
+from weightsync.serve.messages import RowId
 
 try:
     from transformers.cache_utils import Cache, DynamicLayer, get_layer_types_and_kwargs

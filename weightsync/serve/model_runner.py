@@ -15,8 +15,8 @@ import torch
 from weightsync.errors import ProtocolError, shorten
 from weightsync.serve.causal_model import CausalModel, InputsRejectedError
 from weightsync.serve.kv_cache import BatchedKVCache, Cache, KeptPrompt
+from weightsync.serve.messages import ModelCard, NewRows, RowId, SampledToken, Step, StepResult
 from weightsync.serve.sampling import TokenSampler
-from weightsync.serve.steps import ModelCard, NewRows, RowId, SampledToken, Step, StepResult
 
 _BATCH_TOKENS = 2048
 """The most tokens, padding included, of prompts that one forward pass reads."""

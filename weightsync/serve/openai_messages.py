@@ -15,8 +15,8 @@ from weightsync.errors import (
     TransferError,
     TransportError,
 )
+from weightsync.serve.messages import ModelCard
 from weightsync.serve.requests import PromptText, StopText, TokenId, VersionSpan
-from weightsync.serve.steps import ModelCard
 from weightsync.server.dispatcher import BodyError
 
 MAX_LOGPROBS = 20

@@ -31,6 +31,7 @@ from weightsync.serve.completions import (
     while_connected,
 )
 from weightsync.serve.engine_client import EngineClient
+from weightsync.serve.messages import NO_LOGPROBS, SamplingParams
 from weightsync.serve.openai_messages import (
     ChatAnswer,
     ChatChoice,
@@ -60,7 +61,6 @@ from weightsync.serve.openai_messages import (
     model_entry,
     usage_of,
 )
-from weightsync.serve.steps import NO_LOGPROBS, SamplingParams
 from weightsync.serve.text import TokenizerService
 from weightsync.serve.vision import ImagePreparer
 from weightsync.server.dispatcher import BodyError, read_body

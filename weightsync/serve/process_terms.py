@@ -12,7 +12,7 @@ from collections.abc import Callable
 import msgspec
 
 from weightsync.queues.tensor_packets import TensorQueueHandle
-from weightsync.serve.steps import ModelCard
+from weightsync.serve.messages import ModelCard
 from weightsync.update.lifecycle import ApplyChoice
 
 Ready = Callable[[bytes], None]

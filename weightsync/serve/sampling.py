@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 import xxhash
 
-from weightsync.serve.steps import NO_LOGPROBS, RowId, SampledToken, SamplingParams
+from weightsync.serve.messages import NO_LOGPROBS, RowId, SampledToken, SamplingParams
 
 _COLDEST = 1e-4
 """A softmax overflows below this temperature, and would choose the likeliest token."""

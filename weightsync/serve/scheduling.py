@@ -9,8 +9,20 @@ from dataclasses import dataclass, field
 from msgspec.structs import replace
 
 from weightsync.errors import ConfigError, NotReadyError, ProtocolError, WeightSyncError
-from weightsync.serve.engine_messages import Delta, Event, Failed, FinishReason, Job, TopToken
-from weightsync.serve.steps import ModelCard, NewRows, RowId, SampledToken, Step, StepResult
+from weightsync.serve.messages import (
+    Delta,
+    Event,
+    Failed,
+    FinishReason,
+    Job,
+    ModelCard,
+    NewRows,
+    RowId,
+    SampledToken,
+    Step,
+    StepResult,
+    TopToken,
+)
 from weightsync.wire.problem import encode_problem, to_problem
 
 MAX_KEPT_TOKENS = 4096

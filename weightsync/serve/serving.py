@@ -14,6 +14,7 @@ import msgspec
 from weightsync.errors import ConfigError
 from weightsync.queues.sockets import ipc_address
 from weightsync.serve.child_process import ChildSpec
+from weightsync.serve.messages import ModelCard
 from weightsync.serve.model_files import check_choice
 from weightsync.serve.process_terms import (
     ApiTerms,
@@ -25,7 +26,6 @@ from weightsync.serve.process_terms import (
     run_worker,
 )
 from weightsync.serve.scheduling import MAX_ROWS
-from weightsync.serve.steps import ModelCard
 from weightsync.serve.supervisor import Supervisor
 from weightsync.update.lifecycle import ApplyChoice
 

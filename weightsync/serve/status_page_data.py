@@ -14,7 +14,7 @@ import msgspec
 from msgspec.structs import asdict
 
 from weightsync.serve.engine_client import EngineClient
-from weightsync.serve.engine_messages import EngineStats
+from weightsync.serve.messages import EngineStats
 from weightsync.server.dispatcher import Receiver
 from weightsync.server.workers import merge_statuses
 from weightsync.update.history import WorkerReport

@@ -26,14 +26,8 @@ from weightsync.errors import PeerLostError, TransferCancelled, TransferError, T
 from weightsync.queues.message_queue import MessageQueue
 from weightsync.receiver import WeightReceiver
 from weightsync.serve import links
-from weightsync.serve.engine_messages import PauseMode
 from weightsync.serve.links import end_process
-from weightsync.serve.model import LoadedModel, load_for_worker
-from weightsync.serve.model_runner import ModelRunner
-from weightsync.serve.process_terms import Ready, WorkerTerms
-from weightsync.serve.steps import Step
-from weightsync.serve.worker_group import STEP_SLOT_NBYTES, STEP_SLOTS, step_codec, worker_identity
-from weightsync.serve.worker_messages import (
+from weightsync.serve.messages import (
     REPORT_CALL,
     ClearCacheCall,
     CoreMessage,
@@ -42,11 +36,17 @@ from weightsync.serve.worker_messages import (
     Hold,
     Notice,
     PauseCall,
+    PauseMode,
     PauseState,
     ResumeCall,
+    Step,
     Welcome,
     WorkerState,
 )
+from weightsync.serve.model import LoadedModel, load_for_worker
+from weightsync.serve.model_runner import ModelRunner
+from weightsync.serve.process_terms import Ready, WorkerTerms
+from weightsync.serve.worker_group import STEP_SLOT_NBYTES, STEP_SLOTS, step_codec, worker_identity
 from weightsync.wire import codec
 from weightsync.wire.problem import Problem, encode_problem, from_problem, to_problem
 

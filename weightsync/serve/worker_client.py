@@ -14,7 +14,7 @@ import zmq.asyncio
 from weightsync.errors import ConnectError, TransportTimeout, WeightSyncError
 from weightsync.serve import links
 from weightsync.serve.links import end_process
-from weightsync.serve.worker_messages import REPORT_CALL
+from weightsync.serve.messages import REPORT_CALL
 from weightsync.update.history import WorkerReport
 from weightsync.wire import codec
 from weightsync.wire.messages import (

@@ -13,15 +13,18 @@ from weightsync.errors import ProtocolError, TransferTimeout
 from weightsync.queues.codec import MessageCodec
 from weightsync.queues.message_queue import MessageQueue
 from weightsync.serve import links
-from weightsync.serve.steps import (
+from weightsync.serve.messages import (
+    CoreMessage,
+    Hello,
     ModelCard,
     NewRows,
+    Notice,
     SampledToken,
     SamplingParams,
     Step,
     StepResult,
+    Welcome,
 )
-from weightsync.serve.worker_messages import CoreMessage, Hello, Notice, Welcome
 from weightsync.shm.wait import HEARTBEAT_TIMEOUT_FACTOR
 
 STEP_SLOT_NBYTES = 1 << 20

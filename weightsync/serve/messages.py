@@ -1,0 +1,304 @@
+"""Messages between the processes of a server.
+
+All workers of a replica make the same steps in the same order. Rank 0 chooses the tokens, and the
+core sends them to all workers with the next step.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+import msgspec
+
+from weightsync.queues.codec import Tensor
+from weightsync.queues.message_queue import QueueHandle
+
+FinishReason = Literal["stop", "length", "abort"]
+PauseMode = Literal["abort", "wait", "keep"]
+
+
+class _Tagged(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind"):
+    """Base of the messages that are distinguished by their field `kind`."""
+
+
+# Steps of the workers.
+
+NO_LOGPROBS = -1
+
+RowId = int
+"""The number of a completion in progress. The core never uses a number twice."""
+
+
+class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
+    """The sampling parameters of a row.
+
+    `temperature` 0 chooses the likeliest token. `seed` makes the tokens repeatable, independently
+    of other rows; each completion of a request has its own random stream. `logprobs` is the number
+    of likeliest tokens to return with the chosen one, or NO_LOGPROBS for no log-probabilities.
+    """
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    seed: int | None = None
+    logprobs: Annotated[int, msgspec.Meta(ge=NO_LOGPROBS, le=20)] = NO_LOGPROBS
+
+
+class NewRows(msgspec.Struct, frozen=True, kw_only=True):
+    """A prompt to read, and the rows that continue it: one for each completion.
+
+    `prompt` are token ids. `completions` are the indices of the rows' completions in their request,
+    by default 0, 1, …. The first `reuse_length` tokens are taken from the kept prompt `reuse`; this
+    prompt is kept as `keep_as`. `inputs` are more arguments of the model's first forward pass, by
+    name: pixel values, for instance.
+    """
+
+    rows: list[RowId]
+    prompt: list[int]
+    choosing: SamplingParams
+    completions: list[int] = []
+    reuse: int | None = None
+    reuse_length: int = 0
+    keep_as: int | None = None
+    inputs: dict[str, Tensor] | None = None
+
+
+class Step(msgspec.Struct, frozen=True, kw_only=True):
+    """One step of all workers: reads the prompts of `new`, or gives each of `rows` its next token.
+
+    First the rows of `drop` and the kept prompts of `evict` are removed. `rows` are all live rows,
+    and `tokens` are their last tokens, one each. A step with `new` has no `rows`.
+    """
+
+    number: int
+    drop: list[RowId] = []
+    evict: list[int] = []
+    new: list[NewRows] = []
+    rows: list[RowId] = []
+    tokens: list[int] = []
+
+
+class SampledToken(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
+    """The next token of one row. `top` are (token id, log-probability) pairs, the likeliest first.
+
+    Log-probabilities are those of the model, before temperature and top_p.
+    """
+
+    row: RowId
+    token: int
+    logprob: float | None = None
+    top: list[tuple[int, float]] = []
+
+
+class StepResult(msgspec.Struct, frozen=True, kw_only=True):
+    """A worker's result of a step, with weights of `version`.
+
+    `chosen` has the order of the step's rows; only rank 0 fills it. `refused` maps the first row of
+    a prompt that could not be read to the reason; the other prompts were read.
+    """
+
+    number: int
+    version: int
+    chosen: list[SampledToken] = []
+    refused: dict[RowId, str] = {}
+    seconds: float = 0.0
+
+
+class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
+    """Facts about a loaded model that other processes need.
+
+    `max_length` is the most tokens of a prompt and its completion together. A token of `end_ids`
+    ends a completion. The tokenizer and the processor are loaded from `directory`, which may be the
+    name of a built-in model. `image_token_id` is None for a text-only model.
+    """
+
+    name: str
+    directory: str
+    vocab_size: int
+    max_length: int
+    end_ids: list[int]
+    architecture: str = ""
+    dtype: str = ""
+    num_parameters: int = 0
+    image_token_id: int | None = None
+
+
+# From an API server to an engine core.
+
+
+class Job(_Tagged, frozen=True, kw_only=True, tag="job"):
+    """Generate `n` completions of one prompt of token ids, at most `max_new_tokens` tokens each.
+
+    `inputs` are more arguments of the model's first forward pass, by name: pixel values, for
+    instance. With `stop_at_end` False, generation continues after the model's end token.
+    """
+
+    request_id: str
+    prompt: list[int]
+    max_new_tokens: int
+    n: int = 1
+    choosing: SamplingParams = SamplingParams()
+    stop_at_end: bool = True
+    inputs: dict[str, Tensor] | None = None
+
+
+class Cancel(_Tagged, frozen=True, kw_only=True, tag="cancel"):
+    """Stop a job, or only its completion `index`."""
+
+    request_id: str
+    index: int | None = None
+
+
+class StatsRequest(_Tagged, frozen=True, kw_only=True, tag="stats_request"):
+    """Request the statistics of an engine core. StatsReply carries the same `call`."""
+
+    call: int
+
+
+Order = Job | Cancel | StatsRequest
+
+
+# From an engine core to an API server.
+
+
+class TopToken(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
+    """One of the likeliest tokens of a position, and its log-probability."""
+
+    token: int
+    logprob: float
+
+
+class Delta(_Tagged, frozen=True, kw_only=True, tag="delta"):
+    """The next token of completion `index` of a job, or the end of the completion.
+
+    `version` is the version of the weights that made the token. `prompt_version` is the version
+    that read the prompt; it is older if a kept prompt was reused after an update. `token` is None
+    if the completion ends without another token. `logprob` and `top` are set on request.
+    """
+
+    request_id: str
+    index: int
+    token: int | None = None
+    version: int = 0
+    prompt_version: int = 0
+    logprob: float | None = None
+    top: list[TopToken] = []
+    finish_reason: FinishReason | None = None
+
+
+class Failed(_Tagged, frozen=True, kw_only=True, tag="failed"):
+    """The error that ended a job, as a problem document of weightsync.wire.problem."""
+
+    request_id: str
+    problem: bytes
+
+
+class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
+    """Statistics of a replica. `why_not` is the reason why it does not generate, or "".
+
+    `running` and `waiting` count completions. The totals count from the start of the replica.
+    `versions` are the weight versions of its workers, one each. `stall_s` is how long the last
+    update stopped generation.
+    """
+
+    running: int = 0
+    waiting: int = 0
+    paused: PauseMode | None = None
+    tokens_total: int = 0
+    steps_total: int = 0
+    requests_total: int = 0
+    tokens_per_s: float = 0.0
+    kept_prompts: int = 0
+    versions: list[int] = []
+    stall_s: float = 0.0
+    why_not: str = ""
+
+
+class StatsReply(_Tagged, frozen=True, kw_only=True, tag="stats_reply"):
+    """The reply to StatsRequest."""
+
+    call: int
+    stats: EngineStats
+
+
+Event = Delta | Failed | StatsReply
+
+
+REPORT_CALL = "worker_report"
+"""The call for a worker's report, in addition to the calls of weightsync.wire."""
+
+
+# From a worker to its engine core.
+
+
+class Hello(_Tagged, frozen=True, kw_only=True, tag="hello"):
+    """A worker has loaded its model. It sends its results through the queue `results`."""
+
+    card: ModelCard
+    results: QueueHandle
+    version: int = 0
+
+
+class Hold(_Tagged, frozen=True, kw_only=True, tag="hold"):
+    """Start no step until this worker releases. Done(call) follows when no step is in progress."""
+
+    call: int
+
+
+class WorkerState(_Tagged, frozen=True, kw_only=True, tag="worker_state"):
+    """The weights of a worker, and the reason why they may not be used ("": they may).
+
+    `weights_id` distinguishes weights of the same version. `released` ends a Hold.
+    """
+
+    version: int
+    weights_id: str = ""
+    state: str = "READY"
+    why_not: str = ""
+    released: bool = False
+
+
+class ClearCacheCall(_Tagged, frozen=True, kw_only=True, tag="clear_cache"):
+    """Drop the prompts that older weights have read. Done(call) follows."""
+
+    call: int
+
+
+class PauseCall(_Tagged, frozen=True, kw_only=True, tag="pause"):
+    """Pause generation. Done(call) follows when the pause is in effect, which depends on `mode`."""
+
+    call: int
+    mode: PauseMode
+
+
+class ResumeCall(_Tagged, frozen=True, kw_only=True, tag="resume"):
+    """Resume generation. Done(call) follows."""
+
+    call: int
+
+
+Notice = Hello | Hold | WorkerState | ClearCacheCall | PauseCall | ResumeCall
+
+
+# From an engine core to its workers.
+
+
+class Welcome(_Tagged, frozen=True, kw_only=True, tag="welcome"):
+    """The reply to Hello. The worker reads its steps from the queue `steps`."""
+
+    steps: QueueHandle
+
+
+class Done(_Tagged, frozen=True, kw_only=True, tag="done"):
+    """The reply to a call, with the problem document of its error if it failed."""
+
+    call: int
+    problem: bytes | None = None
+
+
+class PauseState(_Tagged, frozen=True, kw_only=True, tag="pause_state"):
+    """Whether generation is paused; sent to all workers of the replica."""
+
+    paused: bool
+
+
+CoreMessage = Welcome | Done | PauseState
