@@ -17,7 +17,6 @@ from weightsync.serve.messages import (
     FinishReason,
     Job,
     ModelCard,
-    TopToken,
 )
 from weightsync.serve.model import make_tiny_model
 from weightsync.serve.text import TokenizerService
@@ -118,7 +117,7 @@ class ScriptedEngine:
                 version=self.versions(place),
                 prompt_version=self.prompt_version,
                 logprob=None if wants == NO_LOGPROBS else logprob_of(place),
-                top=[TopToken(token=3 + i, logprob=logprob_of(i)) for i in range(wants)],
+                top=[(3 + i, logprob_of(i)) for i in range(wants)],
                 finish_reason=finish_reason,
             )
 

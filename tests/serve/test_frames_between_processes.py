@@ -116,9 +116,9 @@ def test_a_core_drops_notices_that_are_none(tmp_path: Path) -> None:
         crew._notice_at = {}
         for frames in ([b"\xc1"], [b"a", b"b"], [b""]):
             worker.send_multipart(frames)
-        worker.send(msgspec.msgpack.encode({"kind": "resume", "call": 3}))
+        worker.send(msgspec.msgpack.encode({"kind": "call", "call": 3, "action": "resume"}))
         found: list[tuple[int, Notice]] = []
         while not found:
             assert core.poll(int(WAIT_S * 1000))
             found = list(crew.notices())
-        assert [(rank, type(notice).__name__) for rank, notice in found] == [(0, "ResumeCall")]
+        assert [(rank, type(notice).__name__) for rank, notice in found] == [(0, "WorkerCall")]

@@ -22,7 +22,6 @@ from weightsync.serve.messages import (
     Done,
     Event,
     Hello,
-    Hold,
     Job,
     ModelCard,
     Notice,
@@ -31,7 +30,7 @@ from weightsync.serve.messages import (
     StatsRequest,
     Step,
     StepResult,
-    Welcome,
+    WorkerCall,
 )
 from weightsync.serve.worker_group import WorkerGroup, step_codec, worker_identity
 
@@ -51,10 +50,11 @@ class Replica:
         self.worker = self._socket(zmq.DEALER, "gate", worker_identity(0))
         self.api = self._socket(zmq.DEALER, "orders", b"api")
         self.results = MessageQueue(1, 1, codec=step_codec(), spin_s=0.0)
-        self.say(Hello(card=CARD, results=self.results.export_handle(), version=0))
+        self.say(Hello(call=1, card=CARD, results=self.results.export_handle()))
         self.crew = WorkerGroup.gather(gate, 1, timeout_s=WAIT_S)
         welcome = self.hear()
-        assert isinstance(welcome, Welcome)
+        assert isinstance(welcome, Done)
+        assert welcome.steps is not None
         self.steps = MessageQueue.create_from_handle(welcome.steps, 0, codec=step_codec())
         self.core = EngineCore(orders, self.crew)
         self.error: Exception | None = None
@@ -127,7 +127,7 @@ def test_what_does_not_need_the_step_to_be_over_is_served(replica: Replica) -> N
     step = begin_step(replica)
     assert replica.running() == 1
     replica.order("one", Cancel(request_id="one"))
-    replica.say(Hold(call=7))
+    replica.say(WorkerCall(call=7, action="hold"))
     assert replica.running() == 0
     assert replica.hear(0.3) is None  # a hold says that no step is at work
     chosen = [SampledToken(row=step.new[0].rows[0], token=3)]

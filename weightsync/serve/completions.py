@@ -20,7 +20,7 @@ from weightsync.errors import (
     WeightSyncError,
 )
 from weightsync.serve.engine_client import EngineClient
-from weightsync.serve.messages import Delta, FinishReason, Job, ModelCard, SamplingParams, TopToken
+from weightsync.serve.messages import Delta, FinishReason, Job, ModelCard, SamplingParams
 from weightsync.serve.requests import Completion, VersionSpan, spans
 from weightsync.serve.text import CompletionText, TokenizerService
 
@@ -77,7 +77,7 @@ class MadeToken:
     version: int
     offset: int
     logprob: float | None
-    top: list[TopToken]
+    top: list[tuple[int, float]]
 
 
 @dataclass(frozen=True, kw_only=True)

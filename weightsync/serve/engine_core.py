@@ -16,23 +16,19 @@ from weightsync.errors import NotReadyError, ProtocolError, TransferTimeout, Wei
 from weightsync.queues.codec import TensorDecoder
 from weightsync.serve.messages import (
     Cancel,
-    ClearCacheCall,
     Done,
     EngineStats,
     Event,
     Failed,
     Hello,
-    Hold,
     Job,
-    ModelCard,
     Notice,
     Order,
-    PauseCall,
     PauseMode,
     PauseState,
-    ResumeCall,
     StatsReply,
     StatsRequest,
+    WorkerCall,
     WorkerState,
 )
 from weightsync.serve.scheduling import Owner, Post, Scheduler
@@ -284,13 +280,6 @@ class EngineCore:
         self._poller = zmq.Poller()
         self._poller.register(orders, zmq.POLLIN)
         self._poller.register(workers.socket, zmq.POLLIN)
-        for rank, version in enumerate(workers.versions):
-            self._readiness.note_state(rank, WorkerState(version=version))
-
-    @property
-    def card(self) -> ModelCard:
-        """The card of the model that the workers run."""
-        return self._workers.card
 
     def stop(self) -> None:
         """Make `run` return after the current step. Safe in a signal handler."""
@@ -392,25 +381,25 @@ class EngineCore:
             self._fail(owner, job.request_id, exc)
 
     def _handle_notice(self, worker: int, notice: Notice) -> None:
-        if isinstance(notice, Hold):
-            self._readiness.hold(worker)
-            self._answer(worker, Done(call=notice.call))
-        elif isinstance(notice, WorkerState):
+        if isinstance(notice, WorkerState):
             self._readiness.note_state(worker, notice)
-        elif isinstance(notice, ClearCacheCall):
-            self._scheduler.clear_cache()
-            self._answer(worker, Done(call=notice.call))
-        elif isinstance(notice, PauseCall):
+            return
+        if isinstance(notice, Hello):
+            raise ProtocolError(f"worker {worker} sent a second Hello; was it started twice?")
+        if notice.action == "pause":
             self._pause(worker, notice)
-        elif isinstance(notice, ResumeCall):
+            return
+        if notice.action == "hold":
+            self._readiness.hold(worker)
+        elif notice.action == "clear_cache":
+            self._scheduler.clear_cache()
+        else:
             for owner, job in self._pauses.resume():
                 self._submit(owner, job)
             self._workers.send_to_all(PauseState(paused=False))
-            self._answer(worker, Done(call=notice.call))
-        elif isinstance(notice, Hello):
-            raise ProtocolError(f"worker {worker} sent a second Hello; was it started twice?")
+        self._answer(worker, Done(call=notice.call))
 
-    def _pause(self, worker: int, notice: PauseCall) -> None:
+    def _pause(self, worker: int, notice: WorkerCall) -> None:
         def answer(error: WeightSyncError | None) -> None:
             problem = encode_problem(to_problem(error)) if error else None
             self._answer(worker, Done(call=notice.call, problem=problem))

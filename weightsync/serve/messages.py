@@ -15,6 +15,7 @@ from weightsync.queues.message_queue import QueueHandle
 
 FinishReason = Literal["stop", "length", "abort"]
 PauseMode = Literal["abort", "wait", "keep"]
+Action = Literal["hold", "clear_cache", "pause", "resume"]
 
 
 class _Tagged(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind"):
@@ -160,19 +161,12 @@ Order = Job | Cancel | StatsRequest
 # From an engine core to an API server.
 
 
-class TopToken(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
-    """One of the likeliest tokens of a position, and its log-probability."""
-
-    token: int
-    logprob: float
-
-
 class Delta(_Tagged, frozen=True, kw_only=True, tag="delta"):
     """The next token of completion `index` of a job, or the end of the completion.
 
     `version` is the version of the weights that made the token. `prompt_version` is the version
     that read the prompt; it is older if a kept prompt was reused after an update. `token` is None
-    if the completion ends without another token. `logprob` and `top` are set on request.
+    if the completion ends without another token. `logprob` and `top` are those of SampledToken.
     """
 
     request_id: str
@@ -181,7 +175,7 @@ class Delta(_Tagged, frozen=True, kw_only=True, tag="delta"):
     version: int = 0
     prompt_version: int = 0
     logprob: float | None = None
-    top: list[TopToken] = []
+    top: list[tuple[int, float]] = []
     finish_reason: FinishReason | None = None
 
 
@@ -231,23 +225,20 @@ REPORT_CALL = "worker_report"
 
 
 class Hello(_Tagged, frozen=True, kw_only=True, tag="hello"):
-    """A worker has loaded its model. It sends its results through the queue `results`."""
+    """A worker has loaded its model. It sends its results through the queue `results`.
 
-    card: ModelCard
-    results: QueueHandle
-    version: int = 0
-
-
-class Hold(_Tagged, frozen=True, kw_only=True, tag="hold"):
-    """Start no step until this worker releases. Done(call) follows when no step is in progress."""
+    Done(call) follows, with the queue of its steps.
+    """
 
     call: int
+    card: ModelCard
+    results: QueueHandle
 
 
 class WorkerState(_Tagged, frozen=True, kw_only=True, tag="worker_state"):
     """The weights of a worker, and the reason why they may not be used ("": they may).
 
-    `weights_id` distinguishes weights of the same version. `released` ends a Hold.
+    `weights_id` distinguishes weights of the same version. `released` ends a hold.
     """
 
     version: int
@@ -257,42 +248,34 @@ class WorkerState(_Tagged, frozen=True, kw_only=True, tag="worker_state"):
     released: bool = False
 
 
-class ClearCacheCall(_Tagged, frozen=True, kw_only=True, tag="clear_cache"):
-    """Drop the prompts that older weights have read. Done(call) follows."""
+class WorkerCall(_Tagged, frozen=True, kw_only=True, tag="call"):
+    """A worker asks its core for an action. Done(call) follows when it is in effect.
+
+    `hold`: start no step until this worker releases; in effect when no step is in progress.
+    `clear_cache`: drop the prompts that older weights have read. `pause`: pause generation, as
+    `mode` says. `resume`: resume generation.
+    """
 
     call: int
+    action: Action
+    mode: PauseMode = "abort"
 
 
-class PauseCall(_Tagged, frozen=True, kw_only=True, tag="pause"):
-    """Pause generation. Done(call) follows when the pause is in effect, which depends on `mode`."""
-
-    call: int
-    mode: PauseMode
-
-
-class ResumeCall(_Tagged, frozen=True, kw_only=True, tag="resume"):
-    """Resume generation. Done(call) follows."""
-
-    call: int
-
-
-Notice = Hello | Hold | WorkerState | ClearCacheCall | PauseCall | ResumeCall
+Notice = Hello | WorkerState | WorkerCall
 
 
 # From an engine core to its workers.
 
 
-class Welcome(_Tagged, frozen=True, kw_only=True, tag="welcome"):
-    """The reply to Hello. The worker reads its steps from the queue `steps`."""
-
-    steps: QueueHandle
-
-
 class Done(_Tagged, frozen=True, kw_only=True, tag="done"):
-    """The reply to a call, with the problem document of its error if it failed."""
+    """The reply to a call, with the problem document of its error if it failed.
+
+    The reply to Hello has the queue `steps`, from which the worker reads its steps.
+    """
 
     call: int
     problem: bytes | None = None
+    steps: QueueHandle | None = None
 
 
 class PauseState(_Tagged, frozen=True, kw_only=True, tag="pause_state"):
@@ -301,4 +284,4 @@ class PauseState(_Tagged, frozen=True, kw_only=True, tag="pause_state"):
     paused: bool
 
 
-CoreMessage = Welcome | Done | PauseState
+CoreMessage = Done | PauseState

@@ -162,7 +162,7 @@ class TextAnswers:
         name = self._head.texts.token_name
         found = []
         for place, (made, chosen) in enumerate(zip(tokens, names, strict=True), start):
-            top = {name(one.token, first=place == 0): _least(one.logprob) for one in made.top}
+            top = {name(token, first=place == 0): _least(logprob) for token, logprob in made.top}
             top.setdefault(chosen, made.logprob or 0.0)
             found.append(top)
         return found
@@ -241,7 +241,7 @@ class ChatAnswers:
             token=chosen.token,
             logprob=chosen.logprob,
             bytes=chosen.bytes,
-            top_logprobs=[self._top(one.token, one.logprob, first) for one in made.top],
+            top_logprobs=[self._top(token, logprob, first) for token, logprob in made.top],
         )
 
     def _top(self, token: int, logprob: float, first: bool) -> TopLogprob:

@@ -21,7 +21,6 @@ from weightsync.serve.messages import (
     SampledToken,
     Step,
     StepResult,
-    TopToken,
 )
 from weightsync.wire.problem import encode_problem, to_problem
 
@@ -403,7 +402,7 @@ class Scheduler:
             version=version,
             prompt_version=row.prompt_version,
             logprob=chosen.logprob,
-            top=[TopToken(token=token, logprob=logprob) for token, logprob in chosen.top],
+            top=chosen.top,
             finish_reason=finish,
         )
 

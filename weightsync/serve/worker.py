@@ -23,24 +23,22 @@ import zmq
 import zmq.asyncio
 
 from weightsync.errors import PeerLostError, TransferCancelled, TransferError, TransferTimeout
-from weightsync.queues.message_queue import MessageQueue
+from weightsync.queues.message_queue import MessageQueue, QueueHandle
 from weightsync.receiver import WeightReceiver
 from weightsync.serve import links
 from weightsync.serve.links import end_process
 from weightsync.serve.messages import (
     REPORT_CALL,
-    ClearCacheCall,
+    Action,
     CoreMessage,
     Done,
     Hello,
-    Hold,
+    ModelCard,
     Notice,
-    PauseCall,
     PauseMode,
     PauseState,
-    ResumeCall,
     Step,
-    Welcome,
+    WorkerCall,
     WorkerState,
 )
 from weightsync.serve.model import LoadedModel, load_for_worker
@@ -85,7 +83,6 @@ class WorkerLink:
         self._control_address = control_address
         self._calls: dict[int, asyncio.Future[Done]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
-        self._welcome: asyncio.Future[Welcome] | None = None
         self._next_call = 0
         self._sent_state: WorkerState | None = None
         self._sent_at = 0.0
@@ -105,10 +102,15 @@ class WorkerLink:
         self._thread.start()
         opened.result()
 
-    def hello(self, hello: Hello, timeout_s: float) -> Welcome:
-        """Register this worker at its core. Raises TransferTimeout when the core does not reply."""
-        welcome: Welcome = self._wait(self._introduce(hello), timeout_s, "hello")
-        return welcome
+    def hello(self, card: ModelCard, results: QueueHandle, timeout_s: float) -> QueueHandle:
+        """Register this worker at its core; return the queue of its steps.
+
+        Raises TransferTimeout when the core does not reply.
+        """
+        work = self._call(lambda call: Hello(call=call, card=card, results=results))
+        steps: QueueHandle | None = self._wait(work, timeout_s, "hello").steps
+        assert steps is not None
+        return steps
 
     def serve(
         self, handle: Handle, read_state: ReadState, on_paused: Callable[[bool], None]
@@ -127,15 +129,14 @@ class WorkerLink:
         released the hold, which the core may have received.
         """
         try:
-            self._wait(self._call(lambda call: Hold(call=call)), timeout_s, "hold")
+            self._ask("hold", timeout_s)
         except BaseException:
             self.release(msgspec.structs.replace(self._read_state(), released=True))
             raise
 
     def clear_cache(self) -> None:
         """Make the core drop the prompts that older weights have read."""
-        call = self._call(lambda call: ClearCacheCall(call=call))
-        self._wait(call, CALL_TIMEOUT_S, "clear_cache")
+        self._ask("clear_cache", CALL_TIMEOUT_S)
 
     def release(self, state: WorkerState) -> None:
         """Release the hold. Called when the weights are complete, or never will be."""
@@ -143,12 +144,11 @@ class WorkerLink:
 
     def pause(self, mode: str) -> None:
         """Pause the whole replica; return when the pause is in effect."""
-        call = self._call(lambda call: PauseCall(call=call, mode=cast(PauseMode, mode)))
-        self._wait(call, PAUSE_TIMEOUT_S, "pause")
+        self._ask("pause", PAUSE_TIMEOUT_S, cast(PauseMode, mode))
 
     def resume(self) -> None:
         """Resume the whole replica."""
-        self._wait(self._call(lambda call: ResumeCall(call=call)), PAUSE_TIMEOUT_S, "resume")
+        self._ask("resume", PAUSE_TIMEOUT_S)
 
     def close(self) -> None:
         """Close both sockets. Calls in progress raise TransferError."""
@@ -157,6 +157,10 @@ class WorkerLink:
             self._thread.join(5.0)
         for pool in (self._loads, self._interrupts, self._reads):
             pool.shutdown(wait=False, cancel_futures=True)
+
+    def _ask(self, action: Action, timeout_s: float, mode: PauseMode = "abort") -> None:
+        work = self._call(lambda call: WorkerCall(call=call, action=action, mode=mode))
+        self._wait(work, timeout_s, action)
 
     def _wait(self, work: Any, timeout_s: float, what: str) -> Any:
         future = asyncio.run_coroutine_threadsafe(work, self._loop)
@@ -215,11 +219,6 @@ class WorkerLink:
         self._spawn(self._listen_to_api(handle))
         self._spawn(self._send_states())
 
-    async def _introduce(self, hello: Hello) -> Welcome:
-        self._welcome = self._loop.create_future()
-        await self._send(hello)
-        return await self._welcome
-
     async def _call(self, make: Callable[[int], Notice]) -> Done:
         self._next_call += 1
         call = self._next_call
@@ -241,10 +240,7 @@ class WorkerLink:
                 self._take(_message_decoder.decode(frame))
 
     def _take(self, message: CoreMessage) -> None:
-        if isinstance(message, Welcome):
-            if self._welcome is not None and not self._welcome.done():
-                self._welcome.set_result(message)
-        elif isinstance(message, PauseState):
+        if isinstance(message, PauseState):
             self._on_paused(message.paused)
         elif message.call in self._calls and not self._calls[message.call].done():
             self._calls[message.call].set_result(message)
@@ -329,9 +325,8 @@ class Worker:
             codec=step_codec(),
             spin_s=0.0,
         )
-        hello = Hello(card=self.card, results=self._results.export_handle())
-        welcome = self._link.hello(hello, HELLO_TIMEOUT_S)
-        self._steps = MessageQueue.create_from_handle(welcome.steps, terms.rank, codec=step_codec())
+        steps = self._link.hello(self.card, self._results.export_handle(), HELLO_TIMEOUT_S)
+        self._steps = MessageQueue.create_from_handle(steps, terms.rank, codec=step_codec())
         self._link.serve(self._handle, self._state, self.receiver.show_paused)
 
     def run(self) -> None:

@@ -15,6 +15,7 @@ from weightsync.queues.message_queue import MessageQueue
 from weightsync.serve import links
 from weightsync.serve.messages import (
     CoreMessage,
+    Done,
     Hello,
     ModelCard,
     NewRows,
@@ -23,7 +24,6 @@ from weightsync.serve.messages import (
     SamplingParams,
     Step,
     StepResult,
-    Welcome,
 )
 from weightsync.shm.wait import HEARTBEAT_TIMEOUT_FACTOR
 
@@ -59,7 +59,6 @@ class WorkerGroup:
     def __init__(self, socket: zmq.Socket[bytes], hellos: dict[int, Hello]) -> None:
         self.socket = socket
         self.card: ModelCard = hellos[0].card
-        self.versions = [hellos[rank].version for rank in sorted(hellos)]
         self._steps = MessageQueue(
             len(hellos),
             len(hellos),
@@ -76,7 +75,8 @@ class WorkerGroup:
                 self._results.append(
                     MessageQueue.create_from_handle(results, 0, codec=step_codec())
                 )
-                self._send(rank, Welcome(steps=self._steps.export_handle()))
+                steps = self._steps.export_handle()
+                self.send(rank, Done(call=hellos[rank].call, steps=steps))
         except BaseException:
             self.close()
             raise
@@ -141,12 +141,12 @@ class WorkerGroup:
 
     def send(self, worker: int, message: CoreMessage) -> None:
         """Send a message to one worker."""
-        self._send(worker, message)
+        self.socket.send_multipart([worker_identity(worker), msgspec.msgpack.encode(message)])
 
     def send_to_all(self, message: CoreMessage) -> None:
         """Send a message to every worker."""
         for rank in range(self.size):
-            self._send(rank, message)
+            self.send(rank, message)
 
     def close(self) -> None:
         """Close all queues."""
@@ -167,9 +167,6 @@ class WorkerGroup:
                         f"worker {rank} did not make its step within {now - begun:.0f} s, and "
                         f"sent its last message {silent_s:.0f} s ago; is its process stopped?"
                     ) from None
-
-    def _send(self, rank: int, message: CoreMessage) -> None:
-        self.socket.send_multipart([worker_identity(rank), msgspec.msgpack.encode(message)])
 
 
 def _notice(frames: list[Any]) -> tuple[int, Notice]:
