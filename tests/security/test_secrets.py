@@ -16,7 +16,7 @@ from torch import nn
 import weightsync as ws
 from tests.server.live import make_app, serving
 from weightsync.errors import AuthError, ConfigError, WeightSyncError
-from weightsync.serve.serving import ServeOptions
+from weightsync.serve.options import ServeOptions
 from weightsync.server.auth import TokenAuth, resolve_token
 from weightsync.transports.http import HttpTransport
 from weightsync.wire.messages import CALLS

@@ -15,7 +15,7 @@ import zmq
 from weightsync.queues.sockets import ipc_address
 from weightsync.serve.core_client import CoreClient
 from weightsync.serve.messages import EngineStats, ModelCard, Notice, StatsReply
-from weightsync.serve.process_terms import CoreAddress
+from weightsync.serve.options import CoreAddress
 from weightsync.serve.worker_client import WorkerClient
 from weightsync.serve.worker_group import WorkerGroup, worker_identity
 

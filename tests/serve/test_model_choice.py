@@ -10,7 +10,8 @@ import pytest
 from weightsync.errors import ConfigError
 from weightsync.serve.model import load_model
 from weightsync.serve.model_files import TINY, TINY_VISION, check_choice, check_heads
-from weightsync.serve.serving import ServeOptions, serving
+from weightsync.serve.options import ServeOptions
+from weightsync.serve.serving import serving
 from weightsync.server.listening import listen
 
 

@@ -15,7 +15,7 @@ from weightsync.cli.app import missing_package, require
 from weightsync.errors import ConfigError
 
 if TYPE_CHECKING:
-    from weightsync.serve.serving import ServeOptions
+    from weightsync.serve.options import ServeOptions
 
 _PACKAGES = (
     "fastapi",
@@ -78,7 +78,7 @@ def serve(  # noqa: PLR0913, PLR0917 # each is an option of the command line
     require("serve", *_PACKAGES)
     try:
         from weightsync.queues.codec import chosen_tensor_ipc  # noqa: PLC0415 - an extra
-        from weightsync.serve.serving import ServeOptions  # noqa: PLC0415 - same
+        from weightsync.serve.options import ServeOptions  # noqa: PLC0415 - same
         from weightsync.server.auth import Token, resolve_token  # noqa: PLC0415 - same
     except ModuleNotFoundError as exc:
         raise missing_package("serve", exc.name) from exc

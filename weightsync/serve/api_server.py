@@ -20,7 +20,7 @@ from weightsync.serve.engine_client import EngineClient, engine_metrics
 from weightsync.serve.generate_route import generation_router
 from weightsync.serve.messages import ModelCard
 from weightsync.serve.model_files import load_reader
-from weightsync.serve.process_terms import ApiTerms, Ready
+from weightsync.serve.options import Addresses, CoreAddress, Ready, ServeOptions
 from weightsync.serve.status_page import status_router
 from weightsync.serve.text import TokenizerService
 from weightsync.serve.worker_client import RemoteReceiver, WorkerClient
@@ -108,11 +108,19 @@ def make_app(
     return app
 
 
-def api_main(ready: Ready, terms: ApiTerms, listener: socket.socket) -> None:
+def main(
+    ready: Ready,
+    options: ServeOptions,
+    addresses: Addresses,
+    index: int,
+    card: ModelCard,
+    cores: list[CoreAddress],
+    listener: socket.socket,
+) -> None:
     """Serve on the shared `listener` until SIGTERM. Calls `ready` when it serves."""
-    identity = terms.name.replace(" ", "-").encode()
-    workers = WorkerClient(terms.workers, identity=identity)
-    engine = CoreClient(terms.cores, terms.card, identity=identity, tensor_ipc=terms.tensor_ipc)
+    identity = b"api-server-%d" % index
+    workers = WorkerClient(addresses.workers, identity=identity)
+    engine = CoreClient(cores, card, identity=identity, tensor_ipc=options.tensor_ipc)
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
@@ -125,10 +133,10 @@ def api_main(ready: Ready, terms: ApiTerms, listener: socket.socket) -> None:
     try:
         app = make_app(
             engine,
-            [RemoteReceiver(workers, index) for index in range(len(terms.workers))],
-            TokenizerService(*load_reader(terms.card.directory)),
-            token=terms.token,
-            tensor_parallel=terms.tensor_parallel,
+            [RemoteReceiver(workers, index) for index in range(len(addresses.workers))],
+            TokenizerService(*load_reader(card.directory)),
+            token=options.token,
+            tensor_parallel=options.tensor_parallel,
             lifespan=lifespan,
         )
         config = uvicorn.Config(
@@ -140,28 +148,25 @@ def api_main(ready: Ready, terms: ApiTerms, listener: socket.socket) -> None:
             ws="none",
             proxy_headers=False,
             server_header=False,
-            ssl_certfile=terms.ssl_certfile,
-            ssl_keyfile=terms.ssl_keyfile,
+            ssl_certfile=options.ssl_certfile,
+            ssl_keyfile=options.ssl_keyfile,
             # Longer than a training step: a trainer keeps its connection between updates.
             timeout_keep_alive=KEEP_ALIVE_S,
             timeout_graceful_shutdown=SHUTDOWN_S,
         )
-        app.include_router(server_info_router(_info(terms)))
-        sparing = SparingListener.taking(listener, shared=terms.api_servers > 1)
+        info = ServerInfo(
+            model=card,
+            api_servers=options.api_servers,
+            data_parallel=options.data_parallel,
+            tensor_parallel=options.tensor_parallel,
+            apply=options.apply,
+            tensor_ipc=options.tensor_ipc,
+        )
+        app.include_router(server_info_router(info))
+        sparing = SparingListener.taking(listener, shared=options.api_servers > 1)
         _Server(config, engine, ready).run(sockets=[sparing])
     finally:
         workers.close()
-
-
-def _info(terms: ApiTerms) -> ServerInfo:
-    return ServerInfo(
-        model=terms.card,
-        api_servers=terms.api_servers,
-        data_parallel=terms.data_parallel,
-        tensor_parallel=terms.tensor_parallel,
-        apply=terms.apply,
-        tensor_ipc=terms.tensor_ipc,
-    )
 
 
 class _Server(uvicorn.Server):

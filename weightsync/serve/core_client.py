@@ -30,7 +30,7 @@ from weightsync.serve.messages import (
     StatsReply,
     StatsRequest,
 )
-from weightsync.serve.process_terms import CoreAddress, takes_images
+from weightsync.serve.options import CoreAddress, takes_images
 from weightsync.wire.problem import Problem, from_problem
 
 if TYPE_CHECKING:

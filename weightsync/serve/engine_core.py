@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import logging
+import signal
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from types import FrameType
 from typing import TYPE_CHECKING, Any, cast
 
 import msgspec
@@ -31,6 +34,7 @@ from weightsync.serve.messages import (
     WorkerCall,
     WorkerState,
 )
+from weightsync.serve.options import Addresses, CoreAddress, Ready, ServeOptions, takes_images
 from weightsync.serve.scheduling import Owner, Post, Scheduler
 from weightsync.serve.worker_group import WorkerGroup
 from weightsync.wire.problem import encode_problem, to_problem
@@ -473,3 +477,53 @@ def _all_messages(socket: zmq.Socket[bytes]) -> Iterable[tuple[Owner, list[zmq.F
         except zmq.Again:
             return
         yield bytes(owner.buffer), frames
+
+
+GATHER_TIMEOUT_S = 600.0
+
+
+def main(ready: Ready, options: ServeOptions, addresses: Addresses, replica: int) -> None:
+    """Run an engine core until SIGTERM. Calls `ready` with the encoded CoreAddress."""
+    address = addresses.orders[replica]
+    with _sockets(address, addresses.gates[replica]) as (orders, gate):
+        workers = WorkerGroup.gather(gate, options.tensor_parallel, timeout_s=GATHER_TIMEOUT_S)
+        tensors = _tensor_queue(options) if takes_images(workers.card) else None
+        try:
+            scheduler = Scheduler(workers.card, max_rows=options.max_rows)
+            core = EngineCore(orders, workers, tensors=tensors, scheduler=scheduler)
+
+            def on_term(_signal: int, _frame: FrameType | None) -> None:
+                core.stop()
+
+            signal.signal(signal.SIGTERM, on_term)
+            handle = tensors.handle if tensors else None
+            ready(msgspec.msgpack.encode(CoreAddress(orders=address, tensors=handle)))
+            core.run()
+        finally:
+            if tensors is not None:
+                tensors.close()
+            workers.close()
+
+
+def _tensor_queue(options: ServeOptions) -> TensorIpcReceiver | None:
+    # It loads torch, which the core of a text-only model does not need.
+    from weightsync.queues.tensor_queue import TensorIpcReceiver  # noqa: PLC0415 - see above
+
+    return TensorIpcReceiver() if options.tensor_ipc == "torch_shm" else None
+
+
+@contextmanager
+def _sockets(*addresses: str) -> Iterator[list[zmq.Socket[bytes]]]:
+    context = zmq.Context()
+    try:
+        sockets = []
+        for address in addresses:
+            socket: zmq.Socket[bytes] = context.socket(zmq.ROUTER)
+            socket.setsockopt(zmq.LINGER, 200)
+            socket.setsockopt(zmq.RCVHWM, 0)
+            socket.setsockopt(zmq.SNDHWM, 0)
+            socket.bind(address)
+            sockets.append(socket)
+        yield sockets
+    finally:
+        context.destroy(linger=200)

@@ -43,7 +43,7 @@ from weightsync.serve.messages import (
 )
 from weightsync.serve.model import LoadedModel, load_for_worker
 from weightsync.serve.model_runner import ModelRunner
-from weightsync.serve.process_terms import Ready, WorkerTerms
+from weightsync.serve.options import Addresses, Ready, ServeOptions
 from weightsync.serve.worker_group import STEP_SLOT_NBYTES, STEP_SLOTS, step_codec, worker_identity
 from weightsync.wire import codec
 from weightsync.wire.problem import Problem, encode_problem, from_problem, to_problem
@@ -300,23 +300,28 @@ COLLECTIVE_TIMEOUT_S = 120.0
 class Worker:
     """A worker: makes the steps of its engine core until `stop`."""
 
-    def __init__(self, terms: WorkerTerms, loaded: LoadedModel) -> None:
-        self._terms = terms
+    def __init__(
+        self,
+        loaded: LoadedModel,
+        options: ServeOptions,
+        rank: int,
+        *,
+        core_address: str,
+        control_address: str,
+    ) -> None:
         self._cancel = threading.Event()
-        self._link = WorkerLink(
-            terms.rank, core_address=terms.core_address, control_address=terms.control_address
-        )
+        self._link = WorkerLink(rank, core_address=core_address, control_address=control_address)
         self.receiver = WeightReceiver(
             loaded.model,
-            apply=terms.apply,
+            apply=options.apply,
             on_pause=self._link.pause,
             on_resume=self._link.resume,
             on_clear_cache=self._link.clear_cache,
             on_hold=self._link.hold,
             on_release=self._release,
         )
-        self._runner = ModelRunner(loaded.model, chooses=terms.rank == 0)
-        self.card = self._runner.card(loaded.name, terms.model, loaded.tokenizer)
+        self._runner = ModelRunner(loaded.model, chooses=rank == 0)
+        self.card = self._runner.card(loaded.name, options.model, loaded.tokenizer)
         self._results = MessageQueue(
             1,
             1,
@@ -326,7 +331,7 @@ class Worker:
             spin_s=0.0,
         )
         steps = self._link.hello(self.card, self._results.export_handle(), HELLO_TIMEOUT_S)
-        self._steps = MessageQueue.create_from_handle(steps, terms.rank, codec=step_codec())
+        self._steps = MessageQueue.create_from_handle(steps, rank, codec=step_codec())
         self._link.serve(self._handle, self._state, self.receiver.show_paused)
 
     def run(self) -> None:
@@ -367,16 +372,25 @@ class Worker:
         )
 
 
-def worker_main(ready: Ready, terms: WorkerTerms) -> None:
+def main(
+    ready: Ready, options: ServeOptions, addresses: Addresses, replica: int, rank: int
+) -> None:
     """Run a worker until SIGTERM. Calls `ready` with the encoded ModelCard."""
-    with _process_group(terms):
+    size = options.tensor_parallel
+    with _process_group(rank, size, f"{addresses.folder}/replica-{replica}"):
         loaded = load_for_worker(
-            terms.model,
-            dtype=getattr(torch, terms.dtype),
-            shards=terms.size,
-            folder=Path(terms.folder) / f"model-{terms.replica}",
+            options.model,
+            dtype=getattr(torch, options.dtype),
+            shards=size,
+            folder=Path(addresses.folder) / f"model-{replica}",
         )
-        worker = Worker(terms, loaded)
+        worker = Worker(
+            loaded,
+            options,
+            rank,
+            core_address=addresses.gates[replica],
+            control_address=addresses.workers[replica * size + rank],
+        )
 
         def on_term(_signal: int, _frame: FrameType | None) -> None:
             worker.stop()
@@ -387,29 +401,26 @@ def worker_main(ready: Ready, terms: WorkerTerms) -> None:
             worker.run()
         except PeerLostError as exc:
             # The supervisor reports the process that died first; this one only follows.
-            logger.info("%s ends: %s", terms.name, exc)
+            logger.info("worker %d.%d ends: %s", replica, rank, exc)
             raise SystemExit(1) from None
         finally:
             worker.close()
 
 
 @contextmanager
-def _process_group(terms: WorkerTerms) -> Iterator[None]:
+def _process_group(rank: int, size: int, file: str) -> Iterator[None]:
     """Set up the process group of a tensor-parallel replica: Gloo on loopback, a file as store."""
-    if terms.size == 1:
+    if size == 1:
         yield
         return
     os.environ.update(
-        RANK=str(terms.rank),
-        LOCAL_RANK=str(terms.rank),
-        WORLD_SIZE=str(terms.size),
-        GLOO_SOCKET_IFNAME="lo",
+        RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(size), GLOO_SOCKET_IFNAME="lo"
     )
     dist.init_process_group(
         "gloo",
-        init_method=f"file://{terms.folder}/replica-{terms.replica}",
-        rank=terms.rank,
-        world_size=terms.size,
+        init_method=f"file://{file}",
+        rank=rank,
+        world_size=size,
         timeout=timedelta(seconds=COLLECTIVE_TIMEOUT_S),
     )
     try:

@@ -1,0 +1,37 @@
+"""What every process of a server does before it says that it is ready."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+BEGIN = """
+import gc
+from weightsync.serve import options
+from weightsync.serve import {module}
+
+def main(ready, *more):
+    assert gc.get_freeze_count() == 0
+    ready(b"card")
+
+{module}.main = main
+said = []
+options.run_process(
+    lambda payload: said.append((payload, gc.get_freeze_count())), "weightsync.serve.{module}", None
+)
+((payload, frozen),) = said
+assert payload == b"card"
+print(frozen)
+"""
+
+
+@pytest.mark.parametrize("module", ["worker", "engine_core", "api_server"])
+def test_what_it_starts_with_is_left_out_of_collections(module: str) -> None:
+    code = BEGIN.format(module=module)
+    ended = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=240, check=False
+    )
+    assert ended.returncode == 0, ended.stderr
+    assert int(ended.stdout) > 10_000

@@ -1,0 +1,119 @@
+"""The options and addresses of a server, and the start of each of its processes.
+
+The supervisor imports no other module of the processes, so it loads neither transformers nor
+FastAPI.
+"""
+
+from __future__ import annotations
+
+import gc
+import importlib
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, Self
+
+import msgspec
+
+from weightsync.errors import ConfigError
+from weightsync.queues.sockets import ipc_address
+from weightsync.queues.tensor_packets import TensorQueueHandle
+from weightsync.serve.messages import ModelCard
+from weightsync.serve.scheduling import MAX_ROWS
+from weightsync.update.lifecycle import ApplyChoice
+
+MAX_API_SERVERS = 64
+MAX_WORKERS = 256
+
+Ready = Callable[[bytes], None]
+TensorIpc = Literal["direct_rpc", "torch_shm"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServeOptions:
+    """Options of a server: `api_servers` processes on one socket, `data_parallel` replicas.
+
+    Each replica has an engine core and `tensor_parallel` workers with one shard of the model each.
+    With `token` None, every client of the socket may change weights. `threads` are the torch
+    threads of each worker; None divides the processors among workers, unless OMP_NUM_THREADS is
+    set. `ssl_certfile` (PEM, with its chain) turns on HTTPS; its key, without passphrase, is in the
+    same file or in `ssl_keyfile`.
+    """
+
+    model: str
+    dtype: str = "float32"
+    apply: ApplyChoice = "auto"
+    api_servers: int = 1
+    data_parallel: int = 1
+    tensor_parallel: int = 1
+    token: str | None = field(default=None, repr=False)
+    tensor_ipc: TensorIpc = "torch_shm"
+    max_rows: int = MAX_ROWS
+    threads: int | None = None
+    ssl_certfile: str | None = None
+    ssl_keyfile: str | None = None
+
+    def __post_init__(self) -> None:
+        workers = self.data_parallel * self.tensor_parallel
+        counts = {
+            "api_servers": (self.api_servers, MAX_API_SERVERS),
+            "data_parallel": (self.data_parallel, MAX_WORKERS),
+            "tensor_parallel": (self.tensor_parallel, MAX_WORKERS),
+            "data_parallel x tensor_parallel": (workers, MAX_WORKERS),
+            "max_rows": (self.max_rows, 1 << 16),
+            "threads": (1 if self.threads is None else self.threads, 1024),
+        }
+        for name, (count, most) in counts.items():
+            if not 1 <= count <= most:
+                raise ConfigError(f"{name} must be 1 to {most}, not {count}")
+
+
+class Addresses(msgspec.Struct, frozen=True, kw_only=True):
+    """The sockets of a server's processes, in its private directory `folder`.
+
+    API servers connect to `orders`, one of each engine core, and to `workers`, ordered by replica
+    and rank. The workers of a replica connect to its address in `gates`.
+    """
+
+    folder: str
+    orders: list[str]
+    gates: list[str]
+    workers: list[str]
+
+    @classmethod
+    def in_directory(cls, folder: Path, options: ServeOptions) -> Self:
+        """Choose the addresses of all processes."""
+        replicas = options.data_parallel
+        return cls(
+            folder=str(folder),
+            orders=[ipc_address(folder) for _ in range(replicas)],
+            gates=[ipc_address(folder) for _ in range(replicas)],
+            workers=[ipc_address(folder) for _ in range(replicas * options.tensor_parallel)],
+        )
+
+
+class CoreAddress(msgspec.Struct, frozen=True, kw_only=True):
+    """The address of an engine core. `tensors` is None if messages carry the tensors."""
+
+    orders: str
+    tensors: TensorQueueHandle | None = None
+
+
+def takes_images(card: ModelCard) -> bool:
+    """Whether requests can have tensors. If not, API servers and engine cores need no torch."""
+    return card.image_token_id is not None
+
+
+def run_process(ready: Ready, module: str, *args: Any) -> None:
+    """Run `main(ready, *args)` of a module in a process of its own, until SIGTERM.
+
+    When the process is ready, all existing objects are excluded from garbage collection: they live
+    as long as the process, and a full collection of them would delay a step or an update by 0.1 s.
+    """
+
+    def freeze_and_report(payload: bytes) -> None:
+        gc.collect()
+        gc.freeze()
+        ready(payload)
+
+    importlib.import_module(module).main(freeze_and_report, *args)
