@@ -79,6 +79,15 @@ def test_an_api_server_outlives_what_its_engine_core_says(
 
 def test_calls_to_workers_outlive_what_workers_say(tmp_path: Path) -> None:
     address = ipc_address(tmp_path)
+
+    async def ask() -> bytes:
+        client = WorkerClient([address], identity=b"api")
+        await client.open()
+        try:
+            return await asyncio.to_thread(client.call, 0, "weight_info", b"", WAIT_S)
+        finally:
+            client.close()
+
     with zmq.Context() as context, context.socket(zmq.ROUTER) as worker:
         worker.linger = 0
         worker.bind(address)
@@ -92,12 +101,8 @@ def test_calls_to_workers_outlive_what_workers_say(tmp_path: Path) -> None:
 
         speaking = threading.Thread(target=answer)
         speaking.start()
-        client = WorkerClient([address], identity=b"api")
-        try:
-            assert client.call(0, "weight_info", b"", WAIT_S) == b"well"
-        finally:
-            client.close()
-            speaking.join(WAIT_S)
+        assert asyncio.run(ask()) == b"well"
+        speaking.join(WAIT_S)
 
 
 def test_a_core_drops_notices_that_are_none(tmp_path: Path) -> None:

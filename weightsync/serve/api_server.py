@@ -124,49 +124,48 @@ def main(
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        await workers.open()
         await engine.open()
         try:
             yield
         finally:
             engine.close()
+            workers.close()
 
-    try:
-        app = make_app(
-            engine,
-            [RemoteReceiver(workers, index) for index in range(len(addresses.workers))],
-            TokenizerService(*load_reader(card.directory)),
-            token=options.token,
-            tensor_parallel=options.tensor_parallel,
-            lifespan=lifespan,
-        )
-        config = uvicorn.Config(
-            app,
-            log_level="warning",
-            access_log=False,
-            lifespan="on",
-            http="h11",  # httptools, if installed, would not limit headers
-            ws="none",
-            proxy_headers=False,
-            server_header=False,
-            ssl_certfile=options.ssl_certfile,
-            ssl_keyfile=options.ssl_keyfile,
-            # Longer than a training step: a trainer keeps its connection between updates.
-            timeout_keep_alive=KEEP_ALIVE_S,
-            timeout_graceful_shutdown=SHUTDOWN_S,
-        )
-        info = ServerInfo(
-            model=card,
-            api_servers=options.api_servers,
-            data_parallel=options.data_parallel,
-            tensor_parallel=options.tensor_parallel,
-            apply=options.apply,
-            tensor_ipc=options.tensor_ipc,
-        )
-        app.include_router(server_info_router(info))
-        sparing = SparingListener.taking(listener, shared=options.api_servers > 1)
-        _Server(config, engine, ready).run(sockets=[sparing])
-    finally:
-        workers.close()
+    app = make_app(
+        engine,
+        [RemoteReceiver(workers, index) for index in range(len(addresses.workers))],
+        TokenizerService(*load_reader(card.directory)),
+        token=options.token,
+        tensor_parallel=options.tensor_parallel,
+        lifespan=lifespan,
+    )
+    config = uvicorn.Config(
+        app,
+        log_level="warning",
+        access_log=False,
+        lifespan="on",
+        http="h11",  # httptools, if installed, would not limit headers
+        ws="none",
+        proxy_headers=False,
+        server_header=False,
+        ssl_certfile=options.ssl_certfile,
+        ssl_keyfile=options.ssl_keyfile,
+        # Longer than a training step: a trainer keeps its connection between updates.
+        timeout_keep_alive=KEEP_ALIVE_S,
+        timeout_graceful_shutdown=SHUTDOWN_S,
+    )
+    info = ServerInfo(
+        model=card,
+        api_servers=options.api_servers,
+        data_parallel=options.data_parallel,
+        tensor_parallel=options.tensor_parallel,
+        apply=options.apply,
+        tensor_ipc=options.tensor_ipc,
+    )
+    app.include_router(server_info_router(info))
+    sparing = SparingListener.taking(listener, shared=options.api_servers > 1)
+    _Server(config, engine, ready).run(sockets=[sparing])
 
 
 class _Server(uvicorn.Server):

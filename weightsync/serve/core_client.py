@@ -10,14 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 import anyio.to_thread
 import msgspec
-import zmq
-import zmq.asyncio
 
 from weightsync.errors import NotReadyError, TransportTimeout
 from weightsync.queues.codec import TensorEncoder
 from weightsync.queues.tensor_packets import TensorQueueHandle
-from weightsync.serve import links
-from weightsync.serve.links import end_process
+from weightsync.serve.links import DealerLinks
 from weightsync.serve.messages import (
     Cancel,
     Delta,
@@ -47,18 +44,13 @@ Item = Delta | Failed
 
 
 class _Core:
-    """One engine core: its socket, its tensor queue and its jobs from this API server."""
+    """One engine core: its tensor queue and its jobs from this API server."""
 
-    def __init__(
-        self, context: zmq.asyncio.Context, address: CoreAddress, identity: bytes, tensor_ipc: str
-    ) -> None:
-        self.socket = context.socket(zmq.DEALER)
-        self.socket.setsockopt(zmq.IDENTITY, identity)
-        self.socket.setsockopt(zmq.LINGER, 0)
-        self.socket.connect(address.orders)
+    def __init__(self, index: int, tensors: TensorQueueHandle | None, tensor_ipc: str) -> None:
+        self.index = index
         self.in_flight = 0
         self._sender: TensorIpcSender | None = None
-        self.encoder = TensorEncoder(tensor_ipc, lambda: self._open(address.tensors))
+        self._encoder = TensorEncoder(tensor_ipc, lambda: self._open(tensors))
 
     def _open(self, queue: TensorQueueHandle | None) -> TensorIpcSender:
         if queue is None:
@@ -71,11 +63,10 @@ class _Core:
 
     def frames(self, order: Order, request_id: str = "") -> list[Any]:
         """Encode an order. The first frame is the request id, readable if the rest is not."""
-        return [request_id.encode(), *self.encoder.encode(order, request_id or None)]
+        return [request_id.encode(), *self._encoder.encode(order, request_id or None)]
 
     def close(self) -> None:
-        """Close the socket and the queue."""
-        self.socket.close(linger=0)
+        """Close the queue."""
         if self._sender is not None:
             self._sender.close()
 
@@ -103,25 +94,20 @@ class CoreClient:
         self._card = card
         self._addresses = list(addresses)
         self._identity = identity
-        self._tensor_ipc = tensor_ipc if takes_images(card) else "direct_rpc"
-        self._context: zmq.asyncio.Context | None = None
-        self._cores: list[_Core] = []
+        self._links: DealerLinks | None = None
+        ipc = tensor_ipc if takes_images(card) else "direct_rpc"
+        self._cores = [_Core(i, address.tensors, ipc) for i, address in enumerate(addresses)]
         self._inboxes: dict[str, _Inbox] = {}
         self._stats_replies: dict[int, asyncio.Future[EngineStats]] = {}
         self._next_call = 0
         self._next_core = 0
         self._media = asyncio.Semaphore(MAX_MEDIA_IN_FLIGHT)
         self._closed = False
-        self._tasks: list[asyncio.Task[None]] = []
-        self._sending: set[asyncio.Future[Any]] = set()
 
     async def open(self) -> None:
         """Connect to all cores. Called once, before all other methods."""
-        self._context = context = zmq.asyncio.Context()
-        for address in self._addresses:
-            self._cores.append(_Core(context, address, self._identity, self._tensor_ipc))
-            self._tasks.append(asyncio.create_task(self._listen(self._cores[-1])))
-            self._tasks[-1].add_done_callback(end_process)
+        orders = [address.orders for address in self._addresses]
+        self._links = DealerLinks(orders, self._take, identity=self._identity, peer="engine core")
 
     @property
     def card(self) -> ModelCard:
@@ -179,12 +165,10 @@ class CoreClient:
     def close(self) -> None:
         """End all jobs and close all sockets."""
         self.stop()
-        for task in self._tasks:
-            task.cancel()
         for core in self._cores:
             core.close()
-        if self._context is not None:
-            self._context.destroy(linger=0)
+        if self._links is not None:
+            self._links.close()
 
     def _least_busy(self) -> _Core:
         # Round robin among equally busy cores: each API server counts its own jobs only.
@@ -193,12 +177,13 @@ class CoreClient:
         return min(turned[: len(self._cores)], key=lambda core: core.in_flight)
 
     async def _submit(self, core: _Core, job: Job) -> None:
+        assert self._links is not None
         if job.inputs is None:
-            await core.socket.send_multipart(core.frames(job, job.request_id))
+            await self._links.send(core.index, core.frames(job, job.request_id))
             return
         async with self._media:
             frames = await anyio.to_thread.run_sync(core.frames, job, job.request_id)
-            await core.socket.send_multipart(frames)
+            await self._links.send(core.index, frames)
 
     async def _stats_of(self, core: _Core) -> EngineStats:
         self._next_call += 1
@@ -208,38 +193,25 @@ class CoreClient:
             self._post(core, StatsRequest(call=call))
             return await asyncio.wait_for(reply, STATS_TIMEOUT_S)
         except TimeoutError:
-            index = self._cores.index(core)
             raise TransportTimeout(
-                f"engine core {index} did not reply within {STATS_TIMEOUT_S:g} s"
+                f"engine core {core.index} did not reply within {STATS_TIMEOUT_S:g} s"
             ) from None
         finally:
             del self._stats_replies[call]
 
     def _post(self, core: _Core, order: Order) -> None:
-        """Send a small order without waiting."""
-        if core.socket.closed:
-            return
-        sending = asyncio.ensure_future(core.socket.send_multipart(core.frames(order)))
-        self._sending.add(sending)
-        sending.add_done_callback(self._sending.discard)
+        assert self._links is not None
+        self._links.post(core.index, core.frames(order))
 
-    async def _listen(self, core: _Core) -> None:
-        index = self._cores.index(core)
-        while True:
-            frame = await core.socket.recv()
-            events: list[Event] = []
-            with links.dropped(f"engine core {index}"):
-                events = _events.decode(frame)
-            for event in events:
-                self._take(event)
-
-    def _take(self, event: Event) -> None:
-        if isinstance(event, StatsReply):
-            reply = self._stats_replies.get(event.call)
-            if reply is not None and not reply.done():
-                reply.set_result(event.stats)
-        elif event.request_id in self._inboxes:
-            self._inboxes[event.request_id].items.put_nowait(event)
+    def _take(self, _core: int, frames: list[bytes]) -> None:
+        (body,) = frames
+        for event in _events.decode(body):
+            if isinstance(event, StatsReply):
+                reply = self._stats_replies.get(event.call)
+                if reply is not None and not reply.done():
+                    reply.set_result(event.stats)
+            elif event.request_id in self._inboxes:
+                self._inboxes[event.request_id].items.put_nowait(event)
 
 
 def _going_down() -> NotReadyError:

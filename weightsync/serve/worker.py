@@ -91,10 +91,6 @@ class WorkerLink:
         self._loads = ThreadPoolExecutor(MAX_LOADS, thread_name_prefix="load")
         self._interrupts = ThreadPoolExecutor(MAX_SHORT_CALLS, thread_name_prefix="interrupt")
         self._reads = ThreadPoolExecutor(MAX_SHORT_CALLS, thread_name_prefix="read")
-        self._loop = asyncio.new_event_loop()
-        self._context = zmq.asyncio.Context()
-        self._core = self._context.socket(zmq.DEALER)
-        self._control = self._context.socket(zmq.ROUTER)
         opened: concurrent.futures.Future[None] = concurrent.futures.Future()
         self._thread = threading.Thread(
             target=self._run, args=(opened,), name="worker link", daemon=True
@@ -153,7 +149,7 @@ class WorkerLink:
     def close(self) -> None:
         """Close both sockets. Calls in progress raise TransferError."""
         if self._thread.is_alive():
-            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._loop.call_soon_threadsafe(self._closing.set)
             self._thread.join(5.0)
         for pool in (self._loads, self._interrupts, self._reads):
             pool.shutdown(wait=False, cancel_futures=True)
@@ -181,28 +177,31 @@ class WorkerLink:
         return answer
 
     def _run(self, opened: concurrent.futures.Future[None]) -> None:
-        asyncio.set_event_loop(self._loop)
         try:
-            self._open()
+            asyncio.run(self._serve_sockets(opened))
         except BaseException as exc:
+            if opened.done():
+                raise
             opened.set_exception(exc)
-            raise
-        opened.set_result(None)
-        try:
-            self._loop.run_forever()
-        finally:
-            tasks = asyncio.all_tasks(self._loop)
-            for task in tasks:
-                task.cancel()
-            self._loop.run_until_complete(asyncio.gather(*tasks, return_exceptions=True))
-            self._context.destroy(linger=100)
-            self._loop.close()
 
-    def _open(self) -> None:
-        self._core.setsockopt(zmq.IDENTITY, worker_identity(self._rank))
-        self._core.connect(self._core_address)
-        self._control.bind(self._control_address)
-        self._spawn(self._listen_to_core())
+    async def _serve_sockets(self, opened: concurrent.futures.Future[None]) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._closing = asyncio.Event()
+        context = zmq.asyncio.Context()
+        try:
+            self._core = context.socket(zmq.DEALER)
+            self._core.setsockopt(zmq.IDENTITY, worker_identity(self._rank))
+            self._core.connect(self._core_address)
+            self._control = context.socket(zmq.ROUTER)
+            self._control.bind(self._control_address)
+            self._spawn(self._listen_to_core())
+            opened.set_result(None)
+            await self._closing.wait()
+        finally:
+            for task in self._tasks:
+                task.cancel()
+            await asyncio.gather(*self._tasks, return_exceptions=True)
+            context.destroy(linger=100)
 
     def _spawn(self, work: Any) -> None:
         """Run a task whose failure ends the process."""

@@ -8,12 +8,9 @@ import threading
 from collections.abc import Sequence
 
 import msgspec
-import zmq
-import zmq.asyncio
 
 from weightsync.errors import ConnectError, TransportTimeout, WeightSyncError
-from weightsync.serve import links
-from weightsync.serve.links import end_process
+from weightsync.serve.links import DealerLinks
 from weightsync.serve.messages import REPORT_CALL
 from weightsync.update.history import WorkerReport
 from weightsync.wire import codec
@@ -33,43 +30,40 @@ LOOK_TIMEOUT_S = 10.0
 
 
 class WorkerClient:
-    """Sends calls to all workers of a server over ZeroMQ. Thread-safe.
-
-    Its sockets belong to an event loop in a thread of its own.
-    """
+    """Sends calls to all workers of a server over ZeroMQ. Open and close it in one event loop."""
 
     def __init__(self, addresses: Sequence[str], *, identity: bytes) -> None:
+        self._addresses = list(addresses)
+        self._identity = identity
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._links: DealerLinks | None = None
         self._calls: dict[bytes, concurrent.futures.Future[bytes]] = {}
         self._next_call = 0
         self._lock = threading.Lock()
-        self._loop = asyncio.new_event_loop()
-        self._context = zmq.asyncio.Context()
-        self._sockets: list[zmq.asyncio.Socket] = []
-        self._sending: set[asyncio.Task[None]] = set()
-        opened: concurrent.futures.Future[None] = concurrent.futures.Future()
-        self._thread = threading.Thread(
-            target=self._run,
-            args=(list(addresses), identity, opened),
-            name="worker client",
-            daemon=True,
+
+    async def open(self) -> None:
+        """Connect to all workers. Called once, before all other methods."""
+        self._loop = asyncio.get_running_loop()
+        self._links = DealerLinks(
+            self._addresses, self._take, identity=self._identity, peer="worker"
         )
-        self._thread.start()
-        opened.result()
 
     def call(self, worker: int, call: str, body: bytes, timeout_s: float) -> bytes:
         """Make one call and return the body of the reply. Raises the worker's error.
 
-        Raises TransportTimeout when the worker does not reply, ConnectError after `close`.
+        Called from any thread but that of the event loop. Raises TransportTimeout when the worker
+        does not reply, ConnectError after `close`.
         """
+        answer: concurrent.futures.Future[bytes] = concurrent.futures.Future()
         with self._lock:
+            if self._loop is None or self._links is None:
+                raise ConnectError(f"worker {worker} cannot be called: the server is shutting down")
             self._next_call += 1
             number = b"%d" % self._next_call
-            answer = self._calls[number] = concurrent.futures.Future()
-        try:
-            if not self._thread.is_alive():
-                raise ConnectError(f"worker {worker} cannot be called: the server is shutting down")
+            self._calls[number] = answer
             frames = [number, call.encode(), body]
-            self._loop.call_soon_threadsafe(self._send, worker, frames)
+            self._loop.call_soon_threadsafe(self._links.post, worker, frames)
+        try:
             return answer.result(timeout_s)
         except WeightSyncError:
             raise  # of the worker; it may be a TimeoutError too
@@ -83,57 +77,16 @@ class WorkerClient:
 
     def close(self) -> None:
         """Close the sockets. Calls in progress raise ConnectError."""
-        if self._thread.is_alive():
-            self._loop.call_soon_threadsafe(self._loop.stop)
-            self._thread.join(5.0)
-        gone = ConnectError("the server is shutting down")
         with self._lock:
+            links, self._links = self._links, None
             for answer in self._calls.values():
                 if not answer.done():
-                    answer.set_exception(gone)
+                    answer.set_exception(ConnectError("the server is shutting down"))
+        if links is not None:
+            links.close()
 
-    def _run(
-        self, addresses: list[str], identity: bytes, opened: concurrent.futures.Future[None]
-    ) -> None:
-        asyncio.set_event_loop(self._loop)
-        try:
-            for address in addresses:
-                self._sockets.append(self._connect(address, identity))
-        except BaseException as exc:
-            opened.set_exception(exc)
-            raise
-        opened.set_result(None)
-        tasks = [self._loop.create_task(self._listen(socket)) for socket in self._sockets]
-        for task in tasks:
-            task.add_done_callback(end_process)
-        try:
-            self._loop.run_forever()
-        finally:
-            for task in tasks:
-                task.cancel()
-            self._loop.run_until_complete(asyncio.gather(*tasks, return_exceptions=True))
-            self._context.destroy(linger=0)
-            self._loop.close()
-
-    def _connect(self, address: str, identity: bytes) -> zmq.asyncio.Socket:
-        socket = self._context.socket(zmq.DEALER)
-        socket.setsockopt(zmq.IDENTITY, identity)
-        socket.setsockopt(zmq.LINGER, 0)
-        socket.connect(address)
-        return socket
-
-    def _send(self, worker: int, frames: list[bytes]) -> None:
-        sending = self._loop.create_task(_send_all(self._sockets[worker], frames))
-        self._sending.add(sending)
-        sending.add_done_callback(self._sending.discard)
-
-    async def _listen(self, socket: zmq.asyncio.Socket) -> None:
-        while True:
-            frames = await socket.recv_multipart()
-            with links.dropped("a worker"):
-                self._take(*frames)
-
-    def _take(self, number: bytes, kind: bytes = b"", body: bytes = b"", *_: bytes) -> None:
+    def _take(self, _worker: int, frames: list[bytes]) -> None:
+        number, kind, body = frames
         with self._lock:
             answer = self._calls.get(number)
         if answer is None or answer.done():
@@ -143,10 +96,6 @@ class WorkerClient:
         else:
             problem = msgspec.json.decode(body, type=Problem)
             answer.set_exception(from_problem(problem, peer=""))
-
-
-async def _send_all(socket: zmq.asyncio.Socket, frames: list[bytes]) -> None:
-    await socket.send_multipart(frames)
 
 
 class RemoteReceiver:
