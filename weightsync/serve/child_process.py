@@ -2,23 +2,17 @@
 
 from __future__ import annotations
 
-import concurrent.futures
-import ctypes
-import functools
 import logging
 import multiprocessing
 import os
-import queue
 import signal
 import threading
 import traceback
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection, wait
-from multiprocessing.context import BaseContext
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
@@ -26,15 +20,14 @@ from typing import Any
 import msgspec
 
 from weightsync.errors import ConfigError, ProtocolError, WeightSyncError
-from weightsync.shm.spawning import refuse_forked, require_spawn
+from weightsync.shm.spawning import refuse_forked
 from weightsync.wire.problem import Problem, encode_problem, from_problem, to_problem
 
 READY_NBYTES = 16 << 10
 """The most bytes of the message `ready`: two messages must fit into a pipe."""
 
 _PROBLEM_CHARS = 4 << 10
-_START_S = 30.0
-_PR_SET_PDEATHSIG = 1
+_SPAWN = multiprocessing.get_context("spawn")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,19 +81,16 @@ class Child:
     `payload` is the payload of its `ready`, None before. `error` is the error that it sent.
     """
 
-    def __init__(self, spec: ChildSpec, context: BaseContext | None = None) -> None:
-        """Prepare the process. Raises ConfigError as `spawn_context` does."""
-        made = spawn_context(context)
-        self.pipe, self._theirs = made.Pipe(duplex=False)
-        process = getattr(made, "Process")  # noqa: B009 - contexts bind it where mypy cannot see
-        self.process: BaseProcess = process(
+    def __init__(self, spec: ChildSpec) -> None:
+        """Prepare the process. Raises ConfigError in a process that was forked."""
+        refuse_forked("a process")
+        self.pipe, self._theirs = _SPAWN.Pipe(duplex=False)
+        self.process: BaseProcess = _SPAWN.Process(
             target=_run, args=(spec.target, spec.args, self._theirs), name=spec.name
         )
         self.payload: bytes | None = None
         self.error: WeightSyncError | None = None
         self._env = dict(spec.env)
-        self._started: Future[None] = Future()
-        self._ordered = False
 
     @property
     def name(self) -> str:
@@ -113,16 +103,25 @@ class Child:
         return self.payload is not None
 
     def start(self) -> None:
-        """Start the process. Raises ConfigError if the target cannot be pickled."""
-        starter = _starter()
-        self._ordered = True
-        starter.submit(self)
-        self._started.result(_START_S)
+        """Start the process. Raises ConfigError if the target cannot be pickled.
 
-    def settle(self) -> None:
-        """Wait for the outcome of a `start` that was interrupted."""
-        if self._ordered:
-            concurrent.futures.wait([self._started], _START_S)
+        It inherits a blocked SIGINT: a terminal sends SIGINT to all processes, but only the parent
+        handles it.
+        """
+        # Before the variables of this child are set. It may unblock SIGINT.
+        resource_tracker.ensure_running()
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        try:
+            with _environment(self._env):
+                self.process.start()
+        except (AttributeError, TypeError) as exc:
+            raise ConfigError(
+                f"{self.name} cannot be started: {exc}; targets are functions of a module, and "
+                "their arguments can be pickled"
+            ) from exc
+        finally:
+            self._theirs.close()
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
     def listen(self) -> None:
         """Read the messages that the child has sent."""
@@ -137,22 +136,6 @@ class Child:
         self.pipe.close()
         self._theirs.close()
 
-    def start_here(self) -> None:
-        """Start the process from this thread, with which it would end. Called by the starter."""
-        resource_tracker.ensure_running()  # before the variables of this child are set
-        # After `ensure_running`, which may unblock SIGINT.
-        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-        try:
-            with _environment(self._env):
-                self.process.start()
-        except (AttributeError, TypeError) as exc:
-            raise ConfigError(
-                f"{self.name} cannot be started: {exc}; targets are functions of a module, and "
-                "their arguments can be pickled"
-            ) from exc
-        finally:
-            self._theirs.close()
-
     def _take(self, data: bytes) -> None:
         try:
             message = _DECODER.decode(data)
@@ -163,55 +146,6 @@ class Child:
             self.payload = message.payload
         else:
             self.error = from_problem(message.problem, peer=self.name)
-
-
-def spawn_context(context: BaseContext | None = None) -> BaseContext:
-    """Return `context`, or multiprocessing's context for spawn if it is None.
-
-    Raises ConfigError for other start methods, and in a process that was forked.
-    """
-    refuse_forked("a process")
-    if context is None:
-        return multiprocessing.get_context("spawn")
-    require_spawn(context)
-    if (method := context.get_start_method()) != "spawn":
-        raise ConfigError(
-            f'the start method is "{method}", whose children have another parent, with which they '
-            'would end; use multiprocessing.get_context("spawn")'
-        )
-    return context
-
-
-class _Starter:
-    """A thread that starts all children and never ends.
-
-    The parent-death signal is sent when the thread that started a child ends, so that thread must
-    live as long as the process. It blocks SIGINT, which its children inherit: a terminal sends
-    SIGINT to all of them, but only the supervisor handles it.
-    """
-
-    def __init__(self) -> None:
-        self._orders: queue.SimpleQueue[Child] = queue.SimpleQueue()
-        threading.Thread(target=self._run, name="weightsync starter", daemon=True).start()
-
-    def submit(self, child: Child) -> None:
-        self._orders.put(child)
-
-    def _run(self) -> None:
-        while True:
-            child = self._orders.get()
-            try:
-                child.start_here()
-            except BaseException as exc:  # noqa: BLE001 - raised again by Child.start
-                child._started.set_exception(exc)
-            else:
-                child._started.set_result(None)
-            del child
-
-
-@functools.cache
-def _starter() -> _Starter:
-    return _Starter()
 
 
 @contextmanager
@@ -274,12 +208,7 @@ def _send(pipe: Connection, message: _Ready | _Failed) -> None:
 
 
 def _end_with_parent() -> None:
-    """Make the kernel kill this process when its parent dies, and watch the parent as well.
-
-    The watch covers a parent that died before the call of prctl, in any pid namespace.
-    """
-    libc = ctypes.CDLL(None, use_errno=True)
-    libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    """End this process when its parent dies, which closes the pipe behind `sentinel`."""
     parent = multiprocessing.parent_process()
     assert parent is not None
     threading.Thread(

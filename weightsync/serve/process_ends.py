@@ -1,22 +1,36 @@
-"""Ends of processes: waiting for them, ending them, and the errors of those that failed."""
+"""Ends of processes: waiting for them, ending them with their descendants, and their errors.
+
+A psutil.Process stands for one process, not for a pid: psutil compares start times before it
+signals a process, because the kernel uses pids again.
+"""
 
 from __future__ import annotations
 
 import logging
 import os
+import shutil
 import signal
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
-from weightsync.errors import ConfigError, ProcessLostError, WeightSyncError
-from weightsync.serve import process_tree
+from weightsync.errors import (
+    BackendUnavailableError,
+    ConfigError,
+    ProcessLostError,
+    WeightSyncError,
+)
 
-if TYPE_CHECKING:
+try:
     import psutil
+except ModuleNotFoundError as exc:
+    raise BackendUnavailableError(
+        f"process trees need the package {exc.name}; pip install 'weightsync[server]'"
+    ) from exc
 
 SHUTDOWN_S = 5.0
 KILL_S = 2.0
@@ -48,12 +62,77 @@ def kill_trees(processes: Sequence[BaseProcess], also: Iterable[psutil.Process] 
 
     def left() -> set[psutil.Process]:
         known.update(_trees(processes))
-        return {one for one in known if process_tree.is_alive(one)}
+        return {one for one in known if is_alive(one)}
 
     for process in running(processes):
         process.kill()
-    process_tree.kill_all(left, timeout_s=KILL_S)
+    kill_all(left, timeout_s=KILL_S)
     wait_all(processes, KILL_S)
+
+
+_KILL_POLL_S = 0.01
+_REMOVE_S = 10.0
+
+
+def _processes(attribute: str) -> Iterator[psutil.Process]:
+    """Yield all processes, with one attribute in `info`: None if it cannot be read."""
+    psutil.process_iter.cache_clear()  # a cached object may stand for an earlier process of its pid
+    return psutil.process_iter([attribute])
+
+
+def descendants(pids: Iterable[int]) -> set[psutil.Process]:
+    """Return the children of `pids`, their children, and so on, without `pids` themselves.
+
+    It reads the process table once, because a server may have hundreds of processes.
+    """
+    children: dict[int, list[psutil.Process]] = defaultdict(list)
+    for process in _processes("ppid"):
+        children[process.info["ppid"]].append(process)
+    found: set[psutil.Process] = set()
+    unseen = list(pids)
+    while unseen:
+        below = children.pop(unseen.pop(), [])
+        found.update(below)
+        unseen.extend(process.pid for process in below)
+    return found
+
+
+def marked(variable: str) -> set[psutil.Process]:
+    """Return the processes that were started with this environment variable set.
+
+    Processes of other users are left out: their environment cannot be read.
+    """
+    return {one for one in _processes("environ") if variable in (one.info["environ"] or ())}
+
+
+def kill_all(find: Callable[[], set[psutil.Process]], *, timeout_s: float) -> set[psutil.Process]:
+    """Send SIGKILL to the processes that `find` returns, until it returns none.
+
+    `find` is called again because a process may have started another one before it was killed.
+    Returns the processes that are left after `timeout_s`.
+    """
+    deadline = time.monotonic() + timeout_s
+    while found := find():
+        for process in found:
+            with suppress(psutil.Error):
+                process.kill()
+        if time.monotonic() >= deadline:
+            return found
+        time.sleep(_KILL_POLL_S)
+    return set()
+
+
+def remove_all(variable: str, directory: str) -> None:
+    """Kill the processes with this variable and remove a directory. Called by an OrphanReaper."""
+    kill_all(lambda: marked(variable), timeout_s=_REMOVE_S)
+    shutil.rmtree(directory, ignore_errors=True)
+
+
+def is_alive(process: psutil.Process) -> bool:
+    """Whether the process still runs; a zombie does not."""
+    with suppress(psutil.NoSuchProcess):
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    return False
 
 
 def wait_all(processes: Iterable[BaseProcess], timeout_s: float) -> bool:
@@ -159,7 +238,7 @@ def _end_descriptors(processes: Iterable[BaseProcess]) -> Iterator[dict[int, Bas
 
 
 def _trees(processes: Iterable[BaseProcess]) -> set[psutil.Process]:
-    return process_tree.descendants(p.pid for p in running(processes) if p.pid is not None)
+    return descendants(p.pid for p in running(processes) if p.pid is not None)
 
 
 def _signal_name(number: int) -> str:

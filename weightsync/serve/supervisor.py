@@ -6,26 +6,23 @@ import logging
 import os
 import secrets
 import shutil
-import stat
 import subprocess
 import sys
 import tempfile
 import time
-import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
-from multiprocessing.context import BaseContext
+from dataclasses import replace
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
 from weightsync.errors import ConfigError, TransportTimeout, WeightSyncError, shorten
-from weightsync.queues.sockets import IPC_PATH_LIMIT
-from weightsync.serve import process_ends, process_tree
-from weightsync.serve.child_process import Child, ChildSpec, spawn_context
+from weightsync.serve import process_ends
+from weightsync.serve.child_process import Child, ChildSpec
 from weightsync.serve.process_ends import SHUTDOWN_S
 from weightsync.shm.segment import cleanup_stale
+from weightsync.shm.spawning import refuse_forked
 
 if TYPE_CHECKING:
     import psutil
@@ -39,7 +36,7 @@ if sys.stdin.buffer.read() != {_NOTHING_TO_DO!r}:  # until the supervisor closes
 """
 _REMOVE = """
 import sys
-from weightsync.serve.process_tree import remove_all
+from weightsync.serve.process_ends import remove_all
 remove_all(*sys.argv[1:])
 from weightsync.shm.segment import cleanup_stale
 cleanup_stale()
@@ -80,150 +77,10 @@ class OrphanReaper:
 _KILL_MARGIN_S = 0.5
 _EXIT_S = 5.0
 """How long a process may take to end after it has sent its error."""
-
-
-def new_marker() -> str:
-    """Return a unique name of an environment variable."""
-    return f"WEIGHTSYNC_TREE_{secrets.token_hex(8)}"
-
-
-@dataclass(kw_only=True)
-class ProcessGroups:
-    """Groups of children, in the order of their start, and the resources of the tree.
-
-    Every process of the tree has the variable `marker` in its environment. It identifies processes
-    whose parent has ended.
-    """
-
-    directory: Path
-    marker: str
-    reaper: OrphanReaper
-    grace_s: float
-    shutdown_s: float
-    groups: dict[str, list[Child]] = field(default_factory=dict)
-    closed: bool = False
-    owner: int = field(default_factory=os.getpid)
-
-    @property
-    def children(self) -> list[Child]:
-        """The children of all groups."""
-        return [child for group in self.groups.values() for child in group]
-
-    @property
-    def processes(self) -> list[BaseProcess]:
-        """The processes that were started."""
-        return [child.process for child in self.children if child.process.pid is not None]
-
-    def check_open(self) -> None:
-        """Raise ConfigError if `end` was called."""
-        if self.closed:
-            raise ConfigError("this supervisor is closed; make another one")
-
-    def watch(self, timeout_s: float | None, *, starting: bool = False) -> bool:
-        """Wait until a child sends a message or ends, at most `timeout_s`.
-
-        Returns whether a child has ended with exit code 0; with `starting`, that is a failure too.
-        Raises the error of a child that failed before it was ready, ProcessLostError afterwards.
-        """
-        pipes = [child.pipe for child in self.children if not child.pipe.closed]
-        ended, _ = process_ends.wait_any(self.processes, pipes, timeout_s=timeout_s)
-        for child in self.children:
-            child.listen()
-        failed = self._failed(ended, starting=starting)
-        if failed:
-            raise process_ends.with_notes([_error_of(child) for child in failed])
-        return bool(ended)
-
-    def end(self) -> None:
-        """End all processes and remove the directory; see Supervisor.close."""
-        if os.getpid() != self.owner:
-            return
-        self.closed = True
-        with process_ends.signals_ignored():
-            for child in self.children:
-                child.settle()
-            known = process_tree.descendants(p.pid for p in self.processes if p.pid is not None)
-            try:
-                self._end_in_stages()
-            finally:
-                self._kill_left(known)
-                for child in self.children:
-                    child.close()
-                shutil.rmtree(self.directory, ignore_errors=True)
-                cleanup_stale()  # segments of killed processes
-                self.reaper.close()
-
-    def _failed(self, ended: list[BaseProcess], *, starting: bool) -> list[Child]:
-        gone = [c for c in self.children if c.process in ended and (c.process.exitcode or starting)]
-        # A process that a signal ended is probably the cause of the others' end.
-        gone.sort(key=lambda child: (child.process.exitcode or 0) >= 0)
-        return gone + [c for c in self.children if c.error is not None and c not in gone]
-
-    def _end_in_stages(self) -> None:
-        deadline = time.monotonic() + max(0.0, self.shutdown_s - _KILL_MARGIN_S)
-        stages = list(reversed(self.groups.values()))
-        for index, group in enumerate(stages):
-            remaining = max(0.0, deadline - time.monotonic())
-            process_ends.terminate(_processes(group))
-            if index == len(stages) - 1:
-                process_ends.wait_all(self.processes, remaining)
-            else:
-                share = self.grace_s if index == 0 else remaining / (len(stages) - index)
-                process_ends.wait_all(_processes(group), min(share, remaining))
-
-    def _kill_left(self, known: set[psutil.Process]) -> None:
-        known = known | process_tree.marked(self.marker)
-        process_ends.kill_trees(self.processes, known)
-        process_tree.kill_all(
-            lambda: process_tree.marked(self.marker), timeout_s=process_ends.KILL_S
-        )
-
-
-def _processes(group: Iterable[Child]) -> list[BaseProcess]:
-    return [child.process for child in group]
-
-
-def _error_of(child: Child) -> WeightSyncError:
-    """Return the error of a child that failed: its own error if it never became ready."""
-    if not child.is_ready:
-        return child.error or process_ends.lost(child.process, "it was not ready yet")
-    if child.error is None:
-        return process_ends.lost(child.process)
-    process_ends.wait_all([child.process], _EXIT_S)
-    return process_ends.lost(child.process, str(child.error))
-
-
-PREFIX = "weightsync-"
-_LONGEST_NAME = 64
-"""The most bytes of the names of this directory and of a socket in it."""
-
-
-def make_runtime_directory(parent: Path | None = None) -> Path:
-    """Make a directory of mode 0700 in `parent`. The caller removes it.
-
-    The default is XDG_RUNTIME_DIR if that is a directory of this user whose path is short enough
-    for sockets, otherwise the directory for temporary files. Raises OSError.
-    """
-    return Path(tempfile.mkdtemp(prefix=PREFIX, dir=parent or _runtime_parent()))
-
-
-def _runtime_parent() -> Path | None:
-    named = os.environ.get("XDG_RUNTIME_DIR", "")
-    if not named or len(os.fsencode(named)) > IPC_PATH_LIMIT - _LONGEST_NAME:
-        return None
-    path = Path(named)
-    try:
-        found = path.stat()
-    except OSError:
-        return None
-    ours = stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid()
-    return path if ours and path.is_absolute() and os.access(path, os.W_OK | os.X_OK) else None
-
-
-logger = logging.getLogger(__name__)
-
 GRACE_S = 3.0
 """How long the last started group, the API servers, may take to end."""
+
+logger = logging.getLogger(__name__)
 
 
 class Supervisor:
@@ -240,46 +97,31 @@ class Supervisor:
     processes: this process handles Ctrl-C. Use it from one thread.
     """
 
-    def __init__(
-        self,
-        *,
-        context: BaseContext | None = None,
-        grace_s: float = GRACE_S,
-        shutdown_s: float = SHUTDOWN_S,
-        parent_directory: Path | None = None,
-    ) -> None:
+    def __init__(self, *, grace_s: float = GRACE_S, shutdown_s: float = SHUTDOWN_S) -> None:
         """Make the directory and start the OrphanReaper.
 
         `close` takes at most `shutdown_s`, of which the last started group gets `grace_s`. Raises
-        ConfigError for start methods other than spawn.
+        ConfigError in a process that was forked.
         """
-        if not 0 < grace_s <= shutdown_s:
-            raise ConfigError(
-                f"grace_s is {grace_s} and shutdown_s {shutdown_s}; the first is a part of the "
-                "second, and both are more than 0"
-            )
-        self._context = spawn_context(context)
-        marker = new_marker()
-        directory = make_runtime_directory(parent_directory)
-        self._state = ProcessGroups(
-            directory=directory,
-            marker=marker,
-            reaper=OrphanReaper(marker, directory),
-            grace_s=grace_s,
-            shutdown_s=shutdown_s,
-        )
-        # A method of another object: a bound method of this one would keep it alive.
-        self._finalizer = weakref.finalize(self, self._state.end)
-
-    @property
-    def directory(self) -> Path:
-        """The directory for the sockets of this tree; mode 0700."""
-        return self._state.directory
+        refuse_forked("a process")
+        self.directory = Path(tempfile.mkdtemp(prefix="weightsync-"))
+        # A variable in the environment of every process of the tree. It identifies processes whose
+        # parent has ended.
+        self._marker = f"WEIGHTSYNC_TREE_{secrets.token_hex(8)}"
+        self._reaper = OrphanReaper(self._marker, self.directory)
+        self._grace_s = grace_s
+        self._shutdown_s = shutdown_s
+        self._groups: dict[str, list[Child]] = {}
+        self._closed = False
 
     @property
     def processes(self) -> list[BaseProcess]:
         """All processes that were started, in the order of their start."""
-        return self._state.processes
+        return [child.process for child in self._children if child.process.pid is not None]
+
+    @property
+    def _children(self) -> list[Child]:
+        return [child for group in self._groups.values() for child in group]
 
     def start(self, group: str, specs: Sequence[ChildSpec], *, timeout_s: float) -> list[bytes]:
         """Start a group, all children at once; return the payloads of their `ready`.
@@ -293,31 +135,31 @@ class Supervisor:
 
     def launch(self, group: str, specs: Sequence[ChildSpec]) -> None:
         """Start a group without waiting; see `await_ready`. Raises as `start` does."""
-        self._state.check_open()
-        if group in self._state.groups:
+        self._check_open()
+        if group in self._groups:
             raise ConfigError(f"{group!r} are started already; a group is started once")
         names = [spec.name for spec in specs]
         if len(set(names)) < len(names):
             raise ConfigError(f"{group!r} are named {shorten(names)}; each name may be used once")
-        children = self._state.groups[group] = []
+        children = self._groups[group] = []
         for spec in specs:
-            env = {**spec.env, self._state.marker: "1"}
-            child = Child(replace(spec, env=env), self._context)
-            children.append(child)  # before the start, so that `end` knows it in any case
+            env = {**spec.env, self._marker: "1"}
+            child = Child(replace(spec, env=env))
+            children.append(child)  # before the start, so that `close` knows it in any case
             child.start()
 
     def await_ready(self, group: str, *, timeout_s: float) -> list[bytes]:
         """Wait until a group is ready; return the payloads of `ready`. Raises as `start` does."""
-        self._state.check_open()
-        if group not in self._state.groups:
+        self._check_open()
+        if group not in self._groups:
             raise ConfigError(f"no {group!r} were started")
-        waited = self._state.groups[group]
+        waited = self._groups[group]
         deadline = time.monotonic() + timeout_s
         while late := [child for child in waited if not child.is_ready]:
             remaining = deadline - time.monotonic()
             if remaining <= 0:
                 raise _timed_out(group, late, len(waited), timeout_s)
-            self._state.watch(remaining, starting=True)
+            self._watch(remaining, starting=True)
         return [child.payload for child in waited if child.payload is not None]
 
     def wait(self, timeout_s: float | None = None) -> bool:
@@ -326,10 +168,10 @@ class Supervisor:
         Returns True if it ended with exit code 0, False after `timeout_s` and on Ctrl-C. Raises
         ProcessLostError if it ended otherwise, with the text of its own error.
         """
-        self._state.check_open()
+        self._check_open()
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         try:
-            while not self._state.watch(_left(deadline)):
+            while not self._watch(_left(deadline)):
                 if _left(deadline) == 0:
                     return False
         except KeyboardInterrupt:
@@ -343,14 +185,75 @@ class Supervisor:
         Each process gets SIGTERM and time to end. Then all processes that are left are killed, and
         all descendants of all processes. Ctrl-C is ignored meanwhile. Idempotent.
         """
+        if self._closed:
+            return
+        self._closed = True
         with process_ends.signals_ignored():
-            self._finalizer()
+            known = process_ends.descendants(p.pid for p in self.processes if p.pid is not None)
+            try:
+                self._end_in_stages()
+            finally:
+                process_ends.kill_trees(self.processes, known | self._marked())
+                process_ends.kill_all(self._marked, timeout_s=process_ends.KILL_S)
+                for child in self._children:
+                    child.close()
+                shutil.rmtree(self.directory, ignore_errors=True)
+                cleanup_stale()  # segments of killed processes
+                self._reaper.close()
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise ConfigError("this supervisor is closed; make another one")
+
+    def _watch(self, timeout_s: float | None, *, starting: bool = False) -> bool:
+        """Wait until a child sends a message or ends, at most `timeout_s`.
+
+        Returns whether a child has ended with exit code 0; with `starting`, that is a failure too.
+        Raises the error of a child that failed before it was ready, ProcessLostError afterwards.
+        """
+        pipes = [child.pipe for child in self._children if not child.pipe.closed]
+        ended, _ = process_ends.wait_any(self.processes, pipes, timeout_s=timeout_s)
+        for child in self._children:
+            child.listen()
+        gone = [c for c in self._children if c.process in ended]
+        failed = [c for c in gone if c.process.exitcode or starting]
+        # A process that a signal ended is probably the cause of the others' end.
+        failed.sort(key=lambda child: (child.process.exitcode or 0) >= 0)
+        failed += [c for c in self._children if c.error is not None and c not in failed]
+        if failed:
+            raise process_ends.with_notes([_error_of(child) for child in failed])
+        return bool(ended)
+
+    def _end_in_stages(self) -> None:
+        deadline = time.monotonic() + max(0.0, self._shutdown_s - _KILL_MARGIN_S)
+        stages = [[c.process for c in group] for group in reversed(self._groups.values())]
+        for index, processes in enumerate(stages):
+            remaining = max(0.0, deadline - time.monotonic())
+            process_ends.terminate(processes)
+            if index == len(stages) - 1:
+                process_ends.wait_all(self.processes, remaining)
+            else:
+                share = self._grace_s if index == 0 else remaining / (len(stages) - index)
+                process_ends.wait_all(processes, min(share, remaining))
+
+    def _marked(self) -> set[psutil.Process]:
+        return process_ends.marked(self._marker)
+
+
+def _error_of(child: Child) -> WeightSyncError:
+    """Return the error of a child that failed: its own error if it never became ready."""
+    if not child.is_ready:
+        return child.error or process_ends.lost(child.process, "it was not ready yet")
+    if child.error is None:
+        return process_ends.lost(child.process)
+    process_ends.wait_all([child.process], _EXIT_S)
+    return process_ends.lost(child.process, str(child.error))
 
 
 def _left(deadline: float | None) -> float | None:
