@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import uuid
 
+import msgspec
 from fastapi import APIRouter, Request, Response
 
 from weightsync.errors import NotReadyError
@@ -22,7 +23,6 @@ from weightsync.serve.requests import (
     GenerateRequest,
     GenerateResponse,
     decode_request,
-    encode_response,
 )
 from weightsync.serve.text import TokenizerService
 from weightsync.server.dispatcher import error_response, read_body
@@ -87,7 +87,7 @@ class _GenerateRoute:
         work = await self._work(request)
         whole = await complete(self._engine, self._texts, work)
         completions = [part.completion(logprobs=request.logprobs) for part in whole]
-        return encode_response(GenerateResponse(completions=completions))
+        return msgspec.json.encode(GenerateResponse(completions=completions))
 
     async def _work(self, request: GenerateRequest) -> GenerationRequest:
         prompts = await read_prompts(

@@ -15,7 +15,6 @@ from weightsync.errors import (
     TransferError,
     TransportError,
 )
-from weightsync.serve.messages import ModelCard
 from weightsync.serve.requests import PromptText, StopText, TokenId, VersionSpan
 from weightsync.server.dispatcher import BodyError
 
@@ -379,20 +378,6 @@ class ErrorAnswer(msgspec.Struct, frozen=True, kw_only=True):
     """An error in OpenAI's format."""
 
     error: ErrorDetail
-
-
-def usage_of(num_prompt_tokens: int, num_completion_tokens: int) -> Usage:
-    """Return the usage of a response."""
-    return Usage(
-        prompt_tokens=num_prompt_tokens,
-        completion_tokens=num_completion_tokens,
-        total_tokens=num_prompt_tokens + num_completion_tokens,
-    )
-
-
-def model_entry(card: ModelCard, created: int) -> ModelEntry:
-    """Return the description of the served model."""
-    return ModelEntry(id=card.name, created=created, max_model_len=card.max_length)
 
 
 def error_answer(exc: Exception) -> tuple[int, ErrorAnswer]:

@@ -5,12 +5,15 @@ from __future__ import annotations
 import logging
 import time
 import uuid
+from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
-from typing import Any, Protocol
+from functools import partial
+from typing import Any, Literal
 
 import msgspec
 from fastapi import APIRouter, Request, Response
 from jinja2 import TemplateError
+from msgspec.structs import asdict
 from starlette.convertors import PathConvertor, register_url_convertor
 
 from weightsync.serve.completions import (
@@ -19,7 +22,6 @@ from weightsync.serve.completions import (
     ClientGoneError,
     EventStream,
     GenerationRequest,
-    MadeToken,
     Prompt,
     StreamDelta,
     begun,
@@ -48,6 +50,7 @@ from weightsync.serve.openai_messages import (
     ModelEntry,
     ModelList,
     OpenAIRequest,
+    R,
     RequestError,
     TextChoice,
     TextCompletion,
@@ -58,8 +61,6 @@ from weightsync.serve.openai_messages import (
     Usage,
     decode_openai,
     error_answer,
-    model_entry,
-    usage_of,
 )
 from weightsync.serve.text import TokenizerService
 from weightsync.serve.vision import ImagePreparer
@@ -67,189 +68,150 @@ from weightsync.server.dispatcher import BodyError, read_body
 from weightsync.server.router import schema_of
 
 
-class Answers(Protocol):
-    """Builds the responses to one request."""
+class Answers(ABC):
+    """Builds the responses to one request, which are streamed or not."""
 
-    def whole(self, completions: Sequence[StreamDelta]) -> msgspec.Struct:
-        """Return the response that is not streamed."""
-
-    def chunk(self, increment: StreamDelta) -> msgspec.Struct:
-        """Return one chunk of a stream."""
-
-    def last_chunk(self, num_completion_tokens: int) -> msgspec.Struct:
-        """Return the chunk of the usage."""
-
-
-class _Head:
-    """The common fields of all responses to one request."""
+    response: Callable[..., msgspec.Struct]
+    chunk_response: Callable[..., msgspec.Struct]
 
     def __init__(
         self, texts: TokenizerService, work: GenerationRequest, parsed: OpenAIRequest, model: str
     ) -> None:
         self.texts = texts
-        self.id = work.request_id
-        self.created = int(time.time())
-        self.model = model
-        self.num_prompt_tokens = work.num_prompt_tokens
-        self.n = work.n
+        self._work = work
+        self._created = int(time.time())
+        self._model = model
         self._wants_ids = parsed.return_token_ids
-        self.num_top = work.choosing.logprobs
 
-    def ids(self, increment: StreamDelta) -> list[int] | msgspec.UnsetType:
-        return increment.token_ids if self._wants_ids else msgspec.UNSET
+    def whole(self, completions: Sequence[StreamDelta]) -> msgspec.Struct:
+        """Return the response that is not streamed."""
+        num_tokens = sum(len(completion.tokens) for completion in completions)
+        return self._response(self.response, [self.choice(c) for c in completions], num_tokens)
 
-    def usage(self, num_completion_tokens: int) -> Usage:
-        return usage_of(self.num_prompt_tokens, num_completion_tokens)
+    def chunk(self, delta: StreamDelta) -> msgspec.Struct:
+        """Return one chunk of a stream."""
+        return self._response(self.chunk_response, [self.chunk_choice(delta)])
 
-    def usage_of(self, completions: Sequence[StreamDelta]) -> Usage:
-        return self.usage(sum(len(completion.tokens) for completion in completions))
+    def last_chunk(self, num_completion_tokens: int) -> msgspec.Struct:
+        """Return the chunk of the usage."""
+        return self._response(self.chunk_response, [], num_completion_tokens)
+
+    @abstractmethod
+    def choice(self, delta: StreamDelta) -> msgspec.Struct:
+        """Return a whole completion."""
+
+    @abstractmethod
+    def chunk_choice(self, delta: StreamDelta) -> msgspec.Struct:
+        """Return the next part of a completion."""
+
+    @abstractmethod
+    def logprobs(self, delta: StreamDelta, num_top: int) -> msgspec.Struct:
+        """Return the log-probabilities of tokens, and of `num_top` others at each position."""
+
+    def make_choice(
+        self, kind: Callable[..., msgspec.Struct], made: StreamDelta, **own: object
+    ) -> msgspec.Struct:
+        """Return a choice with the fields that all kinds have, and `own`."""
+        num_top = self._work.choosing.logprobs
+        return kind(
+            index=made.prompt_index * self._work.n + made.index,
+            finish_reason=made.finish_reason,
+            weight_versions=made.weight_versions,
+            prompt_version=made.prompt_version,
+            token_ids=made.token_ids if self._wants_ids else msgspec.UNSET,
+            logprobs=None if num_top == NO_LOGPROBS else self.logprobs(made, num_top),
+            **own,
+        )
+
+    def _response(
+        self,
+        kind: Callable[..., msgspec.Struct],
+        choices: list[msgspec.Struct],
+        num_completion_tokens: int | None = None,
+    ) -> msgspec.Struct:
+        usage = None
+        if num_completion_tokens is not None:
+            num_prompt_tokens = self._work.num_prompt_tokens
+            usage = Usage(
+                prompt_tokens=num_prompt_tokens,
+                completion_tokens=num_completion_tokens,
+                total_tokens=num_prompt_tokens + num_completion_tokens,
+            )
+        return kind(
+            id=self._work.request_id,
+            created=self._created,
+            model=self._model,
+            choices=choices,
+            usage=usage,
+        )
 
 
-class TextAnswers:
+class TextAnswers(Answers):
     """The responses of `/v1/completions`."""
 
-    def __init__(
-        self, texts: TokenizerService, work: GenerationRequest, parsed: OpenAIRequest, model: str
-    ) -> None:
-        self._head = _Head(texts, work, parsed, model)
+    response = chunk_response = TextCompletion
 
-    def whole(self, completions: Sequence[StreamDelta]) -> TextCompletion:
-        """Return the response that is not streamed."""
-        choices = [self._choice(completion) for completion in completions]
-        return self._answer(choices, self._head.usage_of(completions))
+    def choice(self, delta: StreamDelta) -> msgspec.Struct:
+        return self.make_choice(TextChoice, delta, text=delta.text)
 
-    def chunk(self, increment: StreamDelta) -> TextCompletion:
-        """Return one chunk of a stream."""
-        return self._answer([self._choice(increment)])
+    chunk_choice = choice
 
-    def last_chunk(self, num_completion_tokens: int) -> TextCompletion:
-        """Return the chunk of the usage."""
-        return self._answer([], self._head.usage(num_completion_tokens))
-
-    def _answer(self, choices: list[TextChoice], usage: Usage | None = None) -> TextCompletion:
-        head = self._head
-        return TextCompletion(
-            id=head.id, created=head.created, model=head.model, choices=choices, usage=usage
-        )
-
-    def _choice(self, increment: StreamDelta) -> TextChoice:
-        return TextChoice(
-            index=increment.prompt_index * self._head.n + increment.index,
-            text=increment.text,
-            finish_reason=increment.finish_reason,
-            weight_versions=increment.weight_versions,
-            prompt_version=increment.prompt_version,
-            token_ids=self._head.ids(increment),
-            logprobs=self._logprobs(increment.tokens, increment.start),
-        )
-
-    def _logprobs(self, tokens: Sequence[MadeToken], start: int) -> TextLogprobs | None:
-        if self._head.num_top == NO_LOGPROBS:
-            return None
-        name = self._head.texts.token_name
-        names = [name(made.token, first=place == 0) for place, made in enumerate(tokens, start)]
+    def logprobs(self, delta: StreamDelta, num_top: int) -> TextLogprobs:
+        names, tops = [], []
+        for place, made in enumerate(delta.tokens, delta.start):
+            name = partial(self.texts.token_name, first=place == 0)
+            names.append(name(made.token))
+            top = {name(token): _least(logprob) for token, logprob in made.top}
+            top.setdefault(names[-1], made.logprob or 0.0)  # the chosen token in any case
+            tops.append(top)
         return TextLogprobs(
             tokens=names,
-            token_logprobs=[made.logprob for made in tokens],
-            top_logprobs=self._tops(tokens, names, start) if self._head.num_top else None,
-            text_offset=[made.offset for made in tokens],
+            token_logprobs=[made.logprob for made in delta.tokens],
+            top_logprobs=tops if num_top else None,
+            text_offset=[made.offset for made in delta.tokens],
         )
-
-    def _tops(
-        self, tokens: Sequence[MadeToken], names: list[str], start: int
-    ) -> list[dict[str, float]]:
-        """Return the likeliest tokens of each position, and in any case the chosen one."""
-        name = self._head.texts.token_name
-        found = []
-        for place, (made, chosen) in enumerate(zip(tokens, names, strict=True), start):
-            top = {name(token, first=place == 0): _least(logprob) for token, logprob in made.top}
-            top.setdefault(chosen, made.logprob or 0.0)
-            found.append(top)
-        return found
 
 
 def _least(logprob: float) -> float:
     return max(logprob, LEAST_LOGPROB)
 
 
-class ChatAnswers:
+class ChatAnswers(Answers):
     """The responses of `/v1/chat/completions`."""
 
-    def __init__(
-        self, texts: TokenizerService, work: GenerationRequest, parsed: OpenAIRequest, model: str
-    ) -> None:
-        self._head = _Head(texts, work, parsed, model)
+    response = ChatCompletion
+    chunk_response = ChatChunk
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
         self._begun: set[int] = set()
 
-    def whole(self, completions: Sequence[StreamDelta]) -> ChatCompletion:
-        """Return the response that is not streamed."""
-        head = self._head
-        return ChatCompletion(
-            id=head.id,
-            created=head.created,
-            model=head.model,
-            choices=[self._choice(completion) for completion in completions],
-            usage=head.usage_of(completions),
+    def choice(self, delta: StreamDelta) -> msgspec.Struct:
+        return self.make_choice(ChatChoice, delta, message=ChatAnswer(content=delta.text))
+
+    def chunk_choice(self, delta: StreamDelta) -> msgspec.Struct:
+        # Only the first chunk of each choice has a role.
+        role: Literal["assistant"] | None = None if delta.index in self._begun else "assistant"
+        self._begun.add(delta.index)
+        return self.make_choice(
+            ChatChunkChoice, delta, delta=ChatDelta(content=delta.text, role=role)
         )
 
-    def chunk(self, increment: StreamDelta) -> ChatChunk:
-        """Return one chunk of a stream. The first chunk of each choice has a role."""
-        first = increment.index not in self._begun
-        self._begun.add(increment.index)
-        choice = ChatChunkChoice(
-            index=increment.index,
-            delta=ChatDelta(content=increment.text, role="assistant" if first else None),
-            finish_reason=increment.finish_reason,
-            weight_versions=increment.weight_versions,
-            prompt_version=increment.prompt_version,
-            token_ids=self._head.ids(increment),
-            logprobs=self._logprobs(increment.tokens, increment.start),
-        )
-        return self._chunk([choice])
+    def logprobs(self, delta: StreamDelta, num_top: int) -> ChatLogprobs:
+        content = []
+        for place, made in enumerate(delta.tokens, delta.start):
+            chosen, *top = [
+                self._top(token, logprob, first=place == 0)
+                for token, logprob in [(made.token, made.logprob or 0.0), *made.top]
+            ]
+            content.append(TokenLogprob(**asdict(chosen), top_logprobs=top))
+        return ChatLogprobs(content=content)
 
-    def last_chunk(self, num_completion_tokens: int) -> ChatChunk:
-        """Return the chunk of the usage."""
-        return self._chunk([], self._head.usage(num_completion_tokens))
-
-    def _chunk(self, choices: list[ChatChunkChoice], usage: Usage | None = None) -> ChatChunk:
-        head = self._head
-        return ChatChunk(
-            id=head.id, created=head.created, model=head.model, choices=choices, usage=usage
-        )
-
-    def _choice(self, increment: StreamDelta) -> ChatChoice:
-        return ChatChoice(
-            index=increment.index,
-            message=ChatAnswer(content=increment.text),
-            finish_reason=increment.finish_reason,
-            weight_versions=increment.weight_versions,
-            prompt_version=increment.prompt_version,
-            token_ids=self._head.ids(increment),
-            logprobs=self._logprobs(increment.tokens, increment.start),
-        )
-
-    def _logprobs(self, tokens: Sequence[MadeToken], start: int) -> ChatLogprobs | None:
-        if self._head.num_top == NO_LOGPROBS:
-            return None
-        return ChatLogprobs(
-            content=[self._token(made, place == 0) for place, made in enumerate(tokens, start)]
-        )
-
-    def _token(self, made: MadeToken, first: bool) -> TokenLogprob:
-        chosen = self._top(made.token, made.logprob or 0.0, first)
-        return TokenLogprob(
-            token=chosen.token,
-            logprob=chosen.logprob,
-            bytes=chosen.bytes,
-            top_logprobs=[self._top(token, logprob, first) for token, logprob in made.top],
-        )
-
-    def _top(self, token: int, logprob: float, first: bool) -> TopLogprob:
-        texts = self._head.texts
+    def _top(self, token: int, logprob: float, *, first: bool) -> TopLogprob:
         return TopLogprob(
-            token=texts.token_name(token, first=first),
+            token=self.texts.token_name(token, first=first),
             logprob=_least(logprob),
-            bytes=list(texts.token_bytes(token, first=first)),
+            bytes=list(self.texts.token_bytes(token, first=first)),
         )
 
 
@@ -367,12 +329,26 @@ def add_openai_routes(
 ) -> None:
     """Add the OpenAI-compatible routes over an engine to a router."""
     routes = _OpenAIRoutes(engine, texts, max_body_nbytes)
-    _add_get(router, "/v1/models", routes.models, ModelList)
-    _add_get(router, "/v1/models/{model:anything}", routes.model, ModelEntry)
-    _add_post(
-        router, "/v1/completions", routes.completions, CompletionRequest, (TextCompletion,) * 2
+    _add(router, "GET", "/v1/models", routes.models, ModelList)
+    _add(router, "GET", "/v1/models/{model:anything}", routes.model, ModelEntry)
+    _add(
+        router,
+        "POST",
+        "/v1/completions",
+        routes.completions,
+        TextCompletion,
+        chunk=TextCompletion,
+        body=CompletionRequest,
     )
-    _add_post(router, "/v1/chat/completions", routes.chat, ChatRequest, (ChatCompletion, ChatChunk))
+    _add(
+        router,
+        "POST",
+        "/v1/chat/completions",
+        routes.chat,
+        ChatCompletion,
+        chunk=ChatChunk,
+        body=ChatRequest,
+    )
     # Without this route, unknown paths would not get an error in OpenAI's format.
     router.add_api_route(
         "/v1/{path:anything}", _guarded(_no_route), methods=_METHODS, include_in_schema=False
@@ -388,24 +364,30 @@ class _OpenAIRoutes:
 
     async def models(self, request: Request) -> Response:
         """List the served model."""
-        return _json(ModelList(data=[model_entry(self._engine.card, self._started)]))
+        return _json(ModelList(data=[self._entry()]))
 
     async def model(self, request: Request) -> Response:
         """Describe the served model, by its name."""
         self._check_model(request.path_params["model"])
-        return _json(model_entry(self._engine.card, self._started))
+        return _json(self._entry())
 
     async def completions(self, request: Request) -> Response:
         """Complete prompts. Each choice has the weight versions of its tokens."""
-        body = await read_body(request, self._max_body_nbytes)
-        parsed = await self._texts.run(lambda: decode_openai(body, CompletionRequest), len(body))
+        parsed = await self._read(request, CompletionRequest)
         return await while_connected(request, self._complete(parsed))
 
     async def chat(self, request: Request) -> Response:
         """Continue a conversation. Each choice has the weight versions of its tokens."""
-        body = await read_body(request, self._max_body_nbytes)
-        parsed = await self._texts.run(lambda: decode_openai(body, ChatRequest), len(body))
+        parsed = await self._read(request, ChatRequest)
         return await while_connected(request, self._chat(parsed))
+
+    async def _read(self, request: Request, kind: type[R]) -> R:
+        body = await read_body(request, self._max_body_nbytes)
+        return await self._texts.run(lambda: decode_openai(body, kind), len(body))
+
+    def _entry(self) -> ModelEntry:
+        card = self._engine.card
+        return ModelEntry(id=card.name, created=self._started, max_model_len=card.max_length)
 
     async def _complete(self, parsed: CompletionRequest) -> Response:
         self._check_model(parsed.model)
@@ -418,9 +400,7 @@ class _OpenAIRoutes:
             max_new_tokens=max_tokens,
         )
         work = _work(parsed, "cmpl", prompts, max_tokens, parsed.logprobs)
-        return await self._answer(
-            parsed, work, TextAnswers(self._texts, work, parsed, self._engine.card.name)
-        )
+        return await self._answer(parsed, work, TextAnswers)
 
     async def _chat(self, parsed: ChatRequest) -> Response:
         self._check_model(parsed.model)
@@ -429,13 +409,12 @@ class _OpenAIRoutes:
         max_tokens = parsed.max_completion_tokens or parsed.max_tokens or room
         logprobs = (parsed.top_logprobs or 0) if parsed.logprobs else None
         work = _work(parsed, "chatcmpl", [prompt], max_tokens, logprobs)
-        return await self._answer(
-            parsed, work, ChatAnswers(self._texts, work, parsed, self._engine.card.name)
-        )
+        return await self._answer(parsed, work, ChatAnswers)
 
     async def _answer(
-        self, parsed: OpenAIRequest, work: GenerationRequest, answers: Answers
+        self, parsed: OpenAIRequest, work: GenerationRequest, kind: type[Answers]
     ) -> Response:
+        answers = kind(self._texts, work, parsed, self._engine.card.name)
         if parsed.stream:
             return EventStream(await begun(self._events(parsed, work, answers)))
         return _json(answers.whole(await complete(self._engine, self._texts, work)))
@@ -508,57 +487,41 @@ def _work(
     )
 
 
-def _add_get(router: APIRouter, path: str, handler: Handler, answer: type[msgspec.Struct]) -> None:
+def _add(
+    router: APIRouter,
+    method: str,
+    path: str,
+    handler: Handler,
+    answer: type[msgspec.Struct],
+    *,
+    chunk: type[msgspec.Struct] | None = None,
+    body: type[msgspec.Struct] | None = None,
+) -> None:
+    """Add a route. Its response is `answer`, or a stream of `chunk` if the request asks for it."""
+    content = _json_content(answer)
+    if chunk is not None:
+        content["text/event-stream"] = {"schema": _event_schema(chunk)}
     extra: dict[str, Any] = {}
+    if body is not None:
+        extra["requestBody"] = {"required": True, "content": _json_content(body)}
     if "{" in path:
         name = {"name": "model", "in": "path", "required": True, "schema": {"type": "string"}}
-        extra = {"parameters": [name]}
+        extra["parameters"] = [name]
+    error = {"description": "An error in OpenAI's format", "content": _json_content(ErrorAnswer)}
     router.add_api_route(
         path,
         _guarded(handler),
-        methods=["GET"],
+        methods=[method],
         name=f"openai_{handler.__name__}",
         summary=handler.__doc__,
         response_class=Response,
-        responses=_responses(answer),
+        responses={200: {"description": "The response", "content": content}, "default": error},
         openapi_extra=extra,
     )
 
 
-def _add_post(
-    router: APIRouter,
-    path: str,
-    handler: Handler,
-    body: type[msgspec.Struct],
-    answers: tuple[type[msgspec.Struct], type[msgspec.Struct]],
-) -> None:
-    whole, chunk = answers
-    responses = _responses(whole)
-    responses[200]["content"]["text/event-stream"] = {"schema": _event_schema(chunk)}
-    content = {"application/json": {"schema": schema_of(body)}}
-    router.add_api_route(
-        path,
-        _guarded(handler),
-        methods=["POST"],
-        name=f"openai_{handler.__name__}",
-        summary=handler.__doc__,
-        response_class=Response,
-        responses=responses,
-        openapi_extra={"requestBody": {"required": True, "content": content}},
-    )
-
-
-def _responses(answer: type[msgspec.Struct]) -> dict[int | str, dict[str, Any]]:
-    def described(description: str, kind: type[msgspec.Struct]) -> dict[str, Any]:
-        return {
-            "description": description,
-            "content": {"application/json": {"schema": schema_of(kind)}},
-        }
-
-    return {
-        200: described("The response", answer),
-        "default": described("An error in OpenAI's format", ErrorAnswer),
-    }
+def _json_content(kind: type[msgspec.Struct]) -> dict[str, Any]:
+    return {"application/json": {"schema": schema_of(kind)}}
 
 
 def _guarded(handler: Handler) -> Handler:

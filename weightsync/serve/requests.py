@@ -19,9 +19,15 @@ PromptTokens = Annotated[list[TokenId], msgspec.Meta(min_length=1, max_length=1 
 StopText = Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
 
 
-class Sampling(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Sampling parameters. Temperature 0 chooses the likeliest token; seed None is random."""
+class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The body of `POST /generate`: asks for `n` completions of every prompt, text or token ids.
 
+    Temperature 0 chooses the likeliest token; seed None is random.
+    """
+
+    prompts: Annotated[
+        list[PromptText | PromptTokens], msgspec.Meta(min_length=1, max_length=MAX_PROMPTS)
+    ]
     max_new_tokens: Annotated[int, msgspec.Meta(ge=1, le=1 << 16)] = 16
     temperature: Annotated[float, msgspec.Meta(ge=0.0, le=100.0)] = 1.0
     top_p: Annotated[float, msgspec.Meta(gt=0.0, le=1.0)] = 1.0
@@ -29,14 +35,6 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     n: Annotated[int, msgspec.Meta(ge=1, le=256)] = 1
     logprobs: bool = False
     stop: Annotated[tuple[StopText, ...], msgspec.Meta(max_length=16)] = ()
-
-
-class GenerateRequest(Sampling, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The body of `POST /generate`: asks for `n` completions of every prompt, text or token ids."""
-
-    prompts: Annotated[
-        list[PromptText | PromptTokens], msgspec.Meta(min_length=1, max_length=MAX_PROMPTS)
-    ]
 
 
 class VersionSpan(msgspec.Struct, frozen=True, kw_only=True):
@@ -87,11 +85,6 @@ def decode_request(body: bytes) -> GenerateRequest:
         return msgspec.json.decode(body, type=GenerateRequest)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as exc:
         raise ProtocolError(f"the body of /generate is not a request: {exc}") from exc
-
-
-def encode_response(response: GenerateResponse) -> bytes:
-    """Encode a response as JSON."""
-    return msgspec.json.encode(response)
 
 
 def decode_response(body: bytes) -> GenerateResponse:
