@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
-from weightsync.serve.causal_model import end_token_ids
+from weightsync.serve.kv_cache import BatchedKVCache, KeptPrompt, held_by
 from weightsync.serve.messages import NewRows, RowId, SampledToken, SamplingParams, Step, StepResult
-from weightsync.serve.model import LoadedModel
+from weightsync.serve.model import LoadedModel, end_token_ids
 from weightsync.serve.model_runner import ModelRunner
 from weightsync.serve.requests import Completion, spans
 
@@ -107,3 +107,19 @@ def alone(
     )
     tokens: list[int] = found[0, len(prompt) :].tolist()
     return tokens
+
+
+def living_nbytes(living: BatchedKVCache) -> int:
+    """The bytes of keys and values of live rows, without spare room."""
+    layers = held_by(living.cache) if living.rows else []
+    return sum(tensor.nbytes for layer in layers for tensor in layer.held())
+
+
+def kept_nbytes(kept: KeptPrompt) -> int:
+    """The bytes of the keys and values of a kept prompt."""
+    return sum(tensor.nbytes for layer in kept._layers for tensor in layer)
+
+
+def cache_nbytes(runner: ModelRunner) -> int:
+    """The bytes of the keys and values of live rows and kept prompts."""
+    return living_nbytes(runner._living) + sum(map(kept_nbytes, runner._kept.values()))

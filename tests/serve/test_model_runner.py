@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from tests.serve.stepping import Stepping, alone
-from weightsync.errors import ConfigError, ProtocolError
+from tests.serve.stepping import Stepping, alone, cache_nbytes
+from weightsync.errors import ConfigError
 from weightsync.serve.messages import SamplingParams, Step
 from weightsync.serve.model import LoadedModel, make_tiny_model, make_tiny_vision_model
 from weightsync.serve.model_runner import ModelRunner
@@ -206,12 +206,10 @@ def test_logprobs_are_of_the_models_own_distribution() -> None:
 
 def test_bad_prompts_are_refused_and_the_others_go_on() -> None:
     core = stepping()
-    bad = [[], [3, 259], [-1], [5] * 2048]
     pixels = {"pixel_values": torch.zeros(1, 3, 16, 16)}
     new = [
         core.new(PROMPTS[0]),
-        *(core.new(prompt, n=2) for prompt in bad),
-        core.new([5], inputs=pixels),
+        core.new([5], n=2, inputs=pixels),
         core.new([5], inputs={"attention_mask": torch.ones(1, 1)}),
         core.new(PROMPTS[1]),
     ]
@@ -219,32 +217,17 @@ def test_bad_prompts_are_refused_and_the_others_go_on() -> None:
     assert [choice.row for choice in result.chosen] == [new[0].rows[0], new[-1].rows[0]]
     assert sorted(result.refused) == [one.rows[0] for one in new[1:-1]]
     messages = list(result.refused.values())
-    assert "outside 0 to 258" in messages[0] == messages[1] == messages[2]
-    assert "takes 2048 tokens, the model has room for 2048" in messages[3]
-    assert "takes no inputs named pixel_values" in messages[4]
-    assert "takes no inputs named attention_mask" in messages[5]
+    assert "takes no inputs named pixel_values" in messages[0]
+    assert "takes no inputs named attention_mask" in messages[1]
     core.go_on(5)
     assert core.said[new[0].rows[0]] == expected("llama", 0)[:6]
     assert core.said[new[-1].rows[0]] == expected("llama", 1)[:6]
 
 
-@pytest.mark.parametrize(
-    ("rows", "tokens"), [([0], [5]), ([0, 1, 2], [5, 5, 5]), ([0, 0, 1], [5] * 3), ([0, 1], [5])]
-)
-def test_a_step_must_name_every_living_row_once(rows: list[int], tokens: list[int]) -> None:
-    runner = ModelRunner(model_of("llama"))
-    core = Stepping(runner.execute)
-    core.start(core.new(PROMPTS[0]), core.new(PROMPTS[1]))
-    with pytest.raises(ProtocolError, match=r"rows, 2 live .*name every living row once"):
-        runner.execute(Step(number=9, rows=rows, tokens=tokens), 1)
-    core.go_on(5)
-    assert core.said[0] == expected("llama", 0)[:6]
-
-
 def test_a_rank_that_does_not_choose_says_nothing() -> None:
     runner = ModelRunner(model_of("llama"), chooses=False)
     core = Stepping(runner.execute)
-    result = core.start(core.new(PROMPTS[0]), core.new([]))
+    result = core.start(core.new(PROMPTS[0]), core.new([5], inputs={"labels": torch.ones(1)}))
     assert (result.chosen, sorted(result.refused)) == ([], [1])
     assert runner.execute(Step(number=2, rows=[0], tokens=[5]), 1).chosen == []
 
@@ -254,17 +237,17 @@ def test_memory_comes_back_when_rows_leave() -> None:
     core = Stepping(runner.execute)
     core.start(core.new(PROMPTS[1]))
     core.go_on(2)
-    small = runner.cache_nbytes
+    small = cache_nbytes(runner)
     core.start(core.new(PROMPTS[2], n=4, keep_as=3))
     core.go_on()
-    assert runner.cache_nbytes > 40 * small
+    assert cache_nbytes(runner) > 40 * small
     core.leave(1, 2, 3, 4)
     core.evict(3)
     # One row of five tokens and the one that it read meanwhile.
-    assert runner.cache_nbytes == small * 6 // 5
+    assert cache_nbytes(runner) == small * 6 // 5
     core.leave(0)
     core.evict()
-    assert runner.cache_nbytes == 0
+    assert cache_nbytes(runner) == 0
 
 
 def test_the_cache_of_old_weights_is_kept_over_an_update() -> None:
@@ -323,13 +306,13 @@ def test_images_that_do_not_fit_are_refused(seeing: LoadedModel) -> None:
 
 
 def test_a_card_tells_what_others_need(seeing: LoadedModel, tiny: LoadedModel) -> None:
-    card = ModelRunner(seeing.model).card("seeing", "tiny-vision", seeing.tokenizer)
-    assert (card.name, card.directory) == ("seeing", "tiny-vision")
+    card = seeing.card("tiny-vision")
+    assert (card.name, card.directory) == (seeing.name, "tiny-vision")
     assert (card.vocab_size, card.max_length, card.end_ids) == (260, 2048, [2])
     assert (card.architecture, card.dtype) == ("LlavaForConditionalGeneration", "float32")
     assert card.num_parameters == seeing.num_parameters
     assert card.image_token_id == 259
-    assert ModelRunner(tiny.model).card("t", "tiny", tiny.tokenizer).image_token_id is None
+    assert tiny.card("tiny").image_token_id is None
 
 
 def test_models_without_an_attention_cache_are_refused() -> None:

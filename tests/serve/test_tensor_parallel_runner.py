@@ -89,7 +89,11 @@ def seeing() -> LoadedModel:
 def _story(core: Stepping) -> None:
     """Joins, seeds, images, refusals, reuse and leaves."""
     sampling = SamplingParams(seed=3, logprobs=2)
-    core.start(core.new(PROMPTS[0], n=2), core.new([]), core.new(PROMPTS[1], sampling, keep_as=1))
+    core.start(
+        core.new(PROMPTS[0], n=2),
+        core.new([5], inputs={"labels": torch.ones(1)}),
+        core.new(PROMPTS[1], sampling, keep_as=1),
+    )
     core.go_on(3)
     image = [259] * 4
     core.start(

@@ -19,8 +19,7 @@ import torch
 import weightsync as ws
 from weightsync.cli.child import take_stdout
 from weightsync.errors import ProtocolError, WeightSyncError
-from weightsync.serve.causal_model import end_token_ids
-from weightsync.serve.model import LoadedModel, load_model
+from weightsync.serve.model import LoadedModel, end_token_ids, load_model
 from weightsync.serve.requests import Completion, GenerateRequest, decode_response
 from weightsync.transports.http import HttpTransport
 from weightsync.transports.tokens import TOKEN_VARIABLE

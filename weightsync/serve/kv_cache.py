@@ -6,19 +6,9 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
+from transformers.cache_utils import Cache, DynamicLayer
 
-from weightsync.errors import BackendUnavailableError
 from weightsync.serve.messages import RowId
-
-try:
-    from transformers.cache_utils import Cache, DynamicLayer, get_layer_types_and_kwargs
-except ImportError as exc:
-    raise BackendUnavailableError(
-        f"running a model needs transformers ({exc}); pip install 'weightsync[hf]'"
-    ) from exc
-
-__all__ = ["Cache", "DynamicLayer", "get_layer_types_and_kwargs"]
-
 
 _SPARE_TOKENS = 64
 
@@ -98,11 +88,6 @@ class KeptPrompt:
         layers = [_copies(layer, part) for layer in held_by(cache)]
         return cls(tokens, layers)
 
-    @property
-    def nbytes(self) -> int:
-        """The bytes of the keys and values."""
-        return sum(tensor.nbytes for layer in self._layers for tensor in layer)
-
     def common_length(self, prompt: Sequence[int]) -> int:
         """Return the length of the prefix that `prompt` shares with this prompt."""
         pairs = zip(self.tokens, prompt, strict=False)
@@ -127,12 +112,6 @@ class BatchedKVCache:
     def width(self) -> int:
         """The number of columns: the tokens of the longest row."""
         return self.cache.get_seq_length()
-
-    @property
-    def nbytes(self) -> int:
-        """The bytes of keys and values, without spare room."""
-        layers = held_by(self.cache) if self.rows else []
-        return sum(tensor.nbytes for layer in layers for tensor in layer.held())
 
     def join(self, rows: Sequence[RowId], cache: Cache, pads: Sequence[int]) -> None:
         """Add the rows of `cache` as `rows`; `pads` are their numbers of padding columns."""

@@ -101,7 +101,6 @@ class StepResult(msgspec.Struct, frozen=True, kw_only=True):
     version: int
     chosen: list[SampledToken] = []
     refused: dict[RowId, str] = {}
-    seconds: float = 0.0
 
 
 class ModelCard(msgspec.Struct, frozen=True, kw_only=True):

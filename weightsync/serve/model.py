@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from weightsync.errors import BackendUnavailableError, ConfigError
 from weightsync.serve.hugging_face import hf, hf_logging
+from weightsync.serve.messages import ModelCard
 from weightsync.serve.model_files import (
     SMOLLM2,
     SMOLLM2_NAMES,
@@ -41,6 +42,7 @@ from weightsync.weights.shards import local_of
 logger = logging.getLogger(__name__)
 
 TINY_SEED = 20
+_NO_LIMIT = 1 << 30
 TINY_SPREAD = 0.2  # ten times the default, with which a model repeats its last token
 
 
@@ -60,6 +62,37 @@ class LoadedModel:
     def num_parameters(self) -> int:
         """The number of parameter elements, tied ones counted once."""
         return sum(parameter.numel() for parameter in self.model.parameters())
+
+    def card(self, directory: str) -> ModelCard:
+        """Return the facts about the model that other processes need."""
+        config = self.model.config.get_text_config(decoder=True)
+        return ModelCard(
+            name=self.name,
+            directory=directory,
+            vocab_size=int(config.vocab_size),
+            max_length=int(getattr(config, "max_position_embeddings", None) or _NO_LIMIT),
+            end_ids=sorted(end_token_ids(self.model, self.tokenizer)),
+            architecture=type(self.model).__name__,
+            dtype=str(self.model.dtype).removeprefix("torch."),
+            num_parameters=self.num_parameters,
+            image_token_id=getattr(self.model.config, "image_token_id", None),
+        )
+
+
+def end_token_ids(model: Any, tokenizer: Any) -> frozenset[int]:
+    """Return the ids that end a completion, from the model's configurations and its tokenizer."""
+    sources = (
+        model.config,
+        model.config.get_text_config(decoder=True),
+        getattr(model, "generation_config", None),
+        tokenizer,
+    )
+    found: set[int] = set()
+    for source in sources:
+        ids = getattr(source, "eos_token_id", None)
+        if ids is not None:
+            found.update(ids if isinstance(ids, list | tuple) else (ids,))
+    return frozenset(found)
 
 
 def load_model(name: str, *, dtype: torch.dtype = torch.float32) -> LoadedModel:

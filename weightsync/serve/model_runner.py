@@ -6,17 +6,121 @@ from the row's own first token, and a row with a seed has its own random stream.
 
 from __future__ import annotations
 
-import time
-from collections.abc import Sequence
+import inspect
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
+from transformers.cache_utils import Cache, get_layer_types_and_kwargs
 
-from weightsync.errors import ProtocolError, shorten
-from weightsync.serve.causal_model import CausalModel, InputsRejectedError
-from weightsync.serve.kv_cache import BatchedKVCache, Cache, KeptPrompt
-from weightsync.serve.messages import ModelCard, NewRows, RowId, SampledToken, Step, StepResult
+from weightsync.errors import ConfigError
+from weightsync.serve.hugging_face import hf
+from weightsync.serve.kv_cache import BatchedKVCache, KeptPrompt, PreallocatedLayer
+from weightsync.serve.messages import NewRows, RowId, SampledToken, Step, StepResult
 from weightsync.serve.sampling import TokenSampler
+
+_CACHED_TYPES = {"full_attention", "sliding_attention", "chunked_attention"}
+_NO_CACHE = "dummy"
+_NEEDED_ARGUMENTS = {"input_ids", "attention_mask", "past_key_values"}
+_OWN_ARGUMENTS = {*_NEEDED_ARGUMENTS, "position_ids", "inputs_embeds", "use_cache", "labels"}
+
+
+class InputsRejectedError(ConfigError):
+    """The model rejects the extra inputs of a prompt. Raised before the cache was changed."""
+
+
+class CausalModel:
+    """A model, empty caches for it, and the logits of the last token.
+
+    Raises ConfigError for an architecture whose cache does not hold keys and values per token.
+    """
+
+    def __init__(self, model: Any) -> None:
+        self.model = model
+        self._config = model.config.get_text_config(decoder=True)
+        self._arguments = set(inspect.signature(model.forward).parameters)
+        self._layer_types = self._check_layers()
+        self._optional = {"logits_to_keep": 1} if "logits_to_keep" in self._arguments else {}
+
+    @property
+    def device(self) -> torch.device:
+        """The device of the model and of its inputs."""
+        device: torch.device = self.model.device
+        return device
+
+    def new_cache(self) -> Cache:
+        """Make an empty cache that holds all tokens of every layer."""
+        cache: Cache = hf.DynamicCache(config=self.model.config)
+        cache.layers = [
+            empty if layer_type == _NO_CACHE else PreallocatedLayer()
+            for empty, layer_type in zip(cache.layers, self._layer_types, strict=True)
+        ]
+        return cache
+
+    def why_not(self, inputs: Iterable[str]) -> str:
+        """Return why a prompt with these inputs cannot be read, or "". The same at every rank."""
+        names = set(inputs)
+        unknown = sorted(names - self._arguments | names & _OWN_ARGUMENTS)
+        if unknown:
+            return f"{type(self.model).__name__} takes no inputs named {', '.join(unknown)}"
+        if names and hasattr(getattr(self.model, "model", None), "get_rope_index"):
+            return (
+                f"{type(self.model).__name__} numbers the places of an image in three dimensions, "
+                "which is not supported; send text alone"
+            )
+        return ""
+
+    def forward(
+        self,
+        tokens: torch.Tensor,
+        mask: torch.Tensor,
+        positions: torch.Tensor,
+        cache: Cache,
+        inputs: dict[str, torch.Tensor] | None = None,
+    ) -> torch.Tensor:
+        """Read new tokens; return the logits of the last one, float32[rows, vocabulary].
+
+        `tokens` and `positions` are int64[rows, new tokens], `mask` is int64[rows, all tokens]. The
+        new keys and values are appended to `cache`.
+        Raises InputsRejectedError when `inputs` do not fit the model or the prompt.
+        """
+        fitted = {name: self._fit(tensor) for name, tensor in (inputs or {}).items()}
+        if "position_ids" in self._arguments:
+            fitted["position_ids"] = positions
+        arguments = {**self._optional, **fitted, "past_key_values": cache, "use_cache": True}
+        try:
+            output = self.model(input_ids=tokens, attention_mask=mask, **arguments)
+        except (ValueError, TypeError, IndexError, RuntimeError) as exc:
+            # The model uses the inputs before its first attention layer. A later error, which
+            # finds a cache that is not empty, has another cause.
+            if inputs and not cache.get_seq_length():
+                raise InputsRejectedError(f"the model rejects its inputs: {exc}") from exc
+            raise
+        logits: torch.Tensor = output.logits[:, -1]
+        return logits.float()
+
+    def _fit(self, tensor: torch.Tensor) -> torch.Tensor:
+        dtype = self.model.dtype if tensor.is_floating_point() else tensor.dtype
+        return tensor.to(self.device, dtype)
+
+    def _check_layers(self) -> list[str]:
+        architecture = type(self.model).__name__
+        missing = _NEEDED_ARGUMENTS - self._arguments
+        if missing or self.model.config.is_encoder_decoder:
+            raise ConfigError(
+                f"{architecture} is not a causal language model with an attention cache; serve a "
+                "decoder-only model"
+            )
+        layer_types: list[str] = get_layer_types_and_kwargs(self._config)[0]
+        unknown = sorted(set(layer_types) - _CACHED_TYPES - {_NO_CACHE})
+        if unknown or getattr(self.model, "_is_stateful", False):
+            kinds = ", ".join(unknown) or "recurrent"
+            raise ConfigError(
+                f"{architecture} has layers of kind {kinds}, whose state cannot be cut, joined and "
+                "padded token by token; serve a model with attention layers only"
+            )
+        return layer_types
+
 
 _BATCH_TOKENS = 2048
 """The most tokens, padding included, of prompts that one forward pass reads."""
@@ -36,33 +140,12 @@ class ModelRunner:
         self._kept: dict[int, KeptPrompt] = {}
         self._chooser = TokenSampler(self._model.device) if chooses else None
 
-    @property
-    def max_length(self) -> int:
-        """The most tokens of a prompt and its completion together."""
-        return self._model.max_length
-
-    @property
-    def vocab_size(self) -> int:
-        """The number of token ids; every id is smaller."""
-        return self._model.vocab_size
-
-    @property
-    def cache_nbytes(self) -> int:
-        """The bytes of the keys and values of live rows and kept prompts."""
-        return self._living.nbytes + sum(kept.nbytes for kept in self._kept.values())
-
-    def card(self, name: str, directory: str, tokenizer: Any) -> ModelCard:
-        """Return the facts about the model that other processes need."""
-        return self._model.card(name, directory, tokenizer)
-
     @torch.inference_mode()
     def execute(self, step: Step, version: int) -> StepResult:
         """Make one step with the current weights, whose version is `version`.
 
-        A prompt that cannot be read is refused, equally at every rank. Raises ProtocolError when
-        the step does not name exactly the live rows; only `drop` and `evict` have been done then.
+        A prompt that cannot be read is refused, equally at every rank.
         """
-        begin = time.perf_counter()
         self._forget(step)
         refused: dict[RowId, str] = {}
         chosen: list[SampledToken] = []
@@ -70,13 +153,7 @@ class ModelRunner:
             chosen = self._read(step.new, refused)
         elif step.rows:
             chosen = self._go_on(step)
-        return StepResult(
-            number=step.number,
-            version=version,
-            chosen=chosen,
-            refused=refused,
-            seconds=time.perf_counter() - begin,
-        )
+        return StepResult(number=step.number, version=version, chosen=chosen, refused=refused)
 
     def _forget(self, step: Step) -> None:
         self._living.drop(step.drop)
@@ -86,8 +163,8 @@ class ModelRunner:
             self._kept.pop(prompt, None)
 
     def _go_on(self, step: Step) -> list[SampledToken]:
-        self._check_rows(step)
         living = self._living
+        assert sorted(step.rows) == sorted(living.rows), "a step names every live row once"
         token_of = dict(zip(step.rows, step.tokens, strict=True))
         tokens = torch.tensor([[token_of[row]] for row in living.rows], device=self._model.device)
         logits = self._model.forward(tokens, living.mask(), living.positions(), living.cache)
@@ -96,22 +173,13 @@ class ModelRunner:
             logits = logits[[place_of[row] for row in step.rows]]
         return self._choose(step.rows, logits)
 
-    def _check_rows(self, step: Step) -> None:
-        named, living = set(step.rows), set(self._living.rows)
-        if named != living or not len(named) == len(step.rows) == len(step.tokens):
-            raise ProtocolError(
-                f"step {step.number} gives {len(step.tokens)} tokens to {len(step.rows)} rows, "
-                f"{len(living)} live (unlike: {shorten(map(str, sorted(named ^ living)))}); name "
-                "every living row once and drop those that ended"
-            )
-
     def _choose(self, rows: list[RowId], logits: torch.Tensor) -> list[SampledToken]:
         return self._chooser.choose(rows, logits) if self._chooser else []
 
     def _read(self, new: Sequence[NewRows], refused: dict[RowId, str]) -> list[SampledToken]:
         readable: list[NewRows] = []
         for prompt in new:
-            if why := self._model.why_not(prompt):
+            if why := self._model.why_not(prompt.inputs or ()):
                 refused[prompt.rows[0]] = why
             else:
                 readable.append(prompt)

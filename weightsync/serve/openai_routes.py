@@ -63,7 +63,7 @@ from weightsync.serve.openai_messages import (
     error_answer,
 )
 from weightsync.serve.text import TokenizerService
-from weightsync.serve.vision import ImagePreparer
+from weightsync.serve.vision import ImagePreparer, read_images
 from weightsync.server.dispatcher import BodyError, read_body
 from weightsync.server.router import schema_of
 
@@ -269,8 +269,6 @@ def render(texts: TokenizerService, messages: list[dict[str, Any]]) -> str:
 
 
 def _with_images(preparer: ImagePreparer, rendered: str, urls: list[str]) -> Prompt:
-    from weightsync.serve.vision import read_images  # noqa: PLC0415 # needs Pillow
-
     ids, inputs = preparer.prepare(rendered, read_images(urls), add_special_tokens=False)
     return Prompt(token_ids=ids, inputs=inputs)
 

@@ -8,13 +8,19 @@ import io
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from importlib import util as import_util
 from typing import Any
 
 from weightsync.errors import BackendUnavailableError, ConfigError
 from weightsync.queues.codec import Tensor
 from weightsync.serve.hugging_face import hf
 from weightsync.serve.openai_messages import RequestError
+
+try:
+    from PIL import Image, ImageOps
+except ImportError as exc:
+    raise BackendUnavailableError(
+        f"reading images needs Pillow ({exc}); pip install 'weightsync[hf]'"
+    ) from exc
 
 IMAGE_TOKEN = "<image>"  # noqa: S105 # a token of text
 TINY_IMAGE_SIZE = 16
@@ -72,8 +78,6 @@ class ImagePreparer:
 
 def make_tiny_processor(tokenizer: Any) -> Any:
     """Make the processor of the tiny vision model. `tokenizer` must have IMAGE_TOKEN."""
-    if import_util.find_spec("PIL") is None:
-        raise BackendUnavailableError("reading images needs Pillow; pip install 'weightsync[hf]'")
     from transformers.models.clip.image_processing_pil_clip import (  # noqa: PLC0415 # needs Pillow
         CLIPImageProcessorPil,
     )
@@ -111,13 +115,6 @@ def tiny_vision_config(text_config: Any, image_token_id: int) -> Any:
         initializer_range=text_config.initializer_range,
     )
 
-
-try:
-    from PIL import Image, ImageOps
-except ImportError as exc:
-    raise BackendUnavailableError(
-        f"reading images needs Pillow ({exc}); pip install 'weightsync[hf]'"
-    ) from exc
 
 MAX_IMAGES = 16
 MAX_IMAGE_NBYTES = 16 << 20

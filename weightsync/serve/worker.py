@@ -320,7 +320,7 @@ class Worker:
             on_release=self._release,
         )
         self._runner = ModelRunner(loaded.model, chooses=rank == 0)
-        self.card = self._runner.card(loaded.name, options.model, loaded.tokenizer)
+        self.card = loaded.card(options.model)
         self._results = MessageQueue(
             1,
             1,
