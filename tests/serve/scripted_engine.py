@@ -72,18 +72,28 @@ class ScriptedEngine:
             image_token_id=getattr(self.reader[1], "image_token_id", None),
         )
 
-    async def generate(self, job: Job) -> AsyncGenerator[Delta, None]:
-        self.jobs.append(job)
-        self.running += 1
+    async def generate(self, jobs: Sequence[Job]) -> AsyncGenerator[Delta, None]:
+        self.jobs.extend(jobs)
+        self.running += len(jobs)
+        going = {job.request_id: self._deltas(job) for job in jobs}
         try:
-            async for delta in self._deltas(job):
-                yield delta
-        except (GeneratorExit, asyncio.CancelledError):
-            self.closed.append(job.request_id)
+            while going:
+                for request_id, deltas in list(going.items()):
+                    try:
+                        delta = await anext(deltas, None)
+                    except Exception:
+                        del going[request_id]
+                        raise
+                    if delta is None:
+                        del going[request_id]
+                    else:
+                        yield delta
+        except BaseException:
+            self.closed.extend(going)
             raise
         finally:
             await asyncio.sleep(0)
-            self.running -= 1
+            self.running -= len(jobs)
 
     def cancel(self, request_id: str, index: int) -> None:
         self.cancelled.append((request_id, index))

@@ -73,7 +73,7 @@ def test_every_replica_is_shown() -> None:
 def test_the_weights_are_shown_without_the_engine(
     engine: Told, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(engine_client, "STATS_TIMEOUT_S", 0.1)
+    monkeypatch.setattr(engine_client, "METRICS_TIMEOUT_S", 0.1)
     found = samples(engine)
     assert found["weightsync_version"] == [0]
     assert "weightsync_tokens_total" not in found

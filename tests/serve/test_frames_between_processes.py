@@ -13,7 +13,7 @@ import pytest
 import zmq
 
 from weightsync.queues.sockets import ipc_address
-from weightsync.serve.core_client import CoreClient
+from weightsync.serve.engine_client import CoreClient
 from weightsync.serve.messages import EngineStats, ModelCard, Notice, StatsReply
 from weightsync.serve.options import CoreAddress
 from weightsync.serve.worker_client import WorkerClient

@@ -7,7 +7,7 @@ import re
 import shutil
 import threading
 import time
-from collections.abc import AsyncGenerator, Iterator
+from collections.abc import AsyncGenerator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -315,7 +315,7 @@ class StillEngine:
     def card(self) -> ModelCard:
         return ModelCard(name="tiny", directory="tiny", vocab_size=8, max_length=8, end_ids=[0])
 
-    async def generate(self, job: Job) -> AsyncGenerator[Delta, None]:
+    async def generate(self, jobs: Sequence[Job]) -> AsyncGenerator[Delta, None]:
         for delta in list[Delta]():
             yield delta
 

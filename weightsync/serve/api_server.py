@@ -15,8 +15,7 @@ import msgspec
 import uvicorn
 from fastapi import APIRouter, FastAPI, Response
 
-from weightsync.serve.core_client import CoreClient
-from weightsync.serve.engine_client import EngineClient, engine_metrics
+from weightsync.serve.engine_client import CoreClient, EngineClient, engine_metrics
 from weightsync.serve.generate_route import generation_router
 from weightsync.serve.messages import ModelCard
 from weightsync.serve.model_files import load_reader

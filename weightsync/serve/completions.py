@@ -9,7 +9,8 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import anyio
-from fastapi import Request, Response
+from fastapi import Request
+from fastapi.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from weightsync.errors import (
@@ -31,7 +32,6 @@ if TYPE_CHECKING:
 MAX_COMPLETIONS = 1024
 LEAST_LOGPROB = -9999.0
 """Stands for minus infinity, which JSON cannot express. OpenAI uses the same number."""
-_MAX_QUEUED = 256
 _PROMPT_SIZE = 32  # characters; the fixed cost of tokenizing a prompt
 
 T = TypeVar("T")
@@ -191,10 +191,37 @@ async def stream_deltas(
     the errors of the engine, and NotReadyError when the engine cannot be reached any more.
     """
     await texts.run(lambda: check_work(work, engine.card), work.num_prompt_tokens)
-    sources = [_of_prompt(engine, texts, work, index) for index in range(len(work.prompts))]
-    async with closing(_merged(sources) if len(sources) > 1 else sources[0]) as source:
-        async for increment in source:
-            yield increment
+    jobs = [_job(work, index) for index in range(len(work.prompts))]
+    rows = {
+        (job.request_id, index): _Row(
+            prompt_index=prompt_index,
+            index=index,
+            text=texts.completion(work.stops, engine.card.end_ids),
+        )
+        for prompt_index, job in enumerate(jobs)
+        for index in range(work.n)
+    }
+    num_open = num_running = len(rows)
+    try:
+        async with closing(engine.generate(jobs)) as events:
+            async for made in events:
+                row = rows[made.request_id, made.index]
+                num_running -= made.finish_reason is not None
+                if row.finish_reason is not None:
+                    continue
+                delta = row.take(made)
+                if row.text.stopped and made.finish_reason is None:
+                    engine.cancel(made.request_id, made.index)
+                num_open -= row.finish_reason is not None
+                if delta is not None:
+                    yield delta
+                if num_running and not num_open:
+                    return
+    except (TransportError, TransferError) as exc:
+        raise NotReadyError(f"the engine does not answer: {exc}", state="LOST") from exc
+    for row in rows.values():
+        if row.finish_reason is None:
+            yield row.end()
 
 
 async def complete(
@@ -274,38 +301,6 @@ class _Row:
         )
 
 
-async def _of_prompt(
-    engine: EngineClient, texts: TokenizerService, work: GenerationRequest, prompt_index: int
-) -> AsyncGenerator[StreamDelta, None]:
-    job = _job(work, prompt_index)
-    unseen = engine.card.end_ids
-    rows = [
-        _Row(prompt_index=prompt_index, index=index, text=texts.completion(work.stops, unseen))
-        for index in range(work.n)
-    ]
-    num_open = num_running = len(rows)
-    try:
-        async with closing(engine.generate(job)) as deltas:
-            async for delta in deltas:
-                row = rows[delta.index]
-                num_running -= delta.finish_reason is not None
-                if row.finish_reason is not None:
-                    continue
-                increment = row.take(delta)
-                if row.text.stopped and delta.finish_reason is None:
-                    engine.cancel(job.request_id, delta.index)
-                num_open -= row.finish_reason is not None
-                if increment is not None:
-                    yield increment
-                if num_running and not num_open:
-                    return
-    except (TransportError, TransferError) as exc:
-        raise NotReadyError(f"the engine does not answer: {exc}", state="LOST") from exc
-    for row in rows:
-        if row.finish_reason is None:
-            yield row.end()
-
-
 def _job(work: GenerationRequest, prompt_index: int) -> Job:
     prompt = work.prompts[prompt_index]
     return Job(
@@ -317,50 +312,6 @@ def _job(work: GenerationRequest, prompt_index: int) -> Job:
         stop_at_end=work.stop_at_end,
         inputs=prompt.inputs,
     )
-
-
-class _End:
-    """The last item of a source in the queue, with the error that ended it."""
-
-    def __init__(self, error: Exception | None = None) -> None:
-        self.error = error
-
-
-async def _merged(sources: Sequence[AsyncGenerator[T, None]]) -> AsyncGenerator[T, None]:
-    """Yield the items of all sources as they arrive; the first error ends all sources."""
-    queue: asyncio.Queue[T | _End] = asyncio.Queue(_MAX_QUEUED)
-    tasks = [asyncio.create_task(_pump(source, queue)) for source in sources]
-    num_open = len(tasks)
-    try:
-        while num_open:
-            item = await queue.get()
-            if not isinstance(item, _End):
-                yield item
-            elif item.error is not None:
-                raise item.error
-            else:
-                num_open -= 1
-    finally:
-        await end_tasks(tasks)
-
-
-async def _pump(source: AsyncGenerator[T, None], queue: asyncio.Queue[T | _End]) -> None:
-    end = _End()
-    try:
-        async with closing(source):
-            async for item in source:
-                await queue.put(item)
-    except Exception as exc:  # noqa: BLE001 - raised again by the reader of the queue
-        end = _End(exc)
-    await queue.put(end)
-
-
-async def end_tasks(tasks: Sequence[asyncio.Task[object]]) -> None:
-    """Cancel tasks and wait for them, also when the caller itself is cancelled."""
-    for task in tasks:
-        task.cancel()
-    with anyio.CancelScope(shield=True):
-        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 GONE_STATUS = 499
@@ -389,7 +340,10 @@ async def _first_of(work: Coroutine[Any, Any, T], receive: Receive) -> T:
             raise ClientGoneError("the client hung up")
         return working.result()
     finally:
-        await end_tasks([working, watching])
+        working.cancel()
+        watching.cancel()
+        with anyio.CancelScope(shield=True):
+            await asyncio.gather(working, watching, return_exceptions=True)
 
 
 async def _disconnected(receive: Receive) -> None:
@@ -397,7 +351,7 @@ async def _disconnected(receive: Receive) -> None:
         pass
 
 
-class EventStream(Response):
+class EventStream(StreamingResponse):
     """A response of server-sent events. `events` is closed in every case.
 
     `events` yields results of `event`, and must not raise: the status is sent before the first.
@@ -406,31 +360,19 @@ class EventStream(Response):
     media_type = "text/event-stream"
 
     def __init__(self, events: AsyncGenerator[bytes, None]) -> None:
-        super().__init__(headers={"cache-control": "no-cache", "x-accel-buffering": "no"})
-        del self.headers["content-length"]
+        headers = {"cache-control": "no-cache", "x-accel-buffering": "no"}
+        super().__init__(events, headers=headers)
         self._events = events
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send the events. Called by the ASGI server."""
         async with closing(self._events):
             try:
-                await _first_of(self._send_all(send), receive)
+                await _first_of(self.stream_response(send), receive)
             except WeightSyncError:
                 raise  # of the engine; TransportTimeout is an OSError too
             except (ClientGoneError, OSError):
                 return
-
-    async def _send_all(self, send: Send) -> None:
-        await send(
-            {
-                "type": "http.response.start",
-                "status": self.status_code,
-                "headers": self.raw_headers,
-            }
-        )
-        async for event in self._events:
-            await send({"type": "http.response.body", "body": event, "more_body": True})
-        await send({"type": "http.response.body", "body": b""})
 
 
 def event(data: bytes) -> bytes:
