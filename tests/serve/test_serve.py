@@ -31,7 +31,7 @@ from tests.serve.servers import (
 from tests.serve.servers import running as at_work
 from tests.server.live import raw
 from weightsync.serve.model import make_tiny_model
-from weightsync.serve.status_page_data import FRESH_S
+from weightsync.serve.status_page import FRESH_S
 from weightsync.server.listening import listen, url_of
 
 

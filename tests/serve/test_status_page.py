@@ -25,16 +25,18 @@ import weightsync as ws
 from tests.server.live import TOKEN, serving
 from weightsync.errors import TransportTimeout
 from weightsync.serve import status_page as figures
-from weightsync.serve import status_page_data
 from weightsync.serve.messages import Delta, EngineStats, Job, ModelCard
-from weightsync.serve.status_page import render_fragment, render_page, round_up, status_router
-from weightsync.serve.status_page_data import (
+from weightsync.serve.status_page import (
     FRESH_S,
     NO_ANSWER,
     SHOWN_UPDATES,
     Snapshot,
     WorkerView,
     merge_updates,
+    render_fragment,
+    render_page,
+    round_up,
+    status_router,
     take_snapshot,
     worker_names,
 )
@@ -388,7 +390,7 @@ def test_a_worker_that_fails_is_shown_and_the_page_answers(session: requests.Ses
 def test_a_worker_that_hangs_is_asked_once(
     session: requests.Session, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(status_page_data, "REPLY_TIMEOUT_S", 0.3)
+    monkeypatch.setattr(figures, "REPLY_TIMEOUT_S", 0.3)
     hanging = Watched(hangs=threading.Event())
     assert hanging.hangs is not None
     try:

@@ -1,24 +1,35 @@
-"""The status page of a server at `/`, its changing sections, and the same facts as JSON."""
+"""The status page of a server at `/`, its changing sections, and the same data as JSON.
+
+The data are read from every worker and replica, at most twice a second.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import math
 import secrets
 import time
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+from functools import partial
 from operator import attrgetter
 from typing import Any
 
+import anyio
+import anyio.to_thread
 import msgspec
 from fastapi import APIRouter, Response
 from fastapi.responses import HTMLResponse
+from msgspec.structs import asdict
 
 from weightsync.errors import BackendUnavailableError
 from weightsync.serve.engine_client import EngineClient
-from weightsync.serve.status_page_data import NO_ANSWER, SHOWN_UPDATES, Snapshot, StatusReader
+from weightsync.serve.messages import EngineStats
 from weightsync.server.dispatcher import Receiver
+from weightsync.server.workers import merge_statuses
+from weightsync.update.history import WorkerReport
 from weightsync.update.lifecycle import State
+from weightsync.wire.messages import OpenUpdate, SharedMemoryUsage, Status, UpdateRecord
 
 try:
     from jinja2 import Environment, PackageLoader, StrictUndefined
@@ -26,6 +37,249 @@ except ModuleNotFoundError as exc:
     raise BackendUnavailableError(
         f"the status page needs the package {exc.name}; pip install 'weightsync[hf]'"
     ) from exc
+
+FRESH_S = 0.5
+"""The least time between two reads of the workers, however many pages are open."""
+REPLY_TIMEOUT_S = 2.0
+SHOWN_UPDATES = 50
+NO_ANSWER = "NO ANSWER"
+
+
+class Mapped(msgspec.Struct, frozen=True, kw_only=True):
+    """Bytes that a worker has mapped of one sender, or of all control segments (sender "").
+
+    `path` is the path of a connected sender, otherwise "".
+    """
+
+    sender: str
+    nbytes: int
+    path: str = ""
+
+
+class WorkerView(msgspec.Struct, frozen=True, kw_only=True):
+    """The state of one worker, or the reason why it is unknown (`error`)."""
+
+    name: str
+    state: str = NO_ANSWER
+    version: int | None = None
+    label: str | None = None
+    may_generate: bool = False
+    busy: bool = False
+    orphaned: bool = False
+    paused: bool = False
+    apply: str = ""
+    detail: str = ""
+    updates_total: dict[str, int] = {}  # msgspec copies it
+    open_update: OpenUpdate | None = None
+    mapped: list[Mapped] = []  # msgspec copies it
+    error: str = ""
+
+    @property
+    def remark(self) -> str:
+        """The reason why the worker does not generate, or "" if there is none."""
+        return self.error or self.detail or ("paused" if self.paused else "")
+
+    @property
+    def waits_for(self) -> str:
+        """The step that an open update is at, or the event that it waits for."""
+        if self.state == State.ABORTING:
+            return "is aborted; waits for the loader to stop"
+        if self.orphaned:
+            return "its sender is dead; waits for the next sender to end it"
+        if self.state == State.PREPARED:
+            if self.busy:
+                return "waits for the end of the current decode step, then swaps"
+            return "everything arrived and was checked; waits for its sender to finish it"
+        return "loads what its sender shared" if self.busy else "waits for its sender to send more"
+
+
+class UpdateView(UpdateRecord, frozen=True, kw_only=True):
+    """A committed update over its workers: the times of the slowest, the bytes of the largest."""
+
+    workers: int
+    bytes_per_s: float
+
+
+class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
+    """All data of the page, and the body of `/status.json`.
+
+    `at` is Unix time in seconds. `versions` are the weight versions of the workers. `updates` are
+    ordered by time, the oldest first.
+    """
+
+    at: float
+    model: str
+    state: str
+    versions: list[int]
+    label: str | None
+    detail: str
+    workers: list[WorkerView]
+    replicas: list[EngineStats]
+    updates: list[UpdateView]
+    engine_error: str = ""
+
+    @property
+    def troubles(self) -> list[str]:
+        """One line for each problem of a worker, the engine or a replica."""
+        return [
+            *(f"worker {worker.name}: {worker.error}" for worker in self.workers if worker.error),
+            *([f"engine: {self.engine_error}"] if self.engine_error else []),
+            *([self.detail] if self.detail else []),
+            *(
+                f"replica {index} does not generate: {replica.why_not}"
+                for index, replica in enumerate(self.replicas)
+                if replica.why_not
+            ),
+        ]
+
+
+class StatusReader:
+    """Reads the state of an engine and its workers, for any number of pages of one event loop.
+
+    A worker that does not reply in time is shown as such, and is not called again before it
+    replies.
+    """
+
+    def __init__(self, engine: EngineClient, receivers: Sequence[Receiver]) -> None:
+        threads = anyio.CapacityLimiter(max(1, len(receivers)))
+        in_thread = partial(anyio.to_thread.run_sync, limiter=threads, abandon_on_cancel=True)
+        self._engine = engine
+        self._calls: list[Callable[[], Coroutine[Any, Any, Any]]] = [
+            engine.stats,
+            *(partial(in_thread, receiver.report) for receiver in receivers),
+        ]
+        self._tasks: dict[int, asyncio.Task[Any]] = {}
+        self._since: dict[int, float] = {}
+        self._reading: asyncio.Task[Snapshot] | None = None
+        self._read_at = float("-inf")
+        self._replicas = 1
+
+    async def snapshot(self) -> Snapshot:
+        """Return the current data, at most FRESH_S old. Errors of workers become part of it."""
+        stale = time.monotonic() - self._read_at > FRESH_S
+        if self._reading is None or (self._reading.done() and stale):
+            self._reading = asyncio.ensure_future(self._read())
+        return await asyncio.shield(self._reading)
+
+    async def _read(self) -> Snapshot:
+        for index, call in enumerate(self._calls):
+            if index not in self._tasks or self._tasks[index].done():
+                self._since[index] = time.monotonic()
+                self._tasks[index] = asyncio.ensure_future(call())
+        await asyncio.wait(self._tasks.values(), timeout=REPLY_TIMEOUT_S)
+        (replicas, engine_error), *reports = map(self._result, range(len(self._calls)))
+        self._replicas = len(replicas or ()) or self._replicas
+        self._read_at = time.monotonic()
+        return take_snapshot(
+            self._engine.card.name,
+            worker_names(len(reports), self._replicas),
+            reports,
+            replicas or [],
+            engine_error,
+            at=time.time(),
+        )
+
+    def _result(self, index: int) -> tuple[Any, str]:
+        """Return the result of a call, or None and the reason why there is none."""
+        task = self._tasks[index]
+        if not task.done():
+            return None, f"has not answered for {time.monotonic() - self._since[index]:.0f} s"
+        if task.cancelled():
+            return None, "was not called: the server is shutting down"
+        if (failure := task.exception()) is not None:
+            return None, str(failure) or type(failure).__name__
+        return task.result(), ""
+
+
+def worker_names(workers: int, replicas: int) -> list[str]:
+    """Return the names `replica.rank` of all workers, as in the names of their processes."""
+    ranks = workers // replicas if replicas and workers % replicas == 0 else workers
+    return [f"{index // ranks}.{index % ranks}" for index in range(workers)]
+
+
+def take_snapshot(
+    model: str,
+    names: Sequence[str],
+    replies: Sequence[tuple[WorkerReport | None, str]],
+    replicas: list[EngineStats],
+    engine_error: str = "",
+    *,
+    at: float,
+) -> Snapshot:
+    """Combine the replies of the engine and of the workers, which are in the order of `names`."""
+    reports = {name: report for name, (report, _) in zip(names, replies, strict=True) if report}
+    statuses = {name: report.status for name, report in reports.items()}
+    whole = merge_statuses(statuses) if statuses else None
+    silent = len(reports) < len(names) or whole is None
+    return Snapshot(
+        at=at,
+        model=model,
+        state=NO_ANSWER if silent or whole is None else whole.state,
+        versions=sorted({status.version for status in statuses.values()}),
+        label=whole.label if whole else None,
+        detail=whole.detail if whole else "",
+        workers=[
+            _worker_view(name, report.status, report)
+            if report
+            else WorkerView(name=name, error=error)
+            for name, (report, error) in zip(names, replies, strict=True)
+        ],
+        replicas=replicas,
+        updates=merge_updates(record for report in reports.values() for record in report.recent),
+        engine_error=engine_error,
+    )
+
+
+def _worker_view(name: str, status: Status, report: WorkerReport) -> WorkerView:
+    return WorkerView(
+        name=name,
+        state=status.state,
+        version=status.version,
+        label=status.label,
+        may_generate=status.may_generate,
+        busy=status.busy,
+        orphaned=status.orphaned,
+        paused=status.paused,
+        apply=status.apply,
+        detail=status.detail,
+        updates_total=report.updates_total,
+        open_update=report.open_update,
+        mapped=mapped_by_sender(status.shared_memory, status.senders),
+    )
+
+
+def mapped_by_sender(usage: Iterable[SharedMemoryUsage], paths: Mapping[str, str]) -> list[Mapped]:
+    """Return the mapped bytes of each sender. Control segments have no sender's name."""
+    sums: dict[str, int] = defaultdict(int)
+    for entry in usage:
+        sums["" if entry.kind == "control" else entry.name] += entry.nbytes
+    return [
+        Mapped(sender=sender, nbytes=nbytes, path=paths.get(sender, ""))
+        for sender, nbytes in sorted(sums.items())
+    ]
+
+
+def merge_updates(records: Iterable[UpdateRecord]) -> list[UpdateView]:
+    """Return the last updates, the oldest first, each combined from the records of its workers."""
+    groups: dict[tuple[str, int], list[UpdateRecord]] = defaultdict(list)
+    for record in records:
+        groups[record.update_id, record.version].append(record)
+    views = sorted(map(_update_view, groups.values()), key=lambda view: view.at)
+    return views[-SHOWN_UPDATES:]
+
+
+def _update_view(group: list[UpdateRecord]) -> UpdateView:
+    slowest = max(group, key=lambda record: record.duration_s)
+    nbytes = max(record.nbytes for record in group)
+    fields = asdict(slowest) | {
+        "at": max(record.at for record in group),
+        "nbytes": nbytes,
+        "stall_s": max(record.stall_s for record in group),
+    }
+    return UpdateView(
+        **fields, workers=len(group), bytes_per_s=nbytes / max(slowest.duration_s, 1e-9)
+    )
+
 
 _HEADERS = {
     "cache-control": "no-store",
