@@ -157,13 +157,13 @@ def test_prompts_are_counted_before_any_is_encoded() -> None:
     engine = ScriptedEngine()
     texts = TokenizerService(*engine.reader)
     encoded: list[str] = []
-    encode = texts.encode_here
+    encode = texts.encode
 
     def counting(text: str, *, add_special_tokens: bool = True) -> list[int]:
         encoded.append(text)
         return encode(text, add_special_tokens=add_special_tokens)
 
-    texts.encode_here = counting  # type: ignore[method-assign] # counts, and passes on
+    texts.encode = counting  # type: ignore[method-assign] # counts, and passes on
     for prompts, message in ((["a"] * 1025, "at a time"), (["a" * 9999] * 9, "prompt 0 has 9999")):
         with pytest.raises(ConfigError, match=message):
             asyncio.run(read_prompts(texts, engine.card, prompts, n=1, max_new_tokens=1))

@@ -234,17 +234,9 @@ class TestStart:
                 tree.await_ready("cores", timeout_s=WAIT_S)
 
     def test_what_cannot_be_started(self, mark: str) -> None:
-        with Supervisor() as tree:
-            with pytest.raises(ConfigError, match=r"lambda 0 cannot be started: .*pickle"):
-                tree.start("lambdas", [child("lambda 0", lambda _: None)], timeout_s=WAIT_S)
-            with pytest.raises(ConfigError, match="a group is started once"):
-                tree.start("lambdas", [], timeout_s=1)
-            with pytest.raises(ConfigError, match="each name may be used once"):
-                tree.start("twins", [child("twin", supervised.idle)] * 2, timeout_s=1)
-            with pytest.raises(ConfigError, match="no 'others' were started"):
-                tree.await_ready("others", timeout_s=1)
-        with pytest.raises(ConfigError, match="this supervisor is closed"):
-            tree.start("more", [], timeout_s=1)
+        message = r"lambda 0 cannot be started: .*pickle"
+        with Supervisor() as tree, pytest.raises(ConfigError, match=message):
+            tree.start("lambdas", [child("lambda 0", lambda _: None)], timeout_s=WAIT_S)
 
     def test_a_forked_process_supervises_nothing(self) -> None:
         script = (
@@ -306,8 +298,6 @@ class TestWait:
 
     def test_nothing_is_not_waited_for(self, mark: str) -> None:
         with Supervisor() as tree, pytest.raises(ConfigError, match="nothing to wait for"):
-            tree.wait()
-        with pytest.raises(ConfigError, match="this supervisor is closed"):
             tree.wait()
 
 

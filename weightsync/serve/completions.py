@@ -158,7 +158,7 @@ async def read_prompts(
     def read() -> list[Prompt]:
         found: list[Prompt] = []
         for index, item in enumerate(texts_or_ids):
-            ids = texts.encode_here(item) if isinstance(item, str) else item
+            ids = texts.encode(item) if isinstance(item, str) else item
             _check_length(index, ids, max_new_tokens, card)
             found.append(Prompt(token_ids=ids))
         return found

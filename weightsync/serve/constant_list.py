@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, NoReturn, TypeVar, overload
 
 T = TypeVar("T")
@@ -30,20 +30,8 @@ class ConstantList(Sequence[T]):
     def __len__(self) -> int:
         return len(self._items)
 
-    def __iter__(self) -> Iterator[T]:
-        return iter(self._items)
-
-    def __reversed__(self) -> Iterator[T]:
-        return reversed(self._items)
-
-    def __contains__(self, item: object) -> bool:
-        return item in self._items
-
     def index(self, item: Any, start: int = 0, stop: int | None = None) -> int:
         return self._items.index(item, start, len(self) if stop is None else stop)
-
-    def count(self, item: Any) -> int:
-        return self._items.count(item)
 
     def copy(self) -> list[T]:
         """Return a new list, which may be changed."""

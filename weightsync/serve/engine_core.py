@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, cast
 import msgspec
 import zmq
 
-from weightsync.errors import NotReadyError, ProtocolError, TransferTimeout, WeightSyncError
+from weightsync.errors import NotReadyError, TransferTimeout, WeightSyncError
 from weightsync.queues.codec import TensorDecoder
 from weightsync.serve.messages import (
     Cancel,
@@ -23,7 +23,6 @@ from weightsync.serve.messages import (
     EngineStats,
     Event,
     Failed,
-    Hello,
     Job,
     Notice,
     Order,
@@ -105,9 +104,9 @@ class PauseController:
         Pauses that still wait for jobs to finish get a NotReadyError.
         """
         self.mode = None
-        drained, self._drained = self._drained, []
-        for _, answer in drained:
-            answer(NotReadyError("generation was resumed before all jobs had ended", state="READY"))
+        self._answer_all(
+            NotReadyError("generation was resumed before all jobs had ended", state="READY")
+        )
         late, self._late = self._late, []
         return [(waiting.owner, waiting.job) for waiting in late]
 
@@ -146,10 +145,10 @@ class PauseController:
             state="PAUSED",
         )
 
-    def _answer_all(self) -> None:
+    def _answer_all(self, error: NotReadyError | None = None) -> None:
         drained, self._drained = self._drained, []
         for _, answer in drained:
-            answer(None)
+            answer(error)
 
 
 SPLIT_S = 10.0
@@ -388,8 +387,7 @@ class EngineCore:
         if isinstance(notice, WorkerState):
             self._readiness.note_state(worker, notice)
             return
-        if isinstance(notice, Hello):
-            raise ProtocolError(f"worker {worker} sent a second Hello; was it started twice?")
+        assert isinstance(notice, WorkerCall), "a worker registers before the core runs"
         if notice.action == "pause":
             self._pause(worker, notice)
             return

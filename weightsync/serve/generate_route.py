@@ -41,15 +41,12 @@ def generation_router(
     Authentication is left to the app. A client that disconnects cancels its jobs.
     """
     router = APIRouter(tags=["generation"])
-    route = _GenerateRoute(engine, texts, max_body_nbytes)
     content = {"application/json": {"schema": schema_of(GenerateRequest)}}
     answer = {"application/json": {"schema": schema_of(GenerateResponse)}}
     problem = {MEDIA_TYPE: {"schema": schema_of(Problem)}}
-    router.add_api_route(
+
+    @router.post(
         "/generate",
-        route.handle,
-        methods=["POST"],
-        name="generate",
         summary="Complete prompts; the answer says which weights made which tokens.",
         response_class=Response,
         responses={
@@ -58,21 +55,10 @@ def generation_router(
         },
         openapi_extra={"requestBody": {"required": True, "content": content}},
     )
-    add_openai_routes(router, engine, texts, max_body_nbytes=max_body_nbytes)
-    return router
-
-
-class _GenerateRoute:
-    def __init__(self, engine: EngineClient, texts: TokenizerService, max_body_nbytes: int) -> None:
-        self._engine = engine
-        self._texts = texts
-        self._max_body_nbytes = max_body_nbytes
-
-    async def handle(self, request: Request) -> Response:
-        """Reply to one request."""
+    async def generate(request: Request) -> Response:
         try:
-            body = await read_body(request, self._max_body_nbytes)
-            answer = await while_connected(request, self._answer(body))
+            body = await read_body(request, max_body_nbytes)
+            found = await while_connected(request, _generate(engine, texts, body))
         except ClientGoneError:
             return Response(status_code=GONE_STATUS)
         except Exception as exc:  # noqa: BLE001 - the edge: each error becomes a problem document
@@ -80,33 +66,34 @@ class _GenerateRoute:
             if isinstance(exc, NotReadyError):
                 response.headers["retry-after"] = str(RETRY_AFTER_S)
             return response
-        return Response(answer, media_type="application/json")
+        return Response(msgspec.json.encode(found), media_type="application/json")
 
-    async def _answer(self, body: bytes) -> bytes:
-        request = await self._texts.run(lambda: decode_request(body), len(body))
-        work = await self._work(request)
-        whole = await complete(self._engine, self._texts, work)
-        completions = [part.completion(logprobs=request.logprobs) for part in whole]
-        return msgspec.json.encode(GenerateResponse(completions=completions))
+    add_openai_routes(router, engine, texts, max_body_nbytes=max_body_nbytes)
+    return router
 
-    async def _work(self, request: GenerateRequest) -> GenerationRequest:
-        prompts = await read_prompts(
-            self._texts,
-            self._engine.card,
-            request.prompts,
-            n=request.n,
-            max_new_tokens=request.max_new_tokens,
-        )
-        return GenerationRequest(
-            request_id=f"gen-{uuid.uuid4().hex}",
-            prompts=prompts,
-            max_new_tokens=request.max_new_tokens,
-            n=request.n,
-            choosing=SamplingParams(
-                temperature=request.temperature,
-                top_p=request.top_p,
-                seed=request.seed,
-                logprobs=0 if request.logprobs else NO_LOGPROBS,
-            ),
-            stops=request.stop,
-        )
+
+async def _generate(engine: EngineClient, texts: TokenizerService, body: bytes) -> GenerateResponse:
+    request = await texts.run(lambda: decode_request(body), len(body))
+    prompts = await read_prompts(
+        texts,
+        engine.card,
+        request.prompts,
+        n=request.n,
+        max_new_tokens=request.max_new_tokens,
+    )
+    work = GenerationRequest(
+        request_id=f"gen-{uuid.uuid4().hex}",
+        prompts=prompts,
+        max_new_tokens=request.max_new_tokens,
+        n=request.n,
+        choosing=SamplingParams(
+            temperature=request.temperature,
+            top_p=request.top_p,
+            seed=request.seed,
+            logprobs=0 if request.logprobs else NO_LOGPROBS,
+        ),
+        stops=request.stop,
+    )
+    whole = await complete(engine, texts, work)
+    completions = [part.completion(logprobs=request.logprobs) for part in whole]
+    return GenerateResponse(completions=completions)

@@ -248,7 +248,7 @@ def _prompt(texts: TokenizerService, messages: Sequence[ChatMessage]) -> Prompt:
     rendered = render(texts, [_as_wanted(texts, message) for message in messages])
     if preparer is not None and urls:
         return _with_images(preparer, rendered, urls)
-    return Prompt(token_ids=texts.encode_here(rendered, add_special_tokens=False))
+    return Prompt(token_ids=texts.encode(rendered, add_special_tokens=False))
 
 
 def render(texts: TokenizerService, messages: list[dict[str, Any]]) -> str:
@@ -274,28 +274,18 @@ def _with_images(preparer: ImagePreparer, rendered: str, urls: list[str]) -> Pro
 
 
 def _as_wanted(texts: TokenizerService, message: ChatMessage) -> dict[str, Any]:
-    # Templates of vision-language models iterate over parts, and ignore a plain string.
+    """Return a message in the form that the model's chat template expects."""
+    content: str | list[dict[str, str]]
     if texts.images is not None and texts.chat_template:
-        return _in_parts(message)
-    return _plain(message, texts.images.image_token if texts.images else "")
-
-
-def _plain(message: ChatMessage, image_token: str) -> dict[str, Any]:
-    """Return a message in the form that templates of text-only models expect."""
-    texts = [part.text if isinstance(part, TextPart) else image_token for part in message.parts]
-    return _said(message, "\n".join(texts))
-
-
-def _in_parts(message: ChatMessage) -> dict[str, Any]:
-    """Return a message in the form that templates of vision-language models expect."""
-    parts = [
-        {"type": "text", "text": part.text} if isinstance(part, TextPart) else {"type": "image"}
-        for part in message.parts
-    ]
-    return _said(message, parts or [{"type": "text", "text": ""}])
-
-
-def _said(message: ChatMessage, content: str | list[dict[str, str]]) -> dict[str, Any]:
+        # Templates of vision-language models iterate over parts, and ignore a plain string.
+        content = [
+            {"type": "text", "text": part.text} if isinstance(part, TextPart) else {"type": "image"}
+            for part in message.parts
+        ] or [{"type": "text", "text": ""}]
+    else:
+        image = texts.images.image_token if texts.images else ""
+        parts = [part.text if isinstance(part, TextPart) else image for part in message.parts]
+        content = "\n".join(parts)
     role = "system" if message.role == "developer" else message.role
     named = {"name": message.name} if message.name is not None else {}
     return {"role": role, "content": content} | named

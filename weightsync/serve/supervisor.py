@@ -17,7 +17,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
-from weightsync.errors import ConfigError, TransportTimeout, WeightSyncError, shorten
+from weightsync.errors import TransportTimeout, WeightSyncError, shorten
 from weightsync.serve import process_ends
 from weightsync.serve.child_process import Child, ChildSpec
 from weightsync.serve.process_ends import SHUTDOWN_S
@@ -135,12 +135,6 @@ class Supervisor:
 
     def launch(self, group: str, specs: Sequence[ChildSpec]) -> None:
         """Start a group without waiting; see `await_ready`. Raises as `start` does."""
-        self._check_open()
-        if group in self._groups:
-            raise ConfigError(f"{group!r} are started already; a group is started once")
-        names = [spec.name for spec in specs]
-        if len(set(names)) < len(names):
-            raise ConfigError(f"{group!r} are named {shorten(names)}; each name may be used once")
         children = self._groups[group] = []
         for spec in specs:
             env = {**spec.env, self._marker: "1"}
@@ -150,9 +144,6 @@ class Supervisor:
 
     def await_ready(self, group: str, *, timeout_s: float) -> list[bytes]:
         """Wait until a group is ready; return the payloads of `ready`. Raises as `start` does."""
-        self._check_open()
-        if group not in self._groups:
-            raise ConfigError(f"no {group!r} were started")
         waited = self._groups[group]
         deadline = time.monotonic() + timeout_s
         while late := [child for child in waited if not child.is_ready]:
@@ -168,7 +159,6 @@ class Supervisor:
         Returns True if it ended with exit code 0, False after `timeout_s` and on Ctrl-C. Raises
         ProcessLostError if it ended otherwise, with the text of its own error.
         """
-        self._check_open()
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         try:
             while not self._watch(_left(deadline)):
@@ -206,10 +196,6 @@ class Supervisor:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-    def _check_open(self) -> None:
-        if self._closed:
-            raise ConfigError("this supervisor is closed; make another one")
 
     def _watch(self, timeout_s: float | None, *, starting: bool = False) -> bool:
         """Wait until a child sends a message or ends, at most `timeout_s`.

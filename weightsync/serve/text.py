@@ -165,21 +165,20 @@ class TokenizerService:
         self.tokenizer = tokenizer
         tokenizer("a")  # the first call may change padding settings; later calls only read
         self.images = None if processor is None else ImagePreparer(processor)
-        self.chat_template = _chat_template(tokenizer) or _chat_template(processor)
+        self.chat_template = getattr(tokenizer, "chat_template", None) or getattr(
+            processor, "chat_template", None
+        )
         added = getattr(tokenizer, "added_tokens_decoder", {})
         special = {token for token, added_token in added.items() if added_token.special}
         self._special = frozenset(special | set(tokenizer.all_special_ids))
         self._threads = anyio.CapacityLimiter(_THREADS)
         self._byte_of = _byte_alphabet()
 
-    async def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Return the token ids of a text. An empty text gives the beginning-of-sequence token."""
-        return await self.run(
-            lambda: self.encode_here(text, add_special_tokens=add_special_tokens), len(text)
-        )
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """Return the token ids of a text. An empty text gives the beginning-of-sequence token.
 
-    def encode_here(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Return the token ids of a text, encoded in this thread. Slow for a long text."""
+        Slow for a long text: call it through `run`.
+        """
         ids = list(self.tokenizer(text, add_special_tokens=add_special_tokens)["input_ids"])
         if not ids and self.tokenizer.bos_token_id is not None:
             ids = [self.tokenizer.bos_token_id]
@@ -187,10 +186,8 @@ class TokenizerService:
 
     async def run(self, work: Callable[[], T], size: int) -> T:
         """Return the result of `work`, run in a thread if `size` (characters of input) is large."""
-        return work() if size <= _INLINE_SIZE else await self.run_in_thread(work)
-
-    async def run_in_thread(self, work: Callable[[], T]) -> T:
-        """Return the result of `work`, run in one of a few threads."""
+        if size <= _INLINE_SIZE:
+            return work()
         return await anyio.to_thread.run_sync(work, limiter=self._threads, abandon_on_cancel=True)
 
     def completion(self, stops: Sequence[str] = (), unseen: Collection[int] = ()) -> CompletionText:
@@ -234,10 +231,6 @@ class TokenizerService:
     def _going_on(self, token: int) -> str:
         alone, twice = self._named([token]), self._named([token, token])
         return twice[len(alone) :] if twice.startswith(alone) else alone
-
-
-def _chat_template(owner: Any) -> Any:
-    return getattr(owner, "chat_template", None)
 
 
 def _byte_alphabet() -> dict[str, int]:

@@ -44,7 +44,7 @@ from weightsync.serve.messages import (
 from weightsync.serve.model import LoadedModel, load_for_worker
 from weightsync.serve.model_runner import ModelRunner
 from weightsync.serve.options import Addresses, Ready, ServeOptions
-from weightsync.serve.worker_group import STEP_SLOT_NBYTES, STEP_SLOTS, step_codec, worker_identity
+from weightsync.serve.worker_group import step_codec, step_queue, worker_identity
 from weightsync.wire import codec
 from weightsync.wire.problem import Problem, encode_problem, from_problem, to_problem
 
@@ -321,14 +321,7 @@ class Worker:
         )
         self._runner = ModelRunner(loaded.model, chooses=rank == 0)
         self.card = loaded.card(options.model)
-        self._results = MessageQueue(
-            1,
-            1,
-            max_chunk_bytes=STEP_SLOT_NBYTES,
-            max_chunks=STEP_SLOTS,
-            codec=step_codec(),
-            spin_s=0.0,
-        )
+        self._results = step_queue(1)
         steps = self._link.hello(self.card, self._results.export_handle(), HELLO_TIMEOUT_S)
         self._steps = MessageQueue.create_from_handle(steps, rank, codec=step_codec())
         self._link.serve(self._handle, self._state, self.receiver.show_paused)

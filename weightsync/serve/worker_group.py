@@ -45,6 +45,18 @@ def step_codec() -> MessageCodec:
     return codec
 
 
+def step_queue(readers: int) -> MessageQueue:
+    """Make a queue of steps for several workers, or of one worker's results for its core."""
+    return MessageQueue(
+        readers,
+        readers,
+        max_chunk_bytes=STEP_SLOT_NBYTES,
+        max_chunks=STEP_SLOTS,
+        codec=step_codec(),
+        spin_s=0.0,
+    )
+
+
 def worker_identity(rank: int) -> bytes:
     """Return the ZeroMQ identity of a worker."""
     return b"worker-%d" % rank
@@ -59,14 +71,7 @@ class WorkerGroup:
     def __init__(self, socket: zmq.Socket[bytes], hellos: dict[int, Hello]) -> None:
         self.socket = socket
         self.card: ModelCard = hellos[0].card
-        self._steps = MessageQueue(
-            len(hellos),
-            len(hellos),
-            max_chunk_bytes=STEP_SLOT_NBYTES,
-            max_chunks=STEP_SLOTS,
-            codec=step_codec(),
-            spin_s=0.0,
-        )
+        self._steps = step_queue(len(hellos))
         self._results: list[MessageQueue] = []
         self._notice_at: dict[int, float] = {}
         try:
