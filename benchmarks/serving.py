@@ -209,13 +209,14 @@ def ask_for(connection: http.client.HTTPConnection, served: Server, tokens: int)
 
 def own_steps(runner: ModelRunner, row: int) -> list[float]:
     """Generate with the model alone; return the time of each token but the first."""
-    new = NewRows(rows=[row], prompt=PROMPT, choosing=SamplingParams(temperature=0.0))
+    new = NewRows(rows=[row], prompt=PROMPT, sampling_params=SamplingParams(temperature=0.0))
     result = runner.execute(Step(number=1, new=[new]), 0)
     seconds = []
     for number in range(2, LONG + 1):
-        tokens = [chosen.token for chosen in result.chosen]
+        tokens = [chosen.token for chosen in result.sampled]
+        began = time.perf_counter()
         result = runner.execute(Step(number=number, rows=[row], tokens=tokens), 0)
-        seconds.append(result.seconds)
+        seconds.append(time.perf_counter() - began)
     runner.execute(Step(number=LONG + 1, drop=[row]), 0)
     return seconds
 

@@ -12,10 +12,10 @@ from fastapi import FastAPI
 from weightsync.serve.generate_route import generation_router
 from weightsync.serve.messages import (
     NO_LOGPROBS,
-    Delta,
+    EngineOutput,
+    EngineRequest,
     EngineStats,
     FinishReason,
-    Job,
     ModelCard,
 )
 from weightsync.serve.model import make_tiny_model
@@ -35,7 +35,7 @@ def tokens_of(text: str) -> list[int]:
     return ids
 
 
-def say(text: str) -> Callable[[Job, int], list[int]]:
+def say(text: str) -> Callable[[EngineRequest, int], list[int]]:
     """A script that gives every completion the same text, and the end token."""
     return lambda _job, _index: [*tokens_of(text), END_ID]
 
@@ -48,7 +48,9 @@ class ScriptedEngine:
     `reader` is the tokenizer and, for a model that takes images, its processor.
     """
 
-    script: Callable[[Job, int], Sequence[int]] = field(default_factory=lambda: say("hello"))
+    script: Callable[[EngineRequest, int], Sequence[int]] = field(
+        default_factory=lambda: say("hello")
+    )
     versions: Callable[[int], int] = lambda _place: 7
     prompt_version: int = 7
     error: Exception | None = None
@@ -56,7 +58,7 @@ class ScriptedEngine:
     hang_at: int | None = None
     max_length: int = MAX_LENGTH
     reader: tuple[Any, Any] = (TOKENIZER, None)
-    jobs: list[Job] = field(default_factory=list)
+    jobs: list[EngineRequest] = field(default_factory=list)
     cancelled: list[tuple[str, int]] = field(default_factory=list)
     closed: list[str] = field(default_factory=list)
     running: int = 0
@@ -72,7 +74,7 @@ class ScriptedEngine:
             image_token_id=getattr(self.reader[1], "image_token_id", None),
         )
 
-    async def generate(self, jobs: Sequence[Job]) -> AsyncGenerator[Delta, None]:
+    async def generate(self, jobs: Sequence[EngineRequest]) -> AsyncGenerator[EngineOutput, None]:
         self.jobs.extend(jobs)
         self.running += len(jobs)
         going = {job.request_id: self._deltas(job) for job in jobs}
@@ -101,7 +103,7 @@ class ScriptedEngine:
     async def stats(self) -> list[EngineStats]:
         return [EngineStats(running=self.running)]
 
-    async def _deltas(self, job: Job) -> AsyncGenerator[Delta, None]:
+    async def _deltas(self, job: EngineRequest) -> AsyncGenerator[EngineOutput, None]:
         said = {index: list(self.script(job, index)) for index in range(job.n)}
         place = 0
         while said:
@@ -117,10 +119,10 @@ class ScriptedEngine:
                 yield delta
             place += 1
 
-    def _delta(self, job: Job, index: int, place: int, said: list[int]) -> Delta:
-        def made(token: int | None, finish_reason: FinishReason | None) -> Delta:
-            wants = job.choosing.logprobs
-            return Delta(
+    def _delta(self, job: EngineRequest, index: int, place: int, said: list[int]) -> EngineOutput:
+        def made(token: int | None, finish_reason: FinishReason | None) -> EngineOutput:
+            wants = job.sampling_params.logprobs
+            return EngineOutput(
                 request_id=job.request_id,
                 index=index,
                 token=token,

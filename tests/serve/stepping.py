@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from weightsync.serve.kv_cache import BatchedKVCache, KeptPrompt, held_by
+from weightsync.serve.kv_cache import BatchedKVCache, CachedPrefix, cached_layers
 from weightsync.serve.messages import NewRows, RowId, SampledToken, SamplingParams, Step, StepResult
 from weightsync.serve.model import LoadedModel, end_token_ids
 from weightsync.serve.model_runner import ModelRunner
@@ -29,13 +29,13 @@ class Stepping:
         self._gone: list[RowId] = []
         self.living: list[RowId] = []
         self.said: dict[RowId, list[int]] = {}
-        self.chosen: dict[RowId, list[SampledToken]] = {}
+        self.sampled: dict[RowId, list[SampledToken]] = {}
 
     def new(
-        self, prompt: list[int], choosing: SamplingParams = GREEDY, n: int = 1, **o: Any
+        self, prompt: list[int], sampling_params: SamplingParams = GREEDY, n: int = 1, **o: Any
     ) -> NewRows:
         rows = list(itertools.islice(self._rows, n))
-        return NewRows(rows=rows, prompt=prompt, choosing=choosing, **o)
+        return NewRows(rows=rows, prompt=prompt, sampling_params=sampling_params, **o)
 
     def start(self, *new: NewRows) -> StepResult:
         result = self._make(new=list(new))
@@ -58,19 +58,23 @@ class Stepping:
     def _make(self, **what: Any) -> StepResult:
         gone, self._gone = self._gone, []
         result = self._execute(Step(number=next(self._numbers), drop=gone, **what), 1)
-        for choice in result.chosen:
+        for choice in result.sampled:
             self.said.setdefault(choice.row, []).append(choice.token)
-            self.chosen.setdefault(choice.row, []).append(choice)
+            self.sampled.setdefault(choice.row, []).append(choice)
         return result
 
 
 def completions(
-    loaded: LoadedModel, prompts: Sequence[list[int]], choosing: SamplingParams, n: int, steps: int
+    loaded: LoadedModel,
+    prompts: Sequence[list[int]],
+    sampling_params: SamplingParams,
+    n: int,
+    steps: int,
 ) -> list[Completion]:
     """Complete each prompt `n` times, each up to its end token or `steps` tokens."""
     end_ids = end_token_ids(loaded.model, loaded.tokenizer)
     core = Stepping(ModelRunner(loaded.model).execute)
-    new = [core.new(prompt, choosing, n) for prompt in prompts]
+    new = [core.new(prompt, sampling_params, n) for prompt in prompts]
     core.start(*new)
     for _ in range(steps - 1):
         core.leave(*(row for row in core.living if core.said[row][-1] in end_ids))
@@ -81,7 +85,7 @@ def completions(
             prompt_index=index,
             text=loaded.tokenizer.decode(core.said[row], skip_special_tokens=True),
             token_ids=core.said[row],
-            logprobs=[choice.logprob or 0.0 for choice in core.chosen[row]],
+            logprobs=[choice.logprob or 0.0 for choice in core.sampled[row]],
             weight_versions=spans([1] * len(core.said[row])),
             prompt_version=1,
             finish_reason="length",
@@ -111,15 +115,15 @@ def alone(
 
 def living_nbytes(living: BatchedKVCache) -> int:
     """The bytes of keys and values of live rows, without spare room."""
-    layers = held_by(living.cache) if living.rows else []
+    layers = cached_layers(living.cache) if living.rows else []
     return sum(tensor.nbytes for layer in layers for tensor in layer.held())
 
 
-def kept_nbytes(kept: KeptPrompt) -> int:
+def kept_nbytes(kept: CachedPrefix) -> int:
     """The bytes of the keys and values of a kept prompt."""
     return sum(tensor.nbytes for layer in kept._layers for tensor in layer)
 
 
 def cache_nbytes(runner: ModelRunner) -> int:
     """The bytes of the keys and values of live rows and kept prompts."""
-    return living_nbytes(runner._living) + sum(map(kept_nbytes, runner._kept.values()))
+    return living_nbytes(runner._batch) + sum(map(kept_nbytes, runner._kept.values()))

@@ -16,7 +16,7 @@ from weightsync.serve.completions import (
     complete,
     stream_deltas,
 )
-from weightsync.serve.messages import Job
+from weightsync.serve.messages import EngineRequest
 from weightsync.serve.requests import VersionSpan, spans
 from weightsync.serve.text import TokenizerService
 
@@ -47,7 +47,7 @@ def listed(engine: ScriptedEngine, asked: GenerationRequest) -> list[StreamDelta
     return asyncio.run(asyncio.wait_for(run(), WAIT_S))
 
 
-def echo(job: Job, index: int) -> list[int]:
+def echo(job: EngineRequest, index: int) -> list[int]:
     return [*job.prompt, *tokens_of(str(index)), END_ID]
 
 
@@ -155,7 +155,7 @@ def test_one_failing_prompt_ends_the_others() -> None:
     engine = ScriptedEngine(hang_at=2)
     error = NotReadyError("torn", state="TORN")
 
-    def script(job: Job, index: int) -> list[int]:
+    def script(job: EngineRequest, index: int) -> list[int]:
         if job.request_id == "r-1":
             raise error
         return tokens_of("abc")

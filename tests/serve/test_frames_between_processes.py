@@ -13,7 +13,7 @@ import pytest
 import zmq
 
 from weightsync.queues.sockets import ipc_address
-from weightsync.serve.engine_client import CoreClient
+from weightsync.serve.engine_client import EngineCoreClient
 from weightsync.serve.messages import EngineStats, ModelCard, Notice, StatsReply
 from weightsync.serve.options import CoreAddress
 from weightsync.serve.worker_client import WorkerClient
@@ -53,7 +53,7 @@ def test_an_api_server_outlives_what_its_engine_core_says(
     address = ipc_address(tmp_path)
 
     async def ask() -> list[EngineStats]:
-        client = CoreClient(
+        client = EngineCoreClient(
             [CoreAddress(orders=address)], CARD, identity=b"api", tensor_ipc="direct_rpc"
         )
         await client.open()

@@ -62,7 +62,11 @@ def test_text_and_tokens_in_and_tokens_with_versions_out() -> None:
     assert found[0].prompt_version == 7
     first, second = engine.jobs
     assert (first.prompt, second.prompt, first.n) == (tokens_of("hi"), [70, 71], 2)
-    assert (first.choosing.seed, first.choosing.top_p, first.choosing.logprobs) == (3, 0.5, 0)
+    assert (
+        first.sampling_params.seed,
+        first.sampling_params.top_p,
+        first.sampling_params.logprobs,
+    ) == (3, 0.5, 0)
     assert first.max_new_tokens == 16
 
 

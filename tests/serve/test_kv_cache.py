@@ -11,7 +11,7 @@ from transformers.cache_utils import Cache
 
 from tests.serve.stepping import kept_nbytes, living_nbytes
 from weightsync.serve.hugging_face import hf
-from weightsync.serve.kv_cache import BatchedKVCache, KeptPrompt, PreallocatedLayer, held_by
+from weightsync.serve.kv_cache import BatchedKVCache, CachedPrefix, PreallocatedLayer, cached_layers
 
 HEADS, KEY_SIZE, VALUE_SIZE, LAYERS = 2, 3, 5, 2
 CPU = torch.device("cpu")
@@ -38,14 +38,14 @@ def written(tokens: int, first: float, rows: int = 1) -> Cache:
 
 
 def contents(cache: Cache) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    return [layer.held() for layer in held_by(cache)]
+    return [layer.held() for layer in cached_layers(cache)]
 
 
 def seen(living: BatchedKVCache, place: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """What the mask lets a row see, layer by layer."""
     columns = living.mask()[place, :-1].bool()
     found = []
-    for layer in held_by(living.cache):
+    for layer in cached_layers(living.cache):
         keys, values = layer.held()
         found.append((keys[place][:, columns], values[place][:, columns]))
     return found
@@ -117,9 +117,9 @@ def test_columns_of_padding_alone_are_given_back() -> None:
 def test_a_decode_step_copies_its_own_token_only() -> None:
     cache = written(4, 0.0)
     cache.update(*states(1, 1, 900.0), 0)
-    before, _ = held_by(cache)[0].held()
+    before, _ = cached_layers(cache)[0].held()
     cache.update(*states(1, 1, 901.0), 0)
-    after, _ = held_by(cache)[0].held()
+    after, _ = cached_layers(cache)[0].held()
     assert before.data_ptr() == after.data_ptr()
     assert after.shape[-2] == 6
 
@@ -128,14 +128,14 @@ def test_room_runs_out_and_is_made_again() -> None:
     cache = written(1, 0.0)
     for token in range(200):
         cache.update(*states(1, 1, 100.0 * token), 0)
-    keys, _ = held_by(cache)[0].held()
+    keys, _ = cached_layers(cache)[0].held()
     wanted = [states(1, 1, 0.0)[0], *(states(1, 1, 100.0 * token)[0] for token in range(200))]
     assert torch.equal(keys, torch.cat(wanted, dim=2))
 
 
 def test_a_kept_prompt_is_not_changed_by_those_that_go_on_from_it() -> None:
     source = written(6, 0.0, rows=2)
-    kept = KeptPrompt.of([4, 5, 6], source, row=1)
+    kept = CachedPrefix.of([4, 5, 6], source, row=1)
     wanted = [
         (keys[1:, :, 3:5].clone(), values[1:, :, 3:5].clone()) for keys, values in contents(source)
     ]
@@ -152,6 +152,6 @@ def test_a_kept_prompt_is_not_changed_by_those_that_go_on_from_it() -> None:
 
 
 def test_the_common_length_is_where_prompts_part() -> None:
-    kept = KeptPrompt([4, 5, 6], [])
+    kept = CachedPrefix([4, 5, 6], [])
     lengths = [kept.common_length(other) for other in ([4, 5, 6, 7], [4, 5], [4, 9, 6], [], [1])]
     assert lengths == [3, 2, 1, 0, 0]

@@ -9,7 +9,7 @@ import pytest
 
 from weightsync.errors import ConfigError
 from weightsync.serve.model import load_model
-from weightsync.serve.model_files import TINY, TINY_VISION, check_choice, check_heads
+from weightsync.serve.model_files import TINY, TINY_VISION, check_heads, check_model
 from weightsync.serve.options import ServeOptions
 from weightsync.serve.serving import serving
 from weightsync.server.listening import listen
@@ -18,9 +18,9 @@ from weightsync.server.listening import listen
 @pytest.mark.parametrize("name", [TINY, TINY_VISION])
 def test_the_built_in_models_have_the_heads_that_are_checked(name: str) -> None:
     text = load_model(name).model.config.get_text_config()
-    check_choice(name, 2)
+    check_model(name, 2)
     with pytest.raises(ConfigError) as refused:
-        check_choice(name, 4)
+        check_model(name, 4)
     assert str(refused.value) == (
         f"{name} has {text.num_key_value_heads} key-value heads, which do not divide among "
         "--tensor-parallel 4 workers; give one of 1, 2"
@@ -34,14 +34,14 @@ def test_a_directory_says_its_heads(tmp_path: Path, inside: str | None) -> None:
     config = {inside: heads, "num_attention_heads": 5} if inside else heads
     (tmp_path / "config.json").write_text(json.dumps(config))
     for fits in (1, 2, 3, 6):
-        check_choice(str(tmp_path), fits)
+        check_model(str(tmp_path), fits)
     with pytest.raises(ConfigError, match="6 attention heads and 6 key-value heads, which do not"):
-        check_choice(str(tmp_path), 4)
+        check_model(str(tmp_path), 4)
 
 
 def test_what_a_config_does_not_say_is_left_to_the_loader(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"n_head": 12, "num_key_value_heads": null}')
-    check_choice(str(tmp_path), 5)
+    check_model(str(tmp_path), 5)
     with pytest.raises(ConfigError, match="give one of 1, 2, 3, 4, 6, 12"):
         check_heads("x", 12, None, 5)
 
@@ -51,7 +51,7 @@ def test_no_config_is_one_line(tmp_path: Path, text: str | None) -> None:
     if text is not None:
         (tmp_path / "config.json").write_text(text)
     with pytest.raises(ConfigError) as refused:
-        check_choice(str(tmp_path), 1)
+        check_model(str(tmp_path), 1)
     assert "\n" not in str(refused.value)
     assert "give " in str(refused.value)
 

@@ -152,7 +152,7 @@ def test_completions_of_one_prompt_share_its_reading() -> None:
     core = stepping()
     other, new = core.new(PROMPTS[2]), core.new(PROMPTS[1], n=3)
     result = core.start(other, new)
-    assert [choice.row for choice in result.chosen] == [0, 1, 2, 3]
+    assert [choice.row for choice in result.sampled] == [0, 1, 2, 3]
     core.go_on(4)
     assert [core.said[row] for row in new.rows] == [expected("llama", 1)[:5]] * 3
 
@@ -195,13 +195,13 @@ def test_logprobs_are_of_the_models_own_distribution() -> None:
     said = core.said[told.rows[0]]
     logits = model_of("llama")(torch.tensor([PROMPTS[1] + said])).logits[0]
     wanted = torch.log_softmax(logits[len(PROMPTS[1]) - 1 : -1], dim=-1)
-    for place, choice in enumerate(core.chosen[told.rows[0]]):
+    for place, choice in enumerate(core.sampled[told.rows[0]]):
         best = wanted[place].topk(3)
         assert choice.logprob == pytest.approx(float(wanted[place, choice.token]), abs=1e-4)
         assert [token for token, _ in choice.top] == best.indices.tolist()
         assert [value for _, value in choice.top] == pytest.approx(best.values.tolist(), abs=1e-4)
-    assert all(c.logprob is None and c.top == [] for c in core.chosen[silent.rows[0]])
-    assert all(c.logprob is not None and c.top == [] for c in core.chosen[only_own.rows[0]])
+    assert all(c.logprob is None and c.top == [] for c in core.sampled[silent.rows[0]])
+    assert all(c.logprob is not None and c.top == [] for c in core.sampled[only_own.rows[0]])
 
 
 def test_bad_prompts_are_refused_and_the_others_go_on() -> None:
@@ -214,7 +214,7 @@ def test_bad_prompts_are_refused_and_the_others_go_on() -> None:
         core.new(PROMPTS[1]),
     ]
     result = core.start(*new)
-    assert [choice.row for choice in result.chosen] == [new[0].rows[0], new[-1].rows[0]]
+    assert [choice.row for choice in result.sampled] == [new[0].rows[0], new[-1].rows[0]]
     assert sorted(result.refused) == [one.rows[0] for one in new[1:-1]]
     messages = list(result.refused.values())
     assert "takes no inputs named pixel_values" in messages[0]
@@ -225,11 +225,11 @@ def test_bad_prompts_are_refused_and_the_others_go_on() -> None:
 
 
 def test_a_rank_that_does_not_choose_says_nothing() -> None:
-    runner = ModelRunner(model_of("llama"), chooses=False)
+    runner = ModelRunner(model_of("llama"), samples=False)
     core = Stepping(runner.execute)
     result = core.start(core.new(PROMPTS[0]), core.new([5], inputs={"labels": torch.ones(1)}))
-    assert (result.chosen, sorted(result.refused)) == ([], [1])
-    assert runner.execute(Step(number=2, rows=[0], tokens=[5]), 1).chosen == []
+    assert (result.sampled, sorted(result.refused)) == ([], [1])
+    assert runner.execute(Step(number=2, rows=[0], tokens=[5]), 1).sampled == []
 
 
 def test_memory_comes_back_when_rows_leave() -> None:

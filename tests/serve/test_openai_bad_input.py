@@ -18,8 +18,8 @@ from tests.serve.scripted_engine import MAX_BODY_NBYTES, MODEL, ScriptedEngine, 
 from tests.server.live import serving
 from weightsync.errors import ConfigError
 from weightsync.serve.completions import read_prompts
-from weightsync.serve.model_files import TINY_VISION, byte_tokenizer, load_reader
-from weightsync.serve.openai_messages import REFUSED, ChatMessage, RequestError
+from weightsync.serve.model_files import TINY_VISION, byte_tokenizer, load_tokenizer
+from weightsync.serve.openai_protocol import REFUSED, ChatMessage, RequestError
 from weightsync.serve.openai_routes import chat_prompt, render
 from weightsync.serve.text import TokenizerService
 
@@ -179,7 +179,7 @@ def test_a_template_that_fails_is_a_refusal(template: str) -> None:
 
 
 def test_a_model_of_images_gets_parts_even_of_text_alone() -> None:
-    tokenizer, processor = load_reader(TINY_VISION)
+    tokenizer, processor = load_tokenizer(TINY_VISION)
     template = (
         "{% for m in messages %}{% for part in m.content %}"
         "{% if part.type == 'text' %}{{ part.text }}{% endif %}{% endfor %}{% endfor %}"

@@ -89,8 +89,12 @@ def test_a_completion() -> None:
     assert all(t in top for t, top in zip(choice.logprobs.tokens, tops, strict=True))
     (job,) = engine.jobs
     assert (job.prompt, job.max_new_tokens, job.stop_at_end) == (tokens_of("hi"), 9, True)
-    assert (job.choosing.temperature, job.choosing.top_p, job.choosing.logprobs) == (0, 0.5, 2)
-    assert job.choosing.seed == 2**63 - 1
+    assert (
+        job.sampling_params.temperature,
+        job.sampling_params.top_p,
+        job.sampling_params.logprobs,
+    ) == (0, 0.5, 2)
+    assert job.sampling_params.seed == 2**63 - 1
 
 
 @pytest.mark.parametrize(

@@ -16,8 +16,8 @@ from PIL import Image
 from tests.serve.scripted_engine import MODEL, ScriptedEngine, app_of
 from tests.server.live import serving
 from weightsync.errors import ConfigError
-from weightsync.serve.model_files import TINY_VISION, load_reader
-from weightsync.serve.openai_messages import RequestError
+from weightsync.serve.model_files import TINY_VISION, load_tokenizer
+from weightsync.serve.openai_protocol import RequestError
 from weightsync.serve.vision import MAX_IMAGES, read_images
 
 WAIT_S = 60.0
@@ -52,7 +52,7 @@ def bomb(width: int, height: int) -> bytes:
 
 @pytest.fixture(scope="module")
 def engine() -> ScriptedEngine:
-    return ScriptedEngine(reader=load_reader(TINY_VISION))
+    return ScriptedEngine(reader=load_tokenizer(TINY_VISION))
 
 
 @pytest.fixture(scope="module")
@@ -80,7 +80,7 @@ def ask(client: openai.OpenAI, *parts: dict[str, Any]) -> Any:
 def test_images_stand_where_they_were_and_their_pixels_come_along(
     engine: ScriptedEngine, client: openai.OpenAI
 ) -> None:
-    tokenizer, processor = load_reader(TINY_VISION)
+    tokenizer, processor = load_tokenizer(TINY_VISION)
     red, blue = url_of(encoded(RED)), url_of(encoded(BLUE, "PNG"), "image/png")
     answer = ask(client, said("a"), look(red), said("b"), look(blue))
     assert answer.choices[0].message.content == "hello"

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 from weightsync.errors import NotReadyError, TransferTimeout, WeightSyncError
 from weightsync.serve.engine_core import PauseController
-from weightsync.serve.messages import Job
+from weightsync.serve.messages import EngineRequest
 
 Said = list[tuple[str, WeightSyncError | None]]
 
@@ -15,8 +15,8 @@ class Clock:
         return self.now
 
 
-def job(request_id: str) -> Job:
-    return Job(request_id=request_id, prompt=[1], max_new_tokens=1)
+def job(request_id: str) -> EngineRequest:
+    return EngineRequest(request_id=request_id, prompt=[1], max_new_tokens=1)
 
 
 def test_keep_answers_at_once_and_stops_steps() -> None:

@@ -20,12 +20,12 @@ def logits_of(seed: int, vocabulary: int = VOCABULARY) -> torch.Tensor:
     return torch.randn(vocabulary, generator=torch.Generator().manual_seed(seed)) * 2
 
 
-def drawn(choosing: SamplingParams, logits: torch.Tensor, rows: int) -> torch.Tensor:
+def drawn(sampling_params: SamplingParams, logits: torch.Tensor, rows: int) -> torch.Tensor:
     """How often each token is chosen, by `rows` rows at once."""
-    chooser = TokenSampler(CPU)
+    sampler = TokenSampler(CPU)
     names = list(range(rows))
-    chooser.add(names, choosing)
-    chosen = chooser.choose(names, logits.expand(rows, -1))
+    sampler.add(names, sampling_params)
+    chosen = sampler.sample(names, logits.expand(rows, -1))
     counts = torch.bincount(torch.tensor([c.token for c in chosen]), minlength=len(logits))
     return counts / rows
 
@@ -62,23 +62,23 @@ def test_a_wide_nucleus_is_found_too() -> None:
 def test_a_row_with_a_small_nucleus_does_not_mind_one_with_a_large_one() -> None:
     logits = torch.stack((torch.zeros(1000), logits_of(5, 1000)))
     alone, among = TokenSampler(CPU), TokenSampler(CPU)
-    for chooser in (alone, among):
-        chooser.add([0], SamplingParams(top_p=0.99, seed=1))
-        chooser.add([1], SamplingParams(top_p=0.7, seed=2))
+    for sampler in (alone, among):
+        sampler.add([0], SamplingParams(top_p=0.99, seed=1))
+        sampler.add([1], SamplingParams(top_p=0.7, seed=2))
     for _ in range(20):
-        _, second = among.choose([0, 1], logits)
-        assert alone.choose([1], logits[1:])[0].token == second.token
+        _, second = among.sample([0, 1], logits)
+        assert alone.sample([1], logits[1:])[0].token == second.token
 
 
 def test_a_tiny_nucleus_and_no_heat_take_the_likeliest() -> None:
     logits = logits_of(2)
     likeliest = int(logits.argmax())
-    for choosing in (
+    for sampling_params in (
         SamplingParams(top_p=1e-9),
         SamplingParams(temperature=0),
         SamplingParams(temperature=1e-5),
     ):
-        assert drawn(choosing, logits, 40)[likeliest] == 1
+        assert drawn(sampling_params, logits, 40)[likeliest] == 1
 
 
 @settings(max_examples=40, deadline=None)
@@ -91,10 +91,10 @@ def test_a_seeded_row_draws_alike_in_every_company(data: st.DataObject) -> None:
         seed=st.none() | st.integers(0, 3),
         logprobs=st.sampled_from([-1, 0, 2]),
     )
-    choosing = SamplingParams(seed=7, top_p=data.draw(st.sampled_from([0.9, 1.0])))
+    sampling_params = SamplingParams(seed=7, top_p=data.draw(st.sampled_from([0.9, 1.0])))
     alone, among = TokenSampler(CPU), TokenSampler(CPU)
-    alone.add([0], choosing)
-    among.add([0], choosing)
+    alone.add([0], sampling_params)
+    among.add([0], sampling_params)
     for step in range(6):
         company = data.draw(st.lists(kinds, max_size=4))
         others = [100 * (step + 1) + i for i in range(len(company))]
@@ -102,40 +102,40 @@ def test_a_seeded_row_draws_alike_in_every_company(data: st.DataObject) -> None:
             among.add([row], kind)
         rows = data.draw(st.permutations([0, *others]))
         logits = {row: logits_of(row + step) for row in rows}
-        crowd = among.choose(list(rows), torch.stack([logits[row] for row in rows]))
-        (single,) = alone.choose([0], logits[0][None])
+        crowd = among.sample(list(rows), torch.stack([logits[row] for row in rows]))
+        (single,) = alone.sample([0], logits[0][None])
         assert [c.row for c in crowd] == list(rows)
         assert crowd[rows.index(0)].token == single.token
         among.drop(others)
 
 
 def test_seeds_and_completions_have_streams_of_their_own() -> None:
-    chooser = TokenSampler(CPU)
+    sampler = TokenSampler(CPU)
     for first, seed in ((0, 0), (2, 1), (4, 2**64 - 1)):
-        chooser.add([first, first + 1], SamplingParams(seed=seed))
+        sampler.add([first, first + 1], SamplingParams(seed=seed))
     rows = list(range(6))
-    steps = [chooser.choose(rows, torch.zeros(6, 1000)) for _ in range(4)]
+    steps = [sampler.sample(rows, torch.zeros(6, 1000)) for _ in range(4)]
     said = [tuple(step[row].token for step in steps) for row in rows]
     assert len(set(said)) == 6
 
 
 def test_unseeded_choosers_differ() -> None:
     def once() -> list[int]:
-        chooser = TokenSampler(CPU)
-        chooser.add([0, 1], SamplingParams())
-        return [c.token for c in chooser.choose([0, 1], torch.zeros(2, 100_000))]
+        sampler = TokenSampler(CPU)
+        sampler.add([0, 1], SamplingParams())
+        return [c.token for c in sampler.sample([0, 1], torch.zeros(2, 100_000))]
 
     first, second = once(), once()
     assert len({*first, *second}) == 4
 
 
 def test_each_row_is_told_as_many_of_the_likeliest_as_it_asked_for() -> None:
-    chooser = TokenSampler(CPU)
+    sampler = TokenSampler(CPU)
     counts = [-1, 0, 3, 20]
     for row, count in enumerate(counts):
-        chooser.add([row], SamplingParams(temperature=0, logprobs=count))
+        sampler.add([row], SamplingParams(temperature=0, logprobs=count))
     logits = logits_of(4)
-    chosen = chooser.choose([0, 1, 2, 3], logits.expand(4, -1))
+    chosen = sampler.sample([0, 1, 2, 3], logits.expand(4, -1))
     own = float(torch.log_softmax(logits, dim=-1).max())
     assert chosen[0].logprob is None
     assert [c.logprob for c in chosen[1:]] == [pytest.approx(own)] * 3
@@ -146,7 +146,7 @@ def test_each_row_is_told_as_many_of_the_likeliest_as_it_asked_for() -> None:
 
 
 def test_more_tokens_asked_for_than_there_are() -> None:
-    chooser = TokenSampler(CPU)
-    chooser.add([0], SamplingParams(logprobs=20))
-    (chosen,) = chooser.choose([0], torch.zeros(1, 3))
+    sampler = TokenSampler(CPU)
+    sampler.add([0], SamplingParams(logprobs=20))
+    (chosen,) = sampler.sample([0], torch.zeros(1, 3))
     assert len(chosen.top) == 3

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 from weightsync.errors import ConfigError, NotReadyError, ProtocolError
 from weightsync.serve.messages import (
-    Delta,
+    EngineOutput,
+    EngineRequest,
     Failed,
-    Job,
     ModelCard,
     SampledToken,
     SamplingParams,
@@ -31,13 +31,13 @@ CARD = ModelCard(
 
 def job(
     request_id: str, prompt: list[int], *, n: int = 1, tokens: int = 4, at_end: bool = True
-) -> Job:
-    return Job(
+) -> EngineRequest:
+    return EngineRequest(
         request_id=request_id,
         prompt=prompt,
         n=n,
         max_new_tokens=tokens,
-        choosing=SamplingParams(temperature=0.0),
+        sampling_params=SamplingParams(temperature=0.0),
         stop_at_end=at_end,
     )
 
@@ -77,14 +77,14 @@ class Worker:
             for row in group.rows:
                 assert row not in self.rows
                 self.rows[row] = list(group.prompt)
-                chosen.append(self._choose(row))
+                chosen.append(self._sample(row))
         assert not step.rows or set(step.rows) == set(self.rows)
         for row, token in zip(step.rows, step.tokens, strict=True):
             assert self.rows[row][-1] == token
-            chosen.append(self._choose(row))
-        return StepResult(number=step.number, version=self.version, chosen=chosen, refused=refused)
+            chosen.append(self._sample(row))
+        return StepResult(number=step.number, version=self.version, sampled=chosen, refused=refused)
 
-    def _choose(self, row: int) -> SampledToken:
+    def _sample(self, row: int) -> SampledToken:
         token = token_after(self.rows[row])
         self.rows[row].append(token)
         return SampledToken(row=row, token=token)
@@ -94,7 +94,7 @@ def token_after(tokens: list[int]) -> int:
     return (sum((i + 1) * t for i, t in enumerate(tokens)) * 7 + len(tokens)) % 11
 
 
-def expected(asked: Job) -> list[int]:
+def expected(asked: EngineRequest) -> list[int]:
     tokens = list(asked.prompt)
     made: list[int] = []
     while len(made) < asked.max_new_tokens:
@@ -115,7 +115,7 @@ def completions(posts: list[Post]) -> dict[tuple[bytes, str, int], tuple[list[in
     tokens: dict[tuple[bytes, str, int], list[int]] = defaultdict(list)
     ended: dict[tuple[bytes, str, int], str] = {}
     for owner, event in posts:
-        assert isinstance(event, Delta)
+        assert isinstance(event, EngineOutput)
         key = (owner, event.request_id, event.index)
         assert key not in ended, "a token after the end"
         if event.token is not None:
@@ -221,7 +221,7 @@ def test_cancelled_completions_say_so_and_cancelled_jobs_say_nothing() -> None:
     (post,) = scheduler.cancel(b"a", "one", 1)
     assert post == (
         b"a",
-        Delta(request_id="one", index=1, prompt_version=1, finish_reason="abort"),
+        EngineOutput(request_id="one", index=1, prompt_version=1, finish_reason="abort"),
     )
     assert scheduler.cancel(b"a", "one", 1) == []
     assert scheduler.cancel(b"a", "gone") == []
@@ -238,7 +238,7 @@ def test_aborted_jobs_end_with_what_they_have_even_while_they_wait() -> None:
     assert step is not None
     scheduler.done(worker.make(step))
     ended = scheduler.abort_all()
-    assert [(owner, e.finish_reason) for owner, e in ended if isinstance(e, Delta)] == [
+    assert [(owner, e.finish_reason) for owner, e in ended if isinstance(e, EngineOutput)] == [
         (b"a", "abort"),
         (b"b", "abort"),
     ]
@@ -255,9 +255,9 @@ def test_a_prompt_that_cannot_be_read_fails_alone() -> None:
     assert [event.request_id for event in failed] == ["bad"]
     problem = msgspec.json.decode(failed[0].problem, type=Problem)
     assert (problem.error, problem.detail) == ("ConfigError", "no such prompt")
-    assert [rid for _, rid, _ in completions([p for p in posts if isinstance(p[1], Delta)])] == [
-        "good"
-    ]
+    assert [
+        rid for _, rid, _ in completions([p for p in posts if isinstance(p[1], EngineOutput)])
+    ] == ["good"]
     assert scheduler.kept_prompts == 0
 
 
@@ -286,17 +286,17 @@ def test_the_versions_of_tokens_and_of_the_prompt_are_told() -> None:
     assert versions == [(4, 3)]
     scheduler.submit(b"a", job("reuses", [*prompt, 2], tokens=1))
     scheduler.submit(b"a", job("other", [2], tokens=1))
-    reused = {e.request_id: e for _, e in run(scheduler, worker) if isinstance(e, Delta)}
+    reused = {e.request_id: e for _, e in run(scheduler, worker) if isinstance(e, EngineOutput)}
     assert (reused["reuses"].version, reused["reuses"].prompt_version) == (4, 3)
     assert (reused["other"].version, reused["other"].prompt_version) == (4, 4)
     scheduler.submit(b"a", job("reuses it", [*prompt, 2, 2], tokens=1))
     (post,) = run(scheduler, worker)
-    assert isinstance(post[1], Delta)
+    assert isinstance(post[1], EngineOutput)
     assert post[1].prompt_version == 3  # what was kept of "reuses" began with the old one
     scheduler.clear_cache()
     scheduler.submit(b"a", job("fresh", [*prompt, 3], tokens=1))
     (post,) = run(scheduler, worker)
-    assert isinstance(post[1], Delta)
+    assert isinstance(post[1], EngineOutput)
     assert post[1].prompt_version == 4
 
 
@@ -311,7 +311,7 @@ def test_the_versions_of_tokens_and_of_the_prompt_are_told() -> None:
         (job("x", [1], tokens=0), "max_new_tokens must be at least 1"),
     ],
 )
-def test_what_the_model_cannot_take_is_refused(asked: Job, reason: str) -> None:
+def test_what_the_model_cannot_take_is_refused(asked: EngineRequest, reason: str) -> None:
     scheduler = Scheduler(CARD)
     with pytest.raises(ConfigError, match=reason):
         scheduler.submit(b"a", asked)

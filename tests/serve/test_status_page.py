@@ -25,7 +25,7 @@ import weightsync as ws
 from tests.server.live import TOKEN, serving
 from weightsync.errors import TransportTimeout
 from weightsync.serve import status_page as figures
-from weightsync.serve.messages import Delta, EngineStats, Job, ModelCard
+from weightsync.serve.messages import EngineOutput, EngineRequest, EngineStats, ModelCard
 from weightsync.serve.status_page import (
     FRESH_S,
     NO_ANSWER,
@@ -317,8 +317,8 @@ class StillEngine:
     def card(self) -> ModelCard:
         return ModelCard(name="tiny", directory="tiny", vocab_size=8, max_length=8, end_ids=[0])
 
-    async def generate(self, jobs: Sequence[Job]) -> AsyncGenerator[Delta, None]:
-        for delta in list[Delta]():
+    async def generate(self, jobs: Sequence[EngineRequest]) -> AsyncGenerator[EngineOutput, None]:
+        for delta in list[EngineOutput]():
             yield delta
 
     def cancel(self, request_id: str, index: int) -> None:

@@ -20,9 +20,9 @@ from weightsync.serve.messages import (
     Cancel,
     CoreMessage,
     Done,
+    EngineRequest,
     Event,
     Hello,
-    Job,
     ModelCard,
     Notice,
     SampledToken,
@@ -118,7 +118,7 @@ def replica() -> Iterator[Replica]:
 
 
 def begin_step(replica: Replica) -> Step:
-    replica.order("one", Job(request_id="one", prompt=[1, 2], max_new_tokens=4))
+    replica.order("one", EngineRequest(request_id="one", prompt=[1, 2], max_new_tokens=4))
     step: Step = replica.steps.dequeue(WAIT_S)
     return step
 
@@ -131,7 +131,7 @@ def test_what_does_not_need_the_step_to_be_over_is_served(replica: Replica) -> N
     assert replica.running() == 0
     assert replica.hear(0.3) is None  # a hold says that no step is at work
     chosen = [SampledToken(row=step.new[0].rows[0], token=3)]
-    replica.results.enqueue(StepResult(number=step.number, version=0, chosen=chosen))
+    replica.results.enqueue(StepResult(number=step.number, version=0, sampled=chosen))
     done = replica.hear()
     assert isinstance(done, Done)
     assert done.call == 7

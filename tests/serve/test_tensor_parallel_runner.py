@@ -15,7 +15,7 @@ import torch
 from tests.children import CONTEXT
 from tests.gloo import as_rank
 from tests.serve.stepping import Stepping, alone
-from weightsync.serve.kv_cache import held_by
+from weightsync.serve.kv_cache import cached_layers
 from weightsync.serve.messages import SamplingParams, Step, StepResult
 from weightsync.serve.model import LoadedModel, make_tiny_vision_model
 from weightsync.serve.model_runner import ModelRunner
@@ -33,11 +33,11 @@ def _rank(rank: int, folder: str, pipe: Connection) -> None:
     with as_rank(rank, RANKS, folder, WAIT_S):
         plan = DistributedConfig(tp_plan="auto")
         model: Any = AutoModelForImageTextToText.from_pretrained(folder, distributed_config=plan)
-        runner = ModelRunner(model.eval(), chooses=rank == 0)
+        runner = ModelRunner(model.eval(), samples=rank == 0)
         while body := pipe.recv_bytes():
             step = msgspec.msgpack.decode(body, type=Step, dec_hook=_tensor)
             pipe.send_bytes(msgspec.msgpack.encode(runner.execute(step, 1)))
-        heads = {layer.held()[0].shape[1] for layer in held_by(runner._living.cache)}
+        heads = {layer.held()[0].shape[1] for layer in cached_layers(runner._batch.cache)}
         pipe.send_bytes(msgspec.msgpack.encode(sorted(heads)))
 
 
@@ -114,7 +114,7 @@ def test_two_ranks_say_what_one_process_says(seeing: LoadedModel, tmp_path: Path
         def execute(step: Step, _: int) -> StepResult:
             answers = _ask(pipes, msgspec.msgpack.encode(step, enc_hook=_plain))
             first, second = (msgspec.msgpack.decode(a, type=StepResult) for a in answers)
-            assert second.chosen == []
+            assert second.sampled == []
             assert first.refused == second.refused
             return first
 
@@ -126,6 +126,6 @@ def test_two_ranks_say_what_one_process_says(seeing: LoadedModel, tmp_path: Path
     assert sharded.said == whole.said
     assert len(whole.living) == 3
     assert whole.said[1] == alone(seeing.model, PROMPTS[0], 11)
-    for row, chosen in whole.chosen.items():
-        for ours, theirs in zip(chosen, sharded.chosen[row], strict=True):
+    for row, chosen in whole.sampled.items():
+        for ours, theirs in zip(chosen, sharded.sampled[row], strict=True):
             assert ours.logprob == pytest.approx(theirs.logprob, abs=1e-4)

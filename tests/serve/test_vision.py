@@ -11,7 +11,7 @@ from PIL import Image
 
 from weightsync.errors import ConfigError
 from weightsync.serve.model import LoadedModel, load_model
-from weightsync.serve.model_files import load_reader
+from weightsync.serve.model_files import load_tokenizer
 from weightsync.serve.vision import ImagePreparer
 
 RED = Image.new("RGB", (40, 30), "red")
@@ -89,11 +89,11 @@ def test_a_directory_gives_back_the_model_and_its_processor(
     again = ImagePreparer(loaded.processor).prepare("<image>?", [RED])
     assert prompt[0] == again[0]
     assert greedy(loaded, *again) == greedy(seeing, *prompt)
-    assert load_reader(str(tmp_path))[0].vocab_size == seeing.tokenizer.vocab_size
+    assert load_tokenizer(str(tmp_path))[0].vocab_size == seeing.tokenizer.vocab_size
 
 
 @pytest.mark.parametrize("name", ["tiny", "tiny-vision"])
 def test_a_reader_is_loaded_without_its_model(name: str) -> None:
-    tokenizer, processor = load_reader(name)
+    tokenizer, processor = load_tokenizer(name)
     assert tokenizer("abc")["input_ids"] == load_model(name).tokenizer("abc")["input_ids"]
     assert (processor is not None) == (name == "tiny-vision")

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from weightsync.serve.api_server_processes import APIServerProcessManager, ClientConfig
     from weightsync.serve.constant_list import ConstantList
-    from weightsync.serve.process_ends import (
+    from weightsync.serve.process_control import (
         PolledManager,
         ProcessManager,
         shutdown,
@@ -34,7 +34,7 @@ __all__ = [
 _MODULES = {
     "api_server_processes": ("APIServerProcessManager", "ClientConfig"),
     "constant_list": ("ConstantList",),
-    "process_ends": (
+    "process_control": (
         "PolledManager",
         "ProcessManager",
         "shutdown",

@@ -15,10 +15,10 @@ import msgspec
 import uvicorn
 from fastapi import APIRouter, FastAPI, Response
 
-from weightsync.serve.engine_client import CoreClient, EngineClient, engine_metrics
+from weightsync.serve.engine_client import EngineClient, EngineCoreClient, engine_metrics
 from weightsync.serve.generate_route import generation_router
 from weightsync.serve.messages import ModelCard
-from weightsync.serve.model_files import load_reader
+from weightsync.serve.model_files import load_tokenizer
 from weightsync.serve.options import Addresses, CoreAddress, Ready, ServeOptions
 from weightsync.serve.status_page import status_router
 from weightsync.serve.text import TokenizerService
@@ -119,7 +119,7 @@ def main(
     """Serve on the shared `listener` until SIGTERM. Calls `ready` when it serves."""
     identity = b"api-server-%d" % index
     workers = WorkerClient(addresses.workers, identity=identity)
-    engine = CoreClient(cores, card, identity=identity, tensor_ipc=options.tensor_ipc)
+    engine = EngineCoreClient(cores, card, identity=identity, tensor_ipc=options.tensor_ipc)
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
@@ -134,7 +134,7 @@ def main(
     app = make_app(
         engine,
         [RemoteReceiver(workers, index) for index in range(len(addresses.workers))],
-        TokenizerService(*load_reader(card.directory)),
+        TokenizerService(*load_tokenizer(card.directory)),
         token=options.token,
         tensor_parallel=options.tensor_parallel,
         lifespan=lifespan,
@@ -170,7 +170,7 @@ def main(
 class _Server(uvicorn.Server):
     """A uvicorn server that reports when it listens, and ends its requests at SIGTERM."""
 
-    def __init__(self, config: uvicorn.Config, engine: CoreClient, ready: Ready) -> None:
+    def __init__(self, config: uvicorn.Config, engine: EngineCoreClient, ready: Ready) -> None:
         super().__init__(config)
         self._engine = engine
         self._ready = ready

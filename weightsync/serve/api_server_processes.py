@@ -12,7 +12,7 @@ import msgspec
 
 from weightsync.errors import ConfigError
 from weightsync.serve.child_process import Child, ChildSpec
-from weightsync.serve.process_ends import shutdown
+from weightsync.serve.process_control import shutdown
 
 
 class ClientConfig(msgspec.Struct, frozen=True, kw_only=True):

@@ -21,7 +21,13 @@ from weightsync.errors import (
     WeightSyncError,
 )
 from weightsync.serve.engine_client import EngineClient
-from weightsync.serve.messages import Delta, FinishReason, Job, ModelCard, SamplingParams
+from weightsync.serve.messages import (
+    EngineOutput,
+    EngineRequest,
+    FinishReason,
+    ModelCard,
+    SamplingParams,
+)
 from weightsync.serve.requests import Completion, VersionSpan, spans
 from weightsync.serve.text import CompletionText, TokenizerService
 
@@ -59,7 +65,7 @@ class GenerationRequest:
     prompts: Sequence[Prompt]
     max_new_tokens: int
     n: int = 1
-    choosing: SamplingParams = _AS_IT_COMES
+    sampling_params: SamplingParams = _AS_IT_COMES
     stops: tuple[str, ...] = ()
     stop_at_end: bool = True
 
@@ -70,7 +76,7 @@ class GenerationRequest:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class MadeToken:
+class GeneratedToken:
     """A generated token. Its text begins `offset` characters into the text of its completion."""
 
     token: int
@@ -93,7 +99,7 @@ class StreamDelta:
     index: int
     start: int
     text: str
-    tokens: list[MadeToken]
+    tokens: list[GeneratedToken]
     prompt_version: int
     finish_reason: FinishReason | None
 
@@ -254,12 +260,12 @@ class _Row:
     prompt_index: int
     index: int
     text: CompletionText
-    unsent: list[MadeToken] = field(default_factory=list)
+    unsent: list[GeneratedToken] = field(default_factory=list)
     num_sent: int = 0
     prompt_version: int | None = None
     finish_reason: FinishReason | None = None
 
-    def take(self, delta: Delta) -> StreamDelta | None:
+    def take(self, delta: EngineOutput) -> StreamDelta | None:
         """Add a delta of the engine; return None while there is no text to send."""
         if self.prompt_version is None:
             self.prompt_version = delta.prompt_version
@@ -274,9 +280,9 @@ class _Row:
         self.finish_reason = "abort"
         return self._next_delta(self.text.finish())
 
-    def _push(self, delta: Delta, token: int) -> str:
+    def _push(self, delta: EngineOutput, token: int) -> str:
         self.unsent.append(
-            MadeToken(
+            GeneratedToken(
                 token=token,
                 version=delta.version,
                 offset=self.text.num_characters,
@@ -301,14 +307,14 @@ class _Row:
         )
 
 
-def _job(work: GenerationRequest, prompt_index: int) -> Job:
+def _job(work: GenerationRequest, prompt_index: int) -> EngineRequest:
     prompt = work.prompts[prompt_index]
-    return Job(
+    return EngineRequest(
         request_id=f"{work.request_id}-{prompt_index}",
         prompt=prompt.token_ids,
         max_new_tokens=work.max_new_tokens,
         n=work.n,
-        choosing=work.choosing,
+        sampling_params=work.sampling_params,
         stop_at_end=work.stop_at_end,
         inputs=prompt.inputs,
     )

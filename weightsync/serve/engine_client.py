@@ -19,11 +19,11 @@ from weightsync.queues.tensor_packets import TensorQueueHandle
 from weightsync.serve.links import DealerLinks
 from weightsync.serve.messages import (
     Cancel,
-    Delta,
+    EngineOutput,
+    EngineRequest,
     EngineStats,
     Event,
     Failed,
-    Job,
     ModelCard,
     Order,
     StatsReply,
@@ -43,7 +43,7 @@ class EngineClient(Protocol):
     def card(self) -> ModelCard:
         """The model that is served."""
 
-    def generate(self, jobs: Sequence[Job]) -> AsyncGenerator[Delta, None]:
+    def generate(self, jobs: Sequence[EngineRequest]) -> AsyncGenerator[EngineOutput, None]:
         """Yield the tokens of jobs as they arrive, each completion up to its finish_reason.
 
         Ends after the last completion. Closing the generator early cancels the jobs. The first
@@ -104,10 +104,10 @@ class _Inbox:
 
     going: set[tuple[str, int]]
     cores: dict[str, _Core] = field(default_factory=dict)
-    items: asyncio.Queue[Delta | Failed] = field(default_factory=asyncio.Queue)
+    items: asyncio.Queue[EngineOutput | Failed] = field(default_factory=asyncio.Queue)
 
 
-class CoreClient:
+class EngineCoreClient:
     """An EngineClient over ZeroMQ. Open, use and close it in one event loop."""
 
     def __init__(
@@ -141,7 +141,7 @@ class CoreClient:
         """The model that is served."""
         return self._card
 
-    async def generate(self, jobs: Sequence[Job]) -> AsyncGenerator[Delta, None]:
+    async def generate(self, jobs: Sequence[EngineRequest]) -> AsyncGenerator[EngineOutput, None]:
         """Yield the tokens of jobs; see EngineClient."""
         if self._closed:
             raise NotReadyError("the server is shutting down; use another one", state="CLOSED")
@@ -187,7 +187,7 @@ class CoreClient:
         self._closed = True
         for inbox in {id(inbox): inbox for inbox in self._inboxes.values()}.values():
             for request_id, index in inbox.going:
-                ended = Delta(request_id=request_id, index=index, finish_reason="abort")
+                ended = EngineOutput(request_id=request_id, index=index, finish_reason="abort")
                 inbox.items.put_nowait(ended)
 
     def close(self) -> None:
@@ -204,7 +204,7 @@ class CoreClient:
         turned = self._cores[self._next_core % len(self._cores) :] + self._cores
         return min(turned[: len(self._cores)], key=lambda core: core.in_flight)
 
-    async def _submit(self, core: _Core, job: Job) -> None:
+    async def _submit(self, core: _Core, job: EngineRequest) -> None:
         assert self._links is not None
         if job.inputs is None:
             await self._links.send(core.index, core.frames(job, job.request_id))

@@ -20,10 +20,10 @@ from weightsync.queues.codec import TensorDecoder
 from weightsync.serve.messages import (
     Cancel,
     Done,
+    EngineRequest,
     EngineStats,
     Event,
     Failed,
-    Job,
     Notice,
     Order,
     PauseMode,
@@ -48,7 +48,7 @@ PAUSE_TIMEOUT_S = 600.0
 @dataclass(frozen=True, slots=True)
 class _Late:
     owner: Owner
-    job: Job
+    job: EngineRequest
     since: float
 
 
@@ -98,7 +98,7 @@ class PauseController:
         else:
             self._drained.append((self._clock() + self._timeout_s, answer))
 
-    def resume(self) -> list[tuple[Owner, Job]]:
+    def resume(self) -> list[tuple[Owner, EngineRequest]]:
         """End the pause, if there is one; return the jobs that arrived during it.
 
         Pauses that still wait for jobs to finish get a NotReadyError.
@@ -110,7 +110,7 @@ class PauseController:
         late, self._late = self._late, []
         return [(waiting.owner, waiting.job) for waiting in late]
 
-    def postpone(self, owner: Owner, job: Job) -> None:
+    def postpone(self, owner: Owner, job: EngineRequest) -> None:
         """Keep a job that arrived during a pause."""
         self._late.append(_Late(owner, job, self._clock()))
 
@@ -118,7 +118,7 @@ class PauseController:
         """Drop a job that waits for the end of the pause."""
         self._late = [w for w in self._late if (w.owner, w.job.request_id) != (owner, request_id)]
 
-    def settle(self, in_flight: int) -> list[tuple[Owner, Job]]:
+    def settle(self, in_flight: int) -> list[tuple[Owner, EngineRequest]]:
         """Answer pauses when no job is left in flight; return the jobs that waited too long."""
         if not in_flight:
             self._answer_all()
@@ -314,8 +314,8 @@ class EngineCore:
         for answer in deferred:
             answer()
         self._steps_total += 1
-        self._tokens_total += len(result.chosen)
-        self._rate.count(len(result.chosen))
+        self._tokens_total += len(result.sampled)
+        self._rate.count(len(result.sampled))
         self._post(self._scheduler.done(result))
 
     def _meanwhile(self) -> None:
@@ -358,7 +358,7 @@ class EngineCore:
             logger.warning("request %s of %r cannot be read: %s", request_id, owner, exc)
             self._fail(owner, request_id, exc)
             return
-        if isinstance(order, Job):
+        if isinstance(order, EngineRequest):
             self._requests_total += 1
             self._submit(owner, order)
         elif isinstance(order, Cancel):
@@ -370,7 +370,7 @@ class EngineCore:
         elif isinstance(order, StatsRequest):
             self._post([(owner, StatsReply(call=order.call, stats=self.stats()))])
 
-    def _submit(self, owner: Owner, job: Job) -> None:
+    def _submit(self, owner: Owner, job: EngineRequest) -> None:
         try:
             self._scheduler.check(job, ahead=self._pauses.late)
             if self._pauses.mode is not None:

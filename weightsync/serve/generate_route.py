@@ -86,7 +86,7 @@ async def _generate(engine: EngineClient, texts: TokenizerService, body: bytes) 
         prompts=prompts,
         max_new_tokens=request.max_new_tokens,
         n=request.n,
-        choosing=SamplingParams(
+        sampling_params=SamplingParams(
             temperature=request.temperature,
             top_p=request.top_p,
             seed=request.seed,

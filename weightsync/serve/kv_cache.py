@@ -69,12 +69,12 @@ class PreallocatedLayer(DynamicLayer):  # type: ignore[no-untyped-call] # transf
         return self.keys, self.values
 
 
-def held_by(cache: Cache) -> list[PreallocatedLayer]:
+def cached_layers(cache: Cache) -> list[PreallocatedLayer]:
     """Return the layers of a cache that store keys and values; other layers share them."""
     return [layer for layer in cache.layers if isinstance(layer, PreallocatedLayer)]
 
 
-class KeptPrompt:
+class CachedPrefix:
     """Keys and values of a prompt, reused by later prompts with the same first tokens."""
 
     def __init__(self, tokens: Sequence[int], layers: Sequence[KeysAndValues]) -> None:
@@ -82,10 +82,10 @@ class KeptPrompt:
         self._layers = list(layers)
 
     @classmethod
-    def of(cls, tokens: Sequence[int], cache: Cache, row: int) -> KeptPrompt:
+    def of(cls, tokens: Sequence[int], cache: Cache, row: int) -> CachedPrefix:
         """Return a copy of the last `len(tokens)` columns of one row."""
         part = (slice(row, row + 1), slice(None), slice(-len(tokens), None))
-        layers = [_copies(layer, part) for layer in held_by(cache)]
+        layers = [_copies(layer, part) for layer in cached_layers(cache)]
         return cls(tokens, layers)
 
     def common_length(self, prompt: Sequence[int]) -> int:
@@ -96,7 +96,7 @@ class KeptPrompt:
 
     def fill(self, cache: Cache, length: int) -> None:
         """Put the first `length` tokens into an empty cache, which does not write to them."""
-        for layer, (keys, values) in zip(held_by(cache), self._layers, strict=True):
+        for layer, (keys, values) in zip(cached_layers(cache), self._layers, strict=True):
             layer.put(keys[..., :length, :], values[..., :length, :])
 
 
@@ -117,7 +117,7 @@ class BatchedKVCache:
         """Add the rows of `cache` as `rows`; `pads` are their numbers of padding columns."""
         old_width, new_width = self.width, cache.get_seq_length()
         width = max(old_width, new_width)
-        for ours, theirs in zip(held_by(self.cache), held_by(cache), strict=True):
+        for ours, theirs in zip(cached_layers(self.cache), cached_layers(cache), strict=True):
             ours.put(*_joined(ours, theirs, width))
         new_pads = torch.tensor(pads, dtype=torch.int64, device=self._pads.device)
         self._pads = torch.cat((self._pads + width - old_width, new_pads + width - new_width))
@@ -137,7 +137,7 @@ class BatchedKVCache:
         pads = self._pads[index]
         unused = int(pads.min())
         self._pads = pads - unused
-        for layer in held_by(self.cache):
+        for layer in cached_layers(self.cache):
             kept = (tensor[..., unused:, :].index_select(0, index) for tensor in layer.held())
             layer.put(*kept)
 
@@ -152,7 +152,7 @@ class BatchedKVCache:
 
     def _clear(self) -> None:
         self._pads = self._pads[:0]
-        for layer in held_by(self.cache):
+        for layer in cached_layers(self.cache):
             layer.reset()
 
 

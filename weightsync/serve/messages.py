@@ -55,7 +55,7 @@ class NewRows(msgspec.Struct, frozen=True, kw_only=True):
 
     rows: list[RowId]
     prompt: list[int]
-    choosing: SamplingParams
+    sampling_params: SamplingParams
     completions: list[int] = []
     reuse: int | None = None
     reuse_length: int = 0
@@ -93,13 +93,13 @@ class SampledToken(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
 class StepResult(msgspec.Struct, frozen=True, kw_only=True):
     """A worker's result of a step, with weights of `version`.
 
-    `chosen` has the order of the step's rows; only rank 0 fills it. `refused` maps the first row of
-    a prompt that could not be read to the reason; the other prompts were read.
+    `sampled` has the order of the step's rows; only rank 0 fills it. `refused` maps the first row
+    of a prompt that could not be read to the reason; the other prompts were read.
     """
 
     number: int
     version: int
-    chosen: list[SampledToken] = []
+    sampled: list[SampledToken] = []
     refused: dict[RowId, str] = {}
 
 
@@ -125,7 +125,7 @@ class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
 # From an API server to an engine core.
 
 
-class Job(_Tagged, frozen=True, kw_only=True, tag="job"):
+class EngineRequest(_Tagged, frozen=True, kw_only=True, tag="request"):
     """Generate `n` completions of one prompt of token ids, at most `max_new_tokens` tokens each.
 
     `inputs` are more arguments of the model's first forward pass, by name: pixel values, for
@@ -136,7 +136,7 @@ class Job(_Tagged, frozen=True, kw_only=True, tag="job"):
     prompt: list[int]
     max_new_tokens: int
     n: int = 1
-    choosing: SamplingParams = SamplingParams()
+    sampling_params: SamplingParams = SamplingParams()
     stop_at_end: bool = True
     inputs: dict[str, Tensor] | None = None
 
@@ -154,13 +154,13 @@ class StatsRequest(_Tagged, frozen=True, kw_only=True, tag="stats_request"):
     call: int
 
 
-Order = Job | Cancel | StatsRequest
+Order = EngineRequest | Cancel | StatsRequest
 
 
 # From an engine core to an API server.
 
 
-class Delta(_Tagged, frozen=True, kw_only=True, tag="delta"):
+class EngineOutput(_Tagged, frozen=True, kw_only=True, tag="output"):
     """The next token of completion `index` of a job, or the end of the completion.
 
     `version` is the version of the weights that made the token. `prompt_version` is the version
@@ -213,7 +213,7 @@ class StatsReply(_Tagged, frozen=True, kw_only=True, tag="stats_reply"):
     stats: EngineStats
 
 
-Event = Delta | Failed | StatsReply
+Event = EngineOutput | Failed | StatsReply
 
 
 REPORT_CALL = "worker_report"

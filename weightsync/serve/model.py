@@ -29,11 +29,11 @@ from weightsync.serve.model_files import (
     byte_tokenizer,
     check_heads,
     find_smollm2,
-    load_reader,
+    is_vision_model,
+    load_tokenizer,
     model_directory,
-    reader_of,
-    sees_images,
     smollm2_cache,
+    tokenizer_of,
     vision_tokenizer,
 )
 from weightsync.serve.vision import IMAGE_TOKEN, make_tiny_processor, tiny_vision_config
@@ -162,8 +162,8 @@ def _load_directory(directory: Path, name: str, dtype: torch.dtype, **options: A
     gguf = {key: value for key, value in options.items() if key == "gguf_file"}
     with as_config_errors(directory), _without_progress_bars():
         config = None if gguf else hf.AutoConfig.from_pretrained(directory, local_files_only=True)
-        images = config is not None and sees_images(config)
-        tokenizer, processor = reader_of(directory, images=images, **gguf)
+        images = config is not None and is_vision_model(config)
+        tokenizer, processor = tokenizer_of(directory, images=images, **gguf)
         auto = hf.AutoModelForImageTextToText if images else hf.AutoModelForCausalLM
         model = auto.from_pretrained(directory, dtype=dtype, local_files_only=True, **options)
     own_memory(model)
@@ -260,7 +260,7 @@ def load_for_worker(name: str, *, dtype: torch.dtype, shards: int, folder: Path)
 
 
 def _load_shard(directory: Path, name: str, dtype: torch.dtype, shards: int) -> LoadedModel:
-    tokenizer, processor = load_reader(name)
+    tokenizer, processor = load_tokenizer(name)
     auto = hf.AutoModelForCausalLM if processor is None else hf.AutoModelForImageTextToText
     plan = hf.distributed.configuration_utils.DistributedConfig(tp_plan="auto")
     try:

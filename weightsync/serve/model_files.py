@@ -40,7 +40,7 @@ def model_directory(name: str) -> Path:
     return directory
 
 
-def check_choice(name: str, shards: int) -> None:
+def check_model(name: str, shards: int) -> None:
     """Raise ConfigError for an unknown model, or one that does not divide into `shards`.
 
     Called before any process of a server is started. It reads at most the model's config.json.
@@ -132,7 +132,7 @@ _SMOLLM2_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 _READ_NBYTES = 1 << 20
 
 
-def load_reader(name: str) -> tuple[Any, Any]:
+def load_tokenizer(name: str) -> tuple[Any, Any]:
     """Load the tokenizer of `name`, and its processor (None for a text-only model).
 
     `name` is a name of load_model, or ModelCard.directory. Called by API servers, which have no
@@ -144,11 +144,11 @@ def load_reader(name: str) -> tuple[Any, Any]:
         processor = make_tiny_processor(vision_tokenizer())
         return processor.tokenizer, processor
     if name in SMOLLM2_NAMES:
-        return _load_smollm2_reader()
+        return _load_smollm2_tokenizer()
     directory = model_directory(name)
     with as_config_errors(directory):
         config = hf.AutoConfig.from_pretrained(directory, local_files_only=True)
-        return reader_of(directory, images=sees_images(config))
+        return tokenizer_of(directory, images=is_vision_model(config))
 
 
 def vision_tokenizer() -> Any:
@@ -158,7 +158,7 @@ def vision_tokenizer() -> Any:
     return tokenizer
 
 
-def reader_of(directory: Path, *, images: bool, **gguf: Any) -> tuple[Any, Any]:
+def tokenizer_of(directory: Path, *, images: bool, **gguf: Any) -> tuple[Any, Any]:
     """Load the tokenizer of a directory, and its processor if `images` is true."""
     if images:
         processor = hf.AutoProcessor.from_pretrained(directory, local_files_only=True)
@@ -167,7 +167,7 @@ def reader_of(directory: Path, *, images: bool, **gguf: Any) -> tuple[Any, Any]:
     return tokenizer, None
 
 
-def sees_images(config: Any) -> bool:
+def is_vision_model(config: Any) -> bool:
     """Whether the model of this configuration takes images."""
     return type(config) in hf.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
 
@@ -184,12 +184,12 @@ def as_config_errors(directory: Path) -> Iterator[None]:
         ) from exc
 
 
-def _load_smollm2_reader() -> tuple[Any, Any]:
+def _load_smollm2_tokenizer() -> tuple[Any, Any]:
     source = find_smollm2()
     cached = smollm2_cache(source)
     if (cached / "config.json").is_file():
-        return reader_of(cached, images=False)
-    return reader_of(source.parent, images=False, gguf_file=source.name)
+        return tokenizer_of(cached, images=False)
+    return tokenizer_of(source.parent, images=False, gguf_file=source.name)
 
 
 def find_smollm2() -> Path:

@@ -15,7 +15,7 @@ from transformers.cache_utils import Cache, get_layer_types_and_kwargs
 
 from weightsync.errors import ConfigError
 from weightsync.serve.hugging_face import hf
-from weightsync.serve.kv_cache import BatchedKVCache, KeptPrompt, PreallocatedLayer
+from weightsync.serve.kv_cache import BatchedKVCache, CachedPrefix, PreallocatedLayer
 from weightsync.serve.messages import NewRows, RowId, SampledToken, Step, StepResult
 from weightsync.serve.sampling import TokenSampler
 
@@ -130,15 +130,15 @@ class ModelRunner:
     """Executes steps on a model. The parameters may be overwritten in place between two steps.
 
     `model` is a transformers causal language model in eval mode, or a tensor-parallel rank's shard
-    of one. Only the rank with `chooses` true chooses tokens: rank 0. Raises ConfigError for an
+    of one. Only the rank with `samples` true samples tokens: rank 0. Raises ConfigError for an
     architecture without an attention cache. Use it from one thread.
     """
 
-    def __init__(self, model: Any, *, chooses: bool = True) -> None:
+    def __init__(self, model: Any, *, samples: bool = True) -> None:
         self._model = CausalModel(model)
-        self._living = BatchedKVCache(self._model.new_cache(), self._model.device)
-        self._kept: dict[int, KeptPrompt] = {}
-        self._chooser = TokenSampler(self._model.device) if chooses else None
+        self._batch = BatchedKVCache(self._model.new_cache(), self._model.device)
+        self._kept: dict[int, CachedPrefix] = {}
+        self._sampler = TokenSampler(self._model.device) if samples else None
 
     @torch.inference_mode()
     def execute(self, step: Step, version: int) -> StepResult:
@@ -146,37 +146,37 @@ class ModelRunner:
 
         A prompt that cannot be read is refused, equally at every rank.
         """
-        self._forget(step)
+        self._drop(step)
         refused: dict[RowId, str] = {}
         chosen: list[SampledToken] = []
         if step.new:
-            chosen = self._read(step.new, refused)
+            chosen = self._prefill(step.new, refused)
         elif step.rows:
-            chosen = self._go_on(step)
-        return StepResult(number=step.number, version=version, chosen=chosen, refused=refused)
+            chosen = self._decode(step)
+        return StepResult(number=step.number, version=version, sampled=chosen, refused=refused)
 
-    def _forget(self, step: Step) -> None:
-        self._living.drop(step.drop)
-        if self._chooser:
-            self._chooser.drop(step.drop)
+    def _drop(self, step: Step) -> None:
+        self._batch.drop(step.drop)
+        if self._sampler:
+            self._sampler.drop(step.drop)
         for prompt in step.evict:
             self._kept.pop(prompt, None)
 
-    def _go_on(self, step: Step) -> list[SampledToken]:
-        living = self._living
-        assert sorted(step.rows) == sorted(living.rows), "a step names every live row once"
+    def _decode(self, step: Step) -> list[SampledToken]:
+        batch = self._batch
+        assert sorted(step.rows) == sorted(batch.rows), "a step names every live row once"
         token_of = dict(zip(step.rows, step.tokens, strict=True))
-        tokens = torch.tensor([[token_of[row]] for row in living.rows], device=self._model.device)
-        logits = self._model.forward(tokens, living.mask(), living.positions(), living.cache)
-        if step.rows != living.rows:
-            place_of = {row: place for place, row in enumerate(living.rows)}
+        tokens = torch.tensor([[token_of[row]] for row in batch.rows], device=self._model.device)
+        logits = self._model.forward(tokens, batch.mask(), batch.positions(), batch.cache)
+        if step.rows != batch.rows:
+            place_of = {row: place for place, row in enumerate(batch.rows)}
             logits = logits[[place_of[row] for row in step.rows]]
-        return self._choose(step.rows, logits)
+        return self._sample(step.rows, logits)
 
-    def _choose(self, rows: list[RowId], logits: torch.Tensor) -> list[SampledToken]:
-        return self._chooser.choose(rows, logits) if self._chooser else []
+    def _sample(self, rows: list[RowId], logits: torch.Tensor) -> list[SampledToken]:
+        return self._sampler.sample(rows, logits) if self._sampler else []
 
-    def _read(self, new: Sequence[NewRows], refused: dict[RowId, str]) -> list[SampledToken]:
+    def _prefill(self, new: Sequence[NewRows], refused: dict[RowId, str]) -> list[SampledToken]:
         readable: list[NewRows] = []
         for prompt in new:
             if why := self._model.why_not(prompt.inputs or ()):
@@ -186,12 +186,12 @@ class ModelRunner:
         logits: dict[int, torch.Tensor] = {}
         for places in _groups(readable):
             try:
-                self._read_group([readable[place] for place in places], places, logits)
+                self._prefill_group([readable[place] for place in places], places, logits)
             except InputsRejectedError as exc:
                 refused[readable[places[0]].rows[0]] = str(exc)
-        return self._begin(readable, logits)
+        return self._sample_first(readable, logits)
 
-    def _read_group(
+    def _prefill_group(
         self, prompts: list[NewRows], places: list[int], logits: dict[int, torch.Tensor]
     ) -> None:
         cache = self._model.new_cache()
@@ -223,25 +223,27 @@ class ModelRunner:
         for row, new in enumerate(prompts):
             # Different images have equal tokens, so a prompt with images cannot be reused.
             if new.keep_as is not None and not new.inputs:
-                self._kept[new.keep_as] = KeptPrompt.of(new.prompt, cache, row)
+                self._kept[new.keep_as] = CachedPrefix.of(new.prompt, cache, row)
 
     def _join(self, prompts: list[NewRows], cache: Cache, pads: list[int]) -> None:
         owners = [i for i, new in enumerate(prompts) for _ in new.rows]
         if len(owners) > len(prompts):
             cache.batch_select_indices(self._tensor(owners))
         rows = [row for new in prompts for row in new.rows]
-        self._living.join(rows, cache, [pads[i] for i in owners])
+        self._batch.join(rows, cache, [pads[i] for i in owners])
 
-    def _begin(self, new: Sequence[NewRows], logits: dict[int, torch.Tensor]) -> list[SampledToken]:
-        if not self._chooser or not logits:
+    def _sample_first(
+        self, new: Sequence[NewRows], logits: dict[int, torch.Tensor]
+    ) -> list[SampledToken]:
+        if not self._sampler or not logits:
             return []
         rows: list[RowId] = []
         of_rows: list[torch.Tensor] = []
         for place in sorted(logits):
-            self._chooser.add(new[place].rows, new[place].choosing, new[place].completions)
+            self._sampler.add(new[place].rows, new[place].sampling_params, new[place].completions)
             rows.extend(new[place].rows)
             of_rows.extend([logits[place]] * len(new[place].rows))
-        return self._choose(rows, torch.stack(of_rows))
+        return self._sample(rows, torch.stack(of_rows))
 
     def _tensor(self, numbers: Sequence[Any]) -> torch.Tensor:
         return torch.tensor(numbers, device=self._model.device)

@@ -34,8 +34,8 @@ from weightsync.serve.completions import (
 )
 from weightsync.serve.engine_client import EngineClient
 from weightsync.serve.messages import NO_LOGPROBS, SamplingParams
-from weightsync.serve.openai_messages import (
-    ChatAnswer,
+from weightsync.serve.openai_protocol import (
+    AssistantMessage,
     ChatChoice,
     ChatChunk,
     ChatChunkChoice,
@@ -45,7 +45,7 @@ from weightsync.serve.openai_messages import (
     ChatMessage,
     ChatRequest,
     CompletionRequest,
-    ErrorAnswer,
+    ErrorResponse,
     ImagePart,
     ModelEntry,
     ModelList,
@@ -60,7 +60,7 @@ from weightsync.serve.openai_messages import (
     TopLogprob,
     Usage,
     decode_openai,
-    error_answer,
+    openai_error,
 )
 from weightsync.serve.text import TokenizerService
 from weightsync.serve.vision import ImagePreparer, read_images
@@ -68,7 +68,7 @@ from weightsync.server.dispatcher import BodyError, read_body
 from weightsync.server.router import schema_of
 
 
-class Answers(ABC):
+class Responses(ABC):
     """Builds the responses to one request, which are streamed or not."""
 
     response: Callable[..., msgspec.Struct]
@@ -112,7 +112,7 @@ class Answers(ABC):
         self, kind: Callable[..., msgspec.Struct], made: StreamDelta, **own: object
     ) -> msgspec.Struct:
         """Return a choice with the fields that all kinds have, and `own`."""
-        num_top = self._work.choosing.logprobs
+        num_top = self._work.sampling_params.logprobs
         return kind(
             index=made.prompt_index * self._work.n + made.index,
             finish_reason=made.finish_reason,
@@ -146,7 +146,7 @@ class Answers(ABC):
         )
 
 
-class TextAnswers(Answers):
+class CompletionResponses(Responses):
     """The responses of `/v1/completions`."""
 
     response = chunk_response = TextCompletion
@@ -176,7 +176,7 @@ def _least(logprob: float) -> float:
     return max(logprob, LEAST_LOGPROB)
 
 
-class ChatAnswers(Answers):
+class ChatResponses(Responses):
     """The responses of `/v1/chat/completions`."""
 
     response = ChatCompletion
@@ -187,7 +187,7 @@ class ChatAnswers(Answers):
         self._begun: set[int] = set()
 
     def choice(self, delta: StreamDelta) -> msgspec.Struct:
-        return self.make_choice(ChatChoice, delta, message=ChatAnswer(content=delta.text))
+        return self.make_choice(ChatChoice, delta, message=AssistantMessage(content=delta.text))
 
     def chunk_choice(self, delta: StreamDelta) -> msgspec.Struct:
         # Only the first chunk of each choice has a role.
@@ -388,7 +388,7 @@ class _OpenAIRoutes:
             max_new_tokens=max_tokens,
         )
         work = _work(parsed, "cmpl", prompts, max_tokens, parsed.logprobs)
-        return await self._answer(parsed, work, TextAnswers)
+        return await self._answer(parsed, work, CompletionResponses)
 
     async def _chat(self, parsed: ChatRequest) -> Response:
         self._check_model(parsed.model)
@@ -397,29 +397,29 @@ class _OpenAIRoutes:
         max_tokens = parsed.max_completion_tokens or parsed.max_tokens or room
         logprobs = (parsed.top_logprobs or 0) if parsed.logprobs else None
         work = _work(parsed, "chatcmpl", [prompt], max_tokens, logprobs)
-        return await self._answer(parsed, work, ChatAnswers)
+        return await self._answer(parsed, work, ChatResponses)
 
     async def _answer(
-        self, parsed: OpenAIRequest, work: GenerationRequest, kind: type[Answers]
+        self, parsed: OpenAIRequest, work: GenerationRequest, kind: type[Responses]
     ) -> Response:
-        answers = kind(self._texts, work, parsed, self._engine.card.name)
+        responses = kind(self._texts, work, parsed, self._engine.card.name)
         if parsed.stream:
-            return EventStream(await begun(self._events(parsed, work, answers)))
-        return _json(answers.whole(await complete(self._engine, self._texts, work)))
+            return EventStream(await begun(self._events(parsed, work, responses)))
+        return _json(responses.whole(await complete(self._engine, self._texts, work)))
 
     async def _events(
-        self, parsed: OpenAIRequest, work: GenerationRequest, answers: Answers
+        self, parsed: OpenAIRequest, work: GenerationRequest, responses: Responses
     ) -> AsyncGenerator[bytes, None]:
         begun_already = False
         num_tokens = 0
         try:
             async with closing(stream_deltas(self._engine, self._texts, work)) as source:
                 async for increment in source:
-                    yield event(msgspec.json.encode(answers.chunk(increment)))
+                    yield event(msgspec.json.encode(responses.chunk(increment)))
                     begun_already = True
                     num_tokens += len(increment.tokens)
             if parsed.include_usage:
-                yield event(msgspec.json.encode(answers.last_chunk(num_tokens)))
+                yield event(msgspec.json.encode(responses.last_chunk(num_tokens)))
         except Exception as exc:
             if not begun_already:
                 raise
@@ -464,7 +464,7 @@ def _work(
         prompts=prompts,
         max_new_tokens=max_tokens,
         n=parsed.n or 1,
-        choosing=SamplingParams(
+        sampling_params=SamplingParams(
             temperature=1.0 if parsed.temperature is None else parsed.temperature,
             top_p=1.0 if parsed.top_p is None else parsed.top_p,
             seed=None if parsed.seed is None else parsed.seed & _SEED_MASK,
@@ -495,7 +495,7 @@ def _add(
     if "{" in path:
         name = {"name": "model", "in": "path", "required": True, "schema": {"type": "string"}}
         extra["parameters"] = [name]
-    error = {"description": "An error in OpenAI's format", "content": _json_content(ErrorAnswer)}
+    error = {"description": "An error in OpenAI's format", "content": _json_content(ErrorResponse)}
     router.add_api_route(
         path,
         _guarded(handler),
@@ -532,8 +532,8 @@ def _error_response(exc: Exception) -> Response:
     return _json(answer, status, headers)
 
 
-def _logged_error(exc: Exception) -> tuple[int, ErrorAnswer]:
-    status, answer = error_answer(exc)
+def _logged_error(exc: Exception) -> tuple[int, ErrorResponse]:
+    status, answer = openai_error(exc)
     if status == 500:
         logger.error("a request failed", exc_info=exc)
     return status, answer

@@ -21,15 +21,15 @@ _USUAL_NUCLEUS = 256
 
 
 @dataclass(frozen=True)
-class _Chooser:
+class _RowSampler:
     """The sampling parameters of one row. `random` is its own stream, None without a seed."""
 
-    choosing: SamplingParams
+    params: SamplingParams
     random: torch.Generator | None
 
     @property
     def is_greedy(self) -> bool:
-        return self.choosing.temperature < _COLDEST
+        return self.params.temperature < _COLDEST
 
 
 @dataclass(frozen=True)
@@ -61,24 +61,29 @@ class TokenSampler:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._choosers: dict[RowId, _Chooser] = {}
+        self._samplers: dict[RowId, _RowSampler] = {}
         self._free = torch.Generator(device=device)
         self._free.seed()
         self._plan = self._plan_of([])
 
     def add(
-        self, rows: Sequence[RowId], choosing: SamplingParams, completions: Sequence[int] = ()
+        self,
+        rows: Sequence[RowId],
+        sampling_params: SamplingParams,
+        completions: Sequence[int] = (),
     ) -> None:
         """Add the rows of one request. `completions` are their indices (default 0, 1, …)."""
         for completion, row in zip(completions or range(len(rows)), rows, strict=True):
-            self._choosers[row] = _Chooser(choosing, _stream(choosing.seed, completion))
+            self._samplers[row] = _RowSampler(
+                sampling_params, _stream(sampling_params.seed, completion)
+            )
 
     def drop(self, rows: Sequence[RowId]) -> None:
         """Remove rows. Unknown rows are ignored."""
         for row in rows:
-            self._choosers.pop(row, None)
+            self._samplers.pop(row, None)
 
-    def choose(self, rows: list[RowId], logits: torch.Tensor) -> list[SampledToken]:
+    def sample(self, rows: list[RowId], logits: torch.Tensor) -> list[SampledToken]:
         """Choose a token for each row of `logits`, float32[rows, vocabulary]."""
         if rows != self._plan.rows:
             self._plan = self._plan_of(rows)
@@ -114,21 +119,21 @@ class TokenSampler:
         return times
 
     def _plan_of(self, rows: list[RowId]) -> _Plan:
-        choosers = [self._choosers[row] for row in rows]
-        hot = [(i, chooser) for i, chooser in enumerate(choosers) if not chooser.is_greedy]
-        nucleus = [(i, c.choosing.top_p) for i, c in hot if c.choosing.top_p < 1]
-        logprob_of = [i for i, c in enumerate(choosers) if c.choosing.logprobs != NO_LOGPROBS]
-        heat = [1.0 if c.is_greedy else c.choosing.temperature for c in choosers]
+        samplers = [self._samplers[row] for row in rows]
+        hot = [(i, sampler) for i, sampler in enumerate(samplers) if not sampler.is_greedy]
+        nucleus = [(i, c.params.top_p) for i, c in hot if c.params.top_p < 1]
+        logprob_of = [i for i, c in enumerate(samplers) if c.params.logprobs != NO_LOGPROBS]
+        heat = [1.0 if c.is_greedy else c.params.temperature for c in samplers]
         return _Plan(
             rows=list(rows),
             temperatures=self._column(heat),
-            greedy_rows=[i for i, chooser in enumerate(choosers) if chooser.is_greedy],
+            greedy_rows=[i for i, sampler in enumerate(samplers) if sampler.is_greedy],
             seeded=[(i, c.random) for i, c in hot if c.random is not None],
             free_rows=[i for i, c in hot if c.random is None],
             nucleus_rows=[i for i, _ in nucleus],
             top_p=self._column([top_p for _, top_p in nucleus]),
             logprob_rows=logprob_of,
-            top_counts=[choosers[i].choosing.logprobs for i in logprob_of],
+            top_counts=[samplers[i].params.logprobs for i in logprob_of],
         )
 
     def _column(self, numbers: list[float]) -> torch.Tensor:

@@ -10,11 +10,11 @@ from msgspec.structs import replace
 
 from weightsync.errors import ConfigError, NotReadyError, ProtocolError, WeightSyncError
 from weightsync.serve.messages import (
-    Delta,
+    EngineOutput,
+    EngineRequest,
     Event,
     Failed,
     FinishReason,
-    Job,
     ModelCard,
     NewRows,
     RowId,
@@ -37,7 +37,7 @@ class _Kept:
 
 
 @dataclass(frozen=True, slots=True)
-class Beginning:
+class PrefixMatch:
     """A prefix of `length` tokens that a prompt shares with the kept prompt `key`.
 
     `version` is the version of the weights that read it.
@@ -77,18 +77,18 @@ class PrefixCache:
         """Whether the workers still have prompts that were evicted."""
         return bool(self._evicted)
 
-    def find(self, prompt: list[int]) -> Beginning | None:
+    def find(self, prompt: list[int]) -> PrefixMatch | None:
         """Return the kept prompt that shares the longest prefix with this one.
 
         The last token of a prompt is always read again: its logits give the first new token.
         """
-        best: Beginning | None = None
+        best: PrefixMatch | None = None
         for key, kept in self._kept.items():
             if kept.version is None:
                 continue
             length = min(_shared(kept.tokens, prompt), len(prompt) - 1)
             if length >= self._min_shared and (best is None or length > best.length):
-                best = Beginning(key, length, kept.version)
+                best = PrefixMatch(key, length, kept.version)
         if best is not None:
             self._kept.move_to_end(best.key)
         return best
@@ -158,7 +158,7 @@ Post = tuple[Owner, Event]
 class _Row:
     key: Key
     index: int
-    job: Job
+    job: EngineRequest
     token: int = 0
     count: int = 0
     prompt_version: int = 0
@@ -166,7 +166,7 @@ class _Row:
 
 @dataclass(slots=True)
 class _Job:
-    job: Job
+    job: EngineRequest
     rows: dict[int, RowId | None] = field(default_factory=dict)
     """The row of each unfinished completion; None while it waits."""
 
@@ -193,7 +193,7 @@ class Scheduler:
         self._max_prompt_tokens = max_prompt_tokens
         self._kept = PrefixCache() if kept is None else kept  # an empty one is falsy
         self._jobs: dict[Key, _Job] = {}
-        self._waiting: OrderedDict[Key, Job] = OrderedDict()
+        self._waiting: OrderedDict[Key, EngineRequest] = OrderedDict()
         self._rows: dict[RowId, _Row] = {}
         self._drop: list[RowId] = []
         self._step: Step | None = None
@@ -227,7 +227,7 @@ class Scheduler:
         """The number of prompts whose attention cache is kept."""
         return len(self._kept)
 
-    def submit(self, owner: Owner, job: Job) -> None:
+    def submit(self, owner: Owner, job: EngineRequest) -> None:
         """Add a job to the waiting ones. Raises as `check`, and ProtocolError for an id in use."""
         key = (owner, job.request_id)
         if key in self._jobs:
@@ -312,7 +312,7 @@ class Scheduler:
         refused = [self._refuse(row, reason) for row, reason in result.refused.items()]
         return [*(post for post in refused if post), *self._token_posts(result)]
 
-    def check(self, job: Job, *, ahead: int = 0) -> None:
+    def check(self, job: EngineRequest, *, ahead: int = 0) -> None:
         """Raise ConfigError for a job that the model cannot take, NotReadyError if too many wait.
 
         `ahead` is the number of jobs that wait outside the scheduler.
@@ -356,7 +356,7 @@ class Scheduler:
             new.append(self._new_rows(key, job, wanted))
         return new
 
-    def _new_rows(self, key: Key, job: Job, wanted: Sequence[int]) -> NewRows:
+    def _new_rows(self, key: Key, job: EngineRequest, wanted: Sequence[int]) -> NewRows:
         rows = range(self._next_row, self._next_row + len(wanted))
         self._next_row += len(wanted)
         read = replace(job, inputs=None)  # images are read once, and are large
@@ -370,7 +370,7 @@ class Scheduler:
             rows=list(rows),
             completions=list(wanted),
             prompt=job.prompt,
-            choosing=job.choosing,
+            sampling_params=job.sampling_params,
             reuse=known.key if known else None,
             reuse_length=known.length if known else 0,
             keep_as=self._kept.add(job.prompt) if job.inputs is None else None,
@@ -380,7 +380,7 @@ class Scheduler:
         return group
 
     def _token_posts(self, result: StepResult) -> Iterable[Post]:
-        for chosen in result.chosen:
+        for chosen in result.sampled:
             row = self._rows.get(chosen.row)
             if row is not None:  # otherwise it was cancelled during the step
                 yield self._took(row, chosen, result.version)
@@ -395,7 +395,7 @@ class Scheduler:
             finish = "length"
         if finish:
             self._close(row.key, row.index)
-        return row.key[0], Delta(
+        return row.key[0], EngineOutput(
             request_id=row.key[1],
             index=row.index,
             token=chosen.token,
@@ -410,7 +410,7 @@ class Scheduler:
         number = self._jobs[key].rows[index]
         prompt_version = 0 if number is None else self._rows[number].prompt_version
         self._close(key, index)
-        return key[0], Delta(
+        return key[0], EngineOutput(
             request_id=key[1], index=index, prompt_version=prompt_version, finish_reason=reason
         )
 

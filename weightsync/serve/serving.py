@@ -12,7 +12,7 @@ import msgspec
 
 from weightsync.serve.child_process import ChildSpec
 from weightsync.serve.messages import ModelCard
-from weightsync.serve.model_files import check_choice
+from weightsync.serve.model_files import check_model
 from weightsync.serve.options import Addresses, CoreAddress, ServeOptions, run_process
 from weightsync.serve.supervisor import Supervisor
 
@@ -27,7 +27,7 @@ def serving(options: ServeOptions, listener: socket.socket) -> Iterator[Supervis
     Raises ConfigError, before any process is started, for an unknown model or one that does not
     divide among the workers; later the error of a process that failed, with its name in front.
     """
-    check_choice(options.model, options.tensor_parallel)
+    check_model(options.model, options.tensor_parallel)
     with Supervisor() as tree:
         shared = (options, Addresses.in_directory(tree.directory, options))
         replicas = range(options.data_parallel)

@@ -13,7 +13,7 @@ from typing import Any
 from weightsync.errors import BackendUnavailableError, ConfigError
 from weightsync.queues.codec import Tensor
 from weightsync.serve.hugging_face import hf
-from weightsync.serve.openai_messages import RequestError
+from weightsync.serve.openai_protocol import RequestError
 
 try:
     from PIL import Image, ImageOps

@@ -319,7 +319,7 @@ class Worker:
             on_hold=self._link.hold,
             on_release=self._release,
         )
-        self._runner = ModelRunner(loaded.model, chooses=rank == 0)
+        self._runner = ModelRunner(loaded.model, samples=rank == 0)
         self.card = loaded.card(options.model)
         self._results = step_queue(1)
         steps = self._link.hello(self.card, self._results.export_handle(), HELLO_TIMEOUT_S)

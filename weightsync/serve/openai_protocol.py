@@ -291,7 +291,7 @@ class TextChoice(_Choice, frozen=True, kw_only=True):
     logprobs: TextLogprobs | None = None
 
 
-class ChatAnswer(msgspec.Struct, frozen=True, kw_only=True):
+class AssistantMessage(msgspec.Struct, frozen=True, kw_only=True):
     """The message that the model generated."""
 
     content: str
@@ -309,7 +309,7 @@ class ChatDelta(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 class ChatChoice(_Choice, frozen=True, kw_only=True):
     """One completion of `/v1/chat/completions`."""
 
-    message: ChatAnswer
+    message: AssistantMessage
     logprobs: ChatLogprobs | None = None
 
 
@@ -320,28 +320,28 @@ class ChatChunkChoice(_Choice, frozen=True, kw_only=True):
     logprobs: ChatLogprobs | None = None
 
 
-class _Answer(msgspec.Struct, frozen=True, kw_only=True):
+class _Response(msgspec.Struct, frozen=True, kw_only=True):
     id: str
     created: int
     model: str
     usage: Usage | None = None
 
 
-class TextCompletion(_Answer, frozen=True, kw_only=True):
+class TextCompletion(_Response, frozen=True, kw_only=True):
     """The response of `/v1/completions`, or a chunk of it."""
 
     choices: list[TextChoice]
     object: Literal["text_completion"] = "text_completion"
 
 
-class ChatCompletion(_Answer, frozen=True, kw_only=True):
+class ChatCompletion(_Response, frozen=True, kw_only=True):
     """The response of `/v1/chat/completions`."""
 
     choices: list[ChatChoice]
     object: Literal["chat.completion"] = "chat.completion"
 
 
-class ChatChunk(_Answer, frozen=True, kw_only=True):
+class ChatChunk(_Response, frozen=True, kw_only=True):
     """A chunk of a streamed response of `/v1/chat/completions`."""
 
     choices: list[ChatChunkChoice]
@@ -374,20 +374,20 @@ class ErrorDetail(msgspec.Struct, frozen=True, kw_only=True):
     code: str | None = None
 
 
-class ErrorAnswer(msgspec.Struct, frozen=True, kw_only=True):
+class ErrorResponse(msgspec.Struct, frozen=True, kw_only=True):
     """An error in OpenAI's format."""
 
     error: ErrorDetail
 
 
-def error_answer(exc: Exception) -> tuple[int, ErrorAnswer]:
+def openai_error(exc: Exception) -> tuple[int, ErrorResponse]:
     """Return the HTTP status and the body of an error."""
     status = _status_of(exc)
     param = exc.param if isinstance(exc, RequestError) else None
     code = exc.code if isinstance(exc, RequestError) else _CODES.get(status)
     message = str(exc) if status != 500 else f"{type(exc).__name__}: {exc}"
     kind = _TYPES.get(status, "invalid_request_error")
-    return status, ErrorAnswer(
+    return status, ErrorResponse(
         error=ErrorDetail(message=message, type=kind, param=param, code=code)
     )
 
