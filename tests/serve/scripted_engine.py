@@ -74,10 +74,12 @@ class ScriptedEngine:
             image_token_id=getattr(self.reader[1], "image_token_id", None),
         )
 
-    async def generate(self, jobs: Sequence[EngineRequest]) -> AsyncGenerator[EngineOutput, None]:
-        self.jobs.extend(jobs)
-        self.running += len(jobs)
-        going = {job.request_id: self._deltas(job) for job in jobs}
+    async def generate(
+        self, requests: Sequence[EngineRequest]
+    ) -> AsyncGenerator[EngineOutput, None]:
+        self.jobs.extend(requests)
+        self.running += len(requests)
+        going = {job.request_id: self._deltas(job) for job in requests}
         try:
             while going:
                 for request_id, deltas in list(going.items()):
@@ -95,7 +97,7 @@ class ScriptedEngine:
             raise
         finally:
             await asyncio.sleep(0)
-            self.running -= len(jobs)
+            self.running -= len(requests)
 
     def cancel(self, request_id: str, index: int) -> None:
         self.cancelled.append((request_id, index))

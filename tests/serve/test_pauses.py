@@ -74,7 +74,7 @@ def test_resume_tells_those_who_wait_that_jobs_have_not_ended() -> None:
     pauses.resume()
     ((_, error),) = said
     assert isinstance(error, NotReadyError)
-    assert str(error) == "generation was resumed before all jobs had ended"
+    assert str(error) == "generation was resumed before all requests had ended"
 
 
 def test_what_takes_too_long_is_told_to_both_sides() -> None:

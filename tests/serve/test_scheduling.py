@@ -184,7 +184,7 @@ def test_every_completion_is_what_it_would_be_alone(
         stopped = wanted[request_id].stop_at_end and right[-1] == END
         assert reason == ("stop" if stopped else "length")
     assert worker.rows == {}
-    assert (scheduler.running, scheduler.waiting, scheduler.requests) == (0, 0, 0)
+    assert (scheduler.running, scheduler.waiting, scheduler.num_requests) == (0, 0, 0)
     assert len(worker.kept) == scheduler.kept_prompts <= 3
 
 
@@ -306,7 +306,7 @@ def test_the_versions_of_tokens_and_of_the_prompt_are_told() -> None:
         (job("x", []), "empty or has token ids outside 0 to 49"),
         (job("x", [50]), "empty or has token ids outside 0 to 49"),
         (job("x", [1] * 61, tokens=4), "take 65 tokens, the model has room for 64"),
-        (job("x", [1], n=0), "0 completions of one prompt are asked for; ask for 1 to 256"),
+        (job("x", [1], n=0), "0 completions of one prompt are requested; ask for 1 to 256"),
         (job("x", [1], n=257), "257 completions"),
         (job("x", [1], tokens=0), "max_new_tokens must be at least 1"),
     ],
@@ -315,7 +315,7 @@ def test_what_the_model_cannot_take_is_refused(asked: EngineRequest, reason: str
     scheduler = Scheduler(CARD)
     with pytest.raises(ConfigError, match=reason):
         scheduler.submit(b"a", asked)
-    assert scheduler.requests == 0
+    assert scheduler.num_requests == 0
 
 
 def test_numbers_are_used_once() -> None:

@@ -317,7 +317,9 @@ class StillEngine:
     def card(self) -> ModelCard:
         return ModelCard(name="tiny", directory="tiny", vocab_size=8, max_length=8, end_ids=[0])
 
-    async def generate(self, jobs: Sequence[EngineRequest]) -> AsyncGenerator[EngineOutput, None]:
+    async def generate(
+        self, requests: Sequence[EngineRequest]
+    ) -> AsyncGenerator[EngineOutput, None]:
         for delta in list[EngineOutput]():
             yield delta
 

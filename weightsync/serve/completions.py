@@ -197,19 +197,19 @@ async def stream_deltas(
     the errors of the engine, and NotReadyError when the engine cannot be reached any more.
     """
     await texts.run(lambda: check_work(work, engine.card), work.num_prompt_tokens)
-    jobs = [_job(work, index) for index in range(len(work.prompts))]
+    requests = [_engine_request(work, index) for index in range(len(work.prompts))]
     rows = {
-        (job.request_id, index): _Row(
+        (request.request_id, index): _Row(
             prompt_index=prompt_index,
             index=index,
             text=texts.completion(work.stops, engine.card.end_ids),
         )
-        for prompt_index, job in enumerate(jobs)
+        for prompt_index, request in enumerate(requests)
         for index in range(work.n)
     }
     num_open = num_running = len(rows)
     try:
-        async with closing(engine.generate(jobs)) as events:
+        async with closing(engine.generate(requests)) as events:
             async for made in events:
                 row = rows[made.request_id, made.index]
                 num_running -= made.finish_reason is not None
@@ -307,7 +307,7 @@ class _Row:
         )
 
 
-def _job(work: GenerationRequest, prompt_index: int) -> EngineRequest:
+def _engine_request(work: GenerationRequest, prompt_index: int) -> EngineRequest:
     prompt = work.prompts[prompt_index]
     return EngineRequest(
         request_id=f"{work.request_id}-{prompt_index}",

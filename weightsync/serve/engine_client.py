@@ -1,4 +1,4 @@
-"""The API server's side of the engine: sends each job to the least busy engine core; metrics."""
+"""The API server's side of the engine: each request goes to the least busy core; metrics."""
 
 from __future__ import annotations
 
@@ -43,16 +43,16 @@ class EngineClient(Protocol):
     def card(self) -> ModelCard:
         """The model that is served."""
 
-    def generate(self, jobs: Sequence[EngineRequest]) -> AsyncGenerator[EngineOutput, None]:
-        """Yield the tokens of jobs as they arrive, each completion up to its finish_reason.
+    def generate(self, requests: Sequence[EngineRequest]) -> AsyncGenerator[EngineOutput, None]:
+        """Yield the tokens of requests as they arrive, each completion up to its finish_reason.
 
-        Ends after the last completion. Closing the generator early cancels the jobs. The first
-        error ends all jobs: NotReadyError when the weights may not be used, ConfigError for a
+        Ends after the last completion. Closing the generator early cancels the requests. The first
+        error ends all requests: NotReadyError when the weights may not be used, ConfigError for a
         prompt that the model cannot take, and other errors of the engine.
         """
 
     def cancel(self, request_id: str, index: int) -> None:
-        """Stop one completion of a job. Its last delta still arrives, as "abort"."""
+        """Stop one completion of a request. Its last delta still arrives, as "abort"."""
 
     async def stats(self) -> list[EngineStats]:
         """Return the statistics of each replica."""
@@ -61,14 +61,14 @@ class EngineClient(Protocol):
 logger = logging.getLogger(__name__)
 
 MAX_MEDIA_IN_FLIGHT = 8
-"""The most jobs with tensors that one API server sends at once."""
+"""The most requests with tensors that one API server sends at once."""
 STATS_TIMEOUT_S = 10.0
 
 _events: msgspec.msgpack.Decoder[list[Event]] = msgspec.msgpack.Decoder(list[Event])
 
 
 class _Core:
-    """One engine core: its tensor queue and its jobs from this API server."""
+    """One engine core: its tensor queue and its requests from this API server."""
 
     def __init__(self, index: int, tensors: TensorQueueHandle | None, tensor_ipc: str) -> None:
         self.index = index
@@ -97,9 +97,9 @@ class _Core:
 
 @dataclass(slots=True)
 class _Inbox:
-    """Events of a request's jobs that were not read yet.
+    """Events of one caller's requests that were not read yet.
 
-    `going` are the unfinished completions, by request id and index, and `cores` the cores of jobs.
+    `going` are the unfinished completions, by request id and index. `cores` are by request id.
     """
 
     going: set[tuple[str, int]]
@@ -141,18 +141,20 @@ class EngineCoreClient:
         """The model that is served."""
         return self._card
 
-    async def generate(self, jobs: Sequence[EngineRequest]) -> AsyncGenerator[EngineOutput, None]:
-        """Yield the tokens of jobs; see EngineClient."""
+    async def generate(
+        self, requests: Sequence[EngineRequest]
+    ) -> AsyncGenerator[EngineOutput, None]:
+        """Yield the tokens of requests; see EngineClient."""
         if self._closed:
             raise NotReadyError("the server is shutting down; use another one", state="CLOSED")
-        going = {(job.request_id, index) for job in jobs for index in range(job.n)}
+        going = {(request.request_id, index) for request in requests for index in range(request.n)}
         inbox = _Inbox(going)
         try:
-            for job in jobs:
-                core = inbox.cores[job.request_id] = self._least_busy()
+            for request in requests:
+                core = inbox.cores[request.request_id] = self._least_busy()
                 core.in_flight += 1
-                self._inboxes[job.request_id] = inbox
-                await self._submit(core, job)
+                self._inboxes[request.request_id] = inbox
+                await self._submit(core, request)
             while going:
                 item = await inbox.items.get()
                 if isinstance(item, Failed):
@@ -173,7 +175,7 @@ class EngineCoreClient:
                     self._post(core, Cancel(request_id=request_id))
 
     def cancel(self, request_id: str, index: int) -> None:
-        """Stop one completion of a job; see EngineClient."""
+        """Stop one completion of a request; see EngineClient."""
         if request_id in self._inboxes:
             core = self._inboxes[request_id].cores[request_id]
             self._post(core, Cancel(request_id=request_id, index=index))
@@ -183,7 +185,7 @@ class EngineCoreClient:
         return list(await asyncio.gather(*map(self._stats_of, self._cores)))
 
     def stop(self) -> None:
-        """End all jobs with the tokens that they have, and refuse new ones."""
+        """End all requests with the tokens that they have, and refuse new ones."""
         self._closed = True
         for inbox in {id(inbox): inbox for inbox in self._inboxes.values()}.values():
             for request_id, index in inbox.going:
@@ -191,7 +193,7 @@ class EngineCoreClient:
                 inbox.items.put_nowait(ended)
 
     def close(self) -> None:
-        """End all jobs and close all sockets."""
+        """End all requests and close all sockets."""
         self.stop()
         for core in self._cores:
             core.close()
@@ -199,18 +201,18 @@ class EngineCoreClient:
             self._links.close()
 
     def _least_busy(self) -> _Core:
-        # Round robin among equally busy cores: each API server counts its own jobs only.
+        # Round robin among equally busy cores: each API server counts its own requests only.
         self._next_core += 1
         turned = self._cores[self._next_core % len(self._cores) :] + self._cores
         return min(turned[: len(self._cores)], key=lambda core: core.in_flight)
 
-    async def _submit(self, core: _Core, job: EngineRequest) -> None:
+    async def _submit(self, core: _Core, request: EngineRequest) -> None:
         assert self._links is not None
-        if job.inputs is None:
-            await self._links.send(core.index, core.frames(job, job.request_id))
+        if request.inputs is None:
+            await self._links.send(core.index, core.frames(request, request.request_id))
             return
         async with self._media:
-            frames = await anyio.to_thread.run_sync(core.frames, job, job.request_id)
+            frames = await anyio.to_thread.run_sync(core.frames, request, request.request_id)
             await self._links.send(core.index, frames)
 
     async def _stats_of(self, core: _Core) -> EngineStats:

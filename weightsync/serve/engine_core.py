@@ -1,4 +1,4 @@
-"""The engine core of a replica: schedules jobs on its workers, and pauses them."""
+"""The engine core of a replica: schedules requests on its workers, and pauses them."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ PAUSE_TIMEOUT_S = 600.0
 @dataclass(frozen=True, slots=True)
 class _Late:
     owner: Owner
-    job: EngineRequest
+    request: EngineRequest
     since: float
 
 
@@ -58,9 +58,9 @@ PauseDone = Callable[[WeightSyncError | None], None]
 class PauseController:
     """Stops generation between `pause` and `resume`.
 
-    Mode `keep` starts no more steps; jobs continue at `resume`. Mode `wait` lets jobs in flight
-    finish. Mode `abort` ends them with the tokens that they have. Jobs that arrive during a pause
-    wait in every mode, for at most `timeout_s`.
+    Mode `keep` starts no more steps; requests continue at `resume`. Mode `wait` lets requests in
+    flight finish. Mode `abort` ends them with the tokens that they have. Requests that arrive
+    during a pause wait in every mode, for at most `timeout_s`.
     """
 
     def __init__(
@@ -77,19 +77,19 @@ class PauseController:
 
     @property
     def may_step(self) -> bool:
-        """Whether jobs in flight continue."""
+        """Whether requests in flight continue."""
         return self.mode != "keep"
 
     @property
     def late(self) -> int:
-        """The number of jobs that arrived during the pause."""
+        """The number of requests that arrived during the pause."""
         return len(self._late)
 
     def pause(self, mode: PauseMode, answer: PauseDone) -> None:
         """Start a pause, or change its mode. `answer` is called when the pause is in effect.
 
-        `keep` is in effect at once, and so are earlier pauses that wait for jobs to finish: no job
-        finishes any more.
+        `keep` is in effect at once, and so are earlier pauses that wait for requests to finish: no
+        request finishes any more.
         """
         self.mode = mode
         if mode == "keep":
@@ -99,27 +99,29 @@ class PauseController:
             self._drained.append((self._clock() + self._timeout_s, answer))
 
     def resume(self) -> list[tuple[Owner, EngineRequest]]:
-        """End the pause, if there is one; return the jobs that arrived during it.
+        """End the pause, if there is one; return the requests that arrived during it.
 
-        Pauses that still wait for jobs to finish get a NotReadyError.
+        Pauses that still wait for requests to finish get a NotReadyError.
         """
         self.mode = None
         self._answer_all(
-            NotReadyError("generation was resumed before all jobs had ended", state="READY")
+            NotReadyError("generation was resumed before all requests had ended", state="READY")
         )
         late, self._late = self._late, []
-        return [(waiting.owner, waiting.job) for waiting in late]
+        return [(waiting.owner, waiting.request) for waiting in late]
 
-    def postpone(self, owner: Owner, job: EngineRequest) -> None:
-        """Keep a job that arrived during a pause."""
-        self._late.append(_Late(owner, job, self._clock()))
+    def postpone(self, owner: Owner, request: EngineRequest) -> None:
+        """Keep a request that arrived during a pause."""
+        self._late.append(_Late(owner, request, self._clock()))
 
     def cancel(self, owner: Owner, request_id: str) -> None:
-        """Drop a job that waits for the end of the pause."""
-        self._late = [w for w in self._late if (w.owner, w.job.request_id) != (owner, request_id)]
+        """Drop a request that waits for the end of the pause."""
+        self._late = [
+            w for w in self._late if (w.owner, w.request.request_id) != (owner, request_id)
+        ]
 
     def settle(self, in_flight: int) -> list[tuple[Owner, EngineRequest]]:
-        """Answer pauses when no job is left in flight; return the jobs that waited too long."""
+        """Answer pauses when no request is in flight; return the requests that waited too long."""
         if not in_flight:
             self._answer_all()
         now = self._clock()
@@ -136,10 +138,10 @@ class PauseController:
         ]
         overdue = [w for w in self._late if now - w.since > self._timeout_s]
         self._late = [w for w in self._late if now - w.since <= self._timeout_s]
-        return [(waiting.owner, waiting.job) for waiting in overdue]
+        return [(waiting.owner, waiting.request) for waiting in overdue]
 
     def overdue_error(self) -> NotReadyError:
-        """Return the error of jobs that waited too long."""
+        """Return the error of requests that waited too long."""
         return NotReadyError(
             f"generation has been paused for over {self._timeout_s:g} s; call resume",
             state="PAUSED",
@@ -258,7 +260,7 @@ class EngineCore:
     """Runs one replica until `stop`.
 
     `orders` is the bound ROUTER socket to which API servers connect. `tensors` receives the tensors
-    that jobs send out of band. Only the thread of `run` may call the methods, except `stop`.
+    that requests send out of band. Only the thread of `run` may call the methods, except `stop`.
     """
 
     def __init__(
@@ -336,8 +338,8 @@ class EngineCore:
         refusal = self._readiness.refusal()
         if refusal is not None:
             self._post(self._scheduler.fail_all(refusal))
-        for owner, job in self._pauses.settle(self._scheduler.requests):
-            self._fail(owner, job.request_id, self._pauses.overdue_error())
+        for owner, request in self._pauses.settle(self._scheduler.num_requests):
+            self._fail(owner, request.request_id, self._pauses.overdue_error())
 
     def _handle_messages(self, timeout_ms: int) -> None:
         """Handle messages of API servers and workers; wait at most `timeout_ms` for the first."""
@@ -370,18 +372,18 @@ class EngineCore:
         elif isinstance(order, StatsRequest):
             self._post([(owner, StatsReply(call=order.call, stats=self.stats()))])
 
-    def _submit(self, owner: Owner, job: EngineRequest) -> None:
+    def _submit(self, owner: Owner, request: EngineRequest) -> None:
         try:
-            self._scheduler.check(job, ahead=self._pauses.late)
+            self._scheduler.check(request, ahead=self._pauses.late)
             if self._pauses.mode is not None:
-                self._pauses.postpone(owner, job)
+                self._pauses.postpone(owner, request)
                 return
             refusal = self._readiness.refusal()
             if refusal is not None:
                 raise refusal
-            self._scheduler.submit(owner, job)
+            self._scheduler.submit(owner, request)
         except WeightSyncError as exc:
-            self._fail(owner, job.request_id, exc)
+            self._fail(owner, request.request_id, exc)
 
     def _handle_notice(self, worker: int, notice: Notice) -> None:
         if isinstance(notice, WorkerState):
@@ -396,8 +398,8 @@ class EngineCore:
         elif notice.action == "clear_cache":
             self._scheduler.clear_cache()
         else:
-            for owner, job in self._pauses.resume():
-                self._submit(owner, job)
+            for owner, request in self._pauses.resume():
+                self._submit(owner, request)
             self._workers.send_to_all(PauseState(paused=False))
         self._answer(worker, Done(call=notice.call))
 

@@ -38,7 +38,7 @@ def generation_router(
 ) -> APIRouter:
     """Return the routes `/generate` and `/v1/...` (OpenAI-compatible) of an engine.
 
-    Authentication is left to the app. A client that disconnects cancels its jobs.
+    Authentication is left to the app. A client that disconnects cancels its requests.
     """
     router = APIRouter(tags=["generation"])
     content = {"application/json": {"schema": schema_of(GenerateRequest)}}

@@ -142,7 +142,7 @@ class EngineRequest(_Tagged, frozen=True, kw_only=True, tag="request"):
 
 
 class Cancel(_Tagged, frozen=True, kw_only=True, tag="cancel"):
-    """Stop a job, or only its completion `index`."""
+    """Stop a request, or only its completion `index`."""
 
     request_id: str
     index: int | None = None
@@ -161,7 +161,7 @@ Order = EngineRequest | Cancel | StatsRequest
 
 
 class EngineOutput(_Tagged, frozen=True, kw_only=True, tag="output"):
-    """The next token of completion `index` of a job, or the end of the completion.
+    """The next token of completion `index` of a request, or the end of the completion.
 
     `version` is the version of the weights that made the token. `prompt_version` is the version
     that read the prompt; it is older if a kept prompt was reused after an update. `token` is None
@@ -179,7 +179,7 @@ class EngineOutput(_Tagged, frozen=True, kw_only=True, tag="output"):
 
 
 class Failed(_Tagged, frozen=True, kw_only=True, tag="failed"):
-    """The error that ended a job, as a problem document of weightsync.wire.problem."""
+    """The error that ended a request, as a problem document of weightsync.wire.problem."""
 
     request_id: str
     problem: bytes

@@ -109,17 +109,17 @@ class Responses(ABC):
         """Return the log-probabilities of tokens, and of `num_top` others at each position."""
 
     def make_choice(
-        self, kind: Callable[..., msgspec.Struct], made: StreamDelta, **own: object
+        self, kind: Callable[..., msgspec.Struct], delta: StreamDelta, /, **own: object
     ) -> msgspec.Struct:
         """Return a choice with the fields that all kinds have, and `own`."""
         num_top = self._work.sampling_params.logprobs
         return kind(
-            index=made.prompt_index * self._work.n + made.index,
-            finish_reason=made.finish_reason,
-            weight_versions=made.weight_versions,
-            prompt_version=made.prompt_version,
-            token_ids=made.token_ids if self._wants_ids else msgspec.UNSET,
-            logprobs=None if num_top == NO_LOGPROBS else self.logprobs(made, num_top),
+            index=delta.prompt_index * self._work.n + delta.index,
+            finish_reason=delta.finish_reason,
+            weight_versions=delta.weight_versions,
+            prompt_version=delta.prompt_version,
+            token_ids=delta.token_ids if self._wants_ids else msgspec.UNSET,
+            logprobs=None if num_top == NO_LOGPROBS else self.logprobs(delta, num_top),
             **own,
         )
 

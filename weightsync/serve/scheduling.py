@@ -149,7 +149,7 @@ MAX_PROMPT_TOKENS_A_STEP = 4096
 MAX_WAITING = 4096
 
 Owner = bytes
-"""The ZeroMQ identity of the API server that sent a job."""
+"""The ZeroMQ identity of the API server that sent a request."""
 Key = tuple[Owner, str]
 Post = tuple[Owner, Event]
 
@@ -158,21 +158,21 @@ Post = tuple[Owner, Event]
 class _Row:
     key: Key
     index: int
-    job: EngineRequest
+    request: EngineRequest
     token: int = 0
     count: int = 0
     prompt_version: int = 0
 
 
 @dataclass(slots=True)
-class _Job:
-    job: EngineRequest
+class _RequestState:
+    request: EngineRequest
     rows: dict[int, RowId | None] = field(default_factory=dict)
     """The row of each unfinished completion; None while it waits."""
 
 
 class Scheduler:
-    """The jobs of one replica: waiting jobs, first come first served, and running rows.
+    """The requests of one replica: waiting requests, first come first served, and running rows.
 
     Call `next_step` and `done` in turn. A step either reads prompts or gives every row a token.
     Between two steps of tokens there is at most one step of prompts, so that new requests cannot
@@ -192,7 +192,7 @@ class Scheduler:
         self._max_rows = max_rows
         self._max_prompt_tokens = max_prompt_tokens
         self._kept = PrefixCache() if kept is None else kept  # an empty one is falsy
-        self._jobs: dict[Key, _Job] = {}
+        self._requests: dict[Key, _RequestState] = {}
         self._waiting: OrderedDict[Key, EngineRequest] = OrderedDict()
         self._rows: dict[RowId, _Row] = {}
         self._drop: list[RowId] = []
@@ -210,12 +210,12 @@ class Scheduler:
     @property
     def waiting(self) -> int:
         """The number of completions that wait."""
-        return sum(job.n for job in self._waiting.values())
+        return sum(request.n for request in self._waiting.values())
 
     @property
-    def requests(self) -> int:
-        """The number of unfinished jobs."""
-        return len(self._jobs)
+    def num_requests(self) -> int:
+        """The number of unfinished requests."""
+        return len(self._requests)
 
     @property
     def has_work(self) -> bool:
@@ -227,22 +227,24 @@ class Scheduler:
         """The number of prompts whose attention cache is kept."""
         return len(self._kept)
 
-    def submit(self, owner: Owner, job: EngineRequest) -> None:
-        """Add a job to the waiting ones. Raises as `check`, and ProtocolError for an id in use."""
-        key = (owner, job.request_id)
-        if key in self._jobs:
-            raise ProtocolError(f"request {job.request_id} is in progress already; use a new id")
-        self.check(job)
-        self._jobs[key] = _Job(job, dict.fromkeys(range(job.n)))
-        self._waiting[key] = job
+    def submit(self, owner: Owner, request: EngineRequest) -> None:
+        """Add a request to the waiting ones. Raises as `check`; ProtocolError for an id in use."""
+        key = (owner, request.request_id)
+        if key in self._requests:
+            raise ProtocolError(
+                f"request {request.request_id} is in progress already; use a new id"
+            )
+        self.check(request)
+        self._requests[key] = _RequestState(request, dict.fromkeys(range(request.n)))
+        self._waiting[key] = request
 
     def cancel(self, owner: Owner, request_id: str, index: int | None = None) -> list[Post]:
-        """End a job without further events (`index` None), or one completion of it.
+        """End a request without further events (`index` None), or one completion of it.
 
-        An unknown job is no error: it may have ended while the message was on its way.
+        An unknown request is no error: it may have ended while the message was on its way.
         """
         key = (owner, request_id)
-        found = self._jobs.get(key)
+        found = self._requests.get(key)
         if found is None:
             return []
         if index is None:
@@ -251,20 +253,20 @@ class Scheduler:
         return [self._end(key, index, "abort")] if index in found.rows else []
 
     def abort_all(self) -> list[Post]:
-        """End every job with the tokens that it has."""
+        """End every request with the tokens that it has."""
         posts = [
             self._end(key, index, "abort")
-            for key, found in list(self._jobs.items())
+            for key, found in list(self._requests.items())
             for index in list(found.rows)
         ]
         self._waiting.clear()
         return posts
 
     def fail_all(self, error: WeightSyncError) -> list[Post]:
-        """End every job with an error."""
+        """End every request with an error."""
         problem = encode_problem(to_problem(error))
-        posts = [(key[0], Failed(request_id=key[1], problem=problem)) for key in self._jobs]
-        for key in list(self._jobs):
+        posts = [(key[0], Failed(request_id=key[1], problem=problem)) for key in self._requests]
+        for key in list(self._requests):
             self._forget(key)
         return list[Post](posts)
 
@@ -312,24 +314,27 @@ class Scheduler:
         refused = [self._refuse(row, reason) for row, reason in result.refused.items()]
         return [*(post for post in refused if post), *self._token_posts(result)]
 
-    def check(self, job: EngineRequest, *, ahead: int = 0) -> None:
-        """Raise ConfigError for a job that the model cannot take, NotReadyError if too many wait.
+    def check(self, request: EngineRequest, *, ahead: int = 0) -> None:
+        """Raise ConfigError for a request that the model cannot take.
 
-        `ahead` is the number of jobs that wait outside the scheduler.
+        Raises NotReadyError if too many wait. `ahead` is the number of requests that wait outside
+        the scheduler.
         """
         card = self._card
-        if not 1 <= job.n <= self._max_rows:
+        if not 1 <= request.n <= self._max_rows:
             raise ConfigError(
-                f"{job.n} completions of one prompt are asked for; ask for 1 to {self._max_rows}"
+                f"{request.n} completions of one prompt are requested; ask for 1 to "
+                f"{self._max_rows}"
             )
-        if job.max_new_tokens < 1:
+        if request.max_new_tokens < 1:
             raise ConfigError("max_new_tokens must be at least 1")
-        if not job.prompt or not 0 <= min(job.prompt) <= max(job.prompt) < card.vocab_size:
+        prompt = request.prompt
+        if not prompt or not 0 <= min(prompt) <= max(prompt) < card.vocab_size:
             raise ConfigError(
                 f"the prompt is empty or has token ids outside 0 to {card.vocab_size - 1}; encode "
                 "it with the model's own tokenizer"
             )
-        total = len(job.prompt) + job.max_new_tokens
+        total = len(prompt) + request.max_new_tokens
         if total > card.max_length:
             raise ConfigError(
                 f"prompt and completion take {total} tokens, the model has room for "
@@ -341,40 +346,40 @@ class Scheduler:
             )
 
     def _admit(self) -> list[NewRows]:
-        """Start waiting jobs, up to the limits of rows and of prompt tokens per step."""
+        """Start waiting requests, up to the limits of rows and of prompt tokens per step."""
         new: list[NewRows] = []
         room = self._max_rows - len(self._rows)
         tokens = self._max_prompt_tokens
         while self._waiting:
-            key, job = next(iter(self._waiting.items()))
-            wanted = list(self._jobs[key].rows)
-            if len(wanted) > room or (new and len(job.prompt) > tokens):
+            key, request = next(iter(self._waiting.items()))
+            wanted = list(self._requests[key].rows)
+            if len(wanted) > room or (new and len(request.prompt) > tokens):
                 break
             del self._waiting[key]
             room -= len(wanted)
-            tokens -= len(job.prompt)
-            new.append(self._new_rows(key, job, wanted))
+            tokens -= len(request.prompt)
+            new.append(self._new_rows(key, request, wanted))
         return new
 
-    def _new_rows(self, key: Key, job: EngineRequest, wanted: Sequence[int]) -> NewRows:
+    def _new_rows(self, key: Key, request: EngineRequest, wanted: Sequence[int]) -> NewRows:
         rows = range(self._next_row, self._next_row + len(wanted))
         self._next_row += len(wanted)
-        read = replace(job, inputs=None)  # images are read once, and are large
-        self._jobs[key].job = read
+        read = replace(request, inputs=None)  # images are read once, and are large
+        self._requests[key].request = read
         for index, row in zip(wanted, rows, strict=True):
-            self._jobs[key].rows[index] = row
+            self._requests[key].rows[index] = row
             self._rows[row] = _Row(key, index, read)
         # The token ids do not contain the images, so equal ids may be different prompts.
-        known = self._kept.find(job.prompt) if job.inputs is None else None
+        known = self._kept.find(request.prompt) if request.inputs is None else None
         group = NewRows(
             rows=list(rows),
             completions=list(wanted),
-            prompt=job.prompt,
-            sampling_params=job.sampling_params,
+            prompt=request.prompt,
+            sampling_params=request.sampling_params,
             reuse=known.key if known else None,
             reuse_length=known.length if known else 0,
-            keep_as=self._kept.add(job.prompt) if job.inputs is None else None,
-            inputs=job.inputs,
+            keep_as=self._kept.add(request.prompt) if request.inputs is None else None,
+            inputs=request.inputs,
         )
         self._reading.append((group, known.version if known else None))
         return group
@@ -389,9 +394,9 @@ class Scheduler:
         row.token = chosen.token
         row.count += 1
         finish: FinishReason | None = None
-        if row.job.stop_at_end and chosen.token in self._end_ids:
+        if row.request.stop_at_end and chosen.token in self._end_ids:
             finish = "stop"
-        elif row.count >= row.job.max_new_tokens:
+        elif row.count >= row.request.max_new_tokens:
             finish = "length"
         if finish:
             self._close(row.key, row.index)
@@ -407,7 +412,7 @@ class Scheduler:
         )
 
     def _end(self, key: Key, index: int, reason: FinishReason) -> Post:
-        number = self._jobs[key].rows[index]
+        number = self._requests[key].rows[index]
         prompt_version = 0 if number is None else self._rows[number].prompt_version
         self._close(key, index)
         return key[0], EngineOutput(
@@ -425,16 +430,16 @@ class Scheduler:
         return row.key[0], Failed(request_id=row.key[1], problem=problem)
 
     def _close(self, key: Key, index: int) -> None:
-        """Remove one completion, and with the last one its job."""
-        found = self._jobs[key]
+        """Remove one completion, and with the last one its request."""
+        found = self._requests[key]
         row = found.rows.pop(index)
         if row is not None:
             del self._rows[row]
             self._drop.append(row)
         if not found.rows:
-            self._jobs.pop(key)
+            self._requests.pop(key)
             self._waiting.pop(key, None)
 
     def _forget(self, key: Key) -> None:
-        for index in list(self._jobs[key].rows):
+        for index in list(self._requests[key].rows):
             self._close(key, index)
