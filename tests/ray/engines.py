@@ -16,8 +16,10 @@ import ray
 
 from tests.serve.supervised import answer
 from weightsync.errors import ConfigError, ProcessLostError
-from weightsync.serve.api_server_processes import APIServerProcessManager
-from weightsync.serve.process_control import wait_for_completion_or_failure
+from weightsync.serve.process_managers import (
+    APIServerProcessManager,
+    wait_for_completion_or_failure,
+)
 from weightsync.serve.ray_engines import RayEngines
 
 WAIT_S = 60.0

@@ -14,8 +14,8 @@ from contextlib import suppress
 from pathlib import Path
 
 from weightsync.errors import ManifestMismatchError
-from weightsync.serve.api_server_processes import ClientConfig
 from weightsync.serve.child_process import ChildSpec, Ready
+from weightsync.serve.process_managers import ClientConfig
 from weightsync.serve.supervisor import Supervisor
 from weightsync.shm.segment import Segment
 

@@ -26,10 +26,10 @@ from tests.children import CONTEXT
 from tests.serve import supervised
 from tests.serve.supervised import WAIT_S
 from weightsync.errors import ConfigError, ProcessLostError
-from weightsync.serve import process_control
-from weightsync.serve.api_server_processes import APIServerProcessManager
+from weightsync.serve import process_managers
 from weightsync.serve.child_process import ChildSpec
-from weightsync.serve.process_control import (
+from weightsync.serve.process_managers import (
+    APIServerProcessManager,
     ProcessManager,
     how_ended,
     shutdown,
@@ -297,25 +297,25 @@ def test_ends_in_words(code: int | None, words: str) -> None:
 
 def kill(process: psutil.Process) -> None:
     """Kill it as trees are killed, in one pass."""
-    process_control.kill_all(lambda: {process}, timeout_s=0)
+    process_managers.kill_all(lambda: {process}, timeout_s=0)
 
 
 def test_a_pid_that_is_used_again_is_another_process() -> None:
     with subprocess.Popen(["sleep", "600"], stdin=subprocess.DEVNULL) as program:
         try:
             (own,) = (
-                one for one in process_control.descendants([os.getpid()]) if one.pid == program.pid
+                one for one in process_managers.descendants([os.getpid()]) if one.pid == program.pid
             )
             former: Any = psutil.Process(own.pid)
             pid, started = former._ident
             former._ident = (pid, started - 1)
-            assert not process_control.is_alive(former)
+            assert not process_managers.is_alive(former)
             kill(former)
             assert program.poll() is None
-            assert process_control.is_alive(own)
+            assert process_managers.is_alive(own)
             kill(own)
             assert program.wait(WAIT_S) == -signal.SIGKILL
-            assert not process_control.is_alive(own)
+            assert not process_managers.is_alive(own)
         finally:
             program.kill()
 
@@ -324,10 +324,10 @@ def test_marked_processes_are_found_by_the_whole_name() -> None:
     env = {**os.environ, "WEIGHTSYNC_TEST_SEEN": "1"}
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE, env=env) as one:
         try:
-            assert {found.pid for found in process_control.marked("WEIGHTSYNC_TEST_SEEN")} == {
+            assert {found.pid for found in process_managers.marked("WEIGHTSYNC_TEST_SEEN")} == {
                 one.pid
             }
-            assert not process_control.marked("EIGHTSYNC_TEST_SEEN")
-            assert not process_control.marked("WEIGHTSYNC_TEST_SEE")
+            assert not process_managers.marked("EIGHTSYNC_TEST_SEEN")
+            assert not process_managers.marked("WEIGHTSYNC_TEST_SEE")
         finally:
             one.kill()

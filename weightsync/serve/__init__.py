@@ -10,9 +10,10 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from weightsync.serve.api_server_processes import APIServerProcessManager, ClientConfig
     from weightsync.serve.constant_list import ConstantList
-    from weightsync.serve.process_control import (
+    from weightsync.serve.process_managers import (
+        APIServerProcessManager,
+        ClientConfig,
         PolledManager,
         ProcessManager,
         shutdown,
@@ -32,9 +33,10 @@ __all__ = [
 ]
 
 _MODULES = {
-    "api_server_processes": ("APIServerProcessManager", "ClientConfig"),
     "constant_list": ("ConstantList",),
-    "process_control": (
+    "process_managers": (
+        "APIServerProcessManager",
+        "ClientConfig",
         "PolledManager",
         "ProcessManager",
         "shutdown",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import platform
 import signal
 import socket
@@ -13,7 +12,7 @@ from importlib import metadata
 
 import msgspec
 import uvicorn
-from fastapi import APIRouter, FastAPI, Response
+from fastapi import FastAPI, Response
 
 from weightsync.serve.engine_client import EngineClient, EngineCoreClient, engine_metrics
 from weightsync.serve.generate_route import generation_router
@@ -51,21 +50,6 @@ class ServerInfo(msgspec.Struct, frozen=True, kw_only=True):
     torch: str = metadata.version("torch")
     python: str = platform.python_version()
 
-
-def server_info_router(info: ServerInfo) -> APIRouter:
-    """Return the route `/server_info`, which changes nothing and needs no token."""
-    router = APIRouter(tags=["status"])
-    body = msgspec.json.encode(info)
-
-    @router.get("/server_info", response_class=Response)
-    async def server_info() -> Response:
-        """Return the model, the layout and the features."""
-        return Response(body, media_type="application/json")
-
-    return router
-
-
-logger = logging.getLogger(__name__)
 
 KEEP_ALIVE_S = 600
 SHUTDOWN_S = 2
@@ -162,7 +146,13 @@ def main(
         apply=options.apply,
         tensor_ipc=options.tensor_ipc,
     )
-    app.include_router(server_info_router(info))
+    body = msgspec.json.encode(info)
+
+    @app.get("/server_info", response_class=Response, tags=["status"])
+    async def server_info() -> Response:
+        """Return the model, the layout and the features."""
+        return Response(body, media_type="application/json")
+
     sparing = SparingListener.taking(listener, shared=options.api_servers > 1)
     _Server(config, engine, ready).run(sockets=[sparing])
 

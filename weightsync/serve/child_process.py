@@ -208,7 +208,7 @@ def _send(pipe: Connection, message: _Ready | _Failed) -> None:
 
 
 def _end_with_parent() -> None:
-    """End this process when its parent dies, which closes the pipe behind `sentinel`."""
+    """End this process when its parent dies, whether it has died already or not."""
     parent = multiprocessing.parent_process()
     assert parent is not None
     threading.Thread(
@@ -217,5 +217,10 @@ def _end_with_parent() -> None:
 
 
 def _watch(sentinel: int) -> None:
-    wait([sentinel])
+    # The sentinel is a pipe, which a fork of the parent would keep open. A pidfd cannot be made of
+    # a parent in another pid namespace.
+    ends = [sentinel]
+    with suppress(OSError):
+        ends.append(os.pidfd_open(os.getppid()))
+    wait(ends)
     os._exit(1)

@@ -18,9 +18,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
 from weightsync.errors import TransportTimeout, WeightSyncError, shorten
-from weightsync.serve import process_control
+from weightsync.serve import process_managers
 from weightsync.serve.child_process import Child, ChildSpec
-from weightsync.serve.process_control import SHUTDOWN_S
+from weightsync.serve.process_managers import SHUTDOWN_S
 from weightsync.shm.segment import cleanup_stale
 from weightsync.shm.spawning import refuse_forked
 
@@ -36,7 +36,7 @@ if sys.stdin.buffer.read() != {_NOTHING_TO_DO!r}:  # until the supervisor closes
 """
 _REMOVE = """
 import sys
-from weightsync.serve.process_control import remove_all
+from weightsync.serve.process_managers import remove_all
 remove_all(*sys.argv[1:])
 from weightsync.shm.segment import cleanup_stale
 cleanup_stale()
@@ -178,13 +178,13 @@ class Supervisor:
         if self._closed:
             return
         self._closed = True
-        with process_control.signals_ignored():
-            known = process_control.descendants(p.pid for p in self.processes if p.pid is not None)
+        with process_managers.signals_ignored():
+            known = process_managers.descendants(p.pid for p in self.processes if p.pid is not None)
             try:
                 self._end_in_stages()
             finally:
-                process_control.kill_trees(self.processes, known | self._marked())
-                process_control.kill_all(self._marked, timeout_s=process_control.KILL_S)
+                process_managers.kill_trees(self.processes, known | self._marked())
+                process_managers.kill_all(self._marked, timeout_s=process_managers.KILL_S)
                 for child in self._children:
                     child.close()
                 shutil.rmtree(self.directory, ignore_errors=True)
@@ -204,7 +204,7 @@ class Supervisor:
         Raises the error of a child that failed before it was ready, ProcessLostError afterwards.
         """
         pipes = [child.pipe for child in self._children if not child.pipe.closed]
-        ended, _ = process_control.wait_any(self.processes, pipes, timeout_s=timeout_s)
+        ended, _ = process_managers.wait_any(self.processes, pipes, timeout_s=timeout_s)
         for child in self._children:
             child.listen()
         gone = [c for c in self._children if c.process in ended]
@@ -213,7 +213,7 @@ class Supervisor:
         failed.sort(key=lambda child: (child.process.exitcode or 0) >= 0)
         failed += [c for c in self._children if c.error is not None and c not in failed]
         if failed:
-            raise process_control.with_notes([_error_of(child) for child in failed])
+            raise process_managers.with_notes([_error_of(child) for child in failed])
         return bool(ended)
 
     def _end_in_stages(self) -> None:
@@ -221,25 +221,25 @@ class Supervisor:
         stages = [[c.process for c in group] for group in reversed(self._groups.values())]
         for index, processes in enumerate(stages):
             remaining = max(0.0, deadline - time.monotonic())
-            process_control.terminate(processes)
+            process_managers.terminate(processes)
             if index == len(stages) - 1:
-                process_control.wait_all(self.processes, remaining)
+                process_managers.wait_all(self.processes, remaining)
             else:
                 share = self._grace_s if index == 0 else remaining / (len(stages) - index)
-                process_control.wait_all(processes, min(share, remaining))
+                process_managers.wait_all(processes, min(share, remaining))
 
     def _marked(self) -> set[psutil.Process]:
-        return process_control.marked(self._marker)
+        return process_managers.marked(self._marker)
 
 
 def _error_of(child: Child) -> WeightSyncError:
     """Return the error of a child that failed: its own error if it never became ready."""
     if not child.is_ready:
-        return child.error or process_control.lost(child.process, "it was not ready yet")
+        return child.error or process_managers.lost(child.process, "it was not ready yet")
     if child.error is None:
-        return process_control.lost(child.process)
-    process_control.wait_all([child.process], _EXIT_S)
-    return process_control.lost(child.process, str(child.error))
+        return process_managers.lost(child.process)
+    process_managers.wait_all([child.process], _EXIT_S)
+    return process_managers.lost(child.process, str(child.error))
 
 
 def _left(deadline: float | None) -> float | None:

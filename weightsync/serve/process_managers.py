@@ -1,4 +1,4 @@
-"""Ends of processes: waiting for them, ending them with their descendants, and their errors.
+"""Groups of processes: waiting for them, ending them with their descendants, and their errors.
 
 A psutil.Process stands for one process, not for a pid: psutil compares start times before it
 signals a process, because the kernel uses pids again.
@@ -10,7 +10,9 @@ import logging
 import os
 import shutil
 import signal
+import socket
 import time
+import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
@@ -18,12 +20,15 @@ from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from typing import Any, Protocol, runtime_checkable
 
+import msgspec
+
 from weightsync.errors import (
     BackendUnavailableError,
     ConfigError,
     ProcessLostError,
     WeightSyncError,
 )
+from weightsync.serve.child_process import Child, ChildSpec
 
 try:
     import psutil
@@ -336,3 +341,69 @@ def _wait(managers: Sequence[ProcessManager | PolledManager]) -> None:
         ended, _ = wait_any(processes, timeout_s=POLL_S if polled else None)
         raise_for(ended)
         processes = [process for process in processes if process not in ended]
+
+
+class ClientConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """The index of an API server among `client_count`, and its own ZeroMQ addresses."""
+
+    client_index: int
+    client_count: int
+    input_address: str
+    output_address: str
+    stats_update_address: str | None = None
+
+
+class APIServerProcessManager:
+    """API server processes, started at once. They end when the manager is closed or collected.
+
+    Each process runs `target(ready, sock, config, *args)`: a function of a module, which calls
+    `ready()` once and serves until SIGTERM. `sock` is one listening socket for all of them, and
+    `config` is the ClientConfig of the process.
+    """
+
+    def __init__(
+        self,
+        target: Callable[..., None],
+        sock: socket.socket,
+        *,
+        input_addresses: Sequence[str],
+        output_addresses: Sequence[str],
+        args: tuple[Any, ...] = (),
+        stats_update_address: str | None = None,
+    ) -> None:
+        """Start one process per address, and return before they are ready.
+
+        The caller keeps `sock` and may close it now. Raises ConfigError when addresses are missing.
+        """
+        count = len(input_addresses)
+        if not count or len(output_addresses) != count:
+            raise ConfigError(
+                f"{count} input addresses and {len(output_addresses)} output addresses are given; "
+                "each API server needs one of both, and there is at least one server"
+            )
+        self._children = []
+        addresses = zip(input_addresses, output_addresses, strict=True)
+        for index, (input_address, output_address) in enumerate(addresses):
+            config = ClientConfig(
+                client_index=index,
+                client_count=count,
+                input_address=input_address,
+                output_address=output_address,
+                stats_update_address=stats_update_address,
+            )
+            name = f"api server {index}"
+            spec = ChildSpec(name=name, target=target, args=(sock, config, *args))
+            self._children.append(Child(spec))
+        self.processes: list[BaseProcess] = [child.process for child in self._children]
+        self._finalizer = weakref.finalize(self, shutdown, self.processes)
+        for child in self._children:
+            child.start()
+
+    def close(self) -> None:
+        """End the processes: SIGTERM, 5 s in all, then SIGKILL to them and their descendants.
+
+        Idempotent.
+        """
+        self._finalizer()
+        for child in self._children:
+            child.close()
