@@ -7,6 +7,7 @@ from typing import Any, TypeVar
 
 import anyio
 import anyio.to_thread
+from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from weightsync.serve.vision import ImagePreparer
 
@@ -172,7 +173,9 @@ class TokenizerService:
         special = {token for token, added_token in added.items() if added_token.special}
         self._special = frozenset(special | set(tokenizer.all_special_ids))
         self._threads = anyio.CapacityLimiter(_THREADS)
-        self._byte_of = _byte_alphabet()
+        # The byte of each character of a byte-level vocabulary (GPT-2's table).
+        table: dict[int, str] = bytes_to_unicode()  # type: ignore[no-untyped-call] # transformers annotates in part
+        self._byte_of = {character: byte for byte, character in table.items()}
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Return the token ids of a text. An empty text gives the beginning-of-sequence token.
@@ -231,12 +234,3 @@ class TokenizerService:
     def _going_on(self, token: int) -> str:
         alone, twice = self._named([token]), self._named([token, token])
         return twice[len(alone) :] if twice.startswith(alone) else alone
-
-
-def _byte_alphabet() -> dict[str, int]:
-    """Return the byte of each character of a byte-level vocabulary (GPT-2's table)."""
-    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    others = [byte for byte in range(256) if byte not in printable]
-    return {chr(byte): byte for byte in printable} | {
-        chr(256 + place): byte for place, byte in enumerate(others)
-    }
