@@ -14,7 +14,7 @@ import zmq
 
 from weightsync.queues.sockets import ipc_address
 from weightsync.serve.engine_client import EngineCoreClient
-from weightsync.serve.messages import EngineStats, ModelCard, Notice, StatsReply
+from weightsync.serve.messages import EngineStats, ModelCard, StatsReply, WorkerMessage
 from weightsync.serve.options import CoreAddress
 from weightsync.serve.worker_client import WorkerClient
 from weightsync.serve.worker_group import WorkerGroup, worker_identity
@@ -54,7 +54,7 @@ def test_an_api_server_outlives_what_its_engine_core_says(
 
     async def ask() -> list[EngineStats]:
         client = EngineCoreClient(
-            [CoreAddress(orders=address)], CARD, identity=b"api", tensor_ipc="direct_rpc"
+            [CoreAddress(socket=address)], CARD, identity=b"api", tensor_ipc="direct_rpc"
         )
         await client.open()
         try:
@@ -122,8 +122,8 @@ def test_a_core_drops_notices_that_are_none(tmp_path: Path) -> None:
         for frames in ([b"\xc1"], [b"a", b"b"], [b""]):
             worker.send_multipart(frames)
         worker.send(msgspec.msgpack.encode({"kind": "call", "call": 3, "action": "resume"}))
-        found: list[tuple[int, Notice]] = []
+        found: list[tuple[int, WorkerMessage]] = []
         while not found:
             assert core.poll(int(WAIT_S * 1000))
             found = list(crew.notices())
-        assert [(rank, type(notice).__name__) for rank, notice in found] == [(0, "WorkerCall")]
+        assert [(rank, type(message).__name__) for rank, message in found] == [(0, "WorkerCall")]

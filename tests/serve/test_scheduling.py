@@ -20,7 +20,7 @@ from weightsync.serve.messages import (
     Step,
     StepResult,
 )
-from weightsync.serve.scheduling import Post, PrefixCache, Scheduler
+from weightsync.serve.scheduling import OwnedEvent, PrefixCache, Scheduler
 from weightsync.wire.problem import Problem
 
 END = 0
@@ -104,14 +104,14 @@ def expected(asked: EngineRequest) -> list[int]:
     return made
 
 
-def run(scheduler: Scheduler, worker: Worker) -> list[Post]:
-    posts: list[Post] = []
+def run(scheduler: Scheduler, worker: Worker) -> list[OwnedEvent]:
+    posts: list[OwnedEvent] = []
     while (step := scheduler.next_step()) is not None:
         posts += scheduler.done(worker.make(step))
     return posts
 
 
-def completions(posts: list[Post]) -> dict[tuple[bytes, str, int], tuple[list[int], str]]:
+def completions(posts: list[OwnedEvent]) -> dict[tuple[bytes, str, int], tuple[list[int], str]]:
     tokens: dict[tuple[bytes, str, int], list[int]] = defaultdict(list)
     ended: dict[tuple[bytes, str, int], str] = {}
     for owner, event in posts:
@@ -164,7 +164,7 @@ def test_every_completion_is_what_it_would_be_alone(
         f"r{i}": job(f"r{i}", prompt, n=n, tokens=tokens, at_end=at_end)
         for i, (prompt, n, tokens, at_end) in enumerate(asked)
     }
-    posts: list[Post] = []
+    posts: list[OwnedEvent] = []
     todo = list(wanted.values())
     for steps in arrivals:
         if todo:

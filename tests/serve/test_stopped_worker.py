@@ -24,13 +24,13 @@ from weightsync.serve.messages import (
     Event,
     Hello,
     ModelCard,
-    Notice,
     SampledToken,
     StatsReply,
     StatsRequest,
     Step,
     StepResult,
     WorkerCall,
+    WorkerMessage,
 )
 from weightsync.serve.worker_group import WorkerGroup, step_codec, worker_identity
 
@@ -61,8 +61,8 @@ class Replica:
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
 
-    def say(self, notice: Notice) -> None:
-        self.worker.send(msgspec.msgpack.encode(notice))
+    def say(self, message: WorkerMessage) -> None:
+        self.worker.send(msgspec.msgpack.encode(message))
 
     def hear(self, timeout_s: float = WAIT_S) -> CoreMessage | None:
         return (

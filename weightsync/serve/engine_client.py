@@ -19,13 +19,13 @@ from weightsync.queues.tensor_packets import TensorQueueHandle
 from weightsync.serve.links import DealerLinks
 from weightsync.serve.messages import (
     Cancel,
+    ClientMessage,
     EngineOutput,
     EngineRequest,
     EngineStats,
     Event,
     Failed,
     ModelCard,
-    Order,
     StatsReply,
     StatsRequest,
 )
@@ -85,9 +85,9 @@ class _Core:
         self._sender = TensorIpcSender(queue)
         return self._sender
 
-    def frames(self, order: Order, request_id: str = "") -> list[Any]:
-        """Encode an order. The first frame is the request id, readable if the rest is not."""
-        return [request_id.encode(), *self._encoder.encode(order, request_id or None)]
+    def frames(self, message: ClientMessage, request_id: str = "") -> list[Any]:
+        """Encode a message. The first frame is the request id, readable if the rest is not."""
+        return [request_id.encode(), *self._encoder.encode(message, request_id or None)]
 
     def close(self) -> None:
         """Close the queue."""
@@ -133,8 +133,8 @@ class EngineCoreClient:
 
     async def open(self) -> None:
         """Connect to all cores. Called once, before all other methods."""
-        orders = [address.orders for address in self._addresses]
-        self._links = DealerLinks(orders, self._take, identity=self._identity, peer="engine core")
+        sockets = [address.socket for address in self._addresses]
+        self._links = DealerLinks(sockets, self._take, identity=self._identity, peer="engine core")
 
     @property
     def card(self) -> ModelCard:
@@ -229,9 +229,9 @@ class EngineCoreClient:
         finally:
             del self._stats_replies[call]
 
-    def _post(self, core: _Core, order: Order) -> None:
+    def _post(self, core: _Core, message: ClientMessage) -> None:
         assert self._links is not None
-        self._links.post(core.index, core.frames(order))
+        self._links.post(core.index, core.frames(message))
 
     def _take(self, _core: int, frames: list[bytes]) -> None:
         (body,) = frames

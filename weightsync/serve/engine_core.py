@@ -19,22 +19,22 @@ from weightsync.errors import NotReadyError, TransferTimeout, WeightSyncError
 from weightsync.queues.codec import TensorDecoder
 from weightsync.serve.messages import (
     Cancel,
+    ClientMessage,
     Done,
     EngineRequest,
     EngineStats,
     Event,
     Failed,
-    Notice,
-    Order,
     PauseMode,
     PauseState,
     StatsReply,
     StatsRequest,
     WorkerCall,
+    WorkerMessage,
     WorkerState,
 )
 from weightsync.serve.options import Addresses, CoreAddress, Ready, ServeOptions, takes_images
-from weightsync.serve.scheduling import Owner, Post, Scheduler
+from weightsync.serve.scheduling import OwnedEvent, Owner, Scheduler
 from weightsync.serve.worker_group import WorkerGroup
 from weightsync.wire.problem import encode_problem, to_problem
 
@@ -259,22 +259,24 @@ RATE_WINDOW_S = 5.0
 class EngineCore:
     """Runs one replica until `stop`.
 
-    `orders` is the bound ROUTER socket to which API servers connect. `tensors` receives the tensors
+    `clients` is the bound ROUTER socket of the API servers. `tensors` receives the tensors
     that requests send out of band. Only the thread of `run` may call the methods, except `stop`.
     """
 
     def __init__(
         self,
-        orders: zmq.Socket[bytes],
+        clients: zmq.Socket[bytes],
         workers: WorkerGroup,
         *,
         tensors: TensorIpcReceiver | None = None,
         scheduler: Scheduler | None = None,
     ) -> None:
-        self._orders = orders
+        self._clients = clients
         self._workers = workers
         self._tensors = tensors
-        self._decoder: TensorDecoder[Order] = TensorDecoder(cast(Any, Order), tensors)
+        self._decoder: TensorDecoder[ClientMessage] = TensorDecoder(
+            cast(Any, ClientMessage), tensors
+        )
         self._scheduler = scheduler or Scheduler(workers.card)
         self._readiness = ReplicaReadiness(workers.size)
         self._pauses = PauseController()
@@ -283,7 +285,7 @@ class EngineCore:
         self._stopping = False
         self._deferred: list[Callable[[], None]] | None = None
         self._poller = zmq.Poller()
-        self._poller.register(orders, zmq.POLLIN)
+        self._poller.register(clients, zmq.POLLIN)
         self._poller.register(workers.socket, zmq.POLLIN)
 
     def stop(self) -> None:
@@ -345,32 +347,32 @@ class EngineCore:
         """Handle messages of API servers and workers; wait at most `timeout_ms` for the first."""
         ready = dict(self._poller.poll(timeout_ms))
         if self._workers.socket in ready:
-            for worker, notice in self._workers.notices():
-                self._handle_notice(worker, notice)
-        if self._orders in ready:
-            for owner, frames in _all_messages(self._orders):
+            for worker, message in self._workers.notices():
+                self._handle_worker(worker, message)
+        if self._clients in ready:
+            for owner, frames in _all_messages(self._clients):
                 self._handle_order(owner, frames)
 
     def _handle_order(self, owner: Owner, frames: list[Any]) -> None:
         request_id = ""
         try:
             request_id = bytes(frames[0].buffer).decode("utf-8", "replace")
-            order = self._decoder.decode([frame.buffer for frame in frames[1:]])
+            message = self._decoder.decode([frame.buffer for frame in frames[1:]])
         except Exception as exc:  # noqa: BLE001 - a bad message must not end the core
             logger.warning("request %s of %r cannot be read: %s", request_id, owner, exc)
             self._fail(owner, request_id, exc)
             return
-        if isinstance(order, EngineRequest):
+        if isinstance(message, EngineRequest):
             self._requests_total += 1
-            self._submit(owner, order)
-        elif isinstance(order, Cancel):
-            if order.index is None:
-                self._pauses.cancel(owner, order.request_id)
+            self._submit(owner, message)
+        elif isinstance(message, Cancel):
+            if message.index is None:
+                self._pauses.cancel(owner, message.request_id)
                 if self._tensors is not None:
-                    self._tensors.cleanup_request_tensors(order.request_id)
-            self._post(self._scheduler.cancel(owner, order.request_id, order.index))
-        elif isinstance(order, StatsRequest):
-            self._post([(owner, StatsReply(call=order.call, stats=self.stats()))])
+                    self._tensors.cleanup_request_tensors(message.request_id)
+            self._post(self._scheduler.cancel(owner, message.request_id, message.index))
+        elif isinstance(message, StatsRequest):
+            self._post([(owner, StatsReply(call=message.call, stats=self.stats()))])
 
     def _submit(self, owner: Owner, request: EngineRequest) -> None:
         try:
@@ -385,46 +387,46 @@ class EngineCore:
         except WeightSyncError as exc:
             self._fail(owner, request.request_id, exc)
 
-    def _handle_notice(self, worker: int, notice: Notice) -> None:
-        if isinstance(notice, WorkerState):
-            self._readiness.note_state(worker, notice)
+    def _handle_worker(self, worker: int, message: WorkerMessage) -> None:
+        if isinstance(message, WorkerState):
+            self._readiness.note_state(worker, message)
             return
-        assert isinstance(notice, WorkerCall), "a worker registers before the core runs"
-        if notice.action == "pause":
-            self._pause(worker, notice)
+        assert isinstance(message, WorkerCall), "a worker registers before the core runs"
+        if message.action == "pause":
+            self._pause(worker, message)
             return
-        if notice.action == "hold":
+        if message.action == "hold":
             self._readiness.hold(worker)
-        elif notice.action == "clear_cache":
+        elif message.action == "clear_cache":
             self._scheduler.clear_cache()
         else:
             for owner, request in self._pauses.resume():
                 self._submit(owner, request)
             self._workers.send_to_all(PauseState(paused=False))
-        self._answer(worker, Done(call=notice.call))
+        self._answer(worker, Done(call=message.call))
 
-    def _pause(self, worker: int, notice: WorkerCall) -> None:
+    def _pause(self, worker: int, message: WorkerCall) -> None:
         def answer(error: WeightSyncError | None) -> None:
             problem = encode_problem(to_problem(error)) if error else None
-            self._answer(worker, Done(call=notice.call, problem=problem))
+            self._answer(worker, Done(call=message.call, problem=problem))
 
-        self._pauses.pause(notice.mode, answer)
+        self._pauses.pause(message.mode, answer)
         self._workers.send_to_all(PauseState(paused=True))
-        if notice.mode == "abort":
+        if message.mode == "abort":
             self._post(self._scheduler.abort_all())
 
     def _fail(self, owner: Owner, request_id: str, error: Exception) -> None:
         problem = encode_problem(to_problem(error))
         self._post([(owner, Failed(request_id=request_id, problem=problem))])
 
-    def _post(self, posts: Iterable[Post]) -> None:
+    def _post(self, posts: Iterable[OwnedEvent]) -> None:
         """Send each API server its events in one message."""
         parts: dict[Owner, list[Event]] = {}
         for owner, event in posts:
             parts.setdefault(owner, []).append(event)
         for owner, events in parts.items():
             # ZeroMQ drops messages to an API server that died; the supervisor ends the others.
-            self._orders.send_multipart([owner, msgspec.msgpack.encode(events)])
+            self._clients.send_multipart([owner, msgspec.msgpack.encode(events)])
 
     def stats(self) -> EngineStats:
         """Return the statistics of this replica."""
@@ -484,20 +486,20 @@ GATHER_TIMEOUT_S = 600.0
 
 def main(ready: Ready, options: ServeOptions, addresses: Addresses, replica: int) -> None:
     """Run an engine core until SIGTERM. Calls `ready` with the encoded CoreAddress."""
-    address = addresses.orders[replica]
-    with _sockets(address, addresses.gates[replica]) as (orders, gate):
-        workers = WorkerGroup.gather(gate, options.tensor_parallel, timeout_s=GATHER_TIMEOUT_S)
+    address = addresses.cores[replica]
+    with _sockets(address, addresses.core_workers[replica]) as (clients, own):
+        workers = WorkerGroup.gather(own, options.tensor_parallel, timeout_s=GATHER_TIMEOUT_S)
         tensors = _tensor_queue(options) if takes_images(workers.card) else None
         try:
             scheduler = Scheduler(workers.card, max_rows=options.max_rows)
-            core = EngineCore(orders, workers, tensors=tensors, scheduler=scheduler)
+            core = EngineCore(clients, workers, tensors=tensors, scheduler=scheduler)
 
             def on_term(_signal: int, _frame: FrameType | None) -> None:
                 core.stop()
 
             signal.signal(signal.SIGTERM, on_term)
             handle = tensors.handle if tensors else None
-            ready(msgspec.msgpack.encode(CoreAddress(orders=address, tensors=handle)))
+            ready(msgspec.msgpack.encode(CoreAddress(socket=address, tensors=handle)))
             core.run()
         finally:
             if tensors is not None:

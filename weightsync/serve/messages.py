@@ -154,7 +154,7 @@ class StatsRequest(_Tagged, frozen=True, kw_only=True, tag="stats_request"):
     call: int
 
 
-Order = EngineRequest | Cancel | StatsRequest
+ClientMessage = EngineRequest | Cancel | StatsRequest
 
 
 # From an engine core to an API server.
@@ -260,7 +260,7 @@ class WorkerCall(_Tagged, frozen=True, kw_only=True, tag="call"):
     mode: PauseMode = "abort"
 
 
-Notice = Hello | WorkerState | WorkerCall
+WorkerMessage = Hello | WorkerState | WorkerCall
 
 
 # From an engine core to its workers.

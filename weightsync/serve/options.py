@@ -71,13 +71,13 @@ class ServeOptions:
 class Addresses(msgspec.Struct, frozen=True, kw_only=True):
     """The sockets of a server's processes, in its private directory `folder`.
 
-    API servers connect to `orders`, one of each engine core, and to `workers`, ordered by replica
-    and rank. The workers of a replica connect to its address in `gates`.
+    API servers connect to `cores`, one of each engine core, and to `workers`, ordered by replica
+    and rank. The workers of a replica connect to its address in `core_workers`.
     """
 
     folder: str
-    orders: list[str]
-    gates: list[str]
+    cores: list[str]
+    core_workers: list[str]
     workers: list[str]
 
     @classmethod
@@ -86,8 +86,8 @@ class Addresses(msgspec.Struct, frozen=True, kw_only=True):
         replicas = options.data_parallel
         return cls(
             folder=str(folder),
-            orders=[ipc_address(folder) for _ in range(replicas)],
-            gates=[ipc_address(folder) for _ in range(replicas)],
+            cores=[ipc_address(folder) for _ in range(replicas)],
+            core_workers=[ipc_address(folder) for _ in range(replicas)],
             workers=[ipc_address(folder) for _ in range(replicas * options.tensor_parallel)],
         )
 
@@ -95,7 +95,7 @@ class Addresses(msgspec.Struct, frozen=True, kw_only=True):
 class CoreAddress(msgspec.Struct, frozen=True, kw_only=True):
     """The address of an engine core. `tensors` is None if messages carry the tensors."""
 
-    orders: str
+    socket: str
     tensors: TensorQueueHandle | None = None
 
 

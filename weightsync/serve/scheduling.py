@@ -151,7 +151,7 @@ MAX_WAITING = 4096
 Owner = bytes
 """The ZeroMQ identity of the API server that sent a request."""
 Key = tuple[Owner, str]
-Post = tuple[Owner, Event]
+OwnedEvent = tuple[Owner, Event]
 
 
 @dataclass(slots=True)
@@ -238,7 +238,7 @@ class Scheduler:
         self._requests[key] = _RequestState(request, dict.fromkeys(range(request.n)))
         self._waiting[key] = request
 
-    def cancel(self, owner: Owner, request_id: str, index: int | None = None) -> list[Post]:
+    def cancel(self, owner: Owner, request_id: str, index: int | None = None) -> list[OwnedEvent]:
         """End a request without further events (`index` None), or one completion of it.
 
         An unknown request is no error: it may have ended while the message was on its way.
@@ -252,7 +252,7 @@ class Scheduler:
             return []
         return [self._end(key, index, "abort")] if index in found.rows else []
 
-    def abort_all(self) -> list[Post]:
+    def abort_all(self) -> list[OwnedEvent]:
         """End every request with the tokens that it has."""
         posts = [
             self._end(key, index, "abort")
@@ -262,13 +262,13 @@ class Scheduler:
         self._waiting.clear()
         return posts
 
-    def fail_all(self, error: WeightSyncError) -> list[Post]:
+    def fail_all(self, error: WeightSyncError) -> list[OwnedEvent]:
         """End every request with an error."""
         problem = encode_problem(to_problem(error))
         posts = [(key[0], Failed(request_id=key[1], problem=problem)) for key in self._requests]
         for key in list(self._requests):
             self._forget(key)
-        return list[Post](posts)
+        return list[OwnedEvent](posts)
 
     def clear_cache(self) -> None:
         """Stop the reuse of all prompts that were read so far."""
@@ -296,7 +296,7 @@ class Scheduler:
         )
         return self._step
 
-    def done(self, result: StepResult) -> list[Post]:
+    def done(self, result: StepResult) -> list[OwnedEvent]:
         """Process rank 0's result of the last step; return the events for the API servers."""
         if self._step is None or result.number != self._step.number:
             expected = self._step.number if self._step else "none"
@@ -384,13 +384,13 @@ class Scheduler:
         self._reading.append((group, known.version if known else None))
         return group
 
-    def _token_posts(self, result: StepResult) -> Iterable[Post]:
+    def _token_posts(self, result: StepResult) -> Iterable[OwnedEvent]:
         for chosen in result.sampled:
             row = self._rows.get(chosen.row)
             if row is not None:  # otherwise it was cancelled during the step
                 yield self._took(row, chosen, result.version)
 
-    def _took(self, row: _Row, chosen: SampledToken, version: int) -> Post:
+    def _took(self, row: _Row, chosen: SampledToken, version: int) -> OwnedEvent:
         row.token = chosen.token
         row.count += 1
         finish: FinishReason | None = None
@@ -411,7 +411,7 @@ class Scheduler:
             finish_reason=finish,
         )
 
-    def _end(self, key: Key, index: int, reason: FinishReason) -> Post:
+    def _end(self, key: Key, index: int, reason: FinishReason) -> OwnedEvent:
         number = self._requests[key].rows[index]
         prompt_version = 0 if number is None else self._rows[number].prompt_version
         self._close(key, index)
@@ -419,7 +419,7 @@ class Scheduler:
             request_id=key[1], index=index, prompt_version=prompt_version, finish_reason=reason
         )
 
-    def _refuse(self, first_row: RowId, reason: str) -> Post | None:
+    def _refuse(self, first_row: RowId, reason: str) -> OwnedEvent | None:
         row = self._rows.get(first_row)
         if row is None:
             return None

@@ -34,11 +34,11 @@ from weightsync.serve.messages import (
     Done,
     Hello,
     ModelCard,
-    Notice,
     PauseMode,
     PauseState,
     Step,
     WorkerCall,
+    WorkerMessage,
     WorkerState,
 )
 from weightsync.serve.model import LoadedModel, load_for_worker
@@ -218,7 +218,7 @@ class WorkerLink:
         self._spawn(self._listen_to_api(handle))
         self._spawn(self._send_states())
 
-    async def _call(self, make: Callable[[int], Notice]) -> Done:
+    async def _call(self, make: Callable[[int], WorkerMessage]) -> Done:
         self._next_call += 1
         call = self._next_call
         answer: asyncio.Future[Done] = self._loop.create_future()
@@ -229,8 +229,8 @@ class WorkerLink:
         finally:
             del self._calls[call]
 
-    async def _send(self, notice: Notice) -> None:
-        await self._core.send(msgspec.msgpack.encode(notice))
+    async def _send(self, message: WorkerMessage) -> None:
+        await self._core.send(msgspec.msgpack.encode(message))
 
     async def _listen_to_core(self) -> None:
         while True:
@@ -380,7 +380,7 @@ def main(
             loaded,
             options,
             rank,
-            core_address=addresses.gates[replica],
+            core_address=addresses.core_workers[replica],
             control_address=addresses.workers[replica * size + rank],
         )
 

@@ -19,11 +19,11 @@ from weightsync.serve.messages import (
     Hello,
     ModelCard,
     NewRows,
-    Notice,
     SampledToken,
     SamplingParams,
     Step,
     StepResult,
+    WorkerMessage,
 )
 from weightsync.shm.wait import HEARTBEAT_TIMEOUT_FACTOR
 
@@ -34,7 +34,7 @@ POLL_S = 0.05
 SILENCE_S = 60.0
 """How long a worker may send no message during a step."""
 
-_notice_decoder: msgspec.msgpack.Decoder[Notice] = msgspec.msgpack.Decoder(Notice)
+_notice_decoder: msgspec.msgpack.Decoder[WorkerMessage] = msgspec.msgpack.Decoder(WorkerMessage)
 
 
 def step_codec() -> MessageCodec:
@@ -100,9 +100,9 @@ class WorkerGroup:
                 )
             frames = socket.recv_multipart()
             with links.dropped("a worker"):
-                rank, notice = _notice(frames)
-                if isinstance(notice, Hello):
-                    hellos[rank] = notice
+                rank, message = _notice(frames)
+                if isinstance(message, Hello):
+                    hellos[rank] = message
         return cls(socket, hellos)
 
     @property
@@ -130,19 +130,19 @@ class WorkerGroup:
             )
         return first
 
-    def notices(self) -> Iterable[tuple[int, Notice]]:
+    def notices(self) -> Iterable[tuple[int, WorkerMessage]]:
         """Yield the notices that have arrived."""
         while True:
             try:
                 frames = self.socket.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:
                 return
-            found: list[tuple[int, Notice]] = []
+            found: list[tuple[int, WorkerMessage]] = []
             with links.dropped("a worker"):
                 found.append(_notice(frames))
-            for worker, notice in found:
+            for worker, message in found:
                 self._notice_at[worker] = time.monotonic()
-                yield worker, notice
+                yield worker, message
 
     def send(self, worker: int, message: CoreMessage) -> None:
         """Send a message to one worker."""
@@ -174,6 +174,6 @@ class WorkerGroup:
                     ) from None
 
 
-def _notice(frames: list[Any]) -> tuple[int, Notice]:
+def _notice(frames: list[Any]) -> tuple[int, WorkerMessage]:
     identity, body = frames
     return int(identity.rpartition(b"-")[2]), _notice_decoder.decode(body)
