@@ -118,12 +118,12 @@ def test_a_core_drops_notices_that_are_none(tmp_path: Path) -> None:
         worker.connect(address)
         crew = WorkerGroup.__new__(WorkerGroup)  # its queues are not needed to listen
         crew.socket = core
-        crew._notice_at = {}
+        crew._message_at = {}
         for frames in ([b"\xc1"], [b"a", b"b"], [b""]):
             worker.send_multipart(frames)
         worker.send(msgspec.msgpack.encode({"kind": "call", "call": 3, "action": "resume"}))
         found: list[tuple[int, WorkerMessage]] = []
         while not found:
             assert core.poll(int(WAIT_S * 1000))
-            found = list(crew.notices())
+            found = list(crew.messages())
         assert [(rank, type(message).__name__) for rank, message in found] == [(0, "WorkerCall")]

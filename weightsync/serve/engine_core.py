@@ -347,7 +347,7 @@ class EngineCore:
         """Handle messages of API servers and workers; wait at most `timeout_ms` for the first."""
         ready = dict(self._poller.poll(timeout_ms))
         if self._workers.socket in ready:
-            for worker, message in self._workers.notices():
+            for worker, message in self._workers.messages():
                 self._handle_worker(worker, message)
         if self._clients in ready:
             for owner, frames in _all_messages(self._clients):

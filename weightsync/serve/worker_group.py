@@ -34,7 +34,7 @@ POLL_S = 0.05
 SILENCE_S = 60.0
 """How long a worker may send no message during a step."""
 
-_notice_decoder: msgspec.msgpack.Decoder[WorkerMessage] = msgspec.msgpack.Decoder(WorkerMessage)
+_decoder: msgspec.msgpack.Decoder[WorkerMessage] = msgspec.msgpack.Decoder(WorkerMessage)
 
 
 def step_codec() -> MessageCodec:
@@ -63,7 +63,7 @@ def worker_identity(rank: int) -> bytes:
 
 
 class WorkerGroup:
-    """All workers of one replica. `socket` is the bound ROUTER socket for their notices.
+    """All workers of one replica. `socket` is the bound ROUTER socket for their messages.
 
     One broadcast queue carries steps to all workers; each worker has its own queue for results.
     """
@@ -73,7 +73,7 @@ class WorkerGroup:
         self.card: ModelCard = hellos[0].card
         self._steps = step_queue(len(hellos))
         self._results: list[MessageQueue] = []
-        self._notice_at: dict[int, float] = {}
+        self._message_at: dict[int, float] = {}
         try:
             for rank in sorted(hellos):
                 results = hellos[rank].results
@@ -100,7 +100,7 @@ class WorkerGroup:
                 )
             frames = socket.recv_multipart()
             with links.dropped("a worker"):
-                rank, message = _notice(frames)
+                rank, message = _decoded(frames)
                 if isinstance(message, Hello):
                     hellos[rank] = message
         return cls(socket, hellos)
@@ -113,9 +113,9 @@ class WorkerGroup:
     def make(self, step: Step, meanwhile: Callable[[], None] = lambda: None) -> StepResult:
         """Make a step on all workers; return the result of rank 0.
 
-        `meanwhile` is called every POLL_S during the wait: it should read `notices`, and ends the
+        `meanwhile` is called every POLL_S during the wait: it should read `messages`, and ends the
         wait if it raises. Raises PeerLostError for a worker that died. Raises TransferTimeout for a
-        worker that sent no notice for SILENCE_S, or has no result after HEARTBEAT_TIMEOUT_FACTOR
+        worker that sent no message for SILENCE_S, or has no result after HEARTBEAT_TIMEOUT_FACTOR
         times as long. Raises ProtocolError when the workers used different weights.
         """
         self._steps.enqueue(step)
@@ -130,8 +130,8 @@ class WorkerGroup:
             )
         return first
 
-    def notices(self) -> Iterable[tuple[int, WorkerMessage]]:
-        """Yield the notices that have arrived."""
+    def messages(self) -> Iterable[tuple[int, WorkerMessage]]:
+        """Yield the messages that have arrived."""
         while True:
             try:
                 frames = self.socket.recv_multipart(zmq.NOBLOCK)
@@ -139,9 +139,9 @@ class WorkerGroup:
                 return
             found: list[tuple[int, WorkerMessage]] = []
             with links.dropped("a worker"):
-                found.append(_notice(frames))
+                found.append(_decoded(frames))
             for worker, message in found:
-                self._notice_at[worker] = time.monotonic()
+                self._message_at[worker] = time.monotonic()
                 yield worker, message
 
     def send(self, worker: int, message: CoreMessage) -> None:
@@ -166,7 +166,7 @@ class WorkerGroup:
             except TransferTimeout:
                 meanwhile()
                 now = time.monotonic()
-                silent_s = now - max(begun, self._notice_at.get(rank, begun))
+                silent_s = now - max(begun, self._message_at.get(rank, begun))
                 if silent_s > SILENCE_S or now - begun > HEARTBEAT_TIMEOUT_FACTOR * SILENCE_S:
                     raise TransferTimeout(
                         f"worker {rank} did not make its step within {now - begun:.0f} s, and "
@@ -174,6 +174,6 @@ class WorkerGroup:
                     ) from None
 
 
-def _notice(frames: list[Any]) -> tuple[int, WorkerMessage]:
+def _decoded(frames: list[Any]) -> tuple[int, WorkerMessage]:
     identity, body = frames
-    return int(identity.rpartition(b"-")[2]), _notice_decoder.decode(body)
+    return int(identity.rpartition(b"-")[2]), _decoder.decode(body)
