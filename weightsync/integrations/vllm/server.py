@@ -8,7 +8,8 @@ import json
 import logging
 import secrets
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from concurrent.futures import Future
 from typing import Any, Protocol
 from urllib.parse import urlsplit
 
@@ -234,8 +235,8 @@ class VllmServer:
         self._senders: dict[int, str] = {}
         self._answers = self._run_round({}, timeout_s=timeout_s)
         self.workers = len(self._answers)
-        self._turn = threading.Lock()
-        self._rounds: dict[type[Request], _Gathering] = {}
+        self._gathered = threading.Condition()
+        self._gatherings: dict[type[Request], _Gathering] = {}
         self._server = threading.RLock()
         self._hold = _Hold.NONE
         self._owes_reset = False
@@ -243,32 +244,56 @@ class VllmServer:
 
     def call(self, rank: int, request: Request, *, timeout_s: float) -> WorkerAnswer:
         """Send one worker's request in a round with those of the others; return its answer."""
-        with self._turn:
-            gathering = self._rounds.get(type(request))
-            leads = gathering is None or not gathering.join(rank, request)
-            if leads:
-                gathering = _Gathering(rank, request, self.workers)
-                self._rounds[type(request)] = gathering
-        assert gathering is not None
+        kind = type(request)
+        with self._gathered:
+            gathering = self._gatherings.get(kind)
+            if gathering is None or rank in gathering.requests:
+                gathering = self._gatherings[kind] = _Gathering()
+            requests = gathering.requests
+            requests[rank] = request
+            leads = len(requests) == 1
+            self._gathered.notify_all()
+            if leads:  # the other workers' requests nearly always come at the same time
+                wait_s = _GATHER_UPDATE_S if isinstance(request, UpdateRequest) else _GATHER_S
+                self._gathered.wait_for(lambda: len(requests) == self.workers, wait_s)
+                if self._gatherings.get(kind) is gathering:
+                    del self._gatherings[kind]  # later requests are of another round
         if leads:
-            gathering.wait_for_others()
-            with self._turn:
-                gathering.close()
-                if self._rounds.get(type(request)) is gathering:
-                    del self._rounds[type(request)]
-            gathering.settle(lambda requests: self._run(requests, timeout_s))
-        return gathering.result(rank, timeout_s + _GATHER_UPDATE_S)
+            try:
+                gathering.answers.set_result(self._run(dict(sorted(requests.items())), timeout_s))
+            except BaseException as exc:  # noqa: BLE001  # raised below, in every thread
+                gathering.answers.set_exception(exc)
+        return self._answer(gathering, rank, 2 * (timeout_s + _GATHER_UPDATE_S))
+
+    @staticmethod
+    def _answer(gathering: _Gathering, rank: int, timeout_s: float) -> WorkerAnswer:
+        """Return one worker's answer in a round. Raises the round's error."""
+        try:
+            error = gathering.answers.exception(timeout_s)
+        except TimeoutError as exc:
+            raise ConnectError("another worker's call did not return") from exc
+        if error is not None:
+            # Several threads raise it, and each adds to its own.
+            raise copy.copy(error) if isinstance(error, WeightSyncError) else error
+        answer = gathering.answers.result().get(rank)
+        if answer is None:
+            raise RemoteError(
+                f"this vLLM has no worker {rank} any more: it was restarted with fewer",
+                remote_type="vLLM",
+                remote_message="",
+            )
+        return answer
 
     def whole(self) -> VllmServerTransport:
         """Return the transport to the server itself, the same in each call."""
-        with self._turn:
+        with self._gathered:
             if self._whole is None:
                 self._whole, self.has_whole = VllmServerTransport(self), True
             return self._whole
 
     def close_one(self) -> None:
         """Note that a worker's transport closed. After the last one, close the control."""
-        with self._turn:
+        with self._gathered:
             self._open -= 1
             last = self._open == 0 and not self.has_whole  # `whole` closes it otherwise
         if last:
@@ -470,59 +495,11 @@ class VllmServer:
 
 
 class _Gathering:
-    """Collects requests of one type to several workers into one round."""
+    """Requests of one type to several workers, by rank, and the future of their one round."""
 
-    def __init__(self, rank: int, request: Request, workers: int) -> None:
-        self._requests = {rank: request}
-        self._workers = workers
-        self._closed = False
-        self._joined = threading.Condition()
-        self._done = threading.Event()
-        self._answers: dict[int, WorkerAnswer] = {}
-        self._error: BaseException | None = None
-        self._wait_s = _GATHER_UPDATE_S if isinstance(request, UpdateRequest) else _GATHER_S
-
-    def join(self, rank: int, request: Request) -> bool:
-        """Add a request; False where the round is closed, or has one of this worker."""
-        with self._joined:
-            if self._closed or rank in self._requests:
-                return False
-            self._requests[rank] = request
-            self._joined.notify_all()
-            return True
-
-    def wait_for_others(self) -> None:
-        """Wait for the other workers' requests, which nearly always come at the same time."""
-        with self._joined:
-            self._joined.wait_for(lambda: len(self._requests) == self._workers, self._wait_s)
-
-    def close(self) -> None:
-        """Refuse further requests."""
-        with self._joined:
-            self._closed = True
-
-    def settle(self, run: Callable[[dict[int, Request]], dict[int, WorkerAnswer]]) -> None:
-        """Run the round with all its requests."""
-        try:
-            self._answers = run(dict(sorted(self._requests.items())))
-        except BaseException as exc:  # noqa: BLE001  # raised by `result`, in every thread
-            self._error = exc
-        finally:
-            self._done.set()
-
-    def result(self, rank: int, timeout_s: float) -> WorkerAnswer:
-        """Return the answer of one worker. Raises the round's error."""
-        if not self._done.wait(timeout_s * 2):
-            raise ConnectError("another worker's call did not return")
-        if self._error is not None:
-            raise _copy(self._error)
-        if rank not in self._answers:
-            raise RemoteError(
-                f"this vLLM has no worker {rank} any more: it was restarted with fewer",
-                remote_type="vLLM",
-                remote_message="",
-            )
-        return self._answers[rank]
+    def __init__(self) -> None:
+        self.requests: dict[int, Request] = {}
+        self.answers: Future[dict[int, WorkerAnswer]] = Future()
 
 
 class VllmWorkerTransport(BaseTransport):
@@ -640,8 +617,3 @@ def _sender_of(request: Request) -> str:
     """Return the sender's id in a request, empty where it has none."""
     source = request.update_info if isinstance(request, UpdateRequest) else request
     return getattr(source, "sender", None) or ""
-
-
-def _copy(error: BaseException) -> BaseException:
-    """Return a copy of an error: several threads raise it, and each adds to its own."""
-    return copy.copy(error) if isinstance(error, WeightSyncError) else error
