@@ -15,30 +15,8 @@ import weightsync as ws
 from tests.cli.running import answer_of, weightsync
 from tests.server.live import serving
 from weightsync.integrations.vllm import rpc
-from weightsync.integrations.vllm.rpc import Round, WorkerAnswer
-from weightsync.wire import codec
-from weightsync.wire.messages import StatusRequest
 
 WORKERS = 2
-
-
-def answer(receiver: ws.WeightReceiver, told: Round, rank: int) -> dict[str, Any]:
-    """What the engine in a worker of vLLM answers at its door, to a question alone."""
-    asked = rpc.addressed(told, rank) is not None
-    status = receiver.dispatch(StatusRequest())
-    return rpc.encode_answer(
-        WorkerAnswer(
-            nonce=told.nonce,
-            rank=rank,
-            world=WORKERS,
-            state="READY",
-            version=receiver.version,
-            apply="staged",
-            may_generate=True,
-            held=False,
-            reply=codec.encode(status).decode() if asked else None,
-        )
-    )
 
 
 @contextmanager
@@ -48,7 +26,11 @@ def vllm_like(backend: str = "weightsync") -> Iterator[str]:
 
     def collective_rpc(body: dict[str, Any] = Body()) -> dict[str, Any]:  # noqa: B008 - FastAPI's
         told = rpc.decode_round(body["args"][0])
-        return {"results": [answer(one, told, rank) for rank, one in enumerate(receivers)]}
+        answers = [
+            rpc.answer_round(told, receiver, receiver.dispatch, rank=rank, world=WORKERS)
+            for rank, receiver in enumerate(receivers)
+        ]
+        return {"results": answers}
 
     app = FastAPI()
     config = {"vllm_config": {"weight_transfer_config": {"backend": backend}}}

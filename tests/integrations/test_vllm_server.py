@@ -48,9 +48,9 @@ class Restarted:
         self._first = now
 
     @property
-    def sent(self) -> tuple[int, int]:
+    def sent_messages(self) -> int:
         then = len(self.now.log) if self.now is not self._first else 0
-        return len(self._first.log) + then, 0
+        return len(self._first.log) + then
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.now, name)

@@ -22,7 +22,6 @@ import weightsync as ws
 from weightsync.integrations.vllm import pauses as vllm_pauses
 from weightsync.integrations.vllm import rpc as vllm_rpc
 from weightsync.update.lifecycle import ApplyChoice
-from weightsync.wire import codec, problem
 
 
 @dataclass
@@ -115,6 +114,7 @@ class Workers:
     """
 
     target = "server"
+    sent_nbytes = 0
 
     def __init__(self, count: int, *, apply: ApplyChoice = "staged", late: int = 0) -> None:
         self.models = [torch.nn.Linear(40, 40) for _ in range(count)]
@@ -144,8 +144,8 @@ class Workers:
     # The methods that a server's client calls.
 
     @property
-    def sent(self) -> tuple[int, int]:
-        return len(self.log), 0
+    def sent_messages(self) -> int:
+        return len(self.log)
 
     def rpc(self, text: str, *, timeout_s: float) -> object:
         calls = sorted({call.call for call in vllm_rpc.decode_round(text).calls.values()})
@@ -247,28 +247,8 @@ class Workers:
     def _answer(self, round_: vllm_rpc.Round, rank: int) -> dict[str, Any]:
         self.awake.wait(60)
         receiver = self.receivers[rank]
-        call, reply, wrong = vllm_rpc.addressed(round_, rank), None, None
-        if call is not None:
-            try:
-                request = codec.decode_request(call.call, call.body.encode())
-                reply = codec.encode(receiver.dispatch(request)).decode()
-            except Exception as exc:  # noqa: BLE001  # as the engine does
-                wrong = problem.encode_problem(problem.to_problem(exc)).decode()
-        status, watched = receiver.status(), round_.watched.get(rank)
-        return vllm_rpc.encode_answer(
-            vllm_rpc.WorkerAnswer(
-                nonce=round_.nonce,
-                rank=rank,
-                world=len(self.models),
-                state=status.state,
-                version=status.version,
-                apply=status.apply,
-                may_generate=status.may_generate,
-                sender_lives=not watched or receiver.sender_alive(watched),
-                reply=reply,
-                problem=wrong,
-            )
-        )
+        world = len(self.models)
+        return vllm_rpc.answer_round(round_, receiver, receiver.dispatch, rank=rank, world=world)
 
 
 vllm_pauses.install(Workers, utility="utility", refused="refused")

@@ -24,6 +24,7 @@ from weightsync.errors import (
 )
 from weightsync.integrations.vllm import rpc as vllm_rpc
 from weightsync.integrations.vllm.server import VllmWorkerTransport, worker_transports
+from weightsync.transports.base import BaseTransport
 
 _GREETING_S = 300.0
 """An actor may still be loading its model."""
@@ -55,27 +56,18 @@ Call = Callable[..., Any]
 """Calls a method of an engine, given its name, `timeout_s`, and its arguments."""
 
 
-class _Engine:
+class _Engine(BaseTransport):
     """A VllmControl of an engine without a server."""
 
     def __init__(self, call: Call, target: str, engine: Any) -> None:
+        super().__init__(target)
         self._call = call
-        self._target = target
         self._pauses = hasattr(engine, "pause_generation")
-        self._sent = 0
-        self._sent_nbytes = 0
-
-    @property
-    def target(self) -> str:
-        return self._target
-
-    @property
-    def sent(self) -> tuple[int, int]:
-        return self._sent, self._sent_nbytes
 
     def rpc(self, text: str, *, timeout_s: float) -> object:
-        self._sent_nbytes += len(text)
-        return self._do("collective_rpc", timeout_s, vllm_rpc.METHOD, args=(text,))
+        return self._do(
+            "collective_rpc", timeout_s, vllm_rpc.METHOD, args=(text,), nbytes=len(text)
+        )
 
     def is_paused(self, *, timeout_s: float) -> bool:
         return bool(self._do("is_paused", timeout_s)) if self._pauses else False
@@ -103,8 +95,8 @@ class _Engine:
     def close(self) -> None:
         """Do nothing: the engine belongs to the user."""
 
-    def _do(self, method: str, timeout_s: float, *args: Any, **kwargs: Any) -> Any:
-        self._sent += 1
+    def _do(self, method: str, timeout_s: float, *args: Any, nbytes: int = 0, **kwargs: Any) -> Any:
+        self._count(nbytes)
         try:
             return self._call(method, timeout_s, *args, **kwargs)
         except WeightSyncError:

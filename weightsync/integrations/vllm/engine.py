@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -15,11 +14,10 @@ from vllm.v1.worker.worker_base import WorkerBase
 
 from weightsync.errors import ConfigError
 from weightsync.integrations.vllm import rpc
-from weightsync.integrations.vllm.rpc import Round, WorkerAnswer
 from weightsync.integrations.vllm.sink import VllmSink
 from weightsync.receiver import WeightReceiver
 from weightsync.update.lifecycle import ApplyChoice
-from weightsync.wire import codec, problem
+from weightsync.wire import codec
 from weightsync.wire.messages import (
     AbortRequest,
     FinishRequest,
@@ -93,88 +91,45 @@ class WeightsyncEngine(WeightTransferEngine):  # type: ignore[misc]  # vLLM has 
 
     def answer(self, worker: Any, request: Request) -> Reply:
         """Handle one request of our sender through the method of vLLM's worker for it."""
-        self._reply = None
-        with self._asking(request), set_current_vllm_config(self.vllm_config):
-            self._drive(worker, request)
-            if self._reply is None:  # vLLM has no method for it
-                self._reply = self.receiver.dispatch(request)
+        self._request, self._reply = request, None
+        try:
+            with set_current_vllm_config(self.vllm_config):
+                self._drive(worker, request)
+                if self._reply is None:  # vLLM has no method for it
+                    self._reply = self.receiver.dispatch(request)
+        finally:
+            self._request = None
         return self._reply
 
     def _drive(self, worker: Any, request: Request) -> None:
-        session = _Session(worker)
         open_id = self.receiver.status().update_id
         if isinstance(request, InitRequest):
             worker.init_weight_transfer_engine({})
         elif isinstance(request, UpdateRequest | StartRequest):
             if open_id is None:
-                session.end()  # left by a dead sender, or a failed update
-            if not session.active:
+                _end_session(worker)  # left by a dead sender, or a failed update
+            if not _has_session(worker):
                 worker.start_weight_update()
             if isinstance(request, UpdateRequest):
                 worker.update_weights({})
-        elif isinstance(request, FinishRequest) and session.active and open_id is not None:
+        elif isinstance(request, FinishRequest) and _has_session(worker) and open_id is not None:
             worker.finish_weight_update()
         elif isinstance(request, AbortRequest):
             self._reply = self.receiver.dispatch(request)
             if self.receiver.status().update_id is None:
-                session.end()
-
-    @contextmanager
-    def _asking(self, request: Request) -> Iterator[None]:
-        self._request = request
-        try:
-            yield
-        finally:
-            self._request = None
-
-    def answer_round(self, worker: Any, round_: Round) -> WorkerAnswer:
-        """Answer a round. An error of a request is part of the answer."""
-        rank, world = _place(self.vllm_config)
-        call = rpc.addressed(round_, rank)
-        reply = wrong = None
-        if call is not None:
-            try:
-                request = codec.decode_request(call.call, call.body.encode())
-                answered = self.answer(worker, request)
-                reply = codec.encode(answered).decode()
-            except Exception as exc:  # noqa: BLE001  # returned to the sender, which raises it
-                wrong = problem.encode_problem(problem.to_problem(exc)).decode()
-        return self._worker_answer(round_, rank, world, reply, wrong)
-
-    def _worker_answer(
-        self, round_: Round, rank: int, world: int, reply: str | None, wrong: str | None
-    ) -> WorkerAnswer:
-        status = self.receiver.status()
-        watched = round_.watched.get(rank)
-        return WorkerAnswer(
-            nonce=round_.nonce,
-            rank=rank,
-            world=world,
-            state=status.state,
-            version=status.version,
-            apply=status.apply,
-            may_generate=status.may_generate,
-            sender_lives=not watched or self.receiver.sender_alive(watched),
-            reply=reply,
-            problem=wrong,
-        )
+                _end_session(worker)
 
 
-class _Session:
-    """vLLM's own flag that an update is open. It stays set when a sender dies."""
+def _has_session(worker: Any) -> bool:
+    """Whether vLLM's own flag says that an update is open. It stays set when a sender dies."""
+    return bool(getattr(worker, "_weight_update_active", False))
 
-    def __init__(self, worker: Any) -> None:
-        self._worker = worker
 
-    @property
-    def active(self) -> bool:
-        return bool(getattr(self._worker, "_weight_update_active", False))
-
-    def end(self) -> None:
-        """Clear the flag, without finishing the update."""
-        if self.active:
-            self._worker._weight_update_active = False
-            self._worker.weight_transfer_engine.reset_weight_update_target()
+def _end_session(worker: Any) -> None:
+    """Clear vLLM's flag, without finishing the update."""
+    if _has_session(worker):
+        worker._weight_update_active = False
+        worker.weight_transfer_engine.reset_weight_update_target()
 
 
 def _answer_call(worker: Any, text: str) -> dict[str, Any]:
@@ -187,7 +142,9 @@ def _answer_call(worker: Any, text: str) -> dict[str, Any]:
         engine = getattr(worker, "weight_transfer_engine", None)
         if not isinstance(engine, WeightsyncEngine):
             raise ConfigError("this worker's weight transfer engine is not weightsync's")
-        return rpc.encode_answer(engine.answer_round(worker, round_))
+        rank, world = _place(engine.vllm_config)
+        answer = partial(engine.answer, worker)
+        return rpc.answer_round(round_, engine.receiver, answer, rank=rank, world=world)
     except Exception as exc:  # noqa: BLE001  # returned to the sender, which raises it
         return rpc.encode_refusal(exc)
 

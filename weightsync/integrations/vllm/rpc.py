@@ -7,13 +7,15 @@ its queues, and each later call returns the answers of the call before it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import msgspec
 
 from weightsync.errors import ProtocolError
-from weightsync.wire import problem
+from weightsync.receiver import WeightReceiver
+from weightsync.wire import codec, problem
+from weightsync.wire.messages import Reply, Request
 from weightsync.wire.struct_types import prepare
 
 METHOD = "weightsync"
@@ -86,8 +88,38 @@ def decode_round(text: object) -> Round:
         raise ProtocolError(f"this is no valid round of weightsync: {exc}") from exc
 
 
-def encode_answer(answer: WorkerAnswer) -> dict[str, Any]:
-    """Return an answer as plain data."""
+def answer_round(
+    sent: Round,
+    receiver: WeightReceiver,
+    handle: Callable[[Request], Reply],
+    *,
+    rank: int,
+    world: int,
+) -> dict[str, Any]:
+    """Answer a round in one worker, whose request `handle` handles; return plain data.
+
+    An error of the request is part of the answer.
+    """
+    call, reply, wrong = sent.calls.get(rank), None, None
+    if call is not None:
+        try:
+            request = codec.decode_request(call.call, call.body.encode())
+            reply = codec.encode(handle(request)).decode()
+        except Exception as exc:  # noqa: BLE001  # returned to the sender, which raises it
+            wrong = problem.encode_problem(problem.to_problem(exc)).decode()
+    status, watched = receiver.status(), sent.watched.get(rank)
+    answer = WorkerAnswer(
+        nonce=sent.nonce,
+        rank=rank,
+        world=world,
+        state=status.state,
+        version=status.version,
+        apply=status.apply,
+        may_generate=status.may_generate,
+        sender_lives=not watched or receiver.sender_alive(watched),
+        reply=reply,
+        problem=wrong,
+    )
     plain: dict[str, Any] = msgspec.to_builtins(answer)
     return plain
 
@@ -143,12 +175,6 @@ def one_version(answers: Iterable[WorkerAnswer]) -> bool:
 def standing(answers: Iterable[WorkerAnswer]) -> str:
     """Return the state of each worker, for messages."""
     return ", ".join(f"worker {a.rank} is {a.state} at {a.version}" for a in answers)
-
-
-def addressed(sent: Round, rank: int) -> Call | None:
-    """Return the call of a round for the worker of this rank, if any."""
-    calls: Mapping[int, Call] = sent.calls
-    return calls.get(rank)
 
 
 prepare(Round, WorkerAnswer)

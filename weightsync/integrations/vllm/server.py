@@ -60,10 +60,6 @@ _DEV_MODE = (
 class VllmHttpControl(HttpTransport):
     """A VllmControl of the server at `url`."""
 
-    @property
-    def sent(self) -> tuple[int, int]:
-        return self.sent_messages, self.sent_nbytes
-
     def greet(self, *, timeout_s: float) -> None:
         """Check that the workers have our engine, before the first RPC to them.
 
@@ -191,8 +187,12 @@ class VllmControl(Protocol):
         """The server's name in messages."""
 
     @property
-    def sent(self) -> tuple[int, int]:
-        """Requests sent so far, and their bytes."""
+    def sent_nbytes(self) -> int:
+        """Bytes of the bodies of requests sent so far."""
+
+    @property
+    def sent_messages(self) -> int:
+        """Requests sent so far."""
 
     def rpc(self, text: str, *, timeout_s: float) -> object:
         """Call the RPC method of every worker with `text`; return the list of their answers."""
@@ -532,17 +532,16 @@ class VllmWorkerTransport(BaseTransport):
     @property
     def sent_nbytes(self) -> int:
         """Bytes of requests to the server, counted by `whole`, or else by its first worker."""
-        return self._sent[1]
+        return self._server.control.sent_nbytes if self._counts else 0
 
     @property
     def sent_messages(self) -> int:
         """Requests to the server, counted in the same place."""
-        return self._sent[0]
+        return self._server.control.sent_messages if self._counts else 0
 
     @property
-    def _sent(self) -> tuple[int, int]:
-        counts = self._rank == 0 and not self._server.has_whole
-        return self._server.control.sent if counts else (0, 0)
+    def _counts(self) -> bool:
+        return self._rank == 0 and not self._server.has_whole
 
     def call(self, request: Request, *, timeout_s: float) -> Reply:
         """Send one request and return its reply; see Transport.call."""
@@ -574,12 +573,12 @@ class VllmServerTransport(BaseTransport):
     @property
     def sent_nbytes(self) -> int:
         """Bytes of all requests to the server."""
-        return self._control.sent[1]
+        return self._control.sent_nbytes
 
     @property
     def sent_messages(self) -> int:
         """All requests to the server."""
-        return self._control.sent[0]
+        return self._control.sent_messages
 
     def call(self, request: Request, *, timeout_s: float) -> Reply:
         """Return the status of the first worker. Raises ProtocolError for other requests."""

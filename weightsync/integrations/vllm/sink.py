@@ -275,15 +275,40 @@ class _LoadRecorder:
         offered = f"offered {self._manifest.specs[index]}" if index is not None else "offered"
         self._trial.mismatched.append(f"{self._current}: {offered}, {what}")
 
-    def recording(self, model: nn.Module) -> _Standins:
-        """Return a context manager that replaces the loaders."""
-        return _Standins(model, self)
+    @contextmanager
+    def recording(self, model: nn.Module) -> Iterator[None]:
+        """Replace the loaders of all parameters by ones that record."""
+        replaced: list[tuple[torch.Tensor, Any]] = []
+        try:
+            for path, layer in model.named_modules():
+                for name, tensor in get_layer_tensors(layer).items():
+                    loader = getattr(tensor, "weight_loader", None)
+                    if name in SKIP_LOAD_TENSORS or loader is None:
+                        continue
+                    if name in layer._parameters:
+                        self._wanted[path, name] = get_tensor_load_numel(tensor)
+                    replaced.append((tensor, loader))
+                    tensor.weight_loader = self._recorder((path, name), _unwrapped(loader))
+            yield
+        finally:
+            for tensor, loader in reversed(replaced):
+                tensor.weight_loader = loader
 
-    def expect(self, key: ParameterKey, numel: int) -> None:
-        """Record a parameter that needs `numel` elements."""
-        self._wanted[key] = numel
+    def _recorder(self, key: ParameterKey, loader: Callable[..., Any]) -> Callable[..., Any]:
+        signature = inspect.signature(loader)
 
-    def load(
+        def online_process_loader(*args: Any, **kwargs: Any) -> Any:
+            bound = signature.bind(*args, **kwargs)
+            bound.apply_defaults()
+            param = bound.arguments.get("param")
+            if isinstance(param, torch.Tensor) and not param.is_meta:
+                bound.arguments["param"] = to_meta_tensor(param)
+            return self._load(key, loader, bound)
+
+        online_process_loader.__wrapped__ = loader  # type: ignore[attr-defined]  # as vLLM marks its own
+        return online_process_loader
+
+    def _load(
         self, key: ParameterKey, loader: Callable[..., Any], args: inspect.BoundArguments
     ) -> Any:
         """Run a loader on a meta tensor, and count the elements that it would write."""
@@ -314,44 +339,6 @@ class _LoadRecorder:
                 )
         self._trial.ignored = [name for name in self._names if name not in self._taken]
         return self._trial
-
-
-class _Standins:
-    """Context manager that replaces the loaders of all parameters."""
-
-    def __init__(self, model: nn.Module, recorder: _LoadRecorder) -> None:
-        self._model = model
-        self._recorder = recorder
-        self._replaced: list[tuple[torch.Tensor, Any]] = []
-
-    def __enter__(self) -> None:
-        for path, layer in self._model.named_modules():
-            for name, tensor in get_layer_tensors(layer).items():
-                loader = getattr(tensor, "weight_loader", None)
-                if name in SKIP_LOAD_TENSORS or loader is None:
-                    continue
-                if name in layer._parameters:
-                    self._recorder.expect((path, name), get_tensor_load_numel(tensor))
-                self._replaced.append((tensor, loader))
-                tensor.weight_loader = self._standin((path, name), _unwrapped(loader))
-
-    def __exit__(self, *_: object) -> None:
-        for tensor, loader in reversed(self._replaced):
-            tensor.weight_loader = loader
-
-    def _standin(self, key: ParameterKey, loader: Callable[..., Any]) -> Callable[..., Any]:
-        signature = inspect.signature(loader)
-
-        def online_process_loader(*args: Any, **kwargs: Any) -> Any:
-            bound = signature.bind(*args, **kwargs)
-            bound.apply_defaults()
-            param = bound.arguments.get("param")
-            if isinstance(param, torch.Tensor) and not param.is_meta:
-                bound.arguments["param"] = to_meta_tensor(param)
-            return self._recorder.load(key, loader, bound)
-
-        online_process_loader.__wrapped__ = loader  # type: ignore[attr-defined]  # as vLLM marks its own
-        return online_process_loader
 
 
 def _unwrapped(loader: Callable[..., Any]) -> Callable[..., Any]:
@@ -400,8 +387,8 @@ class VllmSink(WeightSink):
         """How `offered` differs from the tensors that this worker's model takes; cached."""
         if offered.digest not in self._known:
             found = self._find_difference(offered)
-            while len(self._known) >= _KEPT:
-                self._known.pop(next(iter(self._known)))
+            if len(self._known) >= _KEPT:
+                self._known.clear()
             self._known[offered.digest] = found
         return self._known[offered.digest]
 
@@ -414,13 +401,11 @@ class VllmSink(WeightSink):
 
     def commit_all(self, load_targets: Sequence[LoadTarget]) -> None:
         """Load all targets in one reload: tensors that vLLM fuses may be in several messages."""
-        staged = [
-            load_target
-            for load_target in load_targets
-            if isinstance(load_target, _StagedLoadTarget)
-        ]
+        staged: list[_StagedLoadTarget] = []
         for load_target in load_targets:
-            if load_target not in staged:
+            if isinstance(load_target, _StagedLoadTarget):
+                staged.append(load_target)
+            else:
                 load_target.commit()
         if not staged:
             return
