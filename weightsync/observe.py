@@ -11,11 +11,11 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
-from itertools import groupby, pairwise
-from operator import itemgetter
+from itertools import pairwise
+from math import inf
 from os import PathLike
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from weightsync.backends.base import Mark, TransferProgress
 from weightsync.errors import BackendUnavailableError, ConfigError, WeightSyncError
@@ -363,42 +363,37 @@ class Timeline:
 
     def __init__(self, zero_s: float) -> None:
         self._zero_s = zero_s
-        self._names: list[dict[str, object]] = []
-        self._events: list[tuple[float, float, dict[str, object]]] = []
+        self._events: list[dict[str, Any]] = []
 
     def process(self, pid: int, name: str) -> None:
         """Name a process; processes with a lower `pid` are shown above."""
-        self._name(pid, 0, "process_name", name=name)
-        self._name(pid, 0, "process_sort_index", sort_index=pid)
+        self._add("M", pid, 0, "process_name", {"name": name})
+        self._add("M", pid, 0, "process_sort_index", {"sort_index": pid})
 
     def lane(self, pid: int, tid: int, name: str, spans: Sequence[Span]) -> None:
         """Add one lane. A span that outlasts its enclosing span is cut to the enclosing end."""
-        self._name(pid, tid, "thread_name", name=name)
+        self._add("M", pid, tid, "thread_name", {"name": name})
         for span in nested(spans):
             dur = round((span.stop_s - span.start_s) * 1e6, 3)
-            event = {"ph": "X", "pid": pid, "tid": tid, "name": span.name, "dur": dur}
-            self._add(span.start_s, dur, {**event, "args": dict(span.args)})
+            self._add("X", pid, tid, span.name, span.args, span.start_s, dur=dur)
 
     def count(self, pid: int, name: str, values: Sequence[tuple[float, float]]) -> None:
         """Add a counter track of (seconds, value) points."""
         for at_s, value in values:
-            event = {"ph": "C", "pid": pid, "tid": 0, "name": name, "args": {name: value}}
-            self._add(at_s, 0.0, event)
+            self._add("C", pid, 0, name, {name: value}, at_s)
 
     def write(self, path: Path, about: Args) -> None:
         """Write the file, with the events in order of time, outer spans first. Raises OSError."""
-        events = [event for *_, event in sorted(self._events, key=itemgetter(0, 1))]
-        document = {"traceEvents": [*self._names, *events], "displayTimeUnit": "ms"}
-        text = json.dumps({**document, "otherData": dict(about)})
-        path.write_text(text + "\n", encoding="utf-8")
+        events = sorted(self._events, key=lambda e: (e["ph"] != "M", e["ts"], -e.get("dur", 0.0)))
+        document = {"traceEvents": events, "displayTimeUnit": "ms", "otherData": about}
+        path.write_text(json.dumps(document) + "\n", encoding="utf-8")
 
-    def _name(self, pid: int, tid: int, kind: str, **args: object) -> None:
-        event = {"ph": "M", "pid": pid, "tid": tid, "name": kind, "ts": 0, "args": args}
-        self._names.append(event)
-
-    def _add(self, at_s: float, dur: float, event: dict[str, object]) -> None:
+    def _add(
+        self, kind: str, pid: int, tid: int, name: str, args: Args, at_s: float = 0.0, **more: float
+    ) -> None:
         ts = round(max(at_s - self._zero_s, 0.0) * 1e6, 3)
-        self._events.append((ts, -dur, {**event, "ts": ts}))
+        event = {"ph": kind, "pid": pid, "tid": tid, "name": name, "ts": ts, "args": args}
+        self._events.append({**event, **more})
 
 
 def nested(spans: Sequence[Span]) -> list[Span]:
@@ -469,44 +464,23 @@ class _TransferTrace:
 
     def buckets(self) -> Iterator[tuple[str, Span]]:
         """Yield each chunk's spans in its bucket: packing, then reading by the slowest reader."""
-        starts = self.times("acquired")
+        acquired = self.times("acquired")
+        num_buckets = self._progress.num_buckets
         for chunk, stop_s in self.times("published").items():
-            if chunk not in starts:
+            if chunk not in acquired:
                 continue
-            lane = f"bucket {chunk % self._progress.num_buckets}"
-            nbytes = self._chunks[chunk].stop - self._chunks[chunk].start
-            args = {"chunk": chunk, "nbytes": nbytes}
-            yield lane, Span(f"pack chunk {chunk}", starts[chunk], stop_s, args)
-            released = [self._released_at(samples, chunk) for samples in self.samples.values()]
-            known = [at_s for at_s in released if at_s is not None]
-            if known:
-                yield lane, Span(f"read chunk {chunk}", stop_s, max(stop_s, *known), args)
-
-    def reads(self, reader: int) -> Iterator[Span]:
-        """Yield the reads of one reader: by chunk if packed, else between two samples."""
-        samples = self.samples.get(reader, [])
-        if not self.packed:
-            for (before_s, start), (at_s, stop) in pairwise(samples):
-                yield Span("read", before_s, at_s, {"from": start, "to": stop})
-            return
-        published = self.times("published")
-        free_s = samples[0][0] if samples else 0.0
-        released = [(self._released_at(samples, j), j) for j in range(len(self._chunks))]
-        for at_s, group in groupby(released, key=itemgetter(0)):
-            chunks = [j for _, j in group]
-            if at_s is None or chunks[0] not in published:
-                return
-            name = f"read chunk {chunks[0]}" + (f" to {chunks[-1]}" if chunks[1:] else "")
-            start_s = min(max(published[chunks[0]], free_s), at_s)
-            yield Span(name, start_s, at_s, {"chunk": chunks[0], "chunks": len(chunks)})
-            free_s = at_s
-
-    def _released_at(self, samples: Sequence[tuple[float, int]], chunk: int) -> float | None:
-        """Return when a reader released a chunk: the first sample, or the reuse of its bucket."""
-        stop = self._chunks[chunk].stop
-        found = [at_s for at_s, taken in samples if taken >= stop][:1]
-        reused = self.times("acquired").get(chunk + self._progress.num_buckets)
-        return min([*found, *([] if reused is None else [reused])], default=None)
+            lane = f"bucket {chunk % num_buckets}"
+            start, stop = self._chunks[chunk].start, self._chunks[chunk].stop
+            args = {"chunk": chunk, "nbytes": stop - start}
+            yield lane, Span(f"pack chunk {chunk}", acquired[chunk], stop_s, args)
+            released = [
+                next((at_s for at_s, taken in samples if taken >= stop), inf)
+                for samples in self.samples.values()
+            ]
+            # A sample may come late: a released bucket is acquired again.
+            released_s = min(max(released, default=inf), acquired.get(chunk + num_buckets, inf))
+            if released_s < inf:
+                yield lane, Span(f"read chunk {chunk}", stop_s, max(stop_s, released_s), args)
 
 
 @dataclass(frozen=True, slots=True)
@@ -586,17 +560,18 @@ class TraceObserver(Observer):
             line.process(pid, target)
             line.lane(pid, 1, "messages", list(_calls(own)))
             calls = [message.call for message in own if message.call.rank == 0]
-            self._add_reading(line, pid, {(call.backend, call.reader) for call in calls})
+            self._count_reads(line, pid, {(call.backend, call.reader) for call in calls})
         relays = {(t.backend, reader) for t in self._transfers for reader in t.relays}
         if relays:
             pid = _READERS + len(by_target)
             line.process(pid, "relay to other hosts")
-            self._add_reading(line, pid, relays)
+            self._count_reads(line, pid, relays)
 
-    def _add_reading(self, line: Timeline, pid: int, readers: Iterable[tuple[str, int]]) -> None:
-        own = [(t, n) for t in self._transfers for name, n in readers if name == t.backend]
-        line.lane(pid, 2, "bytes", [span for t, n in own for span in t.reads(n)])
-        line.count(pid, "read_nbytes", [point for t, n in own for point in t.samples.get(n, [])])
+    def _count_reads(self, line: Timeline, pid: int, readers: Iterable[tuple[str, int]]) -> None:
+        for transfer in self._transfers:
+            for backend, reader in readers:
+                if backend == transfer.backend:
+                    line.count(pid, "read_nbytes", transfer.samples.get(reader, []))
 
 
 def trace_path(path: TracePath) -> Path:
