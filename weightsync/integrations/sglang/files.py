@@ -46,36 +46,15 @@ _NAMES = {code: name for name, code in DTYPE_CODES.items()}
 
 
 @dataclass(frozen=True, slots=True)
-class FileOffset:
-    """The place of one name's bytes: shard `shard`, from byte `offset` of its file."""
-
-    shard: int
-    offset: int
-
-
-@dataclass(frozen=True, slots=True)
 class Shard:
-    """One file of a layout: its `header`, its names, and its size in bytes, header included."""
+    """One file of a model: its `header`, each name's `offsets` in it, and its size in bytes."""
 
     header: bytes
-    names: tuple[str, ...]
+    offsets: Mapping[str, int]
     nbytes: int
 
 
-@dataclass(frozen=True, slots=True)
-class Layout:
-    """The shards of a model, and the place of every name in them."""
-
-    shards: tuple[Shard, ...]
-    places: Mapping[str, FileOffset]
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all files."""
-        return sum(shard.nbytes for shard in self.shards)
-
-
-def lay_out(specs: Iterable[TensorSpec], *, shard_nbytes: int) -> Layout:
+def lay_out(specs: Iterable[TensorSpec], *, shard_nbytes: int) -> list[Shard]:
     """Distribute tensors, in order, over shards of about `shard_nbytes`. Raises ConfigError."""
     listed = list(specs)
     _check_dtypes(listed)
@@ -87,19 +66,7 @@ def lay_out(specs: Iterable[TensorSpec], *, shard_nbytes: int) -> Layout:
             filled = 0
         groups[-1].append(spec)
         filled += spec.nbytes
-    shards: list[Shard] = []
-    places: dict[str, FileOffset] = {}
-    for index, group in enumerate(groups):
-        shard, offsets = _make_shard(group)
-        shards.append(shard)
-        places.update({name: FileOffset(index, offset) for name, offset in offsets.items()})
-    return Layout(tuple(shards), places)
-
-
-def index_of(files: Mapping[str, Sequence[str]]) -> bytes:
-    """Return the index of a sharded checkpoint, as JSON, from `{file: its names}`."""
-    table = {name: file for file, names in files.items() for name in names}
-    return json.dumps({"metadata": {}, "weight_map": table}).encode()
+    return [_make_shard(group) for group in groups]
 
 
 def read_manifest(directory: Path) -> Manifest | None:
@@ -111,7 +78,7 @@ def read_manifest(directory: Path) -> Manifest | None:
         return None  # a foreign directory may contain anything
 
 
-def _make_shard(group: list[TensorSpec]) -> tuple[Shard, dict[str, int]]:
+def _make_shard(group: list[TensorSpec]) -> Shard:
     # Sorted by element size, the largest first: all tensors are aligned without padding.
     ordered = sorted(group, key=lambda spec: -DTYPE_NBYTES[spec.dtype])
     entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
@@ -129,7 +96,7 @@ def _make_shard(group: list[TensorSpec]) -> tuple[Shard, dict[str, int]]:
     text += b" " * (-len(text) % _ALIGNMENT)
     header = len(text).to_bytes(8, "little") + text
     offsets = {name: len(header) + begin for name, begin in begins.items()}
-    return Shard(header, tuple(begins), len(header) + at), offsets
+    return Shard(header, offsets, len(header) + at)
 
 
 def _check_dtypes(specs: list[TensorSpec]) -> None:
@@ -285,34 +252,34 @@ class Snapshot:
         self._published = False
         self._guard = threading.Lock()
 
-    def add(self, layout: Layout) -> SnapshotWriter:
+    def add(self, shards: Sequence[Shard]) -> SnapshotWriter:
         """Create files, with all bytes allocated. Raises TransferError where space is missing."""
-        self._check_room(layout.nbytes)
-        first = len(self._files)
-        names = [f"model-{first + i + 1:05d}.safetensors" for i in range(len(layout.shards))]
+        nbytes = sum(shard.nbytes for shard in shards)
+        self._check_room(nbytes)
+        places: dict[str, tuple[int, int]] = {}
+        files: dict[str, tuple[str, ...]] = {}
         with ExitStack() as opened:
             try:
                 self._draft.mkdir(mode=0o700, exist_ok=True)
-                fds = []
-                for name, shard in zip(names, layout.shards, strict=True):
+                for number, shard in enumerate(shards, len(self._files) + 1):
+                    name = f"model-{number:05d}.safetensors"
                     flags = os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC
                     fd = os.open(self._draft / name, flags, self._mode & 0o666)
                     opened.callback(os.close, fd)
                     os.fchmod(fd, self._mode & 0o666)
                     os.posix_fallocate(fd, 0, shard.nbytes)
                     write_all(fd, memoryview(shard.header), 0)
-                    fds.append(fd)
+                    places.update({key: (fd, at) for key, at in shard.offsets.items()})
+                    files[name] = tuple(shard.offsets)
             except OSError as exc:
                 raise TransferError(
-                    f"{layout.nbytes} bytes of weights cannot be put into {self._base}: {exc}; "
+                    f"{nbytes} bytes of weights cannot be put into {self._base}: {exc}; "
                     "make room, or name another directory that the server sees too"
                 ) from exc
             kept = opened.pop_all()
-        self._files.update(
-            {name: shard.names for name, shard in zip(names, layout.shards, strict=True)}
-        )
+        self._files.update(files)
         self._open += 1
-        return SnapshotWriter(self, layout, fds, kept)
+        return SnapshotWriter(self, places, kept)
 
     def written(self) -> None:
         """Note that one SnapshotWriter is complete."""
@@ -328,7 +295,9 @@ class Snapshot:
                     "the files of this update are not complete: their writer left; send again"
                 )
             try:
-                (self._draft / INDEX).write_bytes(index_of(self._files))
+                table = {name: file for file, names in self._files.items() for name in names}
+                index = json.dumps({"metadata": {}, "weight_map": table}).encode()
+                (self._draft / INDEX).write_bytes(index)
                 (self._draft / INDEX).chmod(self._mode & 0o666)
                 self._draft.chmod(self._mode)
                 shutil.rmtree(self.weights, ignore_errors=True)
@@ -353,21 +322,20 @@ class Snapshot:
 
 
 class SnapshotWriter:
-    """Writes the bytes of a layout to open files."""
+    """Writes tensors to open files; `places` are the descriptor and the offset of each name."""
 
     def __init__(
-        self, snapshot: Snapshot, layout: Layout, fds: list[int], opened: ExitStack
+        self, snapshot: Snapshot, places: Mapping[str, tuple[int, int]], opened: ExitStack
     ) -> None:
         self._snapshot = snapshot
-        self._layout = layout
-        self._fds = fds
+        self._places = places
         self._opened = opened
         weakref.finalize(self, opened.close)
 
     def write(self, name: str, flat: torch.Tensor) -> None:
         """Write the bytes of `name`; `flat` is `uint8[nbytes]` on the host."""
-        place = self._layout.places[name]
-        write_all(self._fds[place.shard], host_view(flat.data_ptr(), flat.numel()), place.offset)
+        fd, offset = self._places[name]
+        write_all(fd, host_view(flat.data_ptr(), flat.numel()), offset)
 
     def done(self) -> None:
         """Close the files: every byte is written."""

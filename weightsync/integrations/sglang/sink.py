@@ -10,7 +10,7 @@ import torch
 from weightsync.errors import ConfigError
 from weightsync.integrations.sglang import files
 from weightsync.integrations.sglang.files import (
-    Layout,
+    Shard,
     Snapshot,
     SnapshotWriter,
     WeightDirectory,
@@ -87,7 +87,7 @@ class FilesSink(HookSink):
             return [spec.name]
         return [name for name in names if name in self.manifest.index] or [spec.name]
 
-    def layout_of(self, manifest: Manifest) -> tuple[Layout, Mapping[str, list[str]]]:
+    def layout_of(self, manifest: Manifest) -> tuple[list[Shard], Mapping[str, list[str]]]:
         """Return the files of a manifest, and the names of each tensor in them."""
         places = manifest.places()
         names = {spec.name: self.names_of(spec, places[spec.name]) for spec in manifest.specs}
@@ -104,7 +104,7 @@ class FilesSink(HookSink):
         if snapshot is None:
             raise ConfigError("an update for SGLang needs an id; send it with a sender")
         self._open.append(load_target)
-        return snapshot.add(load_target.layout) if snapshot.writer is self else None
+        return snapshot.add(load_target.shards) if snapshot.writer is self else None
 
     def commit(self, load_target: _FilesTarget) -> None:
         """With the last load target of an update: make the server load all files."""
@@ -119,8 +119,8 @@ class _FilesTarget(LoadTarget):
     def __init__(self, sink: FilesSink, manifest: Manifest) -> None:
         self._sink = sink
         self._writing: SnapshotWriter | None = None
-        self.layout, self._names = sink.layout_of(manifest)
-        self.peak_extra_nbytes = self.layout.nbytes
+        self.shards, self._names = sink.layout_of(manifest)
+        self.peak_extra_nbytes = sum(shard.nbytes for shard in self.shards)
 
     def begin(self) -> None:
         self._writing = self._sink.begin(self)
