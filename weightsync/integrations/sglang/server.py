@@ -97,10 +97,11 @@ class SglangControl(HttpTransport):
                 f"weight_cache_mode {server['weight_cache_mode']!r}), and an update would end it; "
                 "start it with --weight-cache-mode off"
             )
+        named = model.get("weight_version")
         facts = SglangFacts(
             model_path=str(model["model_path"]),
             version=_parse_version(server.get("version")),
-            weight_version=_text(model.get("weight_version")),
+            weight_version=None if named is None else str(named),
             checks_version=server.get("tokenizer_worker_num") in (None, 1),
         )
         self.pause_mode = self._settle_pause(facts.version)
@@ -276,10 +277,6 @@ def _parse_version(text: object) -> tuple[int, ...]:
             break
         numbers.append(int(part))
     return tuple(numbers)
-
-
-def _text(value: object) -> str | None:
-    return None if value is None else str(value)
 
 
 logger = logging.getLogger(__name__)

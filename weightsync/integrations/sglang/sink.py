@@ -19,13 +19,13 @@ from weightsync.integrations.sglang.files import (
 from weightsync.specs import Manifest, ManifestDifference, TensorSpec
 from weightsync.tensors import as_bytes
 from weightsync.weights.layout import StreamLayout
-from weightsync.weights.sink import Apply, HookSink, LoadTarget, NamedTensor
+from weightsync.weights.sink import Apply, LoadTarget, NamedTensor, WeightSink
 
 _CASTS = frozenset({"float64", "float32", "float16", "bfloat16"})
 """SGLang casts between these while it copies; a cast to another dtype would be wrong."""
 
 
-class FilesSink(HookSink):
+class FilesSink(WeightSink):
     """Writes an update's tensors to `weight_dir`; `load(directory)` makes the server load them.
 
     `wanted` is the manifest of the server's own checkpoint, None where it is unknown. Names are
@@ -35,12 +35,16 @@ class FilesSink(HookSink):
     def __init__(
         self, weight_dir: WeightDirectory, wanted: Manifest | None, load: Callable[[Path], None]
     ) -> None:
-        super().__init__(_refuse_pairs, manifest=wanted)
+        self.manifest = wanted
         self._weight_dir = weight_dir
         self._load = load
         self._snapshot: Snapshot | None = None
-        self._open: list[_FilesTarget] = []
         self._known: tuple[str, ManifestDifference] = ("", ManifestDifference())
+
+    @property
+    def device(self) -> torch.device:
+        """The host: its bytes are written to files."""
+        return torch.device("cpu")
 
     def difference(self, offered: Manifest) -> ManifestDifference:
         """How `offered` differs from the server's checkpoint. A tie that it lacks is no difference.
@@ -60,7 +64,6 @@ class FilesSink(HookSink):
 
     def leave(self) -> None:
         """Leave an update that was committed or aborted. Idempotent."""
-        self._open.clear()
         if self._snapshot is not None:
             snapshot, self._snapshot = self._snapshot, None
             self._weight_dir.leave(snapshot, self)
@@ -98,32 +101,28 @@ class FilesSink(HookSink):
         ]
         return lay_out(written, shard_nbytes=files.SHARD_NBYTES), names
 
-    def begin(self, load_target: _FilesTarget) -> SnapshotWriter | None:
+    def begin(self, shards: Sequence[Shard]) -> SnapshotWriter | None:
         """Create files, where this sink is the one that writes the update's; else return None."""
         snapshot = self._snapshot
         if snapshot is None:
             raise ConfigError("an update for SGLang needs an id; send it with a sender")
-        self._open.append(load_target)
-        return snapshot.add(load_target.shards) if snapshot.writer is self else None
+        return snapshot.add(shards) if snapshot.writer is self else None
 
-    def commit(self, load_target: _FilesTarget) -> None:
-        """With the last load target of an update: make the server load all files."""
-        if load_target in self._open:
-            self._open.remove(load_target)
-        if self._open or self._snapshot is None:
-            return
-        self._load(self._snapshot.publish())
+    def commit_all(self, load_targets: Sequence[LoadTarget]) -> None:
+        """Make the server load the files of all messages of an update at once."""
+        if self._snapshot is not None:
+            self._load(self._snapshot.publish())
 
 
 class _FilesTarget(LoadTarget):
     def __init__(self, sink: FilesSink, manifest: Manifest) -> None:
         self._sink = sink
         self._writing: SnapshotWriter | None = None
-        self.shards, self._names = sink.layout_of(manifest)
-        self.peak_extra_nbytes = sum(shard.nbytes for shard in self.shards)
+        self._shards, self._names = sink.layout_of(manifest)
+        self.peak_extra_nbytes = sum(shard.nbytes for shard in self._shards)
 
     def begin(self) -> None:
-        self._writing = self._sink.begin(self)
+        self._writing = self._sink.begin(self._shards)
 
     def load(self, pairs: Sequence[NamedTensor]) -> None:
         if self._writing is None:
@@ -139,17 +138,13 @@ class _FilesTarget(LoadTarget):
             self._writing = None
 
     def commit(self) -> None:
-        self._sink.commit(self)
+        self._sink.commit_all([self])
 
     def discard(self) -> None:
         if self._writing is not None:
             self._writing.discard()
             self._writing = None
         self._sink.leave()
-
-
-def _refuse_pairs(_: Iterable[tuple[str, torch.Tensor]]) -> None:
-    raise ConfigError("an update for SGLang goes through files")
 
 
 def _compare(offered: Manifest, wanted: Manifest) -> ManifestDifference:
