@@ -227,10 +227,11 @@ class _Hold(enum.Enum):
 class VllmServer:
     """Sends rounds to all workers of one server, and pauses it for updates."""
 
-    def __init__(self, control: VllmControl, *, timeout_s: float) -> None:
+    def __init__(
+        self, control: VllmControl, *, timeout_s: float, whole: VllmServerTransport | None = None
+    ) -> None:
         self.control = control
-        self.has_whole = False
-        self._whole: VllmServerTransport | None = None
+        self._whole = whole
         self._owner = secrets.token_hex(8)
         self._senders: dict[int, str] = {}
         self._answers = self._run_round({}, timeout_s=timeout_s)
@@ -288,14 +289,14 @@ class VllmServer:
         """Return the transport to the server itself, the same in each call."""
         with self._gathered:
             if self._whole is None:
-                self._whole, self.has_whole = VllmServerTransport(self), True
+                self._whole = VllmServerTransport(self)
             return self._whole
 
     def close_one(self) -> None:
         """Note that a worker's transport closed. After the last one, close the control."""
         with self._gathered:
             self._open -= 1
-            last = self._open == 0 and not self.has_whole  # `whole` closes it otherwise
+            last = self._open == 0 and self._whole is None  # `whole` closes it otherwise
         if last:
             self.control.close()
 
@@ -324,9 +325,8 @@ class VllmServer:
         with self._server:
             answers = self._send(requests, timeout_s)
             if self._hold is not _Hold.NONE and not self._is_ours(timeout_s):
-                self._announce(
-                    {}, timeout_s=timeout_s
-                )  # a user resumed it, or restarted the server
+                # A user resumed it, or restarted the server.
+                self._announce({}, timeout_s=timeout_s)
             return answers
 
     def _change(
@@ -503,18 +503,15 @@ class _Gathering:
 
 
 class VllmWorkerTransport(BaseTransport):
-    """A Transport to one worker of a vLLM server.
+    """A Transport to one worker of a vLLM server. `whole` counts the requests to the server.
 
     `weight_checker` names vLLM's own parameters, each worker its shards.
     """
 
-    def __init__(
-        self, server: VllmServer, rank: int, whole: VllmServerTransport | None = None
-    ) -> None:
+    def __init__(self, server: VllmServer, rank: int) -> None:
         name = server.control.target
         super().__init__(name if server.workers == 1 else f"{name}#worker-{rank}")
         self._server = server
-        self._whole = whole
         self._rank = rank
 
     @property
@@ -525,23 +522,7 @@ class VllmWorkerTransport(BaseTransport):
     @property
     def whole(self) -> VllmServerTransport:
         """The transport to the server itself, one for all workers. Its user closes it."""
-        if self._whole is None:
-            self._whole = self._server.whole()
-        return self._whole
-
-    @property
-    def sent_nbytes(self) -> int:
-        """Bytes of requests to the server, counted by `whole`, or else by its first worker."""
-        return self._server.control.sent_nbytes if self._counts else 0
-
-    @property
-    def sent_messages(self) -> int:
-        """Requests to the server, counted in the same place."""
-        return self._server.control.sent_messages if self._counts else 0
-
-    @property
-    def _counts(self) -> bool:
-        return self._rank == 0 and not self._server.has_whole
+        return self._server.whole()
 
     def call(self, request: Request, *, timeout_s: float) -> Reply:
         """Send one request and return its reply; see Transport.call."""
@@ -584,17 +565,16 @@ class VllmServerTransport(BaseTransport):
         """Return the status of the first worker. Raises ProtocolError for other requests."""
         if not isinstance(request, StatusRequest):
             raise ProtocolError(f"{self._target}: only its workers handle this request")
-        server = VllmServer(self._control, timeout_s=timeout_s)
-        status = VllmWorkerTransport(server, 0, self).call(request, timeout_s=timeout_s)
+        server = VllmServer(self._control, timeout_s=timeout_s, whole=self)
+        status = VllmWorkerTransport(server, 0).call(request, timeout_s=timeout_s)
         return msgspec.structs.replace(status, workers=list(worker_paths(server.workers)))
 
     def expand(self, paths: Sequence[str]) -> list[VllmWorkerTransport]:
         """Return a transport to every worker; see Transport."""
-        server = VllmServer(self._control, timeout_s=_MEND_S)
+        server = VllmServer(self._control, timeout_s=_MEND_S, whole=self)
         if worker_paths(server.workers) != tuple(paths):
             raise ConnectError(f"{self._target} was restarted meanwhile; connect again")
-        server.has_whole = True
-        return [VllmWorkerTransport(server, rank, self) for rank in range(server.workers)]
+        return [VllmWorkerTransport(server, rank) for rank in range(server.workers)]
 
     def close(self) -> None:
         """Close the connections to the server."""
